@@ -1,0 +1,26 @@
+"""Warm start on a folder of texts: supervised tuning on rows that rules make from it.
+
+    python -m spell_jax.selfplay.folder_rows --source=PATH --out=runs/folder_rows
+    python -m spell_jax.sft --config=configs/folder_warm_start.py --workdir=runs/folder_warm_start
+
+runs/folder_warm_start/policy is what configs/folder.py starts from.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import tiny_warm_start
+
+
+def get_config() -> ConfigDict:
+    config = tiny_warm_start.get_config()
+    config.steps = 1500
+    config.rows_per_step = 20
+    config.source = "runs/folder_rows/rows.jsonl"
+
+    config.policy.tokenizer = "runs/folder_rows"
+    config.policy.layers = 4
+    config.policy.feed_forward = 512
+
+    config.optimiser.warmup_steps = 100
+    config.packing.buckets = ((512, 192),)
+    return config

@@ -1,0 +1,51 @@
+"""Makes the tiny policy that ships with the package: supervised tuning on generated demonstrations.
+
+    python -m spell_jax.sft --config=configs/tiny_warm_start.py --workdir=runs/warm_start
+
+Hardware: 2 CPU cores. Time, seed and resulting accuracies: README, section "Results".
+The result (runs/warm_start/policy) is a Hugging Face folder; the one that ships is a copy of it.
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> Any:  # a ConfigDict, whose fields have no static types
+    config: Any = ConfigDict()
+    config.seed = 0
+    config.steps = 4500
+    config.rows_per_step = 56
+    config.log_every = 50
+    config.checkpoint_every = 250
+    config.source = "tiny"  # or a .jsonl of {"prompt", "completion"}
+    config.prompts = "compact"
+
+    config.policy = ConfigDict()
+    config.policy.folder = ""  # a Hugging Face folder to start from; empty: random weights
+    config.policy.tokenizer = ""  # a folder with tokenizer.model; empty: trained on the rows
+    config.policy.compute_dtype = "float32"
+    config.policy.vocab_size = 896
+    config.policy.width = 128
+    config.policy.layers = 3
+    config.policy.heads = 4
+    config.policy.kv_heads = 2
+    config.policy.head_size = 32
+    config.policy.feed_forward = 384
+    config.policy.max_positions = 1024
+
+    config.optimiser = ConfigDict()
+    config.optimiser.learning_rate = 1.5e-3
+    config.optimiser.schedule = "cosine"
+    config.optimiser.warmup_steps = 200
+    config.optimiser.final_fraction = 0.05
+    config.optimiser.b2 = 0.98
+    config.optimiser.weight_decay = 0.01
+    config.optimiser.clip_norm = 1.0
+
+    config.packing = ConfigDict()
+    config.packing.buckets = ((256, 96),)
+    config.packing.token_budget = 4096
+
+    config.mesh = ConfigDict({"data": 1, "fsdp": -1, "context": 1, "tensor": 1, "expert": 1})
+    return config

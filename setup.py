@@ -1,0 +1,48 @@
+"""Installs the trainer; configs/ and launch/ run from a checkout.
+
+Lower bounds are the versions that the tests were last run with. Heavy things stay extras.
+"""
+
+from setuptools import find_packages, setup
+
+JAX_RANGE = ">=0.10.2,<0.12"
+
+setup(
+    name="spell_jax",
+    version="0.1.0",
+    description="Self-play reinforcement learning for long-context language models, in JAX",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(
+        include=["spell_jax", "spell_jax.*", "data_pipeline", "data_pipeline.*"]
+    ),
+    package_data={"spell_jax": ["selfplay/templates/**/*.txt", "data/tiny_policy/*"]},
+    install_requires=[
+        f"jax{JAX_RANGE}",
+        "flax>=0.12.8",
+        "optax>=0.2.8",
+        "orbax-checkpoint>=0.12.8",
+        "chex>=0.1.92",
+        "numpy>=2.4.6",
+        "sentencepiece>=0.2.3",
+        "safetensors>=0.8.0",
+        "ml-collections>=1.1.0",
+        "absl-py>=2.5.1",
+        "matplotlib>=3.11.2",
+        "tensorboardX>=2.6.5",
+        "scikit-learn>=1.9.1",
+    ],
+    extras_require={
+        "tpu": [f"jax[tpu]{JAX_RANGE}"],
+        "gpu": [f"jax[cuda12]{JAX_RANGE}"],
+        "test": [
+            "pytest>=9.2.0",
+            "pytest-xdist>=3.8.0",
+            "hypothesis>=6.170.15",
+            "ruff==0.17.5",
+            # With Node.js from a wheel, so that a machine without it can run pyright.
+            "pyright[nodejs]==1.1.414",
+            "transformers>=5.23.0",
+        ],
+    },
+)

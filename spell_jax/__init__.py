@@ -1,0 +1,1 @@
+"""spell_jax: self-play reinforcement learning for long-context language models, in JAX."""

@@ -1,0 +1,50 @@
+"""Dense attention: the reference that every other kernel is held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spell_jax.attention import masks
+
+# Finite, so that a row without any visible key (padding) gives a uniform mix and no NaN.
+MASKED = -1e30
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, last_reader: jax.Array) -> jax.Array:
+    """Softmax attention of packed rows, grouped queries, statistics in float32.
+
+    Args:
+      q: [B, T, N, H].
+      k: [B, T, K, H]; query head n reads key head n // (N / K).
+      v: [B, T, K, H].
+      last_reader: int32 [B, T], see masks.py.
+
+    Returns:
+      [B, T, N, H] in q's dtype.
+    """
+    rows, time, heads, size = q.shape
+    groups = q.reshape(rows, time, k.shape[2], -1, size)
+    scores = jnp.einsum("bqkrh,bskh->bkrqs", groups, k, preferred_element_type=jnp.float32)
+    seen = masks.visible(last_reader)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores * size**-0.5, MASKED), axis=-1)
+    out = jnp.einsum("bkrqs,bskh->bqkrh", weights.astype(v.dtype), v)
+    return out.reshape(rows, time, heads, size)
+
+
+def attend_packed(
+    q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, context: dict[str, jax.Array]
+) -> tuple[jax.Array, None]:
+    """The policy's `Attend` for packed training rows; keeps nothing."""
+    del cache
+    return attend(q, k, v, context["last_reader"]), None
+
+
+def attend_prefill(
+    q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, context: dict[str, jax.Array]
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The policy's `Attend` for prompts; keeps keys and values [B, T, K, H] for the sampler."""
+    del cache
+    return attend(q, k, v, context["last_reader"]), (k, v)

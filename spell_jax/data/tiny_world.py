@@ -1,0 +1,235 @@
+"""The generated world of the demo: small documents with facts, and an oracle for evaluation only.
+
+1. A document is one line about one person: "- Arvo city Oslo, Arvo friend Bela, Arvo sales 34,
+   Arvo costs 12". A cluster is n documents whose friends are all inside the cluster.
+2. Questions are of four kinds: look-up ("city of Arvo"), two-hop ("city of friend of Arvo"), sums
+   ("sales of Arvo plus costs of Bela") and four-way choices of a look-up.
+3. Values have several surface forms: a city has two names (documents use either), names and
+   figures may be decorated ("Mr Bela", "34 dollars"). A rule that compares strings misses some.
+4. The oracle reads documents and question by their grammar and knows every truth. Self-play never
+   calls it: it is for warm-start demonstrations (a labelled source) and for held-out evaluation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from spell_jax.data.clusters import Cluster
+
+_NAMES = """
+Arvo Bela Cato Dina Edda Faro Gita Hugo Ines Jaro Kuno Lida Mika Nilo Odra Pavo Quin Rufa Sami
+Tova Udo Vera Wim Xena Yuri Zita Abel Bodo Carla Dirk Elmo Fenja Gero Hilde Igor Jutta Klaus
+Lothar Malte Nora Otmar Petra Ralf Sigrid Tamme Ulla Volker Wanda
+"""
+# The two names of each city; neither contains the other, so that a string rule cannot match them.
+_CITIES = """
+Oslo/Fjordton Paris/Seinham Rome/Sevenhills Cairo/Nileport Lima/Pacifica Quito/Andesby
+Delhi/Yamuna Tokyo/Edoville Seoul/Hanyang Perth/Swanside Accra/Goldcoast Dakar/Capevert
+Milan/Duomo Turin/Mole Basel/Rhineknee Ghent/Leie Porto/Douro Malmo/Oresund Kyiv/Dnipro
+Riga/Daugava
+"""
+NAMES = tuple(_NAMES.split())
+CITIES = tuple(tuple(pair.split("/")) for pair in _CITIES.split())
+ATTRIBUTES = ("city", "friend", "sales", "costs")
+FIGURES = range(10, 50)
+TOWN, TITLE, UNIT = "town", "Mr", "dollars"
+
+KINDS = ("lookup", "two_hop", "math", "choice")
+TASK_OF_KIND = {
+    "lookup": "general_qa",
+    "two_hop": "general_qa",
+    "math": "financial_math",
+    "choice": "multiple_choice",
+}
+LETTERS = "ABCD"
+
+_CANONICAL = {form.lower(): city for city, *others in CITIES for form in (city, *others)}
+_ALIAS = {pair[i]: pair[1 - i] for pair in CITIES for i in (0, 1)}
+_FACT = re.compile(r"(\w+) (city|friend|sales|costs) (\w+)")
+_LOOKUP = re.compile(r"(city|friend|sales|costs) of ((?:friend of )*)(\w+)")
+_MATH = re.compile(r"(sales|costs) of (\w+) (plus|minus) (sales|costs) of (\w+)")
+
+Facts = dict[tuple[str, str], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A question of the world's grammar with its evidence and answer, as the oracle sees them.
+
+    Attributes:
+      kind: one of KINDS.
+      text: the question, without choices.
+      evidence: facts that lead to the answer, each as the documents state it.
+      answer: the value as the documents state it (a number for "math").
+    """
+
+    kind: str
+    text: str
+    evidence: tuple[str, ...]
+    answer: str
+
+
+def make_documents(rng: np.random.Generator, count: int) -> tuple[str, ...]:
+    """`count` documents about distinct people, each a friend of somebody in the cluster.
+
+    Raises:
+      ValueError: when there are not as many names.
+    """
+    if not 1 <= count <= len(NAMES):
+        raise ValueError(f"documents = {count}: must be 1 to {len(NAMES)} (one name each)")
+    people = [NAMES[i] for i in rng.permutation(len(NAMES))[:count]]
+    documents = []
+    for index, name in enumerate(people):
+        others = people[:index] + people[index + 1 :] or [
+            NAMES[(NAMES.index(name) + 1) % len(NAMES)]
+        ]
+        city = CITIES[rng.integers(len(CITIES))][int(rng.random() < 0.3)]
+        values = (city, others[rng.integers(len(others))], _figure(rng), _figure(rng))
+        facts = (f"{name} {a} {v}" for a, v in zip(ATTRIBUTES, values, strict=True))
+        documents.append("- " + ", ".join(facts))
+    return tuple(documents)
+
+
+def _figure(rng: np.random.Generator) -> str:
+    return str(rng.integers(FIGURES.start, FIGURES.stop))
+
+
+def make_clusters(
+    seed: int, count: int, documents: Sequence[int], prefix: str = "tiny"
+) -> list[Cluster]:
+    """Seeded clusters; their sizes cycle through `documents`."""
+    clusters = []
+    for index in range(count):
+        rng = np.random.default_rng([seed, index])
+        texts = make_documents(rng, documents[index % len(documents)])
+        clusters.append(Cluster(id=f"{prefix}-{seed}-{index}", documents=texts, tasks=None))
+    return clusters
+
+
+def read_facts(documents: Sequence[str]) -> Facts:
+    """(name, attribute) -> value as stated."""
+    return {(m[1], m[2]): m[3] for text in documents for m in _FACT.finditer(text)}
+
+
+def draw_question(rng: np.random.Generator, documents: Sequence[str], kind: str) -> Question:
+    """A random question of a kind that these documents answer ("choice" asks a look-up).
+
+    A two-hop question needs a friend whose document is there; where there is none, a look-up is
+    drawn instead.
+    """
+    facts = read_facts(documents)
+    names = sorted({name for name, _ in facts})
+    name = names[rng.integers(len(names))]
+    if kind == "math":
+        return _draw_sum(rng, facts, names)
+    if kind == "two_hop":
+        pairs = [n for n in names if (facts[n, "friend"], "city") in facts]
+        if pairs:
+            name = pairs[rng.integers(len(pairs))]
+            attribute = ATTRIBUTES[rng.integers(len(ATTRIBUTES))]
+            friend = facts[name, "friend"]
+            value = facts[friend, attribute]
+            evidence = (f"{name} friend {friend}", f"{friend} {attribute} {value}")
+            return Question(kind, f"{attribute} of friend of {name}", evidence, value)
+    attribute = ATTRIBUTES[rng.integers(len(ATTRIBUTES))]
+    value = facts[name, attribute]
+    kind = kind if kind == "choice" else "lookup"
+    return Question(kind, f"{attribute} of {name}", (f"{name} {attribute} {value}",), value)
+
+
+def _draw_sum(rng: np.random.Generator, facts: Facts, names: list[str]) -> Question:
+    terms = [(names[rng.integers(len(names))], ("sales", "costs")[rng.integers(2)]) for _ in "ab"]
+    (a, b), word = terms, ("plus", "minus")[rng.integers(2)]
+    x, y = int(facts[a]), int(facts[b])
+    if x == y:
+        word = "plus"  # a difference of zero is not a question that the parser accepts
+    if word == "minus" and x < y:
+        a, b, x, y = b, a, y, x
+    result = x + y if word == "plus" else x - y
+    text = f"{a[1]} of {a[0]} {word} {b[1]} of {b[0]}"
+    return Question("math", text, (f"{a[0]} {a[1]} {x}", f"{b[0]} {b[1]} {y}"), str(result))
+
+
+def draw_options(
+    rng: np.random.Generator, documents: Sequence[str], answer: str, letter: str
+) -> dict[str, str]:
+    """Four different options of the answer's sort, the right one under `letter`.
+
+    Wrong options come from the documents first, then from the whole world.
+    """
+    facts = read_facts(documents)
+    if answer.isdigit():
+        world = [str(n) for n in FIGURES]
+    else:
+        world = [c for c, _ in CITIES] if canonical(answer) in _ALIAS else list(NAMES)
+    near = sorted({v for v in facts.values() if v in world})
+    pool = [near[i] for i in rng.permutation(len(near))]
+    pool += [world[i] for i in rng.permutation(len(world))]
+    wrong = list(dict.fromkeys(v for v in pool if canonical(v) != canonical(answer)))[:3]
+    wrong = [wrong[i] for i in rng.permutation(3)]
+    wrong.insert(LETTERS.index(letter), answer)
+    return dict(zip(LETTERS, wrong, strict=True))
+
+
+def surface_forms(value: str) -> tuple[str, ...]:
+    """Ways to write a value, the plain one first."""
+    if value.isdigit():
+        return value, f"{value} {UNIT}"
+    if value in _ALIAS:
+        return value, f"{value} {TOWN}", _ALIAS[value]
+    return value, f"{TITLE} {value}"
+
+
+def canonical(text: str) -> str:
+    """One spelling for all surface forms of a value; unknown text comes back lower-case."""
+    words = [
+        w for w in re.findall(r"[a-z0-9]+", text.lower()) if w not in ("town", "mr", "dollars")
+    ]
+    plain = " ".join(words)
+    return _CANONICAL.get(plain, plain)
+
+
+def oracle(question: str, documents: Sequence[str]) -> str | None:
+    """The true canonical answer of a question in the grammar, or None.
+
+    None means that the question is not of the grammar or that the documents do not answer it.
+    Choices after the question are ignored (see oracle_choice).
+    """
+    facts = read_facts(documents)
+    if match := _MATH.search(question):
+        x, y = facts.get((match[2], match[1])), facts.get((match[5], match[4]))
+        if x is None or y is None:
+            return None
+        return str(int(x) + int(y) if match[3] == "plus" else int(x) - int(y))
+    match = _LOOKUP.search(question)
+    if match is None:
+        return None
+    name: str | None = match[3]
+    for _ in range(match[2].count("friend of")):
+        name = facts.get((name or "", "friend"))
+    value = facts.get((name or "", match[1]))
+    return None if value is None else canonical(value)
+
+
+def oracle_choice(question: str, documents: Sequence[str]) -> str | None:
+    """The letter of the one option that holds the true answer; None if there is not just one."""
+    truth = oracle(question, documents)
+    options = re.findall(r"\(([A-D])\) *([^\n]*)", question)
+    right = [letter for letter, text in options if canonical(text) == truth]
+    return right[0] if len(right) == 1 else None
+
+
+def question_kind(question: str) -> str:
+    """The kind of a question text, "other" outside the grammar."""
+    if "(A)" in question:
+        return "choice"
+    if _MATH.search(question):
+        return "math"
+    match = _LOOKUP.search(question)
+    if match is None:
+        return "other"
+    return "two_hop" if match[2] else "lookup"

@@ -1,0 +1,93 @@
+"""Held-out questions with known answers, from a JSONL file; and what every evaluation offers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import pathlib
+from typing import Protocol
+
+from spell_jax.evaluation.scoring import Report, share
+from spell_jax.games.game import Ask
+from spell_jax.selfplay import rules
+from spell_jax.selfplay.prompts import Prompts
+
+log = logging.getLogger(__name__)
+
+
+class Evaluation(Protocol):
+    """Held-out evaluation, as the trainer calls it."""
+
+    def full(self, ask: Ask) -> Report:
+        """Everything that is reported before and after a run."""
+        ...
+
+    def quick(self, ask: Ask) -> tuple[float, dict[str, float]]:
+        """(a score, larger is better; named numbers), cheap enough for every few steps."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A question with its answer, and the documents that it is about."""
+
+    task: str
+    documents: tuple[str, ...]
+    question: str
+    answer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOutQuestions:
+    """Greedy answers to given questions, scored by the rule."""
+
+    prompts: Prompts
+    questions: tuple[Question, ...]
+
+    def full(self, ask: Ask) -> Report:
+        outcomes = self._outcomes(ask)
+        rows = {task: {"": share(cells)} for task, cells in outcomes.items()}
+        return {"responder accuracy (rule)": rows}
+
+    def quick(self, ask: Ask) -> tuple[float, dict[str, float]]:
+        outcomes = self._outcomes(ask)
+        numbers = {task: share(cells)[0] for task, cells in outcomes.items() if cells}
+        return numbers["all"], numbers
+
+    def _outcomes(self, ask: Ask) -> dict[str, list[float]]:
+        texts = [self.prompts.responder(q.task, q.documents, q.question) for q in self.questions]
+        outcomes: dict[str, list[float]] = {"all": []}
+        replies = ask("responder", texts, temperature=0.0)
+        for question, reply in zip(self.questions, replies, strict=True):
+            text = "" if reply is None else reply.texts[0]
+            score = rules.score(text, question.answer, question.task)
+            outcomes["all"].append(score)
+            outcomes.setdefault(question.task, []).append(score)
+        return outcomes
+
+
+def read_questions(path: str | pathlib.Path) -> tuple[Question, ...]:
+    """Lines {"task", "documents", "question", "answer"}; bad ones are logged and skipped.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: no line of it is a question.
+    """
+    questions, skipped = [], 0
+    for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            question = Question(
+                record["task"], tuple(record["documents"]), record["question"], record["answer"]
+            )
+            texts = (*question.documents, question.question, question.answer)
+            if question.task not in rules.TASKS or not all(isinstance(t, str) for t in texts):
+                raise ValueError(f"task must be one of {rules.TASKS}, the rest texts")
+            questions.append(question)
+        except (ValueError, KeyError, TypeError) as error:
+            skipped += 1
+            log.warning("%s:%d: skipped (%s)", path, number, error)
+    if not questions:
+        raise ValueError(f"data.validation = {path}: none of its {skipped} lines is a question")
+    return tuple(questions)

@@ -1,0 +1,64 @@
+"""The models of a game, asked in words: chat layout, sampler, text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from spell_jax.games.game import Reply
+from spell_jax.policy.tokenizer import Tokenizer
+from spell_jax.policy.transformer import Params
+from spell_jax.sampler.engine import Sampler
+
+
+class Players:
+    """A game's `Ask`: answers prompts with one of several models behind one sampler.
+
+    Keys are fold_in(fold_in(key, step), call), then request, sibling and token (sampler): the same
+    step asks the same questions with the same random numbers, resumed or not.
+    """
+
+    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, key: jax.Array):
+        self._sampler = sampler
+        self._tokenizer = tokenizer
+        self._key = key
+        self._step_key = key
+        self._call = 0
+        self._models: Mapping[str, Params] = {}
+
+    def begin(self, step: int, models: Mapping[str, Params]) -> None:
+        """Starts a step with these weights (compute dtype) by model name."""
+        self._step_key = jax.random.fold_in(self._key, step)
+        self._call = 0
+        self._models = models
+
+    def __call__(
+        self,
+        role: str,
+        prompts: Sequence[str],
+        group: int = 1,
+        model: str = "policy",
+        temperature: float | None = None,
+    ) -> list[Reply | None]:
+        """See games.game.Ask; verdicts have a cap of their own."""
+        self._call += 1
+        if not prompts:
+            return []
+        config = self._sampler.config
+        ids = [self._tokenizer.chat(prompt) for prompt in prompts]
+        answers = self._sampler.sample(
+            self._models[model],
+            ids,
+            group,
+            jax.random.fold_in(self._step_key, self._call),
+            max_tokens=config.max_verdict_tokens if role == "verifier" else config.max_tokens,
+            temperature=temperature,
+        )
+        return [
+            None if samples is None else Reply(prompt, samples, [self._text(s) for s in samples])
+            for prompt, samples in zip(ids, answers, strict=True)
+        ]
+
+    def _text(self, sample) -> str:
+        return self._tokenizer.decode(sample.tokens[:-1] if sample.stopped else sample.tokens)

@@ -1,0 +1,541 @@
+"""SPELL: one policy questions, answers and judges itself (the paper on one page).
+
+A step of self-play, each part a method below, in this order:
+
+1. propose   the questioner reads m documents (and what it asked before) and writes a question with
+             a reference answer.
+2. filter    a question that is answered right without documents is ungrounded.
+3. anchor    (option) the reference is replaced by what a frozen copy of the first policy reads in
+             the same m documents, if its answers agree.
+4. answer    the responder reads all n documents and answers G times.
+5. verify    the verifier compares each answer with the reference, G_v times; the majority decides.
+6. reward    responder: max(rule, majority); verifier: agreement with the majority; questioner:
+             a Gaussian around half solved.
+7. select    which groups are trained on, with their advantages: one GRPO update for all roles.
+
+Rounds of 1-6 are repeated until enough questions have answers of mixed reward. Numbers in
+parentheses are equations of the paper; "spec" is docs/algorithm.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from spell_jax.data.clusters import Cluster
+from spell_jax.data.stream import TaskStream
+from spell_jax.games.game import Ask, Reply
+from spell_jax.learner.advantages import group_advantages, questioner_advantages
+from spell_jax.learner.packing import Group
+from spell_jax.runtime.metrics import Metrics
+from spell_jax.selfplay import parsing, rewards, rules, selection
+from spell_jax.selfplay.memory import Entry, QuestionMemory
+from spell_jax.selfplay.prompts import Prompts
+
+REFERENCES = ("questioner", "anchored")
+RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
+RULES = ("match", "judge")
+LETTERS = "ABCD"
+
+# (question, prediction, reference) triples -> 1, 0 or -1 (no verdict).
+JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpellConfig:
+    """Every switch of the game; the defaults are the paper's (its ablations are the others).
+
+    Attributes:
+      questions: questions with mixed rewards that an update wants [paper: batch size].
+      generation_batch: questions proposed in one round.
+      max_generations: rounds a step; then the update takes what there is.
+      group_size: G, answers to a question.
+      verifier_group_size: G_v, verdicts on an answer; 1 is the single-verdict ablation.
+      documents: m, the questioner's new documents, drawn from these numbers.
+      memory: L, questions remembered for each task and cluster; 0: no memory.
+      memory_low, memory_high: mean rewards between which a question is remembered.
+      mapping, mu, sigma: the questioner's reward (7): "gaussian", "azr" or "r_zero".
+      max_answer_tokens: longer references are skipped.
+      format_penalty: whether questions of bad format are punished; else they are dropped.
+      grounding_samples: answers without documents to a question; 0: no grounding filter.
+      grounding_threshold: right ones among them that make a question ungrounded.
+      reference: "questioner", or "anchored": the most frequent of `anchor_samples` answers of a
+        frozen copy of the starting policy to the question behind the questioner's documents. A
+        question without an answer given at least twice and by more than half is ungrounded.
+      anchor_samples: K.
+      anchor_refresh: the frozen copy is renewed every so many steps; 0: never.
+      responder_reward: how rule and majority combine: "max" (6); "rule" asks no verifier; "random"
+        is a control that must destroy the policy.
+      rule: "match" compares texts, numbers, letters; "judge" asks an external judge.
+      train_questioner, train_verifier: False leaves their rows out of the update.
+      negatives: bad questioner rows for each good one.
+      verifier_share: verifier rows for each responder row.
+      consistency_gate: the verifier learns only where its majority agrees with the rule.
+      balance_verdicts: as many yes as no groups for the verifier.
+      keep_surplus: train on all questions with mixed rewards, also those over `questions`.
+    """
+
+    questions: int = 128
+    generation_batch: int = 480
+    max_generations: int = 10
+    group_size: int = 8
+    verifier_group_size: int = 8
+    documents: tuple[int, ...] = (5,)
+    memory: int = 3
+    memory_low: float = 0.01
+    memory_high: float = 1.0
+    mapping: str = "gaussian"
+    mu: float = 0.5
+    sigma: float = 0.5 / 3
+    max_answer_tokens: int = 40
+    format_penalty: bool = True
+    grounding_samples: int = 1
+    grounding_threshold: int = 1
+    reference: str = "questioner"
+    anchor_samples: int = 4
+    anchor_refresh: int = 0
+    responder_reward: str = "max"
+    rule: str = "match"
+    train_questioner: bool = True
+    negatives: float = 1.0
+    train_verifier: bool = True
+    verifier_share: float = 0.125
+    consistency_gate: bool = True
+    balance_verdicts: bool = False
+    keep_surplus: bool = False
+
+    def __post_init__(self):
+        for field, allowed in (
+            ("mapping", rewards.MAPPINGS),
+            ("reference", REFERENCES),
+            ("responder_reward", RESPONDER_REWARDS),
+            ("rule", RULES),
+        ):
+            if getattr(self, field) not in allowed:
+                raise ValueError(
+                    f"game.{field} = {getattr(self, field)!r}: must be one of {allowed}"
+                )
+        for field, least in (
+            ("questions", 1),
+            ("generation_batch", 1),
+            ("max_generations", 1),
+            ("group_size", 2),
+            ("verifier_group_size", 1),
+            ("memory", 0),
+            ("grounding_samples", 0),
+            ("grounding_threshold", 1),
+            ("anchor_samples", 2),
+            ("anchor_refresh", 0),
+            ("sigma", 1e-6),
+            ("negatives", 0),
+            ("verifier_share", 0),
+        ):
+            if getattr(self, field) < least:
+                raise ValueError(f"game.{field} = {getattr(self, field)}: must be at least {least}")
+        if not self.documents or min(self.documents) < 1:
+            raise ValueError(f"game.documents = {self.documents}: must be numbers of at least 1")
+
+
+@dataclasses.dataclass
+class Episode:
+    """One proposed question and all that became of it.
+
+    Attributes:
+      task, cluster: what was asked about.
+      shown: indices of the documents that the questioner read.
+      history: remembered questions that it was shown.
+      proposal: the questioner's reply.
+      status: "accepted", or where it ended: "overlong" (a prompt over the cap), "bad_format",
+        "skipped", "ungrounded".
+      reason: a word that says why, for counting.
+      question, reference: as parsed; `own_reference` is the questioner's where it was replaced.
+      response: the responder's reply, G answers.
+      predictions: extracted answers, None where there is none.
+      rule: rule scores of the answers.
+      judged: for each answer the verifier's reply, None where there was nothing to judge.
+      votes: for each answer its G_v votes.
+      scores: the responder's rewards.
+      reward: the questioner's reward; None when it earns none and is not trained on.
+    """
+
+    task: str
+    cluster: Cluster
+    shown: tuple[int, ...]
+    history: tuple[Entry, ...]
+    proposal: Reply | None = None
+    status: str = "overlong"
+    reason: str = ""
+    question: str = ""
+    reference: str = ""
+    own_reference: str = ""
+    response: Reply | None = None
+    predictions: list[str | None] = dataclasses.field(default_factory=list)
+    rule: list[float] = dataclasses.field(default_factory=list)
+    judged: list[Reply | None] = dataclasses.field(default_factory=list)
+    votes: list[list[int]] = dataclasses.field(default_factory=list)
+    scores: list[float] = dataclasses.field(default_factory=list)
+    reward: float | None = None
+
+    @property
+    def mean_score(self) -> float:
+        return sum(self.scores) / len(self.scores) if self.scores else 0.0
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the group has reward spread, so that something can be learned from it."""
+        return len(set(self.scores)) > 1
+
+
+class Spell:
+    """The game; `play` makes a step's episodes and `rows` its training groups."""
+
+    def __init__(
+        self,
+        config: SpellConfig,
+        prompts: Prompts,
+        stream: TaskStream,
+        count_tokens: Callable[[str], int],
+        prompt_cap: int,
+        seed: int,
+        judge: JudgeFunction | None = None,
+    ):
+        """Args: prompt_cap is in tokens; `judge` is needed for rule = "judge" only."""
+        if config.rule == "judge" and judge is None:
+            raise ValueError('game.rule = "judge": needs game.judge_url and game.judge_model')
+        self.config = config
+        self.prompts = prompts
+        self.stream = stream
+        self.memory = QuestionMemory(config.memory, config.memory_low, config.memory_high)
+        self.models = ("anchor",) if config.reference == "anchored" else ()
+        self._count = count_tokens
+        self._cap = prompt_cap
+        self.seed = seed
+        self._judge = judge
+        self._rng = np.random.default_rng(seed)
+
+    def play(self, ask: Ask, step: int) -> list[Episode]:
+        """Rounds of self-play until enough questions have mixed rewards, or the cap is reached."""
+        self._rng = np.random.default_rng([self.seed, step])
+        episodes: list[Episode] = []
+        for _ in range(self.config.max_generations):
+            batch = self.propose(ask)
+            self.filter(ask, batch)
+            self.anchor(ask, batch)
+            self.answer(ask, batch)
+            self.verify(ask, batch)
+            self.reward(batch)
+            episodes += batch
+            if sum(e.mixed for e in episodes) >= self.config.questions:
+                break
+        self.remember(episodes)
+        return episodes
+
+    # 1. The questioner writes.
+
+    def propose(self, ask: Ask) -> list[Episode]:
+        """Questions with references from m new documents and what was asked before."""
+        episodes, texts = [], []
+        for task, cluster in self.stream.next(self.config.generation_batch):
+            episode, text = self._invite(task, cluster)
+            episodes.append(episode)
+            texts.append(text)
+        for episode, reply in zip(episodes, ask("questioner", texts), strict=True):
+            if reply is None:
+                continue
+            parsed = parsing.parse_question(
+                reply.texts[0], episode.task, self._count, self.config.max_answer_tokens
+            )
+            episode.proposal, episode.status, episode.reason = reply, parsed.status, parsed.reason
+            episode.question, episode.reference = parsed.question, parsed.answer
+            episode.own_reference = parsed.answer
+            if parsed.status == "bad_format" and self.config.format_penalty:
+                episode.reward = rewards.BAD_FORMAT
+        return episodes
+
+    def _invite(self, task: str, cluster: Cluster) -> tuple[Episode, str]:
+        """The questioner's prompt; over the cap, new documents go, then the oldest history."""
+        history = self.memory.get(task, cluster.id)
+        seen = {index for entry in history for index in entry.documents}
+        unseen = [i for i in range(len(cluster.documents)) if i not in seen]
+        wanted = min(int(self._rng.choice(self.config.documents)), len(unseen))
+        new = [int(i) for i in self._rng.permutation(unseen)[:wanted]]
+        letter = LETTERS[self._rng.integers(4)] if task == "multiple_choice" else None
+        while True:
+            seen = {index for entry in history for index in entry.documents}
+            shown = tuple(sorted(seen | set(new)))
+            documents = [cluster.documents[i] for i in shown]
+            text = self.prompts.questioner(task, documents, history, letter)
+            smallest = not history and len(new) <= 1
+            if smallest or self._count(text) <= self._cap:
+                return Episode(task, cluster, shown, history), text
+            if new and (history or len(new) > 1):
+                new.pop()
+            else:
+                history = history[1:]
+                new = new or [int(self._rng.integers(len(cluster.documents)))]
+
+    # 2. Questions that need no documents are ungrounded.
+
+    def filter(self, ask: Ask, episodes: Sequence[Episode]) -> None:
+        """Marks accepted questions as ungrounded that are answered right without documents."""
+        if not self.config.grounding_samples:
+            return
+        accepted = [e for e in episodes if e.status == "accepted"]
+        texts = [self.prompts.responder(e.task, (), e.question) for e in accepted]
+        replies = ask("responder", texts, self.config.grounding_samples)
+        for episode, reply in zip(accepted, replies, strict=True):
+            right = [rules.score(t, episode.reference, episode.task) for t in _texts(reply)]
+            if sum(right) >= self.config.grounding_threshold:
+                self._reject(episode, "known_without_documents")
+
+    def _reject(self, episode: Episode, reason: str) -> None:
+        episode.status, episode.reason = "ungrounded", reason
+        episode.reward = rewards.UNGROUNDED
+
+    # 3. (Option) a frozen copy of the first policy reads the reference.
+
+    def anchor(self, ask: Ask, episodes: Sequence[Episode]) -> None:
+        """Replaces references by the frozen copy's, where it agrees with itself."""
+        if self.config.reference != "anchored":
+            return
+        accepted = [e for e in episodes if e.status == "accepted"]
+        texts = [
+            self.prompts.responder(e.task, [e.cluster.documents[i] for i in e.shown], e.question)
+            for e in accepted
+        ]
+        samples = self.config.anchor_samples
+        replies = ask("responder", texts, samples, model="anchor")
+        for episode, reply in zip(accepted, replies, strict=True):
+            found = [rules.extract_answer(text, episode.task) for text in _texts(reply)]
+            answer, count = most_frequent(found, episode.task)
+            if answer is None or count < 2 or 2 * count <= samples:
+                self._reject(episode, "anchor_disagrees")
+            else:
+                episode.reference = answer
+
+    # 4. The responder answers from all documents.
+
+    def answer(self, ask: Ask, episodes: Sequence[Episode]) -> None:
+        """G answers to each accepted question; a prompt over the cap ends the episode."""
+        accepted = [e for e in episodes if e.status == "accepted"]
+        texts = [self.prompts.responder(e.task, e.cluster.documents, e.question) for e in accepted]
+        replies = ask("responder", texts, self.config.group_size)
+        for episode, reply in zip(accepted, replies, strict=True):
+            if reply is None:
+                episode.status, episode.reason = "overlong", "responder_prompt"
+                continue
+            episode.response = reply
+            episode.predictions = [rules.extract_answer(t, episode.task) for t in reply.texts]
+            episode.rule = [rules.score(t, episode.reference, episode.task) for t in reply.texts]
+        if self._judge is not None:
+            self._ask_judge(episodes)
+
+    def _ask_judge(self, episodes: Sequence[Episode]) -> None:
+        """The external judge's verdict in the place of the rule; no verdict leaves the rule's."""
+        asked = [(e, i) for e in episodes for i, p in enumerate(e.predictions) if p is not None]
+        items = [(e.question, e.predictions[i] or "", e.reference) for e, i in asked]
+        assert self._judge is not None
+        for (episode, i), verdict in zip(asked, self._judge(items), strict=True):
+            if verdict >= 0:
+                episode.rule[i] = float(verdict)
+
+    # 5. The verifier compares.
+
+    def verify(self, ask: Ask, episodes: Sequence[Episode]) -> None:
+        """G_v votes on each answer that has something to compare (4)."""
+        for episode in episodes:
+            episode.judged = [None] * len(episode.predictions)
+            episode.votes = [[] for _ in episode.predictions]
+        if self.config.responder_reward in ("rule", "random"):
+            return
+        asked = [(e, i) for e in episodes for i, p in enumerate(e.predictions) if p is not None]
+        texts = [
+            self.prompts.verifier(e.question, e.predictions[i] or "", e.reference) for e, i in asked
+        ]
+        replies = ask("verifier", texts, self.config.verifier_group_size)
+        for (episode, i), reply in zip(asked, replies, strict=True):
+            episode.judged[i] = reply
+            episode.votes[i] = [parsing.parse_verdict(text) for text in _texts(reply)]
+
+    # 6. Rewards.
+
+    def reward(self, episodes: Sequence[Episode]) -> None:
+        """Responder rewards (6), then the questioner's (7) from their mean."""
+        for episode in episodes:
+            if episode.response is None:
+                continue
+            episode.scores = [
+                self._responder_reward(rule, rewards.majority(votes))
+                for rule, votes in zip(episode.rule, episode.votes, strict=True)
+            ]
+            c = self.config
+            episode.reward = 0.0
+            if episode.mixed:
+                mean = episode.mean_score
+                episode.reward = rewards.questioner_reward(mean, c.mapping, c.mu, c.sigma)
+
+    def _responder_reward(self, rule: float, vote: int) -> float:
+        how = self.config.responder_reward
+        if how == "random":
+            return float(self._rng.integers(2))
+        if vote == -1 or how == "rule":
+            return rule
+        combined = {
+            "max": rewards.combine(rule, vote),
+            "verifier": float(vote),
+            "mean": (rule + vote) / 2,
+            "min": min(rule, float(vote)),
+        }
+        return combined[how]
+
+    def remember(self, episodes: Sequence[Episode]) -> None:
+        """Writes the step's questions to memory; it was read as of the start of the step."""
+        for e in episodes:
+            if e.response is not None:
+                entry = Entry(e.shown, e.question, e.reference)
+                self.memory.push(e.task, e.cluster.id, entry, e.mean_score)
+
+    # 7. What is trained on.
+
+    def rows(self, episodes: Sequence[Episode]) -> list[Group]:
+        """Training groups of all three roles with their advantages (8, 9)."""
+        answered = [e for e in episodes if e.response is not None]
+        kept, surplus = selection.split_groups([e.scores for e in answered], self.config.questions)
+        if self.config.keep_surplus:
+            kept = [*kept, *surplus]
+        good = [answered[i] for i in kept]
+        responder = [
+            e.response.group(group_advantages(e.scores), "responder")
+            for e in good
+            if e.response is not None
+        ]
+        return (
+            responder + self._questioner_rows(good, episodes) + self._verifier_rows(good, answered)
+        )
+
+    def _questioner_rows(self, good: Sequence[Episode], episodes: Sequence[Episode]) -> list[Group]:
+        """The kept questions and as many bad ones (reward 0 or below), normalised per task."""
+        if not self.config.train_questioner:
+            return []
+        pool = [e for e in episodes if e.reward is not None and e.reward <= 0 and not e.mixed]
+        chosen = selection.questioner_negatives(
+            [e.task for e in good], [e.task for e in pool], self.config.negatives, self._rng
+        )
+        both = [*good, *(pool[i] for i in chosen)]
+        advantages = questioner_advantages([e.reward or 0.0 for e in both], [e.task for e in both])
+        return [
+            e.proposal.group([advantage], "questioner")
+            for e, advantage in zip(both, advantages, strict=True)
+            if e.proposal is not None
+        ]
+
+    def _verifier_rows(self, good: Sequence[Episode], answered: Sequence[Episode]) -> list[Group]:
+        """A few judged answers on which verdicts differ, of all answered questions."""
+        c = self.config
+        if not c.train_verifier:
+            return []
+        eligible = [
+            (reply, votes)
+            for e in answered
+            for reply, votes, rule in zip(e.judged, e.votes, e.rule, strict=True)
+            if reply is not None
+            and selection.eligible_verifier_group(votes, rule, consistency=c.consistency_gate)
+        ]
+        chosen = selection.verifier_groups(
+            [rewards.majority(votes) for _, votes in eligible],
+            len(good) * c.group_size,
+            c.verifier_group_size,
+            c.verifier_share,
+            self._rng,
+            balance=c.balance_verdicts,
+        )
+        groups = []
+        for reply, votes in (eligible[i] for i in chosen):
+            advantages = group_advantages(rewards.verifier_rewards(votes))
+            groups.append(reply.group(advantages, "verifier"))
+        return groups
+
+    # What is kept of a step.
+
+    def metrics(self, episodes: Sequence[Episode]) -> Metrics:
+        """Shares and means before filtering, over all and per task (spec section 10)."""
+        metrics = Metrics()
+        for e in episodes:
+            for suffix in ("", f"/{e.task}"):
+                _count_episode(metrics, e, suffix)
+        metrics.add("memory_entries", len(self.memory))
+        metrics.add("stream_repeats", self.stream.repeats)
+        return metrics
+
+    def record(self, episode: Episode) -> dict[str, Any]:
+        """What an episode's line in the run's files holds."""
+        e = episode
+        return {
+            "task": e.task,
+            "cluster": e.cluster.id,
+            "shown": list(e.shown),
+            "known": [entry.question for entry in e.history],
+            "status": e.status,
+            "reason": e.reason,
+            "proposal": e.proposal.texts[0] if e.proposal else None,
+            "question": e.question,
+            "reference": e.reference,
+            "own_reference": e.own_reference,
+            "answers": list(e.response.texts) if e.response else [],
+            "predictions": e.predictions,
+            "rule": e.rule,
+            "votes": e.votes,
+            "scores": e.scores,
+            "reward": e.reward,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Data position and question memory."""
+        return {"stream": self.stream.state_dict(), "memory": self.memory.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state["stream"])
+        self.memory.load_state_dict(state["memory"])
+
+
+def most_frequent(answers: Sequence[str | None], task: str) -> tuple[str | None, int]:
+    """The answer that most others equal, and how many do; the first of equals wins."""
+    best: tuple[str | None, int] = (None, 0)
+    for answer in answers:
+        if answer is not None:
+            count = sum(o is not None and rules.same_answer(answer, o, task) for o in answers)
+            if count > best[1]:
+                best = (answer, count)
+    return best
+
+
+def _texts(reply: Reply | None) -> Sequence[str]:
+    return () if reply is None else reply.texts
+
+
+def _count_episode(metrics: Metrics, e: Episode, suffix: str) -> None:
+    for status in ("accepted", "bad_format", "skipped", "ungrounded", "overlong"):
+        metrics.add(f"{status}{suffix}", e.status == status)
+    metrics.add(f"documents_shown{suffix}", len(e.shown))
+    metrics.add(f"history{suffix}", len(e.history))
+    if e.reward is not None:
+        metrics.add(f"questioner_reward{suffix}", e.reward)
+    if not e.scores:
+        return
+    metrics.add(f"solve_rate{suffix}", e.mean_score)
+    metrics.add(f"mixed{suffix}", e.mixed)
+    metrics.add(f"unsolved{suffix}", max(e.scores) <= 0)
+    metrics.add(f"fully_solved{suffix}", min(e.scores) >= 1)
+    if e.own_reference != e.reference:
+        metrics.add(f"reference_replaced{suffix}", 1.0)
+    for rule, votes, prediction in zip(e.rule, e.votes, e.predictions, strict=True):
+        metrics.add(f"rule_reward{suffix}", rule)
+        metrics.add(f"no_answer{suffix}", prediction is None)
+        if votes:
+            verdict = rewards.majority(votes)
+            metrics.add(f"malformed_votes{suffix}", votes.count(-1) / len(votes))
+            metrics.add(f"verdict_differs_from_rule{suffix}", verdict != rule)
+            metrics.add(f"verdict_yes{suffix}", verdict == 1)

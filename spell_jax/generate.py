@@ -1,0 +1,220 @@
+"""Asks a trained policy in any of its roles.
+
+    python -m spell_jax.generate --workdir=DIR --prompts=FILE.jsonl --out=FILE.jsonl
+
+1. A line of the input is a JSON object that holds what the role needs:
+   {"role": "questioner", "task", "documents", and if wanted "history" (a list of {"question",
+   "answer"}, oldest first) and "letter" (of the right option, multiple choice)};
+   {"role": "responder", "task", "documents", "question"};
+   {"role": "verifier", "question", "answer", "reference"}; or {"prompt": "..."}, used as it is.
+   Bad lines are counted, logged with file and line, and skipped.
+2. The policy is DIR/policy, or the folder that --policy names. The prompts' wording is that of the
+   run (DIR/config.json) unless --prompt_set says otherwise.
+3. A line of the output is the input's plus "answers" (texts), "log_probs" (sum over an answer's
+   tokens, in nats, at the sampling temperature), "tokens" (counts) and "stopped" (false: cut off at
+   --max_tokens). One entry an answer there are also: a questioner's "parsed", a responder's
+   "predictions" (the extracted answers), a verifier's "verdicts" (1 yes, 0 no, -1 malformed).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from absl import app, flags
+
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import weights
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime import start
+from spell_jax.sampler.engine import Sample, Sampler, SamplerConfig
+from spell_jax.selfplay import memory, parsing, rules
+from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.selfplay.prompts import Prompts
+
+log = logging.getLogger(__name__)
+
+ROLES = ("questioner", "responder", "verifier")
+SMALLEST_BUCKET = 64
+TOKEN_BUDGET = 32_768  # prompt tokens answered at once
+Record = dict[str, Any]
+
+
+def make_prompt(record: Record, prompts: Prompts) -> str:
+    """The text of one request.
+
+    Raises:
+      ValueError: naming the field that is missing, unknown or of the wrong type.
+    """
+    if "prompt" in record:
+        return _text(record, "prompt")
+    role = record.get("role")
+    if role not in ROLES:
+        raise ValueError(f"role = {role!r}: must be one of {ROLES}, or give a prompt")
+    if role == "verifier":
+        fields = (_text(record, name) for name in ("question", "answer", "reference"))
+        return prompts.verifier(*fields)
+    task, documents = _text(record, "task"), record.get("documents")
+    if not isinstance(documents, list) or not all(isinstance(text, str) for text in documents):
+        raise ValueError(f"documents = {documents!r}: must be a list of texts")
+    if role == "responder":
+        return prompts.responder(task, documents, _text(record, "question"))
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(past, dict) for past in history):
+        raise ValueError(f"history = {history!r}: must be a list of questions with answers")
+    known = [memory.Entry((), _text(past, "question"), _text(past, "answer")) for past in history]
+    return prompts.questioner(task, documents, known, record.get("letter"))
+
+
+def _text(record: Record, name: str) -> str:
+    value = record.get(name)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} = {value!r}: must be a text")
+    return value
+
+
+def read_requests(path: str | pathlib.Path, prompts: Prompts) -> tuple[list[Record], list[str]]:
+    """The good lines of a file as (records, prompts); the others are logged and skipped.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: no line of it is a request.
+    """
+    records, texts, skipped = [], [], 0
+    with pathlib.Path(path).open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError("must be a JSON object")
+                text = make_prompt(record, prompts)
+                text.encode()  # lone surrogates cannot be asked
+            except (ValueError, RecursionError) as error:
+                skipped += 1
+                log.warning("%s:%d: skipped (%s)", path, number, error)
+                continue
+            records.append(record)
+            texts.append(text)
+    if skipped:
+        log.warning("%s: %d lines skipped, %d asked", path, skipped, len(records))
+    if not records:
+        raise ValueError(f"prompts = {path}: none of its {skipped} lines is a request")
+    return records, texts
+
+
+def buckets(lengths: Sequence[int]) -> tuple[int, ...]:
+    """The powers of two, of at least SMALLEST_BUCKET, that prompts of these lengths [P] need."""
+    exact = {1 << max(0, length - 1).bit_length() for length in lengths}
+    return tuple(sorted({max(SMALLEST_BUCKET, size) for size in exact}))
+
+
+def answer(
+    policy_folder: str | pathlib.Path,
+    records: Sequence[Record],
+    prompts: Sequence[str],
+    samples: int,
+    sampling: Record,
+    seed: int,
+) -> list[Record]:
+    """Answers every prompt `samples` times; the output's lines, in the order of the input.
+
+    Args:
+      policy_folder: Hugging Face folder with tokenizer.model.
+      records: the input's lines.
+      prompts: their texts.
+      samples: G.
+      sampling: temperature (0: greedy), top_p and max_tokens, as in SamplerConfig.
+      seed: of all draws.
+
+    Raises:
+      FileNotFoundError, ValueError: the folder is not a policy, or an option is out of range.
+    """
+    policy, params = weights.load(policy_folder)
+    tokenizer = tokenizers.load(policy_folder)
+    ids = [tokenizer.chat(prompt) for prompt in prompts]
+    sizes = buckets([len(prompt) for prompt in ids])
+    config = SamplerConfig(
+        prompt_buckets=sizes, token_budget=max(TOKEN_BUDGET, sizes[-1]), **sampling
+    )
+    sampler = Sampler(policy, config, tokenizer.stop_ids, meshes.make_mesh())
+    found = sampler.sample(params, ids, samples, jax.random.key(seed))
+    return [
+        describe(record, group or [], tokenizer)
+        for record, group in zip(records, found, strict=True)
+    ]
+
+
+def describe(record: Record, samples: Sequence[Sample], tokenizer: tokenizers.Tokenizer) -> Record:
+    """The output's line of one request."""
+    ends = [sample.tokens[:-1] if sample.stopped else sample.tokens for sample in samples]
+    texts = [tokenizer.decode(tokens) for tokens in ends]
+    result = record | {
+        "answers": texts,
+        "log_probs": [math.fsum(map(float, sample.log_probs)) for sample in samples],
+        "tokens": [len(sample.tokens) for sample in samples],
+        "stopped": [sample.stopped for sample in samples],
+    }
+    if "prompt" in record:
+        return result
+    if record["role"] == "verifier":
+        return result | {"verdicts": [parsing.parse_verdict(text) for text in texts]}
+    task = record["task"]
+    if record["role"] == "responder":
+        return result | {"predictions": [rules.extract_answer(text, task) for text in texts]}
+    parsed = [parsing.parse_question(text, task, tokenizer.count) for text in texts]
+    fields = ("status", "reason", "question", "answer")
+    return result | {"parsed": [{name: getattr(one, name) for name in fields} for one in parsed]}
+
+
+def find_prompt_set(workdir: pathlib.Path | None) -> str:
+    """The prompts of the run that config.json of its workdir describes; "full" without one."""
+    path = workdir / "config.json" if workdir else None
+    if path is None or not path.exists():
+        return "full"
+    config = json.loads(path.read_text())
+    return config.get("game", config).get("prompts", "full")
+
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder; its policy/ is asked.")
+_POLICY = flags.DEFINE_string("policy", None, "A policy's folder, instead of the run's.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "JSONL of requests.", required=True)
+_OUT = flags.DEFINE_string("out", None, "JSONL to write.", required=True)
+_SAMPLES = flags.DEFINE_integer("samples", 1, "Answers to each request.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Sampling temperature; 0: greedy.")
+_TOP_P = flags.DEFINE_float("top_p", 0.95, "Mass of the nucleus.")
+_GREEDY = flags.DEFINE_bool("greedy", False, "The most likely token each time; temperature 0.")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "Cap of an answer, in tokens.")
+_PROMPT_SET = flags.DEFINE_string(
+    "prompt_set", None, "compact, full, or a folder of templates; by default the run's."
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of all draws.")
+
+
+def main(_) -> None:
+    start.setup()
+    workdir = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None
+    folder = _POLICY.value or (workdir and workdir / "policy")
+    if not folder:
+        raise app.UsageError("--workdir or --policy: one of them must say which policy is asked")
+    prompts = prompt_sets.load(_PROMPT_SET.value or find_prompt_set(workdir))
+    records, texts = read_requests(_PROMPTS.value, prompts)
+    sampling = {
+        "temperature": 0.0 if _GREEDY.value else _TEMPERATURE.value,
+        "top_p": _TOP_P.value,
+        "max_tokens": _MAX_TOKENS.value,
+    }
+    results = answer(folder, records, texts, _SAMPLES.value, sampling, _SEED.value)
+    with pathlib.Path(_OUT.value).open("w", encoding="utf-8") as out:
+        out.writelines(json.dumps(result, ensure_ascii=False) + "\n" for result in results)
+    log.info("%s: %d requests answered", _OUT.value, len(results))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,305 @@
+"""Groups to packed micro-batches: one prompt, its G answers behind it.
+
+1. A group is a prompt and its answers, each with an advantage; it becomes
+   [prompt | answer_1 | ... | answer_G], and rotary positions restart at P for every answer.
+2. Groups go first-fit-decreasing into rows [T] of the smallest bucket that holds them; a group
+   too long for the largest bucket is split by answers, repeating its prompt.
+3. Rows of a bucket are stacked into micro-batches [rows, T] with rows * T a token budget.
+4. Every answer token knows which position predicts it (`source`): the first token of each answer
+   is predicted by the last prompt position, so prompt positions are never projected otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import numpy as np
+
+Tokens = Sequence[int] | np.ndarray
+Array = Any  # numpy on the host, jax on the devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """One prompt and its answers.
+
+    Attributes:
+      prompt: token ids [P], P >= 1.
+      answers: token ids, one array [S_i] a sibling, stop token included, S_i >= 1.
+      advantages: one number an answer.
+      role: name under which metrics are reported.
+      old_log_probs: optional, one float32 array [S_i] an answer: log-probs of the behaviour policy.
+      weights: one number an answer, the share of each of its tokens in the loss (weigh()).
+    """
+
+    prompt: Tokens
+    answers: Sequence[Tokens]
+    advantages: Sequence[float]
+    role: str = "responder"
+    old_log_probs: Sequence[np.ndarray] | None = None
+    weights: Sequence[float] | None = None
+
+    def __post_init__(self):
+        if not len(self.prompt):
+            raise ValueError("group.prompt: is empty, must have at least 1 token")
+        if not self.answers or not all(len(answer) for answer in self.answers):
+            raise ValueError("group.answers: must be one or more, each of at least 1 token")
+        lengths = [len(answer) for answer in self.answers]
+        if len(self.advantages) != len(lengths):
+            raise ValueError(
+                f"group.advantages: {len(self.advantages)} of them, but {len(lengths)} answers"
+            )
+        old = self.old_log_probs
+        if old is not None and [len(row) for row in old] != lengths:
+            raise ValueError(
+                f"group.old_log_probs: of lengths {[len(row) for row in old]}, "
+                f"but the answers have {lengths}"
+            )
+
+    @property
+    def answer_tokens(self) -> int:
+        return sum(len(answer) for answer in self.answers)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt) + self.answer_tokens
+
+
+@flax.struct.dataclass
+class MicroBatch:
+    """Packed rows. A is the bucket's number of answer tokens a row.
+
+    Attributes:
+      tokens: int32 [B, T], 0 where padded.
+      positions: int32 [B, T], rotary positions.
+      last_reader: int32 [B, T], the mask (attention/masks.py).
+      source: int32 [B, A], row index of the hidden state that predicts answer token a.
+      target: int32 [B, A], the answer token.
+      advantage: float32 [B, A].
+      weight: float32 [B, A], the token's share in the loss; 0 where padded.
+      old_log_prob: float32 [B, A], log-prob of the behaviour policy (0 where none was given).
+    """
+
+    tokens: Array
+    positions: Array
+    last_reader: Array
+    source: Array
+    target: Array
+    advantage: Array
+    weight: Array
+    old_log_prob: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """A compiled shape: rows of `length` tokens [T], of which at most `answers` [A] are answers."""
+
+    length: int
+    answers: int
+
+    def __post_init__(self):
+        if not 1 <= self.answers <= self.length:
+            raise ValueError(f"bucket {self}: needs 1 <= answers <= length")
+
+
+def split_groups(groups: Sequence[Group], largest: Bucket) -> tuple[list[Group], list[Group]]:
+    """Splits groups by answers until each fits the largest bucket.
+
+    Returns:
+      (groups that fit, with prompts repeated where split; groups of single answers that cannot
+      fit at all: the caller counts them).
+    """
+    fitting, refused = [], []
+    for group in groups:
+        part: list[int] = []
+        used = 0
+        for index, answer in enumerate(group.answers):
+            size = len(answer)
+            if len(group.prompt) + size > largest.length or size > largest.answers:
+                refused.append(_take(group, [index]))
+                continue
+            if used + size > min(largest.answers, largest.length - len(group.prompt)):
+                fitting.append(_take(group, part))
+                part, used = [], 0
+            part.append(index)
+            used += size
+        if part:
+            fitting.append(_take(group, part))
+    return fitting, refused
+
+
+def _take(group: Group, indices: Sequence[int]) -> Group:
+    if len(indices) == len(group.answers):
+        return group
+
+    def pick(values):
+        return None if values is None else [values[i] for i in indices]
+
+    return dataclasses.replace(
+        group,
+        answers=pick(group.answers),
+        advantages=pick(group.advantages),
+        old_log_probs=pick(group.old_log_probs),
+        weights=pick(group.weights),
+    )
+
+
+def separate_answers(groups: Sequence[Group]) -> list[Group]:
+    """One group per answer, prompts repeated: the same gradient without shared prefixes."""
+    return [_take(group, [i]) for group in groups for i in range(len(group.answers))]
+
+
+AGGREGATIONS = ("token_mean", "group_mean", "role_mean", "sequence_mean")
+
+
+def check_aggregation(aggregation: str) -> None:
+    """Raises ValueError for a name that weigh() does not know."""
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"loss.aggregation = {aggregation!r}: must be one of {AGGREGATIONS}")
+
+
+def weigh(groups: Sequence[Group], aggregation: str = "token_mean") -> list[Group]:
+    """Gives every answer the weight of its tokens, so that a loss is the plain weighted sum.
+
+    Done before groups are split or packed, so that neither changes the loss.
+
+    "token_mean": 1 / all answer tokens (our default, invariant to packing). "group_mean": the
+    token mean of each group, averaged over groups (paper Eq. 12; a questioner row is a group of
+    one). "role_mean": one token mean a role, summed over roles (paper Eq. 10). "sequence_mean":
+    the token mean of each answer, averaged within groups, then over groups (paper Eq. 2).
+
+    Returns:
+      The same groups with `weights`.
+
+    Raises:
+      ValueError: unknown aggregation.
+    """
+    check_aggregation(aggregation)
+    total = sum(group.answer_tokens for group in groups)
+    of_role: dict[str, int] = {}
+    for group in groups:
+        of_role[group.role] = of_role.get(group.role, 0) + group.answer_tokens
+    weighed = []
+    for group in groups:
+        tokens = {
+            "token_mean": lambda answer, group=group: total,
+            "group_mean": lambda answer, group=group: group.answer_tokens * len(groups),
+            "role_mean": lambda answer, group=group: of_role[group.role],
+            "sequence_mean": lambda answer, group=group: (
+                len(answer) * len(group.answers) * len(groups)
+            ),
+        }[aggregation]
+        weights = [1.0 / tokens(answer) for answer in group.answers]
+        weighed.append(dataclasses.replace(group, weights=weights))
+    return weighed
+
+
+def pack(
+    groups: Sequence[Group],
+    buckets: Sequence[Bucket],
+    token_budget: int,
+    row_multiple: int = 1,
+) -> list[MicroBatch]:
+    """Packs groups that fit the largest bucket into micro-batches.
+
+    Args:
+      groups: weighed groups, none longer than the largest bucket (weigh, split_groups).
+      buckets: compiled shapes, ascending in length.
+      token_budget: tokens of a micro-batch, rows * T.
+      row_multiple: the number of rows is a multiple of it (devices along the row axis).
+
+    Returns:
+      Micro-batches of numpy arrays, deterministic for a given order of groups.
+    """
+    rows: dict[Bucket, list[list[int]]] = {bucket: [] for bucket in buckets}
+    order = sorted(range(len(groups)), key=lambda i: (-groups[i].tokens, i))
+    for bucket, members in _assign(groups, order, buckets):
+        rows[bucket].append(members)
+    batches = []
+    for bucket, packed in rows.items():
+        count = row_count(bucket, token_budget, row_multiple)
+        for start in range(0, len(packed), count):
+            chunk = packed[start : start + count]
+            batches.append(_stack(groups, chunk, bucket, count))
+    return batches
+
+
+def row_count(bucket: Bucket, token_budget: int, row_multiple: int = 1) -> int:
+    """Rows of every micro-batch of a bucket: as many as the budget holds, but never none."""
+    return max(1, token_budget // bucket.length // row_multiple) * row_multiple
+
+
+def _assign(groups: Sequence[Group], order: Sequence[int], buckets: Sequence[Bucket]):
+    """Yields (bucket, group indices of one row), first fit in order of falling length."""
+    largest = buckets[-1]
+    open_rows: list[tuple[list[int], int, int]] = []
+    for index in order:
+        tokens, answers = groups[index].tokens, groups[index].answer_tokens
+        for slot, (members, length, used) in enumerate(open_rows):
+            if length + tokens <= largest.length and used + answers <= largest.answers:
+                open_rows[slot] = ([*members, index], length + tokens, used + answers)
+                break
+        else:
+            open_rows.append(([index], tokens, answers))
+    for members, length, used in open_rows:
+        fits = (b for b in buckets if length <= b.length and used <= b.answers)
+        bucket = next(fits, None)
+        if bucket is None:
+            raise ValueError(
+                f"a group of {length} tokens does not fit the largest bucket {largest}"
+            )
+        yield bucket, members
+
+
+def _stack(
+    groups: Sequence[Group], rows: list[list[int]], bucket: Bucket, count: int
+) -> MicroBatch:
+    batch = empty_micro_batch(bucket, count)
+    for row, members in enumerate(rows):
+        start = filled = 0
+        for index in members:
+            start, filled = _write(batch, row, start, filled, groups[index])
+    return batch
+
+
+def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
+    """All padding: the shape with which a bucket is compiled."""
+    long, short = (rows, bucket.length), (rows, bucket.answers)
+    return MicroBatch(
+        tokens=np.zeros(long, np.int32),
+        positions=np.zeros(long, np.int32),
+        last_reader=np.full(long, -1, np.int32),
+        source=np.zeros(short, np.int32),
+        target=np.zeros(short, np.int32),
+        advantage=np.zeros(short, np.float32),
+        weight=np.zeros(short, np.float32),
+        old_log_prob=np.zeros(short, np.float32),
+    )
+
+
+def _write(batch: MicroBatch, row: int, start: int, filled: int, group: Group) -> tuple[int, int]:
+    """Writes one group at column `start`, its answer tokens at slot `filled`; returns both ends."""
+    if group.weights is None:
+        raise ValueError("groups are weighed before they are packed")
+    prompt_end, group_end = start + len(group.prompt), start + group.tokens
+    batch.tokens[row, start:prompt_end] = group.prompt
+    batch.positions[row, start:prompt_end] = np.arange(len(group.prompt))
+    batch.last_reader[row, start:prompt_end] = group_end - 1
+    column = prompt_end
+    for i, answer in enumerate(group.answers):
+        end, slots = column + len(answer), slice(filled, filled + len(answer))
+        batch.tokens[row, column:end] = answer
+        batch.positions[row, column:end] = len(group.prompt) + np.arange(len(answer))
+        batch.last_reader[row, column:end] = end - 1
+        batch.source[row, slots] = np.arange(column - 1, end - 1)
+        batch.source[row, filled] = prompt_end - 1
+        batch.target[row, slots] = answer
+        batch.advantage[row, slots] = group.advantages[i]
+        batch.weight[row, slots] = group.weights[i]
+        if group.old_log_probs is not None:
+            batch.old_log_prob[row, slots] = group.old_log_probs[i]
+        column, filled = end, filled + len(answer)
+    return group_end, filled

@@ -1,0 +1,365 @@
+"""One update: packed micro-batches in, new weights out. Supervised tuning is advantage 1.
+
+1. Groups are split, weighted and packed on the host (packing.py).
+2. The float32 master weights are cast once to the compute dtype.
+3. A jitted `accumulate` runs a micro-batch forward and backward and adds to a donated float32
+   gradient; the host loops over micro-batches.
+4. One jitted `apply` clips by the global norm and takes the AdamW step; a step whose gradient norm
+   is not finite changes nothing and is counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spell_jax.attention import dense
+from spell_jax.learner import loss as losses
+from spell_jax.learner import packing
+from spell_jax.policy import transformer
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+
+# What `accumulate` adds up over micro-batches, besides the gradient.
+SUMS = (
+    "loss",
+    "tokens",
+    "entropy",
+    "mean_log_prob",
+    "sampler_difference",
+    "clip_share",
+    "dual_clip_share",
+    "approx_kl",
+)
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimiserConfig:
+    """AdamW and its learning-rate schedule (paper section E.3; spec section 9).
+
+    Attributes:
+      learning_rate: peak rate.
+      schedule: "constant", or "cosine" / "linear" decay to `final_fraction` at `total_steps`.
+      warmup_steps: linear warm-up from 0.
+      total_steps: updates of the run, for the decaying schedules.
+      final_fraction: rate at the end as a share of the peak.
+      b1, b2, epsilon, weight_decay: AdamW.
+      clip_norm: gradients are scaled down to this global norm.
+    """
+
+    learning_rate: float = 2e-6
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    final_fraction: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+
+    def __post_init__(self):
+        for field in ("learning_rate", "warmup_steps", "final_fraction", "weight_decay"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be 0 or more")
+        for field in ("epsilon", "clip_norm"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be above 0")
+        for field in ("b1", "b2"):
+            if not 0 <= getattr(self, field) < 1:
+                raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be in [0, 1)")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"optimiser.schedule = {self.schedule!r}: must be one of {SCHEDULES}")
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"optimiser.total_steps = {self.total_steps}: must be above warmup_steps = "
+                f"{self.warmup_steps} for schedule {self.schedule!r}"
+            )
+
+    def rate(self) -> optax.Schedule:
+        """Learning rate as a function of the number of updates taken."""
+        steps, final = self.total_steps - self.warmup_steps, self.final_fraction
+        if self.schedule == "constant":
+            decay = optax.constant_schedule(self.learning_rate)
+        elif self.schedule == "cosine":
+            decay = optax.cosine_decay_schedule(self.learning_rate, steps, alpha=final)
+        else:
+            decay = optax.linear_schedule(self.learning_rate, self.learning_rate * final, steps)
+        warmup = optax.linear_schedule(0.0, self.learning_rate, max(1, self.warmup_steps))
+        return optax.join_schedules([warmup, decay], [self.warmup_steps])
+
+    def make(self) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.clip_by_global_norm(self.clip_norm),
+            optax.adamw(
+                self.rate(), self.b1, self.b2, self.epsilon, weight_decay=self.weight_decay
+            ),
+        )
+
+
+@flax.struct.dataclass
+class TrainState:
+    """float32 master weights, optimiser state, number of updates taken (int32 scalar)."""
+
+    params: Any
+    optimiser: Any
+    step: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PackingConfig:
+    """Micro-batches: compiled shapes, tokens of one, and whether siblings share their prompt."""
+
+    buckets: tuple[packing.Bucket, ...]
+    token_budget: int
+    shared_prefix: bool = True
+
+    def __post_init__(self):
+        pairs = list(zip(self.buckets, self.buckets[1:], strict=False))
+        if not self.buckets or any(
+            low.length >= high.length or low.answers > high.answers for low, high in pairs
+        ):
+            raise ValueError(
+                f"packing.buckets = {self.buckets}: must be one or more, lengths ascending and "
+                "answers not falling"
+            )
+        if self.token_budget < self.buckets[-1].length:
+            raise ValueError(
+                f"packing.token_budget = {self.token_budget}: must be at least the length of the "
+                f"largest bucket, {self.buckets[-1].length}"
+            )
+
+
+class Learner:
+    """Jitted updates of one model on one mesh."""
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        optimiser: OptimiserConfig,
+        loss: losses.LossConfig,
+        packing_config: PackingConfig,
+        mesh: jax.sharding.Mesh,
+        temperature: float = 1.0,
+        compute_dtype: str = "float32",
+    ):
+        self.policy = policy
+        self.loss = loss
+        self.packing = packing_config
+        self.mesh = mesh
+        self.temperature = temperature
+        self.compute_dtype = jnp.dtype(compute_dtype)
+        self._optimiser = optimiser.make()
+        self.rate = optimiser.rate()
+        shapes, axes = transformer.abstract_params(policy)
+        self.param_shardings = meshes.shardings(mesh, axes, shapes)
+        self._cast = jax.jit(
+            lambda tree: jax.tree.map(lambda x: x.astype(self.compute_dtype), tree)
+        )
+        self._zeros = jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes),
+            out_shardings=self.param_shardings,
+        )
+        self._sums = SUMS + (("kl",) if loss.kl_weight else ())
+        self.accumulate = jax.jit(self._accumulate, donate_argnums=(1,))
+        self.apply = jax.jit(self._apply, donate_argnums=(0,))
+
+    def abstract_state(self) -> TrainState:
+        """Shapes and shardings of the training state, for a checkpoint to restore into."""
+        shapes, _ = transformer.abstract_params(self.policy)
+
+        def build(params):
+            return TrainState(params, self._optimiser.init(params), jnp.zeros((), jnp.int32))
+
+        state = jax.eval_shape(build, shapes)
+        placed = optax.tree_utils.tree_map_params(
+            self._optimiser,
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            state.optimiser,
+            self.param_shardings,
+            transform_non_params=self._replicate,
+        )
+        params = jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            state.params,
+            self.param_shardings,
+        )
+        return TrainState(params, placed, self._replicate(state.step))
+
+    def _replicate(self, x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=meshes.replicated(self.mesh))
+
+    def init(self, params: transformer.Params | jax.Array) -> TrainState:
+        """Training state for given float32 weights, or for random ones from a key."""
+        target = jax.tree.map(lambda x: x.sharding, self.abstract_state())
+
+        def build(source):
+            weights = source
+            if not isinstance(source, dict):
+                weights = transformer.init(self.policy, source)
+            # A copy: the caller keeps his weights when the state is donated.
+            weights = jax.tree.map(lambda x: jnp.array(x, jnp.float32), weights)
+            return TrainState(weights, self._optimiser.init(weights), jnp.zeros((), jnp.int32))
+
+        return jax.jit(build, out_shardings=target)(params)
+
+    def cast(self, params: transformer.Params) -> transformer.Params:
+        """Weights in the compute dtype, as sampler and loss use them."""
+        return self._cast(params)
+
+    def pack(self, groups: Sequence[packing.Group]) -> tuple[list[packing.MicroBatch], int]:
+        """Micro-batches of the groups, and how many answers did not fit any bucket."""
+        groups = packing.weigh(groups, self.loss.aggregation)
+        if not self.packing.shared_prefix:
+            groups = packing.separate_answers(groups)
+        fitting, refused = packing.split_groups(groups, self.packing.buckets[-1])
+        batches = packing.pack(
+            fitting,
+            self.packing.buckets,
+            self.packing.token_budget,
+            meshes.row_shards(self.mesh),
+        )
+        return batches, len(refused)
+
+    def update(
+        self,
+        state: TrainState,
+        groups: Sequence[packing.Group],
+        reference: transformer.Params | None = None,
+    ) -> tuple[TrainState, dict[str, float]]:
+        """One optimiser step on all groups; an empty list leaves the state as it is.
+
+        Args:
+          state: donated.
+          groups: prompts with answers and advantages.
+          reference: weights of the reference model; needed when loss.kl_weight is not 0.
+
+        Returns:
+          The new state and named numbers of this update.
+
+        Raises:
+          ValueError: the loss needs a reference or recorded log-probs that are not there.
+        """
+        if bool(self.loss.kl_weight) != (reference is not None):
+            raise ValueError(
+                f"loss.kl_weight = {self.loss.kl_weight}: reference weights must be given if, "
+                "and only if, it is not 0"
+            )
+        if self.loss.behaviour == "sampler" and any(g.old_log_probs is None for g in groups):
+            raise ValueError("loss.behaviour = 'sampler': needs the old_log_probs of every group")
+        batches, refused = self.pack(groups)
+        if not batches:
+            return state, {"empty_update": 1.0, "refused_answers": float(refused)}
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.TRAIN_RULES):
+            params = self.cast(state.params)
+            if reference is not None:
+                reference = self.cast(reference)
+            carry = self._empty()
+            for batch in batches:
+                batch = jax.device_put(batch, meshes.by_rows(self.mesh))
+                carry = self.accumulate(params, carry, batch, reference)
+            gradients, sums = carry
+            state, norms = self.apply(state, gradients)
+        sums, norms = jax.device_get((sums, norms))
+        tokens = max(float(sums.pop("tokens")), 1.0)
+        metrics = {name: float(value) for name, value in sums.items()}
+        metrics["entropy"] /= tokens
+        metrics["sampler_difference"] /= tokens
+        metrics |= {name: float(value) for name, value in norms.items()}
+        filled = sum(group.tokens for group in groups)
+        slots = sum(np.size(batch.tokens) for batch in batches)
+        return state, metrics | {
+            "answer_tokens": tokens,
+            "fill": filled / slots,
+            "micro_batches": float(len(batches)),
+            "refused_answers": float(refused),
+            "empty_update": 0.0,
+        }
+
+    def compile(self, state: TrainState, reference: transformer.Params | None = None) -> None:
+        """Compiles every bucket before the first step, so that no step waits for it later."""
+        shards = meshes.row_shards(self.mesh)
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.TRAIN_RULES):
+            params = self.cast(state.params)
+            carry = self._empty()
+            for bucket in self.packing.buckets:
+                rows = packing.row_count(bucket, self.packing.token_budget, shards)
+                batch = packing.empty_micro_batch(bucket, rows)
+                batch = jax.device_put(batch, meshes.by_rows(self.mesh))
+                carry = self.accumulate(params, carry, batch, reference)
+
+    def _empty(self):
+        zero = jax.device_put(jnp.zeros(()), meshes.replicated(self.mesh))
+        return self._zeros(), {name: jnp.copy(zero) for name in self._sums}
+
+    def _loss(self, params, batch: packing.MicroBatch, reference):
+        score = functools.partial(self._score, batch=batch)
+        log_probs, entropy = score(params)
+        on_policy = self.loss.behaviour == "current"
+        old = jax.lax.stop_gradient(log_probs) if on_policy else batch.old_log_prob
+        value, sums = losses.policy_loss(log_probs, old, batch.advantage, batch.weight, self.loss)
+        if self.loss.kl_weight:
+            reference_log_probs, _ = score(jax.lax.stop_gradient(reference))
+            kl = jnp.sum(batch.weight * losses.kl_estimate(log_probs, reference_log_probs))
+            value, sums["kl"] = value + self.loss.kl_weight * kl, kl
+        if self.loss.entropy_weight:
+            value -= self.loss.entropy_weight * jnp.sum(batch.weight * entropy)
+        real = batch.weight > 0
+        given = real & (batch.old_log_prob != 0)
+        sums |= {
+            "loss": value,
+            "tokens": jnp.sum(real),
+            "entropy": jnp.sum(entropy * real),
+            "sampler_difference": jnp.sum(jnp.abs(log_probs - batch.old_log_prob) * given),
+            "mean_log_prob": jnp.sum(batch.weight * log_probs),
+        }
+        return value, sums
+
+    def _score(self, params, batch: packing.MicroBatch):
+        hidden, _ = transformer.hidden_states(
+            self.policy,
+            params,
+            batch.tokens,
+            batch.positions,
+            dense.attend_packed,
+            context={"last_reader": batch.last_reader},
+        )
+        return losses.score_tokens(
+            self.policy, params, hidden, batch.source, batch.target, self.temperature
+        )
+
+    def _accumulate(self, params, carry, batch, reference):
+        gradients, sums = carry
+        (_, new_sums), new = jax.value_and_grad(self._loss, has_aux=True)(params, batch, reference)
+        gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, new)
+        gradients = jax.lax.with_sharding_constraint(gradients, self.param_shardings)
+        return gradients, {name: sums[name] + new_sums[name] for name in sums}
+
+    def _apply(self, state: TrainState, gradients) -> tuple[TrainState, dict[str, jax.Array]]:
+        norm = optax.global_norm(gradients)
+        finite = jnp.isfinite(norm)
+        updates, optimiser = self._optimiser.update(gradients, state.optimiser, state.params)
+        params = optax.apply_updates(state.params, updates)
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            (params, optimiser),
+            (state.params, state.optimiser),
+        )
+        rate = self.rate(state.step)
+        step = state.step + finite.astype(jnp.int32)
+        metrics = {
+            "gradient_norm": norm,
+            "skipped_update": 1.0 - finite,
+            "learning_rate": jnp.asarray(rate),
+        }
+        return TrainState(kept[0], kept[1], step), metrics

@@ -1,0 +1,103 @@
+"""Device mesh and the table that maps logical axes to it.
+
+One table a mode says how every tensor of the program is split, so that no other module names a
+mesh axis. Training splits parameters over `fsdp` and gathers them layer by layer; decoding keeps
+weights where they are and splits the rows (requests) over the same axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "context", "tensor", "expert")
+
+Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
+
+# Logical axis -> mesh axes. `rows` is the batch axis of activations; the rest name weight axes.
+TRAIN_RULES: Rules = (
+    ("rows", ("data", "fsdp")),
+    ("time", None),
+    ("embed", "fsdp"),
+    ("vocab", "tensor"),
+    ("heads", "tensor"),
+    ("kv_heads", "tensor"),
+    ("head", None),
+    ("mlp", "tensor"),
+    ("layers", None),
+)
+
+
+def make_mesh(
+    shape: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None
+) -> jax.sharding.Mesh:
+    """A mesh over all devices.
+
+    Args:
+      shape: devices along each axis of AXES; missing axes are 1; -1 (one axis at most) takes the
+        devices that are left. The default puts every device on `fsdp`.
+      devices: which ones (jax.Device), by default jax.devices().
+
+    Raises:
+      ValueError: unknown axis, or sizes whose product is not the number of devices.
+    """
+    shape = dict(shape or {"fsdp": -1})
+    if unknown := set(shape) - set(AXES):
+        raise ValueError(f"mesh.{min(unknown)}: not a mesh axis, must be one of {AXES}")
+    sizes = [shape.get(axis, 1) for axis in AXES]
+    for axis, size in zip(AXES, sizes, strict=True):
+        if size < 1 and size != -1:
+            raise ValueError(f"mesh.{axis} = {size}: must be at least 1, or -1 for what is left")
+    count = jax.device_count() if devices is None else len(devices)
+    known = math.prod(size for size in sizes if size != -1)
+    if sizes.count(-1) > 1 or count % known:
+        raise ValueError(f"mesh = {shape}: cannot be laid out on {count} devices")
+    sizes = [count // known if size == -1 else size for size in sizes]
+    if math.prod(sizes) != count:
+        raise ValueError(f"mesh = {shape}: makes {math.prod(sizes)} devices, but there are {count}")
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def row_shards(mesh: jax.sharding.Mesh) -> int:
+    """How many parts the row axis is split into; batches have a multiple of it as rows."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def shardings(mesh: jax.sharding.Mesh, axes, shapes):
+    """Placements of a tree of tensors.
+
+    An axis that the mesh does not divide (2 key/value heads on 4-way `tensor`) is replicated.
+
+    Args:
+      mesh: the mesh.
+      axes: tree of PartitionSpec of logical axis names.
+      shapes: tree of arrays or jax.ShapeDtypeStruct.
+    """
+
+    def place(spec: PartitionSpec, array) -> NamedSharding:
+        placed = [dict(TRAIN_RULES)[name] for name in spec]
+        kept = [
+            axis if axis is None or size % _axis_size(mesh, axis) == 0 else None
+            for axis, size in zip(placed, array.shape, strict=True)
+        ]
+        return NamedSharding(mesh, PartitionSpec(*kept))
+
+    return jax.tree.map(place, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def _axis_size(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...]) -> int:
+    names = (axis,) if isinstance(axis, str) else axis
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def by_rows(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Placement of host batches [rows, ...]."""
+    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))

@@ -1,0 +1,258 @@
+"""Metrics and episodes on disk.
+
+1. Whatever measures something adds a (sum, weight) pair to a `Metrics`; pairs from micro-batches,
+   games and validation merge by addition, so no average is ever averaged.
+2. Once a step the trainer turns them into means and `MetricsWriter` writes one line.
+3. Only one process writes; on the others the writers do nothing.
+4. A run resumed at step s first drops everything written after s, so its files equal those of a run
+   that was never stopped (design.md section 3.11).
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+from tensorboardX import SummaryWriter
+
+METRICS_FILE = "metrics.jsonl"
+EPISODES_FOLDER = "episodes"
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class Metrics:
+    """Named (sum, weight) pairs, float on the host; a pair becomes a mean only when it is printed.
+
+    Source: design.md section 2. Adding a device scalar waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, tuple[float, float]] = {}
+
+    def add(self, name: str, value: Any, weight: Any = 1.0) -> None:
+        """Adds a mean `value` (scalar) over `weight` (scalar >= 0) things.
+
+        Nothing is said about zero things: with weight 0 the value, even NaN, does not count.
+
+        Raises:
+          ValueError: the weight is negative or not finite.
+        """
+        weight = float(weight)
+        self.add_sum(name, float(value) * weight if weight else 0.0, weight)
+
+    def add_sum(self, name: str, total: Any, weight: Any) -> None:
+        """Adds a `total` (scalar) over `weight` (scalar >= 0) things; ValueError as in `add`."""
+        total, weight = float(total), float(weight)
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"metric {name!r}: weight is {weight}, want a finite number >= 0")
+        old_total, old_weight = self._pairs.get(name, (0.0, 0.0))
+        self._pairs[name] = (old_total + total, old_weight + weight)
+
+    def merge(self, pairs: "Metrics | Mapping[str, Sequence[Any]]", prefix: str = "") -> None:
+        """Adds another `Metrics`, or a mapping name -> (sum, weight), its names after `prefix`."""
+        items = pairs._pairs if isinstance(pairs, Metrics) else pairs
+        for name, (total, weight) in list(items.items()):
+            self.add_sum(prefix + name, total, weight)
+
+    def means(self) -> dict[str, float]:
+        """Name -> sum / weight. Names without weight are left out: there is no mean of nothing."""
+        return {name: total / weight for name, (total, weight) in self._pairs.items() if weight}
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Name -> [sum, weight], ready for JSON; `merge` takes it back."""
+        return {name: list(pair) for name, pair in self._pairs.items()}
+
+
+def finite_or_none(value: Any) -> tuple[Any, int]:
+    """`value` as plain JSON, and how many numbers in it were not finite (they become None).
+
+    Takes dataclasses, mappings, sequences, and numpy or jax numbers and arrays.
+
+    Raises:
+      TypeError: something in it has no JSON form; the message names its type.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value, 0
+    if isinstance(value, float):
+        return (value, 0) if math.isfinite(value) else (None, 1)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return finite_or_none({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    if isinstance(value, Mapping):
+        cleaned = {str(key): finite_or_none(item) for key, item in value.items()}
+        return {key: item for key, (item, _) in cleaned.items()}, sum(
+            n for _, n in cleaned.values()
+        )
+    if isinstance(value, list | tuple):
+        pairs = [finite_or_none(item) for item in value]
+        return [item for item, _ in pairs], sum(n for _, n in pairs)
+    to_python = getattr(value, "tolist", None)
+    if callable(to_python):
+        return finite_or_none(to_python())
+    raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
+
+
+def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of WORKDIR/metrics.jsonl as dicts, in file order.
+
+    A last line without its line break, as a kill in the middle of a write leaves it, is dropped.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a whole line is not a JSON object with an integer "step"; names file and line.
+    """
+    path = Path(workdir) / METRICS_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no metrics there; is this the folder of a training run?")
+    *lines, _torn = path.read_text(encoding="utf-8").split("\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not JSON ({error.msg}): {line[:80]!r}") from error
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            raise ValueError(
+                f'{path}:{number}: want an object with an integer "step": {line[:80]!r}'
+            )
+        records.append(record)
+    return records
+
+
+class MetricsWriter:
+    """Writes WORKDIR/metrics.jsonl, one line {"step": int, name: number, ...} a step, and
+    TensorBoard events beside it.
+
+    Args:
+      workdir: the run's folder; made if it is missing.
+      resume_step: the last step that counts. Later lines are dropped, in TensorBoard too. None
+        starts the file anew.
+      is_writer: whether this process writes (process 0 only); elsewhere all methods do nothing.
+
+    Raises:
+      ValueError: the file to resume is damaged (see `read_metrics`).
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        resume_step: int | None = None,
+        is_writer: bool = True,
+    ) -> None:
+        self._is_writer = is_writer
+        self._last_step: int | None = None
+        if not is_writer:
+            return
+        folder = Path(workdir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / METRICS_FILE
+        kept: list[dict[str, Any]] = []
+        if resume_step is not None and path.exists():
+            kept = [record for record in read_metrics(folder) if record["step"] <= resume_step]
+        if kept:
+            self._last_step = kept[-1]["step"]
+        write_lines(path, kept)
+        self._file = path.open("a", encoding="utf-8")
+        # TensorBoard's reader is told to forget what an earlier process wrote from this step on.
+        first_step = 0 if resume_step is None else resume_step + 1
+        self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step)
+
+    def write(self, step: int, metrics: Metrics | Mapping[str, Any]) -> None:
+        """Writes the step's line and hands it to the operating system.
+
+        Numbers that are not finite become null, are counted in the line's "non_finite", and are
+        logged by name.
+
+        Raises:
+          ValueError: the step is not later than the last one written, or a name is taken.
+        """
+        if not self._is_writer:
+            return
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(
+                f"step is {step}, want more than {self._last_step}, the last one written"
+            )
+        means = metrics.means() if isinstance(metrics, Metrics) else metrics
+        numbers = {name: float(value) for name, value in means.items()}
+        taken = {"step", "non_finite"} & numbers.keys()
+        if taken:
+            raise ValueError(f"metric name {taken.pop()!r} is taken by the line itself")
+        record, non_finite = finite_or_none(numbers)
+        if non_finite:
+            names = [name for name, value in record.items() if value is None]
+            logging.warning("step %d: not finite: %s", step, ", ".join(names))
+            record["non_finite"] = non_finite
+        self._file.write(json.dumps({"step": step, **record}) + "\n")
+        self._file.flush()
+        for name, value in record.items():
+            if value is not None:
+                self._board.add_scalar(name, value, step)
+        self._last_step = step
+
+    def flush(self) -> None:
+        """Puts everything written so far on disk; call it before a checkpoint that relies on it."""
+        if self._is_writer:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._board.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        if self._is_writer:
+            self._file.close()
+            self._board.close()
+
+
+class EpisodeWriter:
+    """Writes a step's episodes to WORKDIR/episodes/step_000012.jsonl, one JSON object a line.
+
+    Args:
+      workdir: the run's folder; made if it is missing.
+      resume_step: the last step that counts; files of later steps are removed. None removes all.
+      is_writer: whether this process writes (process 0 only).
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        resume_step: int | None = None,
+        is_writer: bool = True,
+    ) -> None:
+        self._is_writer = is_writer
+        self._folder = Path(workdir) / EPISODES_FOLDER
+        if not is_writer:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._folder.glob("step_*.jsonl"):
+            number = path.stem.removeprefix("step_")
+            if number.isdecimal() and (resume_step is None or int(number) > resume_step):
+                path.unlink()
+
+    def write(self, step: int, episodes: Iterable[Any]) -> Path | None:
+        """Writes all episodes (mappings or dataclasses) of a step and returns the file's path.
+
+        Numbers that are not finite become null. On other processes: nothing, and None.
+
+        Raises:
+          TypeError: an episode holds something without a JSON form.
+        """
+        if not self._is_writer:
+            return None
+        path = self._folder / f"step_{step:06d}.jsonl"
+        write_lines(path, (finite_or_none(episode)[0] for episode in episodes))
+        return path
+
+
+def write_lines(path: Path, records: Iterable[Any]) -> None:
+    """Writes records as JSON lines under another name, then renames: the file is never partial.
+
+    Half of a surrogate pair, which text from a model may hold, has no UTF-8 form: such a character
+    is written as its JSON escape.
+    """
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    unfinished.replace(path)

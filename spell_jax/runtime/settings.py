@@ -1,0 +1,77 @@
+"""From a locked ConfigDict to typed dataclasses: mistakes name field, value and what is right."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Config = Any  # an ml_collections.ConfigDict: its fields have no static types
+
+
+def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) -> T:
+    """Makes a dataclass from a config section.
+
+    Args:
+      cls: a dataclass; its own __post_init__ checks ranges and raises ValueError.
+      section: mapping with fields of the dataclass; lists become tuples, and a tuple stands for
+        a dataclass inside them.
+      where: the section's name in messages ("optimiser").
+      extra: fields that do not come from the config.
+
+    Raises:
+      ValueError: a field is unknown, missing, of the wrong type or out of range.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in extra}  # pyright: ignore
+    hints = typing.get_type_hints(cls)
+    values = dict(section.items())
+    for name in values:
+        if name not in fields:
+            raise ValueError(f"{where}.{name}: no such field, must be one of {sorted(fields)}")
+    for name, value in values.items():
+        values[name] = _coerce(value, hints[name], f"{where}.{name}")
+    for name, field in fields.items():
+        required = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
+        if required and name not in values:
+            raise ValueError(f"{where}.{name}: is missing, must be {_name(hints[name])}")
+    return cls(**values, **extra)
+
+
+def _coerce(value: Any, hint: Any, where: str) -> Any:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in inner:
+            with contextlib.suppress(ValueError):
+                return _coerce(value, option, where)
+        raise ValueError(f"{where} = {value!r}: must be {_name(hint)}")
+    sequence = isinstance(value, list | tuple)
+    if origin is tuple and sequence:
+        if inner[-1] is Ellipsis:
+            inner = inner[:1] * len(value)
+        if len(inner) != len(value):
+            raise ValueError(f"{where} = {value!r}: must be {_name(hint)}")
+        parts = enumerate(zip(value, inner, strict=True))
+        return tuple(_coerce(part, kind, f"{where}[{i}]") for i, (part, kind) in parts)
+    if sequence and dataclasses.is_dataclass(hint):
+        names = [field.name for field in dataclasses.fields(hint)]
+        if len(names) != len(value):
+            raise ValueError(f"{where} = {value!r}: must be a tuple of {', '.join(names)}")
+        return build(typing.cast(type, hint), dict(zip(names, value, strict=True)), where)
+    plain = origin or hint
+    if plain is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(plain, type) or hint is Any:
+        return value
+    if not isinstance(value, plain) or (plain is int and isinstance(value, bool)):
+        raise ValueError(f"{where} = {value!r}: must be {_name(hint)}")
+    return value
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint)

@@ -1,0 +1,227 @@
+"""Demonstrations of the three roles in the tiny world: the labelled source of the warm start.
+
+Each role must have something left to learn, and what it is comes from the mixture alone:
+the responder sees few documents (and two-hop plans at a few more, so that they are at least
+sampled later), the verifier never sees some surface forms, the questioner reads short contexts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from spell_jax.data import tiny_world as world
+from spell_jax.selfplay import parsing
+from spell_jax.selfplay.memory import Entry
+from spell_jax.selfplay.prompts import Prompts
+
+# Strings that the tiny tokenizer keeps in one piece: the frames of the roles' answers.
+SYMBOLS = (
+    "\n",
+    ",",
+    "<think>",
+    "</think>",
+    '{"question":"',
+    '","options":{"A":"',
+    '","B":"',
+    '","C":"',
+    '","D":"',
+    '"},"answer":"',
+    '","answer":"',
+    '"}',
+    "[[YES]]",
+    "[[NO]]",
+)
+UNKNOWN = "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """What the demonstrations hold; every share is a probability.
+
+    Attributes:
+      questioner, verifier: shares of these roles; the responder has the rest.
+      kinds: shares of look-ups, two-hop questions, sums and choices.
+      responder_documents: the responder reads one of these numbers of documents.
+      two_hop_documents: two-hop questions are also shown at these numbers...
+      two_hop_far: ...in this share of them.
+      questioner_documents: the questioner reads one of these numbers.
+      history: share of questioner rows with known questions in the prompt.
+      plain_form: share of answers that are worded as the document words them.
+      empty: share of responder rows without documents, answered "unknown".
+      verifier_cities: the verifier sees the second names of this many cities only.
+    """
+
+    questioner: float = 0.35
+    verifier: float = 0.15
+    kinds: tuple[float, ...] = (0.25, 0.25, 0.25, 0.25)
+    responder_documents: tuple[int, ...] = (1, 2, 3, 4)
+    two_hop_documents: tuple[int, ...] = (5, 6, 7, 8)
+    two_hop_far: float = 0.1
+    questioner_documents: tuple[int, ...] = (2, 3, 4)
+    history: float = 0.3
+    plain_form: float = 0.8
+    empty: float = 0.04
+    verifier_cities: int = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One demonstration: texts, and the role and task that they belong to."""
+
+    prompt: str
+    completion: str
+    role: str
+    task: str
+
+
+def rows(prompts: Prompts, mixture: Mixture, seed: int, start: int = 0) -> Iterator[Row]:
+    """An endless stream of demonstrations; row i depends on (seed, i) alone."""
+    index = start
+    while True:
+        rng = np.random.default_rng([seed, index])
+        draw = rng.random()
+        if draw < mixture.questioner:
+            yield _questioner_row(prompts, mixture, rng)
+        elif draw < mixture.questioner + mixture.verifier:
+            yield verifier_row(prompts, rng, mixture.verifier_cities)[0]
+        else:
+            yield _responder_row(prompts, mixture, rng)
+        index += 1
+
+
+def _kind(rng: np.random.Generator, shares: Sequence[float]) -> str:
+    return world.KINDS[rng.choice(len(world.KINDS), p=np.asarray(shares) / sum(shares))]
+
+
+def _worded(rng: np.random.Generator, value: str, plain: float) -> str:
+    forms = world.surface_forms(value)
+    return value if rng.random() < plain else forms[rng.integers(1, len(forms))]
+
+
+def _thought(evidence: Sequence[str]) -> str:
+    return "<think> " + ", ".join(evidence) + "</think>"
+
+
+def question_json(
+    rng: np.random.Generator, documents: Sequence[str], question: world.Question, plain: float
+) -> tuple[str, str | None]:
+    """The questioner's JSON for a question, and the letter of the right option if it is a choice.
+
+    Answers open with a space, so that a word has the same token here as inside a document.
+    """
+    text = question.text
+    if question.kind != "choice":
+        answer = question.answer
+        if question.kind != "math":
+            answer = _worded(rng, answer, plain)
+        return _compact({"question": text, "answer": " " + answer}), None
+    letter = world.LETTERS[rng.integers(4)]
+    options = world.draw_options(rng, documents, question.answer, letter)
+    options = {key: " " + value for key, value in options.items()}
+    return _compact({"question": text, "options": options, "answer": letter}), letter
+
+
+def _compact(value: dict) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator) -> Row:
+    documents = world.make_documents(rng, int(rng.choice(mixture.questioner_documents)))
+    kind = _kind(rng, mixture.kinds)
+    history: list[Entry] = []
+    if rng.random() < mixture.history:
+        for _ in range(rng.integers(1, 4)):
+            known = world.draw_question(rng, documents, "math" if kind == "math" else "lookup")
+            history.append(Entry((), known.text, known.answer))
+        if kind == "lookup" and rng.random() < 0.6:
+            kind = "two_hop"  # what "harder" asks for
+    question = world.draw_question(rng, documents, kind)
+    for _ in range(4):  # a known question is not asked again
+        if question.text in [entry.question for entry in history]:
+            question = world.draw_question(rng, documents, kind)
+    completion, letter = question_json(rng, documents, question, mixture.plain_form)
+    task = world.TASK_OF_KIND[question.kind]
+    prompt = prompts.questioner(task, documents, history, letter)
+    return Row(prompt, _thought(question.evidence) + completion, "questioner", task)
+
+
+def responder_question(
+    rng: np.random.Generator, documents: Sequence[str], kind: str
+) -> tuple[str, world.Question, str]:
+    """(question as the responder reads it, the question, the true answer)."""
+    question = world.draw_question(rng, documents, kind)
+    text, letter = question_json(rng, documents, question, plain=1.0)
+    parsed = parsing.parse_question(text, world.TASK_OF_KIND[question.kind], lambda _: 1)
+    return parsed.question, question, letter or question.answer
+
+
+def _responder_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator) -> Row:
+    kind = _kind(rng, mixture.kinds)
+    counts = mixture.responder_documents
+    if kind == "two_hop" and rng.random() < mixture.two_hop_far:
+        counts = mixture.two_hop_documents
+    documents = world.make_documents(rng, int(rng.choice(counts)))
+    text, question, answer = responder_question(rng, documents, kind)
+    task = world.TASK_OF_KIND[question.kind]
+    if rng.random() < mixture.empty:
+        completion = f"<think></think>answer is {UNKNOWN}"
+        return Row(prompts.responder(task, (), text), completion, "responder", task)
+    if task == "general_qa":
+        answer = _worded(rng, answer, mixture.plain_form)
+    completion = f"{_thought(question.evidence)}answer is {answer}"
+    return Row(prompts.responder(task, documents, text), completion, "responder", task)
+
+
+def verifier_row(
+    prompts: Prompts, rng: np.random.Generator, alias_cities: int
+) -> tuple[Row, str, str]:
+    """A pair of answers with the true verdict, half of them equal.
+
+    Args:
+      prompts: the prompt set.
+      rng: random draws.
+      alias_cities: how many cities may appear under their second name in an equal pair.
+
+    Returns:
+      (row, what kind of pair: "same" or "different" plus the two forms, the true verdict text).
+    """
+    documents = world.make_documents(rng, 4)
+    kind = ("lookup", "two_hop", "math")[rng.choice(3, p=(0.5, 0.25, 0.25))]
+    question = world.draw_question(rng, documents, kind)
+    known = {name for pair in world.CITIES[:alias_cities] for name in pair}
+    forms = world.surface_forms(question.answer)
+    if len(forms) == 3 and question.answer not in known:
+        forms = forms[:2]
+    if question.kind == "math":
+        forms = forms[:1]
+    same = rng.random() < 0.5
+    first = second = int(rng.integers(len(forms)))
+    reference = forms[first]
+    if same:
+        second = int(rng.integers(len(forms)))
+        answer = forms[second]
+    else:
+        answer = _wrong_answer(rng, documents, question)
+    verdict = "[[YES]]" if same else "[[NO]]"
+    task = world.TASK_OF_KIND[question.kind]
+    prompt = prompts.verifier(question.text, answer, reference)
+    pair = f"{'same' if same else 'different'}"
+    if same and first != second:
+        pair = "alias" if 2 in (first, second) else "decorated"
+    return Row(prompt, verdict, "verifier", task), pair, verdict
+
+
+def _wrong_answer(
+    rng: np.random.Generator, documents: Sequence[str], question: world.Question
+) -> str:
+    """A different value of the same sort: a near figure, or another value of the world."""
+    if question.answer.isdigit():
+        shift = int(rng.integers(1, 10)) * (1 if rng.random() < 0.5 else -1)
+        value = int(question.answer) + shift
+        return str(value if value > 0 else int(question.answer) + abs(shift))
+    options = world.draw_options(rng, documents, question.answer, "A")
+    return _worded(rng, options["BCD"[rng.integers(3)]], 0.7)

@@ -1,0 +1,159 @@
+"""Numbers in model text, read without ever evaluating it.
+
+1. `parse_number` takes off what people write around a number: currency, units, scale words.
+2. What is left is cut into numbers, operators and brackets; anything else makes it no number.
+3. A precedence parser works the expression out, with every intermediate value bounded.
+4. `same_number` compares two values: 0.15 % tolerance, and percent or scale words may be left out.
+
+Spec section 5.3. Inputs longer than `MAX_CHARACTERS` are no numbers, so all of this is linear.
+"""
+
+import math
+import re
+
+Number = bool | int | float
+
+MAX_CHARACTERS = 100  # no figure needs more; it also bounds the depth of brackets
+LARGEST = 1e100  # values beyond this are refused, so scaling can never overflow
+TOLERANCE = 0.0015  # relative, around the reference
+SCALES = (1e2, 1e3, 1e6, 1e9)  # percent, thousand, million, billion left out on one side
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
+_LITERAL = rf"(?:{_DIGITS})(?:[eE][+-]?[0-9]+)?"
+_TOKEN = re.compile(rf"\s*(?:({_LITERAL})|(\*\*|[-+*/^()x×]))")
+_CURRENCY = re.compile(r"[$€£¥]|\b(?:million|billion|thousand|USD?|RMB)\b", re.IGNORECASE)
+_NEGATIVE = re.compile(r"\b(?:minus|negative)\s+", re.IGNORECASE)
+_UNITS = re.compile(r"(?:[^\s\d]+\s+)?(\S.*?)(?:\s+[^\s\d]+)?", re.DOTALL)
+_AFFIXES = re.compile(rf"[^\d.+\-(]{{0,2}}([+-]?(?:{_LITERAL}))[^\d.)]{{0,2}}")
+_TRUTH = {"yes": True, "true": True, "no": False, "false": False}
+_BINDING = {"+": 1, "-": 1, "*": 2, "x": 2, "×": 2, "/": 2, "^": 3, "**": 3}
+
+
+def parse_number(text: str) -> Number | None:
+    """The value that `text` writes, or None when it writes no single number.
+
+    Reads thousands commas only where they are well placed, exponents, simple arithmetic
+    (+ - * / ^ and brackets), "yes"/"no"/"true"/"false" as booleans, one unit word or up to two
+    characters on either side. Percent signs and scale words are dropped, not applied: "12%" is 12
+    and "3.4 billion" is 3.4; `same_number` makes up for it. Total and bounded for any string.
+    """
+    text = text.strip()
+    if len(text) > MAX_CHARACTERS:
+        return None
+    text = re.split("[=≈]", _CURRENCY.sub("", text))[-1]
+    text = re.sub("[%°`]", "", text).strip()
+    if text.lower() in _TRUTH:
+        return _TRUTH[text.lower()]
+    if stated := re.search(r"\b(True|False)\b", text):
+        return stated[1] == "True"
+    text = re.sub("approximately", "", text, flags=re.IGNORECASE).partition(" or ")[0]
+    text = _NEGATIVE.sub("-", text.replace("\N{MINUS SIGN}", "-")).strip()
+    undressed = (pattern.fullmatch(text) for pattern in (_UNITS, _AFFIXES))
+    readings = [text, *(match[1] for match in undressed if match)]
+    return next((value for value in map(_calculate, readings) if value is not None), None)
+
+
+def same_number(prediction: Number, reference: Number) -> bool:
+    """Whether `prediction` is right when `reference` is (spec section 5.3, with signs compared).
+
+    True within 0.15 % of the reference, or when one value is the other times 100, 1000, 1e6 or 1e9
+    within 0.15 % (a percent sign or a scale word that only one side wrote out). Booleans must be
+    equal. NaN, infinities and values above `LARGEST` never agree with anything.
+    """
+    if isinstance(prediction, bool) or isinstance(reference, bool):
+        return prediction == reference
+    if not (abs(prediction) <= LARGEST and abs(reference) <= LARGEST):
+        return False
+    if (prediction < 0) != (reference < 0):
+        return False
+    small, large = sorted((abs(float(prediction)), abs(float(reference))))
+    return _close(abs(prediction), abs(reference)) or any(
+        _close(large, small * scale) for scale in SCALES
+    )
+
+
+def number_text(value: int | float) -> str:
+    """`value` as a reference answer: Python's text, whole numbers below 1e21 in plain digits."""
+    if isinstance(value, float) and value.is_integer() and 1e16 <= abs(value) < 1e21:
+        return str(int(value))
+    return str(value)
+
+
+def _close(value: float, target: float) -> bool:
+    margin = TOLERANCE * target
+    return target - margin <= value <= target + margin
+
+
+def _calculate(text: str) -> int | float | None:
+    tokens: list[int | float | str] = []
+    position = 0
+    try:
+        while position < len(text):
+            match = _TOKEN.match(text, position)
+            if not match:
+                return None
+            tokens.append(match[2] or _literal(match[1]))
+            position = match.end()
+        tokens.reverse()  # the next token is at the end, where it is cheap to take
+        value = _expression(tokens, 0)
+    except (ValueError, ArithmeticError, IndexError):
+        return None
+    return None if tokens else value
+
+
+def _literal(digits: str) -> int | float:
+    digits = digits.replace(",", "")
+    return _bounded(int(digits) if digits.isdigit() else float(digits))
+
+
+def _expression(tokens: list[int | float | str], binding: int) -> int | float:
+    """Takes an expression off `tokens` (last first) whose operators bind tighter than `binding`."""
+    value = _operand(tokens)
+    while tokens:
+        operator = tokens[-1]
+        if not isinstance(operator, str):
+            raise ValueError("two numbers without an operator")
+        strength = _BINDING.get(operator, 0)
+        if strength <= binding:
+            break
+        tokens.pop()
+        is_power = strength == 3  # the only operator that groups from the right
+        right = _expression(tokens, strength - 1 if is_power else strength)
+        value = _bounded(_apply(operator, value, right))
+    return value
+
+
+def _operand(tokens: list[int | float | str]) -> int | float:
+    token = tokens.pop()
+    if not isinstance(token, str):
+        return token
+    if token == "(":
+        value = _expression(tokens, 0)
+        if tokens.pop() != ")":
+            raise ValueError("bracket not closed")
+        return value
+    if token in "+-":
+        value = _expression(tokens, 2)
+        return -value if token == "-" else value
+    raise ValueError(f"{token!r} where a number should be")
+
+
+def _apply(operator: str, left: int | float, right: int | float) -> int | float | complex:
+    match operator:
+        case "+":
+            return left + right
+        case "-":
+            return left - right
+        case "/":
+            return left / right
+        case "*" | "x" | "×":
+            return left * right
+    if abs(right) > 400:  # before the power is worked out: it bounds the digits of the result
+        raise OverflowError("exponent too large")
+    return left**right
+
+
+def _bounded(value: int | float | complex) -> int | float:
+    if isinstance(value, complex) or math.isnan(value) or abs(value) > LARGEST:
+        raise OverflowError("not a real number of a usable size")
+    return value

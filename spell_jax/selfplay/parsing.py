@@ -1,0 +1,232 @@
+"""Model text to structured episodes: the questioner's JSON, the verifier's verdict.
+
+1. `visible_text` drops the thoughts.
+2. `parse_question` finds one JSON object: the last valid fenced block, else an object at the end.
+3. It is checked by task, with three outcomes: accepted, bad format (penalised), skipped (neither).
+4. `parse_verdict` reads YES or NO.
+
+Spec sections 2.3, 2.4 and 6, with 12 and 14. Total: any string in, a result out, in linear time.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spell_jax.data.clusters import TASKS
+from spell_jax.selfplay.numbers import number_text, parse_number
+from spell_jax.selfplay.rules import LETTERS, find_answer, visible_text
+
+__all__ = [
+    "MAX_ANSWER_TOKENS",
+    "Parsed",
+    "format_choices",
+    "parse_question",
+    "parse_verdict",
+    "visible_text",
+]
+
+MAX_ANSWER_TOKENS = 40  # of a general_qa reference (spec 12, row 4)
+
+Status = Literal["accepted", "bad_format", "skipped"]
+
+_CONTROL_CHARACTERS = dict.fromkeys(set(range(32)) - {ord(c) for c in "\n\r\t"})
+_FENCED = re.compile(r"```json(.*?)```", re.DOTALL)
+# Strings are matched whole (to the end of the text where one is never closed) and runs of
+# backslashes at once, so that commas inside strings stay and no character is looked at twice.
+_STRING_OR_TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.?)*+"?)|,(?=\s*[}\]])', re.DOTALL)
+_BRACE_OR_QUOTE = re.compile(r'[{}"]|\\+"?')
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A questioner's output, judged.
+
+    `status`: "accepted"; "bad_format", which earns the format penalty and may serve as a negative;
+    or "skipped", which earns nothing and is not trained on.
+    `question`: as the responder will see it, with the choices for multiple_choice.
+    `answer`: the reference (a letter for multiple_choice). Both are empty unless accepted.
+    `reason`: one word for counting, empty when accepted: unfinished_thought, declined, no_json,
+    no_question, no_answer, bad_options, bad_letter, invalid_unicode, too_deep, not_a_number,
+    zero_answer, long_answer.
+    `stem`, `options`: of multiple_choice, the question without choices and the texts of A to D.
+    """
+
+    status: Status
+    question: str = ""
+    answer: str = ""
+    reason: str = ""
+    stem: str = ""
+    options: tuple[str, ...] = ()
+
+
+def parse_question(
+    text: str,
+    task: str,
+    count_tokens: Callable[[str], int],
+    max_answer_tokens: int = MAX_ANSWER_TOKENS,
+) -> Parsed:
+    """Judges one questioner output for `task` (spec sections 2.3 and 2.4).
+
+    `count_tokens` gives the length of a text in policy tokens; general_qa answers of more than
+    `max_answer_tokens` are skipped.
+    Raises ValueError for an unknown task, and nothing for any `text`.
+    """
+    if task not in TASKS:
+        raise ValueError(f"task: {task!r} is unknown; it must be one of {', '.join(TASKS)}")
+    visible = visible_text(text)
+    if visible is None:
+        return _skipped("unfinished_thought")
+    try:
+        record = _find_record(visible.translate(_CONTROL_CHARACTERS))
+        parsed = _judge(record, task, lambda answer: count_tokens(answer) > max_answer_tokens)
+    except RecursionError:  # JSON nested a thousand deep
+        return _bad("too_deep")
+    return parsed
+
+
+def parse_verdict(text: str) -> int:
+    """One verifier output as a vote: 1 (yes), 0 (no), -1 (malformed). Spec section 6.
+
+    A verdict in double brackets counts if the other one is absent; without a clear one the bare
+    capital words count in the same way.
+    """
+    visible = visible_text(text)
+    if visible is None:
+        return -1
+    for yes, no in (("[[YES]]", "[[NO]]"), ("YES", "NO")):
+        if (yes in visible) != (no in visible):
+            return int(yes in visible)
+    return -1
+
+
+def format_choices(question: str, options: Sequence[str]) -> str:
+    """The question of a multiple_choice task as the responder and the verifier see it."""
+    choices = "".join(f"({letter}) {text}\n" for letter, text in zip(LETTERS, options, strict=True))
+    return f"What is the correct answer to this question: {question}\nChoices:\n{choices}"
+
+
+def _bad(reason: str) -> Parsed:
+    return Parsed("bad_format", reason=reason)
+
+
+def _skipped(reason: str) -> Parsed:
+    return Parsed("skipped", reason=reason)
+
+
+def _find_record(text: str) -> dict[str, Any] | None:
+    """The JSON object that the text presents, or None.
+
+    Of the fenced blocks the last that is valid JSON decides, also when it is no object. Without a
+    valid one, an object that ends the text is taken, if nothing but white space touches its front.
+    """
+    for block in reversed(_FENCED.findall(text)):
+        try:
+            value = _load(block)
+        except ValueError:
+            continue
+        return value if isinstance(value, dict) else None
+    try:
+        value = _load(_closing_object(text))
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _load(text: str) -> Any:
+    """Strict JSON, except that trailing commas are accepted. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return json.loads(_STRING_OR_TRAILING_COMMA.sub(lambda match: match[1] or "", text))
+
+
+def _closing_object(text: str) -> str:
+    """The brace-balanced end of a text that ends in a brace; empty where there is none.
+
+    Read from the back, where it is known that the last brace is outside of any string.
+    """
+    if not text.endswith("}"):
+        return ""
+    depth = 0
+    in_string = False
+    for match in reversed(list(_BRACE_OR_QUOTE.finditer(text))):
+        mark = match[0]
+        if mark.endswith('"'):
+            escaped = len(mark) % 2 == 0  # an odd number of backslashes in front
+            in_string ^= not escaped
+        elif not in_string:
+            depth += 1 if mark == "}" else -1
+            if depth == 0:
+                start = match.start()
+                return text[start:] if start == 0 or text[start - 1].isspace() else ""
+    return ""
+
+
+def _judge(record: dict[str, Any] | None, task: str, too_long: Callable[[str], bool]) -> Parsed:
+    if not record:
+        return _bad("no_json")
+    if "Empty" in record:
+        return _skipped("declined")
+    question = record.get("question")
+    if not isinstance(question, str):
+        return _bad("no_question")
+    if task == "multiple_choice":
+        parsed = _judge_choice(question, record)
+    elif task == "financial_math":
+        parsed = _judge_number(question, record.get("answer"))
+    else:
+        parsed = _judge_text(question, record.get("answer"), too_long)
+    if not _is_unicode(parsed.question + parsed.answer):
+        return _bad("invalid_unicode")
+    return parsed
+
+
+def _judge_text(question: str, answer: Any, too_long: Callable[[str], bool]) -> Parsed:
+    if not isinstance(answer, str) or not answer:
+        return _bad("no_answer")
+    answer = find_answer(answer, "general_qa") or answer
+    if not _is_unicode(answer):
+        return _bad("invalid_unicode")  # before a tokenizer sees it
+    if too_long(answer):
+        return _skipped("long_answer")
+    return Parsed("accepted", question, answer)
+
+
+def _judge_number(question: str, answer: Any) -> Parsed:
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        return _bad("no_answer")
+    text = str(answer)
+    value = parse_number(find_answer(text, "financial_math") or text)
+    if value is None or isinstance(value, bool):
+        return _skipped("not_a_number")
+    if value == 0:
+        return _skipped("zero_answer")
+    return Parsed("accepted", question, number_text(value))
+
+
+def _judge_choice(question: str, record: dict[str, Any]) -> Parsed:
+    answer, options = record.get("answer"), record.get("options")
+    if not isinstance(answer, str):
+        return _bad("no_answer")
+    if not isinstance(options, dict) or any(letter not in options for letter in LETTERS):
+        return _bad("bad_options")
+    letter = answer if answer in LETTERS else find_answer(answer, "multiple_choice")
+    if letter is None:
+        return _bad("bad_letter")
+    texts = tuple(_option_text(options[name]) for name in LETTERS)
+    return Parsed("accepted", format_choices(question, texts), letter, "", question, texts)
+
+
+def _option_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _is_unicode(text: str) -> bool:
+    """False for lone surrogates, which JSON escapes can smuggle in and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,187 @@
+"""The prompts of every role: text files with placeholders, filled in one pass.
+
+1. A set of prompts is a folder of text files. `load("full")` reads the set for real models,
+   `load("compact")` that for policies with a tiny vocabulary, `load(PATH)` a folder of your own.
+2. Every set lies over the full one: a file it has replaces the full set's file of that name, the
+   others are taken from there. A file with an unknown name, or with a placeholder missing or out
+   of place, is an error.
+3. A placeholder is a lower-case word in braces, such as {documents}. Other braces (JSON examples)
+   are literal. One newline at a file's end is not part of the prompt.
+4. All placeholders are filled in one pass: a document that contains "{examples}" stays as it is.
+
+    file                         asks for                                     paper
+    questioner_TASK.txt          a question and its answer from m documents   Appendix G, no memory
+    questioner_TASK_history.txt  one that is harder than the examples shown   Appendix G, memory
+    example.txt                  (one earlier question, oldest first)         Appendix G, memory
+    responder_TASK.txt           an answer from all n documents               Appendix G
+    verifier.txt                 whether answer and reference are equivalent  Appendix G
+    judge.txt                    the same of an external judge                Table 5
+
+TASK is general_qa, financial_math or multiple_choice. tests/selfplay/test_prompts.py lists each
+requirement of Appendix G next to the words of the full set that meet it. Departures, with the
+spec section that asks for them: the JSON object stands in a fenced block and has no trailing
+comma (2.3, 12.20), the requested letter is filled in (2.2), verdicts have double brackets (12.19).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from spell_jax.data.clusters import TASKS
+from spell_jax.selfplay.rules import LETTERS
+
+NO_DOCUMENTS = "Empty"
+PACKAGED = Path(__file__).parent / "templates"
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+
+
+class Solved(Protocol):
+    """An earlier question with its reference answer, as the questioner is shown it."""
+
+    @property
+    def question(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
+
+
+def _placeholders_by_file() -> dict[str, tuple[set[str], set[str]]]:
+    """File name -> (placeholders it must have, placeholders it may have besides)."""
+    files: dict[str, tuple[set[str], set[str]]] = {}
+    for task in TASKS:
+        letter = {"letter"} if task == "multiple_choice" else set()
+        files[f"questioner_{task}.txt"] = ({"documents"} | letter, set())
+        files[f"questioner_{task}_history.txt"] = ({"documents", "examples"} | letter, set())
+        files[f"responder_{task}.txt"] = ({"documents", "question"}, set())
+    files["example.txt"] = ({"question", "answer"}, {"number"})
+    files["verifier.txt"] = ({"question", "answer", "reference"}, set())
+    files["judge.txt"] = ({"question", "answer", "reference"}, set())
+    return files
+
+
+PLACEHOLDERS = _placeholders_by_file()
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """One set of prompts. Every method returns the text of a single user turn.
+
+    Attributes:
+        texts: file name -> template, for every file name in PLACEHOLDERS.
+    """
+
+    texts: Mapping[str, str]
+
+    def questioner(
+        self,
+        task: str,
+        documents: Sequence[str],
+        history: Sequence[Solved] = (),
+        letter: str | None = None,
+    ) -> str:
+        """Asks for a new question about the documents (spec 2.2).
+
+        Args:
+            task: one of TASKS.
+            documents: the m documents shown, in corpus order.
+            history: earlier questions, oldest first; the history template is used if there are any.
+            letter: the letter that the correct option shall have; needed for multiple choice,
+                unused otherwise.
+
+        Raises:
+            ValueError: unknown task, or a multiple-choice prompt without a letter from A to D.
+        """
+        _check_task(task)
+        if task == "multiple_choice" and letter not in LETTERS:
+            raise ValueError(f"letter={letter!r}: a multiple-choice prompt needs one of {LETTERS}")
+        examples = "\n".join(
+            self._fill("example.txt", number=str(i), question=past.question, answer=past.answer)
+            for i, past in enumerate(history, 1)
+        )
+        return self._fill(
+            f"questioner_{task}_history.txt" if history else f"questioner_{task}.txt",
+            documents=_joined(documents),
+            examples=examples,
+            letter=letter or "",
+        )
+
+    def responder(self, task: str, documents: Sequence[str], question: str) -> str:
+        """Asks the question about all n documents; for the grounding filter (2.5) about none.
+
+        Raises:
+            ValueError: unknown task.
+        """
+        _check_task(task)
+        name = f"responder_{task}.txt"
+        return self._fill(name, documents=_joined(documents), question=question)
+
+    def verifier(self, question: str, answer: str, reference: str) -> str:
+        """Asks whether the extracted answer and the reference are equivalent (spec 6)."""
+        return self._fill("verifier.txt", question=question, answer=answer, reference=reference)
+
+    def judge(self, question: str, answer: str, reference: str) -> str:
+        """Asks an external judge whether the answer contains the reference (paper Table 5)."""
+        return self._fill("judge.txt", question=question, answer=answer, reference=reference)
+
+    def _fill(self, name: str, **values: str) -> str:
+        return PLACEHOLDER.sub(lambda match: values[match[1]], self.texts[name])
+
+
+def load(name_or_folder: str | Path) -> Prompts:
+    """Reads a set of prompts: "full", "compact", or the path of a folder laid over the full set.
+
+    Raises:
+        FileNotFoundError: neither a packaged set nor a folder.
+        ValueError: a file of unknown name, not UTF-8, or with missing or unknown placeholders; a
+            folder without any template.
+    """
+    texts = _read_folder(PACKAGED / "full")
+    if name_or_folder == "full":
+        return Prompts(texts)
+    packaged = name_or_folder == "compact"
+    folder = PACKAGED / "compact" if packaged else Path(name_or_folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"prompts={str(name_or_folder)!r}: neither 'full' nor 'compact' nor a folder"
+        )
+    return Prompts(texts | _read_folder(folder))
+
+
+def _read_folder(folder: Path) -> dict[str, str]:
+    texts = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.name not in PLACEHOLDERS:
+            known = ", ".join(sorted(PLACEHOLDERS))
+            raise ValueError(f"{path}: no template has this name; the names are {known}")
+        try:
+            text = path.read_text(encoding="utf-8").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 text ({error})") from error
+        _check_placeholders(path, text)
+        texts[path.name] = text
+    if not texts:
+        raise ValueError(f"{folder}: holds no template, such as verifier.txt")
+    return texts
+
+
+def _check_placeholders(path: Path, text: str) -> None:
+    required, optional = PLACEHOLDERS[path.name]
+    found = set(PLACEHOLDER.findall(text))
+    allowed = ", ".join(f"{{{name}}}" for name in sorted(required | optional))
+    for name in sorted(found - required - optional):
+        raise ValueError(f"{path}: unknown placeholder {{{name}}}; this file takes {allowed}")
+    for name in sorted(required - found):
+        raise ValueError(f"{path}: placeholder {{{name}}} is missing; this file takes {allowed}")
+
+
+def _check_task(task: str) -> None:
+    if task not in TASKS:
+        raise ValueError(f"task={task!r}: must be one of {TASKS}")
+
+
+def _joined(documents: Sequence[str]) -> str:
+    return "\n".join(documents) if documents else NO_DOCUMENTS

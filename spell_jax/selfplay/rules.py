@@ -1,0 +1,186 @@
+"""The rule reward: the answer that a response states, and whether it agrees with the reference.
+
+1. `visible_text` keeps what follows the last thought; an unfinished thought leaves nothing.
+2. `extract_answer` finds the stated answer: "... answer is X", or a boxed one.
+3. `normalize_answer`, `parse_number` or the bare letter make answers comparable.
+4. `score` is 1.0 when the prediction covers, equals or names the reference, else 0.0.
+
+Spec section 5 (paper section 3.2, the rule in Eq. 6). Total and linear-time for any string.
+"""
+
+import math
+import re
+import string
+
+from spell_jax.data.clusters import TASKS
+from spell_jax.selfplay.numbers import Number, parse_number, same_number
+
+LETTERS = ("A", "B", "C", "D")
+
+# A response that never says "answer is" is searched in its last characters only.
+_TAIL_CHARACTERS = {"general_qa": 1000, "financial_math": 300, "multiple_choice": 300}
+_BOX = r"\boxed{"
+
+_CHAT_MARKERS = ("<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+_PHRASES = ("the answer is", "correct answer is", "answer is")
+_TEMPLATE_ECHO = "insert answer here"
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+
+_FIGURE = r"([=≈`%$°£€¥]*-?[0-9.,]+(?:[eE][+-]?[0-9]+)?)"
+_FIGURE_PATTERNS = tuple(
+    re.compile(lead + figure, re.IGNORECASE)
+    for lead in ("the answer is ", "answer is ")
+    for figure in (rf"\({_FIGURE}\)", _FIGURE)
+)
+
+# The letter is upper case and no word begins with it.
+_LETTER_PATTERNS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\\(?i:boxed)\{([A-D])\}",
+        r"(?i:correct answer is )\(([A-D])\)",
+        r"(?i:correct answer is )([A-D])(?![A-Za-z0-9_])",
+        r"(?i:answer is )\(([A-D])\)",
+        r"(?i:answer is )([A-D])(?![A-Za-z0-9_])",
+    )
+)
+
+
+def visible_text(text: str) -> str | None:
+    """What follows the last "</think>", stripped; None when a thought was begun and not ended."""
+    if "<think>" in text and "</think>" not in text:
+        return None
+    return text.rpartition("</think>")[2].strip()
+
+
+def extract_answer(text: str, task: str) -> str | None:
+    """The answer that a whole response states, or None.
+
+    `task` is one of `TASKS`; another raises ValueError. An empty string means that the phrase was
+    there and nothing behind it. Spec sections 5.1 to 5.3, "visible text" and "extraction".
+    """
+    _check_task(task)
+    visible = visible_text(text)
+    if not visible:
+        return None
+    announced = "answer is" in visible or (task == "financial_math" and r"\boxed" in visible)
+    if not announced and "</think>" not in text:
+        visible = visible[-_TAIL_CHARACTERS[task] :]
+    return find_answer(visible, task)
+
+
+def find_answer(text: str, task: str) -> str | None:
+    """The answer stated in `text`, which holds no thoughts; None where nothing is stated."""
+    _check_task(task)
+    if task == "general_qa":
+        return _find_phrase(text)
+    return _find_figure(text) if task == "financial_math" else _find_letter(text)
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, no ASCII punctuation, no English articles, single spaces (spec section 5.1)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def is_correct(prediction: str, reference: str, task: str) -> bool:
+    """Whether an extracted `prediction` agrees with an extracted `reference`.
+
+    general_qa: the normalised reference is a part of the normalised prediction (cover exact match);
+    financial_math: the numbers agree (`same_number`), and what is no number is wrong;
+    multiple_choice: the letters are equal. An empty side is wrong.
+    """
+    _check_task(task)
+    if task == "general_qa":
+        wanted = normalize_answer(reference)
+        return bool(wanted) and wanted in normalize_answer(prediction)
+    if task == "financial_math":
+        values = _both_numbers(prediction, reference)
+        return values is not None and same_number(*values)
+    return prediction in LETTERS and prediction == reference
+
+
+def score(response_text: str, reference: str, task: str) -> float:
+    """The rule reward of a whole response against a reference answer: 0.0 or 1.0.
+
+    `reference` is the bare answer, or a sentence that states it ("The correct answer is X").
+    """
+    prediction = extract_answer(response_text, task)
+    wanted = find_answer(reference, task) or _first_line(reference)
+    return float(prediction is not None and is_correct(prediction, wanted, task))
+
+
+def same_answer(first: str, second: str, task: str) -> bool:
+    """Whether two extracted answers are one answer, to count the most frequent of several.
+
+    Symmetric and, unlike `is_correct`, without cover or scale: equal normalised texts, equal
+    letters, equal numbers (to 1e-9, so that sums in another order agree). What is empty or cannot
+    be read is the same as nothing, not even as itself.
+    """
+    _check_task(task)
+    if task == "general_qa":
+        normal = normalize_answer(first)
+        return bool(normal) and normal == normalize_answer(second)
+    if task == "financial_math":
+        values = _both_numbers(first, second)
+        if values is None or isinstance(values[0], bool) != isinstance(values[1], bool):
+            return False
+        return math.isclose(values[0], values[1], rel_tol=1e-9)
+    return first in LETTERS and first == second
+
+
+def _check_task(task: str) -> None:
+    if task not in TASKS:
+        raise ValueError(f"task: {task!r} is unknown; it must be one of {', '.join(TASKS)}")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].strip().strip(".").strip()
+
+
+def _find_phrase(text: str) -> str | None:
+    text = text.replace("*", "")
+    for marker in _CHAT_MARKERS:
+        text = text.replace(marker, "")
+    for phrase in _PHRASES:
+        _, found, rest = text.rpartition(phrase)
+        if found:
+            answer = _first_line(rest)
+            return None if _TEMPLATE_ECHO in answer else answer
+    return None
+
+
+def _find_figure(text: str) -> str | None:
+    if _BOX in text:
+        boxed = _last_box(text)
+        return None if boxed is None else boxed.replace(",", "").rstrip(".")
+    text = text.replace("*", "")
+    for pattern in _FIGURE_PATTERNS:
+        if figures := pattern.findall(text):
+            return figures[-1].replace(",", "").rstrip(".")
+    return None
+
+
+def _last_box(text: str) -> str | None:
+    """The content of the last box up to its own closing brace; None where that is missing."""
+    start = text.rindex(_BOX) + len(_BOX)
+    depth = 1
+    for brace in re.finditer("[{}]", text[start:]):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[start : start + brace.start()].strip().strip("*")
+    return None
+
+
+def _find_letter(text: str) -> str | None:
+    text = text.replace("*", "")
+    for pattern in _LETTER_PATTERNS:
+        if letters := pattern.findall(text):
+            return letters[-1]
+    return None
+
+
+def _both_numbers(first: str, second: str) -> tuple[Number, Number] | None:
+    values = parse_number(first), parse_number(second)
+    return None if values[0] is None or values[1] is None else (values[0], values[1])

@@ -1,0 +1,169 @@
+"""Supervised warm start: the same update as self-play, with advantage 1.
+
+    python -m spell_jax.sft --config=configs/tiny_warm_start.py --workdir=DIR
+    python -m spell_jax.sft --config=configs/folder_warm_start.py --workdir=DIR \
+        --config.source=ROWS.jsonl
+
+1. Rows are (prompt, completion) texts: a JSONL file, or the tiny world's demonstrations ("tiny").
+2. The tokenizer comes with the policy folder; a policy from random weights gets one trained on the
+   rows.
+3. Each step packs `rows_per_step` rows and takes one update on the completions' tokens.
+4. DIR/policy is the result: a Hugging Face folder that train.py and generate.py start from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from absl import app, flags
+from ml_collections import config_flags
+
+from spell_jax.learner import loss, packing, update
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import transformer, weights
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime import start
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.metrics import MetricsWriter
+from spell_jax.runtime.progress import Progress
+from spell_jax.runtime.settings import Config, build
+from spell_jax.selfplay import demonstrations, prompts
+
+log = logging.getLogger(__name__)
+
+# Rows from which a new tokenizer is trained: enough to see every word of a small corpus.
+TOKENIZER_ROWS = 20_000
+
+
+def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
+    """Rows of a JSONL file with "prompt" and "completion" ("role" and "task" are optional).
+
+    Returns:
+      (rows, number of lines that were skipped; each is logged with file and line).
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: no line of it is a row.
+    """
+    rows, skipped = [], 0
+    for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            texts = record["prompt"], record["completion"]
+            if not all(isinstance(text, str) and text for text in texts):
+                raise ValueError("prompt and completion must be texts")
+            role, task = record.get("role", "row"), record.get("task", "")
+            rows.append(demonstrations.Row(*texts, str(role), str(task)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            skipped += 1
+            log.warning("%s:%d: skipped (%s)", path, number, error)
+    if not rows:
+        raise ValueError(f"source = {path}: none of its {skipped} lines is a row")
+    return rows, skipped
+
+
+def row_stream(config: Config, start: int) -> Iterator[demonstrations.Row]:
+    """Rows from the `start`-th on; the same ones whether a run was resumed or not."""
+    if config.source == "tiny":
+        mixture = build(demonstrations.Mixture, config.get("mixture", {}), "mixture")
+        yield from demonstrations.rows(prompts.load(config.prompts), mixture, config.seed, start)
+    rows, _ = read_rows(config.source)
+    epoch, order = -1, np.arange(0)
+    for index in itertools.count(start):
+        if index // len(rows) != epoch:
+            epoch = index // len(rows)
+            order = np.random.default_rng([config.seed, epoch]).permutation(len(rows))
+        yield rows[order[index % len(rows)]]
+
+
+def make_policy(
+    config: Config,
+) -> tuple[PolicyConfig, tokenizers.Tokenizer, transformer.Params | jax.Array]:
+    """The policy to start from: (architecture, tokenizer, weights or the key of random ones)."""
+    section = dict(config.policy)
+    folder, given = section.pop("folder"), section.pop("tokenizer")
+    section.pop("compute_dtype")
+    if folder:
+        policy, params = weights.load(folder)
+        return policy, tokenizers.load(folder), params
+    if given:
+        tokenizer = tokenizers.load(given)
+    else:
+        rows = itertools.islice(row_stream(config, 0), TOKENIZER_ROWS)
+        texts = (row.prompt + row.completion for row in rows)
+        tokenizer = tokenizers.train(texts, section["vocab_size"], demonstrations.SYMBOLS)
+    section["vocab_size"] = tokenizer.vocab_size
+    policy = build(PolicyConfig, section, "policy")
+    return policy, tokenizer, jax.random.key(config.seed)
+
+
+def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packing.Group:
+    """A row as a group of one answer with advantage 1."""
+    answer = [*tokenizer.encode(row.completion), tokenizer.eos_id]
+    return packing.Group(tokenizer.chat(row.prompt), [answer], [1.0], row.role)
+
+
+def make_learner(config: Config, policy: PolicyConfig) -> update.Learner:
+    buckets = tuple(packing.Bucket(*bucket) for bucket in config.packing.buckets)
+    return update.Learner(
+        policy,
+        build(update.OptimiserConfig, config.optimiser, "optimiser", total_steps=config.steps),
+        loss.LossConfig(),
+        update.PackingConfig(buckets, config.packing.token_budget),
+        meshes.make_mesh(config.mesh),
+        compute_dtype=config.policy.compute_dtype,
+    )
+
+
+def run(config: Config, workdir: pathlib.Path) -> pathlib.Path:
+    """Tunes and returns the folder of the resulting policy."""
+    policy, tokenizer, source = make_policy(config)
+    learner = make_learner(config, policy)
+    checkpoints = Checkpoints(workdir, keep=1, every=config.checkpoint_every)
+    done = checkpoints.latest_step() or 0
+    if done:
+        state, _ = checkpoints.restore(done, learner.abstract_state())
+    else:
+        state = learner.init(source)
+    learner.compile(state)
+    writer = MetricsWriter(workdir, resume_step=done or None)
+    progress = Progress(config.steps, start=done)
+    stream = row_stream(config, done * config.rows_per_step)
+    refused = 0.0
+    for step in range(done + 1, config.steps + 1):
+        rows = itertools.islice(stream, config.rows_per_step)
+        state, numbers = learner.update(state, [to_group(row, tokenizer) for row in rows])
+        refused += numbers["refused_answers"]
+        if step % config.log_every == 0 or step == config.steps:
+            writer.write(step, {f"train/{k}": v for k, v in numbers.items()})
+        progress.update(step, "tune", {"log-prob": numbers.get("mean_log_prob", 0.0)})
+        checkpoints.save(step, state, {}, force=step == config.steps)
+    progress.close()
+    writer.close()
+    checkpoints.close()
+    if refused:
+        log.warning("%d rows were longer than the largest bucket and not learned", refused)
+    folder = workdir / "policy"
+    weights.save(folder, policy, state.params, tokenizer)
+    return folder
+
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
+
+
+def main(_) -> None:
+    start.setup()
+    print(run(_CONFIG.value, pathlib.Path(_WORKDIR.value)))
+
+
+if __name__ == "__main__":
+    flags.mark_flag_as_required("config")
+    app.run(main)

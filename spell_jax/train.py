@@ -1,0 +1,288 @@
+"""The trainer: one loop for every game.
+
+    python -m spell_jax.train --config=configs/tiny.py --workdir=DIR [--config.steps=9 ...]
+
+    episodes = game.play(ask, step)          # models question, answer and judge
+    rows = game.rows(episodes)               # what is learned from it
+    state = learner.update(state, rows)      # one step of the optimiser
+
+around which it validates, checkpoints and reports. Started again on the same workdir, it goes on
+where the last checkpoint stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from ml_collections import config_flags
+
+from spell_jax import catalogue, report
+from spell_jax.evaluation import held_out
+from spell_jax.games.game import Game
+from spell_jax.games.players import Players
+from spell_jax.learner import loss, packing, update
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import transformer, weights
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime import start
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.metrics import EpisodeWriter, Metrics, MetricsWriter
+from spell_jax.runtime.progress import Progress
+from spell_jax.runtime.settings import Config, build
+from spell_jax.sampler.engine import Sampler, SamplerConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Run:
+    """Everything that a run is made of, from its config (no device work but the mesh's).
+
+    Attributes:
+      learner, sampler: jitted functions of the policy.
+      players: the models as a game asks them.
+      game: what is played.
+      evaluation: held-out evaluation, or None where the data has no held-out questions.
+      start: weights to start from, or the key of random ones.
+    """
+
+    config: Config
+    policy: PolicyConfig
+    tokenizer: tokenizers.Tokenizer
+    learner: update.Learner
+    players: Players
+    game: Game
+    evaluation: held_out.Evaluation | None
+    start: transformer.Params | jax.Array
+
+
+# ------------------------------------------------------------------------------------------ Set-up
+
+
+def make_run(config: Config) -> Run:
+    """Checks the whole config and builds the run's parts.
+
+    Raises:
+      ValueError, FileNotFoundError: naming the field, its value and what would be right.
+    """
+    sampling = build(SamplerConfig, config.sampler, "sampler")
+    buckets = tuple(packing.Bucket(*bucket) for bucket in config.packing.buckets)
+    packing_config = update.PackingConfig(
+        buckets, config.packing.token_budget, config.packing.shared_prefix
+    )
+    loss_config = build(loss.LossConfig, config.loss, "loss")
+    optimiser = build(
+        update.OptimiserConfig, config.optimiser, "optimiser", total_steps=config.steps
+    )
+    catalogue.check(config)
+    policy, tokenizer, params = load_policy(config)
+    mesh = meshes.make_mesh(config.mesh)
+    learner = update.Learner(
+        policy,
+        optimiser,
+        loss_config,
+        packing_config,
+        mesh,
+        sampling.temperature,
+        config.policy.compute_dtype,
+    )
+    sampler = Sampler(policy, sampling, tokenizer.stop_ids, mesh)
+    players = Players(sampler, tokenizer, jax.random.key(config.seed))
+    game, evaluation = catalogue.make(config, tokenizer, sampling.prompt_buckets[-1])
+    return Run(config, policy, tokenizer, learner, players, game, evaluation, params)
+
+
+def load_policy(
+    config: Config,
+) -> tuple[PolicyConfig, tokenizers.Tokenizer, transformer.Params]:
+    """The policy folder named by config.policy.folder ("tiny": the one in the package)."""
+    folder = config.policy.folder
+    if not folder:
+        raise ValueError("policy.folder = '': must be a Hugging Face folder, or 'tiny'")
+    path = TINY_POLICY if folder == "tiny" else pathlib.Path(folder)
+    policy, params = weights.load(path)
+    policy = dataclasses.replace(policy, remat=config.policy.remat)
+    return policy, tokenizers.load(path), params
+
+
+TINY_POLICY = pathlib.Path(__file__).parent / "data" / "tiny_policy"
+
+
+# -------------------------------------------------------------------------------------------- Loop
+
+
+def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
+    """Plays and learns for config.steps updates; returns the workdir.
+
+    Written there: metrics.jsonl and TensorBoard events, episodes/, checkpoints/, best/, policy/
+    (the last weights as a Hugging Face folder), evaluation.json and plots/.
+    """
+    run = make_run(config)
+    is_writer = jax.process_index() == 0
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
+    checkpoints = Checkpoints(workdir, config.keep_checkpoints, config.checkpoint_every)
+    models, step = restore(run, checkpoints)
+    learner, game = run.learner, run.game
+    learner.compile(models["policy"], models.get("reference"))
+    metrics_writer = MetricsWriter(workdir, step or None, is_writer)
+    episode_writer = EpisodeWriter(workdir, step or None, is_writer and config.write_episodes)
+    progress = Progress(config.steps, start=step, enabled=is_writer)
+    if step == 0 and config.evaluate:
+        progress.update(0, "evaluate")
+        evaluate(run, models, workdir, "before")
+    deadline = time.monotonic() + 60 * config.max_minutes if config.max_minutes else None
+
+    while step < config.steps and (deadline is None or time.monotonic() < deadline):
+        step += 1
+        trace(config, workdir, step)
+        clock = time.monotonic()
+        progress.update(step - 1, "play", {})
+        run.players.begin(step, as_played(learner, models))
+        episodes = game.play(run.players, step)
+        rows = game.rows(episodes)
+        played = time.monotonic()
+        metrics = game.metrics(episodes)
+        solve_rate = metrics.means().get("solve_rate", 0.0)
+        progress.update(step - 1, "learn", {"solved": solve_rate})
+
+        models["policy"], numbers = learner.update(models["policy"], rows, models.get("reference"))
+        refresh_anchor(config, models, step)
+
+        numbers |= {"play_seconds": played - clock, "update_seconds": time.monotonic() - played}
+        numbers |= {f"rows/{role}": count for role, count in count_rows(rows).items()}
+        written = Metrics()
+        written.merge(metrics.state_dict(), "play/")
+        for name, value in numbers.items():
+            written.add(f"train/{name}", value)
+        if config.validate_every and step % config.validate_every == 0:
+            progress.update(step, "validate", {"solved": solve_rate})
+            validate(run, models, step, checkpoints, written)
+        metrics_writer.write(step, written)
+        episode_writer.write(step, map(game.record, episodes))
+        checkpoints.save(step, models, game.state_dict())
+        progress.update(step, "done", {"solved": solve_rate})
+
+    checkpoints.save(step, models, game.state_dict(), force=True)
+    progress.close()
+    metrics_writer.close()
+    checkpoints.close()
+    finish(run, models, workdir, is_writer)
+    return workdir
+
+
+def restore(run: Run, checkpoints: Checkpoints) -> tuple[dict[str, Any], int]:
+    """The state by model name, and the steps done: from the last checkpoint, or fresh."""
+    names = [*run.game.models, *(["reference"] if run.learner.loss.kl_weight else [])]
+    step = checkpoints.latest_step()
+    if step is None:
+        state = run.learner.init(run.start)
+        return {"policy": state} | {name: copy(state.params) for name in names}, 0
+    abstract = run.learner.abstract_state()
+    target = {"policy": abstract} | dict.fromkeys(names, abstract.params)
+    models, game_state = checkpoints.restore(step, target)
+    run.game.load_state_dict(game_state)
+    log.info("resumed at step %d", step)
+    return models, step
+
+
+def copy(params: transformer.Params) -> transformer.Params:
+    """Buffers of its own: those of the training state are donated at every update."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def as_played(learner: update.Learner, models: dict[str, Any]) -> dict[str, transformer.Params]:
+    """Weights in the compute dtype by model name."""
+    return {
+        name: learner.cast(model.params if name == "policy" else model)
+        for name, model in models.items()
+    }
+
+
+def refresh_anchor(config: Config, models: dict[str, Any], step: int) -> None:
+    """Renews the frozen copy every config.game.anchor_refresh steps (0: never)."""
+    every = config.game.get("anchor_refresh", 0)
+    if "anchor" in models and every and step % every == 0:
+        models["anchor"] = copy(models["policy"].params)
+
+
+def count_rows(rows: list[packing.Group]) -> dict[str, int]:
+    """Training answers by role."""
+    counts: dict[str, int] = {}
+    for group in rows:
+        counts[group.role] = counts.get(group.role, 0) + len(group.answers)
+    return counts
+
+
+def trace(config: Config, workdir: pathlib.Path, step: int) -> None:
+    """Starts a profiler trace before the first of config.profile_steps, stops behind the last."""
+    steps = config.profile_steps
+    if steps and step == min(steps):
+        jax.profiler.start_trace(str(workdir / "profile"))
+    if steps and step == max(steps) + 1:
+        jax.profiler.stop_trace()
+
+
+# ------------------------------------------------------------------------- Validation and the end
+
+
+def validate(
+    run: Run, models: dict[str, Any], step: int, checkpoints: Checkpoints, written: Metrics
+) -> None:
+    """Held-out accuracies into the step's metrics; the best policy is kept."""
+    if run.evaluation is None:
+        return
+    # Validation has step 0's random numbers, so that its questions are answered alike every time.
+    run.players.begin(0, as_played(run.learner, models))
+    score, numbers = run.evaluation.quick(run.players)
+    for name, value in numbers.items():
+        written.add(f"eval/{name}", value)
+    checkpoints.save_best(step, score, models, run.game.state_dict())
+
+
+def evaluate(run: Run, models: dict[str, Any], workdir: pathlib.Path, when: str) -> None:
+    """Adds a full held-out evaluation to evaluation.json under "before" or "after"."""
+    if run.evaluation is None:
+        return
+    run.players.begin(0, as_played(run.learner, models))
+    result = run.evaluation.full(run.players)
+    path = workdir / report.EVALUATION_FILE
+    results = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(results | {when: result}, indent=1) + "\n")
+
+
+def finish(run: Run, models: dict[str, Any], workdir: pathlib.Path, is_writer: bool) -> None:
+    """Last evaluation, the policy as a folder, plots, and the table of before and after."""
+    if run.config.evaluate:
+        evaluate(run, models, workdir, "after")
+    if not is_writer:
+        return
+    weights.save(workdir / "policy", run.policy, models["policy"].params, run.tokenizer)
+    plots = report.plot_run(workdir)
+    if tables := report.read_evaluation(workdir):
+        print(report.before_after_table(*tables))
+    print(f"\nmetrics   {workdir / 'metrics.jsonl'}\nepisodes  {workdir / 'episodes'}")
+    print(f"policy    {workdir / 'policy'}\nplots     " + "\n          ".join(map(str, plots)))
+
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
+
+
+def main(_) -> None:
+    start.setup()
+    train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
+
+
+if __name__ == "__main__":
+    flags.mark_flag_as_required("config")
+    app.run(main)

@@ -1,0 +1,78 @@
+"""Dense attention against a loop over rows, heads and queries."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spell_jax.attention import dense
+
+ROWS, TIME, HEADS, KV_HEADS, SIZE = 3, 12, 4, 2, 6
+
+
+def _inputs(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(ROWS, TIME, HEADS, SIZE)).astype(np.float32)
+    k, v = rng.normal(size=(2, ROWS, TIME, KV_HEADS, SIZE)).astype(np.float32)
+    last_reader = rng.integers(-1, TIME, size=(ROWS, TIME)).astype(np.int32)
+    last_reader[:, -2:] = -1  # padding
+    return q, k, v, last_reader
+
+
+def _query_by_query(q, k, v, last_reader) -> tuple[np.ndarray, np.ndarray]:
+    """The same in float64 loops, and which queries see any key at all."""
+    out, reads = np.zeros(q.shape), np.zeros(q.shape[:2], bool)
+    for row in range(ROWS):
+        for query in range(TIME):
+            keys = [key for key in range(query + 1) if query <= last_reader[row, key]]
+            reads[row, query] = bool(keys)
+            for head in range(HEADS if keys else 0):
+                shared = head // (HEADS // KV_HEADS)
+                scores = k[row, keys, shared].astype(float) @ q[row, query, head] / SIZE**0.5
+                weights = np.exp(scores - scores.max())
+                out[row, query, head] = weights @ v[row, keys, shared] / weights.sum()
+    return out, reads
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equals_a_loop_over_queries(seed: int) -> None:
+    inputs = _inputs(seed)
+    wanted, reads = _query_by_query(*inputs)
+    found = np.asarray(dense.attend(*(jnp.asarray(x) for x in inputs)))
+    assert reads.any() and not reads.all()
+    np.testing.assert_allclose(found[reads], wanted[reads], atol=2e-6)
+    assert np.isfinite(found).all()
+
+
+def test_padding_gives_finite_gradients_and_none_to_what_is_not_seen() -> None:
+    q, k, v, last_reader = _inputs(0)
+    _, reads = _query_by_query(q, k, v, last_reader)
+
+    def total(k, v):
+        out = dense.attend(jnp.asarray(q), k, v, jnp.asarray(last_reader))
+        return jnp.sum(jnp.where(reads[..., None, None], out, 0.0) ** 2)
+
+    for gradient in jax.grad(total, (0, 1))(jnp.asarray(k), jnp.asarray(v)):
+        assert np.isfinite(gradient).all()
+        np.testing.assert_array_equal(gradient[last_reader == -1], 0.0)
+        assert np.abs(gradient).max() > 1e-3
+
+
+def test_bfloat16_stays_bfloat16_and_close() -> None:
+    inputs = _inputs(1)
+    wanted, reads = _query_by_query(*inputs)
+    low = [jnp.asarray(x, jnp.bfloat16) for x in inputs[:3]]
+    found = dense.attend(*low, jnp.asarray(inputs[3]))
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float32)[reads], wanted[reads], atol=5e-2)
+
+
+def test_prefill_keeps_keys_and_values_and_training_does_not() -> None:
+    q, k, v, last_reader = (jnp.asarray(x) for x in _inputs(2))
+    context = {"last_reader": last_reader}
+    packed, nothing = dense.attend_packed(q, k, v, None, context)
+    prefilled, kept = dense.attend_prefill(q, k, v, None, context)
+    assert nothing is None
+    np.testing.assert_array_equal(packed, prefilled)
+    np.testing.assert_array_equal(kept[0], k)
+    np.testing.assert_array_equal(kept[1], v)

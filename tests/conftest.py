@@ -1,0 +1,44 @@
+"""Set before jax is imported anywhere: eight fake devices, and a compilation cache that the test
+processes and the programs they start share."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+FAKE_DEVICES = "--xla_force_host_platform_device_count=8"
+
+
+def _set_environment() -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {FAKE_DEVICES}".strip()
+
+
+_set_environment()
+settings.register_profile("deterministic", derandomize=True, deadline=None)
+settings.load_profile("deterministic")
+
+
+@pytest.fixture(autouse=True)
+def _in_repository_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """configs/ and launch/ run from a checkout; so do the tests."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def spell_data() -> Path:
+    """The folder of real documents, or a skip."""
+    folder = os.environ.get("SPELL_DATA")
+    if not folder:
+        pytest.skip("SPELL_DATA is not set: it names the folder of real documents")
+    path = Path(folder)
+    if not path.is_dir():
+        raise NotADirectoryError(f"SPELL_DATA is {folder!r}, want an existing folder")
+    return path

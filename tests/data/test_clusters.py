@@ -1,0 +1,200 @@
+"""Clusters: reading, skipping, cutting without loss and in linear time, grouping, splitting."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spell_jax.data.clusters import (
+    Cluster,
+    count_words,
+    cut_document,
+    read_clusters,
+    split_held_out,
+)
+
+
+def squeezed(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+def write_lines(path: Path, *lines: object) -> Path:
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    )
+    return path
+
+
+def test_jsonl_keeps_good_lines_and_counts_bad_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_lines(
+        tmp_path / "clusters.jsonl",
+        {"id": "a", "documents": ["one two", "three"], "tasks": ["financial_math"]},
+        "not json",
+        "",
+        {"id": "a", "documents": ["again"]},
+        {"id": "b", "documents": []},
+        {"id": "c", "documents": ["x", 3]},
+        {"id": "d", "documents": ["x"], "tasks": ["essay"]},
+        {"id": "", "documents": ["x"]},
+        {"id": "lone surrogate", "documents": ["\ud800"]},
+        [1],
+        "[" * 100_000,
+        {"id": "e", "documents": ["four"]},
+    )
+    clusters, report = read_clusters(path)
+    assert clusters == [
+        Cluster("a", ("one two", "three"), ("financial_math",)),
+        Cluster("e", ("four",), None),
+    ]
+    assert (report.read, dict(report.skipped)) == (2, {"bad lines": 9})
+    assert f"{path}:2: skipped" in caplog.text
+    assert f"{path}:4: skipped (id='a': appeared before)" in caplog.text
+    assert (report.documents, report.tokens_min, report.tokens_max) == (3, 1, 2)
+    assert report.tokens_mean == pytest.approx(4 / 3)
+
+
+def test_folder_is_read_in_order_and_bad_files_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "b" / "two.md").write_text("two")
+    (tmp_path / "a.txt").write_bytes("\ufeffone".encode())
+    (tmp_path / "c.TXT").write_text("three")
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "table.csv").write_text("1,2")
+    (tmp_path / ".git" / "hidden.txt").write_text("hidden")
+    clusters, report = read_clusters(tmp_path, documents_per_cluster=2)
+    assert [cluster.documents for cluster in clusters] == [("one", "two"), ("three",)]
+    assert report.read == 3
+    assert report.skipped == {"unreadable": 1, "empty": 1, "of another type": 1}
+    assert "bad.txt" in caplog.text
+    assert "empty.txt" in caplog.text
+    assert len({cluster.id for cluster in clusters}) == 2
+    assert read_clusters(tmp_path, documents_per_cluster=2)[0] == clusters
+
+
+def test_documents_of_a_cluster_are_cut_in_place(tmp_path: Path) -> None:
+    long = "\n\n".join(f"paragraph {i} " + "word " * 8 for i in range(4))
+    path = write_lines(tmp_path / "c.jsonl", {"id": "a", "documents": ["short", long]})
+    clusters, report = read_clusters(path, max_document_tokens=20)
+    assert len(clusters[0].documents) == 3
+    assert (report.cut, report.documents, report.clusters) == (1, 3, 1)
+    assert clusters[0].documents[1].startswith("paragraph 0")
+    assert clusters[0].documents[2].startswith("paragraph 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("a b c", ["abc"]),
+        # Paragraphs are packed up to the limit and never torn when they fit by themselves.
+        ("a " * 10 + "\n\n" + "b " * 10 + "\n \n" + "c " * 3, ["a" * 10, "b" * 10 + "c" * 3]),
+        # Too long by itself: lines, then sentences, then words.
+        ("a " * 10 + "\n" + "b " * 10, ["a" * 10, "b" * 10]),
+        ("a " * 9 + "a. " + "b " * 10, ["a" * 10 + ".", "b" * 10]),
+        ("a " * 20, ["a" * 16, "a" * 4]),
+    ],
+)
+def test_cuts_at_the_coarsest_border(text: str, pieces: list[str]) -> None:
+    cut = cut_document(text, count_words, 16)
+    assert [squeezed(piece) for piece, _ in cut] == pieces
+    assert all(count == count_words(piece) <= 16 for piece, count in cut)
+
+
+@given(st.text(alphabet="ab .\n。é漢\t", max_size=400), st.integers(16, 40))
+def test_nothing_is_lost_and_no_piece_is_too_long(text: str, limit: int) -> None:
+    cut = cut_document(text, lambda piece: len(piece.encode()), limit)
+    assert squeezed("".join(piece for piece, _ in cut)) == squeezed(text)
+    assert all(len(piece.encode()) == count <= limit for piece, count in cut)
+
+
+def test_pieces_that_grow_when_joined_are_halved() -> None:
+    def superadditive(text: str) -> int:
+        words = len(text.split())
+        return words + (words > 6)  # a joined text costs one token more than its parts
+
+    text = "\n\n".join(["a b c d"] * 8)
+    cut = cut_document(text, superadditive, 16)
+    assert all(count <= 16 for _, count in cut)
+    assert squeezed("".join(piece for piece, _ in cut)) == squeezed(text)
+
+
+@pytest.mark.parametrize("unit", ["word ", "word word.\n", "x", "para graph\n\n"])
+def test_counting_is_linear(unit: str) -> None:
+    counted = 0
+
+    def count(text: str) -> int:
+        nonlocal counted
+        counted += len(text)
+        return (len(text) + 3) // 4
+
+    text = unit * (600_000 // len(unit))
+    cut_document(text, count, 200)
+    assert counted <= 7 * len(text)
+
+
+def test_similarity_brings_like_documents_together(tmp_path: Path) -> None:
+    topics = {"sea": "ship sail harbour anchor", "law": "court judge trial verdict"}
+    for index in range(6):
+        topic = ("sea", "law")[index % 2]
+        (tmp_path / f"{index}.txt").write_text(f"{topics[topic]} note{index}")
+    clusters, _ = read_clusters(tmp_path, documents_per_cluster=3, grouping="similarity")
+    assert [len(cluster.documents) for cluster in clusters] == [3, 3]
+    assert all("ship" in document for document in clusters[0].documents)
+    assert clusters[0].documents[0].endswith("note0")
+    assert clusters == read_clusters(tmp_path, documents_per_cluster=3, grouping="similarity")[0]
+    mixed, _ = read_clusters(tmp_path, documents_per_cluster=3)
+    assert any("court" in document for document in mixed[0].documents)
+
+
+def test_held_out_depends_on_ids_alone() -> None:
+    clusters = [Cluster(f"c{i}", ("d",)) for i in range(40)]
+    train, held_out = split_held_out(clusters, 0.1)
+    assert len(held_out) == 4
+    assert sorted([*train, *held_out], key=lambda c: int(c.id[1:])) == clusters
+    assert set(split_held_out(clusters[::-1], 0.1)[1]) == set(held_out)
+    assert split_held_out(clusters, 0.0) == (clusters, [])
+    assert len(split_held_out(clusters[:2], 0.01)[1]) == 1
+    assert len(split_held_out(clusters[:2], 0.99)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_document_tokens": 15}, "max_document_tokens=15"),
+        ({"documents_per_cluster": 0}, "documents_per_cluster=0"),
+        ({"grouping": "topic"}, "grouping='topic'"),
+    ],
+)
+def test_settings_out_of_range(tmp_path: Path, settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_clusters(tmp_path, **settings)
+
+
+def test_sources_without_text(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        read_clusters(tmp_path / "none")
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ValueError, match=r"no usable text; read 0, skipped 1 \(1 empty\)"):
+        read_clusters(tmp_path)
+    with pytest.raises(ValueError, match="one cluster cannot be split"):
+        split_held_out([Cluster("a", ("d",))], 0.5)
+    with pytest.raises(ValueError, match=r"share=1\.0"):
+        split_held_out([], 1.0)
+
+
+def test_real_filings_are_cut_within_the_limit(spell_data: Path) -> None:
+    clusters, report = read_clusters(spell_data / "edgar" / "dev", max_document_tokens=256)
+    assert report.read == 10
+    assert report.cut == 10
+    assert report.tokens_max <= 256
+    originals = [p.read_text() for p in sorted((spell_data / "edgar" / "dev").glob("*.txt"))]
+    pieces = [document for cluster in clusters for document in cluster.documents]
+    assert squeezed("".join(pieces)) == squeezed("".join(originals))

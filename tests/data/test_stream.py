@@ -1,0 +1,145 @@
+"""The task stream: counts per task, one task a cluster, decks, repeats, exact resumption."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from spell_jax.data.clusters import TASKS, Cluster
+from spell_jax.data.stream import TaskStream, batch_counts
+
+CASES = Path(__file__).parent.parent / "reference_cases" / "domain_sampler_counts.json"
+
+
+def make_clusters(count: int, tasks: tuple[str, ...] | None = None) -> list[Cluster]:
+    name = "-".join(tasks) if tasks else "any"
+    return [Cluster(f"{name}{i}", (f"document {i}",), tasks) for i in range(count)]
+
+
+def make_stream(count: int, seed: int = 0) -> TaskStream:
+    return TaskStream(make_clusters(count), TASKS, [1, 1, 1], seed)
+
+
+@pytest.mark.parametrize(
+    "case",
+    json.loads(CASES.read_text(encoding="utf-8"))["cases"],
+    ids=lambda case: str(case["in"]["weights"]),
+)
+def test_reference_counts(case: dict) -> None:
+    tasks, weights = case["in"]["tasks"], case["in"]["weights"]
+    sizes = dict(zip(tasks, case["in"]["sizes"], strict=True))
+    counts = batch_counts(case["in"]["batch"], dict(zip(tasks, weights, strict=True)), sizes)
+    assert counts == case["out"]["counts"]
+    names = dict(zip(tasks, TASKS, strict=True))
+    clusters = [c for task in tasks for c in make_clusters(sizes[task], (names[task],))]
+    stream = TaskStream(clusters, TASKS, weights, seed=1)
+    for batch in case["out"]["first_batches"]:
+        dealt = Counter(task for task, _ in stream.next(case["in"]["batch"]))
+        assert dealt == {names[task]: count for task, count in batch.items()}
+
+
+def test_a_cluster_keeps_one_task_and_parts_are_equal() -> None:
+    stream = make_stream(31)
+    tasks_of: dict[str, set[str]] = {}
+    for _ in range(60):
+        for task, cluster in stream.next(9):
+            tasks_of.setdefault(cluster.id, set()).add(task)
+    assert len(tasks_of) == 31
+    assert all(len(tasks) == 1 for tasks in tasks_of.values())
+    sizes = Counter(next(iter(tasks)) for tasks in tasks_of.values())
+    assert sorted(sizes.values()) == [10, 10, 11]
+
+
+def test_clusters_serve_only_their_tasks(caplog: pytest.LogCaptureFixture) -> None:
+    clusters = make_clusters(6, ("financial_math",)) + make_clusters(6)
+    clusters += make_clusters(2, ("multiple_choice",))
+    stream = TaskStream(clusters, ("financial_math", "general_qa"), [1, 1], seed=3)
+    assert "2 clusters serve none of the tasks" in caplog.text
+    dealt = {(task, cluster.id) for task, cluster in stream.next(12)}
+    assert {name for task, name in dealt if task == "general_qa"} == {f"any{i}" for i in range(6)}
+
+
+def test_no_repeats_in_a_batch_and_fresh_decks() -> None:
+    stream = TaskStream(make_clusters(10), ["general_qa"], [1], seed=0)
+    batches = [[cluster.id for _, cluster in stream.next(4)] for _ in range(6)]
+    assert all(len(set(batch)) == 4 for batch in batches)
+    # Two batches come from one deck; its two leftover cards are thrown away.
+    assert all(not set(batches[i]) & set(batches[i + 1]) for i in (0, 2, 4))
+    assert stream.repeats == 0
+
+
+def test_a_batch_larger_than_the_data_counts_its_repeats() -> None:
+    stream = make_stream(6)
+    batch = stream.next(15)
+    assert len(batch) == 15
+    assert Counter(task for task, _ in batch) == dict.fromkeys(TASKS, 5)
+    assert max(Counter(cluster.id for _, cluster in batch).values()) <= 3
+    assert stream.repeats == 9
+
+
+def test_a_task_without_clusters_is_not_played(caplog: pytest.LogCaptureFixture) -> None:
+    stream = make_stream(2)
+    assert "has no cluster" in caplog.text
+    assert len(stream.next(2)) == 2
+
+
+def test_batch_order_is_shuffled_and_seeded() -> None:
+    first = make_stream(60).next(30)
+    assert first == make_stream(60).next(30)
+    assert first != make_stream(60, seed=1).next(30)
+    tasks = [task for task, _ in first]
+    assert tasks != sorted(tasks, key=TASKS.index)
+
+
+def test_a_resumed_stream_goes_on_exactly() -> None:
+    stream = make_stream(31)
+    for _ in range(5):
+        stream.next(40)
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = make_stream(31, seed=99)  # the assignment comes from the state, not from the seed
+    resumed.load_state_dict(state)
+    assert resumed.repeats == stream.repeats > 0
+    for _ in range(7):
+        assert resumed.next(7) == stream.next(7)
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    state = make_stream(9).state_dict()
+    with pytest.raises(ValueError, match="names 1 unknown clusters, first 'any8'"):
+        make_stream(8).load_state_dict(state)
+    with pytest.raises(ValueError, match="the run plays"):
+        TaskStream(make_clusters(9), TASKS[:2], [1, 1], 0).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("clusters", "tasks", "weights", "message"),
+    [
+        (make_clusters(3), (), (), "tasks="),
+        (make_clusters(3), TASKS[:1] * 2, (1, 1), "tasks="),
+        (make_clusters(3), TASKS, (1, 1), "weights="),
+        (make_clusters(3), TASKS, (1, 0, 1), "weights="),
+        (make_clusters(3), TASKS, (1, float("nan"), 1), "weights="),
+        (make_clusters(2) * 2, TASKS, (1, 1, 1), "unique"),
+        ([], TASKS, (1, 1, 1), "none of 0"),
+        (make_clusters(3, TASKS[:1]), TASKS[1:], (1, 1), "none of 3"),
+    ],
+)
+def test_bad_settings(clusters: list, tasks: tuple, weights: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TaskStream(clusters, tasks, weights, seed=0)
+
+
+def test_the_remainder_goes_to_the_heaviest_task_first() -> None:
+    sizes: dict[str, int] = dict.fromkeys(TASKS, 50)
+    counts = batch_counts(7, dict(zip(TASKS, (2, 3, 5), strict=True)), sizes)
+    assert list(counts.values()) == [1, 2, 4]
+    counts = batch_counts(8, dict(zip(TASKS, (1, 1, 1), strict=True)), sizes)
+    assert list(counts.values()) == [3, 3, 2]
+
+
+def test_bad_batches() -> None:
+    with pytest.raises(ValueError, match="batch=0"):
+        make_stream(3).next(0)
+    with pytest.raises(ValueError, match="batch=4: must be between 0 and 3"):
+        batch_counts(4, {"general_qa": 1.0}, {"general_qa": 3})

@@ -1,0 +1,200 @@
+"""Packing: every answer token exactly once, behind its own prompt, whatever the shapes."""
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spell_jax.attention.masks import visible
+from spell_jax.learner import packing
+from spell_jax.learner.packing import Bucket, Group, MicroBatch
+from tests import tiny
+
+
+def _pack(groups: list[Group], buckets: list[Bucket], budget: int, multiple: int = 1):
+    fitting, refused = packing.split_groups(packing.weigh(groups), buckets[-1])
+    return packing.pack(fitting, buckets, budget, multiple), refused
+
+
+def _written(batches: list[MicroBatch]) -> Counter:
+    """All weighted tokens: (what the predicting position sees, target, advantage, weight, old)."""
+    found: Counter = Counter()
+    for batch in batches:
+        seen = np.asarray(visible(batch.last_reader))
+        for row, slot in np.argwhere(batch.weight):
+            source = batch.source[row, slot]
+            context = np.flatnonzero(seen[row, source])
+            np.testing.assert_array_equal(batch.positions[row, context], np.arange(len(context)))
+            numbers = (batch.advantage, batch.weight, batch.old_log_prob)
+            found[
+                tuple(batch.tokens[row, context].tolist()),
+                int(batch.target[row, slot]),
+                *(float(x[row, slot]) for x in numbers),
+            ] += 1
+    return found
+
+
+def _wanted(groups: list[Group]) -> Counter:
+    wanted: Counter = Counter()
+    for group in packing.weigh(groups):
+        for i, answer in enumerate(group.answers):
+            for at, token in enumerate(answer):
+                context = (*map(int, group.prompt), *map(int, answer[:at]))
+                old = group.old_log_probs[i][at] if group.old_log_probs else 0.0
+                assert group.weights is not None
+                numbers = (group.advantages[i], group.weights[i], old)
+                wanted[context, int(token), *(float(np.float32(x)) for x in numbers)] += 1
+    return wanted
+
+
+def test_layout_of_a_row() -> None:
+    group = Group([11, 12], [[21, 22], [31]], [0.5, -1.0], old_log_probs=[[-1, -2], [-3]])
+    (batch,), refused = _pack([group], [Bucket(6, 4)], 6)
+    assert not refused
+    np.testing.assert_array_equal(batch.tokens, [[11, 12, 21, 22, 31, 0]])
+    np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 2, 0]])
+    np.testing.assert_array_equal(batch.last_reader, [[4, 4, 3, 3, 4, -1]])
+    np.testing.assert_array_equal(batch.source, [[1, 2, 1, 0]])
+    np.testing.assert_array_equal(batch.target, [[21, 22, 31, 0]])
+    np.testing.assert_array_equal(batch.advantage, [[0.5, 0.5, -1.0, 0]])
+    np.testing.assert_allclose(batch.weight, [[1 / 3, 1 / 3, 1 / 3, 0]], rtol=1e-6)
+    np.testing.assert_array_equal(batch.old_log_prob, [[-1, -2, -3, 0]])
+
+
+def test_two_groups_in_a_row_do_not_meet() -> None:
+    groups = [Group([1, 2], [[3]], [1.0]), Group([4], [[5]], [2.0])]
+    (batch,), _ = _pack(groups, [Bucket(8, 4)], 8)
+    np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 4, 5, 0, 0, 0]])
+    np.testing.assert_array_equal(batch.last_reader, [[2, 2, 2, 4, 4, -1, -1, -1]])
+    np.testing.assert_array_equal(batch.source, [[1, 3, 0, 0]])
+
+
+def test_first_fit_decreasing_is_deterministic_and_fills_rows() -> None:
+    sizes = [3, 9, 5, 7, 4, 4]  # 9 | 7+3 | 5+4 | 4 in rows of 10
+    groups = [Group([i] * (size - 1), [[50 + i]], [1.0]) for i, size in enumerate(sizes)]
+    (batch,), _ = _pack(groups, [Bucket(10, 10)], 40)
+    rows = [[int(t) - 50 for t in row if t >= 50] for row in batch.target]
+    assert rows == [[1], [3, 0], [2, 4], [5]]
+    (again,), _ = _pack(groups, [Bucket(10, 10)], 40)
+    for field in dataclasses.fields(MicroBatch):
+        np.testing.assert_array_equal(getattr(batch, field.name), getattr(again, field.name))
+
+
+def test_rows_take_the_smallest_bucket_that_holds_them() -> None:
+    groups = [Group([1] * 2, [[2]], [1.0])]
+    assert _pack(groups, [Bucket(4, 2), Bucket(16, 8)], 16)[0][0].tokens.shape == (4, 4)
+    many_answers = [Group([1], [[2], [3], [4]], [1.0] * 3)]  # 4 tokens, but 3 of answers
+    assert _pack(many_answers, [Bucket(4, 2), Bucket(16, 8)], 16)[0][0].tokens.shape == (1, 16)
+
+
+def test_a_micro_batch_keeps_to_the_budget_and_to_the_devices() -> None:
+    groups = [Group([1] * 6, [[2] * 2], [1.0]) for _ in range(7)]
+    batches, _ = _pack(groups, [Bucket(8, 4)], 24)
+    assert [batch.tokens.shape for batch in batches] == [(3, 8)] * 3
+    batches, _ = _pack(groups, [Bucket(8, 4)], 24, multiple=2)
+    assert [batch.tokens.shape for batch in batches] == [(2, 8)] * 4
+    batches, _ = _pack(groups, [Bucket(8, 4)], 24, multiple=4)
+    assert [batch.tokens.shape for batch in batches] == [(4, 8)] * 2  # never fewer than devices
+
+
+def test_long_groups_are_split_by_answers_and_repeat_their_prompt() -> None:
+    group = Group([1, 2, 3], [[10], [11, 12], [13, 14], [15]], [1.0, 2.0, 3.0, 4.0])
+    weighed = packing.weigh([group])
+    parts, refused = packing.split_groups(weighed, Bucket(6, 3))
+    assert not refused
+    assert [part.prompt for part in parts] == [[1, 2, 3]] * 2
+    assert [part.answers for part in parts] == [[[10], [11, 12]], [[13, 14], [15]]]
+    assert [part.advantages for part in parts] == [[1.0, 2.0], [3.0, 4.0]]
+    assert [part.weights for part in parts] == [[1 / 6, 1 / 6]] * 2
+
+
+def test_answers_that_cannot_fit_are_refused_and_their_siblings_kept() -> None:
+    group = Group([1, 2], [[3], [4] * 5, [5, 5]], [1.0, 2.0, 3.0])
+    fitting, refused = packing.split_groups(packing.weigh([group]), Bucket(6, 6))
+    assert [part.answers for part in refused] == [[[4] * 5]]
+    assert [part.answers for part in fitting] == [[[3], [5, 5]]]
+    assert [part.advantages for part in fitting] == [[1.0, 3.0]]
+    # Weights were given before: what is refused takes its share away, others keep theirs.
+    assert fitting[0].weights == [1 / 8, 1 / 8]
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    count=st.integers(0, 8),
+    lengths=st.lists(st.integers(18, 60), min_size=1, max_size=3, unique=True),
+    budget=st.integers(1, 200),
+    multiple=st.integers(1, 3),
+    shared=st.booleans(),
+)
+def test_every_answer_token_is_there_once(seed, count, lengths, budget, multiple, shared) -> None:
+    groups = tiny.groups(count, seed)  # an answer and its prompt have at most 18 tokens
+    buckets = [Bucket(length, max(6, length // 2)) for length in sorted(lengths)]
+    weighed = packing.weigh(groups)
+    if not shared:
+        weighed = packing.separate_answers(weighed)
+    fitting, refused = packing.split_groups(weighed, buckets[-1])
+    batches = packing.pack(fitting, buckets, budget, multiple)
+    assert not refused
+    assert _written(batches) == _wanted(groups)
+    assert all(len(batch.tokens) % multiple == 0 for batch in batches)
+    total = sum(float(batch.weight.sum(dtype=np.float64)) for batch in batches)
+    assert total == pytest.approx(1.0 if groups else 0.0, abs=1e-6)
+
+
+GROUPS = [
+    Group([1], [[1] * 2, [1] * 4], [1.0, 1.0], "responder"),
+    Group([1], [[1] * 3], [1.0], "responder"),
+    Group([1], [[1] * 1, [1] * 6], [1.0, 1.0], "verifier"),
+]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "wanted"),
+    [
+        ("token_mean", [[1 / 16, 1 / 16], [1 / 16], [1 / 16, 1 / 16]]),
+        ("group_mean", [[1 / 6 / 3, 1 / 6 / 3], [1 / 3 / 3], [1 / 7 / 3, 1 / 7 / 3]]),
+        ("role_mean", [[1 / 9, 1 / 9], [1 / 9], [1 / 7, 1 / 7]]),
+        ("sequence_mean", [[1 / 2 / 2 / 3, 1 / 4 / 2 / 3], [1 / 3 / 3], [1 / 2 / 3, 1 / 6 / 2 / 3]]),
+    ],
+)
+def test_weights_of_each_aggregation(aggregation: str, wanted: list) -> None:
+    weighed = packing.weigh(GROUPS, aggregation)
+    for group, weights in zip(weighed, wanted, strict=True):
+        np.testing.assert_allclose(group.weights, weights, rtol=1e-12)
+    shares = [
+        sum(w * len(a) for w, a in zip(group.weights or [], group.answers, strict=True))
+        for group in weighed
+    ]
+    assert sum(shares) == pytest.approx(2 if aggregation == "role_mean" else 1)
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"loss\.aggregation = 'mean': must be one of"):
+        packing.weigh(GROUPS, "mean")
+    with pytest.raises(ValueError, match="weighed before"):
+        packing.pack(GROUPS, [Bucket(16, 16)], 16)
+    with pytest.raises(ValueError, match="does not fit the largest bucket"):
+        packing.pack(packing.weigh(GROUPS), [Bucket(6, 6)], 16)
+    with pytest.raises(ValueError, match="1 <= answers <= length"):
+        Bucket(4, 5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": []}, "group.prompt: is empty"),
+        ({"answers": []}, "group.answers: must be one or more"),
+        ({"answers": [[1], []]}, "group.answers: .* at least 1 token"),
+        ({"advantages": [1.0]}, "group.advantages: 1 of them, but 2 answers"),
+        ({"old_log_probs": [[0.0], [0.0]]}, r"group.old_log_probs: of lengths \[1, 1\], .*\[1, 2\]"),
+    ],
+)
+def test_a_group_that_does_not_hold_together_is_refused(fields: dict, message: str) -> None:
+    whole = {"prompt": [1], "answers": [[2], [3, 4]], "advantages": [1.0, -1.0]}
+    Group(**whole)
+    with pytest.raises(ValueError, match=message):
+        Group(**whole | fields)

@@ -1,0 +1,390 @@
+"""The update: the same step however groups are packed, and on whatever devices it runs."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from spell_jax.learner import packing
+from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.packing import Bucket, Group
+from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig, TrainState
+from spell_jax.policy import transformer
+from spell_jax.runtime import mesh as meshes
+from tests import tiny
+
+BUCKETS = (Bucket(32, 24), Bucket(48, 32))
+PACKING = PackingConfig(BUCKETS, token_budget=192)
+# With this epsilon a step is a smooth function of the gradient, not nearly its sign.
+SMOOTH = OptimiserConfig(learning_rate=0.01, epsilon=1e-3, weight_decay=0.1)
+RELATIVE = 1e-5  # of a tensor's largest element, for what is the same up to the order of sums
+
+
+class Counted(Learner):
+    """Counts how often its two jitted functions are traced."""
+
+    def __init__(self, *args, **kwargs):
+        self.traces: list[str] = []
+        super().__init__(*args, **kwargs)
+
+    def _accumulate(self, params, carry, batch, reference):
+        self.traces.append(f"accumulate {batch.tokens.shape}")
+        return super()._accumulate(params, carry, batch, reference)
+
+    def _apply(self, state, gradients):
+        self.traces.append("apply")
+        return super()._apply(state, gradients)
+
+
+@functools.cache
+def _learner(
+    packing_config: PackingConfig = PACKING,
+    loss: LossConfig = LossConfig(),
+    mesh: tuple[tuple[str, int], ...] = (),
+    policy=tiny.POLICY,
+    compute_dtype: str = "float32",
+    temperature: float = 0.7,
+) -> Counted:
+    """A learner on one device, or on the eight of a mesh."""
+    devices = None if mesh else jax.devices()[:1]
+    return Counted(
+        policy,
+        SMOOTH,
+        loss,
+        packing_config,
+        meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices),
+        temperature,
+        compute_dtype,
+    )
+
+
+def _step(learner: Learner, groups: list[Group], reference=None) -> tuple[TrainState, dict]:
+    """(new state, numbers) of one update from the tiny weights."""
+    state = learner.init(tiny.weights(learner.policy))
+    state, numbers = learner.update(state, groups, reference)
+    return jax.device_get(state), numbers
+
+
+def _moments(state: TrainState):
+    """Adam's first moment: after one step it is the clipped gradient times 1 - b1."""
+    return optax.tree_utils.tree_get(state.optimiser, "mu")
+
+
+def _assert_close(found, wanted, relative: float = RELATIVE) -> None:
+    def compare(path, a, b):
+        error = np.abs(a - b).max() / np.abs(b).max()
+        assert error < relative, f"{jax.tree_util.keystr(path)}: {error}"
+
+    jax.tree_util.tree_map_with_path(compare, found, wanted)
+
+
+def _assert_same_step(found, wanted, relative: float = RELATIVE) -> None:
+    _assert_close(found[0].params, wanted[0].params, relative)
+    _assert_close(_moments(found[0]), _moments(wanted[0]), relative)
+    for name in ("loss", "gradient_norm", "entropy", "mean_log_prob", "answer_tokens"):
+        assert found[1][name] == pytest.approx(wanted[1][name], rel=relative, abs=1e-6), name
+
+
+GROUPS = tiny.groups(7, seed=1)
+
+
+@functools.cache
+def _wanted() -> tuple[TrainState, dict]:
+    return _step(_learner(), GROUPS)
+
+
+# ----------------------------------------------------------------------------- One step, many ways
+
+
+def test_loss_and_gradient_by_hand() -> None:
+    """No packing at all: every answer behind its prompt in a row of its own, plain causal."""
+    policy, temperature = tiny.POLICY, 0.7
+    rows = [
+        (list(group.prompt), list(answer), advantage)
+        for group in GROUPS
+        for answer, advantage in zip(group.answers, group.advantages, strict=True)
+    ]
+    longest = max(len(prompt) + len(answer) for prompt, answer, _ in rows)
+    tokens = np.zeros((len(rows), longest), np.int32)
+    share = np.zeros((len(rows), longest), np.float32)
+    for row, (prompt, answer, advantage) in enumerate(rows):
+        tokens[row, : len(prompt) + len(answer)] = prompt + answer
+        share[row, len(prompt) : len(prompt) + len(answer)] = advantage
+    count = sum(len(answer) for _, answer, _ in rows)
+
+    def surrogate(params):
+        logits = transformer.logits(policy, params, tokens) / temperature
+        log_probs = jax.nn.log_softmax(logits[:, :-1])
+        chosen = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)[..., 0]
+        return -jnp.sum(chosen * share[:, 1:]) / count
+
+    gradient = jax.device_get(jax.jit(jax.grad(surrogate))(tiny.weights()))
+    state, numbers = _wanted()
+    norm = float(optax.global_norm(gradient))
+    assert numbers["gradient_norm"] == pytest.approx(norm, rel=1e-5)
+    assert numbers["answer_tokens"] == count
+    assert numbers["loss"] == pytest.approx(-share.sum() / count, rel=1e-5)  # the ratio is 1
+    clipped = jax.tree.map(lambda g: g * min(1.0, SMOOTH.clip_norm / norm), gradient)
+    _assert_close(_moments(state), jax.tree.map(lambda g: g * (1 - SMOOTH.b1), clipped))
+
+    def adam(weight, g):
+        step = g / (np.abs(g) + SMOOTH.epsilon) + SMOOTH.weight_decay * weight
+        return weight - SMOOTH.learning_rate * step
+
+    _assert_close(state.params, jax.tree.map(adam, tiny.weights(), clipped))
+    assert int(state.step) == 1
+
+
+@pytest.mark.parametrize(
+    "packing_config",
+    [
+        PackingConfig(BUCKETS, 192, shared_prefix=False),
+        PackingConfig((Bucket(30, 20),), 30),  # one row a micro-batch
+        PackingConfig((Bucket(18, 6), Bucket(128, 96)), 128),
+        PackingConfig((Bucket(20, 8),), 160),  # most groups are split
+    ],
+    ids=["separate rows", "one row at a time", "wide rows", "split groups"],
+)
+def test_packing_changes_nothing(packing_config: PackingConfig) -> None:
+    found = _step(_learner(packing_config), GROUPS)
+    assert found[1]["refused_answers"] == 0
+    _assert_same_step(found, _wanted())
+
+
+def test_shared_prefixes_save_tokens() -> None:
+    group = Group([3] * 20, [[5, 6]] * 4, [1.0, -1.0, 0.5, 0.0])
+    shared, _ = _learner().pack([group])
+    separate, _ = _learner(PackingConfig(BUCKETS, 192, shared_prefix=False)).pack([group])
+    count = [sum(int((b.last_reader >= 0).sum()) for b in batches) for batches in (shared, separate)]
+    assert count == [20 + 8, 4 * 22]
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [(("data", 2), ("fsdp", 2), ("tensor", 2)), (("fsdp", 8),)],
+    ids=lambda mesh: " ".join(f"{axis}={size}" for axis, size in mesh),
+)
+def test_eight_devices_equal_one(mesh: tuple[tuple[str, int], ...]) -> None:
+    learner = _learner(mesh=mesh)
+    _assert_same_step(_step(learner, GROUPS), _wanted())
+    state = learner.init(jax.random.key(0))
+    kernel = state.params["layers"]["mlp"]["up_kernel"]
+    assert kernel.addressable_shards[0].data.size * dict(mesh)["fsdp"] <= kernel.size
+    assert len(kernel.sharding.device_set) == 8
+
+
+def test_remat_gives_the_same_gradient() -> None:
+    policy = dataclasses.replace(tiny.POLICY, remat="block")
+    _assert_same_step(_step(_learner(policy=policy), GROUPS), _wanted())
+
+
+def test_bfloat16_is_close_and_keeps_float32_masters() -> None:
+    state, numbers = _step(_learner(compute_dtype="bfloat16"), GROUPS)
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
+    assert numbers["gradient_norm"] == pytest.approx(_wanted()[1]["gradient_norm"], rel=0.05)
+    assert numbers["mean_log_prob"] == pytest.approx(_wanted()[1]["mean_log_prob"], rel=0.02)
+
+
+# ------------------------------------------------------------------------------- Steps that are not
+
+
+def test_an_empty_update_changes_nothing() -> None:
+    learner = _learner()
+    state = learner.init(tiny.weights())
+    after, numbers = learner.update(state, [])
+    assert after is state
+    assert numbers == {"empty_update": 1.0, "refused_answers": 0.0}
+
+
+def test_refused_answers_are_counted() -> None:
+    long = Group([3] * 40, [[4] * 3, [4] * 20], [1.0, 1.0])
+    state, numbers = _step(_learner(), [*GROUPS, long])
+    assert numbers["refused_answers"] == 1 and int(state.step) == 1
+    learner = _learner()
+    before = learner.init(tiny.weights())
+    after, numbers = learner.update(before, [Group([3] * 60, [[4]], [1.0])])
+    assert after is before
+    assert numbers == {"empty_update": 1.0, "refused_answers": 1.0}
+
+
+@pytest.mark.parametrize("advantage", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_skips_the_step(advantage: float) -> None:
+    learner = _learner()
+    state, _ = learner.update(learner.init(tiny.weights()), GROUPS)
+    before = jax.device_get(state)
+    after, numbers = learner.update(state, [Group([3, 4], [[5]], [advantage]), *GROUPS])
+    assert numbers["skipped_update"] == 1.0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
+    after, numbers = learner.update(after, GROUPS)
+    assert numbers["skipped_update"] == 0.0 and int(after.step) == 2
+
+
+# ------------------------------------------------------------------------- Reference and behaviour
+
+
+def _log_probs(params, group: Group, temperature: float) -> list[np.ndarray]:
+    found = []
+    for answer in group.answers:
+        tokens = np.array([[*group.prompt, *answer]], np.int32)
+        every = jax.nn.log_softmax(transformer.logits(tiny.POLICY, params, tokens) / temperature)
+        at = np.arange(len(group.prompt), tokens.shape[1])
+        found.append(np.asarray(every)[0, at - 1, tokens[0, at]])
+    return found
+
+
+SMALL = [Group([5, 6, 7], [[8, 9], [10]], [0.5, -1.5])]
+
+
+def test_kl_to_a_reference() -> None:
+    loss = LossConfig(kl_weight=0.3)
+    reference = tiny.weights(seed=1)
+    _, numbers = _step(_learner(loss=loss), SMALL, reference)
+    differences = np.concatenate(
+        [
+            b - a
+            for a, b in zip(
+                _log_probs(tiny.weights(), SMALL[0], 0.7),
+                _log_probs(reference, SMALL[0], 0.7),
+                strict=True,
+            )
+        ]
+    )
+    kl = np.mean(np.exp(differences) - differences - 1)
+    assert 0.05 < kl < 10
+    assert numbers["kl"] == pytest.approx(kl, rel=1e-4)
+    plain = -(0.5 * 2 - 1.5) / 3
+    assert numbers["loss"] == pytest.approx(plain + 0.3 * kl, rel=1e-4)
+    # The gradient sees it too, and none goes through the reference.
+    _, without = _step(_learner(), SMALL)
+    assert abs(numbers["gradient_norm"] - without["gradient_norm"]) > 1e-3
+    _, same = _step(_learner(loss=loss), SMALL, tiny.weights())
+    assert same["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert same["gradient_norm"] == pytest.approx(without["gradient_norm"], rel=1e-5)
+
+
+def test_a_reference_is_there_if_and_only_if_it_is_needed() -> None:
+    learner = _learner(loss=LossConfig(kl_weight=0.3))
+    with pytest.raises(ValueError, match=r"loss\.kl_weight = 0\.3: reference weights"):
+        learner.update(learner.init(tiny.weights()), SMALL)
+    with pytest.raises(ValueError, match=r"loss\.kl_weight = 0\.0: reference weights"):
+        _learner().update(_learner().init(tiny.weights()), SMALL, tiny.weights())
+
+
+def test_ratio_against_the_sampler() -> None:
+    learner = _learner(loss=LossConfig(behaviour="sampler"))
+    current = _log_probs(tiny.weights(), SMALL[0], 0.7)
+    shifts = [np.array([0.1, -0.5]), np.array([0.15])]
+    old = [lp - shift for lp, shift in zip(current, shifts, strict=True)]
+    group = dataclasses.replace(SMALL[0], old_log_probs=old)
+    _, numbers = _step(learner, [group])
+    ratios = np.exp(np.concatenate(shifts))
+    advantages = np.array([0.5, 0.5, -1.5])
+    clipped = np.clip(ratios, 0.8, 1.2)
+    wanted = np.mean(np.maximum(-advantages * ratios, -advantages * clipped))
+    assert numbers["loss"] == pytest.approx(wanted, rel=1e-4)
+    assert numbers["sampler_difference"] == pytest.approx(np.mean([0.1, 0.5, 0.15]), rel=1e-3)
+    assert numbers["approx_kl"] == pytest.approx(-np.mean([0.1, -0.5, 0.15]), rel=1e-3)
+    exact = dataclasses.replace(SMALL[0], old_log_probs=current)
+    _assert_same_step(_step(learner, [exact]), _step(_learner(), SMALL), 1e-4)
+    with pytest.raises(ValueError, match="loss.behaviour = 'sampler': needs the old_log_probs"):
+        _step(learner, SMALL)
+
+
+def test_entropy_bonus() -> None:
+    _, numbers = _step(_learner(loss=LossConfig(entropy_weight=0.1)), SMALL)
+    _, without = _step(_learner(), SMALL)
+    assert numbers["loss"] == pytest.approx(without["loss"] - 0.1 * without["entropy"], rel=1e-5)
+    assert abs(numbers["gradient_norm"] - without["gradient_norm"]) > 1e-4
+
+
+# --------------------------------------------------------------------------- Compilation and state
+
+
+@pytest.mark.parametrize("mesh", [(), (("data", 2), ("fsdp", 2), ("tensor", 2))], ids=["1", "8"])
+def test_one_trace_and_one_program_a_bucket(mesh: tuple) -> None:
+    shared = _learner(mesh=mesh)
+    learner = Counted(shared.policy, SMOOTH, LossConfig(), PACKING, shared.mesh)
+    rows = [packing.row_count(b, 192, meshes.row_shards(shared.mesh)) for b in BUCKETS]
+    wanted = [f"accumulate ({n}, {b.length})" for n, b in zip(rows, BUCKETS, strict=True)]
+    state = learner.init(tiny.weights())
+    learner.compile(state)
+    assert learner.traces == wanted
+    programs = learner.accumulate._cache_size()
+    for count in (1, 7, 3, 12):
+        state, numbers = learner.update(state, tiny.groups(count, seed=count))
+        assert numbers["skipped_update"] == 0.0
+    assert learner.traces == [*wanted, "apply"]
+    assert learner.accumulate._cache_size() == programs == len(BUCKETS)
+    assert learner.apply._cache_size() == 1
+
+
+def test_state_is_as_the_checkpoint_expects_it() -> None:
+    learner = _learner(mesh=(("data", 2), ("fsdp", 2), ("tensor", 2)))
+    state = learner.init(tiny.weights())
+    state, _ = learner.update(state, SMALL)
+
+    def compare(expected, leaf):
+        assert (expected.shape, expected.dtype) == (leaf.shape, leaf.dtype)
+        assert expected.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+
+    jax.tree.map(compare, learner.abstract_state(), state)
+
+
+def test_given_weights_survive_an_update() -> None:
+    learner = _learner()
+    given = jax.tree.map(jnp.array, tiny.weights())
+    learner.update(learner.init(given), SMALL)
+    jax.tree.map(np.testing.assert_array_equal, given, tiny.weights())
+
+
+def test_updates_learn() -> None:
+    learner = _learner()
+    state = learner.init(tiny.weights())
+    group = Group([5, 6, 7], [[8, 9, 10], [11, 12]], [1.0, -1.0])
+    for _ in range(8):
+        state, _ = learner.update(state, [group])
+    before = [lp.sum() for lp in _log_probs(tiny.weights(), group, 1.0)]
+    after = [lp.sum() for lp in _log_probs(state.params, group, 1.0)]
+    assert after[0] > before[0] + 1.0 and after[1] < before[1] - 1.0
+
+
+# ------------------------------------------------------------------------------------- Schedules
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted"),
+    [
+        ("constant", {0: 0.0, 2: 0.5, 4: 1.0, 8: 1.0, 100: 1.0}),
+        ("linear", {0: 0.0, 2: 0.5, 4: 1.0, 8: 0.6, 12: 0.2, 100: 0.2}),
+        ("cosine", {0: 0.0, 2: 0.5, 4: 1.0, 8: 0.6, 12: 0.2, 100: 0.2, 6: 0.2 + 0.4 * 1.70711}),
+    ],
+)
+def test_schedules(schedule: str, wanted: dict[int, float]) -> None:
+    config = OptimiserConfig(
+        learning_rate=2.0, schedule=schedule, warmup_steps=4, total_steps=12, final_fraction=0.2
+    )
+    found = {step: float(config.rate()(step)) / 2.0 for step in wanted}
+    assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
+    assert float(OptimiserConfig(learning_rate=0.5).rate()(0)) == 0.5
+    assert _wanted()[1]["learning_rate"] == pytest.approx(SMOOTH.learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"buckets": ()}, r"packing\.buckets = \(\): must be one or more"),
+        ({"buckets": BUCKETS[::-1]}, r"packing\.buckets = .*lengths ascending"),
+        ({"buckets": (Bucket(32, 24), Bucket(48, 8))}, "answers not falling"),
+        ({"token_budget": 40}, r"packing\.token_budget = 40: must be at least .* 48"),
+    ],
+)
+def test_packing_mistakes_are_named(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackingConfig(**{"buckets": BUCKETS, "token_budget": 192} | fields)

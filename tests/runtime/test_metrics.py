@@ -1,0 +1,168 @@
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spell_jax.runtime.metrics import (
+    EpisodeWriter,
+    Metrics,
+    MetricsWriter,
+    finite_or_none,
+    read_metrics,
+)
+
+
+def test_means_are_weighted_and_never_averages_of_averages():
+    metrics = Metrics()
+    metrics.add("play/reward", 1.0, weight=1)
+    metrics.add("play/reward", 0.0, weight=3)
+    metrics.add_sum("train/loss", 6.0, 4)
+    metrics.add("eval/none", float("nan"), weight=0)
+    metrics.add("eval/some", float("nan"), weight=0)
+    metrics.add("eval/some", 2.0)
+    assert metrics.means() == {"play/reward": 0.25, "train/loss": 1.5, "eval/some": 2.0}
+
+
+@given(
+    st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 9)), max_size=12), st.integers(0, 12)
+)
+def test_merging_parts_equals_one_pass(pairs, cut):
+    whole, first, second = Metrics(), Metrics(), Metrics()
+    for index, (value, weight) in enumerate(pairs):
+        whole.add("x", value, weight)
+        (first if index < cut else second).add("x", value, weight)
+    first.merge(json.loads(json.dumps(second.state_dict())))
+    assert first.means() == whole.means()
+
+
+def test_merge_prefixes_pairs_from_the_device():
+    metrics = Metrics()
+    metrics.merge({"loss": (np.float32(3), np.int32(2))}, prefix="train/")
+    metrics.merge(metrics)
+    assert metrics.state_dict() == {"train/loss": [6.0, 4.0]}
+
+
+@pytest.mark.parametrize("weight", [-1, math.inf, math.nan])
+def test_bad_weights_are_refused(weight):
+    with pytest.raises(ValueError, match="metric 'x': weight is"):
+        Metrics().add("x", 1.0, weight)
+
+
+def run(workdir, steps, resume_step=None):
+    writer = MetricsWriter(workdir, resume_step)
+    for step in steps:
+        writer.write(step, {"train/loss": 1 / (step + 3), "eval/accuracy": np.float32(0.1) * step})
+    writer.flush()
+    writer.close()
+
+
+def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path):
+    run(tmp_path / "whole", range(7))
+    run(tmp_path / "stopped", range(5))
+    path = tmp_path / "stopped" / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 5, "train/lo')  # killed in the middle of a line
+    run(tmp_path / "stopped", range(4, 7), resume_step=3)
+    assert path.read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    assert [record["step"] for record in read_metrics(tmp_path / "stopped")] == list(range(7))
+
+
+def test_without_a_resume_step_the_file_begins_anew(tmp_path):
+    run(tmp_path, range(5))
+    run(tmp_path, range(2))
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]
+
+
+def test_non_finite_numbers_are_null_and_counted(tmp_path, caplog):
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"a": math.nan, "b": 2.0, "c": -math.inf})
+    writer.close()
+    assert read_metrics(tmp_path) == [{"step": 1, "a": None, "b": 2.0, "c": None, "non_finite": 2}]
+    assert "step 1: not finite: a, c" in caplog.text
+
+
+def test_steps_must_grow(tmp_path):
+    run(tmp_path, range(4))
+    writer = MetricsWriter(tmp_path, resume_step=2)
+    with pytest.raises(ValueError, match="step is 2, want more than 2"):
+        writer.write(2, {})
+    writer.write(3, Metrics())
+    with pytest.raises(ValueError, match="step is 3, want more than 3"):
+        writer.write(3, {})
+    writer.close()
+
+
+@pytest.mark.parametrize("name", ["step", "non_finite"])
+def test_names_of_the_line_itself_are_taken(tmp_path, name):
+    writer = MetricsWriter(tmp_path)
+    with pytest.raises(ValueError, match=f"metric name '{name}' is taken"):
+        writer.write(1, {name: 5.0})
+    writer.close()
+
+
+def test_tensorboard_has_the_same_numbers(tmp_path):
+    run(tmp_path, range(3))
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    assert content.count(b"train/loss") == 3 and content.count(b"eval/accuracy") == 3
+
+
+def test_other_processes_write_nothing(tmp_path):
+    metrics = MetricsWriter(tmp_path / "run", is_writer=False)
+    metrics.write(1, {"a": 1.0})
+    metrics.flush()
+    metrics.close()
+    assert EpisodeWriter(tmp_path / "run", is_writer=False).write(1, [{}]) is None
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["not json", "[1]", '{"loss": 1}', '{"step": 1.5}', '{"step": true}']
+)
+def test_a_damaged_line_is_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: "):
+        read_metrics(tmp_path)
+
+
+def test_no_metrics_is_a_clear_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no metrics there"):
+        read_metrics(tmp_path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    question: str
+    rewards: np.ndarray
+    votes: tuple[int, ...]
+
+
+def test_episodes_are_one_file_a_step(tmp_path):
+    writer = EpisodeWriter(tmp_path)
+    episode = Episode("wie viele?\n€", np.array([0.5, np.nan], np.float32), (1, -1))
+    path = writer.write(12, [episode, {"score": np.int64(3), "half": "\ud83d"}])
+    assert path is not None and path == tmp_path / "episodes" / "step_000012.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"question": "wie viele?\n€", "rewards": [0.5, None], "votes": [1, -1]},
+        {"score": 3, "half": "\ud83d"},
+    ]
+    assert [p.name for p in path.parent.iterdir()] == ["step_000012.jsonl"]
+
+
+def test_resuming_removes_later_episodes_only(tmp_path):
+    writer = EpisodeWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write(step, [])
+    (tmp_path / "episodes" / "step_notes.jsonl").write_text("mine")
+    EpisodeWriter(tmp_path, resume_step=2)
+    names = sorted(path.name for path in (tmp_path / "episodes").iterdir())
+    assert names == ["step_000001.jsonl", "step_000002.jsonl", "step_notes.jsonl"]
+
+
+def test_what_has_no_json_form_is_refused_by_type():
+    with pytest.raises(TypeError, match="set has no JSON form"):
+        finite_or_none({"a": [{1}]})

@@ -1,0 +1,62 @@
+"""What the tests of selfplay share: reference cases, our task names, a limit on running time."""
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CASES = Path(__file__).parents[1] / "reference_cases"
+TASKS = {
+    "doc_general_qa": "general_qa",
+    "docmath_qa": "financial_math",
+    "doc_mc": "multiple_choice",
+}
+
+
+def _decode(value: dict[str, Any]) -> Any:
+    if "__float__" in value:
+        return float(value["__float__"])
+    return complex(*value["__complex__"]) if "__complex__" in value else value
+
+
+@pytest.fixture(scope="session")
+def cases() -> Callable[[str], list[dict[str, Any]]]:
+    """Reads the cases of one file by its name without ending."""
+
+    def read(name: str) -> list[dict[str, Any]]:
+        found = json.loads((CASES / f"{name}.json").read_text(), object_hook=_decode)["cases"]
+        assert found, name
+        return found
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def our_task() -> Callable[[str], str]:
+    """The project's name for a task name of the reference files."""
+    return TASKS.__getitem__
+
+
+@contextmanager
+def _alarm() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TimeoutError("still running after 20 s: not linear in the length of its input")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def linear() -> Iterator[None]:
+    """Interrupts a test that would take hours on a long input; linear code needs far below 1 s."""
+    with _alarm():
+        yield

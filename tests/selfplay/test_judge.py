@@ -1,0 +1,196 @@
+"""The external judge against a server on this machine: verdicts, retries, cache, failures."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spell_jax.selfplay.judge import Judge, JudgeConfig, parse_judgement
+
+Answer = tuple[int, str]  # status, body
+
+
+def completion(text: str) -> Answer:
+    return 200, json.dumps({"choices": [{"message": {"content": text}}]})
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with `respond(prompt, how often this prompt has come)` and keeps what it was sent."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.respond: Callable[[str, int], Answer] = lambda prompt, _: completion("[[YES]]")
+        self.requests: list[tuple[dict, str | None]] = []
+        self.lock = threading.Lock()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that gave up waiting is part of a test, not news."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1/chat/completions"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server  # type of the attribute of the base class, narrowed
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prompt = body["messages"][0]["content"]
+        with self.server.lock:
+            self.server.requests.append((body, self.headers["Authorization"]))
+            seen = [sent["messages"][0]["content"] for sent, _ in self.server.requests]
+        status, text = self.server.respond(prompt, seen.count(prompt))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[Server]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    running = Server()
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield running
+    running.shutdown()
+    thread.join()
+    running.server_close()
+
+
+def make_judge(url: str, sleeps: list[float] | None = None, **changes) -> Judge:
+    config = JudgeConfig(url=url, model="judge-model", **{"timeout_s": 5.0, **changes})
+    waits = [] if sleeps is None else sleeps
+    return Judge(config, lambda q, p, r: f"{q}|{p}|{r}", sleep=waits.append)
+
+
+def item(name: str) -> tuple[str, str, str]:
+    return f"question {name}", "prediction", "reference"
+
+
+def test_verdicts_come_back_in_order(server):
+    replies = {"a": "[[YES]]", "b": "No doubt: [[NO]]", "c": "<think>YES", "d": "[[YES]]"}
+    server.respond = lambda prompt, _: completion(replies[prompt[9]])
+    judge = make_judge(server.url, api_key="key")
+    assert judge.judge([item(name) for name in "abcd"]) == [1, 0, -1, 1]
+    assert judge.counts == {"asked": 4, "cached": 0, "failed": 0, "malformed": 1}
+    body, authorization = server.requests[0]
+    assert (body["model"], body["temperature"]) == ("judge-model", 0.0)
+    assert authorization == "Bearer key"
+
+
+def test_the_same_content_is_asked_once(server):
+    judge = make_judge(server.url)
+    assert judge.judge([item("a"), item("a"), item("b")]) == [1, 1, 1]
+    assert judge.judge([item("a"), item("b")]) == [1, 1]
+    assert len(server.requests) == 2
+    assert judge.counts["asked"] == 2
+    assert judge.counts["cached"] == 3
+
+
+def test_the_cache_forgets_the_least_recently_used(server):
+    judge = make_judge(server.url, cache_size=2)
+    for name in "abaca":
+        judge.judge([item(name)])
+    assert len(server.requests) == 3
+    judge.judge([item("b")])
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize(
+    "failure", [(500, ""), (429, ""), (200, "not json"), (200, "[]"), (200, '{"choices": []}')]
+)
+def test_passing_failures_are_tried_again_ever_later(server, failure):
+    server.respond = lambda _, times: failure if times < 4 else completion("[[NO]]")
+    sleeps: list[float] = []
+    judge = make_judge(server.url, sleeps, backoff_s=0.5)
+    assert judge.judge([item("a")]) == [0]
+    assert sleeps == [0.5, 1.0, 2.0]
+    assert judge.counts["failed"] == 0
+
+
+def test_lasting_failures_are_counted_and_not_remembered(server):
+    server.respond = lambda prompt, _: (503, "") if "a" in prompt[9:10] else completion("[[YES]]")
+    judge = make_judge(server.url, attempts=2)
+    assert judge.judge([item("a"), item("b")]) == [-1, 1]
+    assert judge.counts["failed"] == 1
+    server.respond = lambda *_: completion("[[YES]]")
+    assert judge.judge([item("a")]) == [1]
+
+
+def test_a_refused_request_is_not_repeated(server):
+    server.respond = lambda *_: (401, "")
+    assert make_judge(server.url).judge([item("a")]) == [-1]
+    assert len(server.requests) == 1
+
+
+def test_a_silent_server_times_out(server):
+    release = threading.Event()
+
+    def wait(*_: object) -> Answer:
+        release.wait(10)
+        return completion("[[YES]]")
+
+    server.respond = wait
+    judge = make_judge(server.url, timeout_s=0.2, attempts=2)
+    try:
+        assert judge.judge([item("a")]) == [-1]
+    finally:
+        release.set()
+    assert judge.counts["failed"] == 1
+
+
+def test_nobody_there():
+    judge = make_judge("http://127.0.0.1:9/", attempts=2)
+    assert judge.judge([item("a")]) == [-1]
+    assert judge.judge([]) == []
+
+
+def test_no_more_requests_at_once_than_workers(server):
+    running, most, lock = 0, 0, threading.Lock()
+    full = threading.Barrier(2, timeout=5)
+
+    def respond(*_: object) -> Answer:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        full.wait()  # two at once are needed to go on,
+        time.sleep(0.05)  # and a third one would be seen here
+        with lock:
+            running -= 1
+        return completion("[[YES]]")
+
+    server.respond = respond
+    assert make_judge(server.url, workers=2).judge([item(name) for name in "abcdef"]) == [1] * 6
+    assert most == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("url", "file:///etc/passwd"), ("attempts", 0), ("workers", 0), ("timeout_s", -1.0)],
+)
+def test_config_mistakes_are_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        JudgeConfig(**{"url": "http://x/", "model": "m", field: value})
+
+
+def test_reference_judgements(cases):
+    for case in cases("eval_judge_parse"):
+        verdict = {"YES": 1, "NO": 0, "INVALID": -1}[case["out"]["judge_pred"]]
+        assert parse_judgement(*case["in"]) == verdict, case
+
+
+@given(st.text())
+def test_any_reply_is_read(text):
+    assert parse_judgement(text) in (-1, 0, 1)

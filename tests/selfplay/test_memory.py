@@ -1,0 +1,93 @@
+"""The question memory: bounds, order, duplicates, state."""
+
+import json
+
+import pytest
+
+from spell_jax.selfplay.memory import Entry, QuestionMemory
+
+
+def entry(question: str) -> Entry:
+    return Entry((0, 2), question, "answer")
+
+
+def filled(*questions: str, capacity: int = 3) -> QuestionMemory:
+    memory = QuestionMemory(capacity)
+    for question in questions:
+        memory.push("general_qa", "c1", entry(question), 0.5)
+    return memory
+
+
+def questions(memory: QuestionMemory, task: str = "general_qa", cluster: str = "c1") -> list[str]:
+    return [kept.question for kept in memory.get(task, cluster)]
+
+
+def test_the_oldest_goes_first():
+    memory = filled("one", "two", "three", "four")
+    assert questions(memory) == ["two", "three", "four"]
+    assert len(memory) == 3
+
+
+def test_clusters_and_tasks_are_apart():
+    memory = filled("one")
+    assert memory.push("general_qa", "c2", entry("one"), 0.5)
+    assert memory.push("financial_math", "c1", entry("one"), 0.5)
+    assert questions(memory, "financial_math") == ["one"]
+    assert memory.get("multiple_choice", "c1") == ()
+
+
+@pytest.mark.parametrize(("reward", "stored"), [(0, 0), (0.009, 0), (0.01, 1), (1.0, 1), (1.1, 0)])
+def test_only_solvable_questions_enter(reward, stored):
+    memory = QuestionMemory(3)
+    assert memory.push("general_qa", "c1", entry("one"), reward) == bool(stored)
+    assert len(memory) == stored
+
+
+def test_duplicates_are_found_by_normalised_text():
+    memory = filled("What is the rate?")
+    assert not memory.push("general_qa", "c1", entry("what is  a rate"), 0.5)
+    assert memory.push("general_qa", "c1", entry("?"), 0.5)
+    assert memory.push("general_qa", "c1", entry("!"), 0.5)
+    assert questions(memory) == ["What is the rate?", "?", "!"]
+
+
+def test_a_forgotten_question_may_return():
+    memory = filled("one", "two", capacity=1)
+    assert memory.push("general_qa", "c1", entry("one"), 0.5)
+    assert questions(memory) == ["one"]
+
+
+def test_capacity_zero_remembers_nothing():
+    assert len(filled("one", capacity=0)) == 0
+
+
+def test_state_survives_json():
+    memory = filled("one", "two")
+    memory.push("financial_math", "c1", entry("three"), 1.0)
+    state = json.loads(json.dumps(memory.state_dict()))
+    restored = QuestionMemory(3)
+    restored.load_state_dict(state)
+    assert restored.get("general_qa", "c1") == memory.get("general_qa", "c1")
+    assert restored.state_dict() == memory.state_dict()
+
+
+@pytest.mark.parametrize(("capacity", "kept"), [(1, ["two"]), (0, [])])
+def test_a_smaller_memory_keeps_the_newest(capacity, kept):
+    restored = QuestionMemory(capacity)
+    restored.load_state_dict(filled("one", "two").state_dict())
+    assert questions(restored) == kept
+
+
+@pytest.mark.parametrize("state", [{}, {"clusters": [{}]}, {"clusters": 3}])
+def test_a_broken_state_changes_nothing(state):
+    memory = filled("one")
+    with pytest.raises(ValueError, match="question memory"):
+        memory.load_state_dict(state)
+    assert questions(memory) == ["one"]
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match=r"capacity: -1"):
+        QuestionMemory(-1)
+    with pytest.raises(ValueError, match=r"low: 0.9 is above high, 0.5"):
+        QuestionMemory(3, low=0.9, high=0.5)

@@ -1,0 +1,134 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from spell_jax.report import _panels, before_after_table, plot_run, read_evaluation
+from spell_jax.runtime.metrics import MetricsWriter
+
+BEFORE = {
+    "responder": {"general_qa": {"3 docs": [0.875, 0.04], "12 docs": [0.11, 0.04]}},
+    "verifier": {"accuracy": {"all": [0.8, 0.05]}},
+}
+AFTER = {
+    "responder": {
+        "general_qa": {"3 docs": [0.87, 0.041], "12 docs": [0.44, 0.06]},
+        "multiple_choice": {"3 docs": [0.5, 0.1]},
+    },
+    "verifier": {"accuracy": {"all": [0.9, 0.05]}},
+}
+
+
+def write_run(workdir, evaluation=None):
+    writer = MetricsWriter(workdir)
+    for step in range(1, 5):
+        writer.write(
+            step,
+            {
+                "play/solve_rate": step / 10,
+                "play/share/accepted": 0.8,
+                "play/share/skipped": 0.2,
+                "train/grad_norm": float("nan") if step == 2 else 1.0,
+                **({"eval/responder/general_qa/8": 0.5} if step % 2 else {}),
+            },
+        )
+    writer.close()
+    if evaluation is not None:
+        (workdir / "evaluation.json").write_text(json.dumps(evaluation))
+
+
+def test_a_picture_a_prefix_and_one_for_the_evaluation(tmp_path):
+    write_run(tmp_path, {"before": BEFORE, "after": AFTER})
+    paths = plot_run(tmp_path)
+    assert [path.relative_to(tmp_path).as_posix() for path in paths] == [
+        "plots/eval.png",
+        "plots/other.png",
+        "plots/play.png",
+        "plots/train.png",
+        "plots/evaluation.png",
+    ]
+    for path in paths:
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_only_what_was_measured_is_drawn(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"train/loss": 1.0})
+    writer.close()
+    assert [path.name for path in plot_run(tmp_path)] == ["train.png"]
+
+
+def test_names_become_panels_and_series():
+    records = [
+        {"step": 1, "play/solve_rate": 0.5, "play/share/accepted": 1, "eval/role/task/8": 0.1},
+        {"step": 2, "play/solve_rate": None, "play/share/skipped": 0, "non_finite": 1},
+    ]
+    assert _panels(records) == {
+        "play": {
+            "solve_rate": {"solve_rate": [(1, 0.5)]},
+            "share": {"accepted": [(1, 1)], "skipped": [(2, 0)]},
+        },
+        "eval": {"role/task": {"8": [(1, 0.1)]}},
+        "other": {"non_finite": {"non_finite": [(2, 1)]}},
+    }
+
+
+def test_the_table_is_aligned():
+    assert before_after_table(BEFORE, AFTER).splitlines() == [
+        "responder",
+        "                                   before              after",
+        "  general_qa       3 docs   0.875 ± 0.040  ->  0.870 ± 0.041  -0.005",
+        "  general_qa       12 docs  0.110 ± 0.040  ->  0.440 ± 0.060  +0.330",
+        "  multiple_choice  3 docs               -  ->  0.500 ± 0.100",
+        "",
+        "verifier",
+        "                        before              after",
+        "  accuracy  all  0.800 ± 0.050  ->  0.900 ± 0.050  +0.100",
+    ]
+
+
+def report(workdir) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "spell_jax.report", f"--workdir={workdir}"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_command_prints_the_table_and_the_pictures(tmp_path):
+    write_run(tmp_path, {"before": BEFORE, "after": AFTER})
+    result = report(tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert before_after_table(BEFORE, AFTER) in result.stdout
+    assert result.stdout.endswith(f"{tmp_path}/plots/evaluation.png\n")
+
+
+def test_a_run_without_metrics_is_a_clear_error(tmp_path):
+    result = report(tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.strip().endswith("no metrics there; is this the folder of a training run?")
+    assert "Traceback" not in result.stderr
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match="no line yet"):
+        plot_run(tmp_path)
+    assert not (tmp_path / "plots").exists()
+
+
+@pytest.mark.parametrize(
+    "evaluation, message",
+    [
+        ([], 'want an object with "before" and "after"'),
+        ({"before": {}}, 'no "after"'),
+        ({"before": {}, "after": {"s": {"r": 3}}}, "after/s/r: want an object, got 3"),
+        (
+            {"before": {"s": {"r": {"c": [1]}}}, "after": {}},
+            r"before/s/r/c: want \[mean, half_width\]",
+        ),
+    ],
+)
+def test_a_wrong_evaluation_is_named(tmp_path, evaluation, message):
+    (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
+    with pytest.raises(ValueError, match=message):
+        read_evaluation(tmp_path)
+
+
+def test_no_evaluation_is_none(tmp_path):
+    assert read_evaluation(tmp_path) is None

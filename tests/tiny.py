@@ -1,0 +1,61 @@
+"""A policy of a few thousand weights, and random groups for it, for tests of every room."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+
+from spell_jax.learner.packing import Group
+from spell_jax.policy import transformer
+from spell_jax.policy.config import PolicyConfig
+
+POLICY = PolicyConfig(
+    vocab_size=64,
+    width=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_size=8,
+    feed_forward=48,
+    max_positions=256,
+    qkv_bias=True,
+)
+
+
+@functools.cache
+def weights(policy: PolicyConfig = POLICY, seed: int = 0) -> transformer.Params:
+    """Random float32 numpy weights in which biases and norms matter, and no logit is near 0."""
+    shapes, _ = transformer.abstract_params(policy)
+    leaves, tree = jax.tree.flatten(shapes)
+    rng = np.random.default_rng(seed)
+    made = [(0.2 * rng.normal(size=leaf.shape)).astype(np.float32) for leaf in leaves]
+    params = jax.tree.unflatten(tree, made)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf + np.float32("scale" in jax.tree_util.keystr(path)), params
+    )
+
+
+def groups(
+    count: int, seed: int = 0, prompt: int = 12, answer: int = 6, siblings: int = 4
+) -> list[Group]:
+    """Random groups with at most so many prompt tokens, answer tokens and siblings."""
+    rng = np.random.default_rng(seed)
+
+    def ids(longest: int) -> np.ndarray:
+        return rng.integers(3, POLICY.vocab_size, size=rng.integers(1, longest + 1))
+
+    made = []
+    for index in range(count):
+        answers = [ids(answer) for _ in range(rng.integers(1, siblings + 1))]
+        made.append(
+            Group(
+                prompt=ids(prompt),
+                answers=answers,
+                advantages=list(rng.normal(size=len(answers))),
+                role=("responder", "verifier")[index % 2],
+                old_log_probs=[-rng.exponential(2.0, len(a)).astype(np.float32) for a in answers],
+            )
+        )
+    return made
