@@ -11,10 +11,10 @@ export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 .PHONY: demo test test-long lint clean
 
 demo: .venv/installed
-	$(BIN)/python -m spell_jax.demo
+	$(BIN)/python -m spell_jax.train --config=configs/tiny.py --workdir=runs/demo
 
 test: lint
-	$(BIN)/python -m pytest -q -n 2 -m "not long" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long" $(PYTEST_ARGS)
 
 test-long: .venv/installed-test
 	$(BIN)/python -m pytest -q -m long $(PYTEST_ARGS)

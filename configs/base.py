@@ -20,8 +20,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.evaluate = False  # a full held-out evaluation before and after
     config.max_minutes = 0.0  # stop after so many minutes of self-play; 0: play all steps
 
-    # The policy: a Hugging Face folder, "tiny" (ships with the package), or a shape with random
-    # weights when `folder` is empty.
+    # The policy: a Hugging Face folder, or "tiny" (ships with the package).
     config.policy = ConfigDict()
     config.policy.folder = ""
     config.policy.compute_dtype = "bfloat16"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import pathlib
 from typing import Any
 
 from spell_jax.data import clusters, stream, tiny_world
+from spell_jax.data.clusters import TASKS
 from spell_jax.evaluation.held_out import Evaluation, HeldOutQuestions, read_questions
 from spell_jax.evaluation.tiny_world import TinyEvaluation
 from spell_jax.games.game import Game
@@ -20,20 +22,82 @@ from spell_jax.selfplay.judge import Judge, JudgeConfig
 log = logging.getLogger(__name__)
 
 GAMES = ("spell", "rlvr")
+COMPUTE_DTYPES = ("float32", "bfloat16")
+_LEAST_OF_RUN = {
+    "steps": 1,
+    "validate_every": 0,
+    "checkpoint_every": 1,
+    "keep_checkpoints": 1,
+    "max_minutes": 0,
+}
 # Fields of config.game that are not SpellConfig's.
 _OTHER_FIELDS = ("name", "prompts", "judge_url", "judge_model", "static_questions")
 
 
 def check(config: Config) -> None:
-    """Finds mistakes in the data and game sections before any file or device is touched."""
-    _spell_config(config)
-    if config.game.name not in GAMES:
-        raise ValueError(f"game.name = {config.game.name!r}: must be one of {GAMES}")
-    source = config.data.source
+    """Finds mistakes in the run's own fields and its game and data before any device is touched.
+
+    Raises:
+      ValueError: naming the field, its value and what would be right.
+    """
+    for field, least in _LEAST_OF_RUN.items():
+        if config[field] < least:
+            raise ValueError(f"{field} = {config[field]}: must be at least {least}")
+    if config.policy.compute_dtype not in COMPUTE_DTYPES:
+        raise ValueError(
+            f"policy.compute_dtype = {config.policy.compute_dtype!r}: must be one of "
+            f"{COMPUTE_DTYPES}"
+        )
+    _check_game(config.game)
+    _check_data(config.data)
+    _make_evaluation(config, prompt_sets.load(config.game.prompts))
+
+
+def _check_game(game: Config) -> None:
+    build(SpellConfig, _spell_fields(game), "game")
+    RlvrConfig(game.static_questions)
+    if game.name not in GAMES:
+        raise ValueError(f"game.name = {game.name!r}: must be one of {GAMES}")
+    if game.rule == "judge" and not game.judge_url.startswith(("http://", "https://")):
+        raise ValueError(
+            f"game.judge_url = {game.judge_url!r}: must be the http(s) address of a "
+            "chat-completions endpoint, for game.rule = 'judge'"
+        )
+    try:
+        prompt_sets.load(game.prompts)
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"game.prompts = {game.prompts!r}: {error}") from error
+
+
+def _check_data(data: Config) -> None:
+    source = data.source
     if source != "tiny" and not (source and pathlib.Path(source).exists()):
         raise ValueError(
             f"data.source = {source!r}: must be 'tiny', a folder of .txt/.md files, or a .jsonl"
         )
+    if not data.tasks or len(set(data.tasks)) != len(data.tasks) or set(data.tasks) - set(TASKS):
+        raise ValueError(f"data.tasks = {tuple(data.tasks)}: must be one or more of {TASKS}")
+    weights = tuple(data.task_weights)
+    if len(weights) != len(data.tasks) or not all(0 < w < math.inf for w in weights):
+        raise ValueError(f"data.task_weights = {weights}: must be a positive number a task")
+    if not 0 <= data.held_out < 1:
+        raise ValueError(f"data.held_out = {data.held_out}: must be at least 0 and below 1")
+    if data.grouping not in clusters.GROUPINGS:
+        raise ValueError(f"data.grouping = {data.grouping!r}: must be one of {clusters.GROUPINGS}")
+    least = {"documents_per_cluster": 1, "max_document_tokens": clusters.SMALLEST_LIMIT}
+    for field, low in least.items():
+        if data[field] < low:
+            raise ValueError(f"data.{field} = {data[field]}: must be at least {low}")
+    if source == "tiny":
+        _check_tiny(data.tiny)
+
+
+def _check_tiny(tiny: Config) -> None:
+    if tiny.clusters < 1:
+        raise ValueError(f"data.tiny.clusters = {tiny.clusters}: must be at least 1")
+    most = len(tiny_world.NAMES)
+    if not tiny.documents or not all(1 <= n <= most for n in tiny.documents):
+        raise ValueError(f"data.tiny.documents = {tuple(tiny.documents)}: must be of 1 to {most}")
 
 
 def make(config: Config, tokenizer: Tokenizer, prompt_cap: int) -> tuple[Game, Evaluation | None]:
@@ -46,11 +110,11 @@ def make(config: Config, tokenizer: Tokenizer, prompt_cap: int) -> tuple[Game, E
         config.seed,
     )
     game: Any = Spell(
-        _spell_config(config),
+        build(SpellConfig, _spell_fields(config.game), "game"),
         prompts,
         dealt,
         tokenizer.count,
-        prompt_cap,
+        prompt_cap - len(tokenizer.chat("")),
         config.seed,
         _make_judge(config, prompts),
     )
@@ -66,22 +130,20 @@ def make_clusters(config: Config, tokenizer: Tokenizer) -> list[clusters.Cluster
         return tiny_world.make_clusters(
             config.seed, data.tiny.clusters, tuple(data.tiny.documents), "train"
         )
-    found, report = clusters.read_clusters(
+    found, _ = clusters.read_clusters(
         data.source,
         count_tokens=tokenizer.count,
         max_document_tokens=data.max_document_tokens,
         documents_per_cluster=data.documents_per_cluster,
         grouping=data.grouping,
     )
-    log.info("%s: %s", data.source, report.summary())
     train, held_out = clusters.split_held_out(found, data.held_out)
     log.info("%d clusters to train on, %d held out", len(train), len(held_out))
     return train
 
 
-def _spell_config(config: Config) -> SpellConfig:
-    section = {k: v for k, v in config.game.items() if k not in _OTHER_FIELDS}
-    return build(SpellConfig, section, "game")
+def _spell_fields(game: Config) -> dict[str, Any]:
+    return {name: value for name, value in game.items() if name not in _OTHER_FIELDS}
 
 
 def _make_judge(config: Config, prompts: prompt_sets.Prompts):
@@ -96,5 +158,9 @@ def _make_evaluation(config: Config, prompts: prompt_sets.Prompts) -> Evaluation
         section = config.data.tiny.evaluation
         return build(TinyEvaluation, section, "data.tiny.evaluation", prompts=prompts)
     if config.data.validation:
+        if not pathlib.Path(config.data.validation).is_file():
+            raise ValueError(
+                f"data.validation = {config.data.validation!r}: must be a .jsonl of questions"
+            )
         return HeldOutQuestions(prompts, read_questions(config.data.validation))
     return None

@@ -3,11 +3,10 @@
     python -m spell_jax.generate --workdir=DIR --prompts=FILE.jsonl --out=FILE.jsonl
 
 1. A line of the input is a JSON object that holds what the role needs:
-   {"role": "questioner", "task", "documents", and if wanted "history" (a list of {"question",
-   "answer"}, oldest first) and "letter" (of the right option, multiple choice)};
-   {"role": "responder", "task", "documents", "question"};
-   {"role": "verifier", "question", "answer", "reference"}; or {"prompt": "..."}, used as it is.
-   Bad lines are counted, logged with file and line, and skipped.
+   {"role": "questioner", "task", "documents"}, with "letter" for multiple choice, and "history" (a
+   list of {"question", "answer"}, oldest first) if wanted; {"role": "responder", "task",
+   "documents", "question"}; {"role": "verifier", "question", "answer", "reference"}; or
+   {"prompt": "..."}, used as it is. Bad lines are counted, logged with their place, and skipped.
 2. The policy is DIR/policy, or the folder that --policy names. The prompts' wording is that of the
    run (DIR/config.json) unless --prompt_set says otherwise.
 3. A line of the output is the input's plus "answers" (texts), "log_probs" (sum over an answer's
@@ -18,6 +17,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -96,23 +96,22 @@ def read_requests(path: str | pathlib.Path, prompts: Prompts) -> tuple[list[Reco
                     raise ValueError("must be a JSON object")
                 text = make_prompt(record, prompts)
                 text.encode()  # lone surrogates cannot be asked
+                records.append(record)
+                texts.append(text)
             except (ValueError, RecursionError) as error:
                 skipped += 1
                 log.warning("%s:%d: skipped (%s)", path, number, error)
-                continue
-            records.append(record)
-            texts.append(text)
-    if skipped:
-        log.warning("%s: %d lines skipped, %d asked", path, skipped, len(records))
     if not records:
         raise ValueError(f"prompts = {path}: none of its {skipped} lines is a request")
+    level = logging.WARNING if skipped else logging.INFO
+    log.log(level, "%s: %d requests, %d lines skipped", path, len(records), skipped)
     return records, texts
 
 
 def buckets(lengths: Sequence[int]) -> tuple[int, ...]:
     """The powers of two, of at least SMALLEST_BUCKET, that prompts of these lengths [P] need."""
-    exact = {1 << max(0, length - 1).bit_length() for length in lengths}
-    return tuple(sorted({max(SMALLEST_BUCKET, size) for size in exact}))
+    needed = (1 << (length - 1).bit_length() for length in lengths)
+    return tuple(sorted({max(SMALLEST_BUCKET, size) for size in needed}))
 
 
 def answer(
@@ -123,18 +122,10 @@ def answer(
     sampling: Record,
     seed: int,
 ) -> list[Record]:
-    """Answers every prompt `samples` times; the output's lines, in the order of the input.
+    """The output's lines: every prompt (the text of a record) is answered `samples` times [G].
 
-    Args:
-      policy_folder: Hugging Face folder with tokenizer.model.
-      records: the input's lines.
-      prompts: their texts.
-      samples: G.
-      sampling: temperature (0: greedy), top_p and max_tokens, as in SamplerConfig.
-      seed: of all draws.
-
-    Raises:
-      FileNotFoundError, ValueError: the folder is not a policy, or an option is out of range.
+    `sampling` holds temperature (0: greedy), top_p and max_tokens, as in SamplerConfig.
+    Raises FileNotFoundError or ValueError: no policy there, or an option out of range.
     """
     policy, params = weights.load(policy_folder)
     tokenizer = tokenizers.load(policy_folder)
@@ -145,16 +136,13 @@ def answer(
     )
     sampler = Sampler(policy, config, tokenizer.stop_ids, meshes.make_mesh())
     found = sampler.sample(params, ids, samples, jax.random.key(seed))
-    return [
-        describe(record, group or [], tokenizer)
-        for record, group in zip(records, found, strict=True)
-    ]
+    both = zip(records, found, strict=True)
+    return [describe(record, group or [], tokenizer) for record, group in both]
 
 
 def describe(record: Record, samples: Sequence[Sample], tokenizer: tokenizers.Tokenizer) -> Record:
     """The output's line of one request."""
-    ends = [sample.tokens[:-1] if sample.stopped else sample.tokens for sample in samples]
-    texts = [tokenizer.decode(tokens) for tokens in ends]
+    texts = [tokenizer.decode(s.tokens[: len(s.tokens) - s.stopped].tolist()) for s in samples]
     result = record | {
         "answers": texts,
         "log_probs": [math.fsum(map(float, sample.log_probs)) for sample in samples],
@@ -169,16 +157,13 @@ def describe(record: Record, samples: Sequence[Sample], tokenizer: tokenizers.To
     if record["role"] == "responder":
         return result | {"predictions": [rules.extract_answer(text, task) for text in texts]}
     parsed = [parsing.parse_question(text, task, tokenizer.count) for text in texts]
-    fields = ("status", "reason", "question", "answer")
-    return result | {"parsed": [{name: getattr(one, name) for name in fields} for one in parsed]}
+    return result | {"parsed": [dataclasses.asdict(one) for one in parsed]}
 
 
 def find_prompt_set(workdir: pathlib.Path | None) -> str:
     """The prompts of the run that config.json of its workdir describes; "full" without one."""
     path = workdir / "config.json" if workdir else None
-    if path is None or not path.exists():
-        return "full"
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text()) if path and path.exists() else {}
     return config.get("game", config).get("prompts", "full")
 
 
@@ -187,13 +172,11 @@ _POLICY = flags.DEFINE_string("policy", None, "A policy's folder, instead of the
 _PROMPTS = flags.DEFINE_string("prompts", None, "JSONL of requests.", required=True)
 _OUT = flags.DEFINE_string("out", None, "JSONL to write.", required=True)
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Answers to each request.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Sampling temperature; 0: greedy.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Of sampling; 0: greedy.")
 _TOP_P = flags.DEFINE_float("top_p", 0.95, "Mass of the nucleus.")
-_GREEDY = flags.DEFINE_bool("greedy", False, "The most likely token each time; temperature 0.")
+_GREEDY = flags.DEFINE_bool("greedy", False, "The most likely token each time.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "Cap of an answer, in tokens.")
-_PROMPT_SET = flags.DEFINE_string(
-    "prompt_set", None, "compact, full, or a folder of templates; by default the run's."
-)
+_PROMPT_SET = flags.DEFINE_string("prompt_set", None, "compact, full or a folder of templates.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of all draws.")
 
 
@@ -205,15 +188,11 @@ def main(_) -> None:
         raise app.UsageError("--workdir or --policy: one of them must say which policy is asked")
     prompts = prompt_sets.load(_PROMPT_SET.value or find_prompt_set(workdir))
     records, texts = read_requests(_PROMPTS.value, prompts)
-    sampling = {
-        "temperature": 0.0 if _GREEDY.value else _TEMPERATURE.value,
-        "top_p": _TOP_P.value,
-        "max_tokens": _MAX_TOKENS.value,
-    }
+    temperature = 0.0 if _GREEDY.value else _TEMPERATURE.value
+    sampling = {"temperature": temperature, "top_p": _TOP_P.value, "max_tokens": _MAX_TOKENS.value}
     results = answer(folder, records, texts, _SAMPLES.value, sampling, _SEED.value)
     with pathlib.Path(_OUT.value).open("w", encoding="utf-8") as out:
         out.writelines(json.dumps(result, ensure_ascii=False) + "\n" for result in results)
-    log.info("%s: %d requests answered", _OUT.value, len(results))
 
 
 if __name__ == "__main__":

@@ -52,8 +52,11 @@ def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
       FileNotFoundError: there is no such file.
       ValueError: no line of it is a row.
     """
+    if not pathlib.Path(path).is_file():
+        raise FileNotFoundError(f"source = {str(path)!r}: must be 'tiny' or a .jsonl of rows")
     rows, skipped = [], 0
-    for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), start=1):
+    lines = pathlib.Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             texts = record["prompt"], record["completion"]
@@ -61,11 +64,13 @@ def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
                 raise ValueError("prompt and completion must be texts")
             role, task = record.get("role", "row"), record.get("task", "")
             rows.append(demonstrations.Row(*texts, str(role), str(task)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             skipped += 1
             log.warning("%s:%d: skipped (%s)", path, number, error)
     if not rows:
         raise ValueError(f"source = {path}: none of its {skipped} lines is a row")
+    if skipped:
+        log.warning("%s: %d rows, %d lines skipped", path, len(rows), skipped)
     return rows, skipped
 
 
@@ -91,6 +96,8 @@ def make_policy(
     folder, given = section.pop("folder"), section.pop("tokenizer")
     section.pop("compute_dtype")
     if folder:
+        if not pathlib.Path(folder).is_dir():
+            raise FileNotFoundError(f"policy.folder = {folder!r}: must be a Hugging Face folder")
         policy, params = weights.load(folder)
         return policy, tokenizers.load(folder), params
     if given:
@@ -111,19 +118,25 @@ def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packin
 
 
 def make_learner(config: Config, policy: PolicyConfig) -> update.Learner:
-    buckets = tuple(packing.Bucket(*bucket) for bucket in config.packing.buckets)
     return update.Learner(
         policy,
         build(update.OptimiserConfig, config.optimiser, "optimiser", total_steps=config.steps),
         loss.LossConfig(),
-        update.PackingConfig(buckets, config.packing.token_budget),
+        build(update.PackingConfig, config.packing, "packing"),
         meshes.make_mesh(config.mesh),
         compute_dtype=config.policy.compute_dtype,
     )
 
 
 def run(config: Config, workdir: pathlib.Path) -> pathlib.Path:
-    """Tunes and returns the folder of the resulting policy."""
+    """Tunes and returns the folder of the resulting policy.
+
+    Raises:
+      ValueError, FileNotFoundError: naming the field, its value and what would be right.
+    """
+    for field in ("steps", "rows_per_step", "log_every", "checkpoint_every"):
+        if config[field] < 1:
+            raise ValueError(f"{field} = {config[field]}: must be at least 1")
     policy, tokenizer, source = make_policy(config)
     learner = make_learner(config, policy)
     checkpoints = Checkpoints(workdir, keep=1, every=config.checkpoint_every)
@@ -155,15 +168,14 @@ def run(config: Config, workdir: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
-
-
 def main(_) -> None:
     start.setup()
-    print(run(_CONFIG.value, pathlib.Path(_WORKDIR.value)))
+    print(run(flags.FLAGS.config, pathlib.Path(flags.FLAGS.workdir)))
 
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("config")
+    # Defined here, so that one process may import several entries.
+    config_flags.DEFINE_config_file("config", None, "The run's configuration.")
+    flags.DEFINE_string("workdir", None, "The run's folder.")
+    flags.mark_flags_as_required(["config", "workdir"])
     app.run(main)

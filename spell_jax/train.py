@@ -12,11 +12,13 @@ where the last checkpoint stands.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import pathlib
 import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -75,10 +77,7 @@ def make_run(config: Config) -> Run:
       ValueError, FileNotFoundError: naming the field, its value and what would be right.
     """
     sampling = build(SamplerConfig, config.sampler, "sampler")
-    buckets = tuple(packing.Bucket(*bucket) for bucket in config.packing.buckets)
-    packing_config = update.PackingConfig(
-        buckets, config.packing.token_budget, config.packing.shared_prefix
-    )
+    packing_config = build(update.PackingConfig, config.packing, "packing")
     loss_config = build(loss.LossConfig, config.loss, "loss")
     optimiser = build(
         update.OptimiserConfig, config.optimiser, "optimiser", total_steps=config.steps
@@ -109,6 +108,12 @@ def load_policy(
     if not folder:
         raise ValueError("policy.folder = '': must be a Hugging Face folder, or 'tiny'")
     path = TINY_POLICY if folder == "tiny" else pathlib.Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"policy.folder = {folder!r}: must be a Hugging Face folder, or 'tiny'; "
+            "python -m spell_jax.sft --config=configs/folder_warm_start.py makes one for a folder "
+            "of documents (its first lines say how)"
+        )
     policy, params = weights.load(path)
     policy = dataclasses.replace(policy, remat=config.policy.remat)
     return policy, tokenizers.load(path), params
@@ -144,18 +149,19 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
 
     while step < config.steps and (deadline is None or time.monotonic() < deadline):
         step += 1
-        trace(config, workdir, step)
         clock = time.monotonic()
         progress.update(step - 1, "play", {})
         run.players.begin(step, as_played(learner, models))
-        episodes = game.play(run.players, step)
-        rows = game.rows(episodes)
-        played = time.monotonic()
-        metrics = game.metrics(episodes)
-        solve_rate = metrics.means().get("solve_rate", 0.0)
-        progress.update(step - 1, "learn", {"solved": solve_rate})
-
-        models["policy"], numbers = learner.update(models["policy"], rows, models.get("reference"))
+        with profiled(config, workdir, step):
+            episodes = game.play(run.players, step)
+            rows = game.rows(episodes)
+            played = time.monotonic()
+            metrics = game.metrics(episodes)
+            solve_rate = metrics.means().get("solve_rate", 0.0)
+            progress.update(step - 1, "learn", {"solved": solve_rate})
+            models["policy"], numbers = learner.update(
+                models["policy"], rows, models.get("reference")
+            )
         refresh_anchor(config, models, step)
 
         numbers |= {"play_seconds": played - clock, "update_seconds": time.monotonic() - played}
@@ -223,13 +229,11 @@ def count_rows(rows: list[packing.Group]) -> dict[str, int]:
     return counts
 
 
-def trace(config: Config, workdir: pathlib.Path, step: int) -> None:
-    """Starts a profiler trace before the first of config.profile_steps, stops behind the last."""
-    steps = config.profile_steps
-    if steps and step == min(steps):
-        jax.profiler.start_trace(str(workdir / "profile"))
-    if steps and step == max(steps) + 1:
-        jax.profiler.stop_trace()
+def profiled(config: Config, workdir: pathlib.Path, step: int) -> AbstractContextManager[None]:
+    """A profiler trace of this step's play and update, if it is one of config.profile_steps."""
+    if step not in config.profile_steps:
+        return contextlib.nullcontext()
+    return jax.profiler.trace(str(workdir / "profile"))
 
 
 # ------------------------------------------------------------------------- Validation and the end
@@ -274,15 +278,14 @@ def finish(run: Run, models: dict[str, Any], workdir: pathlib.Path, is_writer: b
     print(f"policy    {workdir / 'policy'}\nplots     " + "\n          ".join(map(str, plots)))
 
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
-
-
 def main(_) -> None:
     start.setup()
-    train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
+    train(flags.FLAGS.config, pathlib.Path(flags.FLAGS.workdir))
 
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("config")
+    # Defined here, so that one process may import several entries.
+    config_flags.DEFINE_config_file("config", None, "The run's configuration.")
+    flags.DEFINE_string("workdir", None, "The run's folder.")
+    flags.mark_flags_as_required(["config", "workdir"])
     app.run(main)

@@ -25,6 +25,7 @@ from typing import TypeGuard
 TASKS = ("general_qa", "financial_math", "multiple_choice")
 SUFFIXES = (".txt", ".md")
 SMALLEST_LIMIT = 16
+GROUPINGS = ("order", "similarity")
 
 # The borders of units, coarse to fine, matched in linear time; a unit keeps the border behind it.
 BORDERS = tuple(
@@ -127,7 +128,7 @@ def read_clusters(
         )
     if documents_per_cluster < 1:
         raise ValueError(f"documents_per_cluster={documents_per_cluster}: must be at least 1")
-    if grouping not in ("order", "similarity"):
+    if grouping not in GROUPINGS:
         raise ValueError(f"grouping={grouping!r}: must be 'order' or 'similarity'")
     if not source.exists():
         raise FileNotFoundError(f"source={str(source)!r}: no such file or folder")

@@ -35,7 +35,7 @@ Riga/Daugava
 NAMES = tuple(_NAMES.split())
 CITIES = tuple(tuple(pair.split("/")) for pair in _CITIES.split())
 ATTRIBUTES = ("city", "friend", "sales", "costs")
-FIGURES = range(10, 50)
+FIGURES = range(10, 40)
 TOWN, TITLE, UNIT = "town", "Mr", "dollars"
 
 KINDS = ("lookup", "two_hop", "math", "choice")
@@ -63,7 +63,8 @@ class Question:
     Attributes:
       kind: one of KINDS.
       text: the question, without choices.
-      evidence: facts that lead to the answer, each as the documents state it.
+      evidence: facts that lead to the answer, each as the documents state it, and for a sum the
+        sum itself.
       answer: the value as the documents state it (a number for "math").
     """
 
@@ -151,7 +152,8 @@ def _draw_sum(rng: np.random.Generator, facts: Facts, names: list[str]) -> Quest
         a, b, x, y = b, a, y, x
     result = x + y if word == "plus" else x - y
     text = f"{a[1]} of {a[0]} {word} {b[1]} of {b[0]}"
-    return Question("math", text, (f"{a[0]} {a[1]} {x}", f"{b[0]} {b[1]} {y}"), str(result))
+    steps = (f"{a[0]} {a[1]} {x}", f"{b[0]} {b[1]} {y}", f"{x} {word} {y} is {result}")
+    return Question("math", text, steps, str(result))
 
 
 def draw_options(

@@ -75,9 +75,12 @@ def read_questions(path: str | pathlib.Path) -> tuple[Question, ...]:
       ValueError: no line of it is a question.
     """
     questions, skipped = [], 0
-    for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), start=1):
+    lines = pathlib.Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
+            if not isinstance(record["documents"], list):
+                raise ValueError("documents must be a list of texts")
             question = Question(
                 record["task"], tuple(record["documents"]), record["question"], record["answer"]
             )
@@ -85,7 +88,7 @@ def read_questions(path: str | pathlib.Path) -> tuple[Question, ...]:
             if question.task not in rules.TASKS or not all(isinstance(t, str) for t in texts):
                 raise ValueError(f"task must be one of {rules.TASKS}, the rest texts")
             questions.append(question)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             skipped += 1
             log.warning("%s:%d: skipped (%s)", path, number, error)
     if not questions:

@@ -52,6 +52,23 @@ class TinyEvaluation:
     quick_per_cell: int = 32
     quick_documents: tuple[int, ...] = (8, 12)
 
+    def __post_init__(self):
+        for field in ("per_cell", "quick_per_cell"):
+            if getattr(self, field) < 1:
+                raise ValueError(
+                    f"data.tiny.evaluation.{field} = {getattr(self, field)}: must be at least 1"
+                )
+        # A two-hop question needs two documents.
+        most = len(world.NAMES)
+        for field in ("documents", "quick_documents"):
+            counts = getattr(self, field)
+            if not counts or not all(2 <= count <= most for count in counts):
+                raise ValueError(
+                    f"data.tiny.evaluation.{field} = {counts}: must be of 2 to {most} documents"
+                )
+        if not 1 <= self.shown <= most:
+            raise ValueError(f"data.tiny.evaluation.shown = {self.shown}: must be 1 to {most}")
+
     def full(self, ask: Ask) -> Report:
         """All three roles."""
         report: Report = {"responder accuracy, by documents": {}}
@@ -127,7 +144,9 @@ class TinyEvaluation:
         replies = ask("verifier", [row.prompt for row, *_ in rows], temperature=0.0)
         outcomes: dict[str, list[bool]] = {"all": []}
         for (_, pair, verdict), reply in zip(rows, replies, strict=True):
-            right = reply is not None and reply.texts[0].strip() == verdict
+            right = reply is not None and parsing.parse_verdict(reply.texts[0]) == int(
+                verdict == "[[YES]]"
+            )
             outcomes["all"].append(right)
             outcomes.setdefault(pair, []).append(right)
         return {pair: share(cells) for pair, cells in outcomes.items()}

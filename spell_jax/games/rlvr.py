@@ -43,6 +43,7 @@ class Rlvr:
 
     def play(self, ask: Ask, step: int) -> list[Episode]:
         """Answers to questions of the set; the first step writes the set."""
+        self._spell.begin(step)
         if not self._questions:
             self._questions = self._write(ask)
         if not self._questions:

@@ -125,6 +125,7 @@ class SpellConfig:
             ("group_size", 2),
             ("verifier_group_size", 1),
             ("memory", 0),
+            ("max_answer_tokens", 1),
             ("grounding_samples", 0),
             ("grounding_threshold", 1),
             ("anchor_samples", 2),
@@ -137,6 +138,16 @@ class SpellConfig:
                 raise ValueError(f"game.{field} = {getattr(self, field)}: must be at least {least}")
         if not self.documents or min(self.documents) < 1:
             raise ValueError(f"game.documents = {self.documents}: must be numbers of at least 1")
+        if self.memory_low > self.memory_high:
+            raise ValueError(
+                f"game.memory_low = {self.memory_low}: must not be above game.memory_high = "
+                f"{self.memory_high}"
+            )
+        if 0 < self.grounding_samples < self.grounding_threshold:
+            raise ValueError(
+                f"game.grounding_threshold = {self.grounding_threshold}: must not be above "
+                f"game.grounding_samples = {self.grounding_samples}"
+            )
 
 
 @dataclasses.dataclass
@@ -146,6 +157,7 @@ class Episode:
     Attributes:
       task, cluster: what was asked about.
       shown: indices of the documents that the questioner read.
+      dropped: documents and remembered questions left out of its prompt to keep it under the cap.
       history: remembered questions that it was shown.
       proposal: the questioner's reply.
       status: "accepted", or where it ended: "overlong" (a prompt over the cap), "bad_format",
@@ -156,6 +168,7 @@ class Episode:
       predictions: extracted answers, None where there is none.
       rule: rule scores of the answers.
       judged: for each answer the verifier's reply, None where there was nothing to judge.
+      unjudged: answers that were not judged because the verifier's prompt was over the cap.
       votes: for each answer its G_v votes.
       scores: the responder's rewards.
       reward: the questioner's reward; None when it earns none and is not trained on.
@@ -165,6 +178,7 @@ class Episode:
     cluster: Cluster
     shown: tuple[int, ...]
     history: tuple[Entry, ...]
+    dropped: int = 0
     proposal: Reply | None = None
     status: str = "overlong"
     reason: str = ""
@@ -175,6 +189,7 @@ class Episode:
     predictions: list[str | None] = dataclasses.field(default_factory=list)
     rule: list[float] = dataclasses.field(default_factory=list)
     judged: list[Reply | None] = dataclasses.field(default_factory=list)
+    unjudged: int = 0
     votes: list[list[int]] = dataclasses.field(default_factory=list)
     scores: list[float] = dataclasses.field(default_factory=list)
     reward: float | None = None
@@ -214,11 +229,16 @@ class Spell:
         self._cap = prompt_cap
         self.seed = seed
         self._judge = judge
-        self._rng = np.random.default_rng(seed)
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Every draw of a step depends on (seed, step) alone: a resumed run repeats it."""
+        self._step = step
+        self._rng = np.random.default_rng([self.seed, step])
 
     def play(self, ask: Ask, step: int) -> list[Episode]:
         """Rounds of self-play until enough questions have mixed rewards, or the cap is reached."""
-        self._rng = np.random.default_rng([self.seed, step])
+        self.begin(step)
         episodes: list[Episode] = []
         for _ in range(self.config.max_generations):
             batch = self.propose(ask)
@@ -244,6 +264,7 @@ class Spell:
             texts.append(text)
         for episode, reply in zip(episodes, ask("questioner", texts), strict=True):
             if reply is None:
+                episode.reason = "questioner_prompt"
                 continue
             parsed = parsing.parse_question(
                 reply.texts[0], episode.task, self._count, self.config.max_answer_tokens
@@ -263,6 +284,7 @@ class Spell:
         wanted = min(int(self._rng.choice(self.config.documents)), len(unseen))
         new = [int(i) for i in self._rng.permutation(unseen)[:wanted]]
         letter = LETTERS[self._rng.integers(4)] if task == "multiple_choice" else None
+        dropped = 0
         while True:
             seen = {index for entry in history for index in entry.documents}
             shown = tuple(sorted(seen | set(new)))
@@ -270,12 +292,14 @@ class Spell:
             text = self.prompts.questioner(task, documents, history, letter)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
-                return Episode(task, cluster, shown, history), text
+                return Episode(task, cluster, shown, history, dropped), text
+            dropped += 1
             if new and (history or len(new) > 1):
                 new.pop()
             else:
                 history = history[1:]
-                new = new or [int(self._rng.integers(len(cluster.documents)))]
+                if not history:  # a questioner without any document is of no use
+                    new = [int(self._rng.integers(len(cluster.documents)))]
 
     # 2. Questions that need no documents are ungrounded.
 
@@ -309,7 +333,10 @@ class Spell:
         samples = self.config.anchor_samples
         replies = ask("responder", texts, samples, model="anchor")
         for episode, reply in zip(accepted, replies, strict=True):
-            found = [rules.extract_answer(text, episode.task) for text in _texts(reply)]
+            if reply is None:
+                episode.status, episode.reason = "overlong", "anchor_prompt"
+                continue
+            found = [rules.extract_answer(text, episode.task) for text in reply.texts]
             answer, count = most_frequent(found, episode.task)
             if answer is None or count < 2 or 2 * count <= samples:
                 self._reject(episode, "anchor_disagrees")
@@ -358,6 +385,7 @@ class Spell:
         replies = ask("verifier", texts, self.config.verifier_group_size)
         for (episode, i), reply in zip(asked, replies, strict=True):
             episode.judged[i] = reply
+            episode.unjudged += reply is None
             episode.votes[i] = [parsing.parse_verdict(text) for text in _texts(reply)]
 
     # 6. Rewards.
@@ -421,8 +449,10 @@ class Spell:
         if not self.config.train_questioner:
             return []
         pool = [e for e in episodes if e.reward is not None and e.reward <= 0 and not e.mixed]
+        # Drawn apart from the verifier's rows: a switch of one role leaves the other's as they are.
+        rng = np.random.default_rng([self.seed, self._step, 1])
         chosen = selection.questioner_negatives(
-            [e.task for e in good], [e.task for e in pool], self.config.negatives, self._rng
+            [e.task for e in good], [e.task for e in pool], self.config.negatives, rng
         )
         both = [*good, *(pool[i] for i in chosen)]
         advantages = questioner_advantages([e.reward or 0.0 for e in both], [e.task for e in both])
@@ -449,7 +479,7 @@ class Spell:
             len(good) * c.group_size,
             c.verifier_group_size,
             c.verifier_share,
-            self._rng,
+            np.random.default_rng([self.seed, self._step, 2]),
             balance=c.balance_verdicts,
         )
         groups = []
@@ -520,6 +550,7 @@ def _count_episode(metrics: Metrics, e: Episode, suffix: str) -> None:
     for status in ("accepted", "bad_format", "skipped", "ungrounded", "overlong"):
         metrics.add(f"{status}{suffix}", e.status == status)
     metrics.add(f"documents_shown{suffix}", len(e.shown))
+    metrics.add(f"dropped_from_prompt{suffix}", e.dropped)
     metrics.add(f"history{suffix}", len(e.history))
     if e.reward is not None:
         metrics.add(f"questioner_reward{suffix}", e.reward)
@@ -529,13 +560,14 @@ def _count_episode(metrics: Metrics, e: Episode, suffix: str) -> None:
     metrics.add(f"mixed{suffix}", e.mixed)
     metrics.add(f"unsolved{suffix}", max(e.scores) <= 0)
     metrics.add(f"fully_solved{suffix}", min(e.scores) >= 1)
-    if e.own_reference != e.reference:
-        metrics.add(f"reference_replaced{suffix}", 1.0)
+    metrics.add(f"reference_replaced{suffix}", e.own_reference != e.reference)
+    metrics.add_sum(f"unjudged{suffix}", e.unjudged, len(e.scores))
     for rule, votes, prediction in zip(e.rule, e.votes, e.predictions, strict=True):
         metrics.add(f"rule_reward{suffix}", rule)
         metrics.add(f"no_answer{suffix}", prediction is None)
         if votes:
             verdict = rewards.majority(votes)
             metrics.add(f"malformed_votes{suffix}", votes.count(-1) / len(votes))
-            metrics.add(f"verdict_differs_from_rule{suffix}", verdict != rule)
+            metrics.add(f"verdict_ignored{suffix}", verdict == -1)
+            metrics.add(f"verdict_differs_from_rule{suffix}", verdict != rule, verdict != -1)
             metrics.add(f"verdict_yes{suffix}", verdict == 1)

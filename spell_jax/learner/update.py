@@ -171,8 +171,18 @@ class Learner:
             out_shardings=self.param_shardings,
         )
         self._sums = SUMS + (("kl",) if loss.kl_weight else ())
-        self.accumulate = jax.jit(self._accumulate, donate_argnums=(1,))
-        self.apply = jax.jit(self._apply, donate_argnums=(0,))
+        # The carry goes out as it came in, so that every call after the first is the same program.
+        self.accumulate = jax.jit(
+            self._accumulate,
+            donate_argnums=(1,),
+            out_shardings=(self.param_shardings, meshes.replicated(mesh)),
+        )
+        self.state_shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
+        self.apply = jax.jit(
+            self._apply,
+            donate_argnums=(0,),
+            out_shardings=(self.state_shardings, meshes.replicated(mesh)),
+        )
 
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the training state, for a checkpoint to restore into."""
@@ -201,7 +211,6 @@ class Learner:
 
     def init(self, params: transformer.Params | jax.Array) -> TrainState:
         """Training state for given float32 weights, or for random ones from a key."""
-        target = jax.tree.map(lambda x: x.sharding, self.abstract_state())
 
         def build(source):
             weights = source
@@ -211,7 +220,7 @@ class Learner:
             weights = jax.tree.map(lambda x: jnp.array(x, jnp.float32), weights)
             return TrainState(weights, self._optimiser.init(weights), jnp.zeros((), jnp.int32))
 
-        return jax.jit(build, out_shardings=target)(params)
+        return jax.jit(build, out_shardings=self.state_shardings)(params)
 
     def cast(self, params: transformer.Params) -> transformer.Params:
         """Weights in the compute dtype, as sampler and loss use them."""
@@ -291,6 +300,8 @@ class Learner:
         shards = meshes.row_shards(self.mesh)
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.TRAIN_RULES):
             params = self.cast(state.params)
+            if reference is not None:
+                reference = self.cast(reference)
             carry = self._empty()
             for bucket in self.packing.buckets:
                 rows = packing.row_count(bucket, self.packing.token_budget, shards)
@@ -342,11 +353,10 @@ class Learner:
         gradients, sums = carry
         (_, new_sums), new = jax.value_and_grad(self._loss, has_aux=True)(params, batch, reference)
         gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, new)
-        gradients = jax.lax.with_sharding_constraint(gradients, self.param_shardings)
         return gradients, {name: sums[name] + new_sums[name] for name in sums}
 
     def _apply(self, state: TrainState, gradients) -> tuple[TrainState, dict[str, jax.Array]]:
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
         updates, optimiser = self._optimiser.update(gradients, state.optimiser, state.params)
         params = optax.apply_updates(state.params, updates)

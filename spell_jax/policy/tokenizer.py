@@ -73,7 +73,9 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
 
 
 def train(texts: Iterable[str], vocab_size: int, symbols: Sequence[str] = ()) -> Tokenizer:
-    """Trains a BPE SentencePiece model with byte fallback; lossless on any text.
+    """Trains a BPE SentencePiece model with byte fallback.
+
+    Lossless on any text, but for U+2581, which SentencePiece reads as a space.
 
     Args:
       texts: training sentences.

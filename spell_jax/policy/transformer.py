@@ -38,8 +38,9 @@ class Attend(Protocol):
     ) -> tuple[jax.Array, Any]: ...
 
 
-def _kernel(axes: tuple[str, ...]) -> Any:  # an initialiser that boxes what it makes
-    return nn.with_logical_partitioning(nn.initializers.normal(0.02), axes)
+def _kernel(axes: tuple[str, ...], inputs: int) -> Any:
+    """An initialiser of variance 1 / inputs, whose values come in a box with their axes."""
+    return nn.with_logical_partitioning(nn.initializers.normal(inputs**-0.5), axes)
 
 
 def _constant(initializer, *axes: str) -> Any:
@@ -69,7 +70,9 @@ class Attention(nn.Module):
     def _project(self, x: jax.Array, name: str, heads: int, axis: str) -> jax.Array:
         c = self.config
         kernel = self.param(
-            f"{name}_kernel", _kernel(("embed", axis, "head")), (c.width, heads, c.head_size)
+            f"{name}_kernel",
+            _kernel(("embed", axis, "head"), c.width),
+            (c.width, heads, c.head_size),
         )
         out = jnp.einsum("btd,dnh->btnh", x, kernel)
         if c.qkv_bias:
@@ -94,7 +97,9 @@ class Attention(nn.Module):
         k = rope.rotate(k, *context["rotary"])
         out, new_cache = self.attend(q, k, v, cache, context)
         kernel = self.param(
-            "o_kernel", _kernel(("heads", "head", "embed")), (c.heads, c.head_size, c.width)
+            "o_kernel",
+            _kernel(("heads", "head", "embed"), c.heads * c.head_size),
+            (c.heads, c.head_size, c.width),
         )
         return jnp.einsum("btnh,nhd->btd", out, kernel), new_cache
 
@@ -107,9 +112,10 @@ class SwiGLU(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        gate = self.param("gate_kernel", _kernel(("embed", "mlp")), (c.width, c.feed_forward))
-        up = self.param("up_kernel", _kernel(("embed", "mlp")), (c.width, c.feed_forward))
-        down = self.param("down_kernel", _kernel(("mlp", "embed")), (c.feed_forward, c.width))
+        wide = (c.width, c.feed_forward)
+        gate = self.param("gate_kernel", _kernel(("embed", "mlp"), c.width), wide)
+        up = self.param("up_kernel", _kernel(("embed", "mlp"), c.width), wide)
+        down = self.param("down_kernel", _kernel(("mlp", "embed"), c.feed_forward), wide[::-1])
         return (nn.silu(x @ gate) * (x @ up)) @ down
 
 
@@ -138,9 +144,10 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array, cache: Any, context: Any) -> tuple[jax.Array, Any]:
         c = self.config
-        table = self.param("embedding", _kernel(("vocab", "embed")), (c.vocab_size, c.width))
+        table_shape = (c.vocab_size, c.width)
+        table = self.param("embedding", _kernel(("vocab", "embed"), c.width), table_shape)
         if not c.tied_embeddings:  # declared here so that init makes it; read by unembed()
-            self.param("unembedding", _kernel(("vocab", "embed")), (c.vocab_size, c.width))
+            self.param("unembedding", _kernel(("vocab", "embed"), c.width), table_shape)
         x = spmd.with_logical_constraint(jnp.take(table, tokens, axis=0), ("rows", "time", None))
         block = nn.remat(Block, prevent_cse=False) if c.remat == "block" else Block
         in_axes: Any = (0, nn.broadcast)  # flax declares an int, and takes one an argument

@@ -1,8 +1,8 @@
 """Device mesh and the table that maps logical axes to it.
 
-One table a mode says how every tensor of the program is split, so that no other module names a
-mesh axis. Training splits parameters over `fsdp` and gathers them layer by layer; decoding keeps
-weights where they are and splits the rows (requests) over the same axes.
+One table says how every tensor of the program is split, so that no other module names a mesh
+axis. Training, prefill and decoding share it: parameters are split over `fsdp` and gathered layer
+by layer, rows (packed groups, or requests) over `data` and `fsdp`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
     Raises:
       ValueError: a field is unknown, missing, of the wrong type or out of range.
     """
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in extra}  # pyright: ignore
+    fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls)) if f.name not in extra}
     hints = typing.get_type_hints(cls)
     values = dict(section.items())
     for name in values:

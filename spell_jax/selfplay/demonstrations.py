@@ -36,6 +36,7 @@ SYMBOLS = (
     "[[NO]]",
 )
 UNKNOWN = "unknown"
+RECITED = 8  # facts of a recital at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Mixture:
     """What the demonstrations hold; every share is a probability.
 
     Attributes:
+      recital: share of rows that recite facts of the documents in any order, and sums: no role of
+        the game, but the exercise by which look-up forms. Only one token in forty of the other
+        rows tells about it: without recitals it had not formed after 1,750 steps, with them it
+        forms within 400.
       questioner, verifier: shares of these roles; the responder has the rest.
       kinds: shares of look-ups, two-hop questions, sums and choices.
       responder_documents: the responder reads one of these numbers of documents.
@@ -55,9 +60,10 @@ class Mixture:
       verifier_cities: the verifier sees the second names of this many cities only.
     """
 
-    questioner: float = 0.35
+    recital: float = 0.25
+    questioner: float = 0.27
     verifier: float = 0.15
-    kinds: tuple[float, ...] = (0.25, 0.25, 0.25, 0.25)
+    kinds: tuple[float, ...] = (0.2, 0.25, 0.3, 0.25)
     responder_documents: tuple[int, ...] = (1, 2, 3, 4)
     two_hop_documents: tuple[int, ...] = (5, 6, 7, 8)
     two_hop_far: float = 0.1
@@ -83,13 +89,17 @@ def rows(prompts: Prompts, mixture: Mixture, seed: int, start: int = 0) -> Itera
     index = start
     while True:
         rng = np.random.default_rng([seed, index])
-        draw = rng.random()
-        if draw < mixture.questioner:
-            yield _questioner_row(prompts, mixture, rng)
-        elif draw < mixture.questioner + mixture.verifier:
-            yield verifier_row(prompts, rng, mixture.verifier_cities)[0]
-        else:
-            yield _responder_row(prompts, mixture, rng)
+        roles = ("recital", "questioner", "verifier")
+        bounds = np.cumsum([getattr(mixture, role) for role in roles])
+        match int(np.searchsorted(bounds, rng.random(), side="right")):
+            case 0:
+                yield _recital_row(mixture, rng)
+            case 1:
+                yield _questioner_row(prompts, mixture, rng)
+            case 2:
+                yield verifier_row(prompts, rng, mixture.verifier_cities)[0]
+            case _:
+                yield _responder_row(prompts, mixture, rng)
         index += 1
 
 
@@ -127,6 +137,15 @@ def question_json(
 
 def _compact(value: dict) -> str:
     return json.dumps(value, separators=(",", ":"))
+
+
+def _recital_row(mixture: Mixture, rng: np.random.Generator) -> Row:
+    documents = world.make_documents(rng, int(rng.choice(mixture.responder_documents)))
+    facts = [f"{name} {a} {v}" for (name, a), v in world.read_facts(documents).items()]
+    chosen = [facts[i] for i in rng.permutation(len(facts))[:RECITED]]
+    sums = [world.draw_question(rng, documents, "math").evidence[-1] for _ in range(2)]
+    chosen += sums
+    return Row("\n".join(documents) + "\nrecite", _thought(chosen), "reciter", "general_qa")
 
 
 def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator) -> Row:

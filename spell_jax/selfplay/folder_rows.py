@@ -6,7 +6,10 @@
    with other values of the cluster as wrong options), or how far two numbers are apart.
 3. A questioner row quotes the fact and writes the question; a responder row quotes it and answers
    from all documents; a verifier row compares the reference with itself, with another form of
-   it, or with another value. Every question has passed the parser that self-play uses.
+   it, or with another value. Every question has passed the parser that self-play uses. A reader
+   row, which self-play knows nothing of, is documents twice, the second time in another order: a
+   policy that starts from nothing learns the language from the first reading, and from the second
+   to find and to copy, faster than from the roles' short answers.
 4. Roles, tasks, letters and verdicts come in given shares; all of it is a function of the seed.
 5. Values are written with a space in front, so that their tokens are those in the documents.
 
@@ -46,13 +49,14 @@ from spell_jax.selfplay.parsing import parse_question
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.selfplay.rules import LETTERS
 
-ROLES = ("questioner", "responder", "verifier")
+ROLES = ("questioner", "responder", "verifier", "reader")
 ROWS_FILE, QUESTIONS_FILE = "rows.jsonl", "questions.jsonl"
 VERDICT_SHARES = {"same": 0.25, "other form": 0.25, "different": 0.5}
 CUE_WORDS = 4
 LONGEST_CUE = 60  # characters
 LONGEST_NAME = 3  # words
 LARGEST_DIFFERENCE_TERM = 10_000
+READ = "read"  # the prompt of a reader row
 
 WORD = re.compile(r"[^\s|]+")
 NUMBER = re.compile(r"\$?(?:0(?=\.)|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)(?:\.\d+)?%?")
@@ -117,6 +121,8 @@ class RowSettings:
         tasks: tasks, in equal shares.
         roles: role -> share, for each of ROLES; need not sum to 1.
         documents_shown: m, the documents that a questioner without history sees, at least 1.
+        documents_read: a responder or reader sees one of these numbers of documents, each at least
+            1; fewer than a cluster has leave self-play something to learn.
         history_share: share of the questioner rows with one to three earlier questions.
         difference_share: share of the financial_math questions that ask how far two numbers are
             apart, where there are two.
@@ -124,9 +130,10 @@ class RowSettings:
 
     tasks: tuple[str, ...] = TASKS
     roles: Mapping[str, float] = field(
-        default_factory=lambda: {"questioner": 0.4, "responder": 0.4, "verifier": 0.2}
+        default_factory=lambda: dict(zip(ROLES, (0.25, 0.25, 0.15, 0.35), strict=True))
     )
     documents_shown: int = 3
+    documents_read: tuple[int, ...] = (1, 2, 3)
     history_share: float = 0.25
     difference_share: float = 0.0
 
@@ -141,6 +148,8 @@ class RowSettings:
             raise ValueError(f"roles={dict(self.roles)}: must give each of {ROLES} a share")
         if self.documents_shown < 1:
             raise ValueError(f"documents_shown={self.documents_shown}: must be at least 1")
+        if not self.documents_read or min(self.documents_read) < 1:
+            raise ValueError(f"documents_read={self.documents_read}: each must be at least 1")
         for name in ("history_share", "difference_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be from 0 to 1")
@@ -322,6 +331,8 @@ class RowMaker:
         self, role: str, task: str, cluster: Cluster, facts: Sequence[Fact], letter: str
     ) -> dict[str, str] | None:
         """A row of the role, or None if the cluster's facts do not allow one."""
+        if role == "reader":
+            return self._reading(task, cluster)
         item = self.question(task, facts, letter)
         if item is None:
             return None
@@ -329,13 +340,21 @@ class RowMaker:
             prompt = self._questioner_prompt(task, cluster, facts, letter, item)
             completion = item.completion
         elif role == "responder":
-            prompt = self._prompts.responder(task, cluster.documents, item.question)
+            shown = self._shown(cluster, item.documents, self._documents_read())
+            prompt = self._prompts.responder(task, shown, item.question)
             completion = f"<think> {item.quote}</think>answer is {item.written}"
         else:
             answer, verdict = self._compared(item)
             prompt = self._prompts.verifier(item.question, answer, item.answer)
             completion = f"[[{verdict}]]"
         return {"prompt": prompt, "completion": completion, "role": role, "task": task}
+
+    def _reading(self, task: str, cluster: Cluster) -> dict[str, str]:
+        """Some documents, and the same ones once more in another order."""
+        shown = self._shown(cluster, frozenset(), self._documents_read())
+        again = [shown[int(index)] for index in self._random.permutation(len(shown))]
+        text = "\n".join([*shown, *again])
+        return {"prompt": READ, "completion": text, "role": "reader", "task": task}
 
     def _questioner_prompt(
         self, task: str, cluster: Cluster, facts: Sequence[Fact], letter: str, item: Question
@@ -346,17 +365,18 @@ class RowMaker:
                 past = self.question(task, facts, LETTERS[self._random.integers(4)])
                 if past and past.quote not in [item.quote, *(known.quote for known in history)]:
                     history.append(past)
-        total = len(cluster.documents)
         seen = item.documents.union(*(past.documents for past in history))
-        wanted = (
-            self._settings.documents_shown
-            if history
-            else self._settings.documents_shown - len(seen)
-        )
-        unseen = [index for index in range(total) if index not in seen]
-        new = self._random.permutation(unseen)[: max(0, wanted)].tolist()
-        shown = [cluster.documents[int(index)] for index in sorted([*seen, *new])]
-        return self._prompts.questioner(task, shown, history, letter)
+        total = self._settings.documents_shown + (len(seen) if history else 0)
+        return self._prompts.questioner(task, self._shown(cluster, seen, total), history, letter)
+
+    def _documents_read(self) -> int:
+        return int(self._random.choice(self._settings.documents_read))
+
+    def _shown(self, cluster: Cluster, needed: frozenset[int], total: int) -> list[str]:
+        """The needed documents and others, up to `total`, in corpus order."""
+        others = [index for index in range(len(cluster.documents)) if index not in needed]
+        drawn = self._random.permutation(others)[: max(0, total - len(needed))].tolist()
+        return [cluster.documents[int(index)] for index in sorted([*needed, *drawn])]
 
     def _options(self, value: str, others: Sequence[str], letter: str) -> dict[str, str] | None:
         """The value at its letter, and three values that differ from it and from each other."""
@@ -511,6 +531,7 @@ def _rows(
     settings = RowSettings(
         tuple(flags.tasks.split(",")),
         documents_shown=flags.documents_shown,
+        documents_read=tuple(map(int, flags.documents_read.split(","))),
         history_share=flags.history_share,
         difference_share=flags.difference_share,
     )
@@ -537,7 +558,8 @@ def _flags() -> argparse.ArgumentParser:
     add("--vocab_size", type=int, default=2048, help="pieces of the tokenizer to train")
     add("--max_document_tokens", type=int, default=64)
     add("--documents_per_cluster", type=int, default=4)
-    add("--documents_shown", type=int, default=2)
+    add("--documents_shown", type=int, default=2, help="by the questioner")
+    add("--documents_read", default="1,2,3", help="by the responder: one of these numbers")
     add("--grouping", default="order", help="order or similarity")
     add("--history_share", type=float, default=0.25)
     add("--difference_share", type=float, default=0.0)

@@ -106,7 +106,9 @@ def test_gradient_of_the_clipped_loss(ratio: float, advantage: float, gradient: 
 
 
 def test_extreme_ratios_stay_finite() -> None:
-    value, sums = policy_loss(jnp.zeros(2), jnp.array([-1e4, 1e4]), jnp.array([-1.0, 1.0]), jnp.ones(2))
+    value, sums = policy_loss(
+        jnp.zeros(2), jnp.array([-1e4, 1e4]), jnp.array([-1.0, 1.0]), jnp.ones(2)
+    )
     assert np.isfinite(float(value))
     assert float(sums["approx_kl"]) == 0.0  # +20 and -20
 

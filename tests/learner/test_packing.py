@@ -121,7 +121,7 @@ def test_answers_that_cannot_fit_are_refused_and_their_siblings_kept() -> None:
     assert fitting[0].weights == [1 / 8, 1 / 8]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     count=st.integers(0, 8),
@@ -158,7 +158,10 @@ GROUPS = [
         ("token_mean", [[1 / 16, 1 / 16], [1 / 16], [1 / 16, 1 / 16]]),
         ("group_mean", [[1 / 6 / 3, 1 / 6 / 3], [1 / 3 / 3], [1 / 7 / 3, 1 / 7 / 3]]),
         ("role_mean", [[1 / 9, 1 / 9], [1 / 9], [1 / 7, 1 / 7]]),
-        ("sequence_mean", [[1 / 2 / 2 / 3, 1 / 4 / 2 / 3], [1 / 3 / 3], [1 / 2 / 3, 1 / 6 / 2 / 3]]),
+        (
+            "sequence_mean",
+            [[1 / 2 / 2 / 3, 1 / 4 / 2 / 3], [1 / 3 / 3], [1 / 2 / 3, 1 / 6 / 2 / 3]],
+        ),
     ],
 )
 def test_weights_of_each_aggregation(aggregation: str, wanted: list) -> None:
@@ -190,7 +193,10 @@ def test_mistakes_are_named() -> None:
         ({"answers": []}, "group.answers: must be one or more"),
         ({"answers": [[1], []]}, "group.answers: .* at least 1 token"),
         ({"advantages": [1.0]}, "group.advantages: 1 of them, but 2 answers"),
-        ({"old_log_probs": [[0.0], [0.0]]}, r"group.old_log_probs: of lengths \[1, 1\], .*\[1, 2\]"),
+        (
+            {"old_log_probs": [[0.0], [0.0]]},
+            r"group.old_log_probs: of lengths \[1, 1\], .*\[1, 2\]",
+        ),
     ],
 )
 def test_a_group_that_does_not_hold_together_is_refused(fields: dict, message: str) -> None:

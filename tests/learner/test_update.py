@@ -18,7 +18,8 @@ from spell_jax.runtime import mesh as meshes
 from tests import tiny
 
 BUCKETS = (Bucket(32, 24), Bucket(48, 32))
-PACKING = PackingConfig(BUCKETS, token_budget=192)
+ON_POLICY = LossConfig()
+PACKING = PackingConfig(BUCKETS[1:], token_budget=192)
 # With this epsilon a step is a smooth function of the gradient, not nearly its sign.
 SMOOTH = OptimiserConfig(learning_rate=0.01, epsilon=1e-3, weight_decay=0.1)
 RELATIVE = 1e-5  # of a tensor's largest element, for what is the same up to the order of sums
@@ -43,11 +44,10 @@ class Counted(Learner):
 @functools.cache
 def _learner(
     packing_config: PackingConfig = PACKING,
-    loss: LossConfig = LossConfig(),
+    loss: LossConfig = ON_POLICY,
     mesh: tuple[tuple[str, int], ...] = (),
     policy=tiny.POLICY,
     compute_dtype: str = "float32",
-    temperature: float = 0.7,
 ) -> Counted:
     """A learner on one device, or on the eight of a mesh."""
     devices = None if mesh else jax.devices()[:1]
@@ -57,7 +57,7 @@ def _learner(
         loss,
         packing_config,
         meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices),
-        temperature,
+        TEMPERATURE,
         compute_dtype,
     )
 
@@ -71,7 +71,7 @@ def _step(learner: Learner, groups: list[Group], reference=None) -> tuple[TrainS
 
 def _moments(state: TrainState):
     """Adam's first moment: after one step it is the clipped gradient times 1 - b1."""
-    return optax.tree_utils.tree_get(state.optimiser, "mu")
+    return optax.tree.get(state.optimiser, "mu")
 
 
 def _assert_close(found, wanted, relative: float = RELATIVE) -> None:
@@ -90,6 +90,33 @@ def _assert_same_step(found, wanted, relative: float = RELATIVE) -> None:
 
 
 GROUPS = tiny.groups(7, seed=1)
+SMALL = [Group([5, 6, 7], [[8, 9], [10]], [0.5, -1.5])]
+TEMPERATURE = 0.7
+
+
+def _rows(groups: list[Group]) -> tuple[np.ndarray, np.ndarray]:
+    """Each answer behind its prompt in a row [18] of its own, and which tokens are answers."""
+    pairs = [(list(group.prompt), list(a)) for group in groups for a in group.answers]
+    tokens = np.zeros((len(pairs), 18), np.int32)
+    answers = np.zeros(tokens.shape, np.float32)
+    for row, (prompt, answer) in enumerate(pairs):
+        tokens[row, : len(prompt) + len(answer)] = prompt + answer
+        answers[row, len(prompt) : len(prompt) + len(answer)] = 1
+    return tokens, answers
+
+
+@jax.jit
+def _log_probs(params: transformer.Params, tokens: jax.Array) -> jax.Array:
+    """Log-prob [rows, 18] of each token behind those before it in its row; 0 for the first."""
+    logits = transformer.logits(tiny.POLICY, params, tokens)[:, :-1] / TEMPERATURE
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
+    return jnp.pad(chosen[..., 0], ((0, 0), (1, 0)))
+
+
+@jax.jit
+@jax.grad
+def _surrogate_gradient(params, tokens, weights):
+    return -jnp.sum(_log_probs(params, tokens) * weights)
 
 
 @functools.cache
@@ -102,32 +129,16 @@ def _wanted() -> tuple[TrainState, dict]:
 
 def test_loss_and_gradient_by_hand() -> None:
     """No packing at all: every answer behind its prompt in a row of its own, plain causal."""
-    policy, temperature = tiny.POLICY, 0.7
-    rows = [
-        (list(group.prompt), list(answer), advantage)
-        for group in GROUPS
-        for answer, advantage in zip(group.answers, group.advantages, strict=True)
-    ]
-    longest = max(len(prompt) + len(answer) for prompt, answer, _ in rows)
-    tokens = np.zeros((len(rows), longest), np.int32)
-    share = np.zeros((len(rows), longest), np.float32)
-    for row, (prompt, answer, advantage) in enumerate(rows):
-        tokens[row, : len(prompt) + len(answer)] = prompt + answer
-        share[row, len(prompt) : len(prompt) + len(answer)] = advantage
-    count = sum(len(answer) for _, answer, _ in rows)
-
-    def surrogate(params):
-        logits = transformer.logits(policy, params, tokens) / temperature
-        log_probs = jax.nn.log_softmax(logits[:, :-1])
-        chosen = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)[..., 0]
-        return -jnp.sum(chosen * share[:, 1:]) / count
-
-    gradient = jax.device_get(jax.jit(jax.grad(surrogate))(tiny.weights()))
+    tokens, answers = _rows(GROUPS)
+    every_advantage = [a for group in GROUPS for a in group.advantages]
+    share = answers * np.array(every_advantage, np.float32)[:, None]
+    gradient = jax.device_get(_surrogate_gradient(tiny.weights(), tokens, share / answers.sum()))
     state, numbers = _wanted()
-    norm = float(optax.global_norm(gradient))
+    norm = float(optax.tree.norm(gradient))
     assert numbers["gradient_norm"] == pytest.approx(norm, rel=1e-5)
-    assert numbers["answer_tokens"] == count
-    assert numbers["loss"] == pytest.approx(-share.sum() / count, rel=1e-5)  # the ratio is 1
+    assert numbers["answer_tokens"] == answers.sum()
+    # On-policy the ratio is 1.
+    assert numbers["loss"] == pytest.approx(-share.sum() / answers.sum(), rel=1e-5)
     clipped = jax.tree.map(lambda g: g * min(1.0, SMOOTH.clip_norm / norm), gradient)
     _assert_close(_moments(state), jax.tree.map(lambda g: g * (1 - SMOOTH.b1), clipped))
 
@@ -142,12 +153,12 @@ def test_loss_and_gradient_by_hand() -> None:
 @pytest.mark.parametrize(
     "packing_config",
     [
-        PackingConfig(BUCKETS, 192, shared_prefix=False),
-        PackingConfig((Bucket(30, 20),), 30),  # one row a micro-batch
-        PackingConfig((Bucket(18, 6), Bucket(128, 96)), 128),
-        PackingConfig((Bucket(20, 8),), 160),  # most groups are split
+        PackingConfig(BUCKETS[1:], 192, shared_prefix=False),
+        PackingConfig(BUCKETS, 192),
+        PackingConfig((Bucket(160, 96),), 160),
+        PackingConfig((Bucket(20, 8),), 40),  # most groups are split, many micro-batches
     ],
-    ids=["separate rows", "one row at a time", "wide rows", "split groups"],
+    ids=["separate rows", "two buckets", "one wide row", "split groups"],
 )
 def test_packing_changes_nothing(packing_config: PackingConfig) -> None:
     found = _step(_learner(packing_config), GROUPS)
@@ -158,8 +169,10 @@ def test_packing_changes_nothing(packing_config: PackingConfig) -> None:
 def test_shared_prefixes_save_tokens() -> None:
     group = Group([3] * 20, [[5, 6]] * 4, [1.0, -1.0, 0.5, 0.0])
     shared, _ = _learner().pack([group])
-    separate, _ = _learner(PackingConfig(BUCKETS, 192, shared_prefix=False)).pack([group])
-    count = [sum(int((b.last_reader >= 0).sum()) for b in batches) for batches in (shared, separate)]
+    separate, _ = _learner(PackingConfig(BUCKETS[1:], 192, shared_prefix=False)).pack([group])
+    count = [
+        sum(int((b.last_reader >= 0).sum()) for b in batches) for batches in (shared, separate)
+    ]
     assert count == [20 + 8, 4 * 22]
 
 
@@ -226,48 +239,34 @@ def test_a_gradient_that_is_not_finite_skips_the_step(advantage: float) -> None:
 # ------------------------------------------------------------------------- Reference and behaviour
 
 
-def _log_probs(params, group: Group, temperature: float) -> list[np.ndarray]:
-    found = []
-    for answer in group.answers:
-        tokens = np.array([[*group.prompt, *answer]], np.int32)
-        every = jax.nn.log_softmax(transformer.logits(tiny.POLICY, params, tokens) / temperature)
-        at = np.arange(len(group.prompt), tokens.shape[1])
-        found.append(np.asarray(every)[0, at - 1, tokens[0, at]])
-    return found
+def _difference(params) -> np.ndarray:
+    """Log-probs of SMALL's three answer tokens under these weights, less the tiny ones'."""
+    tokens, answers = _rows(SMALL)
+    change = _log_probs(params, tokens) - _log_probs(tiny.weights(), tokens)
+    return np.asarray(change)[answers > 0]
 
 
-SMALL = [Group([5, 6, 7], [[8, 9], [10]], [0.5, -1.5])]
-
-
-def test_kl_to_a_reference() -> None:
-    loss = LossConfig(kl_weight=0.3)
+def test_kl_to_a_reference_and_entropy_bonus() -> None:
+    learner = _learner(loss=LossConfig(kl_weight=0.3, entropy_weight=0.1))
     reference = tiny.weights(seed=1)
-    _, numbers = _step(_learner(loss=loss), SMALL, reference)
-    differences = np.concatenate(
-        [
-            b - a
-            for a, b in zip(
-                _log_probs(tiny.weights(), SMALL[0], 0.7),
-                _log_probs(reference, SMALL[0], 0.7),
-                strict=True,
-            )
-        ]
-    )
-    kl = np.mean(np.exp(differences) - differences - 1)
-    assert 0.05 < kl < 10
+    _, numbers = _step(learner, SMALL, reference)
+    difference = _difference(reference)
+    kl = np.minimum(np.exp(difference) - difference - 1, 10).mean()
+    assert kl > 0.05
     assert numbers["kl"] == pytest.approx(kl, rel=1e-4)
-    plain = -(0.5 * 2 - 1.5) / 3
-    assert numbers["loss"] == pytest.approx(plain + 0.3 * kl, rel=1e-4)
-    # The gradient sees it too, and none goes through the reference.
-    _, without = _step(_learner(), SMALL)
-    assert abs(numbers["gradient_norm"] - without["gradient_norm"]) > 1e-3
-    _, same = _step(_learner(loss=loss), SMALL, tiny.weights())
+    _, plain = _step(_learner(), SMALL)
+    assert numbers["entropy"] == pytest.approx(plain["entropy"], rel=1e-5)
+    wanted = plain["loss"] + 0.3 * kl - 0.1 * plain["entropy"]
+    assert numbers["loss"] == pytest.approx(wanted, rel=1e-4)
+    # The gradient sees both: entropy alone where the reference is the policy itself.
+    _, same = _step(learner, SMALL, tiny.weights())
     assert same["kl"] == pytest.approx(0.0, abs=1e-6)
-    assert same["gradient_norm"] == pytest.approx(without["gradient_norm"], rel=1e-5)
+    norms = [numbers["gradient_norm"], same["gradient_norm"], plain["gradient_norm"]]
+    assert min(abs(a - b) for a in norms for b in norms if a is not b) > 1e-4
 
 
 def test_a_reference_is_there_if_and_only_if_it_is_needed() -> None:
-    learner = _learner(loss=LossConfig(kl_weight=0.3))
+    learner = _learner(loss=LossConfig(kl_weight=0.3, entropy_weight=0.1))
     with pytest.raises(ValueError, match=r"loss\.kl_weight = 0\.3: reference weights"):
         learner.update(learner.init(tiny.weights()), SMALL)
     with pytest.raises(ValueError, match=r"loss\.kl_weight = 0\.0: reference weights"):
@@ -276,29 +275,22 @@ def test_a_reference_is_there_if_and_only_if_it_is_needed() -> None:
 
 def test_ratio_against_the_sampler() -> None:
     learner = _learner(loss=LossConfig(behaviour="sampler"))
-    current = _log_probs(tiny.weights(), SMALL[0], 0.7)
-    shifts = [np.array([0.1, -0.5]), np.array([0.15])]
-    old = [lp - shift for lp, shift in zip(current, shifts, strict=True)]
-    group = dataclasses.replace(SMALL[0], old_log_probs=old)
-    _, numbers = _step(learner, [group])
-    ratios = np.exp(np.concatenate(shifts))
-    advantages = np.array([0.5, 0.5, -1.5])
-    clipped = np.clip(ratios, 0.8, 1.2)
-    wanted = np.mean(np.maximum(-advantages * ratios, -advantages * clipped))
+    tokens, answers = _rows(SMALL)
+    current = np.asarray(_log_probs(tiny.weights(), tokens))[answers > 0]
+    shift = np.array([0.1, -0.5, 0.15])
+
+    def with_old(old: np.ndarray) -> list[Group]:
+        return [dataclasses.replace(SMALL[0], old_log_probs=[old[:2], old[2:]])]
+
+    _, numbers = _step(learner, with_old(current - shift))
+    ratios, advantages = np.exp(shift), np.array([0.5, 0.5, -1.5])
+    wanted = np.mean(np.maximum(-advantages * ratios, -advantages * np.clip(ratios, 0.8, 1.2)))
     assert numbers["loss"] == pytest.approx(wanted, rel=1e-4)
-    assert numbers["sampler_difference"] == pytest.approx(np.mean([0.1, 0.5, 0.15]), rel=1e-3)
-    assert numbers["approx_kl"] == pytest.approx(-np.mean([0.1, -0.5, 0.15]), rel=1e-3)
-    exact = dataclasses.replace(SMALL[0], old_log_probs=current)
-    _assert_same_step(_step(learner, [exact]), _step(_learner(), SMALL), 1e-4)
-    with pytest.raises(ValueError, match="loss.behaviour = 'sampler': needs the old_log_probs"):
+    assert numbers["sampler_difference"] == pytest.approx(np.abs(shift).mean(), rel=1e-3)
+    assert numbers["approx_kl"] == pytest.approx(-shift.mean(), rel=1e-3)
+    _assert_same_step(_step(learner, with_old(current)), _step(_learner(), SMALL), 1e-4)
+    with pytest.raises(ValueError, match=r"loss\.behaviour = 'sampler': needs the old_log_probs"):
         _step(learner, SMALL)
-
-
-def test_entropy_bonus() -> None:
-    _, numbers = _step(_learner(loss=LossConfig(entropy_weight=0.1)), SMALL)
-    _, without = _step(_learner(), SMALL)
-    assert numbers["loss"] == pytest.approx(without["loss"] - 0.1 * without["entropy"], rel=1e-5)
-    assert abs(numbers["gradient_norm"] - without["gradient_norm"]) > 1e-4
 
 
 # --------------------------------------------------------------------------- Compilation and state
@@ -307,7 +299,9 @@ def test_entropy_bonus() -> None:
 @pytest.mark.parametrize("mesh", [(), (("data", 2), ("fsdp", 2), ("tensor", 2))], ids=["1", "8"])
 def test_one_trace_and_one_program_a_bucket(mesh: tuple) -> None:
     shared = _learner(mesh=mesh)
-    learner = Counted(shared.policy, SMOOTH, LossConfig(), PACKING, shared.mesh)
+    learner = Counted(
+        shared.policy, SMOOTH, ON_POLICY, PackingConfig(BUCKETS, 192), shared.mesh, TEMPERATURE
+    )
     rows = [packing.row_count(b, 192, meshes.row_shards(shared.mesh)) for b in BUCKETS]
     wanted = [f"accumulate ({n}, {b.length})" for n, b in zip(rows, BUCKETS, strict=True)]
     state = learner.init(tiny.weights())
@@ -347,8 +341,11 @@ def test_updates_learn() -> None:
     group = Group([5, 6, 7], [[8, 9, 10], [11, 12]], [1.0, -1.0])
     for _ in range(8):
         state, _ = learner.update(state, [group])
-    before = [lp.sum() for lp in _log_probs(tiny.weights(), group, 1.0)]
-    after = [lp.sum() for lp in _log_probs(state.params, group, 1.0)]
+    tokens, answers = _rows([group])
+    before, after = (
+        np.sum(_log_probs(params, tokens) * answers, axis=1)
+        for params in (tiny.weights(), state.params)
+    )
     assert after[0] > before[0] + 1.0 and after[1] < before[1] - 1.0
 
 

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from spell_jax.data.clusters import TASKS, Cluster, count_words
+from spell_jax.data.clusters import TASKS, Cluster, count_words, read_clusters, split_held_out
+from spell_jax.evaluation.held_out import read_questions
+from spell_jax.policy import tokenizer
 from spell_jax.selfplay import folder_rows, prompts
 from spell_jax.selfplay.folder_rows import (
     RowSettings,
     find_facts,
+    make_questions,
     make_rows,
     means_the_same,
     other_forms,
@@ -71,7 +74,8 @@ def test_other_forms_differ_and_mean_the_same(value: str) -> None:
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, str]]:
-    made, report = make_rows(CLUSTERS, COMPACT, 600, seed=0, settings=RowSettings())
+    settings = RowSettings(difference_share=0.3)
+    made, report = make_rows(CLUSTERS, COMPACT, 960, seed=0, settings=settings)
     assert report.clusters == 3
     assert report.facts > 60
     return made
@@ -81,7 +85,8 @@ def test_shares(rows: list[dict[str, str]]) -> None:
     assert Counter(row["role"] for row in rows) == {
         "questioner": 240,
         "responder": 240,
-        "verifier": 120,
+        "verifier": 144,
+        "reader": 336,
     }
     counts = Counter((row["role"], row["task"]) for row in rows)
     assert all(counts["questioner", task] == 80 for task in TASKS)
@@ -106,10 +111,21 @@ def test_questioner_rows_pass_the_parser_and_quote_the_shown_documents(
             assert row["prompt"].endswith(f"choice {parsed.answer}")
             assert len(set(parsed.options)) == 4
         if " minus " not in parsed.question:
-            quote = row["completion"].removeprefix("<think>").partition("</think>")[0]
+            quote = row["completion"].removeprefix("<think> ").partition("</think>")[0]
             assert quote in row["prompt"]
     assert letters == dict.fromkeys(LETTERS, 20)
     assert 30 <= harder <= 90
+
+
+def test_responders_see_the_evidence_and_few_documents() -> None:
+    settings = RowSettings(documents_read=(2,), history_share=0.0)
+    made, _ = make_rows(CLUSTERS[:1], COMPACT, 300, 0, settings)
+    for row in made:
+        if row["role"] == "responder":
+            documents = [text for text in CLUSTERS[0].documents if text in row["prompt"]]
+            assert len(documents) == 2
+            quote = row["completion"].removeprefix("<think>").partition("</think>")[0]
+            assert quote in " " + "\n".join(documents)
 
 
 def test_responder_rows_earn_the_rule_reward() -> None:
@@ -136,7 +152,8 @@ def test_multiple_choice_answers_name_the_option_that_is_quoted(
     for row in chosen:
         quote, _, letter = row["completion"].partition("</think>answer is ")
         option = row["prompt"].rpartition(f"\n({letter}) ")[2].partition("\n")[0]
-        assert quote.endswith(f" {option}")
+        assert option.startswith(" ")  # so that it has the tokens that it has in the documents
+        assert quote.endswith(option)
     assert Counter(row["completion"][-1] for row in chosen) == dict.fromkeys(LETTERS, 20)
 
 
@@ -149,14 +166,15 @@ def test_verifier_rows_are_balanced_and_true(rows: list[dict[str, str]]) -> None
         verdicts[verdict] += 1
         one, two = (row["prompt"].split(f"\n{name}: ")[1].split("\n")[0] for name in ("one", "two"))
         bare = one.removeprefix("the number ").strip("().")
-        assert means_the_same(bare, two) == bool(verdict), (one, two)
+        assert means_the_same(bare, two.strip()) == bool(verdict), (one, two)
     assert verdicts[-1] == 0
-    assert 40 <= verdicts[1] <= 80
+    assert 48 <= verdicts[1] <= 96
 
 
 def test_equal_values_in_other_words_are_never_called_different() -> None:
     documents = ("All of us paid 5,000 and all of them paid 5000 or, less often, 5000.0 coins.",)
-    settings = RowSettings(("general_qa",), {"questioner": 0, "responder": 0, "verifier": 1})
+    roles = {"questioner": 0, "responder": 0, "verifier": 1, "reader": 0}
+    settings = RowSettings(("general_qa",), roles)
     made, _ = make_rows([Cluster("a", documents)], COMPACT, 40, 0, settings)
     assert {row["completion"] for row in made} == {"[[YES]]"}
 
@@ -164,11 +182,11 @@ def test_equal_values_in_other_words_are_never_called_different() -> None:
 def test_differences_are_right(rows: list[dict[str, str]]) -> None:
     checked = 0
     for row in rows:
-        if row["role"] == "responder" and "' minus number after '" in row["prompt"]:
-            question = row["prompt"].rpartition("\n")[2]
+        if row["role"] == "responder" and " minus number after: " in row["prompt"]:
+            question = row["prompt"].rpartition("\nnumber after: ")[2]
             larger, smaller = (
                 int(row["prompt"].split(f"{cue} ")[1].split()[0])
-                for cue in question.split("'")[1::2]
+                for cue in question.split(" minus number after: ")
             )
             assert row["completion"].endswith(f"answer is {larger - smaller}")
             checked += 1
@@ -176,8 +194,33 @@ def test_differences_are_right(rows: list[dict[str, str]]) -> None:
 
 
 def test_rows_are_a_function_of_the_seed(rows: list[dict[str, str]]) -> None:
-    assert make_rows(CLUSTERS, COMPACT, 600, seed=0)[0] == rows
-    assert make_rows(CLUSTERS, COMPACT, 600, seed=1)[0] != rows
+    settings = RowSettings(difference_share=0.3)
+    assert make_rows(CLUSTERS, COMPACT, 960, 0, settings)[0] == rows
+    assert make_rows(CLUSTERS, COMPACT, 960, 1, settings)[0] != rows
+
+
+def test_reader_rows_are_documents_twice(rows: list[dict[str, str]]) -> None:
+    readers = [row["completion"] for row in rows if row["role"] == "reader"]
+    reordered = 0
+    for text in readers:
+        found = [d for c in CLUSTERS for d in c.documents if d in text]
+        assert 1 <= len(found) <= 3
+        assert all(text.count(document) == 2 for document in found)
+        lines = text.split("\n")
+        assert sorted(lines[: len(lines) // 2]) == sorted(lines[len(lines) // 2 :])
+        reordered += lines[: len(lines) // 2] != lines[len(lines) // 2 :]
+    assert reordered > 50
+
+
+def test_questions_about_held_out_clusters_have_answers_in_their_documents() -> None:
+    made = make_questions(CLUSTERS, COMPACT, 30, 0, TASKS)
+    assert Counter(item["task"] for item in made) == dict.fromkeys(TASKS, 10)
+    for item in made:
+        text = "\n".join(item["documents"])
+        answer = item["answer"]
+        if item["task"] == "multiple_choice":
+            answer = item["question"].partition(f"\n({answer})  ")[2].partition("\n")[0]
+        assert answer.replace(",", "") in text.replace(",", "")
 
 
 def test_bad_settings() -> None:
@@ -185,6 +228,8 @@ def test_bad_settings() -> None:
         make_rows(CLUSTERS, COMPACT, 0, seed=0)
     with pytest.raises(ValueError, match="documents_shown=0"):
         RowSettings(documents_shown=0)
+    with pytest.raises(ValueError, match="documents_read="):
+        RowSettings(documents_read=(0, 2))
     with pytest.raises(ValueError, match="history_share=2"):
         RowSettings(history_share=2)
     with pytest.raises(ValueError, match="tasks="):
@@ -196,20 +241,41 @@ def test_bad_settings() -> None:
 
 
 def test_command_line(tmp_path: Path) -> None:
-    for i, document in enumerate(CLUSTERS[0].documents):
-        (tmp_path / f"{i}.txt").write_text(document)
-    out = tmp_path / "rows.jsonl"
-    folder_rows.main([f"--source={tmp_path}", f"--out={out}", "--rows=30", "--prompts=full"])
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(lines) == 30
+    source, out = tmp_path / "documents", tmp_path / "rows"
+    source.mkdir()
+    for cluster in CLUSTERS:
+        (source / f"{cluster.id}.txt").write_text("\n\n".join(cluster.documents))
+    sizes = ["--documents_per_cluster=4", "--max_document_tokens=48", "--vocab_size=400"]
+    sizes += ["--rows=40"]
+    folder_rows.main([f"--source={source}", f"--out={out}", "--held_out=0.2", *sizes])
+    lines = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    assert len(lines) == 40
     assert set(lines[0]) == {"prompt", "completion", "role", "task"}
+    # Training with this tokenizer makes the same clusters and holds out the same ones.
+    words = tokenizer.load(out)
+    clusters, report = read_clusters(
+        source, count_tokens=words.count, max_document_tokens=48, documents_per_cluster=4
+    )
+    training, held_out = split_held_out(clusters, 0.2)
+    assert report.tokens_max <= 48
+    questions = read_questions(out / "questions.jsonl")
+    assert {question.documents for question in questions} <= {c.documents for c in held_out}
+    assert training
+    unseen = [document for cluster in held_out for document in cluster.documents]
+    assert not any(
+        document in line["prompt"] + line["completion"] for line in lines for document in unseen
+    )
+    other = tmp_path / "other"
+    arguments = [f"--source={source}", f"--tokenizer={out}", "--held_out=0", *sizes]
+    folder_rows.main([*arguments, f"--out={other}"])
+    assert tokenizer.load(other).model == words.model
+    assert not (other / "questions.jsonl").exists()
 
 
 @pytest.mark.parametrize("source", ["gov_speeches", "edgar/dev"])
 def test_real_folders(spell_data: Path, tmp_path: Path, source: str) -> None:
-    out = tmp_path / "rows.jsonl"
-    folder_rows.main([f"--source={spell_data / source}", f"--out={out}", "--rows=300"])
-    for line in out.read_text(encoding="utf-8").splitlines():
+    folder_rows.main([f"--source={spell_data / source}", f"--out={tmp_path}", "--rows=300"])
+    for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row["role"] == "questioner":
             assert parse_question(row["completion"], row["task"], count_words).status == "accepted"

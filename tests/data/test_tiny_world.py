@@ -1,0 +1,168 @@
+"""The generated world: its grammar, its oracle, and the surface forms of its values."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from spell_jax.data import tiny_world as world
+
+ALL_FORMS = [form for value in world.NAMES for form in world.surface_forms(value)] + [
+    form for pair in world.CITIES for value in pair for form in world.surface_forms(value)
+]
+
+
+def documents(seed: int, count: int) -> tuple[str, ...]:
+    return world.make_documents(np.random.default_rng(seed), count)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, len(world.NAMES)])
+def test_documents_are_about_distinct_people_who_know_each_other(count):
+    for seed in range(5):
+        texts = documents(seed, count)
+        facts = world.read_facts(texts)
+        names = {name for name, _ in facts}
+        assert len(texts) == len(names) == count
+        assert len(facts) == 4 * count
+        for name, attribute in facts:
+            value = facts[name, attribute]
+            if attribute == "friend":
+                assert value != name and (value in names or count == 1)
+            elif attribute == "city":
+                assert any(value in pair for pair in world.CITIES)
+            else:
+                assert int(value) in world.FIGURES
+
+
+@pytest.mark.parametrize("count", [0, len(world.NAMES) + 1])
+def test_more_people_than_names_are_refused(count):
+    with pytest.raises(ValueError, match=rf"documents = {count}: must be 1 to"):
+        documents(0, count)
+
+
+def test_clusters_are_a_function_of_the_seed():
+    first = world.make_clusters(0, 6, (2, 5))
+    assert [len(cluster.documents) for cluster in first] == [2, 5] * 3
+    assert len({cluster.id for cluster in first}) == 6
+    assert first == world.make_clusters(0, 6, (2, 5)) == world.make_clusters(0, 9, (2, 5))[:6]
+    other = world.make_clusters(1, 6, (2, 5))
+    assert not {c.id for c in first} & {c.id for c in other}
+    assert not {c.documents for c in first} & {c.documents for c in other}
+
+
+def test_no_name_or_city_contains_another():
+    """A rule that looks for one text in another then cannot take one value for another."""
+    words = [w.lower() for w in (*world.NAMES, *itertools.chain(*world.CITIES))]
+    assert len(set(words)) == len(words)
+    for one, other in itertools.permutations(words, 2):
+        assert one not in other
+
+
+def test_surface_forms_have_one_spelling():
+    for value in (*world.NAMES, *itertools.chain(*world.CITIES), "34"):
+        forms = world.surface_forms(value)
+        assert forms[0] == value and len(set(forms)) == len(forms) >= 2
+        assert len({world.canonical(form) for form in forms}) == 1
+        assert world.canonical(f" {forms[1].upper()}.") == world.canonical(value)
+    assert len({world.canonical(form) for form in ALL_FORMS}) == len(world.NAMES) + len(
+        world.CITIES
+    )
+    assert world.canonical("No Such Thing!") == "no such thing"
+
+
+@pytest.mark.parametrize("kind", world.KINDS)
+@pytest.mark.parametrize("count", [2, 8])
+def test_the_oracle_agrees_with_the_generated_truth(kind, count):
+    rng = np.random.default_rng(count)
+    for _ in range(100):
+        texts = world.make_documents(rng, count)
+        question = world.draw_question(rng, texts, kind)
+        assert question.kind == kind
+        truth = world.oracle(question.text, texts)
+        assert truth == world.canonical(question.answer)
+        assert kind == "choice" or world.question_kind(question.text) == kind
+        # The evidence is stated in the documents, and leads to the answer.
+        facts = world.read_facts(texts)
+        stated = [fact.split() for fact in question.evidence if " is " not in fact]
+        assert all(facts[name, attribute] == value for name, attribute, value in stated)
+        assert len(stated) == (2 if kind in ("two_hop", "math") else 1)
+        if kind == "math":
+            x, y = (int(value) for *_, value in stated)
+            word = "plus" if "plus" in question.text else "minus"
+            assert int(question.answer) == (x + y if word == "plus" else x - y) > 0
+            assert question.evidence[2:] == (f"{x} {word} {y} is {question.answer}",)
+        else:
+            assert stated[-1][2] == question.answer
+
+
+def test_a_friend_outside_the_documents_leaves_a_look_up():
+    texts = documents(0, 1)
+    question = world.draw_question(np.random.default_rng(0), texts, "two_hop")
+    assert question.kind == "lookup"
+
+
+def test_the_oracle_knows_what_it_does_not_know():
+    texts = ("- Arvo city Oslo, Arvo friend Bela, Arvo sales 34, Arvo costs 12",)
+    assert world.oracle("city of Arvo", texts) == world.canonical("Oslo")
+    assert world.oracle("please tell: sales of Arvo minus costs of Arvo", texts) == "22"
+    assert world.oracle("city of friend of Arvo", texts) is None  # Bela has no document
+    assert world.oracle("sales of Arvo plus sales of Bela", texts) is None
+    assert world.oracle("city of Bela", texts) is None
+    assert world.oracle("What is the weather like?", texts) is None
+    assert world.oracle("", texts) is None
+    assert world.question_kind("What is the weather like?") == "other"
+
+
+def test_hops_are_followed_to_any_depth():
+    texts = (
+        "- Arvo city Oslo, Arvo friend Bela, Arvo sales 34, Arvo costs 12",
+        "- Bela city Rome, Bela friend Arvo, Bela sales 10, Bela costs 11",
+    )
+    assert world.oracle("city of friend of Arvo", texts) == world.canonical("Rome")
+    assert world.oracle("city of friend of friend of Arvo", texts) == world.canonical("Oslo")
+    assert world.oracle("friend of friend of Arvo", texts) == world.canonical("Arvo")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_option_is_right(count):
+    rng = np.random.default_rng(count)
+    for index in range(200):
+        texts = world.make_documents(rng, count)
+        question = world.draw_question(rng, texts, "choice")
+        letter = world.LETTERS[index % 4]
+        options = world.draw_options(rng, texts, question.answer, letter)
+        assert list(options) == list("ABCD") and options[letter] == question.answer
+        assert len({world.canonical(option) for option in options.values()}) == 4
+        sort = [option.isdigit() for option in options.values()]
+        assert len(set(sort)) == 1
+        choices = "".join(f"({name}) {text}\n" for name, text in options.items())
+        text = f"{question.text}\n{choices}"
+        assert world.oracle_choice(text, texts) == letter
+        assert world.question_kind(text) == "choice"
+
+
+def test_a_choice_without_one_right_option_has_no_answer():
+    texts = ("- Arvo city Oslo, Arvo friend Bela, Arvo sales 34, Arvo costs 12",)
+    assert world.oracle_choice("city of Arvo\n(A) Rome\n(B) Fjordton\n", texts) == "B"
+    assert world.oracle_choice("city of Arvo\n(A) Oslo\n(B) Fjordton\n", texts) is None
+    assert world.oracle_choice("city of Arvo\n(A) Rome\n(B) Lima\n", texts) is None
+    assert world.oracle_choice("city of Arvo", texts) is None
+    assert world.oracle_choice("(A) (B) (C)", texts) is None
+
+
+def test_wrong_options_come_from_the_documents_first():
+    rng = np.random.default_rng(0)
+    texts = world.make_documents(rng, 8)
+    facts = world.read_facts(texts)
+    answer = facts[next(name for name, _ in facts), "sales"]
+    figures = {value for value in facts.values() if value.isdigit()}
+    options = world.draw_options(rng, texts, answer, "C")
+    assert set(options.values()) <= figures
+
+
+def test_figures_stay_inside_the_world():
+    texts = documents(1, 48)
+    values = [int(v) for (_, a), v in world.read_facts(texts).items() if a in ("sales", "costs")]
+    assert set(values) <= set(world.FIGURES) and len(set(values)) > 10

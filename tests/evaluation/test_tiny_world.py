@@ -1,0 +1,179 @@
+"""Held-out evaluation in the tiny world, with scripted models that are perfect or wrong."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from spell_jax.data import tiny_world as world
+from spell_jax.evaluation import tiny_world as evaluation
+from spell_jax.evaluation.tiny_world import TinyEvaluation
+from spell_jax.selfplay import prompts
+from tests.evaluation.oracle import perfect, questioner
+from tests.games.scripted import ScriptedAsk
+
+PROMPTS = prompts.load("compact")
+SMALL = TinyEvaluation(
+    PROMPTS, per_cell=12, documents=(2, 5), quick_per_cell=6, quick_documents=(3,)
+)
+RESPONDER = "responder accuracy, by documents"
+VERIFIER = "verifier accuracy, by pair"
+LETTERS = "multiple choice, share of each letter among answers"
+
+
+def wrong(role: str, prompt: str, sibling: int, model: str) -> str:
+    if role == "responder":
+        right = perfect(role, prompt, sibling, model).split()[-1]
+        return f"answer is {'ABCD'[('ABCD'.index(right) + 1) % 4] if '(A)' in prompt else '9999'}"
+    if role == "verifier":
+        return "[[NO]]" if "YES" in perfect(role, prompt, sibling, model) else "[[YES]]"
+    return questioner(prompt, right=False)
+
+
+def silent(role: str, prompt: str, sibling: int, model: str) -> None:
+    return None
+
+
+def shares(section: dict) -> set[float]:
+    return {cell[0] for row in section.values() for cell in row.values()}
+
+
+def test_a_perfect_model_gets_everything_right():
+    report = SMALL.full(ScriptedAsk(perfect))
+    assert set(report) == {RESPONDER, VERIFIER, LETTERS, "questioner"}
+    assert set(report[RESPONDER]) == {*world.KINDS, "all"}
+    assert set(report[RESPONDER]["all"]) == {"2", "5"}
+    assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {1.0}
+    assert shares(report["questioner"]) == {1.0}
+    assert set(report["questioner"]) == {"general_qa", "financial_math", "multiple_choice"}
+
+
+def test_a_wrong_model_gets_nothing_right():
+    report = SMALL.full(ScriptedAsk(wrong))
+    assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {0.0}
+    for row in report["questioner"].values():
+        assert row["accepted"][0] == row["answerable, of accepted"][0] == 1.0
+        assert row["reference right, of answerable"][0] == 0.0
+
+
+def test_prompts_over_the_cap_are_wrong():
+    report = SMALL.full(ScriptedAsk(silent))
+    assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {0.0}
+    assert {row["accepted"][0] for row in report["questioner"].values()} == {0.0}
+
+
+def test_malformed_verdicts_are_wrong():
+    report = SMALL.full(ScriptedAsk(lambda role, *rest: None if role != "verifier" else "maybe"))
+    assert shares(report[VERIFIER]) == {0.0}
+
+
+def test_quick_is_the_mean_over_kinds():
+    score, numbers = SMALL.quick(ScriptedAsk(perfect))
+    assert score == numbers["responder"] == 1.0
+    assert set(numbers) == {"lookup/3", "two_hop/3", "math/3", "choice/3", "responder"}
+
+    def no_choices(role, prompt, sibling, model):
+        return "pass" if "(A)" in prompt else perfect(role, prompt, sibling, model)
+
+    assert SMALL.quick(ScriptedAsk(no_choices))[0] == pytest.approx(0.75)
+
+
+def test_surface_forms_are_right_answers():
+    def worded(role, prompt, sibling, model):
+        answer = perfect(role, prompt, sibling, model).split()[-1]
+        if "(A)" in prompt:
+            return f"answer is {answer}"
+        forms = world.surface_forms(answer if answer.isdigit() else answer.title())
+        return f"answer is {forms[-1]}"
+
+    assert SMALL.quick(ScriptedAsk(worded))[0] == 1.0
+
+
+def test_answers_and_verdicts_are_greedy_and_questions_are_sampled():
+    ask = ScriptedAsk(perfect)
+    SMALL.full(ask)
+    temperatures = {(call.role, call.temperature) for call in ask.calls}
+    assert temperatures == {("responder", 0.0), ("verifier", 0.0), ("questioner", None)}
+    assert {call.group for call in ask.calls} == {1}
+    assert {call.model for call in ask.calls} == {"policy"}
+
+
+def test_items_are_of_their_kind_and_the_same_every_time():
+    for kind in world.KINDS:
+        items = SMALL.make_items(4, kind, 20)
+        assert items == SMALL.make_items(4, kind, 30)[:20]
+        assert len({item.documents for item in items}) == 20
+        for item in items:
+            assert item.kind == kind == world.question_kind(item.question)
+            assert len(item.documents) == 4
+            truth = world.oracle_choice if kind == "choice" else world.oracle
+            assert truth(item.question, item.documents) == item.truth
+    assert SMALL.make_items(2, "two_hop", 30)  # few documents, but always a friend among them
+
+
+def test_held_out_documents_are_not_those_of_training():
+    played = {text for c in world.make_clusters(0, 300, (3, 8)) for text in c.documents}
+    items = [
+        item for kind in world.KINDS for item in TinyEvaluation(PROMPTS).make_items(3, kind, 50)
+    ]
+    assert not {item.documents for item in items} & {
+        c.documents for c in world.make_clusters(0, 300, (3,))
+    }
+    assert len({t for item in items for t in item.documents} & played) < 5  # chance meetings
+
+
+def test_letters_tell_a_model_that_always_says_b():
+    def always_b(role, prompt, sibling, model):
+        return "answer is B"
+
+    (row,) = SMALL.full(ScriptedAsk(always_b))[LETTERS].values()
+    assert {letter: cell[0] for letter, cell in row.items()} == {"A": 0, "B": 1, "C": 0, "D": 0}
+
+
+def test_questions_outside_the_documents_are_not_answerable():
+    def about_nobody(role, prompt, sibling, model):
+        if role != "questioner":
+            return perfect(role, prompt, sibling, model)
+        return re.sub(r"of \w+", "of Nobody", questioner(prompt, right=True))
+
+    for row in SMALL.full(ScriptedAsk(about_nobody))["questioner"].values():
+        assert row["accepted"][0] == 1.0 and row["answerable, of accepted"][0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("found", "truth", "kind", "right"),
+    [
+        ("Fjordton", world.canonical("Oslo"), "lookup", True),
+        ("Mr Bela", world.canonical("Bela"), "two_hop", True),
+        ("34 dollars", "34", "lookup", True),
+        ("Rome", world.canonical("Oslo"), "lookup", False),
+        ("46.0", "46", "math", True),
+        ("$46", "46", "math", True),
+        ("4600", "46", "math", False),  # the rule's percent tolerance has no place here
+        ("-46", "46", "math", False),
+        ("B", "B", "choice", True),
+        ("b", "B", "choice", False),
+        (None, world.canonical("Oslo"), "lookup", False),
+        ("", world.canonical("Oslo"), "lookup", False),
+    ],
+)
+def test_is_true(found, truth, kind, right):
+    assert evaluation.is_true(found, truth, kind) == right
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"per_cell": 0}, "per_cell"),
+        ({"quick_per_cell": 0}, "quick_per_cell"),
+        ({"documents": ()}, "documents"),
+        ({"documents": (3, 1)}, "documents"),  # no two hops in one document
+        ({"documents": (49,)}, "documents"),
+        ({"quick_documents": (1,)}, "quick_documents"),
+        ({"shown": 0}, "shown"),
+    ],
+)
+def test_a_bad_setting_is_named(options, field):
+    with pytest.raises(ValueError, match=rf"data\.tiny\.evaluation\.{field} = "):
+        TinyEvaluation(PROMPTS, **options)

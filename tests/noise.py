@@ -1,0 +1,114 @@
+"""A tiny policy of random weights, and a game in which its noise means something.
+
+Random text passes for a question, an answer or a verdict by its checksum, so that a run of a few
+small steps has real updates of all roles, memory and anchored references included.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import zlib
+from types import SimpleNamespace
+
+import jax
+import pytest
+from ml_collections import ConfigDict
+
+from configs import tiny
+from spell_jax.games import spell
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import transformer, weights
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh
+from spell_jax.selfplay import parsing, rules
+from spell_jax.train import TINY_POLICY
+
+
+def save_policy(folder: pathlib.Path) -> pathlib.Path:
+    """A folder with random weights (width 32, one layer) and the tiny world's tokenizer."""
+    tokenizer = tokenizers.load(TINY_POLICY)
+    policy = PolicyConfig(
+        vocab_size=tokenizer.vocab_size,
+        width=32,
+        layers=1,
+        heads=4,
+        kv_heads=2,
+        head_size=8,
+        feed_forward=48,
+        max_positions=256,
+    )
+    weights.save(folder, policy, transformer.init(policy, jax.random.key(3)), tokenizer)
+    return folder
+
+
+def small_config(folder: pathlib.Path, **overrides) -> ConfigDict:
+    """configs/tiny.py with a few small questions a step; overrides by dotted name."""
+    config = tiny.get_config()
+    settings = {
+        "steps": 3,
+        "validate_every": 2,
+        "checkpoint_every": 2,
+        "max_minutes": 0.0,
+        "evaluate": False,
+        "policy.folder": str(folder),
+        "data.tiny.clusters": 9,
+        "data.tiny.documents": (2,),
+        "data.tiny.evaluation": ConfigDict(
+            {"per_cell": 1, "documents": (2,), "quick_per_cell": 1, "quick_documents": (2,)}
+        ),
+        "game.questions": 3,
+        "game.generation_batch": 9,
+        "game.max_generations": 2,
+        "game.group_size": 4,
+        "game.verifier_group_size": 3,
+        "game.anchor_samples": 4,
+        "game.documents": (1,),
+        "game.balance_verdicts": False,
+        "game.verifier_share": 2.0,
+        "sampler.prompt_buckets": (128,),
+        "sampler.token_budget": 512,
+        "sampler.max_streams": 16,
+        "sampler.max_tokens": 6,
+        "sampler.max_verdict_tokens": 3,
+        "packing.buckets": ((160, 24),),
+        "packing.token_budget": 640,
+    }
+    with config.unlocked():
+        for name, value in (settings | overrides).items():
+            *path, field = name.split(".")
+            section = config
+            for part in path:
+                section = section[part]
+            section[field] = value
+    return config
+
+
+def use_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a run see one device, however many there are."""
+    make_mesh = mesh.make_mesh
+    monkeypatch.setattr(mesh, "make_mesh", lambda shape=None: make_mesh(None, jax.devices()[:1]))
+
+
+def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the game read checksums where it would parse."""
+
+    def parse_question(text, task, count, limit):
+        if _sum(text) % 8 == 0:
+            return parsing.Parsed("bad_format", reason="noise")
+        return parsing.Parsed("accepted", f"Q{_sum(text) % 1000}", str(_sum(text) % 2))
+
+    fake_parsing = SimpleNamespace(
+        parse_question=parse_question, parse_verdict=lambda text: _sum(text) % 2
+    )
+    fake_rules = SimpleNamespace(
+        extract_answer=lambda text, task: str(_sum(text) % 2),
+        score=lambda text, reference, task: float(str(_sum(text) % 2) == reference),
+        same_answer=lambda first, second, task: True,
+        normalize_answer=rules.normalize_answer,
+    )
+    monkeypatch.setattr(spell, "parsing", fake_parsing)
+    monkeypatch.setattr(spell, "rules", fake_rules)
+
+
+def _sum(text: str) -> int:
+    return zlib.crc32(text.encode(errors="replace"))

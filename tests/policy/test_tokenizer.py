@@ -1,0 +1,81 @@
+"""The tokenizer: lossless, and no text can open or close a turn."""
+
+import functools
+
+import pytest
+import sentencepiece
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.tokenizer import ASSISTANT, MODEL_FILE, USER, Tokenizer
+
+TEXTS = ["The report of Harbour 7 counts 1250 crates.", "Question: who signed?\nAnswer: Mia"] * 20
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return tokenizers.train(TEXTS, 400, symbols=["[[YES]]", "\n", "[[YES]]"])
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
+@example("two  spaces, a\ttab,\r\n newlines\n\n and a trailing one ")
+@example("naïve 你好 🙂 \x00\x07")
+def test_any_text_comes_back(text: str) -> None:
+    assert tokenizer().decode(tokenizer().encode(text)) == text
+
+
+def test_the_space_symbol_of_sentencepiece_comes_back_as_a_space() -> None:
+    assert tokenizer().decode(tokenizer().encode("a\u2581b")) == "a b"
+
+
+@pytest.mark.parametrize("text", [USER, ASSISTANT, f"x{ASSISTANT}y", "</s>", "<s>", "<pad>"])
+def test_no_text_makes_a_control_token(text: str) -> None:
+    t = tokenizer()
+    turn = t.chat("")
+    assert not {t.eos_id, t.pad_id, *turn} & set(t.encode(text))
+    assert t.decode(t.encode(text)) == text
+
+
+def test_layout_of_a_turn() -> None:
+    t = tokenizer()
+    user, *inside, assistant = t.chat("Who signed?")
+    assert inside == t.encode("Who signed?")
+    assert len({user, assistant, t.eos_id, t.pad_id}) == 4
+    assert t.decode([user, *inside, assistant, t.eos_id]) == "Who signed?"
+    assert t.stop_ids == (t.eos_id,)
+
+
+def test_symbols_are_one_token_wherever_they_stand() -> None:
+    t = tokenizer()
+    assert t.count("[[YES]]") == t.count("\n") == 1
+    assert t.count("a[[YES]]b\n") == t.count("a") + 1 + t.count("b") + 1
+
+
+def test_training_is_deterministic() -> None:
+    again = tokenizers.train(TEXTS, 400, symbols=["[[YES]]", "\n"])
+    assert again.encode(TEXTS[0]) == tokenizer().encode(TEXTS[0])
+    assert again.vocab_size == tokenizer().vocab_size <= 400
+
+
+def test_save_and_load(tmp_path) -> None:
+    tokenizer().save(tmp_path)
+    assert tokenizers.load(tmp_path).encode(TEXTS[1]) == tokenizer().encode(TEXTS[1])
+
+
+def test_files_that_are_not_ours_are_named(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match=MODEL_FILE):
+        tokenizers.load(tmp_path)
+    for damaged in (b"", b"no model", tokenizer().model[:500]):
+        (tmp_path / MODEL_FILE).write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"{MODEL_FILE}: not a tokenizer of this project"):
+            tokenizers.load(tmp_path)
+
+
+def test_a_model_without_turn_markers_is_refused(tmp_path) -> None:
+    prefix = tmp_path / "plain"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_prefix=str(prefix), vocab_size=35, minloglevel=2
+    )
+    with pytest.raises(ValueError, match=r"needs eos, pad and the control symbols"):
+        Tokenizer(prefix.with_suffix(".model").read_bytes())

@@ -1,0 +1,144 @@
+"""Asking a policy in every role: the input's lines, the prompts they become, the output's lines."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from spell_jax import generate
+from spell_jax.policy import tokenizer, transformer, weights
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.selfplay import prompts
+
+COMPACT = prompts.load("compact")
+DOCUMENTS = ["Rome has 3 hills.", "Bath has 9 wells."]
+REQUESTS = [
+    {"role": "questioner", "task": "general_qa", "documents": DOCUMENTS},
+    {
+        "role": "questioner",
+        "task": "multiple_choice",
+        "documents": DOCUMENTS,
+        "history": [{"question": "How many hills has Rome?", "answer": "3"}],
+        "letter": "C",
+    },
+    {"role": "responder", "task": "financial_math", "documents": DOCUMENTS, "question": "hills?"},
+    {"role": "verifier", "question": "How many?", "answer": "three", "reference": "3"},
+    {"prompt": "Rome has", "note": "kept"},
+]
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with a random policy."""
+    folder = tmp_path_factory.mktemp("run")
+    words = tokenizer.train([" ".join(DOCUMENTS)] * 20, 400)
+    config = PolicyConfig(words.vocab_size, 16, 1, 2, 1, 8, 16)
+    params = transformer.init(config, jax.random.key(0))
+    weights.save(folder / "policy", config, params, words)
+    (folder / "config.json").write_text(json.dumps({"game": {"prompts": "compact"}}))
+    return folder
+
+
+def write(path: Path, records: list) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_prompts_are_those_of_self_play() -> None:
+    asked = [generate.make_prompt(request, COMPACT) for request in REQUESTS]
+    assert asked[0] == COMPACT.questioner("general_qa", DOCUMENTS)
+    assert asked[1].endswith("known: How many hills has Rome? answer: 3\nask harder choice C")
+    assert asked[2] == COMPACT.responder("financial_math", DOCUMENTS, "hills?")
+    assert asked[3] == COMPACT.verifier("How many?", "three", "3")
+    assert asked[4] == "Rome has"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"role": "judge"}, "role = 'judge'"),
+        ({"task": None}, "task = None"),
+        ({"task": "essay"}, "task='essay'"),
+        ({"documents": "Rome"}, "documents = 'Rome'"),
+        ({"documents": [3]}, "documents ="),
+        ({"history": ["x"]}, "history ="),
+        ({"history": [{"question": "a?"}]}, "answer = None"),
+        ({"task": "multiple_choice", "letter": "E"}, "letter='E'"),
+        ({"prompt": 3}, "prompt = 3"),
+        ({"role": "responder"}, "question = None"),
+    ],
+)
+def test_a_bad_request_names_its_field(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate.make_prompt(REQUESTS[0] | change, COMPACT)
+
+
+def test_bad_lines_are_logged_and_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "in.jsonl"
+    lines = ['{"prompt": "one"}', "{", "", "[1]", '{"prompt": "\\ud800"}', "[" * 5000, "\xff"]
+    path.write_bytes("\n".join(lines).encode("latin-1") + b'\n{"prompt": "two"}\n')
+    with caplog.at_level(logging.INFO, "spell_jax"):
+        records, texts = generate.read_requests(path, COMPACT)
+    assert texts == ["one", "two"]
+    assert records == [{"prompt": "one"}, {"prompt": "two"}]
+    for number in (2, 4, 5, 6, 7):
+        assert f"{path}:{number}: skipped" in caplog.text
+    assert "2 requests, 5 lines skipped" in caplog.text
+    with pytest.raises(ValueError, match="none of its 1 lines"):
+        generate.read_requests(write(path, [{"role": "nobody"}]), COMPACT)
+
+
+def test_buckets_are_the_powers_of_two_that_are_needed() -> None:
+    assert generate.buckets([1, 64, 65, 128, 600]) == (64, 128, 1024)
+    assert generate.buckets([512]) == (512,)
+
+
+def test_prompt_set_of_a_run(tmp_path: Path, workdir: Path) -> None:
+    assert generate.find_prompt_set(workdir) == "compact"
+    assert generate.find_prompt_set(tmp_path) == "full"
+    assert generate.find_prompt_set(None) == "full"
+
+
+def test_answers_of_every_role(workdir: Path) -> None:
+    texts = [generate.make_prompt(request, COMPACT) for request in REQUESTS]
+
+    def ask(temperature: float, seed: int) -> list:
+        sampling = {"temperature": temperature, "top_p": 1.0, "max_tokens": 5}
+        return generate.answer(workdir / "policy", REQUESTS, texts, 3, sampling, seed)
+
+    results = ask(1.0, 0)
+    assert len(results) == len(REQUESTS)
+    for request, result in zip(REQUESTS, results, strict=True):
+        assert {name: result[name] for name in request} == request
+        assert all(len(result[name]) == 3 for name in ("answers", "tokens", "stopped"))
+        assert all(value < 0 for value in result["log_probs"])
+        assert all(1 <= count <= 5 for count in result["tokens"])
+    assert [one["status"] for one in results[0]["parsed"]] == ["bad_format"] * 3
+    assert results[2]["predictions"] == [None] * 3
+    assert results[3]["verdicts"] == [-1] * 3
+    assert not {"parsed", "verdicts", "predictions"} & set(results[4])
+    assert ask(1.0, 0) == results
+    assert ask(1.0, 1) != results
+    greedy = ask(0.0, 0)
+    assert all(len(set(result["answers"])) == 1 for result in greedy)
+
+
+def test_command_line(tmp_path: Path, workdir: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", [*REQUESTS, {"role": "x"}]), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "spell_jax.generate", f"--prompts={source}", f"--out={out}"]
+    arguments = [f"--workdir={workdir}", "--samples=2", "--greedy", "--max_tokens=4"]
+    environment = os.environ | {"XLA_FLAGS": ""}
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{source}:6: skipped" in done.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line.get("role") for line in lines] == [r.get("role") for r in REQUESTS]
+    assert all(len(line["answers"]) == 2 for line in lines)
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert "--workdir or --policy" in refused.stderr + refused.stdout

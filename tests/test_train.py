@@ -1,0 +1,302 @@
+"""The trainer on a tiny policy: what a run writes, and that a resumed run is the same run."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from absl import logging as absl_logging
+
+from spell_jax import train
+from spell_jax.games.spell import Spell
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import weights
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.metrics import read_metrics
+from tests import noise
+
+TIMES = ("train/play_seconds", "train/update_seconds")
+absl_logging.set_verbosity(absl_logging.WARNING)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+class Finished:
+    """A run that is over: its folder, its parts, and how often each program was traced by step.
+
+    Played on one of the fake devices, which is faster than on all, with noise that means something.
+    """
+
+    def __init__(self, config, workdir: pathlib.Path, devices: int = 1, meaning: bool = True):
+        self.workdir = workdir
+        self.traces: list[dict[str, int]] = []
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if devices == 1:
+                noise.use_one_device(monkeypatch)
+            if meaning:
+                noise.give_meaning(monkeypatch)
+            make_run = train.make_run
+            monkeypatch.setattr(train, "make_run", lambda c: self._keep(make_run(c)))
+            monkeypatch.setattr(train, "count_rows", self._count)
+            train.train(config, workdir)
+
+    def _keep(self, run: train.Run) -> train.Run:
+        self.run = run
+        return run
+
+    def _count(self, rows):
+        """Called once a step, behind its update."""
+        sampler, learner = self.run.players._sampler, self.run.learner
+        programs = {
+            "prefill": sampler.prefill,
+            "decode": sampler.decode,
+            "accumulate": learner.accumulate,
+            "apply": learner.apply,
+        }
+        self.traces.append({name: f._cache_size() for name, f in programs.items()})
+        return COUNT_ROWS(rows)
+
+    def metrics(self) -> list[dict]:
+        lines = read_metrics(self.workdir)
+        return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+    def checkpoint(self, *others: str) -> tuple[dict, dict]:
+        """(models, the game's state) of the last checkpoint."""
+        checkpoints = Checkpoints(self.workdir)
+        names = (*self.run.game.models, *others)
+        abstract = self.run.learner.abstract_state()
+        target = {"policy": abstract} | dict.fromkeys(names, abstract.params)
+        step = checkpoints.latest_step()
+        assert step is not None
+        models, state = checkpoints.restore(step, target)
+        checkpoints.close()
+        return models, state
+
+
+COUNT_ROWS = train.count_rows
+
+
+@pytest.fixture(scope="module")
+def whole(policy, tmp_path_factory) -> Finished:
+    """Four steps in one go, evaluated, the last one profiled."""
+    config = noise.small_config(policy, steps=4, evaluate=True, profile_steps=(4,))
+    return Finished(config, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def resumed(policy, tmp_path_factory) -> Finished:
+    """Two steps, and two more from their checkpoint."""
+    workdir = tmp_path_factory.mktemp("resumed")
+    Finished(noise.small_config(policy, steps=2), workdir)
+    return Finished(noise.small_config(policy, steps=4), workdir)
+
+
+def test_a_run_writes_all_its_files(whole):
+    folder = whole.workdir
+    assert [line["step"] for line in whole.metrics()] == [1, 2, 3, 4]
+    assert sorted(p.name for p in (folder / "episodes").iterdir()) == [
+        f"step_00000{step}.jsonl" for step in range(1, 5)
+    ]
+    lines = (folder / "episodes" / "step_000002.jsonl").read_text().splitlines()
+    assert len(lines) in (9, 18) and {"task", "question", "scores"} <= json.loads(lines[0]).keys()
+    assert list((folder / "tensorboard").glob("events*"))
+    assert sorted(int(p.name) for p in (folder / "checkpoints").iterdir()) == [2, 4]
+    assert [p.name for p in (folder / "best").iterdir()] in (["2"], ["4"])
+    assert {p.name for p in (folder / "plots").iterdir()} == {
+        "play.png",
+        "train.png",
+        "eval.png",
+        "evaluation.png",
+    }
+    results = json.loads((folder / "evaluation.json").read_text())
+    assert results.keys() == {"before", "after"}
+    assert "verifier accuracy, by pair" in results["after"]
+    assert json.loads((folder / "config.json").read_text())["game"]["group_size"] == 4
+
+
+def test_the_policy_folder_holds_the_last_weights(whole, policy):
+    shape, saved = weights.load(whole.workdir / "policy")
+    models, _ = whole.checkpoint()
+    jax.tree.map(np.testing.assert_array_equal, saved, models["policy"].params)
+    first_shape, first = weights.load(policy)
+    assert shape == first_shape
+    assert (saved["embedding"] != first["embedding"]).any()
+    before, after = tokenizers.load(policy), tokenizers.load(whole.workdir / "policy")
+    assert before.encode("- Arvo city Oslo") == after.encode("- Arvo city Oslo")
+
+
+def test_metrics_tell_what_was_played_and_learned(whole):
+    lines = whole.metrics()
+    updates = [line for line in lines if not line["train/empty_update"]]
+    assert len(updates) >= 3
+    roles = {f"train/rows/{role}" for role in ("responder", "questioner", "verifier")}
+    assert roles <= {name for line in updates for name in line}
+    for line in updates:
+        assert line["train/gradient_norm"] > 0 and line["train/skipped_update"] == 0
+        # Sampler and learner agree on the log-prob of what was sampled.
+        assert line["train/sampler_difference"] < 1e-4
+    assert all(line["play/accepted"] + line["play/bad_format"] <= 1 for line in lines)
+    assert ["eval/responder" in line for line in lines] == [False, True, False, True]
+
+
+def test_nothing_compiles_after_the_first_full_step(whole):
+    updates = [i for i, line in enumerate(whole.metrics()) if not line["train/empty_update"]]
+    first = whole.traces[updates[0]]
+    # One bucket, and as many prompts in a batch whatever is asked for.
+    assert first["prefill"] == first["accumulate"] == first["apply"] == 1
+    # Questions and their filter, answers (as many as anchors), verdicts; two more of evaluation.
+    assert first["decode"] == 5
+    assert len(whole.traces) == 4 and updates[0] < 3
+    assert all(traces == first for traces in whole.traces[updates[0] :])
+
+
+def test_a_resumed_run_is_the_same_run(whole, resumed):
+    assert resumed.metrics() == whole.metrics()
+    for step in range(1, 5):
+        name = f"episodes/step_00000{step}.jsonl"
+        assert (resumed.workdir / name).read_bytes() == (whole.workdir / name).read_bytes()
+    model, saved = "policy/model.safetensors", (resumed.workdir, whole.workdir)
+    assert len({(folder / model).read_bytes() for folder in saved}) == 1
+    (models, state), (other_models, other_state) = whole.checkpoint(), resumed.checkpoint()
+    jax.tree.map(np.testing.assert_array_equal, models, other_models)
+    assert state == other_state
+    assert state["memory"]["clusters"], "a memory that holds nothing is easily the same"
+
+
+def test_the_frozen_copy_is_in_the_checkpoint(whole, policy):
+    models, _ = whole.checkpoint()
+    _, first = weights.load(policy)
+    jax.tree.map(np.testing.assert_array_equal, models["anchor"], first)
+
+
+def test_a_finished_run_is_left_as_it_is(resumed, policy):
+    before = resumed.metrics()
+    again = Finished(noise.small_config(policy, steps=4), resumed.workdir)
+    assert again.traces == [] and again.metrics() == before
+
+
+def test_noise_makes_empty_updates_and_time_ends_a_run(policy, tmp_path):
+    """A policy that has learned nothing: no question is accepted, and the run is none the worse."""
+    config = noise.small_config(policy, steps=100_000, max_minutes=0.02, validate_every=0)
+    run = Finished(config, tmp_path, meaning=False)
+    lines = run.metrics()
+    assert 1 <= len(lines) < 100_000
+    assert all(line["train/empty_update"] == 1 for line in lines)
+    assert all(line["play/bad_format"] + line["play/skipped"] == 1 for line in lines)
+    models, _ = run.checkpoint()
+    _, first = weights.load(policy)
+    jax.tree.map(np.testing.assert_array_equal, models["policy"].params, first)
+    assert int(models["policy"].step) == 0
+    assert Checkpoints(tmp_path).latest_step() == len(lines)
+    assert (tmp_path / "policy" / "model.safetensors").is_file()
+    assert (tmp_path / "plots" / "play.png").is_file()
+
+
+def test_reference_and_renewed_anchor_go_on_from_a_checkpoint(policy, tmp_path):
+    options = {"loss.kl_weight": 0.5, "game.anchor_refresh": 2, "validate_every": 0}
+    first = Finished(noise.small_config(policy, steps=2, **options), tmp_path)
+    run = Finished(noise.small_config(policy, steps=4, **options), tmp_path)
+    kept = run.run.start
+    updates = [line for line in run.metrics() if not line["train/empty_update"]]
+    # Against itself a policy has no divergence; later it has.
+    assert updates[0]["train/kl"] == pytest.approx(0, abs=1e-7)
+    assert updates[-1]["train/kl"] > 1e-6
+    assert first.traces[-1]["accumulate"] == run.traces[-1]["accumulate"] == 1
+    models, _ = run.checkpoint("reference")
+    jax.tree.map(np.testing.assert_array_equal, models["reference"], kept)
+    # Renewed behind step 4, so that it is the policy of that step.
+    jax.tree.map(np.testing.assert_array_equal, models["anchor"], models["policy"].params)
+    assert (models["anchor"]["embedding"] != kept["embedding"]).any()
+
+
+def test_a_run_on_eight_devices(policy, tmp_path):
+    """Parameters four ways over fsdp and two over tensor."""
+    options = {"mesh.fsdp": 4, "mesh.tensor": 2, "validate_every": 0, "steps": 2}
+    run = Finished(noise.small_config(policy, **options), tmp_path, devices=8)
+    assert run.run.learner.mesh.shape["fsdp"] == 4
+    lines = run.metrics()
+    assert any(not line["train/empty_update"] for line in lines)
+    assert run.traces[-1]["accumulate"] == run.traces[-1]["apply"] == 1
+    placed = run.run.learner.param_shardings["layers"]["mlp"]["up_kernel"]
+    assert set(placed.spec) >= {"fsdp", "tensor"}
+    assert (weights.load(tmp_path / "policy")[1]["embedding"]).shape[1] == 32
+
+
+def test_the_chosen_step_is_profiled(whole):
+    """Though it is the run's last one."""
+    assert len(list((whole.workdir / "profile").rglob("*.xplane.pb"))) == 1
+
+
+BAD = [
+    ("steps", 0),
+    ("validate_every", -1),
+    ("checkpoint_every", 0),
+    ("keep_checkpoints", 0),
+    ("max_minutes", -1.0),
+    ("policy.folder", "no/such/folder"),
+    ("policy.folder", ""),
+    ("policy.compute_dtype", "float99"),
+    ("policy.remat", "some"),
+    ("data.source", "no/such/folder"),
+    ("data.tasks", ("poetry",)),
+    ("data.task_weights", (1.0,)),
+    ("data.held_out", 1.5),
+    ("data.grouping", "magic"),
+    ("data.documents_per_cluster", 0),
+    ("data.max_document_tokens", 0),
+    ("data.tiny.clusters", 0),
+    ("data.tiny.documents", (0,)),
+    ("data.tiny.evaluation.per_cell", 0),
+    ("data.tiny.evaluation.documents", (1,)),
+    ("game.name", "chess"),
+    ("game.prompts", "no/such/folder"),
+    ("game.group_size", 1),
+    ("game.mapping", "linear"),
+    ("game.static_questions", 0),
+    ("sampler.top_p", 0.0),
+    ("sampler.prompt_buckets", (64, 32)),
+    ("optimiser.learning_rate", -1.0),
+    ("optimiser.schedule", "zigzag"),
+    ("loss.aggregation", "median"),
+    ("loss.kl_weight", -1.0),
+    ("packing.buckets", ((64,),)),
+    ("packing.token_budget", 1),
+    ("mesh.tensor", 3),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD, ids=lambda x: str(x))
+def test_a_bad_value_is_named_before_any_device_work(field, value, policy, monkeypatch):
+    def touched(*args, **kwargs):
+        raise AssertionError("a device was touched")
+
+    monkeypatch.setattr(jax, "device_put", touched)
+    monkeypatch.setattr(jax.random, "key", touched)
+    monkeypatch.setattr(train.update.Learner, "init", touched)
+    config = noise.small_config(policy, **{field: value})
+    section = field.partition(".")[0] if field.startswith("mesh") else field
+    with pytest.raises((ValueError, FileNotFoundError)) as failure:
+        train.make_run(config)
+    message = str(failure.value)
+    assert section in message
+    assert str(value[0] if isinstance(value, tuple) else value) in message
+
+
+def test_the_judge_needs_an_address(policy):
+    config = noise.small_config(policy, **{"game.rule": "judge"})
+    with pytest.raises(ValueError, match=r"game\.judge_url = ''"):
+        train.make_run(config)
+
+
+def test_the_parts_of_a_run_fit(policy):
+    run = train.make_run(noise.small_config(policy))
+    assert isinstance(run.game, Spell)
+    # Two tokens of a prompt's room are the chat's.
+    assert run.game._cap == 128 - len(run.tokenizer.chat("")) == 126
+    assert len(run.tokenizer.chat("x" * 5)) == len(run.tokenizer.encode("x" * 5)) + 2
