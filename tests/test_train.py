@@ -47,7 +47,9 @@ class Finished:
             train.train(config, workdir)
 
     def _keep(self, run: train.Run) -> train.Run:
-        self.run = run
+        self.run, begin = run, run.players.begin
+        self.begun: list[int] = []
+        run.players.begin = lambda step, models: (self.begun.append(step), begin(step, models))[1]
         return run
 
     def _count(self, rows):
@@ -143,6 +145,11 @@ def test_metrics_tell_what_was_played_and_learned(whole):
         assert line["train/sampler_difference"] < 1e-4
     assert all(line["play/accepted"] + line["play/bad_format"] <= 1 for line in lines)
     assert ["eval/responder" in line for line in lines] == [False, True, False, True]
+
+
+def test_every_step_has_random_numbers_of_its_own(whole):
+    """And every evaluation those of step 0, so that it never disturbs the steps."""
+    assert whole.begun == [0, 1, 2, 0, 3, 4, 0, 0]
 
 
 def test_nothing_compiles_after_the_first_full_step(whole):
