@@ -40,14 +40,14 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.game.reference = "anchored"
     config.game.balance_verdicts = True
 
-    config.sampler.prompt_buckets = (32, 96, 192, 384)
+    config.sampler.prompt_buckets = (32, 64, 112, 192)
     config.sampler.token_budget = 8192
     config.sampler.max_streams = 512
-    config.sampler.max_tokens = 56
+    config.sampler.max_tokens = 48
     config.sampler.max_verdict_tokens = 4
 
     config.optimiser.learning_rate = 1.5e-4
     config.optimiser.b2 = 0.95
-    config.packing.buckets = ((384, 256),)
-    config.packing.token_budget = 6144
+    config.packing.buckets = ((320, 224),)
+    config.packing.token_budget = 6400
     return config

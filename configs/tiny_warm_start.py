@@ -14,8 +14,8 @@ from ml_collections import ConfigDict
 def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config: Any = ConfigDict()
     config.seed = 0
-    config.steps = 2600
-    config.rows_per_step = 56
+    config.steps = 2000
+    config.rows_per_step = 80
     config.log_every = 50
     config.checkpoint_every = 250
     config.source = "tiny"  # or a .jsonl of {"prompt", "completion"}
@@ -35,7 +35,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.policy.max_positions = 1024
 
     config.optimiser = ConfigDict()
-    config.optimiser.learning_rate = 1.5e-3
+    config.optimiser.learning_rate = 3e-3
     config.optimiser.schedule = "cosine"
     config.optimiser.warmup_steps = 200
     config.optimiser.final_fraction = 0.05
@@ -44,7 +44,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.optimiser.clip_norm = 1.0
 
     config.packing = ConfigDict()
-    config.packing.buckets = ((256, 96),)
+    config.packing.buckets = ((160, 96),)
     config.packing.token_budget = 4096
 
     config.mesh = ConfigDict({"data": 1, "fsdp": -1, "context": 1, "tensor": 1, "expert": 1})

@@ -1,7 +1,7 @@
 """The generated world of the demo: small documents with facts, and an oracle for evaluation only.
 
-1. A document is one line about one person: "- Arvo city Oslo, Arvo friend Bela, Arvo sales 34,
-   Arvo costs 12". A cluster is n documents whose friends are all inside the cluster.
+1. A document is a line of a register, "- Arvo Oslo 34 12 Bela": a person's name, city, sales, costs
+   and friend. A cluster is n documents whose friends are all inside the cluster.
 2. Questions are of four kinds: look-up ("city of Arvo"), two-hop ("city of friend of Arvo"), sums
    ("sales of Arvo plus costs of Bela") and four-way choices of a look-up.
 3. Values have several surface forms: a city has two names (documents use either), names and
@@ -34,7 +34,7 @@ Riga/Daugava
 """
 NAMES = tuple(_NAMES.split())
 CITIES = tuple(tuple(pair.split("/")) for pair in _CITIES.split())
-ATTRIBUTES = ("city", "friend", "sales", "costs")
+ATTRIBUTES = ("city", "sales", "costs", "friend")  # in the order of a line
 FIGURES = range(10, 40)
 TOWN, TITLE, UNIT = "town", "Mr", "dollars"
 
@@ -49,7 +49,7 @@ LETTERS = "ABCD"
 
 _CANONICAL = {form.lower(): city for city, *others in CITIES for form in (city, *others)}
 _ALIAS = {pair[i]: pair[1 - i] for pair in CITIES for i in (0, 1)}
-_FACT = re.compile(r"(\w+) (city|friend|sales|costs) (\w+)")
+_LINE = re.compile(r"(\w+) (\w+) (\d+) (\d+) (\w+)")
 _LOOKUP = re.compile(r"(city|friend|sales|costs) of ((?:friend of )*)(\w+)")
 _MATH = re.compile(r"(sales|costs) of (\w+) (plus|minus) (sales|costs) of (\w+)")
 
@@ -63,8 +63,7 @@ class Question:
     Attributes:
       kind: one of KINDS.
       text: the question, without choices.
-      evidence: facts that lead to the answer, each as the documents state it, and for a sum the
-        sum itself.
+      evidence: the lines that lead to the answer, and for a sum the sum itself.
       answer: the value as the documents state it (a number for "math").
     """
 
@@ -89,9 +88,8 @@ def make_documents(rng: np.random.Generator, count: int) -> tuple[str, ...]:
             NAMES[(NAMES.index(name) + 1) % len(NAMES)]
         ]
         city = CITIES[rng.integers(len(CITIES))][int(rng.random() < 0.3)]
-        values = (city, others[rng.integers(len(others))], _figure(rng), _figure(rng))
-        facts = (f"{name} {a} {v}" for a, v in zip(ATTRIBUTES, values, strict=True))
-        documents.append("- " + ", ".join(facts))
+        friend = others[rng.integers(len(others))]
+        documents.append(f"- {name} {city} {_figure(rng)} {_figure(rng)} {friend}")
     return tuple(documents)
 
 
@@ -113,7 +111,17 @@ def make_clusters(
 
 def read_facts(documents: Sequence[str]) -> Facts:
     """(name, attribute) -> value as stated."""
-    return {(m[1], m[2]): m[3] for text in documents for m in _FACT.finditer(text)}
+    return {
+        (line[1], attribute): value
+        for text in documents
+        for line in _LINE.finditer(text)
+        for attribute, value in zip(ATTRIBUTES, line.groups()[1:], strict=True)
+    }
+
+
+def line_of(facts: Facts, name: str) -> str:
+    """What the documents say of a person, as they say it."""
+    return " ".join([name, *(facts[name, attribute] for attribute in ATTRIBUTES)])
 
 
 def draw_question(rng: np.random.Generator, documents: Sequence[str], kind: str) -> Question:
@@ -134,12 +142,12 @@ def draw_question(rng: np.random.Generator, documents: Sequence[str], kind: str)
             attribute = ATTRIBUTES[rng.integers(len(ATTRIBUTES))]
             friend = facts[name, "friend"]
             value = facts[friend, attribute]
-            evidence = (f"{name} friend {friend}", f"{friend} {attribute} {value}")
+            evidence = (line_of(facts, name), line_of(facts, friend))
             return Question(kind, f"{attribute} of friend of {name}", evidence, value)
     attribute = ATTRIBUTES[rng.integers(len(ATTRIBUTES))]
     value = facts[name, attribute]
     kind = kind if kind == "choice" else "lookup"
-    return Question(kind, f"{attribute} of {name}", (f"{name} {attribute} {value}",), value)
+    return Question(kind, f"{attribute} of {name}", (line_of(facts, name),), value)
 
 
 def _draw_sum(rng: np.random.Generator, facts: Facts, names: list[str]) -> Question:
@@ -152,8 +160,8 @@ def _draw_sum(rng: np.random.Generator, facts: Facts, names: list[str]) -> Quest
         a, b, x, y = b, a, y, x
     result = x + y if word == "plus" else x - y
     text = f"{a[1]} of {a[0]} {word} {b[1]} of {b[0]}"
-    steps = (f"{a[0]} {a[1]} {x}", f"{b[0]} {b[1]} {y}", f"{x} {word} {y} is {result}")
-    return Question("math", text, steps, str(result))
+    lines = dict.fromkeys((line_of(facts, a[0]), line_of(facts, b[0])))
+    return Question("math", text, (*lines, f"{x} {word} {y} is {result}"), str(result))
 
 
 def draw_options(

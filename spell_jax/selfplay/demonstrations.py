@@ -36,7 +36,7 @@ SYMBOLS = (
     "[[NO]]",
 )
 UNKNOWN = "unknown"
-RECITED = 8  # facts of a recital at most
+SUMS = 3  # in a recital
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,10 +141,9 @@ def _compact(value: dict) -> str:
 
 def _recital_row(mixture: Mixture, rng: np.random.Generator) -> Row:
     documents = world.make_documents(rng, int(rng.choice(mixture.responder_documents)))
-    facts = [f"{name} {a} {v}" for (name, a), v in world.read_facts(documents).items()]
-    chosen = [facts[i] for i in rng.permutation(len(facts))[:RECITED]]
-    sums = [world.draw_question(rng, documents, "math").evidence[-1] for _ in range(2)]
-    chosen += sums
+    lines = [document.removeprefix("- ") for document in documents]
+    chosen = [lines[i] for i in rng.permutation(len(lines))]
+    chosen += [world.draw_question(rng, documents, "math").evidence[-1] for _ in range(SUMS)]
     return Row("\n".join(documents) + "\nrecite", _thought(chosen), "reciter", "general_qa")
 
 

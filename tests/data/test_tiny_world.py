@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -85,16 +86,18 @@ def test_the_oracle_agrees_with_the_generated_truth(kind, count):
         assert kind == "choice" or world.question_kind(question.text) == kind
         # The evidence is stated in the documents, and leads to the answer.
         facts = world.read_facts(texts)
-        stated = [fact.split() for fact in question.evidence if " is " not in fact]
-        assert all(facts[name, attribute] == value for name, attribute, value in stated)
-        assert len(stated) == (2 if kind in ("two_hop", "math") else 1)
+        lines = [line for line in question.evidence if " is " not in line]
+        assert {f"- {line}" for line in lines} <= set(texts)
         if kind == "math":
-            x, y = (int(value) for *_, value in stated)
-            word = "plus" if "plus" in question.text else "minus"
-            assert int(question.answer) == (x + y if word == "plus" else x - y) > 0
-            assert question.evidence[2:] == (f"{x} {word} {y} is {question.answer}",)
+            match = re.fullmatch(r"(\w+) of (\w+) (plus|minus) (\w+) of (\w+)", question.text)
+            assert match is not None
+            x, y = int(facts[match[2], match[1]]), int(facts[match[5], match[4]])
+            assert int(question.answer) == (x + y if match[3] == "plus" else x - y) > 0
+            assert question.evidence[-1] == f"{x} {match[3]} {y} is {question.answer}"
+            assert [line.split()[0] for line in lines] == list(dict.fromkeys(match.group(2, 5)))
         else:
-            assert stated[-1][2] == question.answer
+            assert len(lines) == (2 if kind == "two_hop" else 1)
+            assert question.answer in lines[-1].split()[1:]
 
 
 def test_a_friend_outside_the_documents_leaves_a_look_up():
@@ -104,7 +107,7 @@ def test_a_friend_outside_the_documents_leaves_a_look_up():
 
 
 def test_the_oracle_knows_what_it_does_not_know():
-    texts = ("- Arvo city Oslo, Arvo friend Bela, Arvo sales 34, Arvo costs 12",)
+    texts = ("- Arvo Oslo 34 12 Bela",)
     assert world.oracle("city of Arvo", texts) == world.canonical("Oslo")
     assert world.oracle("please tell: sales of Arvo minus costs of Arvo", texts) == "22"
     assert world.oracle("city of friend of Arvo", texts) is None  # Bela has no document
@@ -116,10 +119,7 @@ def test_the_oracle_knows_what_it_does_not_know():
 
 
 def test_hops_are_followed_to_any_depth():
-    texts = (
-        "- Arvo city Oslo, Arvo friend Bela, Arvo sales 34, Arvo costs 12",
-        "- Bela city Rome, Bela friend Arvo, Bela sales 10, Bela costs 11",
-    )
+    texts = ("- Arvo Oslo 34 12 Bela", "- Bela Rome 10 11 Arvo")
     assert world.oracle("city of friend of Arvo", texts) == world.canonical("Rome")
     assert world.oracle("city of friend of friend of Arvo", texts) == world.canonical("Oslo")
     assert world.oracle("friend of friend of Arvo", texts) == world.canonical("Arvo")
@@ -144,7 +144,7 @@ def test_one_option_is_right(count):
 
 
 def test_a_choice_without_one_right_option_has_no_answer():
-    texts = ("- Arvo city Oslo, Arvo friend Bela, Arvo sales 34, Arvo costs 12",)
+    texts = ("- Arvo Oslo 34 12 Bela",)
     assert world.oracle_choice("city of Arvo\n(A) Rome\n(B) Fjordton\n", texts) == "B"
     assert world.oracle_choice("city of Arvo\n(A) Oslo\n(B) Fjordton\n", texts) is None
     assert world.oracle_choice("city of Arvo\n(A) Rome\n(B) Lima\n", texts) is None
