@@ -116,7 +116,6 @@ def test_a_run_without_metrics_is_a_clear_error(tmp_path):
     "evaluation, message",
     [
         ([], 'want an object with "before" and "after"'),
-        ({"before": {}}, 'no "after"'),
         ({"before": {}, "after": {"s": {"r": 3}}}, "after/s/r: want an object, got 3"),
         (
             {"before": {"s": {"r": {"c": [1]}}}, "after": {}},
@@ -130,5 +129,7 @@ def test_a_wrong_evaluation_is_named(tmp_path, evaluation, message):
         read_evaluation(tmp_path)
 
 
-def test_no_evaluation_is_none(tmp_path):
+def test_no_or_half_an_evaluation_is_none(tmp_path):
+    assert read_evaluation(tmp_path) is None
+    (tmp_path / "evaluation.json").write_text(json.dumps({"before": {}}))
     assert read_evaluation(tmp_path) is None

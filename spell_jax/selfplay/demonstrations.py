@@ -44,10 +44,8 @@ class Mixture:
     """What the demonstrations hold; every share is a probability.
 
     Attributes:
-      recital: share of rows that recite facts of the documents in any order, and sums: no role of
-        the game, but the exercise by which look-up forms. Only one token in forty of the other
-        rows tells about it: without recitals it had not formed after 1,750 steps, with them it
-        forms within 400.
+      recital: share of rows that recite the documents in any order, and sums: no role of the game,
+        but the exercise by which look-up forms. Of the other rows' tokens few tell about it.
       questioner, verifier: shares of these roles; the responder has the rest.
       kinds: shares of look-ups, two-hop questions, sums and choices.
       responder_documents: the responder reads one of these numbers of documents.
