@@ -41,8 +41,8 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.game.balance_verdicts = True
 
     config.sampler.prompt_buckets = (32, 64, 112, 192)
-    config.sampler.token_budget = 8192
-    config.sampler.max_streams = 512
+    config.sampler.token_budget = 3072
+    config.sampler.max_streams = 256
     config.sampler.max_tokens = 48
     config.sampler.max_verdict_tokens = 4
 
