@@ -14,10 +14,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import start
 from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.jsonl import read_records
 from spell_jax.runtime.metrics import MetricsWriter
 from spell_jax.runtime.progress import Progress
 from spell_jax.runtime.settings import Config, build
@@ -54,24 +55,19 @@ def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
     """
     if not pathlib.Path(path).is_file():
         raise FileNotFoundError(f"source = {str(path)!r}: must be 'tiny' or a .jsonl of rows")
-    rows, skipped = [], 0
-    lines = pathlib.Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            texts = record["prompt"], record["completion"]
-            if not all(isinstance(text, str) and text for text in texts):
-                raise ValueError("prompt and completion must be texts")
-            role, task = record.get("role", "row"), record.get("task", "")
-            rows.append(demonstrations.Row(*texts, str(role), str(task)))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            skipped += 1
-            log.warning("%s:%d: skipped (%s)", path, number, error)
+    rows, skipped = read_records(path, _parse_row)
     if not rows:
         raise ValueError(f"source = {path}: none of its {skipped} lines is a row")
     if skipped:
         log.warning("%s: %d rows, %d lines skipped", path, len(rows), skipped)
     return rows, skipped
+
+
+def _parse_row(record: Any) -> demonstrations.Row:
+    texts = record["prompt"], record["completion"]
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("prompt and completion must be texts")
+    return demonstrations.Row(*texts, str(record.get("role", "row")), str(record.get("task", "")))
 
 
 def row_stream(config: Config, start: int) -> Iterator[demonstrations.Row]:

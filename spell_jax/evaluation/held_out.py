@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
 import pathlib
-from typing import Protocol
+from typing import Any, Protocol
 
 from spell_jax.evaluation.scoring import Report, share
 from spell_jax.games.game import Ask
+from spell_jax.runtime.jsonl import read_records
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.prompts import Prompts
-
-log = logging.getLogger(__name__)
 
 
 class Evaluation(Protocol):
@@ -74,23 +71,19 @@ def read_questions(path: str | pathlib.Path) -> tuple[Question, ...]:
       FileNotFoundError: there is no such file.
       ValueError: no line of it is a question.
     """
-    questions, skipped = [], 0
-    lines = pathlib.Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record["documents"], list):
-                raise ValueError("documents must be a list of texts")
-            question = Question(
-                record["task"], tuple(record["documents"]), record["question"], record["answer"]
-            )
-            texts = (*question.documents, question.question, question.answer)
-            if question.task not in rules.TASKS or not all(isinstance(t, str) for t in texts):
-                raise ValueError(f"task must be one of {rules.TASKS}, the rest texts")
-            questions.append(question)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            skipped += 1
-            log.warning("%s:%d: skipped (%s)", path, number, error)
+    questions, skipped = read_records(path, _parse_question)
     if not questions:
         raise ValueError(f"data.validation = {path}: none of its {skipped} lines is a question")
     return tuple(questions)
+
+
+def _parse_question(record: Any) -> Question:
+    if not isinstance(record["documents"], list):
+        raise ValueError("documents must be a list of texts")
+    question = Question(
+        record["task"], tuple(record["documents"]), record["question"], record["answer"]
+    )
+    texts = (*question.documents, question.question, question.answer)
+    if question.task not in rules.TASKS or not all(isinstance(t, str) for t in texts):
+        raise ValueError(f"task must be one of {rules.TASKS}, the rest texts")
+    return question

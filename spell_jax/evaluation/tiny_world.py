@@ -144,9 +144,8 @@ class TinyEvaluation:
         replies = ask("verifier", [row.prompt for row, *_ in rows], temperature=0.0)
         outcomes: dict[str, list[bool]] = {"all": []}
         for (_, pair, verdict), reply in zip(rows, replies, strict=True):
-            right = reply is not None and parsing.parse_verdict(reply.texts[0]) == int(
-                verdict == "[[YES]]"
-            )
+            vote = -1 if reply is None else parsing.parse_verdict(reply.texts[0])
+            right = vote == parsing.parse_verdict(verdict)
             outcomes["all"].append(right)
             outcomes.setdefault(pair, []).append(right)
         return {pair: share(cells) for pair, cells in outcomes.items()}
