@@ -21,6 +21,7 @@ def get_config() -> ConfigDict:
 
     config.policy.tokenizer = "runs/folder_rows"
     config.policy.feed_forward = 512
+    config.policy.rope_theta = 10_000.0  # rows hold up to 760 tokens
 
     config.optimiser.warmup_steps = 100
     # Long rows of the questioner, one or two in a hundred, do not fit; they are counted.

@@ -13,9 +13,9 @@ from ml_collections import ConfigDict
 
 def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config: Any = ConfigDict()
-    config.seed = 0
-    config.steps = 2000
-    config.rows_per_step = 80
+    config.seed = 2
+    config.steps = 3000
+    config.rows_per_step = 48
     config.log_every = 50
     config.checkpoint_every = 250
     config.source = "tiny"  # or a .jsonl of {"prompt", "completion"}
@@ -32,12 +32,13 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.policy.kv_heads = 2
     config.policy.head_size = 32
     config.policy.feed_forward = 384
+    config.policy.rope_theta = 100.0  # rows hold at most 200 tokens: more of the angles turn
     config.policy.max_positions = 1024
 
     config.optimiser = ConfigDict()
     config.optimiser.learning_rate = 3e-3
     config.optimiser.schedule = "cosine"
-    config.optimiser.warmup_steps = 200
+    config.optimiser.warmup_steps = 50
     config.optimiser.final_fraction = 0.05
     config.optimiser.b2 = 0.98
     config.optimiser.weight_decay = 0.01

@@ -22,16 +22,14 @@ from spell_jax.data.clusters import Cluster
 
 _NAMES = """
 Arvo Bela Cato Dina Edda Faro Gita Hugo Ines Jaro Kuno Lida Mika Nilo Odra Pavo Quin Rufa Sami
-Tova Udo Vera Wim Xena Yuri Zita Abel Bodo Carla Dirk Elmo Fenja Gero Hilde Igor Jutta Klaus
-Lothar Malte Nora Otmar Petra Ralf Sigrid Tamme Ulla Volker Wanda
+Tova Udo Vera Wim Xena
 """
 # The two names of each city; neither contains the other, so that a string rule cannot match them.
 _CITIES = """
 Oslo/Fjordton Paris/Seinham Rome/Sevenhills Cairo/Nileport Lima/Pacifica Quito/Andesby
-Delhi/Yamuna Tokyo/Edoville Seoul/Hanyang Perth/Swanside Accra/Goldcoast Dakar/Capevert
-Milan/Duomo Turin/Mole Basel/Rhineknee Ghent/Leie Porto/Douro Malmo/Oresund Kyiv/Dnipro
-Riga/Daugava
+Delhi/Yamuna Tokyo/Edoville Seoul/Hanyang Perth/Swanside
 """
+# Few values, because look-up forms the later the more there are: each must be seen often.
 NAMES = tuple(_NAMES.split())
 CITIES = tuple(tuple(pair.split("/")) for pair in _CITIES.split())
 ATTRIBUTES = ("city", "sales", "costs", "friend")  # in the order of a line

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax.linen import spmd
 
 from spell_jax.attention import dense
-from spell_jax.policy import rope
+from spell_jax.policy import mimetic, rope
 from spell_jax.policy.config import PolicyConfig
 
 Params = dict[str, Any]
@@ -165,10 +165,15 @@ class Transformer(nn.Module):
 
 
 def boxed_init(config: PolicyConfig, key: jax.Array) -> Any:
-    """Random float32 parameters, each in a box that carries its logical axes."""
+    """Random float32 parameters (see mimetic.py), each in a box that carries its logical axes."""
     token = jnp.zeros((1, 1), jnp.int32)
     context = _context(config, token, {"last_reader": token})
-    return Transformer(config, dense.attend_packed).init(key, token, None, context)["params"]
+    model = Transformer(config, dense.attend_packed)
+    params: Any = model.init(key, token, None, context)["params"]
+    boxes = params["layers"]["attention"]
+    weights = mimetic.attention_weights(config, nn.unbox(boxes))
+    replaced = {name: boxes[name].replace_boxed(value) for name, value in weights.items()}
+    return params | {"layers": params["layers"] | {"attention": boxes | replaced}}
 
 
 def init(config: PolicyConfig, key: jax.Array) -> Params:

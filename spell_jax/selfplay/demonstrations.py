@@ -32,11 +32,16 @@ SYMBOLS = (
     '"},"answer":"',
     '","answer":"',
     '"}',
+    "(A)",
+    "(B)",
+    "(C)",
+    "(D)",
     "[[YES]]",
     "[[NO]]",
 )
 UNKNOWN = "unknown"
 SUMS = 3  # in a recital
+VERIFIED_KINDS = (0.4, 0.2, 0.2, 0.2)  # shares of world.KINDS among the verifier's pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +53,9 @@ class Mixture:
         but the exercise by which look-up forms. Of the other rows' tokens few tell about it.
       questioner, verifier: shares of these roles; the responder has the rest.
       kinds: shares of look-ups, two-hop questions, sums and choices.
+      recital_documents: a recital is of one of these numbers of documents. Look-up forms where
+        guessing among the documents does not pay: behind 4 and 5 of them after 300 steps, behind
+        1 to 4 not in 750.
       responder_documents: the responder reads one of these numbers of documents.
       two_hop_documents: two-hop questions are also shown at these numbers...
       two_hop_far: ...in this share of them.
@@ -58,18 +66,19 @@ class Mixture:
       verifier_cities: the verifier sees the second names of this many cities only.
     """
 
-    recital: float = 0.25
+    recital: float = 0.22
     questioner: float = 0.27
-    verifier: float = 0.15
+    verifier: float = 0.18
     kinds: tuple[float, ...] = (0.2, 0.25, 0.3, 0.25)
-    responder_documents: tuple[int, ...] = (1, 2, 3, 4)
-    two_hop_documents: tuple[int, ...] = (5, 6, 7, 8)
+    recital_documents: tuple[int, ...] = (3, 4, 5)
+    responder_documents: tuple[int, ...] = (3, 4, 5)
+    two_hop_documents: tuple[int, ...] = (6, 7, 8)
     two_hop_far: float = 0.1
     questioner_documents: tuple[int, ...] = (2, 3, 4)
     history: float = 0.3
     plain_form: float = 0.8
     empty: float = 0.04
-    verifier_cities: int = 12
+    verifier_cities: int = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +119,10 @@ def _worded(rng: np.random.Generator, value: str, plain: float) -> str:
     return value if rng.random() < plain else forms[rng.integers(1, len(forms))]
 
 
-def _thought(evidence: Sequence[str]) -> str:
-    return "<think> " + ", ".join(evidence) + "</think>"
+def _thought(evidence: Sequence[str], answer: str = "", letter: str | None = None) -> str:
+    """The evidence quoted, and for a choice which option the answer is."""
+    chosen = [f"{answer} is ({letter})"] if letter else []
+    return "<think> " + ", ".join([*evidence, *chosen]) + "</think>"
 
 
 def question_json(
@@ -138,7 +149,7 @@ def _compact(value: dict) -> str:
 
 
 def _recital_row(mixture: Mixture, rng: np.random.Generator) -> Row:
-    documents = world.make_documents(rng, int(rng.choice(mixture.responder_documents)))
+    documents = world.make_documents(rng, int(rng.choice(mixture.recital_documents)))
     lines = [document.removeprefix("- ") for document in documents]
     chosen = [lines[i] for i in rng.permutation(len(lines))]
     chosen += [world.draw_question(rng, documents, "math").evidence[-1] for _ in range(SUMS)]
@@ -162,7 +173,8 @@ def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator
     completion, letter = question_json(rng, documents, question, mixture.plain_form)
     task = world.TASK_OF_KIND[question.kind]
     prompt = prompts.questioner(task, documents, history, letter)
-    return Row(prompt, _thought(question.evidence) + completion, "questioner", task)
+    thought = _thought(question.evidence, question.answer, letter)
+    return Row(prompt, thought + completion, "questioner", task)
 
 
 def responder_question(
@@ -186,9 +198,12 @@ def _responder_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator)
     if rng.random() < mixture.empty:
         completion = f"<think></think>answer is {UNKNOWN}"
         return Row(prompts.responder(task, (), text), completion, "responder", task)
+    thought = _thought(question.evidence, question.answer, answer if kind == "choice" else None)
     if task == "general_qa":
         answer = _worded(rng, answer, mixture.plain_form)
-    completion = f"{_thought(question.evidence)}answer is {answer}"
+    elif task == "multiple_choice":
+        answer = f"({answer})"  # one token, as in the options
+    completion = f"{thought}answer is {answer}"
     return Row(prompts.responder(task, documents, text), completion, "responder", task)
 
 
@@ -206,38 +221,35 @@ def verifier_row(
       (row, what kind of pair: "same" or "different" plus the two forms, the true verdict text).
     """
     documents = world.make_documents(rng, 4)
-    kind = ("lookup", "two_hop", "math")[rng.choice(3, p=(0.5, 0.25, 0.25))]
-    question = world.draw_question(rng, documents, kind)
+    kind = world.KINDS[rng.choice(len(world.KINDS), p=VERIFIED_KINDS)]
+    text, question, truth = responder_question(rng, documents, kind)
+    task = world.TASK_OF_KIND[question.kind]
+    forms = world.surface_forms(truth) if task == "general_qa" else (truth,)
     known = {name for pair in world.CITIES[:alias_cities] for name in pair}
-    forms = world.surface_forms(question.answer)
-    if len(forms) == 3 and question.answer not in known:
+    if len(forms) == 3 and truth not in known:
         forms = forms[:2]
-    if question.kind == "math":
-        forms = forms[:1]
-    same = rng.random() < 0.5
     first = second = int(rng.integers(len(forms)))
-    reference = forms[first]
+    same = rng.random() < 0.5
+    pair = "same" if same else "different"
     if same:
         second = int(rng.integers(len(forms)))
         answer = forms[second]
+        if first != second:
+            pair = "alias" if 2 in (first, second) else "decorated"
     else:
-        answer = _wrong_answer(rng, documents, question)
+        answer = _wrong_answer(rng, documents, truth)
     verdict = "[[YES]]" if same else "[[NO]]"
-    task = world.TASK_OF_KIND[question.kind]
-    prompt = prompts.verifier(question.text, answer, reference)
-    pair = f"{'same' if same else 'different'}"
-    if same and first != second:
-        pair = "alias" if 2 in (first, second) else "decorated"
+    prompt = prompts.verifier(text, answer, forms[first])
     return Row(prompt, verdict, "verifier", task), pair, verdict
 
 
-def _wrong_answer(
-    rng: np.random.Generator, documents: Sequence[str], question: world.Question
-) -> str:
-    """A different value of the same sort: a near figure, or another value of the world."""
-    if question.answer.isdigit():
+def _wrong_answer(rng: np.random.Generator, documents: Sequence[str], truth: str) -> str:
+    """A different value of the same sort: a letter, a near figure, or a value of the world."""
+    if truth in world.LETTERS:
+        return rng.choice([letter for letter in world.LETTERS if letter != truth])
+    if truth.isdigit():
         shift = int(rng.integers(1, 10)) * (1 if rng.random() < 0.5 else -1)
-        value = int(question.answer) + shift
-        return str(value if value > 0 else int(question.answer) + abs(shift))
-    options = world.draw_options(rng, documents, question.answer, "A")
+        value = int(truth) + shift
+        return str(value if value > 0 else int(truth) + abs(shift))
+    options = world.draw_options(rng, documents, truth, "A")
     return _worded(rng, options["BCD"[rng.integers(3)]], 0.7)

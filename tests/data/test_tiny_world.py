@@ -163,6 +163,6 @@ def test_wrong_options_come_from_the_documents_first():
 
 
 def test_figures_stay_inside_the_world():
-    texts = documents(1, 48)
+    texts = documents(1, len(world.NAMES))
     values = [int(v) for (_, a), v in world.read_facts(texts).items() if a in ("sales", "costs")]
     assert set(values) <= set(world.FIGURES) and len(set(values)) > 10

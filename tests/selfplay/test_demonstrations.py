@@ -38,10 +38,14 @@ def thought_of(completion: str) -> list[str]:
 
 
 def check_evidence(row: demonstrations.Row) -> None:
-    """Lines are the documents', sums are right."""
+    """Lines are the documents', sums are right, a choice is the option's letter."""
     documents = documents_of(row.prompt)
     for fact in thought_of(row.completion):
-        if " is " in fact:
+        if fact.endswith(")"):
+            value, letter = fact.removesuffix(")").split(" is (")
+            options = (f"({letter})  {value}\n", f'"{letter}":" {value}"')
+            assert any(option in row.prompt + row.completion for option in options), row
+        elif " is " in fact:
             x, word, y, _, result = fact.split()
             assert int(result) == int(x) + (int(y) if word == "plus" else -int(y)), row
         else:
@@ -77,7 +81,8 @@ def test_the_letter_asked_for_is_the_letter_of_the_answer(by_role):
             parsed = parsing.parse_question(row.completion, row.task, lambda _: 1)
             assert row.prompt[-1] == parsed.answer
             letters[parsed.answer] += 1
-    assert len(letters) == 4 and min(letters.values()) > 0.15 * letters.total()
+    deviation = np.sqrt(letters.total() * 3 / 16)
+    assert all(abs(letters[x] - letters.total() / 4) < 4 * deviation for x in world.LETTERS)
 
 
 def test_a_known_question_is_rarely_asked_again(by_role):
@@ -118,8 +123,8 @@ def test_a_rule_misses_some_right_answers(by_role):
 def test_verdicts_are_right(by_role):
     labels = Counter()
     for row in by_role["verifier"]:
-        question, one, two, ask = row.prompt.split("\n")
-        assert ask == "same?" and world.question_kind(question) in ("lookup", "two_hop", "math")
+        question, one, two, ask = row.prompt.rsplit("\n", 3)
+        assert ask == "same?" and world.question_kind(question) in world.KINDS
         first, second = one.removeprefix("one: "), two.removeprefix("two: ")
         same = world.canonical(first) == world.canonical(second)
         assert parsing.parse_verdict(row.completion) == int(same), row
@@ -132,7 +137,7 @@ def test_the_verifier_never_sees_the_second_names_of_some_cities():
     known = {name for pair in world.CITIES[:5] for name in pair}
     aliases = set()
     for row in take(mixture, count=800):
-        _, one, two, _ = row.prompt.split("\n")
+        _, one, two, _ = row.prompt.rsplit("\n", 3)
         pair = [text.split(": ")[1].removesuffix(" town") for text in (one, two)]
         if row.completion == "[[YES]]" and pair[0] != pair[1] and "Mr" not in one + two:
             aliases |= {text for text in pair if not text.split()[0].isdigit()}
@@ -182,8 +187,12 @@ def test_shares_of_the_mixture(by_role):
     tasks = Counter(row.task for row in by_role["responder"])
     for task, share in (("general_qa", 0.5), ("financial_math", 0.25), ("multiple_choice", 0.25)):
         assert abs(tasks[task] / tasks.total() - share) < 0.1
-    counts = Counter(len(documents_of(row.prompt)) for row in by_role["questioner"])
-    assert set(counts) == set(mixture.questioner_documents)
+    for role, wanted_counts in (
+        ("questioner", mixture.questioner_documents),
+        ("reciter", mixture.recital_documents),
+    ):
+        counts = Counter(len(documents_of(row.prompt)) for row in by_role[role])
+        assert set(counts) == set(wanted_counts)
     allowed = {0, *mixture.responder_documents, *mixture.two_hop_documents}
     counts = Counter(len(documents_of(row.prompt)) for row in by_role["responder"])
     assert set(counts) <= allowed and set(mixture.responder_documents) <= set(counts)

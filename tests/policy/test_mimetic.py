@@ -1,0 +1,55 @@
+"""Random weights that begin with the parts of look-up."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+from spell_jax.policy import mimetic, transformer
+from spell_jax.policy.config import PolicyConfig
+from tests import tiny
+
+POLICY = dataclasses.replace(tiny.POLICY, layers=3)
+
+
+def attention(policy: PolicyConfig) -> dict:
+    return transformer.init(policy, jax.random.key(0))["layers"]["attention"]
+
+
+@pytest.mark.parametrize("head_size", [8, 12])  # 12: heads * head_size is not the width
+def test_heads_begin_by_looking_for_equal_tokens_and_copying_them(head_size):
+    found = attention(dataclasses.replace(POLICY, head_size=head_size))
+    for head in range(POLICY.heads):
+        group = head // 2
+        np.testing.assert_array_equal(found["q_kernel"][:, :, head], found["k_kernel"][:, :, group])
+        np.testing.assert_allclose(
+            found["o_kernel"][:, head] * (4 * head_size / 32) ** 0.5,
+            np.swapaxes(found["v_kernel"][:, :, group], 1, 2),
+            rtol=1e-6,
+        )
+    assert not np.array_equal(found["k_kernel"][:, :, 0], found["k_kernel"][:, :, 1])
+    assert not np.array_equal(found["k_kernel"][0], found["k_kernel"][1])
+
+
+def test_biases_begin_large_and_are_the_same_for_all_seeds():
+    found, other = attention(POLICY), transformer.init(POLICY, jax.random.key(1))
+    for name in ("q_bias", "k_bias"):
+        assert 0.8 < np.std(found[name]) / mimetic.TASTE < 1.2
+        np.testing.assert_array_equal(found[name], other["layers"]["attention"][name])
+    assert not np.any(found["v_bias"])
+
+
+def test_without_biases_only_the_kernels_are_replaced():
+    found = attention(dataclasses.replace(POLICY, qkv_bias=False, qk_norm=True))
+    assert set(found) == {"q_kernel", "k_kernel", "v_kernel", "o_kernel", "q_norm", "k_norm"}
+    np.testing.assert_array_equal(found["q_kernel"][:, :, 1], found["k_kernel"][:, :, 0])
+
+
+def test_logical_axes_stay():
+    boxes = transformer.boxed_init(POLICY, jax.random.key(0))["layers"]["attention"]
+    axes = nn.get_partition_spec(boxes)
+    assert tuple(axes["q_kernel"]) == ("layers", "embed", "heads", "head")
+    assert tuple(axes["o_kernel"]) == ("layers", "heads", "head", "embed")
+    assert tuple(axes["q_bias"]) == ("layers", "heads", "head")
