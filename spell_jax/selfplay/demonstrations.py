@@ -53,9 +53,8 @@ class Mixture:
         but the exercise by which look-up forms. Of the other rows' tokens few tell about it.
       questioner, verifier: shares of these roles; the responder has the rest.
       kinds: shares of look-ups, two-hop questions, sums and choices.
-      recital_documents: a recital is of one of these numbers of documents. Look-up forms where
-        guessing among the documents does not pay: behind 4 and 5 of them after 300 steps, behind
-        1 to 4 not in 750.
+      recital_documents: a recital is of one of these numbers of documents; the more there are,
+        the less it pays to guess among them.
       responder_documents: the responder reads one of these numbers of documents.
       two_hop_documents: two-hop questions are also shown at these numbers...
       two_hop_far: ...in this share of them.
@@ -246,7 +245,7 @@ def verifier_row(
 def _wrong_answer(rng: np.random.Generator, documents: Sequence[str], truth: str) -> str:
     """A different value of the same sort: a letter, a near figure, or a value of the world."""
     if truth in world.LETTERS:
-        return rng.choice([letter for letter in world.LETTERS if letter != truth])
+        return str(rng.choice([letter for letter in world.LETTERS if letter != truth]))
     if truth.isdigit():
         shift = int(rng.integers(1, 10)) * (1 if rng.random() < 0.5 else -1)
         value = int(truth) + shift
