@@ -66,12 +66,14 @@ def _game() -> Any:
     game.verifier_group_size = 8
     game.documents = (5,)
     game.memory = 3
+    game.memory_documents = "shown"
     game.memory_low = 0.01
     game.memory_high = 1.0
     game.mapping = "gaussian"
     game.mu = 0.5
     game.sigma = 0.5 / 3
     game.max_answer_tokens = 40
+    game.distinct_options = False
     game.format_penalty = True
     game.grounding_samples = 1
     game.grounding_threshold = 1

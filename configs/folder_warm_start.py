@@ -15,14 +15,12 @@ from configs import tiny_warm_start
 
 def get_config() -> ConfigDict:
     config = tiny_warm_start.get_config()
-    config.steps = 1500
+    config.steps = 2500
     config.rows_per_step = 18
     config.source = "runs/folder_rows/rows.jsonl"
 
     config.policy.tokenizer = "runs/folder_rows"
     config.policy.feed_forward = 512
-    config.policy.rope_theta = 10_000.0  # rows hold up to 760 tokens
-
     config.optimiser.warmup_steps = 100
     # Long rows of the questioner, one or two in a hundred, do not fit; they are counted.
     config.packing.buckets = ((384, 376),)

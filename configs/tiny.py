@@ -3,8 +3,9 @@
     python -m spell_jax.train --config=configs/tiny.py --workdir=runs/demo
 
 Hardware: 2 CPU cores, 15 minutes, of which at most 10 are self-play. Expected scores: README,
-section "Results". Two switches depart from the paper's recipe, which decays at this size:
-references are anchored, and the verifier learns from as many yes as no groups.
+section "Results". What departs from the paper's recipe, which decays at this size: references are
+anchored and their contexts stay small, options are distinct, and the verifier learns from as many
+yes as no groups and from more of them.
 """
 
 from typing import Any
@@ -36,9 +37,15 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.game.questions = 48
     config.game.generation_batch = 48
     config.game.max_generations = 1
-    config.game.documents = (3,)
+    config.game.documents = (2,)
+    # The questioner, and so the anchor, never reads more than 2 (1 + 1) of the 8 documents:
+    # references from more are the responder's own opinion, and teach it nothing.
+    config.game.memory = 1
+    config.game.memory_documents = "new"
     config.game.reference = "anchored"
+    config.game.distinct_options = True
     config.game.balance_verdicts = True
+    config.game.verifier_share = 0.25
 
     config.sampler.prompt_buckets = (32, 64, 112, 192)
     config.sampler.token_budget = 3072

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config: Any = ConfigDict()
     config.seed = 2
-    config.steps = 3000
+    config.steps = 4500
     config.rows_per_step = 48
     config.log_every = 50
     config.checkpoint_every = 250
@@ -32,7 +32,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.policy.kv_heads = 2
     config.policy.head_size = 32
     config.policy.feed_forward = 384
-    config.policy.rope_theta = 100.0  # rows hold at most 200 tokens: more of the angles turn
+    config.policy.rope_theta = 100.0  # rows are short: more of the angles turn within one
     config.policy.max_positions = 1024
 
     config.optimiser = ConfigDict()

@@ -32,6 +32,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import start
+from spell_jax.runtime.jsonl import read_records
 from spell_jax.sampler.engine import Sample, Sampler, SamplerConfig
 from spell_jax.selfplay import memory, parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
@@ -85,26 +86,20 @@ def read_requests(path: str | pathlib.Path, prompts: Prompts) -> tuple[list[Reco
       FileNotFoundError: there is no such file.
       ValueError: no line of it is a request.
     """
-    records, texts, skipped = [], [], 0
-    with pathlib.Path(path).open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise ValueError("must be a JSON object")
-                text = make_prompt(record, prompts)
-                text.encode()  # lone surrogates cannot be asked
-                records.append(record)
-                texts.append(text)
-            except (ValueError, RecursionError) as error:
-                skipped += 1
-                log.warning("%s:%d: skipped (%s)", path, number, error)
-    if not records:
+
+    def parse(record: Any) -> tuple[Record, str]:
+        if not isinstance(record, dict):
+            raise ValueError("must be a JSON object")
+        text = make_prompt(record, prompts)
+        text.encode()  # lone surrogates cannot be asked
+        return record, text
+
+    requests, skipped = read_records(path, parse)
+    if not requests:
         raise ValueError(f"prompts = {path}: none of its {skipped} lines is a request")
     level = logging.WARNING if skipped else logging.INFO
-    log.log(level, "%s: %d requests, %d lines skipped", path, len(records), skipped)
+    log.log(level, "%s: %d requests, %d lines skipped", path, len(requests), skipped)
+    records, texts = map(list, zip(*requests, strict=True))
     return records, texts
 
 

@@ -167,7 +167,8 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
         numbers |= {"play_seconds": played - clock, "update_seconds": time.monotonic() - played}
         numbers |= {f"rows/{role}": count for role, count in count_rows(rows).items()}
         written = Metrics()
-        written.merge(metrics.state_dict(), "play/")
+        written.merge(metrics, "play/")
+        written.merge(run.players.metrics, "play/")
         for name, value in numbers.items():
             written.add(f"train/{name}", value)
         if config.validate_every and step % config.validate_every == 0:

@@ -92,7 +92,7 @@ def use_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the game read checksums where it would parse."""
 
-    def parse_question(text, task, count, limit):
+    def parse_question(text, task, count, limit, distinct):
         if _sum(text) % 8 == 0:
             return parsing.Parsed("bad_format", reason="noise")
         return parsing.Parsed("accepted", f"Q{_sum(text) % 1000}", str(_sum(text) % 2))

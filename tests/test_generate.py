@@ -52,7 +52,7 @@ def write(path: Path, records: list) -> Path:
 def test_prompts_are_those_of_self_play() -> None:
     asked = [generate.make_prompt(request, COMPACT) for request in REQUESTS]
     assert asked[0] == COMPACT.questioner("general_qa", DOCUMENTS)
-    assert asked[1].endswith("known: How many hills has Rome? answer: 3\nask harder choice C")
+    assert asked[1].endswith("known: How many hills has Rome? answer: 3\nask harder choice (C)")
     assert asked[2] == COMPACT.responder("financial_math", DOCUMENTS, "hills?")
     assert asked[3] == COMPACT.verifier("How many?", "three", "3")
     assert asked[4] == "Rome has"

@@ -102,7 +102,6 @@ BAD_LINES = [
     '{"prompt": "p"}',
     '{"prompt": "p", "completion": ""}',
     '{"prompt": 3, "completion": "c"}',
-    "",
     "[" * 100_000,
 ]
 

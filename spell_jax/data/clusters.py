@@ -13,14 +13,15 @@
 """
 
 import hashlib
-import json
 import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
+
+from spell_jax.runtime.jsonl import read_records
 
 TASKS = ("general_qa", "financial_math", "multiple_choice")
 SUFFIXES = (".txt", ".md")
@@ -309,26 +310,24 @@ def _similar_groups(documents: Sequence[str], size: int) -> Iterator[list[int]]:
 # -------------------------------------------------------------------------------------------- JSONL
 
 
-def _jsonl_clusters(path: Path, report: ClusterReport) -> Iterator[Cluster]:
+def _jsonl_clusters(path: Path, report: ClusterReport) -> list[Cluster]:
     seen: set[str] = set()
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                cluster = _parse_cluster(line)
-                if cluster.id in seen:
-                    raise ValueError(f"id={cluster.id!r}: appeared before")
-            except (ValueError, RecursionError) as error:
-                _skip(report, "bad lines", f"{path}:{number}", str(error) or "nested too deeply")
-                continue
-            seen.add(cluster.id)
-            report.read += 1
-            yield cluster
+
+    def parse(record: Any) -> Cluster:
+        cluster = _parse_cluster(record)
+        if cluster.id in seen:
+            raise ValueError(f"id={cluster.id!r}: appeared before")
+        seen.add(cluster.id)
+        return cluster
+
+    clusters, skipped = read_records(path, parse)
+    report.read += len(clusters)
+    if skipped:
+        report.skipped["bad lines"] += skipped
+    return clusters
 
 
-def _parse_cluster(line: bytes) -> Cluster:
-    record = json.loads(line.decode("utf-8-sig"))
+def _parse_cluster(record: Any) -> Cluster:
     fields = record if isinstance(record, dict) else {}
     name, documents, tasks = fields.get("id"), fields.get("documents"), fields.get("tasks")
     if not _is_text(name):

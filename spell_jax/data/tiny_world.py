@@ -3,7 +3,7 @@
 1. A document is a line of a register, "- Arvo Oslo 34 12 Bela": a person's name, city, sales, costs
    and friend. A cluster is n documents whose friends are all inside the cluster.
 2. Questions are of four kinds: look-up ("city of Arvo"), two-hop ("city of friend of Arvo"), sums
-   ("sales of Arvo plus costs of Bela") and four-way choices of a look-up.
+   ("sales of Arvo plus costs of Bela") and four-way choices of a friend.
 3. Values have several surface forms: a city has two names (documents use either), names and
    figures may be decorated ("Mr Bela", "34 dollars"). A rule that compares strings misses some.
 4. The oracle reads documents and question by their grammar and knows every truth. Self-play never
@@ -33,7 +33,7 @@ Delhi/Yamuna Tokyo/Edoville Seoul/Hanyang Perth/Swanside
 NAMES = tuple(_NAMES.split())
 CITIES = tuple(tuple(pair.split("/")) for pair in _CITIES.split())
 ATTRIBUTES = ("city", "sales", "costs", "friend")  # in the order of a line
-FIGURES = range(10, 40)
+FIGURES = range(10, 30)
 TOWN, TITLE, UNIT = "town", "Mr", "dollars"
 
 KINDS = ("lookup", "two_hop", "math", "choice")
@@ -123,10 +123,11 @@ def line_of(facts: Facts, name: str) -> str:
 
 
 def draw_question(rng: np.random.Generator, documents: Sequence[str], kind: str) -> Question:
-    """A random question of a kind that these documents answer ("choice" asks a look-up).
+    """A random question of a kind that these documents answer.
 
-    A two-hop question needs a friend whose document is there; where there is none, a look-up is
-    drawn instead.
+    A choice asks for a friend: names are what a small model matches first, and matching is all that
+    finding the option's letter takes. A two-hop question needs a friend whose document is there;
+    where there is none, a look-up is drawn instead.
     """
     facts = read_facts(documents)
     names = sorted({name for name, _ in facts})
@@ -142,7 +143,7 @@ def draw_question(rng: np.random.Generator, documents: Sequence[str], kind: str)
             value = facts[friend, attribute]
             evidence = (line_of(facts, name), line_of(facts, friend))
             return Question(kind, f"{attribute} of friend of {name}", evidence, value)
-    attribute = ATTRIBUTES[rng.integers(len(ATTRIBUTES))]
+    attribute = "friend" if kind == "choice" else ATTRIBUTES[rng.integers(len(ATTRIBUTES))]
     value = facts[name, attribute]
     kind = kind if kind == "choice" else "lookup"
     return Question(kind, f"{attribute} of {name}", (line_of(facts, name),), value)

@@ -153,10 +153,11 @@ class TinyEvaluation:
     def _questioner(self, ask: Ask) -> dict[str, dict[str, tuple[float, float]]]:
         tasks = tuple(dict.fromkeys(world.TASK_OF_KIND.values()))
         rng = np.random.default_rng([self.seed, 2])
+        cluster = max(self.shown, self.documents[min(1, len(self.documents) - 1)])
         asked, texts = [], []
         for task in tasks:
             for _ in range(self.per_cell):
-                documents = world.make_documents(rng, self.shown)
+                documents = world.make_documents(rng, cluster)[: self.shown]
                 letter = world.LETTERS[rng.integers(4)] if task == "multiple_choice" else None
                 asked.append((task, documents))
                 texts.append(self.prompts.questioner(task, documents, (), letter))

@@ -9,6 +9,7 @@ import jax
 from spell_jax.games.game import Reply
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.policy.transformer import Params
+from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.engine import Sampler
 
 
@@ -17,6 +18,9 @@ class Players:
 
     Keys are fold_in(fold_in(key, step), call), then request, sibling and token (sampler): the same
     step asks the same questions with the same random numbers, resumed or not.
+
+    `metrics` holds, for what was said since `begin`, tokens of prompts and answers and the share of
+    answers cut off at the cap, by role (or by model, where it is another one than the policy).
     """
 
     def __init__(self, sampler: Sampler, tokenizer: Tokenizer, key: jax.Array):
@@ -26,12 +30,14 @@ class Players:
         self._step_key = key
         self._call = 0
         self._models: Mapping[str, Params] = {}
+        self.metrics = Metrics()
 
     def begin(self, step: int, models: Mapping[str, Params]) -> None:
         """Starts a step with these weights (compute dtype) by model name."""
         self._step_key = jax.random.fold_in(self._key, step)
         self._call = 0
         self._models = models
+        self.metrics = Metrics()
 
     def __call__(
         self,
@@ -55,10 +61,21 @@ class Players:
             max_tokens=config.max_verdict_tokens if role == "verifier" else config.max_tokens,
             temperature=temperature,
         )
-        return [
+        replies = [
             None if samples is None else Reply(prompt, samples, [self._text(s) for s in samples])
             for prompt, samples in zip(ids, answers, strict=True)
         ]
+        self._count(role if model == "policy" else model, [r for r in replies if r is not None])
+        return replies
+
+    def _count(self, speaker: str, replies: Sequence[Reply]) -> None:
+        samples = [sample for reply in replies for sample in reply.samples]
+        tokens = sum(len(sample.tokens) for sample in samples)
+        cut_off = sum(not sample.stopped for sample in samples)
+        prompt_tokens = sum(len(reply.prompt) for reply in replies)
+        self.metrics.add_sum(f"prompt_tokens/{speaker}", prompt_tokens, len(replies))
+        self.metrics.add_sum(f"answer_tokens/{speaker}", tokens, len(samples))
+        self.metrics.add_sum(f"cut_off/{speaker}", cut_off, len(samples))
 
     def _text(self, sample) -> str:
         return self._tokenizer.decode(sample.tokens[:-1] if sample.stopped else sample.tokens)

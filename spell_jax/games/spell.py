@@ -38,6 +38,7 @@ from spell_jax.selfplay.prompts import Prompts
 REFERENCES = ("questioner", "anchored")
 RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
 RULES = ("match", "judge")
+REMEMBERED = ("shown", "new")
 LETTERS = "ABCD"
 
 # (question, prediction, reference) triples -> 1, 0 or -1 (no verdict).
@@ -56,15 +57,20 @@ class SpellConfig:
       verifier_group_size: G_v, verdicts on an answer; 1 is the single-verdict ablation.
       documents: m, the questioner's new documents, drawn from these numbers.
       memory: L, questions remembered for each task and cluster; 0: no memory.
+      memory_documents: what is kept with a remembered question: all documents that the questioner
+        was "shown", so that its context grows until it holds the cluster, or the "new" ones among
+        them (Algorithm 1), so that it holds at most m (L + 1).
       memory_low, memory_high: mean rewards between which a question is remembered.
       mapping, mu, sigma: the questioner's reward (7): "gaussian", "azr" or "r_zero".
       max_answer_tokens: longer references are skipped.
+      distinct_options: whether choices of which two are the same text are of bad format.
       format_penalty: whether questions of bad format are punished; else they are dropped.
       grounding_samples: answers without documents to a question; 0: no grounding filter.
       grounding_threshold: right ones among them that make a question ungrounded.
       reference: "questioner", or "anchored": the most frequent of `anchor_samples` answers of a
         frozen copy of the starting policy to the question behind the questioner's documents. A
-        question without an answer given at least twice and by more than half is ungrounded.
+        question without an answer given at least twice and by more than half is ungrounded, and so
+        is one whose answer is given without documents as well, be it only "unknown".
       anchor_samples: K.
       anchor_refresh: the frozen copy is renewed every so many steps; 0: never.
       responder_reward: how rule and majority combine: "max" (6); "rule" asks no verifier; "random"
@@ -85,12 +91,14 @@ class SpellConfig:
     verifier_group_size: int = 8
     documents: tuple[int, ...] = (5,)
     memory: int = 3
+    memory_documents: str = "shown"
     memory_low: float = 0.01
     memory_high: float = 1.0
     mapping: str = "gaussian"
     mu: float = 0.5
     sigma: float = 0.5 / 3
     max_answer_tokens: int = 40
+    distinct_options: bool = False
     format_penalty: bool = True
     grounding_samples: int = 1
     grounding_threshold: int = 1
@@ -113,6 +121,7 @@ class SpellConfig:
             ("reference", REFERENCES),
             ("responder_reward", RESPONDER_REWARDS),
             ("rule", RULES),
+            ("memory_documents", REMEMBERED),
         ):
             if getattr(self, field) not in allowed:
                 raise ValueError(
@@ -157,12 +166,14 @@ class Episode:
     Attributes:
       task, cluster: what was asked about.
       shown: indices of the documents that the questioner read.
+      new: those of them that no remembered question brought.
       dropped: documents and remembered questions left out of its prompt to keep it under the cap.
       history: remembered questions that it was shown.
       proposal: the questioner's reply.
       status: "accepted", or where it ended: "overlong" (a prompt over the cap), "bad_format",
         "skipped", "ungrounded".
       reason: a word that says why, for counting.
+      blind: extracted answers to the question without documents.
       question, reference: as parsed; `own_reference` is the questioner's where it was replaced.
       response: the responder's reply, G answers.
       predictions: extracted answers, None where there is none.
@@ -178,6 +189,7 @@ class Episode:
     cluster: Cluster
     shown: tuple[int, ...]
     history: tuple[Entry, ...]
+    new: tuple[int, ...] = ()
     dropped: int = 0
     proposal: Reply | None = None
     status: str = "overlong"
@@ -185,6 +197,7 @@ class Episode:
     question: str = ""
     reference: str = ""
     own_reference: str = ""
+    blind: list[str | None] = dataclasses.field(default_factory=list)
     response: Reply | None = None
     predictions: list[str | None] = dataclasses.field(default_factory=list)
     rule: list[float] = dataclasses.field(default_factory=list)
@@ -267,7 +280,11 @@ class Spell:
                 episode.reason = "questioner_prompt"
                 continue
             parsed = parsing.parse_question(
-                reply.texts[0], episode.task, self._count, self.config.max_answer_tokens
+                reply.texts[0],
+                episode.task,
+                self._count,
+                self.config.max_answer_tokens,
+                self.config.distinct_options,
             )
             episode.proposal, episode.status, episode.reason = reply, parsed.status, parsed.reason
             episode.question, episode.reference = parsed.question, parsed.answer
@@ -292,7 +309,7 @@ class Spell:
             text = self.prompts.questioner(task, documents, history, letter)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
-                return Episode(task, cluster, shown, history, dropped), text
+                return Episode(task, cluster, shown, history, tuple(sorted(new)), dropped), text
             dropped += 1
             if new and (history or len(new) > 1):
                 new.pop()
@@ -311,6 +328,7 @@ class Spell:
         texts = [self.prompts.responder(e.task, (), e.question) for e in accepted]
         replies = ask("responder", texts, self.config.grounding_samples)
         for episode, reply in zip(accepted, replies, strict=True):
+            episode.blind = [rules.extract_answer(text, episode.task) for text in _texts(reply)]
             right = [rules.score(t, episode.reference, episode.task) for t in _texts(reply)]
             if sum(right) >= self.config.grounding_threshold:
                 self._reject(episode, "known_without_documents")
@@ -340,8 +358,13 @@ class Spell:
             answer, count = most_frequent(found, episode.task)
             if answer is None or count < 2 or 2 * count <= samples:
                 self._reject(episode, "anchor_disagrees")
-            else:
-                episode.reference = answer
+                continue
+            episode.reference = answer
+            same = [
+                b is not None and rules.same_answer(answer, b, episode.task) for b in episode.blind
+            ]
+            if sum(same) >= self.config.grounding_threshold:
+                self._reject(episode, "known_without_documents")
 
     # 4. The responder answers from all documents.
 
@@ -423,7 +446,8 @@ class Spell:
         """Writes the step's questions to memory; it was read as of the start of the step."""
         for e in episodes:
             if e.response is not None:
-                entry = Entry(e.shown, e.question, e.reference)
+                read = e.new if self.config.memory_documents == "new" else e.shown
+                entry = Entry(read, e.question, e.reference)
                 self.memory.push(e.task, e.cluster.id, entry, e.mean_score)
 
     # 7. What is trained on.
@@ -514,6 +538,7 @@ class Spell:
             "question": e.question,
             "reference": e.reference,
             "own_reference": e.own_reference,
+            "blind": e.blind,
             "answers": list(e.response.texts) if e.response else [],
             "predictions": e.predictions,
             "rule": e.rule,

@@ -18,8 +18,17 @@ from spell_jax.selfplay import parsing
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
 
-# Strings that the tiny tokenizer keeps in one piece: the frames of the roles' answers.
+# Strings that the tiny tokenizer keeps in one piece: the frames of the roles' answers and prompts.
+# What follows a value is then one token that says where the value stood, an option or an answer to
+# compare: "what followed this token before?" is what a small model learns to ask first.
 SYMBOLS = (
+    "\n(A)",
+    "\n(B)",
+    "\n(C)",
+    "\n(D)",
+    "\none:",
+    "\ntwo:",
+    "\nsame?",
     "\n",
     ",",
     "<think>",
@@ -40,7 +49,7 @@ SYMBOLS = (
     "[[NO]]",
 )
 UNKNOWN = "unknown"
-SUMS = 3  # in a recital
+OPTIONS, SUMS = 4, 3  # in a recital
 VERIFIED_KINDS = (0.4, 0.2, 0.2, 0.2)  # shares of world.KINDS among the verifier's pairs
 
 
@@ -49,8 +58,8 @@ class Mixture:
     """What the demonstrations hold; every share is a probability.
 
     Attributes:
-      recital: share of rows that recite the documents in any order, and sums: no role of the game,
-        but the exercise by which look-up forms. Of the other rows' tokens few tell about it.
+      recital: share of rows that recite documents and options in any order, and sums: no role of
+        the game, but the exercise by which look-up forms. Of the other rows' tokens few tell of it.
       questioner, verifier: shares of these roles; the responder has the rest.
       kinds: shares of look-ups, two-hop questions, sums and choices.
       recital_documents: a recital is of one of these numbers of documents; the more there are,
@@ -58,25 +67,30 @@ class Mixture:
       responder_documents: the responder reads one of these numbers of documents.
       two_hop_documents: two-hop questions are also shown at these numbers...
       two_hop_far: ...in this share of them.
-      questioner_documents: the questioner reads one of these numbers.
+      questioner_documents: the questioner reads one of these numbers...
+      questioner_cluster: ...of a cluster of this many, so that friends may be out of its sight.
       history: share of questioner rows with known questions in the prompt.
       plain_form: share of answers that are worded as the document words them.
       empty: share of responder rows without documents, answered "unknown".
+      absent: share of responder rows, other than choices, in which the last document needed is not
+        there: what there is is quoted, then "unknown" answered.
       verifier_cities: the verifier sees the second names of this many cities only.
     """
 
-    recital: float = 0.22
-    questioner: float = 0.27
-    verifier: float = 0.18
-    kinds: tuple[float, ...] = (0.2, 0.25, 0.3, 0.25)
+    recital: float = 0.2
+    questioner: float = 0.23
+    verifier: float = 0.27
+    kinds: tuple[float, ...] = (0.2, 0.22, 0.28, 0.3)
     recital_documents: tuple[int, ...] = (3, 4, 5)
     responder_documents: tuple[int, ...] = (3, 4, 5)
     two_hop_documents: tuple[int, ...] = (6, 7, 8)
     two_hop_far: float = 0.1
     questioner_documents: tuple[int, ...] = (2, 3, 4)
+    questioner_cluster: int = 8
     history: float = 0.3
     plain_form: float = 0.8
     empty: float = 0.04
+    absent: float = 0.1
     verifier_cities: int = 3
 
 
@@ -119,9 +133,13 @@ def _worded(rng: np.random.Generator, value: str, plain: float) -> str:
 
 
 def _thought(evidence: Sequence[str], answer: str = "", letter: str | None = None) -> str:
-    """The evidence quoted, and for a choice which option the answer is."""
-    chosen = [f"{answer} is ({letter})"] if letter else []
-    return "<think> " + ", ".join([*evidence, *chosen]) + "</think>"
+    """The evidence quoted, and for a choice the answer with its letter.
+
+    The letter follows the answer at once: what stands before the same token in the options.
+    """
+    chosen = [f"{answer}({letter})"] if letter else []
+    facts = ", ".join([*evidence, *chosen])
+    return f"<think> {facts}</think>" if facts else "<think></think>"
 
 
 def question_json(
@@ -151,12 +169,18 @@ def _recital_row(mixture: Mixture, rng: np.random.Generator) -> Row:
     documents = world.make_documents(rng, int(rng.choice(mixture.recital_documents)))
     lines = [document.removeprefix("- ") for document in documents]
     chosen = [lines[i] for i in rng.permutation(len(lines))]
+    value = world.draw_question(rng, documents, "choice").answer
+    options = world.draw_options(rng, documents, value, world.LETTERS[rng.integers(4)])
+    pairs = [f"{option}({letter})" for letter, option in options.items()]
+    chosen += [pairs[i] for i in rng.integers(4, size=OPTIONS)]  # not one of each: no elimination
     chosen += [world.draw_question(rng, documents, "math").evidence[-1] for _ in range(SUMS)]
-    return Row("\n".join(documents) + "\nrecite", _thought(chosen), "reciter", "general_qa")
+    prompt = "\n".join([*documents, parsing.format_choices("recite", tuple(options.values()))])
+    return Row(prompt, _thought(chosen), "reciter", "general_qa")
 
 
 def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator) -> Row:
-    documents = world.make_documents(rng, int(rng.choice(mixture.questioner_documents)))
+    cluster = world.make_documents(rng, mixture.questioner_cluster)
+    documents = cluster[: rng.choice(mixture.questioner_documents)]
     kind = _kind(rng, mixture.kinds)
     history: list[Entry] = []
     if rng.random() < mixture.history:
@@ -172,7 +196,8 @@ def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator
     completion, letter = question_json(rng, documents, question, mixture.plain_form)
     task = world.TASK_OF_KIND[question.kind]
     prompt = prompts.questioner(task, documents, history, letter)
-    thought = _thought(question.evidence, question.answer, letter)
+    plan = (question.text, *question.evidence)  # what follows the plan is a responder's thought
+    thought = _thought(plan, question.answer, letter)
     return Row(prompt, thought + completion, "questioner", task)
 
 
@@ -195,8 +220,13 @@ def _responder_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator)
     text, question, answer = responder_question(rng, documents, kind)
     task = world.TASK_OF_KIND[question.kind]
     if rng.random() < mixture.empty:
-        completion = f"<think></think>answer is {UNKNOWN}"
+        completion = f"{_thought(())}answer is {UNKNOWN}"
         return Row(prompts.responder(task, (), text), completion, "responder", task)
+    if kind != "choice" and rng.random() < mixture.absent:
+        *found, missing = (line for line in question.evidence if f"- {line}" in documents)
+        documents = tuple(text for text in documents if text != f"- {missing}")
+        completion = f"{_thought(found)}answer is {UNKNOWN}"
+        return Row(prompts.responder(task, documents, text), completion, "responder", task)
     thought = _thought(question.evidence, question.answer, answer if kind == "choice" else None)
     if task == "general_qa":
         answer = _worded(rng, answer, mixture.plain_form)
@@ -251,4 +281,4 @@ def _wrong_answer(rng: np.random.Generator, documents: Sequence[str], truth: str
         value = int(truth) + shift
         return str(value if value > 0 else int(truth) + abs(shift))
     options = world.draw_options(rng, documents, truth, "A")
-    return _worded(rng, options["BCD"[rng.integers(3)]], 0.7)
+    return _worded(rng, options["BCD"[rng.integers(3)]], 0.5)

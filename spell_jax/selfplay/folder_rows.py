@@ -6,10 +6,10 @@
    with other values of the cluster as wrong options), or how far two numbers are apart.
 3. A questioner row quotes the fact and writes the question; a responder row quotes it and answers
    from all documents; a verifier row compares the reference with itself, with another form of
-   it, or with another value. Every question has passed the parser that self-play uses. A reader
-   row, which self-play knows nothing of, is documents twice, the second time in another order: a
-   policy that starts from nothing learns the language from the first reading, and from the second
-   to find and to copy, faster than from the roles' short answers.
+   it, or with another value. Every question has passed the parser that self-play uses. A reciter
+   row, which self-play knows nothing of, is documents and the same once more in another order: a
+   policy that starts from nothing learns to find and to copy from it, faster than from the roles'
+   short answers.
 4. Roles, tasks, letters and verdicts come in given shares; all of it is a function of the seed.
 5. Values are written with a space in front, so that their tokens are those in the documents.
 
@@ -49,14 +49,14 @@ from spell_jax.selfplay.parsing import parse_question
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.selfplay.rules import LETTERS
 
-ROLES = ("questioner", "responder", "verifier", "reader")
+ROLES = ("questioner", "responder", "verifier", "reciter")
 ROWS_FILE, QUESTIONS_FILE = "rows.jsonl", "questions.jsonl"
 VERDICT_SHARES = {"same": 0.25, "other form": 0.25, "different": 0.5}
 CUE_WORDS = 4
 LONGEST_CUE = 60  # characters
 LONGEST_NAME = 3  # words
 LARGEST_DIFFERENCE_TERM = 10_000
-READ = "read"  # the prompt of a reader row
+RECITE = "recite"  # the last line of a reciter's prompt
 
 WORD = re.compile(r"[^\s|]+")
 NUMBER = re.compile(r"\$?(?:0(?=\.)|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)(?:\.\d+)?%?")
@@ -96,7 +96,7 @@ class Question:
 
     Attributes:
         completion: what a questioner would have written.
-        quote: the evidence, as both roles quote it before they answer.
+        quote: the evidence, as both roles quote it before they answer, and a choice's letter.
         documents: indices of the documents that hold the evidence.
         question: the question as the responder sees it.
         answer: the reference as the parser gives it.
@@ -121,7 +121,7 @@ class RowSettings:
         tasks: tasks, in equal shares.
         roles: role -> share, for each of ROLES; need not sum to 1.
         documents_shown: m, the documents that a questioner without history sees, at least 1.
-        documents_read: a responder or reader sees one of these numbers of documents, each at least
+        documents_read: a responder or reciter sees one of these numbers of documents, each at least
             1; fewer than a cluster has leave self-play something to learn.
         history_share: share of the questioner rows with one to three earlier questions.
         difference_share: share of the financial_math questions that ask how far two numbers are
@@ -306,8 +306,8 @@ class RowMaker:
             options = self._options(fact.value, others, letter)
             if options is None:
                 return None
-            answer, others = letter, [other for other in LETTERS if other != letter]
-            record = {"question": text, "options": options, "answer": answer}
+            answer, others = f"({letter})", [other for other in LETTERS if other != letter]
+            record = {"question": text, "options": options, "answer": letter}
         elif task == "financial_math" and self._random.random() < self._settings.difference_share:
             pair = self._pair(facts)
             if pair is not None:
@@ -316,6 +316,8 @@ class RowMaker:
                 record = {"question": text, "answer": f" {answer}"}
                 others = [value for value in values if not means_the_same(value, answer)]
         quote = " ".join(fact.quote for fact in used)
+        if task == "multiple_choice":
+            quote += answer  # the letter of the value that the quote ends with
         written = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
         completion = f"<think> {quote}</think>{written}"
         parsed = parse_question(completion, task, self._count_tokens)
@@ -331,8 +333,8 @@ class RowMaker:
         self, role: str, task: str, cluster: Cluster, facts: Sequence[Fact], letter: str
     ) -> dict[str, str] | None:
         """A row of the role, or None if the cluster's facts do not allow one."""
-        if role == "reader":
-            return self._reading(task, cluster)
+        if role == "reciter":
+            return self._recital(task, cluster)
         item = self.question(task, facts, letter)
         if item is None:
             return None
@@ -349,12 +351,17 @@ class RowMaker:
             completion = f"[[{verdict}]]"
         return {"prompt": prompt, "completion": completion, "role": role, "task": task}
 
-    def _reading(self, task: str, cluster: Cluster) -> dict[str, str]:
-        """Some documents, and the same ones once more in another order."""
+    def _recital(self, task: str, cluster: Cluster) -> dict[str, str]:
+        """Some documents as the prompt, the same ones in any order as the completion."""
         shown = self._shown(cluster, frozenset(), self._documents_read())
         again = [shown[int(index)] for index in self._random.permutation(len(shown))]
-        text = "\n".join([*shown, *again])
-        return {"prompt": READ, "completion": text, "role": "reader", "task": task}
+        prompt = "\n".join([*shown, RECITE])
+        return {
+            "prompt": prompt,
+            "completion": "\n".join(again),
+            "role": "reciter",
+            "task": task,
+        }
 
     def _questioner_prompt(
         self, task: str, cluster: Cluster, facts: Sequence[Fact], letter: str, item: Question

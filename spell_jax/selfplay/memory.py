@@ -11,7 +11,8 @@ from spell_jax.selfplay.rules import normalize_answer
 class Entry:
     """One remembered question.
 
-    `documents`: indices, in the cluster, of all documents that the questioner saw.
+    `documents`: indices, in the cluster, of the documents that go with the question: all that the
+    questioner was shown, or the new ones among them (game.memory_documents).
     `question`: as the responder saw it; `answer`: the reference.
     """
 

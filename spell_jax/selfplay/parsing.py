@@ -48,9 +48,10 @@ class Parsed:
     `question`: as the responder will see it, with the choices for multiple_choice.
     `answer`: the reference (a letter for multiple_choice). Both are empty unless accepted.
     `reason`: one word for counting, empty when accepted: unfinished_thought, declined, no_json,
-    no_question, no_answer, bad_options, bad_letter, invalid_unicode, too_deep, not_a_number,
-    zero_answer, long_answer.
-    `stem`, `options`: of multiple_choice, the question without choices and the texts of A to D.
+    no_question, no_answer, bad_options, same_options, bad_letter, invalid_unicode, too_deep,
+    not_a_number, zero_answer, long_answer.
+    `stem`, `options`: of multiple_choice, the question without choices and the texts of A to D
+    without white space around them.
     """
 
     status: Status
@@ -66,11 +67,13 @@ def parse_question(
     task: str,
     count_tokens: Callable[[str], int],
     max_answer_tokens: int = MAX_ANSWER_TOKENS,
+    distinct_options: bool = False,
 ) -> Parsed:
     """Judges one questioner output for `task` (spec sections 2.3 and 2.4).
 
     `count_tokens` gives the length of a text in policy tokens; general_qa answers of more than
-    `max_answer_tokens` are skipped.
+    `max_answer_tokens` are skipped. `distinct_options`: four choices of which two are the same text
+    are of bad format (not in the paper: such a question has no one right letter).
     Raises ValueError for an unknown task, and nothing for any `text`.
     """
     if task not in TASKS:
@@ -83,6 +86,8 @@ def parse_question(
         parsed = _judge(record, task, lambda answer: count_tokens(answer) > max_answer_tokens)
     except RecursionError:  # JSON nested a thousand deep
         return _bad("too_deep")
+    if distinct_options and len({text.casefold() for text in parsed.options}) < len(parsed.options):
+        return _bad("same_options")
     return parsed
 
 
@@ -220,7 +225,7 @@ def _judge_choice(question: str, record: dict[str, Any]) -> Parsed:
 
 
 def _option_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _is_unicode(text: str) -> bool:

@@ -34,7 +34,7 @@ def questioner(prompt: str, right: bool) -> str:
     text = f"city of {name}"
     if "general" in ask:
         return json.dumps({"question": text, "answer": city if right else "Nowhere"})
-    letter = ask[-1]
+    letter = ask[-2]
     wrong = [c for c, _ in world.CITIES if world.canonical(c) != world.canonical(city)]
     options = dict(zip("ABCD", wrong, strict=False)) | {letter: city}
     answer = letter if right else "ABCD"[("ABCD".index(letter) + 1) % 4]

@@ -72,7 +72,6 @@ def test_bad_lines_are_skipped_and_named(tmp_path, caplog):
         line(documents=[1]),
         line(question=None),
         json.dumps({"task": "general_qa"}),
-        "",
         "[" * 100_000,
     ]
     path = tmp_path / "questions.jsonl"

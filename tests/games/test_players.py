@@ -49,6 +49,24 @@ def bits(key) -> tuple[int, ...]:
     return tuple(np.asarray(jax.random.key_data(key)).tolist())
 
 
+def test_lengths_and_cut_off_answers_are_counted_by_speaker(players):
+    ask, _ = players
+    ask("responder", ["ab", "abcdef"], group=2)  # the second prompt is over the cap
+    ask("responder", ["a"])
+    ask("responder", ["abc"], model="anchor")
+    ask("verifier", [])
+    assert ask.metrics.state_dict() == {
+        "prompt_tokens/responder": [7, 2],
+        "answer_tokens/responder": [9, 3],
+        "cut_off/responder": [1, 3],
+        "prompt_tokens/anchor": [5, 1],
+        "answer_tokens/anchor": [3, 1],
+        "cut_off/anchor": [0, 1],
+    }
+    ask.begin(2, {})
+    assert ask.metrics.state_dict() == {}
+
+
 def test_replies_are_texts_without_the_stop_token(players):
     ask, sampler = players
     first, over = ask("responder", ["ab", "abcdef"], group=2)

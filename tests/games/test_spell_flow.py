@@ -56,7 +56,7 @@ def test_what_each_role_reads():
 
 def test_letters_asked_for_are_balanced():
     played = Played([Row(CHOICE, "ok", 0, 1, 0, 0)] * 400)
-    letters = [text[-1] for text in played.ask.calls[0].prompts]
+    letters = [text[-2] for text in played.ask.calls[0].prompts]
     counts = [letters.count(letter) for letter in "ABCD"]
     assert sum(counts) == 400 and all(abs(c - 100) < 40 for c in counts)
 
@@ -86,7 +86,11 @@ def test_memory_is_read_as_of_the_start_of_a_step():
     assert "known: Q00 what? answer: alpha0" in prompt.prompts[0]
 
 
-def test_memory_holds_the_last_questions_and_their_documents_grow():
+@pytest.mark.parametrize(
+    ("kept", "shown"),
+    [("shown", [2, 4, 6, 7, 7]), ("new", [2, 4, 6, 6, 6])],  # until all are in; at most m (L + 1)
+)
+def test_memory_holds_the_last_questions_and_their_documents(kept, shown):
     serial = iter(range(1000))
 
     def write(role, prompt, sibling, model):
@@ -96,11 +100,12 @@ def test_memory_holds_the_last_questions_and_their_documents_grow():
             return "[[NO]]"
         return f"answer is {'alpha' if sibling == 0 and 'Empty' not in prompt else 'beta'}"
 
-    game = make_game([Row(QA, "ok", 0, 0, 0, 0)], cluster=7, memory=2)
+    game = make_game([Row(QA, "ok", 0, 0, 0, 0)], cluster=7, memory=2, memory_documents=kept)
     ask = ScriptedAsk(write)
     steps = [game.play(ask, step)[0] for step in range(1, 6)]
     assert [len(e.history) for e in steps] == [0, 1, 2, 2, 2]
-    assert [len(e.shown) for e in steps] == [2, 4, 6, 7, 7]  # then all are in
+    assert [len(e.shown) for e in steps] == shown
+    assert steps[2].new == tuple(sorted(set(steps[2].shown) - set(steps[1].shown)))
     assert [entry.question for entry in steps[4].history] == ["Q2 what?", "Q3 what?"]
 
 
@@ -240,6 +245,16 @@ def test_a_frozen_copy_that_disagrees_makes_a_question_ungrounded(answers, statu
     if status == "ungrounded":
         assert (episode.reason, episode.reward) == ("anchor_disagrees", -0.5)
         assert episode.response is None
+
+
+def test_what_the_frozen_copy_says_without_documents_too_is_ungrounded():
+    blind = ("Unknown.", "unknown", "unknown", "x")
+    episode = anchored({0: blind}).of(0)
+    assert (episode.status, episode.reason) == ("ungrounded", "known_without_documents")
+    assert (episode.blind, episode.reward) == (["unknown"], -0.5)
+    allowed = anchored({0: blind}, grounding_samples=2, grounding_threshold=2)
+    assert allowed.of(0).status == "ungrounded"  # both say so
+    assert anchored({0: blind}, grounding_samples=0).of(0).status == "accepted"  # nobody was asked
 
 
 def test_agreement_takes_two():
@@ -388,13 +403,13 @@ def test_the_filter_counts_right_answers_of_several():
         assert game.play(ScriptedAsk(write), 1)[0].status == status
 
 
-def test_questions_are_parsed_with_the_games_own_limit(monkeypatch):
+def test_questions_are_parsed_with_the_games_own_limits(monkeypatch):
     seen = []
 
-    def parse(text, task, count, limit):
-        seen.append(limit)
+    def parse(text, task, count, limit, distinct):
+        seen.append((limit, distinct))
         return parsing.Parsed("skipped")
 
     monkeypatch.setattr("spell_jax.games.spell.parsing.parse_question", parse)
-    Played([Row(QA, "ok", 0, 1, 0, 0)], max_answer_tokens=7)
-    assert seen == [7]
+    Played([Row(QA, "ok", 0, 1, 0, 0)], max_answer_tokens=7, distinct_options=True)
+    assert seen == [(7, True)]

@@ -210,7 +210,7 @@ def test_documents_shown_to_the_questioner():
         prompt = ask.calls[0].prompts[0]
         whole = [episode.cluster.documents[i] for i in episode.shown]
         assert "\n".join(whole) in prompt
-        assert PROMPTS.questioner(task, whole, episode.history, prompt[-1]) == prompt
+        assert PROMPTS.questioner(task, whole, episode.history, prompt[-2]) == prompt
 
 
 def test_what_a_proposal_earns():

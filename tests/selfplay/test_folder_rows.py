@@ -86,7 +86,7 @@ def test_shares(rows: list[dict[str, str]]) -> None:
         "questioner": 240,
         "responder": 240,
         "verifier": 144,
-        "reader": 336,
+        "reciter": 336,
     }
     counts = Counter((row["role"], row["task"]) for row in rows)
     assert all(counts["questioner", task] == 80 for task in TASKS)
@@ -108,11 +108,11 @@ def test_questioner_rows_pass_the_parser_and_quote_the_shown_documents(
         harder += "\nask harder " in row["prompt"]
         if row["task"] == "multiple_choice":
             letters[parsed.answer] += 1
-            assert row["prompt"].endswith(f"choice {parsed.answer}")
+            assert row["prompt"].endswith(f"choice ({parsed.answer})")
             assert len(set(parsed.options)) == 4
         if " minus " not in parsed.question:
             quote = row["completion"].removeprefix("<think> ").partition("</think>")[0]
-            assert quote in row["prompt"]
+            assert quote.removesuffix(f"({parsed.answer})") in row["prompt"]
     assert letters == dict.fromkeys(LETTERS, 20)
     assert 30 <= harder <= 90
 
@@ -125,7 +125,8 @@ def test_responders_see_the_evidence_and_few_documents() -> None:
             documents = [text for text in CLUSTERS[0].documents if text in row["prompt"]]
             assert len(documents) == 2
             quote = row["completion"].removeprefix("<think>").partition("</think>")[0]
-            assert quote in " " + "\n".join(documents)
+            evidence = quote[:-3] if row["task"] == "multiple_choice" else quote  # without "(A)"
+            assert evidence in " " + "\n".join(documents)
 
 
 def test_responder_rows_earn_the_rule_reward() -> None:
@@ -151,10 +152,9 @@ def test_multiple_choice_answers_name_the_option_that_is_quoted(
     chosen = [r for r in rows if r["role"] == "responder" and r["task"] == "multiple_choice"]
     for row in chosen:
         quote, _, letter = row["completion"].partition("</think>answer is ")
-        option = row["prompt"].rpartition(f"\n({letter}) ")[2].partition("\n")[0]
-        assert option.startswith(" ")  # so that it has the tokens that it has in the documents
-        assert quote.endswith(option)
-    assert Counter(row["completion"][-1] for row in chosen) == dict.fromkeys(LETTERS, 20)
+        option = row["prompt"].rpartition(f"\n{letter} ")[2].partition("\n")[0]
+        assert quote.endswith(f" {option}{letter}")
+    assert Counter(row["completion"][-2] for row in chosen) == dict.fromkeys(LETTERS, 20)
 
 
 def test_verifier_rows_are_balanced_and_true(rows: list[dict[str, str]]) -> None:
@@ -173,7 +173,7 @@ def test_verifier_rows_are_balanced_and_true(rows: list[dict[str, str]]) -> None
 
 def test_equal_values_in_other_words_are_never_called_different() -> None:
     documents = ("All of us paid 5,000 and all of them paid 5000 or, less often, 5000.0 coins.",)
-    roles = {"questioner": 0, "responder": 0, "verifier": 1, "reader": 0}
+    roles = {"questioner": 0, "responder": 0, "verifier": 1, "reciter": 0}
     settings = RowSettings(("general_qa",), roles)
     made, _ = make_rows([Cluster("a", documents)], COMPACT, 40, 0, settings)
     assert {row["completion"] for row in made} == {"[[YES]]"}
@@ -199,16 +199,16 @@ def test_rows_are_a_function_of_the_seed(rows: list[dict[str, str]]) -> None:
     assert make_rows(CLUSTERS, COMPACT, 960, 1, settings)[0] != rows
 
 
-def test_reader_rows_are_documents_twice(rows: list[dict[str, str]]) -> None:
-    readers = [row["completion"] for row in rows if row["role"] == "reader"]
+def test_reciter_rows_are_documents_once_more(rows: list[dict[str, str]]) -> None:
     reordered = 0
-    for text in readers:
-        found = [d for c in CLUSTERS for d in c.documents if d in text]
-        assert 1 <= len(found) <= 3
-        assert all(text.count(document) == 2 for document in found)
-        lines = text.split("\n")
-        assert sorted(lines[: len(lines) // 2]) == sorted(lines[len(lines) // 2 :])
-        reordered += lines[: len(lines) // 2] != lines[len(lines) // 2 :]
+    for row in rows:
+        if row["role"] == "reciter":
+            found = [d for c in CLUSTERS for d in c.documents if d in row["prompt"]]
+            assert row["prompt"] == "\n".join([*found, "recite"])
+            assert 1 <= len(found) <= 3
+            again = row["completion"].split("\n")
+            assert sorted(again) == sorted("\n".join(found).split("\n"))
+            reordered += row["completion"] != "\n".join(found)
     assert reordered > 50
 
 
@@ -219,8 +219,8 @@ def test_questions_about_held_out_clusters_have_answers_in_their_documents() -> 
         text = "\n".join(item["documents"])
         answer = item["answer"]
         if item["task"] == "multiple_choice":
-            answer = item["question"].partition(f"\n({answer})  ")[2].partition("\n")[0]
-        assert answer.replace(",", "") in text.replace(",", "")
+            answer = item["question"].partition(f"\n({answer}) ")[2].partition("\n")[0]
+        assert answer and answer.replace(",", "") in text.replace(",", "")
 
 
 def test_bad_settings() -> None:

@@ -143,8 +143,23 @@ def test_answer_length_is_counted_by_the_caller_and_after_extraction():
     assert (longer.status, longer.reason) == ("skipped", "long_answer")
 
 
+@pytest.mark.parametrize("same", ["one", " ONE "])
+def test_choices_that_are_the_same_text_may_be_refused(same):
+    record = {"question": "Which?", "options": OPTIONS | {"C": same}, "answer": "B"}
+    text = json.dumps(record)
+    assert parse(text, "multiple_choice").status == "accepted"
+    found = parse_question(text, "multiple_choice", len, distinct_options=True)
+    assert (found.status, found.reason) == ("bad_format", "same_options")
+    good = json.dumps(record | {"options": OPTIONS})
+    assert parse_question(good, "multiple_choice", len, distinct_options=True).status == "accepted"
+
+
 def test_choices_stay_reachable():
-    record = {"question": "Which?", "options": OPTIONS | {"B": 2, "C": None}, "answer": "B"}
+    record = {
+        "question": "Which?",
+        "options": OPTIONS | {"A": " one ", "B": 2, "C": None},
+        "answer": "B",
+    }
     parsed = parse(json.dumps(record), "multiple_choice")
     assert (parsed.stem, parsed.answer) == ("Which?", "B")
     assert parsed.options == ("one", "2", "null", "four")

@@ -25,10 +25,10 @@ HISTORY = (Pair("q1?", "a1"), Pair("q2?", "a2"))
 COMPACT = {
     "questioner_general_qa": "{documents}\nask general",
     "questioner_financial_math": "{documents}\nask math",
-    "questioner_multiple_choice": "{documents}\nask choice {letter}",
+    "questioner_multiple_choice": "{documents}\nask choice ({letter})",
     "questioner_general_qa_history": "{documents}\n{examples}\nask harder general",
     "questioner_financial_math_history": "{documents}\n{examples}\nask harder math",
-    "questioner_multiple_choice_history": "{documents}\n{examples}\nask harder choice {letter}",
+    "questioner_multiple_choice_history": "{documents}\n{examples}\nask harder choice ({letter})",
     "example": "known: {question} answer: {answer}",
     "responder_general_qa": "{documents}\n{question}",
     "responder_financial_math": "{documents}\n{question}",
@@ -160,7 +160,7 @@ def test_compact_prompts() -> None:
     compact = prompts.load("compact")
     assert (
         compact.questioner("multiple_choice", ["d1", "d2"], HISTORY, letter="C")
-        == "d1\nd2\nknown: q1? answer: a1\nknown: q2? answer: a2\nask harder choice C"
+        == "d1\nd2\nknown: q1? answer: a1\nknown: q2? answer: a2\nask harder choice (C)"
     )
     assert compact.questioner("general_qa", ["d1"]) == "d1\nask general"
     assert compact.responder("general_qa", [], "q?") == "Empty\nq?"
