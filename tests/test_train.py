@@ -157,8 +157,9 @@ def test_nothing_compiles_after_the_first_full_step(whole):
     first = whole.traces[updates[0]]
     # One bucket, and as many prompts in a batch whatever is asked for.
     assert first["prefill"] == first["accumulate"] == first["apply"] == 1
-    # Questions and their filter, answers (as many as anchors), verdicts; two more of evaluation.
-    assert first["decode"] == 5
+    # Questions, two answers to filter them, answers (as many as anchors), verdicts; two more of
+    # evaluation.
+    assert first["decode"] == 6
     assert len(whole.traces) == 4 and updates[0] < 3
     assert all(traces == first for traces in whole.traces[updates[0] :])
 
