@@ -21,6 +21,7 @@ def get_config() -> ConfigDict:
 
     config.policy.tokenizer = "runs/folder_rows"
     config.policy.feed_forward = 512
+
     config.optimiser.warmup_steps = 100
     # Long rows of the questioner, one or two in a hundred, do not fit; they are counted.
     config.packing.buckets = ((384, 376),)

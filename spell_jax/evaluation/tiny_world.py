@@ -69,6 +69,11 @@ class TinyEvaluation:
         if not 1 <= self.shown <= most:
             raise ValueError(f"data.tiny.evaluation.shown = {self.shown}: must be 1 to {most}")
 
+    @property
+    def _usual_documents(self) -> int:
+        """The size of a cluster where only one is looked at: the second, as in training."""
+        return self.documents[min(1, len(self.documents) - 1)]
+
     def full(self, ask: Ask) -> Report:
         """All three roles."""
         report: Report = {"responder accuracy, by documents": {}}
@@ -130,7 +135,7 @@ class TinyEvaluation:
         ]
 
     def _letters(self, ask: Ask) -> dict[str, dict[str, tuple[float, float]]]:
-        count = self.documents[min(1, len(self.documents) - 1)]
+        count = self._usual_documents
         found = self._answers(ask, self.make_items(count, "choice", self.per_cell))
         columns = {letter: share([f == letter for f in found]) for letter in world.LETTERS}
         return {f"{count} documents": columns}
@@ -153,7 +158,7 @@ class TinyEvaluation:
     def _questioner(self, ask: Ask) -> dict[str, dict[str, tuple[float, float]]]:
         tasks = tuple(dict.fromkeys(world.TASK_OF_KIND.values()))
         rng = np.random.default_rng([self.seed, 2])
-        cluster = max(self.shown, self.documents[min(1, len(self.documents) - 1)])
+        cluster = max(self.shown, self._usual_documents)
         asked, texts = [], []
         for task in tasks:
             for _ in range(self.per_cell):

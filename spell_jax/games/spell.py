@@ -166,7 +166,6 @@ class Episode:
     Attributes:
       task, cluster: what was asked about.
       shown: indices of the documents that the questioner read.
-      new: those of them that no remembered question brought.
       dropped: documents and remembered questions left out of its prompt to keep it under the cap.
       history: remembered questions that it was shown.
       proposal: the questioner's reply.
@@ -189,7 +188,6 @@ class Episode:
     cluster: Cluster
     shown: tuple[int, ...]
     history: tuple[Entry, ...]
-    new: tuple[int, ...] = ()
     dropped: int = 0
     proposal: Reply | None = None
     status: str = "overlong"
@@ -206,6 +204,12 @@ class Episode:
     votes: list[list[int]] = dataclasses.field(default_factory=list)
     scores: list[float] = dataclasses.field(default_factory=list)
     reward: float | None = None
+
+    @property
+    def new(self) -> tuple[int, ...]:
+        """Documents among the shown that no remembered question brought."""
+        seen = {index for entry in self.history for index in entry.documents}
+        return tuple(index for index in self.shown if index not in seen)
 
     @property
     def mean_score(self) -> float:
@@ -270,6 +274,7 @@ class Spell:
 
     def propose(self, ask: Ask) -> list[Episode]:
         """Questions with references from m new documents and what was asked before."""
+        c = self.config
         episodes, texts = [], []
         for task, cluster in self.stream.next(self.config.generation_batch):
             episode, text = self._invite(task, cluster)
@@ -280,16 +285,12 @@ class Spell:
                 episode.reason = "questioner_prompt"
                 continue
             parsed = parsing.parse_question(
-                reply.texts[0],
-                episode.task,
-                self._count,
-                self.config.max_answer_tokens,
-                self.config.distinct_options,
+                reply.texts[0], episode.task, self._count, c.max_answer_tokens, c.distinct_options
             )
             episode.proposal, episode.status, episode.reason = reply, parsed.status, parsed.reason
             episode.question, episode.reference = parsed.question, parsed.answer
             episode.own_reference = parsed.answer
-            if parsed.status == "bad_format" and self.config.format_penalty:
+            if parsed.status == "bad_format" and c.format_penalty:
                 episode.reward = rewards.BAD_FORMAT
         return episodes
 
@@ -309,7 +310,7 @@ class Spell:
             text = self.prompts.questioner(task, documents, history, letter)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
-                return Episode(task, cluster, shown, history, tuple(sorted(new)), dropped), text
+                return Episode(task, cluster, shown, history, dropped), text
             dropped += 1
             if new and (history or len(new) > 1):
                 new.pop()
