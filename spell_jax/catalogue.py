@@ -13,7 +13,8 @@ from spell_jax.evaluation.held_out import Evaluation, HeldOutQuestions, read_que
 from spell_jax.evaluation.tiny_world import TinyEvaluation
 from spell_jax.games.game import Game
 from spell_jax.games.rlvr import Rlvr, RlvrConfig
-from spell_jax.games.spell import Spell, SpellConfig
+from spell_jax.games.spell import Spell
+from spell_jax.games.spell_config import SpellConfig
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.runtime.settings import Config, build
 from spell_jax.selfplay import prompts as prompt_sets

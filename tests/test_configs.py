@@ -16,7 +16,8 @@ from ml_collections import ConfigDict, config_flags
 from configs import base, tiny
 from spell_jax import catalogue, sft, train
 from spell_jax.games.rlvr import Rlvr
-from spell_jax.games.spell import Spell, SpellConfig
+from spell_jax.games.spell import Spell
+from spell_jax.games.spell_config import SpellConfig
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.update import OptimiserConfig
 from spell_jax.policy import tokenizer as tokenizers

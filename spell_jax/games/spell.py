@@ -28,6 +28,7 @@ import numpy as np
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.stream import TaskStream
 from spell_jax.games.game import Ask, Reply
+from spell_jax.games.spell_config import SpellConfig
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.metrics import Metrics
@@ -35,128 +36,10 @@ from spell_jax.selfplay import parsing, rewards, rules, selection
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.prompts import Prompts
 
-REFERENCES = ("questioner", "anchored")
-RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
-RULES = ("match", "judge")
-REMEMBERED = ("shown", "new")
 LETTERS = "ABCD"
 
 # (question, prediction, reference) triples -> 1, 0 or -1 (no verdict).
 JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
-
-
-@dataclasses.dataclass(frozen=True)
-class SpellConfig:
-    """Every switch of the game; the defaults are the paper's (its ablations are the others).
-
-    Attributes:
-      questions: questions with mixed rewards that an update wants [paper: batch size].
-      generation_batch: questions proposed in one round.
-      max_generations: rounds a step; then the update takes what there is.
-      group_size: G, answers to a question.
-      verifier_group_size: G_v, verdicts on an answer; 1 is the single-verdict ablation.
-      documents: m, the questioner's new documents, drawn from these numbers.
-      memory: L, questions remembered for each task and cluster; 0: no memory.
-      memory_documents: what is kept with a remembered question: all documents that the questioner
-        was "shown", so that its context grows until it holds the cluster, or the "new" ones among
-        them (Algorithm 1), so that it holds at most m (L + 1).
-      memory_low, memory_high: mean rewards between which a question is remembered.
-      mapping, mu, sigma: the questioner's reward (7): "gaussian", "azr" or "r_zero".
-      max_answer_tokens: longer references are skipped.
-      distinct_options: whether choices of which two are the same text are of bad format.
-      format_penalty: whether questions of bad format are punished; else they are dropped.
-      grounding_samples: answers without documents to a question; 0: no grounding filter.
-      grounding_threshold: right ones among them that make a question ungrounded.
-      reference: "questioner", or "anchored": the most frequent of `anchor_samples` answers of a
-        frozen copy of the starting policy to the question behind the questioner's documents. A
-        question without an answer given at least twice and by more than half is ungrounded, and so
-        is one whose answer is given without documents as well, be it only "unknown".
-      anchor_samples: K.
-      anchor_refresh: the frozen copy is renewed every so many steps; 0: never.
-      responder_reward: how rule and majority combine: "max" (6); "rule" asks no verifier; "random"
-        is a control that must destroy the policy.
-      rule: "match" compares texts, numbers, letters; "judge" asks an external judge.
-      train_questioner, train_verifier: False leaves their rows out of the update.
-      negatives: bad questioner rows for each good one.
-      verifier_share: verifier rows for each responder row.
-      consistency_gate: the verifier learns only where its majority agrees with the rule.
-      balance_verdicts: as many yes as no groups for the verifier.
-      keep_surplus: train on all questions with mixed rewards, also those over `questions`.
-    """
-
-    questions: int = 128
-    generation_batch: int = 480
-    max_generations: int = 10
-    group_size: int = 8
-    verifier_group_size: int = 8
-    documents: tuple[int, ...] = (5,)
-    memory: int = 3
-    memory_documents: str = "shown"
-    memory_low: float = 0.01
-    memory_high: float = 1.0
-    mapping: str = "gaussian"
-    mu: float = 0.5
-    sigma: float = 0.5 / 3
-    max_answer_tokens: int = 40
-    distinct_options: bool = False
-    format_penalty: bool = True
-    grounding_samples: int = 1
-    grounding_threshold: int = 1
-    reference: str = "questioner"
-    anchor_samples: int = 4
-    anchor_refresh: int = 0
-    responder_reward: str = "max"
-    rule: str = "match"
-    train_questioner: bool = True
-    negatives: float = 1.0
-    train_verifier: bool = True
-    verifier_share: float = 0.125
-    consistency_gate: bool = True
-    balance_verdicts: bool = False
-    keep_surplus: bool = False
-
-    def __post_init__(self):
-        for field, allowed in (
-            ("mapping", rewards.MAPPINGS),
-            ("reference", REFERENCES),
-            ("responder_reward", RESPONDER_REWARDS),
-            ("rule", RULES),
-            ("memory_documents", REMEMBERED),
-        ):
-            if getattr(self, field) not in allowed:
-                raise ValueError(
-                    f"game.{field} = {getattr(self, field)!r}: must be one of {allowed}"
-                )
-        for field, least in (
-            ("questions", 1),
-            ("generation_batch", 1),
-            ("max_generations", 1),
-            ("group_size", 2),
-            ("verifier_group_size", 1),
-            ("memory", 0),
-            ("max_answer_tokens", 1),
-            ("grounding_samples", 0),
-            ("grounding_threshold", 1),
-            ("anchor_samples", 2),
-            ("anchor_refresh", 0),
-            ("sigma", 1e-6),
-            ("negatives", 0),
-            ("verifier_share", 0),
-        ):
-            if getattr(self, field) < least:
-                raise ValueError(f"game.{field} = {getattr(self, field)}: must be at least {least}")
-        if not self.documents or min(self.documents) < 1:
-            raise ValueError(f"game.documents = {self.documents}: must be numbers of at least 1")
-        if self.memory_low > self.memory_high:
-            raise ValueError(
-                f"game.memory_low = {self.memory_low}: must not be above game.memory_high = "
-                f"{self.memory_high}"
-            )
-        if 0 < self.grounding_samples < self.grounding_threshold:
-            raise ValueError(
-                f"game.grounding_threshold = {self.grounding_threshold}: must not be above "
-                f"game.grounding_samples = {self.grounding_samples}"
-            )
 
 
 @dataclasses.dataclass
@@ -208,7 +91,7 @@ class Episode:
     @property
     def new(self) -> tuple[int, ...]:
         """Documents among the shown that no remembered question brought."""
-        seen = {index for entry in self.history for index in entry.documents}
+        seen = _documents_of(self.history)
         return tuple(index for index in self.shown if index not in seen)
 
     @property
@@ -297,15 +180,14 @@ class Spell:
     def _invite(self, task: str, cluster: Cluster) -> tuple[Episode, str]:
         """The questioner's prompt; over the cap, new documents go, then the oldest history."""
         history = self.memory.get(task, cluster.id)
-        seen = {index for entry in history for index in entry.documents}
+        seen = _documents_of(history)
         unseen = [i for i in range(len(cluster.documents)) if i not in seen]
         wanted = min(int(self._rng.choice(self.config.documents)), len(unseen))
         new = [int(i) for i in self._rng.permutation(unseen)[:wanted]]
         letter = LETTERS[self._rng.integers(4)] if task == "multiple_choice" else None
         dropped = 0
         while True:
-            seen = {index for entry in history for index in entry.documents}
-            shown = tuple(sorted(seen | set(new)))
+            shown = tuple(sorted(_documents_of(history) | set(new)))
             documents = [cluster.documents[i] for i in shown]
             text = self.prompts.questioner(task, documents, history, letter)
             smallest = not history and len(new) <= 1
@@ -566,6 +448,10 @@ def most_frequent(answers: Sequence[str | None], task: str) -> tuple[str | None,
             if count > best[1]:
                 best = (answer, count)
     return best
+
+
+def _documents_of(history: Sequence[Entry]) -> set[int]:
+    return {index for entry in history for index in entry.documents}
 
 
 def _texts(reply: Reply | None) -> Sequence[str]:

@@ -69,12 +69,14 @@ class Mixture:
       two_hop_far: ...in this share of them.
       questioner_documents: the questioner reads one of these numbers...
       questioner_cluster: ...of a cluster of this many, so that friends may be out of its sight.
-      history: share of questioner rows with known questions in the prompt.
+      history: share of questioner rows with one or two known questions in the prompt.
       plain_form: share of answers that are worded as the document words them.
       empty: share of responder rows without documents, answered "unknown".
-      absent: share of responder rows, other than choices, in which the last document needed is not
-        there: what there is is quoted, then "unknown" answered.
+      absent: share of responder rows, other than choices, in which another document stands in the
+        place of the last one needed: what there is is quoted, then "unknown" answered.
       verifier_cities: the verifier sees the second names of this many cities only.
+      strict: share of the verifier's equal pairs that are answered no because their words differ:
+        what self-play can still teach it.
     """
 
     recital: float = 0.2
@@ -82,7 +84,7 @@ class Mixture:
     verifier: float = 0.27
     kinds: tuple[float, ...] = (0.2, 0.22, 0.28, 0.3)
     recital_documents: tuple[int, ...] = (3, 4, 5)
-    responder_documents: tuple[int, ...] = (3, 4, 5)
+    responder_documents: tuple[int, ...] = (2, 3, 4, 5)
     two_hop_documents: tuple[int, ...] = (6, 7, 8)
     two_hop_far: float = 0.1
     questioner_documents: tuple[int, ...] = (2, 3, 4)
@@ -90,8 +92,9 @@ class Mixture:
     history: float = 0.3
     plain_form: float = 0.8
     empty: float = 0.04
-    absent: float = 0.1
+    absent: float = 0.06
     verifier_cities: int = 3
+    strict: float = 0.6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +120,7 @@ def rows(prompts: Prompts, mixture: Mixture, seed: int, start: int = 0) -> Itera
             case 1:
                 yield _questioner_row(prompts, mixture, rng)
             case 2:
-                yield verifier_row(prompts, rng, mixture.verifier_cities)[0]
+                yield verifier_row(prompts, rng, mixture.verifier_cities, mixture.strict)[0]
             case _:
                 yield _responder_row(prompts, mixture, rng)
         index += 1
@@ -183,17 +186,22 @@ def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator
     documents = cluster[: rng.choice(mixture.questioner_documents)]
     kind = _kind(rng, mixture.kinds)
     history: list[Entry] = []
+    known: set[str] = set()
     if rng.random() < mixture.history:
-        for _ in range(rng.integers(1, 4)):
-            known = world.draw_question(rng, documents, "math" if kind == "math" else "lookup")
-            history.append(Entry((), known.text, known.answer))
+        for _ in range(min(rng.integers(1, 3), len(documents) - 1)):  # one is left to ask
+            easier = "lookup" if kind == "two_hop" else kind
+            text, question, answer = responder_question(rng, documents, easier)
+            history.append(Entry((), text, answer))
+            known.add(question.text)
         if kind == "lookup" and rng.random() < 0.6:
             kind = "two_hop"  # what "harder" asks for
     question = world.draw_question(rng, documents, kind)
     for _ in range(4):  # a known question is not asked again
-        if question.text in [entry.question for entry in history]:
+        if question.text in known:
             question = world.draw_question(rng, documents, kind)
-    completion, letter = question_json(rng, documents, question, mixture.plain_form)
+    # Wrong options come from the whole world: among the few names of these documents a small policy
+    # would repeat some option nearly always.
+    completion, letter = question_json(rng, (), question, mixture.plain_form)
     task = world.TASK_OF_KIND[question.kind]
     prompt = prompts.questioner(task, documents, history, letter)
     plan = (question.text, *question.evidence)  # what follows the plan is a responder's thought
@@ -216,28 +224,28 @@ def _responder_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator)
     counts = mixture.responder_documents
     if kind == "two_hop" and rng.random() < mixture.two_hop_far:
         counts = mixture.two_hop_documents
-    documents = world.make_documents(rng, int(rng.choice(counts)))
+    *documents, spare = world.make_documents(rng, int(rng.choice(counts)) + 1)
     text, question, answer = responder_question(rng, documents, kind)
     task = world.TASK_OF_KIND[question.kind]
-    if rng.random() < mixture.empty:
-        completion = f"{_thought(())}answer is {UNKNOWN}"
-        return Row(prompts.responder(task, (), text), completion, "responder", task)
-    if kind != "choice" and rng.random() < mixture.absent:
+    letter = answer if kind == "choice" else None
+    thought = _thought(question.evidence, question.answer, letter)
+    draw = rng.random()
+    if draw < mixture.empty:
+        documents, thought, answer = [], _thought(()), UNKNOWN
+    elif draw < mixture.empty + mixture.absent and not letter:
         *found, missing = (line for line in question.evidence if f"- {line}" in documents)
-        documents = tuple(text for text in documents if text != f"- {missing}")
-        completion = f"{_thought(found)}answer is {UNKNOWN}"
-        return Row(prompts.responder(task, documents, text), completion, "responder", task)
-    thought = _thought(question.evidence, question.answer, answer if kind == "choice" else None)
-    if task == "general_qa":
+        documents[documents.index(f"- {missing}")] = spare
+        thought, answer = _thought(found), UNKNOWN
+    elif letter:
+        answer = f"({letter})"  # one token, as in the options
+    elif task == "general_qa":
         answer = _worded(rng, answer, mixture.plain_form)
-    elif task == "multiple_choice":
-        answer = f"({answer})"  # one token, as in the options
-    completion = f"{thought}answer is {answer}"
-    return Row(prompts.responder(task, documents, text), completion, "responder", task)
+    prompt = prompts.responder(task, documents, text)
+    return Row(prompt, f"{thought}answer is {answer}", "responder", task)
 
 
 def verifier_row(
-    prompts: Prompts, rng: np.random.Generator, alias_cities: int
+    prompts: Prompts, rng: np.random.Generator, alias_cities: int, strict: float = 0.0
 ) -> tuple[Row, str, str]:
     """A pair of answers with the true verdict, half of them equal.
 
@@ -245,9 +253,10 @@ def verifier_row(
       prompts: the prompt set.
       rng: random draws.
       alias_cities: how many cities may appear under their second name in an equal pair.
+      strict: share of the equal pairs in different words whose verdict is no.
 
     Returns:
-      (row, what kind of pair: "same" or "different" plus the two forms, the true verdict text).
+      (row, the kind of pair: "same", "decorated", "alias" or "different", its verdict).
     """
     documents = world.make_documents(rng, 4)
     kind = world.KINDS[rng.choice(len(world.KINDS), p=VERIFIED_KINDS)]
@@ -265,6 +274,7 @@ def verifier_row(
         answer = forms[second]
         if first != second:
             pair = "alias" if 2 in (first, second) else "decorated"
+            same = rng.random() >= strict
     else:
         answer = _wrong_answer(rng, documents, truth)
     verdict = "[[YES]]" if same else "[[NO]]"

@@ -12,7 +12,8 @@ import numpy as np
 
 from spell_jax.data.clusters import TASKS, Cluster
 from spell_jax.games.game import Reply
-from spell_jax.games.spell import Episode, Spell, SpellConfig
+from spell_jax.games.spell import Episode, Spell
+from spell_jax.games.spell_config import SpellConfig
 from spell_jax.learner.packing import Group
 from spell_jax.sampler.engine import Sample
 from spell_jax.selfplay import prompts

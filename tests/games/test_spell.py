@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spell_jax.data.clusters import TASKS
-from spell_jax.games.spell import SpellConfig
+from spell_jax.games.spell_config import SpellConfig
 from tests.games.scripted import (
     CHOICE,
     MATH,

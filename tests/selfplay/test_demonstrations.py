@@ -97,7 +97,7 @@ def test_a_known_question_is_rarely_asked_again(by_role):
     for row in known:
         parsed = parsing.parse_question(row.completion, row.task, lambda _: 1)
         asked = parsed.stem or parsed.question
-        again += f"known: {asked} answer" in row.prompt
+        again += any(f": {asked}{end}" in row.prompt for end in (" answer", "\n"))
     assert len(known) > 40 and again <= 0.02 * len(known)
 
 
@@ -128,16 +128,21 @@ def test_a_rule_misses_some_right_answers(by_role):
     assert 0.85 < np.mean(scores) < 1.0
 
 
-def test_verdicts_are_right(by_role):
-    labels = Counter()
+def test_verdicts_are_right_or_strict_about_words(by_role):
+    labels, strict = Counter(), []
     for row in by_role["verifier"]:
         question, one, two, ask = row.prompt.rsplit("\n", 3)
         assert ask == "same?" and world.question_kind(question) in world.KINDS
         first, second = one.removeprefix("one: "), two.removeprefix("two: ")
         same = world.canonical(first) == world.canonical(second)
-        assert parsing.parse_verdict(row.completion) == int(same), row
+        verdict = parsing.parse_verdict(row.completion)
+        if same and first != second:
+            strict.append(verdict == 0)
+        else:
+            assert verdict == int(same), row
         labels[same] += 1
     assert 0.4 < labels[True] / labels.total() < 0.6
+    assert abs(np.mean(strict) - demonstrations.Mixture().strict) < 4 * np.sqrt(0.25 / len(strict))
 
 
 def test_the_verifier_never_sees_the_second_names_of_some_cities():
@@ -203,8 +208,7 @@ def test_shares_of_the_mixture(by_role):
     ):
         counts = Counter(len(documents_of(row.prompt)) for row in by_role[role])
         assert set(counts) == set(wanted_counts)
-    fewest = min(mixture.responder_documents) - 1  # one is absent
-    allowed = {0, fewest, *mixture.responder_documents, *mixture.two_hop_documents}
+    allowed = {0, *mixture.responder_documents, *mixture.two_hop_documents}
     counts = Counter(len(documents_of(row.prompt)) for row in by_role["responder"])
     assert set(counts) <= allowed and set(mixture.responder_documents) <= set(counts)
     far = sum(counts[n] for n in mixture.two_hop_documents if n not in mixture.responder_documents)
