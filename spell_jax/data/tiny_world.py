@@ -33,7 +33,7 @@ Delhi/Yamuna Tokyo/Edoville Seoul/Hanyang Perth/Swanside
 NAMES = tuple(_NAMES.split())
 CITIES = tuple(tuple(pair.split("/")) for pair in _CITIES.split())
 ATTRIBUTES = ("city", "sales", "costs", "friend")  # in the order of a line
-FIGURES = range(10, 30)
+FIGURES = range(10, 25)
 TOWN, TITLE, UNIT = "town", "Mr", "dollars"
 
 KINDS = ("lookup", "two_hop", "math", "choice")
@@ -157,10 +157,21 @@ def _draw_sum(rng: np.random.Generator, facts: Facts, names: list[str]) -> Quest
         word = "plus"  # a difference of zero is not a question that the parser accepts
     if word == "minus" and x < y:
         a, b, x, y = b, a, y, x
-    result = x + y if word == "plus" else x - y
     text = f"{a[1]} of {a[0]} {word} {b[1]} of {b[0]}"
     lines = dict.fromkeys((line_of(facts, a[0]), line_of(facts, b[0])))
-    return Question("math", text, (*lines, f"{x} {word} {y} is {result}"), str(result))
+    stated, result = _sum(x, word, y)
+    return Question("math", text, (*lines, stated), result)
+
+
+def _sum(x: int, word: str, y: int) -> tuple[str, str]:
+    result = x + y if word == "plus" else x - y
+    return f"{x} {word} {y} is {result}", str(result)
+
+
+def draw_sum(rng: np.random.Generator, word: str) -> str:
+    """A "plus" or "minus" sum of two different figures, as evidence states it (larger first)."""
+    y, x = sorted(FIGURES[i] for i in rng.choice(len(FIGURES), size=2, replace=False))
+    return _sum(x, word, y)[0]
 
 
 def draw_options(

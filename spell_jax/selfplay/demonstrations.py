@@ -49,7 +49,8 @@ SYMBOLS = (
     "[[NO]]",
 )
 UNKNOWN = "unknown"
-OPTIONS, SUMS = 4, 3  # in a recital
+OPTIONS = 4  # in a recital
+SUMS = ("plus", "minus", "minus", "minus")  # in a recital; differences are learned last
 VERIFIED_KINDS = (0.4, 0.2, 0.2, 0.2)  # shares of world.KINDS among the verifier's pairs
 
 
@@ -70,18 +71,19 @@ class Mixture:
       questioner_documents: the questioner reads one of these numbers...
       questioner_cluster: ...of a cluster of this many, so that friends may be out of its sight.
       history: share of questioner rows with one or two known questions in the prompt.
-      plain_form: share of answers that are worded as the document words them.
+      plain_form: share of answers, judged ones too, that are worded as the document words them.
       empty: share of responder rows without documents, answered "unknown".
-      absent: share of responder rows, other than choices, in which another document stands in the
-        place of the last one needed: what there is is quoted, then "unknown" answered.
+      absent: share of responder rows, for each kind, in which another document stands in the place
+        of the last one needed: what there is is quoted, then "unknown" answered. Friends are often
+        out of sight in the game, and the reader that states references must notice.
       verifier_cities: the verifier sees the second names of this many cities only.
       strict: share of the verifier's equal pairs that are answered no because their words differ:
         what self-play can still teach it.
     """
 
     recital: float = 0.2
-    questioner: float = 0.23
-    verifier: float = 0.27
+    questioner: float = 0.22
+    verifier: float = 0.3
     kinds: tuple[float, ...] = (0.2, 0.22, 0.28, 0.3)
     recital_documents: tuple[int, ...] = (3, 4, 5)
     responder_documents: tuple[int, ...] = (2, 3, 4, 5)
@@ -92,7 +94,7 @@ class Mixture:
     history: float = 0.3
     plain_form: float = 0.8
     empty: float = 0.04
-    absent: float = 0.06
+    absent: tuple[float, ...] = (0.05, 0.2, 0.05, 0.0)
     verifier_cities: int = 3
     strict: float = 0.6
 
@@ -120,7 +122,8 @@ def rows(prompts: Prompts, mixture: Mixture, seed: int, start: int = 0) -> Itera
             case 1:
                 yield _questioner_row(prompts, mixture, rng)
             case 2:
-                yield verifier_row(prompts, rng, mixture.verifier_cities, mixture.strict)[0]
+                known = mixture.verifier_cities
+                yield verifier_row(prompts, rng, known, mixture.plain_form, mixture.strict)[0]
             case _:
                 yield _responder_row(prompts, mixture, rng)
         index += 1
@@ -132,7 +135,11 @@ def _kind(rng: np.random.Generator, shares: Sequence[float]) -> str:
 
 def _worded(rng: np.random.Generator, value: str, plain: float) -> str:
     forms = world.surface_forms(value)
-    return value if rng.random() < plain else forms[rng.integers(1, len(forms))]
+    return forms[_form(rng, forms, plain)]
+
+
+def _form(rng: np.random.Generator, forms: Sequence[str], plain: float) -> int:
+    return 0 if len(forms) == 1 or rng.random() < plain else int(rng.integers(1, len(forms)))
 
 
 def _thought(evidence: Sequence[str], answer: str = "", letter: str | None = None) -> str:
@@ -176,7 +183,7 @@ def _recital_row(mixture: Mixture, rng: np.random.Generator) -> Row:
     options = world.draw_options(rng, documents, value, world.LETTERS[rng.integers(4)])
     pairs = [f"{option}({letter})" for letter, option in options.items()]
     chosen += [pairs[i] for i in rng.integers(4, size=OPTIONS)]  # not one of each: no elimination
-    chosen += [world.draw_question(rng, documents, "math").evidence[-1] for _ in range(SUMS)]
+    chosen += [world.draw_sum(rng, word) for word in SUMS]
     prompt = "\n".join([*documents, parsing.format_choices("recite", tuple(options.values()))])
     return Row(prompt, _thought(chosen), "reciter", "general_qa")
 
@@ -229,10 +236,10 @@ def _responder_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator)
     task = world.TASK_OF_KIND[question.kind]
     letter = answer if kind == "choice" else None
     thought = _thought(question.evidence, question.answer, letter)
-    draw = rng.random()
-    if draw < mixture.empty:
+    draw = rng.random() - mixture.empty
+    if draw < 0:
         documents, thought, answer = [], _thought(()), UNKNOWN
-    elif draw < mixture.empty + mixture.absent and not letter:
+    elif draw < mixture.absent[world.KINDS.index(question.kind)]:
         *found, missing = (line for line in question.evidence if f"- {line}" in documents)
         documents[documents.index(f"- {missing}")] = spare
         thought, answer = _thought(found), UNKNOWN
@@ -245,14 +252,19 @@ def _responder_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator)
 
 
 def verifier_row(
-    prompts: Prompts, rng: np.random.Generator, alias_cities: int, strict: float = 0.0
+    prompts: Prompts,
+    rng: np.random.Generator,
+    alias_cities: int,
+    plain: float = 0.5,
+    strict: float = 0.0,
 ) -> tuple[Row, str, str]:
-    """A pair of answers with the true verdict, half of them equal.
+    """A pair of answers, equal in half of the rows, with its verdict.
 
     Args:
       prompts: the prompt set.
       rng: random draws.
       alias_cities: how many cities may appear under their second name in an equal pair.
+      plain: share of values that are worded as the document words them.
       strict: share of the equal pairs in different words whose verdict is no.
 
     Returns:
@@ -266,11 +278,11 @@ def verifier_row(
     known = {name for pair in world.CITIES[:alias_cities] for name in pair}
     if len(forms) == 3 and truth not in known:
         forms = forms[:2]
-    first = second = int(rng.integers(len(forms)))
+    first = second = _form(rng, forms, plain)
     same = rng.random() < 0.5
     pair = "same" if same else "different"
     if same:
-        second = int(rng.integers(len(forms)))
+        second = _form(rng, forms, plain)
         answer = forms[second]
         if first != second:
             pair = "alias" if 2 in (first, second) else "decorated"
