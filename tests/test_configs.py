@@ -150,7 +150,7 @@ def test_demonstrations_fit_the_demos_caps():
 
 # ------------------------------------------------------------------------------------- ablations
 
-PAPER = {"game.reference": "questioner", "game.balance_verdicts": False}
+PAPER = {"game.reference": "questioner"}
 STATIC = {"game.name": "rlvr", "game.static_questions": 12}
 ABLATIONS = {
     "the demo": {},

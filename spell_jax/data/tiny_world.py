@@ -4,6 +4,8 @@
    and friend. A cluster is n documents whose friends are all inside the cluster.
 2. Questions are of four kinds: look-up ("city of Arvo"), two-hop ("city of friend of Arvo"), sums
    ("sales of Arvo plus costs of Bela") and four-way choices of a friend.
+   "sales of Arvo versus costs of Bela" asks how far apart they are: nobody who writes a question
+   knows yet which figure is the larger.
 3. Values have several surface forms: a city has two names (documents use either), names and
    figures may be decorated ("Mr Bela", "34 dollars"). A rule that compares strings misses some.
 4. The oracle reads documents and question by their grammar and knows every truth. Self-play never
@@ -36,6 +38,7 @@ ATTRIBUTES = ("city", "sales", "costs", "friend")  # in the order of a line
 FIGURES = range(10, 25)
 TOWN, TITLE, UNIT = "town", "Mr", "dollars"
 
+SUMS = ("plus", "versus")
 KINDS = ("lookup", "two_hop", "math", "choice")
 TASK_OF_KIND = {
     "lookup": "general_qa",
@@ -49,7 +52,7 @@ _CANONICAL = {form.lower(): city for city, *others in CITIES for form in (city, 
 _ALIAS = {pair[i]: pair[1 - i] for pair in CITIES for i in (0, 1)}
 _LINE = re.compile(r"(\w+) (\w+) (\d+) (\d+) (\w+)")
 _LOOKUP = re.compile(r"(city|friend|sales|costs) of ((?:friend of )*)(\w+)")
-_MATH = re.compile(r"(sales|costs) of (\w+) (plus|minus) (sales|costs) of (\w+)")
+_MATH = re.compile(r"(sales|costs) of (\w+) (plus|versus) (sales|costs) of (\w+)")
 
 Facts = dict[tuple[str, str], str]
 
@@ -151,27 +154,28 @@ def draw_question(rng: np.random.Generator, documents: Sequence[str], kind: str)
 
 def _draw_sum(rng: np.random.Generator, facts: Facts, names: list[str]) -> Question:
     terms = [(names[rng.integers(len(names))], ("sales", "costs")[rng.integers(2)]) for _ in "ab"]
-    (a, b), word = terms, ("plus", "minus")[rng.integers(2)]
+    (a, b), word = terms, SUMS[rng.integers(len(SUMS))]
     x, y = int(facts[a]), int(facts[b])
     if x == y:
         word = "plus"  # a difference of zero is not a question that the parser accepts
-    if word == "minus" and x < y:
-        a, b, x, y = b, a, y, x
     text = f"{a[1]} of {a[0]} {word} {b[1]} of {b[0]}"
     lines = dict.fromkeys((line_of(facts, a[0]), line_of(facts, b[0])))
-    stated, result = _sum(x, word, y)
-    return Question("math", text, (*lines, stated), result)
+    return Question("math", text, (*lines, _stated(x, word, y)), str(add_up(x, word, y)))
 
 
-def _sum(x: int, word: str, y: int) -> tuple[str, str]:
-    result = x + y if word == "plus" else x - y
-    return f"{x} {word} {y} is {result}", str(result)
+def add_up(x: int, word: str, y: int) -> int:
+    """x plus y, or how far apart they are."""
+    return x + y if word == "plus" else abs(x - y)
+
+
+def _stated(x: int, word: str, y: int) -> str:
+    return f"{x} {word} {y} is {add_up(x, word, y)}"
 
 
 def draw_sum(rng: np.random.Generator, word: str) -> str:
-    """A "plus" or "minus" sum of two different figures, as evidence states it (larger first)."""
-    y, x = sorted(FIGURES[i] for i in rng.choice(len(FIGURES), size=2, replace=False))
-    return _sum(x, word, y)[0]
+    """A sum of two different figures by one of SUMS, as evidence states it."""
+    x, y = (FIGURES[i] for i in rng.choice(len(FIGURES), size=2, replace=False))
+    return _stated(x, word, y)
 
 
 def draw_options(
@@ -224,7 +228,7 @@ def oracle(question: str, documents: Sequence[str]) -> str | None:
         x, y = facts.get((match[2], match[1])), facts.get((match[5], match[4]))
         if x is None or y is None:
             return None
-        return str(int(x) + int(y) if match[3] == "plus" else int(x) - int(y))
+        return str(add_up(int(x), match[3], int(y)))
     match = _LOOKUP.search(question)
     if match is None:
         return None

@@ -50,7 +50,6 @@ SYMBOLS = (
 )
 UNKNOWN = "unknown"
 OPTIONS = 4  # in a recital
-SUMS = ("plus", "minus", "minus", "minus")  # in a recital; differences are learned last
 VERIFIED_KINDS = (0.4, 0.2, 0.2, 0.2)  # shares of world.KINDS among the verifier's pairs
 
 
@@ -71,23 +70,24 @@ class Mixture:
       questioner_documents: the questioner reads one of these numbers...
       questioner_cluster: ...of a cluster of this many, so that friends may be out of its sight.
       history: share of questioner rows with one or two known questions in the prompt.
-      plain_form: share of answers, judged ones too, that are worded as the document words them.
+      plain_form: share of answers that are worded as the document words them.
       empty: share of responder rows without documents, answered "unknown".
       absent: share of responder rows, for each kind, in which another document stands in the place
         of the last one needed: what there is is quoted, then "unknown" answered. Friends are often
         out of sight in the game, and the reader that states references must notice.
       verifier_cities: the verifier sees the second names of this many cities only.
-      strict: share of the verifier's equal pairs that are answered no because their words differ:
-        what self-play can still teach it.
+      verifier_same_words: share of the verifier's equal pairs that are in the same words.
+      strict: share of its equal pairs in different words that are answered no because of them: what
+        self-play can still teach it.
     """
 
     recital: float = 0.2
     questioner: float = 0.22
     verifier: float = 0.3
     kinds: tuple[float, ...] = (0.2, 0.22, 0.28, 0.3)
-    recital_documents: tuple[int, ...] = (3, 4, 5)
-    responder_documents: tuple[int, ...] = (2, 3, 4, 5)
-    two_hop_documents: tuple[int, ...] = (6, 7, 8)
+    recital_documents: tuple[int, ...] = (4,)
+    responder_documents: tuple[int, ...] = (2, 3, 4)
+    two_hop_documents: tuple[int, ...] = (5, 6)
     two_hop_far: float = 0.1
     questioner_documents: tuple[int, ...] = (2, 3, 4)
     questioner_cluster: int = 8
@@ -96,7 +96,8 @@ class Mixture:
     empty: float = 0.04
     absent: tuple[float, ...] = (0.05, 0.2, 0.05, 0.0)
     verifier_cities: int = 3
-    strict: float = 0.6
+    verifier_same_words: float = 0.7
+    strict: float = 0.42
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +123,8 @@ def rows(prompts: Prompts, mixture: Mixture, seed: int, start: int = 0) -> Itera
             case 1:
                 yield _questioner_row(prompts, mixture, rng)
             case 2:
-                known = mixture.verifier_cities
-                yield verifier_row(prompts, rng, known, mixture.plain_form, mixture.strict)[0]
+                shares = mixture.verifier_same_words, mixture.strict
+                yield verifier_row(prompts, rng, mixture.verifier_cities, *shares)[0]
             case _:
                 yield _responder_row(prompts, mixture, rng)
         index += 1
@@ -135,11 +136,7 @@ def _kind(rng: np.random.Generator, shares: Sequence[float]) -> str:
 
 def _worded(rng: np.random.Generator, value: str, plain: float) -> str:
     forms = world.surface_forms(value)
-    return forms[_form(rng, forms, plain)]
-
-
-def _form(rng: np.random.Generator, forms: Sequence[str], plain: float) -> int:
-    return 0 if len(forms) == 1 or rng.random() < plain else int(rng.integers(1, len(forms)))
+    return forms[0 if len(forms) == 1 or rng.random() < plain else rng.integers(1, len(forms))]
 
 
 def _thought(evidence: Sequence[str], answer: str = "", letter: str | None = None) -> str:
@@ -183,7 +180,7 @@ def _recital_row(mixture: Mixture, rng: np.random.Generator) -> Row:
     options = world.draw_options(rng, documents, value, world.LETTERS[rng.integers(4)])
     pairs = [f"{option}({letter})" for letter, option in options.items()]
     chosen += [pairs[i] for i in rng.integers(4, size=OPTIONS)]  # not one of each: no elimination
-    chosen += [world.draw_sum(rng, word) for word in SUMS]
+    chosen += [world.draw_sum(rng, word) for word in 2 * world.SUMS]
     prompt = "\n".join([*documents, parsing.format_choices("recite", tuple(options.values()))])
     return Row(prompt, _thought(chosen), "reciter", "general_qa")
 
@@ -255,7 +252,7 @@ def verifier_row(
     prompts: Prompts,
     rng: np.random.Generator,
     alias_cities: int,
-    plain: float = 0.5,
+    same_words: float = 0.0,
     strict: float = 0.0,
 ) -> tuple[Row, str, str]:
     """A pair of answers, equal in half of the rows, with its verdict.
@@ -264,7 +261,8 @@ def verifier_row(
       prompts: the prompt set.
       rng: random draws.
       alias_cities: how many cities may appear under their second name in an equal pair.
-      plain: share of values that are worded as the document words them.
+      same_words: share of the equal pairs that are in the same words; so are values that can be
+        worded in one way only.
       strict: share of the equal pairs in different words whose verdict is no.
 
     Returns:
@@ -278,15 +276,15 @@ def verifier_row(
     known = {name for pair in world.CITIES[:alias_cities] for name in pair}
     if len(forms) == 3 and truth not in known:
         forms = forms[:2]
-    first = second = _form(rng, forms, plain)
+    first = second = int(rng.integers(len(forms)))
     same = rng.random() < 0.5
     pair = "same" if same else "different"
     if same:
-        second = _form(rng, forms, plain)
-        answer = forms[second]
-        if first != second:
+        if len(forms) > 1 and rng.random() >= same_words:
+            second = (first + int(rng.integers(1, len(forms)))) % len(forms)
             pair = "alias" if 2 in (first, second) else "decorated"
             same = rng.random() >= strict
+        answer = forms[second]
     else:
         answer = _wrong_answer(rng, documents, truth)
     verdict = "[[YES]]" if same else "[[NO]]"

@@ -89,10 +89,10 @@ def test_the_oracle_agrees_with_the_generated_truth(kind, count):
         lines = [line for line in question.evidence if " is " not in line]
         assert {f"- {line}" for line in lines} <= set(texts)
         if kind == "math":
-            match = re.fullmatch(r"(\w+) of (\w+) (plus|minus) (\w+) of (\w+)", question.text)
+            match = re.fullmatch(r"(\w+) of (\w+) (plus|versus) (\w+) of (\w+)", question.text)
             assert match is not None
             x, y = int(facts[match[2], match[1]]), int(facts[match[5], match[4]])
-            assert int(question.answer) == (x + y if match[3] == "plus" else x - y) > 0
+            assert int(question.answer) == (x + y if match[3] == "plus" else abs(x - y)) > 0
             assert question.evidence[-1] == f"{x} {match[3]} {y} is {question.answer}"
             assert [line.split()[0] for line in lines] == list(dict.fromkeys(match.group(2, 5)))
         else:
@@ -109,7 +109,7 @@ def test_a_friend_outside_the_documents_leaves_a_look_up():
 def test_the_oracle_knows_what_it_does_not_know():
     texts = ("- Arvo Oslo 34 12 Bela",)
     assert world.oracle("city of Arvo", texts) == world.canonical("Oslo")
-    assert world.oracle("please tell: sales of Arvo minus costs of Arvo", texts) == "22"
+    assert world.oracle("please tell: sales of Arvo versus costs of Arvo", texts) == "22"
     assert world.oracle("city of friend of Arvo", texts) is None  # Bela has no document
     assert world.oracle("sales of Arvo plus sales of Bela", texts) is None
     assert world.oracle("city of Bela", texts) is None
