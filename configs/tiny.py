@@ -17,7 +17,7 @@ from configs import base
 
 def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config = base.get_config()
-    config.steps = 200
+    config.steps = 120
     config.evaluate = True
     config.validate_every = 20
     config.checkpoint_every = 20
@@ -52,7 +52,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.sampler.max_tokens = 48
     config.sampler.max_verdict_tokens = 4
 
-    config.optimiser.learning_rate = 3e-4
+    config.optimiser.learning_rate = 2e-4
     config.optimiser.b2 = 0.95
     config.packing.buckets = ((320, 224),)
     config.packing.token_budget = 6400

@@ -153,8 +153,9 @@ def draw_question(rng: np.random.Generator, documents: Sequence[str], kind: str)
 
 
 def _draw_sum(rng: np.random.Generator, facts: Facts, names: list[str]) -> Question:
-    terms = [(names[rng.integers(len(names))], ("sales", "costs")[rng.integers(2)]) for _ in "ab"]
-    (a, b), word = terms, SUMS[rng.integers(len(SUMS))]
+    people = rng.choice(names, size=2, replace=len(names) < 2)  # two documents to find
+    a, b = ((str(name), ("sales", "costs")[rng.integers(2)]) for name in people)
+    word = SUMS[rng.integers(len(SUMS))]
     x, y = int(facts[a]), int(facts[b])
     if x == y:
         word = "plus"  # a difference of zero is not a question that the parser accepts
@@ -173,28 +174,22 @@ def _stated(x: int, word: str, y: int) -> str:
 
 
 def draw_sum(rng: np.random.Generator, word: str) -> str:
-    """A sum of two different figures by one of SUMS, as evidence states it."""
-    x, y = (FIGURES[i] for i in rng.choice(len(FIGURES), size=2, replace=False))
-    return _stated(x, word, y)
+    """A sum of two figures by one of SUMS, as evidence states it."""
+    return _stated(int(_figure(rng)), word, int(_figure(rng)))
 
 
-def draw_options(
-    rng: np.random.Generator, documents: Sequence[str], answer: str, letter: str
-) -> dict[str, str]:
+def draw_options(rng: np.random.Generator, answer: str, letter: str) -> dict[str, str]:
     """Four different options of the answer's sort, the right one under `letter`.
 
-    Wrong options come from the documents first, then from the whole world.
+    Wrong options come from the whole world: among the few values of its documents, a small policy
+    that writes questions would repeat some option nearly always.
     """
-    facts = read_facts(documents)
     if answer.isdigit():
         world = [str(n) for n in FIGURES]
     else:
         world = [c for c, _ in CITIES] if canonical(answer) in _ALIAS else list(NAMES)
-    near = sorted({v for v in facts.values() if v in world})
-    pool = [near[i] for i in rng.permutation(len(near))]
-    pool += [world[i] for i in rng.permutation(len(world))]
-    wrong = list(dict.fromkeys(v for v in pool if canonical(v) != canonical(answer)))[:3]
-    wrong = [wrong[i] for i in rng.permutation(3)]
+    others = [value for value in world if canonical(value) != canonical(answer)]
+    wrong = [others[i] for i in rng.permutation(len(others))[:3]]
     wrong.insert(LETTERS.index(letter), answer)
     return dict(zip(LETTERS, wrong, strict=True))
 

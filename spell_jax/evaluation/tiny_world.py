@@ -19,8 +19,6 @@ from spell_jax.games.game import Ask
 from spell_jax.selfplay import demonstrations, parsing, rules
 from spell_jax.selfplay.prompts import Prompts
 
-SAME_WORDS = 0.3  # share of the verifier's equal pairs that a comparison of texts would settle
-
 
 @dataclasses.dataclass(frozen=True)
 class Item:
@@ -145,7 +143,7 @@ class TinyEvaluation:
     def _verifier(self, ask: Ask) -> dict[str, tuple[float, float]]:
         rng = np.random.default_rng([self.seed, 1])
         rows = [
-            demonstrations.verifier_row(self.prompts, rng, len(world.CITIES), SAME_WORDS)
+            demonstrations.verifier_row(self.prompts, rng, len(world.CITIES))
             for _ in range(2 * self.per_cell)
         ]
         replies = ask("verifier", [row.prompt for row, *_ in rows], temperature=0.0)

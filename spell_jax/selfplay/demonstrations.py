@@ -81,11 +81,11 @@ class Mixture:
         self-play can still teach it.
     """
 
-    recital: float = 0.2
-    questioner: float = 0.22
-    verifier: float = 0.3
+    recital: float = 0.3
+    questioner: float = 0.2
+    verifier: float = 0.25
     kinds: tuple[float, ...] = (0.2, 0.22, 0.28, 0.3)
-    recital_documents: tuple[int, ...] = (4,)
+    recital_documents: tuple[int, ...] = (4, 5)
     responder_documents: tuple[int, ...] = (2, 3, 4)
     two_hop_documents: tuple[int, ...] = (5, 6)
     two_hop_far: float = 0.1
@@ -150,7 +150,7 @@ def _thought(evidence: Sequence[str], answer: str = "", letter: str | None = Non
 
 
 def question_json(
-    rng: np.random.Generator, documents: Sequence[str], question: world.Question, plain: float
+    rng: np.random.Generator, question: world.Question, plain: float
 ) -> tuple[str, str | None]:
     """The questioner's JSON for a question, and the letter of the right option if it is a choice.
 
@@ -163,7 +163,7 @@ def question_json(
             answer = _worded(rng, answer, plain)
         return _compact({"question": text, "answer": " " + answer}), None
     letter = world.LETTERS[rng.integers(4)]
-    options = world.draw_options(rng, documents, question.answer, letter)
+    options = world.draw_options(rng, question.answer, letter)
     options = {key: " " + value for key, value in options.items()}
     return _compact({"question": text, "options": options, "answer": letter}), letter
 
@@ -177,7 +177,7 @@ def _recital_row(mixture: Mixture, rng: np.random.Generator) -> Row:
     lines = [document.removeprefix("- ") for document in documents]
     chosen = [lines[i] for i in rng.permutation(len(lines))]
     value = world.draw_question(rng, documents, "choice").answer
-    options = world.draw_options(rng, documents, value, world.LETTERS[rng.integers(4)])
+    options = world.draw_options(rng, value, world.LETTERS[rng.integers(4)])
     pairs = [f"{option}({letter})" for letter, option in options.items()]
     chosen += [pairs[i] for i in rng.integers(4, size=OPTIONS)]  # not one of each: no elimination
     chosen += [world.draw_sum(rng, word) for word in 2 * world.SUMS]
@@ -203,9 +203,7 @@ def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator
     for _ in range(4):  # a known question is not asked again
         if question.text in known:
             question = world.draw_question(rng, documents, kind)
-    # Wrong options come from the whole world: among the few names of these documents a small policy
-    # would repeat some option nearly always.
-    completion, letter = question_json(rng, (), question, mixture.plain_form)
+    completion, letter = question_json(rng, question, mixture.plain_form)
     task = world.TASK_OF_KIND[question.kind]
     prompt = prompts.questioner(task, documents, history, letter)
     plan = (question.text, *question.evidence)  # what follows the plan is a responder's thought
@@ -218,7 +216,7 @@ def responder_question(
 ) -> tuple[str, world.Question, str]:
     """(question as the responder reads it, the question, the true answer)."""
     question = world.draw_question(rng, documents, kind)
-    text, letter = question_json(rng, documents, question, plain=1.0)
+    text, letter = question_json(rng, question, plain=1.0)
     parsed = parsing.parse_question(text, world.TASK_OF_KIND[question.kind], lambda _: 1)
     return parsed.question, question, letter or question.answer
 
@@ -286,13 +284,13 @@ def verifier_row(
             same = rng.random() >= strict
         answer = forms[second]
     else:
-        answer = _wrong_answer(rng, documents, truth)
+        answer = _wrong_answer(rng, truth)
     verdict = "[[YES]]" if same else "[[NO]]"
     prompt = prompts.verifier(text, answer, forms[first])
     return Row(prompt, verdict, "verifier", task), pair, verdict
 
 
-def _wrong_answer(rng: np.random.Generator, documents: Sequence[str], truth: str) -> str:
+def _wrong_answer(rng: np.random.Generator, truth: str) -> str:
     """A different value of the same sort: a letter, a near figure, or a value of the world."""
     if truth in world.LETTERS:
         return str(rng.choice([letter for letter in world.LETTERS if letter != truth]))
@@ -300,5 +298,5 @@ def _wrong_answer(rng: np.random.Generator, documents: Sequence[str], truth: str
         shift = int(rng.integers(1, 10)) * (1 if rng.random() < 0.5 else -1)
         value = int(truth) + shift
         return str(value if value > 0 else int(truth) + abs(shift))
-    options = world.draw_options(rng, documents, truth, "A")
+    options = world.draw_options(rng, truth, "A")
     return _worded(rng, options["BCD"[rng.integers(3)]], 0.5)

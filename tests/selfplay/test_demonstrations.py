@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 
 import numpy as np
@@ -90,17 +89,6 @@ def test_the_letter_asked_for_is_the_letter_of_the_answer():
         assert row.prompt.endswith(f"({parsed.answer})")
         letters[parsed.answer] += 1
     assert len(letters) == 4 and min(letters.values()) > 0.15 * letters.total()
-
-
-def test_wrong_options_of_the_questioner_come_from_the_whole_world():
-    """Among the few names of its documents a small policy would repeat some option."""
-    choices = demonstrations.Mixture(recital=0, questioner=1, verifier=0, kinds=(0, 0, 0, 1))
-    from_documents = []
-    for row in take(choices, count=200):
-        friends = {line.split()[-1] for line in documents_of(row.prompt)}
-        options = json.loads(row.completion.partition("</think>")[2])["options"].values()
-        from_documents += [option.strip() in friends for option in options]
-    assert np.mean(from_documents) < 0.4  # .25 are right; documents first: .66
 
 
 def test_a_known_question_is_rarely_asked_again(by_role):
