@@ -267,7 +267,7 @@ def verifier_row(
       (row, the kind of pair: "same", "decorated", "alias" or "different", its verdict).
     """
     documents = world.make_documents(rng, 4)
-    kind = world.KINDS[rng.choice(len(world.KINDS), p=VERIFIED_KINDS)]
+    kind = _kind(rng, VERIFIED_KINDS)
     text, question, truth = responder_question(rng, documents, kind)
     task = world.TASK_OF_KIND[question.kind]
     forms = world.surface_forms(truth) if task == "general_qa" else (truth,)
