@@ -146,6 +146,7 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
         progress.update(0, "evaluate")
         evaluate(run, models, workdir, "before")
     deadline = time.monotonic() + 60 * config.max_minutes if config.max_minutes else None
+    progress.limit(deadline)
 
     while step < config.steps and (deadline is None or time.monotonic() < deadline):
         step += 1

@@ -48,7 +48,9 @@ class Progress:
         self._clock = clock
         self._began = self._step_began = clock()
         self._step = start
+        self._first_step = start + 1
         self._seconds_a_step: float | None = None
+        self._deadline: float | None = None
         self._last_plain: float | None = None
         self._open_line = False
 
@@ -66,7 +68,11 @@ class Progress:
         if step > self._step:
             newest = (now - self._step_began) / (step - self._step)
             old = self._seconds_a_step
-            self._seconds_a_step = newest if old is None else old + _NEWEST_WEIGHT * (newest - old)
+            # The first step compiles, often for longer than ten others: the second replaces it.
+            if old is None or self._step <= self._first_step:
+                self._seconds_a_step = newest
+            else:
+                self._seconds_a_step = old + _NEWEST_WEIGHT * (newest - old)
             self._step, self._step_began = step, now
         if not self._enabled:
             return
@@ -80,6 +86,10 @@ class Progress:
             self._stream.write(line + "\n")
             self._last_plain = now
         self._stream.flush()
+
+    def limit(self, deadline: float | None) -> None:
+        """The run ends at this reading of the clock, if not before (None: whenever it is done)."""
+        self._deadline = deadline
 
     def close(self) -> None:
         """Leaves the line standing and moves to the next one."""
@@ -100,6 +110,8 @@ class Progress:
         if self._seconds_a_step is not None:
             # The current step's seconds so far are spent; at worst it ends right now.
             left = self._seconds_a_step * (self._total - self._step) - (now - self._step_began)
+            if self._deadline is not None:
+                left = min(left, self._deadline - now)
             parts.append(f"{format_seconds(max(left, 0.0))} left")
         return "  ".join(parts)
 

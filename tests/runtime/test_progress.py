@@ -50,14 +50,30 @@ def test_a_terminal_line_is_rewritten_in_place_and_never_wraps(monkeypatch):
 def test_time_left_follows_a_moving_average_and_counts_down_within_a_step():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(total=14, start=4, stream=stream, plain_every=0, clock=clock)
+    clock.now += 40
+    progress.update(5, "play")  # 40 s a step, compilation included
     clock.now += 10
-    progress.update(5, "play")  # 10 s a step
+    progress.update(6, "play")  # which the second step takes back: 10 s a step, 8 to go
     clock.now += 20
-    progress.update(6, "play")  # 10 + (20 - 10) / 5 = 12 s a step, 8 to go
+    progress.update(7, "play")  # 10 + (20 - 10) / 5 = 12 s a step, 7 to go
     clock.now += 6
-    progress.update(6, "learn")
-    lefts = [line.split("  ")[-1] for line in stream.getvalue().splitlines()]
-    assert lefts == ["1:30 left", "1:36 left", "1:30 left"]
+    progress.update(7, "learn")
+    assert times_left(stream) == ["6:00 left", "1:20 left", "1:24 left", "1:18 left"]
+
+
+def test_time_left_ends_at_the_deadline():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(total=100, stream=stream, plain_every=0, clock=clock)
+    progress.limit(clock.now + 60)
+    clock.now += 10
+    progress.update(1, "play")  # 990 s of steps, of which 50 are allowed
+    clock.now += 55
+    progress.update(2, "play")
+    assert times_left(stream) == ["0:50 left", "0:00 left"]
+
+
+def times_left(stream: io.StringIO) -> list[str]:
+    return [line.split("  ")[-1] for line in stream.getvalue().splitlines()]
 
 
 def test_a_resumed_run_has_no_estimate_before_its_first_step():
