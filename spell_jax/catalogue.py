@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from spell_jax.data import clusters, stream, tiny_world
@@ -23,6 +25,8 @@ from spell_jax.selfplay.judge import Judge, JudgeConfig
 log = logging.getLogger(__name__)
 
 GAMES = ("spell", "rlvr")
+# The environment variable with the external judge's key: configs are written to disk, keys are not.
+JUDGE_KEY = "SPELL_JUDGE_KEY"
 COMPUTE_DTYPES = ("float32", "bfloat16")
 _LEAST_OF_RUN = {
     "steps": 1,
@@ -51,7 +55,7 @@ def check(config: Config) -> None:
         )
     _check_game(config.game)
     _check_data(config.data)
-    _make_evaluation(config, prompt_sets.load(config.game.prompts))
+    _make_evaluation(config, prompt_sets.load(config.game.prompts), count_tokens=len)
 
 
 def _check_game(game: Config) -> None:
@@ -59,15 +63,22 @@ def _check_game(game: Config) -> None:
     RlvrConfig(game.static_questions)
     if game.name not in GAMES:
         raise ValueError(f"game.name = {game.name!r}: must be one of {GAMES}")
-    if game.rule == "judge" and not game.judge_url.startswith(("http://", "https://")):
-        raise ValueError(
-            f"game.judge_url = {game.judge_url!r}: must be the http(s) address of a "
-            "chat-completions endpoint, for game.rule = 'judge'"
-        )
+    if game.rule == "judge":
+        _check_judge(game)
     try:
         prompt_sets.load(game.prompts)
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"game.prompts = {game.prompts!r}: {error}") from error
+
+
+def _check_judge(game: Config) -> None:
+    if not game.judge_url.startswith(("http://", "https://")):
+        raise ValueError(
+            f"game.judge_url = {game.judge_url!r}: must be the http(s) address of a "
+            "chat-completions endpoint, for game.rule = 'judge'"
+        )
+    if not game.judge_model:
+        raise ValueError("game.judge_model = '': must name a model, for game.rule = 'judge'")
 
 
 def _check_data(data: Config) -> None:
@@ -121,7 +132,7 @@ def make(config: Config, tokenizer: Tokenizer, prompt_cap: int) -> tuple[Game, E
     )
     if config.game.name == "rlvr":
         game = Rlvr(RlvrConfig(config.game.static_questions), game)
-    return game, _make_evaluation(config, prompts)
+    return game, _make_evaluation(config, prompts, tokenizer.count)
 
 
 def make_clusters(config: Config, tokenizer: Tokenizer) -> list[clusters.Cluster]:
@@ -150,14 +161,23 @@ def _spell_fields(game: Config) -> dict[str, Any]:
 def _make_judge(config: Config, prompts: prompt_sets.Prompts):
     if config.game.rule != "judge":
         return None
-    settings = JudgeConfig(config.game.judge_url, config.game.judge_model)
+    key = os.environ.get(JUDGE_KEY)
+    settings = JudgeConfig(config.game.judge_url, config.game.judge_model, key)
     return Judge(settings, prompts.judge).judge
 
 
-def _make_evaluation(config: Config, prompts: prompt_sets.Prompts) -> Evaluation | None:
+def _make_evaluation(
+    config: Config, prompts: prompt_sets.Prompts, count_tokens: Callable[[str], int]
+) -> Evaluation | None:
     if config.data.source == "tiny":
-        section = config.data.tiny.evaluation
-        return build(TinyEvaluation, section, "data.tiny.evaluation", prompts=prompts)
+        return build(
+            TinyEvaluation,
+            config.data.tiny.evaluation,
+            "data.tiny.evaluation",
+            prompts=prompts,
+            game=build(SpellConfig, _spell_fields(config.game), "game"),
+            count_tokens=count_tokens,
+        )
     if config.data.validation:
         if not pathlib.Path(config.data.validation).is_file():
             raise ValueError(

@@ -2,21 +2,24 @@
 
 1. Responder: greedy answers to generated questions of each kind behind n documents.
 2. Verifier: greedy verdicts on labelled pairs of answers, by what makes the pair hard.
-3. Questioner: sampled questions about held-out clusters: are they accepted, do the documents
-   answer them, and is the reference right?
+3. Questioner: sampled questions about held-out clusters, behind as many documents as in the game,
+   without and with a known question: are they accepted, do the documents answer them, and is the
+   reference right?
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from spell_jax.data import tiny_world as world
 from spell_jax.evaluation.scoring import Report, share
 from spell_jax.games.game import Ask
+from spell_jax.games.spell_config import SpellConfig
 from spell_jax.selfplay import demonstrations, parsing, rules
+from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
 
 
@@ -36,19 +39,21 @@ class TinyEvaluation:
 
     Attributes:
       prompts: the prompt set.
+      game: says how many documents the questioner reads and which of its questions are accepted.
+      count_tokens: tokens of a text, for the game's limit on references.
       seed: of all items; other than that of the training clusters.
       per_cell: questions for each kind and number of documents, pairs for the verifier, and
         questions to be written for each task.
       documents: numbers of documents that the responder reads.
-      shown: documents that the questioner reads.
       quick_per_cell, quick_documents: the same for validation during a run.
     """
 
     prompts: Prompts
+    game: SpellConfig
+    count_tokens: Callable[[str], int]
     seed: int = 10_000
     per_cell: int = 128
     documents: tuple[int, ...] = (3, 8, 12, 16)
-    shown: int = 3
     quick_per_cell: int = 32
     quick_documents: tuple[int, ...] = (8, 12)
 
@@ -66,8 +71,11 @@ class TinyEvaluation:
                 raise ValueError(
                     f"data.tiny.evaluation.{field} = {counts}: must be of 2 to {most} documents"
                 )
-        if not 1 <= self.shown <= most:
-            raise ValueError(f"data.tiny.evaluation.shown = {self.shown}: must be 1 to {most}")
+        if 2 * max(self.game.documents) > most:
+            raise ValueError(
+                f"game.documents = {self.game.documents}: the tiny world has {most} documents, of "
+                "which a questioner with a known question reads twice as many"
+            )
 
     @property
     def _usual_documents(self) -> int:
@@ -158,19 +166,24 @@ class TinyEvaluation:
     def _questioner(self, ask: Ask) -> dict[str, dict[str, tuple[float, float]]]:
         tasks = tuple(dict.fromkeys(world.TASK_OF_KIND.values()))
         rng = np.random.default_rng([self.seed, 2])
-        cluster = max(self.shown, self._usual_documents)
         asked, texts = [], []
-        for task in tasks:
-            for _ in range(self.per_cell):
-                documents = world.make_documents(rng, cluster)[: self.shown]
-                letter = world.LETTERS[rng.integers(4)] if task == "multiple_choice" else None
-                asked.append((task, documents))
-                texts.append(self.prompts.questioner(task, documents, (), letter))
-        outcomes = {task: ([], [], []) for task in tasks}
-        for (task, documents), reply in zip(asked, ask("questioner", texts), strict=True):
-            accepted, answerable, right = outcomes[task]
-            text = "" if reply is None else reply.texts[0]
-            parsed = parsing.parse_question(text, task, lambda _: 1)
+        for known in (0, 1) if self.game.memory else (0,):
+            for task in tasks:
+                row = f"{task}, one known" if known else task
+                for _ in range(self.per_cell):
+                    documents, text = self._invitation(rng, task, known)
+                    asked.append((row, task, documents))
+                    texts.append(text)
+        outcomes: dict[str, tuple[list[bool], ...]] = {row: ([], [], []) for row, *_ in asked}
+        for (row, task, documents), reply in zip(asked, ask("questioner", texts), strict=True):
+            accepted, answerable, right = outcomes[row]
+            parsed = parsing.parse_question(
+                "" if reply is None else reply.texts[0],
+                task,
+                self.count_tokens,
+                self.game.max_answer_tokens,
+                self.game.distinct_options,
+            )
             accepted.append(parsed.status == "accepted")
             if accepted[-1]:
                 truth = true_answer(parsed.question, task, documents)
@@ -179,9 +192,23 @@ class TinyEvaluation:
                     right.append(is_true(parsed.answer, truth, task_kind(task)))
         names = ("accepted", "answerable, of accepted", "reference right, of answerable")
         return {
-            task: dict(zip(names, map(share, cells), strict=True))
-            for task, cells in outcomes.items()
+            row: dict(zip(names, map(share, cells), strict=True)) for row, cells in outcomes.items()
         }
+
+    def _invitation(
+        self, rng: np.random.Generator, task: str, known: int
+    ) -> tuple[tuple[str, ...], str]:
+        """The questioner's documents, m new ones and m of each known question, and its prompt."""
+        shown = max(self.game.documents)
+        count = shown * (known + 1)
+        documents = world.make_documents(rng, max(count, self._usual_documents))[:count]
+        history = []
+        for _ in range(known):
+            kind = next(kind for kind, t in world.TASK_OF_KIND.items() if t == task)
+            text, _, answer = demonstrations.responder_question(rng, documents[:shown], kind)
+            history.append(Entry((), text, answer))
+        letter = world.LETTERS[rng.integers(4)] if task == "multiple_choice" else None
+        return documents, self.prompts.questioner(task, documents, history, letter)
 
 
 def task_kind(task: str) -> str:

@@ -20,6 +20,7 @@ parentheses are equations of the paper; "spec" is docs/algorithm.md.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,6 +61,7 @@ class Episode:
       response: the responder's reply, G answers.
       predictions: extracted answers, None where there is none.
       rule: rule scores of the answers.
+      judge: the external judge's verdicts on them (-1: none), where it is asked.
       judged: for each answer the verifier's reply, None where there was nothing to judge.
       unjudged: answers that were not judged because the verifier's prompt was over the cap.
       votes: for each answer its G_v votes.
@@ -82,6 +84,7 @@ class Episode:
     response: Reply | None = None
     predictions: list[str | None] = dataclasses.field(default_factory=list)
     rule: list[float] = dataclasses.field(default_factory=list)
+    judge: list[int] = dataclasses.field(default_factory=list)
     judged: list[Reply | None] = dataclasses.field(default_factory=list)
     unjudged: int = 0
     votes: list[list[int]] = dataclasses.field(default_factory=list)
@@ -272,6 +275,7 @@ class Spell:
         items = [(e.question, e.predictions[i] or "", e.reference) for e, i in asked]
         assert self._judge is not None
         for (episode, i), verdict in zip(asked, self._judge(items), strict=True):
+            episode.judge.append(verdict)
             if verdict >= 0:
                 episode.rule[i] = float(verdict)
 
@@ -403,6 +407,8 @@ class Spell:
         for e in episodes:
             for suffix in ("", f"/{e.task}"):
                 _count_episode(metrics, e, suffix)
+        for reason, count in Counter(e.reason for e in episodes if e.reason).items():
+            metrics.add_sum(f"reason/{reason}", count, len(episodes))
         metrics.add("memory_entries", len(self.memory))
         metrics.add("stream_repeats", self.stream.repeats)
         return metrics
@@ -425,6 +431,7 @@ class Spell:
             "answers": list(e.response.texts) if e.response else [],
             "predictions": e.predictions,
             "rule": e.rule,
+            "judge": e.judge,
             "votes": e.votes,
             "scores": e.scores,
             "reward": e.reward,
@@ -474,6 +481,8 @@ def _count_episode(metrics: Metrics, e: Episode, suffix: str) -> None:
     metrics.add(f"fully_solved{suffix}", min(e.scores) >= 1)
     metrics.add(f"reference_replaced{suffix}", e.own_reference != e.reference)
     metrics.add_sum(f"unjudged{suffix}", e.unjudged, len(e.scores))
+    if e.judge:
+        metrics.add_sum(f"judge_failed{suffix}", e.judge.count(-1), len(e.judge))
     for rule, votes, prediction in zip(e.rule, e.votes, e.predictions, strict=True):
         metrics.add(f"rule_reward{suffix}", rule)
         metrics.add(f"no_answer{suffix}", prediction is None)

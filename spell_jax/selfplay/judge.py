@@ -3,11 +3,12 @@
 1. Each (question, prediction, reference) becomes one prompt, through the caller's own template.
 2. Prompts not seen before go to an OpenAI-compatible chat endpoint, a few at a time.
 3. A reply is read as 1 or 0; one that cannot be read, or that never came, is -1.
-4. Failures are counted, never raised: a step is not lost because a server was.
+4. Failures are counted and logged, never raised: a step is not lost because a server was.
 """
 
 import http.client
 import json
+import logging
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from spell_jax.selfplay.rules import visible_text
+
+log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 8 * 2**20
 Item = tuple[str, str, str]
@@ -89,6 +92,8 @@ class Judge:
             replies = list(pool.map(self._ask, unknown))
         for prompt, reply in zip(unknown, replies, strict=True):
             verdicts[prompt] = self._read(prompt, reply)
+        if failed := replies.count(None):
+            log.warning("%s: no reply to %d of %d prompts", self.config.url, failed, len(unknown))
         return [verdicts[prompt] for prompt in prompts]
 
     def _read(self, prompt: str, reply: str | None) -> int:

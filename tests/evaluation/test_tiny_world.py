@@ -9,14 +9,28 @@ import pytest
 from spell_jax.data import tiny_world as world
 from spell_jax.evaluation import tiny_world as evaluation
 from spell_jax.evaluation.tiny_world import TinyEvaluation
+from spell_jax.games.spell_config import SpellConfig
 from spell_jax.selfplay import prompts
-from tests.evaluation.oracle import perfect, questioner
+from tests.evaluation.oracle import documents_of, perfect, questioner
 from tests.games.scripted import ScriptedAsk
 
 PROMPTS = prompts.load("compact")
-SMALL = TinyEvaluation(
-    PROMPTS, per_cell=12, documents=(2, 5), quick_per_cell=6, quick_documents=(3,)
-)
+GAME = SpellConfig(documents=(2,), max_answer_tokens=3, distinct_options=True)
+SETTINGS = {"per_cell": 12, "documents": (2, 5), "quick_per_cell": 6, "quick_documents": (3,)}
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
+
+
+def make(**settings) -> TinyEvaluation:
+    return TinyEvaluation(
+        **{"prompts": PROMPTS, "game": GAME, "count_tokens": count_words} | settings
+    )
+
+
+SMALL = make(**SETTINGS)
+TASKS = ("general_qa", "financial_math", "multiple_choice")
 RESPONDER = "responder accuracy, by documents"
 VERIFIER = "verifier accuracy, by pair"
 LETTERS = "multiple choice, share of each letter among answers"
@@ -46,7 +60,7 @@ def test_a_perfect_model_gets_everything_right():
     assert set(report[RESPONDER]["all"]) == {"2", "5"}
     assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {1.0}
     assert shares(report["questioner"]) == {1.0}
-    assert set(report["questioner"]) == {"general_qa", "financial_math", "multiple_choice"}
+    assert set(report["questioner"]) == {*TASKS, *(f"{task}, one known" for task in TASKS)}
 
 
 def test_a_wrong_model_gets_nothing_right():
@@ -114,9 +128,7 @@ def test_items_are_of_their_kind_and_the_same_every_time():
 
 def test_held_out_documents_are_not_those_of_training():
     played = {text for c in world.make_clusters(0, 300, (3, 8)) for text in c.documents}
-    items = [
-        item for kind in world.KINDS for item in TinyEvaluation(PROMPTS).make_items(3, kind, 50)
-    ]
+    items = [item for kind in world.KINDS for item in make().make_items(3, kind, 50)]
     assert not {item.documents for item in items} & {
         c.documents for c in world.make_clusters(0, 300, (3,))
     }
@@ -139,6 +151,41 @@ def test_questions_outside_the_documents_are_not_answerable():
 
     for row in SMALL.full(ScriptedAsk(about_nobody))["questioner"].values():
         assert row["accepted"][0] == 1.0 and row["answerable, of accepted"][0] == 0.0
+
+
+def questioner_prompts(evaluation: TinyEvaluation) -> list[str]:
+    ask = ScriptedAsk(perfect)
+    evaluation.full(ask)
+    (call,) = [call for call in ask.calls if call.role == "questioner"]
+    return call.prompts
+
+
+def test_the_questioner_reads_as_much_as_in_the_game():
+    fresh, known = 3 * 12, 3 * 12
+    prompts = questioner_prompts(SMALL)
+    assert [len(documents_of(p)) for p in prompts] == fresh * [2] + known * [4]
+    for prompt in prompts[fresh:]:
+        facts = world.read_facts(documents_of(prompt)[:2])
+        assert [name for name, _ in facts if name in prompt.partition("known")[2]], prompt
+    forgetful = make(**SETTINGS, game=SpellConfig(documents=(2,), memory=0))
+    assert questioner_prompts(forgetful) == prompts[:fresh]
+
+
+@pytest.mark.parametrize(
+    "spoil, task",
+    [
+        (lambda text: re.sub(r'"answer": "(\D\w+)"', r'"answer": "\1 a b c"', text), "general_qa"),
+        (lambda text: re.sub(r'"(A|B)": "[^"]*"', r'"\1": "Rome"', text), "multiple_choice"),
+    ],
+    ids=["a long reference", "two equal options"],
+)
+def test_what_the_game_refuses_is_not_accepted(spoil, task):
+    def spoilt(role, prompt, sibling, model):
+        text = perfect(role, prompt, sibling, model)
+        return spoil(text) if role == "questioner" else text
+
+    for row, cells in SMALL.full(ScriptedAsk(spoilt))["questioner"].items():
+        assert cells["accepted"][0] == (not row.startswith(task))
 
 
 @pytest.mark.parametrize(
@@ -171,9 +218,13 @@ def test_is_true(found, truth, kind, right):
         ({"documents": (3, 1)}, "documents"),  # no two hops in one document
         ({"documents": (49,)}, "documents"),
         ({"quick_documents": (1,)}, "quick_documents"),
-        ({"shown": 0}, "shown"),
     ],
 )
 def test_a_bad_setting_is_named(options, field):
     with pytest.raises(ValueError, match=rf"data\.tiny\.evaluation\.{field} = "):
-        TinyEvaluation(PROMPTS, **options)
+        make(**options)
+
+
+def test_more_documents_than_the_world_has_are_refused():
+    with pytest.raises(ValueError, match=r"game\.documents = \(2, 25\)"):
+        make(game=SpellConfig(documents=(2, 25)))
