@@ -104,7 +104,8 @@ def make_clusters(
     """Seeded clusters; their sizes cycle through `documents`."""
     clusters = []
     for index in range(count):
-        rng = np.random.default_rng([seed, index])
+        # numpy reads [seed, index] as [seed, index, 0], which a game draws from in step `index`.
+        rng = np.random.default_rng([seed, index, 4])
         texts = make_documents(rng, documents[index % len(documents)])
         clusters.append(Cluster(id=f"{prefix}-{seed}-{index}", documents=texts, tasks=None))
     return clusters

@@ -49,7 +49,7 @@ class Rlvr:
         if not self._questions:
             return []
         spell = self._spell
-        rng = np.random.default_rng([spell.seed, step])
+        rng = np.random.default_rng([spell.seed, step, 3])  # 0 to 2 are spell's own draws
         order = rng.permutation(len(self._questions))[: spell.config.generation_batch]
         episodes = [self._episode(self._questions[i]) for i in order]
         spell.answer(ask, episodes)

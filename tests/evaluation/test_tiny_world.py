@@ -126,12 +126,13 @@ def test_items_are_of_their_kind_and_the_same_every_time():
     assert SMALL.make_items(2, "two_hop", 30)  # few documents, but always a friend among them
 
 
-def test_held_out_documents_are_not_those_of_training():
-    played = {text for c in world.make_clusters(0, 300, (3, 8)) for text in c.documents}
+@pytest.mark.parametrize("seed", [0, make().seed])
+def test_held_out_documents_are_not_those_of_training(seed):
+    trained = world.make_clusters(seed, 300, (3, 8))
+    played = {text for cluster in trained for text in cluster.documents}
     items = [item for kind in world.KINDS for item in make().make_items(3, kind, 50)]
-    assert not {item.documents for item in items} & {
-        c.documents for c in world.make_clusters(0, 300, (3,))
-    }
+    alike = world.make_clusters(seed, 300, (3,))
+    assert not {item.documents for item in items} & {c.documents for c in alike}
     assert len({t for item in items for t in item.documents} & played) < 5  # chance meetings
 
 
