@@ -75,6 +75,7 @@ def _game() -> Any:
     game.max_answer_tokens = 40
     game.distinct_options = False
     game.format_penalty = True
+    game.skip_penalty = False
     game.grounding_samples = 1
     game.grounding_threshold = 1
     game.reference = "questioner"
@@ -87,6 +88,7 @@ def _game() -> Any:
     game.train_questioner = True
     game.negatives = 1.0
     game.train_verifier = True
+    game.malformed_penalty = True
     game.verifier_share = 0.125
     game.consistency_gate = True
     game.balance_verdicts = False

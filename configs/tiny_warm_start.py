@@ -22,7 +22,9 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.prompts = "compact"
 
     config.policy = ConfigDict()
-    config.policy.folder = ""  # a Hugging Face folder to start from; empty: random weights
+    # A Hugging Face folder to start from, which brings its sizes and its tokenizer; empty: random
+    # weights of the sizes below.
+    config.policy.folder = ""
     config.policy.tokenizer = ""  # a folder with tokenizer.model; empty: trained on the rows
     config.policy.compute_dtype = "float32"
     config.policy.vocab_size = 896

@@ -1,4 +1,4 @@
-"""From a config to the game that it names, with its data and its held-out evaluation."""
+"""From a config to what it names: policy folder, game, data, held-out evaluation."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from spell_jax.selfplay.judge import Judge, JudgeConfig
 
 log = logging.getLogger(__name__)
 
+TINY_POLICY = pathlib.Path(__file__).parent / "data" / "tiny_policy"
 GAMES = ("spell", "rlvr")
 # The environment variable with the external judge's key: configs are written to disk, keys are not.
 JUDGE_KEY = "SPELL_JUDGE_KEY"
 COMPUTE_DTYPES = ("float32", "bfloat16")
 _LEAST_OF_RUN = {
+    "seed": 0,
     "steps": 1,
     "validate_every": 0,
     "checkpoint_every": 1,
@@ -46,8 +48,10 @@ def check(config: Config) -> None:
       ValueError: naming the field, its value and what would be right.
     """
     for field, least in _LEAST_OF_RUN.items():
-        if config[field] < least:
+        if not config[field] >= least:
             raise ValueError(f"{field} = {config[field]}: must be at least {least}")
+    if not _are_whole(config.profile_steps, 1):
+        raise ValueError(f"profile_steps = {tuple(config.profile_steps)}: must be steps from 1 on")
     if config.policy.compute_dtype not in COMPUTE_DTYPES:
         raise ValueError(
             f"policy.compute_dtype = {config.policy.compute_dtype!r}: must be one of "
@@ -90,7 +94,8 @@ def _check_data(data: Config) -> None:
     if not data.tasks or len(set(data.tasks)) != len(data.tasks) or set(data.tasks) - set(TASKS):
         raise ValueError(f"data.tasks = {tuple(data.tasks)}: must be one or more of {TASKS}")
     weights = tuple(data.task_weights)
-    if len(weights) != len(data.tasks) or not all(0 < w < math.inf for w in weights):
+    numbers = all(isinstance(w, int | float) and 0 < w < math.inf for w in weights)
+    if len(weights) != len(data.tasks) or not numbers:
         raise ValueError(f"data.task_weights = {weights}: must be a positive number a task")
     if not 0 <= data.held_out < 1:
         raise ValueError(f"data.held_out = {data.held_out}: must be at least 0 and below 1")
@@ -101,15 +106,46 @@ def _check_data(data: Config) -> None:
         if data[field] < low:
             raise ValueError(f"data.{field} = {data[field]}: must be at least {low}")
     if source == "tiny":
-        _check_tiny(data.tiny)
+        _check_tiny(data)
 
 
-def _check_tiny(tiny: Config) -> None:
+def _are_whole(values: Any, least: int, most: float = math.inf) -> bool:
+    return all(type(value) is int and least <= value <= most for value in values)
+
+
+def _check_tiny(data: Config) -> None:
+    if data.validation:
+        raise ValueError(
+            f"data.validation = {data.validation!r}: must be '' for data.source = 'tiny', which "
+            "makes its own questions"
+        )
+    if "tiny" not in data:
+        raise ValueError("data.source = 'tiny': needs the fields of data.tiny, see configs/tiny.py")
+    tiny = data.tiny
     if tiny.clusters < 1:
         raise ValueError(f"data.tiny.clusters = {tiny.clusters}: must be at least 1")
     most = len(tiny_world.NAMES)
-    if not tiny.documents or not all(1 <= n <= most for n in tiny.documents):
+    if not tiny.documents or not _are_whole(tiny.documents, 1, most):
         raise ValueError(f"data.tiny.documents = {tuple(tiny.documents)}: must be of 1 to {most}")
+
+
+def find_policy(config: Config) -> pathlib.Path:
+    """The folder named by config.policy.folder ("tiny": the one in the package).
+
+    Raises:
+      ValueError, FileNotFoundError: none is named, or it is not there.
+    """
+    folder = config.policy.folder
+    if not folder:
+        raise ValueError("policy.folder = '': must be a Hugging Face folder, or 'tiny'")
+    path = TINY_POLICY if folder == "tiny" else pathlib.Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"policy.folder = {folder!r}: must be a Hugging Face folder, or 'tiny'; "
+            "python -m spell_jax.sft --config=configs/folder_warm_start.py makes one for a folder "
+            "of documents (its first lines say how)"
+        )
+    return path
 
 
 def make(config: Config, tokenizer: Tokenizer, prompt_cap: int) -> tuple[Game, Evaluation | None]:

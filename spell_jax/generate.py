@@ -29,16 +29,16 @@ import jax
 from absl import app, flags
 
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy import weights
+from spell_jax.policy import transformer, weights
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import start
-from spell_jax.runtime.jsonl import read_records
+from spell_jax.runtime.jsonl import read_records, write_records
 from spell_jax.sampler.engine import Sample, Sampler, SamplerConfig
 from spell_jax.selfplay import memory, parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.prompts import Prompts
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("spell_jax.generate")  # __name__ is __main__ when this is the entry
 
 ROLES = ("questioner", "responder", "verifier")
 SMALLEST_BUCKET = 64
@@ -122,14 +122,16 @@ def answer(
     `sampling` holds temperature (0: greedy), top_p and max_tokens, as in SamplerConfig.
     Raises FileNotFoundError or ValueError: no policy there, or an option out of range.
     """
-    policy, params = weights.load(policy_folder)
-    tokenizer = tokenizers.load(policy_folder)
+    policy, params, tokenizer = weights.load_policy(policy_folder)
+    mesh = meshes.make_mesh()
+    shapes, axes = transformer.abstract_params(policy)
+    params = jax.device_put(params, meshes.shardings(mesh, axes, shapes))
     ids = [tokenizer.chat(prompt) for prompt in prompts]
     sizes = buckets([len(prompt) for prompt in ids])
     config = SamplerConfig(
         prompt_buckets=sizes, token_budget=max(TOKEN_BUDGET, sizes[-1]), **sampling
     )
-    sampler = Sampler(policy, config, tokenizer.stop_ids, meshes.make_mesh())
+    sampler = Sampler(policy, config, tokenizer.stop_ids, mesh)
     found = sampler.sample(params, ids, samples, jax.random.key(seed))
     both = zip(records, found, strict=True)
     return [describe(record, group or [], tokenizer) for record, group in both]
@@ -137,7 +139,7 @@ def answer(
 
 def describe(record: Record, samples: Sequence[Sample], tokenizer: tokenizers.Tokenizer) -> Record:
     """The output's line of one request."""
-    texts = [tokenizer.decode(s.tokens[: len(s.tokens) - s.stopped].tolist()) for s in samples]
+    texts = [tokenizer.decode(sample.content) for sample in samples]
     result = record | {
         "answers": texts,
         "log_probs": [math.fsum(map(float, sample.log_probs)) for sample in samples],
@@ -157,38 +159,37 @@ def describe(record: Record, samples: Sequence[Sample], tokenizer: tokenizers.To
 
 def find_prompt_set(workdir: pathlib.Path | None) -> str:
     """The prompts of the run that config.json of its workdir describes; "full" without one."""
-    path = workdir / "config.json" if workdir else None
+    path = workdir / start.CONFIG_FILE if workdir else None
     config = json.loads(path.read_text()) if path and path.exists() else {}
     return config.get("game", config).get("prompts", "full")
 
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder; its policy/ is asked.")
-_POLICY = flags.DEFINE_string("policy", None, "A policy's folder, instead of the run's.")
-_PROMPTS = flags.DEFINE_string("prompts", None, "JSONL of requests.", required=True)
-_OUT = flags.DEFINE_string("out", None, "JSONL to write.", required=True)
-_SAMPLES = flags.DEFINE_integer("samples", 1, "Answers to each request.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Of sampling; 0: greedy.")
-_TOP_P = flags.DEFINE_float("top_p", 0.95, "Mass of the nucleus.")
-_GREEDY = flags.DEFINE_bool("greedy", False, "The most likely token each time.")
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "Cap of an answer, in tokens.")
-_PROMPT_SET = flags.DEFINE_string("prompt_set", None, "compact, full or a folder of templates.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of all draws.")
-
-
 def main(_) -> None:
     start.setup()
-    workdir = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None
-    folder = _POLICY.value or (workdir and workdir / "policy")
+    given = flags.FLAGS
+    workdir = pathlib.Path(given.workdir) if given.workdir else None
+    folder = given.policy or (workdir and workdir / "policy")
     if not folder:
         raise app.UsageError("--workdir or --policy: one of them must say which policy is asked")
-    prompts = prompt_sets.load(_PROMPT_SET.value or find_prompt_set(workdir))
-    records, texts = read_requests(_PROMPTS.value, prompts)
-    temperature = 0.0 if _GREEDY.value else _TEMPERATURE.value
-    sampling = {"temperature": temperature, "top_p": _TOP_P.value, "max_tokens": _MAX_TOKENS.value}
-    results = answer(folder, records, texts, _SAMPLES.value, sampling, _SEED.value)
-    with pathlib.Path(_OUT.value).open("w", encoding="utf-8") as out:
-        out.writelines(json.dumps(result, ensure_ascii=False) + "\n" for result in results)
+    prompts = prompt_sets.load(given.prompt_set or find_prompt_set(workdir))
+    records, texts = read_requests(given.prompts, prompts)
+    temperature = 0.0 if given.greedy else given.temperature
+    sampling = {"temperature": temperature, "top_p": given.top_p, "max_tokens": given.max_tokens}
+    results = answer(folder, records, texts, given.samples, sampling, given.seed)
+    write_records(pathlib.Path(given.out), results)
 
 
 if __name__ == "__main__":
+    # Defined here, so that one process may import several entries.
+    flags.DEFINE_string("workdir", None, "A run's folder; its policy/ is asked.")
+    flags.DEFINE_string("policy", None, "A policy's folder, instead of the run's.")
+    flags.DEFINE_string("prompts", None, "JSONL of requests.", required=True)
+    flags.DEFINE_string("out", None, "JSONL to write.", required=True)
+    flags.DEFINE_integer("samples", 1, "Answers to each request.", lower_bound=1)
+    flags.DEFINE_float("temperature", 0.7, "Of sampling; 0: greedy.")
+    flags.DEFINE_float("top_p", 0.95, "Mass of the nucleus.")
+    flags.DEFINE_bool("greedy", False, "The most likely token each time.")
+    flags.DEFINE_integer("max_tokens", 256, "Cap of an answer, in tokens.")
+    flags.DEFINE_string("prompt_set", None, "compact, full or a folder of templates.")
+    flags.DEFINE_integer("seed", 0, "Seed of all draws.")
     app.run(main)

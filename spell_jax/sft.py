@@ -37,7 +37,7 @@ from spell_jax.runtime.progress import Progress
 from spell_jax.runtime.settings import Config, build
 from spell_jax.selfplay import demonstrations, prompts
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("spell_jax.sft")  # __name__ is __main__ when this is the entry
 
 # Rows from which a new tokenizer is trained: enough to see every word of a small corpus.
 TOKENIZER_ROWS = 20_000
@@ -67,13 +67,14 @@ def _parse_row(record: Any) -> demonstrations.Row:
     texts = record["prompt"], record["completion"]
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError("prompt and completion must be texts")
+    "".join(texts).encode()  # lone surrogates cannot be learned
     return demonstrations.Row(*texts, str(record.get("role", "row")), str(record.get("task", "")))
 
 
 def row_stream(config: Config, start: int) -> Iterator[demonstrations.Row]:
     """Rows from the `start`-th on; the same ones whether a run was resumed or not."""
     if config.source == "tiny":
-        mixture = build(demonstrations.Mixture, config.get("mixture", {}), "mixture")
+        mixture = demonstrations.Mixture()
         yield from demonstrations.rows(prompts.load(config.prompts), mixture, config.seed, start)
     rows, _ = read_rows(config.source)
     epoch, order = -1, np.arange(0)
@@ -87,15 +88,19 @@ def row_stream(config: Config, start: int) -> Iterator[demonstrations.Row]:
 def make_policy(
     config: Config,
 ) -> tuple[PolicyConfig, tokenizers.Tokenizer, transformer.Params | jax.Array]:
-    """The policy to start from: (architecture, tokenizer, weights or the key of random ones)."""
+    """The policy to start from: (architecture, tokenizer, weights or the key of random ones).
+
+    Raises:
+      ValueError, FileNotFoundError: naming the field, its value and what would be right.
+    """
     section = dict(config.policy)
     folder, given = section.pop("folder"), section.pop("tokenizer")
     section.pop("compute_dtype")
     if folder:
         if not pathlib.Path(folder).is_dir():
             raise FileNotFoundError(f"policy.folder = {folder!r}: must be a Hugging Face folder")
-        policy, params = weights.load(folder)
-        return policy, tokenizers.load(folder), params
+        policy, params, tokenizer = weights.load_policy(folder)
+        return policy, tokenizer, params
     if given:
         tokenizer = tokenizers.load(given)
     else:
@@ -135,6 +140,8 @@ def run(config: Config, workdir: pathlib.Path) -> pathlib.Path:
             raise ValueError(f"{field} = {config[field]}: must be at least 1")
     policy, tokenizer, source = make_policy(config)
     learner = make_learner(config, policy)
+    workdir.mkdir(parents=True, exist_ok=True)
+    start.write_config(config, workdir)
     checkpoints = Checkpoints(workdir, keep=1, every=config.checkpoint_every)
     done = checkpoints.latest_step() or 0
     if done:

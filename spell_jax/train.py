@@ -37,12 +37,13 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import start
 from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.jsonl import write_json
 from spell_jax.runtime.metrics import EpisodeWriter, Metrics, MetricsWriter
 from spell_jax.runtime.progress import Progress
 from spell_jax.runtime.settings import Config, build
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("spell_jax.train")  # __name__ is __main__ when this is the entry
 
 
 @dataclasses.dataclass
@@ -50,11 +51,11 @@ class Run:
     """Everything that a run is made of, from its config (no device work but the mesh's).
 
     Attributes:
-      learner, sampler: jitted functions of the policy.
-      players: the models as a game asks them.
+      policy, tokenizer, start: architecture, tokenizer and float32 weights of the policy's folder.
+      learner: jitted updates.
+      players: the models as a game asks them, behind one sampler.
       game: what is played.
       evaluation: held-out evaluation, or None where the data has no held-out questions.
-      start: weights to start from, or the key of random ones.
     """
 
     config: Config
@@ -64,7 +65,7 @@ class Run:
     players: Players
     game: Game
     evaluation: held_out.Evaluation | None
-    start: transformer.Params | jax.Array
+    start: transformer.Params
 
 
 # ------------------------------------------------------------------------------------------ Set-up
@@ -83,7 +84,8 @@ def make_run(config: Config) -> Run:
         update.OptimiserConfig, config.optimiser, "optimiser", total_steps=config.steps
     )
     catalogue.check(config)
-    policy, tokenizer, params = load_policy(config)
+    policy, params, tokenizer = weights.load_policy(catalogue.find_policy(config))
+    policy = dataclasses.replace(policy, remat=config.policy.remat)
     mesh = meshes.make_mesh(config.mesh)
     learner = update.Learner(
         policy,
@@ -100,43 +102,22 @@ def make_run(config: Config) -> Run:
     return Run(config, policy, tokenizer, learner, players, game, evaluation, params)
 
 
-def load_policy(
-    config: Config,
-) -> tuple[PolicyConfig, tokenizers.Tokenizer, transformer.Params]:
-    """The policy folder named by config.policy.folder ("tiny": the one in the package)."""
-    folder = config.policy.folder
-    if not folder:
-        raise ValueError("policy.folder = '': must be a Hugging Face folder, or 'tiny'")
-    path = TINY_POLICY if folder == "tiny" else pathlib.Path(folder)
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"policy.folder = {folder!r}: must be a Hugging Face folder, or 'tiny'; "
-            "python -m spell_jax.sft --config=configs/folder_warm_start.py makes one for a folder "
-            "of documents (its first lines say how)"
-        )
-    policy, params = weights.load(path)
-    policy = dataclasses.replace(policy, remat=config.policy.remat)
-    return policy, tokenizers.load(path), params
-
-
-TINY_POLICY = pathlib.Path(__file__).parent / "data" / "tiny_policy"
-
-
 # -------------------------------------------------------------------------------------------- Loop
 
 
 def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
     """Plays and learns for config.steps updates; returns the workdir.
 
-    Written there: metrics.jsonl and TensorBoard events, episodes/, checkpoints/, best/, policy/
-    (the last weights as a Hugging Face folder), evaluation.json and plots/.
+    Written there: metrics.jsonl and TensorBoard events, episodes/, checkpoints/, policy/ and best/
+    (the last weights and the best by validation, as Hugging Face folders), evaluation.json, plots/.
     """
     run = make_run(config)
     is_writer = jax.process_index() == 0
     workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
+    if is_writer:
+        start.write_config(config, workdir)
     checkpoints = Checkpoints(workdir, config.keep_checkpoints, config.checkpoint_every)
-    models, step = restore(run, checkpoints)
+    models, step, best = restore(run, checkpoints)
     learner, game = run.learner, run.game
     learner.compile(models["policy"], models.get("reference"))
     metrics_writer = MetricsWriter(workdir, step or None, is_writer)
@@ -145,10 +126,9 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
     if step == 0 and config.evaluate:
         progress.update(0, "evaluate")
         evaluate(run, models, workdir, "before")
-    deadline = time.monotonic() + 60 * config.max_minutes if config.max_minutes else None
-    progress.limit(deadline)
+    progress.limit(60 * config.max_minutes or None)
 
-    while step < config.steps and (deadline is None or time.monotonic() < deadline):
+    while step < config.steps and not progress.is_over():
         step += 1
         clock = time.monotonic()
         progress.update(step - 1, "play", {})
@@ -174,13 +154,14 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
             written.add(f"train/{name}", value)
         if config.validate_every and step % config.validate_every == 0:
             progress.update(step, "validate", {"solved": solve_rate})
-            validate(run, models, step, checkpoints, written)
+            best = validate(run, models, best, workdir, written)
         metrics_writer.write(step, written)
+        metrics_writer.flush()
         episode_writer.write(step, map(game.record, episodes))
-        checkpoints.save(step, models, game.state_dict())
+        checkpoints.save(step, models, host_state(run, best))
         progress.update(step, "done", {"solved": solve_rate})
 
-    checkpoints.save(step, models, game.state_dict(), force=True)
+    checkpoints.save(step, models, host_state(run, best), force=True)
     progress.close()
     metrics_writer.close()
     checkpoints.close()
@@ -188,19 +169,34 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
     return workdir
 
 
-def restore(run: Run, checkpoints: Checkpoints) -> tuple[dict[str, Any], int]:
-    """The state by model name, and the steps done: from the last checkpoint, or fresh."""
+def host_state(run: Run, best: float | None) -> dict[str, Any]:
+    """What a checkpoint holds besides arrays; all keys and draws follow from seed and step."""
+    return {"seed": run.config.seed, "game": run.game.state_dict(), "best": best}
+
+
+def restore(run: Run, checkpoints: Checkpoints) -> tuple[dict[str, Any], int, float | None]:
+    """The state by model name, the steps done, the best score: from the last checkpoint, or fresh.
+
+    Raises:
+      ValueError: the checkpoint is of another seed or shape, or of a later step than the last.
+    """
     names = [*run.game.models, *(["reference"] if run.learner.loss.kl_weight else [])]
     step = checkpoints.latest_step()
     if step is None:
         state = run.learner.init(run.start)
-        return {"policy": state} | {name: copy(state.params) for name in names}, 0
+        return {"policy": state} | {name: copy(state.params) for name in names}, 0, None
+    if step > run.config.steps:
+        raise ValueError(f"steps = {run.config.steps}: must be at least {step}, which are done")
     abstract = run.learner.abstract_state()
     target = {"policy": abstract} | dict.fromkeys(names, abstract.params)
-    models, game_state = checkpoints.restore(step, target)
-    run.game.load_state_dict(game_state)
+    models, saved = checkpoints.restore(step, target)
+    if saved["seed"] != run.config.seed:
+        raise ValueError(
+            f"seed = {run.config.seed}: must be {saved['seed']}, with which this run began"
+        )
+    run.game.load_state_dict(saved["game"])
     log.info("resumed at step %d", step)
-    return models, step
+    return models, step, saved["best"]
 
 
 def copy(params: transformer.Params) -> transformer.Params:
@@ -242,17 +238,21 @@ def profiled(config: Config, workdir: pathlib.Path, step: int) -> AbstractContex
 
 
 def validate(
-    run: Run, models: dict[str, Any], step: int, checkpoints: Checkpoints, written: Metrics
-) -> None:
-    """Held-out accuracies into the step's metrics; the best policy is kept."""
+    run: Run, models: dict[str, Any], best: float | None, workdir: pathlib.Path, written: Metrics
+) -> float | None:
+    """Held-out accuracies into the step's metrics; the best policy is kept, its score returned."""
     if run.evaluation is None:
-        return
+        return None
     # Validation has step 0's random numbers, so that its questions are answered alike every time.
     run.players.begin(0, as_played(run.learner, models))
     score, numbers = run.evaluation.quick(run.players)
     for name, value in numbers.items():
         written.add(f"eval/{name}", value)
-    checkpoints.save_best(step, score, models, run.game.state_dict())
+    if best is not None and not score > best:
+        return best
+    if jax.process_index() == 0:
+        weights.save(workdir / "best", run.policy, models["policy"].params, run.tokenizer)
+    return score
 
 
 def evaluate(run: Run, models: dict[str, Any], workdir: pathlib.Path, when: str) -> None:
@@ -262,8 +262,9 @@ def evaluate(run: Run, models: dict[str, Any], workdir: pathlib.Path, when: str)
     run.players.begin(0, as_played(run.learner, models))
     result = run.evaluation.full(run.players)
     path = workdir / report.EVALUATION_FILE
-    results = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(results | {when: result}, indent=1) + "\n")
+    if jax.process_index() == 0:
+        results = json.loads(path.read_text()) if path.exists() else {}
+        write_json(path, results | {when: result})
 
 
 def finish(run: Run, models: dict[str, Any], workdir: pathlib.Path, is_writer: bool) -> None:

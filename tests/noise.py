@@ -15,13 +15,13 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import tiny
+from spell_jax.catalogue import TINY_POLICY
 from spell_jax.games import spell
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh
 from spell_jax.selfplay import parsing, rules
-from spell_jax.train import TINY_POLICY
 
 
 def save_policy(folder: pathlib.Path) -> pathlib.Path:

@@ -136,7 +136,7 @@ def test_base_has_the_papers_values_and_every_field():
 def test_demonstrations_fit_the_demos_caps():
     """What the tiny policy was taught to write is not cut off when it plays."""
     config = tiny.get_config()
-    tokenizer = tokenizers.load(train.TINY_POLICY)
+    tokenizer = tokenizers.load(catalogue.TINY_POLICY)
     stream = demonstrations.rows(prompts.load("compact"), demonstrations.Mixture(), seed=5)
     for row in itertools.islice(stream, 600):
         cap = config.sampler.max_tokens
@@ -192,14 +192,14 @@ def test_an_ablation_plays_a_step(name, monkeypatch):
         "game.generation_batch": 9,
         "data.tiny.clusters": 12,
     } | ABLATIONS[name]
-    config = noise.small_config(train.TINY_POLICY, **overrides)
+    config = noise.small_config(catalogue.TINY_POLICY, **overrides)
     config.game.group_size = overrides.get("game.group_size", 8)
     monkeypatch.setattr(
         "spell_jax.selfplay.judge.Judge.judge",
         lambda self, items: [int(prediction == reference) for _, prediction, reference in items],
     )
     catalogue.check(config)
-    tokenizer = tokenizers.load(train.TINY_POLICY)
+    tokenizer = tokenizers.load(catalogue.TINY_POLICY)
     game, evaluation = catalogue.make(config, tokenizer, prompt_cap=384)
     assert isinstance(game, Rlvr if config.game.name == "rlvr" else Spell) and evaluation
     assert game.models == (("anchor",) if config.game.reference == "anchored" else ())

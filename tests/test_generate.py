@@ -63,7 +63,7 @@ def test_prompts_are_those_of_self_play() -> None:
     [
         ({"role": "judge"}, "role = 'judge'"),
         ({"task": None}, "task = None"),
-        ({"task": "essay"}, "task='essay'"),
+        ({"task": "essay"}, "task: 'essay'"),
         ({"documents": "Rome"}, "documents = 'Rome'"),
         ({"documents": [3]}, "documents ="),
         ({"history": ["x"]}, "history ="),

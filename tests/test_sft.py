@@ -102,6 +102,7 @@ BAD_LINES = [
     '{"prompt": "p"}',
     '{"prompt": "p", "completion": ""}',
     '{"prompt": 3, "completion": "c"}',
+    '{"prompt": "p", "completion": "\\ud800"}',
     "[" * 100_000,
 ]
 

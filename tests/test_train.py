@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from absl import logging as absl_logging
 
+from configs import folder
 from spell_jax import train
 from spell_jax.games.spell import Spell
 from spell_jax.policy import tokenizer as tokenizers
@@ -69,7 +71,7 @@ class Finished:
         return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
     def checkpoint(self, *others: str) -> tuple[dict, dict]:
-        """(models, the game's state) of the last checkpoint."""
+        """(models, the host's state) of the last checkpoint."""
         checkpoints = Checkpoints(self.workdir)
         names = (*self.run.game.models, *others)
         abstract = self.run.learner.abstract_state()
@@ -109,7 +111,7 @@ def test_a_run_writes_all_its_files(whole):
     assert len(lines) in (9, 18) and {"task", "question", "scores"} <= json.loads(lines[0]).keys()
     assert list((folder / "tensorboard").glob("events*"))
     assert sorted(int(p.name) for p in (folder / "checkpoints").iterdir()) == [2, 4]
-    assert [p.name for p in (folder / "best").iterdir()] in (["2"], ["4"])
+    assert (folder / "best" / "model.safetensors").is_file()
     assert {p.name for p in (folder / "plots").iterdir()} == {
         "play.png",
         "train.png",
@@ -174,13 +176,33 @@ def test_a_resumed_run_is_the_same_run(whole, resumed):
     (models, state), (other_models, other_state) = whole.checkpoint(), resumed.checkpoint()
     jax.tree.map(np.testing.assert_array_equal, models, other_models)
     assert state == other_state
-    assert state["memory"]["clusters"], "a memory that holds nothing is easily the same"
+    assert state["game"]["memory"]["clusters"], "a memory that holds nothing is easily the same"
 
 
 def test_the_frozen_copy_is_in_the_checkpoint(whole, policy):
     models, _ = whole.checkpoint()
     _, first = weights.load(policy)
     jax.tree.map(np.testing.assert_array_equal, models["anchor"], first)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [("seed", 1, r"seed = 1: must be 0"), ("steps", 3, r"steps = 3: must be at least 4")],
+)
+def test_a_run_goes_on_only_as_it_began(field, value, message, resumed, policy):
+    with pytest.raises(ValueError, match=message):
+        Finished(noise.small_config(policy, **({"steps": 4} | {field: value})), resumed.workdir)
+
+
+def test_the_best_policy_by_validation_is_kept(whole, policy):
+    """Also where a later one was worse."""
+    scores = [line["eval/responder"] for line in whole.metrics() if "eval/responder" in line]
+    _, state = whole.checkpoint()
+    assert state["best"] == max(scores)
+    _, kept = weights.load(whole.workdir / "best")
+    _, last = weights.load(whole.workdir / "policy")
+    is_last = scores[1] > scores[0]
+    assert (kept["embedding"] == last["embedding"]).all() == is_last
 
 
 def test_a_finished_run_is_left_as_it_is(resumed, policy):
@@ -242,11 +264,15 @@ def test_the_chosen_step_is_profiled(whole):
 
 
 BAD = [
+    ("seed", -1),
     ("steps", 0),
     ("validate_every", -1),
     ("checkpoint_every", 0),
     ("keep_checkpoints", 0),
     ("max_minutes", -1.0),
+    ("max_minutes", math.nan),
+    ("profile_steps", (0,)),
+    ("profile_steps", ("a",)),
     ("policy.folder", "no/such/folder"),
     ("policy.folder", ""),
     ("policy.compute_dtype", "float99"),
@@ -254,18 +280,24 @@ BAD = [
     ("data.source", "no/such/folder"),
     ("data.tasks", ("poetry",)),
     ("data.task_weights", (1.0,)),
+    ("data.task_weights", ("a", 1.0, 1.0)),
+    ("data.validation", "questions.jsonl"),
     ("data.held_out", 1.5),
     ("data.grouping", "magic"),
     ("data.documents_per_cluster", 0),
     ("data.max_document_tokens", 0),
     ("data.tiny.clusters", 0),
     ("data.tiny.documents", (0,)),
+    ("data.tiny.documents", (2.5,)),
     ("data.tiny.evaluation.per_cell", 0),
     ("data.tiny.evaluation.documents", (1,)),
     ("game.name", "chess"),
     ("game.prompts", "no/such/folder"),
     ("game.group_size", 1),
     ("game.mapping", "linear"),
+    ("game.sigma", math.nan),
+    ("game.negatives", math.inf),
+    ("game.memory_low", -1.0),
     ("game.static_questions", 0),
     ("sampler.top_p", 0.0),
     ("sampler.prompt_buckets", (64, 32)),
@@ -274,6 +306,7 @@ BAD = [
     ("loss.aggregation", "median"),
     ("loss.kl_weight", -1.0),
     ("packing.buckets", ((64,),)),
+    ("packing.buckets", ((10, 20),)),
     ("packing.token_budget", 1),
     ("mesh.tensor", 3),
 ]
@@ -296,9 +329,23 @@ def test_a_bad_value_is_named_before_any_device_work(field, value, policy, monke
     assert str(value[0] if isinstance(value, tuple) else value) in message
 
 
-def test_the_judge_needs_an_address(policy):
-    config = noise.small_config(policy, **{"game.rule": "judge"})
+def test_the_judge_needs_an_address_and_a_model(policy, monkeypatch):
+    judge = {"game.rule": "judge"}
     with pytest.raises(ValueError, match=r"game\.judge_url = ''"):
+        train.make_run(noise.small_config(policy, **judge))
+    judge["game.judge_url"] = "http://localhost:1/v1"
+    with pytest.raises(ValueError, match=r"game\.judge_model = ''"):
+        train.make_run(noise.small_config(policy, **judge))
+    monkeypatch.setenv("SPELL_JUDGE_KEY", "secret")
+    run = train.make_run(noise.small_config(policy, **judge, **{"game.judge_model": "m"}))
+    assert run.game._judge.__self__.config.api_key == "secret"
+    assert "secret" not in str(run.config)
+
+
+def test_the_tiny_world_needs_its_fields(policy):
+    config = folder.get_config()
+    config.policy.folder, config.data.source = str(policy), "tiny"
+    with pytest.raises(ValueError, match=r"data\.tiny"):
         train.make_run(config)
 
 

@@ -24,6 +24,7 @@ from typing import Any, TypeGuard
 from spell_jax.runtime.jsonl import read_records
 
 TASKS = ("general_qa", "financial_math", "multiple_choice")
+LETTERS = ("A", "B", "C", "D")  # of the options of a multiple choice
 SUFFIXES = (".txt", ".md")
 SMALLEST_LIMIT = 16
 GROUPINGS = ("order", "similarity")

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spell_jax.data.clusters import Cluster
+from spell_jax.data.clusters import LETTERS, Cluster
 
 _NAMES = """
 Arvo Bela Cato Dina Edda Faro Gita Hugo Ines Jaro Kuno Lida Mika Nilo Odra Pavo Quin Rufa Sami
@@ -46,7 +46,6 @@ TASK_OF_KIND = {
     "math": "financial_math",
     "choice": "multiple_choice",
 }
-LETTERS = "ABCD"
 
 _CANONICAL = {form.lower(): city for city, *others in CITIES for form in (city, *others)}
 _ALIAS = {pair[i]: pair[1 - i] for pair in CITIES for i in (0, 1)}

@@ -86,4 +86,5 @@ def _parse_question(record: Any) -> Question:
     texts = (*question.documents, question.question, question.answer)
     if question.task not in rules.TASKS or not all(isinstance(t, str) for t in texts):
         raise ValueError(f"task must be one of {rules.TASKS}, the rest texts")
+    "".join(texts).encode()  # lone surrogates cannot be asked
     return question

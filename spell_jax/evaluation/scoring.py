@@ -10,9 +10,9 @@ Report = dict[str, dict[str, dict[str, tuple[float, float]]]]
 
 
 def share(outcomes: Sequence[bool | float]) -> tuple[float, float]:
-    """Mean and half width of its normal 95 % interval; (nan, 0) of nothing."""
+    """Mean and half width of its normal 95 % interval; ValueError of nothing."""
     if not outcomes:
-        return math.nan, 0.0
+        raise ValueError("a share of no outcomes")
     mean = sum(outcomes) / len(outcomes)
     variance = sum((x - mean) ** 2 for x in outcomes) / len(outcomes)
     return mean, 1.96 * math.sqrt(variance / len(outcomes))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from spell_jax.data import tiny_world as world
+from spell_jax.data.clusters import LETTERS
 from spell_jax.evaluation.scoring import Report, share
 from spell_jax.games.game import Ask
 from spell_jax.games.spell_config import SpellConfig
@@ -42,8 +43,8 @@ class TinyEvaluation:
       game: says how many documents the questioner reads and which of its questions are accepted.
       count_tokens: tokens of a text, for the game's limit on references.
       seed: of all items; other than that of the training clusters.
-      per_cell: questions for each kind and number of documents, pairs for the verifier, and
-        questions to be written for each task.
+      per_cell: questions for each kind and number of documents, and questions to be written for
+        each task; twice as many pairs for the verifier.
       documents: numbers of documents that the responder reads.
       quick_per_cell, quick_documents: the same for validation during a run.
     """
@@ -145,7 +146,7 @@ class TinyEvaluation:
     def _letters(self, ask: Ask) -> dict[str, dict[str, tuple[float, float]]]:
         count = self._usual_documents
         found = self._answers(ask, self.make_items(count, "choice", self.per_cell))
-        columns = {letter: share([f == letter for f in found]) for letter in world.LETTERS}
+        columns = {letter: share([f == letter for f in found]) for letter in LETTERS}
         return {f"{count} documents": columns}
 
     def _verifier(self, ask: Ask) -> dict[str, tuple[float, float]]:
@@ -192,7 +193,8 @@ class TinyEvaluation:
                     right.append(is_true(parsed.answer, truth, task_kind(task)))
         names = ("accepted", "answerable, of accepted", "reference right, of answerable")
         return {
-            row: dict(zip(names, map(share, cells), strict=True)) for row, cells in outcomes.items()
+            row: {name: share(cell) for name, cell in zip(names, cells, strict=True) if cell}
+            for row, cells in outcomes.items()
         }
 
     def _invitation(
@@ -207,7 +209,7 @@ class TinyEvaluation:
             kind = next(kind for kind, t in world.TASK_OF_KIND.items() if t == task)
             text, _, answer = demonstrations.responder_question(rng, documents[:shown], kind)
             history.append(Entry((), text, answer))
-        letter = world.LETTERS[rng.integers(4)] if task == "multiple_choice" else None
+        letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
         return documents, self.prompts.questioner(task, documents, history, letter)
 
 

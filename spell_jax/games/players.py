@@ -62,7 +62,9 @@ class Players:
             temperature=temperature,
         )
         replies = [
-            None if samples is None else Reply(prompt, samples, [self._text(s) for s in samples])
+            None
+            if samples is None
+            else Reply(prompt, samples, [self._tokenizer.decode(s.content) for s in samples])
             for prompt, samples in zip(ids, answers, strict=True)
         ]
         self._count(role if model == "policy" else model, [r for r in replies if r is not None])
@@ -76,6 +78,3 @@ class Players:
         self.metrics.add_sum(f"prompt_tokens/{speaker}", prompt_tokens, len(replies))
         self.metrics.add_sum(f"answer_tokens/{speaker}", tokens, len(samples))
         self.metrics.add_sum(f"cut_off/{speaker}", cut_off, len(samples))
-
-    def _text(self, sample) -> str:
-        return self._tokenizer.decode(sample.tokens[:-1] if sample.stopped else sample.tokens)

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.data.clusters import Cluster
+from spell_jax.data.clusters import LETTERS, Cluster
 from spell_jax.data.stream import TaskStream
 from spell_jax.games.game import Ask, Reply
 from spell_jax.games.spell_config import SpellConfig
@@ -36,8 +36,6 @@ from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import parsing, rewards, rules, selection
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.prompts import Prompts
-
-LETTERS = "ABCD"
 
 # (question, prediction, reference) triples -> 1, 0 or -1 (no verdict).
 JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
@@ -176,7 +174,8 @@ class Spell:
             episode.proposal, episode.status, episode.reason = reply, parsed.status, parsed.reason
             episode.question, episode.reference = parsed.question, parsed.answer
             episode.own_reference = parsed.answer
-            if parsed.status == "bad_format" and c.format_penalty:
+            skipped = parsed.status == "skipped" and parsed.reason != parsing.DECLINED
+            if (parsed.status == "bad_format" and c.format_penalty) or (skipped and c.skip_penalty):
                 episode.reward = rewards.BAD_FORMAT
         return episodes
 
@@ -394,8 +393,9 @@ class Spell:
             balance=c.balance_verdicts,
         )
         groups = []
+        malformed = -1.0 if c.malformed_penalty else 0.0
         for reply, votes in (eligible[i] for i in chosen):
-            advantages = group_advantages(rewards.verifier_rewards(votes))
+            advantages = group_advantages(rewards.verifier_rewards(votes, malformed))
             groups.append(reply.group(advantages, "verifier"))
         return groups
 

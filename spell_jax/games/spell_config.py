@@ -29,9 +29,11 @@ class SpellConfig:
         them (Algorithm 1), so that it holds at most m (L + 1).
       memory_low, memory_high: mean rewards between which a question is remembered.
       mapping, mu, sigma: the questioner's reward (7): "gaussian", "azr" or "r_zero".
-      max_answer_tokens: longer references are skipped.
+      max_answer_tokens: longer references are skipped (general questions; the others are short).
       distinct_options: whether choices of which two are the same text are of bad format.
       format_penalty: whether questions of bad format are punished; else they are dropped.
+      skip_penalty: whether skipped questions are punished like them, but for declined ones (the
+        paper's text; its code leaves them out).
       grounding_samples: answers without documents to a question; 0: no grounding filter.
       grounding_threshold: right ones among them that make a question ungrounded.
       reference: "questioner", or "anchored": the most frequent of `anchor_samples` answers of a
@@ -45,6 +47,7 @@ class SpellConfig:
       rule: "match" compares texts, numbers, letters; "judge" asks an external judge.
       train_questioner, train_verifier: False leaves their rows out of the update.
       negatives: bad questioner rows for each good one.
+      malformed_penalty: whether a malformed verdict earns -1 (the paper's code) or 0 (its text).
       verifier_share: verifier rows for each responder row.
       consistency_gate: the verifier learns only where its majority agrees with the rule.
       balance_verdicts: as many yes as no groups for the verifier.
@@ -67,6 +70,7 @@ class SpellConfig:
     max_answer_tokens: int = 40
     distinct_options: bool = False
     format_penalty: bool = True
+    skip_penalty: bool = False
     grounding_samples: int = 1
     grounding_threshold: int = 1
     reference: str = "questioner"
@@ -77,6 +81,7 @@ class SpellConfig:
     train_questioner: bool = True
     negatives: float = 1.0
     train_verifier: bool = True
+    malformed_penalty: bool = True
     verifier_share: float = 0.125
     consistency_gate: bool = True
     balance_verdicts: bool = False
@@ -112,13 +117,13 @@ class SpellConfig:
         ):
             if getattr(self, field) < least:
                 raise ValueError(f"game.{field} = {getattr(self, field)}: must be at least {least}")
-        if not self.documents or min(self.documents) < 1:
-            raise ValueError(f"game.documents = {self.documents}: must be numbers of at least 1")
-        if self.memory_low > self.memory_high:
+        if not 0 <= self.memory_low <= self.memory_high:
             raise ValueError(
-                f"game.memory_low = {self.memory_low}: must not be above game.memory_high = "
+                f"game.memory_low = {self.memory_low}: must be from 0 to game.memory_high = "
                 f"{self.memory_high}"
             )
+        if not self.documents or min(self.documents) < 1:
+            raise ValueError(f"game.documents = {self.documents}: must be numbers of at least 1")
         if 0 < self.grounding_samples < self.grounding_threshold:
             raise ValueError(
                 f"game.grounding_threshold = {self.grounding_threshold}: must not be above "

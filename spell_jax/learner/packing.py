@@ -102,7 +102,10 @@ class Bucket:
 
     def __post_init__(self):
         if not 1 <= self.answers <= self.length:
-            raise ValueError(f"bucket {self}: needs 1 <= answers <= length")
+            raise ValueError(
+                f"packing.buckets: ({self.length}, {self.answers}) must be (length, answers) with "
+                "1 <= answers <= length"
+            )
 
 
 def split_groups(groups: Sequence[Group], largest: Bucket) -> tuple[list[Group], list[Group]]:

@@ -32,6 +32,7 @@ from spell_jax.runtime import mesh as meshes
 # What `accumulate` adds up over micro-batches, besides the gradient.
 SUMS = (
     "loss",
+    "weight",
     "tokens",
     "entropy",
     "mean_log_prob",
@@ -269,7 +270,7 @@ class Learner:
         batches, refused = self.pack(groups)
         if not batches:
             return state, {"empty_update": 1.0, "refused_answers": float(refused)}
-        with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.TRAIN_RULES):
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
             params = self.cast(state.params)
             if reference is not None:
                 reference = self.cast(reference)
@@ -280,15 +281,9 @@ class Learner:
             gradients, sums = carry
             state, norms = self.apply(state, gradients)
         sums, norms = jax.device_get((sums, norms))
-        tokens = max(float(sums.pop("tokens")), 1.0)
-        metrics = {name: float(value) for name, value in sums.items()}
-        metrics["entropy"] /= tokens
-        metrics["sampler_difference"] /= tokens
-        metrics |= {name: float(value) for name, value in norms.items()}
-        filled = sum(group.tokens for group in groups)
+        filled = sum(np.count_nonzero(batch.last_reader >= 0) for batch in batches)
         slots = sum(np.size(batch.tokens) for batch in batches)
-        return state, metrics | {
-            "answer_tokens": tokens,
+        return state, _means(sums, norms) | {
             "fill": filled / slots,
             "micro_batches": float(len(batches)),
             "refused_answers": float(refused),
@@ -298,7 +293,7 @@ class Learner:
     def compile(self, state: TrainState, reference: transformer.Params | None = None) -> None:
         """Compiles every bucket before the first step, so that no step waits for it later."""
         shards = meshes.row_shards(self.mesh)
-        with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.TRAIN_RULES):
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
             params = self.cast(state.params)
             if reference is not None:
                 reference = self.cast(reference)
@@ -329,6 +324,7 @@ class Learner:
         given = real & (batch.old_log_prob != 0)
         sums |= {
             "loss": value,
+            "weight": jnp.sum(batch.weight),
             "tokens": jnp.sum(real),
             "entropy": jnp.sum(entropy * real),
             "sampler_difference": jnp.sum(jnp.abs(log_probs - batch.old_log_prob) * given),
@@ -373,3 +369,16 @@ class Learner:
             "learning_rate": jnp.asarray(rate),
         }
         return TrainState(kept[0], kept[1], step), metrics
+
+
+def _means(sums: dict[str, Any], norms: dict[str, Any]) -> dict[str, float]:
+    """What an update reports: the loss as it is, the rest a token or by the loss's weights."""
+    tokens = max(float(sums["tokens"]), 1.0)
+    weight = float(sums["weight"]) or 1.0
+    per = {"loss": 1.0, "entropy": tokens, "sampler_difference": tokens}
+    means = {
+        name: float(value) / per.get(name, weight)
+        for name, value in sums.items()
+        if name not in ("tokens", "weight")
+    }
+    return means | {name: float(value) for name, value in norms.items()} | {"answer_tokens": tokens}

@@ -15,20 +15,19 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.tokenizer import Tokenizer
 
 WEIGHTS_FILE = "model.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One parameter: its Hugging Face name, and its shape there and here for one layer.
+    """One parameter: its Hugging Face name, and its shape there for one layer.
 
-    HF linear layers are stored [out, in]; `ours` is the shape of the transposed, unflattened
-    array. `layered` parameters have one HF tensor a layer ("{}" in the name) and a leading layer
-    axis here.
+    HF linear layers are stored [out, in], ours are `transposed` and unflattened. `layered`
+    parameters have one HF tensor a layer ("{}" in the name) and a leading layer axis here.
     """
 
     name: str
@@ -135,6 +134,25 @@ def load(folder: str | pathlib.Path) -> tuple[PolicyConfig, transformer.Params]:
     return config, _unflatten(flat)
 
 
+def load_policy(
+    folder: str | pathlib.Path,
+) -> tuple[PolicyConfig, transformer.Params, tokenizers.Tokenizer]:
+    """Architecture, float32 numpy parameters and tokenizer of a Hugging Face folder.
+
+    Raises:
+      FileNotFoundError, ValueError: as `load` and `tokenizer.load`; or the tokenizer has more
+        tokens than the embedding has rows.
+    """
+    config, params = load(folder)
+    tokenizer = tokenizers.load(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but config.json says "
+            f"vocab_size = {config.vocab_size}"
+        )
+    return config, params, tokenizer
+
+
 def _read(entry: Entry, shape, config: PolicyConfig, tensors: dict, path) -> np.ndarray:
     layers = []
     for layer in range(config.layers if entry.layered else 1):
@@ -155,7 +173,7 @@ def save(
     folder: str | pathlib.Path,
     config: PolicyConfig,
     params: transformer.Params,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: tokenizers.Tokenizer | None = None,
 ) -> None:
     """Writes a Hugging Face folder: config.json, model.safetensors (float32), tokenizer files.
 
@@ -183,6 +201,8 @@ def save(
         tokenizer.save(scratch)
         generation = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
         (scratch / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    old = scratch.with_name(scratch.name + "-old")
     if folder.exists():
-        shutil.rmtree(folder)
+        folder.rename(old)
     scratch.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

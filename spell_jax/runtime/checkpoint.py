@@ -1,12 +1,11 @@
 """Checkpoints: everything needed to go on, whole or not at all.
 
 1. A checkpoint is a pytree of arrays (weights and optimiser state by model name) and a JSON-able
-   dict (step, keys, data position, question memory, metric tail).
+   dict (seed of all keys, data position, question memory, best score).
 2. `save` writes both under WORKDIR/checkpoints/STEP; Orbax marks the folder as complete last, so a
    save that was killed in the middle is never taken for a checkpoint.
 3. `restore` takes the shapes, dtypes and shardings that the program wants now. They are compared
    with what was saved before anything is read; the mesh may be another one.
-4. `save_best` keeps one more checkpoint, under WORKDIR/best, with the largest validation score.
 """
 
 import math
@@ -19,7 +18,6 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 CHECKPOINTS_FOLDER = "checkpoints"
-BEST_FOLDER = "best"
 _MOST_NAMED = 10
 
 
@@ -30,7 +28,7 @@ class Checkpoints:
 
     Args:
       workdir: the run's folder.
-      keep: how many checkpoints stay, the latest ones; >= 1. The best one is kept besides.
+      keep: how many checkpoints stay, the latest ones; >= 1.
       every: `save` writes at the steps that this divides; >= 1.
 
     Raises:
@@ -44,13 +42,17 @@ class Checkpoints:
             if value < 1:
                 raise ValueError(f"{name} is {value}, want at least 1")
         self._every = every
-        folder = Path(workdir).absolute()
-        self._latest = _manager(
-            folder / CHECKPOINTS_FOLDER, ocp.CheckpointManagerOptions(max_to_keep=keep)
-        )
-        self._best = _manager(
-            folder / BEST_FOLDER,
-            ocp.CheckpointManagerOptions(max_to_keep=1, best_fn=_score, best_mode="max"),
+        self._manager = ocp.CheckpointManager(
+            Path(workdir).absolute() / CHECKPOINTS_FOLDER,
+            # Synchronous: a background copy of donated buffers would have to be waited for anyway,
+            # and a step that is reported as saved is saved.
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, enable_async_checkpointing=False
+            ),
+            item_handlers={
+                "arrays": ocp.StandardCheckpointHandler(),
+                "host": ocp.JsonCheckpointHandler(),
+            },
         )
 
     def save(self, step: int, arrays: Any, host_state: dict[str, Any], force: bool = False) -> bool:
@@ -73,23 +75,27 @@ class Checkpoints:
         latest = self.latest_step()
         if latest is not None and step < latest:
             raise ValueError(
-                f"step is {step}, but {self._latest.directory} already holds step {latest}; "
+                f"step is {step}, but {self._manager.directory} already holds step {latest}; "
                 "resume from there or give another workdir"
             )
         if step == latest or (step % self._every and not force):
             return False
-        return self._latest.save(step, args=_save_args(arrays, host_state), force=True)
+        _check_json(host_state, "host_state")
+        args = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host_state)
+        )
+        return self._manager.save(step, args=args, force=True)
 
     def latest_step(self) -> int | None:
         """The step of the latest complete checkpoint, or None."""
-        return self._latest.latest_step()
+        return self._manager.latest_step()
 
-    def restore(self, step: int, abstract_arrays: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(self, step: int, abstract: Any) -> tuple[Any, dict[str, Any]]:
         """Reads the checkpoint of a step.
 
         Args:
           step: one that was saved, such as `latest_step()`.
-          abstract_arrays: the saved tree with jax.ShapeDtypeStruct (or arrays) as leaves; each
+          abstract: the saved tree with jax.ShapeDtypeStruct (or arrays) as leaves; each
             leaf's `sharding` says where it goes, on the mesh it was saved from or any other.
 
         Returns:
@@ -100,73 +106,37 @@ class Checkpoints:
           ValueError: tensors are missing, left over, of another shape or dtype, or want a sharding;
             names their paths.
         """
-        return _restore(self._latest, step, abstract_arrays)
-
-    def save_best(self, step: int, score: float, arrays: Any, host_state: dict[str, Any]) -> bool:
-        """Saves if the score (larger is better) beats the kept one; says whether it did.
-
-        A score that is not finite never does. Other arguments and errors as in `save`.
-        """
-        best = self.best_score()
-        if not math.isfinite(score) or (best is not None and score <= best):
-            return False
-        if step in self._best.all_steps():
-            self._best.delete(step)
-        return self._best.save(
-            step, args=_save_args(arrays, host_state), metrics={"score": float(score)}, force=True
+        if step not in self._manager.all_steps():
+            raise FileNotFoundError(
+                f"{self._manager.directory}: no complete checkpoint of step {step}; "
+                f"there are {sorted(self._manager.all_steps())}"
+            )
+        saved = self._manager.item_metadata(step)["arrays"]
+        if differences := _differences(saved, abstract):
+            named = "\n  ".join(differences[:_MOST_NAMED])
+            more = len(differences) - _MOST_NAMED
+            raise ValueError(
+                f"{self._manager.directory}, step {step}: the checkpoint does not fit:\n  {named}"
+                + (f"\n  and {more} more" if more > 0 else "")
+            )
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                arrays=ocp.args.StandardRestore(abstract_arrays(abstract)),
+                host=ocp.args.JsonRestore(),
+            ),
         )
-
-    def best_step(self) -> int | None:
-        """The step of the kept best checkpoint, or None."""
-        return self._best.best_step()
-
-    def best_score(self) -> float | None:
-        """The score of the kept best checkpoint, or None."""
-        step = self.best_step()
-        return None if step is None else _score(self._best.metrics(step))
-
-    def restore_best(self, abstract_arrays: Any) -> tuple[Any, dict[str, Any]]:
-        """Reads the best checkpoint; arguments, result and errors as in `restore`."""
-        step = self.best_step()
-        if step is None:
-            raise FileNotFoundError(f"{self._best.directory}: no best checkpoint was kept")
-        return _restore(self._best, step, abstract_arrays)
+        return restored["arrays"], restored["host"]
 
     def close(self) -> None:
-        """Ends the managers' background work."""
-        self._latest.close()
-        self._best.close()
+        """Ends the manager's background work."""
+        self._manager.close()
 
 
 def abstract_arrays(arrays: Any) -> Any:
     """The tree with each array replaced by its jax.ShapeDtypeStruct, sharding included."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
-    )
-
-
-def _manager(folder: Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
-    # Synchronous: a background copy of donated buffers would have to be waited for anyway, and a
-    # step that is reported as saved is saved.
-    options.enable_async_checkpointing = False
-    return ocp.CheckpointManager(
-        folder,
-        options=options,
-        item_handlers={
-            "arrays": ocp.StandardCheckpointHandler(),
-            "host": ocp.JsonCheckpointHandler(),
-        },
-    )
-
-
-def _score(metrics: Any) -> float:
-    return metrics["score"]
-
-
-def _save_args(arrays: Any, host_state: dict[str, Any]) -> ocp.args.Composite:
-    _check_json(host_state, "host_state")
-    return ocp.args.Composite(
-        arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host_state)
     )
 
 
@@ -186,32 +156,6 @@ def _check_json(value: Any, path: str) -> None:
         )
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{path} is {value}, want a finite number or None")
-
-
-def _restore(
-    manager: ocp.CheckpointManager, step: int, abstract: Any
-) -> tuple[Any, dict[str, Any]]:
-    if step not in manager.all_steps():
-        raise FileNotFoundError(
-            f"{manager.directory}: no complete checkpoint of step {step}; "
-            f"there are {sorted(manager.all_steps())}"
-        )
-    differences = _differences(manager.item_metadata(step)["arrays"], abstract)
-    if differences:
-        named = "\n  ".join(differences[:_MOST_NAMED])
-        more = len(differences) - _MOST_NAMED
-        raise ValueError(
-            f"{manager.directory}, step {step}: the checkpoint does not fit:\n  {named}"
-            + (f"\n  and {more} more" if more > 0 else "")
-        )
-    wanted = abstract_arrays(abstract)
-    restored = manager.restore(
-        step,
-        args=ocp.args.Composite(
-            arrays=ocp.args.StandardRestore(wanted), host=ocp.args.JsonRestore()
-        ),
-    )
-    return restored["arrays"], restored["host"]
 
 
 def _differences(saved: Any, abstract: Any) -> list[str]:

@@ -1,11 +1,12 @@
-"""Reading a user's JSONL file: bad lines are logged with their place, counted and skipped."""
+"""JSON on disk: a user's JSONL is read line by line, bad lines logged with their place, counted and
+skipped; what is written appears whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import logging
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -38,3 +39,24 @@ def read_records(path: str | pathlib.Path, parse: Callable[[Any], T]) -> tuple[l
                 skipped += 1
                 log.warning("%s:%d: skipped (%s)", path, number, error)
     return records, skipped
+
+
+def write_records(path: pathlib.Path, records: Iterable[Any]) -> None:
+    """Writes records as JSON lines under another name, then renames: the file is never partial.
+
+    Half of a surrogate pair, which text from a model may hold, has no UTF-8 form: such a character
+    is written as its JSON escape.
+    """
+    _write(path, (json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes one value, indented, whole or not at all; ValueError if a number is not finite."""
+    _write(path, [json.dumps(value, indent=1, allow_nan=False) + "\n"])
+
+
+def _write(path: pathlib.Path, lines: Iterable[str]) -> None:
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(lines)
+    unfinished.replace(path)

@@ -19,8 +19,9 @@ AXES = ("data", "fsdp", "context", "tensor", "expert")
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 # Logical axis -> mesh axes. `rows` is the batch axis of activations; the rest name weight axes.
-TRAIN_RULES: Rules = (
-    ("rows", ("data", "fsdp")),
+ROWS = ("data", "fsdp")
+RULES: Rules = (
+    ("rows", ROWS),
     ("time", None),
     ("embed", "fsdp"),
     ("vocab", "tensor"),
@@ -64,7 +65,7 @@ def make_mesh(
 
 def row_shards(mesh: jax.sharding.Mesh) -> int:
     """How many parts the row axis is split into; batches have a multiple of it as rows."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return _axis_size(mesh, ROWS)
 
 
 def shardings(mesh: jax.sharding.Mesh, axes, shapes):
@@ -79,7 +80,7 @@ def shardings(mesh: jax.sharding.Mesh, axes, shapes):
     """
 
     def place(spec: PartitionSpec, array) -> NamedSharding:
-        placed = [dict(TRAIN_RULES)[name] for name in spec]
+        placed = [dict(RULES)[name] for name in spec]
         kept = [
             axis if axis is None or size % _axis_size(mesh, axis) == 0 else None
             for axis, size in zip(placed, array.shape, strict=True)
@@ -100,4 +101,4 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 def by_rows(mesh: jax.sharding.Mesh) -> NamedSharding:
     """Placement of host batches [rows, ...]."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    return NamedSharding(mesh, PartitionSpec(ROWS))

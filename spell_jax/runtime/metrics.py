@@ -19,6 +19,8 @@ from typing import Any
 from absl import logging
 from tensorboardX import SummaryWriter
 
+from spell_jax.runtime.jsonl import write_records
+
 METRICS_FILE = "metrics.jsonl"
 EPISODES_FOLDER = "episodes"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -61,10 +63,6 @@ class Metrics:
     def means(self) -> dict[str, float]:
         """Name -> sum / weight. Names without weight are left out: there is no mean of nothing."""
         return {name: total / weight for name, (total, weight) in self._pairs.items() if weight}
-
-    def state_dict(self) -> dict[str, list[float]]:
-        """Name -> [sum, weight], ready for JSON; `merge` takes it back."""
-        return {name: list(pair) for name, pair in self._pairs.items()}
 
 
 def finite_or_none(value: Any) -> tuple[Any, int]:
@@ -154,7 +152,7 @@ class MetricsWriter:
             kept = [record for record in read_metrics(folder) if record["step"] <= resume_step]
         if kept:
             self._last_step = kept[-1]["step"]
-        write_lines(path, kept)
+        write_records(path, kept)
         self._file = path.open("a", encoding="utf-8")
         # TensorBoard's reader is told to forget what an earlier process wrote from this step on.
         first_step = 0 if resume_step is None else resume_step + 1
@@ -242,17 +240,5 @@ class EpisodeWriter:
         if not self._is_writer:
             return None
         path = self._folder / f"step_{step:06d}.jsonl"
-        write_lines(path, (finite_or_none(episode)[0] for episode in episodes))
+        write_records(path, (finite_or_none(episode)[0] for episode in episodes))
         return path
-
-
-def write_lines(path: Path, records: Iterable[Any]) -> None:
-    """Writes records as JSON lines under another name, then renames: the file is never partial.
-
-    Half of a surrogate pair, which text from a model may hold, has no UTF-8 form: such a character
-    is written as its JSON escape.
-    """
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    unfinished.replace(path)

@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+import numpy as np
+from jax.experimental import multihost_utils
+
 # Weight of the newest step in the moving average of the seconds a step. One slow step (a
 # validation, a compilation) should not double the time left, and a lasting change should show in
 # ten steps.
@@ -87,9 +90,16 @@ class Progress:
             self._last_plain = now
         self._stream.flush()
 
-    def limit(self, deadline: float | None) -> None:
-        """The run ends at this reading of the clock, if not before (None: whenever it is done)."""
-        self._deadline = deadline
+    def limit(self, seconds: float | None) -> None:
+        """From now on so many seconds are left, whatever the steps (None: as many as they take)."""
+        self._deadline = None if seconds is None else self._clock() + seconds
+
+    def is_over(self) -> bool:
+        """Whether they are gone, by the clock of process 0: all processes end at the same step."""
+        if self._deadline is None:
+            return False
+        late = np.array(self._clock() >= self._deadline)
+        return bool(multihost_utils.broadcast_one_to_all(late))
 
     def close(self) -> None:
         """Leaves the line standing and moves to the next one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
       extra: fields that do not come from the config.
 
     Raises:
-      ValueError: a field is unknown, missing, of the wrong type or out of range.
+      ValueError: a field is unknown, missing, of the wrong type, not finite or out of range.
     """
     fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls)) if f.name not in extra}
     hints = typing.get_type_hints(cls)
@@ -70,6 +71,8 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
         return value
     if not isinstance(value, plain) or (plain is int and isinstance(value, bool)):
         raise ValueError(f"{where} = {value!r}: must be {_name(hint)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} = {value!r}: must be a finite number")
     return value
 
 

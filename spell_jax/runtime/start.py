@@ -1,4 +1,5 @@
-"""What every entry does first: quiet libraries, and a cache of compiled programs."""
+"""How an entry that computes begins: quiet libraries, a cache of compiled programs, its config on
+disk."""
 
 from __future__ import annotations
 
@@ -9,9 +10,13 @@ import pathlib
 import jax
 from absl import logging as absl_logging
 
+from spell_jax.runtime.settings import Config
+
+CONFIG_FILE = "config.json"
+
 
 def setup() -> None:
-    """Called once by every entry, before any device is touched.
+    """Called once, before any device is touched.
 
     Compiled programs are kept in $JAX_COMPILATION_CACHE_DIR, by default ~/.cache/spell_jax: a
     second start then takes seconds instead of a minute. Of the libraries only warnings are shown
@@ -25,3 +30,8 @@ def setup() -> None:
     for name in ("jax", "orbax"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("spell_jax").setLevel(logging.INFO)
+
+
+def write_config(config: Config, workdir: pathlib.Path) -> None:
+    """WORKDIR/config.json: the config as the run has it."""
+    (workdir / CONFIG_FILE).write_text(config.to_json_best_effort(indent=2) + "\n")

@@ -72,6 +72,11 @@ class Sample:
     log_probs: np.ndarray
     stopped: bool
 
+    @property
+    def content(self) -> list[int]:
+        """The tokens without the stop token."""
+        return self.tokens[: len(self.tokens) - self.stopped].tolist()
+
 
 class Sampler:
     """Jitted sampling of one policy architecture on one mesh."""
@@ -165,7 +170,7 @@ class Sampler:
             tokens[row, : lengths[row]] = prompts[index]
             requests[row] = index
         place = functools.partial(jax.device_put, device=meshes.by_rows(self.mesh))
-        with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.TRAIN_RULES):
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
             prompt, logits = self.prefill(params, place(tokens), place(np.maximum(lengths, 1)))
             result = self.decode(
                 params, prompt, logits, place(lengths), place(requests), key, **options

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from spell_jax.data import tiny_world as world
+from spell_jax.data.clusters import LETTERS
 from spell_jax.selfplay import parsing
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
@@ -162,7 +163,7 @@ def question_json(
         if question.kind != "math":
             answer = _worded(rng, answer, plain)
         return _compact({"question": text, "answer": " " + answer}), None
-    letter = world.LETTERS[rng.integers(4)]
+    letter = LETTERS[rng.integers(4)]
     options = world.draw_options(rng, question.answer, letter)
     options = {key: " " + value for key, value in options.items()}
     return _compact({"question": text, "options": options, "answer": letter}), letter
@@ -177,7 +178,7 @@ def _recital_row(mixture: Mixture, rng: np.random.Generator) -> Row:
     lines = [document.removeprefix("- ") for document in documents]
     chosen = [lines[i] for i in rng.permutation(len(lines))]
     value = world.draw_question(rng, documents, "choice").answer
-    options = world.draw_options(rng, value, world.LETTERS[rng.integers(4)])
+    options = world.draw_options(rng, value, LETTERS[rng.integers(4)])
     pairs = [f"{option}({letter})" for letter, option in options.items()]
     chosen += [pairs[i] for i in rng.integers(4, size=OPTIONS)]  # not one of each: no elimination
     chosen += [world.draw_sum(rng, word) for word in 2 * world.SUMS]
@@ -292,8 +293,8 @@ def verifier_row(
 
 def _wrong_answer(rng: np.random.Generator, truth: str) -> str:
     """A different value of the same sort: a letter, a near figure, or a value of the world."""
-    if truth in world.LETTERS:
-        return str(rng.choice([letter for letter in world.LETTERS if letter != truth]))
+    if truth in LETTERS:
+        return str(rng.choice([letter for letter in LETTERS if letter != truth]))
     if truth.isdigit():
         shift = int(rng.integers(1, 10)) * (1 if rng.random() < 0.5 else -1)
         value = int(truth) + shift

@@ -33,6 +33,7 @@ from pathlib import Path
 import numpy as np
 
 from spell_jax.data.clusters import (
+    LETTERS,
     TASKS,
     Cluster,
     CountTokens,
@@ -42,12 +43,12 @@ from spell_jax.data.clusters import (
 )
 from spell_jax.data.stream import batch_counts
 from spell_jax.policy import tokenizer
+from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.demonstrations import SYMBOLS
 from spell_jax.selfplay.numbers import Number, parse_number, same_number
 from spell_jax.selfplay.parsing import parse_question
 from spell_jax.selfplay.prompts import Prompts
-from spell_jax.selfplay.rules import LETTERS
 
 ROLES = ("questioner", "responder", "verifier", "reciter")
 ROWS_FILE, QUESTIONS_FILE = "rows.jsonl", "questions.jsonl"
@@ -502,7 +503,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words.save(out)
     training, held_out = _clusters(flags, words.count)
     rows, report = _rows(flags, training, words.count)
-    _write(out / ROWS_FILE, rows)
+    write_records(out / ROWS_FILE, rows)
     log.info(
         "%s: %d rows from %d facts in %d clusters; refused %s, clusters passed over %s",
         out / ROWS_FILE,
@@ -515,7 +516,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if held_out:
         prompts, tasks = prompt_sets.load(flags.prompts), flags.tasks.split(",")
         questions = make_questions(held_out, prompts, flags.questions, flags.seed, tasks)
-        _write(out / QUESTIONS_FILE, questions)
+        write_records(out / QUESTIONS_FILE, questions)
         log.info("%s: %d from %d", out / QUESTIONS_FILE, len(questions), len(held_out))
 
 
@@ -544,11 +545,6 @@ def _rows(
     )
     prompts = prompt_sets.load(flags.prompts)
     return make_rows(clusters, prompts, flags.rows, flags.seed, settings, count_tokens)
-
-
-def _write(path: Path, records: Sequence[Mapping[str, object]]) -> None:
-    with path.open("w", encoding="utf-8") as out:
-        out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def _flags() -> argparse.ArgumentParser:

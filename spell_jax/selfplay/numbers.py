@@ -38,8 +38,8 @@ def parse_number(text: str) -> Number | None:
     and "3.4 billion" is 3.4; `same_number` makes up for it. Total and bounded for any string.
     """
     text = text.strip()
-    if len(text) > MAX_CHARACTERS:
-        return None
+    if len(text) > MAX_CHARACTERS or any(c.isnumeric() and not c.isdecimal() for c in text):
+        return None  # 5², 5½: the sign belongs to the number, and is none that is read here
     text = re.split("[=≈]", _CURRENCY.sub("", text))[-1]
     text = re.sub("[%°`]", "", text).strip()
     if text.lower() in _TRUTH:

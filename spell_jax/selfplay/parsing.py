@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spell_jax.data.clusters import TASKS
+from spell_jax.data.clusters import LETTERS
 from spell_jax.selfplay.numbers import number_text, parse_number
-from spell_jax.selfplay.rules import LETTERS, find_answer, visible_text
+from spell_jax.selfplay.rules import check_task, find_answer, visible_text
 
 __all__ = [
     "MAX_ANSWER_TOKENS",
@@ -27,6 +27,7 @@ __all__ = [
     "visible_text",
 ]
 
+DECLINED = "declined"  # the questioner says that there is nothing to ask
 MAX_ANSWER_TOKENS = 40  # of a general_qa reference (spec 12, row 4)
 
 Status = Literal["accepted", "bad_format", "skipped"]
@@ -50,15 +51,13 @@ class Parsed:
     `reason`: one word for counting, empty when accepted: unfinished_thought, declined, no_json,
     no_question, no_answer, bad_options, same_options, bad_letter, invalid_unicode, too_deep,
     not_a_number, zero_answer, long_answer.
-    `stem`, `options`: of multiple_choice, the question without choices and the texts of A to D
-    without white space around them.
+    `options`: of multiple_choice, the texts of A to D without white space around them.
     """
 
     status: Status
     question: str = ""
     answer: str = ""
     reason: str = ""
-    stem: str = ""
     options: tuple[str, ...] = ()
 
 
@@ -76,8 +75,7 @@ def parse_question(
     are of bad format (not in the paper: such a question has no one right letter).
     Raises ValueError for an unknown task, and nothing for any `text`.
     """
-    if task not in TASKS:
-        raise ValueError(f"task: {task!r} is unknown; it must be one of {', '.join(TASKS)}")
+    check_task(task)
     visible = visible_text(text)
     if visible is None:
         return _skipped("unfinished_thought")
@@ -173,7 +171,7 @@ def _judge(record: dict[str, Any] | None, task: str, too_long: Callable[[str], b
     if not record:
         return _bad("no_json")
     if "Empty" in record:
-        return _skipped("declined")
+        return _skipped(DECLINED)
     question = record.get("question")
     if not isinstance(question, str):
         return _bad("no_question")
@@ -221,7 +219,7 @@ def _judge_choice(question: str, record: dict[str, Any]) -> Parsed:
     if letter is None:
         return _bad("bad_letter")
     texts = tuple(_option_text(options[name]) for name in LETTERS)
-    return Parsed("accepted", format_choices(question, texts), letter, "", question, texts)
+    return Parsed("accepted", format_choices(question, texts), letter, options=texts)
 
 
 def _option_text(value: Any) -> str:

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from spell_jax.data.clusters import TASKS
-from spell_jax.selfplay.rules import LETTERS
+from spell_jax.data.clusters import LETTERS, TASKS
+from spell_jax.selfplay.rules import check_task
 
 NO_DOCUMENTS = "Empty"
 PACKAGED = Path(__file__).parent / "templates"
@@ -93,7 +93,7 @@ class Prompts:
         Raises:
             ValueError: unknown task, or a multiple-choice prompt without a letter from A to D.
         """
-        _check_task(task)
+        check_task(task)
         if task == "multiple_choice" and letter not in LETTERS:
             raise ValueError(f"letter={letter!r}: a multiple-choice prompt needs one of {LETTERS}")
         examples = "\n".join(
@@ -113,7 +113,7 @@ class Prompts:
         Raises:
             ValueError: unknown task.
         """
-        _check_task(task)
+        check_task(task)
         name = f"responder_{task}.txt"
         return self._fill(name, documents=_joined(documents), question=question)
 
@@ -176,11 +176,6 @@ def _check_placeholders(path: Path, text: str) -> None:
         raise ValueError(f"{path}: unknown placeholder {{{name}}}; this file takes {allowed}")
     for name in sorted(required - found):
         raise ValueError(f"{path}: placeholder {{{name}}} is missing; this file takes {allowed}")
-
-
-def _check_task(task: str) -> None:
-    if task not in TASKS:
-        raise ValueError(f"task={task!r}: must be one of {TASKS}")
 
 
 def _joined(documents: Sequence[str]) -> str:

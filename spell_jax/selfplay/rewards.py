@@ -24,10 +24,13 @@ def majority(votes: Sequence[int]) -> int:
     return int(yes > len(votes) / 2)
 
 
-def verifier_rewards(votes: Sequence[int]) -> list[float]:
-    """Reward of each vote: -1 if malformed, 1 if it is the majority's, else 0 (Eq. 5, spec 12)."""
+def verifier_rewards(votes: Sequence[int], malformed: float = -1.0) -> list[float]:
+    """Reward of each vote: 1 if it is the majority's, else 0 (Eq. 5).
+
+    A malformed one earns `malformed`, below 0 so that the format stays alive (spec section 12).
+    """
     verdict = majority(votes)
-    return [-1.0 if vote == -1 else float(vote == verdict) for vote in votes]
+    return [malformed if vote == -1 else float(vote == verdict) for vote in votes]
 
 
 def combine(rule: float, vote: int) -> float:

@@ -12,10 +12,8 @@ import math
 import re
 import string
 
-from spell_jax.data.clusters import TASKS
+from spell_jax.data.clusters import LETTERS, TASKS
 from spell_jax.selfplay.numbers import Number, parse_number, same_number
-
-LETTERS = ("A", "B", "C", "D")
 
 # A response that never says "answer is" is searched in its last characters only.
 _TAIL_CHARACTERS = {"general_qa": 1000, "financial_math": 300, "multiple_choice": 300}
@@ -35,15 +33,16 @@ _FIGURE_PATTERNS = tuple(
     for figure in (rf"\({_FIGURE}\)", _FIGURE)
 )
 
-# The letter is upper case and no word begins with it.
+# The letter is upper case and no word begins with it, in any script, with or without accents.
+_NO_WORD = r"(?![\w\u0300-\u036f])"
 _LETTER_PATTERNS = tuple(
     re.compile(pattern)
     for pattern in (
         r"\\(?i:boxed)\{([A-D])\}",
         r"(?i:correct answer is )\(([A-D])\)",
-        r"(?i:correct answer is )([A-D])(?![A-Za-z0-9_])",
+        rf"(?i:correct answer is )([A-D]){_NO_WORD}",
         r"(?i:answer is )\(([A-D])\)",
-        r"(?i:answer is )([A-D])(?![A-Za-z0-9_])",
+        rf"(?i:answer is )([A-D]){_NO_WORD}",
     )
 )
 
@@ -61,7 +60,7 @@ def extract_answer(text: str, task: str) -> str | None:
     `task` is one of `TASKS`; another raises ValueError. An empty string means that the phrase was
     there and nothing behind it. Spec sections 5.1 to 5.3, "visible text" and "extraction".
     """
-    _check_task(task)
+    check_task(task)
     visible = visible_text(text)
     if not visible:
         return None
@@ -73,7 +72,7 @@ def extract_answer(text: str, task: str) -> str | None:
 
 def find_answer(text: str, task: str) -> str | None:
     """The answer stated in `text`, which holds no thoughts; None where nothing is stated."""
-    _check_task(task)
+    check_task(task)
     if task == "general_qa":
         return _find_phrase(text)
     return _find_figure(text) if task == "financial_math" else _find_letter(text)
@@ -91,7 +90,7 @@ def is_correct(prediction: str, reference: str, task: str) -> bool:
     financial_math: the numbers agree (`same_number`), and what is no number is wrong;
     multiple_choice: the letters are equal. An empty side is wrong.
     """
-    _check_task(task)
+    check_task(task)
     if task == "general_qa":
         wanted = normalize_answer(reference)
         return bool(wanted) and wanted in normalize_answer(prediction)
@@ -118,7 +117,7 @@ def same_answer(first: str, second: str, task: str) -> bool:
     letters, equal numbers (to 1e-9, so that sums in another order agree). What is empty or cannot
     be read is the same as nothing, not even as itself.
     """
-    _check_task(task)
+    check_task(task)
     if task == "general_qa":
         normal = normalize_answer(first)
         return bool(normal) and normal == normalize_answer(second)
@@ -130,7 +129,8 @@ def same_answer(first: str, second: str, task: str) -> bool:
     return first in LETTERS and first == second
 
 
-def _check_task(task: str) -> None:
+def check_task(task: str) -> None:
+    """Raises ValueError for a task that is none of `TASKS`."""
     if task not in TASKS:
         raise ValueError(f"task: {task!r} is unknown; it must be one of {', '.join(TASKS)}")
 

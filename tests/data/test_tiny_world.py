@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from spell_jax.data import tiny_world as world
+from spell_jax.data.clusters import LETTERS
 
 ALL_FORMS = [form for value in world.NAMES for form in world.surface_forms(value)] + [
     form for pair in world.CITIES for value in pair for form in world.surface_forms(value)
@@ -132,7 +133,7 @@ def test_one_option_is_right(count):
     for index in range(200):
         texts = world.make_documents(rng, count)
         question = world.draw_question(rng, texts, "choice")
-        letter = world.LETTERS[index % 4]
+        letter = LETTERS[index % 4]
         options = world.draw_options(rng, question.answer, letter)
         assert list(options) == list("ABCD") and options[letter] == question.answer
         assert len({world.canonical(option) for option in options.values()}) == 4

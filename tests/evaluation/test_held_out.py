@@ -71,6 +71,7 @@ def test_bad_lines_are_skipped_and_named(tmp_path, caplog):
         line(documents="one text"),
         line(documents=[1]),
         line(question=None),
+        json.dumps(json.loads(line(question="\ud800"))),
         json.dumps({"task": "general_qa"}),
         "[" * 100_000,
     ]
@@ -94,5 +95,5 @@ def test_a_file_without_questions_is_refused(tmp_path):
 def test_share():
     assert share([True, False]) == pytest.approx((0.5, 1.96 * 0.5 / math.sqrt(2)))
     assert share([1.0] * 9) == (1.0, 0.0)
-    mean, half_width = share([])
-    assert math.isnan(mean) and half_width == 0.0
+    with pytest.raises(ValueError, match="no outcomes"):
+        share([])

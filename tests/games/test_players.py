@@ -55,16 +55,16 @@ def test_lengths_and_cut_off_answers_are_counted_by_speaker(players):
     ask("responder", ["a"])
     ask("responder", ["abc"], model="anchor")
     ask("verifier", [])
-    assert ask.metrics.state_dict() == {
-        "prompt_tokens/responder": [7, 2],
-        "answer_tokens/responder": [9, 3],
-        "cut_off/responder": [1, 3],
-        "prompt_tokens/anchor": [5, 1],
-        "answer_tokens/anchor": [3, 1],
-        "cut_off/anchor": [0, 1],
+    assert ask.metrics._pairs == {
+        "prompt_tokens/responder": (7, 2),
+        "answer_tokens/responder": (9, 3),
+        "cut_off/responder": (1, 3),
+        "prompt_tokens/anchor": (5, 1),
+        "answer_tokens/anchor": (3, 1),
+        "cut_off/anchor": (0, 1),
     }
     ask.begin(2, {})
-    assert ask.metrics.state_dict() == {}
+    assert ask.metrics._pairs == {}
 
 
 def test_replies_are_texts_without_the_stop_token(players):

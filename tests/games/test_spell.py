@@ -33,6 +33,7 @@ SWITCHES = {
     "documents": ({"documents": (3,)}, {"shown", "memory", "questioner"}),
     "frozen questioner": ({"train_questioner": False}, {"questioner"}),
     "no format penalty": ({"format_penalty": False}, {"rewards", "questioner"}),
+    "skip penalty": ({"skip_penalty": True}, {"rewards", "questioner"}),
     "no grounding filter": ({"grounding_samples": 0}, ANSWERED | UPDATE),
     "two samples to filter": ({"grounding_samples": 2}, {"calls"}),
     "long answers": (
@@ -88,6 +89,7 @@ def test_rewards_of_each_outcome():
     assert played.of(8).reward == -0.5 and played.of(9).reward == -0.5
     for at in (5, 6, 7):  # a zero, a long answer, an unfinished thought: neither good nor bad
         assert (played.of(at).status, played.of(at).reward) == ("skipped", None)
+        assert Played(skip_penalty=True).of(at).reward == -1.0
 
 
 @pytest.mark.parametrize(
@@ -214,12 +216,14 @@ def test_verifier_rows():
     assert Played(**everything, verifier_group_size=1).groups["verifier"] == []
 
 
-def test_malformed_votes_are_punished_inside_a_usable_group():
+@pytest.mark.parametrize("penalty", [True, False])
+def test_malformed_votes_are_punished_inside_a_usable_group(penalty):
     rows = [Row(QA, "ok", 0, 1, 1, 0)]
     script = Script(rows, verdicts={0: ("[[YES]]", "[[YES]]", "[[YES]]", "[[NO]]", "?")})
-    played = Played(rows, script=script, verifier_group_size=5, verifier_share=9.0)
+    options = {"verifier_group_size": 5, "verifier_share": 9.0, "malformed_penalty": penalty}
+    played = Played(rows, script=script, **options)
     assert played.of(0).votes[0] == [1, 1, 1, 0, -1]
-    rewards = np.array([1, 1, 1, 0, -1])
+    rewards = np.array([1, 1, 1, 0, -penalty])
     wanted = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
     assert read(played.groups["verifier"][0])[2] == pytest.approx(wanted, abs=1e-4)
 

@@ -188,7 +188,10 @@ def test_an_external_judge_takes_the_place_of_the_rule():
     assert played.of(0).rule == [0.0, 0.0, 1.0, 0.0]
     assert played.of(1).rule == [1.0, 0.0, 0.0, 0.0]  # no verdict: the rule's own
     assert ("Q00 what?", "beta0", "alpha0") in asked
-    assert len(asked) == sum(p is not None for e in played.episodes for p in e.predictions)
+    predictions = [p for e in played.episodes for p in e.predictions if p is not None]
+    assert len(asked) == len(predictions)
+    failed = sum(p not in ("alpha0", "beta0") for p in predictions) / len(predictions)
+    assert played.game.metrics(played.episodes).means()["judge_failed"] == pytest.approx(failed)
     assert Played(rule="judge", judge=judge, responder_reward="rule").of(0).scores == [0, 0, 1, 0]
     with pytest.raises(ValueError, match=r"game\.rule"):
         make_game(ROWS, rule="judge")
@@ -373,6 +376,12 @@ def test_metrics_are_shares_of_what_happened():
         "accepted/general_qa": 5 / 8,
         "documents_shown": 2,
         "history": 0,
+        "reason/no_json": 1 / 18,
+        "reason/bad_options": 1 / 18,
+        "reason/zero_answer": 1 / 18,
+        "reason/long_answer": 1 / 18,
+        "reason/unfinished_thought": 1 / 18,
+        "reason/known_without_documents": 2 / 18,
         "solve_rate": np.mean([e.mean_score for e in played.episodes if e.scores]),
         "no_answer": np.mean([p is None for e in played.episodes for p in e.predictions]),
         "memory_entries": 0,

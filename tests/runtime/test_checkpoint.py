@@ -109,34 +109,10 @@ def test_bad_settings_are_named(tmp_path, field):
         Checkpoints(tmp_path, **{field: 0})
 
 
-def test_best_is_the_largest_score_and_survives_reopening(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    scores = {1: 0.3, 2: 0.7, 3: float("nan"), 4: 0.7, 5: 0.5}
-    saved = {
-        step: checkpoints.save_best(step, score, {"x": jnp.full(2, step)}, {"step": step})
-        for step, score in scores.items()
-    }
-    assert saved == {1: True, 2: True, 3: False, 4: False, 5: False}
-    checkpoints.close()
-    again = Checkpoints(tmp_path)
-    assert (again.best_step(), again.best_score()) == (2, 0.7)
-    assert not again.save_best(6, 0.6, {"x": jnp.full(2, 6)}, {"step": 6})
-    arrays, host_state = again.restore_best({"x": jnp.zeros(2, jnp.int32)})
-    assert arrays["x"].tolist() == [2, 2] and host_state == {"step": 2}
-    # A run started anew from an earlier step may beat it at an earlier or at the same step.
-    assert again.save_best(1, 0.8, {"x": jnp.full(2, 1)}, {"step": 1})
-    assert again.save_best(1, 0.9, {"x": jnp.full(2, 8)}, {"step": 1})
-    assert (again.best_step(), again.best_score()) == (1, 0.9)
-    assert again.restore_best({"x": jnp.zeros(2, jnp.int32)})[0]["x"].tolist() == [8, 8]
-    assert again.latest_step() is None
-
-
 def test_nothing_to_restore_is_a_clear_error(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 5"):
         checkpoints.restore(5, {"x": jnp.zeros(2)})
-    with pytest.raises(FileNotFoundError, match="no best checkpoint was kept"):
-        checkpoints.restore_best({"x": jnp.zeros(2)})
 
 
 SHARDING = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -64,11 +64,14 @@ def test_time_left_follows_a_moving_average_and_counts_down_within_a_step():
 def test_time_left_ends_at_the_deadline():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(total=100, stream=stream, plain_every=0, clock=clock)
-    progress.limit(clock.now + 60)
+    assert not progress.is_over()
+    progress.limit(60)
     clock.now += 10
     progress.update(1, "play")  # 990 s of steps, of which 50 are allowed
+    assert not progress.is_over()
     clock.now += 55
     progress.update(2, "play")
+    assert progress.is_over()
     assert times_left(stream) == ["0:50 left", "0:00 left"]
 
 

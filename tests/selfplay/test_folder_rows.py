@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from spell_jax.data.clusters import TASKS, Cluster, count_words, read_clusters, split_held_out
+from spell_jax.data.clusters import (
+    LETTERS,
+    TASKS,
+    Cluster,
+    count_words,
+    read_clusters,
+    split_held_out,
+)
 from spell_jax.evaluation.held_out import read_questions
 from spell_jax.policy import tokenizer
 from spell_jax.selfplay import folder_rows, prompts
@@ -19,7 +26,7 @@ from spell_jax.selfplay.folder_rows import (
     other_forms,
 )
 from spell_jax.selfplay.parsing import parse_question, parse_verdict
-from spell_jax.selfplay.rules import LETTERS, score
+from spell_jax.selfplay.rules import score
 
 PLACES = ("Avalon", "Brobdingnag", "Camelot", "Dunsinane", "Elsinore", "Florin", "Gondor", "Hyrule")
 

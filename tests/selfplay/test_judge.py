@@ -150,9 +150,10 @@ def test_a_silent_server_times_out(server):
     assert judge.counts["failed"] == 1
 
 
-def test_nobody_there():
+def test_nobody_there(caplog):
     judge = make_judge("http://127.0.0.1:9/", attempts=2)
     assert judge.judge([item("a")]) == [-1]
+    assert "http://127.0.0.1:9/: no reply to 1 of 1 prompts" in caplog.text
     assert judge.judge([]) == []
 
 

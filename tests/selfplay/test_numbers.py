@@ -65,6 +65,8 @@ def test_reference_is_number(cases):
         ("9^9^9^9", None),
         ("(-8)^0.5", None),
         ("5 6", None),
+        ("5²", None),
+        ("5½", None),
         ("(5", None),
         ("5)", None),
         ("", None),

@@ -224,9 +224,9 @@ def test_multiple_choice_needs_a_letter_and_tasks_are_known() -> None:
     assert '"answer": "B"' in prompt
     with pytest.raises(ValueError, match="letter=None"):
         full.questioner("multiple_choice", ["d"])
-    with pytest.raises(ValueError, match="task='essay'"):
+    with pytest.raises(ValueError, match="task: 'essay'"):
         full.questioner("essay", ["d"])
-    with pytest.raises(ValueError, match="task='essay'"):
+    with pytest.raises(ValueError, match="task: 'essay'"):
         full.responder("essay", ["d"], "q")
 
 

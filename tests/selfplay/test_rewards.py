@@ -65,6 +65,7 @@ def test_majority(text, verdict):
 
 def test_ignored_groups_reward_only_form():
     assert verifier_rewards([-1, -1, -1, 1, 0]) == [-1, -1, -1, 0, 0]
+    assert verifier_rewards([-1, 1, 1, 1, 0], malformed=0.0) == [0, 1, 1, 1, 0]
 
 
 @given(votes, st.randoms())

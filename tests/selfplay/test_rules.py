@@ -74,6 +74,8 @@ def test_reference_find_letter(cases):
     find(cases, "mc_parse_model_answer", "multiple_choice", {"The correct answer is Definitely B"})
     for text in ("The correct answer is Apple", "the answer is Definitely B", "answer is a dog"):
         assert find_answer(text, "multiple_choice") is None
+    for text in ("answer is Bé", "the correct answer is Aß", "answer is A\u0301"):
+        assert find_answer(text, "multiple_choice") is None
 
 
 def test_reference_normalize_answer(cases):
