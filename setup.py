@@ -13,9 +13,7 @@ setup(
     description="Self-play reinforcement learning for long-context language models, in JAX",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(
-        include=["spell_jax", "spell_jax.*", "data_pipeline", "data_pipeline.*"]
-    ),
+    packages=find_packages(include=["spell_jax", "spell_jax.*"]),
     package_data={"spell_jax": ["selfplay/templates/**/*.txt", "data/tiny_policy/*"]},
     install_requires=[
         f"jax{JAX_RANGE}",

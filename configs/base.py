@@ -1,4 +1,4 @@
-"""All fields of a run with the paper's values; every other config is a small delta of this one.
+"""The fields of a run with the paper's values; every other config is a small delta of this one.
 
 Not a run by itself: it has no policy and no documents. See tiny.py and folder.py.
 """
@@ -18,7 +18,9 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.profile_steps = ()  # e.g. (3, 4): a profiler trace of these steps
     config.write_episodes = True
     config.evaluate = False  # a full held-out evaluation before and after
-    config.max_minutes = 0.0  # stop after so many minutes of self-play; 0: play all steps
+    # Stop after so many minutes of self-play; 0: play all steps. The one thing that goes by the
+    # clock: a run that it ended and that is started again has so many minutes more.
+    config.max_minutes = 0.0
     config.policy = _policy()
     config.data = _data()
     config.game = _game()

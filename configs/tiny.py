@@ -4,8 +4,9 @@
 
 Hardware: 2 CPU cores, 15 minutes, of which at most 10 are self-play. Expected scores: README,
 section "Results". What departs from the paper's recipe, which decays at this size: references are
-anchored and their contexts stay small, options are distinct, and the verifier learns from twice as
-many groups.
+anchored and their contexts stay small, options are distinct, the verifier learns from twice as many
+groups, and an update takes what one round of 48 proposals gives (some 12 questions with mixed
+rewards) instead of playing rounds until it has so many.
 """
 
 from typing import Any

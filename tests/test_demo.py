@@ -1,4 +1,4 @@
-"""The README's numbers of the demo: three seeds, and 300 updates. `make test-long`, an hour.
+"""The README's numbers of the demo: three seeds, a control, 300 updates. `make test-long`, an hour.
 
 Bounds are what the demo is meant to reach; README, "Results", has what it reached.
 """
@@ -63,6 +63,14 @@ def test_the_verifier_gains(tables):
 def test_the_questioner_keeps_its_share_of_right_references(tables, task):
     # The interval of one share of .9 among 256 is .04, and that of a mean of three gains is more.
     assert mean_gain(tables, "questioner", task, "reference right, of answerable") > -0.05
+
+
+def test_random_rewards_teach_nothing(tmp_path):
+    """The control: what the gains are made of is the rewards."""
+    workdir = play(tmp_path / "random", "--config.game.responder_reward=random")
+    tables = [report.read_evaluation(workdir)]
+    assert mean_gain(tables, *RESPONDER, "8") < 0.05
+    assert mean_gain(tables, *RESPONDER, "12") < 0.05
 
 
 def test_300_updates_do_not_fall_back(tmp_path):

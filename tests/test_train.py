@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pathlib
@@ -245,17 +246,31 @@ def test_reference_and_renewed_anchor_go_on_from_a_checkpoint(policy, tmp_path):
     assert (models["anchor"]["embedding"] != kept["embedding"]).any()
 
 
-def test_a_run_on_eight_devices(policy, tmp_path):
-    """Parameters four ways over fsdp and two over tensor."""
-    options = {"mesh.fsdp": 4, "mesh.tensor": 2, "validate_every": 0, "steps": 2}
-    run = Finished(noise.small_config(policy, **options), tmp_path, devices=8)
+def test_a_step_on_eight_devices_equals_one(policy, tmp_path):
+    """Parameters four ways over fsdp and two over tensor; the frozen copy as they are."""
+    options = {"mesh.fsdp": 4, "mesh.tensor": 2, "validate_every": 0, "steps": 1}
+    run = Finished(noise.small_config(policy, **options), tmp_path / "8", devices=8)
     assert run.run.learner.mesh.shape["fsdp"] == 4
-    lines = run.metrics()
-    assert any(not line["train/empty_update"] for line in lines)
+    one = Finished(noise.small_config(policy, validate_every=0, steps=1), tmp_path / "1")
+    episodes = "episodes/step_000001.jsonl"
+    assert (tmp_path / "8" / episodes).read_text() == (tmp_path / "1" / episodes).read_text()
+    (line,), (wanted,) = run.metrics(), one.metrics()
+    assert not line["train/empty_update"]
+    assert line == pytest.approx(wanted, abs=1e-4)
+    (models, _), (wanted, _) = run.checkpoint(), one.checkpoint()
+    moved = wanted["policy"].params["embedding"] - run.run.start["embedding"]
+    assert abs(moved).max() > 1e-4
+    equal = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
+    jax.tree.map(equal, models["policy"].params, wanted["policy"].params)
+    places = [
+        model["layers"]["mlp"]["up_kernel"].sharding
+        for model in (models["anchor"], models["policy"].params)
+    ]
+    assert places[0] == places[1] == run.run.learner.param_shardings["layers"]["mlp"]["up_kernel"]
     assert run.traces[-1]["accumulate"] == run.traces[-1]["apply"] == 1
     placed = run.run.learner.param_shardings["layers"]["mlp"]["up_kernel"]
     assert set(placed.spec) >= {"fsdp", "tensor"}
-    assert (weights.load(tmp_path / "policy")[1]["embedding"]).shape[1] == 32
+    assert (weights.load(tmp_path / "8" / "policy")[1]["embedding"]).shape[1] == 32
 
 
 def test_the_chosen_step_is_profiled(whole):

@@ -30,7 +30,8 @@ class Group:
       prompt: token ids [P], P >= 1.
       answers: token ids, one array [S_i] a sibling, stop token included, S_i >= 1.
       advantages: one number an answer.
-      role: name under which metrics are reported.
+      role: "responder", "questioner", "verifier" or any other name: counted by it, and with
+        aggregation "role_mean" (Eq. 10) weighed by it.
       old_log_probs: optional, one float32 array [S_i] an answer: log-probs of the behaviour policy.
       weights: one number an answer, the share of each of its tokens in the loss (weigh()).
     """

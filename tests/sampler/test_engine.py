@@ -1,11 +1,14 @@
 """The sampler against a loop that runs the whole model for every token."""
 
 import functools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 from spell_jax.attention import dense
 from spell_jax.learner import packing
@@ -16,6 +19,7 @@ from spell_jax.sampler import decode, nucleus
 from spell_jax.sampler.engine import Sample, Sampler, SamplerConfig
 from tests import tiny
 
+RESPONSE_MASK = pathlib.Path(__file__).parents[1] / "reference_cases" / "response_mask.json"
 STOPS = (7, 11, 23)
 CONFIG = SamplerConfig(
     temperature=0.7,
@@ -208,6 +212,39 @@ def test_decoding_ends_with_the_last_answer(monkeypatch) -> None:
         assert len(steps) == count
         np.testing.assert_array_equal(answers.lengths, [[count, count]])
         np.testing.assert_array_equal(answers.tokens[..., 0], [[first, first]])
+
+
+@pytest.mark.parametrize("case", json.loads(RESPONSE_MASK.read_text())["cases"])
+def test_an_answer_ends_behind_its_first_stop_token(case, monkeypatch) -> None:
+    """response_mask.json: that token is kept, everything after it is masked."""
+    script, stops = np.array(case["in"]["ids"]), np.ravel(case["in"]["eos"])
+    column = iter(range(script.shape[1]))
+
+    def scripted(logits, *_):
+        shape = jax.ShapeDtypeStruct(logits.shape[:-1], jnp.int32)
+        tokens = io_callback(lambda: script[:, [next(column)]].astype(np.int32), shape)
+        return tokens, jnp.zeros(tokens.shape)
+
+    monkeypatch.setattr(nucleus, "draw", scripted)
+    rows, longest = script.shape
+    shape = (tiny.POLICY.layers, rows, 2, tiny.POLICY.kv_heads, tiny.POLICY.head_size)
+    answers = decode.decode(
+        tiny.POLICY,
+        tiny.weights(),
+        (jnp.zeros(shape),) * 2,
+        jnp.zeros((rows, tiny.POLICY.vocab_size)),
+        jnp.full(rows, 2),
+        jnp.arange(rows),
+        KEY,
+        group=1,
+        max_tokens=longest,
+        stop_ids=tuple(int(stop) for stop in stops),
+        temperature=1.0,
+        top_p=1.0,
+    )
+    mask = np.arange(longest) < np.asarray(answers.lengths)
+    np.testing.assert_array_equal(mask, case["out"])
+    np.testing.assert_array_equal(answers.tokens[:, 0] * mask, script * mask)
 
 
 def test_prompts_over_the_cap_give_none_and_the_rest_go_on() -> None:
