@@ -114,10 +114,10 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
     run = make_run(config)
     is_writer = jax.process_index() == 0
     workdir.mkdir(parents=True, exist_ok=True)
-    if is_writer:
-        start.write_config(config, workdir)
     checkpoints = Checkpoints(workdir, config.keep_checkpoints, config.checkpoint_every)
     models, step, best = restore(run, checkpoints)
+    if is_writer:
+        start.write_config(config, workdir)
     learner, game = run.learner, run.game
     learner.compile(models["policy"], models.get("reference"))
     metrics_writer = MetricsWriter(workdir, step or None, is_writer)

@@ -12,7 +12,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import tiny_warm_start
-from spell_jax import sft
+from spell_jax import generate, sft
 from spell_jax.learner import update
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
@@ -68,6 +68,8 @@ def test_loss_falls_and_the_result_loads(policy, source, tmp_path):
     assert shape == weights.load(policy)[0]
     assert (params["embedding"] != weights.load(policy)[1]["embedding"]).any()
     assert tokenizers.load(folder).encode("Oslo") == tokenizers.load(policy).encode("Oslo")
+    # What asks the result knows the prompts that it was tuned on.
+    assert generate.find_prompt_set(tmp_path / "run") == "compact"
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(policy, source, tmp_path, monkeypatch):

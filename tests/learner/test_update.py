@@ -190,6 +190,27 @@ def test_eight_devices_equal_one(mesh: tuple[tuple[str, int], ...]) -> None:
     assert len(kernel.sharding.device_set) == 8
 
 
+def test_numbers_are_means_whatever_the_weights_add_up_to() -> None:
+    """Under role_mean (Eq. 10) the weights of each role add up to 1."""
+    groups = [dataclasses.replace(group, role="responder") for group in tiny.groups(4)]
+    twice = [*groups, *(dataclasses.replace(group, role="verifier") for group in groups)]
+    _, wanted = _step(_learner(), groups)
+    _, found = _step(_learner(loss=LossConfig(aggregation="role_mean")), twice)
+    for name in ("mean_log_prob", "entropy", "clip_share", "approx_kl"):
+        assert found[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_fill_is_the_share_of_slots_with_a_token(shared: bool) -> None:
+    groups, layout = tiny.groups(5), dataclasses.replace(PACKING, shared_prefix=shared)
+    _, numbers = _step(_learner(layout), groups)
+    answers = sum(len(answer) for group in groups for answer in group.answers)
+    prompts = sum(len(g.prompt) * (1 if shared else len(g.answers)) for g in groups)
+    batches, _ = _learner(layout).pack(groups)
+    slots = sum(batch.tokens.size for batch in batches)
+    assert numbers["fill"] == pytest.approx((answers + prompts) / slots)
+
+
 def test_remat_gives_the_same_gradient() -> None:
     policy = dataclasses.replace(tiny.POLICY, remat="block")
     _assert_same_step(_step(_learner(policy=policy), GROUPS), _wanted())
