@@ -56,7 +56,11 @@ def write_json(path: pathlib.Path, value: Any) -> None:
 
 
 def _write(path: pathlib.Path, lines: Iterable[str]) -> None:
-    unfinished = path.with_name(path.name + ".tmp")
+    # A terminal or a pipe (/dev/stdout) is written to, a link's target replaced.
+    is_stream = path.exists() and not path.is_file()
+    target = path if is_stream else path.resolve()
+    unfinished = target if is_stream else target.with_name(target.name + ".tmp")
     with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(lines)
-    unfinished.replace(path)
+    if not is_stream:
+        unfinished.replace(target)

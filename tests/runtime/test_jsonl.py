@@ -1,10 +1,14 @@
-"""Records of a JSONL file: what is read, passed over, and skipped with its place."""
+"""JSON on disk: what is read, passed over and skipped with its place; what is written is whole."""
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
 
-from spell_jax.runtime.jsonl import read_records
+import pytest
+
+from spell_jax.runtime.jsonl import read_records, write_json, write_records
 
 
 def whole_number(value: object) -> int:
@@ -27,3 +31,32 @@ def test_only_line_feeds_end_a_line(tmp_path):
     path = tmp_path / "texts.jsonl"
     path.write_text('"a\u2028b"\n"c\x85d"', encoding="utf-8")
     assert read_records(path, str) == (["a\u2028b", "c\x85d"], 0)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "value.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"a": float("nan")})
+
+    def records():
+        yield {"b": 2}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_records(path, records())
+    assert path.read_text() == '{\n "a": 1\n}\n'
+
+
+def test_links_stay_links_and_pipes_stay_pipes(tmp_path):
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "file")
+    write_records(link, [1, "\ud800"])
+    assert link.is_symlink() and (tmp_path / "file").read_text() == '1\n"\\ud800"\n'
+    os.mkfifo(pipe)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    write_records(pipe, [2])
+    reader.join(10)
+    assert read == ["2\n"] and pipe.is_fifo()
