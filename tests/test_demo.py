@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from spell_jax import report
+from spell_jax.data.clusters import TASKS
 from spell_jax.runtime.metrics import read_metrics
 
 pytestmark = pytest.mark.long
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.long
 SEEDS = (0, 1, 2)
 RESPONDER = ("responder accuracy, by documents", "all")
 VERIFIER = ("verifier accuracy, by pair", "")
-TASKS = ("general_qa", "financial_math", "multiple_choice")
 
 
 def play(workdir: pathlib.Path, *flags: str) -> pathlib.Path:

@@ -18,8 +18,8 @@ AXES = ("data", "fsdp", "context", "tensor", "expert")
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
+ROWS = ("data", "fsdp")  # what the batch axis of activations is split over
 # Logical axis -> mesh axes. `rows` is the batch axis of activations; the rest name weight axes.
-ROWS = ("data", "fsdp")
 RULES: Rules = (
     ("rows", ROWS),
     ("time", None),

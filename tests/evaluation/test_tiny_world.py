@@ -7,6 +7,7 @@ import re
 import pytest
 
 from spell_jax.data import tiny_world as world
+from spell_jax.data.clusters import TASKS
 from spell_jax.evaluation import tiny_world as evaluation
 from spell_jax.evaluation.tiny_world import TinyEvaluation
 from spell_jax.games.spell_config import SpellConfig
@@ -30,7 +31,6 @@ def make(**settings) -> TinyEvaluation:
 
 
 SMALL = make(**SETTINGS)
-TASKS = ("general_qa", "financial_math", "multiple_choice")
 RESPONDER = "responder accuracy, by documents"
 VERIFIER = "verifier accuracy, by pair"
 LETTERS = "multiple choice, share of each letter among answers"

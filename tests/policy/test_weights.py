@@ -137,3 +137,12 @@ def test_an_unsupported_config_is_named(tmp_path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"rope_scaling = .*yarn"):
         weights.load(folder)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
+    tokenizer = tokenizers.train(["the cat sat on the mat"] * 5, 300)
+    weights.save(tmp_path / "policy", tiny.POLICY, tiny.weights(), tokenizer)
+    with pytest.raises(
+        ValueError, match=r"policy: the tokenizer has \d{3} tokens.*vocab_size = 64"
+    ):
+        weights.load_policy(tmp_path / "policy")
