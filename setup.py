@@ -24,6 +24,8 @@ setup(
         "numpy>=2.4.6",
         "sentencepiece>=0.2.3",
         "safetensors>=0.8.0",
+        "tokenizers>=0.23.3",
+        "jinja2>=3.1.6",
         "ml-collections>=1.1.0",
         "absl-py>=2.5.1",
         "matplotlib>=3.11.2",
@@ -41,6 +43,8 @@ setup(
             # With Node.js from a wheel, so that a machine without it can run pyright.
             "pyright[nodejs]==1.1.414",
             "transformers>=5.23.0",
+            "torch==2.13.0",
+            "peft>=0.21.2",
         ],
     },
 )

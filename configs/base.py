@@ -38,7 +38,16 @@ def _policy() -> Any:
     policy: Any = ConfigDict()
     policy.folder = ""
     policy.compute_dtype = "bfloat16"
-    policy.remat = "block"
+    policy.remat = "block"  # what the backward pass recomputes; policy/config.py lists the names
+    policy.thinking = ""  # "on" or "off", for chat templates that know it (Qwen3)
+    # "linear" or "yarn": a context stretch_factor times as long as the folder's.
+    policy.stretch = ""
+    policy.stretch_factor = 1.0
+    # Above 0: only adapters of this rank are trained, on the linear layers that the pattern is
+    # found in (self_attn.q_proj, mlp.down_proj, ...); policy/lora.py.
+    policy.lora_rank = 0
+    policy.lora_alpha = 32.0
+    policy.lora_pattern = "_proj"
     return policy
 
 

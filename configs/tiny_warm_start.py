@@ -36,7 +36,8 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.policy.kv_heads = 2
     config.policy.head_size = 32
     config.policy.feed_forward = 384
-    config.policy.rope_theta = 100.0  # rows are short: more of the angles turn within one
+    # Rows are short: more of the angles turn within one.
+    config.policy.rope = ConfigDict({"theta": 100.0})
     config.policy.max_positions = 1024
 
     config.optimiser = ConfigDict()

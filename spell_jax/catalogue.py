@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -17,6 +18,9 @@ from spell_jax.games.game import Game
 from spell_jax.games.rlvr import Rlvr, RlvrConfig
 from spell_jax.games.spell import Spell
 from spell_jax.games.spell_config import SpellConfig
+from spell_jax.policy import weights
+from spell_jax.policy.config import REMAT_POLICIES, PolicyConfig
+from spell_jax.policy.lora import LoraConfig
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.runtime.settings import Config, build
 from spell_jax.selfplay import prompts as prompt_sets
@@ -28,7 +32,13 @@ TINY_POLICY = pathlib.Path(__file__).parent / "data" / "tiny_policy"
 GAMES = ("spell", "rlvr")
 # The environment variable with the external judge's key: configs are written to disk, keys are not.
 JUDGE_KEY = "SPELL_JUDGE_KEY"
-COMPUTE_DTYPES = ("float32", "bfloat16")
+# Values of config.policy's named choices.
+POLICY_CHOICES = {
+    "compute_dtype": ("float32", "bfloat16"),
+    "remat": REMAT_POLICIES,
+    "thinking": ("", "on", "off"),
+    "stretch": ("", "linear", "yarn"),
+}
 _LEAST_OF_RUN = {
     "seed": 0,
     "steps": 1,
@@ -52,14 +62,23 @@ def check(config: Config) -> None:
             raise ValueError(f"{field} = {config[field]}: must be at least {least}")
     if not _are_whole(config.profile_steps, 1):
         raise ValueError(f"profile_steps = {tuple(config.profile_steps)}: must be steps from 1 on")
-    if config.policy.compute_dtype not in COMPUTE_DTYPES:
-        raise ValueError(
-            f"policy.compute_dtype = {config.policy.compute_dtype!r}: must be one of "
-            f"{COMPUTE_DTYPES}"
-        )
+    _check_policy(config.policy)
     _check_game(config.game)
     _check_data(config.data)
     _make_evaluation(config, prompt_sets.load(config.game.prompts), count_tokens=len)
+
+
+def _check_policy(policy: Config) -> None:
+    for field, choices in POLICY_CHOICES.items():
+        if policy[field] not in choices:
+            raise ValueError(f"policy.{field} = {policy[field]!r}: must be one of {choices}")
+    if policy.stretch and not 1 < policy.stretch_factor < math.inf:
+        raise ValueError(
+            f"policy.stretch_factor = {policy.stretch_factor}: must be above 1, for "
+            f"policy.stretch = {policy.stretch!r}"
+        )
+    if policy.lora_rank < 0:
+        raise ValueError(f"policy.lora_rank = {policy.lora_rank}: must be 0 or more")
 
 
 def _check_game(game: Config) -> None:
@@ -146,6 +165,23 @@ def find_policy(config: Config) -> pathlib.Path:
             "of documents (its first lines say how)"
         )
     return path
+
+
+def read_policy(config: Config, folder: pathlib.Path) -> tuple[PolicyConfig, Tokenizer]:
+    """The folder's architecture, as config.policy changes it, and its tokenizer.
+
+    Raises:
+      ValueError, FileNotFoundError: the folder is damaged, or does not go with config.policy.
+    """
+    section = config.policy
+    thinking = {"": None, "on": True, "off": False}[section.thinking]
+    policy, tokenizer = weights.identify(folder, thinking)
+    if section.stretch:
+        policy = policy.stretched(section.stretch, section.stretch_factor)
+    lora = None
+    if section.lora_rank:
+        lora = LoraConfig(section.lora_rank, section.lora_alpha, section.lora_pattern)
+    return dataclasses.replace(policy, remat=section.remat, lora=lora), tokenizer
 
 
 def make(config: Config, tokenizer: Tokenizer, prompt_cap: int) -> tuple[Game, Evaluation | None]:

@@ -9,10 +9,11 @@
    {"prompt": "..."}, used as it is. Bad lines are counted, logged with their place, and skipped.
 2. The policy is DIR/policy, or the folder that --policy names. The prompts' wording is that of the
    run (DIR/config.json) unless --prompt_set says otherwise.
-3. A line of the output is the input's plus "answers" (texts), "log_probs" (sum over an answer's
-   tokens, in nats, at the sampling temperature), "tokens" (counts) and "stopped" (false: cut off at
-   --max_tokens). One entry an answer there are also: a questioner's "parsed", a responder's
-   "predictions" (the extracted answers), a verifier's "verdicts" (1 yes, 0 no, -1 malformed).
+3. A line of the output is the input's plus "answers" (texts; none, if the prompt is too long for
+   the policy's context), "log_probs" (sum over an answer's tokens, in nats, at the sampling
+   temperature), "tokens" (counts) and "stopped" (false: cut off at --max_tokens). One entry an
+   answer there are also: a questioner's "parsed", a responder's "predictions" (the extracted
+   answers), a verifier's "verdicts" (1 yes, 0 no, -1 malformed).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import jax
 from absl import app, flags
 
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy import transformer, weights
+from spell_jax.policy import weights
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import start
 from spell_jax.runtime.jsonl import read_records, write_records
@@ -43,6 +44,7 @@ log = logging.getLogger("spell_jax.generate")  # __name__ is __main__ when this 
 ROLES = ("questioner", "responder", "verifier")
 SMALLEST_BUCKET = 64
 TOKEN_BUDGET = 32_768  # prompt tokens answered at once
+MAX_STREAMS = 512  # answers written at once
 Record = dict[str, Any]
 
 
@@ -103,10 +105,13 @@ def read_requests(path: str | pathlib.Path, prompts: Prompts) -> tuple[list[Reco
     return records, texts
 
 
-def buckets(lengths: Sequence[int]) -> tuple[int, ...]:
-    """The powers of two, of at least SMALLEST_BUCKET, that prompts of these lengths [P] need."""
-    needed = (1 << (length - 1).bit_length() for length in lengths)
-    return tuple(sorted({max(SMALLEST_BUCKET, size) for size in needed}))
+def buckets(lengths: Sequence[int], cap: int) -> tuple[int, ...]:
+    """The powers of two, of at least SMALLEST_BUCKET, that prompts of these lengths [P] need.
+
+    None is above the cap; prompts that are, are refused by the sampler.
+    """
+    needed = (1 << (length - 1).bit_length() for length in lengths if length <= cap)
+    return tuple(sorted({min(max(SMALLEST_BUCKET, size), cap) for size in needed}))
 
 
 def answer(
@@ -116,23 +121,33 @@ def answer(
     samples: int,
     sampling: Record,
     seed: int,
+    dtype: str = "float32",
+    thinking: bool | None = None,
 ) -> list[Record]:
     """The output's lines: every prompt (the text of a record) is answered `samples` times [G].
 
-    `sampling` holds temperature (0: greedy), top_p and max_tokens, as in SamplerConfig.
+    `sampling` holds temperature (0: greedy), top_p and max_tokens, as in SamplerConfig; `dtype` is
+    the policy's, and `thinking` goes to chat templates that know it.
     Raises FileNotFoundError or ValueError: no policy there, or an option out of range.
     """
-    policy, params, tokenizer = weights.load_policy(policy_folder)
+    policy, tokenizer = weights.identify(policy_folder, thinking)
     mesh = meshes.make_mesh()
-    shapes, axes = transformer.abstract_params(policy)
-    params = jax.device_put(params, meshes.shardings(mesh, axes, shapes))
+    _, params = weights.load(policy_folder, mesh, dtype)
     ids = [tokenizer.chat(prompt) for prompt in prompts]
-    sizes = buckets([len(prompt) for prompt in ids])
+    cap = policy.max_positions - sampling["max_tokens"]
+    sizes = buckets([len(prompt) for prompt in ids], cap)
+    if not sizes:
+        policy.check_length(min(map(len, ids)) + sampling["max_tokens"])
     config = SamplerConfig(
-        prompt_buckets=sizes, token_budget=max(TOKEN_BUDGET, sizes[-1]), **sampling
+        prompt_buckets=sizes,
+        token_budget=max(TOKEN_BUDGET, sizes[-1]),
+        max_streams=min(MAX_STREAMS, samples * len(ids)),
+        **sampling,
     )
     sampler = Sampler(policy, config, tokenizer.stop_ids, mesh)
     found = sampler.sample(params, ids, samples, jax.random.key(seed))
+    if refused := sum(group is None for group in found):
+        log.warning("%d prompts are longer than %d tokens and were not answered", refused, cap)
     both = zip(records, found, strict=True)
     return [describe(record, group or [], tokenizer) for record, group in both]
 
@@ -175,7 +190,10 @@ def main(_) -> None:
     records, texts = read_requests(given.prompts, prompts)
     temperature = 0.0 if given.greedy else given.temperature
     sampling = {"temperature": temperature, "top_p": given.top_p, "max_tokens": given.max_tokens}
-    results = answer(folder, records, texts, given.samples, sampling, given.seed)
+    thinking = {"": None, "on": True, "off": False}[given.thinking]
+    results = answer(
+        folder, records, texts, given.samples, sampling, given.seed, given.dtype, thinking
+    )
     write_records(pathlib.Path(given.out), results)
 
 
@@ -192,4 +210,6 @@ if __name__ == "__main__":
     flags.DEFINE_integer("max_tokens", 256, "Cap of an answer, in tokens.")
     flags.DEFINE_string("prompt_set", None, "compact, full or a folder of templates.")
     flags.DEFINE_integer("seed", 0, "Seed of all draws.")
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "The policy's weights.")
+    flags.DEFINE_enum("thinking", "", ["", "on", "off"], "For chat templates that know it.")
     app.run(main)

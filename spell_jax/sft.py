@@ -99,8 +99,8 @@ def make_policy(
     if folder:
         if not pathlib.Path(folder).is_dir():
             raise FileNotFoundError(f"policy.folder = {folder!r}: must be a Hugging Face folder")
-        policy, params, tokenizer = weights.load_policy(folder)
-        return policy, tokenizer, params
+        policy, tokenizer = weights.identify(folder)
+        return policy, tokenizer, weights.load(folder)[1]
     if given:
         tokenizer = tokenizers.load(given)
     else:

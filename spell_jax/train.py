@@ -12,13 +12,11 @@ where the last checkpoint stands.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import pathlib
 import time
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -51,7 +49,8 @@ class Run:
     """Everything that a run is made of, from its config (no device work but the mesh's).
 
     Attributes:
-      policy, tokenizer, start: architecture, tokenizer and float32 weights of the policy's folder.
+      policy, tokenizer: architecture (as the config changes it) and tokenizer of the policy.
+      folder: where its first weights are.
       learner: jitted updates.
       players: the models as a game asks them, behind one sampler.
       game: what is played.
@@ -65,7 +64,7 @@ class Run:
     players: Players
     game: Game
     evaluation: held_out.Evaluation | None
-    start: transformer.Params
+    folder: pathlib.Path
 
 
 # ------------------------------------------------------------------------------------------ Set-up
@@ -84,8 +83,9 @@ def make_run(config: Config) -> Run:
         update.OptimiserConfig, config.optimiser, "optimiser", total_steps=config.steps
     )
     catalogue.check(config)
-    policy, params, tokenizer = weights.load_policy(catalogue.find_policy(config))
-    policy = dataclasses.replace(policy, remat=config.policy.remat)
+    folder = catalogue.find_policy(config)
+    policy, tokenizer = catalogue.read_policy(config, folder)
+    policy.check_length(sampling.longest)
     mesh = meshes.make_mesh(config.mesh)
     learner = update.Learner(
         policy,
@@ -99,7 +99,7 @@ def make_run(config: Config) -> Run:
     sampler = Sampler(policy, sampling, tokenizer.stop_ids, mesh)
     players = Players(sampler, tokenizer, jax.random.key(config.seed))
     game, evaluation = catalogue.make(config, tokenizer, sampling.prompt_buckets[-1])
-    return Run(config, policy, tokenizer, learner, players, game, evaluation, params)
+    return Run(config, policy, tokenizer, learner, players, game, evaluation, folder)
 
 
 # -------------------------------------------------------------------------------------------- Loop
@@ -133,7 +133,7 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
         clock = time.monotonic()
         progress.update(step - 1, "play", {})
         run.players.begin(step, as_played(learner, models))
-        with profiled(config, workdir, step):
+        with start.profiled(step in config.profile_steps, workdir):
             episodes = game.play(run.players, step)
             rows = game.rows(episodes)
             played = time.monotonic()
@@ -146,7 +146,7 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
         refresh_anchor(config, models, step)
 
         numbers |= {"play_seconds": played - clock, "update_seconds": time.monotonic() - played}
-        numbers |= {f"rows/{role}": count for role, count in count_rows(rows).items()}
+        numbers |= {f"rows/{role}": count for role, count in packing.count_answers(rows).items()}
         written = Metrics()
         written.merge(metrics, "play/")
         written.merge(run.players.metrics, "play/")
@@ -183,10 +183,12 @@ def restore(run: Run, checkpoints: Checkpoints) -> tuple[dict[str, Any], int, fl
     names = [*run.game.models, *(["reference"] if run.learner.loss.kl_weight else [])]
     step = checkpoints.latest_step()
     if step is None:
-        state = run.learner.init(run.start)
+        state = run.learner.init(load_weights(run))
         return {"policy": state} | {name: copy(state.params) for name in names}, 0, None
     if step > run.config.steps:
         raise ValueError(f"steps = {run.config.steps}: must be at least {step}, which are done")
+    if run.policy.lora:  # the checkpoint has the adapters only
+        run.learner.freeze(load_weights(run))
     abstract = run.learner.abstract_state()
     target = {"policy": abstract} | dict.fromkeys(names, abstract.params)
     models, saved = checkpoints.restore(step, target)
@@ -197,6 +199,17 @@ def restore(run: Run, checkpoints: Checkpoints) -> tuple[dict[str, Any], int, fl
     run.game.load_state_dict(saved["game"])
     log.info("resumed at step %d", step)
     return models, step, saved["best"]
+
+
+def load_weights(run: Run) -> transformer.Params:
+    """The weights that the run starts from, on its mesh."""
+    return weights.load(run.folder, run.learner.mesh)[1]
+
+
+def save_policy(run: Run, models: dict[str, Any], folder: pathlib.Path) -> None:
+    """The policy as a Hugging Face folder in the dtype that it is played with."""
+    policy, params = run.learner.export(models["policy"].params)
+    weights.save(folder, policy, params, run.tokenizer, run.config.policy.compute_dtype)
 
 
 def copy(params: transformer.Params) -> transformer.Params:
@@ -219,21 +232,6 @@ def refresh_anchor(config: Config, models: dict[str, Any], step: int) -> None:
         models["anchor"] = copy(models["policy"].params)
 
 
-def count_rows(rows: list[packing.Group]) -> dict[str, int]:
-    """Training answers by role."""
-    counts: dict[str, int] = {}
-    for group in rows:
-        counts[group.role] = counts.get(group.role, 0) + len(group.answers)
-    return counts
-
-
-def profiled(config: Config, workdir: pathlib.Path, step: int) -> AbstractContextManager[None]:
-    """A profiler trace of this step's play and update, if it is one of config.profile_steps."""
-    if step not in config.profile_steps:
-        return contextlib.nullcontext()
-    return jax.profiler.trace(str(workdir / "profile"))
-
-
 # ------------------------------------------------------------------------- Validation and the end
 
 
@@ -251,7 +249,7 @@ def validate(
     if best is not None and not score > best:
         return best
     if jax.process_index() == 0:
-        weights.save(workdir / "best", run.policy, models["policy"].params, run.tokenizer)
+        save_policy(run, models, workdir / "best")
     return score
 
 
@@ -273,7 +271,7 @@ def finish(run: Run, models: dict[str, Any], workdir: pathlib.Path, is_writer: b
         evaluate(run, models, workdir, "after")
     if not is_writer:
         return
-    weights.save(workdir / "policy", run.policy, models["policy"].params, run.tokenizer)
+    save_policy(run, models, workdir / "policy")
     plots = report.plot_run(workdir)
     if tables := report.read_evaluation(workdir):
         print(report.before_after_table(*tables))

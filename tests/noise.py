@@ -9,6 +9,7 @@ from __future__ import annotations
 import pathlib
 import zlib
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -75,8 +76,13 @@ def small_config(folder: pathlib.Path, **overrides) -> ConfigDict:
         "packing.buckets": ((160, 24),),
         "packing.token_budget": 640,
     }
+    return with_fields(config, settings | overrides)
+
+
+def with_fields(config: Any, fields: dict[str, Any]) -> Any:
+    """The config with fields set by their dotted names."""
     with config.unlocked():
-        for name, value in (settings | overrides).items():
+        for name, value in fields.items():
             *path, field = name.split(".")
             section = config
             for part in path:

@@ -109,6 +109,14 @@ class Bucket:
             )
 
 
+def count_answers(groups: Sequence[Group]) -> dict[str, int]:
+    """Answers by role."""
+    counts: dict[str, int] = {}
+    for group in groups:
+        counts[group.role] = counts.get(group.role, 0) + len(group.answers)
+    return counts
+
+
 def split_groups(groups: Sequence[Group], largest: Bucket) -> tuple[list[Group], list[Group]]:
     """Splits groups by answers until each fits the largest bucket.
 

@@ -6,6 +6,9 @@
    gradient; the host loops over micro-batches.
 4. One jitted `apply` clips by the global norm and takes the AdamW step; a step whose gradient norm
    is not finite changes nothing and is counted.
+
+With adapters (policy/lora.py) only they are weights in this sense; all others are frozen, in the
+compute dtype, and belong to the Learner.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import optax
 from spell_jax.attention import dense
 from spell_jax.learner import loss as losses
 from spell_jax.learner import packing
-from spell_jax.policy import transformer
+from spell_jax.policy import lora, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 
@@ -110,7 +113,8 @@ class OptimiserConfig:
 
 @flax.struct.dataclass
 class TrainState:
-    """float32 master weights, optimiser state, number of updates taken (int32 scalar)."""
+    """float32 master weights of what is trained, optimiser state, number of updates taken (int32
+    scalar)."""
 
     params: Any
     optimiser: Any
@@ -163,19 +167,22 @@ class Learner:
         self._optimiser = optimiser.make()
         self.rate = optimiser.rate()
         shapes, axes = transformer.abstract_params(policy)
-        self.param_shardings = meshes.shardings(mesh, axes, shapes)
+        placed = meshes.shardings(mesh, axes, shapes)
+        self._shapes, _ = lora.split(policy, shapes)
+        self.param_shardings, self._frozen_shardings = lora.split(policy, placed)
+        self.frozen: transformer.Params = {}
         self._cast = jax.jit(
             lambda tree: jax.tree.map(lambda x: x.astype(self.compute_dtype), tree)
         )
         self._zeros = jax.jit(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes),
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self._shapes),
             out_shardings=self.param_shardings,
         )
         self._sums = SUMS + (("kl",) if loss.kl_weight else ())
         # The carry goes out as it came in, so that every call after the first is the same program.
         self.accumulate = jax.jit(
             self._accumulate,
-            donate_argnums=(1,),
+            donate_argnums=(2,),
             out_shardings=(self.param_shardings, meshes.replicated(mesh)),
         )
         self.state_shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
@@ -187,12 +194,7 @@ class Learner:
 
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the training state, for a checkpoint to restore into."""
-        shapes, _ = transformer.abstract_params(self.policy)
-
-        def build(params):
-            return TrainState(params, self._optimiser.init(params), jnp.zeros((), jnp.int32))
-
-        state = jax.eval_shape(build, shapes)
+        state = jax.eval_shape(self._begin, self._shapes)
         placed = optax.tree_utils.tree_map_params(
             self._optimiser,
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
@@ -210,22 +212,45 @@ class Learner:
     def _replicate(self, x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=meshes.replicated(self.mesh))
 
-    def init(self, params: transformer.Params | jax.Array) -> TrainState:
-        """Training state for given float32 weights, or for random ones from a key."""
+    def _begin(self, params: transformer.Params) -> TrainState:
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return TrainState(params, self._optimiser.init(params), jnp.zeros((), jnp.int32))
 
-        def build(source):
-            weights = source
-            if not isinstance(source, dict):
-                weights = transformer.init(self.policy, source)
-            # A copy: the caller keeps his weights when the state is donated.
-            weights = jax.tree.map(lambda x: jnp.array(x, jnp.float32), weights)
-            return TrainState(weights, self._optimiser.init(weights), jnp.zeros((), jnp.int32))
+    def init(self, source: transformer.Params | jax.Array) -> TrainState:
+        """Training state for given weights, or for random ones from a key.
 
-        return jax.jit(build, out_shardings=self.state_shardings)(params)
+        Arrays on devices are donated: a large policy is there once. Weights without adapters,
+        where the policy has some, are frozen, and the adapters begin as if there were none.
+        """
+        key = jax.random.key(0) if isinstance(source, dict) else source
+        given = dict(source) if isinstance(source, dict) else {}
+        if given and self.policy.lora:
+            self.freeze(given)
+            given = {}
+        if given:
+            begin = jax.jit(self._begin, out_shardings=self.state_shardings, donate_argnums=0)
+            return begin(jax.device_put(given, self.param_shardings))
+
+        def random(key):
+            trained, frozen = lora.split(self.policy, transformer.init(self.policy, key))
+            return self._begin(trained), {} if self.frozen else frozen
+
+        placed = (self.state_shardings, {} if self.frozen else self._frozen_shardings)
+        state, frozen = jax.jit(random, out_shardings=placed)(key)
+        self.frozen = self.frozen or self._cast(frozen)
+        return state
+
+    def freeze(self, params: transformer.Params) -> None:
+        """Takes the weights that are not trained, of a policy with adapters."""
+        self.frozen = self._cast(jax.device_put(params, self._frozen_shardings))
 
     def cast(self, params: transformer.Params) -> transformer.Params:
-        """Weights in the compute dtype, as sampler and loss use them."""
-        return self._cast(params)
+        """The whole policy in the compute dtype, as the sampler uses it, of trained weights."""
+        return lora.join(self._cast(params), self.frozen)
+
+    def export(self, params: transformer.Params) -> tuple[PolicyConfig, transformer.Params]:
+        """The policy as a model of its own, adapters merged: (architecture, weights)."""
+        return lora.merge(self.policy, lora.join(params, self.frozen))
 
     def pack(self, groups: Sequence[packing.Group]) -> tuple[list[packing.MicroBatch], int]:
         """Micro-batches of the groups, and how many answers did not fit any bucket."""
@@ -271,13 +296,13 @@ class Learner:
         if not batches:
             return state, {"empty_update": 1.0, "refused_answers": float(refused)}
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
-            params = self.cast(state.params)
+            params = self._cast(state.params)
             if reference is not None:
                 reference = self.cast(reference)
             carry = self._empty()
             for batch in batches:
                 batch = jax.device_put(batch, meshes.by_rows(self.mesh))
-                carry = self.accumulate(params, carry, batch, reference)
+                carry = self.accumulate(params, self.frozen, carry, batch, reference)
             gradients, sums = carry
             state, norms = self.apply(state, gradients)
         sums, norms = jax.device_get((sums, norms))
@@ -294,7 +319,7 @@ class Learner:
         """Compiles every bucket before the first step, so that no step waits for it later."""
         shards = meshes.row_shards(self.mesh)
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
-            params = self.cast(state.params)
+            params = self._cast(state.params)
             if reference is not None:
                 reference = self.cast(reference)
             carry = self._empty()
@@ -302,20 +327,22 @@ class Learner:
                 rows = packing.row_count(bucket, self.packing.token_budget, shards)
                 batch = packing.empty_micro_batch(bucket, rows)
                 batch = jax.device_put(batch, meshes.by_rows(self.mesh))
-                carry = self.accumulate(params, carry, batch, reference)
+                carry = self.accumulate(params, self.frozen, carry, batch, reference)
 
     def _empty(self):
-        zero = jax.device_put(jnp.zeros(()), meshes.replicated(self.mesh))
-        return self._zeros(), {name: jnp.copy(zero) for name in self._sums}
+        sums: dict[str, Any] = {name: np.zeros((), np.float32) for name in self._sums}
+        if self.policy.experts:
+            sums["router_load"] = np.zeros((self.policy.layers, self.policy.experts), np.float32)
+        return self._zeros(), jax.device_put(sums, meshes.replicated(self.mesh))
 
-    def _loss(self, params, batch: packing.MicroBatch, reference):
+    def _loss(self, params, frozen, batch: packing.MicroBatch, reference):
         score = functools.partial(self._score, batch=batch)
-        log_probs, entropy = score(params)
+        log_probs, entropy, router_load = score(lora.join(params, frozen))
         on_policy = self.loss.behaviour == "current"
         old = jax.lax.stop_gradient(log_probs) if on_policy else batch.old_log_prob
         value, sums = losses.policy_loss(log_probs, old, batch.advantage, batch.weight, self.loss)
         if self.loss.kl_weight:
-            reference_log_probs, _ = score(jax.lax.stop_gradient(reference))
+            reference_log_probs, *_ = score(jax.lax.stop_gradient(reference))
             kl = jnp.sum(batch.weight * losses.kl_estimate(log_probs, reference_log_probs))
             value, sums["kl"] = value + self.loss.kl_weight * kl, kl
         if self.loss.entropy_weight:
@@ -330,10 +357,12 @@ class Learner:
             "sampler_difference": jnp.sum(jnp.abs(log_probs - batch.old_log_prob) * given),
             "mean_log_prob": jnp.sum(batch.weight * log_probs),
         }
+        if router_load is not None:
+            sums["router_load"] = router_load
         return value, sums
 
     def _score(self, params, batch: packing.MicroBatch):
-        hidden, _ = transformer.hidden_states(
+        hidden, _, router_load = transformer.hidden_states(
             self.policy,
             params,
             batch.tokens,
@@ -341,13 +370,15 @@ class Learner:
             dense.attend_packed,
             context={"last_reader": batch.last_reader},
         )
-        return losses.score_tokens(
+        scores = losses.score_tokens(
             self.policy, params, hidden, batch.source, batch.target, self.temperature
         )
+        return *scores, router_load
 
-    def _accumulate(self, params, carry, batch, reference):
+    def _accumulate(self, params, frozen, carry, batch, reference):
         gradients, sums = carry
-        (_, new_sums), new = jax.value_and_grad(self._loss, has_aux=True)(params, batch, reference)
+        gradient = jax.value_and_grad(self._loss, has_aux=True)
+        (_, new_sums), new = gradient(params, frozen, batch, reference)
         gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, new)
         return gradients, {name: sums[name] + new_sums[name] for name in sums}
 
@@ -372,7 +403,17 @@ class Learner:
 
 
 def _means(sums: dict[str, Any], norms: dict[str, Any]) -> dict[str, float]:
-    """What an update reports: the loss as it is, the rest a token or by the loss's weights."""
+    """What an update reports: the loss as it is, the rest a token or by the loss's weights.
+
+    Of experts: "router_max_load", the tokens of a layer's busiest expert over their mean (1: all
+    alike; E / k: all tokens go to the same ones), the mean over layers; and "router_idle", the
+    share of experts that got none.
+    """
+    sums = dict(sums)
+    router = {}
+    if (load := sums.pop("router_load", None)) is not None:
+        router["router_max_load"] = float(np.mean(load.max(axis=1) / load.mean(axis=1)))
+        router["router_idle"] = float(np.mean(load == 0))
     tokens = max(float(sums["tokens"]), 1.0)
     weight = float(sums["weight"]) or 1.0
     per = {"loss": 1.0, "entropy": tokens, "sampler_difference": tokens}
@@ -381,4 +422,5 @@ def _means(sums: dict[str, Any], norms: dict[str, Any]) -> dict[str, float]:
         for name, value in sums.items()
         if name not in ("tokens", "weight")
     }
-    return means | {name: float(value) for name, value in norms.items()} | {"answer_tokens": tokens}
+    norms = {name: float(value) for name, value in norms.items()}
+    return means | norms | router | {"answer_tokens": tokens}

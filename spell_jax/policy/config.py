@@ -7,14 +7,22 @@ import json
 import pathlib
 from typing import Any
 
-REMAT_POLICIES = ("none", "block")
-# Fields of a config.json without which there is no shape.
-_REQUIRED = (
+from spell_jax.policy import lora as adapters
+from spell_jax.policy import rope as ropes
+from spell_jax.policy.lora import LoraConfig
+from spell_jax.policy.rope import RopeConfig
+
+REMAT_POLICIES = ("none", "block", "attention", "dots")
+MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama")
+_POSITIVE = (
     "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
+    "width",
+    "layers",
+    "heads",
+    "kv_heads",
+    "head_size",
+    "feed_forward",
+    "max_positions",
 )
 
 
@@ -29,14 +37,20 @@ class PolicyConfig:
       heads: query heads [N].
       kv_heads: key/value heads [K]; N must be a multiple of K.
       head_size: size of one head [H].
-      feed_forward: hidden width of the SwiGLU [F].
-      rope_theta: base of the rotary angles.
+      feed_forward: hidden width of the SwiGLU, of each expert where there are experts [F].
+      rope: how positions become angles.
       max_positions: longest context that the weights were made for, in tokens.
       norm_epsilon: added to the mean square inside RMSNorm.
       qkv_bias: whether q, k and v projections have a bias (Qwen2).
       qk_norm: whether each q and k head goes through an RMSNorm (Qwen3).
       tied_embeddings: whether the output projection is the embedding.
-      remat: what the backward pass recomputes: "none" or "block" (everything inside a block).
+      experts: experts of a layer [E]; 0: one dense SwiGLU.
+      experts_per_token: how many of them a token goes to.
+      normalised_router: whether the weights of those sum to 1.
+      lora: the adapters that alone are trained; None: every parameter is.
+      remat: what the backward pass recomputes: "none"; "block" (everything inside a block);
+        "attention" (everything but the attention's output); "dots" (everything but the results of
+        matrix products with weights).
     """
 
     vocab_size: int
@@ -46,24 +60,20 @@ class PolicyConfig:
     kv_heads: int
     head_size: int
     feed_forward: int
-    rope_theta: float = 10_000.0
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     max_positions: int = 32_768
     norm_epsilon: float = 1e-6
     qkv_bias: bool = True
     qk_norm: bool = False
     tied_embeddings: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+    normalised_router: bool = True
+    lora: LoraConfig | None = None
     remat: str = "none"
 
     def __post_init__(self):
-        for field in (
-            "vocab_size",
-            "width",
-            "layers",
-            "heads",
-            "kv_heads",
-            "head_size",
-            "feed_forward",
-        ):
+        for field in _POSITIVE:
             if getattr(self, field) < 1:
                 raise ValueError(f"policy.{field} = {getattr(self, field)}: must be at least 1")
         if self.heads % self.kv_heads:
@@ -72,59 +82,86 @@ class PolicyConfig:
             )
         if self.head_size % 2:
             raise ValueError(f"policy.head_size = {self.head_size}: must be even (rotary pairs)")
+        if not self.norm_epsilon > 0:
+            raise ValueError(f"policy.norm_epsilon = {self.norm_epsilon}: must be above 0")
+        if self.experts < 0:
+            raise ValueError(f"policy.experts = {self.experts}: must be 0 or more")
+        if not min(1, self.experts) <= self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"policy.experts_per_token = {self.experts_per_token}: must be from 1 to "
+                f"policy.experts = {self.experts} (0 without experts)"
+            )
         if self.remat not in REMAT_POLICIES:
             raise ValueError(f"policy.remat = {self.remat!r}: must be one of {REMAT_POLICIES}")
+
+        if self.lora is not None:
+            adapters.targets(self)
+
+    def check_length(self, tokens: int) -> None:
+        """Raises ValueError if a prompt and its answer of so many tokens exceed the context."""
+        if tokens > self.max_positions:
+            raise ValueError(
+                f"sampler: the longest prompt and answer have {tokens} tokens together, must be at "
+                f"most the policy's max_position_embeddings = {self.max_positions} (policy.stretch "
+                "makes that longer)"
+            )
+
+    def stretched(self, kind: str, factor: float) -> PolicyConfig:
+        """This policy with a context that is `factor` times as long.
+
+        Raises:
+          ValueError: an unknown kind, a factor below 1, or the rope is stretched already.
+        """
+        if self.rope.kind != "default":
+            raise ValueError(
+                f"policy.stretch = {kind!r}: the folder's rope is {self.rope.kind!r} already"
+            )
+        rope = dataclasses.replace(
+            self.rope, kind=kind, factor=factor, original_positions=self.max_positions
+        )
+        return dataclasses.replace(self, rope=rope, max_positions=int(self.max_positions * factor))
+
+    @property
+    def model_type(self) -> str:
+        """The Hugging Face architecture that has these parts.
+
+        Raises:
+          ValueError: there is none.
+        """
+        parts = (self.qkv_bias, self.qk_norm, self.experts > 0)
+        if parts not in _MODEL_TYPES:
+            raise ValueError(
+                f"policy.qkv_bias = {self.qkv_bias}, policy.qk_norm = {self.qk_norm}, "
+                f"policy.experts = {self.experts}: no Hugging Face architecture has these parts"
+            )
+        return _MODEL_TYPES[parts]
 
     @classmethod
     def from_hf(cls, source: str | pathlib.Path | dict[str, Any]) -> PolicyConfig:
         """Reads a Hugging Face config (a path to config.json, or its content).
 
         Raises:
-          ValueError: naming the field, when it is missing or asks for something that is not
-            implemented.
+          ValueError: naming the field, when it is missing, of the wrong type, or asks for something
+            that is not implemented.
         """
-        raw = source if isinstance(source, dict) else _read_json(pathlib.Path(source))
-        if raw.get("model_type") != "qwen2":
-            raise ValueError(f"model_type = {raw.get('model_type')!r}: must be 'qwen2'")
-        if raw.get("use_sliding_window"):
-            raise ValueError("use_sliding_window = true: only full attention is implemented")
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            raise ValueError(f"rope_scaling = {rope}: only the default rope is implemented")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act = {raw['hidden_act']!r}: must be 'silu'")
-        for field in _REQUIRED:
-            if not isinstance(raw.get(field), int):
-                raise ValueError(f"{field} = {raw.get(field)!r}: must be a whole number")
-        heads = raw["num_attention_heads"]
-        return cls(
-            vocab_size=raw["vocab_size"],
-            width=raw["hidden_size"],
-            layers=raw["num_hidden_layers"],
-            heads=heads,
-            kv_heads=raw.get("num_key_value_heads", heads),
-            head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
-            feed_forward=raw["intermediate_size"],
-            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0))),
-            max_positions=raw.get("max_position_embeddings", 32_768),
-            norm_epsilon=raw.get("rms_norm_eps", 1e-6),
-            tied_embeddings=raw.get("tie_word_embeddings", False),
-        )
+        if isinstance(source, dict):
+            return _from_hf(source)
+        path = pathlib.Path(source)
+        try:
+            return _from_hf(_read_json(path))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that transformers reads for this policy.
 
         Raises:
-          ValueError: when the shape is not one that the Qwen2 architecture can express.
+          ValueError: when no Hugging Face architecture has its parts.
         """
-        if not self.qkv_bias or self.qk_norm:
-            raise ValueError(
-                f"policy.qkv_bias = {self.qkv_bias}, policy.qk_norm = {self.qk_norm}: "
-                "the qwen2 format needs qkv_bias = True and qk_norm = False"
-            )
-        return {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
+        architecture = _ARCHITECTURES[self.model_type]
+        fields = {
+            "architectures": [architecture],
+            "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.width,
             "num_hidden_layers": self.layers,
@@ -132,21 +169,123 @@ class PolicyConfig:
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_size,
             "intermediate_size": self.feed_forward,
-            "rope_theta": self.rope_theta,
+            **ropes.to_hf(self.rope),
             "max_position_embeddings": self.max_positions,
             "rms_norm_eps": self.norm_epsilon,
             "tie_word_embeddings": self.tied_embeddings,
             "hidden_act": "silu",
+            "attention_bias": False,
             "use_sliding_window": False,
-            "torch_dtype": "float32",
         }
+        if self.experts:
+            fields |= {
+                "moe_intermediate_size": self.feed_forward,
+                "num_experts": self.experts,
+                "num_experts_per_tok": self.experts_per_token,
+                "norm_topk_prob": self.normalised_router,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+            }
+        return fields
+
+
+# (biases on q, k and v; norms on q and k; experts) -> architecture.
+_MODEL_TYPES = {
+    (True, False, False): "qwen2",
+    (False, True, False): "qwen3",
+    (False, True, True): "qwen3_moe",
+    (False, False, False): "llama",
+}
+_ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+# What every supported model has in these fields, if it has them; other values change the function.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "use_sliding_window": (False, None),
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "attention_dropout": (0, None),
+    "partial_rotary_factor": (1, None),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
+    "quantization_config": (None,),
+    "is_encoder_decoder": (False, None),
+}
+
+
+def _from_hf(raw: dict[str, Any]) -> PolicyConfig:
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        raise ValueError(f"model_type = {model_type!r}: must be one of {MODEL_TYPES}")
+    for field, allowed in _FIXED.items():
+        if field in raw and raw[field] not in allowed:
+            raise ValueError(f"{field} = {raw[field]!r}: must be {allowed[0]!r}, no other is built")
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ValueError(f"layer_types = {kinds!r}: must all be 'full_attention'")
+    heads, width = _whole(raw, "num_attention_heads"), _whole(raw, "hidden_size")
+    max_positions = _whole(raw, "max_position_embeddings")
+    # What transformers puts in for a missing field depends on the class, so few may be missing.
+    kv_heads = _whole(raw, "num_key_value_heads", heads if model_type == "llama" else None)
+    head_size = _whole(raw, "head_dim", None if model_type == "qwen3" else width // heads)
+    experts = {}
+    if model_type == "qwen3_moe":
+        # transformers 5 writes num_local_experts for what it reads as num_experts.
+        field = "num_experts" if "num_experts" in raw else "num_local_experts"
+        experts = {
+            "experts": _whole(raw, field),
+            "experts_per_token": _whole(raw, "num_experts_per_tok"),
+            "normalised_router": _flag(raw, "norm_topk_prob", False),
+        }
+    return PolicyConfig(
+        vocab_size=_whole(raw, "vocab_size"),
+        width=width,
+        layers=_whole(raw, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        feed_forward=_whole(raw, "moe_intermediate_size" if experts else "intermediate_size"),
+        rope=ropes.from_hf(raw, max_positions),
+        max_positions=max_positions,
+        norm_epsilon=_number(raw, "rms_norm_eps", 1e-6),
+        qkv_bias=model_type == "qwen2",
+        qk_norm=model_type.startswith("qwen3"),
+        tied_embeddings=_flag(raw, "tie_word_embeddings", False),
+        **experts,
+    )
+
+
+def _whole(raw: dict[str, Any], field: str, default: int | None = None) -> int:
+    value = raw.get(field)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{field} = {value!r}: must be a whole number from 1 on")
+    return value
+
+
+def _number(raw: dict[str, Any], field: str, default: float) -> float:
+    value = raw.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{field} = {value!r}: must be a number")
+    return float(value)
+
+
+def _flag(raw: dict[str, Any], field: str, default: bool) -> bool:
+    value = raw.get(field, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{field} = {value!r}: must be true or false")
+    return value
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
+        raw = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from error
     if not isinstance(raw, dict):
-        raise ValueError(f"{path}: holds a {type(raw).__name__}, must be an object")
+        raise ValueError(f"holds a {type(raw).__name__}, must be an object")
     return raw

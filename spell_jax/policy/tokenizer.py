@@ -1,4 +1,9 @@
-"""Tokenizers behind one small interface; here SentencePiece models with byte fallback."""
+"""Tokenizers behind one small interface: our SentencePiece models, and Hugging Face folders.
+
+`load` reads a folder: one with tokenizer.json is a Hugging Face tokenizer with its chat template
+(hf_tokenizer.py), one with tokenizer.model is a SentencePiece model that `train` made.
+tokenizer_base.py says what both promise.
+"""
 
 from __future__ import annotations
 
@@ -8,71 +13,93 @@ from collections.abc import Iterable, Sequence
 
 import sentencepiece
 
+from spell_jax.policy import chat as chats
+from spell_jax.policy import hf_tokenizer
+from spell_jax.policy.tokenizer_base import Tokenizer
+
 MODEL_FILE = "tokenizer.model"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
 
 
-class Tokenizer:
-    """A SentencePiece model and the chat layout `<|user|> text <|assistant|>`.
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model with byte fallback and the layout `<|user|> text <|assistant|>`.
 
     The two turn markers are control symbols: encode() never produces them, whatever a document
-    says, so no text can open or close a turn.
+    says, so no text can open or close a turn. An assistant's earlier turn ends with eos.
     """
 
     def __init__(self, model: bytes):
         self.model = model
         self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self.vocab_size: int = self._pieces.vocab_size()
-        self.eos_id: int = self._pieces.eos_id()
-        self.pad_id: int = self._pieces.pad_id()
+        self.vocab_size = self._pieces.vocab_size()
+        self.eos_id = self._pieces.eos_id()
+        self.pad_id = self._pieces.pad_id()
+        self.stop_ids = (self.eos_id,)
         self._user = self._pieces.piece_to_id(USER)
         self._assistant = self._pieces.piece_to_id(ASSISTANT)
-        unknown = self._pieces.unk_id()
-        if self.eos_id < 0 or self.pad_id < 0 or unknown in (self._user, self._assistant):
+        markers = self._user, self._assistant
+        if min(self.eos_id, self.pad_id) < 0 or not all(map(self._pieces.is_control, markers)):
             raise ValueError(
                 f"{MODEL_FILE}: needs eos, pad and the control symbols {USER} and {ASSISTANT}"
             )
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-        return (self.eos_id,)
 
     def encode(self, text: str) -> list[int]:
         return self._pieces.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._pieces.decode([int(i) for i in ids])
+        return self._pieces.decode([int(i) for i in ids if self.shows(i)])
 
-    def count(self, text: str) -> int:
-        """Number of tokens of a text."""
-        return len(self.encode(text))
-
-    def chat(self, text: str) -> list[int]:
-        """Ids of one user turn, ready for the assistant's answer."""
-        return [self._user, *self.encode(text), self._assistant]
+    def chat(self, messages: chats.Messages) -> list[int]:
+        turns = chats.read_messages(messages)
+        if [turn["role"] for turn in turns] != (["user", "assistant"] * len(turns))[: len(turns)]:
+            raise ValueError(
+                "messages: this layout has turns of user and assistant, in alternation"
+            )
+        if turns[-1]["role"] != "user" or any("reasoning_content" in turn for turn in turns):
+            raise ValueError("messages: the last must be the user's, and none have reasoning apart")
+        ids = []
+        for turn in turns:
+            text = self.encode(turn["content"])
+            user = turn["role"] == "user"
+            ids += [self._user, *text, self._assistant] if user else [*text, self.eos_id]
+        return ids
 
     def save(self, folder: str | pathlib.Path) -> None:
         (pathlib.Path(folder) / MODEL_FILE).write_bytes(self.model)
 
 
-def load(folder: str | pathlib.Path) -> Tokenizer:
-    """Reads FOLDER/tokenizer.model.
+def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
+    """Reads the tokenizer of a folder; tokenizer.json is preferred to tokenizer.model.
+
+    Args:
+      folder: a Hugging Face folder, or one with a model that `train` made.
+      thinking: whether the assistant shall think first, for chat templates that let one choose
+        (enable_thinking); None: the template's own choice.
 
     Raises:
-      FileNotFoundError: the folder has no such file.
-      ValueError: the file is not a SentencePiece model, or not one of ours.
+      FileNotFoundError: the folder has no tokenizer.
+      ValueError: a file of it is damaged, a SentencePiece model is not one of ours, or its layout
+        has no thinking to choose.
     """
-    path = pathlib.Path(folder) / MODEL_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no SentencePiece model there")
+    folder = pathlib.Path(folder)
+    if (folder / hf_tokenizer.HF_FILE).is_file():
+        return hf_tokenizer.read(folder, thinking)
+    place = folder / MODEL_FILE
+    if not place.is_file():
+        raise FileNotFoundError(
+            f"{folder}: no tokenizer there, needs {hf_tokenizer.HF_FILE} or {MODEL_FILE}"
+        )
+    if thinking is not None:
+        raise ValueError(f"thinking = {thinking}: the layout of {place} has none, must be None")
     try:
-        return Tokenizer(path.read_bytes())
+        return SentencePieceTokenizer(place.read_bytes())
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{path}: not a tokenizer of this project ({error})") from error
+        raise ValueError(f"{place}: not a tokenizer of this project ({error})") from error
 
 
-def train(texts: Iterable[str], vocab_size: int, symbols: Sequence[str] = ()) -> Tokenizer:
+def train(
+    texts: Iterable[str], vocab_size: int, symbols: Sequence[str] = ()
+) -> SentencePieceTokenizer:
     """Trains a BPE SentencePiece model with byte fallback.
 
     Lossless on any text, but for U+2581, which SentencePiece reads as a space.
@@ -106,4 +133,4 @@ def train(texts: Iterable[str], vocab_size: int, symbols: Sequence[str] = ()) ->
         num_threads=1,
         minloglevel=2,
     )
-    return Tokenizer(out.getvalue())
+    return SentencePieceTokenizer(out.getvalue())

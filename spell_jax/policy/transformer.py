@@ -1,6 +1,7 @@
 """The policy: a decoder-only transformer in Flax linen, one for training, prefill and decoding.
 
-1. A block is RMSNorm, attention, RMSNorm, SwiGLU, with residuals; the L blocks are scanned.
+1. A block is RMSNorm, attention, RMSNorm, SwiGLU (or a mixture of them, moe.py), with residuals;
+   the L blocks are scanned.
 2. How queries meet keys is handed in as `attend`, so that packed training rows, prefill and
    decoding behind a shared prompt use the same parameters and the same block.
 3. Every parameter is declared once, with logical axes; a table (runtime/mesh.py) maps those to a
@@ -12,18 +13,27 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import spmd
+from jax.ad_checkpoint import checkpoint_name
 
 from spell_jax.attention import dense
-from spell_jax.policy import mimetic, rope
+from spell_jax.policy import mimetic, moe, rope
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.lora import LoraConfig
 
 Params = dict[str, Any]
+# What the backward pass keeps of a block, by the name in PolicyConfig.remat.
+_KEPT = {
+    "block": jax.checkpoint_policies.nothing_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names("attention"),
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
 
 
 class Attend(Protocol):
@@ -61,47 +71,67 @@ class RMSNorm(nn.Module):
         return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
 
 
+def _project(
+    module: nn.Module,
+    name: str,
+    x: jax.Array,
+    into: dict[str, int],
+    out: dict[str, int],
+    lora: LoraConfig | None,
+) -> jax.Array:
+    """x [..., *into] times the module's parameter NAME_kernel [*into, *out], and its adapters.
+
+    `into` and `out` are sizes by logical axis.
+    """
+    inputs = math.prod(into.values())
+    shape = (*into.values(), *out.values())
+    kernel = module.param(f"{name}_kernel", _kernel((*into, *out), inputs), shape)
+    projected = jnp.tensordot(x, kernel, axes=len(into))
+    if lora is None or not lora.adapts(name):
+        return projected
+
+    def uniform(key, shape, dtype=jnp.float32):  # of variance 1 / (3 inputs), as PEFT begins
+        return jax.random.uniform(key, shape, dtype, -(inputs**-0.5), inputs**-0.5)
+
+    a = module.param(
+        f"{name}_lora_a", _constant(uniform, *into, "rank"), (*into.values(), lora.rank)
+    )
+    zeros = _constant(nn.initializers.zeros, "rank", *out)
+    b = module.param(f"{name}_lora_b", zeros, (lora.rank, *out.values()))
+    low = jnp.tensordot(x, a, axes=len(into))
+    return projected + jnp.tensordot(low, b, axes=1) * lora.scale
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
     config: PolicyConfig
     attend: Attend
 
-    def _project(self, x: jax.Array, name: str, heads: int, axis: str) -> jax.Array:
+    def _heads(self, x: jax.Array, name: str, axis: str, heads: int) -> jax.Array:
         c = self.config
-        kernel = self.param(
-            f"{name}_kernel",
-            _kernel(("embed", axis, "head"), c.width),
-            (c.width, heads, c.head_size),
-        )
-        out = jnp.einsum("btd,dnh->btnh", x, kernel)
+        out = {axis: heads, "head": c.head_size}
+        projected = _project(self, name, x, {"embed": c.width}, out, c.lora)
         if c.qkv_bias:
-            bias = self.param(
-                f"{name}_bias",
-                _constant(nn.initializers.zeros, axis, "head"),
-                (heads, c.head_size),
-            )
-            out = out + bias
-        return out
+            initial = _constant(nn.initializers.zeros, *out)
+            projected = projected + self.param(f"{name}_bias", initial, tuple(out.values()))
+        return projected
 
     @nn.compact
     def __call__(self, x: jax.Array, cache: Any, context: Any) -> tuple[jax.Array, Any]:
         c = self.config
-        q = self._project(x, "q", c.heads, "heads")
-        k = self._project(x, "k", c.kv_heads, "kv_heads")
-        v = self._project(x, "v", c.kv_heads, "kv_heads")
+        q = self._heads(x, "q", "heads", c.heads)
+        k = self._heads(x, "k", "kv_heads", c.kv_heads)
+        v = self._heads(x, "v", "kv_heads", c.kv_heads)
         if c.qk_norm:
             q = RMSNorm(c.norm_epsilon, "head", name="q_norm")(q)
             k = RMSNorm(c.norm_epsilon, "head", name="k_norm")(k)
         q = rope.rotate(q, *context["rotary"])
         k = rope.rotate(k, *context["rotary"])
         out, new_cache = self.attend(q, k, v, cache, context)
-        kernel = self.param(
-            "o_kernel",
-            _kernel(("heads", "head", "embed"), c.heads * c.head_size),
-            (c.heads, c.head_size, c.width),
-        )
-        return jnp.einsum("btnh,nhd->btd", out, kernel), new_cache
+        out = checkpoint_name(out, "attention")
+        into = {"heads": c.heads, "head": c.head_size}
+        return _project(self, "o", out, into, {"embed": c.width}, c.lora), new_cache
 
 
 class SwiGLU(nn.Module):
@@ -112,11 +142,30 @@ class SwiGLU(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        wide = (c.width, c.feed_forward)
-        gate = self.param("gate_kernel", _kernel(("embed", "mlp"), c.width), wide)
-        up = self.param("up_kernel", _kernel(("embed", "mlp"), c.width), wide)
-        down = self.param("down_kernel", _kernel(("mlp", "embed"), c.feed_forward), wide[::-1])
-        return (nn.silu(x @ gate) * (x @ up)) @ down
+        narrow, wide = {"embed": c.width}, {"mlp": c.feed_forward}
+        gate = _project(self, "gate", x, narrow, wide, c.lora)
+        up = _project(self, "up", x, narrow, wide, c.lora)
+        return _project(self, "down", nn.silu(gate) * up, wide, narrow, c.lora)
+
+
+class Experts(nn.Module):
+    """A router and its experts; see moe.py. Also returns how many tokens each expert got [E]."""
+
+    config: PolicyConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c = self.config
+        logits = _project(self, "router", x, {"embed": c.width}, {"router": c.experts}, None)
+        weights, chosen = moe.route(logits, c.experts_per_token, c.normalised_router)
+        shape = (c.experts, c.width, c.feed_forward)
+        wide = _kernel(("experts", "embed", "mlp"), c.width)
+        narrow = _kernel(("experts", "mlp", "embed"), c.feed_forward)
+        gate = self.param("gate_kernel", wide, shape)
+        up = self.param("up_kernel", wide, shape)
+        down = self.param("down_kernel", narrow, (c.experts, c.feed_forward, c.width))
+        out = moe.mix(x, weights.astype(x.dtype), chosen, (gate, up, down))
+        return out, moe.load(chosen, c.experts, real)
 
 
 class Block(nn.Module):
@@ -126,13 +175,19 @@ class Block(nn.Module):
     attend: Attend
 
     @nn.compact
-    def __call__(self, x: jax.Array, cache: Any, context: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, cache: Any, context: Any
+    ) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
         epsilon = self.config.norm_epsilon
         attention = Attention(self.config, self.attend, name="attention")
         out, new_cache = attention(RMSNorm(epsilon, name="attention_norm")(x), cache, context)
         x = x + out
-        x = x + SwiGLU(self.config, name="mlp")(RMSNorm(epsilon, name="mlp_norm")(x))
-        return spmd.with_logical_constraint(x, ("rows", "time", None)), new_cache
+        normed = RMSNorm(epsilon, name="mlp_norm")(x)
+        if self.config.experts:
+            out, load = Experts(self.config, name="moe")(normed, context["real"])
+        else:
+            out, load = SwiGLU(self.config, name="mlp")(normed), None
+        return spmd.with_logical_constraint(x + out, ("rows", "time", None)), (new_cache, load)
 
 
 class Transformer(nn.Module):
@@ -142,14 +197,18 @@ class Transformer(nn.Module):
     attend: Attend
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, cache: Any, context: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, tokens: jax.Array, cache: Any, context: Any
+    ) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
         c = self.config
         table_shape = (c.vocab_size, c.width)
         table = self.param("embedding", _kernel(("vocab", "embed"), c.width), table_shape)
         if not c.tied_embeddings:  # declared here so that init makes it; read by unembed()
             self.param("unembedding", _kernel(("vocab", "embed"), c.width), table_shape)
         x = spmd.with_logical_constraint(jnp.take(table, tokens, axis=0), ("rows", "time", None))
-        block = nn.remat(Block, prevent_cse=False) if c.remat == "block" else Block
+        block = Block
+        if c.remat != "none":
+            block = nn.remat(Block, prevent_cse=False, policy=_KEPT[c.remat])
         in_axes: Any = (0, nn.broadcast)  # flax declares an int, and takes one an argument
         layers = nn.scan(
             block,
@@ -160,8 +219,8 @@ class Transformer(nn.Module):
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        x, new_cache = layers(c, self.attend, name="layers")(x, cache, context)
-        return RMSNorm(c.norm_epsilon, name="final_norm")(x), new_cache
+        x, by_layer = layers(c, self.attend, name="layers")(x, cache, context)
+        return RMSNorm(c.norm_epsilon, name="final_norm")(x), by_layer
 
 
 def boxed_init(config: PolicyConfig, key: jax.Array) -> Any:
@@ -189,7 +248,12 @@ def abstract_params(config: PolicyConfig) -> tuple[Params, Params]:
 
 
 def _context(config: PolicyConfig, positions: jax.Array, context: dict[str, Any]) -> dict:
-    return {**context, "rotary": rope.rotary(positions, config.head_size, config.rope_theta)}
+    last_reader = context.get("last_reader", positions)
+    return {
+        **context,
+        "rotary": rope.rotary(positions, config.head_size, config.rope),
+        "real": last_reader >= 0,
+    }
 
 
 def hidden_states(
@@ -200,7 +264,7 @@ def hidden_states(
     attend: Attend,
     cache: Any = None,
     context: dict[str, Any] | None = None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Any, jax.Array | None]:
     """Runs the blocks.
 
     Args:
@@ -213,13 +277,14 @@ def hidden_states(
       context: pytree handed to `attend` in every layer.
 
     Returns:
-      Final hidden states [B, T, D] in the compute dtype, and what `attend` returned as new cache,
-      stacked over layers.
+      Final hidden states [B, T, D] in the compute dtype; what `attend` returned as new cache,
+      stacked over layers; and, of a mixture of experts, how many tokens (padding apart) each expert
+      got, float32 [L, E].
     """
-    model = Transformer(config, attend)
-    return model.apply(
-        {"params": params}, tokens, cache, _context(config, positions, context or {})
-    )
+    variables, full = {"params": params}, _context(config, positions, context or {})
+    result: Any = Transformer(config, attend).apply(variables, tokens, cache, full)
+    hidden, (new_cache, load) = result
+    return hidden, new_cache, load
 
 
 def unembed(config: PolicyConfig, params: Params, hidden: jax.Array) -> jax.Array:
@@ -231,9 +296,32 @@ def unembed(config: PolicyConfig, params: Params, hidden: jax.Array) -> jax.Arra
 def logits(config: PolicyConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """Float32 logits [B, T, V] of plain causal rows [B, T]; for small inputs and tests."""
     rows, length = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-    last_reader = jnp.full((rows, length), length - 1, jnp.int32)
-    hidden, _ = hidden_states(
-        config, params, tokens, positions, dense.attend_packed, None, {"last_reader": last_reader}
+    return unembed(config, params, _causal(config, params, tokens, jnp.full(rows, length)))
+
+
+def embed(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Embeddings of whole texts, as of Qwen3-Embedding: the last token's hidden state.
+
+    Args:
+      config, params: the model.
+      tokens: int32 [B, T], padded behind `lengths`.
+      lengths: int32 [B], at least 1.
+
+    Returns:
+      float32 [B, D], of length 1.
+    """
+    hidden = _causal(config, params, tokens, lengths)
+    last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]
+    last = last.astype(jnp.float32)
+    return last / jnp.linalg.norm(last, axis=-1, keepdims=True)
+
+
+def _causal(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: jax.Array):
+    """Hidden states [B, T, D] of plain rows, padded behind their lengths [B]."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    last_reader = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
+    context = {"last_reader": last_reader}
+    hidden, *_ = hidden_states(
+        config, params, tokens, positions, dense.attend_packed, None, context
     )
-    return unembed(config, params, hidden)
+    return hidden

@@ -1,89 +1,188 @@
-"""Hugging Face folders in and out: one table, read in both directions."""
+"""Hugging Face folders in and out: one table a family, read in both directions.
+
+1. The table says for each of our parameters what its tensors are called there, and which axes both
+   have; names, shapes and the way from one layout to the other follow from it.
+2. `load` checks all names, shapes and types before it reads any data. It then reads block by block
+   and puts each layer straight to its place, so that little more is ever held than what stays;
+   on a mesh each host reads only what its own devices hold.
+3. `save` goes the same way back, one shard at a time.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
+import itertools
+import math
 import pathlib
-import shutil
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
-import safetensors
-import safetensors.numpy
+from jax.sharding import NamedSharding, PartitionSpec
 
+from spell_jax.policy import safetensors_folder as files
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
 
-WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+# Name -> (numpy type, the same bits as whole numbers, the bits that are all set in infinities and
+# in what is not a number).
+DTYPES = {
+    "float32": (np.dtype(np.float32), np.uint32, 0x7F80_0000),
+    "bfloat16": (np.dtype(ml_dtypes.bfloat16), np.uint16, 0x7F80),
+}
+READ_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # dtypes that files may have, and their bytes
+BLOCK_BYTES = 8 << 20  # what is read at once
+# Transposing in strips as wide as two cache lines is five times faster than all at once.
+STRIP_ROWS = 64
+
+Index = tuple[slice, ...]
+
+
+# ------------------------------------------------------------------------------------------- Table
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One parameter: its Hugging Face name, and its shape there for one layer.
+    """One of our parameters in a Hugging Face file.
 
-    HF linear layers are stored [out, in], ours are `transposed` and unflattened. `layered`
-    parameters have one HF tensor a layer ("{}" in the name) and a leading layer axis here.
+    Letters are axes, as everywhere: L layers, E experts, D width, F feed-forward, N and K heads,
+    H head size, V vocabulary.
+
+    Attributes:
+      name: of the tensor; "{layer}" and "{expert}" stand for numbers, there is one tensor for each.
+      theirs: axes of one tensor; those in one word are flattened together ("NH D" is a matrix).
+      ours: our axes of one tensor, in our order, by default as in `theirs`. Our parameter has L
+        before them if there is a tensor a layer, and E if there is one an expert.
     """
 
     name: str
-    theirs: Callable[[PolicyConfig], tuple[int, ...]]
-    transposed: bool = False
+    theirs: str
+    ours: str = ""
+
+    @property
+    def letters(self) -> str:
+        """Axes of one tensor, in their order, none flattened."""
+        return self.theirs.replace(" ", "")
 
     @property
     def layered(self) -> bool:
-        return "{}" in self.name
+        return "{layer}" in self.name
+
+    @property
+    def expertwise(self) -> bool:
+        return "{expert}" in self.name
+
+    @property
+    def axes(self) -> str:
+        """Axes of our whole parameter."""
+        return "L" * self.layered + "E" * self.expertwise + (self.ours or self.letters)
+
+    def their_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        return tuple(math.prod(sizes[axis] for axis in word) for word in self.theirs.split())
+
+    def our_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of our whole parameter."""
+        return tuple(sizes[axis] for axis in self.axes)
+
+    def in_their_order(self, ours: np.ndarray) -> np.ndarray:
+        """A view of our axes of one tensor, in their order, none flattened."""
+        return ours.transpose([(self.ours or self.letters).index(axis) for axis in self.letters])
 
 
-def _linear(name: str, out: Callable[[PolicyConfig], int], into: Callable[[PolicyConfig], int]):
-    return Entry(name, lambda c: (out(c), into(c)), transposed=True)
-
-
-def _vector(name: str, size: Callable[[PolicyConfig], int]):
-    return Entry(name, lambda c: (size(c),))
-
-
-def _queries(c: PolicyConfig) -> int:
-    return c.heads * c.head_size
-
-
-def _keys(c: PolicyConfig) -> int:
-    return c.kv_heads * c.head_size
-
-
-# Our parameter path -> Hugging Face tensor (Qwen2).
-TABLE: dict[str, Entry] = {
-    "embedding": Entry("model.embed_tokens.weight", lambda c: (c.vocab_size, c.width)),
-    "unembedding": Entry("lm_head.weight", lambda c: (c.vocab_size, c.width)),
-    "final_norm/scale": _vector("model.norm.weight", lambda c: c.width),
-    **{
-        f"layers/{ours}": dataclasses.replace(entry, name="model.layers.{}." + entry.name)
-        for ours, entry in {
-            "attention_norm/scale": _vector("input_layernorm.weight", lambda c: c.width),
-            "mlp_norm/scale": _vector("post_attention_layernorm.weight", lambda c: c.width),
-            "attention/q_kernel": _linear("self_attn.q_proj.weight", _queries, lambda c: c.width),
-            "attention/k_kernel": _linear("self_attn.k_proj.weight", _keys, lambda c: c.width),
-            "attention/v_kernel": _linear("self_attn.v_proj.weight", _keys, lambda c: c.width),
-            "attention/o_kernel": _linear("self_attn.o_proj.weight", lambda c: c.width, _queries),
-            "attention/q_bias": _vector("self_attn.q_proj.bias", _queries),
-            "attention/k_bias": _vector("self_attn.k_proj.bias", _keys),
-            "attention/v_bias": _vector("self_attn.v_proj.bias", _keys),
-            "mlp/gate_kernel": _linear(
-                "mlp.gate_proj.weight", lambda c: c.feed_forward, lambda c: c.width
-            ),
-            "mlp/up_kernel": _linear(
-                "mlp.up_proj.weight", lambda c: c.feed_forward, lambda c: c.width
-            ),
-            "mlp/down_kernel": _linear(
-                "mlp.down_proj.weight", lambda c: c.width, lambda c: c.feed_forward
-            ),
-        }.items()
-    },
+_COMMON = {
+    "embedding": Entry("model.embed_tokens.weight", "V D"),
+    "unembedding": Entry("lm_head.weight", "V D"),
+    "final_norm/scale": Entry("model.norm.weight", "D"),
+    "layers/attention_norm/scale": Entry("input_layernorm.weight", "D"),
+    "layers/mlp_norm/scale": Entry("post_attention_layernorm.weight", "D"),
+    "layers/attention/q_kernel": Entry("self_attn.q_proj.weight", "NH D", "DNH"),
+    "layers/attention/k_kernel": Entry("self_attn.k_proj.weight", "KH D", "DKH"),
+    "layers/attention/v_kernel": Entry("self_attn.v_proj.weight", "KH D", "DKH"),
+    "layers/attention/o_kernel": Entry("self_attn.o_proj.weight", "D NH", "NHD"),
 }
+_QKV_BIAS = {
+    "layers/attention/q_bias": Entry("self_attn.q_proj.bias", "NH"),
+    "layers/attention/k_bias": Entry("self_attn.k_proj.bias", "KH"),
+    "layers/attention/v_bias": Entry("self_attn.v_proj.bias", "KH"),
+}
+_QK_NORM = {
+    "layers/attention/q_norm/scale": Entry("self_attn.q_norm.weight", "H"),
+    "layers/attention/k_norm/scale": Entry("self_attn.k_norm.weight", "H"),
+}
+_DENSE = {
+    "layers/mlp/gate_kernel": Entry("mlp.gate_proj.weight", "F D", "DF"),
+    "layers/mlp/up_kernel": Entry("mlp.up_proj.weight", "F D", "DF"),
+    "layers/mlp/down_kernel": Entry("mlp.down_proj.weight", "D F", "FD"),
+}
+_EXPERTS = {
+    "layers/moe/router_kernel": Entry("mlp.gate.weight", "E D", "DE"),
+    "layers/moe/gate_kernel": Entry("mlp.experts.{expert}.gate_proj.weight", "F D", "DF"),
+    "layers/moe/up_kernel": Entry("mlp.experts.{expert}.up_proj.weight", "F D", "DF"),
+    "layers/moe/down_kernel": Entry("mlp.experts.{expert}.down_proj.weight", "D F", "FD"),
+}
+# Model type -> our parameter path -> Hugging Face tensors. What begins with "layers/" is called
+# "model.layers.{layer}." and so on there.
+TABLES: dict[str, dict[str, Entry]] = {
+    family: {
+        path: dataclasses.replace(entry, name="model.layers.{layer}." + entry.name)
+        if path.startswith("layers/")
+        else entry
+        for path, entry in entries.items()
+    }
+    for family, entries in {
+        "qwen2": _COMMON | _QKV_BIAS | _DENSE,
+        "qwen3": _COMMON | _QK_NORM | _DENSE,
+        "qwen3_moe": _COMMON | _QK_NORM | _EXPERTS,
+        "llama": _COMMON | _DENSE,
+    }.items()
+}
+
+
+def table(config: PolicyConfig) -> dict[str, Entry]:
+    """Every parameter of a policy, by its path.
+
+    Raises:
+      ValueError: no Hugging Face architecture has its parts.
+    """
+    entries = dict(TABLES[config.model_type])
+    if config.tied_embeddings:
+        del entries["unembedding"]
+    return entries
+
+
+def _sizes(config: PolicyConfig) -> dict[str, int]:
+    return {
+        "L": config.layers,
+        "E": config.experts,
+        "D": config.width,
+        "F": config.feed_forward,
+        "N": config.heads,
+        "K": config.kv_heads,
+        "H": config.head_size,
+        "V": config.vocab_size,
+    }
+
+
+def _parts(config: PolicyConfig) -> Iterator[tuple[str, int | None, list[str]]]:
+    """(path, layer, names of its tensors: one, or one an expert), in the order of the files."""
+    entries = table(config)
+    for path, entry in entries.items():
+        if not entry.layered:
+            yield path, None, [entry.name]
+    for layer in range(config.layers):
+        for path, entry in entries.items():
+            if entry.layered:
+                experts = range(config.experts if entry.expertwise else 1)
+                yield path, layer, [entry.name.format(layer=layer, expert=e) for e in experts]
 
 
 def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,69 +203,290 @@ def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def load(folder: str | pathlib.Path) -> tuple[PolicyConfig, transformer.Params]:
-    """Reads config.json and model.safetensors of a Hugging Face folder.
+# ----------------------------------------------------------------------------------------- Reading
 
-    Returns:
-      The architecture and float32 numpy parameters.
+
+def identify(
+    folder: str | pathlib.Path, thinking: bool | None = None
+) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
+    """Architecture and tokenizer of a Hugging Face folder, without its weights.
+
+    Args:
+      folder: as for `load`.
+      thinking: see `tokenizer.load`.
 
     Raises:
-      FileNotFoundError: a file is missing.
-      ValueError: a tensor is unknown, missing or wrongly shaped, or the file is damaged; the
-        message names tensor and file.
+      FileNotFoundError, ValueError: as `tokenizer.load`; there is no config.json, or none that is
+        understood; or the tokenizer has more tokens than the embedding has rows.
     """
     folder = pathlib.Path(folder)
-    for name in ("config.json", WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name}: not there")
-    config = PolicyConfig.from_hf(folder / "config.json")
-    path = folder / WEIGHTS_FILE
-    try:
-        tensors = safetensors.numpy.load_file(path)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path}: not a complete safetensors file ({error})") from error
-    shapes = _flatten(transformer.abstract_params(config)[0])
-    flat = {}
-    for ours, shape in shapes.items():
-        flat[ours] = _read(TABLE[ours], shape.shape, config, tensors, path)
-    if tensors:
-        raise ValueError(f"{path}: unknown tensor {min(tensors)}")
-    return config, _unflatten(flat)
-
-
-def load_policy(
-    folder: str | pathlib.Path,
-) -> tuple[PolicyConfig, transformer.Params, tokenizers.Tokenizer]:
-    """Architecture, float32 numpy parameters and tokenizer of a Hugging Face folder.
-
-    Raises:
-      FileNotFoundError, ValueError: as `load` and `tokenizer.load`; or the tokenizer has more
-        tokens than the embedding has rows.
-    """
-    config, params = load(folder)
-    tokenizer = tokenizers.load(folder)
+    config = _read_config(folder)
+    tokenizer = tokenizers.load(folder, thinking)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but config.json says "
             f"vocab_size = {config.vocab_size}"
         )
-    return config, params, tokenizer
+    return config, tokenizer
 
 
-def _read(entry: Entry, shape, config: PolicyConfig, tensors: dict, path) -> np.ndarray:
-    layers = []
-    for layer in range(config.layers if entry.layered else 1):
-        name = entry.name.format(layer)
-        if name not in tensors:
-            raise ValueError(f"{path}: tensor {name} is missing")
-        tensor = tensors.pop(name).astype(np.float32)
-        if tensor.shape != entry.theirs(config):
-            raise ValueError(
-                f"{path}: tensor {name} has shape {tensor.shape}, needs {entry.theirs(config)}"
-            )
-        layers.append(tensor.T if entry.transposed else tensor)
-    value = np.stack(layers) if entry.layered else layers[0]
-    return np.ascontiguousarray(value.reshape(shape))
+def load(
+    folder: str | pathlib.Path, mesh: jax.sharding.Mesh | None = None, dtype: str = "float32"
+) -> tuple[PolicyConfig, transformer.Params]:
+    """Reads config.json and the weights of a Hugging Face folder.
+
+    Args:
+      folder: holds model.safetensors, or shards and model.safetensors.index.json. Names may stand
+        without their "model.", as in Qwen3-Embedding, which may lack an output projection.
+      mesh: where the parameters go; every process of the mesh calls this.
+      dtype: of the parameters, one of DTYPES; files may be F32, F16 or BF16.
+
+    Returns:
+      The architecture and the parameters: numpy arrays without a mesh, else jax arrays placed by
+      meshes.shardings.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged; a tensor is unknown, missing, there twice, of a wrong shape or
+        type (all that before any data is read), or holds a value that is not finite. The message
+        names tensor and file.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype = {dtype!r}: must be one of {tuple(DTYPES)}")
+    folder = pathlib.Path(folder)
+    config = _read_config(folder)
+    path, found = files.scan(folder)
+    if _is_bare(found) and _COMMON["unembedding"].name not in found:
+        # Qwen3-Embedding: a model without output projection, whatever its config says.
+        config = dataclasses.replace(config, tied_embeddings=True)
+    source = _Source(config, *_match(config, path, found), dtype)
+    source.check_tied()
+    if mesh is None:
+        places = {}
+    else:
+        shapes, axes = transformer.abstract_params(config)
+        places = _flatten(meshes.shardings(mesh, axes, shapes))
+    flat = {}
+    # What is read in the largest pieces goes first, while little else is held.
+    for path in sorted(source.entries, key=source.piece_size, reverse=True):
+        place = places.get(path)
+        flat[path] = _to_host(source, path) if place is None else _to_mesh(source, path, place)
+    return config, _unflatten(flat)
+
+
+def _read_config(folder: pathlib.Path) -> PolicyConfig:
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: not there")
+    return PolicyConfig.from_hf(path)
+
+
+def _is_bare(names: Iterable[str]) -> bool:
+    """Whether tensors are named without their "model."."""
+    return not any(name.startswith("model.") for name in names)
+
+
+def _match(
+    config: PolicyConfig, source: pathlib.Path, found: dict[str, files.Tensor]
+) -> tuple[dict[str, files.Tensor], files.Tensor | None]:
+    """Finds the tensor of each name of the table.
+
+    Returns:
+      (tensors by the table's names; the output projection, if a tied policy has one all the same).
+
+    Raises:
+      ValueError: one is missing, of a wrong shape or type, or there are others.
+    """
+    entries, sizes = table(config), _sizes(config)
+    # Old Llama files hold the rotary frequencies, which follow from the config.
+    left = {name: t for name, t in found.items() if not name.endswith(".rotary_emb.inv_freq")}
+    is_bare = _is_bare(left)
+    matched = {}
+    for path, _, names in _parts(config):
+        for name in names:
+            spelled = name.removeprefix("model.") if is_bare else name
+            if spelled not in left:
+                raise ValueError(f"{source}: tensor {spelled} is missing")
+            matched[name] = _checked(left.pop(spelled), entries[path].their_shape(sizes))
+    copy = left.pop(_COMMON["unembedding"].name, None) if config.tied_embeddings else None
+    if left:
+        tensor = left[min(left)]
+        raise ValueError(f"{tensor.path}: unknown tensor {tensor.name}")
+    return matched, copy and _checked(copy, entries["embedding"].their_shape(sizes))
+
+
+def _checked(tensor: files.Tensor, shape: tuple[int, ...]) -> files.Tensor:
+    if tensor.dtype not in READ_DTYPES:
+        raise ValueError(f"{tensor} has type {tensor.dtype}, needs one of {tuple(READ_DTYPES)}")
+    if tensor.shape != shape:
+        raise ValueError(f"{tensor} has shape {tensor.shape}, needs {shape}")
+    return tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Parameters of a folder whose headers have been checked.
+
+    Attributes:
+      config: the architecture.
+      tensors: by the table's names.
+      copy: a second copy of a tied policy's embedding, or None.
+      dtype: of what is read, one of DTYPES.
+    """
+
+    config: PolicyConfig
+    tensors: dict[str, files.Tensor]
+    copy: files.Tensor | None
+    dtype: str
+
+    @functools.cached_property
+    def entries(self) -> dict[str, Entry]:
+        return table(self.config)
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        return _sizes(self.config)
+
+    def shape(self, path: str) -> tuple[int, ...]:
+        return self.entries[path].our_shape(self.sizes)
+
+    def piece_size(self, path: str) -> int:
+        """How many values `fill` reads at most: one layer of a parameter."""
+        return math.prod(self.shape(path)[self.entries[path].layered :])
+
+    def check_tied(self) -> None:
+        """Raises ValueError where the copy of the embedding is not one, to the bit."""
+        if self.copy is None:
+            return
+        embedding = self.tensors[self.entries["embedding"].name]
+        message = f"{self.copy} differs from {embedding.name}, but the embeddings are tied"
+        if self.copy.dtype != embedding.dtype:
+            raise ValueError(message)
+        rows, columns = embedding.shape
+        step = max(1, BLOCK_BYTES // (columns * READ_DTYPES[embedding.dtype]))
+        for start in range(0, rows, step):
+            index = slice(start, min(start + step, rows)), slice(0, columns)
+            if self.copy.read(index).tobytes() != embedding.read(index).tobytes():
+                raise ValueError(message)
+
+    def fill(self, out: np.ndarray, path: str, layer: int, index: Index) -> None:
+        """Reads a part of one layer of a parameter.
+
+        Args:
+          out: where to; its axes are the parameter's without L.
+          path: which parameter.
+          layer: which layer, where there are layers.
+          index: which part, with start and stop for each axis of `out`.
+
+        Raises:
+          ValueError: a value of it is not finite.
+        """
+        entry = self.entries[path]
+        if not entry.expertwise:
+            self._fill_one(out, entry, entry.name.format(layer=layer), index)
+            return
+        experts, *rest = index
+        for part, expert in zip(out, range(experts.start, experts.stop), strict=True):
+            name = entry.name.format(layer=layer, expert=expert)
+            self._fill_one(part, entry, name, tuple(rest))
+
+    def _fill_one(self, out: np.ndarray, entry: Entry, name: str, index: Index) -> None:
+        """`fill` from one tensor, block by block of its rows."""
+        tensor = self.tensors[name]
+        parts = dict(zip(entry.ours or entry.letters, index, strict=True))
+        # Of a flattened word, such as NH, its first axis is cut while reading: one step of it is a
+        # step of all the others' sizes in the file. The others are read whole and cut afterwards.
+        words = entry.theirs.split()
+        steps = [math.prod(self.sizes[axis] for axis in word[1:]) for word in words]
+        spans = [
+            slice(parts[word[0]].start * step, parts[word[0]].stop * step)
+            for word, step in zip(words, steps, strict=True)
+        ]
+        shape, rest = [], []
+        for axis in entry.letters:
+            is_cut = any(word[0] == axis for word in words)
+            shape.append(_length(parts[axis]) if is_cut else self.sizes[axis])
+            rest.append(slice(None) if is_cut else parts[axis])
+        step_bytes = steps[0] * math.prod(map(_length, spans[1:])) * READ_DTYPES[tensor.dtype]
+        most = max(1, BLOCK_BYTES // step_bytes)
+        target = entry.in_their_order(out)
+        for start in range(0, shape[0], most):
+            count = min(most, shape[0] - start)
+            first = spans[0].start + start * steps[0]
+            block = tensor.read((slice(first, first + count * steps[0]), *spans[1:]))
+            block = self._converted(block, tensor).reshape(count, *shape[1:])
+            _copy_strips(target[start : start + count], block[tuple(rest)])
+
+    def _converted(self, block: np.ndarray, tensor: files.Tensor) -> np.ndarray:
+        dtype, bits, exponent = DTYPES[self.dtype]
+        with np.errstate(over="ignore", invalid="ignore"):
+            block = block.astype(dtype, copy=False)
+        if np.any(block.view(bits) & bits(exponent) == exponent):
+            raise ValueError(f"{tensor} has values that are not finite in {self.dtype}")
+        return block
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
+
+
+def _copy_strips(target: np.ndarray, source: np.ndarray) -> None:
+    """target[:] = source, both with a tensor's rows as first axis, one of them transposed."""
+    step = max(1, STRIP_ROWS // math.prod(source.shape[1:-1]))
+    for start in range(0, len(source), step):
+        target[start : start + step] = source[start : start + step]
+
+
+def _to_host(source: _Source, path: str) -> np.ndarray:
+    """A whole parameter as a numpy array."""
+    shape = source.shape(path)
+    out = np.empty(shape, DTYPES[source.dtype][0])
+    layered = source.entries[path].layered
+    whole = tuple(slice(0, size) for size in shape[layered:])
+    for layer, part in enumerate(out if layered else [out]):
+        source.fill(part, path, layer, whole)
+    return out
+
+
+def _to_mesh(source: _Source, path: str, place: NamedSharding) -> jax.Array:
+    """A whole parameter as a jax array, of which each host reads what its devices hold."""
+    shape, dtype = source.shape(path), DTYPES[source.dtype][0]
+    if not source.entries[path].layered:
+        return _piece(source, path, 0, shape, place)
+    stack = jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=place)()
+    insert = jax.jit(_insert, donate_argnums=0, out_shardings=place)
+    place_of_layer = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+    for layer in range(shape[0]):
+        piece = _piece(source, path, layer, shape[1:], place_of_layer)
+        # Waiting keeps pieces from piling up.
+        stack = insert(stack, piece, np.int32(layer)).block_until_ready()
+    return stack
+
+
+def _insert(stack: jax.Array, piece: jax.Array, layer: jax.Array) -> jax.Array:
+    """The stack [L, ...] with the piece [...] as one layer."""
+    return jax.lax.dynamic_update_index_in_dim(stack, piece, layer, 0)
+
+
+def _piece(
+    source: _Source, path: str, layer: int, shape: tuple[int, ...], place: NamedSharding
+) -> jax.Array:
+    """One layer of a parameter on its devices."""
+    dtype = DTYPES[source.dtype][0]
+    done: dict[tuple, np.ndarray] = {}  # devices that hold the same part share one reading
+
+    def read(index: Any) -> np.ndarray:
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        if bounds not in done:
+            out = np.empty([stop - start for start, stop in bounds], dtype)
+            source.fill(out, path, layer, tuple(itertools.starmap(slice, bounds)))
+            done[bounds] = out
+        return done[bounds]
+
+    return jax.make_array_from_callback(shape, place, read, dtype=dtype)
+
+
+# ----------------------------------------------------------------------------------------- Writing
 
 
 def save(
@@ -174,35 +494,73 @@ def save(
     config: PolicyConfig,
     params: transformer.Params,
     tokenizer: tokenizers.Tokenizer | None = None,
+    dtype: str = "float32",
+    shard_bytes: int = 2 << 30,
 ) -> None:
-    """Writes a Hugging Face folder: config.json, model.safetensors (float32), tokenizer files.
+    """Writes a Hugging Face folder: config.json, weights, tokenizer files.
 
     The folder appears whole or not at all; one that is there is replaced.
 
+    Args:
+      folder: where to.
+      config: the architecture.
+      params: numpy or jax arrays, split over the devices of this process or not.
+      tokenizer: goes into the folder too, its end and padding tokens into the configs.
+      dtype: of the file, one of DTYPES.
+      shard_bytes: weights that are larger go into several files of at most this size (or of one
+        tensor); about so much is held in memory.
+
     Raises:
-      ValueError: the architecture has no Hugging Face form; nothing is written.
+      ValueError: the architecture has no Hugging Face form, or the parameters are not its; nothing
+        is written.
     """
-    description = json.dumps(config.to_hf(), indent=2) + "\n"
-    folder = pathlib.Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for ours, value in _flatten(jax.device_get(params)).items():
-        entry = TABLE[ours]
-        value = np.asarray(value, np.float32)
-        for layer, part in enumerate(value if entry.layered else [value]):
-            shape = entry.theirs(config)
-            part = part.reshape(shape[::-1]).T if entry.transposed else part.reshape(shape)
-            tensors[entry.name.format(layer)] = np.ascontiguousarray(part)
-    scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    scratch.chmod(0o755)
-    safetensors.numpy.save_file(tensors, scratch / WEIGHTS_FILE, metadata={"format": "pt"})
-    (scratch / "config.json").write_text(description)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype = {dtype!r}: must be one of {tuple(DTYPES)}")
+    fields = config.to_hf() | {"torch_dtype": dtype}
+    flat = _flatten(params)
+    _check_params(config, flat)
     if tokenizer is not None:
-        tokenizer.save(scratch)
-        generation = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-        (scratch / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    old = scratch.with_name(scratch.name + "-old")
-    if folder.exists():
-        folder.rename(old)
-    scratch.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+        fields |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    entries, sizes = table(config), _sizes(config)
+    nbytes = {
+        name: math.prod(entries[path].their_shape(sizes)) * DTYPES[dtype][0].itemsize
+        for path, _, names in _parts(config)
+        for name in names
+    }
+    with files.replacing(pathlib.Path(folder)) as scratch:
+        files.write(scratch, nbytes, _their_tensors(config, flat, dtype), shard_bytes)
+        files.write_json(scratch / CONFIG_FILE, fields)
+        if tokenizer is not None:
+            tokenizer.save(scratch)
+            if not (scratch / GENERATION_FILE).exists():
+                ends = list(tokenizer.stop_ids)
+                generation = {
+                    "eos_token_id": ends[0] if len(ends) == 1 else ends,
+                    "pad_token_id": tokenizer.pad_id,
+                }
+                files.write_json(scratch / GENERATION_FILE, generation)
+
+
+def _check_params(config: PolicyConfig, flat: Mapping[str, Any]) -> None:
+    wanted = {path: entry.our_shape(_sizes(config)) for path, entry in table(config).items()}
+    if differing := set(flat) ^ set(wanted):
+        path = min(differing)
+        raise ValueError(f"parameter {path} is {'unknown' if path in flat else 'missing'}")
+    for path, shape in wanted.items():
+        if flat[path].shape != shape:
+            raise ValueError(f"parameter {path} has shape {flat[path].shape}, needs {shape}")
+
+
+def _their_tensors(
+    config: PolicyConfig, flat: Mapping[str, Any], dtype: str
+) -> Iterator[np.ndarray]:
+    """The tensors of a file in the order of `_parts`, each made when it is asked for."""
+    entries, sizes = table(config), _sizes(config)
+    for path, layer, _ in _parts(config):
+        entry = entries[path]
+        value = np.asarray(flat[path] if layer is None else flat[path][layer])
+        for part in value if entry.expertwise else [value]:
+            part = entry.in_their_order(part)
+            out = np.empty(part.shape, DTYPES[dtype][0])
+            _copy_strips(out, part)  # and cast
+            yield out.reshape(entry.their_shape(sizes))

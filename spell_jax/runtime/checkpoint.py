@@ -106,19 +106,7 @@ class Checkpoints:
           ValueError: tensors are missing, left over, of another shape or dtype, or want a sharding;
             names their paths.
         """
-        if step not in self._manager.all_steps():
-            raise FileNotFoundError(
-                f"{self._manager.directory}: no complete checkpoint of step {step}; "
-                f"there are {sorted(self._manager.all_steps())}"
-            )
-        saved = self._manager.item_metadata(step)["arrays"]
-        if differences := _differences(saved, abstract):
-            named = "\n  ".join(differences[:_MOST_NAMED])
-            more = len(differences) - _MOST_NAMED
-            raise ValueError(
-                f"{self._manager.directory}, step {step}: the checkpoint does not fit:\n  {named}"
-                + (f"\n  and {more} more" if more > 0 else "")
-            )
+        self._check(step, abstract, whole=True)
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
@@ -127,6 +115,45 @@ class Checkpoints:
             ),
         )
         return restored["arrays"], restored["host"]
+
+    def restore_part(self, step: int, abstract: Any) -> Any:
+        """Reads some of a checkpoint's arrays, such as the weights without the optimiser.
+
+        Args:
+          step: one that was saved.
+          abstract: dicts with a part of the saved tree's paths, as for `restore`; a dataclass was
+            saved as a dict of its fields.
+
+        Returns:
+          That part.
+
+        Raises:
+          FileNotFoundError, ValueError: as `restore`, for the part that is asked for.
+        """
+        self._check(step, abstract, whole=False)
+        part = abstract_arrays(abstract)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(part)
+        with ocp.PyTreeCheckpointer() as reader:
+            return reader.restore(
+                self._manager.directory / str(step) / "arrays",
+                args=ocp.args.PyTreeRestore(part, restore_args=restore_args, partial_restore=True),
+            )
+
+    def _check(self, step: int, abstract: Any, whole: bool) -> None:
+        """Raises the errors of `restore`; arrays that are not wanted are one if `whole`."""
+        if step not in self._manager.all_steps():
+            raise FileNotFoundError(
+                f"{self._manager.directory}: no complete checkpoint of step {step}; "
+                f"there are {sorted(self._manager.all_steps())}"
+            )
+        differences = _differences(self._manager.item_metadata(step)["arrays"], abstract, whole)
+        if differences:
+            named = "\n  ".join(differences[:_MOST_NAMED])
+            more = len(differences) - _MOST_NAMED
+            raise ValueError(
+                f"{self._manager.directory}, step {step}: the checkpoint does not fit:\n  {named}"
+                + (f"\n  and {more} more" if more > 0 else "")
+            )
 
     def close(self) -> None:
         """Ends the manager's background work."""
@@ -158,10 +185,11 @@ def _check_json(value: Any, path: str) -> None:
         raise ValueError(f"{path} is {value}, want a finite number or None")
 
 
-def _differences(saved: Any, abstract: Any) -> list[str]:
+def _differences(saved: Any, abstract: Any, whole: bool) -> list[str]:
     """One line for each tensor of which saved and wanted form differ."""
     has, wants = _by_path(saved), _by_path(abstract)
-    lines = [f"{path}: in the checkpoint, not wanted" for path in has if path not in wants]
+    left = [path for path in has if path not in wants] if whole else []
+    lines = [f"{path}: in the checkpoint, not wanted" for path in left]
     for path, want in wants.items():
         if path not in has:
             lines.append(f"{path}: wanted, not in the checkpoint")

@@ -2,7 +2,7 @@
 
 One table says how every tensor of the program is split, so that no other module names a mesh
 axis. Training, prefill and decoding share it: parameters are split over `fsdp` and gathered layer
-by layer, rows (packed groups, or requests) over `data` and `fsdp`.
+by layer, rows (packed groups, or requests) over `data`, `fsdp` and `expert`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "context", "tensor", "expert")
+TENSOR, EXPERT = "tensor", "expert"
+AXES = ("data", "fsdp", "context", TENSOR, EXPERT)
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
-ROWS = ("data", "fsdp")  # what the batch axis of activations is split over
+ROWS = ("data", "fsdp", EXPERT)  # what the batch axis of activations is split over
 # Logical axis -> mesh axes. `rows` is the batch axis of activations; the rest name weight axes.
 RULES: Rules = (
     ("rows", ROWS),
     ("time", None),
     ("embed", "fsdp"),
-    ("vocab", "tensor"),
-    ("heads", "tensor"),
-    ("kv_heads", "tensor"),
+    ("vocab", TENSOR),
+    ("heads", TENSOR),
+    ("kv_heads", TENSOR),
     ("head", None),
-    ("mlp", "tensor"),
+    ("mlp", TENSOR),
+    ("experts", EXPERT),
+    ("router", None),
+    ("rank", None),
     ("layers", None),
 )
 

@@ -19,8 +19,8 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
 
     Args:
       cls: a dataclass; its own __post_init__ checks ranges and raises ValueError.
-      section: mapping with fields of the dataclass; lists become tuples, and a tuple stands for
-        a dataclass inside them.
+      section: mapping with fields of the dataclass; lists become tuples, and a tuple or a mapping
+        stands for a dataclass inside them.
       where: the section's name in messages ("optimiser").
       extra: fields that do not come from the config.
 
@@ -51,6 +51,8 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
             with contextlib.suppress(ValueError):
                 return _coerce(value, option, where)
         raise ValueError(f"{where} = {value!r}: must be {_name(hint)}")
+    if hasattr(value, "items") and dataclasses.is_dataclass(hint):  # a dict or a ConfigDict
+        return build(typing.cast(type, hint), value, where)
     sequence = isinstance(value, list | tuple)
     if origin is tuple and sequence:
         if inner[-1] is Ellipsis:

@@ -1,8 +1,9 @@
 """How an entry that computes begins: quiet libraries, a cache of compiled programs, its config on
-disk."""
+disk, profiler traces of chosen steps."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -35,3 +36,10 @@ def setup() -> None:
 def write_config(config: Config, workdir: pathlib.Path) -> None:
     """WORKDIR/config.json: the config as the run has it."""
     (workdir / CONFIG_FILE).write_text(config.to_json_best_effort(indent=2) + "\n")
+
+
+def profiled(wanted: bool, workdir: pathlib.Path) -> contextlib.AbstractContextManager[None]:
+    """Writes a profiler trace of what happens inside to WORKDIR/profile, if it is wanted."""
+    if not wanted:
+        return contextlib.nullcontext()
+    return jax.profiler.trace(str(workdir / "profile"))

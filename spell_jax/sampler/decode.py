@@ -52,7 +52,7 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
     # Padding stands behind the prompt and is never read: decoding masks it by length.
     last_reader = jnp.broadcast_to(lengths[:, None] - 1, (rows, width))
-    hidden, prompt = transformer.hidden_states(
+    hidden, prompt, _ = transformer.hidden_states(
         config,
         params,
         tokens,
@@ -126,7 +126,7 @@ def decode(
         token, log_prob = nucleus.draw(logits, uniform, temperature, top_p)
         answers = _append(answers, token, log_prob, step, stop_ids)
         positions = jnp.broadcast_to(lengths[:, None] + step, (rows, group))
-        hidden, new = transformer.hidden_states(
+        hidden, new, _ = transformer.hidden_states(
             config,
             params,
             token,

@@ -57,6 +57,11 @@ class SamplerConfig:
             if getattr(self, field) < 1:
                 raise ValueError(f"sampler.{field} = {getattr(self, field)}: must be at least 1")
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and the longest answer together."""
+        return self.prompt_buckets[-1] + max(self.max_tokens, self.max_verdict_tokens)
+
 
 @dataclasses.dataclass(frozen=True)
 class Sample:

@@ -175,6 +175,14 @@ def test_weights_of_each_aggregation(aggregation: str, wanted: list) -> None:
     assert sum(shares) == pytest.approx(2 if aggregation == "role_mean" else 1)
 
 
+def test_answers_are_counted_by_role() -> None:
+    assert packing.count_answers([]) == {}
+    counts = packing.count_answers(GROUPS)
+    assert sum(counts.values()) == sum(len(group.answers) for group in GROUPS)
+    for role, count in counts.items():
+        assert count == sum(len(group.answers) for group in GROUPS if group.role == role)
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"loss\.aggregation = 'mean': must be one of"):
         packing.weigh(GROUPS, "mean")

@@ -32,9 +32,9 @@ class Counted(Learner):
         self.traces: list[str] = []
         super().__init__(*args, **kwargs)
 
-    def _accumulate(self, params, carry, batch, reference):
+    def _accumulate(self, params, frozen, carry, batch, reference):
         self.traces.append(f"accumulate {batch.tokens.shape}")
-        return super()._accumulate(params, carry, batch, reference)
+        return super()._accumulate(params, frozen, carry, batch, reference)
 
     def _apply(self, state, gradients):
         self.traces.append("apply")
@@ -349,11 +349,20 @@ def test_state_is_as_the_checkpoint_expects_it() -> None:
     jax.tree.map(compare, learner.abstract_state(), state)
 
 
-def test_given_weights_survive_an_update() -> None:
+def test_given_weights_on_the_host_survive_an_update() -> None:
     learner = _learner()
-    given = jax.tree.map(jnp.array, tiny.weights())
+    given = jax.tree.map(np.copy, tiny.weights())
     learner.update(learner.init(given), SMALL)
     jax.tree.map(np.testing.assert_array_equal, given, tiny.weights())
+
+
+def test_given_weights_on_devices_are_taken_over() -> None:
+    """A large policy does not fit twice."""
+    learner = _learner()
+    given = jax.device_put(tiny.weights(), learner.param_shardings)
+    state = learner.init(given)
+    jax.tree.map(np.testing.assert_array_equal, state.params, tiny.weights())
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 
 def test_updates_learn() -> None:

@@ -8,13 +8,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy.tokenizer import ASSISTANT, MODEL_FILE, USER, Tokenizer
+from spell_jax.policy.tokenizer import ASSISTANT, MODEL_FILE, USER, SentencePieceTokenizer
 
 TEXTS = ["The report of Harbour 7 counts 1250 crates.", "Question: who signed?\nAnswer: Mia"] * 20
 
 
 @functools.cache
-def tokenizer() -> Tokenizer:
+def tokenizer() -> SentencePieceTokenizer:
     return tokenizers.train(TEXTS, 400, symbols=["[[YES]]", "\n", "[[YES]]"])
 
 
@@ -46,6 +46,29 @@ def test_layout_of_a_turn() -> None:
     assert t.stop_ids == (t.eos_id,)
 
 
+def test_layout_of_several_turns() -> None:
+    t = tokenizer()
+    turns = [("user", "Who signed?"), ("assistant", "Mia"), ("user", "When?")]
+    chat = [{"role": role, "content": text} for role, text in turns]
+    assert t.chat(chat) == [*t.chat("Who signed?"), *t.encode("Mia"), t.eos_id, *t.chat("When?")]
+    assert t.chat(chat[:1]) == t.chat("Who signed?")
+    system = {"role": "system", "content": "Be brief."}
+    for wrong in ([], chat[:2], chat[1:], [system, *chat], [chat[0] | {"reasoning_content": "a"}]):
+        with pytest.raises(ValueError, match="messages: "):
+            t.chat(wrong)
+
+
+def test_ids_that_have_no_token_are_left_out() -> None:
+    t = tokenizer()
+    assert t.decode([-1, *t.encode("Mia"), t.vocab_size, 10**30]) == "Mia"
+
+
+def test_its_layout_has_no_thinking(tmp_path) -> None:
+    tokenizer().save(tmp_path)
+    with pytest.raises(ValueError, match=r"thinking = False: .*tokenizer\.model has none"):
+        tokenizers.load(tmp_path, thinking=False)
+
+
 def test_symbols_are_one_token_wherever_they_stand() -> None:
     t = tokenizer()
     assert t.count("[[YES]]") == t.count("\n") == 1
@@ -64,7 +87,7 @@ def test_save_and_load(tmp_path) -> None:
 
 
 def test_files_that_are_not_ours_are_named(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match=MODEL_FILE):
+    with pytest.raises(FileNotFoundError, match=f"needs tokenizer.json or {MODEL_FILE}"):
         tokenizers.load(tmp_path)
     for damaged in (b"", b"no model", tokenizer().model[:500]):
         (tmp_path / MODEL_FILE).write_bytes(damaged)
@@ -78,4 +101,26 @@ def test_a_model_without_turn_markers_is_refused(tmp_path) -> None:
         sentence_iterator=iter(TEXTS), model_prefix=str(prefix), vocab_size=35, minloglevel=2
     )
     with pytest.raises(ValueError, match=r"needs eos, pad and the control symbols"):
-        Tokenizer(prefix.with_suffix(".model").read_bytes())
+        SentencePieceTokenizer(prefix.with_suffix(".model").read_bytes())
+
+
+def test_turn_markers_that_texts_can_write_are_refused(tmp_path) -> None:
+    prefix = tmp_path / "open"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_prefix=str(prefix),
+        vocab_size=40,
+        pad_id=3,
+        user_defined_symbols=[USER, ASSISTANT],
+        minloglevel=2,
+    )
+    with pytest.raises(ValueError, match=r"needs eos, pad and the control symbols"):
+        SentencePieceTokenizer(prefix.with_suffix(".model").read_bytes())
+
+
+@pytest.mark.parametrize("name", ["mistral-v1.model", "sp_test_model.model"])
+def test_models_of_others_are_refused(spell_data, tmp_path, name: str) -> None:
+    model = (spell_data / "tokenizers" / "sentencepiece" / name).read_bytes()
+    (tmp_path / MODEL_FILE).write_bytes(model)
+    with pytest.raises(ValueError, match=rf"{MODEL_FILE}: not a tokenizer of this project"):
+        tokenizers.load(tmp_path)

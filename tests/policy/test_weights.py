@@ -1,18 +1,65 @@
 """Hugging Face folders: the same bits out and in, and damage that is named."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 import safetensors.numpy
 
+from spell_jax.policy import safetensors_folder as files
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy import weights
+from spell_jax.policy import transformer, weights
+from spell_jax.policy.config import PolicyConfig
 from tests import tiny
+
+QWEN3 = dataclasses.replace(tiny.POLICY, qkv_bias=False, qk_norm=True, head_size=16)
+POLICIES = {
+    "qwen2": tiny.POLICY,
+    "qwen3": QWEN3,
+    "qwen3_moe": dataclasses.replace(QWEN3, experts=4, experts_per_token=2, feed_forward=24),
+    "llama": dataclasses.replace(tiny.POLICY, qkv_bias=False),
+}
+POLICIES |= {
+    f"{name} untied": dataclasses.replace(policy, tied_embeddings=False)
+    for name, policy in POLICIES.items()
+}
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+SHARD = 10_000  # bytes: the embedding fits, everything does not
+
+
+def write_tensors(folder: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
+    safetensors.numpy.save_file(tensors, folder / files.SINGLE)
+
+
+def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder, by the library alone."""
+    tensors: dict[str, np.ndarray] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= safetensors.numpy.load_file(path)
+    return tensors
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_same_bits(found: Any, wanted: Any) -> None:
+    def check(a, b):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert a.tobytes() == b.tobytes()
+
+    jax.tree.map(check, found, wanted)
 
 
 def _saved(tmp_path: pathlib.Path) -> pathlib.Path:
@@ -21,27 +68,72 @@ def _saved(tmp_path: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def _change(folder: pathlib.Path, change) -> None:
-    path = folder / weights.WEIGHTS_FILE
-    tensors = safetensors.numpy.load_file(path)
+def _sharded(tmp_path: pathlib.Path) -> pathlib.Path:
+    folder = tmp_path / "policy"
+    weights.save(folder, tiny.POLICY, tiny.weights(), shard_bytes=SHARD)
+    return folder
+
+
+def _change(folder: pathlib.Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    tensors = read_tensors(folder)
     change(tensors)
-    safetensors.numpy.save_file(tensors, path)
+    write_tensors(folder, tensors)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_round_trip_is_bit_identical(tied: bool, tmp_path) -> None:
-    policy = dataclasses.replace(tiny.POLICY, tied_embeddings=tied)
-    weights.save(tmp_path / "a", policy, tiny.weights(policy))
+def _change_json(path: pathlib.Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+# ------------------------------------------------------------------------------------------- Table
+
+
+@every_policy
+def test_the_table_has_the_parameters_of_the_model(policy: PolicyConfig) -> None:
+    shapes = weights._flatten(transformer.abstract_params(policy)[0])
+    sizes = weights._sizes(policy)
+    found = {path: entry.our_shape(sizes) for path, entry in weights.table(policy).items()}
+    assert found == {path: leaf.shape for path, leaf in shapes.items()}
+
+
+@every_policy
+@pytest.mark.parametrize("shard_bytes", [SHARD, 1 << 30], ids=["shards", "one file"])
+def test_round_trip_is_bit_identical(policy: PolicyConfig, shard_bytes: int, tmp_path) -> None:
+    weights.save(tmp_path / "a", policy, tiny.weights(policy), shard_bytes=shard_bytes)
     read, params = weights.load(tmp_path / "a")
     assert read == policy
-    jax.tree.map(np.testing.assert_array_equal, params, tiny.weights(policy))
-    weights.save(tmp_path / "b", read, params)
-    files = [(tmp_path / name / weights.WEIGHTS_FILE).read_bytes() for name in "ab"]
-    assert files[0] == files[1]
+    assert_same_bits(params, tiny.weights(policy))
+    weights.save(tmp_path / "b", read, params, shard_bytes=shard_bytes)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert (tmp_path / "a" / files.INDEX).exists() == (shard_bytes == SHARD)
+
+
+@every_policy
+def test_bfloat16_round_trip_is_bit_identical(policy: PolicyConfig, tmp_path) -> None:
+    cast = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), tiny.weights(policy))
+    weights.save(tmp_path / "a", policy, cast, dtype="bfloat16", shard_bytes=SHARD)
+    read, params = weights.load(tmp_path / "a", dtype="bfloat16")
+    assert read == policy
+    assert_same_bits(params, cast)
+    # jax arrays are written alike, and float32 parameters are rounded alike.
+    weights.save(tmp_path / "b", policy, jax.tree.map(jnp.asarray, cast), None, "bfloat16", SHARD)
+    weights.save(tmp_path / "c", policy, tiny.weights(policy), None, "bfloat16", SHARD)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b") == contents(tmp_path / "c")
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("block", [1, 200, 1_000])
+def test_small_blocks_read_the_same(block: int, tmp_path, monkeypatch) -> None:
+    policy = POLICIES["qwen3_moe untied"]
+    monkeypatch.setattr(weights, "BLOCK_BYTES", block)
+    monkeypatch.setattr(weights, "STRIP_ROWS", 3)
+    weights.save(tmp_path / "a", policy, tiny.weights(policy))
+    assert_same_bits(weights.load(tmp_path / "a")[1], tiny.weights(policy))
 
 
 def test_names_and_layout_of_the_file(tmp_path) -> None:
-    tensors = safetensors.numpy.load_file(_saved(tmp_path) / weights.WEIGHTS_FILE)
+    tensors = read_tensors(_saved(tmp_path))
     assert len(tensors) == 2 + 2 * 12
     attention = tiny.weights()["layers"]["attention"]
     query = tensors["model.layers.1.self_attn.q_proj.weight"]
@@ -50,42 +142,91 @@ def test_names_and_layout_of_the_file(tmp_path) -> None:
     np.testing.assert_array_equal(out, attention["o_kernel"][0].reshape(32, 32).T)
 
 
-def test_bfloat16_files_are_read(tmp_path) -> None:
+def test_names_and_layout_of_experts(tmp_path) -> None:
+    policy = POLICIES["qwen3_moe"]
+    weights.save(tmp_path / "policy", policy, tiny.weights(policy))
+    tensors = read_tensors(tmp_path / "policy")
+    assert len(tensors) == 2 + 2 * (9 + 3 * 4)
+    moe = tiny.weights(policy)["layers"]["moe"]
+    prefix = "model.layers.1.mlp."
+    np.testing.assert_array_equal(tensors[prefix + "gate.weight"], moe["router_kernel"][1].T)
+    for name in ("gate", "up", "down"):
+        tensor = tensors[f"{prefix}experts.3.{name}_proj.weight"]
+        np.testing.assert_array_equal(tensor, moe[f"{name}_kernel"][1, 3].T)
+
+
+# -------------------------------------------------------------------------------- What is accepted
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_half_sized_files_are_read(dtype, tmp_path) -> None:
     folder = _saved(tmp_path)
-    _change(folder, lambda t: t.update({k: v.astype(ml_dtypes.bfloat16) for k, v in t.items()}))
+    _change(folder, lambda t: t.update({k: v.astype(dtype) for k, v in t.items()}))
     _, params = weights.load(folder)
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2), params, tiny.weights())
+    rounded = jax.tree.map(lambda x: x.astype(dtype).astype(np.float32), tiny.weights())
+    assert_same_bits(params, rounded)
 
 
-def test_saving_replaces_a_folder_and_leaves_nothing_behind(tmp_path) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe untied"])
+def test_names_may_lack_their_model(name: str, tmp_path) -> None:
+    policy = POLICIES[name]
+    weights.save(tmp_path, policy, tiny.weights(policy))
+    write_tensors(
+        tmp_path, {k.removeprefix("model."): v for k, v in read_tensors(tmp_path).items()}
+    )
+    assert_same_bits(weights.load(tmp_path)[1], tiny.weights(policy))
+
+
+def test_a_mixture_of_both_spellings_is_refused(tmp_path) -> None:
     folder = _saved(tmp_path)
-    (folder / "old.txt").write_text("old")
-    weights.save(folder, tiny.POLICY, tiny.weights(seed=1))
-    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
-    assert [p.name for p in tmp_path.iterdir()] == ["policy"]
-    _, params = weights.load(folder)
-    np.testing.assert_array_equal(params["embedding"], tiny.weights(seed=1)["embedding"])
+    _change(folder, lambda t: t.update({"norm.weight": t.pop(NORM)}))
+    with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {NORM} is missing"):
+        weights.load(folder)
 
 
-def test_what_cannot_be_saved_leaves_everything_as_it_was(tmp_path) -> None:
+def test_rotary_frequencies_of_old_files_are_passed_over(tmp_path) -> None:
     folder = _saved(tmp_path)
-    policy = dataclasses.replace(tiny.POLICY, qk_norm=True)
-    with pytest.raises(ValueError, match=r"policy\.qk_norm = True"):
-        weights.save(folder, policy, tiny.weights(policy))
-    assert [p.name for p in tmp_path.iterdir()] == ["policy"]
-    weights.load(folder)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    _change(folder, lambda t: t.update({name: np.ones(4, np.float32)}))
+    assert_same_bits(weights.load(folder)[1], tiny.weights())
 
 
-def test_the_tokenizer_travels_along(tmp_path) -> None:
-    tokenizer = tokenizers.train(["the cat sat on the mat"] * 5, 300)
-    weights.save(tmp_path / "policy", tiny.POLICY, tiny.weights(), tokenizer)
-    assert tokenizers.load(tmp_path / "policy").model == tokenizer.model
-    generation = json.loads((tmp_path / "policy" / "generation_config.json").read_text())
-    assert generation == {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+def test_a_tied_policy_may_have_a_second_copy(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(weights, "BLOCK_BYTES", 1_000)  # several blocks
+    folder = _saved(tmp_path)
+    table = tiny.weights()["embedding"]
+    _change(folder, lambda t: t.update({HEAD: table}))
+    assert_same_bits(weights.load(folder)[1], tiny.weights())
+    other = table.copy()
+    other[-1, -1] += 1e-3
+    for wrong, message in (
+        (other, "differs from model.embed_tokens.weight"),
+        (table.astype(np.float16), "differs from model.embed_tokens.weight"),
+        (table[:-1], r"has shape \(63, 32\), needs \(64, 32\)"),
+    ):
+        _change(folder, lambda t, wrong=wrong: t.update({HEAD: wrong}))
+        with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {HEAD} {message}"):
+            weights.load(folder)
+    half = table.astype(np.float16)  # the same bytes mean something else in another type
+    same = {"model.embed_tokens.weight": half, HEAD: half.view(ml_dtypes.bfloat16)}
+    _change(folder, lambda t: t.update(same))
+    with pytest.raises(ValueError, match=rf"tensor {HEAD} differs from"):
+        weights.load(folder)
+
+
+def test_an_unknown_dtype_is_named(tmp_path) -> None:
+    folder = _saved(tmp_path)
+    with pytest.raises(ValueError, match=r"dtype = 'float16': must be one of \('float32', 'bf"):
+        weights.load(folder, dtype="float16")
+    with pytest.raises(ValueError, match="dtype = 'float16'"):
+        weights.save(folder, tiny.POLICY, tiny.weights(), dtype="float16")
+
+
+# -------------------------------------------------------------------------------------- What is not
 
 
 NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+HEAD = "lm_head.weight"
 
 
 @pytest.mark.parametrize(
@@ -93,22 +234,49 @@ NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
     [
         (lambda t: t.pop(UP), rf"model\.safetensors: tensor {UP} is missing"),
         (lambda t: t.update(extra=t[NORM]), r"model\.safetensors: unknown tensor extra"),
-        (lambda t: t.update({UP: t[UP].T}), rf"{UP} has shape \(32, 48\), needs \(48, 32\)"),
+        (lambda t: t.update({UP: t[UP].T.copy()}), rf"{UP} has shape \(32, 48\), needs \(48, 32\)"),
         (lambda t: t.update({NORM: t[NORM][:5]}), rf"{NORM} has shape \(5,\), needs \(32,\)"),
+        (lambda t: t.update({NORM: t[NORM][None]}), rf"{NORM} has shape \(1, 32\), needs \(32,\)"),
+        (lambda t: t.update({NORM: t[NORM].astype(np.int64)}), rf"{NORM} has type I64, needs one"),
+        (lambda t: t.update({NORM: t[NORM].astype(np.float64)}), rf"{NORM} has type F64, needs"),
+        (
+            lambda t: t.update({NORM: t[NORM].astype(ml_dtypes.float8_e4m3fn)}),
+            rf"model\.safetensors: tensor {NORM} has type F8_E4M3, needs",
+        ),
+        (lambda t: t.clear(), r"model\.safetensors: tensor \S+ is missing"),
     ],
-    ids=["missing", "extra", "transposed", "short"],
+    ids=["missing", "extra", "transposed", "short", "axis", "int", "double", "float8", "empty"],
 )
-def test_wrong_tensors_are_named(change, message: str, tmp_path) -> None:
+def test_wrong_tensors_are_named(change, message: str, tmp_path, monkeypatch) -> None:
     folder = _saved(tmp_path)
     _change(folder, change)
+    monkeypatch.setattr(files.Tensor, "read", lambda *_: pytest.fail("read before all was checked"))
     with pytest.raises(ValueError, match=message):
         weights.load(folder)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_values_that_are_not_finite_are_named(value: float, kind, tmp_path) -> None:
+    folder = _saved(tmp_path)
+    _change(folder, lambda t: t.update({k: v.astype(kind) for k, v in t.items()}))
+    _change(folder, lambda t: t[UP].__setitem__((47, 31), value))
+    for dtype in weights.DTYPES:
+        with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {UP} has values that"):
+            weights.load(folder, dtype=dtype)
+
+
+def test_values_too_large_for_bfloat16_are_named(tmp_path) -> None:
+    folder = _saved(tmp_path)
+    _change(folder, lambda t: t[UP].__setitem__((0, 0), 3.4e38))
+    weights.load(folder)
+    with pytest.raises(ValueError, match=rf"{UP} has values that are not finite in bfloat16"):
+        weights.load(folder, dtype="bfloat16")
+
+
 def test_more_layers_than_the_config_says_are_named(tmp_path) -> None:
     folder = _saved(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    _change_json(folder / "config.json", lambda c: c.update(num_hidden_layers=1))
     with pytest.raises(ValueError, match=r"unknown tensor model\.layers\.1\."):
         weights.load(folder)
 
@@ -116,7 +284,7 @@ def test_more_layers_than_the_config_says_are_named(tmp_path) -> None:
 @pytest.mark.parametrize("keep", [0, 5, 200, -10])
 def test_a_truncated_file_is_named(keep: int, tmp_path) -> None:
     folder = _saved(tmp_path)
-    path = folder / weights.WEIGHTS_FILE
+    path = folder / files.SINGLE
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ValueError, match=r"model\.safetensors: not a complete safetensors file"):
         weights.load(folder)
@@ -132,17 +300,141 @@ def test_a_missing_file_is_named(name: str, tmp_path) -> None:
 
 def test_an_unsupported_config_is_named(tmp_path) -> None:
     folder = _saved(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    config["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"rope_scaling = .*yarn"):
+    _change_json(folder / "config.json", lambda c: c.update(hidden_act="gelu"))
+    with pytest.raises(ValueError, match=r"config\.json: hidden_act = 'gelu'"):
         weights.load(folder)
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
+def test_a_tensor_twice_in_one_header_is_named(tmp_path) -> None:
+    folder = _saved(tmp_path)
+    path = folder / files.SINGLE
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + size].rstrip()
+    entry = json.dumps({NORM: json.loads(header)[NORM]}).encode()[1:-1]
+    header = header[:-1] + b"," + entry + b"}"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+    safetensors.numpy.load_file(path)  # where the library sees nothing
+    with pytest.raises(ValueError, match=rf"model\.safetensors: damaged \({NORM} is there twice"):
+        weights.load(folder)
+
+
+def _shard_of(folder: pathlib.Path, name: str) -> str:
+    return json.loads((folder / files.INDEX).read_text())["weight_map"][name]
+
+
+def _edit_map(folder: pathlib.Path, name: str, value: Any) -> None:
+    _change_json(folder / files.INDEX, lambda c: c["weight_map"].update({name: value}))
+
+
+def _copy_to_other_shard(folder: pathlib.Path) -> None:
+    path = folder / _shard_of(folder, "model.embed_tokens.weight")
+    tensors = safetensors.numpy.load_file(path)
+    tensors[UP] = read_tensors(folder)[UP]
+    safetensors.numpy.save_file(tensors, path)
+
+
+def _twice_in_the_map(folder: pathlib.Path) -> None:
+    path = folder / files.INDEX
+    twin = f'"weight_map": {{"{GAIN}": "model-00001-of-00005.safetensors",'
+    path.write_text(path.read_text().replace('"weight_map": {', twin))
+
+
+GAIN = "model.layers.0.input_layernorm.weight"  # not alone in its shard
+INDEX = r"model\.safetensors\.index\.json"
+SHARD_NAME = r"model-\d{5}-of-\d{5}\.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (
+            lambda f: (f / _shard_of(f, GAIN)).unlink(),
+            FileNotFoundError,
+            rf"{SHARD_NAME}: not there",
+        ),
+        (
+            lambda f: _edit_map(f, GAIN, _shard_of(f, UP)),
+            ValueError,
+            rf"{GAIN} is in this file, but",
+        ),
+        (_copy_to_other_shard, ValueError, rf"{SHARD_NAME}: tensor {UP} is in this file, but"),
+        (lambda f: _edit_map(f, "x", _shard_of(f, NORM)), ValueError, r"tensor x is missing, but"),
+        (
+            lambda f: _change_json(f / files.INDEX, lambda c: c["weight_map"].pop(GAIN)),
+            ValueError,
+            rf"{SHARD_NAME}: tensor {GAIN} is in this file, but {INDEX} says None",
+        ),
+        (_twice_in_the_map, ValueError, rf"{INDEX}: damaged \({GAIN} is there twice"),
+        (
+            lambda f: _edit_map(f, GAIN, "../policy/" + _shard_of(f, GAIN)),
+            ValueError,
+            rf"{INDEX}: tensor {GAIN} is in '../policy/model-",
+        ),
+        (
+            lambda f: _edit_map(f, GAIN, "/etc/passwd"),
+            ValueError,
+            rf"{INDEX}: tensor {GAIN} is in '/e",
+        ),
+        (lambda f: _edit_map(f, GAIN, 3), ValueError, rf"{INDEX}: tensor {GAIN} is in 3: must be"),
+        (
+            lambda f: _change_json(f / files.INDEX, lambda c: c.update(weight_map={})),
+            ValueError,
+            rf"{INDEX}: weight_map must be",
+        ),
+        (lambda f: (f / files.INDEX).write_text("[1]"), ValueError, rf"{INDEX}: weight_map must"),
+        (lambda f: (f / files.INDEX).write_text("{"), ValueError, rf"{INDEX}: damaged"),
+        (lambda f: (f / files.INDEX).write_text("[" * 99_999), ValueError, rf"{INDEX}: damaged"),
+        (
+            lambda f: write_tensors(f, {"x": np.ones(1)}),
+            ValueError,
+            rf"{INDEX}: must not be there beside model\.safetensors",
+        ),
+        (
+            lambda f: safetensors.numpy.save_file({"x": np.ones(1)}, f / "more.safetensors"),
+            ValueError,
+            r"more\.safetensors: holds weights that",
+        ),
+        (lambda f: (f / files.INDEX).unlink(), FileNotFoundError, r"model\.safetensors: not there"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_shards_are_named(damage, error, message: str, tmp_path, monkeypatch) -> None:
+    folder = _sharded(tmp_path)
+    damage(folder)
+    monkeypatch.setattr(files.Tensor, "read", lambda *_: pytest.fail("read before all was checked"))
+    with pytest.raises(error, match=message):
+        weights.load(folder)
+
+
+def test_shards_may_be_links_as_in_the_cache_of_the_hub(tmp_path) -> None:
+    folder = _sharded(tmp_path)
+    (tmp_path / "blobs").mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(tmp_path / "blobs" / str(number))
+        path.symlink_to(f"../blobs/{number}")
+    assert_same_bits(weights.load(folder)[1], tiny.weights())
+
+
+# -------------------------------------------------------------------------------------- Tokenizer
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path) -> None:
     tokenizer = tokenizers.train(["the cat sat on the mat"] * 5, 300)
     weights.save(tmp_path / "policy", tiny.POLICY, tiny.weights(), tokenizer)
     with pytest.raises(
         ValueError, match=r"policy: the tokenizer has \d{3} tokens.*vocab_size = 64"
     ):
-        weights.load_policy(tmp_path / "policy")
+        weights.identify(tmp_path / "policy")
+
+
+def test_a_folder_is_identified_without_its_weights(tmp_path) -> None:
+    tokenizer = tokenizers.train(["the cat sat on the mat"] * 5, 300)
+    policy = dataclasses.replace(tiny.POLICY, vocab_size=tokenizer.vocab_size)
+    weights.save(tmp_path, policy, tiny.weights(policy), tokenizer)
+    (tmp_path / files.SINGLE).unlink()
+    config, found = weights.identify(tmp_path)
+    assert config == policy and found.vocab_size == tokenizer.vocab_size
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config\.json: not there"):
+        weights.identify(tmp_path)

@@ -162,6 +162,25 @@ def test_host_state_that_json_would_change_is_refused(tmp_path, value, error, me
     assert checkpoints.latest_step() is None
 
 
+def test_a_part_is_restored_without_the_rest(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    saved = {"policy": {"w": jnp.arange(6.0), "mu": jnp.ones(6)}, "anchor": jnp.zeros(3)}
+    checkpoints.save(1, saved, {})
+    place = jax.sharding.NamedSharding(
+        jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), jax.sharding.PartitionSpec("x")
+    )
+    wanted = {"policy": {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=place)}}
+    part = checkpoints.restore_part(1, wanted)
+    assert part.keys() == {"policy"} and part["policy"].keys() == {"w"}
+    np.testing.assert_array_equal(part["policy"]["w"], np.arange(6.0))
+    assert part["policy"]["w"].sharding.is_equivalent_to(place, 1)
+    wrong = {"policy": {"v": wanted["policy"]["w"]}}
+    with pytest.raises(ValueError, match=r"policy/v: wanted, not in the checkpoint$"):
+        checkpoints.restore_part(1, wrong)
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 2"):
+        checkpoints.restore_part(2, wanted)
+
+
 # Counts every file or folder that the second save makes or renames, and ends the process at the
 # wanted one, as a kill would: no clean-up runs.
 KILLED_SAVE = """

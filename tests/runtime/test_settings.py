@@ -21,6 +21,7 @@ class Example:
     sizes: tuple[int, ...] = ()
     pair: tuple[int, str] = (0, "")
     maybe: float | None = None
+    inner: Bucket = dataclasses.field(default_factory=lambda: Bucket(8, 4))
     anything: Any = None
 
 
@@ -30,6 +31,13 @@ def test_fields_are_taken_and_defaults_kept() -> None:
     assert build(Example, FrozenConfigDict({"count": 1}), "example") == Example(1)
     assert build(Example, {"maybe": 1}, "example", count=7) == Example(7, maybe=1.0)
     assert build(Example, {"count": 1, "maybe": None, "anything": []}, "e").anything == []
+
+
+@pytest.mark.parametrize("inner", [(6, 3), {"length": 6, "answers": 3}])
+@pytest.mark.parametrize("kind", [dict, ConfigDict])
+def test_a_dataclass_inside(kind, inner) -> None:
+    found = build(Example, kind({"count": 1, "inner": inner}), "example").inner
+    assert found == Bucket(6, 3)
 
 
 def test_a_whole_number_is_a_float() -> None:
@@ -51,6 +59,7 @@ def test_a_whole_number_is_a_float() -> None:
         ({"count": 1, "sizes": 3}, r"example\.sizes = 3: must be tuple\[int, \.\.\.\]"),
         ({"count": 1, "sizes": (1, "b")}, r"example\.sizes\[1\] = 'b': must be int"),
         ({"count": 1, "pair": (1, "b", 2)}, r"example\.pair = \(1, 'b', 2\): must be tuple"),
+        ({"count": 1, "inner": {"size": 3}}, r"example\.inner\.size: no such field"),
         ({"count": 1, "maybe": "no"}, r"example\.maybe = 'no': must be float \| None"),
     ],
 )

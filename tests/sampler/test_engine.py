@@ -119,7 +119,7 @@ def test_log_probs_equal_the_learners() -> None:
 
     @jax.jit
     def score(params):
-        hidden, _ = transformer.hidden_states(
+        hidden, *_ = transformer.hidden_states(
             tiny.POLICY,
             params,
             batch.tokens,

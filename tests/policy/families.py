@@ -1,0 +1,87 @@
+"""Tiny models of every family, made and saved by transformers."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+
+REASON = "the comparison needs torch and transformers (extra 'test')"
+VOCAB = 64
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+DEFAULT = {"rope_type": "default"}
+# Name -> (class in transformers without its suffix, fields besides the common ones).
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2 untied, yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3 untied, linear": ("Qwen3", {"head_dim": 8, "rope_parameters": LINEAR}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe, plain router, yarn": (
+        "Qwen3Moe",
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": False,
+            "rope_parameters": YARN | {"beta_fast": 4.0, "attention_factor": 1.3},
+        },
+    ),
+    "llama, llama3": ("Llama", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5}),
+    "llama tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+}
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "rope_parameters": DEFAULT,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
+
+def make(family: str, seed: int = 0) -> Any:
+    """A model of transformers in float32, whose logits are of the order of 1 to 10."""
+    torch = pytest.importorskip("torch", reason=REASON)
+    transformers = pytest.importorskip("transformers", reason=REASON)
+    name, fields = FAMILIES[family]
+    settings = _COMMON | fields
+    settings["rope_parameters"] = settings["rope_parameters"] | {"rope_theta": 50_000.0}
+    config = getattr(transformers, f"{name}Config")(**settings)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def save(family: str, folder: pathlib.Path, seed: int = 0) -> Any:
+    """Writes the model as transformers does; returns it."""
+    model = make(family, seed)
+    model.save_pretrained(folder)
+    return model

@@ -1,0 +1,135 @@
+"""Every family against transformers: logits, greedy text, padding, gradients, embeddings."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spell_jax.policy import transformer, weights
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler.engine import Sampler, SamplerConfig
+from tests.policy import families
+
+LENGTH = 120  # the stretched ropes of families.py come from a context of 32
+TOKENS = np.random.default_rng(0).integers(0, families.VOCAB, size=(2, LENGTH)).astype(np.int32)
+every_family = pytest.mark.parametrize("family", families.FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """(transformers' model, our config, our weights) of a family, made once."""
+
+    @functools.cache
+    def make(family: str):
+        folder = tmp_path_factory.mktemp("family")
+        model = families.save(family, folder)
+        return model, *weights.load(folder)
+
+    return make
+
+
+def their_logits(model, tokens: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def our_logits(config, params, tokens):
+    return transformer.logits(config, params, tokens)
+
+
+@every_family
+def test_logits_equal_transformers(family: str, both) -> None:
+    model, config, params = both(family)
+    wanted = their_logits(model, TOKENS)
+    found = np.asarray(our_logits(config, params, TOKENS))
+    assert np.abs(wanted).max() > 1.0
+    np.testing.assert_allclose(found, wanted, atol=2e-4)
+
+
+@every_family
+def test_sixty_four_greedy_tokens_equal_transformers(family: str, both) -> None:
+    """Through prefill, cache and decode loop, with prompts of two lengths in one padded batch."""
+    model, config, params = both(family)
+    import torch
+
+    prompts = [TOKENS[0, :30], TOKENS[1, :21]]
+    settings = SamplerConfig(0.0, 1.0, (32,), 64, 2, 64, 64)
+    sampler = Sampler(config, settings, (), meshes.make_mesh(devices=jax.devices()[:1]))
+    found = sampler.sample(params, prompts, 1, jax.random.key(0))
+    for prompt, samples in zip(prompts, found, strict=True):
+        ids = torch.tensor(prompt[None], dtype=torch.long)
+        wanted = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=64,
+            do_sample=False,
+            pad_token_id=0,
+        )[0, len(prompt) :]
+        assert samples is not None
+        assert samples[0].tokens.tolist() == wanted.tolist()
+
+
+@every_family
+def test_a_padded_row_equals_the_row_alone(family: str, both) -> None:
+    _, config, params = both(family)
+    length = 50
+    alone = transformer.embed(config, params, TOKENS[:1, :length], jnp.array([length]))
+    padded = transformer.embed(config, params, TOKENS, jnp.array([length, LENGTH]))
+    np.testing.assert_allclose(padded[0], alone[0], atol=1e-5)
+    assert np.abs(padded[0] - padded[1]).max() > 1e-2
+
+
+@every_family
+def test_gradients_equal_autograd(family: str, both, tmp_path) -> None:
+    """Of the summed log-prob of a short text, for every tensor, relative to its largest entry."""
+    model, config, params = both(family)
+    import torch
+
+    text = TOKENS[:, :16]
+
+    def log_prob(params):
+        every = jax.nn.log_softmax(transformer.logits(config, params, text))[:, :-1]
+        return jnp.sum(jnp.take_along_axis(every, text[:, 1:, None], axis=-1))
+
+    ours = jax.jit(jax.grad(log_prob))(params)
+    model.zero_grad()
+    ids = torch.tensor(text, dtype=torch.long)
+    every = model(ids).logits.log_softmax(-1)[:, :-1]
+    every.gather(-1, ids[:, 1:, None]).sum().backward()
+    # Their gradients take the way of weights: saved as a model, read by our table.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data, parameter.grad = parameter.grad, parameter.data
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data, parameter.grad = parameter.grad, None
+    _, theirs = weights.load(tmp_path)
+    for (path, found), wanted in zip(
+        jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True
+    ):
+        size = np.abs(wanted).max()
+        assert size > 1e-4, path
+        np.testing.assert_allclose(found, wanted, atol=1e-3 * size, err_msg=str(path))
+
+
+def test_embeddings_equal_the_last_hidden_state_of_transformers(both) -> None:
+    model, config, params = both("qwen3")
+    import torch
+
+    lengths = np.array([LENGTH, 33], np.int32)
+    found = transformer.embed(config, params, TOKENS, jnp.asarray(lengths))
+    for row, length in enumerate(lengths):
+        with torch.no_grad():
+            ids = torch.tensor(TOKENS[row : row + 1, :length], dtype=torch.long)
+            last = model.model(ids).last_hidden_state[0, -1]
+        wanted = torch.nn.functional.normalize(last, dim=0).numpy()
+        np.testing.assert_allclose(found[row], wanted, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=-1), 1.0, rtol=1e-6)

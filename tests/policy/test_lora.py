@@ -1,0 +1,204 @@
+"""Adapters: begin as nothing, alone are trained, merge into the kernels, and are PEFT's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.packing import Bucket
+from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig
+from spell_jax.policy import lora, transformer, weights
+from spell_jax.policy.lora import LoraConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler.engine import Sampler, SamplerConfig
+from tests import tiny
+from tests.policy import families
+
+TOKENS = np.random.default_rng(0).integers(0, families.VOCAB, size=(2, 20)).astype(np.int32)
+ALL = LoraConfig(rank=4, alpha=8.0)
+POLICY = dataclasses.replace(tiny.POLICY, lora=ALL)
+logits = jax.jit(transformer.logits, static_argnums=0)
+
+
+def _names(tree) -> set[str]:
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {"/".join(key.key for key in path) for path, _ in paths}
+
+
+def _learner(policy=POLICY, **mesh: int) -> Learner:
+    devices = None if mesh else jax.devices()[:1]
+    return Learner(
+        policy,
+        OptimiserConfig(learning_rate=0.01),
+        LossConfig(),
+        PackingConfig((Bucket(48, 32),), 192),
+        meshes.make_mesh(mesh or {"fsdp": 1}, devices),
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "adapted"),
+    [
+        ("_proj", {f"attention/{x}" for x in "qkvo"} | {"mlp/gate", "mlp/up", "mlp/down"}),
+        ("self_attn", {f"attention/{x}" for x in "qkvo"}),
+        ("(q|v)_proj", {"attention/q", "attention/v"}),
+        (r"down_proj$", {"mlp/down"}),
+    ],
+)
+def test_the_pattern_chooses(pattern: str, adapted: set[str]) -> None:
+    policy = dataclasses.replace(tiny.POLICY, lora=LoraConfig(pattern=pattern))
+    assert set(lora.targets(policy)) == adapted
+    trained, _ = lora.split(policy, transformer.abstract_params(policy)[0])
+    assert _names(trained) == {f"layers/{path}_lora_{x}" for path in adapted for x in "ab"}
+
+
+def test_experts_have_no_adapters() -> None:
+    changes = {"experts": 4, "experts_per_token": 2, "qk_norm": True, "qkv_bias": False}
+    policy = dataclasses.replace(POLICY, **changes)
+    assert set(lora.targets(policy)) == {f"attention/{x}" for x in "qkvo"}
+    assert not any("moe" in name for name in _names(lora.split(policy, _shapes(policy))[0]))
+    with pytest.raises(ValueError, match=r"lora\.pattern = 'gate': is in none of"):
+        dataclasses.replace(policy, lora=LoraConfig(pattern="gate"))
+
+
+def _shapes(policy):
+    return transformer.abstract_params(policy)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 0}, r"lora\.rank = 0: must be at least 1"),
+        ({"alpha": 0.0}, r"lora\.alpha = 0\.0: must be above 0"),
+        ({"pattern": "("}, r"lora\.pattern = '\(': not a regular expression"),
+        ({"pattern": "lm_head"}, r"lora\.pattern = 'lm_head': is in none of \['mlp\.down_proj'"),
+    ],
+)
+def test_mistakes_are_named(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(tiny.POLICY, lora=dataclasses.replace(ALL, **change))
+
+
+def test_split_and_join_are_inverse() -> None:
+    params = tiny.weights(POLICY)
+    trained, frozen = lora.split(POLICY, params)
+    assert _names(trained) | _names(frozen) == _names(params)
+    assert not _names(trained) & _names(frozen)
+    joined = lora.join(trained, frozen)
+    jax.tree.map(np.testing.assert_array_equal, joined, params)
+    everything, nothing = lora.split(tiny.POLICY, tiny.weights())
+    assert everything is tiny.weights() and nothing == {}
+
+
+def test_fresh_adapters_change_nothing() -> None:
+    learner = _learner()
+    state = learner.init(tiny.weights())
+    found = logits(POLICY, learner.cast(state.params), TOKENS)
+    np.testing.assert_allclose(found, logits(tiny.POLICY, tiny.weights(), TOKENS), atol=1e-6)
+    a = state.params["layers"]["mlp"]["down_lora_a"]
+    bound = tiny.POLICY.feed_forward**-0.5
+    assert 0.9 * bound < np.abs(a).max() < bound and not np.array_equal(a[0], a[1])
+
+
+def test_merged_is_the_same_function() -> None:
+    params = tiny.weights(POLICY)
+    config, merged = lora.merge(POLICY, params)
+    assert config == tiny.POLICY and _names(merged) == _names(tiny.weights())
+    wanted = logits(POLICY, params, TOKENS)
+    np.testing.assert_allclose(logits(config, merged, TOKENS), wanted, atol=1e-4)
+    base = logits(tiny.POLICY, lora.split(POLICY, params)[1], TOKENS)
+    assert np.abs(base - wanted).max() > 0.1
+    jax.tree.map(np.testing.assert_array_equal, params, tiny.weights(POLICY))
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=["1", "8"])
+def test_an_update_trains_the_adapters_alone(mesh) -> None:
+    learner, groups = _learner(**mesh), tiny.groups(5)
+    params = tiny.weights(POLICY)
+    start, frozen = lora.split(POLICY, params)
+    learner.freeze(frozen)
+    state = learner.init(jax.random.key(0))
+    state = dataclasses.replace(state, params=jax.device_put(start, learner.param_shardings))
+    state, numbers = learner.update(state, groups)
+    assert _names(state.params) == _names(start)
+    assert {leaf.shape for leaf in jax.tree.leaves(state.optimiser)} <= {
+        leaf.shape for leaf in jax.tree.leaves(start)
+    } | {()}
+    for before, after in zip(jax.tree.leaves(start), jax.tree.leaves(state.params), strict=True):
+        assert np.abs(before - np.asarray(after)).max() > 1e-3
+    jax.tree.map(np.testing.assert_array_equal, learner.frozen, frozen)
+    assert numbers["gradient_norm"] == pytest.approx(_gradient_norm(), rel=1e-4)
+
+
+@functools.cache
+def _gradient_norm() -> float:
+    """Of the adapters' part of the gradient, with every parameter trained."""
+    learner = _learner()
+    batches, _ = learner.pack(tiny.groups(5))
+
+    def loss(params):
+        return sum(learner._loss(params, {}, batch, None)[0] for batch in batches)
+
+    gradient = jax.jit(jax.grad(loss))(tiny.weights(POLICY))
+    trained, _ = lora.split(POLICY, gradient)
+    return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(trained))))
+
+
+def test_the_sampler_plays_with_the_adapters() -> None:
+    config = SamplerConfig(0.0, 1.0, (24,), 48, 2, 8)
+    mesh = meshes.make_mesh(devices=jax.devices()[:1])
+    params = tiny.weights(POLICY)
+    adapted = Sampler(POLICY, config, (), mesh)
+    plain = Sampler(tiny.POLICY, config, (), mesh)
+
+    def answers(sampler, params):
+        found = sampler.sample(params, TOKENS, 1, jax.random.key(0))
+        return [group[0].tokens.tolist() for group in found]
+
+    found = answers(adapted, params)
+    assert found == answers(plain, lora.merge(POLICY, params)[1])
+    assert found != answers(plain, lora.split(POLICY, params)[1])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama, llama3"])
+def test_equals_peft(family: str, tmp_path) -> None:
+    """Saved in PEFT's format and read by it: the same logits and gradients of the adapters."""
+    torch = pytest.importorskip("torch", reason=families.REASON)
+    peft = pytest.importorskip("peft", reason="the comparison needs peft (extra 'test')")
+    model = families.save(family, tmp_path / "base")
+    config, base = weights.load(tmp_path / "base")
+    config = dataclasses.replace(config, lora=LoraConfig(4, 6.0, "q_proj|o_proj|gate|down"))
+    adapters, _ = lora.split(config, tiny.weights(config))
+    lora.save(tmp_path / "adapters", config, adapters, str(tmp_path / "base"))
+    written = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert written["target_modules"] == ["down_proj", "gate_proj", "o_proj", "q_proj"]
+    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapters", is_trainable=True)
+
+    def log_prob(adapters):
+        every = jax.nn.log_softmax(transformer.logits(config, lora.join(adapters, base), TOKENS))
+        return jnp.sum(jnp.take_along_axis(every[:, :-1], TOKENS[:, 1:, None], axis=-1))
+
+    ids = torch.tensor(TOKENS, dtype=torch.long)
+    wanted = theirs(ids).logits
+    found = logits(config, lora.join(adapters, base), TOKENS)
+    np.testing.assert_allclose(found, wanted.detach().numpy(), atol=2e-4)
+    plain = logits(dataclasses.replace(config, lora=None), base, TOKENS)
+    assert np.abs(found - plain).max() > 0.1
+
+    every = wanted.log_softmax(-1)[:, :-1]
+    every.gather(-1, ids[:, 1:, None]).sum().backward()
+    lora.save(tmp_path / "gradients", config, jax.jit(jax.grad(log_prob))(adapters))
+    ours = safetensors.numpy.load_file(tmp_path / "gradients" / "adapter_model.safetensors")
+    named = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
+    assert len(named) == len(ours) == config.layers * 8
+    for name, gradient in ours.items():
+        wanted = named[name.replace(".weight", ".default.weight")].grad.numpy()
+        np.testing.assert_allclose(gradient, wanted, atol=1e-3 * np.abs(wanted).max())

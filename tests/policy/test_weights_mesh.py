@@ -1,0 +1,163 @@
+"""Weights read onto a mesh: the same values, each where it belongs, and nothing read in vain."""
+
+from __future__ import annotations
+
+import collections
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from spell_jax.policy import safetensors_folder as files
+from spell_jax.policy import transformer, weights
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+from tests import tiny
+from tests.policy.test_weights import POLICIES, SHARD, assert_same_bits, contents, every_policy
+
+MESHES = [
+    {"fsdp": 2, "tensor": 2, "data": 2},
+    {"fsdp": 4, "expert": 2},
+    {"tensor": 4, "expert": 2},  # 2 key/value heads: replicated
+]
+
+
+@pytest.fixture
+def counted(monkeypatch) -> collections.Counter:
+    """Bytes read of each tensor."""
+    count: collections.Counter = collections.Counter()
+    read = files.Tensor.read
+
+    def counting(self, index):
+        block = read(self, index)
+        count[self.name] += block.nbytes
+        return block
+
+    monkeypatch.setattr(files.Tensor, "read", counting)
+    return count
+
+
+@every_policy
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_a_load_onto_a_mesh_equals_a_plain_one(policy: PolicyConfig, shape, tmp_path) -> None:
+    weights.save(tmp_path / "a", policy, tiny.weights(policy), shard_bytes=SHARD)
+    mesh = meshes.make_mesh(shape)
+    read, params = weights.load(tmp_path / "a", mesh)
+    assert read == policy
+    assert_same_bits(params, tiny.weights(policy))
+    shapes, axes = transformer.abstract_params(policy)
+    wanted = meshes.shardings(mesh, axes, shapes)
+    assert jax.tree.map(lambda leaf: leaf.sharding, params) == wanted
+    # What is split over devices is saved as what is not.
+    weights.save(tmp_path / "b", policy, params, shard_bytes=SHARD)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_a_load_onto_a_mesh_in_bfloat16(tmp_path) -> None:
+    policy = POLICIES["qwen3_moe untied"]
+    weights.save(tmp_path, policy, tiny.weights(policy))
+    _, params = weights.load(tmp_path, meshes.make_mesh(MESHES[0]), "bfloat16")
+    assert_same_bits(params, weights.load(tmp_path, dtype="bfloat16")[1])
+
+
+@pytest.mark.parametrize("name", ["qwen2 untied", "qwen3_moe"])
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_no_byte_is_read_twice(name: str, shape, tmp_path, counted) -> None:
+    """One host holds all of each parameter, however it is split."""
+    policy = POLICIES[name]
+    weights.save(tmp_path, policy, tiny.weights(policy))
+    weights.load(tmp_path, meshes.make_mesh(shape))
+    assert counted == {tensor.name: 4 * math.prod(tensor.shape) for tensor in _tensors(tmp_path)}
+
+
+def _tensors(folder) -> list[files.Tensor]:
+    return list(files.scan(folder)[1].values())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_a_device_reads_only_what_it_holds(name: str, shape, tmp_path, counted) -> None:
+    """Each device's part of every parameter by itself, as on a host that has only this device."""
+    policy = POLICIES[name]
+    weights.save(tmp_path, policy, tiny.weights(policy))
+    shapes, axes = transformer.abstract_params(policy)
+    places = weights._flatten(meshes.shardings(meshes.make_mesh(shape), axes, shapes))
+    found = weights._match(policy, *files.scan(tmp_path))
+    source = weights._Source(policy, *found, "float32")
+    wanted = weights._flatten(tiny.weights(policy))
+    split = 0
+    for path, place in places.items():
+        whole = wanted[path]
+        layered = source.entries[path].layered
+        for index in place.devices_indices_map(whole.shape).values():
+            bounds = [part.indices(size)[:2] for part, size in zip(index, whole.shape, strict=True)]
+            part = whole[index]
+            out = np.empty(part.shape, np.float32)
+            counted.clear()
+            for layer in range(policy.layers if layered else 1):
+                inner = tuple(slice(*bound) for bound in bounds[layered:])
+                source.fill(out[layer] if layered else out, path, layer, inner)
+            assert_same_bits(out, part)
+            assert counted.total() == part.nbytes
+            split += part.nbytes < whole.nbytes
+    assert split > 40  # else nothing was tested
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_a_load_asks_for_what_single_devices_hold(name: str, shape, tmp_path, monkeypatch) -> None:
+    policy = POLICIES[name]
+    weights.save(tmp_path, policy, tiny.weights(policy))
+    asked = collections.defaultdict(set)
+    fill = weights._Source.fill
+
+    def watching(self, out, path, layer, index):
+        asked[path].add(out.shape)
+        fill(self, out, path, layer, index)
+
+    monkeypatch.setattr(weights._Source, "fill", watching)
+    _, params = weights.load(tmp_path, meshes.make_mesh(shape))
+    for path, leaf in weights._flatten(params).items():
+        part = leaf.sharding.shard_shape(leaf.shape)
+        assert asked[path] == {part[1:] if path.startswith("layers/") else part}
+
+
+def test_even_a_split_head_is_read(tmp_path) -> None:
+    """No rule splits H, the second of two flattened axes; reading would be right all the same."""
+    policy = tiny.POLICY
+    weights.save(tmp_path, policy, tiny.weights())
+    source = weights._Source(policy, *weights._match(policy, *files.scan(tmp_path)), "float32")
+    attention = tiny.weights()["layers"]["attention"]
+    for path, index in (
+        ("q_kernel", (slice(3, 20), slice(1, 3), slice(2, 7))),
+        ("o_kernel", (slice(1, 3), slice(2, 7), slice(3, 20))),
+        ("k_bias", (slice(1, 2), slice(2, 7))),
+    ):
+        wanted = attention[path][1][index]
+        out = np.empty(wanted.shape, np.float32)
+        source.fill(out, f"layers/attention/{path}", 1, index)
+        np.testing.assert_array_equal(out, wanted)
+
+
+def test_layers_are_put_in_place_by_one_program_a_parameter(tmp_path, monkeypatch) -> None:
+    policy = POLICIES["llama"]
+    weights.save(tmp_path, policy, tiny.weights(policy))
+    traced = []
+    insert = weights._insert
+
+    def counting(stack, piece, layer):
+        traced.append(stack.shape)
+        return insert(stack, piece, layer)
+
+    monkeypatch.setattr(weights, "_insert", counting)
+    weights.load(tmp_path, meshes.make_mesh())
+    assert len(traced) <= sum(entry.layered for entry in weights.table(policy).values())
+
+
+def test_values_that_are_not_finite_are_named_on_a_mesh_too(tmp_path) -> None:
+    params = jax.tree.map(np.copy, tiny.weights())
+    params["layers"]["mlp"]["up_kernel"][1, 5, 7] = np.nan
+    weights.save(tmp_path, tiny.POLICY, params)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has values that"):
+        weights.load(tmp_path, meshes.make_mesh())

@@ -1,0 +1,61 @@
+"""Folders go to transformers and come from it, for every family."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from spell_jax.policy import safetensors_folder as files
+from spell_jax.policy import weights
+from tests.policy import families
+from tests.policy.test_weights import assert_same_bits, read_tensors
+
+transformers = pytest.importorskip("transformers", reason=families.REASON)
+every_family = pytest.mark.parametrize("family", families.FAMILIES)
+
+
+@every_family
+@pytest.mark.parametrize("shard_size", ["5KB", "1GB"])
+def test_folders_of_transformers_are_read_and_written_again(family, shard_size, tmp_path) -> None:
+    model = families.make(family)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
+    assert (tmp_path / "theirs" / files.INDEX).exists() == (shard_size == "5KB")
+    config, params = weights.load(tmp_path / "theirs")
+    weights.save(tmp_path / "ours", config, params, shard_bytes=20_000)
+    theirs, ours = (read_tensors(tmp_path / name) for name in ("theirs", "ours"))
+    assert ours.keys() == theirs.keys()
+    assert_same_bits(ours, theirs)
+    assert_same_bits(weights.load(tmp_path / "ours")[1], params)
+
+
+@every_family
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_reads_what_we_write(family, dtype, tmp_path) -> None:
+    import torch
+
+    model = families.save(family, tmp_path / "theirs")
+    config, params = weights.load(tmp_path / "theirs")
+    weights.save(tmp_path / "ours", config, params, dtype=dtype, shard_bytes=20_000)
+    again, report = type(model).from_pretrained(
+        tmp_path / "ours", output_loading_info=True, dtype="auto"
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        assert not report[kind], report
+    found, wanted = again.state_dict(), model.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == getattr(torch, dtype)
+        assert torch.equal(tensor, wanted[name].to(tensor.dtype)), name
+
+
+def test_half_sized_folders_of_transformers_are_read(tmp_path) -> None:
+    model = families.make("qwen3_moe").bfloat16()
+    model.save_pretrained(tmp_path, max_shard_size="5KB")
+    config, params = weights.load(tmp_path, dtype="bfloat16")
+    weights.save(tmp_path / "ours", config, params, dtype="bfloat16")
+    assert_same_bits(read_tensors(tmp_path / "ours"), read_tensors(tmp_path))
+    header = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert header["torch_dtype"] == "bfloat16"
+    assert np.isfinite(params["embedding"].astype(np.float32)).all()

@@ -1,0 +1,134 @@
+"""A checkpoint's policy as a folder: the weights of that step, merged or as adapters alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from spell_jax import export, train
+from spell_jax.policy import weights
+from tests import noise
+
+LORA = {
+    "policy.lora_rank": 2,
+    "policy.lora_pattern": "q_proj|down_proj",
+    "policy.stretch": "yarn",
+    "policy.stretch_factor": 2.0,
+    "optimiser.learning_rate": 1e-2,
+}
+SHORT = {"steps": 2, "checkpoint_every": 1, "validate_every": 0}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+def play(config, workdir: pathlib.Path) -> pathlib.Path:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        noise.give_meaning(monkeypatch)
+        return train.train(config, workdir)
+
+
+@pytest.fixture(scope="module")
+def run(policy, tmp_path_factory) -> pathlib.Path:
+    """The workdir of two updates of every weight."""
+    return play(noise.small_config(policy, **SHORT), tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def adapted(policy, tmp_path_factory) -> pathlib.Path:
+    """The workdir of two updates of adapters, with a stretched context."""
+    workdir = tmp_path_factory.mktemp("adapted")
+    return play(noise.small_config(policy, **SHORT, **LORA), workdir)
+
+
+def load(folder: pathlib.Path):
+    return weights.load(folder)[1]
+
+
+def assert_same(first, second) -> None:
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def test_the_last_checkpoint_is_the_runs_policy(run, tmp_path) -> None:
+    assert export.export(run, tmp_path / "out", dtype="float32") == 2
+    assert_same(load(tmp_path / "out"), load(run / "policy"))
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {path.name for path in (run / "policy").iterdir()}
+
+
+def test_the_command_writes_bfloat16_of_a_chosen_step(run, tmp_path) -> None:
+    flags = [f"--workdir={run}", f"--out={tmp_path / 'out'}", "--step=1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "spell_jax.export", *flags],
+        env=os.environ | {"XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the policy after step 1" in done.stdout
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16"
+    export.export(run, tmp_path / "first", step=1, dtype="float32")
+    first, last = load(tmp_path / "first"), load(run / "policy")
+    assert not np.array_equal(first["embedding"], last["embedding"])
+    rounded = jax.tree.map(lambda x: np.asarray(x, "bfloat16").astype(np.float32), first)
+    assert_same(load(tmp_path / "out"), rounded)
+
+
+def test_adapters_alone_are_trained_kept_and_exported(policy, adapted, tmp_path) -> None:
+    """Resumed = uninterrupted; nothing but the adapted kernels has changed; both exports."""
+    resumed = tmp_path / "resumed"
+    play(noise.small_config(policy, **SHORT | {"steps": 1}, **LORA), resumed)
+    play(noise.small_config(policy, **SHORT, **LORA), resumed)
+    config, found = weights.load(adapted / "policy")
+    assert_same(load(resumed / "policy"), found)
+    assert config == weights.load(policy)[0].stretched("yarn", 2.0)
+    old = dict(jax.tree_util.tree_leaves_with_path(load(policy)))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(found):
+        name = "/".join(key.key for key in path)
+        trained = name in ("layers/attention/q_kernel", "layers/mlp/down_kernel")
+        assert np.array_equal(leaf, old[path]) != trained, name
+
+    export.export(adapted, tmp_path / "merged", dtype="float32")
+    assert_same(load(tmp_path / "merged"), found)
+    export.export(adapted, tmp_path / "adapters", adapters=True)
+    written = {path.name for path in (tmp_path / "adapters").iterdir()}
+    assert written == {"adapter_config.json", "adapter_model.safetensors"}
+    description = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert description["base_model_name_or_path"] == str(policy)
+
+
+def test_a_checkpoint_of_adapters_holds_nothing_else(adapted, run) -> None:
+    def size(folder: pathlib.Path) -> int:
+        return sum(p.stat().st_size for p in (folder / "checkpoints").rglob("*") if p.is_file())
+
+    assert size(adapted) < size(run) / 5
+
+
+def test_mistakes_are_named(run, tmp_path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(FileNotFoundError, match=r"config\.json: not there"):
+        export.export(tmp_path, out)
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 9"):
+        export.export(run, out, step=9)
+    with pytest.raises(ValueError, match=r"lora_rank = 0: the run of .* has no adapters"):
+        export.export(run, out, adapters=True)
+    (tmp_path / "config.json").write_text('{"rows_per_step": 3}')
+    with pytest.raises(ValueError, match=r"not the config of train\.py"):
+        export.export(tmp_path, out)
+    (tmp_path / "config.json").write_text((run / "config.json").read_text())
+    with pytest.raises(FileNotFoundError, match="checkpoints: not there"):
+        export.export(tmp_path, out)
+    with pytest.raises(ValueError, match=r"out = .*: is there already"):
+        export.export(run, tmp_path)
+    assert not out.exists()

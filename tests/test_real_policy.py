@@ -1,0 +1,167 @@
+"""SPELL with a real model's tokenizer, chat template and shape, its weights random and small:
+play, learn, count, checkpoint, resume, export."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from configs import qwen2_5_7b_instruct
+from spell_jax import export, generate, train
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import transformer, weights
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.rope import RopeConfig
+from spell_jax.runtime.metrics import read_metrics
+from tests import noise
+from tests.policy import families
+
+# Qwen2.5-7B-Instruct, but narrow: 9.8 million weights, nearly all of them embeddings.
+SHAPE = PolicyConfig(
+    vocab_size=152_064,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_size=16,
+    feed_forward=160,
+    rope=RopeConfig(1e6),
+    max_positions=32_768,
+)
+STATUSES = ("accepted", "bad_format", "skipped", "ungrounded", "overlong")
+EXPORTED = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+
+
+@pytest.fixture(scope="module")
+def data() -> pathlib.Path:
+    if not os.environ.get("SPELL_DATA"):
+        pytest.skip("SPELL_DATA is not set: it names the folder of real documents")
+    return pathlib.Path(os.environ["SPELL_DATA"])
+
+
+@pytest.fixture(scope="module")
+def policy(data, tmp_path_factory) -> pathlib.Path:
+    """A folder as a hub's, with random weights."""
+    source, folder = tmp_path_factory.mktemp("tokenizer"), tmp_path_factory.mktemp("policy")
+    real = data / "tokenizers" / "qwen2"
+    packed = (real / "tokenizer.qwen2.5.rebuilt.json.gz").read_bytes()
+    (source / "tokenizer.json").write_bytes(gzip.decompress(packed))
+    shutil.copy(real / "tokenizer_config.qwen2.5.json", source / "tokenizer_config.json")
+    params = transformer.init(SHAPE, jax.random.key(0))
+    weights.save(folder / "hub", SHAPE, params, tokenizers.load(source))
+    return folder / "hub"
+
+
+@pytest.fixture(scope="module")
+def documents(data, tmp_path_factory) -> pathlib.Path:
+    """Two real filings and three speeches."""
+    folder = tmp_path_factory.mktemp("documents")
+    filings = sorted((data / "edgar" / "dev").glob("*.txt"))[:2]
+    speeches = sorted((data / "gov_speeches").rglob("*.txt"))[:3]
+    assert len(filings) == 2 and len(speeches) == 3
+    for path in filings + speeches:
+        (folder / path.name).write_text(path.read_text()[:20_000])
+    return folder
+
+
+def config_of(policy: pathlib.Path, documents: pathlib.Path, **changes):
+    """configs/qwen2_5_7b_instruct.py with few and short documents, questions and answers."""
+    config = qwen2_5_7b_instruct.get_config()
+    settings = {
+        "steps": 2,
+        "validate_every": 0,
+        "checkpoint_every": 1,
+        "policy.folder": str(policy),
+        "policy.compute_dtype": "float32",
+        "data.source": str(documents),
+        "data.grouping": "order",
+        "data.documents_per_cluster": 3,
+        "data.max_document_tokens": 128,
+        "data.held_out": 0.0,
+        "game.questions": 2,
+        "game.generation_batch": 4,
+        "game.max_generations": 1,
+        "game.group_size": 4,
+        "game.verifier_group_size": 4,
+        "game.documents": (2,),
+        "sampler.prompt_buckets": (1536,),
+        "sampler.token_budget": 6144,
+        "sampler.max_streams": 16,
+        "sampler.max_tokens": 6,
+        "sampler.max_verdict_tokens": 3,
+        "packing.buckets": ((1664, 64),),
+        "packing.token_budget": 3328,
+    }
+    return noise.with_fields(config, settings | changes)
+
+
+@pytest.mark.parametrize("meaning", [False, True], ids=["noise", "noise with a meaning"])
+def test_play_learn_resume_and_export(policy, documents, meaning, tmp_path, monkeypatch) -> None:
+    noise.use_one_device(monkeypatch)
+    if meaning:
+        noise.give_meaning(monkeypatch)
+    run = tmp_path / "run"
+    train.train(config_of(policy, documents, steps=1), run)
+    train.train(config_of(policy, documents), run)
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert sum(line[f"play/{status}"] for status in STATUSES) == pytest.approx(1)
+        # Real prompts: the full templates with two documents, in the chat layout.
+        assert 500 < line["play/prompt_tokens/questioner"] < 1536
+        if meaning:
+            assert line["play/accepted"] > 0 and not line["train/empty_update"]
+            assert line["train/sampler_difference"] < 1e-4
+            assert line["train/gradient_norm"] > 0
+        else:
+            assert line["play/bad_format"] == 1 and line["train/empty_update"]
+    _, before = weights.load(policy)
+    written = train_and_export(run, tmp_path / "exported")
+    assert written == EXPORTED
+    config, after = weights.load(tmp_path / "exported")
+    assert config == SHAPE
+    changed = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), before, after)
+    assert (max(jax.tree.leaves(changed)) > 0) == meaning
+    check_with_transformers(tmp_path / "exported")
+
+
+def train_and_export(run: pathlib.Path, out: pathlib.Path) -> set[str]:
+    assert export.export(run, out, dtype="float32") == 2
+    jax.tree.map(
+        np.testing.assert_array_equal, weights.load(out)[1], weights.load(run / "policy")[1]
+    )
+    return {path.name for path in out.iterdir()}
+
+
+def check_with_transformers(folder: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers", reason=families.REASON)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 151_645
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Who signed?"}], add_generation_prompt=True
+    )["input_ids"]
+    assert ids == tokenizers.load(folder).chat("Who signed?")
+
+
+def test_asking_the_hub_folder(policy, tmp_path) -> None:
+    """generate on a Hugging Face folder, greedy: the same every time, and a long prompt is told."""
+    records = [{"prompt": "Who signed the report?"}, {"prompt": "word " * 40_000}]
+    sampling = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 4}
+    texts = [record["prompt"] for record in records]
+    found = generate.answer(policy, records, texts, 1, sampling, seed=0)
+    assert found == generate.answer(policy, records, texts, 1, sampling, seed=1)
+    assert len(found[0]["answers"]) == 1 and found[0]["tokens"] == [4]
+    assert found[1]["answers"] == []
