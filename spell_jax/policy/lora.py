@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 
 from spell_jax.policy import safetensors_folder as files
 
@@ -169,5 +168,4 @@ def save(folder: str | pathlib.Path, config: PolicyConfig, params: Any, base: st
     }
     with files.replacing(pathlib.Path(folder)) as scratch:
         files.write_json(scratch / "adapter_config.json", description)
-        path = scratch / "adapter_model.safetensors"
-        safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+        files.save_file(tensors, scratch / "adapter_model.safetensors")

@@ -181,12 +181,18 @@ def write(
         if len(shards) > 1:
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         held = dict(zip(names, itertools.islice(source, len(names)), strict=True))
-        safetensors.numpy.save_file(held, folder / file, metadata={"format": "pt"})
+        save_file(held, folder / file)
         del held
         places |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         write_json(folder / INDEX, index)
+
+
+def save_file(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
+    """One safetensors file, as transformers marks its own."""
+    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # the library lets its owner alone read it
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

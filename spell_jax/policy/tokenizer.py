@@ -1,7 +1,7 @@
-"""Tokenizers behind one small interface: our SentencePiece models, and Hugging Face folders.
+"""Tokenizers behind one small interface: SentencePiece models, and Hugging Face folders.
 
 `load` reads a folder: one with tokenizer.json is a Hugging Face tokenizer with its chat template
-(hf_tokenizer.py), one with tokenizer.model is a SentencePiece model that `train` made.
+(hf_tokenizer.py), one with tokenizer.model a SentencePiece model, such as `train` makes.
 tokenizer_base.py says what both promise.
 """
 
@@ -22,10 +22,11 @@ USER, ASSISTANT = "<|user|>", "<|assistant|>"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model with byte fallback and the layout `<|user|> text <|assistant|>`.
+    """A SentencePiece model, and the chat layout `<|user|> text <|assistant|>`.
 
     The two turn markers are control symbols: encode() never produces them, whatever a document
-    says, so no text can open or close a turn. An assistant's earlier turn ends with eos.
+    says, so no text can open or close a turn. An assistant's earlier turn ends with eos. A model
+    without them has no chat.
     """
 
     def __init__(self, model: bytes):
@@ -33,15 +34,12 @@ class SentencePieceTokenizer(Tokenizer):
         self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size = self._pieces.vocab_size()
         self.eos_id = self._pieces.eos_id()
-        self.pad_id = self._pieces.pad_id()
+        if self.eos_id < 0:
+            raise ValueError("it has no end token")
+        self.pad_id = self._pieces.pad_id() if self._pieces.pad_id() >= 0 else self.eos_id
         self.stop_ids = (self.eos_id,)
         self._user = self._pieces.piece_to_id(USER)
         self._assistant = self._pieces.piece_to_id(ASSISTANT)
-        markers = self._user, self._assistant
-        if min(self.eos_id, self.pad_id) < 0 or not all(map(self._pieces.is_control, markers)):
-            raise ValueError(
-                f"{MODEL_FILE}: needs eos, pad and the control symbols {USER} and {ASSISTANT}"
-            )
 
     def encode(self, text: str) -> list[int]:
         return self._pieces.encode(text)
@@ -50,6 +48,11 @@ class SentencePieceTokenizer(Tokenizer):
         return self._pieces.decode([int(i) for i in ids if self.shows(i)])
 
     def chat(self, messages: chats.Messages) -> list[int]:
+        if not all(map(self._pieces.is_control, (self._user, self._assistant))):
+            raise ValueError(
+                f"{MODEL_FILE}: has no chat layout; needs the control symbols {USER} and "
+                f"{ASSISTANT}, or {hf_tokenizer.HF_FILE} and a chat template beside it"
+            )
         turns = chats.read_messages(messages)
         if [turn["role"] for turn in turns] != (["user", "assistant"] * len(turns))[: len(turns)]:
             raise ValueError(
@@ -72,14 +75,13 @@ def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
     """Reads the tokenizer of a folder; tokenizer.json is preferred to tokenizer.model.
 
     Args:
-      folder: a Hugging Face folder, or one with a model that `train` made.
+      folder: a Hugging Face folder, or one with a SentencePiece model.
       thinking: whether the assistant shall think first, for chat templates that let one choose
         (enable_thinking); None: the template's own choice.
 
     Raises:
       FileNotFoundError: the folder has no tokenizer.
-      ValueError: a file of it is damaged, a SentencePiece model is not one of ours, or its layout
-        has no thinking to choose.
+      ValueError: a file of it is damaged, or its layout has no thinking to choose.
     """
     folder = pathlib.Path(folder)
     if (folder / hf_tokenizer.HF_FILE).is_file():
@@ -94,7 +96,7 @@ def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
     try:
         return SentencePieceTokenizer(place.read_bytes())
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{place}: not a tokenizer of this project ({error})") from error
+        raise ValueError(f"{place}: not a SentencePiece model of use ({error})") from error
 
 
 def train(

@@ -91,36 +91,49 @@ def test_files_that_are_not_ours_are_named(tmp_path) -> None:
         tokenizers.load(tmp_path)
     for damaged in (b"", b"no model", tokenizer().model[:500]):
         (tmp_path / MODEL_FILE).write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"{MODEL_FILE}: not a tokenizer of this project"):
+        with pytest.raises(ValueError, match=rf"{MODEL_FILE}: not a SentencePiece model"):
             tokenizers.load(tmp_path)
 
 
-def test_a_model_without_turn_markers_is_refused(tmp_path) -> None:
+def trained(tmp_path, **options) -> SentencePieceTokenizer:
     prefix = tmp_path / "plain"
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS), model_prefix=str(prefix), vocab_size=35, minloglevel=2
+        sentence_iterator=iter(TEXTS), model_prefix=str(prefix), minloglevel=2, **options
     )
-    with pytest.raises(ValueError, match=r"needs eos, pad and the control symbols"):
-        SentencePieceTokenizer(prefix.with_suffix(".model").read_bytes())
+    return SentencePieceTokenizer(prefix.with_suffix(".model").read_bytes())
 
 
-def test_turn_markers_that_texts_can_write_are_refused(tmp_path) -> None:
-    prefix = tmp_path / "open"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS),
-        model_prefix=str(prefix),
-        vocab_size=40,
-        pad_id=3,
-        user_defined_symbols=[USER, ASSISTANT],
-        minloglevel=2,
-    )
-    with pytest.raises(ValueError, match=r"needs eos, pad and the control symbols"):
-        SentencePieceTokenizer(prefix.with_suffix(".model").read_bytes())
+def test_a_model_without_turn_markers_has_no_chat(tmp_path) -> None:
+    plain = trained(tmp_path, vocab_size=35)
+    assert plain.decode(plain.encode("Mia signed")) == "Mia signed"
+    assert plain.pad_id == plain.eos_id == 2
+    with pytest.raises(ValueError, match=r"tokenizer\.model: has no chat layout; needs"):
+        plain.chat("Who signed?")
 
 
-@pytest.mark.parametrize("name", ["mistral-v1.model", "sp_test_model.model"])
-def test_models_of_others_are_refused(spell_data, tmp_path, name: str) -> None:
-    model = (spell_data / "tokenizers" / "sentencepiece" / name).read_bytes()
-    (tmp_path / MODEL_FILE).write_bytes(model)
-    with pytest.raises(ValueError, match=rf"{MODEL_FILE}: not a tokenizer of this project"):
-        tokenizers.load(tmp_path)
+def test_turn_markers_that_texts_can_write_make_no_chat(tmp_path) -> None:
+    open_ = trained(tmp_path, vocab_size=40, pad_id=3, user_defined_symbols=[USER, ASSISTANT])
+    with pytest.raises(ValueError, match="has no chat layout"):
+        open_.chat("Who signed?")
+
+
+def test_a_model_without_an_end_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="no end token"):
+        trained(tmp_path, vocab_size=35, eos_id=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("mistral-v1.model", 32_000), ("sp_test_model.model", 1000)]
+)
+def test_models_of_others(spell_data, tmp_path, name: str, size: int) -> None:
+    """As the sentencepiece package has it."""
+    path = spell_data / "tokenizers" / "sentencepiece" / name
+    (tmp_path / MODEL_FILE).write_bytes(path.read_bytes())
+    found, wanted = tokenizers.load(tmp_path), sentencepiece.SentencePieceProcessor(str(path))
+    assert (found.vocab_size, found.eos_id) == (size, wanted.eos_id())
+    text = "The report of 2024 </s> counts 1,250 crates."
+    assert found.encode(text) == wanted.encode(text)
+    assert found.eos_id not in found.encode(text)
+    assert found.decode(found.encode(text)) == wanted.decode(wanted.encode(text))
+    found.save(tmp_path)
+    assert (tmp_path / MODEL_FILE).read_bytes() == path.read_bytes()

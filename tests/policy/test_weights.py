@@ -177,6 +177,23 @@ def test_names_may_lack_their_model(name: str, tmp_path) -> None:
     assert_same_bits(weights.load(tmp_path)[1], tiny.weights(policy))
 
 
+def test_an_embedding_model_may_lack_its_output_projection(tmp_path) -> None:
+    """As Qwen3-Embedding: names without "model.", and no lm_head whatever the config says."""
+    policy = POLICIES["qwen3"]
+    untied = dataclasses.replace(policy, tied_embeddings=False)
+    params = tiny.weights(untied)
+    weights.save(tmp_path, untied, params)
+    tensors = read_tensors(tmp_path)
+    del tensors["lm_head.weight"]
+    write_tensors(tmp_path, {k.removeprefix("model."): v for k, v in tensors.items()})
+    config, found = weights.load(tmp_path)
+    assert config == dataclasses.replace(untied, tied_embeddings=True)
+    assert_same_bits(found, {k: v for k, v in params.items() if k != "unembedding"})
+    write_tensors(tmp_path, tensors)
+    with pytest.raises(ValueError, match=r"tensor lm_head\.weight is missing"):
+        weights.load(tmp_path)
+
+
 def test_a_mixture_of_both_spellings_is_refused(tmp_path) -> None:
     folder = _saved(tmp_path)
     _change(folder, lambda t: t.update({"norm.weight": t.pop(NORM)}))

@@ -38,6 +38,12 @@ def test_saving_replaces_a_folder_and_leaves_nothing_behind(tmp_path) -> None:
     assert_same_bits(weights.load(folder)[1], tiny.weights(seed=1))
 
 
+def test_others_can_read_what_is_saved(tmp_path) -> None:
+    folder = _saved(tmp_path)
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
 def test_what_cannot_be_saved_leaves_everything_as_it_was(tmp_path) -> None:
     folder = _saved(tmp_path)
     policy = dataclasses.replace(tiny.POLICY, qk_norm=True)

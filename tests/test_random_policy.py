@@ -1,0 +1,63 @@
+"""Random policies of a given shape: a folder like any other, the same for the same seed."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from launch import random_policy
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import weights
+from tests import tiny
+
+
+@pytest.fixture
+def given(tmp_path):
+    """(config.json, folder of a tokenizer)."""
+    shape = tmp_path / "shape.json"
+    shape.write_text(json.dumps(tiny.POLICY.to_hf() | {"vocab_size": 400}))
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    tokenizers.train(["the cat sat on the mat"] * 5, 300).save(folder)
+    return shape, folder
+
+
+def test_a_folder_that_is_read(given, tmp_path) -> None:
+    shape, tokenizer = given
+    command = [sys.executable, "-m", "launch.random_policy", f"--shape={shape}"]
+    command += [f"--tokenizer={tokenizer}", f"--out={tmp_path / 'a'}", "--dtype=float32"]
+    done = subprocess.run(
+        [*command, "--set", "hidden_size=64", "tie_word_embeddings=false"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    config, words = weights.identify(tmp_path / "a")
+    assert (config.width, config.tied_embeddings, config.layers) == (64, False, 2)
+    assert words.count("the cat") == tokenizers.load(tokenizer).count("the cat")
+    changes = ["hidden_size=64", "tie_word_embeddings=false"]
+    count = random_policy.make(shape, tokenizer, tmp_path / "b", changes, "float32")
+    assert f"{count:,} random parameters" in done.stdout
+    (_, first), (_, second) = (weights.load(tmp_path / name) for name in "ab")
+    np.testing.assert_array_equal(first["embedding"], second["embedding"])
+    random_policy.make(shape, tokenizer, tmp_path / "c", changes, "float32", seed=1)
+    assert not np.array_equal(first["embedding"], weights.load(tmp_path / "c")[1]["embedding"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("hidden=64", "set = 'hidden=64': must be FIELD=VALUE with one of"),
+        ("hidden_size", "not JSON"),
+        ("hidden_size=big", "set = 'hidden_size=big': its value is not JSON"),
+        ("model_type=3", "model_type = 3: must be one of"),
+    ],
+)
+def test_mistakes_are_named(given, tmp_path, change: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        random_policy.make(*given, tmp_path / "out", [change])
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="is there already"):
+        random_policy.make(*given, tmp_path)
