@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import pathlib
@@ -26,7 +27,7 @@ from ml_collections import config_flags
 
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy import transformer, weights
+from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import start
@@ -85,10 +86,8 @@ def row_stream(config: Config, start: int) -> Iterator[demonstrations.Row]:
         yield rows[order[index % len(rows)]]
 
 
-def make_policy(
-    config: Config,
-) -> tuple[PolicyConfig, tokenizers.Tokenizer, transformer.Params | jax.Array]:
-    """The policy to start from: (architecture, tokenizer, weights or the key of random ones).
+def make_policy(config: Config) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
+    """Architecture and tokenizer of the policy to start from.
 
     Raises:
       ValueError, FileNotFoundError: naming the field, its value and what would be right.
@@ -100,7 +99,7 @@ def make_policy(
         if not pathlib.Path(folder).is_dir():
             raise FileNotFoundError(f"policy.folder = {folder!r}: must be a Hugging Face folder")
         policy, tokenizer = weights.identify(folder)
-        return policy, tokenizer, weights.load(folder)[1]
+        return dataclasses.replace(policy, remat=section["remat"]), tokenizer
     if given:
         tokenizer = tokenizers.load(given)
     else:
@@ -108,8 +107,7 @@ def make_policy(
         texts = (row.prompt + row.completion for row in rows)
         tokenizer = tokenizers.train(texts, section["vocab_size"], demonstrations.SYMBOLS)
     section["vocab_size"] = tokenizer.vocab_size
-    policy = build(PolicyConfig, section, "policy")
-    return policy, tokenizer, jax.random.key(config.seed)
+    return build(PolicyConfig, section, "policy"), tokenizer
 
 
 def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packing.Group:
@@ -138,7 +136,7 @@ def run(config: Config, workdir: pathlib.Path) -> pathlib.Path:
     for field in ("steps", "rows_per_step", "log_every", "checkpoint_every"):
         if config[field] < 1:
             raise ValueError(f"{field} = {config[field]}: must be at least 1")
-    policy, tokenizer, source = make_policy(config)
+    policy, tokenizer = make_policy(config)
     learner = make_learner(config, policy)
     workdir.mkdir(parents=True, exist_ok=True)
     start.write_config(config, workdir)
@@ -146,8 +144,10 @@ def run(config: Config, workdir: pathlib.Path) -> pathlib.Path:
     done = checkpoints.latest_step() or 0
     if done:
         state, _ = checkpoints.restore(done, learner.abstract_state())
+    elif config.policy.folder:
+        state = learner.init(weights.load(config.policy.folder, learner.mesh)[1])
     else:
-        state = learner.init(source)
+        state = learner.init(jax.random.key(config.seed))
     learner.compile(state)
     writer = MetricsWriter(workdir, resume_step=done or None)
     progress = Progress(config.steps, start=done)

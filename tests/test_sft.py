@@ -171,7 +171,7 @@ def test_a_policy_from_nothing_gets_a_tokenizer_of_its_own(monkeypatch):
     monkeypatch.setattr(sft, "TOKENIZER_ROWS", 300)
     config = small_config("", "tiny")
     config.policy.vocab_size = 400
-    shape, tokenizer, _ = sft.make_policy(config)
+    shape, tokenizer = sft.make_policy(config)
     assert shape.vocab_size == tokenizer.vocab_size <= 400
     for symbol in demonstrations.SYMBOLS:
         assert tokenizer.count(symbol) == 1, symbol

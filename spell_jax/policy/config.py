@@ -213,6 +213,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
     "quantization_config": (None,),
+    "use_mrope": (False, None),
     "is_encoder_decoder": (False, None),
 }
 
