@@ -202,8 +202,9 @@ def restore(run: Run, checkpoints: Checkpoints) -> tuple[dict[str, Any], int, fl
 
 
 def load_weights(run: Run) -> transformer.Params:
-    """The weights that the run starts from, on its mesh."""
-    return weights.load(run.folder, run.learner.mesh)[1]
+    """The weights that the run starts from, on its mesh; what is not trained needs no masters."""
+    dtype = run.config.policy.compute_dtype if run.policy.lora else "float32"
+    return weights.load(run.folder, run.learner.mesh, dtype)[1]
 
 
 def save_policy(run: Run, models: dict[str, Any], folder: pathlib.Path) -> None:

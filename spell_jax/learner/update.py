@@ -219,26 +219,28 @@ class Learner:
     def init(self, source: transformer.Params | jax.Array) -> TrainState:
         """Training state for given weights, or for random ones from a key.
 
-        Arrays on devices are donated: a large policy is there once. Weights without adapters,
-        where the policy has some, are frozen, and the adapters begin as if there were none.
+        Arrays on devices are donated: a large policy is there once. Where the policy has adapters,
+        the weights are its base and frozen, and the adapters begin as nothing.
         """
-        key = jax.random.key(0) if isinstance(source, dict) else source
-        given = dict(source) if isinstance(source, dict) else {}
-        if given and self.policy.lora:
-            self.freeze(given)
-            given = {}
-        if given:
-            begin = jax.jit(self._begin, out_shardings=self.state_shardings, donate_argnums=0)
-            return begin(jax.device_put(given, self.param_shardings))
+        given = isinstance(source, dict)
 
-        def random(key):
-            trained, frozen = lora.split(self.policy, transformer.init(self.policy, key))
-            return self._begin(trained), {} if self.frozen else frozen
+        def random(part: int, places):
+            """What is trained (part 0) or frozen (1) of random weights."""
+            key = jax.random.key(0) if given else source
+            draw = jax.jit(
+                lambda key: lora.split(self.policy, transformer.init(self.policy, key))[part],
+                out_shardings=places,
+            )
+            return draw(key)
 
-        placed = (self.state_shardings, {} if self.frozen else self._frozen_shardings)
-        state, frozen = jax.jit(random, out_shardings=placed)(key)
-        self.frozen = self.frozen or self._cast(frozen)
-        return state
+        if self.policy.lora:
+            self.freeze(source if given else random(1, self._frozen_shardings))
+        if given and not self.policy.lora:
+            trained = jax.device_put(source, self.param_shardings)
+        else:
+            trained = random(0, self.param_shardings)
+        begin = jax.jit(self._begin, out_shardings=self.state_shardings, donate_argnums=0)
+        return begin(trained)
 
     def freeze(self, params: transformer.Params) -> None:
         """Takes the weights that are not trained, of a policy with adapters."""

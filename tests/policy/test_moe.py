@@ -114,6 +114,19 @@ def test_each_device_holds_and_computes_its_own_experts() -> None:
     assert "all_reduce" not in program
 
 
+def test_rows_of_all_layers_are_split_over_the_expert_axis_too() -> None:
+    """Each of eight devices attends for one of eight rows."""
+    mesh = meshes.make_mesh({"expert": 8})
+    shapes, axes = transformer.abstract_params(POLICY)
+    tokens = np.zeros((8, 6), np.int32)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(meshes.RULES):
+        params = jax.device_put(tiny.weights(POLICY), meshes.shardings(mesh, axes, shapes))
+        run = jax.jit(lambda params, tokens: transformer.logits(POLICY, params, tokens))
+        program = run.lower(params, jax.device_put(tokens, meshes.by_rows(mesh))).compile()
+    scores = f"[1,{POLICY.kv_heads},{POLICY.heads // POLICY.kv_heads},6,6]"
+    assert scores in program.as_text() and f"[8,{scores[3:]}" not in program.as_text()
+
+
 def _update(mesh: tuple[tuple[str, int], ...]):
     devices = None if mesh else jax.devices()[:1]
     learner = Learner(
