@@ -39,6 +39,7 @@ def _policy() -> Any:
     policy.folder = ""
     policy.compute_dtype = "bfloat16"
     policy.remat = "block"  # what the backward pass recomputes; policy/config.py lists the names
+    policy.attention = "auto"  # or a kernel by name; attention/attend.py lists them
     policy.thinking = ""  # "on" or "off", for chat templates that know it (Qwen3)
     # "linear" or "yarn": a context stretch_factor times as long as the folder's.
     policy.stretch = ""

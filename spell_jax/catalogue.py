@@ -19,7 +19,7 @@ from spell_jax.games.rlvr import Rlvr, RlvrConfig
 from spell_jax.games.spell import Spell
 from spell_jax.games.spell_config import SpellConfig
 from spell_jax.policy import weights
-from spell_jax.policy.config import REMAT_POLICIES, PolicyConfig
+from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, PolicyConfig
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.runtime.settings import Config, build
@@ -36,6 +36,7 @@ JUDGE_KEY = "SPELL_JUDGE_KEY"
 POLICY_CHOICES = {
     "compute_dtype": ("float32", "bfloat16"),
     "remat": REMAT_POLICIES,
+    "attention": ATTENTION,
     "thinking": ("", "on", "off"),
     "stretch": ("", "linear", "yarn"),
 }
@@ -181,7 +182,10 @@ def read_policy(config: Config, folder: pathlib.Path) -> tuple[PolicyConfig, Tok
     lora = None
     if section.lora_rank:
         lora = LoraConfig(section.lora_rank, section.lora_alpha, section.lora_pattern)
-    return dataclasses.replace(policy, remat=section.remat, lora=lora), tokenizer
+    policy = dataclasses.replace(
+        policy, remat=section.remat, attention=section.attention, lora=lora
+    )
+    return policy, tokenizer
 
 
 def make(config: Config, tokenizer: Tokenizer, prompt_cap: int) -> tuple[Game, Evaluation | None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -32,19 +30,3 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, last_reader: jax.Array) -> 
     weights = jax.nn.softmax(jnp.where(seen, scores * size**-0.5, MASKED), axis=-1)
     out = jnp.einsum("bkrqs,bskh->bqkrh", weights.astype(v.dtype), v)
     return out.reshape(rows, time, heads, size)
-
-
-def attend_packed(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, context: dict[str, jax.Array]
-) -> tuple[jax.Array, None]:
-    """The policy's `Attend` for packed training rows; keeps nothing."""
-    del cache
-    return attend(q, k, v, context["last_reader"]), None
-
-
-def attend_prefill(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, context: dict[str, jax.Array]
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The policy's `Attend` for prompts; keeps keys and values [B, T, K, H] for the sampler."""
-    del cache
-    return attend(q, k, v, context["last_reader"]), (k, v)

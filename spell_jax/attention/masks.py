@@ -21,3 +21,18 @@ def visible(last_reader: jax.Array) -> jax.Array:
     index = jnp.arange(last_reader.shape[-1], dtype=jnp.int32)
     query, key = index[:, None], index[None, :]
     return (key <= query) & (query <= last_reader[:, None, :])
+
+
+def live_blocks(last_reader: jax.Array, block: int) -> jax.Array:
+    """Which blocks of queries see anything of which blocks of keys.
+
+    Args:
+      last_reader: int32 [T] of one row, T a multiple of `block`.
+      block: rows of a block.
+
+    Returns:
+      Boolean [T / block queries, T / block keys]; true where a pair may hold something to see.
+    """
+    latest = jnp.max(last_reader.reshape(-1, block), axis=1)
+    first = jnp.arange(len(latest), dtype=jnp.int32)
+    return (first[None, :] <= first[:, None]) & (first[:, None] * block <= latest[None, :])

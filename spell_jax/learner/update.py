@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spell_jax.attention import dense
+from spell_jax.attention import attend
 from spell_jax.learner import loss as losses
 from spell_jax.learner import packing
 from spell_jax.policy import lora, transformer
@@ -369,7 +369,7 @@ class Learner:
             params,
             batch.tokens,
             batch.positions,
-            dense.attend_packed,
+            attend.packed(self.policy.attention),
             context={"last_reader": batch.last_reader},
         )
         scores = losses.score_tokens(

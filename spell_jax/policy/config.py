@@ -7,6 +7,7 @@ import json
 import pathlib
 from typing import Any
 
+from spell_jax.attention.attend import NAMES as ATTENTION
 from spell_jax.policy import lora as adapters
 from spell_jax.policy import rope as ropes
 from spell_jax.policy.lora import LoraConfig
@@ -48,6 +49,7 @@ class PolicyConfig:
       experts_per_token: how many of them a token goes to.
       normalised_router: whether the weights of those sum to 1.
       lora: the adapters that alone are trained; None: every parameter is.
+      attention: the kernel for training rows and prompts, see attention/attend.py.
       remat: what the backward pass recomputes: "none"; "block" (everything inside a block);
         "attention" (everything but the attention's output); "dots" (everything but the results of
         matrix products with weights).
@@ -71,6 +73,7 @@ class PolicyConfig:
     normalised_router: bool = True
     lora: LoraConfig | None = None
     remat: str = "none"
+    attention: str = "auto"
 
     def __post_init__(self):
         for field in _POSITIVE:
@@ -94,6 +97,10 @@ class PolicyConfig:
         if self.remat not in REMAT_POLICIES:
             raise ValueError(f"policy.remat = {self.remat!r}: must be one of {REMAT_POLICIES}")
 
+        if self.attention not in ATTENTION:
+            raise ValueError(
+                f"policy.attention = {self.attention!r}: must be one of {ATTENTION}"
+            )
         if self.lora is not None:
             adapters.targets(self)
 

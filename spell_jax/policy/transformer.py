@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax.linen import spmd
 from jax.ad_checkpoint import checkpoint_name
 
-from spell_jax.attention import dense
+from spell_jax.attention import attend as kernels
 from spell_jax.policy import mimetic, moe, rope
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
@@ -227,7 +227,7 @@ def boxed_init(config: PolicyConfig, key: jax.Array) -> Any:
     """Random float32 parameters (see mimetic.py), each in a box that carries its logical axes."""
     token = jnp.zeros((1, 1), jnp.int32)
     context = _context(config, token, {"last_reader": token})
-    model = Transformer(config, dense.attend_packed)
+    model = Transformer(config, kernels.packed())
     params: Any = model.init(key, token, None, context)["params"]
     boxes = params["layers"]["attention"]
     weights = mimetic.attention_weights(config, nn.unbox(boxes))
@@ -322,6 +322,6 @@ def _causal(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: ja
     last_reader = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
     context = {"last_reader": last_reader}
     hidden, *_ = hidden_states(
-        config, params, tokens, positions, dense.attend_packed, None, context
+        config, params, tokens, positions, kernels.packed(config.attention), None, context
     )
     return hidden

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen import spmd
 
-from spell_jax.attention import dense
+from spell_jax.attention import attend
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.sampler import cache as caches
@@ -57,7 +57,7 @@ def prefill(
         params,
         tokens,
         positions,
-        dense.attend_prefill,
+        attend.prefill(config.attention),
         context={"last_reader": last_reader},
     )
     last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]

@@ -65,14 +65,3 @@ def test_bfloat16_stays_bfloat16_and_close() -> None:
     found = dense.attend(*low, jnp.asarray(inputs[3]))
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float32)[reads], wanted[reads], atol=5e-2)
-
-
-def test_prefill_keeps_keys_and_values_and_training_does_not() -> None:
-    q, k, v, last_reader = (jnp.asarray(x) for x in _inputs(2))
-    context = {"last_reader": last_reader}
-    packed, nothing = dense.attend_packed(q, k, v, None, context)
-    prefilled, kept = dense.attend_prefill(q, k, v, None, context)
-    assert nothing is None
-    np.testing.assert_array_equal(packed, prefilled)
-    np.testing.assert_array_equal(kept[0], k)
-    np.testing.assert_array_equal(kept[1], v)

@@ -211,8 +211,10 @@ def test_fill_is_the_share_of_slots_with_a_token(shared: bool) -> None:
     assert numbers["fill"] == pytest.approx((answers + prompts) / slots)
 
 
-def test_remat_gives_the_same_gradient() -> None:
-    policy = dataclasses.replace(tiny.POLICY, remat="block")
+@pytest.mark.parametrize("remat", ["block", "attention", "dots"])
+@pytest.mark.parametrize("attention", ["dense", "chunked"])
+def test_remat_and_kernel_give_the_same_gradient(remat: str, attention: str) -> None:
+    policy = dataclasses.replace(tiny.POLICY, remat=remat, attention=attention)
     _assert_same_step(_step(_learner(policy=policy), GROUPS), _wanted())
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spell_jax.attention import dense
+from spell_jax.attention import attend
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
 from tests import tiny
@@ -59,7 +59,7 @@ def test_an_answer_behind_its_prompt_in_a_packed_row() -> None:
     @jax.jit
     def score(params, tokens):
         hidden, *_ = transformer.hidden_states(
-            tiny.POLICY, params, tokens, positions, dense.attend_packed, context=context
+            tiny.POLICY, params, tokens, positions, attend.packed(), context=context
         )
         return transformer.unembed(tiny.POLICY, params, hidden)
 

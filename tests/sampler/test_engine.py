@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
-from spell_jax.attention import dense
+from spell_jax.attention import attend
 from spell_jax.learner import packing
 from spell_jax.learner.loss import score_tokens
 from spell_jax.policy import transformer
@@ -124,7 +124,7 @@ def test_log_probs_equal_the_learners() -> None:
             params,
             batch.tokens,
             batch.positions,
-            dense.attend_packed,
+            attend.packed(),
             context={"last_reader": batch.last_reader},
         )
         return score_tokens(
