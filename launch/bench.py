@@ -24,7 +24,8 @@ def bench_update(options: argparse.Namespace) -> dict[str, Any]:
     """One update on the same groups, packed as [prompt | G answers] and as G separate rows.
 
     Both layouts get the same token budget and a bucket that fits them; times are the best of
-    `repeats` after compilation.
+    `repeats` after compilation, peak bytes are the compiler's for one micro-batch, weights and
+    gradient included.
     """
     policy = PolicyConfig(
         vocab_size=options.vocab,
@@ -34,35 +35,73 @@ def bench_update(options: argparse.Namespace) -> dict[str, Any]:
         kv_heads=max(1, options.width // 128),
         head_size=64,
         feed_forward=3 * options.width,
+        remat=options.remat,
+        attention=options.attention,
     )
     groups = _random_groups(options)
     results, answers = {}, options.response * options.group
-    for name, length, scored in (
-        ("shared", options.prompt + answers, answers),
-        ("repeated", options.prompt + options.response, options.response),
+    for name, length, scored, rows in (
+        ("shared", options.prompt + answers, answers, options.groups),
+        (
+            "repeated",
+            options.prompt + options.response,
+            options.response,
+            options.groups * options.group,
+        ),
     ):
-        layout = update.PackingConfig(
-            (packing.Bucket(length, scored),), max(options.budget, length), name == "shared"
-        )
+        # No row of a micro-batch is all padding.
+        budget = max(length, min(options.budget, length * rows))
+        layout = update.PackingConfig((packing.Bucket(length, scored),), budget, name == "shared")
         learner = update.Learner(
             policy, update.OptimiserConfig(), loss.LossConfig(), layout, meshes.make_mesh()
         )
         results[name] = _time_updates(learner, groups, options.repeats)
     shared, repeated = results["shared"], results["repeated"]
+    flops = count_flops(policy, options.prompt, options.response, options.group)
     return {
         "bench": "update",
         "prompt": options.prompt,
         "response": options.response,
         "group": options.group,
         "groups": options.groups,
+        "layers": options.layers,
+        "width": options.width,
+        "remat": options.remat,
+        "attention": options.attention,
         "shared_s": shared["seconds"],
         "repeated_s": repeated["seconds"],
         "ratio": repeated["seconds"] / shared["seconds"],
         "token_ratio": options.group
         * (options.prompt + options.response)
         / (options.prompt + answers),
+        "flop_ratio": flops["repeated"] / flops["shared"],
+        "shared_peak_bytes": shared["peak_bytes"],
+        "repeated_peak_bytes": repeated["peak_bytes"],
         "gradient_norm_difference": abs(1 - repeated["norm"] / shared["norm"]),
         "device": jax.devices()[0].device_kind,
+    }
+
+
+def count_flops(policy: PolicyConfig, prompt: int, response: int, group: int) -> dict[str, float]:
+    """Floating-point operations of a group's update, shared and repeated, without recomputation.
+
+    A matrix product with weights costs 2 a weight and token forward and twice that backward;
+    attention's two products cost 4 N H a pair of query and key forward and its five 2.5 times that
+    backward; the head is asked for answer tokens only. P prompt tokens, G answers of S: shared,
+    P + G S tokens and P^2 / 2 + G S P + G S^2 / 2 pairs; repeated, G (P + S) and G (P + S)^2 / 2.
+    """
+    c, answers = policy, group * response
+    attention = c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads)
+    weights = c.layers * (attention + 3 * c.width * c.feed_forward)
+    head = 6.0 * c.vocab_size * c.width * answers
+
+    def total(tokens: float, pairs: float) -> float:
+        return 6 * weights * tokens + 14 * c.layers * c.heads * c.head_size * pairs + head
+
+    shared_pairs = prompt**2 / 2 + answers * prompt + answers * response / 2
+    return {
+        "shared": total(prompt + answers, shared_pairs),
+        "repeated": total(group * (prompt + response), group * (prompt + response) ** 2 / 2),
     }
 
 
@@ -90,13 +129,13 @@ def _time_updates(
         seconds.append(time.perf_counter() - clock)
         if attempt == 0:
             norm = numbers["gradient_norm"]
-    return {"seconds": min(seconds[1:]), "norm": norm}
+    return {"seconds": min(seconds[1:]), "norm": norm, "peak_bytes": learner.peak_bytes(state)}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Option:
     name: str
-    default: int
+    default: int | str
     help: str
 
 
@@ -111,6 +150,8 @@ _OPTIONS = {
         _Option("vocab", 896, "vocabulary V"),
         _Option("budget", 8192, "tokens of a micro-batch"),
         _Option("repeats", 3, "timed updates"),
+        _Option("remat", "none", "what the backward pass recomputes"),
+        _Option("attention", "auto", "the attention's kernel"),
     )
 }
 _BENCHES = {"update": bench_update}
@@ -124,7 +165,10 @@ def main() -> None:
         command = commands.add_parser(name)
         for option in options:
             command.add_argument(
-                f"--{option.name}", type=int, default=option.default, help=option.help
+                f"--{option.name}",
+                type=type(option.default),
+                default=option.default,
+                help=option.help,
             )
     options = parser.parse_args()
     print(json.dumps(_BENCHES[options.name](options)))

@@ -20,45 +20,54 @@ from spell_jax.attention import masks
 from spell_jax.attention.dense import MASKED
 
 BLOCK = 256
+_BEHIND = 1 << 30  # a row index behind all others
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, last_reader: jax.Array, block: int = BLOCK
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_index: jax.Array,
+    k_index: jax.Array,
+    last_reader: jax.Array,
+    block: int = BLOCK,
 ) -> jax.Array:
     """What dense.attend computes, with memory linear in T.
 
     Args:
-      q: [B, T, N, H].
-      k, v: [B, T, K, H].
-      last_reader: int32 [B, T], see masks.py.
-      block: queries and keys of a block; T is padded to a multiple of it.
+      q: [B, Tq, N, H].
+      k, v: [B, Tk, K, H].
+      q_index: int32 [B, Tq], row indices of the queries.
+      k_index, last_reader: int32 [B, Tk], of the keys; see masks.py.
+      block: queries and keys of a block; Tq and Tk are padded to multiples of it.
 
     Returns:
-      [B, T, N, H] in q's dtype; zeros for a query that sees nothing.
+      [B, Tq, N, H] in q's dtype; zeros for a query that sees nothing.
     """
-    rows, time, heads, size = q.shape
+    rows, time, _, size = q.shape
     block = min(block, time)
-    padding = -time % block
 
     def pad(x, value=0):
-        return jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2), constant_values=value)
+        widths = ((0, 0), (0, -x.shape[1] % block)) + ((0, 0),) * (x.ndim - 2)
+        return jnp.pad(x, widths, constant_values=value)
 
-    groups = pad(q).reshape(rows, time + padding, k.shape[2], -1, size)
+    groups = pad(q.reshape(rows, time, k.shape[2], -1, size))
     row = functools.partial(_attend_row, block)
-    inputs = (groups, pad(k), pad(v), pad(last_reader, -1))
-    out = jax.lax.map(lambda x: row(*x), inputs)  # one after the other: loops differ in length
-    return out.reshape(rows, time + padding, heads, size)[:, :time]
+    index = (pad(q_index, _BEHIND), pad(k_index, _BEHIND), pad(last_reader, -1))
+    # One row after the other: their loops differ in length.
+    out = jax.lax.map(lambda x: row(*x), (groups, pad(k), pad(v), *index))
+    return out[:, :time].reshape(q.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_row(block: int, q, k, v, last_reader):
-    """One row: q [T, K, R, H], k and v [T, K, H], last_reader [T] -> [T, K, R, H]."""
-    return _forward(block, q, k, v, last_reader)[0]
+def _attend_row(block: int, q, k, v, q_index, k_index, last_reader):
+    """One row: q [Tq, K, R, H], k and v [Tk, K, H], indices [Tq] and [Tk] -> [Tq, K, R, H]."""
+    return _forward(block, q, k, v, q_index, k_index, last_reader)[0]
 
 
-def _forward_rule(block: int, q, k, v, last_reader):
-    out, lse = _forward(block, q, k, v, last_reader)
-    return out, (q, k, v, last_reader, out, lse)
+def _forward_rule(block: int, *inputs):
+    out, lse = _forward(block, *inputs)
+    return out, (*inputs, out, lse)
 
 
 def _blocks(x: jax.Array, block: int) -> jax.Array:
@@ -70,26 +79,25 @@ def _live_first(live: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.argsort(~live, axis=1), jnp.sum(live, axis=1)
 
 
-def _scores(q, k, last_reader, first_query, first_key):
+def _scores(q, k, index):
     """Scaled float32 scores [K, R, queries, keys] of two blocks, and which of them are seen."""
     scores = jnp.einsum("qkrh,skh->krqs", q, k, preferred_element_type=jnp.float32)
-    query = first_query + jnp.arange(q.shape[0])[:, None]
-    key = first_key + jnp.arange(k.shape[0])[None, :]
-    seen = (key <= query) & (query <= last_reader[None, :])
-    return scores * q.shape[-1] ** -0.5, seen
+    return scores * q.shape[-1] ** -0.5, masks.visible(*index)
 
 
-def _forward(block: int, q, k, v, last_reader):
-    """(out [T, K, R, H], log-sum-exp float32 [T / block, K, R, block])."""
-    queries, keys, values = _blocks(q, block), _blocks(k, block), _blocks(v, block)
-    readers = _blocks(last_reader, block)
-    order, count = _live_first(masks.live_blocks(last_reader, block))
+def _forward(block: int, q, k, v, *index):
+    """(out [Tq, K, R, H], log-sum-exp float32 [Tq / block, K, R, block])."""
+    queries, keys, values, query_index, key_index, readers = (
+        _blocks(x, block) for x in (q, k, v, *index)
+    )
+    order, count = _live_first(masks.live_blocks(*index, block))
 
     def one_block(i):
         def meet(n, state):
             out, top, total = state
             j = order[i, n]
-            scores, seen = _scores(queries[i], keys[j], readers[j], i * block, j * block)
+            pair = query_index[i], key_index[j], readers[j]
+            scores, seen = _scores(queries[i], keys[j], pair)
             new_top = jnp.maximum(top, jnp.max(jnp.where(seen, scores, MASKED), axis=-1))
             weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
             shrink = jnp.exp(top - new_top)
@@ -119,12 +127,13 @@ def _forward(block: int, q, k, v, last_reader):
 
 
 def _backward_rule(block: int, kept, d_out):
-    q, k, v, last_reader, out, lse = kept
-    queries, keys, values = _blocks(q, block), _blocks(k, block), _blocks(v, block)
-    readers, d_outs = _blocks(last_reader, block), _blocks(d_out, block)
+    q, k, v, *index, out, lse = kept
+    queries, keys, values, query_index, key_index, readers, d_outs = (
+        _blocks(x, block) for x in (q, k, v, *index, d_out)
+    )
     product = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     products = _blocks(product, block).transpose(0, 2, 3, 1)
-    order, count = _live_first(masks.live_blocks(last_reader, block).T)
+    order, count = _live_first(masks.live_blocks(*index, block).T)
     scale = q.shape[-1] ** -0.5
 
     def einsum(spec, *arrays):
@@ -134,7 +143,8 @@ def _backward_rule(block: int, kept, d_out):
         def meet(n, state):
             d_queries, d_key, d_value = state
             i = order[j, n]
-            scores, seen = _scores(queries[i], keys[j], readers[j], i * block, j * block)
+            pair = query_index[i], key_index[j], readers[j]
+            scores, seen = _scores(queries[i], keys[j], pair)
             weights = jnp.where(seen, jnp.exp(scores - lse[i][..., None]), 0.0)
             d_weights = einsum("qkrh,skh->krqs", d_outs[i], values[j])
             d_scores = (weights * (d_weights - products[i][..., None]) * scale).astype(q.dtype)
@@ -150,7 +160,7 @@ def _backward_rule(block: int, kept, d_out):
     start = jnp.zeros(queries.shape)
     d_queries, (d_keys, d_values) = jax.lax.scan(one_block, start, jnp.arange(len(keys)))
     d_q = d_queries.reshape(q.shape).astype(q.dtype)
-    return d_q, d_keys.reshape(k.shape), d_values.reshape(v.shape), None
+    return d_q, d_keys.reshape(k.shape), d_values.reshape(v.shape), None, None, None
 
 
 _attend_row.defvjp(_forward_rule, _backward_rule)

@@ -1,6 +1,6 @@
 """The mask of a packed row is one int32 a key (design: `last_reader`).
 
-Query q sees key k iff k <= q <= last_reader[k], both row indices. A prompt key's last reader is
+Query q sees key k iff k <= q <= last_reader[k], all row indices. A prompt key's last reader is
 the end of its group, an answer key's the end of its answer, padding has -1: packing, siblings and
 padding are all this one array.
 
@@ -8,6 +8,8 @@ Example, one group with a prompt of 2 tokens and answers of 2 and 1 tokens, then
 
     row index     0  1 | 2  3 | 4 | 5
     last_reader   4  4 | 3  3 | 4 | -1
+
+Where the tokens of a row are dealt out over devices, those of a device carry their row indices.
 """
 
 from __future__ import annotations
@@ -16,23 +18,32 @@ import jax
 import jax.numpy as jnp
 
 
-def visible(last_reader: jax.Array) -> jax.Array:
-    """Boolean [B, T queries, T keys] from int32 last_reader [B, T keys]."""
+def row_index(last_reader: jax.Array) -> jax.Array:
+    """int32 [B, T]: row indices of tokens that stand in their order."""
     index = jnp.arange(last_reader.shape[-1], dtype=jnp.int32)
-    query, key = index[:, None], index[None, :]
-    return (key <= query) & (query <= last_reader[:, None, :])
+    return jnp.broadcast_to(index, last_reader.shape)
 
 
-def live_blocks(last_reader: jax.Array, block: int) -> jax.Array:
-    """Which blocks of queries see anything of which blocks of keys.
+def visible(q_index: jax.Array, k_index: jax.Array, last_reader: jax.Array) -> jax.Array:
+    """Boolean [..., queries, keys] from int32 row indices [..., queries] and [..., keys], and
+    last_reader [..., keys]."""
+    query = q_index[..., :, None]
+    return (k_index[..., None, :] <= query) & (query <= last_reader[..., None, :])
+
+
+def live_blocks(
+    q_index: jax.Array, k_index: jax.Array, last_reader: jax.Array, block: int
+) -> jax.Array:
+    """Which blocks of queries may see anything of which blocks of keys.
 
     Args:
-      last_reader: int32 [T] of one row, T a multiple of `block`.
-      block: rows of a block.
+      q_index: int32 [queries], of one row; a multiple of `block`.
+      k_index, last_reader: int32 [keys]; a multiple of `block`.
+      block: tokens of a block.
 
     Returns:
-      Boolean [T / block queries, T / block keys]; true where a pair may hold something to see.
+      Boolean [queries / block, keys / block].
     """
-    latest = jnp.max(last_reader.reshape(-1, block), axis=1)
-    first = jnp.arange(len(latest), dtype=jnp.int32)
-    return (first[None, :] <= first[:, None]) & (first[:, None] * block <= latest[None, :])
+    query, key, reader = (x.reshape(-1, block) for x in (q_index, k_index, last_reader))
+    begun = jnp.min(key, axis=1)[None, :] <= jnp.max(query, axis=1)[:, None]
+    return begun & (jnp.min(query, axis=1)[:, None] <= jnp.max(reader, axis=1)[None, :])

@@ -1,15 +1,26 @@
-"""Log-probs chunk by chunk, and the clipped policy-gradient loss."""
+"""Log-probs chunk by chunk, and the clipped policy-gradient loss.
+
+The vocabulary head is written out for a mesh: hidden states of answer tokens move to the device
+that scores them (over `context`), the vocabulary stays split over `tensor`, and the head's weights
+are gathered over the axes of their width alone, so that their gradient is scattered back the same
+way and never exists whole on every device.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from spell_jax.learner import packing
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
 
 BEHAVIOURS = ("current", "sampler")
 
@@ -62,7 +73,7 @@ def score_tokens(
       config: the architecture.
       params: parameters in the compute dtype.
       hidden: [B, T, D].
-      source: int32 [B, A], which hidden state predicts each answer token.
+      source: int32 [B, A], which hidden state on axis T predicts each answer token.
       target: int32 [B, A].
       temperature: sampling temperature; 0 (greedy) scores at 1.
       chunk: answer tokens projected at once, a row.
@@ -71,23 +82,75 @@ def score_tokens(
       float32 log-probs [B, A] under the full vocabulary at that temperature (no top-p
       renormalisation, spec section 9), and float32 entropies [B, A] in nats.
     """
+    temperature = temperature or 1.0
+    table = params["embedding" if config.tied_embeddings else "unembedding"]
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        picked = jnp.take_along_axis(hidden, source[..., None], axis=1)
+        return _score(picked, table, target, temperature, chunk, None)
+    vocab, width = (
+        axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
+        for axes, size in zip(((meshes.TENSOR,), meshes.EMBED), table.shape, strict=True)
+    )
+    by_time = PartitionSpec(meshes.ROWS, meshes.CONTEXT)
+    run = functools.partial(
+        _score_on_device, width=width, vocab=vocab, temperature=temperature, chunk=chunk
+    )
+    return jax.shard_map(
+        run,
+        in_specs=(by_time, PartitionSpec(vocab or None, width or None), *[by_time] * 2),
+        out_specs=(by_time, by_time),
+        check_vma=False,
+    )(hidden, table, source, target)
+
+
+def _score_on_device(hidden, table, source, target, *, width, vocab, temperature, chunk):
+    """One device's answer tokens; arguments are its shards."""
+    source = jax.lax.all_gather(source, meshes.CONTEXT, axis=1, tiled=True)
+    slot = source - jax.lax.axis_index(meshes.CONTEXT) * hidden.shape[1]
+    here = (slot >= 0) & (slot < hidden.shape[1])
+    picked = jnp.take_along_axis(hidden, jnp.where(here, slot, 0)[..., None], axis=1)
+    picked = jnp.where(here[..., None], picked, 0)
+    picked = jax.lax.psum_scatter(picked, meshes.CONTEXT, scatter_dimension=1, tiled=True)
+    if width:
+        table = jax.lax.all_gather(table, width, axis=1, tiled=True)
+    return _score(picked, table, target, temperature, chunk, vocab or None)
+
+
+def _score(picked, table, target, temperature: float, chunk: int, split: Any):
+    """Log-probs and entropies [B, A] of targets [B, A] from hidden states [B, A, D], chunk by
+    chunk; the rows of the table [V, D] may be split over a mesh axis."""
     rows, answers = target.shape
     size = min(chunk, answers)
     steps = -(-answers // size)
-    padded = ((0, 0), (0, steps * size - answers))
-    source = jnp.pad(source, padded).reshape(rows, steps, size).swapaxes(0, 1)
-    target = jnp.pad(target, padded).reshape(rows, steps, size).swapaxes(0, 1)
+
+    def chunks(x):
+        x = jnp.pad(x, ((0, 0), (0, steps * size - answers)) + ((0, 0),) * (x.ndim - 2))
+        return x.reshape(rows, steps, size, *x.shape[2:]).swapaxes(0, 1)
+
+    first = jax.lax.axis_index(split) * len(table) if split else 0
+
+    def total(x):
+        return jax.lax.psum(x, split) if split else x
 
     @jax.checkpoint
-    def one_chunk(_, indices):
-        at, wanted = indices
-        picked = jnp.take_along_axis(hidden, at[..., None], axis=1)
-        logits = transformer.unembed(config, params, picked) / (temperature or 1.0)
-        log_probs = jax.nn.log_softmax(logits, axis=-1)
-        entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
-        return None, (jnp.take_along_axis(log_probs, wanted[..., None], axis=-1)[..., 0], entropy)
+    def one_chunk(_, inputs):
+        states, wanted = inputs
+        logits = jnp.einsum("bad,vd->bav", states, table, preferred_element_type=jnp.float32)
+        logits = logits / temperature
+        top = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+        top = jax.lax.pmax(top, split) if split else top
+        weights = jnp.exp(logits - top[..., None])
+        mass = total(jnp.sum(weights, axis=-1))
+        entropy = jnp.log(mass) + top - total(jnp.sum(weights * logits, axis=-1)) / mass
+        column = wanted - first
+        here = (column >= 0) & (column < len(table))
+        column = jnp.where(here, column, 0)[..., None]
+        chosen = jnp.take_along_axis(logits, column, axis=-1)[..., 0]
+        chosen = total(jnp.where(here, chosen, 0.0))
+        return None, (chosen - top - jnp.log(mass), entropy)
 
-    _, scores = jax.lax.scan(one_chunk, None, (source, target))
+    _, scores = jax.lax.scan(one_chunk, None, (chunks(picked), chunks(target)))
     log_probs, entropy = (x.swapaxes(0, 1).reshape(rows, -1)[:, :answers] for x in scores)
     return log_probs, entropy
 

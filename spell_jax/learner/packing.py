@@ -18,6 +18,8 @@ from typing import Any
 import flax.struct
 import numpy as np
 
+from spell_jax.learner import dealing
+
 Tokens = Sequence[int] | np.ndarray
 Array = Any  # numpy on the host, jax on the devices
 
@@ -76,8 +78,9 @@ class MicroBatch:
     Attributes:
       tokens: int32 [B, T], 0 where padded.
       positions: int32 [B, T], rotary positions.
-      last_reader: int32 [B, T], the mask (attention/masks.py).
-      source: int32 [B, A], row index of the hidden state that predicts answer token a.
+      index: int32 [B, T], row indices; in order, unless tokens are dealt out (dealing.py).
+      last_reader: int32 [B, T], the mask (attention/masks.py), in row indices.
+      source: int32 [B, A], slot on axis T of the hidden state that predicts answer token a.
       target: int32 [B, A], the answer token.
       advantage: float32 [B, A].
       weight: float32 [B, A], the token's share in the loss; 0 where padded.
@@ -86,6 +89,7 @@ class MicroBatch:
 
     tokens: Array
     positions: Array
+    index: Array
     last_reader: Array
     source: Array
     target: Array
@@ -214,6 +218,7 @@ def pack(
     buckets: Sequence[Bucket],
     token_budget: int,
     row_multiple: int = 1,
+    devices: int = 1,
 ) -> list[MicroBatch]:
     """Packs groups that fit the largest bucket into micro-batches.
 
@@ -222,6 +227,7 @@ def pack(
       buckets: compiled shapes, ascending in length.
       token_budget: tokens of a micro-batch, rows * T.
       row_multiple: the number of rows is a multiple of it (devices along the row axis).
+      devices: over which the tokens of a row are dealt out (along the context axis).
 
     Returns:
       Micro-batches of numpy arrays, deterministic for a given order of groups.
@@ -235,7 +241,7 @@ def pack(
         count = row_count(bucket, token_budget, row_multiple)
         for start in range(0, len(packed), count):
             chunk = packed[start : start + count]
-            batches.append(_stack(groups, chunk, bucket, count))
+            batches.append(_stack(groups, chunk, bucket, count, devices))
     return batches
 
 
@@ -267,14 +273,25 @@ def _assign(groups: Sequence[Group], order: Sequence[int], buckets: Sequence[Buc
 
 
 def _stack(
-    groups: Sequence[Group], rows: list[list[int]], bucket: Bucket, count: int
+    groups: Sequence[Group], rows: list[list[int]], bucket: Bucket, count: int, devices: int
 ) -> MicroBatch:
     batch = empty_micro_batch(bucket, count)
     for row, members in enumerate(rows):
         start = filled = 0
+        is_answer = np.zeros(bucket.length, bool)
         for index in members:
+            is_answer[start + len(groups[index].prompt) : start + groups[index].tokens] = True
             start, filled = _write(batch, row, start, filled, groups[index])
+        if devices > 1:
+            _deal(batch, row, dealing.order(is_answer, start, devices))
     return batch
+
+
+def _deal(batch: MicroBatch, row: int, order: np.ndarray) -> None:
+    """Puts the tokens of a row in an order [T]."""
+    for array in (batch.tokens, batch.positions, batch.index, batch.last_reader):
+        array[row] = array[row, order]
+    batch.source[row] = np.argsort(order)[batch.source[row]]
 
 
 def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
@@ -283,6 +300,7 @@ def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
     return MicroBatch(
         tokens=np.zeros(long, np.int32),
         positions=np.zeros(long, np.int32),
+        index=np.tile(np.arange(bucket.length, dtype=np.int32), (rows, 1)),
         last_reader=np.full(long, -1, np.int32),
         source=np.zeros(short, np.int32),
         target=np.zeros(short, np.int32),

@@ -144,6 +144,15 @@ class PackingConfig:
                 f"largest bucket, {self.buckets[-1].length}"
             )
 
+    def check_splits(self, devices: int) -> None:
+        """Raises ValueError where a bucket cannot be dealt out in equal shares."""
+        for bucket in self.buckets:
+            if bucket.length % devices or bucket.answers % devices:
+                raise ValueError(
+                    f"packing.buckets: ({bucket.length}, {bucket.answers}) must be multiples of "
+                    f"mesh.context = {devices}"
+                )
+
 
 class Learner:
     """Jitted updates of one model on one mesh."""
@@ -166,6 +175,7 @@ class Learner:
         self.compute_dtype = jnp.dtype(compute_dtype)
         self._optimiser = optimiser.make()
         self.rate = optimiser.rate()
+        packing_config.check_splits(meshes.context_shards(mesh))
         shapes, axes = transformer.abstract_params(policy)
         placed = meshes.shardings(mesh, axes, shapes)
         self._shapes, _ = lora.split(policy, shapes)
@@ -265,6 +275,7 @@ class Learner:
             self.packing.buckets,
             self.packing.token_budget,
             meshes.row_shards(self.mesh),
+            meshes.context_shards(self.mesh),
         )
         return batches, len(refused)
 
@@ -303,7 +314,7 @@ class Learner:
                 reference = self.cast(reference)
             carry = self._empty()
             for batch in batches:
-                batch = jax.device_put(batch, meshes.by_rows(self.mesh))
+                batch = jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
                 carry = self.accumulate(params, self.frozen, carry, batch, reference)
             gradients, sums = carry
             state, norms = self.apply(state, gradients)
@@ -328,8 +339,21 @@ class Learner:
             for bucket in self.packing.buckets:
                 rows = packing.row_count(bucket, self.packing.token_budget, shards)
                 batch = packing.empty_micro_batch(bucket, rows)
-                batch = jax.device_put(batch, meshes.by_rows(self.mesh))
+                batch = jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
                 carry = self.accumulate(params, self.frozen, carry, batch, reference)
+
+    def peak_bytes(self, state: TrainState) -> float:
+        """Bytes that a device needs for a micro-batch of the largest bucket: the compiler's figure
+        for weights in the compute dtype, gradient, batch and everything in between."""
+        bucket = self.packing.buckets[-1]
+        rows = packing.row_count(bucket, self.packing.token_budget, meshes.row_shards(self.mesh))
+        batch = packing.empty_micro_batch(bucket, rows)
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
+            batch = jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
+            params = self._cast(state.params)
+            program = self.accumulate.lower(params, self.frozen, self._empty(), batch, None)
+            memory: Any = program.compile().memory_analysis()
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
     def _empty(self):
         sums: dict[str, Any] = {name: np.zeros((), np.float32) for name in self._sums}
@@ -370,7 +394,7 @@ class Learner:
             batch.tokens,
             batch.positions,
             attend.packed(self.policy.attention),
-            context={"last_reader": batch.last_reader},
+            context={"index": batch.index, "last_reader": batch.last_reader},
         )
         scores = losses.score_tokens(
             self.policy, params, hidden, batch.source, batch.target, self.temperature

@@ -98,9 +98,7 @@ class PolicyConfig:
             raise ValueError(f"policy.remat = {self.remat!r}: must be one of {REMAT_POLICIES}")
 
         if self.attention not in ATTENTION:
-            raise ValueError(
-                f"policy.attention = {self.attention!r}: must be one of {ATTENTION}"
-            )
+            raise ValueError(f"policy.attention = {self.attention!r}: must be one of {ATTENTION}")
         if self.lora is not None:
             adapters.targets(self)
 

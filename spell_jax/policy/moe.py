@@ -67,7 +67,8 @@ def mix(x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Kernels) -
     experts, _, hidden = kernels[0].shape
     expert = _axis(mesh, meshes.EXPERT, experts)
     tensor = _axis(mesh, meshes.TENSOR, hidden)
-    rows = PartitionSpec(meshes.ROWS)
+    # Tokens of a row are split over `context`, but for the siblings of a group in decoding.
+    rows = PartitionSpec(meshes.ROWS, _axis(mesh, meshes.CONTEXT, x.shape[1]))
     wide = PartitionSpec(expert, None, tensor)
     return jax.shard_map(
         functools.partial(_on_mesh, expert=expert, tensor=tensor),

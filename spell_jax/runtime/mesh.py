@@ -1,8 +1,8 @@
 """Device mesh and the table that maps logical axes to it.
 
 One table says how every tensor of the program is split, so that no other module names a mesh
-axis. Training, prefill and decoding share it: parameters are split over `fsdp` and gathered layer
-by layer, rows (packed groups, or requests) over `data`, `fsdp` and `expert`.
+axis. Parameters are split over `fsdp` and `context` and gathered layer by layer, rows (packed
+groups, or requests) over `data`, `fsdp` and `expert`, the tokens of a row over `context`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-TENSOR, EXPERT = "tensor", "expert"
-AXES = ("data", "fsdp", "context", TENSOR, EXPERT)
+CONTEXT, TENSOR, EXPERT = "context", "tensor", "expert"
+AXES = ("data", "fsdp", CONTEXT, TENSOR, EXPERT)
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 ROWS = ("data", "fsdp", EXPERT)  # what the batch axis of activations is split over
-# Logical axis -> mesh axes. `rows` is the batch axis of activations; the rest name weight axes.
+EMBED = ("fsdp", CONTEXT)  # what the model width of parameters is split over
+# Logical axis -> mesh axes, for training and prefill. `rows` and `time` are axes of activations,
+# the rest name weight axes.
 RULES: Rules = (
     ("rows", ROWS),
-    ("time", None),
-    ("embed", "fsdp"),
+    ("time", CONTEXT),
+    ("embed", EMBED),
     ("vocab", TENSOR),
     ("heads", TENSOR),
     ("kv_heads", TENSOR),
@@ -35,6 +37,8 @@ RULES: Rules = (
     ("rank", None),
     ("layers", None),
 )
+# In decoding the time axis holds the siblings of a group, which stay together.
+DECODE_RULES: Rules = tuple((name, None if name == "time" else axes) for name, axes in RULES)
 
 
 def make_mesh(
@@ -72,6 +76,11 @@ def row_shards(mesh: jax.sharding.Mesh) -> int:
     return _axis_size(mesh, ROWS)
 
 
+def context_shards(mesh: jax.sharding.Mesh) -> int:
+    """How many parts the tokens of a row are split into."""
+    return mesh.shape[CONTEXT]
+
+
 def shardings(mesh: jax.sharding.Mesh, axes, shapes):
     """Placements of a tree of tensors.
 
@@ -106,3 +115,8 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 def by_rows(mesh: jax.sharding.Mesh) -> NamedSharding:
     """Placement of host batches [rows, ...]."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
+
+
+def by_rows_and_time(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Placement of packed rows [rows, time]."""
+    return NamedSharding(mesh, PartitionSpec(ROWS, CONTEXT))

@@ -175,11 +175,13 @@ class Sampler:
             tokens[row, : lengths[row]] = prompts[index]
             requests[row] = index
         place = functools.partial(jax.device_put, device=meshes.by_rows(self.mesh))
-        with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
-            prompt, logits = self.prefill(params, place(tokens), place(np.maximum(lengths, 1)))
-            result = self.decode(
-                params, prompt, logits, place(lengths), place(requests), key, **options
-            )
+        with jax.set_mesh(self.mesh):
+            with nn.logical_axis_rules(meshes.RULES):
+                prompt, logits = self.prefill(params, place(tokens), place(np.maximum(lengths, 1)))
+            with nn.logical_axis_rules(meshes.DECODE_RULES):
+                result = self.decode(
+                    params, prompt, logits, place(lengths), place(requests), key, **options
+                )
         result = jax.device_get(result)
         if not np.isfinite(result.log_probs).all():
             row = int(np.argwhere(~np.isfinite(result.log_probs))[0, 0])

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spell_jax.attention import attend, chunked, dense, masks
+from spell_jax.attention import attend, chunked, dense, masks, splash
+from spell_jax.learner import dealing
 from spell_jax.runtime import mesh as meshes
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -38,6 +39,7 @@ def _last_reader(groups: list[tuple[int, list[int]]]) -> np.ndarray:
 
 
 LAST_READER = jnp.asarray(np.stack([_last_reader(groups) for groups in ROWS.values()]))
+INDEX = (masks.row_index(LAST_READER),) * 2
 REAL = np.asarray(LAST_READER >= 0)[..., None, None]
 
 
@@ -53,7 +55,7 @@ def _both(run, q, k, v) -> tuple[jax.Array, ...]:
     """(output of real queries, gradients of q, k, v of a function of it)."""
 
     def value(q, k, v):
-        out = jnp.where(REAL, run(q, k, v, LAST_READER), 0.0)
+        out = jnp.where(REAL, run(q, k, v, *INDEX, LAST_READER), 0.0)
         return jnp.sum(jnp.sin(out)), out
 
     (_, out), gradients = jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))(q, k, v)
@@ -66,6 +68,10 @@ def _assert_close(found, wanted, bound: float = 1e-5) -> None:
         assert np.abs(a - b).max() <= bound * np.abs(b).max(), name
 
 
+def test_splash_equals_dense() -> None:
+    _assert_close(_both(splash.attend, *_inputs()), _both(dense.attend, *_inputs()), 5e-5)
+
+
 @pytest.mark.parametrize("block", [16, 64, 171, 512])
 def test_chunked_equals_dense(block: int) -> None:
     run = functools.partial(chunked.attend, block=block)
@@ -76,17 +82,19 @@ def test_chunked_with_any_last_reader() -> None:
     """Not only packed groups: whatever the array says."""
     rng = np.random.default_rng(1)
     last_reader = jnp.asarray(rng.integers(-1, TIME, size=(2, TIME)), jnp.int32)
-    reads = np.asarray(masks.visible(last_reader)).any(axis=-1)[..., None, None]
+    index = (masks.row_index(last_reader),) * 2
+    reads = np.asarray(masks.visible(*index, last_reader)).any(axis=-1)[..., None, None]
     q, k, v = (x[:2] for x in _inputs())
-    found = chunked.attend(q, k, v, last_reader, 32)
-    wanted = dense.attend(q, k, v, last_reader)
+    found = chunked.attend(q, k, v, *index, last_reader, 32)
+    wanted = dense.attend(q, k, v, *index, last_reader)
     np.testing.assert_allclose(np.where(reads, found - wanted, 0), 0, atol=1e-5)
     assert not np.where(reads, 0, found).any(), "zeros where nothing is seen"
 
 
 def test_live_blocks_by_hand() -> None:
     last_reader = jnp.array([5, 5, 3, 3, 5, 5, -1, -1])
-    assert masks.live_blocks(last_reader, 2).astype(int).tolist() == [
+    index = jnp.arange(8)
+    assert masks.live_blocks(index, index, last_reader, 2).astype(int).tolist() == [
         [1, 0, 0, 0],
         [1, 1, 0, 0],
         [1, 0, 1, 0],
@@ -98,9 +106,10 @@ def test_dead_blocks_are_not_touched() -> None:
     """The first answer's block is dead for the second one's queries."""
     last_reader = jnp.array([[11] * 4 + [7] * 4 + [11] * 4])
     q, k, v = (x[:1, :12] for x in _inputs())
-    wanted = chunked.attend(q, k, v, last_reader, 4)
+    index = (masks.row_index(last_reader),) * 2
+    wanted = chunked.attend(q, k, v, *index, last_reader, 4)
     poisoned = k.at[:, 4:8].set(jnp.nan), v.at[:, 4:8].set(jnp.nan)
-    found = chunked.attend(q, *poisoned, last_reader, 4)
+    found = chunked.attend(q, *poisoned, *index, last_reader, 4)
     np.testing.assert_array_equal(found[:, 8:], wanted[:, 8:])
     assert np.isnan(found[:, 4:8]).all()
 
@@ -111,7 +120,7 @@ def test_memory_grows_with_the_length_not_its_square() -> None:
         kv = jax.ShapeDtypeStruct((1, time, KV_HEADS, SIZE), jnp.float32)
         last_reader = jax.ShapeDtypeStruct((1, time), jnp.int32)
         gradient = jax.jit(jax.grad(lambda *x: jnp.sum(kernel(*x)), (0, 1, 2)))
-        memory = gradient.lower(q, kv, kv, last_reader).compile().memory_analysis()
+        memory = gradient.lower(q, kv, kv, *[last_reader] * 3).compile().memory_analysis()
         return memory.temp_size_in_bytes
 
     assert bytes_of(chunked.attend, 4096) < 2.5 * bytes_of(chunked.attend, 2048)
@@ -136,23 +145,82 @@ MESHES = [
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_a_mesh_equals_one_device(shape: dict[str, int]) -> None:
-    run = functools.partial(attend.attend, kernel="chunked")
+    def run(q, k, v, index, _, last_reader):
+        return attend.attend(q, k, v, last_reader, index, "chunked")
+
     wanted = _both(dense.attend, *_inputs())
     mesh = meshes.make_mesh(shape)
     with jax.set_mesh(mesh):
         _assert_close(_both(run, *_inputs()), wanted)
-        program = jax.jit(run).lower(*_inputs(), LAST_READER).as_text()
+        program = jax.jit(run).lower(*_inputs(), *INDEX, LAST_READER).as_text()
     assert "all_gather" not in program and "all_to_all" not in program
 
 
-def test_auto_takes_the_kernel_by_length(monkeypatch) -> None:
-    taken = []
-    for name in attend.KERNELS:
-        monkeypatch.setitem(attend.KERNELS, name, lambda q, *_, name=name: taken.append(name) or q)
-    for time in (attend.SHORT, attend.SHORT + 1):
-        q = jnp.zeros((1, time, 2, 2))
-        attend.attend(q, q, q, jnp.zeros((1, time), jnp.int32))
-    assert taken == ["dense", "chunked"]
+DEVICES = 4
+DEALT_TIME = 172  # a multiple of DEVICES
+
+
+def _dealt(x, order):
+    """x [B, 171, ...] with a slot more, its rows each in an order."""
+    x = jnp.pad(x, ((0, 0), (0, 1)) + ((0, 0),) * (x.ndim - 2), constant_values=-1)
+    return jnp.stack([row[o] for row, o in zip(x, order, strict=True)])
+
+
+@pytest.mark.parametrize("kernel", list(attend.KERNELS))
+@pytest.mark.parametrize("shape", [{"context": DEVICES, "fsdp": 2}, {"context": 4, "tensor": 2}])
+def test_tokens_dealt_over_devices(kernel: str, shape: dict[str, int]) -> None:
+    """As packing deals them out; each device gathers keys and values."""
+    order = []
+    for groups in ROWS.values():
+        is_answer, start = np.zeros(DEALT_TIME, bool), 0
+        for prompt, answers in groups:
+            is_answer[start + prompt : start + prompt + sum(answers)] = True
+            start += prompt + sum(answers)
+        order.append(dealing.order(is_answer, start, DEVICES))
+    index, last_reader = jnp.asarray(np.stack(order)), _dealt(LAST_READER, order)
+    back = [np.argsort(o)[:TIME] for o in order]
+
+    def run(q, k, v, *_):
+        dealt = (_dealt(x, order) for x in (q, k, v))
+        out = attend.attend(*dealt, last_reader, index, kernel)
+        return jnp.stack([row[b] for row, b in zip(out, back, strict=True)])
+
+    with jax.set_mesh(meshes.make_mesh(shape)):
+        found = _both(run, *_inputs())
+    _assert_close(found, _both(dense.attend, *_inputs()), 5e-5 if kernel == "splash" else 1e-5)
+
+
+def test_collectives_of_a_context_mesh() -> None:
+    """Forward gathers k, v and their two indices; backward scatters the gradients of k and v."""
+
+    def total(q, k, v, last_reader):
+        return jnp.sum(attend.attend(q, k, v, last_reader, kernel="chunked"))
+
+    shapes = [jax.ShapeDtypeStruct((2, 64, heads, SIZE), jnp.float32) for heads in (4, 2, 2)]
+    last_reader = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    with jax.set_mesh(meshes.make_mesh({"context": 8})):
+        forward = jax.jit(total).lower(*shapes, last_reader).as_text()
+        both = jax.jit(jax.grad(total, (0, 1, 2))).lower(*shapes, last_reader).as_text()
+    assert forward.count("stablehlo.all_gather") == 4
+    assert "reduce_scatter" not in forward
+    assert both.count("stablehlo.reduce_scatter") == 2
+    assert both.count("stablehlo.all_gather") == 4
+    assert "all_reduce" not in both and "all_to_all" not in both
+
+
+def test_auto_takes_the_kernel_by_length_and_platform() -> None:
+    def program(time: int, platform: str) -> str:
+        q = jax.ShapeDtypeStruct((1, time, 2, 64), jnp.float32)
+        last_reader = jax.ShapeDtypeStruct((1, time), jnp.int32)
+        traced = jax.jit(attend.attend).trace(q, q, q, last_reader)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    short, long = attend.SHORT, attend.SHORT + 1
+    scores = f"x{short}x{short}xf32"
+    for platform in ("cpu", "tpu"):
+        assert scores in program(short, platform)
+        assert f"x{long}x{long}xf32" not in program(long, platform)
+        assert ("tpu_custom_call" in program(long, platform)) == (platform == "tpu")
 
 
 def test_prefill_keeps_keys_and_values_and_training_does_not() -> None:

@@ -1,9 +1,15 @@
 """The mask of packed rows, on the example of its module."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spell_jax.attention.masks import visible
+from spell_jax.attention import masks
+
+
+def _visible(last_reader: jax.Array) -> jax.Array:
+    index = masks.row_index(last_reader)
+    return masks.visible(index, index, last_reader)
 
 
 def test_example_of_the_module() -> None:
@@ -16,9 +22,9 @@ def test_example_of_the_module() -> None:
         [1, 1, 0, 0, 1, 0],  # the second does not see the first
         [0, 0, 0, 0, 0, 0],  # padding sees nothing, and nobody sees it
     ]
-    np.testing.assert_array_equal(visible(last_reader)[0], np.array(wanted, bool))
+    np.testing.assert_array_equal(_visible(last_reader)[0], np.array(wanted, bool))
 
 
 def test_rows_are_masked_one_by_one() -> None:
-    seen = visible(jnp.array([[1, 1], [0, 1]], jnp.int32))
+    seen = _visible(jnp.array([[1, 1], [0, 1]], jnp.int32))
     np.testing.assert_array_equal(seen, [[[1, 0], [1, 1]], [[1, 0], [0, 1]]])

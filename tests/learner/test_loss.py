@@ -1,16 +1,19 @@
 """Log-probs by hand, and the clipped loss against the reference cases."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spell_jax.learner import loss as losses
 from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig, kl_estimate, policy_loss, score_tokens
+from spell_jax.runtime import mesh as meshes
 from tests import tiny
 
 CASES = Path(__file__).parents[1] / "reference_cases"
@@ -160,6 +163,48 @@ def test_chunks_change_no_gradient() -> None:
         found = jax.grad(total, (0, 1))(table, hidden, chunk)
         for a, b in zip(found, wanted, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+HEAD_MESHES = [
+    {"context": 2, "fsdp": 2, "tensor": 2},
+    {"context": 4, "tensor": 2},
+    {"data": 2, "expert": 2, "tensor": 2},
+]
+
+
+@pytest.mark.parametrize("shape", HEAD_MESHES, ids=str)
+def test_the_head_on_a_mesh_equals_one_device(shape: dict[str, int]) -> None:
+    """Values and gradients; that of the table is never summed whole over all devices."""
+    rng = np.random.default_rng(0)
+    rows, time, answers, vocab, width = 4, 16, 8, 64, tiny.POLICY.width
+    hidden = jnp.asarray(rng.normal(size=(rows, time, width)), jnp.float32)
+    source = jnp.asarray(rng.integers(0, time, size=(rows, answers)), jnp.int32)
+    target = jnp.asarray(rng.integers(0, vocab, size=(rows, answers)), jnp.int32)
+
+    def total(table, hidden):
+        params = {"embedding": table}
+        scores = score_tokens(tiny.POLICY, params, hidden, source, target, 0.7, chunk=3)
+        return jnp.sum(jnp.sin(scores[0])) + 0.3 * jnp.sum(scores[1]), scores
+
+    both = jax.value_and_grad(total, (0, 1), has_aux=True)
+    table = jnp.asarray(tiny.weights()["embedding"])
+    wanted = both(table, hidden)
+    mesh = meshes.make_mesh(shape)
+    places = (
+        NamedSharding(mesh, PartitionSpec("tensor", meshes.EMBED)),
+        NamedSharding(mesh, PartitionSpec(meshes.ROWS, "context")),
+    )
+    with jax.set_mesh(mesh):
+        given = jax.device_put((table, hidden), places)
+        run = jax.jit(both, out_shardings=(None, places))
+        found = run(*given)
+        program = run.lower(*given).compile().as_text()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, wanted)
+    # Of the table, a device has half the vocabulary; sums over devices are of its share or less.
+    split = shape.get("fsdp", 1) * shape.get("context", 1)
+    reduced = re.findall(r"= (?:\w+)\[(\d+),(\d+)\]\S* all-reduce", program)
+    assert all(int(a) * int(b) <= vocab // 2 * width // split for a, b in reduced)
+    assert f"f32[{rows},3,{vocab}]" not in program
 
 
 def test_logits_exist_a_chunk_at_a_time() -> None:

@@ -23,10 +23,11 @@ def _written(batches: list[MicroBatch]) -> Counter:
     """All weighted tokens: (what the predicting position sees, target, advantage, weight, old)."""
     found: Counter = Counter()
     for batch in batches:
-        seen = np.asarray(visible(batch.last_reader))
+        seen = np.asarray(visible(batch.index, batch.index, batch.last_reader))
         for row, slot in np.argwhere(batch.weight):
             source = batch.source[row, slot]
             context = np.flatnonzero(seen[row, source])
+            context = context[np.argsort(batch.index[row, context])]
             np.testing.assert_array_equal(batch.positions[row, context], np.arange(len(context)))
             numbers = (batch.advantage, batch.weight, batch.old_log_prob)
             found[
@@ -128,16 +129,20 @@ def test_answers_that_cannot_fit_are_refused_and_their_siblings_kept() -> None:
     lengths=st.lists(st.integers(18, 60), min_size=1, max_size=3, unique=True),
     budget=st.integers(1, 200),
     multiple=st.integers(1, 3),
+    devices=st.integers(1, 4),
     shared=st.booleans(),
 )
-def test_every_answer_token_is_there_once(seed, count, lengths, budget, multiple, shared) -> None:
+def test_every_answer_token_is_there_once(
+    seed, count, lengths, budget, multiple, devices, shared
+) -> None:
     groups = tiny.groups(count, seed)  # an answer and its prompt have at most 18 tokens
-    buckets = [Bucket(length, max(6, length // 2)) for length in sorted(lengths)]
+    lengths = sorted({-(-length // devices) * devices for length in lengths})
+    buckets = [Bucket(length, max(6, length // 2)) for length in lengths]
     weighed = packing.weigh(groups)
     if not shared:
         weighed = packing.separate_answers(weighed)
     fitting, refused = packing.split_groups(weighed, buckets[-1])
-    batches = packing.pack(fitting, buckets, budget, multiple)
+    batches = packing.pack(fitting, buckets, budget, multiple, devices)
     assert not refused
     assert _written(batches) == _wanted(groups)
     assert all(len(batch.tokens) % multiple == 0 for batch in batches)

@@ -178,7 +178,12 @@ def test_shared_prefixes_save_tokens() -> None:
 
 @pytest.mark.parametrize(
     "mesh",
-    [(("data", 2), ("fsdp", 2), ("tensor", 2)), (("fsdp", 8),)],
+    [
+        (("data", 2), ("fsdp", 2), ("tensor", 2)),
+        (("fsdp", 8),),
+        (("context", 8),),
+        (("fsdp", 2), ("context", 2), ("tensor", 2)),
+    ],
     ids=lambda mesh: " ".join(f"{axis}={size}" for axis, size in mesh),
 )
 def test_eight_devices_equal_one(mesh: tuple[tuple[str, int], ...]) -> None:
@@ -186,7 +191,8 @@ def test_eight_devices_equal_one(mesh: tuple[tuple[str, int], ...]) -> None:
     _assert_same_step(_step(learner, GROUPS), _wanted())
     state = learner.init(jax.random.key(0))
     kernel = state.params["layers"]["mlp"]["up_kernel"]
-    assert kernel.addressable_shards[0].data.size * dict(mesh)["fsdp"] <= kernel.size
+    parts = dict(mesh).get("fsdp", 1) * dict(mesh).get("context", 1)
+    assert kernel.addressable_shards[0].data.size * parts <= kernel.size
     assert len(kernel.sharding.device_set) == 8
 
 

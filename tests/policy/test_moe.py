@@ -27,6 +27,7 @@ MESHES = [
     (("expert", 2), ("tensor", 2), ("fsdp", 2)),
     (("data", 2), ("fsdp", 2), ("expert", 2)),
     (("tensor", 8),),
+    (("context", 2), ("expert", 2), ("fsdp", 2)),
 ]
 on_meshes = pytest.mark.parametrize(
     "mesh", MESHES, ids=lambda mesh: " ".join(f"{axis}={size}" for axis, size in mesh)

@@ -49,24 +49,30 @@ def test_parameters_are_split_by_the_table() -> None:
     mesh = meshes.make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     shapes, axes = transformer.abstract_params(tiny.POLICY)
     placed = meshes.shardings(mesh, axes, shapes)
-    assert placed["embedding"].spec == PartitionSpec("tensor", "fsdp")
+    assert placed["embedding"].spec == PartitionSpec("tensor", meshes.EMBED)
     attention = placed["layers"]["attention"]
-    assert attention["q_kernel"].spec == PartitionSpec(None, "fsdp", "tensor", None)
-    assert attention["o_kernel"].spec == PartitionSpec(None, "tensor", None, "fsdp")
-    assert placed["layers"]["mlp"]["down_kernel"].spec == PartitionSpec(None, "tensor", "fsdp")
+    assert attention["q_kernel"].spec == PartitionSpec(None, meshes.EMBED, "tensor", None)
+    assert attention["o_kernel"].spec == PartitionSpec(None, "tensor", None, meshes.EMBED)
+    assert placed["layers"]["mlp"]["down_kernel"].spec == PartitionSpec(
+        None, "tensor", meshes.EMBED
+    )
 
 
 def test_an_axis_that_does_not_divide_is_replicated() -> None:
     mesh = meshes.make_mesh({"tensor": 4, "fsdp": 2})
     shapes, axes = transformer.abstract_params(tiny.POLICY)  # 4 query heads, 2 key/value heads
     attention = meshes.shardings(mesh, axes, shapes)["layers"]["attention"]
-    assert attention["q_kernel"].spec == PartitionSpec(None, "fsdp", "tensor", None)
-    assert attention["k_kernel"].spec == PartitionSpec(None, "fsdp", None, None)
+    assert attention["q_kernel"].spec == PartitionSpec(None, meshes.EMBED, "tensor", None)
+    assert attention["k_kernel"].spec == PartitionSpec(None, meshes.EMBED, None, None)
 
 
 def test_rows_lie_on_data_and_fsdp() -> None:
     mesh = meshes.make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     rows = jax.device_put(np.arange(8).reshape(4, 2), meshes.by_rows(mesh))
     assert {shard.data.shape for shard in rows.addressable_shards} == {(1, 2)}
+    packed = jax.device_put(
+        np.zeros((4, 6)), meshes.by_rows_and_time(meshes.make_mesh({"fsdp": 4, "context": 2}))
+    )
+    assert {shard.data.shape for shard in packed.addressable_shards} == {(1, 3)}
     everywhere = jax.device_put(jnp.ones(3), meshes.replicated(mesh))
     assert {shard.data.shape for shard in everywhere.addressable_shards} == {(3,)}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spell_jax.attention import dense
+from spell_jax.attention import dense, masks
 from spell_jax.sampler import cache as caches
 
 ROWS, GROUP, HEADS, KV_HEADS, SIZE = 2, 3, 4, 2, 8
@@ -36,7 +36,10 @@ def test_one_new_token_of_each_sibling() -> None:
             queries = np.zeros((1, time, HEADS, SIZE), np.float32)
             queries[0, -1] = q[at]
             last_reader = jnp.full((1, time), time - 1, jnp.int32)
-            wanted = dense.attend(jnp.asarray(queries), keys[None], values[None], last_reader)
+            index = masks.row_index(last_reader)
+            wanted = dense.attend(
+                jnp.asarray(queries), keys[None], values[None], index, index, last_reader
+            )
             np.testing.assert_allclose(found[at], wanted[0, -1], atol=2e-6)
 
 

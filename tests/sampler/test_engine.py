@@ -165,7 +165,11 @@ def test_fewer_siblings_and_tokens_are_the_beginning_of_more() -> None:
 
 @pytest.mark.parametrize(
     "mesh",
-    [(("data", 2), ("fsdp", 2), ("tensor", 2)), (("fsdp", 8),)],
+    [
+        (("data", 2), ("fsdp", 2), ("tensor", 2)),
+        (("fsdp", 8),),
+        (("context", 2), ("fsdp", 2), ("tensor", 2)),
+    ],
     ids=lambda mesh: " ".join(f"{axis}={size}" for axis, size in mesh),
 )
 def test_eight_devices_equal_one(mesh: tuple[tuple[str, int], ...]) -> None:

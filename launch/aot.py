@@ -1,0 +1,513 @@
+"""Compiles what a run executes, for a TPU slice that is not there: does it fit, what does it move?
+
+    python -m launch.aot --config=configs/qwen2_5_7b_instruct.py --topology=v5e-16 \
+        --length=16384 --phase=all --policy=CONFIG.json [--layers=2] [--config.X=Y ...]
+
+1. The policy's shape is that of a Hugging Face config.json; there are no weights, and no array is
+   made: every argument is a shape with a placement.
+2. The trainer's own Learner and Sampler are built on the config's mesh, laid over the slice's
+   devices (topologies.py), and their jitted functions are lowered for prompts of --length tokens:
+   P = --length, with G = config.game.group_size answers of S = config.sampler.max_tokens each, so
+   that a training row has P + G S tokens.
+3. Phases: "prefill", "decode", "log_prob" (the learner's forward pass alone) and "update", which
+   is two programs, "accumulate" and "apply".
+4. Each is compiled, on any CPU, and described by one line of JSON. Bytes are per chip. What the
+   trainer holds beside a program's arguments (while it samples: masters and optimiser) is
+   "resident"; a program fits if it compiles and its peak and that go into the chip's memory
+   together. Collectives are counted as they stand in the program, with the bytes of their results
+   on one chip; those "in_loops" (the scan over layers, the tokens of an answer) are moved once a
+   pass of the loop.
+5. The exit status is 0 if all fit, and 1 if one did not, after all were tried.
+
+Everything here was compiled only: nothing says how fast it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from jax.sharding import PartitionSpec
+from ml_collections import config_flags
+
+from launch import topologies
+from spell_jax import catalogue
+from spell_jax.learner import loss, packing, update
+from spell_jax.policy import lora, transformer
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.lora import LoraConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.settings import Config, build
+from spell_jax.sampler.engine import Sampler, SamplerConfig
+
+log = logging.getLogger("launch.aot")  # __name__ is __main__ when this is the entry
+
+PHASES = ("prefill", "decode", "log_prob", "update")
+_SAID = 400  # letters of an error: a compiler's first words say how much memory was missing
+
+
+# ------------------------------------------------------------------------------- What is compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One jitted function with its abstract arguments.
+
+    Attributes:
+      phase: one of PHASES.
+      name: the same, or the part of it.
+      tokens: shape of the token array that it reads, [rows, tokens].
+      resident: bytes per chip that the trainer holds meanwhile and that are not among `arguments`.
+      function: jitted.
+      arguments, options: positional ones (trees of jax.ShapeDtypeStruct) and static ones.
+      mesh: where it runs.
+      rules: logical axes, as the trainer sets them around the call.
+    """
+
+    phase: str
+    name: str
+    tokens: tuple[int, ...]
+    resident: int
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    mesh: jax.sharding.Mesh
+    rules: meshes.Rules = meshes.RULES
+
+    def trace(self) -> Any:
+        """jax.stages.Traced, as the trainer would trace it."""
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules(self.rules):
+            return self.function.trace(*self.arguments, **self.options)
+
+    def lower(self, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
+        """Lowered for the mesh's devices, or for other platforms ("tpu", from a CPU)."""
+        traced = self.trace()
+        with jax.set_mesh(self.mesh):
+            return traced.lower(lowering_platforms=platforms)
+
+
+def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig:
+    """The policy's architecture as config.policy changes it, without tokenizer and weights.
+
+    Args:
+      config: the run's.
+      path: a Hugging Face config.json; "": that of the folder config.policy.folder.
+      layers: another number of layers, above 0.
+
+    Raises:
+      ValueError, FileNotFoundError: the file is not there or not understood.
+    """
+    section = config.policy
+    if not path and section.folder != "tiny" and not pathlib.Path(section.folder).is_dir():
+        raise FileNotFoundError(
+            f"policy.folder = {section.folder!r}: is no folder here; name a Hugging Face "
+            "config.json by --policy, no weights are needed"
+        )
+    file = pathlib.Path(path) if path else catalogue.find_policy(config) / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"policy = {str(file)!r}: must be a Hugging Face config.json")
+    policy = PolicyConfig.from_hf(file)
+    if section.stretch:
+        policy = policy.stretched(section.stretch, section.stretch_factor)
+    if layers < 0:
+        raise ValueError(f"layers = {layers}: must be 1 or more, or 0 for the policy's own")
+    # Fields that a run's config and the architecture share by name (remat, the kernel).
+    shared = {field.name for field in dataclasses.fields(PolicyConfig)} & set(section)
+    changes = {name: section[name] for name in shared}
+    if section.lora_rank:
+        changes["lora"] = LoraConfig(section.lora_rank, section.lora_alpha, section.lora_pattern)
+    return dataclasses.replace(policy, **changes, layers=layers or policy.layers)
+
+
+class Programs:
+    """The programs of a run, with shapes and placements in place of arrays."""
+
+    def __init__(self, config: Config, policy: PolicyConfig, mesh: jax.sharding.Mesh, length: int):
+        """Checks the config's sections and builds Learner and Sampler.
+
+        Raises:
+          ValueError: naming the field, its value and what would be right.
+        """
+        if length < 1:
+            raise ValueError(f"length = {length}: must be 1 or more prompt tokens")
+        sampling = build(SamplerConfig, config.sampler, "sampler")
+        layout = build(update.PackingConfig, config.packing, "packing")
+        optimiser = build(
+            update.OptimiserConfig, config.optimiser, "optimiser", total_steps=config.steps
+        )
+        self.config, self.policy, self.mesh = config, policy, mesh
+        self.group = config.game.group_size
+        policy.check_length(length + sampling.max_tokens)
+        answers = sampling.max_tokens * (self.group if layout.shared_prefix else 1)
+        self.bucket = packing.Bucket(length + answers, answers)
+        budget = max(layout.token_budget, self.bucket.length)
+        self.learner = update.Learner(
+            policy,
+            optimiser,
+            build(loss.LossConfig, config.loss, "loss"),
+            dataclasses.replace(layout, buckets=(self.bucket,), token_budget=budget),
+            mesh,
+            sampling.temperature,
+            config.policy.compute_dtype,
+        )
+        # Which tokens stop an answer does not change the program.
+        sampling = dataclasses.replace(sampling, prompt_buckets=(length,))
+        self.sampler = Sampler(policy, sampling, (0,), mesh)
+        shapes, axes = transformer.abstract_params(policy)
+        whole = _placed(shapes, meshes.shardings(mesh, axes, shapes), self.learner.compute_dtype)
+        self.played = whole
+        self.trained, self.frozen = lora.split(policy, whole)
+        self.state = self.learner.abstract_state()
+
+    def of(self, phase: str) -> list[Program]:
+        """The programs of "all" or of one of PHASES.
+
+        Raises:
+          ValueError: there is no such phase.
+        """
+        if phase != "all" and phase not in PHASES:
+            raise ValueError(f"phase = {phase!r}: must be 'all' or one of {PHASES}")
+        wanted = PHASES if phase == "all" else (phase,)
+        return [program for name in wanted for program in getattr(self, f"_{name}")()]
+
+    def _prefill(self) -> list[Program]:
+        tokens, lengths = self._prompts()
+        arguments, function = (self.played, tokens, lengths), self.sampler.prefill
+        return [self._program("prefill", "prefill", tokens.shape, function, arguments)]
+
+    def _decode(self) -> list[Program]:
+        c, (prompts, lengths) = self.sampler.config, self._prompts()
+        key = self._replicated(jax.eval_shape(lambda: jax.random.key(0)))
+        arguments = (self.played, *self._prefilled(prompts), lengths, lengths, key)
+        options = {
+            "group": self.group,
+            "max_tokens": c.max_tokens,
+            "stop_ids": self.sampler.stop_ids,
+            "temperature": c.temperature,
+            "top_p": c.top_p,
+        }
+        tokens, function = (prompts.shape[0], self.group), self.sampler.decode
+        made = self._program("decode", "decode", tokens, function, arguments)
+        return [dataclasses.replace(made, options=options, rules=meshes.DECODE_RULES)]
+
+    def _log_prob(self) -> list[Program]:
+        learner, batch = self.learner, self._batch()
+
+        def score(params, frozen, batch):
+            return learner._score(lora.join(params, frozen), batch)
+
+        arguments, function = (self.trained, self.frozen, batch), jax.jit(score)
+        shape, held = batch.tokens.shape, self._left_over()
+        return [self._program("log_prob", "log_prob", shape, function, arguments, held)]
+
+    def _update(self) -> list[Program]:
+        learner, batch, held = self.learner, self._batch(), self._left_over()
+        reference = self.played if learner.loss.kl_weight else None
+        gradients, sums = jax.eval_shape(learner._empty)
+        gradients = _placed(gradients, learner.param_shardings)
+        weights = (self.trained, self.frozen)
+        arguments = (*weights, (gradients, self._replicated(sums)), batch, reference)
+        shape, function = batch.tokens.shape, learner.accumulate
+        first = self._program("update", "accumulate", shape, function, arguments, held)
+        held += bytes_per_chip((weights, reference)) - bytes_per_chip(self.state)
+        second = self._program("update", "apply", (), learner.apply, (self.state, gradients), held)
+        return [first, second]
+
+    def _program(self, phase, name, tokens, function, arguments, held=0) -> Program:
+        resident = held + self._other_models() + bytes_per_chip(self.state)
+        return Program(phase, name, tokens, resident, function, arguments, {}, self.mesh)
+
+    # -------------------------------------------------------------------------- Arguments
+
+    def _prompts(self) -> tuple[Any, Any]:
+        """Tokens [B, P] and their lengths [B]."""
+        length, where = self.sampler.config.prompt_buckets[0], meshes.by_rows(self.mesh)
+        rows = self.sampler.rows(length, self.group)
+        tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=where)
+        return tokens, jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=where)
+
+    def _prefilled(self, tokens: Any) -> tuple[Any, Any]:
+        """What prefill returns, as it places it: keys and values [L, B, P, K, H], logits [B, V]."""
+        c, dtype = self.policy, self.learner.compute_dtype
+        rows, width = tokens.shape
+        kept = jax.ShapeDtypeStruct((c.layers, rows, width, c.kv_heads, c.head_size), dtype)
+        logits = jax.ShapeDtypeStruct((rows, c.vocab_size), jnp.float32)
+        axes = PartitionSpec("layers", "rows", "time", "kv_heads", "head")
+        tree = ((kept, kept), logits)
+        by_axes = ((axes, axes), PartitionSpec("rows", "vocab"))
+        return _placed(tree, meshes.shardings(self.mesh, by_axes, tree))
+
+    def _batch(self) -> packing.MicroBatch:
+        budget, shards = self.learner.packing.token_budget, meshes.row_shards(self.mesh)
+        rows = packing.row_count(self.bucket, budget, shards)
+        where = meshes.by_rows_and_time(self.mesh)
+        batch = packing.empty_micro_batch(self.bucket, rows)
+        return _placed(batch, jax.tree.map(lambda _: where, batch))
+
+    def _replicated(self, tree: Any) -> Any:
+        return _placed(tree, jax.tree.map(lambda _: meshes.replicated(self.mesh), tree))
+
+    # --------------------------------------------------------- What else is held (train.py)
+
+    def _other_models(self) -> int:
+        """Models beside the policy: a float32 copy each, and one as it is played."""
+        others = bool(self.learner.loss.kl_weight) + (self.config.game.reference == "anchored")
+        return others * bytes_per_chip((self.state.params, self.trained))
+
+    def _left_over(self) -> int:
+        """The copy that has played, which stays through the update, until the next step begins."""
+        return bytes_per_chip(self.trained)
+
+
+def _placed(tree: Any, places: Any, dtype: Any = None) -> Any:
+    """The tree's shapes with placements, and perhaps another dtype."""
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=where),
+        tree,
+        places,
+    )
+
+
+def bytes_per_chip(tree: Any) -> int:
+    """Bytes of a tree of placed shapes on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+# ------------------------------------------------------------------------------- What it moves
+
+_KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_COLLECTIVE = re.compile(rf" = (.+?) ({'|'.join(_KINDS)})(-start)?\(")
+_CALLEE = re.compile(r"(calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_LAYOUT_OR_COMMENT = re.compile(r"\{[^{}]*\}|/\*.*?\*/")
+_SHAPE = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
+# The fusions of a TPU program beside which a collective goes on, which name it again.
+_ONGOING = ("async_collective_fusion", "AsyncCollectiveDone")
+
+
+@dataclasses.dataclass
+class _Computation:
+    """One function of an HLO text."""
+
+    name: str
+    collectives: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # kind, bytes
+    callees: set[str] = dataclasses.field(default_factory=set)
+    loops: set[str] = dataclasses.field(default_factory=set)  # bodies and conditions it runs
+    result: int = 0
+    starts: bool = False
+    goes_on: bool = False
+
+
+def collectives(text: str) -> dict[str, dict[str, int]]:
+    """Collectives of a compiled program's HLO text, by kind.
+
+    1. An asynchronous one counts once, where it starts. A TPU program names it again in every
+       fusion that runs meanwhile.
+    2. A TPU program may write a reduce-scatter as a fusion, named all-reduce-scatter, of an
+       all-reduce and a slice: it counts as what it is, with the bytes of the slice. Where the two
+       stand apart it is an all-reduce, as which it is run.
+
+    Returns:
+      For each kind: "count", "bytes" (of the results on one device) and "in_loops" (how many of
+      the count stand in a loop, or in what a loop calls).
+    """
+    computations = _read(text)
+    looped = _called(computations, set().union(*(c.loops for c in computations.values())))
+    totals: dict[str, dict[str, int]] = {}
+    for computation in computations.values():
+        if computation.goes_on and not computation.starts:
+            continue
+        for kind, size in computation.collectives:
+            if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
+                kind, size = "reduce-scatter", computation.result
+            total = totals.setdefault(kind, {"count": 0, "bytes": 0, "in_loops": 0})
+            total["count"] += 1
+            total["bytes"] += size
+            total["in_loops"] += computation.name in looped
+    return dict(sorted(totals.items()))
+
+
+def _read(text: str) -> dict[str, _Computation]:
+    """Computations by name."""
+    current = _Computation("")
+    computations = {current.name: current}
+    for line in text.splitlines():
+        if not line.startswith(" ") and (header := _COMPUTATION.fullmatch(line)):
+            current = _Computation(header[1], goes_on=header[1].startswith(_ONGOING))
+            computations[current.name] = current
+            continue
+        for how, callee in _CALLEE.findall(line):
+            (current.loops if how in ("body", "condition") else current.callees).add(callee)
+        for names in _BRANCHES.findall(line):
+            current.callees |= {name.strip(" %") for name in names.split(",")}
+        current.starts |= "AsyncCollectiveStart" in line
+        current.goes_on |= "AsyncCollectiveDone" in line
+        plain = _LAYOUT_OR_COMMENT.sub("", line)
+        if match := _COLLECTIVE.search(plain):
+            kind, starts = match[2], bool(match[3])
+            current.collectives.append((kind, _result_bytes(match[1], kind, starts)))
+        if line.startswith("  ROOT "):
+            current.result = _type_bytes(plain.split(" = ", 1)[1].split("(", 1)[0])
+    return computations
+
+
+def _called(computations: dict[str, _Computation], names: set[str]) -> set[str]:
+    """These computations and all that they call, directly or not."""
+    called, todo = set(names), list(names)
+    while todo:
+        one = computations.get(todo.pop())
+        new = (one.callees | one.loops) - called if one else set()
+        called |= new
+        todo += new
+    return called
+
+
+def _result_bytes(type_text: str, kind: str, starts: bool) -> int:
+    """Bytes of a collective's result; what starts one returns (operands, results, ...)."""
+    if not starts or kind == "all-reduce":
+        return _type_bytes(type_text)
+    return _type_bytes(_parts(type_text)[1])
+
+
+def _parts(tuple_text: str) -> list[str]:
+    """The elements of "(a, (b, c), d)"."""
+    parts, depth = [""], 0
+    for letter in tuple_text[1:-1]:
+        depth += {"(": 1, ")": -1, "[": 1, "]": -1}.get(letter, 0)
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _type_bytes(type_text: str) -> int:
+    """Bytes of all arrays named in a type, such as (bf16[2,8], f32[])."""
+    total = 0
+    for name, bits, dims in _SHAPE.findall(type_text):
+        sizes = [int(size.strip("<=")) for size in dims.split(",") if size]
+        total += math.prod(sizes) * (8 if name == "pred" else int(bits)) // 8
+    return total
+
+
+# ------------------------------------------------------------------------------- What is printed
+
+
+def describe(program: Program, hbm: int) -> dict[str, Any]:
+    """Compiles a program; the line about it.
+
+    Args:
+      program: what.
+      hbm: bytes of a chip's memory that programs may use.
+    """
+    line: dict[str, Any] = {"phase": program.phase, "program": program.name}
+    line |= {"tokens": program.tokens, "fits": False}
+    clock = time.monotonic()
+    try:
+        lowered = program.lower()
+        line["lower_seconds"] = round(time.monotonic() - clock, 1)
+        clock = time.monotonic()
+        compiled = lowered.compile()
+    except Exception as error:  # whatever a compiler throws: the other phases are still tried
+        if not isinstance(error, jax.errors.JaxRuntimeError):
+            log.exception("%s", program.name)
+        line["compile_seconds"] = round(time.monotonic() - clock, 1)
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        return line | {"resident": program.resident, "hbm": hbm, "error": said[:_SAID]}
+    line["compile_seconds"] = round(time.monotonic() - clock, 1)
+    memory = _memory(compiled)
+    line["fits"] = memory["peak"] + program.resident <= hbm
+    line |= {"bytes": memory, "resident": program.resident, "hbm": hbm}
+    return line | {"collectives": collectives(compiled.as_text() or "")}
+
+
+def _memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes on one chip; "peak" is the most that is there at once, arguments included."""
+    stats: Any = compiled.memory_analysis()
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    temporaries, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
+    total = arguments + temporaries + outputs - aliased
+    # The compiler's own peak counts fast memory on the chip too, and the sum counts buffers that
+    # never live together: the smaller one is nearer.
+    peak = min(getattr(stats, "peak_memory_in_bytes", 0) or total, total)
+    return {
+        "arguments": arguments,
+        "temporaries": temporaries,
+        "outputs": outputs,
+        "aliased": aliased,
+        "peak": peak,
+    }
+
+
+def report(programs: list[Program], hbm: int, where: dict[str, Any]) -> bool:
+    """Prints a line a program, each with `where`; whether all of them fit."""
+    fit = True
+    for program in programs:
+        line = describe(program, hbm)
+        print(json.dumps(where | line), flush=True)
+        fit &= line["fits"]
+    return fit
+
+
+def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mesh:
+    """The config's mesh over the slice's devices, as the trainer would make it there.
+
+    Raises:
+      ValueError: it cannot be laid out.
+    """
+    devices = topologies.devices(topology)
+    try:
+        return meshes.make_mesh(config.mesh, devices)
+    except NotImplementedError as error:  # jax.make_mesh's
+        raise ValueError(
+            f"mesh = {dict(config.mesh)}: each axis must be a product of physical ones of "
+            f"{topology.name}, which are {topology.shape}"
+        ) from error
+
+
+def main(_) -> None:
+    given = flags.FLAGS
+    topology = topologies.find(given.topology)
+    policy = read_policy(given.config, given.policy, given.layers)
+    # Such programs are not found again in the cache, and are large.
+    jax.config.update("jax_enable_compilation_cache", False)
+    mesh = make_mesh(given.config, topology)
+    programs = Programs(given.config, policy, mesh, given.length)
+    where = {"topology": topology.name, "mesh": dict(mesh.shape), "layers": policy.layers}
+    sys.exit(0 if report(programs.of(given.phase), topology.hbm, where) else 1)
+
+
+if __name__ == "__main__":
+    # Defined here, so that one process may import several entries.
+    config_flags.DEFINE_config_file("config", None, "The run's configuration.")
+    flags.DEFINE_string("topology", None, "The slice, such as v5e-16; topologies.py lists them.")
+    flags.DEFINE_integer("length", None, "Prompt tokens P.", lower_bound=1)
+    flags.DEFINE_enum("phase", "all", ("all", *PHASES), "What is compiled.")
+    flags.DEFINE_string("policy", "", "A Hugging Face config.json; by default the folder's.")
+    flags.DEFINE_integer("layers", 0, "Another number of layers, for quick trials.", lower_bound=0)
+    flags.mark_flags_as_required(["config", "topology", "length"])
+    app.run(main)

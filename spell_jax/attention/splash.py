@@ -1,0 +1,573 @@
+"""Attention on TPU: Pallas flash kernels that know a packed row's mask and skip dead blocks.
+
+The stock splash kernels cannot compare a query's index with a number a key (`last_reader`), so
+these are our own, for one row on one device. What a device holds may be a part of the row: queries
+in any order, keys from `k_first` on. The parts' outputs are merged by their log-sum-exp.
+
+1. Queries and keys are cut into blocks. Minima and maxima of q_index and last_reader tell which
+   pairs of blocks are dead, full (everything is seen) or partial; the live ones are written into a
+   list of words, one a pair (`list_pairs`). The device does this; nothing depends on the host.
+2. The grid of a kernel runs over that list: its length is a runtime number, its words are
+   prefetched to scalar memory and say which blocks to load next. Dead pairs cost no step and no
+   load; full pairs are not masked.
+3. Forward: runs of pairs with the same block of queries, a running maximum and sum (online
+   softmax); output and log-sum-exp are written at the end of the run.
+4. Backward, two kernels, so that nothing larger than the gradients is stored: dq over the same
+   kind of list, dk and dv over runs with the same block of keys, all R query heads of a pair one
+   after the other. Scores are computed again and turned into weights by the log-sum-exp.
+
+Inside, queries lie along lanes: scores are [keys, queries], so that every number a query (maximum,
+sum, log-sum-exp, delta) is a plain row, and a head size of 64 wastes no lanes of queries or output.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from spell_jax.attention.dense import MASKED
+
+LANES = 128  # a block is a multiple of it
+# A list of pairs has to fit scalar memory: at most so many words (512 KiB).
+MOST_PAIRS = 2**17
+_BITS = 13  # of a block's number, so that a pair is one word
+_MOST = 2**_BITS
+_DEAD, _PARTIAL, _FULL = 0, 1, 2
+
+
+class Blocks(NamedTuple):
+    """At most so many (queries, keys) of a block, for each kernel; multiples of 128."""
+
+    forward: tuple[int, int]
+    dq: tuple[int, int]
+    dkv: tuple[int, int]
+
+
+# By the bytes of a number. Compiled for v5e with head sizes 64 and 128, every kernel fits 8 MiB of
+# the 16 MiB of VMEM that it may use.
+DEFAULT_BLOCKS = {
+    2: Blocks(forward=(1024, 1024), dq=(1024, 1024), dkv=(1024, 1024)),
+    4: Blocks(forward=(512, 512), dq=(512, 512), dkv=(512, 512)),
+}
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_index: jax.Array,
+    last_reader: jax.Array,
+    *,
+    k_first: jax.Array | int = 0,
+    k_index: jax.Array | None = None,
+    blocks: Blocks | None = None,
+    interpret: bool | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of some queries of a row to some keys of it; not differentiable by itself.
+
+    Rows go one after the other (lax.map, not vmap: their lists differ in length). Inside shard_map
+    this needs check_vma=False.
+
+    Args:
+      q: [Tq, K, R, H].
+      k, v: [Tk, K, H], of q's dtype.
+      q_index: int32 [Tq], row indices of the queries, in any order.
+      last_reader: int32 [Tk]; query q sees key j iff k_index[j] <= q_index[q] <= last_reader[j].
+      k_first: row index of the first key, may be traced; the others follow.
+      k_index: int32 [Tk], row indices of the keys if they do not just follow k_first.
+      blocks: None: DEFAULT_BLOCKS. A row is cut into as few equal blocks as these allow.
+      interpret: run by the interpreter; None: unless the default backend is a TPU.
+
+    Returns:
+      out [Tq, K, R, H] in q's dtype, zeros for a query that sees nothing, and the log-sum-exp of
+      the scaled scores, float32 [K, R, Tq], 1e30 for a query that sees nothing.
+    """
+    time, kv_heads, heads, size = q.shape
+    block = (blocks or DEFAULT_BLOCKS[q.dtype.itemsize]).forward
+    kept = (q, k, v, q_index, _key_index(k, k_first, k_index), last_reader)
+    pairs, data = _prepare(kept, block, by_keys=False)
+    numbers = jax.ShapeDtypeStruct((kv_heads, heads, 1, data.q.shape[-1]), jnp.float32)
+    out, lse = _call(
+        _forward_kernel,
+        pairs,
+        data,
+        inputs=[("queries", data.q), ("keys", data.k), ("keys_turned", data.v_turned)],
+        outputs=[("queries", data.q), ("numbers", numbers)],
+        scratch=[(1, pairs.block_q), (1, pairs.block_q), (size, pairs.block_q)],
+        interpret=interpret,
+    )
+    return out[..., :time].transpose(3, 0, 1, 2), lse[:, :, 0, :time]
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_index: jax.Array,
+    last_reader: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    d_out: jax.Array,
+    *,
+    k_first: jax.Array | int = 0,
+    k_index: jax.Array | None = None,
+    blocks: Blocks | None = None,
+    interpret: bool | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of attention, or these keys' share of them if they are a part of what is attended.
+
+    Args:
+      q, k, v, q_index, last_reader, k_first, k_index, blocks, interpret: as in forward.
+      lse: float32 [K, R, Tq], the log-sum-exp over all keys of all parts.
+      delta: float32 [K, R, Tq], sum over H of d_out * out, out that of all parts.
+      d_out: [Tq, K, R, H].
+
+    Returns:
+      dq [Tq, K, R, H], dk and dv [Tk, K, H] in the dtypes of q, k and v.
+    """
+    blocks = blocks or DEFAULT_BLOCKS[q.dtype.itemsize]
+    kept = (q, k, v, q_index, _key_index(k, k_first, k_index), last_reader)
+    d_out = d_out.astype(q.dtype)
+    dq = _backward_queries(kept, lse, delta, d_out, blocks.dq, interpret)
+    dk, dv = _backward_keys(kept, lse, delta, d_out, blocks.dkv, interpret)
+    return dq, dk, dv
+
+
+def _backward_queries(kept, lse, delta, d_out, block, interpret) -> jax.Array:
+    time, _, _, size = d_out.shape
+    pairs, data = _prepare(kept, block, by_keys=False)
+    (dq,) = _call(
+        _dq_kernel,
+        pairs,
+        data,
+        inputs=[
+            ("queries", data.q),
+            ("keys", data.k),
+            ("keys_turned", data.k_turned),
+            ("keys", data.v),
+            ("queries", _turn_queries(d_out, pairs.block_q)),
+            ("numbers", _turn_numbers(lse, pairs.block_q)),
+            ("numbers", _turn_numbers(delta, pairs.block_q)),
+        ],
+        outputs=[("queries", data.q)],
+        scratch=[(size, pairs.block_q)],
+        interpret=interpret,
+    )
+    return dq[..., :time].transpose(3, 0, 1, 2)
+
+
+def _backward_keys(kept, lse, delta, d_out, block, interpret) -> tuple[jax.Array, jax.Array]:
+    time, _, size = kept[1].shape
+    pairs, data = _prepare(kept, block, by_keys=True)
+    dk, dv = _call(
+        _dkv_kernel,
+        pairs,
+        data,
+        inputs=[
+            ("queries", data.q),
+            ("keys", data.k),
+            ("keys", data.v),
+            ("queries", _turn_queries(d_out, pairs.block_q)),
+            ("numbers", _turn_numbers(lse, pairs.block_q)),
+            ("numbers", _turn_numbers(delta, pairs.block_q)),
+        ],
+        outputs=[("keys", data.k), ("keys", data.v)],
+        scratch=[(pairs.block_k, size), (pairs.block_k, size)],
+        interpret=interpret,
+    )
+    return dk[:, :time].transpose(1, 0, 2), dv[:, :time].transpose(1, 0, 2)
+
+
+# Which pairs of blocks are worked on, and in which order.
+
+
+class Pairs(NamedTuple):
+    """The live pairs of blocks as a kernel reads them.
+
+    Attributes:
+      words: int32 [queries' blocks * keys' blocks]; of a pair, from the highest bit: the block of
+        queries, the block of keys, whether it is the first and whether the last of its run, and
+        its kind (dead, partial, full).
+      count: int32 scalar, how many words hold.
+      block_q, block_k: queries and keys of a block.
+      by_keys: whether a run has its block of keys in common, or of queries.
+    """
+
+    words: jax.Array
+    count: jax.Array
+    block_q: int
+    block_k: int
+    by_keys: bool
+
+
+def list_pairs(
+    q_index: jax.Array,
+    k_index: jax.Array,
+    last_reader: jax.Array,
+    block_q: int,
+    block_k: int,
+    by_keys: bool,
+) -> Pairs:
+    """Lists the live pairs, run by run.
+
+    A block that has no live pair still gets one, marked dead: its output must be written.
+
+    Args:
+      q_index: int32 [Tq].
+      k_index, last_reader: int32 [Tk].
+      block_q, block_k: divide Tq and Tk.
+      by_keys: see Pairs.
+    """
+    queries = q_index.reshape(-1, block_q)
+    keys, readers = (x.reshape(-1, block_k) for x in (k_index, last_reader))
+    if len(queries) * len(keys) > MOST_PAIRS or max(len(queries), len(keys)) > _MOST:
+        raise ValueError(
+            f"{len(q_index)} queries by {len(k_index)} keys in blocks of {block_q} by {block_k}"
+            f" are {len(queries)} by {len(keys)} blocks; at most {_MOST} a side and {MOST_PAIRS}"
+            " pairs fit scalar memory: take larger blocks, or fewer queries a device"
+        )
+    earliest, latest = queries.min(1)[:, None], queries.max(1)[:, None]
+    live = (keys.min(1) <= latest) & (earliest <= readers.max(1))
+    full = (keys.max(1) <= earliest) & (latest <= readers.min(1))
+    kind = jnp.where(full, _FULL, jnp.where(live, _PARTIAL, _DEAD))
+    kind = kind.T if by_keys else kind
+    listed = kind > _DEAD
+    listed = listed.at[:, 0].set(listed[:, 0] | ~jnp.any(listed, axis=1))
+    order = jnp.argsort(~listed.reshape(-1), stable=True).astype(jnp.int32)
+    count = jnp.sum(listed, dtype=jnp.int32)
+    run, other = order // kind.shape[1], order % kind.shape[1]
+    place = jnp.arange(len(order), dtype=jnp.int32)
+    first = (place == 0) | (run != jnp.roll(run, 1))
+    last = (place == count - 1) | (run != jnp.roll(run, -1))
+    query, key = (other, run) if by_keys else (run, other)
+    word = (query * _MOST + key) * 16 + first * 8 + last * 4 + kind.reshape(-1)[order]
+    return Pairs(word.astype(jnp.int32), count, block_q, block_k, by_keys)
+
+
+def _blocks_of(word):
+    """The block of queries and the block of keys."""
+    return word >> (_BITS + 4), (word >> 4) & (_MOST - 1)
+
+
+def _begins(word):
+    return (word & 8) != 0
+
+
+def _ends(word):
+    return (word & 4) != 0
+
+
+def _kind(word):
+    return word & 3
+
+
+# From the caller's arrays to the kernels'.
+
+
+class _Data(NamedTuple):
+    """What the kernels read, padded to whole blocks.
+
+    Attributes:
+      q_index: [1, Tq].
+      k_index, last_reader: [1, Tk].
+      q: [K, R, H, Tq].
+      k, v: [K, Tk, H].
+      k_turned, v_turned: [K, H, Tk].
+    """
+
+    q_index: jax.Array
+    k_index: jax.Array
+    last_reader: jax.Array
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    k_turned: jax.Array
+    v_turned: jax.Array
+
+
+def _prepare(kept, block: tuple[int, int], by_keys: bool) -> tuple[Pairs, _Data]:
+    q, k, v, q_index, k_index, last_reader = kept
+    block_q, block_k = _block(block[0], len(q)), _block(block[1], len(k))
+    # A padded query or key repeats the last index, which changes no limits of its block. Such a
+    # query's output is cut off and its d_out and delta are zero; such a key has no reader.
+    queries = jnp.pad(q_index, (0, -len(q) % block_q), mode="edge")
+    keys = jnp.pad(k_index, (0, -len(k) % block_k), mode="edge")
+    readers = _pad(last_reader, 0, block_k, -1)
+    pairs = list_pairs(queries, keys, readers, block_q, block_k, by_keys)
+    k, v = (_pad(x.transpose(1, 0, 2), 1, block_k) for x in (k, v))
+    turned = (x.transpose(0, 2, 1) for x in (k, v))
+    indices = (queries[None], keys[None], readers[None])
+    return pairs, _Data(*indices, _turn_queries(q, block_q), k, v, *turned)
+
+
+def _key_index(k, k_first, k_index) -> jax.Array:
+    return k_first + jnp.arange(len(k), dtype=jnp.int32) if k_index is None else k_index
+
+
+def _block(wanted: int, time: int) -> int:
+    """The smallest multiple of LANES that cuts the row into as few blocks as `wanted` does."""
+    if wanted <= 0 or wanted % LANES:
+        raise ValueError(f"a block of {wanted} is no positive multiple of {LANES}")
+    return pl.cdiv(pl.cdiv(time, pl.cdiv(time, wanted)), LANES) * LANES
+
+
+def _pad(x: jax.Array, axis: int, block: int, value: float = 0) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % block)
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def _turn_queries(x: jax.Array, block: int) -> jax.Array:
+    """[Tq, K, R, H] to [K, R, H, whole blocks of queries]."""
+    return _pad(x.transpose(1, 2, 3, 0), 3, block)
+
+
+def _turn_numbers(x: jax.Array, block: int) -> jax.Array:
+    """Float32 numbers a query [K, R, Tq] to [K, R, 1, whole blocks of queries]."""
+    return _pad(x.astype(jnp.float32)[:, :, None], 3, block)
+
+
+def _specs(pairs: Pairs, size: int) -> dict[str, pl.BlockSpec]:
+    """By the kind of an array: which part of it a step of the grid holds in VMEM."""
+
+    def spec(shape, index):
+        def index_map(kv_head, second, third, words):
+            step, head = (second, third) if pairs.by_keys else (third, second)
+            return index(kv_head, head, *_blocks_of(words[step]))
+
+        return pl.BlockSpec(shape, index_map)
+
+    block_q, block_k = pairs.block_q, pairs.block_k
+    return {
+        "query_numbers": spec((1, block_q), lambda h, r, i, j: (0, i)),
+        "key_numbers": spec((1, block_k), lambda h, r, i, j: (0, j)),
+        "queries": spec((None, None, size, block_q), lambda h, r, i, j: (h, r, 0, i)),
+        "numbers": spec((None, None, 1, block_q), lambda h, r, i, j: (h, r, 0, i)),
+        "keys": spec((None, block_k, size), lambda h, r, i, j: (h, j, 0)),
+        "keys_turned": spec((None, size, block_k), lambda h, r, i, j: (h, 0, j)),
+    }
+
+
+def _call(
+    kernel: Callable[..., None],
+    pairs: Pairs,
+    data: _Data,
+    inputs: list[tuple[str, jax.Array]],
+    outputs: list[tuple[str, Any]],
+    scratch: list[tuple[int, int]],
+    interpret: bool | None,
+) -> list[jax.Array]:
+    """Runs a kernel over the pairs: grid [K, R, pairs], or [K, pairs, R] if sorted by keys.
+
+    Args:
+      kernel: gets words, q_index, k_index, last_reader, inputs, outputs, scratch (float32).
+      pairs, data: what _prepare gives.
+      inputs, outputs: their kind (see _specs), and the array or one of its shape and dtype.
+      scratch: shapes.
+      interpret: as in forward.
+    """
+    kv_heads, heads, size, _ = data.q.shape
+    specs = _specs(pairs, size)
+    indices = [
+        ("query_numbers", data.q_index),
+        ("key_numbers", data.k_index),
+        ("key_numbers", data.last_reader),
+    ]
+    inputs = indices + inputs
+    count = pairs.count
+    grid = (kv_heads, count, heads) if pairs.by_keys else (kv_heads, heads, count)
+    run = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in outputs],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid,
+            in_specs=[specs[kind] for kind, _ in inputs],
+            out_specs=[specs[kind] for kind, _ in outputs],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            # What is summed over (pairs, by keys also heads) goes in order, on one core.
+            dimension_semantics=(
+                "parallel",
+                "arbitrary" if pairs.by_keys else "parallel",
+                "arbitrary",
+            )
+        ),
+        interpret=jax.default_backend() != "tpu" if interpret is None else interpret,
+        name=f"splash{kernel.__name__.removesuffix('_kernel')}",
+    )
+    return run(pairs.words, *(x for _, x in inputs))
+
+
+# The kernels. Blocks in VMEM: queries [H, queries], keys [keys, H] or turned [H, keys].
+
+
+def _dot(a: jax.Array, b: jax.Array, b_turned: bool = False) -> jax.Array:
+    """a [m, n] by b [n, p] (turned: [p, n]) in float32; float32 inputs keep their precision."""
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if b_turned else 0,)), ((), ())),
+        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _scores(q, k, indices, masked: bool) -> jax.Array:
+    """Scaled scores [keys, queries] of two blocks, MASKED where the query does not see the key."""
+    scores = _dot(k[...], q[...]) * k.shape[1] ** -0.5
+    if not masked:
+        return scores
+    query, key, reader = (x[...] for x in indices)
+    key, reader = key.reshape(-1, 1), reader.reshape(-1, 1)
+    return jnp.where((key <= query) & (query <= reader), scores, MASKED)
+
+
+def _when_live(word, step: Callable[[bool], None]) -> None:
+    """Runs step(masked) if the pair is live; a full pair needs no mask."""
+    pl.when(_kind(word) == _PARTIAL)(functools.partial(step, True))
+    pl.when(_kind(word) == _FULL)(functools.partial(step, False))
+
+
+def _forward_kernel(
+    words, q_index, k_index, last_reader, q, k, v_turned, out, lse, top, total, gathered
+) -> None:
+    """Grid [K, R, pairs]; out [H, queries]; top and total [1, queries], gathered [H, queries]."""
+    word = words[pl.program_id(2)]
+
+    @pl.when(_begins(word))
+    def _():
+        # Above MASKED, so that a masked score has weight 0 also before any key was seen.
+        top[...] = jnp.full(top.shape, MASKED / 2, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        gathered[...] = jnp.zeros(gathered.shape, jnp.float32)
+
+    def step(masked: bool) -> None:
+        scores = _scores(q, k, (q_index, k_index, last_reader), masked)
+        new_top = jnp.maximum(top[...], jnp.max(scores, axis=0, keepdims=True))
+        weights = jnp.exp(scores - new_top)
+        shrink = jnp.exp(top[...] - new_top)
+        top[...] = new_top
+        total[...] = total[...] * shrink + jnp.sum(weights, axis=0, keepdims=True)
+        more = _dot(v_turned[...], weights.astype(v_turned.dtype))
+        gathered[...] = gathered[...] * shrink + more
+
+    _when_live(word, step)
+
+    @pl.when(_ends(word))
+    def _():
+        positive = jnp.maximum(total[...], 1e-30)
+        out[...] = (gathered[...] / positive).astype(out.dtype)
+        # A query that sees nothing: no key has weight in the backward pass either.
+        lse[...] = jnp.where(total[...] > 0, top[...] + jnp.log(positive), -MASKED)
+
+
+def _dq_kernel(
+    words, q_index, k_index, last_reader, q, k, k_turned, v, d_out, lse, delta, dq, gathered
+) -> None:
+    """Grid [K, R, pairs]; dq and gathered [H, queries]."""
+    word = words[pl.program_id(2)]
+
+    @pl.when(_begins(word))
+    def _():
+        gathered[...] = jnp.zeros(gathered.shape, jnp.float32)
+
+    def step(masked: bool) -> None:
+        scores = _scores(q, k, (q_index, k_index, last_reader), masked)
+        weights = jnp.exp(scores - lse[...])
+        d_scores = weights * (_dot(v[...], d_out[...]) - delta[...])
+        gathered[...] += _dot(k_turned[...], d_scores.astype(k_turned.dtype))
+
+    _when_live(word, step)
+
+    @pl.when(_ends(word))
+    def _():
+        dq[...] = (gathered[...] * k.shape[1] ** -0.5).astype(dq.dtype)
+
+
+def _dkv_kernel(
+    words, q_index, k_index, last_reader, q, k, v, d_out, lse, delta, dk, dv, gathered_k, gathered_v
+) -> None:
+    """Grid [K, pairs, R]; dk, dv and what is gathered [keys, H], summed over the R heads."""
+    word = words[pl.program_id(1)]
+    head = pl.program_id(2)
+
+    @pl.when(_begins(word) & (head == 0))
+    def _():
+        gathered_k[...] = jnp.zeros(gathered_k.shape, jnp.float32)
+        gathered_v[...] = jnp.zeros(gathered_v.shape, jnp.float32)
+
+    def step(masked: bool) -> None:
+        scores = _scores(q, k, (q_index, k_index, last_reader), masked)
+        weights = jnp.exp(scores - lse[...])
+        gathered_v[...] += _dot(weights.astype(d_out.dtype), d_out[...], b_turned=True)
+        d_scores = weights * (_dot(v[...], d_out[...]) - delta[...])
+        gathered_k[...] += _dot(d_scores.astype(q.dtype), q[...], b_turned=True)
+
+    _when_live(word, step)
+
+    @pl.when(_ends(word) & (head == pl.num_programs(2) - 1))
+    def _():
+        dk[...] = (gathered_k[...] * k.shape[1] ** -0.5).astype(dk.dtype)
+        dv[...] = gathered_v[...].astype(dv.dtype)
+
+
+# Whole rows, differentiable.
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_index: jax.Array,
+    k_index: jax.Array,
+    last_reader: jax.Array,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """What dense.attend computes; rows go one after the other.
+
+    Args:
+      q: [B, Tq, N, H].
+      k, v: [B, Tk, K, H].
+      q_index: int32 [B, Tq], row indices of the queries.
+      k_index, last_reader: int32 [B, Tk], of the keys; see masks.py.
+      interpret: as in forward.
+
+    Returns:
+      [B, Tq, N, H] in q's dtype; zeros for a query that sees nothing.
+    """
+    rows, time, _, size = q.shape
+    groups = q.reshape(rows, time, k.shape[2], -1, size)
+    row = functools.partial(_attend_row, interpret)
+    out = lax.map(lambda x: row(*x), (groups, k, v, q_index, k_index, last_reader))
+    return out.reshape(q.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_row(interpret: bool | None, q, k, v, q_index, k_index, last_reader) -> jax.Array:
+    out, _ = forward(q, k, v, q_index, last_reader, k_index=k_index, interpret=interpret)
+    return out
+
+
+def _forward_rule(interpret: bool | None, q, k, v, q_index, k_index, last_reader):
+    out, lse = forward(q, k, v, q_index, last_reader, k_index=k_index, interpret=interpret)
+    return out, (q, k, v, q_index, k_index, last_reader, out, lse)
+
+
+def _backward_rule(interpret: bool | None, kept, d_out):
+    q, k, v, q_index, k_index, last_reader, out, lse = kept
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = delta.transpose(1, 2, 0)
+    options = {"k_index": k_index, "interpret": interpret}
+    return *backward(q, k, v, q_index, last_reader, lse, delta, d_out, **options), None, None, None
+
+
+_attend_row.defvjp(_forward_rule, _backward_rule)

@@ -1,0 +1,286 @@
+"""The TPU kernels in interpret mode against dense attention, and their lowering for TPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spell_jax.attention import splash
+
+KV_HEADS, HEADS = 2, 2
+TIME = 600  # of most rows: no whole blocks; the same shapes are compiled once for all tests
+BLOCKS = splash.Blocks((128, 128), (128, 128), (128, 128))
+UNEQUAL_BLOCKS = splash.Blocks((256, 128), (128, 256), (256, 128))
+UNSEEING = 1e30  # log-sum-exp of a query that sees nothing
+
+
+def _seen(q_index, k_index, last_reader):
+    query = q_index[:, None]
+    return (k_index[None, :] <= query) & (query <= last_reader[None, :])
+
+
+def _dense(q, k, v, q_index, k_index, last_reader):
+    """(out [Tq, K, R, H], log-sum-exp [K, R, Tq]) with the whole matrix of scores."""
+    seen = _seen(q_index, k_index, last_reader)
+    scores = jnp.einsum("qkrh,skh->krqs", q, k) * q.shape[-1] ** -0.5
+    top = jnp.max(jnp.where(seen, scores, -1e9), axis=-1, keepdims=True)
+    weights = jnp.exp(jnp.where(seen, scores - top, -1e9))
+    total = jnp.sum(weights, axis=-1)
+    out = jnp.einsum("krqs,skh->qkrh", weights / jnp.maximum(total, 1e-9)[..., None], v)
+    lse = jnp.log(jnp.maximum(total, 1e-9)) + top[..., 0]
+    return out, jnp.where(jnp.any(seen, axis=1), lse, UNSEEING)
+
+
+def _packed_row(rng: np.random.Generator, time: int) -> np.ndarray:
+    """last_reader of groups of a prompt (the first a long one) and answers, then padding."""
+    last_reader, begin = np.full(time, -1, np.int32), 0
+    while True:
+        prompt, *answers = rng.integers((40, 10, 10, 10, 10), (120, 60, 60, 60, 60))
+        prompt += 220 * (begin == 0)
+        answers = answers[: rng.integers(2, 5)]
+        end = begin + prompt + sum(answers)
+        if end > time - 10:
+            return last_reader
+        last_reader[begin : begin + prompt] = end - 1
+        place = begin + prompt
+        for length in answers:
+            last_reader[place : place + length] = place + length - 1
+            place += length
+        begin = end
+
+
+def _tensors(rng, queries: int, keys: int, size: int):
+    """q, k, v and d_out."""
+    q, d_out = rng.normal(size=(2, queries, KV_HEADS, HEADS, size)).astype(np.float32)
+    k, v = rng.normal(size=(2, keys, KV_HEADS, size)).astype(np.float32)
+    return tuple(jnp.asarray(x) for x in (q, k, v, d_out))
+
+
+@functools.partial(jax.jit, static_argnames="blocks")
+def _forward(q, k, v, q_index, last_reader, blocks=BLOCKS, **keys):
+    return splash.forward(q, k, v, q_index, last_reader, blocks=blocks, **keys)
+
+
+@functools.partial(jax.jit, static_argnames="blocks")
+def _backward(q, k, v, q_index, last_reader, lse, out, d_out, blocks=BLOCKS, **keys):
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = delta.transpose(1, 2, 0)
+    return splash.backward(q, k, v, q_index, last_reader, lse, delta, d_out, blocks=blocks, **keys)
+
+
+def _close(found, wanted, limit: float = 5e-5) -> None:
+    wanted = np.asarray(wanted, np.float32)
+    error = np.max(np.abs(np.asarray(found, np.float32) - wanted)) / np.max(np.abs(wanted))
+    assert error < limit
+
+
+def _check(tensors, indices, **keys) -> None:
+    """Output, log-sum-exp and gradients against dense; what sees nothing gets zeros.
+
+    Args:
+      tensors: q, k, v and d_out.
+      indices: q_index, k_index and last_reader.
+      **keys: how the kernels are told k_index, and blocks.
+    """
+    q, k, v, d_out = tensors
+    q_index, _, last_reader = indices
+
+    def dense(q, k, v):
+        return _dense(q, k, v, *indices)
+
+    wanted, pullback, wanted_lse = jax.vjp(dense, q, k, v, has_aux=True)
+    out, lse = _forward(q, k, v, q_index, last_reader, **keys)
+    assert out.dtype == q.dtype and lse.dtype == jnp.float32
+    _close(out, wanted)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    assert np.max(np.abs(wanted)) > 0.1
+    blind = ~np.any(_seen(*indices), axis=1)
+    assert not np.any(np.asarray(out)[blind]) and np.all(np.asarray(lse)[..., blind] == UNSEEING)
+    gradients = _backward(q, k, v, q_index, last_reader, lse, out, d_out, **keys)
+    for found, wanted_gradient in zip(gradients, pullback(d_out), strict=True):
+        assert found.dtype == q.dtype
+        _close(found, wanted_gradient)
+    assert not np.any(np.asarray(gradients[0])[blind])
+
+
+@pytest.mark.parametrize(("size", "seed"), [(64, 0), (64, 3), (128, 11)])
+def test_packed_rows_equal_dense(size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    index, last_reader = np.arange(TIME, dtype=np.int32), _packed_row(rng, TIME)
+    assert len(np.unique(last_reader)) > 5 and last_reader[0] == last_reader[255]  # full pairs
+    _check(_tensors(rng, TIME, TIME, size), (index, index, last_reader))
+
+
+def test_a_part_of_the_row_with_queries_in_any_order() -> None:
+    rng = np.random.default_rng(3)
+    last_reader, first = _packed_row(rng, 600)[150:450], 150
+    q_index = rng.permutation(600)[:200].astype(np.int32)
+    k_index = first + np.arange(300, dtype=np.int32)
+    seen = np.any(_seen(q_index, k_index, last_reader), axis=1)
+    assert seen.any() and not seen.all()
+    tensors = _tensors(rng, 200, 300, 64)
+    _check(tensors, (q_index, k_index, last_reader), k_first=jnp.int32(first))  # traced in the jit
+
+
+def test_keys_in_any_order() -> None:
+    rng = np.random.default_rng(4)
+    order = rng.permutation(TIME).astype(np.int32)
+    tensors = _tensors(rng, 200, TIME, 64)
+    q_index, last_reader = np.arange(250, 450, dtype=np.int32), _packed_row(rng, TIME)[order]
+    _check(tensors, (q_index, order, last_reader), k_index=order, blocks=UNEQUAL_BLOCKS)
+
+
+def test_nothing_to_see_at_all() -> None:
+    rng = np.random.default_rng(5)
+    q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
+    index, last_reader = np.arange(TIME, dtype=np.int32), np.full(TIME, -1, np.int32)
+    out, lse = _forward(q, k, v, index, last_reader)
+    assert not np.any(out) and np.all(lse == UNSEEING)
+    for gradient in _backward(q, k, v, index, last_reader, lse, out, d_out):
+        assert not np.any(gradient)
+
+
+def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
+    rng = np.random.default_rng(6)
+    q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
+    index, last_reader = np.arange(TIME, dtype=np.int32), _packed_row(rng, TIME)
+    whole, whole_lse = _forward(q, k, v, index, last_reader)
+    halves = [slice(0, TIME // 2), slice(TIME // 2, TIME)]
+
+    def part(half):
+        return (q, k[half], v[half], index, last_reader[half])
+
+    parts = [_forward(*part(half), k_first=half.start) for half in halves]
+    seen = [lse < UNSEEING / 2 for _, lse in parts]
+    lses = [jnp.where(s, lse, -UNSEEING) for s, (_, lse) in zip(seen, parts, strict=True)]
+    lse = jnp.where(seen[0] | seen[1], jnp.logaddexp(*lses), UNSEEING)
+    out = sum(
+        x * jnp.exp(own - lse).transpose(2, 0, 1)[..., None]
+        for own, (x, _) in zip(lses, parts, strict=True)
+    )
+    _close(out, whole)
+    np.testing.assert_allclose(lse, whole_lse, rtol=1e-5, atol=1e-5)
+    wanted = _backward(q, k, v, index, last_reader, whole_lse, whole, d_out)
+    found = [_backward(*part(half), lse, out, d_out, k_first=half.start) for half in halves]
+    _close(found[0][0] + found[1][0], wanted[0])
+    for n in (1, 2):
+        _close(jnp.concatenate([found[0][n], found[1][n]]), wanted[n])
+
+
+def test_bfloat16_is_close() -> None:
+    rng = np.random.default_rng(7)
+    tensors = _tensors(rng, TIME, TIME, 64)
+    index, last_reader = np.arange(TIME, dtype=np.int32), _packed_row(rng, TIME)
+    out, lse = _forward(*tensors[:3], index, last_reader)
+    wanted = _backward(*tensors[:3], index, last_reader, lse, out, tensors[3])
+    low = [x.astype(jnp.bfloat16) for x in tensors]
+    low_out, low_lse = _forward(*low[:3], index, last_reader)
+    found = _backward(*low[:3], index, last_reader, low_lse, low_out, low[3])
+    assert low_lse.dtype == jnp.float32
+    for x, y in zip((low_out, *found), (out, *wanted), strict=True):
+        assert x.dtype == jnp.bfloat16
+        _close(x, y, 2e-2)
+
+
+def test_what_lies_in_dead_blocks_is_never_read() -> None:
+    rng = np.random.default_rng(8)
+    q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
+    index = np.arange(TIME, dtype=np.int32)
+    # A prompt, two answers and padding, each of whole blocks.
+    last_reader = np.repeat([383, 255, 383, -1], [128, 128, 128, TIME - 384]).astype(np.int32)
+    out, lse = _forward(q, k, v, index, last_reader)
+    gradients = _backward(q, k, v, index, last_reader, lse, out, d_out)
+
+    def spoil(x, *spans):
+        for span in spans:
+            x = x.at[span].set(jnp.nan)
+        return x
+
+    # The first answer's keys are spoiled too: only its own queries may notice.
+    spans = (slice(128, 256), slice(384, TIME))
+    spoiled, _ = _forward(q, spoil(k, *spans), spoil(v, *spans), index, last_reader)
+    others = np.r_[0:128, 256:TIME]
+    np.testing.assert_array_equal(spoiled[others], out[others])
+    assert np.isnan(spoiled[128:256]).all()
+    # Backward: queries and keys of the padding, which nothing sees.
+    dirty = [spoil(x, spans[1]) for x in (q, k, v, d_out)]
+    found = _backward(*dirty[:3], index, last_reader, lse, out, dirty[3])
+    for x, y in zip(found, gradients, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_the_list_holds_the_live_pairs_in_runs(by_keys: bool) -> None:
+    rng = np.random.default_rng(9)
+    index, last_reader = np.arange(1024, dtype=np.int32), _packed_row(rng, 1024)
+    last_reader[600:] = -1
+    pairs = splash.list_pairs(index, index, last_reader, 64, 128, by_keys)
+    words = [int(word) for word in np.asarray(pairs.words)[: int(pairs.count)]]
+    seen = _seen(index, index, last_reader).reshape(16, 64, 8, 128).transpose(0, 2, 1, 3)
+    some, every = seen.any(axis=(2, 3)), seen.all(axis=(2, 3))
+    assert every.any()
+    places = [(word >> 17, word >> 4 & 8191) for word in words]
+    kinds = {place: word & 3 for place, word in zip(places, words, strict=True)}
+    assert len(kinds) == len(words)
+    runs = [place[by_keys] for place in places]
+    assert runs == sorted(runs) and set(runs) == set(range(8 if by_keys else 16))
+    assert set(zip(*np.nonzero(some), strict=True)) <= set(kinds)
+    assert {p for p, kind in kinds.items() if kind == 2} == set(
+        zip(*np.nonzero(every), strict=True)
+    )
+    # Limits of blocks may call a pair live that is not, but not many; one dead pair a dead run.
+    assert sum(kind > 0 for kind in kinds.values()) <= some.sum() * 1.3
+    assert any(kind == 0 for kind in kinds.values())
+    for n, (run, word) in enumerate(zip(runs, words, strict=True)):
+        assert bool(word & 8) == (n == 0 or runs[n - 1] != run)
+        assert bool(word & 4) == (n + 1 == len(runs) or runs[n + 1] != run)
+        assert word & 3 or word & 12 == 12
+
+
+def test_rows_of_different_masks_under_lax_map() -> None:
+    rng = np.random.default_rng(10)
+    q, k, v, _ = _tensors(rng, 256, 256, 64)
+    index = np.arange(256, dtype=np.int32)
+    readers = jnp.stack([jnp.full(256, 255), jnp.where(index < 100, 99, -1)]).astype(jnp.int32)
+
+    @jax.jit
+    def rows(readers):
+        return jax.lax.map(lambda x: splash.forward(q, k, v, index, x, blocks=BLOCKS), readers)
+
+    out, _ = rows(readers)
+    for row, last_reader in zip(out, readers, strict=True):
+        _close(row, _dense(q, k, v, index, index, last_reader)[0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_lowers_for_tpu_without_one(dtype) -> None:
+    q = jax.ShapeDtypeStruct((4096, KV_HEADS, 7, 64), dtype)
+    k = jax.ShapeDtypeStruct((8192, KV_HEADS, 64), dtype)
+    numbers = jax.ShapeDtypeStruct((KV_HEADS, 7, 4096), jnp.float32)
+    q_index, last_reader = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (4096, 8192))
+
+    def lowered(f, *args) -> str:
+        f = jax.jit(functools.partial(f, interpret=False))
+        return (
+            f.trace(q, k, k, q_index, last_reader, *args)
+            .lower(lowering_platforms=("tpu",))
+            .as_text()
+        )
+
+    assert lowered(splash.forward).count("stablehlo.custom_call @tpu_custom_call") == 1
+    both = lowered(splash.backward, numbers, numbers, q)
+    assert both.count("stablehlo.custom_call @tpu_custom_call") == 2
+
+
+def test_blocks_fit_the_row_and_mistakes_are_told() -> None:
+    assert splash._block(1024, 100) == 128
+    assert splash._block(1024, 1100) == 640
+    assert splash._block(1024, 131072) == 1024
+    with pytest.raises(ValueError, match="a block of 100 is no positive multiple of 128"):
+        splash._block(100, 4096)
+    index = jax.ShapeDtypeStruct((2**20,), jnp.int32)
+    pairs = functools.partial(splash.list_pairs, block_q=1024, block_k=1024, by_keys=False)
+    with pytest.raises(ValueError, match="1024 by 1024 blocks"):
+        jax.eval_shape(lambda *x: pairs(*x).words, index, index, index)

@@ -1,0 +1,47 @@
+"""Names of TPU slices, and what a machine without libtpu says."""
+
+import importlib.util
+import math
+
+import pytest
+
+from launch import topologies
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "chips"),
+    [
+        ("v4-16", "v4:2x2x2", 8),
+        ("v5e-4", "v5e:2x2", 4),
+        ("v5e-16", "v5e:4x4", 16),
+        ("v5e-64", "v5e:8x8", 64),
+        ("v5e-256", "v5e:16x16", 256),
+        ("v5p-16", "v5p:2x2x2", 8),
+        ("v5p-32", "v5p:2x2x4", 16),
+        ("v5p-64", "v5p:2x4x4", 32),
+        ("v5p-128", "v5p:4x4x4", 64),
+        ("v6e-16", "v6e:4x4", 16),
+    ],
+)
+def test_names_count_chips_or_cores(name, layout, chips):
+    found = topologies.find(name)
+    assert (found.layout, found.chips, math.prod(found.shape)) == (layout, chips, chips)
+
+
+def test_the_accelerator_has_its_own_name():
+    assert topologies.find("v5e-16").accelerator == "v5litepod-16"
+    assert topologies.find("v5p-32").accelerator == "v5p-32"
+    assert topologies.find("v5p-32").hbm > 6 * topologies.find("v5e-16").hbm > 90 * 2**30
+
+
+@pytest.mark.parametrize("name", ["v5e-12", "v5litepod-16", "", "v5e:4x4"])
+def test_an_unknown_name_lists_the_known_ones(name):
+    with pytest.raises(ValueError, match=f"topology = '{name}': must be one of .*v5e-16, .*v5p-8"):
+        topologies.find(name)
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("libtpu")), reason="libtpu is installed")
+def test_without_libtpu_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("os.environ", {})
+    with pytest.raises(ModuleNotFoundError, match=r"needs libtpu: pip install -e '\.\[tpu\]'"):
+        topologies.devices(topologies.find("v5e-16"))
