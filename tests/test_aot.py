@@ -304,7 +304,7 @@ def test_a_mesh_that_the_slice_does_not_have(monkeypatch):
 
 
 def test_every_phase_compiles_for_a_slice(tmp_path):
-    pytest.importorskip("libtpu", reason="compiling for TPUs needs the extra 'tpu'")
+    pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu (extra 'tpu')")
     shape = dataclasses.replace(
         tiny.POLICY, width=256, heads=2, kv_heads=1, head_size=128, feed_forward=512
     )

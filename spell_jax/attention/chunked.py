@@ -90,7 +90,7 @@ def _forward(block: int, q, k, v, *index):
     queries, keys, values, query_index, key_index, readers = (
         _blocks(x, block) for x in (q, k, v, *index)
     )
-    order, count = _live_first(masks.live_blocks(*index, block))
+    order, count = _live_first(masks.live_blocks(*index, block=block))
 
     def one_block(i):
         def meet(n, state):
@@ -133,7 +133,7 @@ def _backward_rule(block: int, kept, d_out):
     )
     product = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     products = _blocks(product, block).transpose(0, 2, 3, 1)
-    order, count = _live_first(masks.live_blocks(*index, block).T)
+    order, count = _live_first(masks.live_blocks(*index, block=block).T)
     scale = q.shape[-1] ** -0.5
 
     def einsum(spec, *arrays):
