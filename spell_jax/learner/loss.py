@@ -2,8 +2,8 @@
 
 The vocabulary head is written out for a mesh: hidden states of answer tokens move to the device
 that scores them (over `context`), the vocabulary stays split over `tensor`, and the head's weights
-are gathered over the axes of their width alone, so that their gradient is scattered back the same
-way and never exists whole on every device.
+are gathered over the axes of their width alone, whose transpose is a reduce-scatter of their
+gradient (which XLA for TPUs still writes as a sum of the whole; docs/long_context.md).
 """
 
 from __future__ import annotations
