@@ -234,6 +234,13 @@ def test_bfloat16_is_close_and_keeps_float32_masters() -> None:
 # ------------------------------------------------------------------------------- Steps that are not
 
 
+def test_buckets_that_cannot_be_dealt_out_are_refused() -> None:
+    layout = PackingConfig((Bucket(32, 24), Bucket(48, 30)), 96)
+    layout.check_splits(2)
+    with pytest.raises(ValueError, match=r"\(48, 30\) must be multiples of mesh\.context = 4"):
+        _learner(layout, mesh=(("context", 4), ("fsdp", 2)))
+
+
 def test_an_empty_update_changes_nothing() -> None:
     learner = _learner()
     state = learner.init(tiny.weights())
