@@ -47,7 +47,6 @@ from spell_jax import catalogue
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy import lora, transformer
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.lora import LoraConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.settings import Config, build
 from spell_jax.sampler.engine import Sampler, SamplerConfig
@@ -119,16 +118,10 @@ def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig
     if not file.is_file():
         raise FileNotFoundError(f"policy = {str(file)!r}: must be a Hugging Face config.json")
     policy = PolicyConfig.from_hf(file)
-    if section.stretch:
-        policy = policy.stretched(section.stretch, section.stretch_factor)
     if layers < 0:
         raise ValueError(f"layers = {layers}: must be 1 or more, or 0 for the policy's own")
-    # Fields that a run's config and the architecture share by name (remat, the kernel).
-    shared = {field.name for field in dataclasses.fields(PolicyConfig)} & set(section)
-    changes = {name: section[name] for name in shared}
-    if section.lora_rank:
-        changes["lora"] = LoraConfig(section.lora_rank, section.lora_alpha, section.lora_pattern)
-    return dataclasses.replace(policy, **changes, layers=layers or policy.layers)
+    policy = catalogue.shape_policy(section, policy)
+    return dataclasses.replace(policy, layers=layers or policy.layers)
 
 
 class Programs:
@@ -166,7 +159,9 @@ class Programs:
         sampling = dataclasses.replace(sampling, prompt_buckets=(length,))
         self.sampler = Sampler(policy, sampling, (0,), mesh)
         shapes, axes = transformer.abstract_params(policy)
-        whole = _placed(shapes, meshes.shardings(mesh, axes, shapes), self.learner.compute_dtype)
+        whole = meshes.placed(
+            shapes, meshes.shardings(mesh, axes, shapes), self.learner.compute_dtype
+        )
         self.played = whole
         self.trained, self.frozen = lora.split(policy, whole)
         self.state = self.learner.abstract_state()
@@ -216,7 +211,7 @@ class Programs:
         learner, batch, held = self.learner, self._batch(), self._left_over()
         reference = self.played if learner.loss.kl_weight else None
         gradients, sums = jax.eval_shape(learner._empty)
-        gradients = _placed(gradients, learner.param_shardings)
+        gradients = meshes.placed(gradients, learner.param_shardings)
         weights = (self.trained, self.frozen)
         arguments = (*weights, (gradients, self._replicated(sums)), batch, reference)
         shape, function = batch.tokens.shape, learner.accumulate
@@ -247,17 +242,17 @@ class Programs:
         axes = PartitionSpec("layers", "rows", "time", "kv_heads", "head")
         tree = ((kept, kept), logits)
         by_axes = ((axes, axes), PartitionSpec("rows", "vocab"))
-        return _placed(tree, meshes.shardings(self.mesh, by_axes, tree))
+        return meshes.placed(tree, meshes.shardings(self.mesh, by_axes, tree))
 
     def _batch(self) -> packing.MicroBatch:
         budget, shards = self.learner.packing.token_budget, meshes.row_shards(self.mesh)
         rows = packing.row_count(self.bucket, budget, shards)
         where = meshes.by_rows_and_time(self.mesh)
         batch = packing.empty_micro_batch(self.bucket, rows)
-        return _placed(batch, jax.tree.map(lambda _: where, batch))
+        return meshes.placed(batch, jax.tree.map(lambda _: where, batch))
 
     def _replicated(self, tree: Any) -> Any:
-        return _placed(tree, jax.tree.map(lambda _: meshes.replicated(self.mesh), tree))
+        return meshes.placed(tree, jax.tree.map(lambda _: meshes.replicated(self.mesh), tree))
 
     # --------------------------------------------------------- What else is held (train.py)
 
@@ -269,15 +264,6 @@ class Programs:
     def _left_over(self) -> int:
         """The copy that has played, which stays through the update, until the next step begins."""
         return bytes_per_chip(self.trained)
-
-
-def _placed(tree: Any, places: Any, dtype: Any = None) -> Any:
-    """The tree's shapes with placements, and perhaps another dtype."""
-    return jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=where),
-        tree,
-        places,
-    )
 
 
 def bytes_per_chip(tree: Any) -> int:

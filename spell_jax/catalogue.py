@@ -21,7 +21,7 @@ from spell_jax.games.spell_config import SpellConfig
 from spell_jax.policy import weights
 from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, PolicyConfig
 from spell_jax.policy.lora import LoraConfig
-from spell_jax.policy.tokenizer import Tokenizer
+from spell_jax.policy.tokenizer import THINKING, Tokenizer
 from spell_jax.runtime.settings import Config, build
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.judge import Judge, JudgeConfig
@@ -37,7 +37,7 @@ POLICY_CHOICES = {
     "compute_dtype": ("float32", "bfloat16"),
     "remat": REMAT_POLICIES,
     "attention": ATTENTION,
-    "thinking": ("", "on", "off"),
+    "thinking": tuple(THINKING),
     "stretch": ("", "linear", "yarn"),
 }
 _LEAST_OF_RUN = {
@@ -174,18 +174,22 @@ def read_policy(config: Config, folder: pathlib.Path) -> tuple[PolicyConfig, Tok
     Raises:
       ValueError, FileNotFoundError: the folder is damaged, or does not go with config.policy.
     """
-    section = config.policy
-    thinking = {"": None, "on": True, "off": False}[section.thinking]
-    policy, tokenizer = weights.identify(folder, thinking)
+    policy, tokenizer = weights.identify(folder, THINKING[config.policy.thinking])
+    return shape_policy(config.policy, policy), tokenizer
+
+
+def shape_policy(section: Config, policy: PolicyConfig) -> PolicyConfig:
+    """An architecture as config.policy changes it: context, adapters, remat, kernel.
+
+    Raises:
+      ValueError: they do not go together.
+    """
     if section.stretch:
         policy = policy.stretched(section.stretch, section.stretch_factor)
     lora = None
     if section.lora_rank:
         lora = LoraConfig(section.lora_rank, section.lora_alpha, section.lora_pattern)
-    policy = dataclasses.replace(
-        policy, remat=section.remat, attention=section.attention, lora=lora
-    )
-    return policy, tokenizer
+    return dataclasses.replace(policy, remat=section.remat, attention=section.attention, lora=lora)
 
 
 def make(config: Config, tokenizer: Tokenizer, prompt_cap: int) -> tuple[Game, Evaluation | None]:

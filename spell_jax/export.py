@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any
 
 import jax
 from absl import app, flags
@@ -85,7 +84,7 @@ def read_weights(
     if not (workdir / CHECKPOINTS_FOLDER).is_dir():
         raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: not there")
     shapes, axes = transformer.abstract_params(policy)
-    wanted, _ = lora.split(policy, with_places(shapes, meshes.shardings(mesh, axes, shapes)))
+    wanted, _ = lora.split(policy, meshes.placed(shapes, meshes.shardings(mesh, axes, shapes)))
     checkpoints = Checkpoints(workdir)
     try:
         step = checkpoints.latest_step() if step is None else step
@@ -95,13 +94,6 @@ def read_weights(
     finally:
         checkpoints.close()
     return step, found["policy"]["params"]
-
-
-def with_places(shapes: Any, places: Any) -> Any:
-    """The tree of jax.ShapeDtypeStruct with shardings."""
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
-    )
 
 
 def main(_) -> None:

@@ -190,7 +190,7 @@ def main(_) -> None:
     records, texts = read_requests(given.prompts, prompts)
     temperature = 0.0 if given.greedy else given.temperature
     sampling = {"temperature": temperature, "top_p": given.top_p, "max_tokens": given.max_tokens}
-    thinking = {"": None, "on": True, "off": False}[given.thinking]
+    thinking = tokenizers.THINKING[given.thinking]
     results = answer(
         folder, records, texts, given.samples, sampling, given.seed, given.dtype, thinking
     )
@@ -210,6 +210,6 @@ if __name__ == "__main__":
     flags.DEFINE_integer("max_tokens", 256, "Cap of an answer, in tokens.")
     flags.DEFINE_string("prompt_set", None, "compact, full or a folder of templates.")
     flags.DEFINE_integer("seed", 0, "Seed of all draws.")
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "The policy's weights.")
-    flags.DEFINE_enum("thinking", "", ["", "on", "off"], "For chat templates that know it.")
+    flags.DEFINE_enum("dtype", "float32", list(weights.DTYPES), "The policy's weights.")
+    flags.DEFINE_enum("thinking", "", list(tokenizers.THINKING), "For chat templates that know it.")
     app.run(main)

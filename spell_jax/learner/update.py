@@ -207,20 +207,16 @@ class Learner:
         state = jax.eval_shape(self._begin, self._shapes)
         placed = optax.tree_utils.tree_map_params(
             self._optimiser,
-            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            meshes.placed,
             state.optimiser,
             self.param_shardings,
             transform_non_params=self._replicate,
         )
-        params = jax.tree.map(
-            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-            state.params,
-            self.param_shardings,
-        )
+        params = meshes.placed(state.params, self.param_shardings)
         return TrainState(params, placed, self._replicate(state.step))
 
     def _replicate(self, x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=meshes.replicated(self.mesh))
+        return meshes.placed(x, meshes.replicated(self.mesh))
 
     def _begin(self, params: transformer.Params) -> TrainState:
         params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
@@ -330,30 +326,30 @@ class Learner:
 
     def compile(self, state: TrainState, reference: transformer.Params | None = None) -> None:
         """Compiles every bucket before the first step, so that no step waits for it later."""
-        shards = meshes.row_shards(self.mesh)
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
             params = self._cast(state.params)
             if reference is not None:
                 reference = self.cast(reference)
             carry = self._empty()
             for bucket in self.packing.buckets:
-                rows = packing.row_count(bucket, self.packing.token_budget, shards)
-                batch = packing.empty_micro_batch(bucket, rows)
-                batch = jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
+                batch = self._empty_batch(bucket)
                 carry = self.accumulate(params, self.frozen, carry, batch, reference)
 
     def peak_bytes(self, state: TrainState) -> float:
         """Bytes that a device needs for a micro-batch of the largest bucket: the compiler's figure
         for weights in the compute dtype, gradient, batch and everything in between."""
-        bucket = self.packing.buckets[-1]
-        rows = packing.row_count(bucket, self.packing.token_budget, meshes.row_shards(self.mesh))
-        batch = packing.empty_micro_batch(bucket, rows)
+        batch = self._empty_batch(self.packing.buckets[-1])
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
-            batch = jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
             params = self._cast(state.params)
             program = self.accumulate.lower(params, self.frozen, self._empty(), batch, None)
             memory: Any = program.compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+    def _empty_batch(self, bucket: packing.Bucket) -> packing.MicroBatch:
+        """All padding, in the shape and place of the bucket's micro-batches."""
+        rows = packing.row_count(bucket, self.packing.token_budget, meshes.row_shards(self.mesh))
+        batch = packing.empty_micro_batch(bucket, rows)
+        return jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
 
     def _empty(self):
         sums: dict[str, Any] = {name: np.zeros((), np.float32) for name in self._sums}

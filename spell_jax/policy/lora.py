@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spell_jax.policy import safetensors_folder as files
+from spell_jax.runtime.jsonl import write_json
 
 if TYPE_CHECKING:
     from spell_jax.policy.config import PolicyConfig
@@ -167,5 +168,5 @@ def save(folder: str | pathlib.Path, config: PolicyConfig, params: Any, base: st
         "inference_mode": True,
     }
     with files.replacing(pathlib.Path(folder)) as scratch:
-        files.write_json(scratch / "adapter_config.json", description)
+        write_json(scratch / "adapter_config.json", description, indent=2)
         files.save_file(tensors, scratch / "adapter_model.safetensors")

@@ -27,6 +27,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from spell_jax.runtime.jsonl import write_json
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -186,17 +188,13 @@ def write(
         places |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        write_json(folder / INDEX, index)
+        write_json(folder / INDEX, index, indent=2)
 
 
 def save_file(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
     """One safetensors file, as transformers marks its own."""
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # the library lets its owner alone read it
-
-
-def write_json(path: pathlib.Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 @contextlib.contextmanager

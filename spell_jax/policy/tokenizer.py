@@ -19,6 +19,8 @@ from spell_jax.policy.tokenizer_base import Tokenizer
 
 MODEL_FILE = "tokenizer.model"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
+# As configs and flags say it -> the `thinking` of load().
+THINKING = {"": None, "on": True, "off": False}
 
 
 class SentencePieceTokenizer(Tokenizer):

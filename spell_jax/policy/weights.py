@@ -29,6 +29,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.jsonl import write_json
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -529,7 +530,7 @@ def save(
     }
     with files.replacing(pathlib.Path(folder)) as scratch:
         files.write(scratch, nbytes, _their_tensors(config, flat, dtype), shard_bytes)
-        files.write_json(scratch / CONFIG_FILE, fields)
+        write_json(scratch / CONFIG_FILE, fields, indent=2)
         if tokenizer is not None:
             tokenizer.save(scratch)
             if not (scratch / GENERATION_FILE).exists():
@@ -538,7 +539,7 @@ def save(
                     "eos_token_id": ends[0] if len(ends) == 1 else ends,
                     "pad_token_id": tokenizer.pad_id,
                 }
-                files.write_json(scratch / GENERATION_FILE, generation)
+                write_json(scratch / GENERATION_FILE, generation, indent=2)
 
 
 def _check_params(config: PolicyConfig, flat: Mapping[str, Any]) -> None:

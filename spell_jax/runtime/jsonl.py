@@ -50,9 +50,9 @@ def write_records(path: pathlib.Path, records: Iterable[Any]) -> None:
     _write(path, (json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
-def write_json(path: pathlib.Path, value: Any) -> None:
+def write_json(path: pathlib.Path, value: Any, indent: int = 1) -> None:
     """Writes one value, indented, whole or not at all; ValueError if a number is not finite."""
-    _write(path, [json.dumps(value, indent=1, allow_nan=False) + "\n"])
+    _write(path, [json.dumps(value, indent=indent, allow_nan=False) + "\n"])
 
 
 def _write(path: pathlib.Path, lines: Iterable[str]) -> None:

@@ -103,6 +103,16 @@ def shardings(mesh: jax.sharding.Mesh, axes, shapes):
     return jax.tree.map(place, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
+def placed(tree: Any, places: Any, dtype: Any = None) -> Any:
+    """The shapes of a tree of arrays (jax.ShapeDtypeStruct) with placements, and perhaps another
+    dtype."""
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=where),
+        tree,
+        places,
+    )
+
+
 def _axis_size(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...]) -> int:
     names = (axis,) if isinstance(axis, str) else axis
     return math.prod(mesh.shape[name] for name in names)

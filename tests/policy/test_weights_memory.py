@@ -21,6 +21,7 @@ from spell_jax.policy import safetensors_folder as files
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
+from spell_jax.runtime.jsonl import write_json
 
 # Most of the weights are in the layers, or in the embedding.
 DEEP = PolicyConfig(
@@ -85,8 +86,8 @@ def write_random(folder: pathlib.Path, config: PolicyConfig, shard_bytes: int) -
             for start in range(0, end, PATTERN):
                 file.write(pattern[: min(PATTERN, end - start)])
         places |= dict.fromkeys(shard, name)
-    files.write_json(folder / files.INDEX, {"metadata": {}, "weight_map": places})
-    files.write_json(folder / "config.json", config.to_hf())
+    write_json(folder / files.INDEX, {"metadata": {}, "weight_map": places})
+    write_json(folder / "config.json", config.to_hf())
 
 
 def _status(field: str) -> int:
