@@ -40,6 +40,8 @@ def _policy() -> Any:
     policy.compute_dtype = "bfloat16"
     policy.remat = "block"  # what the backward pass recomputes; policy/config.py lists the names
     policy.attention = "auto"  # or a kernel by name; attention/attend.py lists them
+    # With mesh.context above 1: pass keys and values around a ring instead of gathering them.
+    policy.ring = False
     policy.thinking = ""  # "on" or "off", for chat templates that know it (Qwen3)
     # "linear" or "yarn": a context stretch_factor times as long as the folder's.
     policy.stretch = ""

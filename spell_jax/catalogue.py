@@ -189,7 +189,9 @@ def shape_policy(section: Config, policy: PolicyConfig) -> PolicyConfig:
     lora = None
     if section.lora_rank:
         lora = LoraConfig(section.lora_rank, section.lora_alpha, section.lora_pattern)
-    return dataclasses.replace(policy, remat=section.remat, attention=section.attention, lora=lora)
+    return dataclasses.replace(
+        policy, remat=section.remat, attention=section.attention, ring=section.ring, lora=lora
+    )
 
 
 def make(config: Config, tokenizer: Tokenizer, prompt_cap: int) -> tuple[Game, Evaluation | None]:

@@ -7,8 +7,8 @@
    rows of up to SHORT tokens; for longer ones splash where the program is for a TPU, else chunked.
 3. Kernels with loops of their own are not for the partitioner: on a mesh each device runs them on
    its own rows and heads (shard_map).
-4. Where the tokens of a row are split over `context`, each device keeps its queries and gathers the
-   keys and values of the row; the gather's transpose is a reduce-scatter of their gradients.
+4. Where the tokens of a row are split over `context`, each device keeps its queries and meets the
+   keys of the others by gathering them or around a ring (context.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,24 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spell_jax.attention import chunked, dense, masks, splash
+from spell_jax.attention import chunked, context, dense, masks, splash
+from spell_jax.attention import kernel as kernels
 from spell_jax.runtime import mesh as meshes
 
-KERNELS: dict[str, Callable[..., jax.Array]] = {
-    "dense": dense.attend,
-    "chunked": chunked.attend,
-    "splash": splash.attend,
+
+def _by_platform(part: str) -> Callable[..., Any]:
+    """Decided when the program is lowered, which may be for another platform than this one."""
+    on_tpu = functools.partial(getattr(splash, part), interpret=False)
+    elsewhere = getattr(chunked, part)
+    return lambda *row: jax.lax.platform_dependent(*row, tpu=on_tpu, default=elsewhere)
+
+
+KERNELS = {
+    "dense": kernels.together(dense.forward, dense.backward),
+    "chunked": kernels.one_by_one(chunked.forward, chunked.backward),
+    "splash": kernels.one_by_one(splash.forward, splash.backward),
 }
+_LONG = kernels.one_by_one(_by_platform("forward"), _by_platform("backward"))
 NAMES = ("auto", *KERNELS)
 # Up to here all scores of a row and head take 1 MiB or less, and dense has no loop to set up.
 SHORT = 512
@@ -40,7 +50,8 @@ def attend(
     v: jax.Array,
     last_reader: jax.Array,
     index: jax.Array | None = None,
-    kernel: str = "auto",
+    name: str = "auto",
+    ring: bool = False,
 ) -> jax.Array:
     """Softmax attention of packed rows on the mesh that is set.
 
@@ -49,18 +60,20 @@ def attend(
       k, v: [B, T, K, H]; query head n reads key head n // (N / K).
       last_reader: int32 [B, T], see masks.py.
       index: int32 [B, T], row indices of the tokens; None: they stand in their order.
-      kernel: one of NAMES.
+      name: the kernel, one of NAMES.
+      ring: how keys on other devices of `context` are met: around a ring, or gathered.
 
     Returns:
-      [B, T, N, H] in q's dtype; of a query that sees nothing (padding), anything finite.
+      [B, T, N, H] in q's dtype; zeros for a query that sees nothing (padding).
     """
-    run = KERNELS.get(kernel, _by_platform)
-    if kernel == "auto" and q.shape[1] <= SHORT:
-        run = KERNELS["dense"]
     index = masks.row_index(last_reader) if index is None else index
+    short = name == "auto" and q.shape[1] <= SHORT
+    kernel = KERNELS.get("dense" if short else name, _LONG)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return run(q, k, v, index, index, last_reader)
+        return kernels.attend(kernel, q, k, v, index, index, last_reader)
+    if mesh.shape[meshes.CONTEXT] > 1:
+        kernel = (context.ring if ring else context.gathered)(kernel)
     heads, kv_heads, split = q.shape[2], k.shape[2], mesh.shape[meshes.TENSOR]
     tensor = meshes.TENSOR if heads % split == 0 else None
     if tensor and kv_heads % split:
@@ -70,46 +83,30 @@ def attend(
     by_heads = PartitionSpec(meshes.ROWS, meshes.CONTEXT, tensor)
     by_time = PartitionSpec(meshes.ROWS, meshes.CONTEXT)
     return jax.shard_map(
-        functools.partial(_on_device, run, mesh.shape[meshes.CONTEXT] > 1),
-        in_specs=(by_heads, by_heads, by_heads, by_time, by_time),
+        lambda q, k, v, *indices: kernels.attend(kernel, q, k, v, *indices),
+        in_specs=(by_heads, by_heads, by_heads, by_time, by_time, by_time),
         out_specs=by_heads,
         check_vma=False,
-    )(q, k, v, index, last_reader)
+    )(q, k, v, index, index, last_reader)
 
 
-def _by_platform(*inputs: jax.Array) -> jax.Array:
-    """Decided when the program is lowered, which may be for another platform than this one."""
-    compiled = functools.partial(KERNELS["splash"], interpret=False)
-    return jax.lax.platform_dependent(*inputs, tpu=compiled, default=KERNELS["chunked"])
-
-
-def _on_device(run: Callable[..., jax.Array], gathers: bool, q, k, v, index, last_reader):
-    """One device's queries; arguments are its shards."""
-    keys = (k, v, index, last_reader)
-    if gathers:
-        gather = functools.partial(jax.lax.all_gather, axis_name=meshes.CONTEXT, axis=1, tiled=True)
-        keys = tuple(gather(x) for x in keys)
-    k, v, k_index, last_reader = keys
-    return run(q, k, v, index, k_index, last_reader)
-
-
-def _packed(kernel: str, q, k, v, cache: Any, context: dict[str, jax.Array]):
+def _packed(name: str, ring: bool, q, k, v, cache: Any, given: dict[str, jax.Array]):
     del cache
-    return attend(q, k, v, context["last_reader"], context.get("index"), kernel), None
+    return attend(q, k, v, given["last_reader"], given.get("index"), name, ring), None
 
 
-def _prefill(kernel: str, q, k, v, cache: Any, context: dict[str, jax.Array]):
+def _prefill(name: str, ring: bool, q, k, v, cache: Any, given: dict[str, jax.Array]):
     del cache
-    return attend(q, k, v, context["last_reader"], kernel=kernel), (k, v)
+    return attend(q, k, v, given["last_reader"], None, name, ring), (k, v)
 
 
 @functools.cache  # one object a kernel, so that what is compiled for it is found again
-def packed(kernel: str = "auto") -> Callable[..., Any]:
+def packed(name: str = "auto", ring: bool = False) -> Callable[..., Any]:
     """The policy's `Attend` for packed training rows; it keeps nothing."""
-    return functools.partial(_packed, kernel)
+    return functools.partial(_packed, name, ring)
 
 
 @functools.cache
-def prefill(kernel: str = "auto") -> Callable[..., Any]:
+def prefill(name: str = "auto", ring: bool = False) -> Callable[..., Any]:
     """The policy's `Attend` for prompts; it keeps keys and values [B, T, K, H] for the sampler."""
-    return functools.partial(_prefill, kernel)
+    return functools.partial(_prefill, name, ring)

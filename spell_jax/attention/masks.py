@@ -31,19 +31,15 @@ def visible(q_index: jax.Array, k_index: jax.Array, last_reader: jax.Array) -> j
     return (k_index[..., None, :] <= query) & (query <= last_reader[..., None, :])
 
 
-def live_blocks(
-    q_index: jax.Array, k_index: jax.Array, last_reader: jax.Array, block: int
-) -> jax.Array:
+def live_blocks(q_index: jax.Array, k_index: jax.Array, last_reader: jax.Array) -> jax.Array:
     """Which blocks of queries may see anything of which blocks of keys.
 
     Args:
-      q_index: int32 [queries], of one row; a multiple of `block`.
-      k_index, last_reader: int32 [keys]; a multiple of `block`.
-      block: tokens of a block.
+      q_index: int32 [n, queries of a block], of one row.
+      k_index, last_reader: int32 [m, keys of a block].
 
     Returns:
-      Boolean [queries / block, keys / block].
+      Boolean [n, m].
     """
-    query, key, reader = (x.reshape(-1, block) for x in (q_index, k_index, last_reader))
-    begun = jnp.min(key, axis=1)[None, :] <= jnp.max(query, axis=1)[:, None]
-    return begun & (jnp.min(query, axis=1)[:, None] <= jnp.max(reader, axis=1)[None, :])
+    begun = jnp.min(k_index, axis=1)[None, :] <= jnp.max(q_index, axis=1)[:, None]
+    return begun & (jnp.min(q_index, axis=1)[:, None] <= jnp.max(last_reader, axis=1)[None, :])

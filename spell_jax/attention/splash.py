@@ -2,7 +2,7 @@
 
 The stock splash kernels cannot compare a query's index with a number a key (`last_reader`), so
 these are our own, for one row on one device. What a device holds may be a part of the row: queries
-in any order, keys from `k_first` on. The parts' outputs are merged by their log-sum-exp.
+in any order, some of the keys. The parts' outputs are merged by their log-sum-exp.
 
 1. Queries and keys are cut into blocks. Minima and maxima of q_index and last_reader tell which
    pairs of blocks are dead, full (everything is seen) or partial; the live ones are written into a
@@ -63,10 +63,9 @@ def forward(
     k: jax.Array,
     v: jax.Array,
     q_index: jax.Array,
+    k_index: jax.Array,
     last_reader: jax.Array,
     *,
-    k_first: jax.Array | int = 0,
-    k_index: jax.Array | None = None,
     blocks: Blocks | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -79,9 +78,8 @@ def forward(
       q: [Tq, K, R, H].
       k, v: [Tk, K, H], of q's dtype.
       q_index: int32 [Tq], row indices of the queries, in any order.
-      last_reader: int32 [Tk]; query q sees key j iff k_index[j] <= q_index[q] <= last_reader[j].
-      k_first: row index of the first key, may be traced; the others follow.
-      k_index: int32 [Tk], row indices of the keys if they do not just follow k_first.
+      k_index, last_reader: int32 [Tk]; query q sees key j iff k_index[j] <= q_index[q] <=
+        last_reader[j].
       blocks: None: DEFAULT_BLOCKS. A row is cut into as few equal blocks as these allow.
       interpret: run by the interpreter; None: unless the default backend is a TPU.
 
@@ -91,7 +89,7 @@ def forward(
     """
     time, kv_heads, heads, size = q.shape
     block = (blocks or DEFAULT_BLOCKS[q.dtype.itemsize]).forward
-    kept = (q, k, v, q_index, _key_index(k, k_first, k_index), last_reader)
+    kept = (q, k, v, q_index, k_index, last_reader)
     pairs, data = _prepare(kept, block, by_keys=False)
     numbers = jax.ShapeDtypeStruct((kv_heads, heads, 1, data.q.shape[-1]), jnp.float32)
     out, lse = _call(
@@ -111,20 +109,19 @@ def backward(
     k: jax.Array,
     v: jax.Array,
     q_index: jax.Array,
+    k_index: jax.Array,
     last_reader: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
     d_out: jax.Array,
     *,
-    k_first: jax.Array | int = 0,
-    k_index: jax.Array | None = None,
     blocks: Blocks | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of attention, or these keys' share of them if they are a part of what is attended.
 
     Args:
-      q, k, v, q_index, last_reader, k_first, k_index, blocks, interpret: as in forward.
+      q, k, v, q_index, k_index, last_reader, blocks, interpret: as in forward.
       lse: float32 [K, R, Tq], the log-sum-exp over all keys of all parts.
       delta: float32 [K, R, Tq], sum over H of d_out * out, out that of all parts.
       d_out: [Tq, K, R, H].
@@ -133,7 +130,7 @@ def backward(
       dq [Tq, K, R, H], dk and dv [Tk, K, H] in the dtypes of q, k and v.
     """
     blocks = blocks or DEFAULT_BLOCKS[q.dtype.itemsize]
-    kept = (q, k, v, q_index, _key_index(k, k_first, k_index), last_reader)
+    kept = (q, k, v, q_index, k_index, last_reader)
     d_out = d_out.astype(q.dtype)
     dq = _backward_queries(kept, lse, delta, d_out, blocks.dq, interpret)
     dk, dv = _backward_keys(kept, lse, delta, d_out, blocks.dkv, interpret)
@@ -305,10 +302,6 @@ def _prepare(kept, block: tuple[int, int], by_keys: bool) -> tuple[Pairs, _Data]
     turned = (x.transpose(0, 2, 1) for x in (k, v))
     indices = (queries[None], keys[None], readers[None])
     return pairs, _Data(*indices, _turn_queries(q, block_q), k, v, *turned)
-
-
-def _key_index(k, k_first, k_index) -> jax.Array:
-    return k_first + jnp.arange(len(k), dtype=jnp.int32) if k_index is None else k_index
 
 
 def _block(wanted: int, time: int) -> int:
@@ -518,56 +511,3 @@ def _dkv_kernel(
     def _():
         dk[...] = (gathered_k[...] * k.shape[1] ** -0.5).astype(dk.dtype)
         dv[...] = gathered_v[...].astype(dv.dtype)
-
-
-# Whole rows, differentiable.
-
-
-def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_index: jax.Array,
-    k_index: jax.Array,
-    last_reader: jax.Array,
-    interpret: bool | None = None,
-) -> jax.Array:
-    """What dense.attend computes; rows go one after the other.
-
-    Args:
-      q: [B, Tq, N, H].
-      k, v: [B, Tk, K, H].
-      q_index: int32 [B, Tq], row indices of the queries.
-      k_index, last_reader: int32 [B, Tk], of the keys; see masks.py.
-      interpret: as in forward.
-
-    Returns:
-      [B, Tq, N, H] in q's dtype; zeros for a query that sees nothing.
-    """
-    rows, time, _, size = q.shape
-    groups = q.reshape(rows, time, k.shape[2], -1, size)
-    row = functools.partial(_attend_row, interpret)
-    out = lax.map(lambda x: row(*x), (groups, k, v, q_index, k_index, last_reader))
-    return out.reshape(q.shape)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_row(interpret: bool | None, q, k, v, q_index, k_index, last_reader) -> jax.Array:
-    out, _ = forward(q, k, v, q_index, last_reader, k_index=k_index, interpret=interpret)
-    return out
-
-
-def _forward_rule(interpret: bool | None, q, k, v, q_index, k_index, last_reader):
-    out, lse = forward(q, k, v, q_index, last_reader, k_index=k_index, interpret=interpret)
-    return out, (q, k, v, q_index, k_index, last_reader, out, lse)
-
-
-def _backward_rule(interpret: bool | None, kept, d_out):
-    q, k, v, q_index, k_index, last_reader, out, lse = kept
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    delta = delta.transpose(1, 2, 0)
-    options = {"k_index": k_index, "interpret": interpret}
-    return *backward(q, k, v, q_index, last_reader, lse, delta, d_out, **options), None, None, None
-
-
-_attend_row.defvjp(_forward_rule, _backward_rule)

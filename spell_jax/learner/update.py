@@ -389,7 +389,7 @@ class Learner:
             params,
             batch.tokens,
             batch.positions,
-            attend.packed(self.policy.attention),
+            attend.packed(self.policy.attention, self.policy.ring),
             context={"index": batch.index, "last_reader": batch.last_reader},
         )
         scores = losses.score_tokens(

@@ -50,6 +50,8 @@ class PolicyConfig:
       normalised_router: whether the weights of those sum to 1.
       lora: the adapters that alone are trained; None: every parameter is.
       attention: the kernel for training rows and prompts, see attention/attend.py.
+      ring: where the tokens of a row are split over devices, whether keys and values travel around
+        a ring or are gathered, see attention/context.py.
       remat: what the backward pass recomputes: "none"; "block" (everything inside a block);
         "attention" (everything but the attention's output); "dots" (everything but the results of
         matrix products with weights).
@@ -74,6 +76,7 @@ class PolicyConfig:
     lora: LoraConfig | None = None
     remat: str = "none"
     attention: str = "auto"
+    ring: bool = False
 
     def __post_init__(self):
         for field in _POSITIVE:

@@ -20,9 +20,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import spmd
-from jax.ad_checkpoint import checkpoint_name
 
 from spell_jax.attention import attend as kernels
+from spell_jax.attention.kernel import KEPT as ATTENTION
 from spell_jax.policy import mimetic, moe, rope
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
@@ -31,7 +31,7 @@ Params = dict[str, Any]
 # What the backward pass keeps of a block, by the name in PolicyConfig.remat.
 _KEPT = {
     "block": jax.checkpoint_policies.nothing_saveable,
-    "attention": jax.checkpoint_policies.save_only_these_names("attention"),
+    "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
@@ -129,7 +129,6 @@ class Attention(nn.Module):
         q = rope.rotate(q, *context["rotary"])
         k = rope.rotate(k, *context["rotary"])
         out, new_cache = self.attend(q, k, v, cache, context)
-        out = checkpoint_name(out, "attention")
         into = {"heads": c.heads, "head": c.head_size}
         return _project(self, "o", out, into, {"embed": c.width}, c.lora), new_cache
 
@@ -322,6 +321,6 @@ def _causal(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: ja
     last_reader = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
     context = {"last_reader": last_reader}
     hidden, *_ = hidden_states(
-        config, params, tokens, positions, kernels.packed(config.attention), None, context
+        config, params, tokens, positions, kernels.packed(config.attention, config.ring), None, context
     )
     return hidden

@@ -57,7 +57,7 @@ def prefill(
         params,
         tokens,
         positions,
-        attend.prefill(config.attention),
+        attend.prefill(config.attention, config.ring),
         context={"last_reader": last_reader},
     )
     last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]

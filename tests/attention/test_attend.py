@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spell_jax.attention import attend, chunked, dense, masks, splash
+from spell_jax.attention import attend, chunked, masks
+from spell_jax.attention import kernel as kernels
 from spell_jax.learner import dealing
 from spell_jax.runtime import mesh as meshes
 
@@ -68,14 +69,38 @@ def _assert_close(found, wanted, bound: float = 1e-5) -> None:
         assert np.abs(a - b).max() <= bound * np.abs(b).max(), name
 
 
-def test_splash_equals_dense() -> None:
-    _assert_close(_both(splash.attend, *_inputs()), _both(dense.attend, *_inputs()), 5e-5)
+def _reference(q, k, v, *indices) -> jax.Array:
+    """The whole softmax, differentiated by JAX and by no rule of ours."""
+    groups = q.reshape(*k.shape[:3], -1, SIZE)
+    scores = jnp.einsum("bqkrh,bskh->bkrqs", groups, k) * SIZE**-0.5
+    seen = masks.visible(*indices)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+    return jnp.einsum("bkrqs,bskh->bqkrh", weights, v).reshape(q.shape)
+
+
+def _kernel(name: str, block: int | None = None):
+    """What attends on one device by the kernel."""
+    kernel = attend.KERNELS[name]
+    if block is not None:
+        parts = (
+            functools.partial(part, block=block) for part in (chunked.forward, chunked.backward)
+        )
+        kernel = kernels.one_by_one(*parts)
+    return functools.partial(kernels.attend, kernel)
+
+
+BOUNDS = {"dense": 1e-5, "chunked": 1e-5, "splash": 5e-5}
+
+
+@pytest.mark.parametrize("name", list(BOUNDS))
+def test_every_kernel_equals_the_reference(name: str) -> None:
+    assert set(BOUNDS) == set(attend.KERNELS)
+    _assert_close(_both(_kernel(name), *_inputs()), _both(_reference, *_inputs()), BOUNDS[name])
 
 
 @pytest.mark.parametrize("block", [16, 64, 171, 512])
-def test_chunked_equals_dense(block: int) -> None:
-    run = functools.partial(chunked.attend, block=block)
-    _assert_close(_both(run, *_inputs()), _both(dense.attend, *_inputs()))
+def test_chunked_by_any_block(block: int) -> None:
+    _assert_close(_both(_kernel("chunked", block), *_inputs()), _both(_reference, *_inputs()))
 
 
 def test_chunked_with_any_last_reader() -> None:
@@ -85,16 +110,16 @@ def test_chunked_with_any_last_reader() -> None:
     index = (masks.row_index(last_reader),) * 2
     reads = np.asarray(masks.visible(*index, last_reader)).any(axis=-1)[..., None, None]
     q, k, v = (x[:2] for x in _inputs())
-    found = chunked.attend(q, k, v, *index, last_reader, 32)
-    wanted = dense.attend(q, k, v, *index, last_reader)
+    found = _kernel("chunked", 32)(q, k, v, *index, last_reader)
+    wanted = _reference(q, k, v, *index, last_reader)
     np.testing.assert_allclose(np.where(reads, found - wanted, 0), 0, atol=1e-5)
     assert not np.where(reads, 0, found).any(), "zeros where nothing is seen"
 
 
 def test_live_blocks_by_hand() -> None:
     last_reader = jnp.array([5, 5, 3, 3, 5, 5, -1, -1])
-    index = jnp.arange(8)
-    assert masks.live_blocks(index, index, last_reader, 2).astype(int).tolist() == [
+    index, last_reader = jnp.arange(8).reshape(4, 2), last_reader.reshape(4, 2)
+    assert masks.live_blocks(index, index, last_reader).astype(int).tolist() == [
         [1, 0, 0, 0],
         [1, 1, 0, 0],
         [1, 0, 1, 0],
@@ -107,9 +132,10 @@ def test_dead_blocks_are_not_touched() -> None:
     last_reader = jnp.array([[11] * 4 + [7] * 4 + [11] * 4])
     q, k, v = (x[:1, :12] for x in _inputs())
     index = (masks.row_index(last_reader),) * 2
-    wanted = chunked.attend(q, k, v, *index, last_reader, 4)
+    run = _kernel("chunked", 4)
+    wanted = run(q, k, v, *index, last_reader)
     poisoned = k.at[:, 4:8].set(jnp.nan), v.at[:, 4:8].set(jnp.nan)
-    found = chunked.attend(q, *poisoned, *index, last_reader, 4)
+    found = run(q, *poisoned, *index, last_reader)
     np.testing.assert_array_equal(found[:, 8:], wanted[:, 8:])
     assert np.isnan(found[:, 4:8]).all()
 
@@ -123,16 +149,17 @@ def test_memory_grows_with_the_length_not_its_square() -> None:
         memory = gradient.lower(q, kv, kv, *[last_reader] * 3).compile().memory_analysis()
         return memory.temp_size_in_bytes
 
-    assert bytes_of(chunked.attend, 4096) < 2.5 * bytes_of(chunked.attend, 2048)
-    assert bytes_of(dense.attend, 2048) > 3.5 * bytes_of(dense.attend, 1024)
-    assert bytes_of(chunked.attend, 4096) < bytes_of(dense.attend, 4096) / 20
+    short, long = (bytes_of(_kernel("chunked"), time) for time in (2048, 4096))
+    assert long < 2.5 * short
+    assert bytes_of(_kernel("dense"), 2048) > 3.5 * bytes_of(_kernel("dense"), 1024)
+    assert long < bytes_of(_kernel("dense"), 4096) / 20
 
 
 def test_chunked_in_bfloat16() -> None:
     low = [x.astype(jnp.bfloat16) for x in _inputs()]
-    found = _both(functools.partial(chunked.attend, block=64), *low)
+    found = _both(_kernel("chunked", 64), *low)
     assert {x.dtype for x in found[1:]} == {jnp.dtype(jnp.bfloat16)}
-    wanted = _both(dense.attend, *_inputs())
+    wanted = _both(_reference, *_inputs())
     _assert_close([np.asarray(x, np.float32) for x in found], wanted, 5e-2)
 
 
@@ -148,7 +175,7 @@ def test_a_mesh_equals_one_device(shape: dict[str, int]) -> None:
     def run(q, k, v, index, _, last_reader):
         return attend.attend(q, k, v, last_reader, index, "chunked")
 
-    wanted = _both(dense.attend, *_inputs())
+    wanted = _both(_reference, *_inputs())
     mesh = meshes.make_mesh(shape)
     with jax.set_mesh(mesh):
         _assert_close(_both(run, *_inputs()), wanted)
@@ -166,10 +193,11 @@ def _dealt(x, order):
     return jnp.stack([row[o] for row, o in zip(x, order, strict=True)])
 
 
-@pytest.mark.parametrize("kernel", list(attend.KERNELS))
+@pytest.mark.parametrize("name", list(attend.KERNELS))
+@pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("shape", [{"context": DEVICES, "fsdp": 2}, {"context": 4, "tensor": 2}])
-def test_tokens_dealt_over_devices(kernel: str, shape: dict[str, int]) -> None:
-    """As packing deals them out; each device gathers keys and values."""
+def test_tokens_dealt_over_devices(name: str, ring: bool, shape: dict[str, int]) -> None:
+    """As packing deals them out; each device gathers keys and values, or they travel."""
     order = []
     for groups in ROWS.values():
         is_answer, start = np.zeros(DEALT_TIME, bool), 0
@@ -182,30 +210,60 @@ def test_tokens_dealt_over_devices(kernel: str, shape: dict[str, int]) -> None:
 
     def run(q, k, v, *_):
         dealt = (_dealt(x, order) for x in (q, k, v))
-        out = attend.attend(*dealt, last_reader, index, kernel)
+        out = attend.attend(*dealt, last_reader, index, name, ring)
         return jnp.stack([row[b] for row, b in zip(out, back, strict=True)])
 
     with jax.set_mesh(meshes.make_mesh(shape)):
         found = _both(run, *_inputs())
-    _assert_close(found, _both(dense.attend, *_inputs()), 5e-5 if kernel == "splash" else 1e-5)
+    _assert_close(found, _both(_reference, *_inputs()), BOUNDS[name])
 
 
-def test_collectives_of_a_context_mesh() -> None:
-    """Forward gathers k, v and their two indices; backward scatters the gradients of k and v."""
+def _collectives(ring: bool) -> list[dict[str, int]]:
+    """How often each stands in the program of the forward pass, and of both."""
 
     def total(q, k, v, last_reader):
-        return jnp.sum(attend.attend(q, k, v, last_reader, kernel="chunked"))
+        return jnp.sum(attend.attend(q, k, v, last_reader, name="chunked", ring=ring))
 
     shapes = [jax.ShapeDtypeStruct((2, 64, heads, SIZE), jnp.float32) for heads in (4, 2, 2)]
     last_reader = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    kinds = ("all_gather", "reduce_scatter", "collective_permute", "all_reduce", "all_to_all")
     with jax.set_mesh(meshes.make_mesh({"context": 8})):
-        forward = jax.jit(total).lower(*shapes, last_reader).as_text()
-        both = jax.jit(jax.grad(total, (0, 1, 2))).lower(*shapes, last_reader).as_text()
-    assert forward.count("stablehlo.all_gather") == 4
-    assert "reduce_scatter" not in forward
-    assert both.count("stablehlo.reduce_scatter") == 2
-    assert both.count("stablehlo.all_gather") == 4
-    assert "all_reduce" not in both and "all_to_all" not in both
+        both = jax.grad(total, (0, 1, 2))
+        texts = [jax.jit(f).lower(*shapes, last_reader).as_text() for f in (total, both)]
+    found = [{kind: text.count(f"stablehlo.{kind}") for kind in kinds} for text in texts]
+    return [{kind: count for kind, count in counts.items() if count} for counts in found]
+
+
+def test_collectives_of_a_context_mesh() -> None:
+    """Forward gathers k, v and their two indices, backward once more, and it scatters the
+    gradients of k and v."""
+    assert _collectives(ring=False) == [{"all_gather": 4}, {"all_gather": 8, "reduce_scatter": 2}]
+
+
+def test_collectives_of_a_ring() -> None:
+    """Forward's loop passes on k, v and their two indices; backward's loop these and two gradients,
+    which travel the last two hops behind it."""
+    assert _collectives(ring=True) == [
+        {"collective_permute": 4},
+        {"collective_permute": 4 + 6 + 4},
+    ]
+
+
+def test_a_device_of_a_ring_never_holds_the_row() -> None:
+    """Twice the devices, each with as many tokens of a row that is twice as long."""
+
+    def bytes_of(devices: int, ring: bool) -> int:
+        def total(q, k, v, last_reader):
+            return jnp.sum(attend.attend(q, k, v, last_reader, name="chunked", ring=ring))
+
+        q = jax.ShapeDtypeStruct((8 // devices, 2048 * devices, 2, 64), jnp.float32)
+        last_reader = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
+        with jax.set_mesh(meshes.make_mesh({"context": devices, "fsdp": -1})):
+            program = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, q, q, last_reader).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert bytes_of(8, ring=False) > 1.3 * bytes_of(4, ring=False)
+    assert bytes_of(8, ring=True) < 1.05 * bytes_of(4, ring=True)
 
 
 def test_auto_takes_the_kernel_by_length_and_platform() -> None:

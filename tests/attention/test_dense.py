@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spell_jax.attention import dense, masks
+from spell_jax.attention import attend, kernel, masks
 
 ROWS, TIME, HEADS, KV_HEADS, SIZE = 3, 12, 4, 2, 6
 
@@ -23,7 +23,8 @@ def _attend(q, k, v, last_reader) -> jax.Array:
     """Of tokens that stand in their order."""
     last_reader = jnp.asarray(last_reader)
     index = masks.row_index(last_reader)
-    return dense.attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), index, index, last_reader)
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    return kernel.attend(attend.KERNELS["dense"], q, k, v, index, index, last_reader)
 
 
 def _query_by_query(q, k, v, last_reader) -> tuple[np.ndarray, np.ndarray]:

@@ -59,15 +59,16 @@ def _tensors(rng, queries: int, keys: int, size: int):
 
 
 @functools.partial(jax.jit, static_argnames="blocks")
-def _forward(q, k, v, q_index, last_reader, blocks=BLOCKS, **keys):
-    return splash.forward(q, k, v, q_index, last_reader, blocks=blocks, **keys)
+def _forward(q, k, v, q_index, k_index, last_reader, blocks=BLOCKS):
+    return splash.forward(q, k, v, q_index, k_index, last_reader, blocks=blocks)
 
 
 @functools.partial(jax.jit, static_argnames="blocks")
-def _backward(q, k, v, q_index, last_reader, lse, out, d_out, blocks=BLOCKS, **keys):
+def _backward(q, k, v, q_index, k_index, last_reader, lse, out, d_out, blocks=BLOCKS):
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta = delta.transpose(1, 2, 0)
-    return splash.backward(q, k, v, q_index, last_reader, lse, delta, d_out, blocks=blocks, **keys)
+    indices = (q_index, k_index, last_reader)
+    return splash.backward(q, k, v, *indices, lse, delta, d_out, blocks=blocks)
 
 
 def _close(found, wanted, limit: float = 5e-5) -> None:
@@ -76,29 +77,28 @@ def _close(found, wanted, limit: float = 5e-5) -> None:
     assert error < limit
 
 
-def _check(tensors, indices, **keys) -> None:
+def _check(tensors, indices, blocks=BLOCKS) -> None:
     """Output, log-sum-exp and gradients against dense; what sees nothing gets zeros.
 
     Args:
       tensors: q, k, v and d_out.
       indices: q_index, k_index and last_reader.
-      **keys: how the kernels are told k_index, and blocks.
+      blocks: of the kernels.
     """
     q, k, v, d_out = tensors
-    q_index, _, last_reader = indices
 
     def dense(q, k, v):
         return _dense(q, k, v, *indices)
 
     wanted, pullback, wanted_lse = jax.vjp(dense, q, k, v, has_aux=True)
-    out, lse = _forward(q, k, v, q_index, last_reader, **keys)
+    out, lse = _forward(q, k, v, *indices, blocks)
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     _close(out, wanted)
     np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
     assert np.max(np.abs(wanted)) > 0.1
     blind = ~np.any(_seen(*indices), axis=1)
     assert not np.any(np.asarray(out)[blind]) and np.all(np.asarray(lse)[..., blind] == UNSEEING)
-    gradients = _backward(q, k, v, q_index, last_reader, lse, out, d_out, **keys)
+    gradients = _backward(q, k, v, *indices, lse, out, d_out, blocks)
     for found, wanted_gradient in zip(gradients, pullback(d_out), strict=True):
         assert found.dtype == q.dtype
         _close(found, wanted_gradient)
@@ -121,7 +121,7 @@ def test_a_part_of_the_row_with_queries_in_any_order() -> None:
     seen = np.any(_seen(q_index, k_index, last_reader), axis=1)
     assert seen.any() and not seen.all()
     tensors = _tensors(rng, 200, 300, 64)
-    _check(tensors, (q_index, k_index, last_reader), k_first=jnp.int32(first))  # traced in the jit
+    _check(tensors, (q_index, k_index, last_reader))
 
 
 def test_keys_in_any_order() -> None:
@@ -129,16 +129,16 @@ def test_keys_in_any_order() -> None:
     order = rng.permutation(TIME).astype(np.int32)
     tensors = _tensors(rng, 200, TIME, 64)
     q_index, last_reader = np.arange(250, 450, dtype=np.int32), _packed_row(rng, TIME)[order]
-    _check(tensors, (q_index, order, last_reader), k_index=order, blocks=UNEQUAL_BLOCKS)
+    _check(tensors, (q_index, order, last_reader), UNEQUAL_BLOCKS)
 
 
 def test_nothing_to_see_at_all() -> None:
     rng = np.random.default_rng(5)
     q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
     index, last_reader = np.arange(TIME, dtype=np.int32), np.full(TIME, -1, np.int32)
-    out, lse = _forward(q, k, v, index, last_reader)
+    out, lse = _forward(q, k, v, index, index, last_reader)
     assert not np.any(out) and np.all(lse == UNSEEING)
-    for gradient in _backward(q, k, v, index, last_reader, lse, out, d_out):
+    for gradient in _backward(q, k, v, index, index, last_reader, lse, out, d_out):
         assert not np.any(gradient)
 
 
@@ -146,13 +146,13 @@ def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
     rng = np.random.default_rng(6)
     q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
     index, last_reader = np.arange(TIME, dtype=np.int32), _packed_row(rng, TIME)
-    whole, whole_lse = _forward(q, k, v, index, last_reader)
+    whole, whole_lse = _forward(q, k, v, index, index, last_reader)
     halves = [slice(0, TIME // 2), slice(TIME // 2, TIME)]
 
     def part(half):
-        return (q, k[half], v[half], index, last_reader[half])
+        return (q, k[half], v[half], index, index[half], last_reader[half])
 
-    parts = [_forward(*part(half), k_first=half.start) for half in halves]
+    parts = [_forward(*part(half)) for half in halves]
     seen = [lse < UNSEEING / 2 for _, lse in parts]
     lses = [jnp.where(s, lse, -UNSEEING) for s, (_, lse) in zip(seen, parts, strict=True)]
     lse = jnp.where(seen[0] | seen[1], jnp.logaddexp(*lses), UNSEEING)
@@ -162,8 +162,8 @@ def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
     )
     _close(out, whole)
     np.testing.assert_allclose(lse, whole_lse, rtol=1e-5, atol=1e-5)
-    wanted = _backward(q, k, v, index, last_reader, whole_lse, whole, d_out)
-    found = [_backward(*part(half), lse, out, d_out, k_first=half.start) for half in halves]
+    wanted = _backward(q, k, v, index, index, last_reader, whole_lse, whole, d_out)
+    found = [_backward(*part(half), lse, out, d_out) for half in halves]
     _close(found[0][0] + found[1][0], wanted[0])
     for n in (1, 2):
         _close(jnp.concatenate([found[0][n], found[1][n]]), wanted[n])
@@ -173,11 +173,11 @@ def test_bfloat16_is_close() -> None:
     rng = np.random.default_rng(7)
     tensors = _tensors(rng, TIME, TIME, 64)
     index, last_reader = np.arange(TIME, dtype=np.int32), _packed_row(rng, TIME)
-    out, lse = _forward(*tensors[:3], index, last_reader)
-    wanted = _backward(*tensors[:3], index, last_reader, lse, out, tensors[3])
+    out, lse = _forward(*tensors[:3], index, index, last_reader)
+    wanted = _backward(*tensors[:3], index, index, last_reader, lse, out, tensors[3])
     low = [x.astype(jnp.bfloat16) for x in tensors]
-    low_out, low_lse = _forward(*low[:3], index, last_reader)
-    found = _backward(*low[:3], index, last_reader, low_lse, low_out, low[3])
+    low_out, low_lse = _forward(*low[:3], index, index, last_reader)
+    found = _backward(*low[:3], index, index, last_reader, low_lse, low_out, low[3])
     assert low_lse.dtype == jnp.float32
     for x, y in zip((low_out, *found), (out, *wanted), strict=True):
         assert x.dtype == jnp.bfloat16
@@ -190,8 +190,8 @@ def test_what_lies_in_dead_blocks_is_never_read() -> None:
     index = np.arange(TIME, dtype=np.int32)
     # A prompt, two answers and padding, each of whole blocks.
     last_reader = np.repeat([383, 255, 383, -1], [128, 128, 128, TIME - 384]).astype(np.int32)
-    out, lse = _forward(q, k, v, index, last_reader)
-    gradients = _backward(q, k, v, index, last_reader, lse, out, d_out)
+    out, lse = _forward(q, k, v, index, index, last_reader)
+    gradients = _backward(q, k, v, index, index, last_reader, lse, out, d_out)
 
     def spoil(x, *spans):
         for span in spans:
@@ -200,13 +200,13 @@ def test_what_lies_in_dead_blocks_is_never_read() -> None:
 
     # The first answer's keys are spoiled too: only its own queries may notice.
     spans = (slice(128, 256), slice(384, TIME))
-    spoiled, _ = _forward(q, spoil(k, *spans), spoil(v, *spans), index, last_reader)
+    spoiled, _ = _forward(q, spoil(k, *spans), spoil(v, *spans), index, index, last_reader)
     others = np.r_[0:128, 256:TIME]
     np.testing.assert_array_equal(spoiled[others], out[others])
     assert np.isnan(spoiled[128:256]).all()
     # Backward: queries and keys of the padding, which nothing sees.
     dirty = [spoil(x, spans[1]) for x in (q, k, v, d_out)]
-    found = _backward(*dirty[:3], index, last_reader, lse, out, dirty[3])
+    found = _backward(*dirty[:3], index, index, last_reader, lse, out, dirty[3])
     for x, y in zip(found, gradients, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -247,7 +247,9 @@ def test_rows_of_different_masks_under_lax_map() -> None:
 
     @jax.jit
     def rows(readers):
-        return jax.lax.map(lambda x: splash.forward(q, k, v, index, x, blocks=BLOCKS), readers)
+        return jax.lax.map(
+            lambda x: splash.forward(q, k, v, index, index, x, blocks=BLOCKS), readers
+        )
 
     out, _ = rows(readers)
     for row, last_reader in zip(out, readers, strict=True):
@@ -264,7 +266,7 @@ def test_lowers_for_tpu_without_one(dtype) -> None:
     def lowered(f, *args) -> str:
         f = jax.jit(functools.partial(f, interpret=False))
         return (
-            f.trace(q, k, k, q_index, last_reader, *args)
+            f.trace(q, k, k, q_index, last_reader, last_reader, *args)
             .lower(lowering_platforms=("tpu",))
             .as_text()
         )

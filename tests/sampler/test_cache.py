@@ -33,14 +33,13 @@ def test_one_new_token_of_each_sibling() -> None:
                 for p, s, n in zip(prompt, suffix, (k, v), strict=True)
             )
             time = len(keys)
-            queries = np.zeros((1, time, HEADS, SIZE), np.float32)
-            queries[0, -1] = q[at]
-            last_reader = jnp.full((1, time), time - 1, jnp.int32)
+            queries = np.zeros((time, KV_HEADS, HEADS // KV_HEADS, SIZE), np.float32)
+            queries[-1] = np.reshape(q[at], queries.shape[1:])
+            last_reader = jnp.full(time, time - 1, jnp.int32)
             index = masks.row_index(last_reader)
-            wanted = dense.attend(
-                jnp.asarray(queries), keys[None], values[None], index, index, last_reader
-            )
-            np.testing.assert_allclose(found[at], wanted[0, -1], atol=2e-6)
+            wanted, _ = dense.forward(queries, keys, values, index, index, last_reader)
+            found_at = np.reshape(found[at], wanted[-1].shape)
+            np.testing.assert_allclose(found_at, wanted[-1], atol=2e-6)
 
 
 def test_write_fills_one_position_of_every_suffix() -> None:
