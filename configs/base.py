@@ -135,6 +135,7 @@ def _optimiser() -> Any:
     optimiser.b2 = 0.999
     optimiser.weight_decay = 0.01
     optimiser.clip_norm = 1.0
+    optimiser.offload = False  # AdamW's moments wait in the host's memory
     return optimiser
 
 

@@ -201,7 +201,7 @@ class Programs:
         learner, batch = self.learner, self._batch()
 
         def score(params, frozen, batch):
-            return learner._score(lora.join(params, frozen), batch)
+            return learner.score(lora.join(params, frozen), batch)
 
         arguments, function = (self.trained, self.frozen, batch), jax.jit(score)
         shape, held = batch.tokens.shape, self._left_over()
@@ -210,7 +210,7 @@ class Programs:
     def _update(self) -> list[Program]:
         learner, batch, held = self.learner, self._batch(), self._left_over()
         reference = self.played if learner.loss.kl_weight else None
-        gradients, sums = jax.eval_shape(learner._empty)
+        gradients, sums = jax.eval_shape(learner.empty_carry)
         gradients = meshes.placed(gradients, learner.param_shardings)
         weights = (self.trained, self.frozen)
         arguments = (*weights, (gradients, self._replicated(sums)), batch, reference)
@@ -267,10 +267,11 @@ class Programs:
 
 
 def bytes_per_chip(tree: Any) -> int:
-    """Bytes of a tree of placed shapes on one device."""
+    """Bytes of a tree of placed shapes in one device's own memory."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind in (None, "device")
     )
 
 

@@ -59,6 +59,7 @@ class OptimiserConfig:
       final_fraction: rate at the end as a share of the peak.
       b1, b2, epsilon, weight_decay: AdamW.
       clip_norm: gradients are scaled down to this global norm.
+      offload: whether AdamW's two moments wait in the host's memory from one step to the next.
     """
 
     learning_rate: float = 2e-6
@@ -71,6 +72,7 @@ class OptimiserConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.01
     clip_norm: float = 1.0
+    offload: bool = False
 
     def __post_init__(self):
         for field in ("learning_rate", "warmup_steps", "final_fraction", "weight_decay"):
@@ -175,6 +177,7 @@ class Learner:
         self.compute_dtype = jnp.dtype(compute_dtype)
         self._optimiser = optimiser.make()
         self.rate = optimiser.rate()
+        self._moments = "pinned_host" if optimiser.offload else "device"
         packing_config.check_splits(meshes.context_shards(mesh))
         shapes, axes = transformer.abstract_params(policy)
         placed = meshes.shardings(mesh, axes, shapes)
@@ -205,15 +208,23 @@ class Learner:
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the training state, for a checkpoint to restore into."""
         state = jax.eval_shape(self._begin, self._shapes)
-        placed = optax.tree_utils.tree_map_params(
+        optimiser = self._place_optimiser(state.optimiser, self._moments)
+        params = meshes.placed(state.params, self.param_shardings)
+        return TrainState(params, optimiser, self._replicate(state.step))
+
+    def _place_optimiser(self, optimiser: Any, memory: str) -> Any:
+        """Its shapes, placed, with the moments in a kind of memory."""
+
+        def place(moment, where):
+            return meshes.placed(moment, where.with_memory_kind(memory))
+
+        return optax.tree_utils.tree_map_params(
             self._optimiser,
-            meshes.placed,
-            state.optimiser,
+            place,
+            optimiser,
             self.param_shardings,
             transform_non_params=self._replicate,
         )
-        params = meshes.placed(state.params, self.param_shardings)
-        return TrainState(params, placed, self._replicate(state.step))
 
     def _replicate(self, x):
         return meshes.placed(x, meshes.replicated(self.mesh))
@@ -308,7 +319,7 @@ class Learner:
             params = self._cast(state.params)
             if reference is not None:
                 reference = self.cast(reference)
-            carry = self._empty()
+            carry = self.empty_carry()
             for batch in batches:
                 batch = jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
                 carry = self.accumulate(params, self.frozen, carry, batch, reference)
@@ -330,7 +341,7 @@ class Learner:
             params = self._cast(state.params)
             if reference is not None:
                 reference = self.cast(reference)
-            carry = self._empty()
+            carry = self.empty_carry()
             for bucket in self.packing.buckets:
                 batch = self._empty_batch(bucket)
                 carry = self.accumulate(params, self.frozen, carry, batch, reference)
@@ -341,7 +352,7 @@ class Learner:
         batch = self._empty_batch(self.packing.buckets[-1])
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
             params = self._cast(state.params)
-            program = self.accumulate.lower(params, self.frozen, self._empty(), batch, None)
+            program = self.accumulate.lower(params, self.frozen, self.empty_carry(), batch, None)
             memory: Any = program.compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
@@ -351,14 +362,15 @@ class Learner:
         batch = packing.empty_micro_batch(bucket, rows)
         return jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
 
-    def _empty(self):
+    def empty_carry(self):
+        """(gradient, sums) before the first micro-batch."""
         sums: dict[str, Any] = {name: np.zeros((), np.float32) for name in self._sums}
         if self.policy.experts:
             sums["router_load"] = np.zeros((self.policy.layers, self.policy.experts), np.float32)
         return self._zeros(), jax.device_put(sums, meshes.replicated(self.mesh))
 
     def _loss(self, params, frozen, batch: packing.MicroBatch, reference):
-        score = functools.partial(self._score, batch=batch)
+        score = functools.partial(self.score, batch=batch)
         log_probs, entropy, router_load = score(lora.join(params, frozen))
         on_policy = self.loss.behaviour == "current"
         old = jax.lax.stop_gradient(log_probs) if on_policy else batch.old_log_prob
@@ -383,7 +395,9 @@ class Learner:
             sums["router_load"] = router_load
         return value, sums
 
-    def _score(self, params, batch: packing.MicroBatch):
+    def score(self, params: transformer.Params, batch: packing.MicroBatch):
+        """Log-probs and entropies [B, A] of answer tokens, and the experts' load (or None); to be
+        traced."""
         hidden, _, router_load = transformer.hidden_states(
             self.policy,
             params,
@@ -407,12 +421,16 @@ class Learner:
     def _apply(self, state: TrainState, gradients) -> tuple[TrainState, dict[str, jax.Array]]:
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
-        updates, optimiser = self._optimiser.update(gradients, state.optimiser, state.params)
+        before = state.optimiser
+        if self._moments != "device":
+            near = self._place_optimiser(before, "device")
+            before = jax.device_put(before, jax.tree.map(lambda x: x.sharding, near))
+        updates, optimiser = self._optimiser.update(gradients, before, state.params)
         params = optax.apply_updates(state.params, updates)
         kept = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),
             (params, optimiser),
-            (state.params, state.optimiser),
+            (state.params, before),
         )
         rate = self.rate(state.step)
         step = state.step + finite.astype(jnp.int32)

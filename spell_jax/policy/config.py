@@ -13,7 +13,7 @@ from spell_jax.policy import rope as ropes
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.policy.rope import RopeConfig
 
-REMAT_POLICIES = ("none", "block", "attention", "dots")
+REMAT_POLICIES = ("none", "block", "attention", "dots", "offload")
 MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 _POSITIVE = (
     "vocab_size",
@@ -54,7 +54,8 @@ class PolicyConfig:
         a ring or are gathered, see attention/context.py.
       remat: what the backward pass recomputes: "none"; "block" (everything inside a block);
         "attention" (everything but the attention's output); "dots" (everything but the results of
-        matrix products with weights).
+        matrix products with weights); "offload" (as "block", and what a block begins with waits in
+        the host's memory).
     """
 
     vocab_size: int

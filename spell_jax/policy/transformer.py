@@ -20,6 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import spmd
+from jax.ad_checkpoint import checkpoint_name
 
 from spell_jax.attention import attend as kernels
 from spell_jax.attention.kernel import KEPT as ATTENTION
@@ -28,11 +29,18 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
 
 Params = dict[str, Any]
+_BLOCK_INPUT = "block input"
 # What the backward pass keeps of a block, by the name in PolicyConfig.remat.
 _KEPT = {
     "block": jax.checkpoint_policies.nothing_saveable,
     "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_BLOCK_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 
 
@@ -71,6 +79,33 @@ class RMSNorm(nn.Module):
         return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: jax.Array, kernel: jax.Array, into: int) -> jax.Array:
+    """x [..., *into] times a kernel [*into, *out]: [..., *out], where `into` counts axes.
+
+    The kernel's gradient is a sum over tokens, which lie on many devices: it stays float32 until it
+    is summed over these too, whatever the dtype of the kernel.
+    """
+    return jnp.tensordot(x, kernel, axes=into)
+
+
+def _product_forward(x: jax.Array, kernel: jax.Array, into: int):
+    # Not by way of _product, into which a remat policy that keeps products would not look.
+    return jnp.tensordot(x, kernel, axes=into), (x, kernel)
+
+
+def _product_backward(into: int, kept: tuple[jax.Array, jax.Array], d_out: jax.Array):
+    x, kernel = kept
+    out = tuple(range(-(kernel.ndim - into), 0))
+    d_x = jnp.tensordot(d_out, kernel, axes=(out, out))
+    tokens = tuple(range(x.ndim - into))
+    d_kernel = jnp.tensordot(x, d_out, axes=(tokens, tokens), preferred_element_type=jnp.float32)
+    return d_x, d_kernel.astype(kernel.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
 def _project(
     module: nn.Module,
     name: str,
@@ -86,7 +121,7 @@ def _project(
     inputs = math.prod(into.values())
     shape = (*into.values(), *out.values())
     kernel = module.param(f"{name}_kernel", _kernel((*into, *out), inputs), shape)
-    projected = jnp.tensordot(x, kernel, axes=len(into))
+    projected: jax.Array = _product(x, kernel, len(into))
     if lora is None or not lora.adapts(name):
         return projected
 
@@ -98,8 +133,9 @@ def _project(
     )
     zeros = _constant(nn.initializers.zeros, "rank", *out)
     b = module.param(f"{name}_lora_b", zeros, (lora.rank, *out.values()))
-    low = jnp.tensordot(x, a, axes=len(into))
-    return projected + jnp.tensordot(low, b, axes=1) * lora.scale
+    low: jax.Array = _product(x, a, len(into))
+    adapted: jax.Array = _product(low, b, 1)
+    return projected + adapted * lora.scale
 
 
 class Attention(nn.Module):
@@ -114,7 +150,10 @@ class Attention(nn.Module):
         projected = _project(self, name, x, {"embed": c.width}, out, c.lora)
         if c.qkv_bias:
             initial = _constant(nn.initializers.zeros, *out)
-            projected = projected + self.param(f"{name}_bias", initial, tuple(out.values()))
+            bias = self.param(f"{name}_bias", initial, tuple(out.values()))
+            # Added in float32, in which the bias's gradient is then summed over tokens.
+            total = projected.astype(jnp.float32) + bias.astype(jnp.float32)
+            projected = total.astype(x.dtype)
         return projected
 
     @nn.compact
@@ -178,6 +217,7 @@ class Block(nn.Module):
         self, x: jax.Array, cache: Any, context: Any
     ) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
         epsilon = self.config.norm_epsilon
+        x = checkpoint_name(x, _BLOCK_INPUT)
         attention = Attention(self.config, self.attend, name="attention")
         out, new_cache = attention(RMSNorm(epsilon, name="attention_norm")(x), cache, context)
         x = x + out
@@ -321,6 +361,12 @@ def _causal(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: ja
     last_reader = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
     context = {"last_reader": last_reader}
     hidden, *_ = hidden_states(
-        config, params, tokens, positions, kernels.packed(config.attention, config.ring), None, context
+        config,
+        params,
+        tokens,
+        positions,
+        kernels.packed(config.attention, config.ring),
+        None,
+        context,
     )
     return hidden

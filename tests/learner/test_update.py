@@ -217,11 +217,26 @@ def test_fill_is_the_share_of_slots_with_a_token(shared: bool) -> None:
     assert numbers["fill"] == pytest.approx((answers + prompts) / slots)
 
 
-@pytest.mark.parametrize("remat", ["block", "attention", "dots"])
+@pytest.mark.parametrize("remat", ["block", "attention", "dots", "offload"])
 @pytest.mark.parametrize("attention", ["dense", "chunked"])
 def test_remat_and_kernel_give_the_same_gradient(remat: str, attention: str) -> None:
     policy = dataclasses.replace(tiny.POLICY, remat=remat, attention=attention)
     _assert_same_step(_step(_learner(policy=policy), GROUPS), _wanted())
+
+
+@pytest.mark.parametrize("mesh", [(), (("fsdp", 4), ("context", 2))], ids=str)
+def test_moments_that_wait_on_the_host_change_nothing(mesh: tuple) -> None:
+    optimiser = dataclasses.replace(SMOOTH, offload=True)
+    devices = None if mesh else jax.devices()[:1]
+    placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices)
+    learner = Learner(tiny.POLICY, optimiser, ON_POLICY, PACKING, placed, TEMPERATURE)
+    state = learner.init(tiny.weights())
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(_moments(state))}
+    assert kinds == {"pinned_host"}
+    state, numbers = learner.update(state, GROUPS)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(_moments(state))} == kinds
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+    _assert_same_step((jax.device_get(state), numbers), _wanted())
 
 
 def test_bfloat16_is_close_and_keeps_float32_masters() -> None:
