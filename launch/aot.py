@@ -180,7 +180,8 @@ class Programs:
     def _prefill(self) -> list[Program]:
         tokens, lengths = self._prompts()
         arguments, function = (self.played, tokens, lengths), self.sampler.prefill
-        return [self._program("prefill", "prefill", tokens.shape, function, arguments)]
+        held = self._others(played=True) + bytes_per_chip(self.state)
+        return [self._program("prefill", "prefill", tokens.shape, function, arguments, held)]
 
     def _decode(self) -> list[Program]:
         c, (prompts, lengths) = self.sampler.config, self._prompts()
@@ -194,7 +195,8 @@ class Programs:
             "top_p": c.top_p,
         }
         tokens, function = (prompts.shape[0], self.group), self.sampler.decode
-        made = self._program("decode", "decode", tokens, function, arguments)
+        held = self._others(played=True) + bytes_per_chip(self.state)
+        made = self._program("decode", "decode", tokens, function, arguments, held)
         return [dataclasses.replace(made, options=options, rules=meshes.DECODE_RULES)]
 
     def _log_prob(self) -> list[Program]:
@@ -204,25 +206,25 @@ class Programs:
             return learner.score(lora.join(params, frozen), batch)
 
         arguments, function = (self.trained, self.frozen, batch), jax.jit(score)
-        shape, held = batch.tokens.shape, self._left_over()
+        shape, held = batch.tokens.shape, self._others() + bytes_per_chip(self.state)
         return [self._program("log_prob", "log_prob", shape, function, arguments, held)]
 
     def _update(self) -> list[Program]:
-        learner, batch, held = self.learner, self._batch(), self._left_over()
+        learner, batch, held = self.learner, self._batch(), self._others()
         reference = self.played if learner.loss.kl_weight else None
         gradients, sums = jax.eval_shape(learner.empty_carry)
         gradients = meshes.placed(gradients, learner.param_shardings)
         weights = (self.trained, self.frozen)
         arguments = (*weights, (gradients, self._replicated(sums)), batch, reference)
         shape, function = batch.tokens.shape, learner.accumulate
-        first = self._program("update", "accumulate", shape, function, arguments, held)
-        held += bytes_per_chip((weights, reference)) - bytes_per_chip(self.state)
+        state = bytes_per_chip(self.state)
+        first = self._program("update", "accumulate", shape, function, arguments, held + state)
+        held += bytes_per_chip(self.frozen)
         second = self._program("update", "apply", (), learner.apply, (self.state, gradients), held)
         return [first, second]
 
-    def _program(self, phase, name, tokens, function, arguments, held=0) -> Program:
-        resident = held + self._other_models() + bytes_per_chip(self.state)
-        return Program(phase, name, tokens, resident, function, arguments, {}, self.mesh)
+    def _program(self, phase, name, tokens, function, arguments, held) -> Program:
+        return Program(phase, name, tokens, held, function, arguments, {}, self.mesh)
 
     # -------------------------------------------------------------------------- Arguments
 
@@ -256,14 +258,10 @@ class Programs:
 
     # --------------------------------------------------------- What else is held (train.py)
 
-    def _other_models(self) -> int:
+    def _others(self, played: bool = False) -> int:
         """Models beside the policy: a float32 copy each, and one as it is played."""
         others = bool(self.learner.loss.kl_weight) + (self.config.game.reference == "anchored")
-        return others * bytes_per_chip((self.state.params, self.trained))
-
-    def _left_over(self) -> int:
-        """The copy that has played, which stays through the update, until the next step begins."""
-        return bytes_per_chip(self.trained)
+        return others * bytes_per_chip((self.state.params, self.trained if played else None))
 
 
 def bytes_per_chip(tree: Any) -> int:

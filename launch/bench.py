@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import pathlib
+import sys
 import time
 from typing import Any
 
@@ -16,8 +18,18 @@ import numpy as np
 
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.lora import LoraConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import start
+
+# Floating-point operations a second of one device, dense, bfloat16, as its maker states them.
+PEAKS = {
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
 
 
 def bench_update(options: argparse.Namespace) -> dict[str, Any]:
@@ -25,20 +37,11 @@ def bench_update(options: argparse.Namespace) -> dict[str, Any]:
 
     Both layouts get the same token budget and a bucket that fits them; times are the best of
     `repeats` after compilation, peak bytes are the compiler's for one micro-batch, weights and
-    gradient included.
+    gradient included. "mfu" is the model's operations (count_flops) a second of the shared layout,
+    over those that all devices could do in bfloat16; null where a device's peak is not in PEAKS.
     """
-    policy = PolicyConfig(
-        vocab_size=options.vocab,
-        width=options.width,
-        layers=options.layers,
-        heads=max(1, options.width // 64),
-        kv_heads=max(1, options.width // 128),
-        head_size=64,
-        feed_forward=3 * options.width,
-        remat=options.remat,
-        attention=options.attention,
-    )
-    groups = _random_groups(options)
+    policy = _policy(options)
+    groups = _random_groups(options, policy.vocab_size)
     results, answers = {}, options.response * options.group
     for name, length, scored, rows in (
         ("shared", options.prompt + answers, answers, options.groups),
@@ -53,19 +56,30 @@ def bench_update(options: argparse.Namespace) -> dict[str, Any]:
         budget = max(length, min(options.budget, length * rows))
         layout = update.PackingConfig((packing.Bucket(length, scored),), budget, name == "shared")
         learner = update.Learner(
-            policy, update.OptimiserConfig(), loss.LossConfig(), layout, meshes.make_mesh()
+            policy,
+            update.OptimiserConfig(),
+            loss.LossConfig(),
+            layout,
+            meshes.make_mesh(),
+            compute_dtype=options.dtype,
         )
         results[name] = _time_updates(learner, groups, options.repeats)
     shared, repeated = results["shared"], results["repeated"]
     flops = count_flops(policy, options.prompt, options.response, options.group)
+    per_second = flops["shared"] * options.groups / shared["seconds"]
+    device = jax.devices()[0].device_kind
+    peak = PEAKS.get(device)
     return {
         "bench": "update",
         "prompt": options.prompt,
         "response": options.response,
         "group": options.group,
         "groups": options.groups,
-        "layers": options.layers,
-        "width": options.width,
+        "policy": options.policy,
+        "layers": policy.layers,
+        "width": policy.width,
+        "dtype": options.dtype,
+        "lora": options.lora,
         "remat": options.remat,
         "attention": options.attention,
         "shared_s": shared["seconds"],
@@ -78,25 +92,55 @@ def bench_update(options: argparse.Namespace) -> dict[str, Any]:
         "shared_peak_bytes": shared["peak_bytes"],
         "repeated_peak_bytes": repeated["peak_bytes"],
         "gradient_norm_difference": abs(1 - repeated["norm"] / shared["norm"]),
-        "device": jax.devices()[0].device_kind,
+        "tokens_per_s": options.groups * (options.prompt + answers) / shared["seconds"],
+        "model_flops_per_s": per_second,
+        "mfu": per_second / (peak * jax.device_count()) if peak else None,
+        "devices": jax.device_count(),
+        "device": device,
     }
+
+
+def _policy(options: argparse.Namespace) -> PolicyConfig:
+    """A shape by the options, or that of a config.json."""
+    if options.policy:
+        policy = PolicyConfig.from_hf(pathlib.Path(options.policy))
+    else:
+        policy = PolicyConfig(
+            vocab_size=options.vocab,
+            width=options.width,
+            layers=3,
+            heads=max(1, options.width // 64),
+            kv_heads=max(1, options.width // 128),
+            head_size=64,
+            feed_forward=3 * options.width,
+        )
+    return dataclasses.replace(
+        policy,
+        layers=options.layers or policy.layers,
+        remat=options.remat,
+        attention=options.attention,
+        lora=LoraConfig(options.lora) if options.lora else None,
+    )
 
 
 def count_flops(policy: PolicyConfig, prompt: int, response: int, group: int) -> dict[str, float]:
     """Floating-point operations of a group's update, shared and repeated, without recomputation.
 
-    A matrix product with weights costs 2 a weight and token forward and twice that backward;
-    attention's two products cost 4 N H a pair of query and key forward and its five 2.5 times that
-    backward; the head is asked for answer tokens only. P prompt tokens, G answers of S: shared,
+    A matrix product with weights costs 2 a weight and token forward and twice that backward, or
+    once where only adapters are trained (theirs are not counted); of experts those of a token
+    count. Attention's two products cost 4 N H a pair of query and key forward and twice that
+    backward. The head is asked for answer tokens only. P prompt tokens, G answers of S: shared,
     P + G S tokens and P^2 / 2 + G S P + G S^2 / 2 pairs; repeated, G (P + S) and G (P + S)^2 / 2.
     """
     c, answers = policy, group * response
     attention = c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads)
-    weights = c.layers * (attention + 3 * c.width * c.feed_forward)
-    head = 6.0 * c.vocab_size * c.width * answers
+    mlp = 3 * c.width * c.feed_forward * (c.experts_per_token or 1) + c.width * c.experts
+    weights = c.layers * (attention + mlp)
+    passes = 4 if c.lora else 6
+    head = float(passes) * c.vocab_size * c.width * answers
 
     def total(tokens: float, pairs: float) -> float:
-        return 6 * weights * tokens + 14 * c.layers * c.heads * c.head_size * pairs + head
+        return passes * weights * tokens + 12 * c.layers * c.heads * c.head_size * pairs + head
 
     shared_pairs = prompt**2 / 2 + answers * prompt + answers * response / 2
     return {
@@ -105,12 +149,12 @@ def count_flops(policy: PolicyConfig, prompt: int, response: int, group: int) ->
     }
 
 
-def _random_groups(options: argparse.Namespace) -> list[packing.Group]:
+def _random_groups(options: argparse.Namespace, vocab: int) -> list[packing.Group]:
     rng = np.random.default_rng(0)
     return [
         packing.Group(
-            rng.integers(options.vocab, size=options.prompt),
-            list(rng.integers(options.vocab, size=(options.group, options.response))),
+            rng.integers(vocab, size=options.prompt),
+            list(rng.integers(vocab, size=(options.group, options.response))),
             list(rng.normal(size=options.group)),
         )
         for _ in range(options.groups)
@@ -145,9 +189,12 @@ _OPTIONS = {
         _Option("response", 20, "tokens of an answer S"),
         _Option("group", 8, "answers to a prompt G"),
         _Option("groups", 32, "prompts"),
-        _Option("layers", 3, "layers L"),
+        _Option("policy", "", "a Hugging Face config.json, whose shape is taken"),
+        _Option("layers", 0, "layers L; 0: 3, or the config.json's"),
         _Option("width", 128, "model width D"),
         _Option("vocab", 896, "vocabulary V"),
+        _Option("dtype", "float32", "of weights and activations"),
+        _Option("lora", 0, "rank of adapters, which alone are trained; 0: all weights are"),
         _Option("budget", 8192, "tokens of a micro-batch"),
         _Option("repeats", 3, "timed updates"),
         _Option("remat", "none", "what the backward pass recomputes"),
@@ -157,8 +204,7 @@ _OPTIONS = {
 _BENCHES = {"update": bench_update}
 
 
-def main() -> None:
-    start.setup()
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Benchmarks, one JSON line a measure")
     commands = parser.add_subparsers(dest="name", required=True)
     for name, options in _OPTIONS.items():
@@ -170,7 +216,12 @@ def main() -> None:
                 default=option.default,
                 help=option.help,
             )
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    start.setup()
+    options = parse(sys.argv[1:])
     print(json.dumps(_BENCHES[options.name](options)))
 
 

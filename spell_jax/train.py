@@ -136,6 +136,7 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
         with start.profiled(step in config.profile_steps, workdir):
             episodes = game.play(run.players, step)
             rows = game.rows(episodes)
+            run.players.end()
             played = time.monotonic()
             metrics = game.metrics(episodes)
             solve_rate = metrics.means().get("solve_rate", 0.0)

@@ -1,5 +1,6 @@
 """Benchmarks print one JSON line; the operations they state are those of the shape."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 
 from launch import bench
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.lora import LoraConfig
 
 SMALL = ["--prompt=24", "--response=4", "--group=3", "--groups=2", "--layers=1", "--width=64"]
 
@@ -25,6 +27,18 @@ def test_update_prints_a_line_with_both_layouts() -> None:
     assert line["ratio"] == pytest.approx(line["repeated_s"] / line["shared_s"])
     assert 0 < line["shared_peak_bytes"] < line["repeated_peak_bytes"]
     assert line["gradient_norm_difference"] < 1e-5 and line["device"] == "cpu"
+    assert line["tokens_per_s"] == pytest.approx(2 * 36 / line["shared_s"])
+    assert line["model_flops_per_s"] > 0 and line["mfu"] is None
+
+
+def test_the_shape_of_a_config_json(tmp_path) -> None:
+    policy = PolicyConfig(96, 32, 2, 2, 1, 16, 48, qkv_bias=True)
+    (tmp_path / "config.json").write_text(json.dumps(policy.to_hf()))
+    flags = [f"--policy={tmp_path / 'config.json'}", "--layers=1", "--lora=2", "--dtype=bfloat16"]
+    options = bench.parse(["update", *SMALL[:4], *flags, "--repeats=1", "--remat=block"])
+    line = bench.bench_update(options)
+    assert (line["layers"], line["width"], line["lora"], line["dtype"]) == (1, 32, 2, "bfloat16")
+    assert line["gradient_norm_difference"] < 0.02
 
 
 def test_operations_by_hand() -> None:
@@ -32,10 +46,16 @@ def test_operations_by_hand() -> None:
     weights = 3 * (4 * 2 * 8 + 2 * 4 * 8 + 2 * 8 * 4 + 3 * 4 * 6)  # q, k and v, o, mlp
     head = 6 * 10 * 4 * 6  # 6 answer tokens
     shared_pairs = 5 * 5 / 2 + 6 * 5 + 3 * 2 * 2 / 2
-    wanted = 6 * weights * 11 + 14 * 3 * 2 * 8 * shared_pairs + head
+    wanted = 6 * weights * 11 + 12 * 3 * 2 * 8 * shared_pairs + head
     found = bench.count_flops(policy, prompt=5, response=2, group=3)
     assert found["shared"] == pytest.approx(wanted)
-    wanted = 6 * weights * 21 + 14 * 3 * 2 * 8 * 3 * 7 * 7 / 2 + head
+    wanted = 6 * weights * 21 + 12 * 3 * 2 * 8 * 3 * 7 * 7 / 2 + head
     assert found["repeated"] == pytest.approx(wanted)
+    experts = dataclasses.replace(policy, experts=4, experts_per_token=2)
+    more = bench.count_flops(experts, prompt=5, response=2, group=3)["shared"]
+    assert more - bench.count_flops(policy, 5, 2, 3)["shared"] == 6 * 11 * 3 * (3 * 4 * 6 + 4 * 4)
+    adapted = dataclasses.replace(policy, lora=LoraConfig(2), qkv_bias=True)
+    less = bench.count_flops(adapted, 5, 2, 3)["shared"]
+    assert bench.count_flops(policy, 5, 2, 3)["shared"] - less == 2 * (weights * 11 + 10 * 4 * 6)
     one = bench.count_flops(policy, prompt=5, response=2, group=1)
     assert one["shared"] == pytest.approx(one["repeated"])

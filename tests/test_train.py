@@ -59,6 +59,7 @@ class Finished:
 
     def _count(self, rows):
         """Called once a step, behind its update."""
+        assert not self.run.players._models, "the copy that played takes memory"
         sampler, learner = self.run.players._sampler, self.run.learner
         programs = {
             "prefill": sampler.prefill,

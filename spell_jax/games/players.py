@@ -39,6 +39,10 @@ class Players:
         self._models = models
         self.metrics = Metrics()
 
+    def end(self) -> None:
+        """Lets go of the weights: while the policy is updated they would only take memory."""
+        self._models = {}
+
     def __call__(
         self,
         role: str,

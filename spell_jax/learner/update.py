@@ -324,6 +324,7 @@ class Learner:
                 batch = jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
                 carry = self.accumulate(params, self.frozen, carry, batch, reference)
             gradients, sums = carry
+            del params, reference  # not needed while the weights change, which takes memory too
             state, norms = self.apply(state, gradients)
         sums, norms = jax.device_get((sums, norms))
         filled = sum(np.count_nonzero(batch.last_reader >= 0) for batch in batches)
