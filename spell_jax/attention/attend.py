@@ -2,9 +2,10 @@
 
 1. The mask is one int32 a key (masks.py), whatever the kernel.
 2. A kernel is named by PolicyConfig.attention: "dense" (the reference: all scores at once),
-   "chunked" (blocks; memory linear in T, nothing is computed where nothing is seen; any device) or
-   "splash" (the same in Pallas, for TPUs; interpreted elsewhere, for tests). "auto" takes dense for
-   rows of up to SHORT tokens; for longer ones splash where the program is for a TPU, else chunked.
+   "chunked" (blocks; memory linear in T, nothing is computed where nothing is seen; any device),
+   "splash" or "triton" (the same in Pallas, for TPUs and for NVIDIA GPUs; interpreted elsewhere,
+   for tests). "auto" takes dense for rows of up to SHORT tokens; for longer ones what is made for
+   the platform of the program, else chunked.
 3. Kernels with loops of their own are not for the partitioner: on a mesh each device runs them on
    its own rows and heads (shard_map).
 4. Where the tokens of a row are split over `context`, each device keeps its queries and meets the
@@ -21,24 +22,34 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spell_jax.attention import chunked, context, dense, masks, splash
+from spell_jax.attention import chunked, context, dense, masks, splash, triton
 from spell_jax.attention import kernel as kernels
+from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
-
-
-def _by_platform(part: str) -> Callable[..., Any]:
-    """Decided when the program is lowered, which may be for another platform than this one."""
-    on_tpu = functools.partial(getattr(splash, part), interpret=False)
-    elsewhere = getattr(chunked, part)
-    return lambda *row: jax.lax.platform_dependent(*row, tpu=on_tpu, default=elsewhere)
-
 
 KERNELS = {
     "dense": kernels.together(dense.forward, dense.backward),
     "chunked": kernels.one_by_one(chunked.forward, chunked.backward),
     "splash": kernels.one_by_one(splash.forward, splash.backward),
+    "triton": kernels.together(triton.forward, triton.backward),
 }
-_LONG = kernels.one_by_one(_by_platform("forward"), _by_platform("backward"))
+
+
+def _by_platform(part: str) -> Callable[..., Any]:
+    """Decided when the program is lowered, which may be for another platform than this one."""
+
+    def compiled(module):
+        return functools.partial(getattr(module, part), interpret=False)
+
+    choices = {
+        "tpu": kernels.over_rows(compiled(splash)),
+        "cuda": jax.vmap(compiled(triton)),
+        "default": kernels.over_rows(getattr(chunked, part)),
+    }
+    return lambda *rows: jax.lax.platform_dependent(*rows, **choices)
+
+
+_LONG = kernels.Kernel(_by_platform("forward"), _by_platform("backward"))
 NAMES = ("auto", *KERNELS)
 # Up to here all scores of a row and head take 1 MiB or less, and dense has no loop to set up.
 SHORT = 512
@@ -69,8 +80,8 @@ def attend(
     index = masks.row_index(last_reader) if index is None else index
     short = name == "auto" and q.shape[1] <= SHORT
     kernel = KERNELS.get("dense" if short else name, _LONG)
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    mesh = collectives.current_mesh()
+    if mesh is None:
         return kernels.attend(kernel, q, k, v, index, index, last_reader)
     if mesh.shape[meshes.CONTEXT] > 1:
         kernel = (context.ring if ring else context.gathered)(kernel)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from spell_jax.attention.dense import MASKED
 from spell_jax.attention.kernel import Kernel
+from spell_jax.runtime import collectives
 from spell_jax.runtime.mesh import CONTEXT
 
 
@@ -38,14 +39,8 @@ def gathered(kernel: Kernel) -> Kernel:
     def backward(q, k, v, q_index, k_index, last_reader, lse, delta, d_out):
         keys = whole((k, v, k_index, last_reader))
         inputs = (q, *keys[:2], q_index, *keys[2:])
-        dq, *gradients = kernel.backward(*inputs, lse, delta, d_out)
-        dk, dv = (
-            jax.lax.psum_scatter(
-                x.astype(jnp.float32), CONTEXT, scatter_dimension=1, tiled=True
-            ).astype(k.dtype)
-            for x in gradients
-        )
-        return dq, dk, dv
+        dq, dk, dv = kernel.backward(*inputs, lse, delta, d_out)
+        return dq, _shares(dk), _shares(dv)
 
     return Kernel(forward, backward)
 
@@ -93,6 +88,14 @@ def ring(kernel: Kernel) -> Kernel:
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
     return Kernel(forward, backward)
+
+
+def _shares(x: jax.Array) -> jax.Array:
+    """The sum over devices of [B, T, K, H], of which each keeps its part of T."""
+    rows, time, *head = x.shape
+    by_time = x.astype(jnp.float32).swapaxes(0, 1).reshape(time, -1)
+    own = collectives.sum_scatter(by_time, (CONTEXT,)).reshape(-1, rows, *head)
+    return collectives.rounded(own.swapaxes(0, 1), x.dtype)
 
 
 def _pass_on(shard: Any) -> Any:

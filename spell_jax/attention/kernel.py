@@ -36,6 +36,11 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
+def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for one row applied to one after the other."""
+    return lambda *rows: jax.lax.map(lambda row: function(*row), rows)
+
+
 def together(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
     """A kernel of functions for one row: the rows are one batch."""
     return Kernel(jax.vmap(forward), jax.vmap(backward))
@@ -44,10 +49,6 @@ def together(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kerne
 def one_by_one(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
     """A kernel of functions for one row: one row after the other, as their loops differ in
     length."""
-
-    def over_rows(function):
-        return lambda *rows: jax.lax.map(lambda row: function(*row), rows)
-
     return Kernel(over_rows(forward), over_rows(backward))
 
 

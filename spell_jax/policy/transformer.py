@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spell_jax.attention import attend as kernels
 from spell_jax.attention.kernel import KEPT as ATTENTION
-from spell_jax.policy import mimetic, moe, rope
+from spell_jax.policy import embedding, mimetic, moe, rope
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
 
@@ -244,7 +244,7 @@ class Transformer(nn.Module):
         table = self.param("embedding", _kernel(("vocab", "embed"), c.width), table_shape)
         if not c.tied_embeddings:  # declared here so that init makes it; read by unembed()
             self.param("unembedding", _kernel(("vocab", "embed"), c.width), table_shape)
-        x = spmd.with_logical_constraint(jnp.take(table, tokens, axis=0), ("rows", "time", None))
+        x = spmd.with_logical_constraint(embedding.lookup(table, tokens), ("rows", "time", None))
         block = Block
         if c.remat != "none":
             block = nn.remat(Block, prevent_cse=False, policy=_KEPT[c.remat])

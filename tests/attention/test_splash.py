@@ -8,47 +8,14 @@ import numpy as np
 import pytest
 
 from spell_jax.attention import splash
+from tests.attention import packed_rows
+from tests.attention.packed_rows import UNSEEING
 
 KV_HEADS, HEADS = 2, 2
 TIME = 600  # of most rows: no whole blocks; the same shapes are compiled once for all tests
+UNIT = 10  # of lengths of prompts and answers
 BLOCKS = splash.Blocks((128, 128), (128, 128), (128, 128))
 UNEQUAL_BLOCKS = splash.Blocks((256, 128), (128, 256), (256, 128))
-UNSEEING = 1e30  # log-sum-exp of a query that sees nothing
-
-
-def _seen(q_index, k_index, last_reader):
-    query = q_index[:, None]
-    return (k_index[None, :] <= query) & (query <= last_reader[None, :])
-
-
-def _dense(q, k, v, q_index, k_index, last_reader):
-    """(out [Tq, K, R, H], log-sum-exp [K, R, Tq]) with the whole matrix of scores."""
-    seen = _seen(q_index, k_index, last_reader)
-    scores = jnp.einsum("qkrh,skh->krqs", q, k) * q.shape[-1] ** -0.5
-    top = jnp.max(jnp.where(seen, scores, -1e9), axis=-1, keepdims=True)
-    weights = jnp.exp(jnp.where(seen, scores - top, -1e9))
-    total = jnp.sum(weights, axis=-1)
-    out = jnp.einsum("krqs,skh->qkrh", weights / jnp.maximum(total, 1e-9)[..., None], v)
-    lse = jnp.log(jnp.maximum(total, 1e-9)) + top[..., 0]
-    return out, jnp.where(jnp.any(seen, axis=1), lse, UNSEEING)
-
-
-def _packed_row(rng: np.random.Generator, time: int) -> np.ndarray:
-    """last_reader of groups of a prompt (the first a long one) and answers, then padding."""
-    last_reader, begin = np.full(time, -1, np.int32), 0
-    while True:
-        prompt, *answers = rng.integers((40, 10, 10, 10, 10), (120, 60, 60, 60, 60))
-        prompt += 220 * (begin == 0)
-        answers = answers[: rng.integers(2, 5)]
-        end = begin + prompt + sum(answers)
-        if end > time - 10:
-            return last_reader
-        last_reader[begin : begin + prompt] = end - 1
-        place = begin + prompt
-        for length in answers:
-            last_reader[place : place + length] = place + length - 1
-            place += length
-        begin = end
 
 
 def _tensors(rng, queries: int, keys: int, size: int):
@@ -71,12 +38,6 @@ def _backward(q, k, v, q_index, k_index, last_reader, lse, out, d_out, blocks=BL
     return splash.backward(q, k, v, *indices, lse, delta, d_out, blocks=blocks)
 
 
-def _close(found, wanted, limit: float = 5e-5) -> None:
-    wanted = np.asarray(wanted, np.float32)
-    error = np.max(np.abs(np.asarray(found, np.float32) - wanted)) / np.max(np.abs(wanted))
-    assert error < limit
-
-
 def _check(tensors, indices, blocks=BLOCKS) -> None:
     """Output, log-sum-exp and gradients against dense; what sees nothing gets zeros.
 
@@ -88,37 +49,37 @@ def _check(tensors, indices, blocks=BLOCKS) -> None:
     q, k, v, d_out = tensors
 
     def dense(q, k, v):
-        return _dense(q, k, v, *indices)
+        return packed_rows.dense(q, k, v, *indices)
 
     wanted, pullback, wanted_lse = jax.vjp(dense, q, k, v, has_aux=True)
     out, lse = _forward(q, k, v, *indices, blocks)
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
-    _close(out, wanted)
+    packed_rows.close(out, wanted)
     np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
     assert np.max(np.abs(wanted)) > 0.1
-    blind = ~np.any(_seen(*indices), axis=1)
+    blind = ~np.any(packed_rows.seen(*indices), axis=1)
     assert not np.any(np.asarray(out)[blind]) and np.all(np.asarray(lse)[..., blind] == UNSEEING)
     gradients = _backward(q, k, v, *indices, lse, out, d_out, blocks)
     for found, wanted_gradient in zip(gradients, pullback(d_out), strict=True):
         assert found.dtype == q.dtype
-        _close(found, wanted_gradient)
+        packed_rows.close(found, wanted_gradient)
     assert not np.any(np.asarray(gradients[0])[blind])
 
 
 @pytest.mark.parametrize(("size", "seed"), [(64, 0), (64, 3), (128, 11)])
 def test_packed_rows_equal_dense(size: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    index, last_reader = np.arange(TIME, dtype=np.int32), _packed_row(rng, TIME)
+    index, last_reader = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
     assert len(np.unique(last_reader)) > 5 and last_reader[0] == last_reader[255]  # full pairs
     _check(_tensors(rng, TIME, TIME, size), (index, index, last_reader))
 
 
 def test_a_part_of_the_row_with_queries_in_any_order() -> None:
     rng = np.random.default_rng(3)
-    last_reader, first = _packed_row(rng, 600)[150:450], 150
+    last_reader, first = packed_rows.packed_row(rng, 600, UNIT)[150:450], 150
     q_index = rng.permutation(600)[:200].astype(np.int32)
     k_index = first + np.arange(300, dtype=np.int32)
-    seen = np.any(_seen(q_index, k_index, last_reader), axis=1)
+    seen = np.any(packed_rows.seen(q_index, k_index, last_reader), axis=1)
     assert seen.any() and not seen.all()
     tensors = _tensors(rng, 200, 300, 64)
     _check(tensors, (q_index, k_index, last_reader))
@@ -128,7 +89,10 @@ def test_keys_in_any_order() -> None:
     rng = np.random.default_rng(4)
     order = rng.permutation(TIME).astype(np.int32)
     tensors = _tensors(rng, 200, TIME, 64)
-    q_index, last_reader = np.arange(250, 450, dtype=np.int32), _packed_row(rng, TIME)[order]
+    q_index, last_reader = (
+        np.arange(250, 450, dtype=np.int32),
+        packed_rows.packed_row(rng, TIME, UNIT)[order],
+    )
     _check(tensors, (q_index, order, last_reader), UNEQUAL_BLOCKS)
 
 
@@ -145,7 +109,7 @@ def test_nothing_to_see_at_all() -> None:
 def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
     rng = np.random.default_rng(6)
     q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
-    index, last_reader = np.arange(TIME, dtype=np.int32), _packed_row(rng, TIME)
+    index, last_reader = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
     whole, whole_lse = _forward(q, k, v, index, index, last_reader)
     halves = [slice(0, TIME // 2), slice(TIME // 2, TIME)]
 
@@ -160,19 +124,19 @@ def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
         x * jnp.exp(own - lse).transpose(2, 0, 1)[..., None]
         for own, (x, _) in zip(lses, parts, strict=True)
     )
-    _close(out, whole)
+    packed_rows.close(out, whole)
     np.testing.assert_allclose(lse, whole_lse, rtol=1e-5, atol=1e-5)
     wanted = _backward(q, k, v, index, index, last_reader, whole_lse, whole, d_out)
     found = [_backward(*part(half), lse, out, d_out) for half in halves]
-    _close(found[0][0] + found[1][0], wanted[0])
+    packed_rows.close(found[0][0] + found[1][0], wanted[0])
     for n in (1, 2):
-        _close(jnp.concatenate([found[0][n], found[1][n]]), wanted[n])
+        packed_rows.close(jnp.concatenate([found[0][n], found[1][n]]), wanted[n])
 
 
 def test_bfloat16_is_close() -> None:
     rng = np.random.default_rng(7)
     tensors = _tensors(rng, TIME, TIME, 64)
-    index, last_reader = np.arange(TIME, dtype=np.int32), _packed_row(rng, TIME)
+    index, last_reader = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
     out, lse = _forward(*tensors[:3], index, index, last_reader)
     wanted = _backward(*tensors[:3], index, index, last_reader, lse, out, tensors[3])
     low = [x.astype(jnp.bfloat16) for x in tensors]
@@ -181,7 +145,7 @@ def test_bfloat16_is_close() -> None:
     assert low_lse.dtype == jnp.float32
     for x, y in zip((low_out, *found), (out, *wanted), strict=True):
         assert x.dtype == jnp.bfloat16
-        _close(x, y, 2e-2)
+        packed_rows.close(x, y, 2e-2)
 
 
 def test_what_lies_in_dead_blocks_is_never_read() -> None:
@@ -214,11 +178,11 @@ def test_what_lies_in_dead_blocks_is_never_read() -> None:
 @pytest.mark.parametrize("by_keys", [False, True])
 def test_the_list_holds_the_live_pairs_in_runs(by_keys: bool) -> None:
     rng = np.random.default_rng(9)
-    index, last_reader = np.arange(1024, dtype=np.int32), _packed_row(rng, 1024)
+    index, last_reader = np.arange(1024, dtype=np.int32), packed_rows.packed_row(rng, 1024, UNIT)
     last_reader[600:] = -1
     pairs = splash.list_pairs(index, index, last_reader, 64, 128, by_keys)
     words = [int(word) for word in np.asarray(pairs.words)[: int(pairs.count)]]
-    seen = _seen(index, index, last_reader).reshape(16, 64, 8, 128).transpose(0, 2, 1, 3)
+    seen = packed_rows.seen(index, index, last_reader).reshape(16, 64, 8, 128).transpose(0, 2, 1, 3)
     some, every = seen.any(axis=(2, 3)), seen.all(axis=(2, 3))
     assert every.any()
     places = [(word >> 17, word >> 4 & 8191) for word in words]
@@ -253,7 +217,7 @@ def test_rows_of_different_masks_under_lax_map() -> None:
 
     out, _ = rows(readers)
     for row, last_reader in zip(out, readers, strict=True):
-        _close(row, _dense(q, k, v, index, index, last_reader)[0])
+        packed_rows.close(row, packed_rows.dense(q, k, v, index, index, last_reader)[0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

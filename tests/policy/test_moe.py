@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import flax.linen as nn
 import jax
@@ -14,6 +15,7 @@ from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.packing import Bucket
 from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig
 from spell_jax.policy import moe, transformer
+from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from tests import tiny
@@ -34,19 +36,19 @@ on_meshes = pytest.mark.parametrize(
 )
 
 
-def _inputs():
+def _inputs(time=TIME, width=WIDTH, experts=EXPERTS):
     rng = np.random.default_rng(0)
 
     def normal(*shape):
         return jnp.asarray(0.5 * rng.normal(size=shape), jnp.float32)
 
     kernels = (
-        normal(EXPERTS, WIDTH, HIDDEN),
-        normal(EXPERTS, WIDTH, HIDDEN),
-        normal(EXPERTS, HIDDEN, WIDTH),
+        normal(experts, width, HIDDEN),
+        normal(experts, width, HIDDEN),
+        normal(experts, HIDDEN, width),
     )
-    weights, chosen = moe.route(normal(ROWS, TIME, EXPERTS), COUNT, True)
-    return normal(ROWS, TIME, WIDTH), weights, chosen, kernels
+    weights, chosen = moe.route(normal(ROWS, time, experts), COUNT, True)
+    return normal(ROWS, time, width), weights, chosen, kernels
 
 
 def _by_hand(x, weights, chosen, kernels):
@@ -100,6 +102,158 @@ def test_a_mesh_equals_one_device(mesh) -> None:
         np.testing.assert_allclose(jax.jit(moe.mix)(*inputs), _by_hand(*inputs), atol=1e-4)
         found = jax.jit(jax.grad(_loss(moe.mix), argnums=(0, 1, 3)))(*inputs)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, wanted)
+
+
+def _both(mix, inputs):
+    """(output, gradients of x, weights and kernels)."""
+
+    def value(x, weights, chosen, kernels):
+        out = mix(x, weights, chosen, kernels)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(value, (0, 1, 3), has_aux=True))(*inputs)
+    return jax.tree.leaves((out, gradients))
+
+
+def _assert_close(found, wanted, bound: float = 1e-5) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert np.abs(a - b).max() <= bound * np.abs(b).max()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, ROWS * TIME - 1, ROWS * TIME])
+def test_chunks_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "CHUNK", chunk)
+    _assert_close(_both(moe.mix, _inputs()), _both(_by_hand, _inputs()))
+
+
+@pytest.mark.parametrize("chunk", [6, 4096])
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [
+        ({"context": 4, "expert": 2}, {"time": 8}),
+        ({"context": 4, "expert": 2}, {}),  # five tokens a row, all on each device of `context`
+        ({"data": 2, "fsdp": 2, "context": 2}, {"time": 6}),
+        ({"context": 2, "tensor": 2, "expert": 2}, {"time": 6}),
+        # What the mesh does not divide: the width, experts.
+        ({"fsdp": 4, "context": 2}, {"time": 6}),
+        ({"context": 4, "data": 2}, {"width": 14}),
+        ({"context": 2, "expert": 4}, {"time": 6, "experts": 6}),
+    ],
+    ids=str,
+)
+def test_chunks_on_a_mesh_equal_one_device(mesh, sizes, chunk: int, monkeypatch) -> None:
+    wanted = _both(_by_hand, _inputs(**sizes))
+    monkeypatch.setattr(moe, "CHUNK", chunk)
+    with jax.set_mesh(meshes.make_mesh(mesh)):
+        _assert_close(_both(moe.mix, _inputs(**sizes)), wanted)
+
+
+@pytest.mark.parametrize("mesh", [{"context": 8}, {"context": 4, "fsdp": 2}], ids=str)
+def test_reduce_scatters_in_two_stages(mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = _inputs(time=8, width=16)
+    monkeypatch.setattr(collectives, "_ONE_STAGE", 2)
+    with jax.set_mesh(meshes.make_mesh(mesh)):
+        _assert_close(_both(moe.mix, inputs), _both(_by_hand, inputs))
+        program = jax.jit(lambda *x: _both(moe.mix, x)).lower(*inputs).as_text()
+    assert program.count("stablehlo.reduce_scatter") == 3 * (1 + len(mesh))
+
+
+def test_few_tokens_have_neither_loop_nor_padding() -> None:
+    program = jax.jit(lambda *x: _both(moe.mix, x)).lower(*_inputs()).as_text()
+    assert "stablehlo.while" not in program and "stablehlo.pad" not in program
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 8}, {"fsdp": 2, "context": 2, "expert": 2}], ids=str)
+def test_kernel_gradients_are_summed_in_float32(mesh, monkeypatch) -> None:
+    """Over 256 chunks of a device, and over devices: what is left is the rounding of the end."""
+    rng = np.random.default_rng(0)
+    rows, time, experts = 8, 512, 2
+
+    def draw(*shape):  # positive, so that sums grow far above what is added to them
+        return jnp.asarray(rng.uniform(0.5, 1, size=shape), jnp.bfloat16)
+
+    kernels = draw(experts, 8, 4), draw(experts, 8, 4), draw(experts, 4, 8)
+    chosen = jnp.asarray(rng.integers(0, experts, size=(rows, time, 1)), jnp.int32)
+    given = draw(rows, time, 8)
+    inputs = draw(rows, time, 8), draw(rows, time, 1), kernels
+
+    def gradients(mix, x, weights, kernels):
+        def value(kernels):
+            return jnp.sum(mix(x, weights, chosen, kernels) * given, dtype=jnp.float32)
+
+        return [np.asarray(g, np.float64) for g in jax.jit(jax.grad(value))(kernels)]
+
+    wanted = gradients(_by_hand, *jax.tree.map(lambda x: x.astype(jnp.float32), inputs))
+    devices = math.prod(mesh.values())
+    monkeypatch.setattr(moe, "CHUNK", rows * time // devices // 256 * mesh.get("expert", 1))
+    with jax.set_mesh(meshes.make_mesh(mesh or {"fsdp": 1}, None if mesh else jax.devices()[:1])):
+        found = gradients(moe.mix, *inputs)
+    for a, b in zip(found, wanted, strict=True):
+        assert np.abs(a / b - 1).max() <= 2**-8
+
+
+def test_memory_does_not_grow_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = jax.ShapeDtypeStruct((EXPERTS, 64, HIDDEN), jnp.float32)
+    kernels = kernel, kernel, jax.ShapeDtypeStruct((EXPERTS, HIDDEN, 64), jnp.float32)
+
+    def bytes_of(chunk: int, tokens: int) -> int:
+        monkeypatch.setattr(moe, "CHUNK", chunk)
+        x = jax.ShapeDtypeStruct((1, tokens, 64), jnp.float32)
+        weights = jax.ShapeDtypeStruct((1, tokens, COUNT), jnp.float32)
+        chosen = jax.ShapeDtypeStruct((1, tokens, COUNT), jnp.int32)
+        run = jax.jit(lambda *x: _both(moe.mix, x))
+        memory = run.lower(x, weights, chosen, kernels).compile().memory_analysis()
+        return memory.temp_size_in_bytes
+
+    assert bytes_of(256, 4096) < 1.5 * bytes_of(256, 512)
+    assert bytes_of(4096, 4096) > 6 * bytes_of(512, 512)
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "forward", "backward"),
+    [
+        # Three kernels, and tokens with their weights and experts; back, the gradient of the output
+        # too. Scattered are the output; the gradients of tokens and weights, and of the kernels.
+        ({"context": 4, "expert": 2}, (6, 1, 0), (7, 5, 0)),
+        ({"fsdp": 4, "data": 2}, (3, 0, 0), (3, 3, 3)),
+        ({"data": 2, "tensor": 4}, (0, 0, 1), (0, 0, 5)),
+    ],
+    ids=str,
+)
+def test_collectives(mesh, forward, backward) -> None:
+    """Kernels are gathered in bfloat16, and their gradients summed in float32."""
+    x, weights, chosen, kernels = _inputs(time=8, width=16)
+    x, weights, kernels = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (x, weights, kernels))
+
+    def run(x, weights, kernels):
+        return moe.mix(x, weights, chosen, kernels)
+
+    def back(x, weights, kernels):
+        return jax.vjp(run, x, weights, kernels)[1](x)
+
+    for function, wanted in ((run, forward), (back, backward)):
+        with jax.set_mesh(meshes.make_mesh(mesh)):
+            program = jax.jit(function).lower(x, weights, kernels).as_text()
+        counts = [program.count(f"stablehlo.{name}") for name in COLLECTIVES]
+        assert counts == [*wanted, 0]
+        held, hidden = EXPERTS // mesh.get("expert", 1), HIDDEN // mesh.get("tensor", 1)
+        assert f"{held}x16x{hidden}xbf16" in program
+        assert (f"{held}x16x{hidden}xf32" in program) == (function is back)
+
+
+def test_frozen_experts_have_no_gradient() -> None:
+    """With adapters no expert is trained: nothing of its gradient is left in the program."""
+    x, weights, chosen, kernels = _inputs(time=8, width=32)
+
+    def to_x(x):
+        return jnp.sum(moe.mix(x, weights, chosen, kernels))
+
+    with jax.set_mesh(meshes.make_mesh({"fsdp": 8})):
+        program = jax.jit(jax.grad(to_x)).lower(x).compile().as_text()
+    assert "reduce-scatter" not in program
 
 
 def test_each_device_holds_and_computes_its_own_experts() -> None:

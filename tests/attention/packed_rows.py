@@ -1,0 +1,53 @@
+"""What the tests of the two Pallas kernels share: a reference, rows of packed groups."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+UNSEEING = 1e30  # log-sum-exp of a query that sees nothing
+
+
+def seen(q_index, k_index, last_reader):
+    query = q_index[:, None]
+    return (k_index[None, :] <= query) & (query <= last_reader[None, :])
+
+
+def dense(q, k, v, q_index, k_index, last_reader):
+    """(out [Tq, K, R, H], log-sum-exp [K, R, Tq]) with the whole matrix of scores."""
+    visible = seen(q_index, k_index, last_reader)
+    scores = jnp.einsum("qkrh,skh->krqs", q, k) * q.shape[-1] ** -0.5
+    top = jnp.max(jnp.where(visible, scores, -1e9), axis=-1, keepdims=True)
+    weights = jnp.exp(jnp.where(visible, scores - top, -1e9))
+    total = jnp.sum(weights, axis=-1)
+    out = jnp.einsum("krqs,skh->qkrh", weights / jnp.maximum(total, 1e-9)[..., None], v)
+    lse = jnp.log(jnp.maximum(total, 1e-9)) + top[..., 0]
+    return out, jnp.where(jnp.any(visible, axis=1), lse, UNSEEING)
+
+
+def packed_row(rng: np.random.Generator, time: int, unit: int) -> np.ndarray:
+    """last_reader of groups of a prompt and answers, then padding.
+
+    Prompts have 4 to 12 units, the first 22 more; two to four answers 1 to 6 units each.
+    """
+    last_reader, begin = np.full(time, -1, np.int32), 0
+    while True:
+        lowest, highest = np.array([[4, 1, 1, 1, 1], [12, 6, 6, 6, 6]]) * unit
+        prompt, *answers = rng.integers(lowest, highest)
+        prompt += 22 * unit * (begin == 0)
+        answers = answers[: rng.integers(2, 5)]
+        end = begin + prompt + sum(answers)
+        if end > time - 10:
+            return last_reader
+        last_reader[begin : begin + prompt] = end - 1
+        place = begin + prompt
+        for length in answers:
+            last_reader[place : place + length] = place + length - 1
+            place += length
+        begin = end
+
+
+def close(found, wanted, limit: float = 5e-5) -> None:
+    wanted = np.asarray(wanted, np.float32)
+    error = np.max(np.abs(np.asarray(found, np.float32) - wanted)) / np.max(np.abs(wanted))
+    assert error < limit

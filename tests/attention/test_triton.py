@@ -1,0 +1,321 @@
+"""The GPU kernels in interpret mode against dense attention, and their lowering for GPUs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from spell_jax.attention import triton
+from spell_jax.attention.triton import Tile, Tiles
+from tests.attention import packed_rows
+from tests.attention.packed_rows import UNSEEING
+
+TIME = 300  # of most rows: no whole blocks; the same shapes are compiled once for all tests
+UNIT = 4  # of lengths of prompts and answers
+UNEQUAL = Tiles(Tile(16, 64, 4, 2), Tile(64, 16, 4, 2), Tile(32, 128, 4, 2))
+LONG = 131072
+
+
+def _row(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q_index, k_index and last_reader of TIME tokens in their order."""
+    index = np.arange(TIME, dtype=np.int32)
+    return index, index, packed_rows.packed_row(np.random.default_rng(seed), TIME, UNIT)
+
+
+def _tensors(queries=TIME, keys=TIME, kv_heads=2, heads=2, size=64, seed=0):
+    """q, k, v and d_out."""
+    rng = np.random.default_rng(seed)
+    q, d_out = rng.normal(size=(2, queries, kv_heads, heads, size)).astype(np.float32)
+    k, v = rng.normal(size=(2, keys, kv_heads, size)).astype(np.float32)
+    return tuple(jnp.asarray(x) for x in (q, k, v, d_out))
+
+
+@jax.jit
+def _reference(tensors, indices):
+    """Dense output, log-sum-exp and gradients."""
+    *qkv, d_out = tensors
+    out, pullback, lse = jax.vjp(lambda *x: packed_rows.dense(*x, *indices), *qkv, has_aux=True)
+    return out, lse, pullback(d_out)
+
+
+_forward = jax.jit(triton.forward, static_argnames="tiles")
+
+
+@functools.partial(jax.jit, static_argnames="tiles")
+def _backward(q, k, v, q_index, k_index, last_reader, lse, out, d_out, tiles=None):
+    delta = jnp.einsum("qkrh,qkrh->krq", d_out.astype(jnp.float32), out.astype(jnp.float32))
+    given = (q, k, v, q_index, k_index, last_reader, lse, delta, d_out)
+    return triton.backward(*given, tiles=tiles)
+
+
+def _both(tensors, indices, tiles: Tiles | None = None):
+    """Output and gradients in one."""
+    *qkv, d_out = tensors
+    out, lse = triton.forward(*qkv, *indices, tiles=tiles)
+    delta = jnp.einsum("qkrh,qkrh->krq", d_out, out)
+    return out, *triton.backward(*qkv, *indices, lse, delta, d_out, tiles=tiles)
+
+
+def _check(tensors, indices, tiles: Tiles | None = None) -> None:
+    """Output, log-sum-exp and gradients against dense; what sees nothing gets zeros.
+
+    Args:
+      tensors: q, k, v and d_out.
+      indices: q_index, k_index and last_reader.
+      tiles: as the kernels take them.
+    """
+    *qkv, d_out = tensors
+    wanted, wanted_lse, wanted_gradients = _reference(tensors, indices)
+    out, lse = _forward(*qkv, *indices, tiles=tiles)
+    assert out.dtype == jnp.float32 and lse.dtype == jnp.float32
+    packed_rows.close(out, wanted)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    assert np.max(np.abs(wanted)) > 0.1
+    blind = ~np.any(packed_rows.seen(*indices), axis=1)
+    assert not np.any(np.asarray(out)[blind]) and np.all(np.asarray(lse)[..., blind] == UNSEEING)
+    gradients = _backward(*qkv, *indices, lse, out, d_out, tiles=tiles)
+    for found, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
+        assert found.dtype == jnp.float32
+        packed_rows.close(found, wanted_gradient)
+    assert not np.any(np.asarray(gradients[0])[blind])
+
+
+@pytest.mark.parametrize(
+    ("size", "kv_heads", "heads", "seed"),
+    [(64, 2, 2, 0), (64, 2, 2, 1), (64, 1, 7, 2), (128, 2, 1, 3)],
+)
+def test_packed_rows_equal_dense(size: int, kv_heads: int, heads: int, seed: int) -> None:
+    indices = _row(seed)
+    last_reader = indices[2]
+    assert len(np.unique(last_reader)) > 5 and last_reader[-1] == -1
+    assert last_reader[0] == last_reader[64] >= 128  # full pairs
+    _check(_tensors(kv_heads=kv_heads, heads=heads, size=size, seed=seed), indices)
+
+
+def test_queries_and_keys_dealt_out_in_any_order() -> None:
+    rng = np.random.default_rng(4)
+    last_reader = packed_rows.packed_row(rng, TIME, UNIT)
+    q_index = rng.permutation(TIME)[:170].astype(np.int32)
+    k_index = rng.permutation(TIME)[:230].astype(np.int32)
+    indices = (q_index, k_index, last_reader[k_index])
+    seen = np.any(packed_rows.seen(*indices), axis=1)
+    assert seen.any() and not seen.all()
+    _check(_tensors(170, 230, seed=4), indices, UNEQUAL)
+
+
+def test_nothing_to_see_at_all() -> None:
+    q, k, v, d_out = _tensors()
+    index, _, _ = _row()
+    row = (q, k, v, index, index, np.full(TIME, -1, np.int32))
+    out, lse = _forward(*row)
+    assert not np.any(out) and np.all(lse == UNSEEING)
+    for gradient in _backward(*row, lse, out, d_out):
+        assert not np.any(gradient)
+
+
+def test_two_parts_of_the_keys_merge_to_the_whole() -> None:
+    q, k, v, d_out = _tensors(seed=6)
+    q_index, k_index, last_reader = _row(6)
+    whole, whole_lse = _forward(q, k, v, q_index, k_index, last_reader)
+    order = np.random.default_rng(6).permutation(TIME)
+    halves = np.sort(order[:150]), order[150:]
+    parts = [(q, k[h], v[h], q_index, k_index[h], last_reader[h]) for h in halves]
+    found = [_forward(*part) for part in parts]
+    seen = [lse < UNSEEING / 2 for _, lse in found]
+    assert not np.all(seen[0] == seen[1])
+    lses = [jnp.where(s, lse, -UNSEEING) for s, (_, lse) in zip(seen, found, strict=True)]
+    lse = jnp.where(seen[0] | seen[1], jnp.logaddexp(*lses), UNSEEING)
+    out = sum(
+        x * jnp.exp(own - lse).transpose(2, 0, 1)[..., None]
+        for own, (x, _) in zip(lses, found, strict=True)
+    )
+    packed_rows.close(out, whole)
+    np.testing.assert_allclose(lse, whole_lse, rtol=1e-5, atol=1e-5)
+    wanted = _backward(q, k, v, q_index, k_index, last_reader, whole_lse, whole, d_out)
+    shares = [_backward(*part, lse, out, d_out) for part in parts]
+    packed_rows.close(shares[0][0] + shares[1][0], wanted[0])
+    for n in (1, 2):
+        for half, share in zip(halves, shares, strict=True):
+            packed_rows.close(share[n], wanted[n][half])
+
+
+def test_bfloat16_is_close() -> None:
+    tensors, indices = _tensors(seed=7), _row(7)
+    out, lse = _forward(*tensors[:3], *indices)
+    wanted = _backward(*tensors[:3], *indices, lse, out, tensors[3])
+    low = [x.astype(jnp.bfloat16) for x in tensors]
+    low_out, low_lse = _forward(*low[:3], *indices)
+    found = _backward(*low[:3], *indices, low_lse, low_out, low[3])
+    assert low_lse.dtype == jnp.float32
+    for x, y in zip((low_out, *found), (out, *wanted), strict=True):
+        assert x.dtype == jnp.bfloat16
+        packed_rows.close(x, y, 2e-2)
+
+
+def test_dead_blocks_are_never_touched() -> None:
+    q, k, v, d_out = _tensors(seed=8)
+    index, _, _ = _row()
+    # A prompt, two answers and padding, each of whole blocks.
+    last_reader = np.repeat([191, 127, 191, -1], [64, 64, 64, TIME - 192]).astype(np.int32)
+    indices = (index, index, last_reader)
+    out, lse = _forward(q, k, v, *indices)
+    wanted = _backward(q, k, v, *indices, lse, out, d_out)
+
+    def spoil(x):
+        return x.at[64:128].set(jnp.nan).at[192:].set(jnp.nan)
+
+    # Of the first answer's keys only its own queries may notice, and nothing sees the padding.
+    spoiled, _ = _forward(q, spoil(k), spoil(v), *indices)
+    others = np.r_[0:64, 128:TIME]
+    np.testing.assert_array_equal(spoiled[others], out[others])
+    assert np.isnan(spoiled[64:128]).all()
+    dirty = [spoil(x) for x in (q, k, v, d_out)]
+    dq, dk, dv = _backward(*dirty[:3], *indices, lse, out, dirty[3])
+    np.testing.assert_array_equal(dq[others], wanted[0][others])
+    assert np.isnan(dq[64:128]).all()
+    # The first answer's queries read the prompt's keys, but not the second answer's.
+    for found, clean in zip((dk, dv), wanted[1:], strict=True):
+        np.testing.assert_array_equal(found[128:], clean[128:])
+        assert np.isnan(found[:128]).all()
+
+
+def test_full_pairs_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries behind all keys, that see all of them, notice nothing of a mask gone wrong."""
+    tensors, key = _tensors(64, 64, 1, 1, 16), np.arange(64, dtype=np.int32)
+    row = (key + 64, key, np.full(64, 127, np.int32))
+    wanted, _, gradients = _reference(tensors, row)
+    monkeypatch.setattr(triton, "_mask", lambda scores, *_: scores * jnp.nan)
+    for x, y in zip(jax.jit(_both)(tensors, row), (wanted, *gradients), strict=True):
+        packed_rows.close(x, y)
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_lists_hold_the_live_pairs(by_keys: bool) -> None:
+    index, last_reader = (
+        np.arange(1024, dtype=np.int32),
+        packed_rows.packed_row(np.random.default_rng(9), 1024, UNIT),
+    )
+    last_reader[600:] = -1
+    block_q, block_k = 16, 32
+    pairs = np.asarray(triton.list_pairs(index, index, last_reader, block_q, block_k, by_keys))
+    seen = packed_rows.seen(index, index, last_reader).reshape(64, 16, 32, 32)
+    some, every = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
+    if by_keys:
+        some, every = some.T, every.T
+    assert every.any() and pairs.shape == (some.shape[0], 2 + some.shape[1])
+    extra = 0
+    for (full, live, *order), its_some, its_every in zip(pairs, some, every, strict=True):
+        assert sorted(order) == list(range(len(its_some)))
+        assert order[:full] == np.flatnonzero(its_every).tolist()
+        assert order[full:live] == sorted(order[full:live])
+        assert set(np.flatnonzero(its_some)) <= set(order[:live])
+        extra += live - its_some.sum()
+    # Limits of blocks may call a pair live that is not, but not many.
+    assert extra <= some.sum() * 0.3
+
+
+def test_rows_are_one_batch_with_a_padded_head_size() -> None:
+    tensors = [jnp.stack([x, -x]) for x in _tensors(41, 41, 1, 2, 24)]
+    index = np.stack([np.arange(41), np.arange(41)[::-1]]).astype(np.int32)
+    readers = np.stack([np.full(41, 40), np.where(index[1] < 20, 19, -1)]).astype(np.int32)
+    tiles = Tiles(*[Tile(16, 16, 4, 2)] * 3)
+    rows = (tensors, [index, index, readers])
+    found = jax.jit(jax.vmap(functools.partial(_both, tiles=tiles)))(*rows)
+    for n in range(2):
+        wanted, _, gradients = _reference(*jax.tree.map(lambda x, n=n: x[n], rows))
+        for x, y in zip(found, (wanted, *gradients), strict=True):
+            packed_rows.close(x[n], y)
+
+
+def _abstract(dtype, size: int, kv_heads: int = 4, heads: int = 7, rows: tuple[int, ...] = ()):
+    """Arguments of backward for LONG tokens; the first six are forward's."""
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct((*rows, *shape), dtype)
+
+    q, k = (array((LONG, kv_heads, *n, size), dtype) for n in ((heads,), ()))
+    index, numbers = array((LONG,), jnp.int32), array((kv_heads, heads, LONG), jnp.float32)
+    return q, k, k, index, index, index, numbers, numbers, q
+
+
+def _lowered(f, *args) -> str:
+    # jax 0.11 asks which GPU; 0.10 needs no answer.
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "rows"),
+    [
+        (jnp.bfloat16, 64, ()),
+        (jnp.bfloat16, 128, ()),
+        (jnp.bfloat16, 128, (2,)),
+        (jnp.float32, 64, ()),
+        (jnp.float32, 128, ()),
+    ],
+)
+def test_lowers_for_gpu_without_one(dtype, size: int, rows: tuple[int, ...]) -> None:
+    args = _abstract(dtype, size, rows=rows)
+    for f, inputs, kernels in (
+        (triton.forward, args[:6], ["_forward_kernel"]),
+        (triton.backward, args, ["_dq_kernel", "_dkv_kernel"]),
+    ):
+        f = functools.partial(f, interpret=False)
+        text = _lowered(jax.vmap(f) if rows else f, *inputs)
+        assert text.count("custom_call @__gpu$xla.gpu.triton") == len(kernels)
+        for kernel in kernels:
+            assert f'name = "{kernel}"' in text
+
+
+def _equations(jaxpr):
+    """Of a jaxpr and all within it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_products_and_memory(dtype) -> None:
+    """Sums in float32, float32 products in full precision, nothing of T * T but the lists."""
+    args = _abstract(dtype, 64, 1, 1)
+    for f, inputs, products in ((triton.forward, args[:6], 4), (triton.backward, args, 14)):
+        made = list(
+            _equations(jax.make_jaxpr(functools.partial(f, interpret=False))(*inputs).jaxpr)
+        )
+        dots = [x for x in made if x.primitive.name == "dot_general"]
+        assert len(dots) == products
+        for dot in dots:
+            assert {x.aval.dtype for x in dot.invars} == {jnp.dtype(dtype)}
+            assert dot.params["preferred_element_type"] == jnp.float32
+            if dtype == jnp.float32:
+                assert dot.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+        # Rounded to two bytes are only operands of products, and results as they are stored.
+        rounded = [x.outvars[0] for x in made if x.primitive.name == "convert_element_type"]
+        rounded = {id(x) for x in rounded if x.aval.ndim and x.aval.dtype == jnp.bfloat16}
+        users = {x.primitive.name for x in made if rounded & set(map(id, x.invars))}
+        assert users == (set() if dtype == jnp.float32 else {"dot_general", "swap"})
+        largest = max(x.aval.size for equation in made for x in equation.outvars)
+        tiles = triton.DEFAULT_TILES[args[0].dtype.itemsize, 64]
+        pairs = LONG**2 // min(tile.queries * tile.keys for tile in tiles)
+        assert largest <= max(args[0].size, pairs + 2 * LONG)
+
+
+def test_mistakes_are_told() -> None:
+    def run(tiles=None, size=64, dtype=jnp.float32):
+        q, k, _, index, *_ = _abstract(jnp.float32, size)
+        v = jax.ShapeDtypeStruct(k.shape, dtype)
+        jax.eval_shape(functools.partial(triton.forward, tiles=tiles), q, k, v, *[index] * 3)
+
+    with pytest.raises(ValueError, match="q, k and v are float32, float32 and bfloat16; want"):
+        run(dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match="a head size of 512; at most 256"):
+        run(size=512)
+    with pytest.raises(ValueError, match="a block of 96 is no power of two from 16 on"):
+        run(Tiles(*[Tile(96, 64, 4, 2)] * 3))

@@ -1,0 +1,148 @@
+"""An update is the same step however its tokens are packed, computed and placed.
+
+Every test is one combination of: the policy's kind, the packing, the mesh, the attention's kernel,
+what the backward pass recomputes. A set that holds every pair of two choices runs always, all
+combinations with `make test-long`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.packing import Bucket
+from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig
+from spell_jax.policy import lora
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.lora import LoraConfig
+from spell_jax.runtime import mesh as meshes
+from tests import tiny
+
+EXPERTS: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "feed_forward": 24}
+POLICIES = {
+    "dense": tiny.POLICY,
+    "experts": dataclasses.replace(tiny.POLICY, qkv_bias=False, qk_norm=True, **EXPERTS),
+    "adapters": dataclasses.replace(tiny.POLICY, lora=LoraConfig(rank=4, alpha=4.0)),
+    "untied": dataclasses.replace(tiny.POLICY, tied_embeddings=False),
+}
+PACKINGS = {
+    "one micro-batch": PackingConfig((Bucket(48, 32),), 384),
+    "packed wide": PackingConfig((Bucket(160, 96),), 160),
+    "many micro-batches": PackingConfig((Bucket(24, 16), Bucket(32, 24)), 64),
+    "split groups": PackingConfig((Bucket(24, 8),), 48),
+    "repeated prompts": PackingConfig((Bucket(48, 32),), 192, shared_prefix=False),
+}
+# A mesh, and whether keys travel around a ring.
+PLACES: dict[str, tuple[dict[str, int], bool]] = {
+    "one device": ({"fsdp": 1}, False),
+    "fsdp": ({"fsdp": 8}, False),
+    "rows and heads": ({"data": 2, "fsdp": 2, "tensor": 2}, False),
+    "context gathered": ({"context": 8}, False),
+    "context ring": ({"context": 8}, True),
+    "context and heads, ring": ({"context": 4, "tensor": 2}, True),
+    "all axes": ({"fsdp": 2, "context": 2, "expert": 2}, False),
+    "all axes, ring": ({"fsdp": 2, "context": 2, "expert": 2}, True),
+}
+KERNELS = ("dense", "chunked", "splash", "triton")
+REMAT = ("none", "block", "attention", "dots", "offload")
+CHOICES = (tuple(POLICIES), tuple(PACKINGS), tuple(PLACES), KERNELS, REMAT)
+GROUPS = tiny.groups(7, seed=1)
+# With this epsilon a step is a smooth function of the gradient, not nearly its sign.
+SMOOTH = OptimiserConfig(learning_rate=0.01, epsilon=0.1, weight_decay=0.1)
+# A loss in which everything is: a ratio that is not 1, clipping, the entropy's gradient.
+LOSS = LossConfig(behaviour="sampler", entropy_weight=0.1)
+BOUNDS = {"dense": 1e-5, "chunked": 1e-5, "splash": 5e-5, "triton": 5e-5}
+
+
+def covering() -> list[tuple[str, ...]]:
+    """Few combinations that hold every pair of two choices: greedily, the best of 50 drawn."""
+    draw = random.Random(0)
+    open_pairs = {
+        ((i, a), (j, b))
+        for i, j in itertools.combinations(range(len(CHOICES)), 2)
+        for a, b in itertools.product(CHOICES[i], CHOICES[j])
+    }
+    chosen = []
+
+    def pairs(combination: tuple[str, ...]):
+        return set(itertools.combinations(enumerate(combination), 2)) & open_pairs
+
+    while open_pairs:
+        (i, a), (j, b) = min(open_pairs)
+        candidates = [[draw.choice(choices) for choices in CHOICES] for _ in range(50)]
+        for candidate in candidates:
+            candidate[i], candidate[j] = a, b
+        chosen.append(max(map(tuple, candidates), key=lambda c: len(pairs(c))))
+        open_pairs -= pairs(chosen[-1])
+    return chosen
+
+
+@functools.cache
+def _trained(name: str) -> Any:
+    """Weights of what is trained: random, adapters too, which begin as nothing otherwise."""
+    return lora.split(POLICIES[name], tiny.weights(POLICIES[name]))[0]
+
+
+def _step(policy: PolicyConfig, layout: PackingConfig, mesh: jax.sharding.Mesh, name: str):
+    """(weights after an update and Adam's first moments, by which gradients are seen; numbers)."""
+    learner = Learner(policy, SMOOTH, LOSS, layout, mesh, 0.7)
+    base = dataclasses.replace(policy, lora=None)
+    state = learner.init(tiny.weights(base))
+    params = jax.device_put(_trained(name), learner.param_shardings)
+    state, numbers = learner.update(state.replace(params=params), GROUPS)
+    return jax.device_get((state.params, optax.tree.get(state.optimiser, "mu"))), numbers
+
+
+@functools.cache
+def _wanted(name: str):
+    mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
+    policy = dataclasses.replace(POLICIES[name], attention="dense")
+    return _step(policy, PACKINGS["repeated prompts"], mesh, name)
+
+
+def _check(combination: tuple[str, ...]) -> None:
+    name, layout, place, kernel, remat = combination
+    shape, ring = PLACES[place]
+    mesh = meshes.make_mesh(shape, jax.devices()[:1] if place == "one device" else None)
+    policy = dataclasses.replace(POLICIES[name], attention=kernel, ring=ring, remat=remat)
+    (state, numbers), (wanted, wanted_numbers) = (
+        _step(policy, PACKINGS[layout], mesh, name),
+        _wanted(name),
+    )
+
+    def compare(path, found, expected):
+        error = np.max(np.abs(found - expected)) / max(np.max(np.abs(expected)), 1e-30)
+        assert error < BOUNDS[kernel], f"{jax.tree_util.keystr(path)}: {error}"
+
+    jax.tree_util.tree_map_with_path(compare, state, wanted)
+    for key in ("loss", "gradient_norm", "entropy", "clip_share", "approx_kl", "answer_tokens"):
+        assert numbers[key] == pytest.approx(wanted_numbers[key], rel=1e-4, abs=1e-6), key
+    assert numbers["refused_answers"] == 0
+
+
+@pytest.mark.parametrize("combination", covering(), ids=", ".join)
+def test_an_update_is_the_same_step(combination: tuple[str, ...]) -> None:
+    _check(combination)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("combination", list(itertools.product(*CHOICES)), ids=", ".join)
+def test_in_every_combination(combination: tuple[str, ...]) -> None:
+    _check(combination)
+
+
+def test_the_covering_set_holds_every_pair() -> None:
+    chosen = covering()
+    for i, j in itertools.combinations(range(len(CHOICES)), 2):
+        held = {(c[i], c[j]) for c in chosen}
+        assert held == set(itertools.product(CHOICES[i], CHOICES[j]))
+    assert len(chosen) < 80

@@ -1,0 +1,161 @@
+"""The embedding of tokens on meshes = jnp.take on one device; its gradient is added in float32."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from spell_jax.policy import embedding
+from spell_jax.runtime import mesh as meshes
+
+VOCAB, WIDTH, ROWS, TIME = 40, 32, 8, 8
+MESHES = [
+    {"fsdp": 8},
+    {"context": 8},
+    {"fsdp": 2, "context": 4},
+    {"fsdp": 2, "expert": 4},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"context": 2, "tensor": 2, "expert": 2},
+    {"data": 8},
+]
+on_meshes = pytest.mark.parametrize("shape", MESHES, ids=str)
+
+
+def _inputs(vocab: int = VOCAB, width: int = WIDTH, time: int = TIME):
+    """A table, tokens of which some stand there often and some never, and weights of a sum."""
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(vocab, width)), jnp.float32)
+    tokens = rng.integers(0, vocab // 2, size=(ROWS, time)) * 2
+    tokens[:, ::3] = vocab - 1
+    weights = jnp.asarray(rng.normal(size=(ROWS, time, width)), jnp.float32)
+    return table, jnp.asarray(tokens, jnp.int32), weights
+
+
+def _total(find):
+    return lambda table, tokens, weights: jnp.sum(jnp.sin(find(table, tokens)) * weights)
+
+
+def _take(table, tokens):
+    return jnp.take(table, tokens, axis=0)
+
+
+def _place(mesh, table):
+    axes = PartitionSpec("vocab", "embed")
+    return jax.device_put(table, meshes.shardings(mesh, axes, table))
+
+
+def _check(shape: dict[str, int], inputs) -> None:
+    table, tokens, weights = inputs
+    wanted = jax.grad(_total(_take))(*inputs)
+    mesh = meshes.make_mesh(shape)
+    with jax.set_mesh(mesh):
+        placed = _place(mesh, table)
+        found = jax.jit(embedding.lookup)(placed, tokens)
+        gradient = jax.jit(jax.grad(_total(embedding.lookup)))(placed, tokens, weights)
+    np.testing.assert_array_equal(found, _take(table, tokens))
+    assert np.abs(gradient - wanted).max() <= 1e-6 * np.abs(wanted).max()
+
+
+def test_one_device_equals_take() -> None:
+    inputs = _inputs()
+    np.testing.assert_array_equal(embedding.lookup(*inputs[:2]), _take(*inputs[:2]))
+    found = jax.grad(_total(embedding.lookup))(*inputs)
+    wanted = jax.grad(_total(_take))(*inputs)
+    assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max()
+
+
+@on_meshes
+def test_a_mesh_equals_one_device(shape: dict[str, int]) -> None:
+    _check(shape, _inputs())
+
+
+@pytest.mark.parametrize("shape", [m for m in MESHES if "context" in m], ids=str)
+def test_siblings_that_context_does_not_split(shape: dict[str, int]) -> None:
+    """Three tokens a row are on all devices of `context`, and count once."""
+    _check(shape, _inputs(time=3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "time"), [(MESHES[2], TIME), (MESHES[2], 3), (MESHES[4], TIME)], ids=str
+)
+def test_a_table_that_the_mesh_does_not_divide(shape: dict[str, int], time: int) -> None:
+    _check(shape, _inputs(vocab=41, width=31, time=time))
+
+
+REPEATS = 4096
+
+
+@pytest.mark.parametrize(
+    "shape", [{}, {"fsdp": 2, "context": 4}, {"expert": 4, "context": 2}], ids=str
+)
+def test_a_frequent_token_in_bfloat16(shape: dict[str, int]) -> None:
+    """Within a rounding of the float64 sum of 4,096 gradients, which jnp.take is far from."""
+    rng = np.random.default_rng(0)
+    given = jnp.asarray(1 + rng.uniform(size=(ROWS, REPEATS // ROWS, WIDTH)), jnp.bfloat16)
+    tokens = jnp.full(given.shape[:2], 7, jnp.int32)
+    table = jnp.zeros((VOCAB, WIDTH), jnp.bfloat16)
+    wanted = np.asarray(given, np.float64).sum(axis=(0, 1))
+
+    def error(find) -> float:
+        total = jax.jit(jax.grad(lambda table: jnp.sum((find(table, tokens) * given), dtype="f4")))
+        found = total(table)
+        assert found.dtype == jnp.bfloat16
+        return np.abs(np.asarray(found[7], np.float64) / wanted - 1).max()
+
+    with jax.set_mesh(meshes.make_mesh(shape or {"fsdp": 1}, None if shape else jax.devices()[:1])):
+        assert error(embedding.lookup) <= 2**-8
+    assert error(_take) > 0.1
+
+
+def _programs(shape: dict[str, int], time: int):
+    """Forward, and backward alone, for a mesh and a table [512, 64]: lowered, with placements."""
+    mesh = meshes.make_mesh(shape)
+    table, tokens, given = _inputs(512, 64, time)
+
+    def backward(table, tokens, given):
+        return jax.vjp(lambda table: embedding.lookup(table, tokens), table)[1](given)[0]
+
+    by_time = meshes.by_rows_and_time(mesh)
+    with jax.set_mesh(mesh):
+        table = _place(mesh, table)
+        tokens, given = jax.device_put((tokens, given), by_time)
+        forward = jax.jit(embedding.lookup, out_shardings=by_time)
+        back = jax.jit(backward, out_shardings=table.sharding)
+        return forward.lower(table, tokens), back.lower(table, tokens, given)
+
+
+@pytest.mark.parametrize("shape", MESHES[2:], ids=str)
+def test_no_device_holds_the_table(shape: dict[str, int]) -> None:
+    """Of programs for 64 tokens, no array is a whole [V, D], unless the mesh splits neither."""
+    split = {"fsdp", "context", "tensor"} & set(shape)
+    for lowered in _programs(shape, time=TIME):
+        shapes = re.findall(r"\[(\d[\d,]*)\]", lowered.compile().as_text())
+        largest = max(math.prod(int(size) for size in found.split(",")) for found in shapes)
+        assert (largest >= 512 * 64) == (not split)
+
+
+@pytest.mark.parametrize(
+    ("shape", "forward", "backward"),
+    [
+        ({"fsdp": 2, "context": 4}, {"all_gather": 1, "all_to_all": 1}, {}),
+        ({"fsdp": 2, "expert": 4}, {"all_gather": 1, "all_to_all": 1}, {"all_reduce": 1}),
+        ({"data": 8}, {}, {"all_reduce": 1}),
+        ({"tensor": 8}, {"all_reduce": 1}, {}),
+    ],
+    ids=str,
+)
+def test_collectives(shape, forward, backward) -> None:
+    """Tokens are gathered, their rows exchanged and summed over the vocabulary's parts. Back: the
+    same exchange, and a sum over what splits the tokens and not the table."""
+    names = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "collective_permute")
+    back = {name: count for name, count in forward.items() if name != "all_reduce"} | backward
+    for lowered, wanted in zip(_programs(shape, time=64), (forward, back), strict=True):
+        program = lowered.as_text()
+        found = {name: program.count(f"stablehlo.{name}") for name in names}
+        assert {name: count for name, count in found.items() if count} == wanted
