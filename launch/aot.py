@@ -178,15 +178,15 @@ class Programs:
         return [program for name in wanted for program in getattr(self, f"_{name}")()]
 
     def _prefill(self) -> list[Program]:
-        tokens, lengths = self._prompts()
+        tokens, lengths = self.prompts()
         arguments, function = (self.played, tokens, lengths), self.sampler.prefill
         held = self._others(played=True) + bytes_per_chip(self.state)
         return [self._program("prefill", "prefill", tokens.shape, function, arguments, held)]
 
     def _decode(self) -> list[Program]:
-        c, (prompts, lengths) = self.sampler.config, self._prompts()
+        c, (prompts, lengths) = self.sampler.config, self.prompts()
         key = self._replicated(jax.eval_shape(lambda: jax.random.key(0)))
-        arguments = (self.played, *self._prefilled(prompts), lengths, lengths, key)
+        arguments = (self.played, *self.prefilled(prompts), lengths, lengths, key)
         options = {
             "group": self.group,
             "max_tokens": c.max_tokens,
@@ -228,14 +228,14 @@ class Programs:
 
     # -------------------------------------------------------------------------- Arguments
 
-    def _prompts(self) -> tuple[Any, Any]:
+    def prompts(self) -> tuple[Any, Any]:
         """Tokens [B, P] and their lengths [B]."""
         length, where = self.sampler.config.prompt_buckets[0], meshes.by_rows(self.mesh)
         rows = self.sampler.rows(length, self.group)
         tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=where)
         return tokens, jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=where)
 
-    def _prefilled(self, tokens: Any) -> tuple[Any, Any]:
+    def prefilled(self, tokens: Any) -> tuple[Any, Any]:
         """What prefill returns, as it places it: keys and values [L, B, P, K, H], logits [B, V]."""
         c, dtype = self.policy, self.learner.compute_dtype
         rows, width = tokens.shape

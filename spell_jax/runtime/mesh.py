@@ -54,6 +54,13 @@ def make_mesh(
     Raises:
       ValueError: unknown axis, or sizes whose product is not the number of devices.
     """
+    count = jax.device_count() if devices is None else len(devices)
+    sizes = axis_sizes(shape, count)
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def axis_sizes(shape: Mapping[str, int] | None, count: int) -> tuple[int, ...]:
+    """Devices along each axis of AXES, of so many; arguments and errors as of make_mesh."""
     shape = dict(shape or {"fsdp": -1})
     if unknown := set(shape) - set(AXES):
         raise ValueError(f"mesh.{min(unknown)}: not a mesh axis, must be one of {AXES}")
@@ -61,14 +68,13 @@ def make_mesh(
     for axis, size in zip(AXES, sizes, strict=True):
         if size < 1 and size != -1:
             raise ValueError(f"mesh.{axis} = {size}: must be at least 1, or -1 for what is left")
-    count = jax.device_count() if devices is None else len(devices)
     known = math.prod(size for size in sizes if size != -1)
     if sizes.count(-1) > 1 or count % known:
         raise ValueError(f"mesh = {shape}: cannot be laid out on {count} devices")
     sizes = [count // known if size == -1 else size for size in sizes]
     if math.prod(sizes) != count:
         raise ValueError(f"mesh = {shape}: makes {math.prod(sizes)} devices, but there are {count}")
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return tuple(sizes)
 
 
 def row_shards(mesh: jax.sharding.Mesh) -> int:
