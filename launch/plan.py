@@ -21,7 +21,7 @@ from typing import Any
 
 from absl import app, flags
 from jax.sharding import AbstractMesh, AxisType
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from launch import aot, topologies
 from spell_jax.policy import moe
@@ -229,7 +229,7 @@ class Plan:
 
     def changed(self, **fields: Any) -> Plan:
         """The plan with fields of the config changed, by dotted names (two underscores here)."""
-        config = ConfigDict(self.config)
+        config: Any = self.config.copy_and_resolve_references()
         with config.unlocked():
             config.update_from_flattened_dict({k.replace("__", "."): v for k, v in fields.items()})
         section = config.policy
@@ -284,10 +284,11 @@ class Plan:
         if sizes["context"] > 1 and not c.policy.ring:
             yield "--config.policy.ring=True", {"policy__ring": True}
         for axis in ("data", "fsdp", "expert"):
-            if sizes[axis] % 2 == 0:
-                halved, doubled = sizes[axis] // 2, sizes["context"] * 2
-                flag = f"--config.mesh.{axis}={halved} --config.mesh.context={doubled}"
-                yield flag, {f"mesh__{axis}": halved, "mesh__context": doubled}
+            for factor in (2**i for i in range(1, sizes[axis].bit_length())):
+                if sizes[axis] % factor == 0:
+                    less, more = sizes[axis] // factor, sizes["context"] * factor
+                    flag = f"--config.mesh.{axis}={less} --config.mesh.context={more}"
+                    yield flag, {f"mesh__{axis}": less, "mesh__context": more}
 
 
 # ------------------------------------------------------------------------------- What is printed
@@ -331,7 +332,8 @@ def main(_) -> None:
     given = flags.FLAGS
     topology = topologies.find(given.topology)
     policy = aot.read_policy(given.config, given.policy, given.layers)
-    plan = Plan(given.config, policy, topology, given.length)
+    length = given.length or given.config.sampler.prompt_buckets[-1]
+    plan = Plan(given.config, policy, topology, length)
     print(describe(plan))
     sys.exit(0 if plan.fits else 1)
 

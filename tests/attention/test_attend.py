@@ -235,9 +235,9 @@ def _collectives(ring: bool) -> list[dict[str, int]]:
 
 
 def test_collectives_of_a_context_mesh() -> None:
-    """Forward gathers k, v and their two indices, backward once more, and it scatters the
-    gradients of k and v."""
-    assert _collectives(ring=False) == [{"all_gather": 4}, {"all_gather": 8, "reduce_scatter": 2}]
+    """Forward gathers k, v and their two indices, backward once more, and it sends the gradients
+    of k and v to where they belong."""
+    assert _collectives(ring=False) == [{"all_gather": 4}, {"all_gather": 8, "all_to_all": 2}]
 
 
 def test_collectives_of_a_ring() -> None:
