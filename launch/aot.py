@@ -424,13 +424,13 @@ def describe(program: Program, hbm: int) -> dict[str, Any]:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         return line | {"resident": program.resident, "hbm": hbm, "error": said[:_SAID]}
     line["compile_seconds"] = round(time.monotonic() - clock, 1)
-    memory = _memory(compiled)
+    memory = memory_of(compiled)
     line["fits"] = memory["peak"] + program.resident <= hbm
     line |= {"bytes": memory, "resident": program.resident, "hbm": hbm}
     return line | {"collectives": collectives(compiled.as_text() or "")}
 
 
-def _memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
     """Bytes on one chip; "peak" is the most that is there at once, arguments included."""
     stats: Any = compiled.memory_analysis()
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from launch import aot
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
@@ -36,35 +37,16 @@ def bench_update(options: argparse.Namespace) -> dict[str, Any]:
     """One update on the same groups, packed as [prompt | G answers] and as G separate rows.
 
     Both layouts get the same token budget and a bucket that fits them; times are the best of
-    `repeats` after compilation, peak bytes are the compiler's for one micro-batch, weights and
-    gradient included. "mfu" is the model's operations (count_flops) a second of the shared layout,
-    over those that all devices could do in bfloat16; null where a device's peak is not in PEAKS.
+    `repeats` after compilation. Peak bytes are the compiler's for a micro-batch that holds one
+    group, weights and gradient included. "mfu" is the model's operations (count_flops) a second of
+    the shared layout, over those that all devices could do in bfloat16; null where a device's peak
+    is not in PEAKS.
     """
     policy = _policy(options)
-    groups = _random_groups(options, policy.vocab_size)
-    results, answers = {}, options.response * options.group
-    for name, length, scored, rows in (
-        ("shared", options.prompt + answers, answers, options.groups),
-        (
-            "repeated",
-            options.prompt + options.response,
-            options.response,
-            options.groups * options.group,
-        ),
-    ):
-        # No row of a micro-batch is all padding.
-        budget = max(length, min(options.budget, length * rows))
-        layout = update.PackingConfig((packing.Bucket(length, scored),), budget, name == "shared")
-        learner = update.Learner(
-            policy,
-            update.OptimiserConfig(),
-            loss.LossConfig(),
-            layout,
-            meshes.make_mesh(),
-            compute_dtype=options.dtype,
-        )
-        results[name] = _time_updates(learner, groups, options.repeats)
-    shared, repeated = results["shared"], results["repeated"]
+    answers = options.response * options.group
+    shared = _measure(policy, options, packing.Bucket(options.prompt + answers, answers))
+    alone = packing.Bucket(options.prompt + options.response, options.response)
+    repeated = _measure(policy, options, alone)
     flops = count_flops(policy, options.prompt, options.response, options.group)
     per_second = flops["shared"] * options.groups / shared["seconds"]
     device = jax.devices()[0].device_kind
@@ -161,24 +143,44 @@ def _random_groups(options: argparse.Namespace, vocab: int) -> list[packing.Grou
     ]
 
 
-def _time_updates(
-    learner: update.Learner, groups: list[packing.Group], repeats: int
+def _measure(
+    policy: PolicyConfig, options: argparse.Namespace, bucket: packing.Bucket
 ) -> dict[str, float]:
-    """The best seconds, the first gradient's norm, and bytes of a micro-batch."""
+    """The best seconds of an update, its gradient's norm, the bytes of a group's micro-batch."""
+    groups = _random_groups(options, policy.vocab_size)
+    shared = bucket.answers > options.response
+    rows = 1 if shared else options.group  # of a group
+
+    def make_learner(budget: int) -> update.Learner:
+        layout = update.PackingConfig((bucket,), max(budget, bucket.length), shared)
+        return update.Learner(
+            policy,
+            update.OptimiserConfig(),
+            loss.LossConfig(),
+            layout,
+            meshes.make_mesh(),
+            compute_dtype=options.dtype,
+        )
+
+    # No row of a micro-batch is all padding.
+    learner = make_learner(min(options.budget, bucket.length * rows * len(groups)))
     seconds, norms = [], []
     state = learner.init(jax.random.key(0))
-    peak = learner.peak_bytes(state)
+    of_a_group = make_learner(bucket.length * rows)
+    of_a_group.frozen = learner.frozen
+    whole = of_a_group.lower(state, bucket).compile()
     first = groups[0]
     short = dataclasses.replace(
         first, prompt=first.prompt[:1], answers=[answer[:1] for answer in first.answers]
     )
     state, _ = learner.update(state, [short])  # compiles what the updates below run
-    for _ in range(repeats):
+    for _ in range(options.repeats):
         clock = time.perf_counter()
         state, numbers = learner.update(state, groups)
         jax.block_until_ready(state)
         seconds.append(time.perf_counter() - clock)
         norms.append(numbers["gradient_norm"])
+    peak = aot.memory_of(whole)["peak"]
     return {"seconds": min(seconds), "norm": norms[0], "peak_bytes": peak}
 
 

@@ -246,7 +246,10 @@ class Plan:
         ):
             rows = 0
             while rows + shards <= _MOST_ROWS:
-                tried = self.changed(**{field: (rows + shards) * tokens})
+                fields: dict[str, Any] = {field: (rows + shards) * tokens}
+                # The bucket that is asked about, whatever others the config has.
+                fields["packing__buckets"] = ((bucket.length, bucket.answers),)
+                tried = self.changed(**fields)
                 wanted = [need for need in tried.needs if need.program in names]
                 if any(need.total > self.topology.hbm for need in wanted):
                     break
@@ -270,7 +273,8 @@ class Plan:
     def _options(self) -> Iterator[tuple[str, dict[str, Any]]]:
         c, sizes = self.config, dict(self.programs.mesh.shape)
         bucket, shards = self.programs.bucket, meshes.row_shards(self.programs.mesh)
-        rows = {"packing": shards * bucket.length, "sampler": shards * self.length}
+        longest = max(shards * bucket.length, c.packing.buckets[-1][0])
+        rows = {"packing": longest, "sampler": shards * self.length}
         for section, least in rows.items():
             if c[section].token_budget >= least + shards:
                 flag = f"--config.{section}.token_budget={least}"

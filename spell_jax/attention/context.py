@@ -95,7 +95,7 @@ def _shares(x: jax.Array) -> jax.Array:
     By an all-to-all and a float32 sum of what arrives: a reduce-scatter in float32 moves twice as
     much, and libtpu 0.0.42.1 writes some as an all-reduce (v5e) or ends itself over it (v5p-32).
     """
-    rows, time, *head = x.shape
+    rows, _, *head = x.shape
     parts = x.reshape(rows, jax.lax.axis_size(CONTEXT), -1, *head)
     parts = jax.lax.all_to_all(parts, CONTEXT, split_axis=1, concat_axis=1, tiled=True)
     return jnp.sum(parts.astype(jnp.float32), axis=1).astype(x.dtype)

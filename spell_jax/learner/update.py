@@ -347,15 +347,12 @@ class Learner:
                 batch = self._empty_batch(bucket)
                 carry = self.accumulate(params, self.frozen, carry, batch, reference)
 
-    def peak_bytes(self, state: TrainState) -> float:
-        """Bytes that a device needs for a micro-batch of the largest bucket: the compiler's figure
-        for weights in the compute dtype, gradient, batch and everything in between."""
-        batch = self._empty_batch(self.packing.buckets[-1])
+    def lower(self, state: TrainState, bucket: packing.Bucket) -> jax.stages.Lowered:
+        """The program of a bucket's micro-batches, to look at; nothing is run."""
+        batch = self._empty_batch(bucket)
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
             params = self._cast(state.params)
-            program = self.accumulate.lower(params, self.frozen, self.empty_carry(), batch, None)
-            memory: Any = program.compile().memory_analysis()
-        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+            return self.accumulate.lower(params, self.frozen, self.empty_carry(), batch, None)
 
     def _empty_batch(self, bucket: packing.Bucket) -> packing.MicroBatch:
         """All padding, in the shape and place of the bucket's micro-batches."""
