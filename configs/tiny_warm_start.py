@@ -29,7 +29,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.policy.folder = ""
     config.policy.tokenizer = ""  # a folder with tokenizer.model; empty: trained on the rows
     config.policy.compute_dtype = "float32"
-    config.policy.remat = "none"  # or "block", "attention", "dots": policy/config.py
+    config.policy.remat = "none"  # policy/config.py lists the names
     config.policy.vocab_size = 896
     config.policy.width = 128
     config.policy.layers = 3

@@ -148,6 +148,15 @@ def test_what_saves_memory_does_in_the_plan(fields: dict[str, Any], part: str) -
     assert changed.needs[3].parts[part] < made.needs[3].parts[part]
 
 
+def test_what_the_backward_pass_keeps_by_remat() -> None:
+    names = ("offload", "block", "attention", "dots", "none")
+    made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16")
+    kept = [made.changed(policy__remat=name).needs[3].parts["activations"] for name in names]
+    assert kept == sorted(set(kept))
+    inputs = 28 * 163_840 // 16 * 3584 * 2  # layers, a chip's tokens, their width in bfloat16
+    assert kept[1] - kept[0] == inputs
+
+
 def test_adapters_have_small_gradients() -> None:
     whole = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=16")
     policy = dataclasses.replace(whole.policy, lora=LoraConfig(16))

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from spell_jax.attention import attend, chunked, masks
+from spell_jax.attention import attend, chunked, context, masks
 from spell_jax.attention import kernel as kernels
 from spell_jax.learner import dealing
 from spell_jax.runtime import mesh as meshes
+from tests import programs
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 # (prompt, answers) of the groups of a row; what is left is padding.
@@ -249,6 +251,41 @@ def test_collectives_of_a_ring() -> None:
     ]
 
 
+@pytest.mark.parametrize("made_of", [context.ring, context.gathered])
+def test_kernels_of_a_context_mesh_keep_the_contract(made_of) -> None:
+    """Of blind queries too, which are some of a device's keys' only: zeros and 1e30."""
+    kernel = attend.KERNELS["dense"]
+    pad = ((0, 0), (0, 1))
+    q, k, v = (jnp.pad(x, (*pad, (0, 0), (0, 0))) for x in _inputs())
+    index, last_reader = (jnp.pad(x, pad, constant_values=-1) for x in (INDEX[0], LAST_READER))
+    inputs = (q.reshape(*k.shape[:3], -1, SIZE), k, v, index, index, last_reader)
+    by_time = PartitionSpec(None, "context")
+    with jax.set_mesh(meshes.make_mesh({"context": 4, "fsdp": 2})):
+        run = jax.shard_map(
+            made_of(kernel).forward,
+            in_specs=(by_time,) * 6,
+            out_specs=(by_time, PartitionSpec(None, None, None, "context")),
+            check_vma=False,
+        )
+        out, lse = jax.jit(run)(*inputs)
+    wanted, wanted_lse = kernel.forward(*inputs)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5)
+    assert (np.asarray(lse) == 1e30).any() and not (np.asarray(lse) == 1e30).all()
+
+
+def test_gradients_of_keys_are_summed_in_float32_where_they_arrive() -> None:
+    q = jnp.zeros((1, 64, 2, SIZE), jnp.bfloat16)
+    last_reader = jnp.zeros((1, 64), jnp.int32)
+    with jax.set_mesh(meshes.make_mesh({"context": 8})):
+        gradient = jax.grad(lambda k: attend.attend(q, k, k, last_reader).sum())
+        made = list(programs.equations(jax.make_jaxpr(gradient)(q).jaxpr))
+    arrived = [x.outvars[0].aval for x in made if x.primitive.name == "all_to_all"]
+    assert [(x.shape, x.dtype) for x in arrived] == [((1, 8, 8, 2, SIZE), jnp.bfloat16)] * 2
+    sums = [x.invars[0].aval for x in made if x.primitive.name == "reduce_sum"]
+    assert [x.dtype for x in sums if x.shape == arrived[0].shape] == [jnp.float32] * 2
+
+
 def test_a_device_of_a_ring_never_holds_the_row() -> None:
     """Twice the devices, each with as many tokens of a row that is twice as long."""
 
@@ -279,6 +316,9 @@ def test_auto_takes_the_kernel_by_length_and_platform() -> None:
         assert scores in program(short, platform)
         assert f"x{long}x{long}xf32" not in program(long, platform)
         assert ("tpu_custom_call" in program(long, platform)) == (platform == "tpu")
+    q = jax.ShapeDtypeStruct((1, long, 2, 64), jnp.bfloat16)
+    text = programs.lowered_for_gpu(attend.attend, q, q, q, jnp.zeros((1, long), jnp.int32))
+    assert "gpu.triton" in text and f"x{long}x{long}xf32" not in text
 
 
 def test_prefill_keeps_keys_and_values_and_training_does_not() -> None:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from spell_jax.attention import triton
 from spell_jax.attention.triton import Tile, Tiles
+from tests import programs
 from tests.attention import packed_rows
 from tests.attention.packed_rows import UNSEEING
 
@@ -241,13 +241,6 @@ def _abstract(dtype, size: int, kv_heads: int = 4, heads: int = 7, rows: tuple[i
     return q, k, k, index, index, index, numbers, numbers, q
 
 
-def _lowered(f, *args) -> str:
-    # jax 0.11 asks which GPU; 0.10 needs no answer.
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
 @pytest.mark.parametrize(
     ("dtype", "size", "rows"),
     [
@@ -265,20 +258,10 @@ def test_lowers_for_gpu_without_one(dtype, size: int, rows: tuple[int, ...]) -> 
         (triton.backward, args, ["_dq_kernel", "_dkv_kernel"]),
     ):
         f = functools.partial(f, interpret=False)
-        text = _lowered(jax.vmap(f) if rows else f, *inputs)
+        text = programs.lowered_for_gpu(jax.vmap(f) if rows else f, *inputs)
         assert text.count("custom_call @__gpu$xla.gpu.triton") == len(kernels)
         for kernel in kernels:
             assert f'name = "{kernel}"' in text
-
-
-def _equations(jaxpr):
-    """Of a jaxpr and all within it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -287,7 +270,7 @@ def test_products_and_memory(dtype) -> None:
     args = _abstract(dtype, 64, 1, 1)
     for f, inputs, products in ((triton.forward, args[:6], 4), (triton.backward, args, 14)):
         made = list(
-            _equations(jax.make_jaxpr(functools.partial(f, interpret=False))(*inputs).jaxpr)
+            programs.equations(jax.make_jaxpr(functools.partial(f, interpret=False))(*inputs).jaxpr)
         )
         dots = [x for x in made if x.primitive.name == "dot_general"]
         assert len(dots) == products

@@ -11,7 +11,7 @@ import pytest
 from spell_jax.attention import attend
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
-from tests import tiny
+from tests import programs, tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 64, size=(2, 20)).astype(np.int32)
 
@@ -83,6 +83,40 @@ def test_remat_keeps_what_its_name_says() -> None:
     # The output, and one log-sum-exp a head.
     assert attention - block == layers * tokens * c.heads * (c.head_size + 1)
     assert attention < dots < none
+
+
+def test_offload_puts_what_blocks_begin_with_on_the_host() -> None:
+    """Seen in the program for TPUs; for CPUs, whose memory is the host's, it is left out."""
+
+    def text(remat: str) -> str:
+        policy = dataclasses.replace(tiny.POLICY, remat=remat)
+        gradient = jax.jit(jax.grad(lambda p: transformer.logits(policy, p, TOKENS).sum()))
+        return gradient.trace(tiny.weights()).lower(lowering_platforms=("tpu",)).as_text()
+
+    assert "pinned_host" in text("offload") and "pinned_host" not in text("block")
+
+
+def test_gradients_of_matrices_are_summed_in_float32() -> None:
+    """Each comes out of one product of bfloat16 numbers, in float32; biases are summed so too."""
+    low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tiny.weights())
+    gradient = jax.grad(lambda p: transformer.logits(tiny.POLICY, p, TOKENS).sum())
+    made = list(programs.equations(jax.make_jaxpr(gradient)(low).jaxpr))
+    products = [x for x in made if x.primitive.name == "dot_general"]
+    found = [
+        x.outvars[0].aval.shape
+        for x in products
+        if x.outvars[0].aval.dtype == jnp.float32
+        and {v.aval.dtype for v in x.invars} == {jnp.dtype(jnp.bfloat16)}
+    ]
+    layers = low["layers"]
+    for part, names in (("attention", "qkvo"), ("mlp", ("gate", "up", "down"))):
+        for name in names:
+            assert layers[part][f"{name}_kernel"].shape[1:] in found, name
+    for name in "qkv":
+        shape = layers["attention"][f"{name}_bias"].shape[1:]
+        sums = [x for x in made if x.primitive.name == "reduce_sum"]
+        dtypes = {x.invars[0].aval.dtype for x in sums if x.outvars[0].aval.shape[-2:] == shape}
+        assert dtypes == {jnp.dtype(jnp.float32)}, name
 
 
 def test_init_is_plain_finite_and_depends_on_the_key_only() -> None:
