@@ -149,7 +149,9 @@ class _Sizes:
 def _made(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
     """What a program makes for itself, by PARTS; an estimate."""
     if program.name == "apply":
-        return {}
+        # Two moments of each weight come from the host, and go back.
+        offloaded = programs.config.optimiser.offload
+        return {"optimiser": 4 * aot.bytes_per_chip(programs.state.params) if offloaded else 0}
     if program.name == "decode":
         prompts, _ = programs.prompts()
         sizes = _Sizes(programs, prompts.shape)
