@@ -303,7 +303,20 @@ def test_a_mesh_that_the_slice_does_not_have(monkeypatch):
 # ------------------------------------------------------------------------------------ With libtpu
 
 
-def test_every_phase_compiles_for_a_slice(tmp_path):
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("flags", "moves"),
+    [
+        ([], "all-gather"),
+        (["--config.mesh.fsdp=2", "--config.mesh.context=8"], "all-to-all"),
+        (
+            ["--config.mesh.fsdp=2", "--config.mesh.context=8", "--config.policy.ring=True"],
+            "collective-permute",
+        ),
+    ],
+    ids=["fsdp", "context", "ring"],
+)
+def test_every_phase_compiles_for_a_slice(tmp_path, flags: list[str], moves: str):
     pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu (extra 'tpu')")
     shape = dataclasses.replace(
         tiny.POLICY, width=256, heads=2, kv_heads=1, head_size=128, feed_forward=512
@@ -313,7 +326,7 @@ def test_every_phase_compiles_for_a_slice(tmp_path):
     )
     command = [sys.executable, "-m", "launch.aot", "--config=configs/base.py", "--length=256"]
     command += ["--topology=v5e-16", f"--policy={tmp_path / 'config.json'}"]
-    command += ["--config.sampler.max_tokens=32"]
+    command += ["--config.sampler.max_tokens=32", *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -327,4 +340,5 @@ def test_every_phase_compiles_for_a_slice(tmp_path):
     for line in lines:
         assert line["fits"] and 0 < line["bytes"]["arguments"] < line["hbm"]
         assert line["collectives"]
-    assert lines[0]["mesh"]["fsdp"] == 16
+    assert lines[0]["mesh"]["fsdp"] == (2 if flags else 16)
+    assert lines[3]["collectives"][moves]["count"] > 0
