@@ -27,6 +27,7 @@ from spell_jax.attention.kernel import KEPT as ATTENTION
 from spell_jax.policy import embedding, mimetic, moe, rope
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
+from spell_jax.runtime import collectives
 
 Params = dict[str, Any]
 _BLOCK_INPUT = "block input"
@@ -65,6 +66,23 @@ def _constant(initializer, *axes: str) -> Any:
     return nn.with_logical_partitioning(initializer, axes)
 
 
+@jax.custom_vjp
+def _float32(parameter: jax.Array) -> jax.Array:
+    """A parameter in float32, in which its gradient is then summed, over devices too."""
+    return parameter.astype(jnp.float32)
+
+
+def _float32_forward(parameter: jax.Array):
+    return _float32(parameter), jnp.zeros(0, parameter.dtype)  # nothing, which keeps the dtype
+
+
+def _float32_backward(like: jax.Array, gradient: jax.Array):
+    return (collectives.rounded(gradient, like.dtype),)
+
+
+_float32.defvjp(_float32_forward, _float32_backward)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * scale, the statistics in float32."""
 
@@ -76,7 +94,7 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", _constant(nn.initializers.ones, self.axis), (x.shape[-1],))
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+        return (x32 * _float32(scale)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -100,7 +118,7 @@ def _product_backward(into: int, kept: tuple[jax.Array, jax.Array], d_out: jax.A
     d_x = jnp.tensordot(d_out, kernel, axes=(out, out))
     tokens = tuple(range(x.ndim - into))
     d_kernel = jnp.tensordot(x, d_out, axes=(tokens, tokens), preferred_element_type=jnp.float32)
-    return d_x, d_kernel.astype(kernel.dtype)
+    return d_x, collectives.rounded(d_kernel, kernel.dtype)
 
 
 _product.defvjp(_product_forward, _product_backward)
@@ -151,9 +169,7 @@ class Attention(nn.Module):
         if c.qkv_bias:
             initial = _constant(nn.initializers.zeros, *out)
             bias = self.param(f"{name}_bias", initial, tuple(out.values()))
-            # Added in float32, in which the bias's gradient is then summed over tokens.
-            total = projected.astype(jnp.float32) + bias.astype(jnp.float32)
-            projected = total.astype(x.dtype)
+            projected = (projected.astype(jnp.float32) + _float32(bias)).astype(x.dtype)
         return projected
 
     @nn.compact
