@@ -15,6 +15,7 @@ from spell_jax.learner.packing import Bucket, Group
 from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig, TrainState
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.checkpoint import Checkpoints
 from tests import tiny
 
 BUCKETS = (Bucket(32, 24), Bucket(48, 32))
@@ -237,6 +238,21 @@ def test_moments_that_wait_on_the_host_change_nothing(mesh: tuple) -> None:
     assert {x.sharding.memory_kind for x in jax.tree.leaves(_moments(state))} == kinds
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
     _assert_same_step((jax.device_get(state), numbers), _wanted())
+
+
+def test_moments_on_the_host_come_back_from_a_checkpoint(tmp_path) -> None:
+    mesh = meshes.make_mesh({"fsdp": 4, "context": 2})
+    optimiser = dataclasses.replace(SMOOTH, offload=True)
+    learner = Learner(tiny.POLICY, optimiser, ON_POLICY, PACKING, mesh, TEMPERATURE)
+    state, _ = learner.update(learner.init(tiny.weights()), SMALL)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"policy": state}, {}, force=True)
+    restored = checkpoints.restore(1, {"policy": learner.abstract_state()})[0]["policy"]
+    checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(_moments(restored))}
+    assert kinds == {"pinned_host"}
+    learner.update(restored, SMALL)
 
 
 def test_bfloat16_is_close_and_keeps_float32_masters() -> None:
