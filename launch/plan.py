@@ -54,8 +54,8 @@ class Need:
 
 
 class _Sizes:
-    """Bytes on one chip of what a program makes; P as in aot.Programs, the rest of learner and
-    policy. `n` are the chip's own tokens of a program."""
+    """Bytes on one chip of what a program makes that reads [rows, tokens]; `n` is how many of
+    these tokens are the chip's own."""
 
     def __init__(self, programs: aot.Programs, tokens: tuple[int, ...]):
         c, mesh = programs.policy, programs.mesh

@@ -47,6 +47,18 @@ def packed_row(rng: np.random.Generator, time: int, unit: int) -> np.ndarray:
         begin = end
 
 
+def merge(parts):
+    """(out, log-sum-exp) over the keys of two parts, of theirs."""
+    seen = [lse < UNSEEING / 2 for _, lse in parts]
+    lses = [jnp.where(s, lse, -UNSEEING) for s, (_, lse) in zip(seen, parts, strict=True)]
+    lse = jnp.where(seen[0] | seen[1], jnp.logaddexp(*lses), UNSEEING)
+    out = sum(
+        x * jnp.exp(own - lse).transpose(2, 0, 1)[..., None]
+        for own, (x, _) in zip(lses, parts, strict=True)
+    )
+    return out, lse
+
+
 def close(found, wanted, limit: float = 5e-5) -> None:
     wanted = np.asarray(wanted, np.float32)
     error = np.max(np.abs(np.asarray(found, np.float32) - wanted)) / np.max(np.abs(wanted))

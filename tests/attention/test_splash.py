@@ -117,13 +117,7 @@ def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
         return (q, k[half], v[half], index, index[half], last_reader[half])
 
     parts = [_forward(*part(half)) for half in halves]
-    seen = [lse < UNSEEING / 2 for _, lse in parts]
-    lses = [jnp.where(s, lse, -UNSEEING) for s, (_, lse) in zip(seen, parts, strict=True)]
-    lse = jnp.where(seen[0] | seen[1], jnp.logaddexp(*lses), UNSEEING)
-    out = sum(
-        x * jnp.exp(own - lse).transpose(2, 0, 1)[..., None]
-        for own, (x, _) in zip(lses, parts, strict=True)
-    )
+    out, lse = packed_rows.merge(parts)
     packed_rows.close(out, whole)
     np.testing.assert_allclose(lse, whole_lse, rtol=1e-5, atol=1e-5)
     wanted = _backward(q, k, v, index, index, last_reader, whole_lse, whole, d_out)
