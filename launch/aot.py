@@ -1,7 +1,7 @@
 """Compiles what a run executes, for a TPU slice that is not there: does it fit, what does it move?
 
     python -m launch.aot --config=configs/qwen2_5_7b_instruct.py --topology=v5e-16 \
-        --length=16384 --phase=all --policy=CONFIG.json [--layers=2] [--config.X=Y ...]
+        [--length=16384] [--phase=all] --policy=CONFIG.json [--layers=2] [--config.X=Y ...]
 
 1. The policy's shape is that of a Hugging Face config.json; there are no weights, and no array is
    made: every argument is a shape with a placement.
@@ -474,6 +474,22 @@ def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mes
         ) from error
 
 
+def prompt_length(config: Config, given: int | None) -> int:
+    """Prompt tokens P: those given, or the largest bucket's."""
+    return config.sampler.prompt_buckets[-1] if given is None else given
+
+
+def define_flags() -> None:
+    """What says which run on which slice. Called by an entry, so that one process may import
+    several."""
+    config_flags.DEFINE_config_file("config", None, "The run's configuration.")
+    flags.DEFINE_string("topology", None, "The slice, such as v5e-16; topologies.py lists them.")
+    flags.DEFINE_integer("length", None, "Prompt tokens P; by default the largest bucket's.")
+    flags.DEFINE_string("policy", "", "A Hugging Face config.json; by default the folder's.")
+    flags.DEFINE_integer("layers", 0, "Another number of layers, for quick trials.", lower_bound=0)
+    flags.mark_flags_as_required(["config", "topology"])
+
+
 def main(_) -> None:
     given = flags.FLAGS
     topology = topologies.find(given.topology)
@@ -481,18 +497,13 @@ def main(_) -> None:
     # Such programs are not found again in the cache, and are large.
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = make_mesh(given.config, topology)
-    programs = Programs(given.config, policy, mesh, given.length)
+    length = prompt_length(given.config, given.length)
+    programs = Programs(given.config, policy, mesh, length)
     where = {"topology": topology.name, "mesh": dict(mesh.shape), "layers": policy.layers}
     sys.exit(0 if report(programs.of(given.phase), topology.hbm, where) else 1)
 
 
 if __name__ == "__main__":
-    # Defined here, so that one process may import several entries.
-    config_flags.DEFINE_config_file("config", None, "The run's configuration.")
-    flags.DEFINE_string("topology", None, "The slice, such as v5e-16; topologies.py lists them.")
-    flags.DEFINE_integer("length", None, "Prompt tokens P.", lower_bound=1)
+    define_flags()
     flags.DEFINE_enum("phase", "all", ("all", *PHASES), "What is compiled.")
-    flags.DEFINE_string("policy", "", "A Hugging Face config.json; by default the folder's.")
-    flags.DEFINE_integer("layers", 0, "Another number of layers, for quick trials.", lower_bound=0)
-    flags.mark_flags_as_required(["config", "topology", "length"])
     app.run(main)

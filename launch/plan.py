@@ -21,7 +21,6 @@ from typing import Any
 
 from absl import app, flags
 from jax.sharding import AbstractMesh, AxisType
-from ml_collections import config_flags
 
 from launch import aot, topologies
 from spell_jax.policy import moe
@@ -338,18 +337,11 @@ def main(_) -> None:
     given = flags.FLAGS
     topology = topologies.find(given.topology)
     policy = aot.read_policy(given.config, given.policy, given.layers)
-    length = given.length or given.config.sampler.prompt_buckets[-1]
-    plan = Plan(given.config, policy, topology, length)
+    plan = Plan(given.config, policy, topology, aot.prompt_length(given.config, given.length))
     print(describe(plan))
     sys.exit(0 if plan.fits else 1)
 
 
 if __name__ == "__main__":
-    # Defined here, so that one process may import several entries.
-    config_flags.DEFINE_config_file("config", None, "The run's configuration.")
-    flags.DEFINE_string("topology", None, "The slice, such as v5e-16; topologies.py lists them.")
-    flags.DEFINE_integer("length", None, "Prompt tokens P; by default the largest bucket's.")
-    flags.DEFINE_string("policy", "", "A Hugging Face config.json; by default the folder's.")
-    flags.DEFINE_integer("layers", 0, "Another number of layers.", lower_bound=0)
-    flags.mark_flags_as_required(["config", "topology"])
+    aot.define_flags()
     app.run(main)

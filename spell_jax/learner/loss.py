@@ -17,11 +17,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from spell_jax.learner import packing
 from spell_jax.policy import transformer
@@ -94,7 +92,7 @@ def score_tokens(
       renormalisation, spec section 9), and float32 entropies [B, A] in nats.
     """
     table = params["embedding" if config.tied_embeddings else "unembedding"]
-    layout = _lay_out(table.shape, target.size, temperature or 1.0, numbers_at_once)
+    layout = _lay_out(table.shape, target.shape, temperature or 1.0, numbers_at_once)
     return _head(_pick(hidden, source, layout), table, target, layout)
 
 
@@ -102,24 +100,16 @@ def score_tokens(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layout:
-    """How the head is split, over devices and in time.
+class _Layout(collectives.Split):
+    """How the head is split, over devices (its leading axis is V) and in time.
 
     Attributes:
-      mesh: None where there is one device.
-      vocab, width: mesh axes over which the table [V, D] is split; () where they do not divide it.
-      summed: mesh axes over which tokens are split and the table is not. None of these axes has
-        one device only.
       size: rows of a slice, of a device's share of the table.
       temperature: above 0.
     """
 
-    mesh: Any
-    vocab: tuple[str, ...]
-    width: tuple[str, ...]
-    summed: tuple[str, ...]
-    size: int
-    temperature: float
+    size: int = 0
+    temperature: float = 1.0
 
     def shard(self, function, specs_in, specs_out):
         """The function of shards, as a function of whole arrays."""
@@ -128,38 +118,18 @@ class _Layout:
     @property
     def dealt(self) -> int:
         """Devices over which the tokens of a row are dealt out."""
-        return 1 if self.mesh is None else self.mesh.shape[meshes.CONTEXT]
-
-    @property
-    def tokens_spec(self) -> PartitionSpec:
-        """Of arrays [B, A, ...] and [B, T, ...]."""
-        return PartitionSpec(meshes.ROWS, meshes.CONTEXT)
-
-    @property
-    def table_spec(self) -> PartitionSpec:
-        return PartitionSpec(self.vocab or None, self.width or None)
+        return self.count(self.time)
 
 
 def _lay_out(
-    table: tuple[int, int], tokens: int, temperature: float, numbers_at_once: int
+    table: tuple[int, int], tokens: tuple[int, ...], temperature: float, numbers_at_once: int
 ) -> _Layout:
-    """The layout of a table [V, D] and so many tokens on the mesh that is set."""
-    mesh = collectives.current_mesh()
+    """The layout of a table [V, D] and tokens [B, A] on the mesh that is set."""
     rows, width = table
-    if mesh is None:
-        size = _slice_size(rows, max(tokens, width), numbers_at_once)
-        return _Layout(None, (), (), (), size, temperature)
-
-    def count(axes: tuple[str, ...]) -> int:
-        return math.prod(mesh.shape[axis] for axis in axes)
-
-    over = tuple(axis for axis in (*meshes.ROWS, meshes.CONTEXT) if mesh.shape[axis] > 1)
-    by_rows = collectives.splitting(mesh, (meshes.TENSOR,), rows)
-    by_width = collectives.splitting(mesh, meshes.EMBED, width)
-    summed = tuple(axis for axis in over if axis not in by_width)
-    widest = max(tokens // count(over), width)
-    size = _slice_size(rows // count(by_rows), widest, numbers_at_once)
-    return _Layout(mesh, by_rows, by_width, summed, size, temperature)
+    layout = _Layout.of(tokens, rows, width, over=meshes.TENSOR, temperature=temperature)
+    widest = max(math.prod(tokens) // layout.count(layout.rows + layout.time), width)
+    size = _slice_size(rows // layout.count(layout.leading), widest, numbers_at_once)
+    return dataclasses.replace(layout, size=size)
 
 
 def _slice_size(rows: int, widest: int, numbers_at_once: int) -> int:
@@ -287,7 +257,7 @@ def _read_slice(step, picked, table, layout: _Layout):
     logits = jnp.einsum("bad,vd->bav", picked, weights, preferred_element_type=jnp.float32)
     row = first + jnp.arange(size, dtype=jnp.int32)
     new = row >= step * size
-    token = row + jax.lax.axis_index(layout.vocab) * len(table) if layout.vocab else row
+    token = row + jax.lax.axis_index(layout.leading) * len(table) if layout.leading else row
     logits = jnp.where(new, logits / layout.temperature, _LOWEST)
     return first, weights, logits, jnp.where(new, token, -1)
 
@@ -312,10 +282,10 @@ def _scores_on_device(picked, table, target, *, layout: _Layout):
     start = (jnp.full(target.shape, _LOWEST, jnp.float32), zero, zero, zero)
     steps = jnp.arange(-(-len(table) // layout.size))
     (top, mass, moment, chosen), _ = jax.lax.scan(one_slice, start, steps)
-    if layout.vocab:
-        highest = jax.lax.pmax(top, layout.vocab)
+    if layout.leading:
+        highest = jax.lax.pmax(top, layout.leading)
         sums = (*_lower(mass, moment, top - highest), chosen)
-        top, (mass, moment, chosen) = highest, jax.lax.psum(sums, layout.vocab)
+        top, (mass, moment, chosen) = highest, jax.lax.psum(sums, layout.leading)
     log_mass = jnp.log(mass)
     return chosen - top - log_mass, log_mass - moment / mass, top + log_mass
 
@@ -357,8 +327,8 @@ def _gradients_on_device(
     start = (jnp.zeros(picked.shape, jnp.float32), jnp.zeros_like(table))
     steps = jnp.arange(-(-len(table) // layout.size))
     (of_picked, of_table), _ = jax.lax.scan(one_slice, start, steps)
-    if layout.vocab:
-        of_picked = jax.lax.psum(of_picked, layout.vocab)
+    if layout.leading:
+        of_picked = jax.lax.psum(of_picked, layout.leading)
     return collectives.rounded(of_picked, picked.dtype), of_table
 
 

@@ -30,6 +30,7 @@ _ROOMS = {
     "attention": {name: f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")},
     "mlp": {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
+_NAMES = {name: hf for room in _ROOMS.values() for name, hf in room.items()}
 _ADAPTER = re.compile(r".*_lora_[ab]")
 
 
@@ -65,7 +66,7 @@ class LoraConfig:
 
     def adapts(self, name: str) -> bool:
         """Whether the linear layer "q", "k", "v", "o", "gate", "up" or "down" has adapters."""
-        return any(name in room and re.search(self.pattern, room[name]) for room in _ROOMS.values())
+        return re.search(self.pattern, _NAMES[name]) is not None
 
 
 def targets(config: PolicyConfig) -> dict[str, str]:
@@ -75,13 +76,12 @@ def targets(config: PolicyConfig) -> dict[str, str]:
       ValueError: the pattern is in none of the names.
     """
     rooms = {"attention": _ROOMS["attention"]} if config.experts else _ROOMS
-    names = {f"{room}/{name}": hf for room, layers in rooms.items() for name, hf in layers.items()}
     assert config.lora is not None
-    found = {path: hf for path, hf in names.items() if re.search(config.lora.pattern, hf)}
+    names = [(room, name) for room, layers in rooms.items() for name in layers]
+    found = {f"{room}/{name}": _NAMES[name] for room, name in names if config.lora.adapts(name)}
     if not found:
-        raise ValueError(
-            f"lora.pattern = {config.lora.pattern!r}: is in none of {sorted(names.values())}"
-        )
+        known = sorted(_NAMES[name] for _, name in names)
+        raise ValueError(f"lora.pattern = {config.lora.pattern!r}: is in none of {known}")
     return found
 
 

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
@@ -84,65 +83,34 @@ def mix(x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Kernels) -
 
 
 @dataclasses.dataclass(frozen=True)
-class _Split:
-    """Over which mesh axes the tensors are split; no axes on a single device.
+class _Split(collectives.Split):
+    """Over which mesh axes tokens and kernels (leading axis E) are split, and how tokens go.
 
     Attributes:
-      mesh: None on a single device.
-      rows, time: of tokens, B and T.
-      expert, width, hidden: of kernels, E, D and F.
+      hidden: mesh axes of kernels' F.
       chunk: tokens of a device that are computed on at once.
     """
 
-    mesh: AbstractMesh | None = None
-    rows: Axes = ()
-    time: Axes = ()
-    expert: Axes = ()
-    width: Axes = ()
     hidden: Axes = ()
     chunk: int = 0
 
     @property
-    def tokens_spec(self) -> PartitionSpec:
-        return PartitionSpec(self.rows or None, self.time or None)
-
-    @property
     def kernels_spec(self) -> tuple[PartitionSpec, ...]:
-        expert, width, hidden = self.expert or None, self.width or None, self.hidden or None
+        expert, width, hidden = self.leading or None, self.width or None, self.hidden or None
         wide = PartitionSpec(expert, width, hidden)
         return wide, wide, PartitionSpec(expert, hidden, width)
-
-    @property
-    def summed(self) -> Axes:
-        """Axes that split tokens but not kernels: a kernel's gradient is summed over them."""
-        return tuple(axis for axis in self.rows + self.time if axis not in self.expert + self.width)
-
-    @property
-    def copies(self) -> int:
-        """How many devices that share a gradient's sum hold the same tokens: those of `context`
-        where it splits the width but not the siblings of a group."""
-        if self.mesh is None:
-            return 1
-        alike = [axis for axis in self.width if axis not in self.rows + self.time]
-        return math.prod(self.mesh.shape[axis] for axis in alike)
 
 
 def _split(tokens: tuple[int, ...], kernel: tuple[int, ...]) -> _Split:
     """The split of tokens [B, T, D] and kernels [E, D, F] on the mesh that is set."""
-    mesh = collectives.current_mesh()
-    if mesh is None:
-        return _Split(chunk=CHUNK)
     experts, width, hidden = kernel
-    expert = collectives.splitting(mesh, (meshes.EXPERT,), experts)
-    return _Split(
-        mesh,
-        rows=tuple(axis for axis in meshes.ROWS if mesh.shape[axis] > 1),
-        # Tokens of a row are split over `context`, but for the siblings of a group in decoding.
-        time=collectives.splitting(mesh, (meshes.CONTEXT,), tokens[1]),
-        expert=expert,
-        width=collectives.splitting(mesh, meshes.EMBED, width),
-        hidden=collectives.splitting(mesh, (meshes.TENSOR,), hidden),
-        chunk=max(1, CHUNK // math.prod(mesh.shape[axis] for axis in expert)),
+    split = _Split.of(tokens, experts, width, over=meshes.EXPERT, chunk=CHUNK)
+    if split.mesh is None:
+        return split
+    return dataclasses.replace(
+        split,
+        hidden=collectives.splitting(split.mesh, (meshes.TENSOR,), hidden),
+        chunk=max(1, CHUNK // split.count(split.leading)),
     )
 
 
@@ -186,14 +154,14 @@ def _forward(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
     gate, up, down = _whole(split, kernels)
 
     def one_chunk(_, chunk):
-        tokens, weights, chosen = (_gather(part, split.expert) for part in chunk)
+        tokens, weights, chosen = (_gather(part, split.leading) for part in chunk)
         pairs = _pairs(split, chosen, len(gate))
         rows = _spread(tokens, pairs)
         hidden = _hidden(
             _product(rows, gate, pairs), _product(rows, up, pairs), _shares(weights, pairs)
         )
         out = _collect(_product(hidden, down, pairs), pairs)
-        return None, _sum(collectives.sum_scatter(out, split.expert), split.hidden)
+        return None, _sum(collectives.sum_scatter(out, split.leading), split.hidden)
 
     _, out = _in_chunks(split, one_chunk, None, _flat(x, weights, chosen))
     return out.reshape(x.shape)
@@ -205,7 +173,7 @@ def _backward(split: _Split, x, weights, chosen, kernels: Kernels, to_out):
     gate, up, down = _whole(split, kernels)
 
     def one_chunk(totals, chunk):
-        tokens, weights, chosen, to_out = (_gather(part, split.expert) for part in chunk)
+        tokens, weights, chosen, to_out = (_gather(part, split.leading) for part in chunk)
         pairs = _pairs(split, chosen, len(gate))
         rows, to_rows_out = _spread(tokens, pairs), _spread(to_out, pairs)
         hidden, pull = jax.vjp(
@@ -220,7 +188,7 @@ def _backward(split: _Split, x, weights, chosen, kernels: Kernels, to_out):
         to_weights = _take(to_shares, pairs.place).reshape(weights.shape)
         given = _collect(to_rows, pairs), to_weights
         return totals, tuple(
-            _sum(collectives.sum_scatter(g, split.expert), split.hidden) for g in given
+            _sum(collectives.sum_scatter(g, split.leading), split.hidden) for g in given
         )
 
     # That of down is summed as [E, D, F] too, so that all are scattered over rows: with 64 columns
@@ -294,7 +262,7 @@ class _Pairs(NamedTuple):
 
 def _pairs(split: _Split, chosen: jax.Array, held: int) -> _Pairs:
     """The pairs of tokens with experts [n, k] on the device that holds so many."""
-    first = jax.lax.axis_index(split.expert) * held if split.expert else 0
+    first = jax.lax.axis_index(split.leading) * held if split.leading else 0
     expert = chosen.reshape(-1) - first
     expert = jnp.where((expert >= 0) & (expert < held), expert, held)
     order = jnp.argsort(expert)

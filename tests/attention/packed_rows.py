@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -57,6 +58,38 @@ def merge(parts):
         for own, (x, _) in zip(lses, parts, strict=True)
     )
     return out, lse
+
+
+def check(forward, backward, tensors, indices) -> None:
+    """Output, log-sum-exp and gradients against dense; what sees nothing gets zeros.
+
+    Args:
+      forward, backward: of q, k, v and indices; backward also takes lse, out and d_out.
+      tensors: q, k, v and d_out.
+      indices: q_index, k_index and last_reader.
+    """
+    *qkv, d_out = tensors
+    wanted, wanted_lse, wanted_gradients = reference(tensors, indices)
+    out, lse = forward(*qkv, *indices)
+    assert out.dtype == qkv[0].dtype and lse.dtype == jnp.float32
+    close(out, wanted)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    assert np.max(np.abs(wanted)) > 0.1
+    blind = ~np.any(seen(*indices), axis=1)
+    assert not np.any(np.asarray(out)[blind]) and np.all(np.asarray(lse)[..., blind] == UNSEEING)
+    gradients = backward(*qkv, *indices, lse, out, d_out)
+    for found, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
+        assert found.dtype == qkv[0].dtype
+        close(found, wanted_gradient)
+    assert not np.any(np.asarray(gradients[0])[blind])
+
+
+@jax.jit
+def reference(tensors, indices):
+    """Dense output, log-sum-exp and gradients."""
+    *qkv, d_out = tensors
+    out, pullback, lse = jax.vjp(lambda *x: dense(*x, *indices), *qkv, has_aux=True)
+    return out, lse, pullback(d_out)
 
 
 def close(found, wanted, limit: float = 5e-5) -> None:

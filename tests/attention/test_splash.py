@@ -39,31 +39,8 @@ def _backward(q, k, v, q_index, k_index, last_reader, lse, out, d_out, blocks=BL
 
 
 def _check(tensors, indices, blocks=BLOCKS) -> None:
-    """Output, log-sum-exp and gradients against dense; what sees nothing gets zeros.
-
-    Args:
-      tensors: q, k, v and d_out.
-      indices: q_index, k_index and last_reader.
-      blocks: of the kernels.
-    """
-    q, k, v, d_out = tensors
-
-    def dense(q, k, v):
-        return packed_rows.dense(q, k, v, *indices)
-
-    wanted, pullback, wanted_lse = jax.vjp(dense, q, k, v, has_aux=True)
-    out, lse = _forward(q, k, v, *indices, blocks)
-    assert out.dtype == q.dtype and lse.dtype == jnp.float32
-    packed_rows.close(out, wanted)
-    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
-    assert np.max(np.abs(wanted)) > 0.1
-    blind = ~np.any(packed_rows.seen(*indices), axis=1)
-    assert not np.any(np.asarray(out)[blind]) and np.all(np.asarray(lse)[..., blind] == UNSEEING)
-    gradients = _backward(q, k, v, *indices, lse, out, d_out, blocks)
-    for found, wanted_gradient in zip(gradients, pullback(d_out), strict=True):
-        assert found.dtype == q.dtype
-        packed_rows.close(found, wanted_gradient)
-    assert not np.any(np.asarray(gradients[0])[blind])
+    forward, backward = (functools.partial(f, blocks=blocks) for f in (_forward, _backward))
+    packed_rows.check(forward, backward, tensors, indices)
 
 
 @pytest.mark.parametrize(("size", "seed"), [(64, 0), (64, 3), (128, 11)])

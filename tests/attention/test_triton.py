@@ -33,14 +33,6 @@ def _tensors(queries=TIME, keys=TIME, kv_heads=2, heads=2, size=64, seed=0):
     return tuple(jnp.asarray(x) for x in (q, k, v, d_out))
 
 
-@jax.jit
-def _reference(tensors, indices):
-    """Dense output, log-sum-exp and gradients."""
-    *qkv, d_out = tensors
-    out, pullback, lse = jax.vjp(lambda *x: packed_rows.dense(*x, *indices), *qkv, has_aux=True)
-    return out, lse, pullback(d_out)
-
-
 _forward = jax.jit(triton.forward, static_argnames="tiles")
 
 
@@ -60,27 +52,8 @@ def _both(tensors, indices, tiles: Tiles | None = None):
 
 
 def _check(tensors, indices, tiles: Tiles | None = None) -> None:
-    """Output, log-sum-exp and gradients against dense; what sees nothing gets zeros.
-
-    Args:
-      tensors: q, k, v and d_out.
-      indices: q_index, k_index and last_reader.
-      tiles: as the kernels take them.
-    """
-    *qkv, d_out = tensors
-    wanted, wanted_lse, wanted_gradients = _reference(tensors, indices)
-    out, lse = _forward(*qkv, *indices, tiles=tiles)
-    assert out.dtype == jnp.float32 and lse.dtype == jnp.float32
-    packed_rows.close(out, wanted)
-    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
-    assert np.max(np.abs(wanted)) > 0.1
-    blind = ~np.any(packed_rows.seen(*indices), axis=1)
-    assert not np.any(np.asarray(out)[blind]) and np.all(np.asarray(lse)[..., blind] == UNSEEING)
-    gradients = _backward(*qkv, *indices, lse, out, d_out, tiles=tiles)
-    for found, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
-        assert found.dtype == jnp.float32
-        packed_rows.close(found, wanted_gradient)
-    assert not np.any(np.asarray(gradients[0])[blind])
+    forward, backward = (functools.partial(f, tiles=tiles) for f in (_forward, _backward))
+    packed_rows.check(forward, backward, tensors, indices)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +154,7 @@ def test_full_pairs_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries behind all keys, that see all of them, notice nothing of a mask gone wrong."""
     tensors, key = _tensors(64, 64, 1, 1, 16), np.arange(64, dtype=np.int32)
     row = (key + 64, key, np.full(64, 127, np.int32))
-    wanted, _, gradients = _reference(tensors, row)
+    wanted, _, gradients = packed_rows.reference(tensors, row)
     monkeypatch.setattr(triton, "_mask", lambda scores, *_: scores * jnp.nan)
     for x, y in zip(jax.jit(_both)(tensors, row), (wanted, *gradients), strict=True):
         packed_rows.close(x, y)
@@ -220,7 +193,7 @@ def test_rows_are_one_batch_with_a_padded_head_size() -> None:
     rows = (tensors, [index, index, readers])
     found = jax.jit(jax.vmap(functools.partial(_both, tiles=tiles)))(*rows)
     for n in range(2):
-        wanted, _, gradients = _reference(*jax.tree.map(lambda x, n=n: x[n], rows))
+        wanted, _, gradients = packed_rows.reference(*jax.tree.map(lambda x, n=n: x[n], rows))
         for x, y in zip(found, (wanted, *gradients), strict=True):
             packed_rows.close(x[n], y)
 

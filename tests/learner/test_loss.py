@@ -249,7 +249,7 @@ def test_sizes_of_slices(rows: int, widest: int, numbers: int, size: int) -> Non
 def test_the_bound_is_one_of_a_device(width: int, numbers: int, size: int) -> None:
     """Of its 128 tokens, and of its 2,048 rows of the table."""
     with jax.set_mesh(meshes.make_mesh({"context": 4, "tensor": 2})):
-        assert losses._lay_out((4096, width), 512, 1.0, numbers).size == size
+        assert losses._lay_out((4096, width), (1, 512), 1.0, numbers).size == size
 
 
 # Mesh, rows and width of the table, devices in one stage, and how often collectives stand in the
