@@ -112,15 +112,21 @@ def _game() -> Any:
 
 
 def _sampler() -> Any:
-    """Shapes are compiled once; a prompt goes into the smallest bucket that holds it."""
+    """Shapes are compiled once; sizes are over all devices (sampler/engine.py)."""
     sampler: Any = ConfigDict()
     sampler.temperature = 0.7
     sampler.top_p = 0.95
-    sampler.prompt_buckets = (2048, 6144, 18000)
-    sampler.token_budget = 65_536  # prompt tokens of one prefill batch
-    sampler.max_streams = 512  # siblings decoded at once
+    sampler.top_k = 0
+    sampler.min_p = 0.0
     sampler.max_tokens = 4096  # cap of questions and answers
     sampler.max_verdict_tokens = 4096
+    sampler.max_prompt = 18_000  # cap of prompts; longer ones are refused and counted
+    sampler.block = 128  # tokens of a page; prompts share whole pages
+    sampler.cache_tokens = 1_048_576  # of prompts and answers in memory
+    sampler.slots = 512  # answers decoded at once
+    sampler.siblings = 8  # answers to a prompt that meet it in one product
+    sampler.prefill_tokens = 8192  # of prompts read in one call
+    sampler.decode_tokens = 64  # of a slot between two plans
     return sampler
 
 

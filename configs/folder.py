@@ -38,9 +38,11 @@ def get_config() -> ConfigDict:
     config.game.max_generations = 2
     config.game.documents = (2,)
 
-    config.sampler.prompt_buckets = (128, 256, 512)
-    config.sampler.token_budget = 8192
-    config.sampler.max_streams = 512
+    config.sampler.max_prompt = 512
+    config.sampler.block = 64
+    config.sampler.cache_tokens = 131_072
+    config.sampler.prefill_tokens = 4096
+    config.sampler.decode_tokens = 32
     config.sampler.max_tokens = 128
     config.sampler.max_verdict_tokens = 4
 

@@ -47,9 +47,12 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.game.distinct_options = True
     config.game.verifier_share = 0.25
 
-    config.sampler.prompt_buckets = (32, 64, 112, 192)
-    config.sampler.token_budget = 3072
-    config.sampler.max_streams = 256
+    config.sampler.max_prompt = 192
+    config.sampler.block = 32
+    config.sampler.cache_tokens = 32_768
+    config.sampler.slots = 256
+    config.sampler.prefill_tokens = 1536
+    config.sampler.decode_tokens = 16
     config.sampler.max_tokens = 48
     config.sampler.max_verdict_tokens = 4
 

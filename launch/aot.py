@@ -37,9 +37,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from absl import app, flags
-from jax.sharding import PartitionSpec
 from ml_collections import config_flags
 
 from launch import topologies
@@ -49,7 +47,9 @@ from spell_jax.policy import lora, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.settings import Config, build
+from spell_jax.sampler import calls
 from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.schedule import Scheduler
 
 log = logging.getLogger("launch.aot")  # __name__ is __main__ when this is the entry
 
@@ -156,8 +156,8 @@ class Programs:
             config.policy.compute_dtype,
         )
         # Which tokens stop an answer does not change the program.
-        sampling = dataclasses.replace(sampling, prompt_buckets=(length,))
-        self.sampler = Sampler(policy, sampling, (0,), mesh)
+        self.sampler = Sampler(policy, dataclasses.replace(sampling, max_prompt=length), (0,), mesh)
+        self.lane = self.sampler.shape.lane_of(self.group)
         shapes, axes = transformer.abstract_params(policy)
         whole = meshes.placed(
             shapes, meshes.shardings(mesh, axes, shapes), self.learner.compute_dtype
@@ -178,26 +178,26 @@ class Programs:
         return [program for name in wanted for program in getattr(self, f"_{name}")()]
 
     def _prefill(self) -> list[Program]:
-        tokens, lengths = self.prompts()
-        arguments, function = (self.played, tokens, lengths), self.sampler.prefill
-        held = self._others(played=True) + bytes_per_chip(self.state)
-        return [self._program("prefill", "prefill", tokens.shape, function, arguments, held)]
+        sampler, shards = self.sampler, self.sampler.shards
+        scheduler = Scheduler(sampler.shape, shards)
+        batch = calls.prompt_pages(scheduler, [[]] * shards, sampler.config.max_prompt)
+        return [self._sampling("prefill", batch.tokens.shape, sampler.prefill, batch)]
 
     def _decode(self) -> list[Program]:
-        c, (prompts, lengths) = self.sampler.config, self.prompts()
-        key = self._replicated(jax.eval_shape(lambda: jax.random.key(0)))
-        arguments = (self.played, *self.prefilled(prompts), lengths, lengths, key)
-        options = {
-            "group": self.group,
-            "max_tokens": c.max_tokens,
-            "stop_ids": self.sampler.stop_ids,
-            "temperature": c.temperature,
-            "top_p": c.top_p,
-        }
-        tokens, function = (prompts.shape[0], self.group), self.sampler.decode
+        sampler, shards = self.sampler, self.sampler.shards
+        scheduler, c = Scheduler(sampler.shape, shards), sampler.config
+        limits = [{} for _ in range(shards)]
+        batch = calls.slots(scheduler, self.lane, limits, 1, c.max_prompt, c.longest_answer)
+        made = self._sampling("decode", (len(batch.count), 1), sampler.decode, batch)
+        return [dataclasses.replace(made, options={"lane": self.lane}, rules=meshes.DECODE_RULES)]
+
+    def _sampling(self, name: str, tokens: tuple[int, ...], function, batch) -> Program:
+        """A program of the sampler: weights, state, and the arrays of a call."""
+        state = jax.eval_shape(lambda: self.sampler.make_empty(self.learner.compute_dtype))
+        state = meshes.placed(state, self.sampler.places)
+        arguments = (self.played, state, meshes.placed(batch, calls.places(self.mesh, batch)))
         held = self._others(played=True) + bytes_per_chip(self.state)
-        made = self._program("decode", "decode", tokens, function, arguments, held)
-        return [dataclasses.replace(made, options=options, rules=meshes.DECODE_RULES)]
+        return self._program(name, name, tokens, function, arguments, held)
 
     def _log_prob(self) -> list[Program]:
         learner, batch = self.learner, self._batch()
@@ -227,24 +227,6 @@ class Programs:
         return Program(phase, name, tokens, held, function, arguments, {}, self.mesh)
 
     # -------------------------------------------------------------------------- Arguments
-
-    def prompts(self) -> tuple[Any, Any]:
-        """Tokens [B, P] and their lengths [B]."""
-        length, where = self.sampler.config.prompt_buckets[0], meshes.by_rows(self.mesh)
-        rows = self.sampler.rows(length, self.group)
-        tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=where)
-        return tokens, jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=where)
-
-    def prefilled(self, tokens: Any) -> tuple[Any, Any]:
-        """What prefill returns, as it places it: keys and values [L, B, P, K, H], logits [B, V]."""
-        c, dtype = self.policy, self.learner.compute_dtype
-        rows, width = tokens.shape
-        kept = jax.ShapeDtypeStruct((c.layers, rows, width, c.kv_heads, c.head_size), dtype)
-        logits = jax.ShapeDtypeStruct((rows, c.vocab_size), jnp.float32)
-        axes = PartitionSpec("layers", "rows", "time", "kv_heads", "head")
-        tree = ((kept, kept), logits)
-        by_axes = ((axes, axes), PartitionSpec("rows", "vocab"))
-        return meshes.placed(tree, meshes.shardings(self.mesh, by_axes, tree))
 
     def _batch(self) -> packing.MicroBatch:
         budget, shards = self.learner.packing.token_budget, meshes.row_shards(self.mesh)
@@ -475,8 +457,8 @@ def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mes
 
 
 def prompt_length(config: Config, given: int | None) -> int:
-    """Prompt tokens P: those given, or the largest bucket's."""
-    return config.sampler.prompt_buckets[-1] if given is None else given
+    """Prompt tokens P: those given, or the sampler's cap."""
+    return config.sampler.max_prompt if given is None else given
 
 
 def define_flags() -> None:
@@ -484,7 +466,7 @@ def define_flags() -> None:
     several."""
     config_flags.DEFINE_config_file("config", None, "The run's configuration.")
     flags.DEFINE_string("topology", None, "The slice, such as v5e-16; topologies.py lists them.")
-    flags.DEFINE_integer("length", None, "Prompt tokens P; by default the largest bucket's.")
+    flags.DEFINE_integer("length", None, "Prompt tokens P; by default the sampler's cap.")
     flags.DEFINE_string("policy", "", "A Hugging Face config.json; by default the folder's.")
     flags.DEFINE_integer("layers", 0, "Another number of layers, for quick trials.", lower_bound=0)
     flags.mark_flags_as_required(["config", "topology"])

@@ -103,6 +103,15 @@ class _Sizes:
         rows = self.rows if self.context > 1 else 1
         return int(rows * self.row * share) * 2 * self.kv_heads * c.head_size * self.number
 
+    def reading(self) -> int:
+        """What a prefill call has at once: its queries on all devices of `context`."""
+        heads = self.heads * self.policy.head_size
+        return self.per_token(4 * heads * self.context + 4 * self.policy.width + 3 * self.wide)
+
+    def decoding(self) -> int:
+        """What a decode call has at once, logits apart."""
+        return self.reading()
+
     def saved(self) -> int:
         """What the backward pass keeps of all layers."""
         c, heads = self.policy, self.heads * self.policy.head_size
@@ -151,20 +160,11 @@ def _made(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
         # Two moments of each weight come from the host, and go back.
         offloaded = programs.config.optimiser.offload
         return {"optimiser": 4 * aot.bytes_per_chip(programs.state.params) if offloaded else 0}
-    if program.name == "decode":
-        prompts, _ = programs.prompts()
-        sizes = _Sizes(programs, prompts.shape)
-        cache = aot.bytes_per_chip(program.arguments[1])
-        return {
-            "activations": (sizes.layer + sizes.experts) * 3 // 2,
-            "KV cache": cache // 2,
-            "logits": sizes.rows * programs.group * sizes.vocab * 4,
-        }
     sizes = _Sizes(programs, program.tokens)
+    if program.name == "decode":
+        return {"activations": sizes.decoding(), "logits": 4 * sizes.rows * sizes.vocab * 4}
     if program.name == "prefill":
-        cache, logits = programs.prefilled(programs.prompts()[0])
-        made = {"KV cache": aot.bytes_per_chip(cache), "logits": aot.bytes_per_chip(logits)}
-        return made | {"activations": sizes.forward()}
+        return {"activations": sizes.reading()}
     head = sizes.head(programs.bucket.answers)
     if program.name == "log_prob":
         return {"activations": sizes.forward(), "logits": max(0, head // 2 - sizes.forward())}
@@ -189,10 +189,11 @@ def _given(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
         parts["gradients"] = count(program.arguments[2])
         parts["weights"] += count((program.arguments[:2], program.arguments[4]))
         return parts | {"activations": count(program.arguments[3])}
-    if program.name == "decode":
-        cache, logits = count(program.arguments[1]), count(program.arguments[2])
-        parts["weights"] += arguments - cache - logits
-        return parts | {"KV cache": cache, "logits": logits}
+    if program.name in ("prefill", "decode"):
+        cache = count(program.arguments[1].pages)
+        parts["weights"] += count(program.arguments[0])
+        rest = arguments - cache - count(program.arguments[0])
+        return parts | {"KV cache": cache, "activations": rest}
     parts["weights"] += arguments
     return parts
 
@@ -242,7 +243,7 @@ class Plan:
         bucket, shards = self.programs.bucket, meshes.row_shards(self.programs.mesh)
         found = {}
         for field, tokens, names in (
-            ("sampler__token_budget", self.length, ("prefill", "decode")),
+            ("sampler__cache_tokens", self._cached, ("prefill", "decode")),
             ("packing__token_budget", bucket.length, ("accumulate",)),
         ):
             rows = 0
@@ -255,10 +256,15 @@ class Plan:
                 if any(need.total > self.topology.hbm for need in wanted):
                     break
                 rows += shards
-                if rows * self.programs.group >= self.config.sampler.max_streams:
-                    break
             found[field.replace("__", ".")] = rows * tokens
         return found
+
+    @property
+    def _cached(self) -> int:
+        """Tokens in the pool of a prompt with its answers, in whole pages."""
+        shape, sampler = self.programs.sampler.shape, self.programs.sampler.config
+        answers = self.programs.group * shape.pages_of(sampler.longest_answer)
+        return (shape.pages_of(self.length) + answers) * shape.block
 
     def helpful(self) -> Iterator[tuple[str, Plan]]:
         """Changes, one at a time, that lower what the hungriest program needs."""
@@ -275,11 +281,11 @@ class Plan:
         c, sizes = self.config, dict(self.programs.mesh.shape)
         bucket, shards = self.programs.bucket, meshes.row_shards(self.programs.mesh)
         longest = max(shards * bucket.length, c.packing.buckets[-1][0])
-        rows = {"packing": longest, "sampler": shards * self.length}
-        for section, least in rows.items():
-            if c[section].token_budget >= least + shards:
-                flag = f"--config.{section}.token_budget={least}"
-                yield flag, {f"{section}__token_budget": least}
+        least = {"packing.token_budget": longest, "sampler.cache_tokens": shards * self._cached}
+        for name, tokens in least.items():
+            section, field = name.split(".")
+            if c[section][field] >= tokens + shards:
+                yield f"--config.{name}={tokens}", {f"{section}__{field}": tokens}
         if c.policy.remat not in ("block", "offload"):
             yield "--config.policy.remat=block", {"policy__remat": "block"}
         if c.policy.remat != "offload":

@@ -34,7 +34,8 @@ from spell_jax.policy import weights
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import start
 from spell_jax.runtime.jsonl import read_records, write_records
-from spell_jax.sampler.engine import Sample, Sampler, SamplerConfig
+from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.requests import Sample
 from spell_jax.selfplay import memory, parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.prompts import Prompts
@@ -42,9 +43,9 @@ from spell_jax.selfplay.prompts import Prompts
 log = logging.getLogger("spell_jax.generate")  # __name__ is __main__ when this is the entry
 
 ROLES = ("questioner", "responder", "verifier")
-SMALLEST_BUCKET = 64
-TOKEN_BUDGET = 32_768  # prompt tokens answered at once
-MAX_STREAMS = 512  # answers written at once
+CACHE_TOKENS = 65_536  # of prompts and answers that are in memory at once, a part of the mesh
+MAX_SLOTS = 512  # answers written at once
+SIBLINGS = 8  # answers to a prompt that meet it in one product
 Record = dict[str, Any]
 
 
@@ -105,15 +106,6 @@ def read_requests(path: str | pathlib.Path, prompts: Prompts) -> tuple[list[Reco
     return records, texts
 
 
-def buckets(lengths: Sequence[int], cap: int) -> tuple[int, ...]:
-    """The powers of two, of at least SMALLEST_BUCKET, that prompts of these lengths [P] need.
-
-    None is above the cap; prompts that are, are refused by the sampler.
-    """
-    needed = (1 << (length - 1).bit_length() for length in lengths if length <= cap)
-    return tuple(sorted({min(max(SMALLEST_BUCKET, size), cap) for size in needed}))
-
-
 def answer(
     policy_folder: str | pathlib.Path,
     records: Sequence[Record],
@@ -135,13 +127,15 @@ def answer(
     _, params = weights.load(policy_folder, mesh, dtype)
     ids = [tokenizer.chat(prompt) for prompt in prompts]
     cap = policy.max_positions - sampling["max_tokens"]
-    sizes = buckets([len(prompt) for prompt in ids], cap)
-    if not sizes:
+    fitting = [len(prompt) for prompt in ids if len(prompt) <= cap]
+    if not fitting:
         policy.check_length(min(map(len, ids)) + sampling["max_tokens"])
     config = SamplerConfig(
-        prompt_buckets=sizes,
-        token_budget=max(TOKEN_BUDGET, sizes[-1]),
-        max_streams=min(MAX_STREAMS, samples * len(ids)),
+        max_prompt=max(fitting),
+        max_verdict_tokens=1,
+        cache_tokens=meshes.row_shards(mesh) * (CACHE_TOKENS + policy.max_positions),
+        slots=min(MAX_SLOTS, samples * len(ids)),
+        siblings=min(SIBLINGS, samples),
         **sampling,
     )
     sampler = Sampler(policy, config, tokenizer.stop_ids, mesh)

@@ -96,9 +96,9 @@ def make_run(config: Config) -> Run:
         sampling.temperature,
         config.policy.compute_dtype,
     )
-    sampler = Sampler(policy, sampling, tokenizer.stop_ids, mesh)
+    sampler = Sampler(policy, sampling, tokenizer.stop_ids, mesh, tokenizer.stream)
     players = Players(sampler, tokenizer, jax.random.key(config.seed))
-    game, evaluation = catalogue.make(config, tokenizer, sampling.prompt_buckets[-1])
+    game, evaluation = catalogue.make(config, tokenizer, sampling.max_prompt)
     return Run(config, policy, tokenizer, learner, players, game, evaluation, folder)
 
 

@@ -34,7 +34,12 @@ def small_config(**overrides: Any) -> Any:
     config.policy.compute_dtype = "float32"
     config.game.group_size = GROUP
     config.sampler.max_tokens = ANSWER
-    config.sampler.token_budget = 8 * LENGTH
+    config.sampler.max_verdict_tokens = ANSWER
+    config.sampler.block = 8
+    config.sampler.cache_tokens = 8 * 64
+    config.sampler.slots = 8 * GROUP
+    config.sampler.siblings = GROUP
+    config.sampler.prefill_tokens = 8 * 16
     config.packing.token_budget = 8 * (LENGTH + GROUP * ANSWER)
     config.packing.buckets = ((LENGTH + GROUP * ANSWER, GROUP * ANSWER),)
     config.update_from_flattened_dict(overrides)
@@ -61,7 +66,7 @@ def test_every_phase_has_its_programs():
         name for phase in aot.PHASES for name in names[phase]
     ]
     shapes = {one.name: one.tokens for one in programs.of("all")}
-    assert shapes["prefill"] == (8, LENGTH) and shapes["decode"] == (8, GROUP)
+    assert shapes["prefill"] == (16, 8) and shapes["decode"] == (8 * GROUP, 1)
     assert shapes["log_prob"] == shapes["accumulate"] == (8, LENGTH + GROUP * ANSWER)
 
 

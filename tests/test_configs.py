@@ -128,7 +128,7 @@ def test_base_has_the_papers_values_and_every_field():
         assert set(defaults) - set(found) <= {"total_steps", "epsilon"}, section
     sampling = build(SamplerConfig, config.sampler, "sampler")
     assert (sampling.temperature, sampling.top_p) == (0.7, 0.95)
-    assert sampling.prompt_buckets[-1] == 18_000
+    assert sampling.max_prompt == 18_000
     assert (config.game.questions, config.game.group_size, config.game.memory) == (128, 8, 3)
     assert config.game.prompts == "full"
 
@@ -145,7 +145,7 @@ def test_demonstrations_fit_the_demos_caps():
         if row.role == "verifier":
             cap = config.sampler.max_verdict_tokens
         assert tokenizer.count(row.completion) + 1 <= cap, row
-        assert len(tokenizer.chat(row.prompt)) <= config.sampler.prompt_buckets[-1]
+        assert len(tokenizer.chat(row.prompt)) <= config.sampler.max_prompt
 
 
 # ------------------------------------------------------------------------------------- ablations

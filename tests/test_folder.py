@@ -60,8 +60,8 @@ def folder_config(documents: pathlib.Path, warm: pathlib.Path, steps: int):
     config.data.max_document_tokens, config.data.held_out = 48, 0.3
     config.game.questions, config.game.generation_batch, config.game.max_generations = 3, 6, 1
     config.game.group_size = config.game.verifier_group_size = 4
-    config.sampler.prompt_buckets, config.sampler.token_budget = (320,), 1280
-    config.sampler.max_streams, config.sampler.max_tokens = 16, 6
+    config.sampler.max_prompt, config.sampler.prefill_tokens = 320, 1280
+    config.sampler.slots, config.sampler.max_tokens = 16, 6
     config.packing.buckets, config.packing.token_budget = ((384, 32),), 768
     return config
 

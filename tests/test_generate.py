@@ -93,13 +93,6 @@ def test_bad_lines_are_logged_and_skipped(tmp_path: Path, caplog: pytest.LogCapt
         generate.read_requests(write(path, [{"role": "nobody"}]), COMPACT)
 
 
-def test_buckets_are_the_powers_of_two_that_are_needed() -> None:
-    assert generate.buckets([1, 64, 65, 128, 600], 4096) == (64, 128, 1024)
-    assert generate.buckets([512], 512) == (512,)
-    assert generate.buckets([600, 700], 690) == (690,)
-    assert generate.buckets([600], 500) == ()
-
-
 def test_prompt_set_of_a_run(tmp_path: Path, workdir: Path) -> None:
     assert generate.find_prompt_set(workdir) == "compact"
     assert generate.find_prompt_set(tmp_path) == "full"

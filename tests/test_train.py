@@ -161,11 +161,8 @@ def test_every_step_has_random_numbers_of_its_own(whole):
 def test_nothing_compiles_after_the_first_full_step(whole):
     updates = [i for i, line in enumerate(whole.metrics()) if not line["train/empty_update"]]
     first = whole.traces[updates[0]]
-    # One bucket, and as many prompts in a batch whatever is asked for.
     assert first["prefill"] == first["accumulate"] == first["apply"] == 1
-    # Questions, two answers to filter them, answers (as many as anchors), verdicts; two more of
-    # evaluation.
-    assert first["decode"] == 6
+    assert first["decode"] == 2  # for questions, and for answers to a prompt, however many
     assert len(whole.traces) == 4 and updates[0] < 3
     assert all(traces == first for traces in whole.traces[updates[0] :])
 
@@ -318,7 +315,7 @@ BAD = [
     ("game.memory_low", -1.0),
     ("game.static_questions", 0),
     ("sampler.top_p", 0.0),
-    ("sampler.prompt_buckets", (64, 32)),
+    ("sampler.cache_tokens", 64),
     ("optimiser.learning_rate", -1.0),
     ("optimiser.schedule", "zigzag"),
     ("loss.aggregation", "median"),

@@ -1,4 +1,4 @@
-"""One attend() for training rows and prompts: several kernels behind one contract.
+"""One attend() for training rows: several kernels behind one contract.
 
 1. The mask is one int32 a key (masks.py), whatever the kernel.
 2. A kernel is named by PolicyConfig.attention: "dense" (the reference: all scores at once),
@@ -106,18 +106,7 @@ def _packed(name: str, ring: bool, q, k, v, cache: Any, given: dict[str, jax.Arr
     return attend(q, k, v, given["last_reader"], given.get("index"), name, ring), None
 
 
-def _prefill(name: str, ring: bool, q, k, v, cache: Any, given: dict[str, jax.Array]):
-    del cache
-    return attend(q, k, v, given["last_reader"], None, name, ring), (k, v)
-
-
 @functools.cache  # one object a kernel, so that what is compiled for it is found again
 def packed(name: str = "auto", ring: bool = False) -> Callable[..., Any]:
     """The policy's `Attend` for packed training rows; it keeps nothing."""
     return functools.partial(_packed, name, ring)
-
-
-@functools.cache
-def prefill(name: str = "auto", ring: bool = False) -> Callable[..., Any]:
-    """The policy's `Attend` for prompts; it keeps keys and values [B, T, K, H] for the sampler."""
-    return functools.partial(_prefill, name, ring)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.sampler.engine import Sample
+from spell_jax.sampler.requests import Sample
 
 
 @dataclasses.dataclass(frozen=True)

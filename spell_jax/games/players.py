@@ -11,6 +11,7 @@ from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.policy.transformer import Params
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.engine import Sampler
+from spell_jax.sampler.session import Session
 
 
 class Players:
@@ -30,18 +31,19 @@ class Players:
         self._step_key = key
         self._call = 0
         self._models: Mapping[str, Params] = {}
+        self._session: tuple[str, Session] | None = None
         self.metrics = Metrics()
 
     def begin(self, step: int, models: Mapping[str, Params]) -> None:
         """Starts a step with these weights (compute dtype) by model name."""
         self._step_key = jax.random.fold_in(self._key, step)
         self._call = 0
-        self._models = models
+        self._models, self._session = models, None
         self.metrics = Metrics()
 
     def end(self) -> None:
-        """Lets go of the weights: while the policy is updated they would only take memory."""
-        self._models = {}
+        """Lets go of weights and pool: while the policy is updated they would only take memory."""
+        self._models, self._session = {}, None
 
     def __call__(
         self,
@@ -57,14 +59,10 @@ class Players:
             return []
         config = self._sampler.config
         ids = [self._tokenizer.chat(prompt) for prompt in prompts]
-        answers = self._sampler.sample(
-            self._models[model],
-            ids,
-            group,
-            jax.random.fold_in(self._step_key, self._call),
-            max_tokens=config.max_verdict_tokens if role == "verifier" else config.max_tokens,
-            temperature=temperature,
-        )
+        cap = config.max_verdict_tokens if role == "verifier" else config.max_tokens
+        others = {} if temperature is None else {"temperature": temperature}
+        key = jax.random.fold_in(self._step_key, self._call)
+        answers = self._open(model).sample(ids, group, key, config.options(cap, **others))
         replies = [
             None
             if samples is None
@@ -73,6 +71,14 @@ class Players:
         ]
         self._count(role if model == "policy" else model, [r for r in replies if r is not None])
         return replies
+
+    def _open(self, model: str) -> Session:
+        """The session with a model, in which prompts of this step's calls share what they begin
+        with; one at a time, as each has a pool."""
+        if self._session is None or self._session[0] != model:
+            params, self._session = self._models[model], None
+            self._session = model, self._sampler.begin(params)
+        return self._session[1]
 
     def _count(self, speaker: str, replies: Sequence[Reply]) -> None:
         samples = [sample for reply in replies for sample in reply.samples]

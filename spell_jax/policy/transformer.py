@@ -30,6 +30,7 @@ from spell_jax.policy.lora import LoraConfig
 from spell_jax.runtime import collectives
 
 Params = dict[str, Any]
+_HIDDEN = ("rows", "time", "width")  # logical axes of hidden states [B, T, D]
 _BLOCK_INPUT = "block input"
 # What the backward pass keeps of a block, by the name in PolicyConfig.remat.
 _KEPT = {
@@ -46,10 +47,10 @@ _KEPT = {
 
 
 class Attend(Protocol):
-    """How queries meet keys: (q [B,T,N,H], k, v [B,T,K,H], cache, context) -> (out, new cache).
+    """How queries meet keys: (q [B,T,N,H], k, v [B,T,K,H], cache, context) -> (out, cache).
 
-    `cache` is this layer's slice of the caller's cache (or None); `context` is shared by all
-    layers; the second result is stacked over layers and returned to the caller.
+    `cache` goes from layer to layer and back to the caller (the sampler's pages; None in training);
+    `context` is shared by all layers, but for its "layer", an int32 scalar.
     """
 
     def __call__(
@@ -183,9 +184,10 @@ class Attention(nn.Module):
             k = RMSNorm(c.norm_epsilon, "head", name="k_norm")(k)
         q = rope.rotate(q, *context["rotary"])
         k = rope.rotate(k, *context["rotary"])
-        out, new_cache = self.attend(q, k, v, cache, context)
+        out, cache = self.attend(q, k, v, cache, context)
+        out = spmd.with_logical_constraint(out, ("rows", "time", "heads", None))
         into = {"heads": c.heads, "head": c.head_size}
-        return _project(self, "o", out, into, {"embed": c.width}, c.lora), new_cache
+        return _project(self, "o", out, into, {"embed": c.width}, c.lora), cache
 
 
 class SwiGLU(nn.Module):
@@ -223,26 +225,27 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer; the signature (carry, scanned cache, broadcast context) is nn.scan's."""
+    """One layer; the signature (carry, scanned layer number, broadcast context) is nn.scan's."""
 
     config: PolicyConfig
     attend: Attend
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, cache: Any, context: Any
-    ) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
+        self, carry: tuple[jax.Array, Any], layer: jax.Array, context: dict[str, Any]
+    ) -> tuple[tuple[jax.Array, Any], jax.Array | None]:
+        (x, cache), context = carry, context | {"layer": layer}
         epsilon = self.config.norm_epsilon
         x = checkpoint_name(x, _BLOCK_INPUT)
         attention = Attention(self.config, self.attend, name="attention")
-        out, new_cache = attention(RMSNorm(epsilon, name="attention_norm")(x), cache, context)
+        out, cache = attention(RMSNorm(epsilon, name="attention_norm")(x), cache, context)
         x = x + out
         normed = RMSNorm(epsilon, name="mlp_norm")(x)
         if self.config.experts:
             out, load = Experts(self.config, name="moe")(normed, context["real"])
         else:
             out, load = SwiGLU(self.config, name="mlp")(normed), None
-        return spmd.with_logical_constraint(x + out, ("rows", "time", None)), (new_cache, load)
+        return (spmd.with_logical_constraint(x + out, _HIDDEN), cache), load
 
 
 class Transformer(nn.Module):
@@ -254,13 +257,13 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(
         self, tokens: jax.Array, cache: Any, context: Any
-    ) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
+    ) -> tuple[jax.Array, Any, jax.Array | None]:
         c = self.config
         table_shape = (c.vocab_size, c.width)
         table = self.param("embedding", _kernel(("vocab", "embed"), c.width), table_shape)
         if not c.tied_embeddings:  # declared here so that init makes it; read by unembed()
             self.param("unembedding", _kernel(("vocab", "embed"), c.width), table_shape)
-        x = spmd.with_logical_constraint(embedding.lookup(table, tokens), ("rows", "time", None))
+        x = spmd.with_logical_constraint(embedding.lookup(table, tokens), _HIDDEN)
         block = Block
         if c.remat != "none":
             block = nn.remat(Block, prevent_cse=False, policy=_KEPT[c.remat])
@@ -274,8 +277,9 @@ class Transformer(nn.Module):
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        x, by_layer = layers(c, self.attend, name="layers")(x, cache, context)
-        return RMSNorm(c.norm_epsilon, name="final_norm")(x), by_layer
+        blocks = layers(c, self.attend, name="layers")
+        (x, cache), load = blocks((x, cache), jnp.arange(c.layers), context)
+        return RMSNorm(c.norm_epsilon, name="final_norm")(x), cache, load
 
 
 def boxed_init(config: PolicyConfig, key: jax.Array) -> Any:
@@ -328,18 +332,16 @@ def hidden_states(
       tokens: int32 [B, T].
       positions: int32 [B, T], rotary positions (not row indices).
       attend: how queries meet keys.
-      cache: pytree with a leading layer axis, sliced per layer and handed to `attend`.
-      context: pytree handed to `attend` in every layer.
+      cache: pytree that `attend` gets and gives back, layer after layer.
+      context: dict handed to `attend` in every layer.
 
     Returns:
-      Final hidden states [B, T, D] in the compute dtype; what `attend` returned as new cache,
-      stacked over layers; and, of a mixture of experts, how many tokens (padding apart) each expert
-      got, float32 [L, E].
+      Final hidden states [B, T, D] in the compute dtype; the cache as the last layer left it; and,
+      of a mixture of experts, how many tokens (padding apart) each expert got, float32 [L, E].
     """
     variables, full = {"params": params}, _context(config, positions, context or {})
     result: Any = Transformer(config, attend).apply(variables, tokens, cache, full)
-    hidden, (new_cache, load) = result
-    return hidden, new_cache, load
+    return result
 
 
 def unembed(config: PolicyConfig, params: Params, hidden: jax.Array) -> jax.Array:

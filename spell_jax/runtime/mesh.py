@@ -21,11 +21,12 @@ Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 ROWS = ("data", "fsdp", EXPERT)  # what the batch axis of activations is split over
 EMBED = ("fsdp", CONTEXT)  # what the model width of parameters is split over
-# Logical axis -> mesh axes, for training and prefill. `rows` and `time` are axes of activations,
-# the rest name weight axes.
+# Logical axis -> mesh axes, for training and prefill. `rows`, `time` and `width` are axes of
+# activations, the rest name weight axes.
 RULES: Rules = (
     ("rows", ROWS),
     ("time", CONTEXT),
+    ("width", None),
     ("embed", EMBED),
     ("vocab", TENSOR),
     ("heads", TENSOR),
@@ -37,8 +38,10 @@ RULES: Rules = (
     ("rank", None),
     ("layers", None),
 )
-# In decoding the time axis holds the siblings of a group, which stay together.
-DECODE_RULES: Rules = tuple((name, None if name == "time" else axes) for name, axes in RULES)
+# In decoding, where a row is one token, weights stay in place and activations go to them: each
+# device multiplies all rows by its part of the width.
+_IN_DECODING = {"rows": "data", "time": None, "width": EMBED}
+DECODE_RULES: Rules = tuple((name, _IN_DECODING.get(name, axes)) for name, axes in RULES)
 
 
 def make_mesh(

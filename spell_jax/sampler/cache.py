@@ -1,87 +1,138 @@
-"""Keys and values of the sampler: the prompt's once a group, the suffix's once a sibling."""
+"""How prompts and slots meet the pages of the pool, on one device or a mesh.
+
+1. Slots, rows of prompts and pages lie together: each part of the mesh's row axes (data, fsdp,
+   expert) has a pool of its own, and tables name pages of it.
+2. Over `context` every page is split by its tokens, so that each device has an equal part of every
+   prompt. Queries of all of its rows meet each part, and results are merged by log-sum-exp.
+3. Over `tensor` heads are split. Where there are fewer key heads than devices, each is kept as
+   often as query heads on different devices need it.
+4. All of it is one shard_map a layer: nothing of the pool ever moves.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spell_jax.attention.dense import MASKED
+from spell_jax.attention import paged
+from spell_jax.attention.paged import Pages
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import collectives
+from spell_jax.runtime import mesh as meshes
 
-
-@flax.struct.dataclass
-class Cache:
-    """One array a kind, with a leading layer axis.
-
-    Attributes:
-      prompt_keys, prompt_values: [L, B, P, K, H], written by prefill.
-      suffix_keys, suffix_values: [L, B, G, S, K, H], written token by token.
-    """
-
-    prompt_keys: jax.Array
-    prompt_values: jax.Array
-    suffix_keys: jax.Array
-    suffix_values: jax.Array
+_SUFFIX_ROWS = 64  # slots whose own tokens are read at once: one query each
 
 
-def from_prefill(prompt: tuple[jax.Array, jax.Array], group: int, max_tokens: int) -> Cache:
-    """A cache behind prefilled prompts ([L, B, P, K, H] each) with empty suffixes."""
-    keys, values = prompt
-    layers, rows, _, kv_heads, size = keys.shape
-    empty = jnp.zeros((layers, rows, group, max_tokens, kv_heads, size), keys.dtype)
-    return Cache(keys, values, empty, empty)
+def head_split(mesh: Any, heads: int, kv_heads: int) -> tuple[str | None, int]:
+    """(the mesh axis that splits heads, or None; how many key heads the pool keeps)."""
+    count = 1 if mesh is None else mesh.shape[meshes.TENSOR]
+    if count == 1 or heads % count or (kv_heads % count and count % kv_heads):
+        return None, kv_heads
+    return meshes.TENSOR, max(kv_heads, count)
 
 
-def write(cache: Cache, new: tuple[jax.Array, jax.Array], step: jax.Array) -> Cache:
-    """Puts this token's keys and values ([L, B, G, K, H] each) at suffix position `step`."""
-    keys, values = (
-        jax.lax.dynamic_update_slice_in_dim(old, token[:, :, :, None], step, axis=3)
-        for old, token in zip((cache.suffix_keys, cache.suffix_values), new, strict=True)
-    )
-    return dataclasses.replace(cache, suffix_keys=keys, suffix_values=values)
+def pages_sharding(mesh: Mesh, config: PolicyConfig) -> NamedSharding:
+    """Placement of the pool's keys and values [L, Z, K, C, H]."""
+    axis, _ = head_split(mesh, config.heads, config.kv_heads)
+    return NamedSharding(mesh, _pages_spec(axis))
 
 
-def attend_decode(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, context: dict[str, Any]
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The policy's `Attend` for one new token of each sibling.
+def _pages_spec(axis: str | None) -> PartitionSpec:
+    return PartitionSpec(None, meshes.ROWS, axis, meshes.CONTEXT)
 
-    All siblings meet their prompt in one matrix product; the prompt, the sibling's own suffix and
-    the new token itself share one softmax over their joined scores.
+
+def attend_prompts(q, k, v, cache: Pages, context: dict[str, Any]) -> tuple[jax.Array, Pages]:
+    """The policy's `Attend` for pages of prompts: written first, then read.
 
     Args:
-      q: [B, G, N, H], the siblings on the time axis.
-      k, v: [B, G, K, H] of the new token.
-      cache: this layer's slices, without the layer axis; holds tokens before `step`.
-      context: "prompt_length" int32 [B] and "step" int32 scalar.
-
-    Returns:
-      [B, G, N, H], and (k, v) for write(), so that the scan over layers copies no cache.
+      q: [B, C, N, H].
+      k, v: [B, C, K, H].
+      cache: the pool.
+      context: "page" int32 [B], where keys and values go; "table" int32 [B, J]; "visible" int32
+        [B, C], leading keys that each token sees.
     """
-    rows, group, heads, size = q.shape
-    q = q.reshape(rows, group, k.shape[2], -1, size)
-    joined = [
-        jnp.einsum("bgkrh,bpkh->bgkrp", q, cache.prompt_keys, preferred_element_type=jnp.float32),
-        jnp.einsum("bgkrh,bgskh->bgkrs", q, cache.suffix_keys, preferred_element_type=jnp.float32),
-        jnp.einsum("bgkrh,bgkh->bgkr", q, k, preferred_element_type=jnp.float32)[..., None],
-    ]
-    in_prompt = jnp.arange(joined[0].shape[-1]) < context["prompt_length"][:, None]
-    in_suffix = jnp.arange(joined[1].shape[-1]) < context["step"]
-    scale = size**-0.5
-    joined = [
-        jnp.where(in_prompt[:, None, None, None], joined[0] * scale, MASKED),
-        jnp.where(in_suffix, joined[1] * scale, MASKED),
-        joined[2] * scale,
-    ]
-    weights = jax.nn.softmax(jnp.concatenate(joined, axis=-1), axis=-1).astype(v.dtype)
-    split = (joined[0].shape[-1], joined[0].shape[-1] + joined[1].shape[-1])
-    on_prompt, on_suffix, on_self = jnp.split(weights, split, axis=-1)
-    out = (
-        jnp.einsum("bgkrp,bpkh->bgkrh", on_prompt, cache.prompt_values)
-        + jnp.einsum("bgkrs,bgskh->bgkrh", on_suffix, cache.suffix_values)
-        + on_self * v[:, :, :, None]
+    given = {name: context[name] for name in ("page", "table", "visible")}
+    return _run(_prompts_on_device, meshes.CONTEXT, q, k, v, cache, context["layer"], given)
+
+
+def attend_slots(q, k, v, cache: Pages, context: dict[str, Any]) -> tuple[jax.Array, Pages]:
+    """The policy's `Attend` for one new token of each slot: written first, then read with the rest.
+
+    Args:
+      q: [N, 1, heads, H].
+      k, v: [N, 1, K, H].
+      cache: the pool.
+      context: "page" and "offset" int32 [N], where keys and values go; "visible" int32 [N], of the
+        slot's own tokens, this one included; and of steps.Slots "row", "cell", "slot",
+        "prompt_table", "prompt_visible", "suffix_table".
+    """
+    names = ("page", "offset", "visible", "row", "cell", "slot")
+    tables = ("prompt_table", "prompt_visible", "suffix_table")
+    given = {name: context[name] for name in (*names, *tables)}
+    return _run(_slots_on_device, None, q, k, v, cache, context["layer"], given)
+
+
+def _run(function, time: str | None, q, k, v, pages: Pages, layer, given):
+    """function(q, k, v, pages, layer, given, share) on each device's shards."""
+    mesh = collectives.current_mesh()
+    axis, kept = head_split(mesh, q.shape[2], k.shape[2])
+    if mesh is None:
+        return function(q, k, v, pages, layer, given, (0, 1))
+    k, v = (jnp.repeat(x, kept // k.shape[2], axis=2) for x in (k, v))
+    parts = mesh.shape[meshes.CONTEXT]
+
+    def on_device(q, k, v, pages, layer, given):
+        share = (jax.lax.axis_index(meshes.CONTEXT), parts)
+        return function(q, k, v, pages, layer, given, share)
+
+    tokens = PartitionSpec(meshes.ROWS, time, axis)
+    specs = _pages_spec(axis), PartitionSpec(), PartitionSpec(meshes.ROWS)
+    return jax.shard_map(
+        on_device,
+        in_specs=(tokens, tokens, tokens, *specs),
+        out_specs=(tokens, specs[0]),
+        check_vma=False,
+    )(q, k, v, pages, layer, given)
+
+
+def _prompts_on_device(q, k, v, pages: Pages, layer, given, share):
+    pages = paged.write_pages(pages, layer, given["page"], k, v)
+    queries = q
+    if share[1] > 1:
+        queries = jax.lax.all_gather(q, meshes.CONTEXT, axis=1, tiled=True)
+    found = paged.attend(queries, pages, layer, given["table"], given["visible"], share)
+    if share[1] == 1:
+        return found[0].astype(q.dtype), pages
+    out = jax.lax.psum_scatter(_weighed(*found), meshes.CONTEXT, scatter_dimension=1, tiled=True)
+    return out.astype(q.dtype), pages
+
+
+def _slots_on_device(q, k, v, pages: Pages, layer, given, share):
+    part, parts = share
+    owner, offset = given["offset"] // pages.block, given["offset"] % pages.block
+    page = given["page"] if parts == 1 else jnp.where(owner == part, given["page"], 0)
+    pages = paged.write_tokens(pages, layer, page, offset, k[:, 0], v[:, 0])
+    read = functools.partial(paged.attend, pages=pages, layer=layer, share=share)
+    suffix = read(
+        q,
+        table=given["suffix_table"],
+        visible=given["visible"][:, None],
+        rows_at_once=_SUFFIX_ROWS,
     )
-    return out.reshape(rows, group, heads, size), (k, v)
+    siblings = jnp.take(q[:, 0], given["slot"], axis=0, mode="fill", fill_value=0)  # [M, G, N, H]
+    rows = read(siblings, table=given["prompt_table"], visible=given["prompt_visible"])
+    out, lse = (part[given["row"], given["cell"]][:, None] for part in rows)
+    found = paged.merge((out, lse), suffix)
+    if parts == 1:
+        return found[0].astype(q.dtype), pages
+    return jax.lax.psum(_weighed(*found), meshes.CONTEXT).astype(q.dtype), pages
+
+
+def _weighed(out: jax.Array, lse: jax.Array) -> jax.Array:
+    """A device's part of attention to the keys of all devices of `context`: their sum is it."""
+    weight = jnp.exp(lse - jax.lax.pmax(lse, meshes.CONTEXT))
+    return out * (weight / jax.lax.psum(weight, meshes.CONTEXT))[..., None]

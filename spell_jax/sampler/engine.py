@@ -1,86 +1,126 @@
-"""The sampler: requests in, answers out, in a few compiled shapes.
+"""The sampler: requests in, answers out, in two compiled programs.
 
-1. A request is a prompt; all requests of a call ask for the same number of siblings G.
-2. Requests go into the smallest prompt bucket that holds them; a longer one is refused (None).
-3. A bucket's requests are cut into batches whose prompt tokens and siblings are bounded; each batch
-   is prefilled once and decoded in one while_loop.
-4. Answers come back in request order, and do not depend on which batch a request fell into.
+1. A request is a prompt with G siblings. Its prompt is read once, page by page (steps.prefill), and
+   all siblings decode behind it (steps.decode).
+2. A session (session.py) answers requests with the same weights; how pages and slots are given out
+   says schedule.py.
+3. Answers do not depend on which slots or neighbours their requests had, nor on when they came in:
+   every draw has its key by request, sibling and token.
+4. A prompt over the cap is refused; logits that are no numbers end the run, by request.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import flax.linen as nn
 import jax
-import numpy as np
+import jax.numpy as jnp
 
+from spell_jax.attention import paged
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler import decode
+from spell_jax.sampler import cache, steps
+from spell_jax.sampler.requests import Options, Sample
+from spell_jax.sampler.schedule import Shape
+from spell_jax.sampler.session import Session
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
-    """Sampling parameters and compiled shapes.
+    """Sampling parameters and compiled shapes; sizes are over all devices.
 
     Attributes:
-      temperature, top_p: see nucleus.draw (paper section 4.1: 0.7 and 0.95).
-      prompt_buckets: prompt lengths that are compiled, ascending, in tokens [P]; the last is the
-        cap of a prompt.
-      token_budget: prompt tokens of one batch.
-      max_streams: siblings decoded at once.
+      temperature, top_p, top_k, min_p: see Options (paper section 4.1: 0.7 and 0.95).
       max_tokens: cap of a question or an answer, in tokens [S].
       max_verdict_tokens: cap of a verdict.
+      max_prompt: cap of a prompt, in tokens [P].
+      block: C, tokens of a page; prompts share whole pages.
+      cache_tokens: tokens of the pool, of prompts and answers.
+      slots: siblings decoded at once.
+      siblings: G, siblings of a prompt that meet it in one product; requests for one answer have a
+        compiled shape of their own.
+      prefill_tokens: of prompts read in one call.
+      decode_tokens: that a slot draws in one call, at most; freed slots are filled between calls.
     """
 
     temperature: float = 0.7
     top_p: float = 0.95
-    prompt_buckets: tuple[int, ...] = (18_000,)
-    token_budget: int = 65_536
-    max_streams: int = 512
+    top_k: int = 0
+    min_p: float = 0.0
     max_tokens: int = 4096
     max_verdict_tokens: int = 4096
+    max_prompt: int = 18_000
+    block: int = 128
+    cache_tokens: int = 1_048_576
+    slots: int = 512
+    siblings: int = 8
+    prefill_tokens: int = 8192
+    decode_tokens: int = 64
 
     def __post_init__(self):
-        if self.temperature < 0:
-            raise ValueError(f"sampler.temperature = {self.temperature}: must be 0 or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampler.top_p = {self.top_p}: must be in (0, 1]")
-        buckets = self.prompt_buckets
-        if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
-            raise ValueError(f"sampler.prompt_buckets = {buckets}: must be ascending lengths")
-        for field in ("token_budget", "max_streams", "max_tokens", "max_verdict_tokens"):
+        sizes = ("max_tokens", "max_verdict_tokens", "max_prompt", "block", "cache_tokens")
+        for field in (*sizes, "slots", "siblings", "prefill_tokens", "decode_tokens"):
             if getattr(self, field) < 1:
                 raise ValueError(f"sampler.{field} = {getattr(self, field)}: must be at least 1")
+        try:
+            self.options(1)
+        except ValueError as error:
+            raise ValueError(f"sampler.{error}") from error
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens that an answer may have, whatever a request says."""
+        return max(self.max_tokens, self.max_verdict_tokens)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt and the longest answer together."""
-        return self.prompt_buckets[-1] + max(self.max_tokens, self.max_verdict_tokens)
+        return self.max_prompt + self.longest_answer
 
+    def options(self, max_tokens: int, **others: Any) -> Options:
+        """The configured ones, for answers of at most so many tokens."""
+        common = Options(self.temperature, self.top_p, self.top_k, self.min_p)
+        return dataclasses.replace(common, max_tokens=max_tokens, **others)
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """One answer.
+    def shape(self, mesh: jax.sharding.Mesh) -> Shape:
+        """Sizes of one part of the mesh's row axes.
 
-    Attributes:
-      tokens: int32 [S], stop token included.
-      log_probs: float32 [S], at the sampling temperature.
-      stopped: whether it ended by itself rather than at the cap.
-    """
+        Slots are rounded up to a multiple of the devices, each of which draws for as many.
 
-    tokens: np.ndarray
-    log_probs: np.ndarray
-    stopped: bool
-
-    @property
-    def content(self) -> list[int]:
-        """The tokens without the stop token."""
-        return self.tokens[: len(self.tokens) - self.stopped].tolist()
+        Raises:
+          ValueError: they cannot be split so, or the pool does not hold the longest prompt and
+            answer.
+        """
+        shards, parts = meshes.row_shards(mesh), meshes.context_shards(mesh)
+        if self.block % parts:
+            raise ValueError(
+                f"sampler.block = {self.block}: must be a multiple of mesh.context = {parts}"
+            )
+        pages = self.cache_tokens // self.block // shards
+        slots = -(-self.slots // mesh.size) * (mesh.size // shards)
+        lanes = {1: slots}
+        lanes[min(self.siblings, slots)] = min(slots, 2 * -(-slots // self.siblings))
+        made = Shape(
+            block=self.block,
+            pages=pages,
+            slots=slots,
+            prompts=2 * slots,
+            lanes=tuple(sorted(lanes.items())),
+            tasks=max(1, self.prefill_tokens // self.block // shards),
+        )
+        longest = self.longest_answer
+        if made.pages_of(self.max_prompt) + made.pages_of(longest) > pages:
+            raise ValueError(
+                f"sampler.cache_tokens = {self.cache_tokens}: a prompt of {self.max_prompt} tokens "
+                f"and an answer of {longest} must fit on each of {shards} parts of the mesh, which "
+                f"takes {shards * (self.longest + 2 * self.block)}"
+            )
+        return made
 
 
 class Sampler:
@@ -92,16 +132,56 @@ class Sampler:
         config: SamplerConfig,
         stop_ids: Sequence[int],
         mesh: jax.sharding.Mesh,
+        stream: Callable[[], Stream] | None = None,
     ):
+        """Args: `stream` is a tokenizer's; requests with stop strings need it.
+
+        Raises:
+          ValueError: the config's sizes do not go together.
+        """
         self.policy = policy
         self.config = config
         self.mesh = mesh
         self.stop_ids = tuple(int(i) for i in stop_ids)
-        self.prefill = jax.jit(functools.partial(decode.prefill, policy))
-        self.decode = jax.jit(
-            functools.partial(decode.decode, policy),
-            static_argnames=("group", "max_tokens", "stop_ids", "temperature", "top_p"),
+        self.stream = stream
+        self.shards = meshes.row_shards(mesh)
+        self.shape = config.shape(mesh)
+        kept = meshes.replicated(mesh)
+        where = cache.pages_sharding(mesh, policy)
+        lanes = (kept,) * len(self.shape.lanes)
+        self.places = places = steps.State(paged.Pages(where, where), kept, lanes)
+        self.prefill = jax.jit(
+            functools.partial(steps.prefill, policy), donate_argnums=1, out_shardings=places
         )
+        self.decode = jax.jit(
+            functools.partial(
+                steps.decode,
+                policy,
+                block=config.block,
+                steps=config.decode_tokens,
+                stop_ids=self.stop_ids,
+            ),
+            static_argnames="lane",
+            donate_argnums=1,
+            out_shardings=(places, kept),
+        )
+        self.empty = jax.jit(self.make_empty, static_argnums=0, out_shardings=places)
+
+    def make_empty(self, dtype: Any) -> steps.State:
+        """What a session begins with, for `empty` and for shapes."""
+        c, shape = self.policy, self.shape
+        _, kv_heads = cache.head_split(self.mesh, c.heads, c.kv_heads)
+        pages = self.shards * (shape.pages + 1)  # and nobody's
+        slots = self.shards * shape.slots
+        return steps.State(
+            paged.empty(c.layers, pages, kv_heads, shape.block, c.head_size, dtype),
+            jnp.zeros((self.shards * shape.prompts, c.width), dtype),
+            tuple(jnp.zeros((slots, c.width), dtype) for _ in shape.lanes),
+        )
+
+    def begin(self, params: transformer.Params) -> Session:
+        """A session with these weights (in the compute dtype); its pool is made now."""
+        return Session(self, params)
 
     def sample(
         self,
@@ -110,8 +190,7 @@ class Sampler:
         group: int,
         key: jax.Array,
         max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
+        **others: Any,
     ) -> list[list[Sample] | None]:
         """Answers every prompt `group` times.
 
@@ -120,83 +199,20 @@ class Sampler:
           prompts: token ids.
           group: G.
           key: PRNG key; request i and sibling g use fold_in(fold_in(key, i), g).
-          max_tokens, temperature, top_p: instead of the configured ones.
+          max_tokens: instead of the configured cap.
+          **others: of Options, instead of the configured ones.
 
         Returns:
           For each prompt its G samples, or None where the prompt is over the cap.
 
         Raises:
-          ValueError: an empty prompt; group or max_tokens below 1.
+          ValueError: an empty prompt; group or an option out of range.
           FloatingPointError: the policy's logits are not numbers.
         """
-        c = self.config
-        options = {
-            "group": group,
-            "max_tokens": c.max_tokens if max_tokens is None else max_tokens,
-            "stop_ids": self.stop_ids,
-            "temperature": c.temperature if temperature is None else temperature,
-            "top_p": c.top_p if top_p is None else top_p,
-        }
-        for name in ("group", "max_tokens"):
-            if options[name] < 1:
-                raise ValueError(f"{name} = {options[name]}: must be at least 1")
-        answers: list[list[Sample] | None] = [None] * len(prompts)
-        for bucket, requests in self._by_bucket(prompts).items():
-            rows = self.rows(bucket, group)
-            for start in range(0, len(requests), rows):
-                batch = requests[start : start + rows]
-                result = self._run(params, prompts, batch, bucket, rows, key, options)
-                for row, request in enumerate(batch):
-                    answers[request] = _unpack(result, row)
-        return answers
+        cap = self.config.max_tokens if max_tokens is None else max_tokens
+        options = self.config.options(cap, **others)
+        return self.begin(params).sample(prompts, group, key, options)
 
-    def rows(self, bucket: int, group: int) -> int:
-        """Prompts decoded at once: fixed for a compiled shape, a multiple of the row shards."""
-        shards = meshes.row_shards(self.mesh)
-        fitting = min(self.config.token_budget // bucket, self.config.max_streams // group)
-        return max(1, fitting // shards) * shards
-
-    def _by_bucket(self, prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-        requests: dict[int, list[int]] = {bucket: [] for bucket in self.config.prompt_buckets}
-        for index, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise ValueError(f"request {index}: the prompt is empty")
-            bucket = next((b for b in requests if len(prompt) <= b), None)
-            if bucket is not None:
-                requests[bucket].append(index)
-        return requests
-
-    def _run(self, params, prompts, batch, bucket: int, rows: int, key, options) -> decode.Answers:
-        tokens = np.zeros((rows, bucket), np.int32)
-        lengths = np.zeros(rows, np.int32)
-        requests = np.zeros(rows, np.int32)
-        for row, index in enumerate(batch):
-            lengths[row] = len(prompts[index])
-            tokens[row, : lengths[row]] = prompts[index]
-            requests[row] = index
-        place = functools.partial(jax.device_put, device=meshes.by_rows(self.mesh))
-        with jax.set_mesh(self.mesh):
-            with nn.logical_axis_rules(meshes.RULES):
-                prompt, logits = self.prefill(params, place(tokens), place(np.maximum(lengths, 1)))
-            with nn.logical_axis_rules(meshes.DECODE_RULES):
-                result = self.decode(
-                    params, prompt, logits, place(lengths), place(requests), key, **options
-                )
-        result = jax.device_get(result)
-        if not np.isfinite(result.log_probs).all():
-            row = int(np.argwhere(~np.isfinite(result.log_probs))[0, 0])
-            raise FloatingPointError(f"request {requests[row]}: the policy's logits are not finite")
-        return result
-
-
-def _unpack(result: decode.Answers, row: int) -> list[Sample]:
-    samples = []
-    for sibling, length in enumerate(result.lengths[row]):
-        samples.append(
-            Sample(
-                tokens=np.array(result.tokens[row, sibling, :length]),
-                log_probs=np.array(result.log_probs[row, sibling, :length]),
-                stopped=bool(result.stopped[row, sibling]),
-            )
-        )
-    return samples
+    def fits(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt is not over the cap."""
+        return len(prompt) <= self.config.max_prompt

@@ -321,15 +321,11 @@ def test_auto_takes_the_kernel_by_length_and_platform() -> None:
     assert "gpu.triton" in text and f"x{long}x{long}xf32" not in text
 
 
-def test_prefill_keeps_keys_and_values_and_training_does_not() -> None:
-    q, k, v = _inputs()
-    context = {"last_reader": LAST_READER}
-    packed, nothing = attend.packed("chunked")(q, k, v, None, context)
-    prefilled, kept = attend.prefill("chunked")(q, k, v, None, context)
+def test_training_rows_are_attended_by_the_named_kernel() -> None:
+    q, k, v, *_ = _inputs()
+    packed, nothing = attend.packed("chunked")(q, k, v, None, {"last_reader": LAST_READER})
     assert nothing is None
-    np.testing.assert_array_equal(packed, prefilled)
-    np.testing.assert_array_equal(kept[0], k)
-    np.testing.assert_array_equal(kept[1], v)
+    np.testing.assert_array_equal(packed, attend.attend(q, k, v, LAST_READER, name="chunked"))
     assert attend.packed("chunked") is attend.packed("chunked")
 
 

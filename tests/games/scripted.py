@@ -15,7 +15,7 @@ from spell_jax.games.game import Reply
 from spell_jax.games.spell import Episode, Spell
 from spell_jax.games.spell_config import SpellConfig
 from spell_jax.learner.packing import Group
-from spell_jax.sampler.engine import Sample
+from spell_jax.sampler.requests import Sample
 from spell_jax.selfplay import prompts
 
 PROMPTS = prompts.load("compact")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from spell_jax.games.players import Players
-from spell_jax.sampler.engine import Sample
+from spell_jax.sampler.engine import SamplerConfig
+from spell_jax.sampler.requests import Sample
 
 WORDS = ("zero", "one", "two", "end")
 
@@ -18,14 +20,19 @@ WORDS = ("zero", "one", "two", "end")
 class FakeSampler:
     """Records what it is asked for; prompts of more than five tokens are over its cap."""
 
-    config = SimpleNamespace(max_tokens=9, max_verdict_tokens=2)
+    config = SamplerConfig(max_tokens=9, max_verdict_tokens=2)
 
     def __init__(self):
         self.calls: list[dict[str, Any]] = []
+        self.begun: list[Any] = []
 
-    def sample(self, params, prompts, group, key, max_tokens=None, temperature=None):
+    def begin(self, params):
+        self.begun.append(params)
+        return SimpleNamespace(sample=functools.partial(self._sample, params))
+
+    def _sample(self, params, prompts, group, key, options):
         words = {"params": params, "prompts": prompts, "group": group, "key": key}
-        self.calls.append(words | {"max_tokens": max_tokens, "temperature": temperature})
+        self.calls.append(words | {"options": options})
         stopped = Sample(np.array([1, 2, 3]), np.zeros(3, np.float32), True)
         capped = Sample(np.array([1, 2, 1]), np.zeros(3, np.float32), False)
         return [None if len(p) > 5 else [stopped, capped][:group] for p in prompts]
@@ -74,7 +81,7 @@ def test_replies_are_texts_without_the_stop_token(players):
     assert first.texts == ["one two", "one two one"]
     assert over is None
     assert sampler.calls[0]["params"] == "weights"
-    assert sampler.calls[0]["max_tokens"] == 9
+    assert sampler.calls[0]["options"].max_tokens == 9
     group = first.group([0.5, -0.5], "responder")
     assert [list(a) for a in group.answers] == [[1, 2, 3], [1, 2, 1]]  # the stop token is learned
     assert list(group.advantages) == [0.5, -0.5] and group.role == "responder"
@@ -85,8 +92,22 @@ def test_verdicts_have_a_cap_of_their_own(players):
     ask, sampler = players
     ask("verifier", ["a"])
     ask("responder", ["a"], model="anchor", temperature=0.0)
-    assert sampler.calls[0]["max_tokens"] == 2 and sampler.calls[0]["temperature"] is None
-    assert sampler.calls[1]["params"] == "frozen" and sampler.calls[1]["temperature"] == 0.0
+    verdict, answer = (call["options"] for call in sampler.calls)
+    assert verdict.max_tokens == 2 and verdict.temperature == 0.7
+    assert sampler.calls[1]["params"] == "frozen" and answer.temperature == 0.0
+
+
+def test_one_session_a_model_and_step(players):
+    ask, sampler = players
+    for model in ("policy", "policy", "anchor", "policy"):
+        ask("responder", ["a"], model=model)
+    assert sampler.begun == ["weights", "frozen", "weights"]
+    ask.begin(2, {"policy": "new weights"})
+    ask("responder", ["a"])
+    assert sampler.begun[3:] == ["new weights"]
+    ask.end()
+    with pytest.raises(KeyError, match="policy"):
+        ask("responder", ["a"])
 
 
 def test_keys_are_by_step_and_call(players):

@@ -60,7 +60,14 @@ def test_sixty_four_greedy_tokens_equal_transformers(family: str, both) -> None:
     import torch
 
     prompts = [TOKENS[0, :30], TOKENS[1, :21]]
-    settings = SamplerConfig(0.0, 1.0, (32,), 64, 2, 64, 64)
+    settings = SamplerConfig(
+        0.0,
+        max_tokens=64,
+        max_verdict_tokens=64,
+        max_prompt=32,
+        block=16,
+        cache_tokens=512,
+    )
     sampler = Sampler(config, settings, (), meshes.make_mesh(devices=jax.devices()[:1]))
     found = sampler.sample(params, prompts, 1, jax.random.key(0))
     for prompt, samples in zip(prompts, found, strict=True):

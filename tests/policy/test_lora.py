@@ -152,7 +152,9 @@ def _gradient_norm() -> float:
 
 
 def test_the_sampler_plays_with_the_adapters() -> None:
-    config = SamplerConfig(0.0, 1.0, (24,), 48, 2, 8)
+    config = SamplerConfig(
+        0.0, max_tokens=8, max_verdict_tokens=8, max_prompt=24, block=8, cache_tokens=256, slots=2
+    )
     mesh = meshes.make_mesh(devices=jax.devices()[:1])
     params = tiny.weights(POLICY)
     adapted = Sampler(POLICY, config, (), mesh)

@@ -323,7 +323,19 @@ def test_router_load_is_reported() -> None:
 
 @on_meshes
 def test_sampling_on_a_mesh_equals_one_device(mesh) -> None:
-    config = SamplerConfig(0.7, 0.9, (16,), 128, 24, 10)
+    config = SamplerConfig(
+        0.7,
+        0.9,
+        max_tokens=10,
+        max_verdict_tokens=10,
+        max_prompt=16,
+        block=4,
+        cache_tokens=2048,
+        slots=24,
+        siblings=3,
+        prefill_tokens=128,
+        decode_tokens=8,
+    )
     prompts = [list(range(3, 3 + length)) for length in (5, 8, 1, 12, 16, 3, 9)]
 
     def sample(mesh):

@@ -91,9 +91,9 @@ def test_tuples_stand_for_dataclasses_inside_a_section() -> None:
         (OptimiserConfig, {"b2": 1.0}, r"optimiser\.b2 = 1\.0: must be in \[0, 1\)"),
         (SamplerConfig, {"temperature": -0.1}, r"sampler\.temperature = -0\.1: must be 0 or more"),
         (SamplerConfig, {"top_p": 0.0}, r"sampler\.top_p = 0\.0: must be in \(0, 1\]"),
-        (SamplerConfig, {"prompt_buckets": (8, 4)}, r"sampler\.prompt_buckets = \(8, 4\): must be"),
-        (SamplerConfig, {"prompt_buckets": ()}, r"sampler\.prompt_buckets = \(\): must be"),
-        (SamplerConfig, {"max_streams": 0}, r"sampler\.max_streams = 0: must be at least 1"),
+        (SamplerConfig, {"top_k": -1}, r"sampler\.top_k = -1: must be 0 \(all\) or more"),
+        (SamplerConfig, {"min_p": 1.5}, r"sampler\.min_p = 1\.5: must be in \[0, 1\]"),
+        (SamplerConfig, {"slots": 0}, r"sampler\.slots = 0: must be at least 1"),
     ],
 )
 def test_ranges_of_the_real_sections(cls: type, section: dict, message: str) -> None:

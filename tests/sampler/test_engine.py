@@ -1,5 +1,6 @@
 """The sampler against a loop that runs the whole model for every token."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -15,8 +16,9 @@ from spell_jax.learner import packing
 from spell_jax.learner.loss import score_tokens
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler import decode, nucleus
-from spell_jax.sampler.engine import Sample, Sampler, SamplerConfig
+from spell_jax.sampler import nucleus, session
+from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.requests import Request, Sample
 from tests import tiny
 
 RESPONSE_MASK = pathlib.Path(__file__).parents[1] / "reference_cases" / "response_mask.json"
@@ -24,10 +26,15 @@ STOPS = (7, 11, 23)
 CONFIG = SamplerConfig(
     temperature=0.7,
     top_p=0.9,
-    prompt_buckets=(8, 16),
-    token_budget=64,
-    max_streams=24,
     max_tokens=10,
+    max_verdict_tokens=10,
+    max_prompt=16,
+    block=4,
+    cache_tokens=512,
+    slots=8,
+    siblings=3,
+    prefill_tokens=32,
+    decode_tokens=4,
 )
 GROUP = 3
 KEY = jax.random.key(42)
@@ -64,7 +71,9 @@ def _assert_same(found: list[list[Sample]], wanted: list[list[Sample]], atol: fl
 def _next(params, tokens, length, key, step, temperature: float) -> tuple[jax.Array, jax.Array]:
     logits = transformer.logits(tiny.POLICY, params, tokens[None])[0, length - 1]
     uniform = jax.random.uniform(jax.random.fold_in(key, step))
-    return nucleus.draw(logits, uniform, temperature, CONFIG.top_p)
+    sampling = tiny.sampling(1, temperature, CONFIG.top_p)
+    token, log_prob = nucleus.draw(logits[None], uniform[None], sampling)
+    return token[0], log_prob[0]
 
 
 def _one_by_one(prompt: list[int], request: int, sibling: int, temperature: float) -> Sample:
@@ -148,11 +157,43 @@ def test_neighbours_change_nothing() -> None:
     assert not np.array_equal(found[0][0].tokens, _samples()[0][0].tokens)
 
 
-def test_compiled_shapes_change_nothing() -> None:
-    config = SamplerConfig(**{**vars(CONFIG), "prompt_buckets": (20,), "token_budget": 20})
-    assert _sampler(config).rows(20, GROUP) == 1
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"block": 8, "siblings": 1},
+        {"slots": 3, "siblings": 2, "decode_tokens": 1},
+        {"slots": 32, "prefill_tokens": 4, "decode_tokens": 16},
+        {"cache_tokens": 28, "slots": 5},  # a prompt and an answer of the longest just fit
+    ],
+    ids=str,
+)
+def test_compiled_shapes_change_nothing(sizes: dict[str, int]) -> None:
+    config = dataclasses.replace(CONFIG, **sizes)
     found = _present(_sampler(config).sample(tiny.weights(), PROMPTS, GROUP, KEY))
     _assert_same(found, _samples(), 1e-5)
+
+
+def test_any_order_of_requests_gives_the_same_to_the_bit() -> None:
+    """Within one compiled shape: whatever the slots, the neighbours and the time of asking."""
+    keys = session.request_keys(KEY, len(PROMPTS))
+    options = CONFIG.options(CONFIG.max_tokens)
+    requests = [Request(p, GROUP, k, options) for p, k in zip(PROMPTS, keys, strict=True)]
+    for seed in range(3):
+        rng, asked = np.random.default_rng(seed), _sampler().begin(tiny.weights())
+        order = rng.permutation(len(requests)).tolist()
+        first, later = order[: seed + 2], order[seed + 2 :]
+        tickets = {asked.submit(requests[i]): i for i in first}
+        found: dict[int, list[Sample]] = {}
+        for ticket, samples in asked.results():
+            found[tickets[ticket]] = samples
+            if later:
+                i = later.pop(0)
+                tickets[asked.submit(requests[i])] = i
+        for i, samples in found.items():
+            for a, b in zip(samples, _samples()[i], strict=True):
+                np.testing.assert_array_equal(a.tokens, b.tokens)
+                np.testing.assert_array_equal(a.log_probs, b.log_probs)
+        assert len(found) == len(requests)
 
 
 def test_fewer_siblings_and_tokens_are_the_beginning_of_more() -> None:
@@ -173,7 +214,7 @@ def test_fewer_siblings_and_tokens_are_the_beginning_of_more() -> None:
     ids=lambda mesh: " ".join(f"{axis}={size}" for axis, size in mesh),
 )
 def test_eight_devices_equal_one(mesh: tuple[tuple[str, int], ...]) -> None:
-    sampler = _sampler(SamplerConfig(**{**vars(CONFIG), "prompt_buckets": (16,)}), mesh)
+    sampler = _sampler(dataclasses.replace(CONFIG, block=8), mesh)
     shapes, axes = transformer.abstract_params(tiny.POLICY)
     params = jax.device_put(tiny.weights(), meshes.shardings(sampler.mesh, axes, shapes))
     found = _present(sampler.sample(params, PROMPTS, GROUP, KEY))
@@ -194,61 +235,38 @@ def test_answers_end_at_a_stop_token_or_at_the_cap() -> None:
     assert kinds == {True, False}
 
 
-def test_decoding_ends_with_the_last_answer(monkeypatch) -> None:
+def test_decoding_ends_with_the_last_answer() -> None:
     """The loop runs once where every answer stops at once, not to the cap."""
-    steps = []
-    real = nucleus.draw
-
-    def counted(*args):
-        jax.debug.callback(lambda: steps.append(1))
-        return real(*args)
-
-    monkeypatch.setattr(nucleus, "draw", counted)
-    options = {"group": 2, "max_tokens": 5, "temperature": 0.0, "top_p": 1.0}
-    run = jax.jit(functools.partial(decode.decode, tiny.POLICY, stop_ids=(9,), **options))
-    shape = (tiny.POLICY.layers, 1, 2, tiny.POLICY.kv_heads, tiny.POLICY.head_size)
-    prompt, lengths, requests = (jnp.zeros(shape),) * 2, jnp.array([2]), jnp.array([0])
-    for first, count in ((9, 1), (8, 5)):
-        steps.clear()
-        logits = jax.nn.one_hot(jnp.array([first]), tiny.POLICY.vocab_size)
-        answers = run(tiny.weights(), prompt, logits, lengths, requests, KEY)
-        jax.effects_barrier()
-        assert len(steps) == count
-        np.testing.assert_array_equal(answers.lengths, [[count, count]])
-        np.testing.assert_array_equal(answers.tokens[..., 0], [[first, first]])
+    (stop,), *_ = _present(_sampler().sample(tiny.weights(), PROMPTS[:1], 1, KEY, max_tokens=1))
+    sampler = Sampler(tiny.POLICY, CONFIG, stop.tokens.tolist(), _sampler().mesh)
+    for group, prompts, steps in ((1, PROMPTS[:1], 1), (1, PROMPTS[1:2], 4)):
+        asked = sampler.begin(tiny.weights())
+        asked.sample(prompts, group, KEY, CONFIG.options(4))
+        assert asked.counts.decode_steps == steps
 
 
 @pytest.mark.parametrize("case", json.loads(RESPONSE_MASK.read_text())["cases"])
 def test_an_answer_ends_behind_its_first_stop_token(case, monkeypatch) -> None:
     """response_mask.json: that token is kept, everything after it is masked."""
     script, stops = np.array(case["in"]["ids"]), np.ravel(case["in"]["eos"])
-    column = iter(range(script.shape[1]))
+    rows, longest = script.shape
+    column = iter(range(longest))
 
     def scripted(logits, *_):
-        shape = jax.ShapeDtypeStruct(logits.shape[:-1], jnp.int32)
-        tokens = io_callback(lambda: script[:, [next(column)]].astype(np.int32), shape)
+        shape = jax.ShapeDtypeStruct((len(logits),), jnp.int32)
+        tokens = io_callback(lambda: script[:, next(column)].astype(np.int32), shape)
         return tokens, jnp.zeros(tokens.shape)
 
     monkeypatch.setattr(nucleus, "draw", scripted)
-    rows, longest = script.shape
-    shape = (tiny.POLICY.layers, rows, 2, tiny.POLICY.kv_heads, tiny.POLICY.head_size)
-    answers = decode.decode(
-        tiny.POLICY,
-        tiny.weights(),
-        (jnp.zeros(shape),) * 2,
-        jnp.zeros((rows, tiny.POLICY.vocab_size)),
-        jnp.full(rows, 2),
-        jnp.arange(rows),
-        KEY,
-        group=1,
-        max_tokens=longest,
-        stop_ids=tuple(int(stop) for stop in stops),
-        temperature=1.0,
-        top_p=1.0,
-    )
-    mask = np.arange(longest) < np.asarray(answers.lengths)
+    sizes = {"slots": rows, "siblings": 1, "decode_tokens": longest, "max_tokens": longest}
+    config = dataclasses.replace(CONFIG, **sizes)
+    sampler = Sampler(tiny.POLICY, config, stops.tolist(), _sampler().mesh)
+    found = _present(sampler.sample(tiny.weights(), [[2]] * rows, 1, KEY))
+    lengths = np.array([len(sample.tokens) for (sample,) in found])
+    mask = np.arange(longest) < lengths[:, None]
     np.testing.assert_array_equal(mask, case["out"])
-    np.testing.assert_array_equal(answers.tokens[:, 0] * mask, script * mask)
+    for (sample,), row in zip(found, script, strict=True):
+        np.testing.assert_array_equal(sample.tokens, row[: len(sample.tokens)])
 
 
 def test_prompts_over_the_cap_give_none_and_the_rest_go_on() -> None:
@@ -279,36 +297,26 @@ def test_weights_that_are_no_numbers_are_named() -> None:
         _sampler().sample(params, PROMPTS, GROUP, KEY)
 
 
-def test_the_request_whose_log_probs_are_no_numbers_is_named(monkeypatch) -> None:
-    sampler = _sampler()
-    real = sampler.decode
-
-    def spoiled(*args, **options):
-        answers = real(*args, **options)
-        return answers.replace(log_probs=answers.log_probs.at[1, 2, 0].set(jnp.nan))
-
-    monkeypatch.setattr(sampler, "decode", spoiled)
-    # Row 1 of the first batch, the shorter bucket's: the second prompt of at most 8 tokens.
-    prompts = [PROMPTS[3], PROMPTS[0], PROMPTS[4], PROMPTS[1]]
-    with pytest.raises(FloatingPointError, match="request 3: the policy's logits are not finite"):
-        sampler.sample(tiny.weights(), prompts, GROUP, KEY)
+def test_the_request_whose_log_probs_are_no_numbers_is_named() -> None:
+    """A token whose embedding is no number spoils the one prompt that has it."""
+    table = tiny.weights()["embedding"].copy()
+    table[63] = np.nan
+    params = {**tiny.weights(), "embedding": table, "unembedding": tiny.weights()["embedding"]}
+    policy = dataclasses.replace(tiny.POLICY, tied_embeddings=False)
+    sampler = Sampler(policy, CONFIG, STOPS, _sampler().mesh)
+    prompts = [[5, 6], [7, 8, 9], [5, 63, 4], [8]]
+    with pytest.raises(FloatingPointError, match="request 2: the policy's logits are not finite"):
+        sampler.sample(params, prompts, 1, KEY, max_tokens=3, top_k=1)
 
 
 # ------------------------------------------------------------------------------------- Compilation
 
 
-def test_one_program_a_bucket() -> None:
+def test_one_program_a_decode_shape() -> None:
     sampler = Sampler(tiny.POLICY, CONFIG, STOPS, _sampler().mesh)
     for seed, count in enumerate((7, 2, 5, 9)):
         prompts = (PROMPTS * 2)[seed : seed + count]
-        sampler.sample(tiny.weights(), prompts, GROUP, jax.random.key(seed))
-    assert sampler.prefill._cache_size() == len(CONFIG.prompt_buckets)
-    assert sampler.decode._cache_size() == len(CONFIG.prompt_buckets)
-
-
-def test_rows_of_a_batch_are_bounded_by_tokens_and_streams() -> None:
-    sampler = _sampler()
-    assert (sampler.rows(8, 3), sampler.rows(16, 3), sampler.rows(8, 24)) == (8, 4, 1)
-    assert sampler.rows(100, 1) == sampler.rows(8, 100) == 1  # never none
-    wide = _sampler(mesh=(("data", 2), ("fsdp", 2), ("tensor", 2)))
-    assert (wide.rows(8, 3), wide.rows(16, 4), wide.rows(16, 24)) == (8, 4, 4)
+        for group in (GROUP, 1, 5):
+            sampler.sample(tiny.weights(), prompts, group, jax.random.key(seed))
+    assert sampler.prefill._cache_size() == 1
+    assert sampler.decode._cache_size() == 2  # for one answer, and for several

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from spell_jax.sampler import nucleus
+from tests import tiny
 
 DRAWS = 50_000
 
@@ -19,32 +20,85 @@ def _by_sorting(probabilities: np.ndarray, top_p: float) -> np.ndarray:
     return kept
 
 
+def _kept(probabilities: np.ndarray, **filters: float) -> np.ndarray:
+    """Which of the probabilities [N, V] are kept."""
+    below = _below(probabilities)
+    least = jax.jit(nucleus.threshold)(below, tiny.sampling(len(below), **filters))
+    return np.asarray(below >= least[:, None])
+
+
+def _below(probabilities: np.ndarray) -> jax.Array:
+    """Their logarithms, less the largest of each row."""
+    logs = jnp.log(jnp.asarray(probabilities, jnp.float32))
+    return logs - jnp.max(logs, axis=-1, keepdims=True)
+
+
+def _rows(count: int, seed: int, width: int = 200) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(count, width)) * rng.uniform(0.1, 6, size=(count, 1))
+    return np.asarray(jax.nn.softmax(jnp.asarray(logits, jnp.float32)))
+
+
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.95, 0.999])
 def test_kept_set_equals_sorting(top_p: float) -> None:
-    rng = np.random.default_rng(int(top_p * 1000))
-    logits = rng.normal(size=(60, 200)) * rng.uniform(0.1, 6, size=(60, 1))
-    probabilities = np.asarray(jax.nn.softmax(jnp.asarray(logits, jnp.float32)))
-    found = np.asarray(jax.jit(nucleus.nucleus, static_argnums=1)(probabilities, top_p))
+    probabilities = _rows(60, int(top_p * 1000))
     checked = 0
-    for row, kept in zip(probabilities, found, strict=True):
+    for row, kept in zip(probabilities, _kept(probabilities, top_p=top_p), strict=True):
         masses = np.cumsum(np.sort(row.astype(float))[::-1])
         if np.abs(masses - top_p).min() < 1e-6:
             continue  # float32 cannot say on which side of top_p this sum lies
-        np.testing.assert_array_equal(kept > 0, _by_sorting(row.astype(float), top_p))
-        np.testing.assert_array_equal(kept[kept > 0], row[kept > 0])
-        checked += 1
+        wanted = _by_sorting(row.astype(float), top_p)
+        assert kept[wanted].all()
+        # What is as likely as the least of them, but for 3e-5, may be kept too.
+        assert (row[kept & ~wanted] > row[wanted].min() * (1 - 5e-5)).all()
+        checked += (kept == wanted).all()
     assert checked > 50
 
 
+@pytest.mark.parametrize("top_k", [1, 3, 40, 199, 200, 1000])
+def test_the_most_likely_are_kept(top_k: int) -> None:
+    probabilities = _rows(20, top_k)
+    for row, kept in zip(probabilities, _kept(probabilities, top_k=top_k), strict=True):
+        assert kept.sum() == min(top_k, 200) and row[kept].min() >= row[~kept].max(initial=0)
+
+
+def test_filters_are_applied_one_after_the_other() -> None:
+    """The nucleus is of what top_k kept, scaled to 1; min_p is a share of the largest."""
+    probabilities = _rows(30, 7)
+    found = _kept(probabilities, top_k=5, top_p=0.8, min_p=0.1)
+    for row, kept in zip(probabilities.astype(float), found, strict=True):
+        first = np.where(row >= np.sort(row)[-5], row, 0)
+        wanted = _by_sorting(first / first.sum(), 0.8) & (row >= 0.1 * row.max())
+        np.testing.assert_array_equal(kept, wanted)
+    assert len(set(found.sum(axis=1).tolist())) > 2
+
+
+def test_rows_have_filters_of_their_own() -> None:
+    probabilities = np.repeat(_rows(1, 6), 4, axis=0)
+    different = nucleus.Sampling(
+        np.ones(4, np.float32),
+        np.array([0, 2, 0, 0], np.int32),
+        np.array([1, 1, 0.5, 1], np.float32),
+        np.array([0, 0, 0, 0.3], np.float32),
+    )
+    below = _below(probabilities)
+    found = np.asarray(below >= nucleus.threshold(below, different)[:, None])
+    each = [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}]
+    for row, filters in enumerate(each):
+        np.testing.assert_array_equal(found[row], _kept(probabilities[:1], **filters)[0])
+    assert len(set(found.sum(axis=1).tolist())) == 4
+
+
 def test_corner_cases_of_the_kept_set() -> None:
-    one = jnp.array([0.0, 1.0, 0.0])
-    np.testing.assert_array_equal(nucleus.nucleus(one, 0.1), one)
-    even = jnp.full(8, 0.125)  # ties at the threshold are all kept
-    np.testing.assert_array_equal(nucleus.nucleus(even, 0.3), even)
-    some = jnp.array([0.6, 0.3, 0.1])
-    np.testing.assert_array_equal(nucleus.nucleus(some, 1.0), some)
-    np.testing.assert_allclose(nucleus.nucleus(some, 0.6), [0.6, 0.0, 0.0])
-    np.testing.assert_allclose(nucleus.nucleus(some, 0.61), [0.6, 0.3, 0.0])
+    for probabilities, top_p, wanted in (
+        ([0.0, 1.0, 0.0], 0.1, [0, 1, 0]),
+        ([0.125] * 8, 0.3, [1] * 8),  # ties at the threshold are all kept
+        ([0.6, 0.3, 0.1], 1.0, [1, 1, 1]),
+        ([0.6, 0.3, 0.1], 0.6, [1, 0, 0]),
+        ([0.6, 0.3, 0.1], 0.61, [1, 1, 0]),
+    ):
+        found = _kept(np.array([probabilities], np.float32), top_p=top_p)
+        np.testing.assert_array_equal(found, [np.array(wanted, bool)])
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.8), (1.3, 0.5)])
@@ -56,7 +110,8 @@ def test_frequencies_are_the_exact_distribution(temperature: float, top_p: float
     exact /= exact.sum()
     uniform = jax.random.uniform(jax.random.key(1), (DRAWS,))
     rows = jnp.broadcast_to(logits, (DRAWS, 12))
-    tokens, _ = jax.jit(nucleus.draw, static_argnums=(2, 3))(rows, uniform, temperature, top_p)
+    sampling = tiny.sampling(DRAWS, temperature, top_p)
+    tokens, _ = jax.jit(nucleus.draw)(rows, uniform, sampling)
     counts = np.bincount(tokens, minlength=12)
     possible = exact > 0
     assert counts[~possible].sum() == 0
@@ -71,7 +126,7 @@ def test_frequencies_are_the_exact_distribution(temperature: float, top_p: float
 def test_uniforms_walk_through_the_tokens_in_order() -> None:
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
     uniform = jnp.array([0.0, 0.49, 0.51, 0.74, 0.76, 0.874, 0.876, 0.99999994])
-    tokens, _ = nucleus.draw(jnp.broadcast_to(logits, (8, 4)), uniform, 1.0, 1.0)
+    tokens, _ = nucleus.draw(jnp.broadcast_to(logits, (8, 4)), uniform, tiny.sampling(8))
     np.testing.assert_array_equal(tokens, [0, 0, 1, 1, 2, 2, 3, 3])
 
 
@@ -82,21 +137,22 @@ def test_no_token_outside_the_nucleus_whatever_the_rounding() -> None:
     """
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=4096) * 3, jnp.float32)
-    kept = nucleus.nucleus(jax.nn.softmax(logits), 0.9)
-    sums = np.asarray(jnp.cumsum(kept))
-    assert (np.diff(sums)[np.asarray(kept)[1:] == 0] != 0).any(), "the case is not met"
+    below = (logits - jnp.max(logits))[None]
+    kept = np.asarray(below >= nucleus.threshold(below, tiny.sampling(1, top_p=0.9))[:, None])[0]
+    sums = np.cumsum(np.where(kept, np.exp(below[0]), 0))
     uniform = np.concatenate([np.nextafter(sums, 0), sums, np.nextafter(sums, 1)]) / sums[-1]
-    draw = jax.jit(jax.vmap(lambda u: nucleus.draw(logits, u, 1.0, 0.9)[0]))
-    tokens = np.asarray(draw(jnp.clip(uniform.astype(np.float32), 0, 1 - 2**-24)))
-    assert (np.asarray(kept)[tokens] > 0).all()
-    assert len(set(tokens.tolist())) > 0.9 * (np.asarray(kept) > 0).sum()
+    uniform = jnp.clip(uniform.astype(np.float32), 0, 1 - 2**-24)
+    rows = jnp.broadcast_to(logits, (len(uniform), 4096))
+    tokens, _ = jax.jit(nucleus.draw)(rows, uniform, tiny.sampling(len(rows), top_p=0.9))
+    assert kept[np.asarray(tokens)].all()
+    assert len(set(np.asarray(tokens).tolist())) > 0.9 * kept.sum()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
 def test_log_probs_are_of_the_full_vocabulary(temperature: float) -> None:
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(40, 30)) * 2, jnp.float32)
     uniform = jax.random.uniform(jax.random.key(0), (40,))
-    tokens, log_probs = nucleus.draw(logits, uniform, temperature, 0.5)
+    tokens, log_probs = nucleus.draw(logits, uniform, tiny.sampling(40, temperature, 0.5))
     every = jax.nn.log_softmax(logits / (temperature or 1.0))
     wanted = np.take_along_axis(np.asarray(every), np.asarray(tokens)[:, None], 1)[:, 0]
     np.testing.assert_allclose(log_probs, wanted, atol=1e-6)
@@ -106,5 +162,6 @@ def test_log_probs_are_of_the_full_vocabulary(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_logits_that_are_no_numbers_give_no_log_prob(temperature: float) -> None:
-    tokens, log_probs = nucleus.draw(jnp.full((1, 5), jnp.nan), jnp.array([0.3]), temperature, 0.9)
+    sampling = tiny.sampling(1, temperature, 0.9)
+    tokens, log_probs = nucleus.draw(jnp.full((1, 5), jnp.nan), jnp.array([0.3]), sampling)
     assert 0 <= int(tokens[0]) < 5 and np.isnan(log_probs[0])

@@ -1,0 +1,61 @@
+"""Logits of slots on the mesh that is set, without the table [V, D] leaving its place.
+
+1. The table lies with its vocabulary over `tensor` and its width over `fsdp` and `context`. Of
+   these devices each multiplies its part of the width for all slots that they have together.
+2. Partial sums go, added up in float32, to the device that draws for the slot: slots are split over
+   all devices, each of which has whole rows of logits.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from spell_jax.policy import transformer
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import collectives
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.collectives import Split
+
+
+def logits(config: PolicyConfig, params: transformer.Params, hidden: jax.Array) -> jax.Array:
+    """Float32 logits [N, V] of hidden states [N, D]; N is a multiple of the number of devices."""
+    if collectives.current_mesh() is None:
+        return transformer.unembed(config, params, hidden)
+    table = params["embedding" if config.tied_embeddings else "unembedding"]
+    split = Split.of((*hidden.shape, 1), *table.shape, over=meshes.TENSOR)
+    drawn = PartitionSpec((*meshes.ROWS, meshes.CONTEXT, meshes.TENSOR))
+    return jax.shard_map(
+        functools.partial(_on_device, split),
+        in_specs=(PartitionSpec(meshes.ROWS), split.table_spec),
+        out_specs=drawn,
+        check_vma=False,
+    )(hidden, table)
+
+
+def _on_device(split: Split, hidden: jax.Array, table: jax.Array) -> jax.Array:
+    """One device's rows of logits, of its shards."""
+    together = tuple(axis for axis in split.width if axis in split.rows)
+    if together:
+        hidden = jax.lax.all_gather(hidden, together, axis=0, tiled=True)
+    if split.width:
+        share = table.shape[1]
+        first = jax.lax.axis_index(split.width) * share
+        hidden = jax.lax.dynamic_slice_in_dim(hidden, first, share, axis=1)
+    part = jnp.einsum("nd,vd->nv", hidden, table, preferred_element_type=jnp.float32)
+    part = collectives.sum_scatter(part, together)
+    part = _own_rows(part, meshes.CONTEXT, meshes.CONTEXT in split.width)
+    if split.leading:  # of all of the vocabulary
+        return jax.lax.all_to_all(part, meshes.TENSOR, split_axis=0, concat_axis=1, tiled=True)
+    return _own_rows(part, meshes.TENSOR, summed=False)
+
+
+def _own_rows(x: jax.Array, axis: str, summed: bool) -> jax.Array:
+    """A device's share of rows that all devices of an axis have, whole or in parts to be summed."""
+    if summed:
+        return collectives.sum_scatter(x, (axis,))
+    share = len(x) // jax.lax.axis_size(axis)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * share, share)

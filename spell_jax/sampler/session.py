@@ -1,0 +1,294 @@
+"""A session: requests that are answered with the same weights, while the host does other work.
+
+1. Each `advance` takes in what the device drew last, plans (schedule.py), and gives the device its
+   next calls. It returns while they run: the host works on what came back, and may hand in more
+   requests, which join at the next `advance`.
+2. What comes back when depends on what was drawn alone, never on the clock.
+3. Stop strings are looked for here, in the text of the tokens; what was drawn behind one is
+   forgotten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spell_jax.policy import transformer
+from spell_jax.policy.tokenizer_base import Stream
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler import calls, steps
+from spell_jax.sampler.requests import Options, Request, Sample
+from spell_jax.sampler.schedule import Scheduler, Sibling
+
+if TYPE_CHECKING:
+    from spell_jax.sampler.engine import Sampler
+
+log = logging.getLogger(__name__)
+
+# While somebody waits, a decode call ends when one in so many slots has become free: few slots rest
+# meanwhile, and plans are not made for one at a time.
+_REFILLED = 16
+
+
+@dataclasses.dataclass
+class Counts:
+    """What a session did.
+
+    Attributes:
+      prefill_calls, prefill_pages: calls, and pages that they read.
+      decode_calls, decode_steps: calls, and passes of their loops.
+      tokens: drawn.
+      slot_steps: slots times steps.
+      idle: slot steps that drew nothing while somebody waited for a slot.
+      cell_steps, empty_cells: cells times steps of rows that were read, and those without a
+        sibling.
+    """
+
+    prefill_calls: int = 0
+    prefill_pages: int = 0
+    decode_calls: int = 0
+    decode_steps: int = 0
+    tokens: int = 0
+    slot_steps: int = 0
+    idle: int = 0
+    cell_steps: int = 0
+    empty_cells: int = 0
+
+
+@dataclasses.dataclass
+class _Answer:
+    """An answer as it grows.
+
+    Attributes:
+      tokens, log_probs: so far.
+      text: of the tokens, where stop strings are looked for.
+      stream: makes it.
+      stop_string: the one that was found.
+      stopped: whether it ended by itself.
+    """
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    text: str = ""
+    stream: Stream | None = None
+    stop_string: str = ""
+    stopped: bool = False
+
+    def push(self, token: int, log_prob: float, strings: Sequence[str]) -> None:
+        """One more token, and perhaps the end by a stop string."""
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        if self.stream is not None:
+            begin = max(0, len(self.text) - max(map(len, strings)) + 1)
+            self.text += self.stream.push(token)
+            found = [s for s in strings if s in self.text[begin:]]
+            if found:
+                self.stop_string = min(found, key=self.text[begin:].index)
+                self.stopped = True
+
+    def sample(self) -> Sample:
+        log_probs = np.array(self.log_probs, np.float32)
+        return Sample(np.array(self.tokens, np.int32), log_probs, self.stopped, self.stop_string)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A decode call that is running.
+
+    Attributes:
+      lane, limits: who is drawn for.
+      waited: whether somebody waited for a slot.
+      cells, empty: of rows that are read, and those of them without a sibling.
+      drawn: what comes back.
+    """
+
+    lane: int
+    limits: calls.Limits
+    waited: bool
+    cells: int
+    empty: int
+    drawn: steps.Drawn
+
+
+class Session:
+    """Requests that are answered with the same weights."""
+
+    def __init__(self, sampler: Sampler, params: transformer.Params):
+        self.counts = Counts()
+        self._sampler = sampler
+        self._params = params
+        with jax.set_mesh(sampler.mesh):
+            self._state = sampler.empty(params["final_norm"]["scale"].dtype)
+        self._scheduler = Scheduler(sampler.shape, sampler.shards)
+        self._answers: dict[int, list[_Answer]] = {}
+        self._running: list[_Call] = []
+        self._tickets = 0
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that were not read again, as another prompt began with them."""
+        return sum(shard.reused_tokens for shard in self._scheduler.shards)
+
+    def submit(self, request: Request) -> int:
+        """Puts a request into the queue; its ticket, a number from 0.
+
+        Raises:
+          ValueError: its prompt or answers are over the cap; it could never fit into the pool; it
+            has stop strings and the sampler has no tokenizer.
+        """
+        sampler, ticket, options = self._sampler, self._tickets, request.options
+        if not sampler.fits(request.prompt):
+            raise ValueError(
+                f"request {ticket}: a prompt of {len(request.prompt)} tokens is over the cap of "
+                f"{sampler.config.max_prompt}"
+            )
+        if options.max_tokens > sampler.config.longest_answer:
+            raise ValueError(
+                f"request {ticket}: max_tokens = {options.max_tokens} is over the cap of "
+                f"{sampler.config.longest_answer}"
+            )
+        if options.stop_strings and sampler.stream is None:
+            raise ValueError(f"request {ticket}: stop strings need a sampler with a tokenizer")
+        self._scheduler.submit(ticket, request)
+        stream = sampler.stream if options.stop_strings else None
+        self._answers[ticket] = [
+            _Answer(stream=stream() if stream else None) for _ in range(request.group)
+        ]
+        self._tickets += 1
+        return ticket
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], group: int, key: jax.Array, options: Options
+    ) -> list[list[Sample] | None]:
+        """See Sampler.sample; other requests must have been answered."""
+        answers: list[list[Sample] | None] = [None] * len(prompts)
+        keys = request_keys(key, len(prompts))
+        requests = []
+        for index, prompt in enumerate(prompts):
+            try:
+                requests.append(Request(prompt, group, keys[index], options))
+            except ValueError as error:
+                raise ValueError(f"request {index}: {error}") from error
+        fitting = [self._sampler.fits(prompt) for prompt in prompts]
+        if refused := [len(p) for p, fits in zip(prompts, fitting, strict=True) if not fits]:
+            cap = self._sampler.config.max_prompt
+            log.warning("prompts of %s tokens are over the cap of %d: not answered", refused, cap)
+        places = {
+            self.submit(request): index for index, request in enumerate(requests) if fitting[index]
+        }
+        for ticket, samples in self.results():
+            answers[places[ticket]] = samples
+        return answers
+
+    def results(self) -> Iterator[tuple[int, list[Sample]]]:
+        """(ticket, answers) of requests as they are finished, until none is left; more requests may
+        be handed in meanwhile."""
+        while self._scheduler.unfinished:
+            yield from self.advance()
+
+    def advance(self) -> list[tuple[int, list[Sample]]]:
+        """Takes in what was drawn, gives the device its next calls, and returns while they run:
+        (ticket, answers) of requests that are finished."""
+        finished = [pair for call in self._running for pair in self._collect(call)]
+        self._running = []
+        self._dispatch()
+        return finished
+
+    # ------------------------------------------------------------------------------- To the device
+
+    def _dispatch(self) -> None:
+        scheduler = self._scheduler
+        while (tasks := scheduler.plan_prefill()) is not None:
+            self._prefill(tasks)
+            scheduler.seat()
+        scheduler.seat()
+        for lane in range(len(scheduler.shape.lanes)):
+            if any(any(shard.lanes[lane].slots) for shard in scheduler.shards):
+                self._decode(lane)
+
+    def _prefill(self, tasks: calls.Tasks) -> None:
+        batch = calls.prompt_pages(self._scheduler, tasks, self._sampler.config.max_prompt)
+        self.counts.prefill_calls += 1
+        self.counts.prefill_pages += sum(map(len, tasks))
+        self._state = self._call(meshes.RULES, self._sampler.prefill, batch)
+
+    def _decode(self, lane: int) -> None:
+        """Gives the device one call of this lane's program."""
+        scheduler, c = self._scheduler, self._sampler.config
+        limits = [shard.grow(shard.lanes[lane], c.decode_tokens) for shard in scheduler.shards]
+        going = sum(sibling.count < limit for one in limits for sibling, limit in one.items())
+        waited = scheduler.waiting(lane)
+        enough = max(1, going // _REFILLED) if waited else going + 1
+        slots = calls.slots(scheduler, lane, limits, enough, c.max_prompt, c.longest_answer)
+        self._state, drawn = self._call(meshes.DECODE_RULES, self._sampler.decode, slots, lane=lane)
+        rows = np.sum(np.any(slots.prompt_visible, axis=-1))
+        cells = int(rows) * slots.prompt_visible.shape[-1]
+        empty = cells - int(np.count_nonzero(slots.prompt_visible))
+        self._running.append(_Call(lane, limits, waited, cells, empty, drawn))
+        for sibling in (sibling for one in limits for sibling in one):
+            sibling.fresh = False
+
+    def _call(self, rules: meshes.Rules, function: Callable[..., Any], batch: Any, **static) -> Any:
+        mesh = self._sampler.mesh
+        placed = jax.device_put(batch, calls.places(mesh, batch))
+        with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+            return function(self._params, self._state, placed, **static)
+
+    # ----------------------------------------------------------------------------- From the device
+
+    def _collect(self, call: _Call) -> Iterator[tuple[int, list[Sample]]]:
+        """Takes in what a call drew; (ticket, answers) of requests that it finished."""
+        drawn, scheduler = jax.device_get(call.drawn), self._scheduler
+        finished = []
+        for number, limits in enumerate(call.limits):
+            shard = scheduler.shards[number]
+            for sibling in limits:
+                slot = number * scheduler.shape.slots + sibling.slot
+                if self._push(sibling, drawn, slot):
+                    ticket = sibling.resident.ticket
+                    if shard.finish(shard.lanes[call.lane], sibling):
+                        finished.append(ticket)
+        self._count(call, drawn)
+        for ticket in finished:
+            yield ticket, [answer.sample() for answer in self._answers.pop(ticket)]
+
+    def _push(self, sibling: Sibling, drawn: steps.Drawn, slot: int) -> bool:
+        """Adds what a slot drew to its answer; whether that is the end of it."""
+        ticket, options = sibling.resident.ticket, sibling.resident.request.options
+        answer = self._answers[ticket][sibling.number]
+        new = int(drawn.new[slot])
+        tokens, log_probs = drawn.tokens[slot, :new], drawn.log_probs[slot, :new]
+        if not np.isfinite(log_probs).all():
+            raise FloatingPointError(f"request {ticket}: the policy's logits are not finite")
+        for token, log_prob in zip(tokens.tolist(), log_probs.tolist(), strict=True):
+            answer.push(token, log_prob, options.stop_strings)
+            if answer.stop_string:
+                return True
+        sibling.count += new
+        answer.stopped = bool(drawn.stopped[slot])
+        return answer.stopped or sibling.count == options.max_tokens
+
+    def _count(self, call: _Call, drawn: steps.Drawn) -> None:
+        counts, taken = self.counts, int(drawn.steps)
+        slot_steps, tokens = taken * len(drawn.new), int(drawn.new.sum())
+        counts.decode_calls += 1
+        counts.decode_steps += taken
+        counts.tokens += tokens
+        counts.slot_steps += slot_steps
+        counts.idle += (slot_steps - tokens) * call.waited
+        counts.cell_steps += taken * call.cells
+        counts.empty_cells += taken * call.empty
+
+
+def request_keys(key: jax.Array, count: int) -> np.ndarray:
+    """Key data uint32 [count, 2] of fold_in(key, i)."""
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(count))
+    return np.asarray(jax.random.key_data(keys))

@@ -1,0 +1,333 @@
+"""Attention to pages against dense attention, row by row and head by head in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spell_jax.attention import paged
+from spell_jax.attention.paged import Pages
+
+LAYERS, PAGES, KV_HEADS, BLOCK, SIZE = 3, 14, 2, 4, 8
+HEADS, TABLE = 6, 5
+LONGEST = TABLE * BLOCK
+
+_attend = jax.jit(
+    lambda q, pages, layer, table, visible, part, parts, **sizes: paged.attend(
+        q, pages, layer, table, visible, (part, parts), **sizes
+    ),
+    static_argnames=("parts", "rows_at_once", "keys_at_once"),
+)
+
+
+def _attend_all(q, pages: Pages, layer: int, table, visible, **sizes):
+    return _attend(q, pages, layer, table, visible, 0, 1, **sizes)
+
+
+def _pool(rng: np.random.Generator, dtype=np.float32) -> Pages:
+    shape = (LAYERS, PAGES, KV_HEADS, BLOCK, SIZE)
+    keys, values = 2 * rng.normal(size=(2, *shape))
+    return Pages(jnp.asarray(keys, dtype), jnp.asarray(values, dtype))
+
+
+def _table(rng: np.random.Generator, rows: int) -> np.ndarray:
+    """Pages in any order, shared by rows, in part at the same places."""
+    table = np.array([rng.permutation(np.arange(1, PAGES))[:TABLE] for _ in range(rows)])
+    table[1::2, :2] = table[0, :2]
+    return table.astype(np.int32)
+
+
+def _case(rows: int, time: int, seed: int = 0, dtype=np.float32):
+    """q, pages, table and visible: some rows see nothing, one sees all, the others differ."""
+    rng = np.random.default_rng(seed)
+    q = jnp.asarray(rng.normal(size=(rows, time, HEADS, SIZE)), dtype)
+    visible = rng.integers(0, LONGEST + 1, size=(rows, time)).astype(np.int32)
+    visible[rows // 2] = 0
+    visible[0, -1], visible[-1, 0] = LONGEST, 1
+    return q, _pool(rng, dtype), _table(rng, rows), visible
+
+
+def _dense(q, pages: Pages, layer: int, table, visible) -> tuple[np.ndarray, np.ndarray]:
+    """Each query of each head alone, in float64."""
+    q, keys, values = (np.asarray(x, np.float64) for x in (q, pages.keys, pages.values))
+    out, lse = np.zeros(q.shape), np.full(q.shape[:3], paged.UNSEEN)
+    for row, t, head in np.ndindex(*q.shape[:3]):
+        seen, kv_head = visible[row, t], head // (q.shape[2] // keys.shape[2])
+        if not seen:
+            continue
+        k, v = (
+            x[layer, table[row], kv_head].reshape(-1, q.shape[3])[:seen] for x in (keys, values)
+        )
+        scores = k @ q[row, t, head] / np.sqrt(q.shape[3])
+        weights = np.exp(scores - scores.max())
+        out[row, t, head] = weights @ v / weights.sum()
+        lse[row, t, head] = scores.max() + np.log(weights.sum())
+    return out, lse
+
+
+def _close(found, wanted, atol: float = 1e-5) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == jnp.float32
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=atol, rtol=atol)
+
+
+# -------------------------------------------------------------------------------------- Attention
+
+
+@pytest.mark.parametrize("rows, time", [(7, 1), (3, 5), (1, 1)])
+def test_equals_dense_attention_in_every_layer(rows: int, time: int) -> None:
+    q, pages, table, visible = _case(rows, time)
+    visible[0] = np.maximum(visible[0], 1)
+    outs = []
+    for layer in range(LAYERS):
+        found = _attend_all(q, pages, layer, table, visible)
+        _close(found, _dense(q, pages, layer, table, visible))
+        outs.append(np.asarray(found[0]))
+    assert min(np.abs(outs[0] - outs[1]).max(), np.abs(outs[1] - outs[2]).max()) > 0.1
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 7, 100])
+@pytest.mark.parametrize("keys_at_once", [1, 8, 12, 1000])
+def test_what_is_computed_at_once_changes_nothing(rows_at_once: int, keys_at_once: int) -> None:
+    q, pages, table, visible = _case(7, 3, seed=1)
+    sizes = {"rows_at_once": rows_at_once, "keys_at_once": keys_at_once}
+    wanted = _dense(q, pages, 1, table, visible)
+    _close(_attend_all(q, pages, 1, table, visible, **sizes), wanted)
+
+
+@pytest.mark.parametrize("keys_at_once", [4, 256])
+def test_every_count_of_visible_keys(keys_at_once: int) -> None:
+    """0 to all of them, one row each: nothing at the edges of pages is lost or too much."""
+    q, pages, table, _ = _case(LONGEST + 1, 1, seed=2)
+    visible = np.random.default_rng(0).permutation(LONGEST + 1).astype(np.int32)[:, None]
+    found = _attend_all(q, pages, 2, table, visible, keys_at_once=keys_at_once)
+    _close(found, _dense(q, pages, 2, table, visible))
+
+
+def test_who_sees_nothing_gets_zeros() -> None:
+    q, pages, table, visible = _case(5, 3, seed=3)
+    visible[1] = [0, 9, 0]  # alone or beside queries that do see
+    blind = visible == 0
+    for rows_at_once in (1, 8):
+        out, lse = _attend_all(q, pages, 0, table, visible, rows_at_once=rows_at_once)
+        assert not np.any(np.asarray(out)[blind])
+        assert np.all(np.asarray(lse)[blind] == np.float32(paged.UNSEEN))
+        assert np.all(np.abs(np.asarray(lse)[~blind]) < 100)
+    out, lse = _attend_all(q, pages, 0, table, np.zeros_like(visible))
+    assert not np.any(out) and np.all(np.asarray(lse) == np.float32(paged.UNSEEN))
+
+
+def test_tokens_of_a_prompt_see_one_more_each() -> None:
+    """Rows that begin anywhere, as pages of prompts do, and one that is padding at its end."""
+    q, pages, table, _ = _case(4, 6, seed=4)
+    visible = np.array([0, 3, 14, 8])[:, None] + np.arange(6) + 1
+    visible[3, 4:] = 0
+    for keys_at_once in (4, 256):
+        found = _attend_all(q, pages, 1, table, visible, keys_at_once=keys_at_once)
+        _close(found, _dense(q, pages, 1, table, visible))
+
+
+@pytest.mark.parametrize("heads", [2, 4, 8])
+def test_heads_share_keys_in_order(heads: int) -> None:
+    _, pages, table, visible = _case(3, 2, seed=5)
+    q = np.random.default_rng(0).normal(size=(3, 2, heads, SIZE)).astype(np.float32)
+    _close(_attend_all(q, pages, 0, table, visible), _dense(q, pages, 0, table, visible))
+
+
+def test_rows_with_the_same_pages_get_the_same() -> None:
+    q, pages, table, visible = _case(6, 2, seed=6)
+    q, table, visible = (np.repeat(x[:1], 6, axis=0) for x in (np.asarray(q), table, visible))
+    out, lse = _attend_all(q, pages, 0, table, visible, rows_at_once=4)
+    assert np.all(np.asarray(out) == np.asarray(out)[:1])
+    assert np.all(np.asarray(lse) == np.asarray(lse)[:1])
+
+
+def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
+    """Other pages in the table, other keys in the page: what an earlier prompt left there."""
+    q, pages, table, visible = _case(6, 2, seed=7)
+    visible[:] = np.minimum(visible, 10)
+    wanted = _attend_all(q, pages, 1, table, visible)
+    table = table.copy()
+    table[:, 3:] = 0
+    found = _attend_all(q, pages, 1, table, visible)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    table[:, :3] = np.arange(1, 4)
+    visible[:] = 10
+    wanted = _attend_all(q, pages, 1, table, visible)
+    keys, values = (x.at[:, 3, :, 2:].set(1e3) for x in (pages.keys, pages.values))
+    found = _attend_all(q, Pages(keys, values), 1, table, visible)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_scores_of_any_size_are_finite() -> None:
+    """Much larger than what exp can take, rising and falling along the keys."""
+    q, pages, table, visible = _case(7, 3, seed=8)
+    for factor in (60.0, -60.0):
+        found = _attend_all(factor * q, pages, 0, table, visible, keys_at_once=4)
+        wanted = _dense(factor * q, pages, 0, table, visible)
+        _close(found, wanted, atol=1e-4)
+        assert np.nanmax(np.abs(wanted[1][visible > 0])) > 200
+
+
+def test_pages_and_queries_in_bfloat16() -> None:
+    q, pages, table, visible = _case(7, 3, seed=9, dtype=jnp.bfloat16)
+    found = _attend_all(q, pages, 1, table, visible)
+    _close(found, _dense(q, pages, 1, table, visible), atol=5e-2)
+
+
+# ------------------------------------------------------------------------------------------- Parts
+
+
+def _parts(pages: Pages, parts: int) -> list[Pages]:
+    """The pool's pages split by their tokens."""
+    split = [jnp.split(x, parts, axis=3) for x in (pages.keys, pages.values)]
+    return [Pages(*some) for some in zip(*split, strict=True)]
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("keys_at_once", [2, 6, 256])
+def test_parts_of_all_pages_together_are_the_whole(parts: int, keys_at_once: int) -> None:
+    q, pages, table, visible = _case(7, 3, seed=10)
+    found = [
+        _attend(q, part, 1, table, visible, i, parts, keys_at_once=keys_at_once, rows_at_once=3)
+        for i, part in enumerate(_parts(pages, parts))
+    ]
+    wanted = _dense(q, pages, 1, table, visible)
+    _close(jax.jit(paged.merge)(*found), wanted)
+    blind = [np.asarray(lse) == np.float32(paged.UNSEEN) for _, lse in found]
+    assert np.any(blind[-1] & ~blind[0]), "the case should have parts that see nothing"
+
+
+def test_a_part_is_attention_to_its_keys() -> None:
+    """The second half of every page alone: positions 2, 3, 6, 7, ..."""
+    q, pages, table, visible = _case(7, 1, seed=11)
+    second = _parts(pages, 2)[1]
+    found = _attend(q, second, 0, table, visible, 1, 2)
+    half = BLOCK // 2
+    seen = visible // BLOCK * half + np.maximum(visible % BLOCK - half, 0)
+    _close(found, _dense(q, second, 0, table, seen))
+
+
+def test_merging_prompt_and_suffix_is_attention_to_both() -> None:
+    q, pages, table, visible = _case(7, 2, seed=12)
+    own = np.full((7, 2), 3, np.int32)
+    suffix = table[:, -1:]
+    prompt = np.minimum(visible, LONGEST - BLOCK)
+    found = paged.merge(
+        _attend_all(q, pages, 0, table, prompt), _attend_all(q, pages, 0, suffix, own)
+    )
+    for row in range(7):
+        for t in range(2):
+            keys, values = (
+                np.concatenate(
+                    [
+                        np.asarray(x)[0, table[row]]
+                        .swapaxes(0, 1)
+                        .reshape(KV_HEADS, -1, SIZE)[:, : prompt[row, t]],
+                        np.asarray(x)[0, suffix[row, 0], :, :3],
+                    ],
+                    axis=1,
+                )
+                for x in (pages.keys, pages.values)
+            )
+            whole = Pages(keys[None, None], values[None, None])
+            count = np.array([[prompt[row, t] + 3]])
+            one = _dense(q[row : row + 1, t : t + 1], whole, 0, np.array([[0]]), count)
+            _close([x[row : row + 1, t : t + 1] for x in found], one)
+
+
+def test_merging_with_a_part_that_sees_nothing_changes_nothing() -> None:
+    rng = np.random.default_rng(13)
+    out = rng.normal(size=(3, 2, 4)).astype(np.float32)
+    lse = np.array([[0.0, -50.0], [80.0, 3.0], [paged.UNSEEN, 1.0]], np.float32)
+    out[2, 0] = 0
+    nothing = np.zeros_like(out), np.full(lse.shape, paged.UNSEEN, np.float32)
+    for parts in (((out, lse), nothing), (nothing, (out, lse)), (nothing, (out, lse), nothing)):
+        found = paged.merge(*parts)
+        np.testing.assert_array_equal(found[0], out)
+        np.testing.assert_allclose(found[1], lse, rtol=1e-6)
+    np.testing.assert_allclose(paged.merge((out, lse))[0], out)
+
+
+# ------------------------------------------------------------------------------------------ Writing
+
+
+def _numbered(dtype=np.float32) -> Pages:
+    """A pool in which no two numbers are alike."""
+    shape = (LAYERS, PAGES, KV_HEADS, BLOCK, SIZE)
+    keys = np.arange(np.prod(shape)).reshape(shape)
+    return Pages(jnp.asarray(keys, dtype), jnp.asarray(-1 - keys, dtype))
+
+
+def _same(found: Pages, keys: np.ndarray, values: np.ndarray) -> None:
+    np.testing.assert_array_equal(found.keys, keys)
+    np.testing.assert_array_equal(found.values, values)
+
+
+def test_an_empty_pool_is_zeros() -> None:
+    pages = paged.empty(LAYERS, PAGES, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
+    assert pages.keys.shape == pages.values.shape == (LAYERS, PAGES, KV_HEADS, BLOCK, SIZE)
+    assert pages.keys.dtype == pages.values.dtype == jnp.bfloat16
+    assert pages.block == BLOCK
+    assert not np.any(pages.keys) and not np.any(pages.values)
+
+
+def test_writing_pages_writes_them_and_nothing_else() -> None:
+    pages, which = _numbered(), [9, 2, 5]
+    keys, values = np.random.default_rng(0).normal(size=(2, 3, BLOCK, KV_HEADS, SIZE))
+    keys, values = keys.astype(np.float32), values.astype(np.float32)
+    wanted_keys, wanted_values = np.array(pages.keys), np.array(pages.values)
+    for i, page in enumerate(which):
+        for token in range(BLOCK):
+            wanted_keys[1, page, :, token] = keys[i, token]
+            wanted_values[1, page, :, token] = values[i, token]
+    found = paged.write_pages(pages, jnp.int32(1), jnp.array(which), keys, values)
+    _same(found, wanted_keys, wanted_values)
+
+
+def test_writing_tokens_writes_them_and_nothing_else() -> None:
+    """Two of them into the same page."""
+    pages, places = _numbered(), [(4, 3), (11, 0), (4, 1), (13, 2)]
+    keys, values = np.random.default_rng(1).normal(size=(2, len(places), KV_HEADS, SIZE))
+    keys, values = keys.astype(np.float32), values.astype(np.float32)
+    wanted_keys, wanted_values = np.array(pages.keys), np.array(pages.values)
+    for i, (page, offset) in enumerate(places):
+        wanted_keys[2, page, :, offset] = keys[i]
+        wanted_values[2, page, :, offset] = values[i]
+    page, offset = jnp.array(places).T
+    found = paged.write_tokens(pages, jnp.int32(2), page, offset, keys, values)
+    _same(found, wanted_keys, wanted_values)
+
+
+def test_what_is_written_takes_the_pools_type() -> None:
+    pages = paged.empty(1, 3, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
+    keys = np.full((1, BLOCK, KV_HEADS, SIZE), 1.001, np.float32)
+    whole = paged.write_pages(pages, jnp.int32(0), jnp.array([1]), keys, -keys)
+    token = jnp.array([2]), jnp.array([3])
+    written = paged.write_tokens(whole, jnp.int32(0), *token, keys[:, 0], -keys[:, 0])
+    assert written.keys.dtype == written.values.dtype == jnp.bfloat16
+    assert np.asarray(written.keys, np.float32).sum() == (BLOCK + 1) * KV_HEADS * SIZE
+    assert np.asarray(written.values, np.float32).sum() == -(BLOCK + 1) * KV_HEADS * SIZE
+
+
+def test_a_prompt_written_page_by_page_is_read_in_its_order() -> None:
+    """Pages and then tokens of a row, against attention to the row as it was."""
+    rng = np.random.default_rng(14)
+    tokens = 2 * BLOCK + 3
+    keys, values = rng.normal(size=(2, tokens, KV_HEADS, SIZE)).astype(np.float32)
+    table = np.array([[6, 3, 12]])
+    pages = _pool(rng)
+    for j in range(2):
+        some = slice(j * BLOCK, (j + 1) * BLOCK)
+        where = jnp.asarray(table[0, j : j + 1])
+        pages = paged.write_pages(pages, jnp.int32(1), where, keys[None, some], values[None, some])
+    for t in range(2 * BLOCK, tokens):
+        where = jnp.array([12]), jnp.array([t % BLOCK])
+        pages = paged.write_tokens(pages, jnp.int32(1), *where, keys[t : t + 1], values[t : t + 1])
+    q = rng.normal(size=(1, 2, HEADS, SIZE)).astype(np.float32)
+    visible = np.array([[tokens, 6]])
+    row = Pages(*(x.swapaxes(0, 1)[None, None] for x in (keys, values)))
+    found = _attend_all(q, pages, 1, table, visible)
+    _close(found, _dense(q, row, 0, np.array([[0]]), visible))

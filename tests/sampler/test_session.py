@@ -1,0 +1,210 @@
+"""Requests with options of their own, shared beginnings, full pools, stop strings, limits."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from spell_jax.policy.tokenizer_base import Stream
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler import session
+from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.requests import Options, Request, Sample
+from tests import tiny
+
+CONFIG = SamplerConfig(
+    max_tokens=12,
+    max_verdict_tokens=12,
+    max_prompt=32,
+    block=4,
+    cache_tokens=1024,
+    slots=8,
+    siblings=4,
+    prefill_tokens=32,
+    decode_tokens=4,
+)
+KEY = jax.random.key(7)
+RNG = np.random.default_rng(11)
+BEGINNING = RNG.integers(3, 64, size=21).tolist()
+PROMPTS = [BEGINNING + RNG.integers(3, 64, size=n).tolist() for n in (1, 3, 7, 11)]
+OPTIONS = [
+    Options(temperature=0.7, top_p=0.9, max_tokens=12),
+    Options(temperature=0.0, max_tokens=5),
+    Options(temperature=1.3, top_k=4, max_tokens=9),
+    Options(temperature=1.0, min_p=0.2, max_tokens=12),
+]
+
+
+class Letters:
+    """A tokenizer whose token n is the letter n of the alphabet, twice."""
+
+    def decode(self, ids) -> str:
+        return "".join(2 * chr(97 + i % 26) for i in ids)
+
+    def shows(self, token_id: int) -> bool:
+        return True
+
+    def waits(self, token_id: int) -> bool:
+        return False
+
+    def stream(self) -> Stream:
+        return Stream(self)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _sampler(config: SamplerConfig = CONFIG) -> Sampler:
+    mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
+    return Sampler(tiny.POLICY, config, (), mesh, Letters().stream)
+
+
+def _requests(groups=(4, 1, 3, 6)) -> list[Request]:
+    keys = session.request_keys(KEY, len(PROMPTS))
+    return [Request(*each) for each in zip(PROMPTS, groups, keys, OPTIONS, strict=True)]
+
+
+def _answer(asked: session.Session, requests: list[Request]) -> list[list[Sample]]:
+    places = {asked.submit(request): index for index, request in enumerate(requests)}
+    found: list[list[Sample]] = [[] for _ in requests]
+    for ticket, samples in asked.results():
+        found[places[ticket]] = samples
+    return found
+
+
+def _alone(request: Request, config: SamplerConfig = CONFIG) -> list[Sample]:
+    return _answer(_sampler(config).begin(tiny.weights()), [request])[0]
+
+
+def _assert_identical(found: list[Sample], wanted: list[Sample]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.log_probs, b.log_probs)
+        assert (a.stopped, a.stop_string) == (b.stopped, b.stop_string)
+
+
+def test_requests_with_different_options_answer_as_they_would_alone() -> None:
+    requests = _requests()
+    found = _answer(_sampler().begin(tiny.weights()), requests)
+    for request, samples in zip(requests, found, strict=True):
+        _assert_identical(samples, _alone(request))
+        assert {len(s.tokens) for s in samples} == {request.options.max_tokens}
+
+
+def test_shared_beginnings_are_read_once_and_change_nothing() -> None:
+    """To the bit: a page holds the same whoever made it."""
+    requests, asked = _requests(), _sampler().begin(tiny.weights())
+    found = _answer(asked, requests)
+    assert asked.reused_tokens == 3 * 20  # five whole pages, by all but the first
+    again = _answer(asked, requests)  # also by prompts that are idle by now
+    assert asked.reused_tokens == 3 * 20 + sum((len(p) - 1) // 4 * 4 for p in PROMPTS)
+    for request, *both in zip(requests, found, again, strict=True):
+        for samples in both:
+            _assert_identical(samples, _alone(request))
+
+
+def test_a_pool_with_room_for_one_answer_gives_the_same() -> None:
+    small = dataclasses.replace(CONFIG, cache_tokens=CONFIG.longest)
+    requests, asked = _requests(), _sampler(small).begin(tiny.weights())
+    for request, samples in zip(requests, _answer(asked, requests), strict=True):
+        for a, b in zip(samples, _alone(request), strict=True):
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
+
+
+def test_a_straggler_does_not_hold_its_neighbours_slots() -> None:
+    options = [Options(max_tokens=12), *[Options(max_tokens=2)] * 11]
+    keys = session.request_keys(KEY, 12)
+    requests = [Request([5, 6, n], 1, keys[n], options[n]) for n in range(12)]
+    config = dataclasses.replace(CONFIG, slots=2)
+    asked = _sampler(config).begin(tiny.weights())
+    _answer(asked, requests)
+    # Two slots: one draws 12 tokens, the other 22 in its turn, and then some rest.
+    assert asked.counts.tokens == 12 + 22 and asked.counts.decode_steps <= 26
+    assert asked.counts.idle <= 0.05 * asked.counts.slot_steps
+
+
+def test_empty_cells_and_slots_are_counted_apart() -> None:
+    asked = _sampler().begin(tiny.weights())
+    _answer(asked, [_requests((3, 1, 3, 3))[2]])  # three siblings in a row of four cells
+    counts = asked.counts
+    assert counts.decode_steps == 9 and counts.tokens == 27 and counts.idle == 0
+    assert (counts.slot_steps, counts.cell_steps, counts.empty_cells) == (72, 36, 9)
+
+
+# ------------------------------------------------------------------------------------ Stop strings
+
+
+def test_stop_strings_end_an_answer_wherever_tokens_begin() -> None:
+    """A string of two tokens' parts; what is drawn behind it is forgotten, whatever the calls."""
+    (request,) = _requests()[:1]
+    plain = _alone(request)
+    text = Letters().decode(plain[0].tokens[:9].tolist())
+    string = text[13:16]  # from the middle of token 6 to the end of token 7
+    first = next(n for n in range(1, 10) if string in text[: 2 * n])
+    options = dataclasses.replace(request.options, stop_strings=("never there", string))
+    for config in (CONFIG, dataclasses.replace(CONFIG, decode_tokens=12)):
+        found = _alone(dataclasses.replace(request, options=options), config)
+        assert found[0].stopped and found[0].stop_string == string
+        np.testing.assert_array_equal(found[0].tokens, plain[0].tokens[:first])
+        np.testing.assert_allclose(found[0].log_probs, plain[0].log_probs[:first], atol=1e-6)
+        assert found[0].content == found[0].tokens.tolist()
+        assert found[0].text(Letters().decode) == text[: text.index(string)]
+        others = [s for s in found[1:] if string not in Letters().decode(s.tokens)]
+        assert all(not s.stopped and len(s.tokens) == 12 for s in others)
+
+
+def test_the_first_of_several_stop_strings_counts() -> None:
+    stream = Letters().stream()
+    answer = session._Answer(stream=stream)
+    for token in (0, 1, 2):
+        answer.push(token, -1.0, ("cc", "bb", "ab"))
+        if answer.stopped:
+            break
+    assert answer.tokens == [0, 1] and answer.stop_string == "ab" and answer.stopped
+
+
+# ------------------------------------------------------------------------------------------ Limits
+
+
+def test_what_cannot_be_answered_is_an_error_at_once() -> None:
+    asked = _sampler().begin(tiny.weights())
+    key = session.request_keys(KEY, 1)[0]
+    with pytest.raises(ValueError, match="a prompt of 33 tokens is over the cap of 32"):
+        asked.submit(Request([5] * 33, 1, key, OPTIONS[0]))
+    with pytest.raises(ValueError, match="max_tokens = 13 is over the cap of 12"):
+        asked.submit(Request([5], 1, key, Options(max_tokens=13)))
+    mesh = _sampler().mesh
+    blind = Sampler(tiny.POLICY, CONFIG, (), mesh).begin(tiny.weights())
+    with pytest.raises(ValueError, match="stop strings need a sampler with a tokenizer"):
+        blind.submit(Request([5], 1, key, Options(max_tokens=3, stop_strings=("a",))))
+    assert asked.submit(Request([5], 1, key, OPTIONS[0])) == 0  # nothing of it was kept
+
+
+def test_a_pool_that_is_too_small_is_an_error_before_any_device_is_used() -> None:
+    with pytest.raises(ValueError, match=r"sampler\.cache_tokens = 40: a prompt of 32 tokens"):
+        Sampler(tiny.POLICY, dataclasses.replace(CONFIG, cache_tokens=40), (), _sampler().mesh)
+
+
+def test_refused_prompts_are_logged_with_lengths_and_cap(caplog) -> None:
+    prompts = [[5] * 33, [5] * 3, [6] * 40]
+    answers = _sampler().sample(tiny.weights(), prompts, 1, KEY, max_tokens=2)
+    assert [answer is None for answer in answers] == [True, False, True]
+    assert "[33, 40] tokens are over the cap of 32" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1.0}, r"temperature = -1\.0: must be 0 or more"),
+        ({"temperature": float("nan")}, r"temperature = nan: must be 0 or more"),
+        ({"top_p": 0.0}, r"top_p = 0\.0: must be in \(0, 1\]"),
+        ({"top_k": -1}, r"top_k = -1: must be 0 \(all\) or more"),
+        ({"min_p": 1.1}, r"min_p = 1\.1: must be in \[0, 1\]"),
+        ({"max_tokens": 0}, r"max_tokens = 0: must be at least 1"),
+        ({"stop_strings": ("",)}, "none may be empty"),
+    ],
+)
+def test_options_out_of_range_are_named(fields, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options(**fields)
