@@ -104,13 +104,10 @@ class _Sizes:
         return int(rows * self.row * share) * 2 * self.kv_heads * c.head_size * self.number
 
     def reading(self) -> int:
-        """What a prefill call has at once: its queries on all devices of `context`."""
+        """What a prefill call has at once: queries of all devices of `context`, and what they
+        found, in float32."""
         heads = self.heads * self.policy.head_size
-        return self.per_token(4 * heads * self.context + 4 * self.policy.width + 3 * self.wide)
-
-    def decoding(self) -> int:
-        """What a decode call has at once, logits apart."""
-        return self.reading()
+        return self.rows * self.row * heads * (2 * self.number + 4)
 
     def saved(self) -> int:
         """What the backward pass keeps of all layers."""
@@ -162,7 +159,9 @@ def _made(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
         return {"optimiser": 4 * aot.bytes_per_chip(programs.state.params) if offloaded else 0}
     sizes = _Sizes(programs, program.tokens)
     if program.name == "decode":
-        return {"activations": sizes.decoding(), "logits": 4 * sizes.rows * sizes.vocab * 4}
+        # Of all slots whose rows the devices of `fsdp` compute together: partial sums, and sums.
+        sharing = programs.mesh.shape["data"] * programs.mesh.shape[meshes.EXPERT]
+        return {"logits": 2 * program.tokens[0] // sharing * sizes.vocab * 4}
     if program.name == "prefill":
         return {"activations": sizes.reading()}
     head = sizes.head(programs.bucket.answers)

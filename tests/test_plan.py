@@ -104,7 +104,8 @@ def test_what_is_given_is_exact() -> None:
 
 
 def test_a_plan_that_does_not_fit_says_what_helps() -> None:
-    made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.fsdp=8 mesh.context=2")
+    pool = {"sampler.cache_tokens": 2**21}
+    made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.fsdp=8 mesh.context=2", **pool)
     assert not made.fits
     before = made.config.to_dict()
     helpful = dict(made.helpful())
@@ -124,16 +125,16 @@ def test_the_largest_batches_fit_and_no_larger_ones() -> None:
     made = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
     assert made.fits
     largest = made.largest()
-    rows = {"packing.token_budget": 2 * 49_152, "sampler.token_budget": 2 * 16_384}
+    # A row, or a prompt with its eight answers, on each of two parts of the mesh.
+    row = 16_384 + 8 * 4096
+    rows = {"packing.token_budget": 2 * row, "sampler.cache_tokens": 2 * row}
     assert set(largest) == set(rows)
     for field, tokens in largest.items():
         assert tokens > 0 and tokens % rows[field] == 0
         key = field.replace(".", "__")
         bucket = {"packing__buckets": ((49_152, 32_768),)}
         assert made.changed(**{key: tokens}, **bucket).fits
-        more = made.changed(**{key: tokens + rows[field]}, **bucket)
-        # The sampler's answers are bounded by max_streams too.
-        assert not more.fits or field.startswith("sampler")
+        assert not made.changed(**{key: tokens + rows[field]}, **bucket).fits
     assert f"--config.packing.token_budget={largest['packing.token_budget']}" in plan.describe(made)
 
 
@@ -182,7 +183,7 @@ def test_the_command_prints_a_table_and_exits_by_it(tmp_path: pathlib.Path) -> N
         for more in ([], ["--config.mesh.fsdp=1", "--config.mesh.context=16"])
     ]
     assert [done.returncode for done in results] == [1, 0], results[0].stderr
-    assert "prompts of 18000 tokens" in results[0].stdout  # the config's largest bucket
+    assert "prompts of 18000 tokens" in results[0].stdout  # the config's cap
     for word in (*plan.PARTS, *PROGRAMS):
         assert word in results[1].stdout
 

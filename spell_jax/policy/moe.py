@@ -151,6 +151,8 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 def _forward(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
     """One device's part of `mix`; arguments are its shards."""
+    if x.shape[1] == 1:
+        return _decode(split, x, weights, chosen, kernels)
     gate, up, down = _whole(split, kernels)
 
     def one_chunk(_, chunk):
@@ -164,6 +166,27 @@ def _forward(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
         return None, _sum(collectives.sum_scatter(out, split.leading), split.hidden)
 
     _, out = _in_chunks(split, one_chunk, None, _flat(x, weights, chosen))
+    return out.reshape(x.shape)
+
+
+def _decode(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
+    """`_forward` for few tokens, with kernels where they are: the devices that share a kernel's
+    width have all tokens of each other, and each multiplies its part of the width."""
+    gate, up, down = kernels
+    together = tuple(axis for axis in split.rows if axis in split.leading + split.width)
+    tokens, weights, chosen = (_gather(part, together) for part in _flat(x, weights, chosen))
+    pairs, share = _pairs(split, chosen, len(gate)), gate.shape[1]
+    if split.width:
+        first = jax.lax.axis_index(split.width) * share
+        tokens = jax.lax.dynamic_slice_in_dim(tokens, first, share, axis=1)
+    rows = _spread(tokens, pairs)
+    both = (_product(rows, kernel, pairs).astype(jnp.float32) for kernel in (gate, up))
+    both = (_sum(part, split.width).astype(x.dtype) for part in both)
+    out = _collect(_product(_hidden(*both, _shares(weights, pairs)), down, pairs), pairs)
+    out = _gather(_sum(out, split.leading + split.hidden), split.width, axis=1)
+    if together:
+        first = jax.lax.axis_index(together) * len(x)
+        out = jax.lax.dynamic_slice_in_dim(out, first, len(x))
     return out.reshape(x.shape)
 
 
