@@ -50,7 +50,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.sampler.max_prompt = 192
     config.sampler.block = 32
     config.sampler.cache_tokens = 32_768
-    config.sampler.slots = 256
+    config.sampler.slots = 128
     config.sampler.prefill_tokens = 1536
     config.sampler.decode_tokens = 16
     config.sampler.max_tokens = 48

@@ -1,6 +1,7 @@
 """Benchmarks: python -m launch.bench NAME [--options], one JSON line a measure.
 
 update   seconds of one optimiser update with shared and with repeated prompts
+sample   tokens a second of answers to one prompt, and each to a prompt of its own
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from launch import aot
+from launch import aot, bench_sample
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
@@ -42,7 +43,12 @@ def bench_update(options: argparse.Namespace) -> dict[str, Any]:
     the shared layout, over those that all devices could do in bfloat16; null where a device's peak
     is not in PEAKS.
     """
-    policy = _policy(options)
+    policy = dataclasses.replace(
+        _policy(options),
+        remat=options.remat,
+        attention=options.attention,
+        lora=LoraConfig(options.lora) if options.lora else None,
+    )
     answers = options.response * options.group
     shared = _measure(policy, options, packing.Bucket(options.prompt + answers, answers))
     alone = packing.Bucket(options.prompt + options.response, options.response)
@@ -96,13 +102,7 @@ def _policy(options: argparse.Namespace) -> PolicyConfig:
             head_size=64,
             feed_forward=3 * options.width,
         )
-    return dataclasses.replace(
-        policy,
-        layers=options.layers or policy.layers,
-        remat=options.remat,
-        attention=options.attention,
-        lora=LoraConfig(options.lora) if options.lora else None,
-    )
+    return dataclasses.replace(policy, layers=options.layers or policy.layers)
 
 
 def count_flops(policy: PolicyConfig, prompt: int, response: int, group: int) -> dict[str, float]:
@@ -193,25 +193,42 @@ class _Option:
     help: str
 
 
+_SHAPE = (
+    _Option("group", 8, "answers to a prompt G"),
+    _Option("policy", "", "a Hugging Face config.json, whose shape is taken"),
+    _Option("layers", 0, "layers L; 0: 3, or the config.json's"),
+    _Option("dtype", "float32", "of weights and activations"),
+)
 _OPTIONS = {
     "update": (
+        *_SHAPE,
         _Option("prompt", 160, "prompt tokens P"),
         _Option("response", 20, "tokens of an answer S"),
-        _Option("group", 8, "answers to a prompt G"),
         _Option("groups", 32, "prompts"),
-        _Option("policy", "", "a Hugging Face config.json, whose shape is taken"),
-        _Option("layers", 0, "layers L; 0: 3, or the config.json's"),
         _Option("width", 128, "model width D"),
         _Option("vocab", 896, "vocabulary V"),
-        _Option("dtype", "float32", "of weights and activations"),
         _Option("lora", 0, "rank of adapters, which alone are trained; 0: all weights are"),
         _Option("budget", 8192, "tokens of a micro-batch"),
         _Option("repeats", 3, "timed updates"),
         _Option("remat", "none", "what the backward pass recomputes"),
         _Option("attention", "auto", "the attention's kernel"),
-    )
+    ),
+    "sample": (
+        *_SHAPE,
+        _Option("prompt", 1024, "prompt tokens P"),
+        _Option("response", 128, "tokens of an answer S"),
+        _Option("width", 512, "model width D"),
+        _Option("vocab", 8192, "vocabulary V"),
+        _Option("block", 128, "tokens of a page C"),
+        _Option("prefill", 2048, "prompt tokens read in one call"),
+        _Option("repeats", 2, "timed calls"),
+        _Option("transformers", 0, "1: also by transformers' generate"),
+    ),
 }
-_BENCHES = {"update": bench_update}
+_BENCHES = {
+    "update": bench_update,
+    "sample": lambda options: bench_sample.bench_sample(_policy(options), options),
+}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -229,10 +246,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """The measures of one bench, JSON-able."""
+    return _BENCHES[options.name](options)
+
+
 def main() -> None:
     start.setup()
-    options = parse(sys.argv[1:])
-    print(json.dumps(_BENCHES[options.name](options)))
+    print(json.dumps(run(parse(sys.argv[1:]))))
 
 
 if __name__ == "__main__":

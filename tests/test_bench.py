@@ -32,6 +32,22 @@ def test_update_prints_a_line_with_both_layouts() -> None:
     assert line["model_flops_per_s"] > 0 and line["mfu"] is None
 
 
+def test_sampling_prints_a_line_with_all_kinds() -> None:
+    flags = ["--prompt=40", "--response=6", "--group=3", "--layers=1", "--width=64", "--vocab=96"]
+    flags += ["--block=16", "--prefill=32", "--repeats=1", "--transformers=1"]
+    line = bench.run(bench.parse(["sample", *flags]))
+    page = 16 * 2 * 1 * 1 * 64 * 4  # tokens, keys and values, layers, key heads, size, bytes
+    assert line["shared_kv_bytes"] == (3 + 3 * 1) * page
+    assert line["repeated_kv_bytes"] == (3 * 3 + 3 * 1) * page
+    for kind in ("shared", "repeated", "transformers"):
+        assert line[f"{kind}_tokens_per_s"] == pytest.approx(18 / line[f"{kind}_s"])
+        assert line[f"{kind}_prefill_s"] > 0
+    assert line["ratio"] == pytest.approx(line["repeated_s"] / line["shared_s"])
+    wanted = line["transformers_s"] / line["shared_s"]
+    assert line["transformers_ratio"] == pytest.approx(wanted)
+    assert line["bench"] == "sample" and line["device"] == "cpu"
+
+
 def test_the_shape_of_a_config_json(tmp_path) -> None:
     policy = PolicyConfig(96, 32, 2, 2, 1, 16, 48, qkv_bias=True)
     (tmp_path / "config.json").write_text(json.dumps(policy.to_hf()))

@@ -20,6 +20,10 @@ import jax.numpy as jnp
 
 from spell_jax.attention.dense import MASKED
 
+# (scores, keys) at once. A CPU's caches hold little, and rows that read nothing cost as much as
+# others next to them: of 2^13 to 2^18 scores 2^15 was fastest (256 slots of the policy that ships).
+# On accelerators: 64 MiB of scores.
+ON_CPU, ON_ACCELERATORS = (2**15, 256), (2**24, 2048)
 UNSEEN = MASKED  # the log-sum-exp of a query that sees nothing: it weighs nothing in a merge
 
 
@@ -53,8 +57,6 @@ def attend(
     table: jax.Array,
     visible: jax.Array,
     share: tuple[jax.Array | int, int] = (0, 1),
-    rows_at_once: int = 8,
-    keys_at_once: int = 256,
 ) -> tuple[jax.Array, jax.Array]:
     """Softmax attention of rows of queries to the pages of each row.
 
@@ -65,16 +67,32 @@ def attend(
       table: int32 [M, J], pages of each row in order.
       visible: int32 [M, T], how many leading keys of its row a query sees.
       share: (i, n) if the pool holds only the i-th of n equal parts of every page.
-      rows_at_once, keys_at_once: bounds of what is computed at once.
 
     Returns:
       float32 out [M, T, N, H], zeros for a query that sees nothing, and log-sum-exp [M, T, N],
       UNSEEN there.
     """
+
+    def sized(sizes: tuple[int, int]):
+        return lambda q, pages, layer, table, visible, part: attend_in_steps(
+            q, pages, layer, table, visible, (part, share[1]), *sizes
+        )
+
+    given = (q, pages, layer, table, visible, jnp.int32(share[0]))
+    choices = {"cpu": sized(ON_CPU), "default": sized(ON_ACCELERATORS)}
+    return jax.lax.platform_dependent(*given, **choices)
+
+
+def attend_in_steps(
+    q, pages: Pages, layer, table, visible, share, scores_at_once: int, keys_at_once: int
+) -> tuple[jax.Array, jax.Array]:
+    """`attend` with bounds of what is computed at once: float32 scores of a few rows, and keys of
+    each."""
     rows, time, heads, size = q.shape
     kv_heads, (part, parts) = pages.keys.shape[2], share
-    together = min(rows_at_once, rows)
     width = max(1, min(keys_at_once // pages.block, table.shape[1]))
+    of_a_row = time * heads * width * pages.block
+    together = max(1, min(scores_at_once // of_a_row, rows))
     span = width * pages.block * parts  # positions that are passed at once
     within = jnp.arange(width)[:, None] * parts + part
     within = (within * pages.block + jnp.arange(pages.block)).reshape(-1)

@@ -24,8 +24,6 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 
-_SUFFIX_ROWS = 64  # slots whose own tokens are read at once: one query each
-
 
 def head_split(mesh: Any, heads: int, kv_heads: int) -> tuple[str | None, int]:
     """(the mesh axis that splits heads, or None; how many key heads the pool keeps)."""
@@ -117,12 +115,7 @@ def _slots_on_device(q, k, v, pages: Pages, layer, given, share):
     page = given["page"] if parts == 1 else jnp.where(owner == part, given["page"], 0)
     pages = paged.write_tokens(pages, layer, page, offset, k[:, 0], v[:, 0])
     read = functools.partial(paged.attend, pages=pages, layer=layer, share=share)
-    suffix = read(
-        q,
-        table=given["suffix_table"],
-        visible=given["visible"][:, None],
-        rows_at_once=_SUFFIX_ROWS,
-    )
+    suffix = read(q, table=given["suffix_table"], visible=given["visible"][:, None])
     siblings = jnp.take(q[:, 0], given["slot"], axis=0, mode="fill", fill_value=0)  # [M, G, N, H]
     rows = read(siblings, table=given["prompt_table"], visible=given["prompt_visible"])
     out, lse = (part[given["row"], given["cell"]][:, None] for part in rows)

@@ -1,5 +1,7 @@
 """Attention to pages against dense attention, row by row and head by head in numpy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +14,14 @@ LAYERS, PAGES, KV_HEADS, BLOCK, SIZE = 3, 14, 2, 4, 8
 HEADS, TABLE = 6, 5
 LONGEST = TABLE * BLOCK
 
-_attend = jax.jit(
-    lambda q, pages, layer, table, visible, part, parts, **sizes: paged.attend(
-        q, pages, layer, table, visible, (part, parts), **sizes
-    ),
-    static_argnames=("parts", "rows_at_once", "keys_at_once"),
-)
+
+@functools.partial(jax.jit, static_argnames=("parts", "scores_at_once", "keys_at_once"))
+def _attend(q, pages, layer, table, visible, part, parts, scores_at_once=0, keys_at_once=256):
+    """With bounds of what is computed at once, or (0) with those of the platform."""
+    given = (q, pages, layer, table, visible, (part, parts))
+    if not scores_at_once:
+        return paged.attend(*given)
+    return paged.attend_in_steps(*given, scores_at_once, keys_at_once)
 
 
 def _attend_all(q, pages: Pages, layer: int, table, visible, **sizes):
@@ -86,11 +90,11 @@ def test_equals_dense_attention_in_every_layer(rows: int, time: int) -> None:
     assert min(np.abs(outs[0] - outs[1]).max(), np.abs(outs[1] - outs[2]).max()) > 0.1
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 3, 7, 100])
+@pytest.mark.parametrize("scores_at_once", [1, 300, 900, 10**6])
 @pytest.mark.parametrize("keys_at_once", [1, 8, 12, 1000])
-def test_what_is_computed_at_once_changes_nothing(rows_at_once: int, keys_at_once: int) -> None:
+def test_what_is_computed_at_once_changes_nothing(scores_at_once: int, keys_at_once: int) -> None:
     q, pages, table, visible = _case(7, 3, seed=1)
-    sizes = {"rows_at_once": rows_at_once, "keys_at_once": keys_at_once}
+    sizes = {"scores_at_once": scores_at_once, "keys_at_once": keys_at_once}
     wanted = _dense(q, pages, 1, table, visible)
     _close(_attend_all(q, pages, 1, table, visible, **sizes), wanted)
 
@@ -100,7 +104,7 @@ def test_every_count_of_visible_keys(keys_at_once: int) -> None:
     """0 to all of them, one row each: nothing at the edges of pages is lost or too much."""
     q, pages, table, _ = _case(LONGEST + 1, 1, seed=2)
     visible = np.random.default_rng(0).permutation(LONGEST + 1).astype(np.int32)[:, None]
-    found = _attend_all(q, pages, 2, table, visible, keys_at_once=keys_at_once)
+    found = _attend_all(q, pages, 2, table, visible, scores_at_once=300, keys_at_once=keys_at_once)
     _close(found, _dense(q, pages, 2, table, visible))
 
 
@@ -108,8 +112,8 @@ def test_who_sees_nothing_gets_zeros() -> None:
     q, pages, table, visible = _case(5, 3, seed=3)
     visible[1] = [0, 9, 0]  # alone or beside queries that do see
     blind = visible == 0
-    for rows_at_once in (1, 8):
-        out, lse = _attend_all(q, pages, 0, table, visible, rows_at_once=rows_at_once)
+    for scores_at_once in (1, 10**6):
+        out, lse = _attend_all(q, pages, 0, table, visible, scores_at_once=scores_at_once)
         assert not np.any(np.asarray(out)[blind])
         assert np.all(np.asarray(lse)[blind] == np.float32(paged.UNSEEN))
         assert np.all(np.abs(np.asarray(lse)[~blind]) < 100)
@@ -123,7 +127,9 @@ def test_tokens_of_a_prompt_see_one_more_each() -> None:
     visible = np.array([0, 3, 14, 8])[:, None] + np.arange(6) + 1
     visible[3, 4:] = 0
     for keys_at_once in (4, 256):
-        found = _attend_all(q, pages, 1, table, visible, keys_at_once=keys_at_once)
+        found = _attend_all(
+            q, pages, 1, table, visible, scores_at_once=300, keys_at_once=keys_at_once
+        )
         _close(found, _dense(q, pages, 1, table, visible))
 
 
@@ -137,7 +143,7 @@ def test_heads_share_keys_in_order(heads: int) -> None:
 def test_rows_with_the_same_pages_get_the_same() -> None:
     q, pages, table, visible = _case(6, 2, seed=6)
     q, table, visible = (np.repeat(x[:1], 6, axis=0) for x in (np.asarray(q), table, visible))
-    out, lse = _attend_all(q, pages, 0, table, visible, rows_at_once=4)
+    out, lse = _attend_all(q, pages, 0, table, visible, scores_at_once=200)
     assert np.all(np.asarray(out) == np.asarray(out)[:1])
     assert np.all(np.asarray(lse) == np.asarray(lse)[:1])
 
@@ -165,7 +171,9 @@ def test_scores_of_any_size_are_finite() -> None:
     """Much larger than what exp can take, rising and falling along the keys."""
     q, pages, table, visible = _case(7, 3, seed=8)
     for factor in (60.0, -60.0):
-        found = _attend_all(factor * q, pages, 0, table, visible, keys_at_once=4)
+        found = _attend_all(
+            factor * q, pages, 0, table, visible, scores_at_once=300, keys_at_once=4
+        )
         wanted = _dense(factor * q, pages, 0, table, visible)
         _close(found, wanted, atol=1e-4)
         assert np.nanmax(np.abs(wanted[1][visible > 0])) > 200
@@ -191,7 +199,7 @@ def _parts(pages: Pages, parts: int) -> list[Pages]:
 def test_parts_of_all_pages_together_are_the_whole(parts: int, keys_at_once: int) -> None:
     q, pages, table, visible = _case(7, 3, seed=10)
     found = [
-        _attend(q, part, 1, table, visible, i, parts, keys_at_once=keys_at_once, rows_at_once=3)
+        _attend(q, part, 1, table, visible, i, parts, scores_at_once=200, keys_at_once=keys_at_once)
         for i, part in enumerate(_parts(pages, parts))
     ]
     wanted = _dense(q, pages, 1, table, visible)

@@ -1,0 +1,163 @@
+"""How fast answers are sampled: G siblings behind one prompt, and each behind a prompt of its own.
+
+1. Both kinds go through the same sampler, with the same slots, pages and compiled programs' sizes:
+   one request for G answers, and G requests for one answer to different prompts of the same length.
+2. Nothing ends before its cap, so that all answers have S tokens.
+3. Reading the prompts is timed by answers of one token, the whole by answers of S; decoding is the
+   difference. Each is the best of `repeats`, after compilation.
+4. With transformers (the test extra), its `generate` answers the same prompt G times from the same
+   weights, in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from spell_jax.policy import transformer, weights
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.requests import Options, Request
+from spell_jax.sampler.session import request_keys
+
+
+def bench_sample(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """The measures as one JSON-able line.
+
+    "..._tokens_per_s" are of the whole call, "..._decode_tokens_per_s" without reading prompts;
+    "ratio" and "decode_ratio" are shared over repeated. "..._kv_bytes" are those of the pages that
+    prompts and answers take.
+    """
+    policy = dataclasses.replace(policy, max_positions=options.prompt + options.response)
+    mesh = meshes.make_mesh()
+    params = _random_params(policy, mesh, options.dtype)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(policy.vocab_size, size=(options.group, options.prompt)).tolist()
+    kinds = {"shared": (prompts[:1], options.group), "repeated": (prompts, 1)}
+    line: dict[str, Any] = {name: getattr(options, name) for name in _SHAPE}
+    line |= {"bench": "sample", "layers": policy.layers, "width": policy.width}
+    for kind, (asked, group) in kinds.items():
+        sampler = _make_sampler(policy, options, mesh, group)
+        line |= _measure(kind, sampler, params, asked, group, options)
+    if options.transformers:
+        line |= _measure_transformers(policy, params, prompts[0], options)
+        line["transformers_ratio"] = line["shared_tokens_per_s"] / line["transformers_tokens_per_s"]
+        line["transformers_decode_ratio"] = (
+            line["shared_decode_tokens_per_s"] / line["transformers_decode_tokens_per_s"]
+        )
+    for name in ("ratio", "decode_ratio"):
+        field = name.replace("ratio", "tokens_per_s")
+        line[name] = line[f"shared_{field}"] / line[f"repeated_{field}"]
+    return line | {"devices": jax.device_count(), "device": jax.devices()[0].device_kind}
+
+
+_SHAPE = ("prompt", "response", "group", "dtype", "block", "prefill")
+
+
+def _random_params(policy: PolicyConfig, mesh, dtype: str) -> transformer.Params:
+    shapes, axes = transformer.abstract_params(policy)
+
+    def make(key):
+        made = transformer.init(policy, key)
+        return jax.tree.map(lambda x: x.astype(dtype), made)
+
+    where = meshes.shardings(mesh, axes, shapes)
+    return jax.jit(make, out_shardings=where)(jax.random.key(0))
+
+
+def _make_sampler(policy: PolicyConfig, options, mesh, group: int) -> Sampler:
+    """A sampler whose slots and pages are those that `options.group` answers need."""
+    pages = sum(-(-tokens // options.block) for tokens in (options.prompt, options.response))
+    config = SamplerConfig(
+        temperature=1.0,
+        top_p=0.95,
+        max_tokens=options.response,
+        max_verdict_tokens=1,
+        max_prompt=options.prompt,
+        block=options.block,
+        cache_tokens=meshes.row_shards(mesh) * options.group * pages * options.block,
+        slots=options.group,
+        siblings=group,
+        prefill_tokens=options.prefill,
+        decode_tokens=options.response,
+    )
+    return Sampler(policy, config, (), mesh)
+
+
+def _measure(kind, sampler: Sampler, params, prompts, group: int, options) -> dict[str, Any]:
+    """Seconds, tokens a second and bytes of one kind."""
+
+    def ask(tokens: int) -> None:
+        session = sampler.begin(params)
+        keys = request_keys(jax.random.key(1), len(prompts))
+        how = Options(temperature=1.0, top_p=0.95, max_tokens=tokens)
+        for prompt, key in zip(prompts, keys, strict=True):
+            session.submit(Request(prompt, group, key, how))
+        answers = dict(session.results())
+        assert sum(len(s.tokens) for some in answers.values() for s in some) == (
+            options.group * tokens
+        )
+
+    read, whole = (_best(ask, tokens, options.repeats) for tokens in (1, options.response))
+    shape, config = sampler.shape, sampler.policy
+    pages = len(prompts) * shape.pages_of(options.prompt)
+    pages += options.group * shape.pages_of(options.response)
+    size = np.dtype(params["final_norm"]["scale"].dtype).itemsize
+    token = 2 * config.layers * config.kv_heads * config.head_size * size
+    return _rates(kind, read, whole, options) | {f"{kind}_kv_bytes": pages * shape.block * token}
+
+
+def _measure_transformers(policy, params, prompt: list[int], options) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        weights.save(f"{folder}/policy", policy, params)
+        kind = getattr(torch, options.dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(f"{folder}/policy", dtype=kind)
+    ids = torch.tensor([prompt])
+    how = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "eos_token_id": None}
+
+    def ask(tokens: int) -> None:
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_return_sequences=options.group,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            pad_token_id=0,
+            **how,
+        )
+        assert found.shape == (options.group, len(prompt) + tokens)
+
+    read, whole = (_best(ask, tokens, options.repeats) for tokens in (1, options.response))
+    return _rates("transformers", read, whole, options)
+
+
+def _best(ask: Callable[[int], None], tokens: int, repeats: int) -> float:
+    """Seconds of the fastest call, after one that compiles."""
+    ask(tokens)
+    seconds = []
+    for _ in range(repeats):
+        clock = time.perf_counter()
+        ask(tokens)
+        seconds.append(time.perf_counter() - clock)
+    return min(seconds)
+
+
+def _rates(kind: str, read: float, whole: float, options) -> dict[str, Any]:
+    decoded = options.group * (options.response - 1)
+    return {
+        f"{kind}_s": whole,
+        f"{kind}_prefill_s": read,
+        f"{kind}_tokens_per_s": options.group * options.response / whole,
+        f"{kind}_decode_tokens_per_s": decoded / (whole - read),
+    }
