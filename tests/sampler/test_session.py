@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from spell_jax.policy import transformer
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import session
@@ -89,6 +90,24 @@ def test_requests_with_different_options_answer_as_they_would_alone() -> None:
     for request, samples in zip(requests, found, strict=True):
         _assert_identical(samples, _alone(request))
         assert {len(s.tokens) for s in samples} == {request.options.max_tokens}
+
+
+def test_each_request_is_drawn_by_its_own_options() -> None:
+    """By the rank and the share of the most likely token's probability of all that was drawn."""
+    found = _answer(_sampler().begin(tiny.weights()), _requests((8, 8, 8, 8)))
+    ranks, shares = [], []
+    for prompt, options, samples in zip(PROMPTS, OPTIONS, found, strict=True):
+        rows = np.zeros((len(samples), 48), np.int32)
+        for row, sample in zip(rows, samples, strict=True):
+            row[: len(prompt) + len(sample.tokens)] = [*prompt, *sample.tokens]
+        behind = np.arange(options.max_tokens) + len(prompt)
+        logits = np.asarray(transformer.logits(tiny.POLICY, tiny.weights(), rows))[:, behind - 1]
+        drawn = np.take_along_axis(logits, rows[:, behind, None], axis=-1)
+        ranks.append(int(np.sum(logits > drawn, axis=-1).max()))
+        below = (drawn[..., 0] - logits.max(axis=-1)) / (options.temperature or 1.0)
+        shares.append(float(np.exp(below).min()))
+    assert ranks[1] == 0 and 1 <= ranks[2] <= 3 and 0.2 <= shares[3] < 0.6
+    assert ranks[0] > 3 and ranks[3] > 3 and shares[0] < 0.2
 
 
 def test_shared_beginnings_are_read_once_and_change_nothing() -> None:
