@@ -45,6 +45,7 @@ log = logging.getLogger("spell_jax.generate")  # __name__ is __main__ when this 
 ROLES = ("questioner", "responder", "verifier")
 CACHE_TOKENS = 65_536  # of prompts and answers that are in memory at once, a part of the mesh
 MAX_SLOTS = 512  # answers written at once
+PREFILL_TOKENS = 8192  # of prompts that are read at once
 SIBLINGS = 8  # answers to a prompt that meet it in one product
 Record = dict[str, Any]
 
@@ -136,6 +137,7 @@ def answer(
         cache_tokens=meshes.row_shards(mesh) * (CACHE_TOKENS + policy.max_positions),
         slots=min(MAX_SLOTS, samples * len(ids)),
         siblings=min(SIBLINGS, samples),
+        prefill_tokens=min(PREFILL_TOKENS, meshes.row_shards(mesh) * sum(fitting)),
         **sampling,
     )
     sampler = Sampler(policy, config, tokenizer.stop_ids, mesh)
