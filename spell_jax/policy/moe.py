@@ -151,7 +151,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 def _forward(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
     """One device's part of `mix`; arguments are its shards."""
-    if x.shape[1] == 1:
+    if x.shape[1] == 1 and not split.time:  # one token a row, not one of a row's on each device
         return _decode(split, x, weights, chosen, kernels)
     gate, up, down = _whole(split, kernels)
 
