@@ -26,7 +26,7 @@ def logits(config: PolicyConfig, params: transformer.Params, hidden: jax.Array) 
     if collectives.current_mesh() is None:
         return transformer.unembed(config, params, hidden)
     table = params["embedding" if config.tied_embeddings else "unembedding"]
-    split = Split.of((*hidden.shape, 1), *table.shape, over=meshes.TENSOR)
+    split = Split.of((len(hidden), 1), *table.shape, over=meshes.TENSOR)
     drawn = PartitionSpec((*meshes.ROWS, meshes.CONTEXT, meshes.TENSOR))
     return jax.shard_map(
         functools.partial(_on_device, split),
