@@ -26,7 +26,7 @@ from spell_jax.sampler.engine import SamplerConfig
 from spell_jax.selfplay import demonstrations, prompts
 from tests import noise
 from tests.evaluation.oracle import perfect
-from tests.games.scripted import ScriptedAsk
+from tests.games.scripted import ScriptedModels
 
 FOLDER = pathlib.Path(__file__).parents[1] / "configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
@@ -203,7 +203,7 @@ def test_an_ablation_plays_a_step(name, monkeypatch):
     game, evaluation = catalogue.make(config, tokenizer, prompt_cap=384)
     assert isinstance(game, Rlvr if config.game.name == "rlvr" else Spell) and evaluation
     assert game.models == (("anchor",) if config.game.reference == "anchored" else ())
-    ask = ScriptedAsk(wavering)
+    ask = ScriptedModels(wavering)
     episodes = game.play(ask, 1)
     groups = game.rows(episodes)
     roles = {group.role for group in groups}

@@ -7,7 +7,7 @@ import pathlib
 from typing import Any, Protocol
 
 from spell_jax.evaluation.scoring import Report, share
-from spell_jax.games.game import Ask
+from spell_jax.games.game import Models
 from spell_jax.runtime.jsonl import read_records
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.prompts import Prompts
@@ -16,11 +16,11 @@ from spell_jax.selfplay.prompts import Prompts
 class Evaluation(Protocol):
     """Held-out evaluation, as the trainer calls it."""
 
-    def full(self, ask: Ask) -> Report:
+    def full(self, ask: Models) -> Report:
         """Everything that is reported before and after a run."""
         ...
 
-    def quick(self, ask: Ask) -> tuple[float, dict[str, float]]:
+    def quick(self, ask: Models) -> tuple[float, dict[str, float]]:
         """(a score, larger is better; named numbers), cheap enough for every few steps."""
         ...
 
@@ -42,17 +42,17 @@ class HeldOutQuestions:
     prompts: Prompts
     questions: tuple[Question, ...]
 
-    def full(self, ask: Ask) -> Report:
+    def full(self, ask: Models) -> Report:
         outcomes = self._outcomes(ask)
         rows = {task: {"": share(cells)} for task, cells in outcomes.items()}
         return {"responder accuracy (rule)": rows}
 
-    def quick(self, ask: Ask) -> tuple[float, dict[str, float]]:
+    def quick(self, ask: Models) -> tuple[float, dict[str, float]]:
         outcomes = self._outcomes(ask)
         numbers = {task: share(cells)[0] for task, cells in outcomes.items() if cells}
         return numbers["all"], numbers
 
-    def _outcomes(self, ask: Ask) -> dict[str, list[float]]:
+    def _outcomes(self, ask: Models) -> dict[str, list[float]]:
         texts = [self.prompts.responder(q.task, q.documents, q.question) for q in self.questions]
         outcomes: dict[str, list[float]] = {"all": []}
         replies = ask("responder", texts, temperature=0.0)

@@ -17,7 +17,7 @@ import numpy as np
 from spell_jax.data import tiny_world as world
 from spell_jax.data.clusters import LETTERS
 from spell_jax.evaluation.scoring import Report, share
-from spell_jax.games.game import Ask
+from spell_jax.games.game import Models
 from spell_jax.games.spell_config import SpellConfig
 from spell_jax.selfplay import demonstrations, parsing, rules
 from spell_jax.selfplay.memory import Entry
@@ -83,7 +83,7 @@ class TinyEvaluation:
         """The size of a cluster where only one is looked at: the second, as in training."""
         return self.documents[min(1, len(self.documents) - 1)]
 
-    def full(self, ask: Ask) -> Report:
+    def full(self, ask: Models) -> Report:
         """All three roles."""
         report: Report = {"responder accuracy, by documents": {}}
         rows = report["responder accuracy, by documents"]
@@ -99,7 +99,7 @@ class TinyEvaluation:
         report["questioner"] = self._questioner(ask)
         return report
 
-    def quick(self, ask: Ask) -> tuple[float, dict[str, float]]:
+    def quick(self, ask: Models) -> tuple[float, dict[str, float]]:
         """(mean responder accuracy, the accuracies by kind and documents)."""
         numbers = {}
         for count in self.quick_documents:
@@ -124,14 +124,14 @@ class TinyEvaluation:
             items.append(Item(texts, question, kind, truth))
         return items
 
-    def _responder(self, ask: Ask, documents: int, count: int) -> dict[str, list[bool]]:
+    def _responder(self, ask: Models, documents: int, count: int) -> dict[str, list[bool]]:
         items = [item for kind in world.KINDS for item in self.make_items(documents, kind, count)]
         cells: dict[str, list[bool]] = {kind: [] for kind in world.KINDS}
         for item, found in zip(items, self._answers(ask, items), strict=True):
             cells[item.kind].append(is_true(found, item.truth, item.kind))
         return cells
 
-    def _answers(self, ask: Ask, items: Sequence[Item]) -> list[str | None]:
+    def _answers(self, ask: Models, items: Sequence[Item]) -> list[str | None]:
         tasks = [world.TASK_OF_KIND[item.kind] for item in items]
         texts = [
             self.prompts.responder(task, item.documents, item.question)
@@ -143,13 +143,13 @@ class TinyEvaluation:
             for reply, task in zip(replies, tasks, strict=True)
         ]
 
-    def _letters(self, ask: Ask) -> dict[str, dict[str, tuple[float, float]]]:
+    def _letters(self, ask: Models) -> dict[str, dict[str, tuple[float, float]]]:
         count = self._usual_documents
         found = self._answers(ask, self.make_items(count, "choice", self.per_cell))
         columns = {letter: share([f == letter for f in found]) for letter in LETTERS}
         return {f"{count} documents": columns}
 
-    def _verifier(self, ask: Ask) -> dict[str, tuple[float, float]]:
+    def _verifier(self, ask: Models) -> dict[str, tuple[float, float]]:
         rng = np.random.default_rng([self.seed, 1])
         rows = [
             demonstrations.verifier_row(self.prompts, rng, len(world.CITIES))
@@ -164,7 +164,7 @@ class TinyEvaluation:
             outcomes.setdefault(pair, []).append(right)
         return {pair: share(cells) for pair, cells in outcomes.items()}
 
-    def _questioner(self, ask: Ask) -> dict[str, dict[str, tuple[float, float]]]:
+    def _questioner(self, ask: Models) -> dict[str, dict[str, tuple[float, float]]]:
         tasks = tuple(dict.fromkeys(world.TASK_OF_KIND.values()))
         rng = np.random.default_rng([self.seed, 2])
         asked, texts = [], []

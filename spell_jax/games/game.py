@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.requests import Sample
+
+Item = TypeVar("Item")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +39,23 @@ class Reply:
 
 
 class Ask(Protocol):
-    """How a game reaches a model: each prompt is answered `group` times, in request order.
+    """How a coroutine of a game reaches a model: each prompt is answered `group` times, in order.
 
     None stands where a prompt is over the sampler's cap. `temperature` replaces the configured one.
     """
+
+    async def __call__(
+        self,
+        role: str,
+        prompts: Sequence[str],
+        group: int = 1,
+        model: str = "policy",
+        temperature: float | None = None,
+    ) -> list[Reply | None]: ...
+
+
+class Models(Protocol):
+    """The models of a game. Called like an Ask, they answer at once."""
 
     def __call__(
         self,
@@ -50,6 +65,16 @@ class Ask(Protocol):
         model: str = "policy",
         temperature: float | None = None,
     ) -> list[Reply | None]: ...
+
+    def together(
+        self, play: Callable[[Ask, Item], Coroutine[Any, Any, None]], items: Sequence[Item]
+    ) -> None:
+        """Runs play(ask, item) for all items at the same time.
+
+        Each goes on as soon as what it asked is answered: none waits for the slowest answer of the
+        others. What it is told does not depend on them.
+        """
+        ...
 
 
 class Game(Protocol):
@@ -62,7 +87,7 @@ class Game(Protocol):
 
     models: tuple[str, ...]
 
-    def play(self, ask: Ask, step: int) -> Sequence[Any]:
+    def play(self, models: Models, step: int) -> Sequence[Any]:
         """One step's episodes, dataclasses with JSON-able fields apart from replies."""
         ...
 

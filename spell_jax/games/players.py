@@ -1,27 +1,91 @@
-"""The models of a game, asked in words: chat layout, sampler, text."""
+"""The models of a game, asked in words: chat layout, sampler, text.
+
+Many coroutines of a game play at the same time (`together`). What they ask goes into one session of
+the sampler. While the device draws, those whose answers have come read them and ask what follows,
+which joins what is still being drawn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
-from spell_jax.games.game import Reply
+from spell_jax.games.game import Ask, Item, Reply
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.policy.transformer import Params
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.engine import Sampler
+from spell_jax.sampler.requests import Request, Sample
 from spell_jax.sampler.session import Session
 
 
+@dataclasses.dataclass(eq=False)
+class _Asked:
+    """What a coroutine asked and waits for; awaited, it gives the replies.
+
+    Attributes:
+      name: number of the coroutine in the step, and of the call in the coroutine.
+      role, prompts, group, model, temperature: see game.Ask.
+      ids: prompts as tokens.
+      replies: in the order of prompts, so far.
+      missing: how many are still to come.
+      coroutine: who waits.
+    """
+
+    name: tuple[int, int]
+    role: str
+    prompts: Sequence[str]
+    group: int
+    model: str
+    temperature: float | None
+    ids: list[list[int]] = dataclasses.field(default_factory=list)
+    replies: list[Reply | None] = dataclasses.field(default_factory=list)
+    missing: int = 0
+    coroutine: Coroutine[Any, Any, None] | None = None
+
+    def __await__(self) -> Generator[_Asked, None, list[Reply | None]]:
+        yield self
+        return self.replies
+
+
+class _Ask:
+    """How one coroutine asks; its calls are counted."""
+
+    def __init__(self, coroutine: int):
+        self._coroutine = coroutine
+        self._calls = 0
+
+    async def __call__(
+        self,
+        role: str,
+        prompts: Sequence[str],
+        group: int = 1,
+        model: str = "policy",
+        temperature: float | None = None,
+    ) -> list[Reply | None]:
+        self._calls += 1
+        if not prompts:
+            return []
+        name = self._coroutine, self._calls
+        return await _Asked(name, role, prompts, group, model, temperature)
+
+
 class Players:
-    """A game's `Ask`: answers prompts with one of several models behind one sampler.
+    """A game's `Models`, behind one sampler.
 
-    Keys are fold_in(fold_in(key, step), call), then request, sibling and token (sampler): the same
-    step asks the same questions with the same random numbers, resumed or not.
+    The key of a request is fold_in of the key by step, coroutine, call and prompt (siblings and
+    tokens are the sampler's): what one coroutine is told depends neither on the others nor on when
+    they ask, and a resumed run repeats it.
 
-    `metrics` holds, for what was said since `begin`, tokens of prompts and answers and the share of
-    answers cut off at the cap, by role (or by model, where it is another one than the policy).
+    `metrics` holds, for what was said since `begin`, tokens of prompts and answers, the share of
+    answers cut off at the cap and of prompts refused as over theirs, by role (or by model, where it
+    is another one than the policy); and what the sampler's slots did (Session.counts).
     """
 
     def __init__(self, sampler: Sampler, tokenizer: Tokenizer, key: jax.Array):
@@ -29,7 +93,7 @@ class Players:
         self._tokenizer = tokenizer
         self._key = key
         self._step_key = key
-        self._call = 0
+        self._coroutines = 0
         self._models: Mapping[str, Params] = {}
         self._session: tuple[str, Session] | None = None
         self.metrics = Metrics()
@@ -37,13 +101,14 @@ class Players:
     def begin(self, step: int, models: Mapping[str, Params]) -> None:
         """Starts a step with these weights (compute dtype) by model name."""
         self._step_key = jax.random.fold_in(self._key, step)
-        self._call = 0
+        self._coroutines = 0
         self._models, self._session = models, None
         self.metrics = Metrics()
 
     def end(self) -> None:
         """Lets go of weights and pool: while the policy is updated they would only take memory."""
-        self._models, self._session = {}, None
+        self._close()
+        self._models = {}
 
     def __call__(
         self,
@@ -53,38 +118,125 @@ class Players:
         model: str = "policy",
         temperature: float | None = None,
     ) -> list[Reply | None]:
-        """See games.game.Ask; verdicts have a cap of their own."""
-        self._call += 1
-        if not prompts:
-            return []
-        config = self._sampler.config
-        ids = [self._tokenizer.chat(prompt) for prompt in prompts]
-        cap = config.max_verdict_tokens if role == "verifier" else config.max_tokens
-        others = {} if temperature is None else {"temperature": temperature}
-        key = jax.random.fold_in(self._step_key, self._call)
-        answers = self._open(model).sample(ids, group, key, config.options(cap, **others))
-        replies = [
-            None
-            if samples is None
-            else Reply(prompt, samples, [self._tokenizer.decode(s.content) for s in samples])
-            for prompt, samples in zip(ids, answers, strict=True)
-        ]
-        self._count(role if model == "policy" else model, [r for r in replies if r is not None])
+        """See games.game.Models; verdicts have a cap of their own."""
+        replies: list[Reply | None] = []
+
+        async def ask_all(ask: Ask, prompts: Sequence[str]) -> None:
+            replies.extend(await ask(role, prompts, group, model, temperature))
+
+        self.together(ask_all, [prompts])
         return replies
 
+    def together(
+        self, play: Callable[[Ask, Item], Coroutine[Any, Any, None]], items: Sequence[Item]
+    ) -> None:
+        """See games.game.Models.
+
+        One model is asked until nobody waits for it, then the next: each has a pool of its own, and
+        one at a time is held.
+        """
+        waiting: dict[str, deque[_Asked]] = defaultdict(deque)
+
+        def go_on(coroutine: Coroutine[Any, Any, None]) -> None:
+            try:
+                asked: _Asked = coroutine.send(None)
+            except StopIteration:
+                return
+            asked.coroutine = coroutine
+            waiting[asked.model].append(asked)
+
+        for item in items:
+            self._coroutines += 1
+            go_on(play(_Ask(self._coroutines), item))
+        while model := next((name for name, some in waiting.items() if some), None):
+            for asked in self._answer(model, waiting[model]):
+                assert asked.coroutine is not None
+                go_on(asked.coroutine)
+
+    def _answer(self, model: str, waiting: deque[_Asked]) -> Iterator[_Asked]:
+        """Gives replies to those who wait for a model, and to who joins them meanwhile; each when
+        all of its replies are there."""
+        session = self._open(model)
+        tickets: dict[int, tuple[_Asked, int]] = {}
+        while waiting or tickets:
+            new = [waiting.popleft() for _ in range(len(waiting))]
+            tickets |= self._submit(session, new)
+            answered = [asked for asked in new if not asked.missing]  # no prompt under the cap
+            for ticket, samples in session.advance():
+                asked, place = tickets.pop(ticket)
+                asked.replies[place] = self._reply(asked.ids[place], samples)
+                asked.missing -= 1
+                if not asked.missing:
+                    answered.append(asked)
+            for asked in answered:
+                self._count(asked)
+                yield asked
+
+    def _submit(self, session: Session, new: Sequence[_Asked]) -> dict[int, tuple[_Asked, int]]:
+        """Hands prompts in that are not over the cap; (whose, which of them) by ticket."""
+        config, tickets = self._sampler.config, {}
+        for asked in new:
+            asked.ids = [self._tokenizer.chat(prompt) for prompt in asked.prompts]
+            asked.replies = [None] * len(asked.ids)
+        places = [(asked, place) for asked in new for place in range(len(asked.ids))]
+        keys = _fold(self._step_key, [(*asked.name, place) for asked, place in places])
+        for (asked, place), key in zip(places, keys, strict=True):
+            if not self._sampler.fits(asked.ids[place]):
+                continue
+            is_verdict = asked.role == "verifier"
+            cap = config.max_verdict_tokens if is_verdict else config.max_tokens
+            others = {} if asked.temperature is None else {"temperature": asked.temperature}
+            request = Request(asked.ids[place], asked.group, key, config.options(cap, **others))
+            tickets[session.submit(request)] = asked, place
+            asked.missing += 1
+        return tickets
+
+    def _reply(self, prompt: list[int], samples: Sequence[Sample]) -> Reply:
+        return Reply(prompt, samples, [self._tokenizer.decode(s.content) for s in samples])
+
     def _open(self, model: str) -> Session:
-        """The session with a model, in which prompts of this step's calls share what they begin
-        with; one at a time, as each has a pool."""
+        """The session with a model, in which prompts of this step share what they begin with."""
         if self._session is None or self._session[0] != model:
-            params, self._session = self._models[model], None
+            params = self._models[model]
+            self._close()
             self._session = model, self._sampler.begin(params)
         return self._session[1]
 
-    def _count(self, speaker: str, replies: Sequence[Reply]) -> None:
+    def _close(self) -> None:
+        """Lets go of the pool."""
+        if self._session is None:
+            return
+        session, self._session = self._session[1], None
+        counts = session.counts
+        self.metrics.add_sum("sampler/idle_slots", counts.idle, counts.slot_steps)
+        self.metrics.add_sum("sampler/empty_cells", counts.empty_cells, counts.cell_steps)
+        reused, all_tokens = session.reused_tokens, counts.prompt_tokens
+        self.metrics.add_sum("sampler/reused_prompt_tokens", reused, all_tokens)
+
+    def _count(self, asked: _Asked) -> None:
+        speaker = asked.role if asked.model == "policy" else asked.model
+        replies = [reply for reply in asked.replies if reply is not None]
         samples = [sample for reply in replies for sample in reply.samples]
         tokens = sum(len(sample.tokens) for sample in samples)
         cut_off = sum(not sample.stopped for sample in samples)
         prompt_tokens = sum(len(reply.prompt) for reply in replies)
+        refused = len(asked.replies) - len(replies)
         self.metrics.add_sum(f"prompt_tokens/{speaker}", prompt_tokens, len(replies))
         self.metrics.add_sum(f"answer_tokens/{speaker}", tokens, len(samples))
         self.metrics.add_sum(f"cut_off/{speaker}", cut_off, len(samples))
+        self.metrics.add_sum(f"refused/{speaker}", refused, len(asked.replies))
+
+
+def _fold(key: jax.Array, numbers: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """Key data uint32 [n, 2] of a key into which each of n tuples is folded, number by number."""
+    if not numbers:
+        return np.zeros((0, 2), np.uint32)
+    padded = np.zeros((1 << (len(numbers) - 1).bit_length(), len(numbers[0])), np.uint32)
+    padded[: len(numbers)] = numbers  # to a power of two: few shapes are compiled
+    return np.asarray(_fold_all(key, padded))[: len(numbers)]
+
+
+@jax.jit
+def _fold_all(key: jax.Array, numbers: jax.Array) -> jax.Array:
+    keys = jax.vmap(lambda some: functools.reduce(jax.random.fold_in, some, key))(numbers)
+    return jax.random.key_data(keys)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.games.game import Ask
+from spell_jax.games.game import Models
 from spell_jax.games.spell import Episode, Spell
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.metrics import Metrics
@@ -41,29 +41,28 @@ class Rlvr:
         self._spell = spell
         self._questions: list[dict[str, Any]] = []
 
-    def play(self, ask: Ask, step: int) -> list[Episode]:
+    def play(self, models: Models, step: int) -> list[Episode]:
         """Answers to questions of the set; the first step writes the set."""
         self._spell.begin(step)
         if not self._questions:
-            self._questions = self._write(ask)
+            self._questions = self._write(models)
         if not self._questions:
             return []
         spell = self._spell
         rng = np.random.default_rng([spell.seed, step, 3])  # 0 to 2 are spell's own draws
         order = rng.permutation(len(self._questions))[: spell.config.generation_batch]
         episodes = [self._episode(self._questions[i]) for i in order]
-        spell.answer(ask, episodes)
-        spell.verify(ask, episodes)
+        models.together(spell.solve, episodes)
+        spell.ask_judge(episodes)
         spell.reward(episodes)
         return episodes
 
-    def _write(self, ask: Ask) -> list[dict[str, Any]]:
+    def _write(self, models: Models) -> list[dict[str, Any]]:
         spell = self._spell
         questions: list[dict[str, Any]] = []
         for _ in range(-(-self.config.static_questions // spell.config.generation_batch)):
-            batch = spell.propose(ask)
-            spell.filter(ask, batch)
-            spell.anchor(ask, batch)
+            batch = spell.invite()
+            models.together(spell.write, batch)
             questions += [
                 {
                     "task": e.task,

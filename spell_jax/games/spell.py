@@ -1,6 +1,6 @@
 """SPELL: one policy questions, answers and judges itself (the paper on one page).
 
-A step of self-play, each part a method below, in this order:
+What becomes of one question, each part a method below, in this order:
 
 1. propose   the questioner reads m documents (and what it asked before) and writes a question with
              a reference answer.
@@ -13,8 +13,10 @@ A step of self-play, each part a method below, in this order:
              a Gaussian around half solved.
 7. select    which groups are trained on, with their advantages: one GRPO update for all roles.
 
-Rounds of 1-6 are repeated until enough questions have answers of mixed reward. Numbers in
-parentheses are equations of the paper; "spec" is docs/algorithm.md.
+All questions of a round are played at the same time: parts 1-5 are coroutines, and each question
+goes on when what it asked is answered, whatever the others wait for. Rounds of 1-6 are repeated
+until enough questions have answers of mixed reward. Numbers in parentheses are equations of the
+paper; "spec" is docs/algorithm.md.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import numpy as np
 
 from spell_jax.data.clusters import LETTERS, Cluster
 from spell_jax.data.stream import TaskStream
-from spell_jax.games.game import Ask, Reply
+from spell_jax.games.game import Ask, Models, Reply
 from spell_jax.games.spell_config import SpellConfig
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from spell_jax.learner.packing import Group
@@ -48,8 +50,9 @@ class Episode:
     Attributes:
       task, cluster: what was asked about.
       shown: indices of the documents that the questioner read.
-      dropped: documents and remembered questions left out of its prompt to keep it under the cap.
       history: remembered questions that it was shown.
+      dropped: documents and remembered questions left out of its prompt to keep it under the cap.
+      invitation: its prompt.
       proposal: the questioner's reply.
       status: "accepted", or where it ended: "overlong" (a prompt over the cap), "bad_format",
         "skipped", "ungrounded".
@@ -72,6 +75,7 @@ class Episode:
     shown: tuple[int, ...]
     history: tuple[Entry, ...]
     dropped: int = 0
+    invitation: str = ""
     proposal: Reply | None = None
     status: str = "overlong"
     reason: str = ""
@@ -137,16 +141,14 @@ class Spell:
         self._step = step
         self._rng = np.random.default_rng([self.seed, step])
 
-    def play(self, ask: Ask, step: int) -> list[Episode]:
+    def play(self, models: Models, step: int) -> list[Episode]:
         """Rounds of self-play until enough questions have mixed rewards, or the cap is reached."""
         self.begin(step)
         episodes: list[Episode] = []
         for _ in range(self.config.max_generations):
-            batch = self.propose(ask)
-            self.filter(ask, batch)
-            self.anchor(ask, batch)
-            self.answer(ask, batch)
-            self.verify(ask, batch)
+            batch = self.invite()
+            models.together(self.play_one, batch)
+            self.ask_judge(batch)
             self.reward(batch)
             episodes += batch
             if sum(e.mixed for e in episodes) >= self.config.questions:
@@ -154,33 +156,30 @@ class Spell:
         self.remember(episodes)
         return episodes
 
+    async def play_one(self, ask: Ask, episode: Episode) -> None:
+        """All that a question goes through before it is rewarded."""
+        await self.write(ask, episode)
+        await self.solve(ask, episode)
+
+    async def write(self, ask: Ask, episode: Episode) -> None:
+        """A question with a reference that passes all filters, or the reason why not."""
+        await self.propose(ask, episode)
+        await self.filter(ask, episode)
+        await self.anchor(ask, episode)
+
+    async def solve(self, ask: Ask, episode: Episode) -> None:
+        """Answers and verdicts."""
+        await self.answer(ask, episode)
+        await self.verify(ask, episode)
+
     # 1. The questioner writes.
 
-    def propose(self, ask: Ask) -> list[Episode]:
-        """Questions with references from m new documents and what was asked before."""
-        c = self.config
-        episodes, texts = [], []
-        for task, cluster in self.stream.next(self.config.generation_batch):
-            episode, text = self._invite(task, cluster)
-            episodes.append(episode)
-            texts.append(text)
-        for episode, reply in zip(episodes, ask("questioner", texts), strict=True):
-            if reply is None:
-                episode.reason = "questioner_prompt"
-                continue
-            parsed = parsing.parse_question(
-                reply.texts[0], episode.task, self._count, c.max_answer_tokens, c.distinct_options
-            )
-            episode.proposal, episode.status, episode.reason = reply, parsed.status, parsed.reason
-            episode.question, episode.reference = parsed.question, parsed.answer
-            episode.own_reference = parsed.answer
-            skipped = parsed.status == "skipped" and parsed.reason != parsing.DECLINED
-            if (parsed.status == "bad_format" and c.format_penalty) or (skipped and c.skip_penalty):
-                episode.reward = rewards.BAD_FORMAT
-        return episodes
+    def invite(self) -> list[Episode]:
+        """A round's episodes with their questioner's prompts."""
+        return [self._invite(*item) for item in self.stream.next(self.config.generation_batch)]
 
-    def _invite(self, task: str, cluster: Cluster) -> tuple[Episode, str]:
-        """The questioner's prompt; over the cap, new documents go, then the oldest history."""
+    def _invite(self, task: str, cluster: Cluster) -> Episode:
+        """An episode with its prompt; over the cap, new documents go, then the oldest history."""
         history = self.memory.get(task, cluster.id)
         seen = _documents_of(history)
         unseen = [i for i in range(len(cluster.documents)) if i not in seen]
@@ -194,7 +193,7 @@ class Spell:
             text = self.prompts.questioner(task, documents, history, letter)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
-                return Episode(task, cluster, shown, history, dropped), text
+                return Episode(task, cluster, shown, history, dropped, text)
             dropped += 1
             if new and (history or len(new) > 1):
                 new.pop()
@@ -203,20 +202,35 @@ class Spell:
                 if not history:  # a questioner without any document is of no use
                     new = [int(self._rng.integers(len(cluster.documents)))]
 
+    async def propose(self, ask: Ask, episode: Episode) -> None:
+        """A question with its reference from m new documents and what was asked before."""
+        c = self.config
+        (reply,) = await ask("questioner", [episode.invitation])
+        if reply is None:
+            episode.reason = "questioner_prompt"
+            return
+        parsed = parsing.parse_question(
+            reply.texts[0], episode.task, self._count, c.max_answer_tokens, c.distinct_options
+        )
+        episode.proposal, episode.status, episode.reason = reply, parsed.status, parsed.reason
+        episode.question, episode.reference = parsed.question, parsed.answer
+        episode.own_reference = parsed.answer
+        skipped = parsed.status == "skipped" and parsed.reason != parsing.DECLINED
+        if (parsed.status == "bad_format" and c.format_penalty) or (skipped and c.skip_penalty):
+            episode.reward = rewards.BAD_FORMAT
+
     # 2. Questions that need no documents are ungrounded.
 
-    def filter(self, ask: Ask, episodes: Sequence[Episode]) -> None:
-        """Marks accepted questions as ungrounded that are answered right without documents."""
-        if not self.config.grounding_samples:
+    async def filter(self, ask: Ask, episode: Episode) -> None:
+        """Marks an accepted question as ungrounded that is answered right without documents."""
+        if episode.status != "accepted" or not self.config.grounding_samples:
             return
-        accepted = [e for e in episodes if e.status == "accepted"]
-        texts = [self.prompts.responder(e.task, (), e.question) for e in accepted]
-        replies = ask("responder", texts, self.config.grounding_samples)
-        for episode, reply in zip(accepted, replies, strict=True):
-            episode.blind = [rules.extract_answer(text, episode.task) for text in _texts(reply)]
-            right = [rules.score(t, episode.reference, episode.task) for t in _texts(reply)]
-            if sum(right) >= self.config.grounding_threshold:
-                self._reject(episode, "known_without_documents")
+        text = self.prompts.responder(episode.task, (), episode.question)
+        (reply,) = await ask("responder", [text], self.config.grounding_samples)
+        episode.blind = [rules.extract_answer(text, episode.task) for text in _texts(reply)]
+        right = [rules.score(t, episode.reference, episode.task) for t in _texts(reply)]
+        if sum(right) >= self.config.grounding_threshold:
+            self._reject(episode, "known_without_documents")
 
     def _reject(self, episode: Episode, reason: str) -> None:
         episode.status, episode.reason = "ungrounded", reason
@@ -224,78 +238,73 @@ class Spell:
 
     # 3. (Option) a frozen copy of the first policy reads the reference.
 
-    def anchor(self, ask: Ask, episodes: Sequence[Episode]) -> None:
-        """Replaces references by the frozen copy's, where it agrees with itself."""
-        if self.config.reference != "anchored":
+    async def anchor(self, ask: Ask, episode: Episode) -> None:
+        """Replaces the reference by the frozen copy's, where it agrees with itself."""
+        if episode.status != "accepted" or self.config.reference != "anchored":
             return
-        accepted = [e for e in episodes if e.status == "accepted"]
-        texts = [
-            self.prompts.responder(e.task, [e.cluster.documents[i] for i in e.shown], e.question)
-            for e in accepted
-        ]
+        documents = [episode.cluster.documents[i] for i in episode.shown]
+        text = self.prompts.responder(episode.task, documents, episode.question)
         samples = self.config.anchor_samples
-        replies = ask("responder", texts, samples, model="anchor")
-        for episode, reply in zip(accepted, replies, strict=True):
-            if reply is None:
-                episode.status, episode.reason = "overlong", "anchor_prompt"
-                continue
-            found = [rules.extract_answer(text, episode.task) for text in reply.texts]
-            answer, count = most_frequent(found, episode.task)
-            if answer is None or count < 2 or 2 * count <= samples:
-                self._reject(episode, "anchor_disagrees")
-                continue
-            episode.reference = answer
-            same = [
-                b is not None and rules.same_answer(answer, b, episode.task) for b in episode.blind
-            ]
-            if sum(same) >= self.config.grounding_threshold:
-                self._reject(episode, "known_without_documents")
+        (reply,) = await ask("responder", [text], samples, model="anchor")
+        if reply is None:
+            episode.status, episode.reason = "overlong", "anchor_prompt"
+            return
+        found = [rules.extract_answer(text, episode.task) for text in reply.texts]
+        answer, count = most_frequent(found, episode.task)
+        if answer is None or count < 2 or 2 * count <= samples:
+            self._reject(episode, "anchor_disagrees")
+            return
+        episode.reference = answer
+        same = [b is not None and rules.same_answer(answer, b, episode.task) for b in episode.blind]
+        if sum(same) >= self.config.grounding_threshold:
+            self._reject(episode, "known_without_documents")
 
     # 4. The responder answers from all documents.
 
-    def answer(self, ask: Ask, episodes: Sequence[Episode]) -> None:
-        """G answers to each accepted question; a prompt over the cap ends the episode."""
-        accepted = [e for e in episodes if e.status == "accepted"]
-        texts = [self.prompts.responder(e.task, e.cluster.documents, e.question) for e in accepted]
-        replies = ask("responder", texts, self.config.group_size)
-        for episode, reply in zip(accepted, replies, strict=True):
-            if reply is None:
-                episode.status, episode.reason = "overlong", "responder_prompt"
-                continue
-            episode.response = reply
-            episode.predictions = [rules.extract_answer(t, episode.task) for t in reply.texts]
-            episode.rule = [rules.score(t, episode.reference, episode.task) for t in reply.texts]
-        if self._judge is not None:
-            self._ask_judge(episodes)
+    async def answer(self, ask: Ask, episode: Episode) -> None:
+        """G answers to an accepted question; a prompt over the cap ends the episode."""
+        if episode.status != "accepted":
+            return
+        e = episode
+        text = self.prompts.responder(e.task, e.cluster.documents, e.question)
+        (reply,) = await ask("responder", [text], self.config.group_size)
+        if reply is None:
+            e.status, e.reason = "overlong", "responder_prompt"
+            return
+        e.response = reply
+        e.predictions = [rules.extract_answer(text, e.task) for text in reply.texts]
+        e.rule = [rules.score(text, e.reference, e.task) for text in reply.texts]
 
-    def _ask_judge(self, episodes: Sequence[Episode]) -> None:
-        """The external judge's verdict in the place of the rule; no verdict leaves the rule's."""
+    # 5. The verifier compares.
+
+    async def verify(self, ask: Ask, episode: Episode) -> None:
+        """G_v votes on each answer that has something to compare (4)."""
+        e = episode
+        e.judged = [None] * len(e.predictions)
+        e.votes = [[] for _ in e.predictions]
+        if self.config.responder_reward in ("rule", "random"):
+            return
+        compared = [i for i, prediction in enumerate(e.predictions) if prediction is not None]
+        texts = [
+            self.prompts.verifier(e.question, e.predictions[i] or "", e.reference) for i in compared
+        ]
+        replies = await ask("verifier", texts, self.config.verifier_group_size)
+        for i, reply in zip(compared, replies, strict=True):
+            e.judged[i] = reply
+            e.unjudged += reply is None
+            e.votes[i] = [parsing.parse_verdict(text) for text in _texts(reply)]
+
+    def ask_judge(self, episodes: Sequence[Episode]) -> None:
+        """Where there is an external judge, its verdict in the place of the rule's; no verdict
+        leaves that."""
+        if self._judge is None:
+            return
         asked = [(e, i) for e in episodes for i, p in enumerate(e.predictions) if p is not None]
         items = [(e.question, e.predictions[i] or "", e.reference) for e, i in asked]
-        assert self._judge is not None
         for (episode, i), verdict in zip(asked, self._judge(items), strict=True):
             episode.judge.append(verdict)
             if verdict >= 0:
                 episode.rule[i] = float(verdict)
-
-    # 5. The verifier compares.
-
-    def verify(self, ask: Ask, episodes: Sequence[Episode]) -> None:
-        """G_v votes on each answer that has something to compare (4)."""
-        for episode in episodes:
-            episode.judged = [None] * len(episode.predictions)
-            episode.votes = [[] for _ in episode.predictions]
-        if self.config.responder_reward in ("rule", "random"):
-            return
-        asked = [(e, i) for e in episodes for i, p in enumerate(e.predictions) if p is not None]
-        texts = [
-            self.prompts.verifier(e.question, e.predictions[i] or "", e.reference) for e, i in asked
-        ]
-        replies = ask("verifier", texts, self.config.verifier_group_size)
-        for (episode, i), reply in zip(asked, replies, strict=True):
-            episode.judged[i] = reply
-            episode.unjudged += reply is None
-            episode.votes[i] = [parsing.parse_verdict(text) for text in _texts(reply)]
 
     # 6. Rewards.
 

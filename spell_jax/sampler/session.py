@@ -43,6 +43,7 @@ class Counts:
     """What a session did.
 
     Attributes:
+      prompt_tokens: of requests.
       prefill_calls, prefill_pages: calls, and pages that they read.
       decode_calls, decode_steps: calls, and passes of their loops.
       tokens: drawn.
@@ -52,6 +53,7 @@ class Counts:
         sibling.
     """
 
+    prompt_tokens: int = 0
     prefill_calls: int = 0
     prefill_pages: int = 0
     decode_calls: int = 0
@@ -158,6 +160,7 @@ class Session:
         if options.stop_strings and sampler.stream is None:
             raise ValueError(f"request {ticket}: stop strings need a sampler with a tokenizer")
         self._scheduler.submit(ticket, request)
+        self.counts.prompt_tokens += len(request.prompt)
         stream = sampler.stream if options.stop_strings else None
         self._answers[ticket] = [
             _Answer(stream=stream() if stream else None) for _ in range(request.group)

@@ -11,7 +11,7 @@ import pytest
 from spell_jax.evaluation.held_out import HeldOutQuestions, Question, read_questions
 from spell_jax.evaluation.scoring import share
 from spell_jax.selfplay import prompts
-from tests.games.scripted import ScriptedAsk
+from tests.games.scripted import ScriptedModels
 
 PROMPTS = prompts.load("compact")
 QUESTIONS = (
@@ -29,7 +29,7 @@ def right(role: str, prompt: str, sibling: int, model: str) -> str:
 
 def test_right_and_wrong_answers():
     evaluation = HeldOutQuestions(PROMPTS, QUESTIONS)
-    ask = ScriptedAsk(right)
+    ask = ScriptedModels(right)
     assert evaluation.quick(ask) == (
         1.0,
         {"all": 1.0, "general_qa": 1.0, "financial_math": 1.0, "multiple_choice": 1.0},
@@ -39,13 +39,13 @@ def test_right_and_wrong_answers():
     assert call.prompts[1] == PROMPTS.responder(
         "financial_math", ("Sales 3.", "Costs 4."), "How much?"
     )
-    score, numbers = evaluation.quick(ScriptedAsk(lambda *_: "answer is 7"))
+    score, numbers = evaluation.quick(ScriptedModels(lambda *_: "answer is 7"))
     assert score == 0.25 and numbers["financial_math"] == 0.5 and numbers["general_qa"] == 0
-    assert evaluation.quick(ScriptedAsk(lambda *_: None))[0] == 0.0  # over the cap
+    assert evaluation.quick(ScriptedModels(lambda *_: None))[0] == 0.0  # over the cap
 
 
 def test_the_report_has_a_row_a_task():
-    report = HeldOutQuestions(PROMPTS, QUESTIONS).full(ScriptedAsk(lambda *_: "answer is 7"))
+    report = HeldOutQuestions(PROMPTS, QUESTIONS).full(ScriptedModels(lambda *_: "answer is 7"))
     (rows,) = report.values()
     assert rows["all"][""] == pytest.approx((0.25, 1.96 * math.sqrt(0.25 * 0.75 / 4)))
     assert set(rows) == {"all", "general_qa", "financial_math", "multiple_choice"}

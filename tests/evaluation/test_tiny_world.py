@@ -13,7 +13,7 @@ from spell_jax.evaluation.tiny_world import TinyEvaluation
 from spell_jax.games.spell_config import SpellConfig
 from spell_jax.selfplay import prompts
 from tests.evaluation.oracle import documents_of, perfect, questioner
-from tests.games.scripted import ScriptedAsk
+from tests.games.scripted import ScriptedModels
 
 PROMPTS = prompts.load("compact")
 GAME = SpellConfig(documents=(2,), max_answer_tokens=3, distinct_options=True)
@@ -54,7 +54,7 @@ def shares(section: dict) -> set[float]:
 
 
 def test_a_perfect_model_gets_everything_right():
-    report = SMALL.full(ScriptedAsk(perfect))
+    report = SMALL.full(ScriptedModels(perfect))
     assert set(report) == {RESPONDER, VERIFIER, LETTERS, "questioner"}
     assert set(report[RESPONDER]) == {*world.KINDS, "all"}
     assert set(report[RESPONDER]["all"]) == {"2", "5"}
@@ -64,7 +64,7 @@ def test_a_perfect_model_gets_everything_right():
 
 
 def test_a_wrong_model_gets_nothing_right():
-    report = SMALL.full(ScriptedAsk(wrong))
+    report = SMALL.full(ScriptedModels(wrong))
     assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {0.0}
     for row in report["questioner"].values():
         assert row["accepted"][0] == row["answerable, of accepted"][0] == 1.0
@@ -72,25 +72,25 @@ def test_a_wrong_model_gets_nothing_right():
 
 
 def test_prompts_over_the_cap_are_wrong():
-    report = SMALL.full(ScriptedAsk(silent))
+    report = SMALL.full(ScriptedModels(silent))
     assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {0.0}
     assert {row["accepted"][0] for row in report["questioner"].values()} == {0.0}
 
 
 def test_malformed_verdicts_are_wrong():
-    report = SMALL.full(ScriptedAsk(lambda role, *rest: None if role != "verifier" else "maybe"))
+    report = SMALL.full(ScriptedModels(lambda role, *rest: None if role != "verifier" else "maybe"))
     assert shares(report[VERIFIER]) == {0.0}
 
 
 def test_quick_is_the_mean_over_kinds():
-    score, numbers = SMALL.quick(ScriptedAsk(perfect))
+    score, numbers = SMALL.quick(ScriptedModels(perfect))
     assert score == numbers["responder"] == 1.0
     assert set(numbers) == {"lookup/3", "two_hop/3", "math/3", "choice/3", "responder"}
 
     def no_choices(role, prompt, sibling, model):
         return "pass" if "(A)" in prompt else perfect(role, prompt, sibling, model)
 
-    assert SMALL.quick(ScriptedAsk(no_choices))[0] == pytest.approx(0.75)
+    assert SMALL.quick(ScriptedModels(no_choices))[0] == pytest.approx(0.75)
 
 
 def test_surface_forms_are_right_answers():
@@ -101,11 +101,11 @@ def test_surface_forms_are_right_answers():
         forms = world.surface_forms(answer if answer.isdigit() else answer.title())
         return f"answer is {forms[-1]}"
 
-    assert SMALL.quick(ScriptedAsk(worded))[0] == 1.0
+    assert SMALL.quick(ScriptedModels(worded))[0] == 1.0
 
 
 def test_answers_and_verdicts_are_greedy_and_questions_are_sampled():
-    ask = ScriptedAsk(perfect)
+    ask = ScriptedModels(perfect)
     SMALL.full(ask)
     temperatures = {(call.role, call.temperature) for call in ask.calls}
     assert temperatures == {("responder", 0.0), ("verifier", 0.0), ("questioner", None)}
@@ -140,7 +140,7 @@ def test_letters_tell_a_model_that_always_says_b():
     def always_b(role, prompt, sibling, model):
         return "answer is B"
 
-    (row,) = SMALL.full(ScriptedAsk(always_b))[LETTERS].values()
+    (row,) = SMALL.full(ScriptedModels(always_b))[LETTERS].values()
     assert {letter: cell[0] for letter, cell in row.items()} == {"A": 0, "B": 1, "C": 0, "D": 0}
 
 
@@ -150,12 +150,12 @@ def test_questions_outside_the_documents_are_not_answerable():
             return perfect(role, prompt, sibling, model)
         return re.sub(r"of \w+", "of Nobody", questioner(prompt, right=True))
 
-    for row in SMALL.full(ScriptedAsk(about_nobody))["questioner"].values():
+    for row in SMALL.full(ScriptedModels(about_nobody))["questioner"].values():
         assert row["accepted"][0] == 1.0 and row["answerable, of accepted"][0] == 0.0
 
 
 def questioner_prompts(evaluation: TinyEvaluation) -> list[str]:
-    ask = ScriptedAsk(perfect)
+    ask = ScriptedModels(perfect)
     evaluation.full(ask)
     (call,) = [call for call in ask.calls if call.role == "questioner"]
     return call.prompts
@@ -185,7 +185,7 @@ def test_what_the_game_refuses_is_not_accepted(spoil, task):
         text = perfect(role, prompt, sibling, model)
         return spoil(text) if role == "questioner" else text
 
-    for row, cells in SMALL.full(ScriptedAsk(spoilt))["questioner"].items():
+    for row, cells in SMALL.full(ScriptedModels(spoilt))["questioner"].items():
         assert cells["accepted"][0] == (not row.startswith(task))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,23 @@ class Call:
     temperature: float | None
 
 
-class ScriptedAsk:
-    """An Ask whose texts come from `write(role, prompt, sibling, model)`; None: over the cap.
+class Asked:
+    """A coroutine's call that waits for its replies."""
 
-    Tokens are the bytes of the texts, so that training rows can be read.
+    def __init__(self, call: Call):
+        self.call = call
+        self.replies: list[Reply | None] = []
+
+    def __await__(self) -> Generator[Asked, None, list[Reply | None]]:
+        yield self
+        return self.replies
+
+
+class ScriptedModels:
+    """`Models` whose texts come from `write(role, prompt, sibling, model)`; None: over the cap.
+
+    Coroutines take turns: what they ask alike in a turn is one call. Tokens are the bytes of the
+    texts, so that training rows can be read.
     """
 
     def __init__(self, write: Callable[[str, str, int, str], str | None]):
@@ -55,6 +68,34 @@ class ScriptedAsk:
         self.calls.append(Call(role, tuple(prompts), group, model, temperature))
         return [self._reply(role, prompt, group, model) for prompt in prompts]
 
+    def together(self, play: Callable[..., Coroutine], items: Sequence[Any]) -> None:
+        going = [play(self._ask, item) for item in items]
+        while going:
+            waiting = [(c, asked) for c in going if (asked := _go_on(c)) is not None]
+            kinds: dict[tuple, list[Asked]] = {}
+            for _, asked in waiting:
+                call = asked.call
+                kind = call.role, call.group, call.model, call.temperature
+                kinds.setdefault(kind, []).append(asked)
+            for (role, group, model, temperature), alike in kinds.items():
+                prompts = [prompt for asked in alike for prompt in asked.call.prompts]
+                replies = iter(self(role, prompts, group, model, temperature))
+                for asked in alike:
+                    asked.replies = [next(replies) for _ in asked.call.prompts]
+            going = [coroutine for coroutine, _ in waiting]
+
+    async def _ask(
+        self,
+        role: str,
+        prompts: Sequence[str],
+        group: int = 1,
+        model: str = "policy",
+        temperature: float | None = None,
+    ) -> list[Reply | None]:
+        if not prompts:
+            return []
+        return await Asked(Call(role, tuple(prompts), group, model, temperature))
+
     def _reply(self, role: str, prompt: str, group: int, model: str) -> Reply | None:
         texts = [self._write(role, prompt, sibling, model) for sibling in range(group)]
         whole = [text for text in texts if text is not None]
@@ -65,6 +106,13 @@ class ScriptedAsk:
             tokens = np.array(list(text.encode()) or [0], np.int32)
             samples.append(Sample(tokens, np.full(len(tokens), -1.0, np.float32), True))
         return Reply(list(prompt.encode()), samples, whole)
+
+
+def _go_on(coroutine: Coroutine) -> Asked | None:
+    try:
+        return coroutine.send(None)
+    except StopIteration:
+        return None
 
 
 def read(group: Group) -> tuple[str, tuple[str, ...], tuple[float, ...]]:
@@ -254,7 +302,7 @@ class Played:
 
     def __init__(self, rows=ROWS, step: int = 1, script: Script | None = None, **options: Any):
         self.game = make_game(rows, **({"verifier_share": 1.0} | options))
-        self.ask = ScriptedAsk(script or Script(rows, verdicts=VERDICTS))
+        self.ask = ScriptedModels(script or Script(rows, verdicts=VERDICTS))
         self.episodes = self.game.play(self.ask, step)
         self.groups = by_role(self.game.rows(self.episodes))
 

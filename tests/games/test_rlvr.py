@@ -15,7 +15,7 @@ from tests.games.scripted import (
     VERDICTS,
     Row,
     Script,
-    ScriptedAsk,
+    ScriptedModels,
     by_role,
     make_game,
     read,
@@ -28,8 +28,8 @@ def new_game(rows=ROWS, static: int = len(ROWS), **options) -> Rlvr:
     return Rlvr(RlvrConfig(static), make_game(rows, **({"verifier_share": 1.0} | options)))
 
 
-def new_ask(rows=ROWS, **options) -> ScriptedAsk:
-    return ScriptedAsk(Script(rows, verdicts=VERDICTS, **options))
+def new_ask(rows=ROWS, **options) -> ScriptedModels:
+    return ScriptedModels(Script(rows, verdicts=VERDICTS, **options))
 
 
 def stems(episodes) -> list[str]:

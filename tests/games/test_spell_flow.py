@@ -23,7 +23,7 @@ from tests.games.scripted import (
     Played,
     Row,
     Script,
-    ScriptedAsk,
+    ScriptedModels,
     make_game,
     read,
 )
@@ -101,7 +101,7 @@ def test_memory_holds_the_last_questions_and_their_documents(kept, shown):
         return f"answer is {'alpha' if sibling == 0 and 'Empty' not in prompt else 'beta'}"
 
     game = make_game([Row(QA, "ok", 0, 0, 0, 0)], cluster=7, memory=2, memory_documents=kept)
-    ask = ScriptedAsk(write)
+    ask = ScriptedModels(write)
     steps = [game.play(ask, step)[0] for step in range(1, 6)]
     assert [len(e.history) for e in steps] == [0, 1, 2, 2, 2]
     assert [len(e.shown) for e in steps] == shown
@@ -158,7 +158,7 @@ def test_new_documents_are_dropped_first_then_the_oldest_history():
         game = make_game([Row(QA, "ok", 0, 1, 0, 0)], cluster=9, documents=(4,), cap=cap)
         game.memory.push(QA, "d0", Entry((0, 1), "old", "a"), 0.5)
         game.memory.push(QA, "d0", Entry((1, 2), "new", "b"), 0.5)
-        ask = ScriptedAsk(lambda *_: "no JSON")
+        ask = ScriptedModels(lambda *_: "no JSON")
         (episode,) = game.play(ask, 1)
         count = len(ask.calls[0].prompts[0].split())
         assert count <= cap or (len(episode.shown) == 1 and not episode.history)
@@ -309,7 +309,7 @@ def write_anything(role: str, prompt: str, sibling: int, model: str) -> str:
 
 
 def play_on(game: Spell, steps) -> list[Any]:
-    ask, told = ScriptedAsk(write_anything), []
+    ask, told = ScriptedModels(write_anything), []
     for step in steps:
         episodes = game.play(ask, step)
         told.append([game.record(e) for e in episodes])
@@ -409,7 +409,7 @@ def test_the_filter_counts_right_answers_of_several():
 
     for threshold, status in ((2, "ungrounded"), (3, "accepted")):
         game = make_game(rows, grounding_samples=4, grounding_threshold=threshold)
-        assert game.play(ScriptedAsk(write), 1)[0].status == status
+        assert game.play(ScriptedModels(write), 1)[0].status == status
 
 
 def test_questions_are_parsed_with_the_games_own_limits(monkeypatch):

@@ -11,7 +11,16 @@ import pytest
 from spell_jax.games.spell import Episode
 from spell_jax.selfplay import rewards, selection
 from spell_jax.selfplay.memory import Entry
-from tests.games.scripted import PROMPTS, Row, Script, ScriptedAsk, by_role, make_game, number, read
+from tests.games.scripted import (
+    PROMPTS,
+    Row,
+    Script,
+    ScriptedModels,
+    by_role,
+    make_game,
+    number,
+    read,
+)
 
 FOLDER = Path(__file__).parents[1] / "reference_cases"
 TASKS = {
@@ -59,7 +68,7 @@ class Replay:
             mapping=MAPPINGS.get(given.get("mapping", ""), "gaussian"),
             responder_reward=given.get("combine", "max"),
         )
-        self.ask = ScriptedAsk(Script(script, votes=given["gv"]))
+        self.ask = ScriptedModels(Script(script, votes=given["gv"]))
         self.episodes = self.game.play(self.ask, step=1)
         self.groups = by_role(self.game.rows(self.episodes))
 
@@ -171,11 +180,13 @@ def test_what_the_verifier_is_asked():
         if given["gt"] is None or given["task"] not in given["judged_tasks"]:
             continue
         game = make_game([Row(task, "ok", 0, 1, 0, 0)], verifier_group_size=8)
-        ask = ScriptedAsk(lambda role, prompt, sibling, model, v=given["votes"]: VOTES[v[sibling]])
+        ask = ScriptedModels(
+            lambda role, prompt, sibling, model, v=given["votes"]: VOTES[v[sibling]]
+        )
         (task, cluster), *_ = game.stream.next(1)
         episode = Episode(task, cluster, (0, 1), (), reference=given["gt"])
         episode.predictions = [given["pred"]]
-        game.verify(ask, [episode])
+        ask.together(game.verify, [episode])
         majority = rewards.majority(episode.votes[0]) if episode.votes[0] else -100
         assert majority == out["llm_reward"]
         rule = 1.0  # the recorded runs had the rule agree
@@ -196,7 +207,7 @@ def test_documents_shown_to_the_questioner():
         game = make_game(rows, cluster=given["n_docs"], documents=documents)
         for shown, question, answer in given["history"]:
             game.memory.push(task, "d0", Entry(tuple(shown), question, answer), 0.5)
-        ask = ScriptedAsk(lambda *_: "no JSON")
+        ask = ScriptedModels(lambda *_: "no JSON")
         (episode,) = game.play(ask, step=given["seed"])
         forced = {i for shown, _, _ in given["history"] for i in shown}
         assert list(episode.shown) == sorted(set(episode.shown)), case
@@ -219,7 +230,8 @@ def test_what_a_proposal_earns():
     for case in cases("questioner_get_record"):
         (text,), out = case["in"], case["out"]
         game = make_game([Row("general_qa", "ok", 0, 1, 0, 0)])
-        (episode,) = game.propose(ScriptedAsk(lambda *_, text=text: text))
+        (episode,) = episodes = game.invite()
+        ScriptedModels(lambda *_, text=text: text).together(game.propose, episodes)
         outcomes[episode.status] += 1
         if "Empty" in out:
             assert (episode.status, episode.reward) == ("skipped", None), text
