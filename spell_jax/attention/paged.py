@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -20,10 +20,25 @@ import jax.numpy as jnp
 
 from spell_jax.attention.dense import MASKED
 
-# (scores, keys) at once. A CPU's caches hold little, and rows that read nothing cost as much as
-# others next to them: of 2^13 to 2^18 scores 2^15 was fastest (256 slots of the policy that ships).
-# On accelerators: 64 MiB of scores.
-ON_CPU, ON_ACCELERATORS = (2**15, 256), (2**24, 2048)
+
+class Sizes(NamedTuple):
+    """What is computed at once.
+
+    Attributes:
+      scores: float32 numbers; a row takes at most a quarter of them.
+      keys: of each row.
+      rows: one in so many of all rows. Rows that read nothing cost as much as others next to them,
+        and rows of a call are often half empty.
+    """
+
+    scores: int
+    keys: int
+    rows: int
+
+
+# A CPU's caches hold little: of 2^13 to 2^18 scores 2^15 was fastest (256 slots of the policy that
+# ships). On accelerators: 64 MiB of scores.
+ON_CPU, ON_ACCELERATORS = Sizes(2**15, 256, 8), Sizes(2**24, 2048, 1)
 UNSEEN = MASKED  # the log-sum-exp of a query that sees nothing: it weighs nothing in a merge
 
 
@@ -33,10 +48,14 @@ class Pages:
 
     Attributes:
       keys, values: [L, Z, K, C, H].
+      key_scales, value_scales: float32 [L, Z, K, C] where keys and values are int8, which stand for
+        so many times themselves; else None.
     """
 
     keys: Any  # an array, or its placement or shape
     values: Any
+    key_scales: Any = None
+    value_scales: Any = None
 
     @property
     def block(self) -> int:
@@ -47,7 +66,11 @@ class Pages:
 def empty(layers: int, pages: int, kv_heads: int, block: int, size: int, dtype) -> Pages:
     """A pool of zeros."""
     shape = (layers, pages, kv_heads, block, size)
-    return Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    made = Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    if made.keys.dtype != jnp.int8:
+        return made
+    scales = jnp.zeros(shape[:-1], jnp.float32)
+    return made.replace(key_scales=scales, value_scales=scales)
 
 
 def attend(
@@ -73,9 +96,9 @@ def attend(
       UNSEEN there.
     """
 
-    def sized(sizes: tuple[int, int]):
+    def sized(sizes: Sizes):
         return lambda q, pages, layer, table, visible, part: attend_in_steps(
-            q, pages, layer, table, visible, (part, share[1]), *sizes
+            q, pages, layer, table, visible, (part, share[1]), sizes
         )
 
     given = (q, pages, layer, table, visible, jnp.int32(share[0]))
@@ -84,15 +107,15 @@ def attend(
 
 
 def attend_in_steps(
-    q, pages: Pages, layer, table, visible, share, scores_at_once: int, keys_at_once: int
+    q, pages: Pages, layer, table, visible, share, sizes: Sizes
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend` with bounds of what is computed at once: float32 scores of a few rows, and keys of
-    each."""
+    """`attend` with bounds of what is computed at once."""
     rows, time, heads, size = q.shape
     kv_heads, (part, parts) = pages.keys.shape[2], share
-    width = max(1, min(keys_at_once // pages.block, table.shape[1]))
-    of_a_row = time * heads * width * pages.block
-    together = max(1, min(scores_at_once // of_a_row, rows))
+    of_a_page = time * heads * pages.block
+    fitting = min(sizes.keys // pages.block, sizes.scores // 4 // of_a_page)
+    width = max(1, min(fitting, table.shape[1]))
+    together = max(1, min(sizes.scores // (width * of_a_page), rows // sizes.rows))
     span = width * pages.block * parts  # positions that are passed at once
     within = jnp.arange(width)[:, None] * parts + part
     within = (within * pages.block + jnp.arange(pages.block)).reshape(-1)
@@ -133,25 +156,35 @@ def _read(queries, pages: Pages, layer, table, visible, steps, within, span: int
     keys_at_once = len(within)
     width = keys_at_once // pages.block
 
+    def fetch(pool, which):
+        """[W, K, keys, ...] of pages [W, width]."""
+        if pool is None:
+            return None
+        found = pool[layer, which].swapaxes(1, 2)
+        found = found.reshape(rows, kv_heads, keys_at_once, *pool.shape[4:])
+        return found.astype(queries.dtype) if found.dtype == jnp.int8 else found
+
     def meet(step, state):
         out, top, total = state
         which = jax.lax.dynamic_slice_in_dim(table, step * width, width, axis=1)
-        keys, values = (
-            x[layer, which].swapaxes(1, 2).reshape(rows, kv_heads, keys_at_once, size)
-            for x in (pages.keys, pages.values)
-        )
+        keys, key_scales = fetch(pages.keys, which), fetch(pages.key_scales, which)
+        values, value_scales = fetch(pages.values, which), fetch(pages.value_scales, which)
         scores = jnp.einsum("wkqh,wkch->wkqc", queries, keys, preferred_element_type=jnp.float32)
+        if key_scales is not None:
+            scores *= key_scales[:, :, None]
         scores = jnp.where(step * span + within < visible[:, None, :, None], scores, MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - new_top[..., None])
         shrink = jnp.exp(top - new_top)
+        total = total * shrink + jnp.sum(weights, axis=-1)
+        if value_scales is not None:
+            weights *= value_scales[:, :, None]
         more = jnp.einsum(
             "wkqc,wkch->wkqh",
             weights.astype(values.dtype),
             values,
             preferred_element_type=jnp.float32,
         )
-        total = total * shrink + jnp.sum(weights, axis=-1)
         return out * shrink[..., None] + more, new_top, total
 
     shape = queries.shape[:3]
@@ -178,10 +211,11 @@ def write_pages(
     pages: Pages, layer: jax.Array, page: jax.Array, keys: jax.Array, values: jax.Array
 ) -> Pages:
     """The pool with whole pages [B] written: keys and values [B, C, K, H]."""
-    return Pages(
-        pages.keys.at[layer, page].set(keys.swapaxes(1, 2).astype(pages.keys.dtype)),
-        pages.values.at[layer, page].set(values.swapaxes(1, 2).astype(pages.values.dtype)),
-    )
+
+    def write(pool, new):
+        return pool.at[layer, page].set(new.swapaxes(1, 2))
+
+    return _write(pages, keys, values, write)
 
 
 def write_tokens(
@@ -197,12 +231,31 @@ def write_tokens(
     Rows of H numbers are written into the pool seen as a matrix: indexed by its own axes, XLA for
     TPUs turns the whole pool around, twice a layer.
     """
-    _, count, kv_heads, block, size = pages.keys.shape
+    _, count, kv_heads, block, _ = pages.keys.shape
     head = jnp.arange(kv_heads)
     row = ((layer * count + page)[:, None] * kv_heads + head) * block + offset[:, None]
 
     def write(pool, new):
-        rows = pool.reshape(-1, size).at[row].set(new.astype(pool.dtype), mode="promise_in_bounds")
+        rows = pool.reshape(-1, *pool.shape[4:]).at[row].set(new, mode="promise_in_bounds")
         return rows.reshape(pool.shape)
 
-    return Pages(write(pages.keys, keys), write(pages.values, values))
+    return _write(pages, keys, values, write)
+
+
+def _write(pages: Pages, keys: jax.Array, values: jax.Array, write) -> Pages:
+    """Writes keys, values and their scales each by write(pool, new)."""
+    if pages.key_scales is None:
+        dtype = pages.keys.dtype
+        written = (keys.astype(dtype), None), (values.astype(dtype), None)
+    else:
+        written = quantise(keys), quantise(values)
+    (keys, key_scales), (values, value_scales) = written
+    new = Pages(keys, values, key_scales, value_scales)
+    return jax.tree.map(write, pages, new)
+
+
+def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int8 [..., H] and float32 scales [...] whose product is x [..., H], to half a scale."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    return jnp.round(x / jnp.maximum(scale, 1e-30)[..., None]).astype(jnp.int8), scale

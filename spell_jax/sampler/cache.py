@@ -34,7 +34,7 @@ def head_split(mesh: Any, heads: int, kv_heads: int) -> tuple[str | None, int]:
 
 
 def pages_sharding(mesh: Mesh, config: PolicyConfig) -> NamedSharding:
-    """Placement of the pool's keys and values [L, Z, K, C, H]."""
+    """Placement of the pool's keys and values [L, Z, K, C, H], and of their scales."""
     axis, _ = head_split(mesh, config.heads, config.kv_heads)
     return NamedSharding(mesh, _pages_spec(axis))
 

@@ -29,6 +29,8 @@ from spell_jax.sampler.requests import Options, Sample
 from spell_jax.sampler.schedule import Shape
 from spell_jax.sampler.session import Session
 
+CACHE_DTYPES = ("compute", "int8")
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
@@ -46,6 +48,8 @@ class SamplerConfig:
         compiled shape of their own.
       prefill_tokens: of prompts read in one call.
       decode_tokens: that a slot draws in one call, at most; freed slots are filled between calls.
+      cache_dtype: of the pool: "compute", the weights' when they are played with, or "int8", with a
+        scale for each token and head.
     """
 
     temperature: float = 0.7
@@ -61,12 +65,17 @@ class SamplerConfig:
     siblings: int = 8
     prefill_tokens: int = 8192
     decode_tokens: int = 64
+    cache_dtype: str = "compute"
 
     def __post_init__(self):
         sizes = ("max_tokens", "max_verdict_tokens", "max_prompt", "block", "cache_tokens")
         for field in (*sizes, "slots", "siblings", "prefill_tokens", "decode_tokens"):
             if getattr(self, field) < 1:
                 raise ValueError(f"sampler.{field} = {getattr(self, field)}: must be at least 1")
+        if self.cache_dtype not in CACHE_DTYPES:
+            raise ValueError(
+                f"sampler.cache_dtype = {self.cache_dtype!r}: must be one of {CACHE_DTYPES}"
+            )
         try:
             self.options(1)
         except ValueError as error:
@@ -148,8 +157,11 @@ class Sampler:
         self.shape = config.shape(mesh)
         kept = meshes.replicated(mesh)
         where = cache.pages_sharding(mesh, policy)
+        pages = paged.Pages(where, where)
+        if config.cache_dtype == "int8":
+            pages = paged.Pages(where, where, where, where)
         lanes = (kept,) * len(self.shape.lanes)
-        self.places = places = steps.State(paged.Pages(where, where), kept, lanes)
+        self.places = places = steps.State(pages, kept, lanes)
         self.prefill = jax.jit(
             functools.partial(steps.prefill, policy), donate_argnums=1, out_shardings=places
         )
@@ -168,13 +180,14 @@ class Sampler:
         self.empty = jax.jit(self.make_empty, static_argnums=0, out_shardings=places)
 
     def make_empty(self, dtype: Any) -> steps.State:
-        """What a session begins with, for `empty` and for shapes."""
+        """What a session begins with, for `empty` and for shapes; `dtype` is the compute dtype."""
         c, shape = self.policy, self.shape
+        cached = jnp.int8 if self.config.cache_dtype == "int8" else dtype
         _, kv_heads = cache.head_split(self.mesh, c.heads, c.kv_heads)
         pages = self.shards * (shape.pages + 1)  # and nobody's
         slots = self.shards * shape.slots
         return steps.State(
-            paged.empty(c.layers, pages, kv_heads, shape.block, c.head_size, dtype),
+            paged.empty(c.layers, pages, kv_heads, shape.block, c.head_size, cached),
             jnp.zeros((self.shards * shape.prompts, c.width), dtype),
             tuple(jnp.zeros((slots, c.width), dtype) for _ in shape.lanes),
         )

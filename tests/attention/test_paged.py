@@ -21,7 +21,7 @@ def _attend(q, pages, layer, table, visible, part, parts, scores_at_once=0, keys
     given = (q, pages, layer, table, visible, (part, parts))
     if not scores_at_once:
         return paged.attend(*given)
-    return paged.attend_in_steps(*given, scores_at_once, keys_at_once)
+    return paged.attend_in_steps(*given, paged.Sizes(scores_at_once, keys_at_once, 1))
 
 
 def _attend_all(q, pages: Pages, layer: int, table, visible, **sizes):
@@ -339,3 +339,51 @@ def test_a_prompt_written_page_by_page_is_read_in_its_order() -> None:
     row = Pages(*(x.swapaxes(0, 1)[None, None] for x in (keys, values)))
     found = _attend_all(q, pages, 1, table, visible)
     _close(found, _dense(q, row, 0, np.array([[0]]), visible))
+
+
+# ------------------------------------------------------------------------------------- Eight bits
+
+
+def _int8(pages: Pages) -> tuple[Pages, Pages]:
+    """The pool in eight bits, and what its numbers stand for."""
+    (keys, key_scales), (values, value_scales) = map(paged.quantise, (pages.keys, pages.values))
+    meant = Pages(keys * key_scales[..., None], values * value_scales[..., None])
+    return Pages(keys, values, key_scales, value_scales), meant
+
+
+def test_numbers_of_eight_bits_are_right_to_half_a_scale() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 16)), jnp.float32).at[1, 2].set(0)
+    found, scale = paged.quantise(x)
+    assert found.dtype == jnp.int8 and scale.shape == (5, 3)
+    assert np.max(np.abs(found)) == 127 and not np.any(found[1, 2])
+    error = np.abs(np.asarray(x) - np.asarray(found * scale[..., None]))
+    assert np.all(error <= 0.5001 * np.asarray(scale)[..., None])
+
+
+def test_a_pool_of_eight_bits_is_read_as_what_it_stands_for() -> None:
+    q, pages, table, visible = _case(7, 3)
+    small, meant = _int8(pages)
+    found = _attend_all(q, small, 1, table, visible, scores_at_once=300, keys_at_once=8)
+    _close(found, _dense(q, meant, 1, table, visible))
+
+
+def test_writing_in_eight_bits() -> None:
+    rng = np.random.default_rng(3)
+    pages = paged.empty(LAYERS, PAGES, KV_HEADS, BLOCK, SIZE, jnp.int8)
+    keys, values = jnp.asarray(rng.normal(size=(2, 2, BLOCK, KV_HEADS, SIZE)), jnp.float32)
+    page = jnp.array([5, 2])
+    pages = paged.write_pages(pages, jnp.int32(1), page, keys, values)
+    token, offset = 3 * keys[:, 0], jnp.array([1, 3])
+    pages = paged.write_tokens(pages, jnp.int32(1), page, offset, token, -token)
+    for pool, scales, whole, new in (
+        (pages.keys, pages.key_scales, keys, token),
+        (pages.values, pages.value_scales, values, -token),
+    ):
+        assert pool.dtype == jnp.int8
+        wanted = np.zeros(pool.shape, np.float32)
+        wanted[1, page] = np.asarray(whole).swapaxes(1, 2)
+        for i in range(2):
+            wanted[1, page[i], :, offset[i]] = np.asarray(new[i])
+        error = np.abs(np.asarray(pool * scales[..., None]) - wanted)
+        assert np.all(error <= 0.5001 * np.asarray(scales)[..., None])
+        assert not np.any(pool[0]) and np.any(pool[1, 5])
