@@ -185,9 +185,9 @@ class Programs:
 
     def _decode(self) -> list[Program]:
         sampler, shards = self.sampler, self.sampler.shards
-        scheduler, c = Scheduler(sampler.shape, shards), sampler.config
         limits = [{} for _ in range(shards)]
-        batch = calls.slots(scheduler, self.lane, limits, 1, c.max_prompt, c.longest_answer)
+        scheduler = Scheduler(sampler.shape, shards)
+        batch = calls.slots(scheduler, self.lane, limits, 1, sampler.config)
         made = self._sampling("decode", (len(batch.count), 1), sampler.decode, batch)
         return [dataclasses.replace(made, options={"lane": self.lane}, rules=meshes.DECODE_RULES)]
 

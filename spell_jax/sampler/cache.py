@@ -58,14 +58,14 @@ def attend_prompts(q, k, v, cache: Pages, context: dict[str, Any]) -> tuple[jax.
 
 
 def attend_slots(q, k, v, cache: Pages, context: dict[str, Any]) -> tuple[jax.Array, Pages]:
-    """The policy's `Attend` for one new token of each slot: written first, then read with the rest.
+    """The policy's `Attend` for T new tokens of each slot: written first, then read with the rest.
 
     Args:
-      q: [N, 1, heads, H].
-      k, v: [N, 1, K, H].
+      q: [N T, 1, heads, H].
+      k, v: [N T, 1, K, H].
       cache: the pool.
-      context: "page" and "offset" int32 [N], where keys and values go; "visible" int32 [N], of the
-        slot's own tokens, this one included; and of steps.Slots "row", "cell", "slot",
+      context: "page" and "offset" int32 [N T], where keys and values go; "visible" int32 [N T], of
+        the slot's own tokens, this one included; and of steps.Slots "row", "cell", "slot",
         "prompt_table", "prompt_visible", "suffix_table".
     """
     names = ("page", "offset", "visible", "row", "cell", "slot")
@@ -115,14 +115,20 @@ def _slots_on_device(q, k, v, pages: Pages, layer, given, share):
     page = given["page"] if parts == 1 else jnp.where(owner == part, given["page"], 0)
     pages = paged.write_tokens(pages, layer, page, offset, k[:, 0], v[:, 0])
     read = functools.partial(paged.attend, pages=pages, layer=layer, share=share)
-    suffix = read(q, table=given["suffix_table"], visible=given["visible"][:, None])
-    siblings = jnp.take(q[:, 0], given["slot"], axis=0, mode="fill", fill_value=0)  # [M, G, N, H]
-    rows = read(siblings, table=given["prompt_table"], visible=given["prompt_visible"])
-    out, lse = (part[given["row"], given["cell"]][:, None] for part in rows)
+    (slots, _), (rows, cells) = given["suffix_table"].shape, given["slot"].shape
+    q = q.reshape(slots, -1, *q.shape[2:])  # [N, T, heads, H]
+    time = q.shape[1]
+    own = given["visible"].reshape(slots, time)
+    suffix = read(q, table=given["suffix_table"], visible=own)
+    siblings = jnp.take(q, given["slot"], axis=0, mode="fill", fill_value=0)  # [M, G, T, heads, H]
+    siblings = siblings.reshape(rows, cells * time, *q.shape[2:])
+    prompt = jnp.repeat(given["prompt_visible"], time, axis=1)
+    found = read(siblings, table=given["prompt_table"], visible=prompt)
+    at = given["row"], given["cell"]
+    out, lse = (x.reshape(rows, cells, time, *x.shape[2:])[at] for x in found)
     found = paged.merge((out, lse), suffix)
-    if parts == 1:
-        return found[0].astype(q.dtype), pages
-    return jax.lax.psum(_weighed(*found), meshes.CONTEXT).astype(q.dtype), pages
+    out = found[0] if parts == 1 else jax.lax.psum(_weighed(*found), meshes.CONTEXT)
+    return out.reshape(slots * time, 1, *q.shape[2:]).astype(q.dtype), pages
 
 
 def _weighed(out: jax.Array, lse: jax.Array) -> jax.Array:

@@ -5,7 +5,8 @@ The arrays have the rows of all parts of the mesh's row axes, one part behind th
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -13,6 +14,9 @@ import numpy as np
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import nucleus, steps
 from spell_jax.sampler.schedule import Resident, Scheduler, Shard, Sibling
+
+if TYPE_CHECKING:
+    from spell_jax.sampler.engine import SamplerConfig
 
 Tasks = list[list[tuple[Resident, int]]]
 Limits = list[dict[Sibling, int]]
@@ -49,7 +53,11 @@ def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> steps.P
 
 
 def slots(
-    scheduler: Scheduler, lane: int, limits: Limits, enough: int, max_prompt: int, max_tokens: int
+    scheduler: Scheduler,
+    lane: int,
+    limits: Limits,
+    enough: int,
+    config: SamplerConfig,
 ) -> steps.Slots:
     """The arrays of a decode call.
 
@@ -58,12 +66,13 @@ def slots(
       lane: which slots.
       limits: of each shard what Shard.grow said.
       enough: see steps.Slots.
-      max_prompt, max_tokens: caps of prompts and answers, in tokens.
+      config: for caps of prompts and answers, and whether tokens are guessed.
     """
     shape, shards = scheduler.shape, len(scheduler.shards)
     cells, rows = shape.lanes[lane]
     one, many = (shards, shape.slots), (shards, rows, cells)
-    prompt_pages, suffix_pages = shape.pages_of(max_prompt), shape.pages_of(max_tokens)
+    prompt_pages = shape.pages_of(config.max_prompt)
+    suffix_pages = shape.pages_of(config.longest_answer)
     made = steps.Slots(
         resident=np.full(one, -1, np.int32),
         prompt_length=np.zeros(one, np.int32),
@@ -85,6 +94,9 @@ def slots(
         ),
         enough=np.int32(enough),
     )
+    if config.guessed_tokens:
+        tokens = np.zeros((*many[:2], config.max_prompt), np.int32)
+        made = dataclasses.replace(made, prompt_tokens=tokens)
     for number, shard in enumerate(scheduler.shards):
         for sibling, limit in limits[number].items():
             _seat(made, (number, sibling.slot), sibling, limit, number * shape.prompts)
@@ -123,3 +135,5 @@ def _row_up(made: steps.Slots, number: int, shard: Shard, lane: int) -> None:
         made.slot[number, row, : len(some)] = some
         made.prompt_visible[number, row, : len(some)] = len(resident.request.prompt)
         made.prompt_table[number, row, : len(resident.pages)] = resident.pages
+        if made.prompt_tokens is not None:
+            made.prompt_tokens[number, row, : len(resident.request.prompt)] = resident.tokens

@@ -48,6 +48,9 @@ class SamplerConfig:
         compiled shape of their own.
       prefill_tokens: of prompts read in one call.
       decode_tokens: that a slot draws in one call, at most; freed slots are filled between calls.
+      guessed_tokens: that are looked up in the prompt and checked in one pass with the next; 0:
+        none. Answers are the same, and sooner there where they quote.
+      guess_match: how many last tokens must stand where a guess is looked up.
       cache_dtype: of the pool: "compute", the weights' when they are played with, or "int8", with a
         scale for each token and head.
     """
@@ -65,13 +68,18 @@ class SamplerConfig:
     siblings: int = 8
     prefill_tokens: int = 8192
     decode_tokens: int = 64
+    guessed_tokens: int = 0
+    guess_match: int = 2
     cache_dtype: str = "compute"
 
     def __post_init__(self):
         sizes = ("max_tokens", "max_verdict_tokens", "max_prompt", "block", "cache_tokens")
-        for field in (*sizes, "slots", "siblings", "prefill_tokens", "decode_tokens"):
+        sizes += ("slots", "siblings", "prefill_tokens", "decode_tokens", "guess_match")
+        for field in sizes:
             if getattr(self, field) < 1:
                 raise ValueError(f"sampler.{field} = {getattr(self, field)}: must be at least 1")
+        if self.guessed_tokens < 0:
+            raise ValueError(f"sampler.guessed_tokens = {self.guessed_tokens}: must be 0 or more")
         if self.cache_dtype not in CACHE_DTYPES:
             raise ValueError(
                 f"sampler.cache_dtype = {self.cache_dtype!r}: must be one of {CACHE_DTYPES}"
@@ -161,7 +169,8 @@ class Sampler:
         if config.cache_dtype == "int8":
             pages = paged.Pages(where, where, where, where)
         lanes = (kept,) * len(self.shape.lanes)
-        self.places = places = steps.State(pages, kept, lanes)
+        own = (meshes.by_rows(mesh),) * len(lanes) if config.guessed_tokens else ()
+        self.places = places = steps.State(pages, kept, lanes, own)
         self.prefill = jax.jit(
             functools.partial(steps.prefill, policy), donate_argnums=1, out_shardings=places
         )
@@ -172,6 +181,7 @@ class Sampler:
                 block=config.block,
                 steps=config.decode_tokens,
                 stop_ids=self.stop_ids,
+                guessing=steps.Guessing(config.guessed_tokens, config.guess_match),
             ),
             static_argnames="lane",
             donate_argnums=1,
@@ -190,6 +200,9 @@ class Sampler:
             paged.empty(c.layers, pages, kv_heads, shape.block, c.head_size, cached),
             jnp.zeros((self.shards * shape.prompts, c.width), dtype),
             tuple(jnp.zeros((slots, c.width), dtype) for _ in shape.lanes),
+            tuple(
+                jnp.zeros((slots, self.config.longest_answer), jnp.int32) for _ in self.places.own
+            ),
         )
 
     def begin(self, params: transformer.Params) -> Session:

@@ -66,6 +66,7 @@ class Resident:
     Attributes:
       ticket: number of the request.
       request: itself.
+      tokens: int32 [P], its prompt.
       index: its place among resident prompts.
       pages: of its blocks in order.
       unread: pages that are still to be read.
@@ -74,6 +75,7 @@ class Resident:
 
     ticket: int
     request: Request
+    tokens: np.ndarray
     index: int
     pages: list[int]
     unread: int
@@ -195,7 +197,8 @@ class Shard:
             self.pool.name(pages[number], parent, blocks[number])
         unread = total - len(shared)
         index = self._indices.pop()
-        resident = Resident(ticket, request, index, pages, unread, request.group)
+        tokens = np.asarray(prompt, np.int32)
+        resident = Resident(ticket, request, tokens, index, pages, unread, request.group)
         self.tasks.extend((resident, number) for number in range(len(shared), total))
         siblings = [Sibling(resident, number) for number in range(request.group)]
         self.lanes[shape.lane_of(request.group)].waiting.extend(siblings)

@@ -48,6 +48,7 @@ class Counts:
       decode_calls, decode_steps: calls, and passes of their loops.
       tokens: drawn.
       slot_steps: slots times steps.
+      busy: slot steps that drew something, one token or, guessed, more.
       idle: slot steps that drew nothing while somebody waited for a slot.
       cell_steps, empty_cells: cells times steps of rows that were read, and those without a
         sibling.
@@ -60,6 +61,7 @@ class Counts:
     decode_steps: int = 0
     tokens: int = 0
     slot_steps: int = 0
+    busy: int = 0
     idle: int = 0
     cell_steps: int = 0
     empty_cells: int = 0
@@ -230,7 +232,7 @@ class Session:
         going = sum(sibling.count < limit for one in limits for sibling, limit in one.items())
         waited = scheduler.waiting(lane)
         enough = max(1, going // _REFILLED) if waited else going + 1
-        slots = calls.slots(scheduler, lane, limits, enough, c.max_prompt, c.longest_answer)
+        slots = calls.slots(scheduler, lane, limits, enough, c)
         self._state, drawn = self._call(meshes.DECODE_RULES, self._sampler.decode, slots, lane=lane)
         rows = np.sum(np.any(slots.prompt_visible, axis=-1))
         cells = int(rows) * slots.prompt_visible.shape[-1]
@@ -286,7 +288,9 @@ class Session:
         counts.decode_steps += taken
         counts.tokens += tokens
         counts.slot_steps += slot_steps
-        counts.idle += (slot_steps - tokens) * call.waited
+        busy = int(drawn.busy.sum())
+        counts.busy += busy
+        counts.idle += (slot_steps - busy) * call.waited
         counts.cell_steps += taken * call.cells
         counts.empty_cells += taken * call.empty
 

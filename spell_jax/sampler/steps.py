@@ -5,13 +5,16 @@
 2. `decode` takes N slots, each a sibling behind a prompt. All siblings of a prompt meet its pages
    in one matrix product, each its own suffix's pages; the two parts are merged by log-sum-exp.
 3. It goes on until so many tokens are drawn, or enough slots are free to be filled again.
-4. What is where (tables of pages, slots, limits) is decided between calls by the host, and comes in
+4. A pass may also take tokens that are guessed to come next (lookup.py): as many as equal what is
+   then drawn are kept.
+5. What is where (tables of pages, slots, limits) is decided between calls by the host, and comes in
    as arrays: shapes never change.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
@@ -21,7 +24,7 @@ import jax.numpy as jnp
 from spell_jax.attention import paged
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.sampler import cache, head, nucleus
+from spell_jax.sampler import cache, head, lookup, nucleus
 
 # What is on the host numpy's is on a device JAX's; of placements and of shapes there are trees too.
 Array = Any
@@ -35,11 +38,13 @@ class State:
       pages: the pool; page 0 belongs to nobody, and rows without a task write there.
       prompt_hidden: [R, D], the last token's hidden state of resident prompts.
       hidden: for each lane [N, D], that of each slot's last token.
+      own: for each lane int32 [N, S], tokens that each slot has drawn; () where nothing is guessed.
     """
 
     pages: paged.Pages
     prompt_hidden: Array
     hidden: tuple[Array, ...]
+    own: tuple[Array, ...]
 
 
 @flax.struct.dataclass
@@ -80,6 +85,7 @@ class Slots:
       suffix_table: int32 [N, I], pages of the slot's own tokens.
       sampling: arrays [N].
       enough: int32, how many slots must have ended for the call to return.
+      prompt_tokens: int32 [M, P], of the row's prompt; None where nothing is guessed.
     """
 
     resident: Array
@@ -96,6 +102,7 @@ class Slots:
     suffix_table: Array
     sampling: nucleus.Sampling
     enough: Array
+    prompt_tokens: Array | None = None
 
 
 @flax.struct.dataclass
@@ -107,6 +114,7 @@ class Drawn:
       log_probs: float32 [N, steps].
       new: int32 [N], tokens drawn.
       stopped: bool [N], whether the last one is a stop token.
+      busy: int32 [N], passes of the loop that drew for the slot.
       steps: int32, passes of the loop.
     """
 
@@ -114,7 +122,21 @@ class Drawn:
     log_probs: jax.Array
     new: jax.Array
     stopped: jax.Array
+    busy: jax.Array
     steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Guessing:
+    """How tokens are guessed, for lookup.guess.
+
+    Attributes:
+      tokens: guessed in a pass; 0: none.
+      match: last tokens that must stand before a guess.
+    """
+
+    tokens: int = 0
+    match: int = 2
 
 
 def prefill(
@@ -150,6 +172,7 @@ def decode(
     block: int,
     steps: int,
     stop_ids: tuple[int, ...],
+    guessing: Guessing = Guessing(),
 ) -> tuple[State, Drawn]:
     """Draws up to `steps` tokens in every slot that is not at its limit.
 
@@ -161,73 +184,144 @@ def decode(
       block: C, tokens of a page.
       steps: most tokens of a slot.
       stop_ids: tokens that end an answer.
+      guessing: how tokens are guessed; it changes none that is drawn.
     """
     fresh = (slots.resident >= 0)[:, None]
     hidden = jnp.where(fresh, state.prompt_hidden[slots.resident], state.hidden[lane])
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key), slots.sibling)
+    draw = functools.partial(_draw, config, params, keys, slots.sampling)
     drawn = Drawn(
         tokens=jnp.zeros((len(hidden), steps), jnp.int32),
         log_probs=jnp.zeros((len(hidden), steps), jnp.float32),
         new=jnp.zeros(len(hidden), jnp.int32),
         stopped=jnp.zeros(len(hidden), bool),
+        busy=jnp.zeros(len(hidden), jnp.int32),
         steps=jnp.int32(0),
     )
 
-    def active(drawn):
-        return ~drawn.stopped & (slots.count + drawn.new < slots.limit)
+    def room(drawn):
+        """Tokens that each slot may still draw."""
+        left = jnp.minimum(slots.limit - slots.count, steps) - drawn.new
+        return jnp.where(drawn.stopped, 0, left)
 
     def going_on(carry):
         *_, drawn = carry
-        ended = (slots.count < slots.limit) & ~active(drawn)
-        enough = jnp.sum(ended) >= slots.enough
-        return (drawn.steps < steps) & ~enough & jnp.any(active(drawn))
+        active = room(drawn) > 0
+        enough = jnp.sum((slots.count < slots.limit) & ~active) >= slots.enough
+        return (drawn.steps < steps) & ~enough & jnp.any(active)
 
-    def one_token(carry):
-        hidden, pages, drawn = carry
-        drawing, count = active(drawn), slots.count + drawn.new
-        uniform = jax.vmap(lambda key, n: jax.random.uniform(jax.random.fold_in(key, n)))(
-            keys, count
-        )
-        logits = head.logits(config, params, hidden)
-        token, log_prob = nucleus.draw(logits, uniform, slots.sampling)
-        new, pages = _forward(config, params, pages, slots, block, token, count, drawing)
-        hidden = jnp.where(drawing[:, None], new, hidden)
-        return hidden, pages, _append(drawn, token, log_prob, drawing, stop_ids)
+    def one_pass(carry):
+        hidden, pages, own, drawn = carry
+        left, count = room(drawn), slots.count + drawn.new
+        given, log_probs = draw(hidden[:, None], count)
+        found = given
+        if guessing.tokens:
+            own = _note(own, given, count)
+            given = jnp.concatenate([given, _guess(slots, own, count + 1, guessing)], axis=1)
+        new, pages = _forward(config, params, pages, slots, block, given, count, left)
+        if guessing.tokens:
+            more = draw(new[:, :-1], count + 1)
+            own = _note(own, more[0], count + 1)
+            found = jnp.concatenate([found, more[0]], axis=1)
+            log_probs = jnp.concatenate([log_probs, more[1]], axis=1)
+        kept = _kept(given, found, left, stop_ids)
+        last = jnp.maximum(jnp.sum(kept, axis=1) - 1, 0)
+        new = jnp.take_along_axis(new, last[:, None, None], axis=1)[:, 0]
+        hidden = jnp.where(kept[:, :1], new, hidden)
+        return hidden, pages, own, _append(drawn, found, log_probs, kept, stop_ids)
 
-    hidden, pages, drawn = jax.lax.while_loop(going_on, one_token, (hidden, state.pages, drawn))
-    lanes = (*state.hidden[:lane], hidden, *state.hidden[lane + 1 :])
-    return dataclasses.replace(state, pages=pages, hidden=lanes), drawn
+    own = state.own[lane] if guessing.tokens else None
+    carry = hidden, state.pages, own, drawn
+    hidden, pages, own, drawn = jax.lax.while_loop(going_on, one_pass, carry)
+    state = dataclasses.replace(
+        state,
+        pages=pages,
+        hidden=_with(state.hidden, lane, hidden),
+        own=_with(state.own, lane, own) if guessing.tokens else (),
+    )
+    return state, drawn
+
+
+def _with(some: tuple, place: int, one: Any) -> tuple:
+    return (*some[:place], one, *some[place + 1 :])
+
+
+def _draw(config, params, keys, sampling: nucleus.Sampling, hidden, count):
+    """Tokens and log-probs [N, T] behind hidden states [N, T, D]; the first has the number `count`
+    [N] in its slot."""
+    slots, time, width = hidden.shape
+    number = count[:, None] + jnp.arange(time)
+    uniform = jax.vmap(
+        lambda key, some: jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(key, n)))(some)
+    )(keys, number)
+    logits = head.logits(config, params, hidden.reshape(-1, width))
+    sampling = jax.tree.map(lambda x: jnp.repeat(x, time), sampling)
+    token, log_prob = nucleus.draw(logits, uniform.reshape(-1), sampling)
+    return token.reshape(slots, time), log_prob.reshape(slots, time)
+
+
+def _guess(slots: Slots, own, count, guessing: Guessing) -> jax.Array:
+    """What may follow `count` tokens of a slot's own [N, S]."""
+    given = slots.prompt_tokens, slots.row, slots.prompt_length, own, count
+    return lookup.guess(*given, guessing.match, guessing.tokens)
+
+
+def _note(own: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
+    """Tokens [N, T] written behind `count` of a slot's own [N, S]."""
+    place = count[:, None] + jnp.arange(tokens.shape[1])
+    return own.at[jnp.arange(len(own))[:, None], place].set(tokens, mode="drop")
+
+
+def _kept(given, found, room, stop_ids: tuple[int, ...]) -> jax.Array:
+    """Which of the tokens [N, T] that were found stand, as all before them were given so to the
+    policy, none of them a stop token; at most `room` [N]."""
+    right = found == given
+    right &= jnp.pad(~_stops(found, stop_ids)[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    right = jnp.cumprod(right, axis=1, dtype=jnp.int32) > 0
+    return right & (jnp.arange(found.shape[1]) < room[:, None])
+
+
+def _stops(tokens: jax.Array, stop_ids: tuple[int, ...]) -> jax.Array:
+    return jnp.isin(tokens, jnp.asarray(stop_ids, jnp.int32))
 
 
 _PLACES = ("row", "cell", "slot", "prompt_table", "prompt_visible", "suffix_table")
 
 
-def _forward(config, params, pages, slots: Slots, block: int, token, count, active):
-    """Hidden states [N, D] of one new token of each slot, whose number is `count`; and the pool."""
-    place = jnp.take_along_axis(slots.suffix_table, count[:, None] // block, axis=1)[:, 0]
+def _forward(config, params, pages, slots: Slots, block: int, tokens, count, room):
+    """Hidden states [N, T, D] of the next T tokens of each slot, the first of which has the number
+    `count`; and the pool, in which `room` of them are written."""
+    time = jnp.arange(tokens.shape[1])
+    number = count[:, None] + time
+    inside = time < room[:, None]
+    table = slots.suffix_table
+    page = jnp.take_along_axis(table, number // block, axis=1, mode="clip")
+    # To the policy each token is a row of its own: its weights and rows are split as for one.
     context = {
-        "page": jnp.where(active, place, 0),
-        "offset": count % block,
-        "visible": jnp.where(active, count + 1, 0),
+        "page": jnp.where(inside, page, 0).reshape(-1),
+        "offset": (number % block).reshape(-1),
+        "visible": jnp.where(inside, number + 1, 0).reshape(-1),
         **{name: getattr(slots, name) for name in _PLACES},
     }
-    positions = (slots.prompt_length + count)[:, None]
+    positions = (slots.prompt_length[:, None] + number).reshape(-1, 1)
+    given = jnp.maximum(tokens, 0).reshape(-1, 1)
     hidden, pages, _ = transformer.hidden_states(
-        config, params, token[:, None], positions, cache.attend_slots, pages, context
+        config, params, given, positions, cache.attend_slots, pages, context
     )
-    return hidden[:, 0], pages
+    return hidden.reshape(*tokens.shape, -1), pages
 
 
-def _append(drawn: Drawn, token, log_prob, drawing, stop_ids: tuple[int, ...]) -> Drawn:
-    def put(buffer, value):
-        value = jnp.where(drawing, value, 0).astype(buffer.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(buffer, value[:, None], drawn.steps, axis=1)
-
-    ended = jnp.isin(token, jnp.asarray(stop_ids, jnp.int32))
+def _append(drawn: Drawn, tokens, log_probs, kept, stop_ids: tuple[int, ...]) -> Drawn:
+    """Takes in what was kept of tokens [N, T]."""
+    rows, steps = drawn.tokens.shape
+    place = drawn.new[:, None] + jnp.arange(tokens.shape[1])
+    place = jnp.where(kept, place, steps)  # outside: not written
+    at = jnp.arange(rows)[:, None], place
     return Drawn(
-        tokens=put(drawn.tokens, token),
-        log_probs=put(drawn.log_probs, log_prob),
-        new=drawn.new + drawing,
-        stopped=drawn.stopped | (drawing & ended),
+        tokens=drawn.tokens.at[at].set(tokens, mode="drop"),
+        log_probs=drawn.log_probs.at[at].set(log_probs, mode="drop"),
+        new=drawn.new + jnp.sum(kept, axis=1),
+        stopped=drawn.stopped | jnp.any(kept & _stops(tokens, stop_ids), axis=1),
+        busy=drawn.busy + kept[:, 0],
         steps=drawn.steps + 1,
     )
