@@ -195,7 +195,8 @@ class Programs:
         """A program of the sampler: weights, state, and the arrays of a call."""
         state = jax.eval_shape(lambda: self.sampler.make_empty(self.learner.compute_dtype))
         state = meshes.placed(state, self.sampler.places)
-        arguments = (self.played, state, meshes.placed(batch, calls.places(self.mesh, batch)))
+        played = self.sampler.abstract_params(self.played)
+        arguments = (played, state, meshes.placed(batch, calls.places(self.mesh, batch)))
         held = self._others(played=True) + bytes_per_chip(self.state)
         return self._program(name, name, tokens, function, arguments, held)
 

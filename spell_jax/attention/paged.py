@@ -8,6 +8,8 @@
 3. Rows are sorted by how much they read and taken a few at a time, pages too, with a running
    maximum and sum (online softmax): what is computed follows what is there, not the shapes.
 4. Output and log-sum-exp come out, so that parts (prompt, suffix, the new token) can be merged.
+5. TPUs and NVIDIA GPUs have kernels that read pages where they lie (paged_tpu.py, paged_triton.py);
+   what is here gathers a few at a time, for CPUs and for shapes that these do not take.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from spell_jax.attention import paged_tpu, paged_triton
 from spell_jax.attention.dense import MASKED
 
 
@@ -80,6 +83,7 @@ def attend(
     table: jax.Array,
     visible: jax.Array,
     share: tuple[jax.Array | int, int] = (0, 1),
+    kernel: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Softmax attention of rows of queries to the pages of each row.
 
@@ -90,19 +94,28 @@ def attend(
       table: int32 [M, J], pages of each row in order.
       visible: int32 [M, T], how many leading keys of its row a query sees.
       share: (i, n) if the pool holds only the i-th of n equal parts of every page.
+      kernel: "auto", the one for the platform where there is one for these shapes, or "xla".
 
     Returns:
       float32 out [M, T, N, H], zeros for a query that sees nothing, and log-sum-exp [M, T, N],
       UNSEEN there.
     """
 
-    def sized(sizes: Sizes):
-        return lambda q, pages, layer, table, visible, part: attend_in_steps(
-            q, pages, layer, table, visible, (part, share[1]), sizes
-        )
+    def choice(function, **options):
+        def on_platform(q, pages, layer, table, visible, part):
+            return function(q, pages, layer, table, visible, (part, share[1]), **options)
 
+        return on_platform
+
+    choices = {
+        "cpu": choice(attend_in_steps, sizes=ON_CPU),
+        "default": choice(attend_in_steps, sizes=ON_ACCELERATORS),
+    }
+    if kernel == "auto" and paged_tpu.fits(q, pages, table):
+        choices["tpu"] = choice(paged_tpu.attend)
+    if kernel == "auto" and paged_triton.unsupported(q, pages) is None:
+        choices["cuda"] = choice(paged_triton.attend, interpret=False)
     given = (q, pages, layer, table, visible, jnp.int32(share[0]))
-    choices = {"cpu": sized(ON_CPU), "default": sized(ON_ACCELERATORS)}
     return jax.lax.platform_dependent(*given, **choices)
 
 
@@ -152,7 +165,7 @@ def attend_in_steps(
 def _read(queries, pages: Pages, layer, table, visible, steps, within, span: int):
     """Out [W, K, Q, H] and lse [W, K, Q] of queries [W, K, Q, H] of a few rows, some pages at a
     time, whose keys stand at positions `within` a span."""
-    rows, kv_heads, _, size = queries.shape
+    rows, kv_heads = queries.shape[:2]
     keys_at_once = len(within)
     width = keys_at_once // pages.block
 

@@ -135,12 +135,18 @@ def _project(
 ) -> jax.Array:
     """x [..., *into] times the module's parameter NAME_kernel [*into, *out], and its adapters.
 
-    `into` and `out` are sizes by logical axis.
+    `into` and `out` are sizes by logical axis. A kernel of int8 has NAME_scale [*out] beside it.
     """
     inputs = math.prod(into.values())
     shape = (*into.values(), *out.values())
     kernel = module.param(f"{name}_kernel", _kernel((*into, *out), inputs), shape)
-    projected: jax.Array = _product(x, kernel, len(into))
+    projected: jax.Array
+    if kernel.dtype == jnp.int8:  # int8.py; of what is played only: there is no gradient
+        scale: Any = module.get_variable("params", f"{name}_scale")
+        projected = _product(x, kernel.astype(x.dtype), len(into)).astype(jnp.float32)
+        projected = (projected * scale).astype(x.dtype)
+    else:
+        projected = _product(x, kernel, len(into))
     if lora is None or not lora.adapts(name):
         return projected
 

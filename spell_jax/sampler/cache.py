@@ -43,7 +43,9 @@ def _pages_spec(axis: str | None) -> PartitionSpec:
     return PartitionSpec(None, meshes.ROWS, axis, meshes.CONTEXT)
 
 
-def attend_prompts(q, k, v, cache: Pages, context: dict[str, Any]) -> tuple[jax.Array, Pages]:
+def attend_prompts(
+    q, k, v, cache: Pages, context: dict[str, Any], kernel: str = "auto"
+) -> tuple[jax.Array, Pages]:
     """The policy's `Attend` for pages of prompts: written first, then read.
 
     Args:
@@ -52,12 +54,16 @@ def attend_prompts(q, k, v, cache: Pages, context: dict[str, Any]) -> tuple[jax.
       cache: the pool.
       context: "page" int32 [B], where keys and values go; "table" int32 [B, J]; "visible" int32
         [B, C], leading keys that each token sees.
+      kernel: see paged.attend.
     """
     given = {name: context[name] for name in ("page", "table", "visible")}
-    return _run(_prompts_on_device, meshes.CONTEXT, q, k, v, cache, context["layer"], given)
+    function = functools.partial(_prompts_on_device, kernel)
+    return _run(function, meshes.CONTEXT, q, k, v, cache, context["layer"], given)
 
 
-def attend_slots(q, k, v, cache: Pages, context: dict[str, Any]) -> tuple[jax.Array, Pages]:
+def attend_slots(
+    q, k, v, cache: Pages, context: dict[str, Any], kernel: str = "auto"
+) -> tuple[jax.Array, Pages]:
     """The policy's `Attend` for T new tokens of each slot: written first, then read with the rest.
 
     Args:
@@ -67,11 +73,13 @@ def attend_slots(q, k, v, cache: Pages, context: dict[str, Any]) -> tuple[jax.Ar
       context: "page" and "offset" int32 [N T], where keys and values go; "visible" int32 [N T], of
         the slot's own tokens, this one included; and of steps.Slots "row", "cell", "slot",
         "prompt_table", "prompt_visible", "suffix_table".
+      kernel: see paged.attend.
     """
     names = ("page", "offset", "visible", "row", "cell", "slot")
     tables = ("prompt_table", "prompt_visible", "suffix_table")
     given = {name: context[name] for name in (*names, *tables)}
-    return _run(_slots_on_device, None, q, k, v, cache, context["layer"], given)
+    function = functools.partial(_slots_on_device, kernel)
+    return _run(function, None, q, k, v, cache, context["layer"], given)
 
 
 def _run(function, time: str | None, q, k, v, pages: Pages, layer, given):
@@ -97,24 +105,24 @@ def _run(function, time: str | None, q, k, v, pages: Pages, layer, given):
     )(q, k, v, pages, layer, given)
 
 
-def _prompts_on_device(q, k, v, pages: Pages, layer, given, share):
+def _prompts_on_device(kernel: str, q, k, v, pages: Pages, layer, given, share):
     pages = paged.write_pages(pages, layer, given["page"], k, v)
     queries = q
     if share[1] > 1:
         queries = jax.lax.all_gather(q, meshes.CONTEXT, axis=1, tiled=True)
-    found = paged.attend(queries, pages, layer, given["table"], given["visible"], share)
+    found = paged.attend(queries, pages, layer, given["table"], given["visible"], share, kernel)
     if share[1] == 1:
         return found[0].astype(q.dtype), pages
     out = jax.lax.psum_scatter(_weighed(*found), meshes.CONTEXT, scatter_dimension=1, tiled=True)
     return out.astype(q.dtype), pages
 
 
-def _slots_on_device(q, k, v, pages: Pages, layer, given, share):
+def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, given, share):
     part, parts = share
     owner, offset = given["offset"] // pages.block, given["offset"] % pages.block
     page = given["page"] if parts == 1 else jnp.where(owner == part, given["page"], 0)
     pages = paged.write_tokens(pages, layer, page, offset, k[:, 0], v[:, 0])
-    read = functools.partial(paged.attend, pages=pages, layer=layer, share=share)
+    read = functools.partial(paged.attend, pages=pages, layer=layer, share=share, kernel=kernel)
     (slots, _), (rows, cells) = given["suffix_table"].shape, given["slot"].shape
     q = q.reshape(slots, -1, *q.shape[2:])  # [N, T, heads, H]
     time = q.shape[1]

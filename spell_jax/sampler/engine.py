@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from spell_jax.attention import paged
-from spell_jax.policy import transformer
+from spell_jax.policy import int8, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
@@ -29,7 +29,11 @@ from spell_jax.sampler.requests import Options, Sample
 from spell_jax.sampler.schedule import Shape
 from spell_jax.sampler.session import Session
 
-CACHE_DTYPES = ("compute", "int8")
+_CHOICES = {
+    "cache_dtype": ("compute", "int8"),
+    "weights_dtype": ("compute", "int8"),
+    "attention": ("auto", "xla"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,9 @@ class SamplerConfig:
       guess_match: how many last tokens must stand where a guess is looked up.
       cache_dtype: of the pool: "compute", the weights' when they are played with, or "int8", with a
         scale for each token and head.
+      weights_dtype: of the kernels that answers are drawn with: "compute" or "int8" (int8.py; not
+        for mixtures of experts), made when a session begins, beside those in the compute dtype.
+      attention: the kernel that reads the pool: "auto", the platform's, or "xla".
     """
 
     temperature: float = 0.7
@@ -71,6 +78,8 @@ class SamplerConfig:
     guessed_tokens: int = 0
     guess_match: int = 2
     cache_dtype: str = "compute"
+    weights_dtype: str = "compute"
+    attention: str = "auto"
 
     def __post_init__(self):
         sizes = ("max_tokens", "max_verdict_tokens", "max_prompt", "block", "cache_tokens")
@@ -80,10 +89,11 @@ class SamplerConfig:
                 raise ValueError(f"sampler.{field} = {getattr(self, field)}: must be at least 1")
         if self.guessed_tokens < 0:
             raise ValueError(f"sampler.guessed_tokens = {self.guessed_tokens}: must be 0 or more")
-        if self.cache_dtype not in CACHE_DTYPES:
-            raise ValueError(
-                f"sampler.cache_dtype = {self.cache_dtype!r}: must be one of {CACHE_DTYPES}"
-            )
+        for field, choices in _CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise ValueError(
+                    f"sampler.{field} = {getattr(self, field)!r}: must be one of {choices}"
+                )
         try:
             self.options(1)
         except ValueError as error:
@@ -154,7 +164,7 @@ class Sampler:
         """Args: `stream` is a tokenizer's; requests with stop strings need it.
 
         Raises:
-          ValueError: the config's sizes do not go together.
+          ValueError: the config's sizes do not go together, or not with the policy.
         """
         self.policy = policy
         self.config = config
@@ -171,8 +181,11 @@ class Sampler:
         lanes = (kept,) * len(self.shape.lanes)
         own = (meshes.by_rows(mesh),) * len(lanes) if config.guessed_tokens else ()
         self.places = places = steps.State(pages, kept, lanes, own)
+        kernel = config.attention
         self.prefill = jax.jit(
-            functools.partial(steps.prefill, policy), donate_argnums=1, out_shardings=places
+            functools.partial(steps.prefill, policy, kernel=kernel),
+            donate_argnums=1,
+            out_shardings=places,
         )
         self.decode = jax.jit(
             functools.partial(
@@ -182,11 +195,18 @@ class Sampler:
                 steps=config.decode_tokens,
                 stop_ids=self.stop_ids,
                 guessing=steps.Guessing(config.guessed_tokens, config.guess_match),
+                kernel=kernel,
             ),
             static_argnames="lane",
             donate_argnums=1,
             out_shardings=(places, kept),
         )
+        self._quantised = None
+        if config.weights_dtype == "int8":
+            int8.check(policy)
+            shapes, axes = transformer.abstract_params(policy)
+            self._quantised = int8.placements(meshes.shardings(mesh, axes, shapes))
+            self._quantise = jax.jit(int8.quantise, out_shardings=self._quantised)
         self.empty = jax.jit(self.make_empty, static_argnums=0, out_shardings=places)
 
     def make_empty(self, dtype: Any) -> steps.State:
@@ -207,7 +227,13 @@ class Sampler:
 
     def begin(self, params: transformer.Params) -> Session:
         """A session with these weights (in the compute dtype); its pool is made now."""
-        return Session(self, params)
+        return Session(self, params if self._quantised is None else self._quantise(params))
+
+    def abstract_params(self, params: transformer.Params) -> transformer.Params:
+        """Placed shapes of the weights that programs are given, for those that `begin` is given."""
+        if self._quantised is None:
+            return params
+        return meshes.placed(jax.eval_shape(int8.quantise, params), self._quantised)
 
     def sample(
         self,

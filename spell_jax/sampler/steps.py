@@ -140,7 +140,12 @@ class Guessing:
 
 
 def prefill(
-    config: PolicyConfig, params: transformer.Params, state: State, batch: PromptPages
+    config: PolicyConfig,
+    params: transformer.Params,
+    state: State,
+    batch: PromptPages,
+    *,
+    kernel: str = "auto",
 ) -> State:
     """Reads pages of prompts.
 
@@ -148,13 +153,15 @@ def prefill(
       config, params: the policy, in the compute dtype.
       state: is updated.
       batch: in whose order pages of one prompt may be in any.
+      kernel: see paged.attend.
     """
     offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
     positions = batch.start[:, None] + offsets
     seen = jnp.where(batch.length[:, None] > 0, positions + 1, 0)
     context = {"page": batch.page, "table": batch.table, "visible": seen}
+    attend = functools.partial(cache.attend_prompts, kernel=kernel)
     hidden, pages, _ = transformer.hidden_states(
-        config, params, batch.tokens, positions, cache.attend_prompts, state.pages, context
+        config, params, batch.tokens, positions, attend, state.pages, context
     )
     last = jnp.maximum(batch.length - 1, 0)
     last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
@@ -173,6 +180,7 @@ def decode(
     steps: int,
     stop_ids: tuple[int, ...],
     guessing: Guessing = Guessing(),
+    kernel: str = "auto",
 ) -> tuple[State, Drawn]:
     """Draws up to `steps` tokens in every slot that is not at its limit.
 
@@ -185,11 +193,13 @@ def decode(
       steps: most tokens of a slot.
       stop_ids: tokens that end an answer.
       guessing: how tokens are guessed; it changes none that is drawn.
+      kernel: see paged.attend.
     """
     fresh = (slots.resident >= 0)[:, None]
     hidden = jnp.where(fresh, state.prompt_hidden[slots.resident], state.hidden[lane])
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key), slots.sibling)
     draw = functools.partial(_draw, config, params, keys, slots.sampling)
+    forward = functools.partial(_forward, config, params, slots, block, kernel)
     drawn = Drawn(
         tokens=jnp.zeros((len(hidden), steps), jnp.int32),
         log_probs=jnp.zeros((len(hidden), steps), jnp.float32),
@@ -218,7 +228,7 @@ def decode(
         if guessing.tokens:
             own = _note(own, given, count)
             given = jnp.concatenate([given, _guess(slots, own, count + 1, guessing)], axis=1)
-        new, pages = _forward(config, params, pages, slots, block, given, count, left)
+        new, pages = forward(pages, given, count, left)
         if guessing.tokens:
             more = draw(new[:, :-1], count + 1)
             own = _note(own, more[0], count + 1)
@@ -288,7 +298,7 @@ def _stops(tokens: jax.Array, stop_ids: tuple[int, ...]) -> jax.Array:
 _PLACES = ("row", "cell", "slot", "prompt_table", "prompt_visible", "suffix_table")
 
 
-def _forward(config, params, pages, slots: Slots, block: int, tokens, count, room):
+def _forward(config, params, slots: Slots, block: int, kernel: str, pages, tokens, count, room):
     """Hidden states [N, T, D] of the next T tokens of each slot, the first of which has the number
     `count`; and the pool, in which `room` of them are written."""
     time = jnp.arange(tokens.shape[1])
@@ -305,8 +315,9 @@ def _forward(config, params, pages, slots: Slots, block: int, tokens, count, roo
     }
     positions = (slots.prompt_length[:, None] + number).reshape(-1, 1)
     given = jnp.maximum(tokens, 0).reshape(-1, 1)
+    attend = functools.partial(cache.attend_slots, kernel=kernel)
     hidden, pages, _ = transformer.hidden_states(
-        config, params, given, positions, cache.attend_slots, pages, context
+        config, params, given, positions, attend, pages, context
     )
     return hidden.reshape(*tokens.shape, -1), pages
 

@@ -1,4 +1,4 @@
-"""A pool of eight bits: what it costs in quality, and that all else is as with a whole one."""
+"""Pool and weights of eight bits: what they cost, and that all else is as with whole ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spell_jax.policy import int8
+from spell_jax.policy.lora import LoraConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from tests import tiny
@@ -77,6 +79,78 @@ def test_on_a_mesh_equals_one_device(mesh: dict[str, int]) -> None:
             np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
 
 
-def test_an_unknown_dtype_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"sampler.cache_dtype = 'int4': must be one of"):
-        dataclasses.replace(WHOLE, cache_dtype="int4")
+# ---------------------------------------------------------------------------------------- Weights
+
+
+def test_weights_are_right_to_half_a_scale() -> None:
+    params = tiny.weights()
+    small = int8.quantise(params)
+    for room, kernels in (("attention", "qkvo"), ("mlp", ("gate", "up", "down"))):
+        for name in kernels:
+            kernel = params["layers"][room][f"{name}_kernel"]
+            found = small["layers"][room][f"{name}_kernel"]
+            inputs = (1, 2) if name == "o" else (1,)
+            scale = np.expand_dims(small["layers"][room][f"{name}_scale"], inputs)
+            assert found.dtype == jnp.int8 and found.shape == kernel.shape
+            assert np.all(np.max(np.abs(found), axis=inputs) == 127)
+            assert np.all(np.abs(found * scale - kernel) <= 0.5001 * scale)
+    assert small["embedding"] is params["embedding"]
+    bias = small["layers"]["attention"]["q_bias"]
+    assert bias is params["layers"]["attention"]["q_bias"]
+
+
+def _meant(params):
+    """What quantised weights stand for, as plain ones."""
+    small = int8.quantise(params)
+    layers = dict(small["layers"])
+    for room in ("attention", "mlp"):
+        made = {}
+        for name, leaf in layers[room].items():
+            if name.endswith("_kernel"):
+                scale = layers[room][name.replace("_kernel", "_scale")]
+                inputs = (1, 2) if name == "o_kernel" else (1,)
+                made[name] = leaf * np.expand_dims(scale, inputs)
+            elif not name.endswith("_scale"):
+                made[name] = leaf
+        layers[room] = made
+    return small | {"layers": layers}
+
+
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "context": 2, "tensor": 2}])
+def test_small_weights_play_as_what_they_stand_for(mesh: dict[str, int] | None) -> None:
+    plain = dataclasses.replace(WHOLE, cache_tokens=8 * 1024)
+    small = dataclasses.replace(plain, weights_dtype="int8")
+    found = _sampler(small, mesh).sample(tiny.weights(), PROMPTS[:9], 4, KEY)
+    wanted = _sampler(plain).sample(_meant(tiny.weights()), PROMPTS[:9], 4, KEY)
+    for one, other in zip(found, wanted, strict=True):
+        for a, b in zip(one or (), other or (), strict=True):
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+
+
+def test_adapters_are_not_quantised() -> None:
+    policy = dataclasses.replace(tiny.POLICY, lora=LoraConfig(2))
+    config = dataclasses.replace(WHOLE, weights_dtype="int8", max_tokens=6)
+    params = tiny.weights(policy)
+    sampler = Sampler(policy, config, (), meshes.make_mesh({"fsdp": 1}, jax.devices()[:1]))
+    plain = dataclasses.replace(config, weights_dtype="compute")
+    other = Sampler(policy, plain, (), sampler.mesh)
+    (found,), (wanted,) = (
+        s.sample(p, PROMPTS[:1], 4, KEY) for s, p in ((sampler, params), (other, _meant(params)))
+    )
+    for a, b in zip(found or (), wanted or (), strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+
+
+def test_a_mixture_of_experts_has_no_small_weights() -> None:
+    policy = dataclasses.replace(tiny.POLICY, experts=4, experts_per_token=2)
+    config = dataclasses.replace(WHOLE, weights_dtype="int8")
+    with pytest.raises(ValueError, match=r"sampler.weights_dtype = 'int8': a mixture of experts"):
+        Sampler(policy, config, (), meshes.make_mesh({"fsdp": 1}, jax.devices()[:1]))
+
+
+@pytest.mark.parametrize("field", ["cache_dtype", "weights_dtype", "attention"])
+def test_an_unknown_choice_is_an_error(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"sampler.{field} = 'int4': must be one of"):
+        dataclasses.replace(WHOLE, **{field: "int4"})

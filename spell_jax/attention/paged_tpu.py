@@ -1,0 +1,323 @@
+"""Attention to pages on TPU: a Pallas kernel that fetches the pages of a row while it computes.
+
+XLA gathers pages into a new array before it multiplies by them, and cuts rows and keys by fixed
+sizes. Here the pool stays where it is, in HBM, and is read once:
+
+1. A step of the grid is one row, or one block of its queries. The T queries of the N / K query
+   heads that share a key head are the rows of one product with that head's keys.
+2. How many pages a step's queries see is counted outside and prefetched to scalar memory. No other
+   page is fetched, and a step that sees none multiplies nothing.
+3. Pages come in chunks of about 2 MiB by asynchronous copies, all key heads of a page in one, into
+   one of two buffers. While a chunk is computed with, the next one arrives: of this row, or the
+   first of the next step's row, so that short rows overlap too.
+4. A row's table lies in scalar memory while its step runs, and that of the next step's row beside
+   it. All tables at once would not fit: 512 rows of 1024 pages are 2 MiB, and there is 1 MiB.
+5. A chunk is computed with in pieces of about 512 keys, as many as hold fetched pages, with a
+   running maximum and sum (online softmax) in float32.
+6. Keys and values in int8 become the queries' type here. Scores are multiplied by the keys' scales
+   and weights by the values': one number a key, not H.
+7. Odd and even steps may go to the two cores of a chip that has two (v4, v5p): the grid's first
+   axis. Each core prefetches for itself.
+
+It was compiled for v5e and v5p, and interpreted; it has not run on a TPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from spell_jax.attention.dense import MASKED
+
+if TYPE_CHECKING:  # paged.py calls this module
+    from spell_jax.attention.paged import Pages
+
+# With these, kernels for shapes that fit take 4 to 12 of the 16 MiB of VMEM that they may use.
+_CHUNK = 2**21  # bytes of keys and values, in each of two buffers
+# Bytes of a step's queries [K, queries, H], and of the weights [queries, keys] of a head and piece.
+_STEP = 2**19
+_PIECE = 512  # keys of a product
+_MOST_PAGES = 2**15  # of a row: two rows' tables, in two buffers each, are 512 KiB
+
+
+class _Cut(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+      queries: rows of a product, whole tiles.
+      blocks: so many of them hold a row's queries.
+      piece: pages of a product.
+      chunk: pages that are fetched at once, whole pieces.
+    """
+
+    queries: int
+    blocks: int
+    piece: int
+    chunk: int
+
+
+def attend(
+    q: jax.Array,
+    pages: Pages,
+    layer: jax.Array,
+    table: jax.Array,
+    visible: jax.Array,
+    share: tuple[jax.Array | int, int] = (0, 1),
+    *,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`paged.attend`, for TPUs; where it `fits`. Inside shard_map this needs check_vma=False.
+
+    Args:
+      q, pages, layer, table, visible, share: as there; keys and values meet the queries in q's
+        dtype.
+      interpret: run by an interpreter, on any device.
+
+    Returns:
+      float32 out [M, T, N, H] and log-sum-exp [M, T, N], as there.
+    """
+    rows, time, heads, size = q.shape
+    kv_heads, (part, parts) = pages.keys.shape[2], share
+    cut = _cut_up(q, pages, table.shape[1])
+    padded = cut.queries * cut.blocks - time * heads // kv_heads
+    # [M, T, N, H] as [M, K, T R, H]: the queries of a key head meet it in one product.
+    queries = q.reshape(rows, time, kv_heads, -1, size).swapaxes(1, 2)
+    queries = queries.reshape(rows, kv_heads, -1, size) * size**-0.5
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padded), (0, 0)))
+    seen = jnp.repeat(visible, heads // kv_heads, axis=1)
+    seen = jnp.pad(seen, ((0, 0), (0, padded))).reshape(rows, cut.blocks, 1, cut.queries)
+    out, lse = _call(queries, pages, layer, table, seen, part, parts, cut, interpret)
+    lse = lse.swapaxes(1, 2).reshape(rows, kv_heads, -1)
+    out, lse = (x[:, :, : x.shape[2] - padded] for x in (out, lse))
+    out = out.reshape(rows, kv_heads, time, -1, size).swapaxes(1, 2).reshape(q.shape)
+    return out, lse.reshape(rows, kv_heads, time, -1).swapaxes(1, 2).reshape(q.shape[:3])
+
+
+def fits(q: jax.Array, pages: Pages, table: jax.Array) -> bool:
+    """Whether the kernel takes these shapes: any may be interpreted, not any compiled for a TPU.
+
+    1. Two pages, in q's dtype, fit VMEM (of 4 key heads of 128 numbers: 1024 tokens in bfloat16),
+       and the tables of two rows scalar memory.
+    2. Pages hold whole tiles, which XLA lays out as the kernel reads them: heads of a multiple of
+       128 numbers; a multiple of 8 tokens of 4 bytes, 16 of 2, and of 128 in int8 for their scales.
+       Else it would copy the pool.
+    """
+    kv_heads, block, size = pages.keys.shape[2:]
+    kept = pages.keys.dtype.itemsize
+    page = 2 * kv_heads * block * size * max(q.dtype.itemsize, kept)
+    whole = size % 128 == 0 and block % (128 if kept == 1 else 32 // kept) == 0
+    return whole and page <= _CHUNK and table.shape[1] <= _MOST_PAGES
+
+
+def _cut_up(q: jax.Array, pages: Pages, table: int) -> _Cut:
+    kv_heads, block, size = pages.keys.shape[2:]
+    page = 2 * kv_heads * block * size * pages.keys.dtype.itemsize
+    tile = 32 // q.dtype.itemsize
+    count = pl.cdiv(q.shape[1] * q.shape[2] // kv_heads, tile)  # tiles of a key head's queries
+    piece = max(1, min(_PIECE // block, table, _CHUNK // page))
+    most = _STEP // q.dtype.itemsize // max(kv_heads * size, piece * block, _PIECE)
+    blocks = pl.cdiv(count, max(1, most // tile))
+    pieces = max(1, min(_CHUNK // (page * piece), pl.cdiv(table, piece)))
+    return _Cut(pl.cdiv(count, blocks) * tile, blocks, piece, pieces * piece)
+
+
+def _call(
+    queries, pages: Pages, layer, table, seen, part, parts: int, cut: _Cut, interpret
+) -> tuple[jax.Array, jax.Array]:
+    """Out [M, K, blocks * queries, H] and lse [M, blocks, K, queries] of queries [M, K, blocks *
+    queries, H] that see `seen` [M, blocks, 1, queries] keys."""
+    rows, kv_heads, _, size = queries.shape
+    block = pages.keys.shape[3]
+    longest = jnp.max(seen, axis=(2, 3)).reshape(-1)
+    counts = jnp.clip(pl.cdiv(longest - part * block, parts * block), 0, table.shape[1])
+    where = jnp.stack([jnp.int32(layer), jnp.int32(part * block)])
+    within = jnp.arange(cut.piece)[:, None] * parts * block + jnp.arange(block)
+    steps = len(counts)
+    cores = 2 if steps % 2 == 0 else 1
+
+    def of_step(shape, index, ahead: int = 0, **options):
+        def index_map(core, step, counts, where):
+            step = jnp.minimum((step + ahead) * cores + core, steps - 1)
+            blocks = jnp.int32(cut.blocks)
+            return index(lax.div(step, blocks), lax.rem(step, blocks))
+
+        return pl.BlockSpec(shape, index_map, **options)
+
+    by_heads = of_step((None, kv_heads, cut.queries, size), lambda i, j: (i, 0, j, 0))
+    a_table = functools.partial(
+        of_step, (None, 1, table.shape[1]), lambda i, j: (i, 0, 0), memory_space=pltpu.SMEM
+    )
+    pools = [pages.keys, pages.values]
+    if pages.key_scales is not None:
+        pools += [pages.key_scales, pages.value_scales]
+    if not interpret:  # what VMEM could hold, as scales, XLA would copy there before every layer
+        pools = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in pools]
+    state = pltpu.VMEM((kv_heads, cut.queries, 1), jnp.float32)
+    buffers = [pltpu.VMEM((2, cut.chunk, *x.shape[2:]), x.dtype) for x in pools]
+    run = pl.pallas_call(
+        functools.partial(_kernel, cut=cut, apart=parts * block),
+        out_shape=[
+            jax.ShapeDtypeStruct(queries.shape, jnp.float32),
+            jax.ShapeDtypeStruct((rows, cut.blocks, kv_heads, cut.queries), jnp.float32),
+        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(cores, steps // cores),
+            in_specs=[
+                a_table(),
+                a_table(ahead=1),
+                pl.BlockSpec((1, cut.piece * block), lambda *_: (0, 0)),
+                of_step((None, None, 1, cut.queries), lambda i, j: (i, j, 0, 0)),
+                by_heads,
+                *[pl.BlockSpec(memory_space=pltpu.HBM) for _ in pools],
+            ],
+            out_specs=[
+                by_heads,
+                of_step((None, None, kv_heads, cut.queries), lambda i, j: (i, j, 0, 0)),
+            ],
+            scratch_shapes=[
+                state,
+                state,
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+                *buffers,
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="paged_attention",
+    )
+    tables = table.astype(jnp.int32)[:, None]
+    within = within.reshape(1, -1).astype(jnp.int32)
+    return run(counts.astype(jnp.int32), where, tables, tables, within, seen, queries, *pools)
+
+
+# The kernel: (pages.keys, pages.values, key_scales, value_scales) are `pools` in HBM, and `buffers`
+# [2, pages of a chunk, ...] in VMEM.
+
+
+def _kernel(
+    counts, where, table, next_table, within, seen, queries, *rest, cut: _Cut, apart: int
+) -> None:
+    """Grid [cores, steps]; queries and out [K, queries, H], seen [1, queries], lse [K, queries];
+    top and total [K, queries, 1]; `first` says which buffer gets the row's first chunk."""
+    count = (len(rest) - 6) // 2
+    pools, (out, lse, top, total, first, arrived, *buffers) = rest[:count], rest[count:]
+    cores, step = pl.num_programs(0), pl.program_id(1)
+    place = step * cores + pl.program_id(0)
+    mine = counts[place]
+    last = step == pl.num_programs(1) - 1
+    following = jnp.where(last, 0, counts[jnp.where(last, place, place + cores)])
+
+    def copies(page, slot, i):
+        for pool, buffer in zip(pools, buffers, strict=True):
+            source, target = pool.at[where[0], page], buffer.at[slot, i]
+            yield pltpu.make_async_copy(source, target, arrived.at[slot])
+
+    def fetch(table, pages, chunk, slot) -> None:
+        @pl.loop(0, jnp.minimum(pages - chunk * cut.chunk, cut.chunk))
+        def _(i):
+            for copy in copies(table[0, chunk * cut.chunk + i], slot, i):
+                copy.start()
+
+    @pl.when(step == 0)
+    def _():
+        first[0] = 0
+        # A weight of 0 times what nobody wrote (not a number) would not be 0.
+        for buffer in buffers[1::2]:
+            buffer[...] = jnp.zeros(buffer.shape, buffer.dtype)
+        fetch(table, mine, 0, 0)
+
+    # Masked scores weigh nothing behind any real one: the running maximum begins above them.
+    top[...] = jnp.full(top.shape, MASKED / 2, jnp.float32)
+    total[...] = jnp.zeros(total.shape, jnp.float32)
+    out[...] = jnp.zeros(out.shape, jnp.float32)
+    begin, chunks = first[0], _ceil(mine, cut.chunk)
+
+    @pl.loop(0, chunks)
+    def _(chunk):
+        slot = (begin + chunk) & 1
+        live = jnp.minimum(mine - chunk * cut.chunk, cut.chunk)
+
+        @pl.when(chunk + 1 < chunks)
+        def _():
+            fetch(table, mine, chunk + 1, 1 - slot)
+
+        @pl.when(chunk + 1 == chunks)
+        def _():
+            fetch(next_table, following, 0, 1 - slot)
+
+        @pl.loop(0, live)
+        def _(i):
+            for copy in copies(0, slot, i):
+                copy.wait()
+
+        @pl.loop(0, _ceil(live, cut.piece))
+        def _(piece):
+            page = chunk * cut.chunk + piece * cut.piece
+            limit = seen[...].reshape(-1, 1) - page * apart - where[1]
+            some = (slot, pl.ds(piece * cut.piece, cut.piece))
+            _meet(queries, buffers, some, within[...] < limit, (out, top, total))
+
+    pl.when(chunks == 0)(lambda: fetch(next_table, following, 0, begin))
+    first[0] = (begin + chunks) & 1
+    positive = jnp.maximum(total[...], 1e-30)
+    out[...] = out[...] / positive
+    found = jnp.where(total[...] > 0, top[...] + jnp.log(positive), MASKED)
+    lse[...] = found.reshape(lse.shape)
+
+
+def _ceil(count, size: int):
+    """How many of `size` hold `count`, not negative: Mosaic knows no other rounding than lax.div's
+    where it is compiled without a TPU."""
+    return lax.div(count + (size - 1), jnp.int32(size))
+
+
+def _meet(queries, buffers, some, visible, state) -> None:
+    """Adds what queries [K, queries, H] see of some pages, whose keys are `visible` [queries, keys]
+    to them, to out [K, queries, H], top and total [K, queries, 1]."""
+    out, top, total = state
+    keys, values, *scales = buffers
+    for head in range(len(queries)):
+        q = queries[head]
+        scores = _dot(q, _tokens(keys, some, head, q), turned=True)
+        if scales:
+            scores = scores * _row(scales[0], some, head)
+        scores = jnp.where(visible, scores, MASKED)
+        new_top = jnp.maximum(top[head], jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.exp(scores - new_top)
+        shrink = jnp.exp(top[head] - new_top)
+        top[head] = new_top
+        total[head] = total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        if scales:
+            weights = weights * _row(scales[1], some, head)
+        more = _dot(weights.astype(q.dtype), _tokens(values, some, head, q))
+        out[head] = out[head] * shrink + more
+
+
+def _tokens(buffer, some, head: int, q: jax.Array) -> jax.Array:
+    """[keys, H] in q's dtype, of some pages [pages, C, H]."""
+    return buffer[*some, head].reshape(-1, q.shape[1]).astype(q.dtype)
+
+
+def _row(buffer, some, head: int) -> jax.Array:
+    """Scales [1, keys] of some pages [pages, C]."""
+    scales = buffer[*some, head]
+    return jnp.concatenate([scales[i : i + 1] for i in range(len(scales))], axis=1)
+
+
+def _dot(a: jax.Array, b: jax.Array, turned: bool = False) -> jax.Array:
+    """a [m, n] by b [n, p] (turned: [p, n]) in float32; float32 inputs keep their precision."""
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if turned else 0,)), ((), ())),
+        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,339 @@
+"""The GPU kernels for pages in interpret mode against XLA's, and their lowering for GPUs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from spell_jax.attention import paged, paged_triton
+from spell_jax.attention.paged import Pages
+from spell_jax.attention.paged_triton import Tile
+from tests import programs
+
+LAYERS, PAGES, BLOCK, SIZE = 2, 9, 32, 16
+TABLE = 4
+LONGEST = TABLE * BLOCK
+HALF_PAGES, TWO_PAGES = Tile(16, 16, 4, 2), Tile(16, 64, 4, 2)  # of a block of keys
+
+
+@functools.partial(jax.jit, static_argnames=("parts", "tile"))
+def _found(q, pages, layer, table, visible, part=0, parts=1, tile=None):
+    return paged_triton.attend(q, pages, layer, table, visible, (part, parts), tile=tile)
+
+
+# On a CPU this is attend_in_steps, which test_paged.py compares with numpy.
+_wanted = jax.jit(paged.attend)
+
+
+def _pool(rng: np.random.Generator, kv_heads: int, size: int = SIZE, block: int = BLOCK) -> Pages:
+    keys, values = 2 * rng.normal(size=(2, LAYERS, PAGES, kv_heads, block, size))
+    return Pages(jnp.asarray(keys, jnp.float32), jnp.asarray(values, jnp.float32))
+
+
+def _case(rows=5, time=3, heads=4, kv_heads=2, size=SIZE, block=BLOCK, seed=0):
+    """q, pages, layer, table and visible: one row sees nothing, others parts, some query all."""
+    rng = np.random.default_rng(seed)
+    q = jnp.asarray(rng.normal(size=(rows, time, heads, size)), jnp.float32)
+    table = np.array([rng.permutation(PAGES)[:TABLE] for _ in range(rows)]).astype(np.int32)
+    table[1::2, :2] = table[0, :2]
+    visible = rng.integers(0, TABLE * block + 1, size=(rows, time)).astype(np.int32)
+    visible[rows // 2] = 0
+    visible[0, 0], visible[-1, -1] = 1, TABLE * block
+    return q, _pool(rng, kv_heads, size, block), jnp.int32(1), table, visible
+
+
+def _close(found, wanted, atol: float = 2e-5) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == jnp.float32
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=atol, rtol=atol)
+
+
+# -------------------------------------------------------------------------------------- Attention
+
+
+@pytest.mark.parametrize(
+    ("rows", "time", "heads", "kv_heads", "tile"),
+    [
+        (5, 3, 4, 2, HALF_PAGES),
+        (5, 3, 4, 2, TWO_PAGES),
+        (1, 1, 2, 2, None),
+        (3, 8, 14, 2, TWO_PAGES),
+        (2, 24, 7, 1, None),
+    ],
+)
+def test_equals_attention_in_xla(rows, time, heads, kv_heads, tile) -> None:
+    case = _case(rows, time, heads, kv_heads)
+    _close(_found(*case, tile=tile), _wanted(*case))
+
+
+@pytest.mark.parametrize("tile", [HALF_PAGES, TWO_PAGES])
+def test_every_count_of_visible_keys(tile) -> None:
+    """At the edges of pages and blocks no key is lost, none is too much."""
+    q, pages, layer, table, _ = _case(LONGEST + 1, 1, 2, 1, seed=1)
+    visible = np.random.default_rng(0).permutation(LONGEST + 1).astype(np.int32)[:, None]
+    case = q, pages, layer, table, visible
+    _close(_found(*case, tile=tile), _wanted(*case))
+
+
+def test_who_sees_nothing_gets_zeros() -> None:
+    q, pages, layer, table, visible = _case(seed=2)
+    visible[1] = [0, 9, 0]  # alone or beside queries that do see
+    blind = visible == 0
+    for some in (blind, np.full_like(blind, True)):
+        out, lse = _found(q, pages, layer, table, np.where(some, 0, visible), tile=HALF_PAGES)
+        assert not np.any(np.asarray(out)[some])
+        assert np.all(np.asarray(lse)[some] == np.float32(paged.UNSEEN))
+        assert np.all(np.abs(np.asarray(lse)[~some]) < 100)
+
+
+def test_tokens_of_a_prompt_see_one_more_each() -> None:
+    """Many units a row, each of which reads its row's table."""
+    q, pages, layer, table, _ = _case(3, 40, 2, 1, seed=3)
+    visible = np.array([0, 37, 88], np.int32)[:, None] + np.arange(40, dtype=np.int32) + 1
+    visible[2, 30:] = 0
+    case = q, pages, layer, table, visible
+    _close(_found(*case, tile=HALF_PAGES), _wanted(*case))
+
+
+def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
+    q, pages, layer, table, visible = _case(seed=4)
+    visible = np.minimum(visible, BLOCK + 9)
+    wanted = _found(q, pages, layer, table, visible, tile=TWO_PAGES)
+    table = table.copy()
+    table[:, 2:] = [10**6, -1]  # no page at all
+    found = _found(q, pages, layer, table, visible, tile=TWO_PAGES)
+    # As far as any row's table says, from the tenth token of a second page on.
+    second = np.setdiff1d(table[:, 1], table[:, 0])
+    keys, values = (x.at[:, second, :, 9:].set(1e3) for x in (pages.keys, pages.values))
+    others = _found(q, Pages(keys, values), layer, table, visible, tile=TWO_PAGES)
+    for results in (found, others):
+        for one, other in zip(results, wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_scores_of_any_size_are_finite() -> None:
+    q, *others = _case(seed=5)
+    for factor in (60.0, -60.0):
+        found = _found(factor * q, *others, tile=HALF_PAGES)
+        wanted = _wanted(factor * q, *others)
+        _close(found, wanted, atol=2e-4)
+        assert np.abs(np.asarray(wanted[1]))[np.asarray(wanted[1]) > paged.UNSEEN].max() > 200
+
+
+@pytest.mark.parametrize("tile", [HALF_PAGES, TWO_PAGES])
+def test_head_sizes_that_are_no_power_of_two(tile) -> None:
+    case = _case(2, 2, 4, 2, size=24, seed=6)
+    _close(_found(*case, tile=tile), _wanted(*case))
+
+
+def test_bfloat16_is_close() -> None:
+    q, pages, *others = _case(seed=7)
+    low = Pages(*(x.astype(jnp.bfloat16) for x in (pages.keys, pages.values)))
+    exact = Pages(*(x.astype(jnp.float32) for x in (low.keys, low.values)))
+    rounded = q.astype(jnp.bfloat16)
+    wanted = _wanted(rounded.astype(jnp.float32), exact, *others)
+    # Weights are rounded; with float32 queries nothing is.
+    _close(_found(rounded, low, *others, tile=TWO_PAGES), wanted, atol=2e-2)
+    _close(_found(rounded.astype(jnp.float32), low, *others, tile=TWO_PAGES), wanted)
+
+
+@pytest.mark.parametrize(
+    ("tile", "dtype", "atol"),
+    [
+        (HALF_PAGES, jnp.float32, 2e-5),
+        (TWO_PAGES, jnp.float32, 2e-5),
+        (TWO_PAGES, "bfloat16", 5e-2),
+    ],
+)
+def test_int8_equals_what_it_stands_for(tile, dtype, atol: float) -> None:
+    q, pages, *others = _case(seed=8)
+    rng = np.random.default_rng(8)
+    numbers = rng.integers(-127, 128, size=(2, *pages.keys.shape)).astype(np.int8)
+    scales = (rng.uniform(0.2, 3, size=numbers.shape[:-1]) / 127).astype(np.float32)
+    real = Pages(*jnp.asarray(numbers * scales[..., None]))
+    coarse = Pages(*jnp.asarray(numbers), *jnp.asarray(scales))
+    found = _found(q.astype(dtype), coarse, *others, tile=tile)
+    _close(found, _wanted(q, real, *others), atol)
+
+
+# ------------------------------------------------------------------------------- Jobs, parts, loops
+
+
+_list_jobs = jax.jit(paged_triton.list_jobs, static_argnums=(1, 2, 3))
+
+
+def _check_jobs(blocks: np.ndarray, pieces: int, most: int) -> np.ndarray:
+    """All blocks of all units once, in order; returns the lengths of jobs."""
+    jobs, spans = (np.asarray(x) for x in _list_jobs(blocks, 3, most, pieces))
+    assert jobs.dtype == spans.dtype == np.int32
+    assert len(jobs) <= len(blocks) + pieces
+    lengths = jobs[:, 3] - jobs[:, 2]
+    used = spans[-1, 1]
+    assert np.all(lengths[:used] > 0) and not np.any(lengths[used:])
+    for unit, (begin, end) in enumerate(spans):
+        own = jobs[begin:end]
+        assert np.all(own[:, 0] == unit) and np.all(own[:, 1] == unit // 3)
+        covered = [n for _, _, first, last in own for n in range(first, last)]
+        assert covered == list(range(blocks[unit]))
+    return lengths
+
+
+def test_jobs_are_all_blocks_once_in_nearly_equal_pieces() -> None:
+    rng = np.random.default_rng(9)
+    for pieces, most in ((1, 400), (7, 50), (40, 3), (40, 400)):
+        blocks = rng.integers(0, most + 1, size=6).astype(np.int32)
+        blocks[2], blocks[4] = 0, most
+        lengths = _check_jobs(blocks, pieces, most)
+        allowed = max(-(-blocks.sum() // pieces), paged_triton.FEWEST)
+        assert lengths.max() <= allowed
+    # One long row among short ones: it is dealt out, they are not.
+    lengths = _check_jobs(np.array([392, 3, 3, 3, 0, 0], np.int32), 40, 400)
+    assert np.sum(lengths > 3) == 36 and lengths.max() == 11
+    assert not np.any(_check_jobs(np.zeros(6, np.int32), 40, 400))
+
+
+@pytest.mark.parametrize("count", [1, 500])
+def test_how_the_work_is_cut_changes_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One job a unit, or one a block: 16 of some units, more than are merged at once."""
+    case = _case(2, 3, 2, 1, block=2 * BLOCK, seed=10)
+    monkeypatch.setattr(paged_triton, "PROGRAMS", count)
+    monkeypatch.setattr(paged_triton, "FEWEST", 1)
+    attend = jax.jit(functools.partial(paged_triton.attend, tile=HALF_PAGES))
+    _close(attend(*case), _wanted(*case))
+
+
+def test_parts_of_all_pages_together_are_the_whole() -> None:
+    q, pages, layer, table, visible = _case(seed=11)
+    split = [jnp.split(x, 2, axis=3) for x in (pages.keys, pages.values)]
+    found = [
+        _found(q, Pages(*some), layer, table, visible, jnp.int32(i), 2, tile=HALF_PAGES)
+        for i, some in enumerate(zip(*split, strict=True))
+    ]
+    _close(paged.merge(*found), _wanted(q, pages, layer, table, visible))
+    blind = [np.asarray(lse) == np.float32(paged.UNSEEN) for _, lse in found]
+    assert np.any(blind[1] & ~blind[0]), "the case should have parts that see nothing"
+
+
+def test_layers_in_loops_on_shards() -> None:
+    """A scan over layers in a while loop in shard_map, where the part and the layer are traced."""
+    q, pages, _, table, visible = _case(seed=12)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec(None, None, None, "x")
+
+    def on_device(q, pages):
+        share = (jax.lax.axis_index("x"), 2)
+
+        def layer(_, number):
+            found = paged_triton.attend(q, pages, number, table, visible, share, tile=HALF_PAGES)
+            gathered = jax.lax.all_gather(found, "x")
+            return None, paged.merge(*[jax.tree.map(lambda x, n=n: x[n], gathered) for n in (0, 1)])
+
+        def again(state):
+            return state[0] + 1, jax.lax.scan(layer, None, jnp.arange(LAYERS))[1]
+
+        empty = jnp.zeros((LAYERS, *q.shape)), jnp.zeros((LAYERS, *q.shape[:3]))
+        return jax.lax.while_loop(lambda state: state[0] < 2, again, (0, empty))[1]
+
+    none = PartitionSpec()
+    run = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(none, spec), out_specs=none, check_vma=False
+    )
+    found = jax.jit(run)(q, pages)
+    for number in range(LAYERS):
+        wanted = _wanted(q, pages, jnp.int32(number), table, visible)
+        _close([x[number] for x in found], wanted)
+
+
+# ------------------------------------------------------------------------------ What GPUs are given
+
+
+def _abstract(rows, time, heads, kv_heads, size, dtype, block=128, tokens=2**20, layers=28):
+    """q, pages, layer, table and visible of prompts of up to 18K tokens."""
+    array = jax.ShapeDtypeStruct
+    shape = (layers, tokens // block, kv_heads, block, size)
+    pool = array(shape, dtype)
+    scales = array(shape[:-1], jnp.float32) if dtype == jnp.int8 else None
+    q = array((rows, time, heads, size), jnp.float32 if dtype == jnp.float32 else jnp.bfloat16)
+    table, visible = array((rows, 18432 // block), jnp.int32), array((rows, time), jnp.int32)
+    return q, Pages(pool, pool, scales, scales), array((), jnp.int32), table, visible
+
+
+SHAPES = [
+    (8, 8, 28, 4, 128, jnp.bfloat16),  # siblings behind prompts of 16K tokens
+    (8, 8, 28, 4, 128, jnp.int8),
+    (512, 1, 28, 4, 128, jnp.bfloat16),  # suffixes of slots
+    (512, 1, 28, 4, 128, jnp.int8),
+    (4, 512, 28, 4, 128, jnp.bfloat16),  # prefill
+    (8, 8, 14, 2, 64, jnp.bfloat16),
+    (8, 8, 16, 2, 80, jnp.int8),
+    (8, 8, 16, 2, 256, jnp.bfloat16),
+    (8, 8, 28, 4, 128, jnp.float32),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lowers_for_gpu_without_one(shape) -> None:
+    args = _abstract(*shape)
+    attend = functools.partial(paged_triton.attend, interpret=False)
+    text = programs.lowered_for_gpu(attend, *args)
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 2
+    for kernel in ("_job_kernel", "_merge_kernel"):
+        assert f'name = "{kernel}"' in text
+
+
+def test_lowers_where_the_platform_decides() -> None:
+    """On a CPU the branch for GPUs is not even lowered."""
+
+    def attend(*given):
+        cuda = functools.partial(paged_triton.attend, interpret=False)
+        return jax.lax.platform_dependent(*given, cuda=cuda, default=paged.attend)
+
+    assert programs.lowered_for_gpu(attend, *_abstract(*SHAPES[0])).count("xla.gpu.triton") == 2
+    case = _case(seed=13)
+    _close(jax.jit(attend)(*case), _wanted(*case))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_and_memory(shape) -> None:
+    """Sums in float32; nothing as large as the keys that are read, and no float32 rounded."""
+    args = _abstract(*shape)
+    attend = functools.partial(paged_triton.attend, interpret=False)
+    made = list(programs.equations(jax.make_jaxpr(attend)(*args).jaxpr))
+    dots = [x for x in made if x.primitive.name == "dot_general"]
+    assert len(dots) == 2
+    for dot in dots:
+        assert {x.aval.dtype for x in dot.invars} == {args[0].dtype}
+        assert dot.params["preferred_element_type"] == jnp.float32
+        assert dot.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+        assert all(n >= 16 and n & (n - 1) == 0 for x in dot.invars for n in x.aval.shape)
+    rows, time, heads, kv_heads, size, _ = shape
+    # What the jobs leave: two times the queries, padded, and PROGRAMS blocks of at most 128.
+    padded = rows * kv_heads * max(16, 2 * time * heads // kv_heads) + paged_triton.PROGRAMS * 128
+    largest = max(x.aval.size for equation in made for x in equation.outvars)
+    assert largest <= padded * max(size, 128)
+
+
+def test_mistakes_are_told() -> None:
+    def run(match: str, q_dtype=jnp.bfloat16, scales=True, **sizes) -> None:
+        wanted = {"size": 128, "dtype": jnp.bfloat16} | sizes
+        q, pages, *others = _abstract(8, 8, 28, 4, **wanted)
+        if not scales:
+            pages = Pages(pages.keys, pages.values)
+        q = jax.ShapeDtypeStruct(q.shape, q_dtype)
+        with pytest.raises(ValueError, match=match):
+            jax.eval_shape(paged_triton.attend, q, pages, *others)
+        assert paged_triton.unsupported(q, pages)
+
+    run("block: pages of 8 tokens a device; want a power of two from 16 on", block=8)
+    run("block: pages of 96 tokens", block=96)
+    run("head_size: 512; want at most 256", size=512)
+    run("dtype: q int32, pages.keys bfloat16; want", q_dtype=jnp.int32)
+    run("dtype: q bfloat16, pages.keys int16; want", dtype=jnp.int16)
+    run("key_scales: want them beside int8 and nothing else", dtype=jnp.int8, scales=False)
+    run("3758096384 numbers of one byte; want at most 2", dtype=jnp.int8, tokens=2**18)
+    for tokens in (2**17, 2**19):
+        q, pages, *_ = _abstract(8, 8, 28, 4, 128, jnp.int8, tokens=tokens)
+        assert paged_triton.unsupported(q, pages) is None

@@ -1,0 +1,157 @@
+"""What the whole sampler draws against the exact distribution: chi-square over 50,000 answers.
+
+1. All cases are drawn in one session, so that rows of different prompts and options lie next to
+   each other. Each case is one prompt, asked 25 times for 2,000 answers of two tokens.
+2. The exact distribution is computed here in float64 from the logits of the whole model.
+3. Keys are fixed. A fair sampler is refused by one key in 1,000 for each chi-square.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from spell_jax.policy import transformer
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler import session
+from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.requests import Options, Request
+from tests import tiny
+
+POLICY = PolicyConfig(
+    vocab_size=48,
+    width=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_size=8,
+    feed_forward=48,
+)
+CONFIG = SamplerConfig(
+    max_tokens=2,
+    max_verdict_tokens=2,
+    max_prompt=16,
+    block=4,
+    cache_tokens=16_384,
+    slots=2048,
+    siblings=128,
+    prefill_tokens=32,
+    decode_tokens=2,
+)
+REQUESTS, GROUP = 25, 2000
+LEAST_P = 1e-3  # of a chi-square statistic as large as the one that is found
+FEWEST = 5  # draws that a cell of a chi-square must expect; rarer tokens are one cell
+CASES = {
+    "all": Options(max_tokens=2),
+    "temperature": Options(temperature=0.6, max_tokens=2),
+    "top_p": Options(temperature=0.7, top_p=0.95, max_tokens=2),
+    "top_k": Options(top_k=10, max_tokens=2),
+    "min_p": Options(min_p=0.2, max_tokens=2),
+    "together": Options(temperature=1.4, top_k=30, top_p=0.8, min_p=0.15, max_tokens=2),
+}
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def _prompt(case: str) -> list[int]:
+    """Each case has one of another length: within a page, to its end, over some."""
+    number = list(CASES).index(case)
+    length = (3, 4, 5, 8, 14, 16)[number]
+    return np.random.default_rng(number).integers(POLICY.vocab_size, size=length).tolist()
+
+
+@functools.cache
+def _drawn() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Of each case the tokens and the log-probs of all answers, both [50,000, 2]."""
+    mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
+    asked = Sampler(POLICY, CONFIG, (), mesh).begin(tiny.weights(POLICY))
+    cases = list(CASES) * REQUESTS
+    keys = session.request_keys(jax.random.key(5), len(cases))
+    for case, key in zip(cases, keys, strict=True):
+        asked.submit(Request(_prompt(case), GROUP, key, CASES[case]))
+    answers = dict(asked.results())
+    found = {}
+    for first, case in enumerate(CASES):
+        some = [s for n in range(first, len(cases), len(CASES)) for s in answers[n]]
+        found[case] = np.stack([s.tokens for s in some]), np.stack([s.log_probs for s in some])
+    return found
+
+
+@functools.cache
+def _log_probs(case: str) -> tuple[np.ndarray, np.ndarray]:
+    """Log-softmax at the case's temperature, of the first token [V] and, whatever that was, of the
+    second [V, V]: float64, of the model without cache."""
+    every = np.arange(POLICY.vocab_size)
+    rows = np.column_stack([np.tile(_prompt(case), (len(every), 1)), every])
+    logits = transformer.logits(POLICY, tiny.weights(POLICY), jnp.asarray(rows))
+    scaled = np.asarray(logits[:, -2:], np.float64) / CASES[case].temperature
+    scaled -= scaled.max(axis=-1, keepdims=True)
+    log_probs = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
+    return log_probs[0, 0], log_probs[:, 1]
+
+
+def _kept(probabilities: np.ndarray, options: Options) -> np.ndarray:
+    """The distribution [V] that the filters leave, by sorting."""
+    order = np.argsort(-probabilities)
+    falling = probabilities[order]
+    count = options.top_k or len(falling)
+    masses = np.cumsum(falling[:count]) / falling[:count].sum()
+    if options.top_p < 1:
+        count = np.searchsorted(masses, options.top_p) + 1
+    kept = np.zeros_like(probabilities)
+    kept[order[:count]] = falling[:count]
+    kept[probabilities < options.min_p * falling[0]] = 0
+    return kept / kept.sum()
+
+
+def _chi_square(counts: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
+    """(statistic, degrees of freedom) of counts [V]; nothing impossible may have been drawn."""
+    assert counts[exact == 0].sum() == 0
+    expected = exact * counts.sum()
+    rare = expected < FEWEST
+    found = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    if wanted[-1] < FEWEST:  # too few even together: one cell with the least of the others
+        found, wanted = (np.append(x[:-2], x[-2:].sum()) for x in (found, wanted))
+    return float(np.sum((found - wanted) ** 2 / wanted)), len(found) - 1
+
+
+@every_case
+def test_first_tokens_are_of_the_exact_distribution(case: str) -> None:
+    first, _ = _log_probs(case)
+    tokens, _ = _drawn()[case]
+    assert len(tokens) == 50_000
+    counts = np.bincount(tokens[:, 0], minlength=POLICY.vocab_size)
+    squares, freedom = _chi_square(counts, _kept(np.exp(first), CASES[case]))
+    assert freedom > 3 and stats.chi2.sf(squares, freedom) > LEAST_P
+
+
+@every_case
+def test_second_tokens_are_of_the_exact_distribution_behind_each_first(case: str) -> None:
+    """One chi-square for each first token that was drawn often; their sum is one too."""
+    _, second = _log_probs(case)
+    tokens, _ = _drawn()[case]
+    total, freedoms, used = 0.0, 0, 0
+    for first in range(POLICY.vocab_size):
+        behind = tokens[tokens[:, 0] == first, 1]
+        if len(behind) < 200:
+            continue
+        counts = np.bincount(behind, minlength=POLICY.vocab_size)
+        squares, freedom = _chi_square(counts, _kept(np.exp(second[first]), CASES[case]))
+        total, freedoms, used = total + squares, freedoms + freedom, used + len(behind)
+    assert freedoms > 30 and used > 40_000
+    assert stats.chi2.sf(total, freedoms) > LEAST_P
+
+
+@every_case
+def test_log_probs_are_of_the_full_vocabulary_at_the_temperature(case: str) -> None:
+    """Whatever the filters left."""
+    first, second = _log_probs(case)
+    tokens, log_probs = _drawn()[case]
+    wanted = np.column_stack([first[tokens[:, 0]], second[tokens[:, 0], tokens[:, 1]]])
+    np.testing.assert_allclose(log_probs, wanted, atol=2e-5)

@@ -1,0 +1,153 @@
+"""Log-probs of the sampler against the learner's, behind prompts of 1,000 to 16,000 tokens.
+
+The sampler reads a prompt page by page and draws behind it token by token; the learner reads the
+prompt and all of its answers at once, as one packed row. Weights and activations are float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.packing import Bucket, Group
+from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.rope import RopeConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler.engine import Sampler, SamplerConfig
+from tests import tiny
+
+QWEN2 = PolicyConfig(
+    vocab_size=96,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_size=16,
+    feed_forward=96,
+    rope=RopeConfig(theta=1e6),
+)
+QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True)
+# Each family with another rope. Stretched ones come from contexts that all prompts here exceed.
+POLICIES = {
+    "qwen2": QWEN2,
+    "qwen3, yarn": dataclasses.replace(
+        QWEN3, rope=RopeConfig(1e6, "yarn", factor=32.0, original_positions=512)
+    ),
+    "qwen3_moe, linear": dataclasses.replace(
+        QWEN3,
+        experts=4,
+        experts_per_token=2,
+        feed_forward=48,
+        rope=RopeConfig(1e4, "linear", factor=4.0),
+    ),
+    "llama untied, llama3": dataclasses.replace(
+        QWEN2,
+        qkv_bias=False,
+        tied_embeddings=False,
+        rope=RopeConfig(5e5, "llama3", factor=8.0, original_positions=512),
+    ),
+}
+SIBLINGS, ANSWER = 3, 24
+# Lengths of the prompts of a session, and tokens of a page, which divides neither of them. The
+# second prompt begins as the first does, whose pages it shares.
+SIZES = {
+    "1K": ((1001, 777), 48),
+    "4K": ((4099, 2050), 128),
+    "16K": ((16_381, 9001), 128),
+}
+
+
+@functools.cache
+def _mesh() -> jax.sharding.Mesh:
+    return meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
+
+
+def _prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Alike but for the last five tokens."""
+    rng = np.random.default_rng(2)
+    text = rng.integers(QWEN2.vocab_size, size=max(lengths)).tolist()
+    return [text[: n - 5] + rng.integers(QWEN2.vocab_size, size=5).tolist() for n in lengths]
+
+
+def _sampled(policy: PolicyConfig, size: str, temperature: float) -> list[Group]:
+    """Prompts, answers and their log-probs as the sampler has them."""
+    lengths, block = SIZES[size]
+    config = SamplerConfig(
+        temperature=temperature,
+        top_p=0.9,
+        max_tokens=ANSWER,
+        max_verdict_tokens=ANSWER,
+        max_prompt=max(lengths),
+        block=block,
+        cache_tokens=2 * sum(lengths),
+        slots=4,
+        siblings=2,
+        prefill_tokens=1024,
+        decode_tokens=8,
+    )
+    prompts = _prompts(lengths)
+    asked = Sampler(policy, config, (), _mesh()).begin(tiny.weights(policy))
+    answers = asked.sample(prompts, SIBLINGS, jax.random.key(1), config.options(ANSWER))
+    assert asked.reused_tokens == (min(lengths) - 5) // block * block
+    groups = []
+    for prompt, samples in zip(prompts, answers, strict=True):
+        assert samples is not None
+        tokens, log_probs = [s.tokens for s in samples], [s.log_probs for s in samples]
+        groups.append(Group(prompt, tokens, [1.0] * SIBLINGS, old_log_probs=log_probs))
+    return groups
+
+
+def _scored(
+    policy: PolicyConfig, groups: list[Group], temperature: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(the sampler's log-probs, the learner's) of all answer tokens."""
+    answers = SIBLINGS * ANSWER
+    bucket = Bucket(max(len(group.prompt) for group in groups) + answers, answers)
+    layout = PackingConfig((bucket,), bucket.length)
+    learner = Learner(policy, OptimiserConfig(), LossConfig(), layout, _mesh(), temperature)
+    batches, refused = learner.pack(groups)
+    assert not refused and len(batches) == len(groups)
+    score = jax.jit(learner.score)
+    found, wanted = [], []
+    with jax.set_mesh(_mesh()), nn.logical_axis_rules(meshes.RULES):
+        for batch in batches:
+            real = batch.weight > 0
+            assert real.sum() == answers
+            log_probs, *_ = score(tiny.weights(policy), batch)
+            wanted.append(np.asarray(log_probs)[real])
+            found.append(batch.old_log_prob[real])
+    return np.concatenate(found), np.concatenate(wanted)
+
+
+def _check(name: str, size: str, temperature: float) -> None:
+    policy = POLICIES[name]
+    groups = _sampled(policy, size, temperature)
+    found, wanted = _scored(policy, groups, temperature)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert wanted.std() > 0.3, "the case should have tokens of several probabilities"
+    texts = {tuple(answer) for group in groups for answer in group.answers}
+    assert len(texts) == (len(groups) if temperature == 0 else len(groups) * SIBLINGS)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", POLICIES)
+def test_behind_a_thousand_tokens(name: str, temperature: float) -> None:
+    _check(name, "1K", temperature)
+
+
+@pytest.mark.parametrize(("name", "temperature"), list(zip(POLICIES, [0.0, 0.7] * 2, strict=True)))
+def test_behind_four_thousand_tokens(name: str, temperature: float) -> None:
+    _check(name, "4K", temperature)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "temperature"), list(zip(POLICIES, [0.7, 0.0] * 2, strict=True)))
+def test_behind_sixteen_thousand_tokens(name: str, temperature: float) -> None:
+    _check(name, "16K", temperature)

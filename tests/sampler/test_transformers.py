@@ -1,0 +1,97 @@
+"""Greedy answers of every family, by pages of several sizes, against transformers' generate().
+
+Prompts of many lengths are answered twice each in one session with few slots, by answers of
+several lengths: slots are freed and filled again while their neighbours go on.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from spell_jax.policy import weights
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler import session
+from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.requests import Options, Request
+from tests.policy import families
+
+# (tokens of a prompt, of its answer): prompts lie within pages, fill them or go over them.
+LENGTHS = ((129, 32), (3, 45), (16, 38), (61, 32), (1, 50), (32, 35), (20, 41), (57, 36))
+RNG = np.random.default_rng(4)
+PROMPTS = [RNG.integers(families.VOCAB, size=length).tolist() for length, _ in LENGTHS]
+PROMPTS[-1][:50] = PROMPTS[0][:50]
+GROUP = 2
+BLOCKS = (4, 16, 128)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """(our config, our weights, transformers' answers to PROMPTS) of a family, made once."""
+
+    @functools.cache
+    def make(family: str) -> tuple[PolicyConfig, Any, list[list[int]]]:
+        folder = tmp_path_factory.mktemp("family")
+        theirs = families.save(family, folder)
+        answers = [
+            _generate(theirs, prompt, tokens)
+            for prompt, (_, tokens) in zip(PROMPTS, LENGTHS, strict=True)
+        ]
+        return *weights.load(folder), answers
+
+    return make
+
+
+def _generate(model, prompt: list[int], tokens: int) -> list[int]:
+    import torch
+
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    found = model.generate(
+        ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0
+    )
+    return found[0, len(prompt) :].tolist()
+
+
+def _combinations() -> list[Any]:
+    """Every family with every size of a page, one of them in the quick set, in turn."""
+    made = []
+    for number, family in enumerate(families.FAMILIES):
+        for turn, block in enumerate(BLOCKS):
+            quick = number % len(BLOCKS) == turn
+            made.append(pytest.param(family, block, marks=() if quick else pytest.mark.long))
+    return made
+
+
+@pytest.mark.parametrize(("family", "block"), _combinations())
+def test_greedy_answers_equal_transformers(family: str, block: int, model) -> None:
+    config, params, wanted = model(family)
+    longest_prompt, longest = (max(column) for column in zip(*LENGTHS, strict=True))
+    sizes = SamplerConfig(
+        max_tokens=longest,
+        max_verdict_tokens=longest,
+        max_prompt=longest_prompt,
+        block=block,
+        cache_tokens=8 * 128,
+        slots=3,
+        siblings=GROUP,
+        prefill_tokens=128,
+        decode_tokens=7,
+    )
+    sampler = Sampler(config, sizes, (), meshes.make_mesh({"fsdp": 1}, jax.devices()[:1]))
+    asked = sampler.begin(params)
+    keys = session.request_keys(jax.random.key(0), len(PROMPTS))
+    for prompt, answer, key in zip(PROMPTS, wanted, keys, strict=True):
+        options = Options(temperature=0.0, max_tokens=len(answer))
+        asked.submit(Request(prompt, GROUP, key, options))
+    found = dict(asked.results())
+    for ticket, answer in enumerate(wanted):
+        for sample in found[ticket]:
+            assert sample.tokens.tolist() == answer, f"prompt of {len(PROMPTS[ticket])} tokens"
+    drawn = GROUP * sum(tokens for _, tokens in LENGTHS)
+    assert asked.counts.decode_steps < 1.2 * drawn / sizes.slots, "slots should not rest"
