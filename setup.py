@@ -46,5 +46,7 @@ setup(
             "torch==2.13.0",
             "peft>=0.21.2",
         ],
+        # What `python -m launch.bench trl` stands beside; with PyTorch and transformers of "test".
+        "bench": ["trl>=1.16.0,<1.17"],
     },
 )

@@ -21,6 +21,9 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     # Stop after so many minutes of self-play; 0: play all steps. The one thing that goes by the
     # clock: a run that it ended and that is started again has so many minutes more.
     config.max_minutes = 0.0
+    # 1: a step is played while the one before it is learned from, with the weights before that;
+    # not behind a checkpoint. For loss.behaviour "truncated" or "sampler".
+    config.staleness = 0
     config.policy = _policy()
     config.data = _data()
     config.game = _game()
@@ -127,6 +130,11 @@ def _sampler() -> Any:
     sampler.siblings = 8  # answers to a prompt that meet it in one product
     sampler.prefill_tokens = 8192  # of prompts read in one call
     sampler.decode_tokens = 64  # of a slot between two plans
+    sampler.guessed_tokens = 0  # looked up in the prompt and checked in one pass; e.g. 4
+    sampler.guess_match = 2  # last tokens that must stand where a guess is looked up
+    sampler.cache_dtype = "compute"  # or "int8"
+    sampler.weights_dtype = "compute"  # or "int8", of what answers are drawn with
+    sampler.attention = "auto"  # the platform's kernel for the pool, or "xla"
     return sampler
 
 
@@ -149,7 +157,8 @@ def _loss() -> Any:
     """The loss; learner/loss.py, LossConfig."""
     loss: Any = ConfigDict()
     loss.aggregation = "token_mean"
-    loss.behaviour = "current"
+    loss.behaviour = "current"  # or "truncated", "sampler"
+    loss.importance_cap = 2.0  # of behaviour "truncated"
     loss.clip_low = 0.2
     loss.clip_high = 0.2
     loss.dual_clip = 3.0

@@ -2,6 +2,10 @@
 
 update   seconds of one optimiser update with shared and with repeated prompts
 sample   tokens a second of answers to one prompt, and each to a prompt of its own
+refill   tokens a second of answers of many lengths: slots filled again, and fixed batches
+verify   prompts a second of the verifier, with and without beginnings that are read once
+spell    seconds of one whole step of self-play, by phase
+trl      seconds and memory of a GRPO step, here and in TRL (extra "bench")
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from launch import aot, bench_sample
+from launch import aot, bench_rollout, bench_sample, bench_trl
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
@@ -199,6 +203,20 @@ _SHAPE = (
     _Option("layers", 0, "layers L; 0: 3, or the config.json's"),
     _Option("dtype", "float32", "of weights and activations"),
 )
+_SLOTS = (
+    _Option("block", 128, "tokens of a page C"),
+    _Option("prefill", 2048, "prompt tokens read in one call"),
+    _Option(
+        "cache", 0, "tokens of the pool on each part of the mesh; 0: no slot ever waits for it"
+    ),
+    _Option("seed", 0, "of prompts and lengths"),
+)
+_VERDICTS = (
+    _Option("votes", 8, "verdicts on an answer G_v"),
+    _Option("template", 192, "tokens that all verifier prompts begin with"),
+    _Option("question", 64, "tokens of a question"),
+    _Option("answer", 64, "tokens behind it in a verifier prompt, of one answer alone"),
+)
 _OPTIONS = {
     "update": (
         *_SHAPE,
@@ -224,10 +242,76 @@ _OPTIONS = {
         _Option("repeats", 2, "timed calls"),
         _Option("transformers", 0, "1: also by transformers' generate"),
     ),
+    "refill": (
+        *_SHAPE,
+        *_SLOTS,
+        _Option("requests", 32, "prompts; the paper's step has 128"),
+        _Option("prompt", 128, "prompt tokens P, short: reading is not what is compared"),
+        _Option("mean", 400, "mean of the geometric lengths of answers, in tokens"),
+        _Option("cap", 4096, "cap of an answer, which plans reckon with"),
+        _Option("slots", 32, "answers drawn at once, over all devices"),
+        _Option("decode", 64, "tokens that a slot draws in one call, at most"),
+        _Option("width", 64, "model width D, small: CPUs draw 200,000 tokens in minutes"),
+        _Option("vocab", 896, "vocabulary V"),
+    ),
+    "verify": (
+        *_SHAPE,
+        *_SLOTS,
+        *_VERDICTS,
+        _Option("questions", 8, "questions, each with G answers to judge"),
+        _Option("verdict", 32, "tokens of a verdict; about 60 at the paper's scale"),
+        _Option("slots", 64, "verdicts drawn at once, over all devices"),
+        _Option("decode", 64, "tokens that a slot draws in one call, at most"),
+        _Option("width", 512, "model width D"),
+        _Option("vocab", 8192, "vocabulary V"),
+        _Option("repeats", 2, "timed runs of each kind"),
+    ),
+    "spell": (
+        *_SHAPE,
+        *_SLOTS,
+        *_VERDICTS,
+        _Option("questions", 2, "questions, all of them accepted; the paper's step has 128"),
+        _Option("prompt", 2048, "tokens of a responder's prompt; 18,000 at the paper's scale"),
+        _Option(
+            "shown", 1024, "tokens of a questioner's prompt, which has a part of the documents"
+        ),
+        _Option(
+            "about",
+            1,
+            "questions about the same documents; the game has more than one in a "
+            "step only where it proposes more than there are clusters",
+        ),
+        _Option("response", 64, "tokens of an answer S; about 400 at the paper's scale"),
+        _Option("verdict", 16, "tokens of a verdict; about 60 at the paper's scale"),
+        _Option("slots", 16, "answers drawn at once, over all devices: of the two questions"),
+        _Option("decode", 64, "tokens that a slot draws in one call, at most"),
+        _Option("width", 512, "model width D"),
+        _Option("vocab", 8192, "vocabulary V"),
+        _Option("budget", 8192, "tokens of a micro-batch"),
+        _Option("remat", "none", "what the backward pass recomputes"),
+    ),
+    "trl": (
+        _Option("group", 8, "answers to a prompt G"),
+        _Option("groups", 2, "prompts of a step"),
+        _Option("micro", 1, "prompts of a micro-batch, on both sides"),
+        _Option("prompt", 2048, "prompt tokens P"),
+        _Option("response", 128, "tokens of an answer S"),
+        _Option("policy", "", "a Hugging Face config.json, whose shape is taken"),
+        _Option("layers", 8, "layers L; 0: the config.json's"),
+        _Option("width", 512, "model width D"),
+        _Option("vocab", 8192, "vocabulary V"),
+        _Option("block", 128, "tokens of our pages C"),
+        _Option("prefill", 2048, "prompt tokens that we read in one call"),
+        _Option("steps", 3, "steps, the first of which is not timed"),
+    ),
 }
 _BENCHES = {
     "update": bench_update,
     "sample": lambda options: bench_sample.bench_sample(_policy(options), options),
+    "refill": lambda options: bench_rollout.bench_refill(_policy(options), options),
+    "verify": lambda options: bench_rollout.bench_verify(_policy(options), options),
+    "spell": lambda options: bench_rollout.bench_spell(_policy(options), options),
+    "trl": lambda options: bench_trl.bench_trl(_policy(options), options),
 }
 
 

@@ -38,14 +38,14 @@ def bench_sample(policy: PolicyConfig, options: argparse.Namespace) -> dict[str,
     """
     policy = dataclasses.replace(policy, max_positions=options.prompt + options.response)
     mesh = meshes.make_mesh()
-    params = _random_params(policy, mesh, options.dtype)
+    params = random_params(policy, mesh, options.dtype)
     rng = np.random.default_rng(0)
     prompts = rng.integers(policy.vocab_size, size=(options.group, options.prompt)).tolist()
     kinds = {"shared": (prompts[:1], options.group), "repeated": (prompts, 1)}
     line: dict[str, Any] = {name: getattr(options, name) for name in _SHAPE}
     line |= {"bench": "sample", "layers": policy.layers, "width": policy.width}
     for kind, (asked, group) in kinds.items():
-        sampler = _make_sampler(policy, options, mesh, group)
+        sampler = _sampler(policy, options, mesh, group)
         line |= _measure(kind, sampler, params, asked, group, options)
     if options.transformers:
         line |= _measure_transformers(policy, params, prompts[0], options)
@@ -56,13 +56,21 @@ def bench_sample(policy: PolicyConfig, options: argparse.Namespace) -> dict[str,
     for name in ("ratio", "decode_ratio"):
         field = name.replace("ratio", "tokens_per_s")
         line[name] = line[f"shared_{field}"] / line[f"repeated_{field}"]
-    return line | {"devices": jax.device_count(), "device": jax.devices()[0].device_kind}
+    return line | devices()
 
 
 _SHAPE = ("prompt", "response", "group", "dtype", "block", "prefill")
+# How tokens are drawn wherever speed alone is looked at.
+HOW: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
 
 
-def _random_params(policy: PolicyConfig, mesh, dtype: str) -> transformer.Params:
+def devices() -> dict[str, Any]:
+    """What a line says of the machine."""
+    return {"devices": jax.device_count(), "device": jax.devices()[0].device_kind}
+
+
+def random_params(policy: PolicyConfig, mesh, dtype: str) -> transformer.Params:
+    """Weights of a policy, on the mesh."""
     shapes, axes = transformer.abstract_params(policy)
 
     def make(key):
@@ -73,23 +81,40 @@ def _random_params(policy: PolicyConfig, mesh, dtype: str) -> transformer.Params
     return jax.jit(make, out_shardings=where)(jax.random.key(0))
 
 
-def _make_sampler(policy: PolicyConfig, options, mesh, group: int) -> Sampler:
-    """A sampler whose slots and pages are those that `options.group` answers need."""
-    pages = sum(-(-tokens // options.block) for tokens in (options.prompt, options.response))
+def make_sampler(policy: PolicyConfig, mesh, options, pages: int, **sizes: Any) -> Sampler:
+    """A sampler whose answers end at their caps alone.
+
+    Args:
+      policy, mesh: what it samples, and where.
+      options: `block` and `prefill`, of the command line.
+      pages: of the pool of each part of the mesh's rows.
+      **sizes: other sizes of SamplerConfig.
+    """
     config = SamplerConfig(
-        temperature=1.0,
-        top_p=0.95,
+        **HOW,
+        block=options.block,
+        cache_tokens=meshes.row_shards(mesh) * pages * options.block,
+        prefill_tokens=options.prefill,
+        **sizes,
+    )
+    return Sampler(policy, config, (), mesh)
+
+
+def _sampler(policy: PolicyConfig, options, mesh, group: int) -> Sampler:
+    """One whose slots and pages are those that `options.group` answers need."""
+    pages = sum(-(-tokens // options.block) for tokens in (options.prompt, options.response))
+    return make_sampler(
+        policy,
+        mesh,
+        options,
+        options.group * pages,
         max_tokens=options.response,
         max_verdict_tokens=1,
         max_prompt=options.prompt,
-        block=options.block,
-        cache_tokens=meshes.row_shards(mesh) * options.group * pages * options.block,
         slots=options.group,
         siblings=group,
-        prefill_tokens=options.prefill,
         decode_tokens=options.response,
     )
-    return Sampler(policy, config, (), mesh)
 
 
 def _measure(kind, sampler: Sampler, params, prompts, group: int, options) -> dict[str, Any]:
@@ -98,7 +123,7 @@ def _measure(kind, sampler: Sampler, params, prompts, group: int, options) -> di
     def ask(tokens: int) -> None:
         session = sampler.begin(params)
         keys = request_keys(jax.random.key(1), len(prompts))
-        how = Options(temperature=1.0, top_p=0.95, max_tokens=tokens)
+        how = Options(**HOW, max_tokens=tokens)
         for prompt, key in zip(prompts, keys, strict=True):
             session.submit(Request(prompt, group, key, how))
         answers = dict(session.results())
@@ -124,7 +149,7 @@ def _measure_transformers(policy, params, prompt: list[int], options) -> dict[st
         kind = getattr(torch, options.dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(f"{folder}/policy", dtype=kind)
     ids = torch.tensor([prompt])
-    how = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "eos_token_id": None}
+    how = {"do_sample": True, **HOW, "eos_token_id": None}
 
     def ask(tokens: int) -> None:
         found = model.generate(

@@ -61,6 +61,13 @@ def check(config: Config) -> None:
     for field, least in _LEAST_OF_RUN.items():
         if not config[field] >= least:
             raise ValueError(f"{field} = {config[field]}: must be at least {least}")
+    if config.staleness not in (0, 1):
+        raise ValueError(f"staleness = {config.staleness}: must be 0 or 1")
+    if config.staleness and config.loss.behaviour == "current":
+        raise ValueError(
+            'loss.behaviour = "current": must be "truncated" or "sampler" for staleness = 1, with '
+            "which answers come from older weights"
+        )
     if not _are_whole(config.profile_steps, 1):
         raise ValueError(f"profile_steps = {tuple(config.profile_steps)}: must be steps from 1 on")
     _check_policy(config.policy)

@@ -6,100 +6,51 @@
     rows = game.rows(episodes)               # what is learned from it
     state = learner.update(state, rows)      # one step of the optimiser
 
-around which it validates, checkpoints and reports. Started again on the same workdir, it goes on
-where the last checkpoint stands.
+around which it validates, checkpoints and reports. With config.staleness = 1 the next step is
+played between the update's micro-batches, with the weights before it. Started again on the same
+workdir, it goes on where the last checkpoint stands.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import pathlib
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import app, flags
 from ml_collections import config_flags
 
-from spell_jax import catalogue, report
-from spell_jax.evaluation import held_out
-from spell_jax.games.game import Game
-from spell_jax.games.players import Players
-from spell_jax.learner import loss, packing, update
-from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy import transformer, weights
-from spell_jax.policy.config import PolicyConfig
-from spell_jax.runtime import mesh as meshes
+from spell_jax import report
+from spell_jax.learner import packing
+from spell_jax.run import (
+    Run,
+    as_played,
+    host_state,
+    make_run,
+    refresh_anchor,
+    restore,
+    save_policy,
+)
 from spell_jax.runtime import start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.jsonl import write_json
 from spell_jax.runtime.metrics import EpisodeWriter, Metrics, MetricsWriter
 from spell_jax.runtime.progress import Progress
-from spell_jax.runtime.settings import Config, build
-from spell_jax.sampler.engine import Sampler, SamplerConfig
-
-log = logging.getLogger("spell_jax.train")  # __name__ is __main__ when this is the entry
+from spell_jax.runtime.settings import Config
 
 
 @dataclasses.dataclass
-class Run:
-    """Everything that a run is made of, from its config (no device work but the mesh's).
+class Played:
+    """A step of the game: episodes, what is learned from them, metrics, and how long it took."""
 
-    Attributes:
-      policy, tokenizer: architecture (as the config changes it) and tokenizer of the policy.
-      folder: where its first weights are.
-      learner: jitted updates.
-      players: the models as a game asks them, behind one sampler.
-      game: what is played.
-      evaluation: held-out evaluation, or None where the data has no held-out questions.
-    """
-
-    config: Config
-    policy: PolicyConfig
-    tokenizer: tokenizers.Tokenizer
-    learner: update.Learner
-    players: Players
-    game: Game
-    evaluation: held_out.Evaluation | None
-    folder: pathlib.Path
-
-
-# ------------------------------------------------------------------------------------------ Set-up
-
-
-def make_run(config: Config) -> Run:
-    """Checks the whole config and builds the run's parts.
-
-    Raises:
-      ValueError, FileNotFoundError: naming the field, its value and what would be right.
-    """
-    sampling = build(SamplerConfig, config.sampler, "sampler")
-    packing_config = build(update.PackingConfig, config.packing, "packing")
-    loss_config = build(loss.LossConfig, config.loss, "loss")
-    optimiser = build(
-        update.OptimiserConfig, config.optimiser, "optimiser", total_steps=config.steps
-    )
-    catalogue.check(config)
-    folder = catalogue.find_policy(config)
-    policy, tokenizer = catalogue.read_policy(config, folder)
-    policy.check_length(sampling.longest)
-    mesh = meshes.make_mesh(config.mesh)
-    learner = update.Learner(
-        policy,
-        optimiser,
-        loss_config,
-        packing_config,
-        mesh,
-        sampling.temperature,
-        config.policy.compute_dtype,
-    )
-    sampler = Sampler(policy, sampling, tokenizer.stop_ids, mesh, tokenizer.stream)
-    players = Players(sampler, tokenizer, jax.random.key(config.seed))
-    game, evaluation = catalogue.make(config, tokenizer, sampling.max_prompt)
-    return Run(config, policy, tokenizer, learner, players, game, evaluation, folder)
+    episodes: Sequence[Any]
+    rows: list[packing.Group]
+    metrics: Metrics
+    seconds: float
 
 
 # -------------------------------------------------------------------------------------------- Loop
@@ -128,29 +79,25 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
         evaluate(run, models, workdir, "before")
     progress.limit(60 * config.max_minutes or None)
 
-    while step < config.steps and not progress.is_over():
+    ahead: Played | None = None
+    while ahead or (step < config.steps and not progress.is_over()):
         step += 1
-        clock = time.monotonic()
         progress.update(step - 1, "play", {})
-        run.players.begin(step, as_played(learner, models))
         with start.profiled(step in config.profile_steps, workdir):
-            episodes = game.play(run.players, step)
-            rows = game.rows(episodes)
-            run.players.end()
-            played = time.monotonic()
-            metrics = game.metrics(episodes)
-            solve_rate = metrics.means().get("solve_rate", 0.0)
+            played, ahead = ahead or play(run, models, step), None
+            solve_rate = played.metrics.means().get("play/solve_rate", 0.0)
             progress.update(step - 1, "learn", {"solved": solve_rate})
-            models["policy"], numbers = learner.update(
-                models["policy"], rows, models.get("reference")
-            )
+            clock = time.monotonic()
+            update = learner.begin(models["policy"], played.rows, models.get("reference"))
+            if plays_ahead(config, step) and not progress.is_over():
+                ahead = play(run, models, step + 1, meanwhile=update.go_on)
+            models["policy"], numbers = update.finish()
         refresh_anchor(config, models, step)
 
-        numbers |= {"play_seconds": played - clock, "update_seconds": time.monotonic() - played}
-        numbers |= {f"rows/{role}": count for role, count in packing.count_answers(rows).items()}
-        written = Metrics()
-        written.merge(metrics, "play/")
-        written.merge(run.players.metrics, "play/")
+        numbers |= {"play_seconds": played.seconds, "update_seconds": time.monotonic() - clock}
+        counts = packing.count_answers(played.rows)
+        numbers |= {f"rows/{role}": count for role, count in counts.items()}
+        written = played.metrics
         for name, value in numbers.items():
             written.add(f"train/{name}", value)
         if config.validate_every and step % config.validate_every == 0:
@@ -158,7 +105,7 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
             best = validate(run, models, best, workdir, written)
         metrics_writer.write(step, written)
         metrics_writer.flush()
-        episode_writer.write(step, map(game.record, episodes))
+        episode_writer.write(step, map(game.record, played.episodes))
         checkpoints.save(step, models, host_state(run, best))
         progress.update(step, "done", {"solved": solve_rate})
 
@@ -170,68 +117,28 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
     return workdir
 
 
-def host_state(run: Run, best: float | None) -> dict[str, Any]:
-    """What a checkpoint holds besides arrays; all keys and draws follow from seed and step."""
-    return {"seed": run.config.seed, "game": run.game.state_dict(), "best": best}
+def play(
+    run: Run, models: dict[str, Any], step: int, meanwhile: Callable[[], None] = lambda: None
+) -> Played:
+    """One step of the game; `meanwhile` is called while the device samples (Players.begin)."""
+    clock = time.monotonic()
+    run.players.begin(step, as_played(run.learner, models), meanwhile)
+    episodes = run.game.play(run.players, step)
+    rows = run.game.rows(episodes)
+    run.players.end()
+    metrics = Metrics()
+    metrics.merge(run.game.metrics(episodes), "play/")
+    metrics.merge(run.players.metrics, "play/")
+    return Played(episodes, rows, metrics, time.monotonic() - clock)
 
 
-def restore(run: Run, checkpoints: Checkpoints) -> tuple[dict[str, Any], int, float | None]:
-    """The state by model name, the steps done, the best score: from the last checkpoint, or fresh.
+def plays_ahead(config: Config, step: int) -> bool:
+    """Whether the step behind this one is played while this one is learned from.
 
-    Raises:
-      ValueError: the checkpoint is of another seed or shape, or of a later step than the last.
+    Not behind a checkpoint, which has no older weights: a resumed run plays as this one does.
     """
-    names = [*run.game.models, *(["reference"] if run.learner.loss.kl_weight else [])]
-    step = checkpoints.latest_step()
-    if step is None:
-        state = run.learner.init(load_weights(run))
-        return {"policy": state} | {name: copy(state.params) for name in names}, 0, None
-    if step > run.config.steps:
-        raise ValueError(f"steps = {run.config.steps}: must be at least {step}, which are done")
-    if run.policy.lora:  # the checkpoint has the adapters only
-        run.learner.freeze(load_weights(run))
-    abstract = run.learner.abstract_state()
-    target = {"policy": abstract} | dict.fromkeys(names, abstract.params)
-    models, saved = checkpoints.restore(step, target)
-    if saved["seed"] != run.config.seed:
-        raise ValueError(
-            f"seed = {run.config.seed}: must be {saved['seed']}, with which this run began"
-        )
-    run.game.load_state_dict(saved["game"])
-    log.info("resumed at step %d", step)
-    return models, step, saved["best"]
-
-
-def load_weights(run: Run) -> transformer.Params:
-    """The weights that the run starts from, on its mesh; what is not trained needs no masters."""
-    dtype = run.config.policy.compute_dtype if run.policy.lora else "float32"
-    return weights.load(run.folder, run.learner.mesh, dtype)[1]
-
-
-def save_policy(run: Run, models: dict[str, Any], folder: pathlib.Path) -> None:
-    """The policy as a Hugging Face folder in the dtype that it is played with."""
-    policy, params = run.learner.export(models["policy"].params)
-    weights.save(folder, policy, params, run.tokenizer, run.config.policy.compute_dtype)
-
-
-def copy(params: transformer.Params) -> transformer.Params:
-    """Buffers of its own: those of the training state are donated at every update."""
-    return jax.tree.map(jnp.copy, params)
-
-
-def as_played(learner: update.Learner, models: dict[str, Any]) -> dict[str, transformer.Params]:
-    """Weights in the compute dtype by model name."""
-    return {
-        name: learner.cast(model.params if name == "policy" else model)
-        for name, model in models.items()
-    }
-
-
-def refresh_anchor(config: Config, models: dict[str, Any], step: int) -> None:
-    """Renews the frozen copy every config.game.anchor_refresh steps (0: never)."""
-    every = config.game.get("anchor_refresh", 0)
-    if "anchor" in models and every and step % every == 0:
-        models["anchor"] = copy(models["policy"].params)
+    is_last = step == config.steps
+    return bool(config.staleness) and not is_last and step % config.checkpoint_every != 0
 
 
 # ------------------------------------------------------------------------- Validation and the end
@@ -246,6 +153,7 @@ def validate(
     # Validation has step 0's random numbers, so that its questions are answered alike every time.
     run.players.begin(0, as_played(run.learner, models))
     score, numbers = run.evaluation.quick(run.players)
+    run.players.end()
     for name, value in numbers.items():
         written.add(f"eval/{name}", value)
     if best is not None and not score > best:
@@ -261,6 +169,7 @@ def evaluate(run: Run, models: dict[str, Any], workdir: pathlib.Path, when: str)
         return
     run.players.begin(0, as_played(run.learner, models))
     result = run.evaluation.full(run.players)
+    run.players.end()
     path = workdir / report.EVALUATION_FILE
     if jax.process_index() == 0:
         results = json.loads(path.read_text()) if path.exists() else {}

@@ -1,16 +1,20 @@
 """Benchmarks print one JSON line; the operations they state are those of the shape."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
-from launch import bench
+from launch import bench, bench_rollout, bench_trl
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
+from spell_jax.runtime import mesh as meshes
 
 SMALL = ["--prompt=24", "--response=4", "--group=3", "--groups=2", "--layers=1", "--width=64"]
 
@@ -46,6 +50,138 @@ def test_sampling_prints_a_line_with_all_kinds() -> None:
     wanted = line["transformers_s"] / line["shared_s"]
     assert line["transformers_ratio"] == pytest.approx(wanted)
     assert line["bench"] == "sample" and line["device"] == "cpu"
+
+
+TINY = ["--group=3", "--layers=1", "--width=64", "--vocab=96", "--block=8", "--prefill=32"]
+
+
+@pytest.fixture
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = functools.partial(meshes.make_mesh, devices=jax.devices()[:1])
+    monkeypatch.setattr(meshes, "make_mesh", alone)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_refill_draws_the_lengths_that_it_forces() -> None:
+    flags = ["--requests=7", "--prompt=9", "--mean=12", "--cap=40", "--slots=6", "--decode=4"]
+    line = bench.run(bench.parse(["refill", *TINY, *flags]))
+    lengths = np.random.default_rng(0).geometric(1 / 12, size=(7, 3)).clip(max=40)
+    assert lengths.max() == 40 and line["tokens"] == lengths.sum()
+    longest = [lengths[i : i + 2].max() for i in range(0, 7, 2)]
+    assert line["fixed_steps"] == sum(longest)
+    assert line["ideal_ratio"] == sum(longest) / np.ceil(lengths.sum() / 6)
+    for kind in ("refill", "fixed"):
+        assert line[f"{kind}_tokens_per_s"] == pytest.approx(lengths.sum() / line[f"{kind}_s"])
+        assert line[f"{kind}_filled"] == pytest.approx(lengths.sum() / (6 * line[f"{kind}_steps"]))
+    assert line["ratio"] == pytest.approx(line["fixed_s"] / line["refill_s"])
+    assert 1 < line["step_ratio"] == line["fixed_steps"] / line["refill_steps"]
+    assert line["idle"] == 0 and 0 < line["empty_cells"] < 1  # as many rows as slots: none rests
+
+
+def test_refill_wants_slots_for_a_group() -> None:
+    with pytest.raises(ValueError, match="slots = 8: must be at least group = 9"):
+        bench.run(bench.parse(["refill", *TINY[1:], "--group=9", "--slots=8"]))
+
+
+VERDICTS = ["--votes=2", "--template=20", "--question=15", "--answer=9", "--questions=2"]
+
+
+@pytest.mark.usefixtures("one_device")
+def test_verify_counts_what_is_read_once() -> None:
+    flags = [*TINY, *VERDICTS, "--verdict=4", "--slots=4", "--repeats=1"]
+    line = bench.run(bench.parse(["verify", *flags]))
+    assert (line["prompts"], line["prompt_tokens"]) == (6, 6 * 44)
+    # In pages of 8: two of the template, two more of a question's 35 tokens.
+    assert line["shared_reused_tokens"] == 8 * (2 * 2 * 4 + 1 * 2)
+    assert line["apart_reused_tokens"] == 0
+    for kind in ("shared", "apart"):
+        assert line[f"{kind}_prompts_per_s"] == pytest.approx(6 / line[f"{kind}_s"])
+    assert line["ratio"] == pytest.approx(line["apart_s"] / line["shared_s"])
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_step_of_spell_by_phase() -> None:
+    flags = [*TINY, *VERDICTS, "--prompt=60", "--shown=30", "--about=2", "--response=6"]
+    line = bench.run(bench.parse(["spell", *flags, "--verdict=4", "--slots=4"]))
+    found = {
+        phase: tuple(line[f"{phase}_{kind}_tokens"] for kind in ("prompt", "reused", "answer"))
+        for phase in ("questioner", "grounding", "responder", "verifier")
+    }
+    # The documents of both questions are the same 45 tokens, of which five pages are whole.
+    assert found == {
+        "questioner": (2 * 30, 0, 2 * 6),
+        "grounding": (2 * 15, 0, 2 * 6),
+        "responder": (2 * 60, 40, 2 * 3 * 6),
+        "verifier": (6 * 44, 144, 6 * 2 * 4),
+    }
+    # Both responder and both questioner groups, and one of the verifier.
+    assert line["update_tokens"] == 2 * (60 + 18) + 2 * (30 + 6) + (44 + 8)
+    assert 0 < line["sampler_difference"] < 1e-4
+    phases = [line[f"{phase}_s"] for phase in (*found, "update")]
+    assert min(phases) > 0
+    assert line["step_s"] == pytest.approx(line["begin_s"] + sum(phases))
+    assert line["update_s_per_question"] == line["update_s"] / 2
+    assert line["extrapolated_questions"] == 128
+    assert line["extrapolated_s"] == pytest.approx(line["begin_s"] + 64 * sum(phases))
+
+
+def test_verifier_rows_have_the_papers_share() -> None:
+    options = bench.parse(["spell", *VERDICTS[1:], "--votes=8", "--questions=128", "--prompt=60"])
+    rng = np.random.default_rng(0)
+    prompts = bench_rollout._spell_prompts(rng, 96, options)
+    sample = bench_rollout.Sample(np.zeros(2, np.int32), np.zeros(2, np.float32), False)
+    said = {phase: [[sample, sample]] * len(some) for phase, some in prompts.items()}
+    groups = bench_rollout._spell_groups(rng, prompts, said, options)
+    assert len(prompts["verifier"]) == 1024
+    assert [sum(g.role == role for g in groups) for role in ("responder", "verifier")] == [128, 16]
+
+
+SIDES = ["--group=2", "--groups=2", "--prompt=24", "--response=4", "--layers=1", "--width=64"]
+SIDES += ["--vocab=96", "--block=16", "--prefill=32", "--steps=2"]
+
+
+def test_a_step_beside_trl() -> None:
+    pytest.importorskip("trl")
+    line = bench.run(bench.parse(["trl", *SIDES]))
+    assert line["trl_s"] == pytest.approx(line["trl_generate_s"] + line["trl_update_s"])
+    assert line["ours_s"] == pytest.approx(line["ours_generate_s"] + line["ours_update_s"])
+    assert line["ratio"] == pytest.approx(line["trl_s"] / line["ours_s"])
+    assert line["peak_ratio"] == line["trl_peak_bytes"] / line["ours_peak_bytes"]
+    # With gradient and moments four times the weights, and at least the libraries.
+    assert min(line["ours_peak_bytes"], line["trl_peak_bytes"]) > 2**27
+    # Embedding, q, k, v with biases, o, mlp, norms.
+    assert line["parameters"] == 96 * 64 + 3 * 64 * 65 + 64 * 64 + 3 * 64 * 192 + 3 * 64
+    assert (line["devices"], line["device"]) == (1, "cpu")
+
+
+def test_our_side_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TRL: its side is what ours said, with other times."""
+    monkeypatch.setattr(bench_trl.importlib.util, "find_spec", lambda name: name)
+    run_side, found = bench_trl._run, {}
+    times = {"generate_s": [9.0, 4.0], "update_s": [9.0, 2.0], "peak_bytes": 2**40, "trl": "0"}
+
+    def run(module, given):
+        if module == "launch.bench_trl":
+            found.update(run_side(module, given))
+            return found
+        return found | times
+
+    monkeypatch.setattr(bench_trl, "_run", run)
+    line = bench.run(bench.parse(["trl", *SIDES]))
+    assert (line["trl_s"], line["trl_generate_s"], line["trl_update_s"]) == (6.0, 4.0, 2.0)
+    assert line["ratio"] == pytest.approx(6 / line["ours_s"]) and line["trl"] == "0"
+    assert 2**27 < line["ours_peak_bytes"] < 2**40
+
+
+def test_what_trl_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="steps = 1: must be at least 2"):
+        monkeypatch.setattr(bench_trl.importlib.util, "find_spec", lambda name: name)
+        bench.run(bench.parse(["trl", "--steps=1"]))
+    with pytest.raises(ValueError, match="micro = 3: must divide groups = 2"):
+        bench.run(bench.parse(["trl", "--micro=3"]))
+    monkeypatch.setattr(bench_trl.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[test,bench\]'"):
+        bench.run(bench.parse(["trl"]))
 
 
 def test_the_shape_of_a_config_json(tmp_path) -> None:

@@ -54,7 +54,7 @@ class Finished:
     def _keep(self, run: train.Run) -> train.Run:
         self.run, begin = run, run.players.begin
         self.begun: list[int] = []
-        run.players.begin = lambda step, models: (self.begun.append(step), begin(step, models))[1]
+        run.players.begin = lambda *given: (self.begun.append(given[0]), begin(*given))[1]
         return run
 
     def _count(self, rows):
@@ -276,12 +276,35 @@ def test_a_step_on_eight_devices_equals_one(policy, tmp_path):
     assert (weights.load(tmp_path / "8" / "policy")[1]["embedding"]).shape[1] == 32
 
 
+def test_a_step_may_be_played_while_the_one_before_is_learned(policy, tmp_path):
+    options = {"staleness": 1, "loss.behaviour": "truncated", "checkpoint_every": 3}
+    run = Finished(noise.small_config(policy, steps=5, **options), tmp_path / "whole")
+    assert [step for step in run.begun if step] == [1, 2, 3, 4, 5]
+    lines = run.metrics()
+    updated = [not line["train/empty_update"] for line in lines]
+    assert all(updated[:2]) and updated[3]
+    differences = [line.get("train/sampler_difference", 0.0) for line in lines]
+    # Steps 2, 3 and 5 are played with the weights before the update of the step before; the first,
+    # and what follows a checkpoint, with the newest.
+    assert differences[0] < 1e-4 and differences[3] < 1e-4
+    assert differences[1] > 1e-3 and (differences[4] > 1e-3 or not updated[4])
+    Finished(noise.small_config(policy, steps=3, **options), tmp_path / "resumed")
+    resumed = Finished(noise.small_config(policy, steps=5, **options), tmp_path / "resumed")
+    assert resumed.metrics() == lines
+    (found, state), (wanted, wanted_state) = resumed.checkpoint(), run.checkpoint()
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert state == wanted_state
+
+
 def test_the_chosen_step_is_profiled(whole):
     """Though it is the run's last one."""
     assert len(list((whole.workdir / "profile").rglob("*.xplane.pb"))) == 1
 
 
 BAD = [
+    ("staleness", 2),
+    ("staleness", 1),  # of loss.behaviour "current"
+    ("loss.importance_cap", 0.5),
     ("seed", -1),
     ("steps", 0),
     ("validate_every", -1),
@@ -330,6 +353,13 @@ BAD = [
 ]
 
 
+@pytest.fixture(scope="module")
+def shapes(policy) -> None:
+    """Shapes of the policy, which are found with a key and then kept."""
+    train.make_run(noise.small_config(policy))
+
+
+@pytest.mark.usefixtures("shapes")
 @pytest.mark.parametrize(("field", "value"), BAD, ids=lambda x: str(x))
 def test_a_bad_value_is_named_before_any_device_work(field, value, policy, monkeypatch):
     def touched(*args, **kwargs):
@@ -337,7 +367,7 @@ def test_a_bad_value_is_named_before_any_device_work(field, value, policy, monke
 
     monkeypatch.setattr(jax, "device_put", touched)
     monkeypatch.setattr(jax.random, "key", touched)
-    monkeypatch.setattr(train.update.Learner, "init", touched)
+    monkeypatch.setattr("spell_jax.learner.update.Learner.init", touched)
     config = noise.small_config(policy, **{field: value})
     section = field.partition(".")[0] if field.startswith("mesh") else field
     with pytest.raises((ValueError, FileNotFoundError)) as failure:

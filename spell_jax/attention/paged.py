@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -73,7 +74,7 @@ def empty(layers: int, pages: int, kv_heads: int, block: int, size: int, dtype) 
     if made.keys.dtype != jnp.int8:
         return made
     scales = jnp.zeros(shape[:-1], jnp.float32)
-    return made.replace(key_scales=scales, value_scales=scales)
+    return dataclasses.replace(made, key_scales=scales, value_scales=scales)
 
 
 def attend(
@@ -169,7 +170,7 @@ def _read(queries, pages: Pages, layer, table, visible, steps, within, span: int
     keys_at_once = len(within)
     width = keys_at_once // pages.block
 
-    def fetch(pool, which):
+    def fetch(pool, which) -> Any:
         """[W, K, keys, ...] of pages [W, width]."""
         if pool is None:
             return None

@@ -95,20 +95,31 @@ class Players:
         self._step_key = key
         self._coroutines = 0
         self._models: Mapping[str, Params] = {}
+        self._meanwhile: Callable[[], None] = lambda: None
         self._session: tuple[str, Session] | None = None
         self.metrics = Metrics()
 
-    def begin(self, step: int, models: Mapping[str, Params]) -> None:
-        """Starts a step with these weights (compute dtype) by model name."""
+    def begin(
+        self,
+        step: int,
+        models: Mapping[str, Params],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Starts a step with these weights (compute dtype) by model name.
+
+        `meanwhile` is called whenever the device has been given its next calls, and may give it
+        more to do; where that is in the order of calls depends on what was drawn alone.
+        """
         self._step_key = jax.random.fold_in(self._key, step)
         self._coroutines = 0
         self._models, self._session = models, None
+        self._meanwhile = meanwhile
         self.metrics = Metrics()
 
     def end(self) -> None:
         """Lets go of weights and pool: while the policy is updated they would only take memory."""
         self._close()
-        self._models = {}
+        self._models, self._meanwhile = {}, lambda: None
 
     def __call__(
         self,
@@ -162,7 +173,9 @@ class Players:
             new = [waiting.popleft() for _ in range(len(waiting))]
             tickets |= self._submit(session, new)
             answered = [asked for asked in new if not asked.missing]  # no prompt under the cap
-            for ticket, samples in session.advance():
+            finished = session.advance()
+            self._meanwhile()
+            for ticket, samples in finished:
                 asked, place = tickets.pop(ticket)
                 asked.replies[place] = self._reply(asked.ids[place], samples)
                 asked.missing -= 1

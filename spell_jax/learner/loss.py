@@ -27,7 +27,7 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 
-BEHAVIOURS = ("current", "sampler")
+BEHAVIOURS = ("current", "sampler", "truncated")
 _LANES = 128  # of a TPU's registers: an array's last axis is stored in such pieces
 _LOWEST = -1e20  # a logit of no weight; finite, so that 0 times it is 0
 
@@ -42,7 +42,10 @@ class LossConfig:
       kl_weight: weight of the k3 estimate of KL(policy || reference); 0 needs no reference model.
       entropy_weight: weight of the entropy bonus.
       behaviour: whose log-probs the ratio is taken against: "current" (on-policy: the ratio is
-        exactly 1 and no pass is run) or "sampler" (the log-probs recorded while sampling).
+        exactly 1 and no pass is run) or "sampler" (the log-probs recorded while sampling); or
+        "truncated": as "current", each token weighed by how much more likely it is now than it was
+        when it was sampled, at most importance_cap.
+      importance_cap: see behaviour.
       aggregation: see packing.weigh.
     """
 
@@ -52,12 +55,18 @@ class LossConfig:
     kl_weight: float = 0.0
     entropy_weight: float = 0.0
     behaviour: str = "current"
+    importance_cap: float = 2.0
     aggregation: str = "token_mean"
 
     def __post_init__(self):
         for field in ("clip_low", "clip_high", "kl_weight", "entropy_weight"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"loss.{field} = {getattr(self, field)}: must be 0 or more")
+        if not self.importance_cap >= 1:
+            raise ValueError(
+                f"loss.importance_cap = {self.importance_cap}: must be at least 1, for what is "
+                "sampled from the policy itself"
+            )
         if not self.dual_clip > 1:
             raise ValueError(f"loss.dual_clip = {self.dual_clip}: must be above 1")
         if self.behaviour not in BEHAVIOURS:
@@ -365,6 +374,20 @@ def policy_loss(
         "approx_kl": -jnp.sum(weights * log_ratio),
     }
     return jnp.sum(weights * losses), sums
+
+
+def importance(log_probs: jax.Array, old_log_probs: jax.Array, cap: float) -> jax.Array:
+    """Truncated importance weights min(pi / pi_old, cap) of tokens, a constant of the gradient.
+
+    Source: Espeholt et al. 2018 (arXiv 1802.01561), the truncation of IMPALA.
+
+    Args:
+      log_probs: float32, any shape, of the policy that is trained.
+      old_log_probs: float32, same shape, of the policy that sampled.
+      cap: at least 1.
+    """
+    log_ratio = jnp.minimum(log_probs - old_log_probs, math.log(cap))
+    return jax.lax.stop_gradient(jnp.exp(log_ratio))
 
 
 def kl_estimate(log_probs: jax.Array, reference_log_probs: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ compute dtype, and belong to the Learner.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -156,6 +157,70 @@ class PackingConfig:
                 )
 
 
+class Update:
+    """One optimiser step, whose micro-batches may be run between other programs of the device."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        state: TrainState,
+        batches: Sequence[packing.MicroBatch],
+        refused: int,
+        reference: transformer.Params | None,
+    ):
+        self._learner, self._state = learner, state
+        self._batches, self._refused = batches, refused
+        self._next = 0
+        self._carry: Any = None
+        self._params: Any = None
+        self._reference: Any = None
+        if batches:
+            with self._context():
+                self._params = learner.cast_trained(state.params)
+                self._reference = None if reference is None else learner.cast(reference)
+                self._carry = learner.empty_carry()
+
+    def _context(self) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        stack.enter_context(jax.set_mesh(self._learner.mesh))
+        stack.enter_context(nn.logical_axis_rules(meshes.RULES))
+        return stack
+
+    def go_on(self) -> None:
+        """Gives the device the next micro-batch, if one is left; does not wait for it."""
+        if self._next == len(self._batches):
+            return
+        learner = self._learner
+        with self._context():
+            batch = self._batches[self._next]
+            batch = jax.device_put(batch, meshes.by_rows_and_time(learner.mesh))
+            given = self._params, learner.frozen, self._carry, batch, self._reference
+            self._carry = learner.accumulate(*given)
+        self._next += 1
+
+    def finish(self) -> tuple[TrainState, dict[str, float]]:
+        """Runs what is left; the new state and named numbers of the update."""
+        batches, refused = self._batches, float(self._refused)
+        if not batches:
+            return self._state, {"empty_update": 1.0, "refused_answers": refused}
+        while self._next < len(batches):
+            self.go_on()
+        gradients, sums = self._carry
+        # Not needed while the weights change, which takes memory too.
+        self._params = self._reference = self._carry = None
+        with self._context():
+            state, norms = self._learner.apply(self._state, gradients)
+        sums, norms = jax.device_get((sums, norms))
+        filled = sum(np.count_nonzero(batch.last_reader >= 0) for batch in batches)
+        slots = sum(np.size(batch.tokens) for batch in batches)
+        return state, _means(sums, norms) | {
+            "fill": filled / slots,
+            "micro_batches": float(len(batches)),
+            "refused_answers": refused,
+            "empty_update": 0.0,
+        }
+
+
 class Learner:
     """Jitted updates of one model on one mesh."""
 
@@ -184,7 +249,7 @@ class Learner:
         self._shapes, _ = lora.split(policy, shapes)
         self.param_shardings, self._frozen_shardings = lora.split(policy, placed)
         self.frozen: transformer.Params = {}
-        self._cast = jax.jit(
+        self.cast_trained = jax.jit(
             lambda tree: jax.tree.map(lambda x: x.astype(self.compute_dtype), tree)
         )
         self._zeros = jax.jit(
@@ -261,11 +326,11 @@ class Learner:
 
     def freeze(self, params: transformer.Params) -> None:
         """Takes the weights that are not trained, of a policy with adapters."""
-        self.frozen = self._cast(jax.device_put(params, self._frozen_shardings))
+        self.frozen = self.cast_trained(jax.device_put(params, self._frozen_shardings))
 
     def cast(self, params: transformer.Params) -> transformer.Params:
         """The whole policy in the compute dtype, as the sampler uses it, of trained weights."""
-        return lora.join(self._cast(params), self.frozen)
+        return lora.join(self.cast_trained(params), self.frozen)
 
     def export(self, params: transformer.Params) -> tuple[PolicyConfig, transformer.Params]:
         """The policy as a model of its own, adapters merged: (architecture, weights)."""
@@ -294,13 +359,25 @@ class Learner:
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimiser step on all groups; an empty list leaves the state as it is.
 
-        Args:
-          state: donated.
-          groups: prompts with answers and advantages.
-          reference: weights of the reference model; needed when loss.kl_weight is not 0.
+        Args, errors: see begin; the state is donated.
 
         Returns:
           The new state and named numbers of this update.
+        """
+        return self.begin(state, groups, reference).finish()
+
+    def begin(
+        self,
+        state: TrainState,
+        groups: Sequence[packing.Group],
+        reference: transformer.Params | None = None,
+    ) -> Update:
+        """An update that is made micro-batch by micro-batch, between other things.
+
+        Args:
+          state: donated when the update is finished.
+          groups: prompts with answers and advantages.
+          reference: weights of the reference model; needed when loss.kl_weight is not 0.
 
         Raises:
           ValueError: the loss needs a reference or recorded log-probs that are not there.
@@ -310,36 +387,17 @@ class Learner:
                 f"loss.kl_weight = {self.loss.kl_weight}: reference weights must be given if, "
                 "and only if, it is not 0"
             )
-        if self.loss.behaviour == "sampler" and any(g.old_log_probs is None for g in groups):
-            raise ValueError("loss.behaviour = 'sampler': needs the old_log_probs of every group")
-        batches, refused = self.pack(groups)
-        if not batches:
-            return state, {"empty_update": 1.0, "refused_answers": float(refused)}
-        with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
-            params = self._cast(state.params)
-            if reference is not None:
-                reference = self.cast(reference)
-            carry = self.empty_carry()
-            for batch in batches:
-                batch = jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
-                carry = self.accumulate(params, self.frozen, carry, batch, reference)
-            gradients, sums = carry
-            del params, reference  # not needed while the weights change, which takes memory too
-            state, norms = self.apply(state, gradients)
-        sums, norms = jax.device_get((sums, norms))
-        filled = sum(np.count_nonzero(batch.last_reader >= 0) for batch in batches)
-        slots = sum(np.size(batch.tokens) for batch in batches)
-        return state, _means(sums, norms) | {
-            "fill": filled / slots,
-            "micro_batches": float(len(batches)),
-            "refused_answers": float(refused),
-            "empty_update": 0.0,
-        }
+        behaviour = self.loss.behaviour
+        if behaviour != "current" and any(g.old_log_probs is None for g in groups):
+            raise ValueError(
+                f"loss.behaviour = {behaviour!r}: needs the old_log_probs of every group"
+            )
+        return Update(self, state, *self.pack(groups), reference)
 
     def compile(self, state: TrainState, reference: transformer.Params | None = None) -> None:
         """Compiles every bucket before the first step, so that no step waits for it later."""
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
-            params = self._cast(state.params)
+            params = self.cast_trained(state.params)
             if reference is not None:
                 reference = self.cast(reference)
             carry = self.empty_carry()
@@ -351,7 +409,7 @@ class Learner:
         """The program of a bucket's micro-batches, to look at; nothing is run."""
         batch = self._empty_batch(bucket)
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
-            params = self._cast(state.params)
+            params = self.cast_trained(state.params)
             return self.accumulate.lower(params, self.frozen, self.empty_carry(), batch, None)
 
     def _empty_batch(self, bucket: packing.Bucket) -> packing.MicroBatch:
@@ -370,9 +428,12 @@ class Learner:
     def _loss(self, params, frozen, batch: packing.MicroBatch, reference):
         score = functools.partial(self.score, batch=batch)
         log_probs, entropy, router_load = score(lora.join(params, frozen))
-        on_policy = self.loss.behaviour == "current"
-        old = jax.lax.stop_gradient(log_probs) if on_policy else batch.old_log_prob
-        value, sums = losses.policy_loss(log_probs, old, batch.advantage, batch.weight, self.loss)
+        old, weight = jax.lax.stop_gradient(log_probs), batch.weight
+        if self.loss.behaviour == "sampler":
+            old = batch.old_log_prob
+        if self.loss.behaviour == "truncated":
+            weight *= losses.importance(log_probs, batch.old_log_prob, self.loss.importance_cap)
+        value, sums = losses.policy_loss(log_probs, old, batch.advantage, weight, self.loss)
         if self.loss.kl_weight:
             reference_log_probs, *_ = score(jax.lax.stop_gradient(reference))
             kl = jnp.sum(batch.weight * losses.kl_estimate(log_probs, reference_log_probs))

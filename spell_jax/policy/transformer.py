@@ -139,7 +139,7 @@ def _project(
     """
     inputs = math.prod(into.values())
     shape = (*into.values(), *out.values())
-    kernel = module.param(f"{name}_kernel", _kernel((*into, *out), inputs), shape)
+    kernel: Any = module.param(f"{name}_kernel", _kernel((*into, *out), inputs), shape)
     projected: jax.Array
     if kernel.dtype == jnp.int8:  # int8.py; of what is played only: there is no gradient
         scale: Any = module.get_variable("params", f"{name}_scale")

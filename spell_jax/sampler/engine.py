@@ -131,7 +131,7 @@ class SamplerConfig:
         pages = self.cache_tokens // self.block // shards
         slots = -(-self.slots // mesh.size) * (mesh.size // shards)
         lanes = {1: slots}
-        lanes[min(self.siblings, slots)] = min(slots, 2 * -(-slots // self.siblings))
+        lanes[min(self.siblings, slots)] = min(slots, 4 * -(-slots // self.siblings))
         made = Shape(
             block=self.block,
             pages=pages,

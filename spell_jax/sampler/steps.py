@@ -272,7 +272,8 @@ def _draw(config, params, keys, sampling: nucleus.Sampling, hidden, count):
 
 def _guess(slots: Slots, own, count, guessing: Guessing) -> jax.Array:
     """What may follow `count` tokens of a slot's own [N, S]."""
-    given = slots.prompt_tokens, slots.row, slots.prompt_length, own, count
+    prompts: Any = slots.prompt_tokens  # which are there, as something is guessed
+    given = prompts, slots.row, slots.prompt_length, own, count
     return lookup.guess(*given, guessing.match, guessing.tokens)
 
 

@@ -426,7 +426,8 @@ def test_the_last_rounding_comes_after_the_sum() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"behaviour": "old"}, r"loss\.behaviour = 'old': must be one of \('current', 'sampler'\)"),
+        ({"behaviour": "old"}, r"loss\.behaviour = 'old': must be one of \('current', "),
+        ({"importance_cap": 0.9}, r"loss\.importance_cap = 0\.9: must be at least 1"),
         ({"aggregation": "mean"}, r"loss\.aggregation = 'mean': must be one of"),
         ({"kl_weight": -0.1}, r"loss\.kl_weight = -0\.1: must be 0 or more"),
         ({"clip_low": float("nan")}, r"loss\.clip_low = nan: must be 0 or more"),

@@ -360,6 +360,48 @@ def test_ratio_against_the_sampler() -> None:
         _step(learner, SMALL)
 
 
+def test_truncated_importance_weights() -> None:
+    """A constant factor of each token's share, of which the gradient knows nothing."""
+    learner = _learner(loss=LossConfig(behaviour="truncated", importance_cap=1.5))
+    tokens, answers = _rows(SMALL)
+    current = np.asarray(_log_probs(tiny.weights(), tokens))[answers > 0]
+    shift = np.array([0.1, -0.5, 0.9])
+    old = current - shift
+    groups = [dataclasses.replace(SMALL[0], old_log_probs=[old[:2], old[2:]])]
+    state, numbers = _step(learner, groups)
+    share = np.array([0.5, 0.5, -1.5]) * np.minimum(np.exp(shift), 1.5) / 3
+    assert numbers["loss"] == pytest.approx(-share.sum(), rel=1e-4)
+    assert numbers["sampler_difference"] == pytest.approx(np.abs(shift).mean(), rel=1e-3)
+    weights = np.zeros_like(answers)
+    weights[answers > 0] = share
+    gradient = jax.device_get(_surrogate_gradient(tiny.weights(), tokens, weights))
+    norm = float(optax.tree.norm(gradient))
+    assert numbers["gradient_norm"] == pytest.approx(norm, rel=1e-4)
+    clipped = jax.tree.map(lambda g: g * min(1.0, SMOOTH.clip_norm / norm), gradient)
+    _assert_close(_moments(state), jax.tree.map(lambda g: g * (1 - SMOOTH.b1), clipped))
+    fresh = [dataclasses.replace(SMALL[0], old_log_probs=[current[:2], current[2:]])]
+    _assert_same_step(_step(learner, fresh), _step(_learner(), SMALL), 1e-4)
+    with pytest.raises(ValueError, match=r"loss\.behaviour = 'truncated': needs the old_log_"):
+        _step(learner, SMALL)
+
+
+def test_an_update_between_other_things_is_the_same() -> None:
+    learner = _learner(PackingConfig((Bucket(20, 8),), 40))
+    update = learner.begin(learner.init(tiny.weights()), GROUPS)
+    for _ in range(3):
+        update.go_on()
+        transformer.logits(tiny.POLICY, tiny.weights(), jnp.ones((1, 4), jnp.int32))
+    found, numbers = update.finish()
+    wanted, wanted_numbers = _step(learner, GROUPS)
+    assert numbers == wanted_numbers and numbers["micro_batches"] > 3
+    jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+    more_than_there_are = learner.begin(learner.init(tiny.weights()), GROUPS)
+    for _ in range(int(numbers["micro_batches"]) + 2):
+        more_than_there_are.go_on()
+    found, _ = more_than_there_are.finish()
+    jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+
+
 # --------------------------------------------------------------------------- Compilation and state
 
 

@@ -1,0 +1,149 @@
+"""What a run is made of: its parts by its config, and its models fresh, restored, played and saved.
+
+Models are a dict by name: "policy" is the training state (weights and optimiser), all others (the
+game's own, and the loss's "reference") are weights that are not trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spell_jax import catalogue
+from spell_jax.evaluation import held_out
+from spell_jax.games.game import Game
+from spell_jax.games.players import Players
+from spell_jax.learner import loss, update
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import transformer, weights
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.settings import Config, build
+from spell_jax.sampler.engine import Sampler, SamplerConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Run:
+    """Everything that a run is made of, from its config (no device work but the mesh's).
+
+    Attributes:
+      policy, tokenizer: architecture (as the config changes it) and tokenizer of the policy.
+      folder: where its first weights are.
+      learner: jitted updates.
+      players: the models as a game asks them, behind one sampler.
+      game: what is played.
+      evaluation: held-out evaluation, or None where the data has no held-out questions.
+    """
+
+    config: Config
+    policy: PolicyConfig
+    tokenizer: tokenizers.Tokenizer
+    learner: update.Learner
+    players: Players
+    game: Game
+    evaluation: held_out.Evaluation | None
+    folder: pathlib.Path
+
+
+def make_run(config: Config) -> Run:
+    """Checks the whole config and builds the run's parts.
+
+    Raises:
+      ValueError, FileNotFoundError: naming the field, its value and what would be right.
+    """
+    sampling = build(SamplerConfig, config.sampler, "sampler")
+    packing_config = build(update.PackingConfig, config.packing, "packing")
+    loss_config = build(loss.LossConfig, config.loss, "loss")
+    optimiser = build(
+        update.OptimiserConfig, config.optimiser, "optimiser", total_steps=config.steps
+    )
+    catalogue.check(config)
+    folder = catalogue.find_policy(config)
+    policy, tokenizer = catalogue.read_policy(config, folder)
+    policy.check_length(sampling.longest)
+    mesh = meshes.make_mesh(config.mesh)
+    learner = update.Learner(
+        policy,
+        optimiser,
+        loss_config,
+        packing_config,
+        mesh,
+        sampling.temperature,
+        config.policy.compute_dtype,
+    )
+    sampler = Sampler(policy, sampling, tokenizer.stop_ids, mesh, tokenizer.stream)
+    players = Players(sampler, tokenizer, jax.random.key(config.seed))
+    game, evaluation = catalogue.make(config, tokenizer, sampling.max_prompt)
+    return Run(config, policy, tokenizer, learner, players, game, evaluation, folder)
+
+
+def host_state(run: Run, best: float | None) -> dict[str, Any]:
+    """What a checkpoint holds besides arrays; all keys and draws follow from seed and step."""
+    return {"seed": run.config.seed, "game": run.game.state_dict(), "best": best}
+
+
+def restore(run: Run, checkpoints: Checkpoints) -> tuple[dict[str, Any], int, float | None]:
+    """The state by model name, the steps done, the best score: from the last checkpoint, or fresh.
+
+    Raises:
+      ValueError: the checkpoint is of another seed or shape, or of a later step than the last.
+    """
+    names = [*run.game.models, *(["reference"] if run.learner.loss.kl_weight else [])]
+    step = checkpoints.latest_step()
+    if step is None:
+        state = run.learner.init(load_weights(run))
+        return {"policy": state} | {name: copy(state.params) for name in names}, 0, None
+    if step > run.config.steps:
+        raise ValueError(f"steps = {run.config.steps}: must be at least {step}, which are done")
+    if run.policy.lora:  # the checkpoint has the adapters only
+        run.learner.freeze(load_weights(run))
+    abstract = run.learner.abstract_state()
+    target = {"policy": abstract} | dict.fromkeys(names, abstract.params)
+    models, saved = checkpoints.restore(step, target)
+    if saved["seed"] != run.config.seed:
+        raise ValueError(
+            f"seed = {run.config.seed}: must be {saved['seed']}, with which this run began"
+        )
+    run.game.load_state_dict(saved["game"])
+    log.info("resumed at step %d", step)
+    return models, step, saved["best"]
+
+
+def load_weights(run: Run) -> transformer.Params:
+    """The weights that the run starts from, on its mesh; what is not trained needs no masters."""
+    dtype = run.config.policy.compute_dtype if run.policy.lora else "float32"
+    return weights.load(run.folder, run.learner.mesh, dtype)[1]
+
+
+def save_policy(run: Run, models: dict[str, Any], folder: pathlib.Path) -> None:
+    """The policy as a Hugging Face folder in the dtype that it is played with."""
+    policy, params = run.learner.export(models["policy"].params)
+    weights.save(folder, policy, params, run.tokenizer, run.config.policy.compute_dtype)
+
+
+def copy(params: transformer.Params) -> transformer.Params:
+    """Buffers of its own: those of the training state are donated at every update."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def as_played(learner: update.Learner, models: dict[str, Any]) -> dict[str, transformer.Params]:
+    """Weights in the compute dtype by model name."""
+    return {
+        name: learner.cast(model.params if name == "policy" else model)
+        for name, model in models.items()
+    }
+
+
+def refresh_anchor(config: Config, models: dict[str, Any], step: int) -> None:
+    """Renews the frozen copy every config.game.anchor_refresh steps (0: never)."""
+    every = config.game.get("anchor_refresh", 0)
+    if "anchor" in models and every and step % every == 0:
+        models["anchor"] = copy(models["policy"].params)
