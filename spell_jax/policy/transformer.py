@@ -143,8 +143,8 @@ def _project(
     projected: jax.Array
     if kernel.dtype == jnp.int8:  # int8.py; of what is played only: there is no gradient
         scale: Any = module.get_variable("params", f"{name}_scale")
-        projected = _product(x, kernel.astype(x.dtype), len(into)).astype(jnp.float32)
-        projected = (projected * scale).astype(x.dtype)
+        small: jax.Array = _product(x, kernel.astype(x.dtype), len(into))
+        projected = (small.astype(jnp.float32) * scale).astype(x.dtype)
     else:
         projected = _product(x, kernel, len(into))
     if lora is None or not lora.adapts(name):
