@@ -43,7 +43,7 @@ from ml_collections import config_flags
 from launch import topologies
 from spell_jax import catalogue
 from spell_jax.learner import loss, packing, update
-from spell_jax.policy import lora, transformer
+from spell_jax.policy import int8, lora, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.settings import Config, build
@@ -198,6 +198,8 @@ class Programs:
         played = self.sampler.abstract_params(self.played)
         arguments = (played, state, meshes.placed(batch, calls.places(self.mesh, batch)))
         held = self._others(played=True) + bytes_per_chip(self.state)
+        if played is not self.played:  # whole kernels stay beside small ones
+            held += bytes_per_chip(int8.kernels(self.played))
         return self._program(name, name, tokens, function, arguments, held)
 
     def _log_prob(self) -> list[Program]:

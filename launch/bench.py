@@ -5,6 +5,7 @@ sample   tokens a second of answers to one prompt, and each to a prompt of its o
 refill   tokens a second of answers of many lengths: slots filled again, and fixed batches
 verify   prompts a second of the verifier, with and without beginnings that are read once
 spell    seconds of one whole step of self-play, by phase
+quality  answers drawn with eight bits against those without: KL, equal greedy tokens
 trl      seconds and memory of a GRPO step, here and in TRL (extra "bench")
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from launch import aot, bench_rollout, bench_sample, bench_trl
+from launch import aot, bench_quality, bench_rollout, bench_sample, bench_trl
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
@@ -290,6 +291,13 @@ _OPTIONS = {
         _Option("budget", 8192, "tokens of a micro-batch"),
         _Option("remat", "none", "what the backward pass recomputes"),
     ),
+    "quality": (
+        _Option("documents", 3, "documents of a question"),
+        _Option("items", 64, "questions of each kind"),
+        _Option("cache", "int8", 'the pool: "int8" or "compute"'),
+        _Option("weights", "int8", 'the kernels: "int8" or "compute"'),
+        _Option("guessed", 0, "tokens that are looked up and checked in one pass"),
+    ),
     "trl": (
         _Option("group", 8, "answers to a prompt G"),
         _Option("groups", 2, "prompts of a step"),
@@ -311,6 +319,7 @@ _BENCHES = {
     "refill": lambda options: bench_rollout.bench_refill(_policy(options), options),
     "verify": lambda options: bench_rollout.bench_verify(_policy(options), options),
     "spell": lambda options: bench_rollout.bench_spell(_policy(options), options),
+    "quality": bench_quality.bench_quality,
     "trl": lambda options: bench_trl.bench_trl(_policy(options), options),
 }
 

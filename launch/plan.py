@@ -161,7 +161,8 @@ def _made(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
     if program.name == "decode":
         # Of all slots whose rows the devices of `fsdp` compute together: partial sums, and sums.
         sharing = programs.mesh.shape["data"] * programs.mesh.shape[meshes.EXPERT]
-        return {"logits": 2 * program.tokens[0] // sharing * sizes.vocab * 4}
+        drawn = program.tokens[0] * (1 + programs.sampler.config.guessed_tokens)
+        return {"logits": 2 * drawn // sharing * sizes.vocab * 4}
     if program.name == "prefill":
         return {"activations": sizes.reading()}
     head = sizes.head(programs.bucket.answers)

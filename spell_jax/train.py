@@ -135,7 +135,8 @@ def play(
 def plays_ahead(config: Config, step: int) -> bool:
     """Whether the step behind this one is played while this one is learned from.
 
-    Not behind a checkpoint, which has no older weights: a resumed run plays as this one does.
+    Not behind a checkpoint, which has no older weights: a resumed run plays as this one does (one
+    that ended between two, by the clock or at its last step, goes on with the newest weights).
     """
     is_last = step == config.steps
     return bool(config.staleness) and not is_last and step % config.checkpoint_every != 0

@@ -100,6 +100,18 @@ def test_verify_counts_what_is_read_once() -> None:
 
 
 @pytest.mark.usefixtures("one_device")
+def test_quality_of_small_numbers() -> None:
+    sizes = ["quality", "--items=2", "--documents=3"]
+    plain = bench.run(bench.parse([*sizes, "--cache=compute", "--weights=compute", "--guessed=3"]))
+    assert plain["equal_answers"] == plain["equal_tokens"] == 1
+    assert plain["largest_difference"] < 1e-4 and plain["tokens_per_pass"] > 1
+    small = bench.run(bench.parse(sizes))
+    assert small["tokens_per_pass"] == 1 and small["answers"] == plain["answers"]
+    assert small["largest_difference"] > 1e-3 and 0 < small["kl"] < 0.05
+    assert 0.5 < small["equal_tokens"] <= 1
+
+
+@pytest.mark.usefixtures("one_device")
 def test_a_step_of_spell_by_phase() -> None:
     flags = [*TINY, *VERDICTS, "--prompt=60", "--shown=30", "--about=2", "--response=6"]
     line = bench.run(bench.parse(["spell", *flags, "--verdict=4", "--slots=4"]))

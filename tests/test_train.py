@@ -60,7 +60,7 @@ class Finished:
     def _count(self, rows):
         """Called once a step, behind its update."""
         assert not self.run.players._models, "the copy that played takes memory"
-        sampler, learner = self.run.players._sampler, self.run.learner
+        sampler, learner = self.run.players.sampler, self.run.learner
         programs = {
             "prefill": sampler.prefill,
             "decode": sampler.decode,

@@ -7,7 +7,7 @@
    one more each; the siblings behind a prompt all see the whole of it.
 3. Rows are sorted by how much they read and taken a few at a time, pages too, with a running
    maximum and sum (online softmax): what is computed follows what is there, not the shapes.
-4. Output and log-sum-exp come out, so that parts (prompt, suffix, the new token) can be merged.
+4. Output and log-sum-exp come out, so that parts (prompt, suffix) can be merged.
 5. TPUs and NVIDIA GPUs have kernels that read pages where they lie (paged_tpu.py, paged_triton.py);
    what is here gathers a few at a time, for CPUs and for shapes that these do not take.
 """

@@ -89,13 +89,14 @@ class Players:
     """
 
     def __init__(self, sampler: Sampler, tokenizer: Tokenizer, key: jax.Array):
-        self._sampler = sampler
+        self.sampler = sampler
         self._tokenizer = tokenizer
-        self._key = key
-        self._step_key = key
+        self._key = np.asarray(jax.random.key_data(key))
+        self._step = 0
         self._coroutines = 0
         self._models: Mapping[str, Params] = {}
         self._meanwhile: Callable[[], None] = lambda: None
+        self._is_playing = False
         self._session: tuple[str, Session] | None = None
         self.metrics = Metrics()
 
@@ -110,7 +111,7 @@ class Players:
         `meanwhile` is called whenever the device has been given its next calls, and may give it
         more to do; where that is in the order of calls depends on what was drawn alone.
         """
-        self._step_key = jax.random.fold_in(self._key, step)
+        self._step = step
         self._coroutines = 0
         self._models, self._session = models, None
         self._meanwhile = meanwhile
@@ -145,14 +146,34 @@ class Players:
 
         One model is asked until nobody waits for it, then the next: each has a pool of its own, and
         one at a time is held.
+
+        Raises:
+          RuntimeError: called by a coroutine, which has an ask of its own.
+          TypeError: a coroutine awaits something else than its ask.
         """
+        if self._is_playing:
+            raise RuntimeError("a coroutine of a game may ask by its own ask alone")
+        self._is_playing = True
+        try:
+            self._play_all(play, items)
+        except BaseException:
+            self._session = None  # with requests that nobody waits for any more
+            raise
+        finally:
+            self._is_playing = False
+
+    def _play_all(
+        self, play: Callable[[Ask, Item], Coroutine[Any, Any, None]], items: Sequence[Item]
+    ) -> None:
         waiting: dict[str, deque[_Asked]] = defaultdict(deque)
 
         def go_on(coroutine: Coroutine[Any, Any, None]) -> None:
             try:
-                asked: _Asked = coroutine.send(None)
+                asked = coroutine.send(None)
             except StopIteration:
                 return
+            if not isinstance(asked, _Asked):
+                raise TypeError(f"a coroutine of a game may await its ask alone, not {asked!r}")
             asked.coroutine = coroutine
             waiting[asked.model].append(asked)
 
@@ -187,14 +208,14 @@ class Players:
 
     def _submit(self, session: Session, new: Sequence[_Asked]) -> dict[int, tuple[_Asked, int]]:
         """Hands prompts in that are not over the cap; (whose, which of them) by ticket."""
-        config, tickets = self._sampler.config, {}
+        config, tickets = self.sampler.config, {}
         for asked in new:
             asked.ids = [self._tokenizer.chat(prompt) for prompt in asked.prompts]
             asked.replies = [None] * len(asked.ids)
         places = [(asked, place) for asked in new for place in range(len(asked.ids))]
-        keys = _fold(self._step_key, [(*asked.name, place) for asked, place in places])
+        keys = _fold(self._key, [(self._step, *asked.name, place) for asked, place in places])
         for (asked, place), key in zip(places, keys, strict=True):
-            if not self._sampler.fits(asked.ids[place]):
+            if not self.sampler.fits(asked.ids[place]):
                 continue
             is_verdict = asked.role == "verifier"
             cap = config.max_verdict_tokens if is_verdict else config.max_tokens
@@ -212,7 +233,7 @@ class Players:
         if self._session is None or self._session[0] != model:
             params = self._models[model]
             self._close()
-            self._session = model, self._sampler.begin(params)
+            self._session = model, self.sampler.begin(params)
         return self._session[1]
 
     def _close(self) -> None:
@@ -240,16 +261,19 @@ class Players:
         self.metrics.add_sum(f"refused/{speaker}", refused, len(asked.replies))
 
 
-def _fold(key: jax.Array, numbers: Sequence[tuple[int, ...]]) -> np.ndarray:
+def _fold(key: np.ndarray, numbers: Sequence[tuple[int, ...]]) -> np.ndarray:
     """Key data uint32 [n, 2] of a key into which each of n tuples is folded, number by number."""
     if not numbers:
         return np.zeros((0, 2), np.uint32)
     padded = np.zeros((1 << (len(numbers) - 1).bit_length(), len(numbers[0])), np.uint32)
     padded[: len(numbers)] = numbers  # to a power of two: few shapes are compiled
-    return np.asarray(_fold_all(key, padded))[: len(numbers)]
+    # On the host: on an accelerator it would wait for what is being drawn.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return np.asarray(_fold_all(key, padded))[: len(numbers)]
 
 
 @jax.jit
 def _fold_all(key: jax.Array, numbers: jax.Array) -> jax.Array:
-    keys = jax.vmap(lambda some: functools.reduce(jax.random.fold_in, some, key))(numbers)
+    first = jax.random.wrap_key_data(key)
+    keys = jax.vmap(lambda some: functools.reduce(jax.random.fold_in, some, first))(numbers)
     return jax.random.key_data(keys)

@@ -295,8 +295,7 @@ class Spell:
             e.votes[i] = [parsing.parse_verdict(text) for text in _texts(reply)]
 
     def ask_judge(self, episodes: Sequence[Episode]) -> None:
-        """Where there is an external judge, its verdict in the place of the rule's; no verdict
-        leaves that."""
+        """(Option) an external judge's verdicts in the place of the rule's; none leaves that."""
         if self._judge is None:
             return
         asked = [(e, i) for e in episodes for i, p in enumerate(e.predictions) if p is not None]

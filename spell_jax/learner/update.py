@@ -193,7 +193,8 @@ class Update:
         learner = self._learner
         with self._context():
             batch = self._batches[self._next]
-            batch = jax.device_put(batch, meshes.by_rows_and_time(learner.mesh))
+            where = meshes.by_rows_and_time(learner.mesh)
+            batch = meshes.put(batch, jax.tree.map(lambda _: where, batch))
             given = self._params, learner.frozen, self._carry, batch, self._reference
             self._carry = learner.accumulate(*given)
         self._next += 1

@@ -1,4 +1,4 @@
-"""Weights of eight bits, to play with: half the bytes of bfloat16 for each token that is drawn.
+"""Weights of eight bits, to play with: half the bytes that bfloat16 kernels are read with.
 
 Kernels of attention and MLP become int8, with a float32 scale for each output beside them
 (NAME_kernel, NAME_scale), by its largest weight. A product takes them as they are and multiplies
@@ -29,7 +29,27 @@ def check(config: PolicyConfig) -> None:
 
 
 def quantise(params: dict[str, Any]) -> dict[str, Any]:
-    """A policy's params with int8 kernels and their scales."""
+    """A policy's params with int8 kernels and their scales; all else is the same arrays."""
+    return joined(params, small_kernels(kernels(params)))
+
+
+def kernels(tree: dict[str, Any]) -> dict[str, Any]:
+    """What becomes int8, of params or a tree like them, by room and name."""
+    layers = tree["layers"]
+    return {
+        room: {name: leaf for name, leaf in layers[room].items() if name.endswith("_kernel")}
+        for room in _ROOMS
+    }
+
+
+def joined(tree: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    """The tree with `small_kernels` in place of its kernels."""
+    layers = tree["layers"]
+    return tree | {"layers": layers | {room: layers[room] | small[room] for room in _ROOMS}}
+
+
+def small_kernels(whole: dict[str, Any]) -> dict[str, Any]:
+    """int8 kernels and their scales, of `kernels`; to be jitted with `placements`."""
 
     def split(kernel: jax.Array, inputs: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         kernel = kernel.astype(jnp.float32)
@@ -37,11 +57,11 @@ def quantise(params: dict[str, Any]) -> dict[str, Any]:
         small = jnp.round(kernel / jnp.maximum(scale, 1e-30)).astype(jnp.int8)
         return small, jnp.squeeze(scale, inputs)
 
-    return _map_kernels(params, split)
+    return _map_kernels(whole, split)
 
 
 def placements(places: dict[str, Any]) -> dict[str, Any]:
-    """Those of quantised params, by those of params: outputs lie as before."""
+    """Those of `small_kernels`, by those of `kernels`: outputs lie as before."""
 
     def split(place: NamedSharding, inputs: tuple[int, ...]) -> tuple[NamedSharding, NamedSharding]:
         outputs = [axis for i, axis in enumerate(place.spec) if i not in inputs]
@@ -51,18 +71,17 @@ def placements(places: dict[str, Any]) -> dict[str, Any]:
 
 
 def _map_kernels(
-    tree: dict[str, Any], split: Callable[[Any, tuple[int, ...]], tuple[Any, Any]]
+    whole: dict[str, Any], split: Callable[[Any, tuple[int, ...]], tuple[Any, Any]]
 ) -> dict[str, Any]:
-    """The tree with (kernel, scale) = split(kernel, its axes of inputs) for each kernel.
+    """(kernel, scale) = split(kernel, its axes of inputs) for each kernel, by room and name.
 
     Kernels have their layers in front, then inputs: a head and its numbers for the output of
     attention, else one axis.
     """
-    layers = dict(tree["layers"])
-    for room in _ROOMS:
-        kept = dict(layers[room])
-        for name in [name for name in kept if name.endswith("_kernel")]:
+    found: dict[str, Any] = {room: {} for room in whole}
+    for room, some in whole.items():
+        for name, kernel in some.items():
             inputs = (1, 2) if name == "o_kernel" else (1,)
-            kept[name], kept[name.replace("_kernel", "_scale")] = split(kept[name], inputs)
-        layers[room] = kept
-    return tree | {"layers": layers}
+            scale = name.replace("_kernel", "_scale")
+            found[room][name], found[room][scale] = split(kernel, inputs)
+    return found

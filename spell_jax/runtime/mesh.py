@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 CONTEXT, TENSOR, EXPERT = "context", "tensor", "expert"
@@ -120,6 +121,20 @@ def placed(tree: Any, places: Any, dtype: Any = None) -> Any:
         tree,
         places,
     )
+
+
+def put(tree: Any, places: Any) -> Any:
+    """Arrays of numpy that every host has alike, on the devices of their placements.
+
+    jax.device_put compares them between hosts first, which waits for what the devices are at.
+    """
+
+    def put_one(x: np.ndarray, place: NamedSharding) -> jax.Array:
+        if place.is_fully_addressable:
+            return jax.device_put(x, place)
+        return jax.make_array_from_callback(np.shape(x), place, lambda index: np.asarray(x)[index])
+
+    return jax.tree.map(put_one, tree, places)
 
 
 def _axis_size(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...]) -> int:

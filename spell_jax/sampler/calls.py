@@ -136,4 +136,4 @@ def _row_up(made: steps.Slots, number: int, shard: Shard, lane: int) -> None:
         made.prompt_visible[number, row, : len(some)] = len(resident.request.prompt)
         made.prompt_table[number, row, : len(resident.pages)] = resident.pages
         if made.prompt_tokens is not None:
-            made.prompt_tokens[number, row, : len(resident.request.prompt)] = resident.tokens
+            made.prompt_tokens[number, row, -len(resident.tokens) :] = resident.tokens

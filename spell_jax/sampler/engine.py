@@ -1,4 +1,4 @@
-"""The sampler: requests in, answers out, in two compiled programs.
+"""The sampler: requests in, answers out, by two programs.
 
 1. A request is a prompt with G siblings. Its prompt is read once, page by page (steps.prefill), and
    all siblings decode behind it (steps.decode).
@@ -53,7 +53,8 @@ class SamplerConfig:
       prefill_tokens: of prompts read in one call.
       decode_tokens: that a slot draws in one call, at most; freed slots are filled between calls.
       guessed_tokens: that are looked up in the prompt and checked in one pass with the next; 0:
-        none. Answers are the same, and sooner there where they quote.
+        none. Answers are the same (with an int8 pool up to its rounding), and sooner there where
+        they quote.
       guess_match: how many last tokens must stand where a guess is looked up.
       cache_dtype: of the pool: "compute", the weights' when they are played with, or "int8", with a
         scale for each token and head.
@@ -205,8 +206,9 @@ class Sampler:
         if config.weights_dtype == "int8":
             int8.check(policy)
             shapes, axes = transformer.abstract_params(policy)
-            self._quantised = int8.placements(meshes.shardings(mesh, axes, shapes))
-            self._quantise = jax.jit(int8.quantise, out_shardings=self._quantised)
+            whole = int8.kernels(meshes.shardings(mesh, axes, shapes))
+            self._quantised = int8.placements(whole)
+            self._quantise = jax.jit(int8.small_kernels, out_shardings=self._quantised)
         self.empty = jax.jit(self.make_empty, static_argnums=0, out_shardings=places)
 
     def make_empty(self, dtype: Any) -> steps.State:
@@ -227,13 +229,16 @@ class Sampler:
 
     def begin(self, params: transformer.Params) -> Session:
         """A session with these weights (in the compute dtype); its pool is made now."""
-        return Session(self, params if self._quantised is None else self._quantise(params))
+        if self._quantised is not None:
+            params = int8.joined(params, self._quantise(int8.kernels(params)))
+        return Session(self, params)
 
     def abstract_params(self, params: transformer.Params) -> transformer.Params:
         """Placed shapes of the weights that programs are given, for those that `begin` is given."""
         if self._quantised is None:
             return params
-        return meshes.placed(jax.eval_shape(int8.quantise, params), self._quantised)
+        small = jax.eval_shape(int8.small_kernels, int8.kernels(params))
+        return int8.joined(params, meshes.placed(small, self._quantised))
 
     def sample(
         self,

@@ -33,7 +33,7 @@ def guess(
     """The tokens that may come next in each slot, int32 [N, tokens]; NOTHING where none is known.
 
     Args:
-      prompts: int32 [M, P], of rows.
+      prompts: int32 [M, P], of rows, each at the end of its row.
       row: int32 [N], the slot's among those on the same device.
       length: int32 [N], of the slot's prompt.
       own: int32 [N, S], what the slot has drawn.
@@ -57,11 +57,9 @@ def _guess(prompt, length, own, count, match: int, tokens: int) -> jax.Array:
     padded = prompt.shape[1]
     text = jnp.concatenate([prompt, own], axis=1)
     place = jnp.arange(text.shape[1])
-    inside = place < length[:, None]
-    inside |= (place >= padded) & (place < padded + count[:, None])
+    last = padded + count - 1  # the place of what the slot drew last
+    inside = (place >= padded - length[:, None]) & (place <= last[:, None])
     text = jnp.where(inside, text, NOTHING)
-    # What a slot drew last ends at this place; behind padding nothing matches.
-    last = padded + count - 1
     found = inside & (place < last[:, None])
     for back in range(match):
         wanted = jnp.take_along_axis(text, (last - back)[:, None], axis=1)

@@ -243,7 +243,7 @@ class Session:
 
     def _call(self, rules: meshes.Rules, function: Callable[..., Any], batch: Any, **static) -> Any:
         mesh = self._sampler.mesh
-        placed = jax.device_put(batch, calls.places(mesh, batch))
+        placed = meshes.put(batch, calls.places(mesh, batch))
         with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
             return function(self._params, self._state, placed, **static)
 

@@ -38,7 +38,8 @@ class State:
       pages: the pool; page 0 belongs to nobody, and rows without a task write there.
       prompt_hidden: [R, D], the last token's hidden state of resident prompts.
       hidden: for each lane [N, D], that of each slot's last token.
-      own: for each lane int32 [N, S], tokens that each slot has drawn; () where nothing is guessed.
+      own: for each lane int32 [N, S], tokens that each slot has drawn, as many as its count (what
+        is behind means nothing); () where nothing is guessed.
     """
 
     pages: paged.Pages
@@ -85,7 +86,8 @@ class Slots:
       suffix_table: int32 [N, I], pages of the slot's own tokens.
       sampling: arrays [N].
       enough: int32, how many slots must have ended for the call to return.
-      prompt_tokens: int32 [M, P], of the row's prompt; None where nothing is guessed.
+      prompt_tokens: int32 [M, P], of the row's prompt, at the row's end; None where nothing is
+        guessed.
     """
 
     resident: Array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,6 +164,35 @@ def test_an_error_in_a_coroutine_is_raised(players):
 
     with pytest.raises(ValueError, match="at a"):
         models.together(play, ["a", "ab"])
+
+
+def test_after_an_error_others_may_be_asked(players):
+    models, _ = players
+
+    async def play(ask, item):
+        await ask("responder", ["", item])
+        raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"):
+        models.together(play, ["a", "abc"])
+    (reply,) = models("responder", ["abc"])
+    assert len(reply.prompt) == 5
+
+
+def test_coroutines_ask_by_their_own_ask_alone(players):
+    models, _ = players
+
+    async def nested(ask, item):
+        models("responder", [item])
+
+    async def other(ask, item):
+        await asyncio.sleep(0)
+
+    with pytest.raises(RuntimeError, match="by its own ask alone"):
+        models.together(nested, ["a"])
+    with pytest.raises(TypeError, match="may await its ask alone, not None"):
+        models.together(other, ["a"])
+    assert models("responder", ["a"])[0].texts == ["one two"]
 
 
 def test_one_session_a_model_and_step(players):

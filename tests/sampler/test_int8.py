@@ -94,6 +94,9 @@ def test_weights_are_right_to_half_a_scale() -> None:
             assert found.dtype == jnp.int8 and found.shape == kernel.shape
             assert np.all(np.max(np.abs(found), axis=inputs) == 127)
             assert np.all(np.abs(found * scale - kernel) <= 0.5001 * scale)
+    sampler = _sampler(dataclasses.replace(WHOLE, weights_dtype="int8"))
+    params = jax.device_put(params)
+    small = sampler.begin(params)._params
     assert small["embedding"] is params["embedding"]
     bias = small["layers"]["attention"]["q_bias"]
     assert bias is params["layers"]["attention"]["q_bias"]

@@ -62,17 +62,17 @@ def test_the_last_place_where_it_stood_before(match: int, tokens: int) -> None:
 
 
 def test_guesses_come_from_the_slots_own_prompt() -> None:
-    prompts = np.array([[5, 6, 7, 8, 0, 0], [5, 6, 1, 2, 3, 4]], np.int32)
-    row, length = np.array([1, 0, 0, 1]), np.array([6, 4, 3, 6])
+    prompts = np.array([[0, 0, 5, 6, 7, 8], [5, 6, 1, 2, 3, 4]], np.int32)
+    row, length = np.array([1, 0, 0, 1]), np.array([6, 4, 1, 6])
     own = np.array([[5, 6, 9], [5, 6, 9], [5, 6, 9], [3, 4, 9]], np.int32)
     count = np.array([2, 2, 2, 2])
     found = lookup.guess(prompts, row, length, own, count, 2, 3)
     nothing = lookup.NOTHING
     assert found.tolist() == [
         [1, 2, 3],
-        [7, 8, nothing],  # up to the end of the prompt
-        [7, nothing, nothing],  # of a shorter one
-        [3, 4, nothing],  # the end of a whole prompt: what the slot drew follows
+        [7, 8, 5],  # beyond the end of the prompt: what the slot drew follows
+        [nothing] * 3,  # a shorter one, in which it does not stand
+        [3, 4, nothing],
     ]
 
 
