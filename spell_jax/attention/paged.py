@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -33,16 +34,20 @@ class Sizes(NamedTuple):
       keys: of each row.
       rows: one in so many of all rows. Rows that read nothing cost as much as others next to them,
         and rows of a call are often half empty.
+      queries: of rows with an eighth of it or more each, such as pages of one prompt. So many of
+        neighbours that have one table meet as many keys in one product.
     """
 
     scores: int
     keys: int
     rows: int
+    queries: int
 
 
 # A CPU's caches hold little: of 2^13 to 2^18 scores 2^15 was fastest (256 slots of the policy that
-# ships). On accelerators: 64 MiB of scores.
-ON_CPU, ON_ACCELERATORS = Sizes(2**15, 256, 8), Sizes(2**24, 2048, 1)
+# ships). On accelerators: 64 MiB of scores. A prompt of 4,096 tokens, in pages of 128 that meet
+# keys one by one, is read in 3.0 s on 2 CPU cores, in fours in 2.1 (8 layers, width 512).
+ON_CPU, ON_ACCELERATORS = Sizes(2**15, 256, 8, 512), Sizes(2**24, 2048, 1, 512)
 UNSEEN = MASKED  # the log-sum-exp of a query that sees nothing: it weighs nothing in a merge
 
 
@@ -127,14 +132,20 @@ def attend_in_steps(
     rows, time, heads, size = q.shape
     kv_heads, (part, parts) = pages.keys.shape[2], share
     of_a_page = time * heads * pages.block
+    are_many = 8 * time >= sizes.queries
     fitting = min(sizes.keys // pages.block, sizes.scores // 4 // of_a_page)
+    if are_many:
+        fitting = sizes.queries // pages.block
     width = max(1, min(fitting, table.shape[1]))
     together = max(1, min(sizes.scores // (width * of_a_page), rows // sizes.rows))
+    if are_many:
+        together = max(1, min(sizes.queries // time, rows))
     span = width * pages.block * parts  # positions that are passed at once
     within = jnp.arange(width)[:, None] * parts + part
     within = (within * pages.block + jnp.arange(pages.block)).reshape(-1)
     longest = jnp.max(visible, axis=1)
-    order = jnp.pad(jnp.argsort(-longest), (0, -rows % together), mode="edge")
+    order = jnp.argsort(longest == 0 if are_many else -longest)  # neighbours stay neighbours
+    order = jnp.pad(order, (0, -rows % together), mode="edge")
     # [M, T, N, H] as [M, K, T R, H]: the queries of a key head meet it in one product.
     queries = q.reshape(rows, time, kv_heads, -1, size).swapaxes(1, 2)
     queries = queries.reshape(rows, kv_heads, -1, size) * size**-0.5
@@ -143,16 +154,16 @@ def attend_in_steps(
 
     def some_rows(index, results):
         chosen = jax.lax.dynamic_slice_in_dim(order, index * together, together)
-        found = _read(
-            queries[chosen],
-            pages,
-            layer,
-            table[chosen],
-            seen[chosen],
-            -(-longest[chosen[0]] // span),
-            within,
-            span,
+        steps = -(-jnp.max(longest[chosen]) // span)
+        read = functools.partial(
+            _read, pages=pages, layer=layer, steps=steps, within=within, span=span
         )
+        given = queries[chosen], table[chosen], seen[chosen]
+        if are_many and together > 1:
+            is_one = jnp.all(given[1] == given[1][0])
+            found = jax.lax.cond(is_one, functools.partial(_read_as_one, read), read, *given)
+        else:
+            found = read(*given)
         return tuple(old.at[chosen].set(new) for old, new in zip(results, found, strict=True))
 
     shape = queries.shape[:3]
@@ -163,7 +174,18 @@ def attend_in_steps(
     return out, lse.reshape(rows, kv_heads, time, -1).swapaxes(1, 2).reshape(q.shape[:3])
 
 
-def _read(queries, pages: Pages, layer, table, visible, steps, within, span: int):
+def _read_as_one(read, queries, table, visible):
+    """`_read` of rows [W, K, Q, H] whose tables are the same."""
+    rows, kv_heads, many, size = queries.shape
+    one = queries.swapaxes(0, 1).reshape(1, kv_heads, rows * many, size)
+    out, lse = read(one, table[:1], visible.reshape(1, -1))
+    return (
+        out.reshape(kv_heads, rows, many, size).swapaxes(0, 1),
+        lse.reshape(kv_heads, rows, many).swapaxes(0, 1),
+    )
+
+
+def _read(queries, table, visible, *, pages: Pages, layer, steps, within, span: int):
     """Out [W, K, Q, H] and lse [W, K, Q] of queries [W, K, Q, H] of a few rows, some pages at a
     time, whose keys stand at positions `within` a span."""
     rows, kv_heads = queries.shape[:2]

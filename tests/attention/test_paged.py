@@ -15,13 +15,15 @@ HEADS, TABLE = 6, 5
 LONGEST = TABLE * BLOCK
 
 
-@functools.partial(jax.jit, static_argnames=("parts", "scores_at_once", "keys_at_once"))
-def _attend(q, pages, layer, table, visible, part, parts, scores_at_once=0, keys_at_once=256):
+@functools.partial(jax.jit, static_argnames=("parts", "scores_at_once", "keys_at_once", "queries"))
+def _attend(
+    q, pages, layer, table, visible, part, parts, scores_at_once=0, keys_at_once=256, queries=512
+):
     """With bounds of what is computed at once, or (0) with those of the platform."""
     given = (q, pages, layer, table, visible, (part, parts))
     if not scores_at_once:
         return paged.attend(*given)
-    return paged.attend_in_steps(*given, paged.Sizes(scores_at_once, keys_at_once, 1))
+    return paged.attend_in_steps(*given, paged.Sizes(scores_at_once, keys_at_once, 1, queries))
 
 
 def _attend_all(q, pages: Pages, layer: int, table, visible, **sizes):
@@ -339,6 +341,23 @@ def test_a_prompt_written_page_by_page_is_read_in_its_order() -> None:
     row = Pages(*(x.swapaxes(0, 1)[None, None] for x in (keys, values)))
     found = _attend_all(q, pages, 1, table, visible)
     _close(found, _dense(q, row, 0, np.array([[0]]), visible))
+
+
+@pytest.mark.parametrize("queries", [6, 9, 24])
+def test_neighbours_with_one_table_are_read_as_one(queries: int) -> None:
+    """Pages of some prompts in their order, as in prefill, and rows that read nothing."""
+    q, pages, _, _ = _case(9, 3)
+    rng = np.random.default_rng(4)
+    prompts = [rng.permutation(np.arange(1, PAGES))[:TABLE] for _ in range(3)]
+    which = [0, 0, 0, 0, 1, 1, 2, 2, 2]
+    table = np.array([prompts[i] for i in which], np.int32)
+    first = np.array([0, 4, 8, 12, 0, 4, 0, 4, 8])[:, None]
+    visible = (first + np.arange(1, 4)).astype(np.int32)
+    visible[5] = 0
+    found = _attend_all(
+        q, pages, 1, table, visible, scores_at_once=300, keys_at_once=8, queries=queries
+    )
+    _close(found, _dense(q, pages, 1, table, visible))
 
 
 # ------------------------------------------------------------------------------------- Eight bits
