@@ -31,15 +31,16 @@ class Sizes(NamedTuple):
 
     Attributes:
       scores: float32 numbers; a row takes at most a quarter of them.
-      keys: of each row.
-      rows: one in so many of all rows. Rows that read nothing cost as much as others next to them,
-        and rows of a call are often half empty.
+      keys: of each row; numbers: of all of these keys.
+      rows: of large ones, with an eighth of the scores or more a page, one in so many of all. Rows
+        that read nothing cost as much as others next to them, and most rows of a call may be such.
       queries: of rows with an eighth of it or more each, such as pages of one prompt. So many of
         neighbours that have one table meet as many keys in one product.
     """
 
     scores: int
     keys: int
+    numbers: int
     rows: int
     queries: int
 
@@ -47,7 +48,8 @@ class Sizes(NamedTuple):
 # A CPU's caches hold little: of 2^13 to 2^18 scores 2^15 was fastest (256 slots of the policy that
 # ships). On accelerators: 64 MiB of scores. A prompt of 4,096 tokens, in pages of 128 that meet
 # keys one by one, is read in 3.0 s on 2 CPU cores, in fours in 2.1 (8 layers, width 512).
-ON_CPU, ON_ACCELERATORS = Sizes(2**15, 256, 8, 512), Sizes(2**24, 2048, 1, 512)
+ON_CPU = Sizes(2**15, 256, 2**19, 8, 512)
+ON_ACCELERATORS = Sizes(2**24, 2048, 2**30, 1, 512)
 UNSEEN = MASKED  # the log-sum-exp of a query that sees nothing: it weighs nothing in a merge
 
 
@@ -137,9 +139,13 @@ def attend_in_steps(
     if are_many:
         fitting = sizes.queries // pages.block
     width = max(1, min(fitting, table.shape[1]))
-    together = max(1, min(sizes.scores // (width * of_a_page), rows // sizes.rows))
+    fitting = sizes.numbers // (width * pages.block * kv_heads * size)
+    fitting = min(fitting, sizes.scores // (width * of_a_page))
+    if 8 * of_a_page >= sizes.scores:
+        fitting = rows // sizes.rows
     if are_many:
-        together = max(1, min(sizes.queries // time, rows))
+        fitting = sizes.queries // time
+    together = max(1, min(fitting, rows))
     span = width * pages.block * parts  # positions that are passed at once
     within = jnp.arange(width)[:, None] * parts + part
     within = (within * pages.block + jnp.arange(pages.block)).reshape(-1)

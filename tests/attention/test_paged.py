@@ -23,7 +23,9 @@ def _attend(
     given = (q, pages, layer, table, visible, (part, parts))
     if not scores_at_once:
         return paged.attend(*given)
-    return paged.attend_in_steps(*given, paged.Sizes(scores_at_once, keys_at_once, 1, queries))
+    return paged.attend_in_steps(
+        *given, paged.Sizes(scores_at_once, keys_at_once, 2**20, 1, queries)
+    )
 
 
 def _attend_all(q, pages: Pages, layer: int, table, visible, **sizes):
