@@ -21,4 +21,4 @@ def test_two_hosts_are_told_what_one_is() -> None:
     first, second = (json.loads(p.communicate(timeout=300)[0].splitlines()[-1]) for p in running)
     assert [process.returncode for process in running] == [0, 0]
     assert first == second == hosts.play()
-    assert len(first) == 9 and first[0][0] == "y" * 17  # over the cap: told nothing, at once
+    assert len(first) == 9 and first[0][0] == "y" * 17  # over the cap but for three letters
