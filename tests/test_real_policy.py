@@ -95,6 +95,8 @@ def config_of(policy: pathlib.Path, documents: pathlib.Path, **changes):
         "game.max_generations": 1,
         "game.group_size": 4,
         "game.verifier_group_size": 4,
+        "game.grounding_samples": 2,  # coins: one of two is right too often
+        "game.grounding_threshold": 2,
         "game.documents": (2,),
         "sampler.max_prompt": 1536,
         "sampler.cache_tokens": 32_768,
