@@ -28,11 +28,6 @@ def check(config: PolicyConfig) -> None:
         )
 
 
-def quantise(params: dict[str, Any]) -> dict[str, Any]:
-    """A policy's params with int8 kernels and their scales; all else is the same arrays."""
-    return joined(params, small_kernels(kernels(params)))
-
-
 def kernels(tree: dict[str, Any]) -> dict[str, Any]:
     """What becomes int8, of params or a tree like them, by room and name."""
     layers = tree["layers"]
@@ -43,7 +38,7 @@ def kernels(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(tree: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
-    """The tree with `small_kernels` in place of its kernels."""
+    """The tree with `small_kernels` in place of its kernels; all else is the same arrays."""
     layers = tree["layers"]
     return tree | {"layers": layers | {room: layers[room] | small[room] for room in _ROOMS}}
 

@@ -24,6 +24,9 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 
+# Of steps.Slots: what says where slots and their rows are.
+PLACES = ("row", "cell", "slot", "prompt_table", "prompt_visible", "suffix_table")
+
 
 def head_split(mesh: Any, heads: int, kv_heads: int) -> tuple[str | None, int]:
     """(the mesh axis that splits heads, or None; how many key heads the pool keeps)."""
@@ -71,13 +74,10 @@ def attend_slots(
       k, v: [N T, 1, K, H].
       cache: the pool.
       context: "page" and "offset" int32 [N T], where keys and values go; "visible" int32 [N T], of
-        the slot's own tokens, this one included; and of steps.Slots "row", "cell", "slot",
-        "prompt_table", "prompt_visible", "suffix_table".
+        the slot's own tokens, this one included; and PLACES.
       kernel: see paged.attend.
     """
-    names = ("page", "offset", "visible", "row", "cell", "slot")
-    tables = ("prompt_table", "prompt_visible", "suffix_table")
-    given = {name: context[name] for name in (*names, *tables)}
+    given = {name: context[name] for name in ("page", "offset", "visible", *PLACES)}
     function = functools.partial(_slots_on_device, kernel)
     return _run(function, None, q, k, v, cache, context["layer"], given)
 

@@ -202,14 +202,6 @@ def decode(
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key), slots.sibling)
     draw = functools.partial(_draw, config, params, keys, slots.sampling)
     forward = functools.partial(_forward, config, params, slots, block, kernel)
-    drawn = Drawn(
-        tokens=jnp.zeros((len(hidden), steps), jnp.int32),
-        log_probs=jnp.zeros((len(hidden), steps), jnp.float32),
-        new=jnp.zeros(len(hidden), jnp.int32),
-        stopped=jnp.zeros(len(hidden), bool),
-        busy=jnp.zeros(len(hidden), jnp.int32),
-        steps=jnp.int32(0),
-    )
 
     def room(drawn):
         """Tokens that each slot may still draw."""
@@ -243,7 +235,7 @@ def decode(
         return hidden, pages, own, _append(drawn, found, log_probs, kept, stop_ids)
 
     own = state.own[lane] if guessing.tokens else None
-    carry = hidden, state.pages, own, drawn
+    carry = hidden, state.pages, own, _nothing_drawn(len(hidden), steps)
     hidden, pages, own, drawn = jax.lax.while_loop(going_on, one_pass, carry)
     state = dataclasses.replace(
         state,
@@ -252,6 +244,17 @@ def decode(
         own=_with(state.own, lane, own) if guessing.tokens else (),
     )
     return state, drawn
+
+
+def _nothing_drawn(slots: int, steps: int) -> Drawn:
+    return Drawn(
+        tokens=jnp.zeros((slots, steps), jnp.int32),
+        log_probs=jnp.zeros((slots, steps), jnp.float32),
+        new=jnp.zeros(slots, jnp.int32),
+        stopped=jnp.zeros(slots, bool),
+        busy=jnp.zeros(slots, jnp.int32),
+        steps=jnp.int32(0),
+    )
 
 
 def _with(some: tuple, place: int, one: Any) -> tuple:
@@ -298,9 +301,6 @@ def _stops(tokens: jax.Array, stop_ids: tuple[int, ...]) -> jax.Array:
     return jnp.isin(tokens, jnp.asarray(stop_ids, jnp.int32))
 
 
-_PLACES = ("row", "cell", "slot", "prompt_table", "prompt_visible", "suffix_table")
-
-
 def _forward(config, params, slots: Slots, block: int, kernel: str, pages, tokens, count, room):
     """Hidden states [N, T, D] of the next T tokens of each slot, the first of which has the number
     `count`; and the pool, in which `room` of them are written."""
@@ -314,7 +314,7 @@ def _forward(config, params, slots: Slots, block: int, kernel: str, pages, token
         "page": jnp.where(inside, page, 0).reshape(-1),
         "offset": (number % block).reshape(-1),
         "visible": jnp.where(inside, number + 1, 0).reshape(-1),
-        **{name: getattr(slots, name) for name in _PLACES},
+        **{name: getattr(slots, name) for name in cache.PLACES},
     }
     positions = (slots.prompt_length[:, None] + number).reshape(-1, 1)
     given = jnp.maximum(tokens, 0).reshape(-1, 1)
