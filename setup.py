@@ -45,8 +45,8 @@ setup(
             "transformers>=5.23.0",
             "torch==2.13.0",
             "peft>=0.21.2",
+            # Which `python -m launch.bench trl` stands beside.
+            "trl>=1.16.0,<1.17",
         ],
-        # What `python -m launch.bench trl` stands beside; with PyTorch and transformers of "test".
-        "bench": ["trl>=1.16.0,<1.17"],
     },
 )

@@ -6,7 +6,7 @@ refill   tokens a second of answers of many lengths: slots filled again, and fix
 verify   prompts a second of the verifier, with and without beginnings that are read once
 spell    seconds of one whole step of self-play, by phase
 quality  answers drawn with eight bits against those without: KL, equal greedy tokens
-trl      seconds and memory of a GRPO step, here and in TRL (extra "bench")
+trl      seconds and memory of a GRPO step, here and in TRL (extra "test")
 """
 
 from __future__ import annotations

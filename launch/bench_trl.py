@@ -50,7 +50,7 @@ def bench_trl(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, An
       ValueError: fewer than two steps; micro-batches that do not divide the groups.
     """
     if importlib.util.find_spec("trl") is None:
-        raise ModuleNotFoundError("bench trl needs TRL: pip install -e '.[test,bench]'")
+        raise ModuleNotFoundError("bench trl needs TRL: pip install -e '.[test]'")
     if options.steps < 2:
         raise ValueError(f"steps = {options.steps}: must be at least 2, the first is not timed")
     if options.groups % options.micro:
