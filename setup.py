@@ -1,4 +1,4 @@
-"""Installs the trainer; configs/ and launch/ run from a checkout.
+"""Installs the trainer and the data pipeline; configs/ and launch/ run from a checkout.
 
 Lower bounds are the versions that the tests were last run with. Heavy things stay extras.
 """
@@ -6,6 +6,15 @@ Lower bounds are the versions that the tests were last run with. Heavy things st
 from setuptools import find_packages, setup
 
 JAX_RANGE = ">=0.10.2,<0.12"
+# What `python -m data_pipeline.build` needs; Beam brings pyarrow.
+DATA = [
+    "apache-beam>=2.77.0",
+    "datasketch>=2.0.0",
+    "fsspec>=2026.9.0",
+    "py3langid>=0.4.0",
+    "pypdf>=7.1.0",
+    "beautifulsoup4>=4.15.0",
+]
 
 setup(
     name="spell_jax",
@@ -13,7 +22,7 @@ setup(
     description="Self-play reinforcement learning for long-context language models, in JAX",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["spell_jax", "spell_jax.*"]),
+    packages=find_packages(include=["spell_jax", "spell_jax.*", "data_pipeline"]),
     package_data={"spell_jax": ["selfplay/templates/**/*.txt", "data/tiny_policy/*"]},
     install_requires=[
         f"jax{JAX_RANGE}",
@@ -31,11 +40,16 @@ setup(
         "matplotlib>=3.11.2",
         "tensorboardX>=2.6.5",
         "scikit-learn>=1.9.1",
+        # Clusters that data_pipeline built are read with these.
+        "tensorflow-datasets>=4.9.10",
+        "array-record>=0.8.6",
     ],
     extras_require={
         "tpu": [f"jax[tpu]{JAX_RANGE}"],
         "gpu": [f"jax[cuda12]{JAX_RANGE}"],
+        "data": DATA,
         "test": [
+            *DATA,
             "pytest>=9.2.0",
             "pytest-xdist>=3.8.0",
             "hypothesis>=6.170.15",

@@ -14,6 +14,7 @@ own, without JAX.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import pathlib
 import random
@@ -46,10 +47,11 @@ def make_tokenizer(vocab: int) -> Any:
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
     """Times of `steps` steps."""
-    import datasets  # pyright: ignore[reportMissingImports]
+    import datasets
     import numpy as np
     import transformers
-    import trl  # pyright: ignore[reportMissingImports]
+
+    trl: Any = importlib.import_module("trl")  # what it exports is unknown to type checkers
 
     rng = np.random.default_rng(0)
     words = rng.integers(options.vocab - 3, size=(options.groups * options.steps, options.prompt))
