@@ -146,14 +146,13 @@ class Stages:
         path = self._path(name, DONE)
         if not FileSystems.exists(path):
             return None
-        with FileSystems.open(path) as file:
-            try:
+        try:
+            with FileSystems.open(path) as file:
                 record = json.loads(file.read())
-            except ValueError:
-                return None
-        if record["fingerprint"] != fingerprint:
+            same = record["fingerprint"] == fingerprint
+        except (ValueError, KeyError, TypeError):  # it was being written when the build stopped
             return None
-        return Done(name, fingerprint, tuple(record["counts"]), 0.0)
+        return Done(name, fingerprint, tuple(record["counts"]), 0.0) if same else None
 
     def _empty(self, name: str) -> None:
         found = FileSystems.match([self._path(name, "**")])[0].metadata_list

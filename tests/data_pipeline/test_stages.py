@@ -1,0 +1,144 @@
+"""Stages: tables in and out, what is run again, what an unfinished run leaves, other runners."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import apache_beam as beam
+import pytest
+from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
+
+from data_pipeline import stages as stages_module
+from data_pipeline.records import make_document
+from data_pipeline.stages import DONE, Stages
+
+
+def write(pipeline, texts):
+    documents = pipeline | beam.Create([make_document(t, "s", f"{i}") for i, t in enumerate(texts)])
+    return {"documents": documents, "counts": documents | beam.Map(lambda d: ("made", "s"))}
+
+
+def shout(documents, sign):
+    loud = documents | beam.Map(lambda d: d | {"text": d["text"].upper() + sign})
+    return {"documents": loud, "counts": loud | beam.Map(lambda d: ("loud", d["source"]))}
+
+
+def run_both(stages, texts=("one", "two"), sign="!"):
+    first = stages.run("write", {"texts": texts}, functools.partial(write, texts=texts))
+    make = functools.partial(shout, sign=sign)
+    second = stages.run("shout", {"sign": sign}, make, [first], documents="write/documents")
+    return first, second
+
+
+def texts_of(stages, table="shout/documents"):
+    return sorted(record["text"] for record in stages.read(table))
+
+
+def test_tables_go_from_stage_to_stage(tmp_path):
+    stages = Stages(str(tmp_path / "stages"))
+    first, second = run_both(stages)
+    assert texts_of(stages) == ["ONE!", "TWO!"]
+    assert (first.count("made"), second.count("loud"), second.count("made")) == (2, 2, 0)
+    assert second.count("loud", "s") == 2 and second.count("loud", "other") == 0
+    assert stages.read("shout/documents", ["place"])[0].keys() == {"place"}
+
+
+def test_no_stage_is_run_twice(tmp_path, monkeypatch):
+    stages = Stages(str(tmp_path / "stages"))
+    before = run_both(stages)
+    monkeypatch.setattr(Stages, "pipeline", lambda *_: pytest.fail("ran again"))
+    again = run_both(Stages(str(tmp_path / "stages")))
+    assert [done.fingerprint for done in again] == [done.fingerprint for done in before]
+    assert [done.counts for done in again] == [done.counts for done in before]
+
+
+@pytest.mark.parametrize(
+    ("change", "ran"),
+    [({"sign": "?"}, ["shout"]), ({"texts": ("three",)}, ["write", "shout"])],
+)
+def test_a_change_runs_what_it_is_about_and_all_behind(tmp_path, monkeypatch, change, ran):
+    stages, names = Stages(str(tmp_path / "stages")), []
+    run_both(stages)
+    construct = Stages.construct
+    monkeypatch.setattr(
+        Stages,
+        "construct",
+        lambda self, pipeline, name, *rest: (
+            names.append(name) or construct(self, pipeline, name, *rest)
+        ),
+    )
+    run_both(stages, **change)
+    assert names == ran
+    assert texts_of(stages) == (["THREE!"] if "texts" in change else ["ONE?", "TWO?"])
+
+
+@pytest.mark.parametrize("left", [None, b"", b'{"finger', b"[]"])
+def test_what_an_unfinished_run_left_is_not_read(tmp_path, left):
+    """Its tables are whole files, but there is no done.json, or half of one."""
+    stages = Stages(str(tmp_path / "stages"))
+    run_both(stages, texts=tuple("abcdef"))
+    folder = tmp_path / "stages" / "shout"
+    stray = folder / "documents-00000-of-00002.parquet"
+    next(folder.glob("documents-*")).rename(stray)
+    (folder / DONE).unlink()
+    if left is not None:
+        (folder / DONE).write_bytes(left)
+    run_both(stages, texts=tuple("abcdef"))
+    assert not stray.exists()
+    assert texts_of(stages) == ["A!", "B!", "C!", "D!", "E!", "F!"]
+
+
+def test_a_stage_that_fails_is_not_done(tmp_path):
+    stages = Stages(str(tmp_path / "stages"))
+    with pytest.raises(Exception, match="division by zero"):
+        stages.run(
+            "fails",
+            {},
+            lambda pipeline: {"counts": pipeline | beam.Create([1]) | beam.Map(lambda n: n / 0)},
+        )
+    assert not (tmp_path / "stages" / "fails" / DONE).exists()
+
+
+def test_an_empty_table_is_read_as_empty(tmp_path):
+    stages = Stages(str(tmp_path / "stages"))
+    _, second = run_both(stages, texts=())
+    assert stages.read("shout/documents") == [] and second.counts == ()
+
+
+def test_the_number_of_workers_changes_nothing(tmp_path):
+    alone = Stages(str(tmp_path / "a"))
+    options = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
+    beside = Stages(str(tmp_path / "b"), options)
+    texts = tuple(map(str, range(50)))
+    assert [d.counts for d in run_both(alone, texts)] == [d.counts for d in run_both(beside, texts)]
+    assert texts_of(alone) == texts_of(beside)
+
+
+def test_which_runner():
+    assert isinstance(Stages("x").pipeline("y").runner, FnApiRunner)
+    assert isinstance(Stages("x", ["--runner=DirectRunner"]).pipeline("y").runner, FnApiRunner)
+    for name in ("FlinkRunner", "SparkRunner", "PortableRunner"):
+        runner = Stages("x", [f"--runner={name}"]).pipeline("y").runner
+        assert type(runner).__name__ == name
+
+
+def test_done_json_is_written_last(tmp_path, monkeypatch):
+    """A kill at any moment before leaves no sign of a finished stage."""
+    stages = Stages(str(tmp_path / "stages"))
+    original = stages_module.FileSystems.create
+
+    def create(path, *rest):
+        if not path.endswith(DONE):
+            return original(path, *rest)
+        assert len(list((tmp_path / "stages" / "write").glob("*.parquet"))) == 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages_module.FileSystems, "create", create)
+    with pytest.raises(KeyboardInterrupt):
+        stages.run("write", {}, functools.partial(write, texts=("one",)))
+    monkeypatch.undo()
+    done = stages.run("write", {}, functools.partial(write, texts=("one",)))
+    assert json.loads((tmp_path / "stages" / "write" / DONE).read_text())["counts"] == list(
+        done.counts
+    )
