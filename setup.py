@@ -13,7 +13,6 @@ DATA = [
     "fsspec>=2026.9.0",
     "py3langid>=0.4.0",
     "pypdf>=7.1.0",
-    "beautifulsoup4>=4.15.0",
 ]
 
 setup(
@@ -23,7 +22,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["spell_jax", "spell_jax.*", "data_pipeline"]),
-    package_data={"spell_jax": ["selfplay/templates/**/*.txt", "data/tiny_policy/*"]},
+    package_data={
+        "spell_jax": ["selfplay/templates/**/*.txt", "data/tiny_policy/*"],
+        "data_pipeline": ["report.html"],
+    },
     install_requires=[
         f"jax{JAX_RANGE}",
         "flax>=0.12.8",
@@ -53,6 +55,7 @@ setup(
             "pytest>=9.2.0",
             "pytest-xdist>=3.8.0",
             "hypothesis>=6.170.15",
+            "beautifulsoup4>=4.15.0",
             "ruff==0.17.5",
             # With Node.js from a wheel, so that a machine without it can run pyright.
             "pyright[nodejs]==1.1.414",

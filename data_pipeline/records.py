@@ -3,7 +3,9 @@ the Parquet schemas of the tables that they are kept in."""
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import math
 from typing import TypedDict
 
 import pyarrow as pa
@@ -79,7 +81,7 @@ class Cluster(TypedDict):
     Attributes:
       id: `digest` of the ids of its documents.
       pool: names of the tasks that it may serve, in order, joined by "+".
-      documents: by source, place and part.
+      documents: by source, place and part, without their vectors.
       tokens: of all documents together.
       vector: float32 [D] as bytes: the mean of its documents' vectors.
     """
@@ -101,36 +103,58 @@ _DOCUMENT = [
     ("tokens", pa.int64()),
     ("vector", pa.binary()),
 ]
+_CLUSTER = [
+    ("id", pa.string()),
+    ("pool", pa.string()),
+    ("documents", pa.list_(pa.struct(_DOCUMENT))),
+    ("tokens", pa.int64()),
+    ("vector", pa.binary()),
+]
+_REMOVED = [
+    ("reason", pa.string()),
+    ("source", pa.string()),
+    ("place", pa.string()),
+    ("part", pa.int64()),
+    ("because", pa.string()),
+]
+_FILE = [
+    ("source", pa.string()),
+    ("place", pa.string()),
+    ("size", pa.int64()),
+    ("hash", pa.string()),
+]
+_POINT = [
+    ("id", pa.string()),
+    ("tokens", pa.int64()),
+    ("vector", pa.binary()),
+    ("node", pa.string()),
+]
+# By table. Points, centroids and members are of cluster.py; "tasks" are clusters that got one.
 SCHEMAS = {
     "documents": pa.schema(_DOCUMENT),
-    "removed": pa.schema(
-        [
-            ("reason", pa.string()),
-            ("source", pa.string()),
-            ("place", pa.string()),
-            ("part", pa.int64()),
-            ("because", pa.string()),
-        ]
-    ),
-    "files": pa.schema(
-        [
-            ("source", pa.string()),
-            ("place", pa.string()),
-            ("size", pa.int64()),
-            ("hash", pa.string()),
-        ]
-    ),
+    "removed": pa.schema(_REMOVED),
+    "files": pa.schema(_FILE),
     "counts": pa.schema([("what", pa.string()), ("source", pa.string()), ("number", pa.int64())]),
-    "clusters": pa.schema(
-        [
-            ("id", pa.string()),
-            ("pool", pa.string()),
-            ("documents", pa.list_(pa.struct(_DOCUMENT))),
-            ("tokens", pa.int64()),
-            ("vector", pa.binary()),
-        ]
-    ),
+    "points": pa.schema(_POINT),
+    "centroids": pa.schema([("node", pa.string()), ("vectors", pa.binary())]),
+    "members": pa.schema([("id", pa.string()), ("cluster", pa.string())]),
+    "clusters": pa.schema(_CLUSTER),
+    "tasks": pa.schema([*_CLUSTER, ("task", pa.string())]),
 }
+
+
+# The first whole number of each tenth of a decade, to 10^18.
+_TENTHS = sorted({math.ceil(10 ** (tenth / 10)) for tenth in range(181)})
+
+
+def sized(what: str, number: int) -> str:
+    """What is counted where numbers have a distribution; Done.histogram reads it."""
+    return f"{what} = {number}"
+
+
+def rounded(number: int) -> int:
+    """Rounded down to a tenth of a decade, or 0: few sizes stand for all."""
+    return _TENTHS[bisect.bisect_right(_TENTHS, number) - 1] if number > 0 else 0
 
 
 def digest(*texts: str) -> str:

@@ -15,18 +15,23 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import apache_beam as beam
+import pyarrow as pa
+import pyarrow.parquet as pq
 from apache_beam.io.filesystems import FileSystems
 from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.runners.portability.portable_runner import PortableRunner
 
-from data_pipeline.records import SCHEMAS, Count, digest
+from data_pipeline.records import SCHEMAS, Count, digest, sized
 
 DONE = "done.json"
+BATCH = 256  # records of a table that are looked at at once: some 20 MB of clusters
+_SIZED = sized("", 0).removesuffix("0")
 Tables = dict[str, Any]  # PCollections by table name
 log = logging.getLogger(__name__)
 
@@ -51,17 +56,34 @@ class Done:
             c["number"] for c in self.counts if c["what"] == what and source in (None, c["source"])
         )
 
+    @property
+    def plain_counts(self) -> tuple[Count, ...]:
+        """Those that are no part of a distribution."""
+        return tuple(count for count in self.counts if _SIZED not in count["what"])
+
+    def histogram(self, what: str, source: str | None = None) -> dict[int, int]:
+        """Of what was counted by records.sized: number -> how often, in order."""
+        found: dict[int, int] = {}
+        for count in self.counts:
+            name, _, number = count["what"].partition(_SIZED)
+            if number and name == what and source in (None, count["source"]):
+                found[int(number)] = found.get(int(number), 0) + count["number"]
+        return dict(sorted(found.items()))
+
 
 class Stages:
     """Runs stages in one folder with one runner."""
 
-    def __init__(self, folder: str, options: Sequence[str] = ()):
+    def __init__(self, folder: str, options: Sequence[str] = (), only_check: bool = False):
         """Args:
         folder: OUT/stages; local, or of any file system that Beam knows (gs://, s3://, ...).
         options: Beam's own flags. "--runner=DirectRunner", the default, is FnApiRunner.
+        only_check: nothing is run or written: `run` builds a stage's graph for the runner, `read`
+          finds nothing.
         """
         self.folder = folder
         self.options = tuple(options)
+        self.only_check = only_check
 
     def run(
         self,
@@ -83,6 +105,11 @@ class Stages:
         """
         made_from = json.dumps([settings, [done.fingerprint for done in after]], sort_keys=True)
         fingerprint = digest(name, made_from)
+        if self.only_check:
+            pipeline = self.pipeline(name)
+            self.construct(pipeline, name, make, inputs)
+            self.check(pipeline, name)
+            return Done(name, fingerprint, (), 0.0)
         if found := self._find(name, fingerprint):
             log.info("%s: was done before", name)
             return found
@@ -107,6 +134,20 @@ class Stages:
         local = named is None or named.rpartition(".")[-1] == "DirectRunner"
         return beam.Pipeline(runner=FnApiRunner() if local else named, options=options)
 
+    def check(self, pipeline: beam.Pipeline, name: str) -> None:
+        """Translates a graph as for a runner on other machines, and reads it back.
+
+        Whatever cannot travel there (a function that cannot be pickled, a coder of no runner) is an
+        error here.
+        """
+        whole = pipeline.to_runner_api()
+        beam.Pipeline.from_runner_api(whole, FnApiRunner(), PipelineOptions([]))
+        graph = PortableRunner().get_proto_pipeline(pipeline, pipeline.options)
+        transforms = graph.components.transforms.values()
+        steps = sum(not transform.subtransforms for transform in transforms)
+        runner = type(pipeline.runner).__name__
+        log.info("%s: %d steps for %s, %d bytes", name, steps, runner, graph.ByteSize())
+
     def construct(
         self, pipeline: beam.Pipeline, name: str, make: Callable[..., Tables], inputs: Mapping
     ) -> None:
@@ -124,17 +165,35 @@ class Stages:
         for table, records in tables.items():
             prefix = self._path(name, table)
             _ = records | f"write {table}" >> beam.io.WriteToParquet(
-                prefix, SCHEMAS[table], codec="zstd", file_name_suffix=".parquet"
+                prefix,
+                SCHEMAS[table],
+                codec="zstd",
+                use_compliant_nested_type=True,
+                file_name_suffix=".parquet",
             )
 
-    def read(self, table: str, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """All records of a finished "STAGE/TABLE", in any order; for what fits into memory."""
-        import pyarrow.parquet as pq
+    def read(
+        self,
+        table: str,
+        columns: Sequence[str] | None = None,
+        ids: Container[str] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Records of a finished "STAGE/TABLE", in any order; for what fits into memory.
 
+        Args:
+          columns: those that are wanted, also parts of one ("documents.list.element.source"); None:
+            all.
+          ids: those of the records that are wanted; None: all.
+        """
         records = []
-        for path in self.files(table):
+        for path in [] if self.only_check else self.files(table):
             with FileSystems.open(path) as file:
-                records += pq.read_table(file, columns=columns).to_pylist()
+                for batch in pq.ParquetFile(file).iter_batches(BATCH, columns=columns):
+                    if ids is not None:
+                        batch = batch.filter(
+                            pa.array([id in ids for id in batch["id"].to_pylist()])
+                        )
+                    records += batch.to_pylist()
         return records
 
     def files(self, table: str) -> list[str]:

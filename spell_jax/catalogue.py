@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from spell_jax.data import clusters, stream, tiny_world
+from spell_jax.data import built, clusters, stream, tiny_world
 from spell_jax.data.clusters import TASKS
 from spell_jax.evaluation.held_out import Evaluation, HeldOutQuestions, read_questions
 from spell_jax.evaluation.tiny_world import TinyEvaluation
@@ -116,7 +116,8 @@ def _check_data(data: Config) -> None:
     source = data.source
     if source != "tiny" and not (source and pathlib.Path(source).exists()):
         raise ValueError(
-            f"data.source = {source!r}: must be 'tiny', a folder of .txt/.md files, or a .jsonl"
+            f"data.source = {source!r}: must be 'tiny', a folder of .txt/.md files, a .jsonl, or a "
+            "folder that data_pipeline built"
         )
     if not data.tasks or len(set(data.tasks)) != len(data.tasks) or set(data.tasks) - set(TASKS):
         raise ValueError(f"data.tasks = {tuple(data.tasks)}: must be one or more of {TASKS}")
@@ -205,7 +206,7 @@ def make(config: Config, tokenizer: Tokenizer, prompt_cap: int) -> tuple[Game, E
     """The game and its evaluation (None where there is nothing held out to ask)."""
     prompts = prompt_sets.load(config.game.prompts)
     dealt = stream.TaskStream(
-        make_clusters(config, tokenizer),
+        open_clusters(config, tokenizer),
         tuple(config.data.tasks),
         tuple(config.data.task_weights),
         config.seed,
@@ -224,23 +225,26 @@ def make(config: Config, tokenizer: Tokenizer, prompt_cap: int) -> tuple[Game, E
     return game, _make_evaluation(config, prompts, tokenizer.count)
 
 
-def make_clusters(config: Config, tokenizer: Tokenizer) -> list[clusters.Cluster]:
-    """Training clusters of the configured source."""
+def open_clusters(config: Config, tokenizer: Tokenizer) -> clusters.Source:
+    """Training clusters of the configured source; hosts share the reading of a built one."""
     data = config.data
     if data.source == "tiny":
-        return tiny_world.make_clusters(
+        made = tiny_world.make_clusters(
             config.seed, data.tiny.clusters, tuple(data.tiny.documents), "train"
         )
-    found, _ = clusters.read_clusters(
+        return clusters.in_memory(made)
+    source = built.open_source(
         data.source,
         count_tokens=tokenizer.count,
         max_document_tokens=data.max_document_tokens,
         documents_per_cluster=data.documents_per_cluster,
         grouping=data.grouping,
     )
-    train, held_out = clusters.split_held_out(found, data.held_out)
+    if built.is_built(data.source):
+        source = built.share_reading(source)
+    train, held_out = clusters.split_held_out(list(source.tasks), data.held_out)
     log.info("%d clusters to train on, %d held out", len(train), len(held_out))
-    return train
+    return source.only(train)
 
 
 def _spell_fields(game: Config) -> dict[str, Any]:

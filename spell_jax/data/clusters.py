@@ -1,4 +1,4 @@
-"""Clusters of documents from a file or from a folder of texts.
+"""Clusters of documents, and how they come from a file or from a folder of texts.
 
 1. A JSONL file holds a cluster a line: {"id": "a", "documents": ["...", "..."], "tasks":
    ["general_qa"]}, "tasks" being optional. Bad lines are counted, logged with file and line, and
@@ -10,13 +10,14 @@
    cuts is lost (spec section 14).
 4. A folder's documents are grouped by order, or by TF-IDF similarity: the first free document and
    its nearest free neighbours form a cluster. Which clusters are held out depends on ids alone.
+5. Whoever plays clusters sees a `Source`: ids and tasks at once, texts when they are asked for.
 """
 
 import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -60,6 +61,32 @@ class Cluster:
     id: str
     documents: tuple[str, ...]
     tasks: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Clusters whose texts may be in storage until they are needed.
+
+    Attributes:
+        tasks: id -> the tasks that the cluster may serve (None: any), one entry a cluster.
+        read: ids of `tasks`, any of them more than once -> their clusters, in the order of the ids.
+    """
+
+    tasks: Mapping[str, tuple[str, ...] | None]
+    read: Callable[[Sequence[str]], list[Cluster]]
+
+    def only(self, ids: Sequence[str]) -> "Source":
+        """The clusters with these ids alone."""
+        return replace(self, tasks={name: self.tasks[name] for name in ids})
+
+
+def in_memory(clusters: Sequence[Cluster]) -> Source:
+    """A source of clusters that are read already; ValueError if two have the same id."""
+    by_id = {cluster.id: cluster for cluster in clusters}
+    if len(by_id) != len(clusters):
+        raise ValueError("clusters: ids must be unique")
+    tasks = {cluster.id: cluster.tasks for cluster in clusters}
+    return Source(tasks, lambda ids: [by_id[name] for name in ids])
 
 
 @dataclass
@@ -162,10 +189,8 @@ def read_clusters(
     return clusters, report
 
 
-def split_held_out(
-    clusters: Sequence[Cluster], share: float
-) -> tuple[list[Cluster], list[Cluster]]:
-    """Splits into (training, held-out) clusters by a hash of the id, whatever order or seed.
+def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[str]]:
+    """Splits ids of clusters into (training, held-out) by their hashes, whatever order or seed.
 
     A share above 0 holds out at least one cluster and leaves at least one.
 
@@ -175,14 +200,12 @@ def split_held_out(
     if not 0 <= share < 1:
         raise ValueError(f"held-out share={share}: must be at least 0 and below 1")
     if share == 0:
-        return list(clusters), []
-    if len(clusters) < 2:
+        return list(ids), []
+    if len(ids) < 2:
         raise ValueError(f"held-out share={share}: one cluster cannot be split; set it to 0")
-    amount = min(max(1, round(share * len(clusters))), len(clusters) - 1)
-    ranked = sorted(clusters, key=lambda cluster: (_digest(cluster.id), cluster.id))
-    chosen = {cluster.id for cluster in ranked[:amount]}
-    train = [cluster for cluster in clusters if cluster.id not in chosen]
-    return train, [cluster for cluster in clusters if cluster.id in chosen]
+    amount = min(max(1, round(share * len(ids))), len(ids) - 1)
+    chosen = set(sorted(ids, key=lambda name: (_digest(name), name))[:amount])
+    return [n for n in ids if n not in chosen], [n for n in ids if n in chosen]
 
 
 # ------------------------------------------------------------------------------------------ cutting

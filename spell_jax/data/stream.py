@@ -6,21 +6,25 @@
 2. A batch is shared out by weight: the floor of each task's share, clipped to the clusters it has,
    then the remainder one by one, heaviest task first.
 3. Each task deals from its own shuffled deck. When fewer cards are left than needed, they are
-   thrown away and a fresh shuffle is dealt from, so no cluster repeats within a batch, unless the
-   batch has more items than there are
-   clusters: then whole decks are dealt, and the repeats counted.
-4. The batch is shuffled. All of this is a function of the seed, and the state says exactly where it
-   stands.
+   thrown away and the next epoch's deck is dealt from, so no cluster repeats within a batch, unless
+   the batch has more items than there are clusters: then whole decks are dealt, and the repeats
+   counted.
+4. The batch is shuffled, and only then are its clusters' texts read.
+5. The assignment is a function of the seed and the ids, a deck of the seed, its task and its epoch,
+   the order of a batch of the seed and its number. So a few numbers say where the stream stands.
 """
 
+import hashlib
+import json
 import logging
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from spell_jax.data.clusters import Cluster
+from spell_jax.data.clusters import Cluster, Source
 
 log = logging.getLogger(__name__)
 
@@ -61,24 +65,20 @@ class TaskStream:
     """
 
     def __init__(
-        self,
-        clusters: Sequence[Cluster],
-        tasks: Sequence[str],
-        weights: Sequence[float],
-        seed: int,
-    ):
+        self, source: Source, tasks: Sequence[str], weights: Sequence[float], seed: int
+    ) -> None:
         """Assigns the clusters to the tasks.
 
         Args:
-            clusters: with unique ids. Those that may serve none of the tasks are left out, with a
-                warning.
+            source: of the clusters; what is not dealt is not read. Those that may serve none of the
+                tasks are left out, with a warning.
             tasks: the tasks of the run.
             weights: one positive number a task.
-            seed: of the assignment and of all shuffles.
+            seed: of the assignment and of all shuffles, at least 0.
 
         Raises:
             ValueError: no task, a task named twice, weights that do not match or are not positive,
-                an id used twice, or no cluster for any task.
+                or no cluster for any task.
         """
         if not tasks or len(set(tasks)) != len(tasks):
             raise ValueError(f"tasks={tuple(tasks)}: must be one or more different tasks")
@@ -88,13 +88,14 @@ class TaskStream:
                 "leave a task out instead of weighing it 0"
             )
         self.repeats = 0
-        self._clusters = {cluster.id: cluster for cluster in clusters}
-        if len(self._clusters) != len(clusters):
-            raise ValueError("clusters: ids must be unique")
+        self.read = source.read
         self._weights = dict(zip(tasks, weights, strict=True))
-        self._random = np.random.default_rng(seed)
-        self._assigned = self._assign(clusters)
-        self._decks: dict[str, list[str]] = {task: [] for task in tasks}
+        self._seed = seed
+        self._assigned = self._assign(source.tasks)
+        self._batches = 0
+        self._epochs = dict.fromkeys(tasks, 0)
+        self._positions = dict.fromkeys(tasks, 0)
+        self._decks = {task: self._deck(task) for task in tasks}
 
     def next(self, batch: int) -> list[tuple[str, Cluster]]:
         """The next `batch` (task, cluster) pairs, in shuffled order.
@@ -110,74 +111,94 @@ class TaskStream:
         counts = batch_counts(batch, self._weights, room)
         pairs = [(task, name) for task, count in counts.items() for name in self._deal(task, count)]
         self.repeats += sum(max(0, counts[task] - sizes[task]) for task in counts)
-        order = self._random.permutation(len(pairs))
-        return [(pairs[i][0], self._clusters[pairs[i][1]]) for i in order]
-
-    def cluster(self, name: str) -> Cluster:
-        """The cluster with this id; KeyError if the stream has none."""
-        return self._clusters[name]
+        order = self._random("batch", self._batches).permutation(len(pairs))
+        self._batches += 1
+        clusters = self.read([pairs[i][1] for i in order])
+        return [(pairs[i][0], cluster) for i, cluster in zip(order, clusters, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Assignment, decks, random state and count of repeats, as plain JSON values."""
+        """Where every task stands in its decks, as plain JSON values; as small for any data.
+
+        "data" tells data, tasks and seed apart: of others, the same numbers mean other clusters.
+        """
         return {
-            "assigned": {task: list(ids) for task, ids in self._assigned.items()},
-            "decks": {task: list(ids) for task, ids in self._decks.items()},
-            "random": self._random.bit_generator.state,
+            "epochs": dict(self._epochs),
+            "positions": dict(self._positions),
+            "batches": self._batches,
             "repeats": self.repeats,
+            "clusters": sum(map(len, self._assigned.values())),
+            "data": self._digest(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on exactly where the stream that gave the state stood, with its assignment.
+        """Goes on exactly where the stream that gave the state stood.
 
         Raises:
-            ValueError: the state is of other tasks, or names clusters that this stream does not
-                have.
+            ValueError: the state is of other tasks, clusters or another seed, or no such state.
         """
-        for field in ("assigned", "decks"):
-            if set(state[field]) != set(self._weights):
-                raise ValueError(
-                    f"stream state: {field} is of tasks {sorted(state[field])}, the run plays "
-                    f"{sorted(self._weights)}"
-                )
-            for task, ids in state[field].items():
-                unknown = [name for name in ids if name not in self._clusters]
-                if unknown:
-                    raise ValueError(
-                        f"stream state: {field} of {task} names {len(unknown)} unknown clusters, "
-                        f"first {unknown[0]!r}; resume with the data that the run began with"
-                    )
-        self._assigned = {task: list(state["assigned"][task]) for task in self._weights}
-        self._decks = {task: list(state["decks"][task]) for task in self._weights}
-        self._random.bit_generator.state = state["random"]
-        self.repeats = int(state["repeats"])
-
-    def _assign(self, clusters: Sequence[Cluster]) -> dict[str, list[str]]:
-        assigned: dict[str, list[str]] = {task: [] for task in self._weights}
-        choices = []
-        for index in self._random.permutation(len(clusters)):
-            allowed = clusters[index].tasks
-            choices.append(
-                (clusters[index].id, [t for t in assigned if allowed is None or t in allowed])
+        fields = self.state_dict().keys()
+        if missing := sorted(fields - state.keys()):
+            raise ValueError(
+                f"stream state: lacks {missing}; it is of another version of this program: begin "
+                "the run anew"
             )
+        if set(state["epochs"]) != set(self._weights):
+            raise ValueError(
+                f"stream state: is of tasks {sorted(state['epochs'])}, the run plays "
+                f"{sorted(self._weights)}"
+            )
+        if state["data"] != self._digest():
+            raise ValueError(
+                f"stream state: is of {state['clusters']} clusters, which are not the "
+                f"{sum(map(len, self._assigned.values()))} that are here, or of another seed; "
+                "resume with the data and the seed that the run began with"
+            )
+        self._epochs = {task: int(state["epochs"][task]) for task in self._weights}
+        self._positions = {task: int(state["positions"][task]) for task in self._weights}
+        self._batches, self.repeats = int(state["batches"]), int(state["repeats"])
+        self._decks = {task: self._deck(task) for task in self._weights}
+
+    def _assign(self, tasks: Mapping[str, tuple[str, ...] | None]) -> dict[str, list[str]]:
+        assigned: dict[str, list[str]] = {task: [] for task in self._weights}
+        names = sorted(tasks)  # whatever order the source has them in
+        choices = []
+        for index in self._random("assignment").permutation(len(names)):
+            allowed = tasks[names[index]]
+            choices.append((names[index], [t for t in assigned if allowed is None or t in allowed]))
         for name, options in sorted(choices, key=lambda choice: len(choice[1])):
             if options:
                 assigned[min(options, key=lambda task: len(assigned[task]))].append(name)
-        unused = len(clusters) - sum(map(len, assigned.values()))
+        unused = len(names) - sum(map(len, assigned.values()))
         if unused:
             log.warning("%d clusters serve none of the tasks %s: left out", unused, tuple(assigned))
-        if unused == len(clusters):
-            raise ValueError(f"clusters: none of {len(clusters)} serves any of {tuple(assigned)}")
+        if unused == len(names):
+            raise ValueError(f"clusters: none of {len(names)} serves any of {tuple(assigned)}")
         for task, ids in assigned.items():
             if not ids:
                 log.warning("task %s has no cluster and is never played", task)
         return assigned
 
     def _deal(self, task: str, count: int) -> list[str]:
-        ids, dealt = self._assigned[task], []
+        size, dealt = len(self._assigned[task]), []
         while len(dealt) < count:
-            wanted = min(count - len(dealt), len(ids))
-            if len(self._decks[task]) < wanted:
-                self._decks[task] = [ids[i] for i in self._random.permutation(len(ids))]
-            dealt += self._decks[task][:wanted]
-            self._decks[task] = self._decks[task][wanted:]
+            wanted = min(count - len(dealt), size)
+            if size - self._positions[task] < wanted:
+                self._epochs[task] += 1
+                self._positions[task] = 0
+                self._decks[task] = self._deck(task)
+            start = self._positions[task]
+            self._positions[task] += wanted
+            dealt += self._decks[task][start : start + wanted]
         return dealt
+
+    def _deck(self, task: str) -> list[str]:
+        ids = self._assigned[task]
+        order = self._random(f"task {task}", self._epochs[task]).permutation(len(ids))
+        return [ids[i] for i in order]
+
+    def _random(self, what: str, number: int = 0) -> np.random.Generator:
+        return np.random.default_rng([self._seed, zlib.crc32(what.encode()), number])
+
+    def _digest(self) -> str:
+        dealt_from = json.dumps([self._seed, self._assigned], sort_keys=True)
+        return hashlib.sha256(dealt_from.encode()).hexdigest()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from spell_jax.data.clusters import Cluster
 from spell_jax.games.game import Models
 from spell_jax.games.spell import Episode, Spell
 from spell_jax.learner.packing import Group
@@ -51,7 +52,9 @@ class Rlvr:
         spell = self._spell
         rng = np.random.default_rng([spell.seed, step, 3])  # 0 to 2 are spell's own draws
         order = rng.permutation(len(self._questions))[: spell.config.generation_batch]
-        episodes = [self._episode(self._questions[i]) for i in order]
+        questions = [self._questions[i] for i in order]
+        clusters = spell.stream.read([question["cluster"] for question in questions])
+        episodes = [_episode(*pair) for pair in zip(questions, clusters, strict=True)]
         models.together(spell.solve, episodes)
         spell.ask_judge(episodes)
         spell.reward(episodes)
@@ -76,18 +79,6 @@ class Rlvr:
             ]
         return questions
 
-    def _episode(self, question: dict[str, Any]) -> Episode:
-        return Episode(
-            question["task"],
-            self._spell.stream.cluster(question["cluster"]),
-            tuple(question["shown"]),
-            (),
-            status="accepted",
-            question=question["question"],
-            reference=question["reference"],
-            own_reference=question["reference"],
-        )
-
     def rows(self, episodes: Sequence[Episode]) -> list[Group]:
         """Responder (and verifier) groups; there are no questioner's rows without proposals."""
         return self._spell.rows(episodes)
@@ -106,3 +97,16 @@ class Rlvr:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._spell.load_state_dict(state["spell"])
         self._questions = list(state["questions"])
+
+
+def _episode(question: dict[str, Any], cluster: Cluster) -> Episode:
+    return Episode(
+        question["task"],
+        cluster,
+        tuple(question["shown"]),
+        (),
+        status="accepted",
+        question=question["question"],
+        reference=question["reference"],
+        own_reference=question["reference"],
+    )

@@ -32,13 +32,13 @@ from pathlib import Path
 
 import numpy as np
 
+from spell_jax.data.built import open_source
 from spell_jax.data.clusters import (
     LETTERS,
     TASKS,
     Cluster,
     CountTokens,
     count_words,
-    read_clusters,
     split_held_out,
 )
 from spell_jax.data.stream import batch_counts
@@ -523,14 +523,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _clusters(
     flags: argparse.Namespace, count_tokens: CountTokens
 ) -> tuple[list[Cluster], list[Cluster]]:
-    clusters, _ = read_clusters(
+    source = open_source(
         flags.source,
         count_tokens=count_tokens,
         max_document_tokens=flags.max_document_tokens,
         documents_per_cluster=flags.documents_per_cluster,
         grouping=flags.grouping,
     )
-    return split_held_out(clusters, flags.held_out)
+    training, held_out = split_held_out(list(source.tasks), flags.held_out)
+    return source.read(training), source.read(held_out)
 
 
 def _rows(
@@ -550,7 +551,7 @@ def _rows(
 def _flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Warm-start rows from the texts of a folder.")
     add = parser.add_argument
-    add("--source", required=True, help="folder of .txt and .md files, or JSONL of clusters")
+    add("--source", required=True, help="folder of texts, JSONL of clusters, or built folder")
     add("--out", required=True, help="folder to write")
     add("--rows", type=int, default=12_000)
     add("--questions", type=int, default=200, help="at most so many about held-out clusters")

@@ -12,9 +12,12 @@ from spell_jax.data.clusters import (
     Cluster,
     count_words,
     cut_document,
+    in_memory,
     read_clusters,
     split_held_out,
 )
+
+TASKS_OF = {"a": None, "b": ("general_qa",), "c": ("general_qa", "financial_math")}
 
 
 def squeezed(text: str) -> str:
@@ -155,14 +158,26 @@ def test_similarity_brings_like_documents_together(tmp_path: Path) -> None:
 
 
 def test_held_out_depends_on_ids_alone() -> None:
-    clusters = [Cluster(f"c{i}", ("d",)) for i in range(40)]
-    train, held_out = split_held_out(clusters, 0.1)
+    ids = [f"c{i}" for i in range(40)]
+    train, held_out = split_held_out(ids, 0.1)
     assert len(held_out) == 4
-    assert sorted([*train, *held_out], key=lambda c: int(c.id[1:])) == clusters
-    assert set(split_held_out(clusters[::-1], 0.1)[1]) == set(held_out)
-    assert split_held_out(clusters, 0.0) == (clusters, [])
-    assert len(split_held_out(clusters[:2], 0.01)[1]) == 1
-    assert len(split_held_out(clusters[:2], 0.99)[0]) == 1
+    assert sorted([*train, *held_out], key=lambda name: int(name[1:])) == ids
+    assert set(split_held_out(ids[::-1], 0.1)[1]) == set(held_out)
+    assert split_held_out(ids, 0.0) == (ids, [])
+    assert len(split_held_out(ids[:2], 0.01)[1]) == 1
+    assert len(split_held_out(ids[:2], 0.99)[0]) == 1
+
+
+def test_a_source_in_memory_reads_what_is_asked_for() -> None:
+    clusters = [Cluster(name, (name * 3,), tasks) for name, tasks in TASKS_OF.items()]
+    source = in_memory(clusters)
+    assert source.tasks == TASKS_OF
+    assert source.read(["c", "a", "c"]) == [clusters[2], clusters[0], clusters[2]]
+    part = source.only(["b", "a"])
+    assert list(part.tasks) == ["b", "a"]
+    assert part.read(["b"]) == [clusters[1]]
+    with pytest.raises(ValueError, match="ids must be unique"):
+        in_memory([*clusters, clusters[0]])
 
 
 @pytest.mark.parametrize(
@@ -185,7 +200,7 @@ def test_sources_without_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no usable text; read 0, skipped 1 \(1 empty\)"):
         read_clusters(tmp_path)
     with pytest.raises(ValueError, match="one cluster cannot be split"):
-        split_held_out([Cluster("a", ("d",))], 0.5)
+        split_held_out(["a"], 0.5)
     with pytest.raises(ValueError, match=r"share=1\.0"):
         split_held_out([], 1.0)
 

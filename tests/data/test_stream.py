@@ -2,11 +2,13 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from spell_jax.data.clusters import TASKS, Cluster
+from spell_jax.data.clusters import TASKS, Cluster, Source, in_memory
 from spell_jax.data.stream import TaskStream, batch_counts
 
 CASES = Path(__file__).parent.parent / "reference_cases" / "domain_sampler_counts.json"
@@ -18,7 +20,7 @@ def make_clusters(count: int, tasks: tuple[str, ...] | None = None) -> list[Clus
 
 
 def make_stream(count: int, seed: int = 0) -> TaskStream:
-    return TaskStream(make_clusters(count), TASKS, [1, 1, 1], seed)
+    return TaskStream(in_memory(make_clusters(count)), TASKS, [1, 1, 1], seed)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,7 @@ def test_reference_counts(case: dict) -> None:
     assert counts == case["out"]["counts"]
     names = dict(zip(tasks, TASKS, strict=True))
     clusters = [c for task in tasks for c in make_clusters(sizes[task], (names[task],))]
-    stream = TaskStream(clusters, TASKS, weights, seed=1)
+    stream = TaskStream(in_memory(clusters), TASKS, weights, seed=1)
     for batch in case["out"]["first_batches"]:
         dealt = Counter(task for task, _ in stream.next(case["in"]["batch"]))
         assert dealt == {names[task]: count for task, count in batch.items()}
@@ -54,14 +56,14 @@ def test_a_cluster_keeps_one_task_and_parts_are_equal() -> None:
 def test_clusters_serve_only_their_tasks(caplog: pytest.LogCaptureFixture) -> None:
     clusters = make_clusters(6, ("financial_math",)) + make_clusters(6)
     clusters += make_clusters(2, ("multiple_choice",))
-    stream = TaskStream(clusters, ("financial_math", "general_qa"), [1, 1], seed=3)
+    stream = TaskStream(in_memory(clusters), ("financial_math", "general_qa"), [1, 1], seed=3)
     assert "2 clusters serve none of the tasks" in caplog.text
     dealt = {(task, cluster.id) for task, cluster in stream.next(12)}
     assert {name for task, name in dealt if task == "general_qa"} == {f"any{i}" for i in range(6)}
 
 
 def test_no_repeats_in_a_batch_and_fresh_decks() -> None:
-    stream = TaskStream(make_clusters(10), ["general_qa"], [1], seed=0)
+    stream = TaskStream(in_memory(make_clusters(10)), ["general_qa"], [1], seed=0)
     batches = [[cluster.id for _, cluster in stream.next(4)] for _ in range(6)]
     assert all(len(set(batch)) == 4 for batch in batches)
     # Two batches come from one deck; its two leftover cards are thrown away.
@@ -76,6 +78,8 @@ def test_a_batch_larger_than_the_data_counts_its_repeats() -> None:
     assert Counter(task for task, _ in batch) == dict.fromkeys(TASKS, 5)
     assert max(Counter(cluster.id for _, cluster in batch).values()) <= 3
     assert stream.repeats == 9
+    stream.next(15)
+    assert stream.repeats == 18
 
 
 def test_a_task_without_clusters_is_not_played(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,11 +89,13 @@ def test_a_task_without_clusters_is_not_played(caplog: pytest.LogCaptureFixture)
 
 
 def test_batch_order_is_shuffled_and_seeded() -> None:
-    first = make_stream(60).next(30)
+    stream = make_stream(60)
+    first = stream.next(30)
     assert first == make_stream(60).next(30)
     assert first != make_stream(60, seed=1).next(30)
     tasks = [task for task, _ in first]
     assert tasks != sorted(tasks, key=TASKS.index)
+    assert tasks != [task for task, _ in stream.next(30)]  # every batch in an order of its own
 
 
 def test_a_resumed_stream_goes_on_exactly() -> None:
@@ -97,19 +103,99 @@ def test_a_resumed_stream_goes_on_exactly() -> None:
     for _ in range(5):
         stream.next(40)
     state = json.loads(json.dumps(stream.state_dict()))
-    resumed = make_stream(31, seed=99)  # the assignment comes from the state, not from the seed
+    resumed = make_stream(31)
+    resumed.next(7)  # what it dealt before is forgotten
     resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
     assert resumed.repeats == stream.repeats > 0
     for _ in range(7):
         assert resumed.next(7) == stream.next(7)
+    assert resumed.state_dict() == stream.state_dict() != state
+
+
+def test_a_stream_stopped_in_the_middle_of_a_deck_goes_on_with_it() -> None:
+    """After every batch, within decks and at their ends."""
+    stream = TaskStream(in_memory(make_clusters(10)), ["general_qa"], [1], seed=2)
+    batches, states = [], [stream.state_dict()]
+    for _ in range(7):
+        batches.append(stream.next(3))
+        states.append(stream.state_dict())
+    for start, state in enumerate(states):
+        resumed = TaskStream(in_memory(make_clusters(10)), ["general_qa"], [1], seed=2)
+        resumed.load_state_dict(state)
+        assert [resumed.next(3) for _ in batches[start:]] == batches[start:]
+
+
+def test_order_is_a_function_of_seed_and_ids() -> None:
+    """Not of the order in which a source has its clusters; and every epoch has another one."""
+    clusters = make_clusters(20)
+    one = TaskStream(in_memory(clusters), TASKS[:1], [1], seed=5)
+    two = TaskStream(in_memory(clusters[::-1]), TASKS[:1], [1], seed=5)
+    epochs = [one.next(20) for _ in range(4)]
+    assert epochs == [two.next(20) for _ in range(4)]
+    orders = [[cluster.id for _, cluster in epoch] for epoch in epochs]
+    assert len({tuple(order) for order in orders}) == 4
+    assert all(sorted(order) == sorted(orders[0]) for order in orders)
+    # The deck too, not only the order within a batch: halves of an epoch are other sets.
+    halves = TaskStream(in_memory(clusters), TASKS[:1], [1], seed=5)
+    sets = [frozenset(c.id for _, c in halves.next(10)) for _ in range(8)]
+    assert len(set(sets)) == 8
+
+
+def test_tasks_have_decks_of_their_own() -> None:
+    """With one order for all tasks, the same two clusters would meet in every epoch."""
+    clusters = make_clusters(12, TASKS[:1]) + make_clusters(12, TASKS[1:2])
+    stream = TaskStream(in_memory(clusters), TASKS[:2], [1, 1], seed=0)
+    epochs = [{frozenset(c.id for _, c in stream.next(2)) for _ in range(12)} for _ in range(2)]
+    assert frozenset.union(*epochs[0]) == frozenset.union(*epochs[1])
+    assert len(epochs[0] & epochs[1]) < 6
+
+
+def test_the_state_is_as_small_for_more_clusters() -> None:
+    sizes = []
+    for count in (9, 9000):
+        stream = TaskStream(
+            Source({str(i): None for i in range(count)}, _unread), TASKS, [1] * 3, 0
+        )
+        sizes.append(len(json.dumps(stream.state_dict())))
+    assert abs(sizes[1] - sizes[0]) < 10 and sizes[1] < 400
+
+
+def _unread(ids: Sequence[str]) -> list[Cluster]:
+    return [Cluster(name, ("text",)) for name in ids]
+
+
+def test_only_the_clusters_of_a_batch_are_read() -> None:
+    asked: list[list[str]] = []
+
+    def read(ids: Sequence[str]) -> list[Cluster]:
+        asked.append(list(ids))
+        return _unread(ids)
+
+    stream = TaskStream(Source({str(i): None for i in range(90)}, read), TASKS, [1] * 3, 0)
+    assert asked == []
+    batches = [[cluster.id for _, cluster in stream.next(6)] for _ in range(2)]
+    assert asked == batches
 
 
 def test_a_state_of_other_data_is_refused() -> None:
     state = make_stream(9).state_dict()
-    with pytest.raises(ValueError, match="names 1 unknown clusters, first 'any8'"):
+    with pytest.raises(ValueError, match="is of 9 clusters, which are not the 8 that are here"):
         make_stream(8).load_state_dict(state)
+    renamed = [replace(c, id=f"{c.id}b") if c.id == "any8" else c for c in make_clusters(9)]
+    with pytest.raises(ValueError, match="resume with the data"):
+        TaskStream(in_memory(renamed), TASKS, [1, 1, 1], 0).load_state_dict(state)
+    for count in (1, 9):
+        with pytest.raises(ValueError, match="or of another seed"):
+            make_stream(count, seed=1).load_state_dict(make_stream(count).state_dict())
     with pytest.raises(ValueError, match="the run plays"):
-        TaskStream(make_clusters(9), TASKS[:2], [1, 1], 0).load_state_dict(state)
+        TaskStream(in_memory(make_clusters(9)), TASKS[:2], [1, 1], 0).load_state_dict(state)
+
+
+def test_a_state_of_an_older_version_is_refused() -> None:
+    old = {"assigned": {}, "decks": {}, "random": {}, "repeats": 0}
+    with pytest.raises(ValueError, match=r"lacks \['batches', .*another version"):
+        make_stream(9).load_state_dict(old)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +206,13 @@ def test_a_state_of_other_data_is_refused() -> None:
         (make_clusters(3), TASKS, (1, 1), "weights="),
         (make_clusters(3), TASKS, (1, 0, 1), "weights="),
         (make_clusters(3), TASKS, (1, float("nan"), 1), "weights="),
-        (make_clusters(2) * 2, TASKS, (1, 1, 1), "unique"),
         ([], TASKS, (1, 1, 1), "none of 0"),
         (make_clusters(3, TASKS[:1]), TASKS[1:], (1, 1), "none of 3"),
     ],
 )
 def test_bad_settings(clusters: list, tasks: tuple, weights: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TaskStream(clusters, tasks, weights, seed=0)
+        TaskStream(in_memory(clusters), tasks, weights, seed=0)
 
 
 def test_the_remainder_goes_to_the_heaviest_task_first() -> None:

@@ -231,8 +231,9 @@ class Deck:
         self._at += batch
         return dealt
 
-    def cluster(self, name: str) -> Cluster:
-        return next(cluster for _, cluster in self._pairs if cluster.id == name)
+    def read(self, ids: Sequence[str]) -> list[Cluster]:
+        by_id = {cluster.id: cluster for _, cluster in self._pairs}
+        return [by_id[name] for name in ids]
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self._at}

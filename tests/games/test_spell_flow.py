@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spell_jax.data.clusters import TASKS, Cluster
+from spell_jax.data.clusters import TASKS, Cluster, in_memory
 from spell_jax.data.stream import TaskStream
 from spell_jax.games.spell import Spell, most_frequent
 from spell_jax.selfplay import parsing
@@ -290,7 +290,7 @@ def real_stream(seed: int = 0) -> TaskStream:
     clusters = [
         Cluster(f"d{i}", tuple(f"d{i}.{n} text" for n in range(6))) for i in range(len(MANY))
     ]
-    return TaskStream(clusters, TASKS, (1.0, 1.0, 1.0), seed)
+    return TaskStream(in_memory(clusters), TASKS, (1.0, 1.0, 1.0), seed)
 
 
 MANY = tuple(Row(QA, "ok", 0, i % 4, 1, i % 5) for i in range(24))

@@ -263,7 +263,8 @@ def test_command_line(tmp_path: Path) -> None:
     clusters, report = read_clusters(
         source, count_tokens=words.count, max_document_tokens=48, documents_per_cluster=4
     )
-    training, held_out = split_held_out(clusters, 0.2)
+    training, unseen_ids = split_held_out([cluster.id for cluster in clusters], 0.2)
+    held_out = [cluster for cluster in clusters if cluster.id in unseen_ids]
     assert report.tokens_max <= 48
     questions = read_questions(out / "questions.jsonl")
     assert {question.documents for question in questions} <= {c.documents for c in held_out}

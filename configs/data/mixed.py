@@ -1,0 +1,37 @@
+"""Filings, books by chapter, speeches, encyclopedia articles and multi-hop contexts of one folder.
+
+    python -m data_pipeline.build --config=configs/data/mixed.py:PATH --out=runs/mixed
+
+PATH has the folders edgar, books, gov_speeches, xquad and multihop (HotpotQA's, 2WikiMultihopQA's
+and MuSiQue's rows). HotpotQA stands for the benchmarks that are kept out of training.
+"""
+
+from typing import Any
+
+from configs.data import base
+
+GENERAL = ("general_qa", "multiple_choice")
+LONG = 100_000_000  # characters: such a text is cut into documents
+
+
+def get_config(path: str = "") -> Any:
+    config = base.get_config()
+    sources = config.sources
+    sources.filings = base.source(f"{path}/edgar/*/*.txt", ("financial_math",), max_characters=LONG)
+    sources.books = base.source(
+        f"{path}/books/*/*.txt", GENERAL, split="chapters", max_characters=LONG
+    )
+    sources.speeches = base.source(f"{path}/gov_speeches/*/*.txt", GENERAL, max_characters=LONG)
+    sources.articles = base.source(
+        f"{path}/xquad/xquad.en.json", GENERAL, layout="json", text="context"
+    )
+    sources.wikis = base.source(
+        f"{path}/multihop/2wiki*.jsonl", GENERAL, layout="json", text="context"
+    )
+    sources.hops = base.source(
+        f"{path}/multihop/musique*.jsonl", GENERAL, layout="json", text="paragraph_text"
+    )
+    config.decontaminate.benchmarks.hotpotqa = base.benchmark(
+        f"{path}/multihop/hotpotqa*.jsonl", ("context",), ("question",)
+    )
+    return config

@@ -1,0 +1,25 @@
+"""The paper's corpus: Ultra-FineWeb and DocMath, 2,150 clusters a task (Appendix E.1).
+
+    python -m data_pipeline.build --config=configs/data/paper.py --out=gs://BUCKET/clusters \
+        --config.sources.web.path=gs://BUCKET/Ultra-FineWeb/data/ultrafineweb_en \
+        --config.sources.reports.path=gs://BUCKET/DocMath-Eval \
+        --config.cut.tokenizer=Qwen2.5-7B-Instruct --config.embed.folder=Qwen3-Embedding-8B \
+        --runner=DataflowRunner ...
+
+All paths are the user's copies of what Hugging Face has as openbmb/Ultra-FineWeb,
+yale-nlp/DocMath-Eval, Qwen/Qwen3-Embedding-8B. Never run at this size: no figure of it is measured.
+"""
+
+from typing import Any
+
+from configs.data import base
+
+
+def get_config() -> Any:
+    config = base.get_config()
+    web = base.source("", ("general_qa", "multiple_choice"), layout="ultra_fineweb")
+    reports = base.source("", ("financial_math",), layout="docmath", max_characters=100_000_000)
+    config.sources.update({"web": web, "reports": reports})
+    config.embed.method = "policy"
+    config.tasks.clusters_per_task = 2150
+    return config

@@ -1,0 +1,238 @@
+"""From raw text to clusters of documents (the paper's Appendix E.1), stage after stage:
+
+    python -m data_pipeline.build --config=configs/data/NAME.py --out=DIR [Beam's own flags]
+
+1. read           files of all sources become documents; the filter keeps good ones of fit length.
+2. dedup          of equal and nearly equal documents one stays.
+3. decontaminate  what an evaluation benchmark has, or asks, goes.
+4. cut            long documents become pieces; tokens are counted.
+5. embed          each document becomes a vector.
+6. cluster        levels of k-means, then clusters within the limit of tokens.
+7. tasks          each task gets the same number of clusters.
+8. output         report.html, ArrayRecord shards, and manifest.json, written last.
+
+A build that was stopped is started again by the same command and goes on behind its last finished
+stage (stages.py). With --check nothing is run: sources and benchmarks are looked at, and the graph
+of every stage is built for the runner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import apache_beam as beam
+from absl import app, flags
+from apache_beam.io.filesystems import FileSystems
+from ml_collections import config_flags
+
+from data_pipeline import cluster, cut, decontaminate, dedup, embed, output, sources, summary, tasks
+from data_pipeline.cut import CutConfig
+from data_pipeline.decontaminate import BenchmarkConfig, DecontaminateConfig
+from data_pipeline.dedup import DedupConfig
+from data_pipeline.embed import EmbedConfig
+from data_pipeline.filter import FilterConfig
+from data_pipeline.kmeans import ClusterConfig
+from data_pipeline.output import OutputConfig
+from data_pipeline.sources import SourceConfig
+from data_pipeline.stages import Done, Stages
+from data_pipeline.tasks import TasksConfig
+from spell_jax.runtime import settings
+from spell_jax.runtime.settings import Config
+
+# Whose version may change what comes out.
+PACKAGES = ("spell_jax", "apache-beam", "array-record", "datasketch", "jax", "numpy", "py3langid")
+PACKAGES += ("pyarrow", "pypdf", "scikit-learn", "scipy", "tensorflow-datasets", "tokenizers")
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A build's config, checked; seeds are in the sections that draw."""
+
+    sources: Mapping[str, SourceConfig]
+    filter: FilterConfig
+    dedup: DedupConfig
+    benchmarks: Mapping[str, BenchmarkConfig]
+    decontaminate: DecontaminateConfig
+    cut: CutConfig
+    embed: EmbedConfig
+    cluster: ClusterConfig
+    tasks: TasksConfig
+    output: OutputConfig
+
+    @property
+    def pools(self) -> dict[str, str]:
+        """Source -> what its documents may be clustered with: those that serve the same tasks."""
+        return {name: "+".join(sorted(source.tasks)) for name, source in self.sources.items()}
+
+
+def make_plan(config: Config) -> Plan:
+    """Checks a config; nothing is read.
+
+    Raises:
+      ValueError: naming the field, its value and what would be right.
+    """
+    if not config.sources:
+        raise ValueError("sources = {}: must have at least one source; see configs/data/folder.py")
+    benchmarks = config.decontaminate.benchmarks
+    rest = {
+        name: config.decontaminate[name] for name in config.decontaminate if name != "benchmarks"
+    }
+    drawn = {"seed": config.seed}
+    plan = Plan(
+        sources=_named(SourceConfig, config.sources, "sources"),
+        filter=settings.build(FilterConfig, config.filter, "filter"),
+        dedup=settings.build(DedupConfig, config.dedup, "dedup"),
+        benchmarks=_named(BenchmarkConfig, benchmarks, "decontaminate.benchmarks"),
+        decontaminate=settings.build(DecontaminateConfig, rest, "decontaminate"),
+        cut=settings.build(CutConfig, config.cut, "cut"),
+        embed=settings.build(EmbedConfig, config.embed, "embed", **drawn),
+        cluster=settings.build(ClusterConfig, config.cluster, "cluster", **drawn),
+        tasks=settings.build(TasksConfig, config.tasks, "tasks", **drawn),
+        output=settings.build(OutputConfig, config.output, "output"),
+    )
+    for source in plan.sources.values():
+        source.filter(plan.filter)
+    if plan.cut.max_document_tokens > plan.cluster.max_cluster_tokens:
+        raise ValueError(
+            f"cut.max_document_tokens = {plan.cut.max_document_tokens}: must be at most "
+            f"cluster.max_cluster_tokens = {plan.cluster.max_cluster_tokens}"
+        )
+    return plan
+
+
+def build(config: Config, out: str, options: Sequence[str] = ()) -> dict[str, Any]:
+    """Runs what is not done yet and returns the manifest.
+
+    Args:
+      out: folder of the result; local, or of any file system that Beam knows (gs://, s3://, ...).
+      options: Beam's own flags.
+
+    Raises:
+      ValueError, FileNotFoundError: naming the field, its value and what would be right.
+    """
+    plan = make_plan(config)
+    stages = Stages(FileSystems.join(out, "stages"), options)
+    done, files = run_stages(plan, stages)
+    clusters = "tasks/tasks"
+    manifest = {
+        "config": config.to_dict(),
+        "versions": versions(),
+        "sources": files,
+        "counts": {stage.name: list(stage.counts) for stage in done},
+    }
+    summary.write(stages, done, clusters, out, manifest)
+    return output.write_output(stages, clusters, done, out, plan.output, manifest)
+
+
+def check(config: Config, out: str, options: Sequence[str] = ()) -> None:
+    """Lists the sources and builds the graph of every stage for the runner; runs nothing.
+
+    Raises:
+      ValueError, FileNotFoundError: naming the field, its value and what would be right.
+    """
+    stages = Stages(FileSystems.join(out, "stages"), options, only_check=True)
+    run_stages(make_plan(config), stages)
+    with_shards = stages.pipeline("output")
+    clusters = with_shards | "read clusters" >> beam.Create([])
+    output.make_shards(clusters, [output.Shard("", 0)], out)
+    stages.check(with_shards, "output")
+
+
+def run_stages(plan: Plan, stages: Stages) -> tuple[list[Done], dict[str, dict[str, str]]]:
+    """All stages before the output, and source -> file -> hash."""
+    listed = [f for name, source in plan.sources.items() for f in sources.list_files(name, source)]
+    items = decontaminate.read_benchmarks(plan.benchmarks)
+    done = [read(plan, stages, listed)]
+    made = functools.partial(dedup.make_dedup, config=plan.dedup)
+    done.append(_run(stages, "dedup", plan.dedup, made, done, "read/documents"))
+    before = "dedup/documents"
+    if items:
+        made = functools.partial(
+            decontaminate.make_decontaminate,
+            items=items,
+            dedup=plan.dedup,
+            config=plan.decontaminate,
+        )
+        extra = {"items": decontaminate.fingerprint(items), "dedup": dataclasses.asdict(plan.dedup)}
+        done.append(_run(stages, "decontaminate", plan.decontaminate, made, done, before, **extra))
+        before = "decontaminate/documents"
+    made = functools.partial(cut.make_cut, config=plan.cut)
+    done.append(_run(stages, "cut", plan.cut, made, done, before))
+    made = functools.partial(embed.make_embed, total=done[-1].count("pieces"), config=plan.embed)
+    done.append(_run(stages, "embed", plan.embed, made, done, "cut/documents"))
+    done.append(cluster.cluster(stages, "embed/documents", done[-1:], plan.cluster, plan.pools))
+    done.append(share_out(plan, stages, done[-1]))
+    hashes: dict[str, dict[str, str]] = {name: {} for name in plan.sources}
+    for file in sorted(stages.read("read/files"), key=lambda file: file["place"]):
+        hashes[file["source"]][file["place"]] = file["hash"]
+    return done, hashes
+
+
+def read(plan: Plan, stages: Stages, listed: Sequence[sources.Listed]) -> Done:
+    """Sources and filter; made again when a file has another size, time or name."""
+    made_from = {
+        "files": list(listed),
+        "sources": {name: dataclasses.asdict(source) for name, source in plan.sources.items()},
+        "filter": dataclasses.asdict(plan.filter),
+        "versions": versions(),
+    }
+    make = functools.partial(
+        sources.make_read, listed=listed, sources=plan.sources, filter=plan.filter
+    )
+    return stages.run("read", made_from, make)
+
+
+def share_out(plan: Plan, stages: Stages, clustered: Done) -> Done:
+    """Tasks of clusters."""
+    pools = {c["id"]: c["pool"] for c in stages.read("cluster/clusters", ["id", "pool"])}
+    assignment = {} if stages.only_check else tasks.assign_tasks(pools, plan.tasks)[0]
+    make = functools.partial(tasks.make_tasks, assignment=assignment)
+    return stages.run(
+        "tasks", dataclasses.asdict(plan.tasks), make, [clustered], clusters="cluster/clusters"
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that the result depends on."""
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **found}
+
+
+def _run(
+    stages: Stages, name: str, section: Any, make: Any, done: Sequence[Done], documents: str, **more
+) -> Done:
+    """A stage of one section, from the documents of the stage before it."""
+    made_from = dataclasses.asdict(section) | more
+    return stages.run(name, made_from, make, done[-1:], documents=documents)
+
+
+def _named(cls: Any, section: Mapping[str, Any], where: str) -> dict[str, Any]:
+    return {name: settings.build(cls, section[name], f"{where}.{name}") for name in section}
+
+
+def main(arguments: Sequence[str]) -> None:
+    logging.getLogger("apache_beam").setLevel(logging.WARNING)
+    logging.getLogger("data_pipeline").setLevel(logging.INFO)
+    given = flags.FLAGS.config, flags.FLAGS.out, arguments[1:]
+    if flags.FLAGS.check:
+        check(*given)
+        return
+    manifest = build(*given)
+    clusters = ", ".join(f"{number} {task}" for task, number in manifest["clusters"].items())
+    print(f"\nclusters  {clusters}\nread them with --config.data.source={flags.FLAGS.out}")
+
+
+if __name__ == "__main__":
+    config_flags.DEFINE_config_file("config", None, "The build's configuration.")
+    flags.DEFINE_string("out", None, "The result's folder.")
+    flags.DEFINE_bool("check", False, "Build the graph of every stage, and run nothing.")
+    flags.mark_flags_as_required(["config", "out"])
+    # Flags that are not ours are Beam's.
+    app.run(main, flags_parser=lambda argv: flags.FLAGS(argv, known_only=True))

@@ -1,0 +1,416 @@
+"""Groups documents into clusters by their vectors, level by level.
+
+1. Documents are clustered with those that may serve the same tasks: their pool. All of a pool is
+   one node at first; a document's place in the tree is kept with its vector as a "point".
+2. A level splits every node of more than `node_documents`: centroids are found from a sample of it,
+   then each point goes to the nearest. This takes two stages, so that points only stream by.
+3. Between stages the driver sees how many documents each node has. It stops when none is too large,
+   or after `levels` levels.
+4. Each node is then finished in the memory of one worker (kmeans.make_leaves), and its clusters are
+   joined with their texts.
+
+No step holds more than `fit_documents` vectors of a node above the limit: samples are those of the
+smallest ids, which are hashes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypedDict, cast
+
+import apache_beam as beam
+import numpy as np
+from apache_beam.pvalue import AsDict, TaggedOutput
+
+from data_pipeline import kmeans
+from data_pipeline.kmeans import ClusterConfig
+from data_pipeline.records import Cluster, Document, Removed, digest, order, sized
+from data_pipeline.stages import Done, Stages
+
+MAX_CHILDREN = 64  # of a node: 1 MB of centroids of 4096 dimensions
+LENGTH_ERROR = 0.01  # of a vector of length 1
+IN_NODE = "documents in node"
+log = logging.getLogger(__name__)
+
+
+class Point(TypedDict):
+    """What clustering needs of a document.
+
+    Attributes:
+      id: of the document.
+      tokens: of the document.
+      vector: float32 [D] as bytes, of length 1.
+      node: the pool, and behind each "/" the child of a level.
+    """
+
+    id: str
+    tokens: int
+    vector: bytes
+    node: str
+
+
+class Centroids(TypedDict):
+    """Where the children of a node are.
+
+    Attributes:
+      node: that is split.
+      vectors: float32 [K, D] as bytes, row after row, of length 1.
+    """
+
+    node: str
+    vectors: bytes
+
+
+class Member(TypedDict):
+    """Which cluster a document is in.
+
+    Attributes:
+      id: of the document.
+      cluster: id of the cluster.
+    """
+
+    id: str
+    cluster: str
+
+
+# ------------------------------------------------------------------------------------------- driver
+
+
+def cluster(
+    stages: Stages,
+    documents: str,
+    after: Sequence[Done],
+    config: ClusterConfig,
+    pools: Mapping[str, str],
+) -> Done:
+    """Runs all stages of clustering; the last, "cluster", has "clusters" and "removed".
+
+    Args:
+      documents: "STAGE/TABLE" of Documents with tokens and vectors, every id once.
+      after: the stages that it comes from.
+      pools: source -> sorted names of its tasks, joined by "+".
+
+    Returns:
+      The last stage, with the seconds of all and these counts: ("clusters", pool), ("cluster size =
+      N", pool), ("small clusters", pool) of less than min_documents, ("nodes over the
+      limit", pool) that were finished although they have more than node_documents, ("documents
+      clustered", source), ("documents removed: REASON", source).
+    """
+    fields = dataclasses.asdict(config)
+
+    def settings(*names: str) -> dict[str, Any]:
+        return {name: fields[name] for name in names}
+
+    usable = {"pools": dict(pools), "max_cluster_tokens": config.max_cluster_tokens}
+    make = functools.partial(make_points, **usable)
+    last = stages.run("cluster-points", usable, make, after, documents=documents)
+    done = [last]
+    for level in range(1, config.levels + 1):
+        large = large_nodes(last, config)
+        if stages.only_check and level == 1:  # which stands for all
+            large = dict.fromkeys(pools.values(), 1)
+        if not large:
+            break
+        points, fit = f"{last.name}/points", f"cluster-fit-{level}"
+        done.append(
+            stages.run(
+                fit,
+                settings("node_documents", "fit_documents", "min_documents", "seed"),
+                functools.partial(make_centroids, large=large, config=config),
+                [last],
+                points=points,
+            )
+        )
+        last = stages.run(
+            f"cluster-level-{level}",
+            {},
+            make_level,
+            [last, done[-1]],
+            points=points,
+            centroids=f"{fit}/centroids",
+        )
+        done.append(last)
+        log.info("level %d: split %d nodes", level, len(large))
+    for node, number in large_nodes(last, config).items():
+        log.warning("node %s has %d documents after %d levels", node, number, config.levels)
+    leaves = stages.run(
+        "cluster-members",
+        fields,
+        functools.partial(make_members, config=config),
+        [last],
+        points=f"{last.name}/points",
+    )
+    joined = stages.run(
+        "cluster",
+        usable | settings("min_documents"),
+        functools.partial(make_clusters, min_documents=config.min_documents, **usable),
+        [*after, leaves],
+        documents=documents,
+        members="cluster-members/members",
+    )
+    counts = sorted(leaves.counts + joined.counts, key=lambda c: (c["what"], c["source"]))
+    seconds = sum(stage.seconds for stage in [*done, leaves, joined])
+    return dataclasses.replace(joined, counts=tuple(counts), seconds=seconds)
+
+
+def large_nodes(done: Done, config: ClusterConfig) -> dict[str, int]:
+    """Nodes of too many documents, with their numbers, after "cluster-points" or a level."""
+    return {
+        count["source"]: count["number"]
+        for count in done.counts
+        if count["what"] == IN_NODE and count["number"] > config.node_documents
+    }
+
+
+# ------------------------------------------------------------------------------------------- stages
+
+
+def make_points(
+    documents: beam.PCollection, pools: Mapping[str, str], max_cluster_tokens: int
+) -> dict[str, beam.PCollection]:
+    """Points in the root nodes, without documents that no cluster can hold (`why_not`).
+
+    Those are reported by make_clusters. Events: ("documents in node", node).
+
+    Returns:
+      PCollections by table: "points", "counts".
+    """
+    place = beam.FlatMap(_point, dict(pools), max_cluster_tokens)
+    points: Any = documents | "place at root" >> place
+    return {"points": points, "counts": points | "count by node" >> beam.Map(_in_node)}
+
+
+def make_centroids(
+    points: beam.PCollection, large: Mapping[str, int], config: ClusterConfig
+) -> dict[str, beam.PCollection]:
+    """Centroids of the children of large nodes.
+
+    Events: ("nodes split", pool).
+
+    Args:
+      large: node -> number of its documents.
+
+    Returns:
+      PCollections by table: "centroids", "counts".
+    """
+    centroids: Any = (
+        points
+        | "take sample" >> beam.FlatMap(_sample, dict(large), config.fit_documents)
+        | "group sample" >> beam.GroupByKey()
+        | "fit centroids" >> beam.Map(_fit, dict(large), config)
+    )
+    counts = centroids | "count nodes" >> beam.Map(lambda c: ("nodes split", pool_of(c["node"])))
+    return {"centroids": centroids, "counts": counts}
+
+
+def make_level(
+    points: beam.PCollection, centroids: beam.PCollection
+) -> dict[str, beam.PCollection]:
+    """Points one level down, if their node has centroids.
+
+    Events: ("documents in node", node).
+
+    Returns:
+      PCollections by table: "points", "counts".
+    """
+    by_node: Any = centroids | "key by node" >> beam.Map(lambda c: (c["node"], c["vectors"]))
+    moved: Any = points | "move to child" >> beam.Map(_move, AsDict(by_node))
+    return {"points": moved, "counts": moved | "count by node" >> beam.Map(_in_node)}
+
+
+def make_members(points: beam.PCollection, config: ClusterConfig) -> dict[str, beam.PCollection]:
+    """The cluster of each document: every node is finished in memory.
+
+    Events: ("nodes over the limit", pool).
+
+    Returns:
+      PCollections by table: "members", "counts".
+    """
+    made: Any = (
+        points
+        | "key by node" >> beam.Map(lambda point: (point["node"], point))
+        | "group node" >> beam.GroupByKey()
+        | "make leaves" >> beam.FlatMap(_leaves, config).with_outputs("counts", main="members")
+    )
+    return {"members": made.members, "counts": made.counts}
+
+
+def make_clusters(
+    documents: beam.PCollection,
+    members: beam.PCollection,
+    pools: Mapping[str, str],
+    max_cluster_tokens: int,
+    min_documents: int,
+) -> dict[str, beam.PCollection]:
+    """Clusters with their documents.
+
+    Returns:
+      PCollections by table: "clusters", "removed", "counts" (`cluster` names the events).
+    """
+    joined: Any = (
+        {
+            "documents": documents | "document by id" >> beam.Map(lambda d: (d["id"], d)),
+            "clusters": members | "cluster by id" >> beam.Map(lambda m: (m["id"], m["cluster"])),
+        }
+        | "join texts" >> beam.CoGroupByKey()
+        | "key by cluster"
+        >> beam.FlatMap(_by_cluster, dict(pools), max_cluster_tokens).with_outputs(
+            "removed", main="documents"
+        )
+    )
+    clusters = (
+        joined.documents
+        | "group cluster" >> beam.GroupByKey()
+        | "make cluster" >> beam.Map(_cluster, dict(pools))
+    )
+    removed = joined.removed | "count removed" >> beam.Map(
+        lambda r: (f"documents removed: {r['reason']}", r["source"])
+    )
+    made = clusters | "count clusters" >> beam.FlatMap(_events, min_documents)
+    counts = (removed, made) | "all counts" >> beam.Flatten()
+    return {"clusters": clusters, "removed": joined.removed, "counts": counts}
+
+
+# -------------------------------------------------------------------------------------------- steps
+
+
+def pool_of(node: str) -> str:
+    """The pool that a node is of."""
+    return node.partition("/")[0]
+
+
+def why_not(document: Document, pools: Mapping[str, str], max_cluster_tokens: int) -> str:
+    """Why no cluster can hold a document; "" if one can."""
+    if document["source"] not in pools:
+        return "source without tasks"
+    data = document["vector"]
+    length = np.linalg.norm(np.frombuffer(data, np.float32)) if len(data) % 4 == 0 else math.nan
+    if not abs(length - 1) <= LENGTH_ERROR:  # not a number is neither
+        return "no vector of length 1"
+    if document["tokens"] > max_cluster_tokens:
+        return "more tokens than a cluster may have"
+    return ""
+
+
+def _point(
+    document: Document, pools: Mapping[str, str], max_cluster_tokens: int
+) -> Iterator[Point]:
+    if not why_not(document, pools, max_cluster_tokens):
+        yield Point(
+            id=document["id"],
+            tokens=document["tokens"],
+            vector=document["vector"],
+            node=pools[document["source"]],
+        )
+
+
+def _in_node(point: Point) -> tuple[str, str]:
+    return IN_NODE, point["node"]
+
+
+def _sample(
+    point: Point, large: Mapping[str, int], fit_documents: int
+) -> Iterator[tuple[str, tuple[str, bytes]]]:
+    """A point's id and vector, by node, if it is in a sample.
+
+    Ids are even, so a threshold gives the right number but for its square root or so, and no node
+    needs to be gathered to find its smallest.
+    """
+    number = large.get(point["node"])
+    if number and int(point["id"][:16], 16) * number < fit_documents << 64:
+        yield point["node"], (point["id"], point["vector"])
+
+
+def _fit(
+    group: tuple[str, Iterable[tuple[str, bytes]]],
+    large: Mapping[str, int],
+    config: ClusterConfig,
+) -> Centroids:
+    """Twice the children that would do if all were equal: few are then still too large.
+
+    A child of less than min_documents of the sample is none: its points go to its neighbours. So
+    every child has as many documents, for the sample is part of them.
+    """
+    node, sample = group
+    k = min(MAX_CHILDREN, math.ceil(2 * large[node] / config.node_documents))
+    vectors = _stack(vector for _, vector in sorted(sample))
+    centroids = kmeans.fit_centroids(vectors, k, _seed(config, node), config.min_documents)
+    return Centroids(node=node, vectors=centroids.tobytes())
+
+
+def _move(point: Any, centroids: Mapping[str, bytes]) -> Point:
+    if point["node"] not in centroids:
+        return point
+    vector = np.frombuffer(point["vector"], np.float32)[None]
+    rows = np.frombuffer(centroids[point["node"]], np.float32).reshape(-1, vector.shape[1])
+    child = int(kmeans.assign(vector, rows)[0])
+    return point | {"node": f"{point['node']}/{child:02d}"}
+
+
+def _leaves(group: tuple[str, Iterable[Point]], config: ClusterConfig) -> Iterator[Any]:
+    node, points = group
+    members = sorted(points, key=lambda point: point["id"])
+    if len(members) > config.node_documents:
+        yield TaggedOutput("counts", ("nodes over the limit", pool_of(node)))
+    vectors = _stack(point["vector"] for point in members)
+    tokens = np.array([point["tokens"] for point in members], np.int64)
+    for leaf in kmeans.make_leaves(vectors, tokens, config, _seed(config, node)):
+        ids = [members[index]["id"] for index in leaf]  # ascending, as the members are
+        for name in ids:
+            yield Member(id=name, cluster=digest(*ids))
+
+
+def _by_cluster(
+    group: tuple[str, Mapping[str, Iterable[Any]]],
+    pools: Mapping[str, str],
+    max_cluster_tokens: int,
+) -> Iterator[Any]:
+    found = group[1]
+    clusters = list(found["clusters"])
+    for document in found["documents"]:
+        if clusters:
+            yield clusters[0], document
+            continue
+        removed = Removed(
+            reason=why_not(document, pools, max_cluster_tokens),
+            source=document["source"],
+            place=document["place"],
+            part=document["part"],
+            because="",
+        )
+        yield TaggedOutput("removed", removed)
+
+
+def _cluster(group: tuple[str, Iterable[Document]], pools: Mapping[str, str]) -> Cluster:
+    name, documents = group
+    members = sorted(documents, key=order)
+    vectors = _stack(document["vector"] for document in members)
+    return Cluster(
+        id=name,
+        pool=pools[members[0]["source"]],
+        documents=[cast(Document, document | {"vector": b""}) for document in members],
+        tokens=sum(document["tokens"] for document in members),
+        vector=vectors.mean(axis=0, dtype=np.float64).astype(np.float32).tobytes(),
+    )
+
+
+def _events(cluster: Cluster, min_documents: int) -> Iterator[tuple[str, str]]:
+    documents, pool = cluster["documents"], cluster["pool"]
+    yield "clusters", pool
+    yield sized("cluster size", len(documents)), pool
+    if len(documents) < min_documents:
+        yield "small clusters", pool
+    for document in documents:
+        yield "documents clustered", document["source"]
+
+
+def _stack(vectors: Iterable[bytes]) -> np.ndarray:
+    return np.stack([np.frombuffer(vector, np.float32) for vector in vectors])
+
+
+def _seed(config: ClusterConfig, node: str) -> int:
+    return int(digest(str(config.seed), node)[:8], 16)

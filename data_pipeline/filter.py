@@ -1,0 +1,171 @@
+"""Which documents stay: score, length, language, and a test of one's own.
+
+1. A document that came with a score needs a good one; one that came without is not asked for any.
+2. It must be neither too short nor too long.
+3. It must be written in one of the languages. Its first characters are enough to tell.
+4. A function named in the config may refuse it. What that function raises is counted as well.
+5. The first of these that a document fails is its reason; documents that go are only counted, for
+   there may be a billion of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.pvalue import TaggedOutput
+
+from data_pipeline.records import Document, Removed, rounded, sized
+
+LANGUAGE_CHARACTERS = 2_000  # classified in 0.2 ms; a text's language shows long before that
+LANGUAGE_CODE = re.compile(r"[a-z]{2}")
+
+Predicate = Callable[[Document], Any]  # its truth counts
+
+
+@dataclass(frozen=True)
+class FilterConfig:
+    """What a document must be like to stay.
+
+    Attributes:
+      min_quality: least score of a document that has one.
+      min_characters, max_characters: of its text; both are still allowed.
+      languages: ISO 639-1 codes that py3langid knows; (): any language.
+      predicate: "package.module:function", called with a Document and true if it stays; "": none.
+        Workers import it too, so it must be installed there.
+    """
+
+    min_quality: float = 1.0
+    min_characters: int = 100
+    max_characters: int = 32_768
+    languages: tuple[str, ...] = ("en",)
+    predicate: str = ""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.min_quality):
+            raise ValueError(f"filter.min_quality = {self.min_quality}: must be a finite number")
+        if self.min_characters < 1:
+            raise ValueError(f"filter.min_characters = {self.min_characters}: must be at least 1")
+        if self.max_characters < self.min_characters:
+            raise ValueError(
+                f"filter.max_characters = {self.max_characters}: must be at least "
+                f"min_characters = {self.min_characters}"
+            )
+        check_languages("filter.languages", self.languages)
+        if self.predicate:
+            _predicate(self.predicate)
+
+
+def check_languages(field: str, languages: tuple[str, ...]) -> None:
+    """Raises ValueError for a code that no text would ever be classified as."""
+    if not languages:
+        return
+    known = sorted(code for code in _identifier().labels if LANGUAGE_CODE.fullmatch(code))
+    for code in languages:
+        if code not in known:
+            raise ValueError(f"{field} = {languages}: {code!r} must be one of {', '.join(known)}")
+
+
+def why_not(document: Document, config: FilterConfig) -> tuple[str, str] | None:
+    """None for a document that stays, else (reason, the predicate's error or "")."""
+    quality, characters = document["quality"], len(document["text"])
+    if quality is not None and not math.isfinite(quality):
+        return "bad score", ""
+    if quality is not None and quality < config.min_quality:
+        return "low quality", ""
+    if characters < config.min_characters:
+        return "too short", ""
+    if characters > config.max_characters:
+        return "too long", ""
+    if config.languages and language(document["text"]) not in config.languages:
+        return "another language", ""
+    if not config.predicate:
+        return None
+    predicate = _predicate(config.predicate)
+    try:
+        # A copy: what a function does to its argument must not reach the next stage.
+        stays = bool(predicate(Document(**document)))
+    except Exception as error:
+        return "predicate failed", describe(error)
+    return None if stays else ("predicate", "")
+
+
+def language(text: str) -> str:
+    """The ISO 639-1 code of the text's language, or py3langid's own where there is none."""
+    return _identifier().classify(text[:LANGUAGE_CHARACTERS])[0]
+
+
+def describe(error: Exception) -> str:
+    """Type and message, at most 500 characters, fit to be written as UTF-8."""
+    text = f"{type(error).__name__}: {error}"[:500]
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def filter_documents(
+    documents: beam.PCollection, configs: Mapping[str, FilterConfig]
+) -> dict[str, beam.PCollection]:
+    """Documents that stay, with the events and the few Removed of those that do not.
+
+    Args:
+      documents: Document.
+      configs: source -> what its documents must be like.
+
+    Returns:
+      "documents", "removed" (predicate failed), "counts": "documents kept", "documents removed:
+      REASON", "characters read = N", "characters kept = N".
+    """
+    sorted_out: Any = documents | "filter documents" >> beam.FlatMap(
+        _sort_out, dict(configs)
+    ).with_outputs("removed", "counts", main="documents")
+    return {name: sorted_out[name] for name in ("documents", "removed", "counts")}
+
+
+def _sort_out(document: Any, configs: Mapping[str, FilterConfig]) -> Iterator[Any]:
+    source, characters = document["source"], rounded(len(document["text"]))
+    yield TaggedOutput("counts", (sized("characters read", characters), source))
+    found = why_not(document, configs[source])
+    if found is None:
+        yield TaggedOutput("counts", ("documents kept", source))
+        yield TaggedOutput("counts", (sized("characters kept", characters), source))
+        yield document
+        return
+    reason, because = found
+    yield TaggedOutput("counts", (f"documents removed: {reason}", source))
+    if reason == "predicate failed":
+        removed = Removed(
+            reason=reason,
+            source=source,
+            place=document["place"],
+            part=document["part"],
+            because=because,
+        )
+        yield TaggedOutput("removed", removed)
+
+
+@cache
+def _identifier() -> Any:
+    """py3langid's model: 0.6 s to load, so once a process."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE)
+
+
+@cache
+def _predicate(name: str) -> Predicate:
+    where = f"filter.predicate = {name!r}"
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise ValueError(f"{where}: must be 'package.module:function'")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # a module may raise anything while it is imported
+        raise ValueError(f"{where}: cannot be imported, {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{where}: must be a function, is {type(found).__name__}")
+    return found

@@ -1,0 +1,334 @@
+"""The finished data set: clusters in ArrayRecord shards that tfds reads without TensorFlow.
+
+1. Whatever says that a build is complete is deleted first: manifest.json and dataset_info.json.
+2. Clusters are sorted by id. The shards are ranges of this order, equal in number but for one.
+3. A Beam stage writes a shard as a file on the worker's disk, stores it under another name and
+   renames it: a file with a shard's name is whole, and the same bytes whatever the workers.
+4. Then come features.json and dataset_info.json, written by tfds itself, index.jsonl (what each
+   record is), and last of all manifest.json with size and hash of every file.
+5. An output that is complete and made from the same is left as it is.
+
+    tfds.builder_from_directory(OUT).as_data_source(split="train")
+
+gives the records; where OUT is DIR/clusters/1.0.0, also
+tfds.data_source("clusters", data_dir=DIR, split="train").
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import hashlib
+import io
+import itertools
+import json
+import logging
+import os
+import shutil
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+import apache_beam as beam
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import tensorflow_datasets as tfds
+from apache_beam.io.filesystems import FileSystems
+from array_record.python.array_record_module import ArrayRecordWriter
+from etils import epath
+from tensorflow_datasets.core import dataset_info, example_serializer, splits
+
+from data_pipeline.records import Cluster, digest
+from data_pipeline.stages import Done, Stages
+
+NAME, VERSION, SPLIT = "clusters", "1.0.0", "train"
+MANIFEST, INFO, FEATURES, INDEX = (
+    "manifest.json",
+    "dataset_info.json",
+    "features.json",
+    "index.jsonl",
+)
+_FORMAT = tfds.core.FileFormat.ARRAY_RECORD
+_SHARDS = f"{NAME}-{SPLIT}.{_FORMAT.file_suffix}-"
+_UNFINISHED = "unfinished-"  # begins the name of what is not yet renamed
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputConfig:
+    """How the output is written.
+
+    Attributes:
+      shards: files; as many as there are clusters, if these are fewer. A worker holds one in
+        memory.
+    """
+
+    shards: int = 8
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shards < 100_000:  # tfds' names have five digits
+            raise ValueError(f"output.shards = {self.shards}: must be from 1 to 99999")
+
+
+class Shard(NamedTuple):
+    """A range of the sorted clusters: id of the first, how many."""
+
+    first: str
+    length: int
+
+
+def write_output(
+    stages: Stages,
+    clusters: str,
+    after: Sequence[Done],
+    folder: str,
+    config: OutputConfig,
+    manifest: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Writes the data set, or finds it done.
+
+    Args:
+      stages: with the finished stage of the clusters; its runner writes the shards.
+      clusters: "STAGE/TABLE" of Cluster with "task".
+      after: the stages that they come from.
+      folder: of the output, of any file system that Beam knows. Other files in it stay.
+      manifest: JSON-able; what is to be said of the build, the same for equal builds.
+
+    Returns:
+      What manifest.json holds: `manifest`, and "clusters" (task -> number), "files" (name ->
+      {"size": bytes, "hash": blake2b-128, hexadecimal}), "fingerprint" (of all that it was made
+      from).
+
+    Raises:
+      ValueError: there is no cluster, or an id twice.
+    """
+    made_from = [manifest, dataclasses.asdict(config), [done.fingerprint for done in after]]
+    fingerprint = digest("output", json.dumps(made_from, sort_keys=True))
+    if found := _find(folder, fingerprint):
+        log.info("output: was done before")
+        return found
+    _empty(folder)
+    index = read_index(stages, clusters)
+    shards = plan_shards([record["id"] for record in index], config.shards)
+    with stages.pipeline("output") as pipeline:
+        files = pipeline | "name files" >> beam.Create(stages.files(clusters))
+        made = files | "read clusters" >> beam.io.ReadAllFromParquet()
+        make_shards(made, shards, folder)
+    names = [shard_name(number, len(shards)) for number in range(len(shards))]
+    files = _measure(folder, names)
+    _write_info(folder, shards, sum(file["size"] for file in files.values()))
+    lines = "".join(json.dumps(record) + "\n" for record in index)
+    _store(folder, INDEX, io.BytesIO(lines.encode()))
+    whole = {
+        **manifest,
+        "clusters": dict(sorted(Counter(record["task"] for record in index).items())),
+        "files": files | _measure(folder, (FEATURES, INFO, INDEX)),
+        "fingerprint": fingerprint,
+    }
+    text = json.dumps(whole, indent=1, sort_keys=True, allow_nan=False) + "\n"
+    _store(folder, MANIFEST, io.BytesIO(text.encode()))
+    log.info("output: %d clusters in %d shards, %s", len(index), len(shards), folder)
+    return json.loads(text)
+
+
+def read_index(stages: Stages, clusters: str) -> list[dict[str, Any]]:
+    """{"id", "task", "tokens", "documents": how many} of all clusters, sorted by id.
+
+    No text is read: some 100 bytes a document are held in memory.
+
+    Raises:
+      ValueError: there is no cluster, or an id twice.
+    """
+    columns = ["id", "task", "tokens", "documents.list.element.part"]
+    index: list[dict[str, Any]] = []
+    for path in stages.files(clusters):
+        with FileSystems.open(path) as file:
+            table = pq.ParquetFile(file).read(columns=columns)
+        number = table.column_names.index("documents")
+        lengths = pc.call_function("list_value_length", [table["documents"]])
+        index += table.set_column(number, "documents", lengths).to_pylist()
+    if not index:
+        raise ValueError(f"{clusters}: there is no cluster to write")
+    index.sort(key=lambda record: record["id"])
+    for one, other in itertools.pairwise(index):
+        if one["id"] == other["id"]:
+            raise ValueError(f"{clusters}: cluster {one['id']} is there twice")
+    return index
+
+
+def plan_shards(ids: Sequence[str], count: int) -> list[Shard]:
+    """Ranges of sorted ids, at most `count`, whose lengths differ by one at most."""
+    count = min(count, len(ids))
+    starts = [number * len(ids) // count for number in range(count + 1)]
+    return [Shard(ids[a], b - a) for a, b in itertools.pairwise(starts)]
+
+
+def make_shards(
+    clusters: beam.PCollection, shards: Sequence[Shard], folder: str
+) -> beam.PCollection:
+    """Writes the shards; gives the name of each file that is written.
+
+    Args:
+      clusters: Cluster with "task", those that the shards were planned for.
+    """
+    firsts, lengths = [shard.first for shard in shards], [shard.length for shard in shards]
+    examples = clusters | "make examples" >> beam.ParDo(_MakeExample(firsts))
+    groups = examples | "group shards" >> beam.GroupByKey()
+    names: Any = groups | "write shards" >> beam.Map(_write_shard, folder, lengths)
+    return names
+
+
+def shard_name(number: int, count: int) -> str:
+    """tfds' name of a shard."""
+    return f"{_SHARDS}{number:05d}-of-{count:05d}"
+
+
+def make_features() -> tfds.features.FeaturesDict:
+    """What a record holds. `sources` and `places` are one each for a document."""
+    text, texts = tfds.features.Text, tfds.features.Sequence
+    return tfds.features.FeaturesDict(
+        {
+            "id": text(),
+            "task": text(),
+            "documents": texts(text()),
+            "sources": texts(text()),
+            "places": texts(text()),
+            "tokens": tfds.features.Scalar(np.int64),
+        }
+    )
+
+
+class _MakeExample(beam.DoFn):
+    """Cluster with "task" -> (shard, (id, serialised tf.train.Example))."""
+
+    def __init__(self, firsts: Sequence[str]):
+        self._firsts = firsts
+
+    def setup(self) -> None:
+        self._features = make_features()
+        info: Any = self._features.get_serialized_info()
+        self._serializer = example_serializer.ExampleSerializer(info)
+
+    def process(self, element: Any) -> Iterator[tuple[int, tuple[str, bytes]]]:
+        cluster: Cluster = element
+        documents = cluster["documents"]
+        example = self._features.encode_example(
+            {
+                "id": cluster["id"],
+                "task": element["task"],
+                "documents": [document["text"] for document in documents],
+                "sources": [document["source"] for document in documents],
+                "places": [document["place"] for document in documents],
+                "tokens": cluster["tokens"],
+            }
+        )
+        # The order of a protobuf map is another one in every process, unless it is asked for.
+        data = self._serializer.get_tf_example(example).SerializeToString(deterministic=True)
+        yield bisect.bisect_right(self._firsts, cluster["id"]) - 1, (cluster["id"], data)
+
+
+def _write_shard(
+    group: tuple[int, Iterable[tuple[str, bytes]]], folder: str, lengths: Sequence[int]
+) -> str:
+    number, examples = group
+    ordered = sorted(examples)
+    if len(ordered) != lengths[number]:
+        raise RuntimeError(
+            f"shard {number}: {len(ordered)} clusters came, {lengths[number]} were planned"
+        )
+    name = shard_name(number, len(lengths))
+    with tempfile.TemporaryDirectory() as scratch:
+        path = os.path.join(scratch, name)
+        writer = ArrayRecordWriter(path, "group_size:1")  # a group is what one access reads
+        for _, data in ordered:
+            writer.write(data)
+        writer.close()
+        with open(path, "rb") as file:
+            _store(folder, name, file)
+    return name
+
+
+def _write_info(folder: str, shards: Sequence[Shard], size: int) -> None:
+    """features.json and dataset_info.json; `size` is that of all shards, in bytes."""
+    identity = dataset_info.DatasetIdentity(
+        name=NAME, version=tfds.core.Version(VERSION), data_dir=folder, module_name=__name__
+    )
+    template = tfds.core.ShardedFileTemplate(
+        dataset_name=NAME,
+        data_dir=epath.Path(folder),
+        filetype_suffix=_FORMAT.file_suffix,
+        split=SPLIT,
+    )
+    split = tfds.core.SplitInfo(
+        name=SPLIT,
+        shard_lengths=[shard.length for shard in shards],
+        num_bytes=size,
+        filename_template=template,
+    )
+    info = tfds.core.DatasetInfo(
+        builder=identity,
+        description="Clusters of related documents, each with the task that it is played for.",
+        features=make_features(),
+        split_dict=splits.SplitDict([split]),
+    )
+    info.set_file_format(_FORMAT)
+    with tempfile.TemporaryDirectory() as scratch:
+        info.write_to_directory(scratch)
+        for name in (FEATURES, INFO):
+            with open(os.path.join(scratch, name), "rb") as file:
+                _store(folder, name, file)
+
+
+# -------------------------------------------------------------------------------------------- files
+
+
+def _store(folder: str, name: str, data: BinaryIO) -> None:
+    """A file that is there as a whole or not at all."""
+    unfinished = FileSystems.join(folder, f"{_UNFINISHED}{uuid.uuid4().hex}-{name}")
+    with FileSystems.create(unfinished) as file:
+        shutil.copyfileobj(data, file, 1 << 20)
+    FileSystems.rename([unfinished], [FileSystems.join(folder, name)])
+
+
+def _measure(folder: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Size and hash of files, as they are stored."""
+    files = {}
+    for name in names:
+        size, mixed = 0, hashlib.blake2b(digest_size=16)
+        with FileSystems.open(FileSystems.join(folder, name)) as file:
+            while data := file.read(1 << 20):
+                size += len(data)
+                mixed.update(data)
+        files[name] = {"size": size, "hash": mixed.hexdigest()}
+    return files
+
+
+def _find(folder: str, fingerprint: str) -> dict[str, Any] | None:
+    """The manifest, if it is of this fingerprint and all of its files have their sizes."""
+    path = FileSystems.join(folder, MANIFEST)
+    if not FileSystems.exists(path):
+        return None
+    try:
+        with FileSystems.open(path) as file:
+            manifest = json.loads(file.read())
+        sizes = {name: file["size"] for name, file in manifest["files"].items()}
+        if manifest["fingerprint"] != fingerprint:
+            return None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    there = {os.path.basename(file.path): file.size_in_bytes for file in _files(folder, "*")}
+    return manifest if there.items() >= sizes.items() else None
+
+
+def _empty(folder: str) -> None:
+    """Deletes an older output: first what says that it is complete."""
+    for pattern in (MANIFEST, INFO, FEATURES, INDEX, f"{_SHARDS}*", f"{_UNFINISHED}*"):
+        if found := _files(folder, pattern):
+            FileSystems.delete([file.path for file in found])
+
+
+def _files(folder: str, pattern: str) -> list[Any]:
+    return FileSystems.match([FileSystems.join(folder, pattern)])[0].metadata_list

@@ -1,0 +1,118 @@
+"""What near-equal texts have in common: shingles, MinHash signatures and the keys of their bands.
+
+1. A text is lower-cased and cut into tokens: runs of letters, digits and "_"; each Han, kana or
+   Hangul character is a token of its own, because such texts have no spaces.
+2. Its shingles are the 64-bit hashes of all runs of W consecutive tokens. Two texts are as near as
+   the Jaccard similarity of their sets of shingles.
+3. A signature has the least value of the set under each of P random permutations (datasketch). In
+   a place two signatures are equal with a probability that is the Jaccard similarity J.
+4. Cut into B bands of R = P / B rows, two signatures share a band with probability
+   1 - (1 - J^R)^B: 0.99 for 16 bands of 8 rows at J = 0.85. Texts that share the key of a band are
+   candidates, to be compared exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+
+import numpy as np
+from datasketch import MinHash
+
+_CJK = (
+    "\u1100-\u11ff\u3005-\u3007\u3040-\u30ff\u3130-\u318f\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff66-\uffdc\U00020000-\U000323af"
+)
+_TOKEN = re.compile(rf"[^\W{_CJK}]+|(?=\w)[{_CJK}]")
+# Odd numbers with as many ones as zeros; multiplying by one mixes low bits into high ones.
+_MIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
+_SHIFT = np.uint64(32)
+# A signature's intermediate array is [shingles, permutations]: 512 KiB at 128 permutations.
+_CHUNK = 1024
+
+
+def tokens(text: str) -> list[str]:
+    """The lower-cased tokens of a text, in order."""
+    return _TOKEN.findall(text.lower())
+
+
+def shingles(text: str, words: int) -> np.ndarray:
+    """The set of a text's shingles.
+
+    A text of fewer than `words` tokens is one shingle of them all; one without a token (of signs
+    alone) is one shingle of its characters.
+
+    Args:
+      words: consecutive tokens in a shingle, at least 1.
+
+    Returns:
+      uint64 [n], sorted, without repetitions, n >= 1.
+    """
+    hashes = np.array([_hash(token) for token in tokens(text) or [text]], np.uint64)
+    width = min(words, len(hashes))
+    count = len(hashes) - width + 1
+    mixed = np.zeros(count, np.uint64)
+    for first in range(width):
+        mixed = _step(mixed, hashes[first : first + count])
+    return np.unique(mixed)
+
+
+def signature(shingles: np.ndarray, permutations: int, seed: int) -> np.ndarray:
+    """The MinHash signature of a set of shingles: uint32 [permutations].
+
+    The shingles' upper 32 bits are what is permuted.
+    """
+    made = MinHash(
+        permutations,
+        seed,
+        hashfunc=_same,
+        permutations=_permutations(permutations, seed),
+        scheme="affine32",
+    )
+    values = (shingles >> _SHIFT).tolist()
+    for first in range(0, len(values), _CHUNK):
+        made.update_batch(values[first : first + _CHUNK])
+    return made.hashvalues
+
+
+def band_keys(signature: np.ndarray, bands: int) -> np.ndarray:
+    """A hash of each band of a signature, and of the band's number: uint64 [bands].
+
+    Args:
+      signature: uint32 [permutations].
+      bands: a divisor of the number of permutations.
+    """
+    rows = signature.reshape(bands, -1).astype(np.uint64)
+    mixed = np.arange(bands, dtype=np.uint64)
+    for column in rows.T:
+        mixed = _step(mixed, column)
+    return mixed
+
+
+def jaccard(a: np.ndarray, b: np.ndarray) -> float:
+    """Size of the intersection over that of the union of two sorted arrays without repetitions."""
+    both = len(np.intersect1d(a, b, assume_unique=True))
+    return both / (len(a) + len(b) - both)
+
+
+def _step(mixed: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Takes one more value into each hash; one-to-one in either argument."""
+    mixed = (mixed ^ values) * _MIX[0]
+    mixed = (mixed ^ (mixed >> _SHIFT)) * _MIX[1]
+    return (mixed ^ (mixed >> _SHIFT)) * _MIX[2]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _hash(token: str) -> int:
+    data = token.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+@functools.lru_cache(maxsize=8)
+def _permutations(number: int, seed: int) -> np.ndarray:
+    return np.asarray(MinHash(number, seed, scheme="affine32").permutations)
+
+
+def _same(value: int) -> int:
+    return value

@@ -1,0 +1,224 @@
+"""A built data set in the trainer: read by id when it is played, refused when it is not whole."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from configs import folder as folder_config
+from data_pipeline.output import OutputConfig, write_output
+from data_pipeline.records import SCHEMAS, make_document
+from data_pipeline.stages import Stages
+from spell_jax import catalogue
+from spell_jax.data.built import Built, is_built, open_source
+from spell_jax.data.clusters import TASKS, Cluster, count_words, split_held_out
+from spell_jax.data.stream import TaskStream
+from tests.data.hosts import OPEN, play
+from tests.runtime.test_hosts import run_two
+
+CLUSTERS = {
+    f"id{number:02d}": Cluster(
+        f"id{number:02d}",
+        tuple(f"größer {number}.{part}" for part in range(1 + number % 3)),
+        (TASKS[number % 2],),
+    )
+    for number in range(20)
+}
+# One document of 40 words, over the limit of OPEN.
+LONG = " ".join(f"word{i}." for i in range(40))
+CLUSTERS["long"] = Cluster("long", ("short", LONG, "end"), TASKS[:1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A build of CLUSTERS in 3 shards, as the pipeline writes it."""
+    path = tmp_path_factory.mktemp("build")
+    (path / "stages" / "tasks").mkdir(parents=True)
+    rows = [
+        {
+            "id": cluster.id,
+            "pool": TASKS[0],
+            "documents": [make_document(text, "s", "p") for text in cluster.documents],
+            "tokens": 1,
+            "vector": b"",
+            "task": cluster.tasks[0],
+        }
+        for cluster in CLUSTERS.values()
+    ]
+    schema = SCHEMAS["clusters"].append(pa.field("task", pa.string()))
+    table = pa.Table.from_pylist(rows, schema)
+    pq.write_table(table, path / "stages" / "tasks" / "clusters-0.parquet")
+    stages = Stages(str(path / "stages"))
+    write_output(stages, "tasks/clusters", (), str(path), OutputConfig(3), {"seed": 0})
+    return path
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def test_clusters_are_read_by_id(folder: Path) -> None:
+    built = Built(folder)
+    assert built.tasks == {name: CLUSTERS[name].tasks for name in sorted(CLUSTERS)}
+    ids = ["id07", "long", "id00", "id07", "id19"]
+    assert built.read(ids) == [CLUSTERS[name] for name in ids]
+    assert built.read([]) == []
+    with pytest.raises(KeyError, match="id77"):
+        built.read(["id77"])
+
+
+def test_what_is_a_build(folder: Path, tmp_path: Path) -> None:
+    assert is_built(folder) and is_built(str(folder))
+    assert not is_built(tmp_path) and not is_built(tmp_path / "none")
+    (tmp_path / "a.txt").write_text("text")
+    assert not is_built(tmp_path) and not is_built(tmp_path / "a.txt")
+    (tmp_path / "clusters-train.array_record-00000-of-00002").write_text("")
+    assert is_built(tmp_path)  # and not a folder of texts, though it is not whole
+
+
+def test_texts_stay_in_storage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    read_one = Built._read_one
+
+    def counted(built: Built, name: str) -> Cluster:
+        asked.append(name)
+        return read_one(built, name)
+
+    monkeypatch.setattr(Built, "_read_one", counted)
+    stream = TaskStream(open_source(folder, **OPEN), TASKS[:2], [1, 1], seed=0)
+    assert asked == []
+    batch = stream.next(4)
+    assert asked == [cluster.id for _, cluster in batch]
+    assert all(cluster.tasks == (task,) for task, cluster in batch)
+
+
+def test_long_documents_are_cut_in_place(folder: Path) -> None:
+    (cluster, other) = open_source(folder, **OPEN).read(["long", "id05"])
+    assert other == CLUSTERS["id05"]
+    assert cluster.documents[0] == "short" and cluster.documents[-1] == "end"
+    assert len(cluster.documents) == 4
+    assert " ".join(cluster.documents[1:3]) == LONG
+    assert all(count_words(document) <= 24 for document in cluster.documents)
+
+
+def test_other_sources_are_opened_alike(tmp_path: Path) -> None:
+    path = tmp_path / "clusters.jsonl"
+    path.write_text(json.dumps({"id": "a", "documents": [LONG], "tasks": list(TASKS[:1])}))
+    source = open_source(path, **OPEN)
+    assert source.tasks == {"a": TASKS[:1]}
+    assert len(source.read(["a"])[0].documents) == 2
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("one text")
+    source = open_source(tmp_path / "texts", **OPEN)
+    assert [cluster.documents for cluster in source.read(list(source.tasks))] == [("one text",)]
+
+
+SHARD = "clusters-train.array_record-00001-of-00003"
+
+
+@pytest.mark.parametrize("name", [SHARD, "index.jsonl", "features.json", "dataset_info.json"])
+def test_a_file_that_is_missing_or_cut_is_named(copy: Path, name: str) -> None:
+    path = copy / name
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{name}: has .* bytes, manifest.json says"):
+        Built(copy)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{name}: is missing"):
+        Built(copy)
+
+
+def test_a_build_that_did_not_finish_is_refused(copy: Path) -> None:
+    (copy / "manifest.json").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"manifest\.json: is missing, so the build did not"
+    ):
+        open_source(copy, **OPEN)
+    for text in ("{", "[]", '{"files": {"a": 1}}'):
+        (copy / "manifest.json").write_text(text)
+        with pytest.raises(ValueError, match=r"manifest\.json: is not a build's manifest"):
+            open_source(copy, **OPEN)
+
+
+def test_shards_of_another_build_are_refused(copy: Path) -> None:
+    (copy / "clusters-train.array_record-00001-of-00002").write_text("old")
+    with pytest.raises(ValueError, match=r"00001-of-00002: is not in manifest\.json"):
+        Built(copy)
+
+
+def _exchange(path: Path, old: bytes, new: bytes) -> None:
+    data = path.read_bytes()
+    assert len(old) == len(new) and old in data
+    path.write_bytes(data.replace(old, new))
+
+
+def test_an_index_of_other_records_is_refused(copy: Path) -> None:
+    _exchange(copy / "index.jsonl", b'"id03"', b'"id30"')
+    with pytest.raises(ValueError, match="record 3 is cluster id03, not id30"):
+        Built(copy).read(["id30"])
+    _exchange(copy / "index.jsonl", b'"id30"', b'"id02"')
+    with pytest.raises(ValueError, match=r"index\.jsonl: 20 ids in 21 lines for 21 records"):
+        Built(copy)
+    _exchange(copy / "index.jsonl", b'{"id": "id04"', b'["id", "id04"')
+    with pytest.raises(ValueError, match=r"index\.jsonl: bad line '\[\"id\""):
+        Built(copy)
+
+
+def test_a_damaged_record_is_named(copy: Path) -> None:
+    """Of the same size: only its reading can tell."""
+    path = copy / SHARD
+    data = bytearray(path.read_bytes())
+    data[64:4096] = bytes(4096 - 64)
+    path.write_bytes(data)
+    built = Built(copy)
+    assert built.read(["id00"]) == [CLUSTERS["id00"]]
+    with pytest.raises(ValueError, match=r"record 7 \(cluster id07\) is damaged, build it again"):
+        built.read(["id07"])
+
+
+def test_without_tfds_it_says_what_to_install(folder: Path, monkeypatch) -> None:
+    importing = builtins.__import__
+
+    def refuse(name: str, *arguments: Any, **more: Any) -> Any:
+        if name.startswith("tensorflow_datasets"):
+            raise ImportError(name)
+        return importing(name, *arguments, **more)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ImportError, match="pip install tensorflow-datasets array-record"):
+        Built(folder)
+
+
+def test_a_config_may_name_a_build(folder: Path) -> None:
+    config = folder_config.get_config()
+    config.data.source, config.data.held_out = str(folder), 0.2
+    config.data.max_document_tokens = 24
+    config.data.validation = ""
+    catalogue._check_data(config.data)
+    tokenizer: Any = SimpleNamespace(count=count_words)
+    source = catalogue.open_clusters(config, tokenizer)
+    train, held_out = split_held_out(sorted(CLUSTERS), 0.2)
+    assert list(source.tasks) == train and len(held_out) == 4
+    assert source.read(train[:2] * 2) == [CLUSTERS[name] for name in train[:2] * 2]
+
+
+def test_two_hosts_read_a_half_each_and_play_the_same(folder: Path) -> None:
+    first, second = run_two("tests.data.hosts", str(folder))
+    assert first["batches"] == second["batches"]
+    alone = play(open_source(folder, **OPEN))
+    assert first["batches"] == alone
+    for mine, theirs, batch in zip(first["read"], second["read"], alone, strict=True):
+        ids = list(dict.fromkeys(name for _, name, _ in batch))
+        assert (mine, theirs) == (ids[0::2], ids[1::2])
+    # 21 clusters, of which the last batch has all; its 9 repeats are read once.
+    assert [len(names) for names in first["read"]] == [4, 4, 11]
+    message = "host 1: ValueError: id03 is damaged"
+    assert first["error"] == second["error"] == message

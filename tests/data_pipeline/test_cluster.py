@@ -1,0 +1,252 @@
+"""Clusters from documents through all stages: what is in them, and that nothing else decides it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import apache_beam as beam
+import numpy as np
+import pytest
+
+from data_pipeline import cluster as cluster_module
+from data_pipeline.cluster import cluster
+from data_pipeline.kmeans import ClusterConfig
+from data_pipeline.records import digest, make_document, order
+from data_pipeline.stages import Stages
+
+# 400 documents in nodes of 48: two levels.
+CONFIG = ClusterConfig(
+    documents_per_cluster=10,
+    min_documents=3,
+    max_cluster_tokens=2_000,
+    node_documents=48,
+    fit_documents=150,
+)
+POOLS = {"news": "general_qa", "blogs": "general_qa", "tables": "financial_math+general_qa"}
+THREADS = ("--direct_num_workers=2", "--direct_running_mode=multi_threading")
+PROCESSES = ("--direct_num_workers=2", "--direct_running_mode=multi_processing")
+
+
+def unit(rows):
+    return (rows / np.linalg.norm(rows, axis=-1, keepdims=True)).astype(np.float32)
+
+
+def corpus(topics=40, each=10, dimensions=32, noise=0.08):
+    """Documents of topics; a topic is one of "news" and "blogs", or of "tables"."""
+    random = np.random.default_rng(0)
+    centres = unit(random.normal(size=(topics, dimensions)))
+    documents = []
+    for number in range(topics * each):
+        topic = number % topics
+        source = "tables" if topic % 4 == 0 else ("news", "blogs")[random.integers(2)]
+        document = make_document(f"topic {topic} text {number}", source, f"{number:04d}.txt")
+        vector = unit(centres[topic] + noise * random.normal(size=dimensions))
+        tokens = int(random.integers(20, 300))
+        documents.append(document | {"vector": vector.tobytes(), "tokens": tokens})
+    return documents
+
+
+def run(folder, documents, config=CONFIG, options=()):
+    """(clusters by id, removed, Done, Stages)"""
+
+    def write(pipeline):
+        # A few elements a bundle, so that workers have something to share.
+        made = pipeline | beam.Create(documents) | beam.Reshuffle()
+        return {"documents": made, "counts": made | beam.Map(lambda d: ("made", "s"))}
+
+    stages = Stages(str(folder), options)
+    first = stages.run("embed", {}, write)
+    done = cluster(stages, "embed/documents", [first], config, POOLS)
+    clusters = sorted(stages.read("cluster/clusters"), key=lambda c: c["id"])
+    removed = sorted(stages.read("cluster/removed"), key=lambda r: (r["source"], r["place"]))
+    return clusters, removed, done, stages
+
+
+@pytest.fixture(scope="module")
+def documents():
+    return corpus()
+
+
+@pytest.fixture(scope="module")
+def made(documents, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("made"), documents)
+
+
+def test_every_document_is_in_one_cluster(documents, made):
+    clusters, removed, done, _ = made
+    inside = [document for c in clusters for document in c["documents"]]
+    without = [document | {"vector": b""} for document in documents]
+    assert sorted(inside, key=order) == sorted(without, key=order)
+    assert removed == []
+    assert done.count("documents clustered") == 400
+    sources = Counter(document["source"] for document in documents)
+    for source, number in sources.items():
+        assert done.count("documents clustered", source) == number
+
+
+@pytest.fixture(scope="module")
+def vectors(documents):
+    return {d["id"]: np.frombuffer(d["vector"], np.float32) for d in documents}
+
+
+def test_records_say_what_is_in_them(made, vectors):
+    for c in made[0]:
+        assert c["id"] == digest(*sorted(document["id"] for document in c["documents"]))
+        assert c["documents"] == sorted(c["documents"], key=order)
+        assert c["tokens"] == sum(document["tokens"] for document in c["documents"])
+        mean = np.mean([vectors[document["id"]] for document in c["documents"]], axis=0)
+        np.testing.assert_allclose(np.frombuffer(c["vector"], np.float32), mean, atol=1e-6)
+        assert {POOLS[document["source"]] for document in c["documents"]} == {c["pool"]}
+
+
+def test_limits_are_kept_and_sizes_are_counted(made):
+    clusters, _, done, _ = made
+    assert max(c["tokens"] for c in clusters) <= CONFIG.max_cluster_tokens
+    assert max(len(c["documents"]) for c in clusters) <= CONFIG.max_documents
+    sizes = Counter((len(c["documents"]), c["pool"]) for c in clusters)
+    for pool in set(POOLS.values()):
+        assert done.count("clusters", pool) == sum(c["pool"] == pool for c in clusters)
+        numbers = {size: n for (size, its), n in sizes.items() if its == pool}
+        assert done.histogram("cluster size", pool) == numbers
+        small = sum(n for (size, its), n in sizes.items() if size < 3 and its == pool)
+        assert done.count("small clusters", pool) == small
+
+
+def test_clusters_are_of_one_topic(documents, made):
+    clusters = made[0]
+    topic = {d["id"]: int(d["text"].split()[1]) for d in documents}
+    pure = 0
+    for c in clusters:
+        pure += Counter(topic[d["id"]] for d in c["documents"]).most_common(1)[0][1]
+    assert pure / len(documents) > 0.8
+
+
+def test_documents_of_a_cluster_are_nearer_than_those_of_random_ones(documents, made, vectors):
+    def cosine(groups):
+        """Mean cosine of pairs, weighted by size, from lengths of sums."""
+        total = 0.0
+        for group in groups:
+            n = len(group)
+            if n > 1:
+                pairs = (np.linalg.norm(np.sum(group, axis=0)) ** 2 - n) / (n * (n - 1))
+                total += n * pairs
+        return total / len(documents)
+
+    groups = [np.stack([vectors[d["id"]] for d in c["documents"]]) for c in made[0]]
+    mixed = np.random.default_rng(0).permutation(np.concatenate(groups))
+    ends = np.cumsum([len(group) for group in groups])[:-1]
+    assert cosine(groups) > 0.7
+    assert cosine(np.split(mixed, ends)) < 0.1
+
+
+def test_nodes_are_split_until_they_are_small(made):
+    _, _, done, stages = made
+    nodes = Counter(point["node"] for point in stages.read("cluster-level-1/points", ["node"]))
+    assert all(node.startswith(("general_qa/", "financial_math+general_qa/")) for node in nodes)
+    assert min(nodes.values()) >= CONFIG.min_documents
+    last = max(path.name for path in Path(stages.folder).glob("cluster-level-*"))
+    nodes = Counter(point["node"] for point in stages.read(f"{last}/points", ["node"]))
+    over = sum(number > CONFIG.node_documents for number in nodes.values())
+    assert done.count("nodes over the limit") == over == 0
+    assert len(nodes) > 8
+
+
+def test_a_sample_is_that_of_the_smallest_ids():
+    ids = [digest(str(number)) for number in range(4000)]
+    point = {"vector": b"", "tokens": 1}
+    large = {"a": 4000}
+    taken = {
+        name
+        for name in ids
+        for _ in cluster_module._sample(point | {"id": name, "node": "a"}, large, 1000)
+    }
+    assert abs(len(taken) - 1000) < 100
+    assert taken == set(sorted(ids)[: len(taken)])
+    assert not list(cluster_module._sample(point | {"id": min(ids), "node": "b"}, large, 1000))
+    for name in ids:  # as many as there are: all
+        assert list(cluster_module._sample(point | {"id": name, "node": "a"}, large, 4000))
+
+
+@pytest.mark.parametrize("options", [THREADS, pytest.param(PROCESSES, marks=pytest.mark.long)])
+def test_workers_and_order_do_not_matter(documents, made, tmp_path, options):
+    clusters, _, done, _ = run(tmp_path, documents[::-1], options=options)
+    assert clusters == made[0]
+    assert done.counts == made[2].counts
+
+
+def test_seed_and_node_decide_where_centroids_start(documents):
+    sample = [(d["id"], d["vector"]) for d in documents]
+
+    def fit(seed, node, sample=sample):
+        config = dataclasses.replace(CONFIG, seed=seed)
+        return cluster_module._fit((node, sample), {node: 400}, config)["vectors"]
+
+    assert fit(0, "a") == fit(0, "a", sample[::-1])
+    assert len({fit(0, "a"), fit(0, "b"), fit(1, "a")}) == 3
+
+
+def test_a_change_of_the_last_step_keeps_the_levels(documents, made, monkeypatch):
+    stages = made[3]
+    ran = []
+    construct = Stages.construct
+
+    def watch(self, pipeline, name, *rest):
+        ran.append(name)
+        return construct(self, pipeline, name, *rest)
+
+    monkeypatch.setattr(Stages, "construct", watch)
+    first = stages.run("embed", {}, lambda pipeline: pytest.fail("ran again"))
+    again = cluster(stages, "embed/documents", [first], CONFIG, POOLS)
+    assert ran == [] and again.counts == made[2].counts
+    assert again.fingerprint == made[2].fingerprint
+    cluster(
+        stages,
+        "embed/documents",
+        [first],
+        dataclasses.replace(CONFIG, documents_per_cluster=12),
+        POOLS,
+    )
+    assert ran == ["cluster-members", "cluster"]
+
+
+@pytest.fixture(scope="module")
+def unsplit(documents, tmp_path_factory):
+    """No levels, and some documents that fit in no cluster."""
+    good = documents[0]
+    nan = np.full(32, np.nan, np.float32).tobytes()
+    bad = [
+        good | {"id": digest("a"), "place": "a", "vector": b""},
+        good | {"id": digest("b"), "place": "b", "vector": nan},
+        good | {"id": digest("c"), "place": "c", "vector": good["vector"] + b"1"},
+        good | {"id": digest("d"), "place": "d", "tokens": 2001},
+        good | {"id": digest("e"), "place": "e", "source": "unknown"},
+    ]
+    config = dataclasses.replace(CONFIG, levels=0)
+    return run(tmp_path_factory.mktemp("unsplit"), documents + bad, config)
+
+
+def test_nodes_that_stay_too_large_are_finished_and_counted(unsplit):
+    clusters, _, done, _ = unsplit
+    assert sum(len(c["documents"]) for c in clusters) == 400
+    assert done.count("nodes over the limit", "general_qa") == 1
+    assert done.count("nodes over the limit", "financial_math+general_qa") == 1
+
+
+def test_documents_that_fit_in_no_cluster_are_removed(documents, unsplit):
+    _, removed, done, _ = unsplit
+    source = documents[0]["source"]
+    assert [(r["reason"], r["source"], r["place"]) for r in removed] == [
+        ("no vector of length 1", source, "a"),
+        ("no vector of length 1", source, "b"),
+        ("no vector of length 1", source, "c"),
+        ("more tokens than a cluster may have", source, "d"),
+        ("source without tasks", "unknown", "e"),
+    ]
+    assert done.count("documents removed: no vector of length 1", source) == 3
+
+
+def test_no_documents_at_all(tmp_path):
+    clusters, removed, done, _ = run(tmp_path, [])
+    assert clusters == removed == [] and done.counts == ()

@@ -1,0 +1,287 @@
+import json
+import random
+from functools import partial
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_pipeline.decontaminate import (
+    BenchmarkConfig,
+    DecontaminateConfig,
+    Index,
+    Item,
+    fingerprint,
+    make_decontaminate,
+    read_benchmarks,
+)
+from data_pipeline.dedup import DedupConfig
+from data_pipeline.records import SCHEMAS, digest, make_document, order
+from data_pipeline.stages import Stages
+from launch.bench_data import edited_copy
+
+
+def some_text(seed: int, words: int = 100) -> str:
+    rng = random.Random(seed)
+    return " ".join(f"w{rng.randrange(5000)}" for _ in range(words))
+
+
+def read(path, value, documents=(), questions=(), name="b"):
+    """(kind, text) of a benchmark that is one file."""
+    content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    path.write_text(content, encoding="utf-8")
+    config = BenchmarkConfig(str(path), tuple(documents), tuple(questions))
+    items = read_benchmarks({name: config})
+    assert all(item.benchmark == name and item.id == digest(item.text) for item in items)
+    return {(item.kind, item.text) for item in items}
+
+
+def index(*texts: tuple[str, str], dedup=None, threshold=0.8) -> Index:
+    items = [Item("b", kind, digest(text), text) for kind, text in texts]
+    return Index(sorted(items), dedup or DedupConfig(), DecontaminateConfig(threshold))
+
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+def test_hotpotqa(tmp_path):
+    row = {
+        "question": "Who was it?",
+        "answer": "him",
+        "supporting_facts": [["A title", 0]],
+        "context": [["A title", ["One sentence.", " And another."]], ["Other", ["A third."]]],
+    }
+    lines = json.dumps(row) + "\n\n" + json.dumps({**row, "question": "Who else?"}) + "\n"
+    assert read(tmp_path / "h.jsonl", lines, ["context"], ["question"]) == {
+        ("question", "Who was it?"),
+        ("question", "Who else?"),
+        ("document", "One sentence.\n\n And another."),
+        ("document", "A third."),
+    }
+
+
+def test_musique(tmp_path):
+    row = {
+        "paragraphs": [
+            {"idx": 0, "title": "T", "paragraph_text": "Text one."},
+            {"idx": 1, "title": "U", "paragraph_text": " Text two.\n"},
+        ],
+        "question": "What?",
+        "question_decomposition": [{"question": "Part of it?", "answer": "x"}],
+    }
+    assert read(tmp_path / "m.jsonl", row, ["paragraph_text"], ["question"]) == {
+        ("document", "Text one."),
+        ("document", "Text two."),
+        ("question", "What?"),
+        ("question", "Part of it?"),
+    }
+    # The same by the name of the list: objects inside a field are walked through as a whole.
+    found = read(tmp_path / "m.jsonl", row, ["paragraphs"])
+    assert ("document", "Text one.") in found and ("document", "T") in found
+
+
+def test_squad(tmp_path):
+    questions = [{"question": f"Q{i}?", "answers": [{"text": "a"}]} for i in range(2)]
+    paragraphs = [{"context": "中文上下文。", "qas": questions}, {"context": "Two", "qas": []}]
+    value = {"version": 1, "data": [{"title": "t", "paragraphs": paragraphs}]}
+    assert read(tmp_path / "s.json", value, ["context"], ["question"]) == {
+        ("document", "中文上下文。"),
+        ("document", "Two"),
+        ("question", "Q0?"),
+        ("question", "Q1?"),
+    }
+
+
+def test_long_contexts_are_cut_at_blank_lines(tmp_path):
+    long, other, short = "x" * 100, "y " * 60 + "y", "z" * 99
+    row = {"input": "Q?", "context": f"{long}\n \n{short}\r\n\r\n{other}\nend", "length": 3}
+    whole = row["context"]
+    assert read(tmp_path / "l.jsonl", row, ["context"], ["input"]) == {
+        ("question", "Q?"),
+        ("document", whole),
+        ("document", long),
+        ("document", other + "\nend"),
+    }
+    # So are lists of paragraphs; questions are not.
+    row = {"paragraphs": [long, short], "question": [long, short]}
+    assert read(tmp_path / "p.json", row, ["paragraphs"], ["question"]) == {
+        ("document", f"{long}\n\n{short}"),
+        ("document", long),
+        ("question", f"{long}\n\n{short}"),
+    }
+
+
+def test_other_values_are_no_texts(tmp_path):
+    rows = [{"text": value} for value in (None, 3, True, [], {}, "", " \n", [1, None], "words")]
+    assert read(tmp_path / "o.json", rows, ["text"]) == {("document", "words")}
+
+
+def test_folders_patterns_and_text_files(tmp_path):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "a.txt").write_text("\ufeffA text\n", encoding="utf-8")
+    (tmp_path / "deep" / "er" / "b.JSONL").write_text('{"c": "Bee 2"}', encoding="utf-8")
+    (tmp_path / "deep" / "README.md").write_text("not read", encoding="utf-8")
+    (tmp_path / "deep" / "er" / "c.json").write_text('[{"c": "Bee"}, {"q": "Q"}]', encoding="utf-8")
+    expected = [
+        ("document", "A text"),
+        ("document", "Bee"),
+        ("document", "Bee 2"),
+        ("question", "Q"),
+    ]
+    folder = BenchmarkConfig(str(tmp_path / "deep"), ("c",), ("q",))
+    items = read_benchmarks({"one": folder})
+    assert sorted((item.kind, item.text) for item in items) == expected
+    pattern = BenchmarkConfig(f"file://{tmp_path}/deep/*/*.json", ("c",), ("q",))
+    both = read_benchmarks({"two": pattern, "one": folder})
+    assert len(both) == 6 and both == sorted(both)
+    assert fingerprint(both) == fingerprint(read_benchmarks({"one": folder, "two": pattern}))
+    assert fingerprint(both) != fingerprint(items)
+    assert fingerprint(items) != fingerprint([item._replace(benchmark="two") for item in items])
+    assert read_benchmarks({}) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "config", "message"),
+    [
+        (None, {}, r"benchmarks.b.path = '.*none': must have .json, .jsonl, .txt files"),
+        ('{"c": "x"', {"document_fields": ("c",)}, r"benchmarks.b.path = .*f.json: line 1: Exp"),
+        ('{"c": 1}\nx', {"document_fields": ("c",)}, r"benchmarks.b.path = .*f.json: line 2: Exp"),
+        (b"\xff\xfe", {"document_fields": ("c",)}, r"benchmarks.b.path = .*f.json: 'utf-8' codec"),
+        ("[" * 100_000, {"document_fields": ("c",)}, r"benchmarks.b.path = .*f.json: .*recursion"),
+        ('{"c": "x"}', {}, r"benchmarks.b.path = '.*': must have .txt files, or fields"),
+        (
+            '{"c": "x"}',
+            {"document_fields": ("c",), "question_fields": ("d",)},
+            r"benchmarks.b.question_fields = \('d',\): must name fields with text in",
+        ),
+    ],
+)
+def test_bad_benchmarks_are_refused(tmp_path, content, config, message):
+    path = tmp_path / ("none" if content is None else "f.json")
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=r"^decontaminate\." + message):
+        read_benchmarks({"b": BenchmarkConfig(str(path), **config)})
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match=r"benchmarks: path = '': must name a file or folder"):
+        BenchmarkConfig("")
+    with pytest.raises(ValueError, match=r"must not have what document_fields have, \['a'\]"):
+        BenchmarkConfig("x", ("a", "b"), ("a",))
+    for value in (0.0, 1.1):
+        with pytest.raises(ValueError, match=rf"decontaminate.question_threshold = {value}: must"):
+            DecontaminateConfig(value)
+
+
+# ---------------------------------------------------------------------------------------- looking
+
+
+def test_near_texts_are_found_and_others_not():
+    texts = [some_text(i) for i in range(60)]
+    found = index(*(("document", text) for text in texts))
+    for i, text in enumerate(texts):
+        assert found.find(text).text == text
+        assert found.find(edited_copy(text, 0.9, 0.95, i)).text == text
+        assert found.find(edited_copy(text, 0.4, 0.7, i)) is None
+    assert found.find(some_text(100)) is None
+    assert found.find("") is None
+    assert index().find(texts[0]) is None
+
+
+def test_questions_in_texts_are_found():
+    question = "Which of the two towns had the older stone bridge over the river?"  # 13 tokens
+    document = some_text(1, 300)
+    words = document.split()
+    found = index(("question", question))
+
+    def inside(text: str) -> bool:
+        return found.find(" ".join([*words[:90], text, *words[90:]])) is not None
+
+    assert inside(question) and inside(question.upper()) and inside("So: " + question)
+    assert not found.find(document)
+    # 9 shingles of 5 tokens: the first word is in one, the second in two of them.
+    assert inside(question.replace("Which", "What"))
+    assert not inside(question.replace("of", "among"))
+    assert index(("question", question), threshold=0.75).find(question.replace("of", "among"))
+    # Documents are not looked for inside others.
+    assert index(("document", question)).find(f"{document} {question}") is None
+
+
+def test_short_questions_are_compared_as_a_whole_alone():
+    seven, eight = "one two three four five six seven", "one two three four five six seven eight"
+    around = some_text(1)
+    for text, held in ((seven, False), (eight, True)):
+        found = index(("question", text))
+        assert found.find(text) is not None
+        assert (found.find(f"{around} {text} {around}") is not None) == held
+    wide = DedupConfig(shingle_words=9)
+    found = index(("question", eight), dedup=wide)
+    assert found.find(eight) is not None and found.find(f"{around} {eight}") is None
+    assert index(("question", eight + " nine"), dedup=wide).find(f"{around} {eight} nine")
+
+
+def test_chinese_questions_are_found():
+    found = index(("question", "这座古老的石桥建于哪一年？"))
+    assert found.find("有人问：这座古老的石桥建于哪一年？没有人知道。" * 3)
+    assert found.find("这座石桥很古老，没有人知道它建于什么时候。") is None
+
+
+def test_items_share_shingles():
+    question = "What is the name of the river that flows through"
+    texts = [f"{question} town{i} in the country{i} of old?" for i in range(50)]
+    found = index(*(("question", text) for text in texts))
+    assert all(found.find(f"They asked: {text} No answer.").text == text for text in texts)
+    assert found.find(f"{question} it") is None
+
+
+# ------------------------------------------------------------------------------------------- stage
+
+
+def test_stage(tmp_path):
+    question = "Which of the two towns had the older stone bridge over the river?"
+    items = sorted(
+        Item(name, kind, digest(text), text)
+        for name, kind, text in (
+            ("squad", "document", some_text(1)),
+            ("squad", "question", question),
+            ("hotpot", "question", question),
+            ("hotpot", "document", some_text(2)),
+        )
+    )
+    documents = [
+        make_document(edited_copy(some_text(1), 0.88, 0.95, 1), "s", "near squad"),
+        make_document(some_text(2), "t", "is hotpot"),
+        make_document(f"{some_text(3)} {question}", "s", "asks"),
+        *(make_document(some_text(10 + i), "s", f"clean {i}") for i in range(20)),
+    ]
+    documents[2]["part"] = 3
+    results = []
+    for number, options in enumerate(((), ("--direct_num_workers=2",))):
+        folder = tmp_path / str(number)
+        (folder / "read").mkdir(parents=True)
+        table = pa.Table.from_pylist(documents[:: 1 - 2 * number], schema=SCHEMAS["documents"])
+        pq.write_table(table, folder / "read" / "documents-0.parquet")
+        stages = Stages(str(folder), options)
+        settings = {"items": items, "dedup": DedupConfig(), "config": DecontaminateConfig()}
+        make = partial(make_decontaminate, **settings)
+        done = stages.run("decontaminate", {}, make, documents="read/documents")
+        kept = sorted(stages.read("decontaminate/documents"), key=order)
+        removed = sorted(stages.read("decontaminate/removed"), key=lambda r: r["place"])
+        results.append((kept, removed, done.counts))
+    assert results[0] == results[1]
+    kept, removed, counts = results[0]
+    assert kept == sorted(documents[3:], key=order)
+    assert [tuple(r.values()) for r in removed] == [
+        ("contaminated", "s", "asks", 3, "hotpot:question"),
+        ("contaminated", "t", "is hotpot", 0, "hotpot:document"),
+        ("contaminated", "s", "near squad", 0, "squad:document"),
+    ]
+    assert {(c["what"], c["source"]): c["number"] for c in counts} == {
+        ("documents read", "s"): 22,
+        ("documents read", "t"): 1,
+        ("documents kept", "s"): 20,
+        ("documents removed: contaminated by hotpot", "s"): 1,
+        ("documents removed: contaminated by hotpot", "t"): 1,
+        ("documents removed: contaminated by squad", "s"): 1,
+    }

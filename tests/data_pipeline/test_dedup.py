@@ -1,0 +1,376 @@
+import itertools
+import random
+from collections import Counter, defaultdict
+from functools import partial
+
+import apache_beam as beam
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.testing.util import assert_that, equal_to
+
+from data_pipeline import dedup, signatures
+from data_pipeline.dedup import DedupConfig, connect, make_dedup, node_of
+from data_pipeline.records import SCHEMAS, Document, digest, make_document, order
+from data_pipeline.stages import Stages
+from launch.bench_data import edited_copy
+
+
+def some_text(seed: int, words: int = 100) -> str:
+    rng = random.Random(seed)
+    return " ".join(f"w{rng.randrange(5000)}" for _ in range(words))
+
+
+def document(text: str, place: str, quality: float | None = None, source: str = "s") -> Document:
+    return make_document(text, source, place, quality=quality)
+
+
+def run(folder, documents, config=None, files=1, options=()):
+    """Documents, removed and counts of the stage, sorted; few rounds take less time."""
+    (folder / "read").mkdir(parents=True)
+    for i in range(files):
+        table = pa.Table.from_pylist(documents[i::files], schema=SCHEMAS["documents"])
+        pq.write_table(table, folder / "read" / f"documents-{i}.parquet")
+    stages = Stages(str(folder), options)
+    make = partial(make_dedup, config=config or DedupConfig(rounds=3))
+    done = stages.run("dedup", {}, make, documents="read/documents")
+    kept = sorted(stages.read("dedup/documents"), key=order)
+    removed = sorted(stages.read("dedup/removed"), key=lambda r: (r["source"], r["place"]))
+    return kept, removed, {(c["what"], c["source"]): c["number"] for c in done.counts}
+
+
+def gone(removed) -> dict[str, tuple[str, str]]:
+    return {r["place"]: (r["reason"], r["because"]) for r in removed}
+
+
+def components(edges) -> dict[bytes, set[bytes]]:
+    """Smallest node -> the others, by a union-find that moves every set to its smaller root."""
+    root = {node: node for edge in edges for node in edge}
+
+    def find(node):
+        while root[node] != node:
+            node = root[node]
+        return node
+
+    for a, b in edges:
+        first, second = sorted([find(a), find(b)])
+        root[second] = first
+    found = defaultdict(set)
+    for node in root:
+        if find(node) != node:
+            found[find(node)].add(node)
+    return found
+
+
+def check_stars(edges, rounds, children, events):
+    with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+        stars = connect(pipeline | beam.Create(edges), rounds)
+        assert_that(stars.children, equal_to(children), label="check children")
+        assert_that(stars.events, equal_to(events), label="check events")
+
+
+def names(number: int, prefix: str, seed: int = 0) -> list[bytes]:
+    """Nodes whose order says nothing of their numbers."""
+    return [f"{prefix}{digest(str(i), str(seed))}".encode() for i in range(number)]
+
+
+# ------------------------------------------------------------------------------------------ stage
+
+
+def few_documents() -> list[Document]:
+    texts = [some_text(i) for i in range(30)]
+    documents = [document(text, f"{i:02d}") for i, text in enumerate(texts)]
+    return [
+        *documents,
+        document(texts[3], "03 again", 0.5, "t"),
+        document(edited_copy(texts[7], 0.85, 0.95, 1) + " longer by a few words", "07 longer"),
+        document(edited_copy(texts[8], 0.5, 0.7, 1), "08 other"),
+        document(edited_copy(texts[9], 0.85, 0.95, 1), "09 better", -0.5),
+    ]
+
+
+def families() -> list[Document]:
+    documents = []
+    for i in range(40):
+        text = some_text(100 + i)
+        documents.append(document(text, f"{i:02d}", source="families"))
+        for n in range(i % 4):
+            copy = edited_copy(text, 0.75, 0.97, n)
+            documents.append(document(copy, f"{i:02d} {n}", source="families"))
+    return documents
+
+
+def copies_of_a_copy() -> list[Document]:
+    text = some_text(200)
+    copy = edited_copy(text, 0.85, 0.95, 1)
+    return [
+        document(text, "a", 2.0, "copies"),
+        document(copy, "b", None, "copies"),
+        document(copy, "c", 1.0, "copies"),
+        document(copy, "d", None, "copies"),
+        document(text, "e", None, "copies"),
+    ]
+
+
+def equal_texts() -> list[Document]:
+    text = some_text(201)
+    return [
+        {**document(text, "x", source=source), "part": part}
+        for source in ("equal b", "equal a")
+        for part in (1, 0)
+    ]
+
+
+def texts_of_few_tokens() -> list[Document]:
+    texts = ["", "...", "!!!", "one", "ONE.", "two", "one two", "天地", "天地。", "地天"]
+    return [document(text, str(i), source="few") for i, text in enumerate(texts)]
+
+
+def chinese_texts() -> list[Document]:
+    rng = random.Random(1)
+    text = "".join(chr(0x4E00 + rng.randrange(3000)) for _ in range(200))
+    copy = edited_copy(text, 0.85, 0.95, 3) + "。。。。。。。。。。"
+    return [
+        document(t, place, source="zh")
+        for t, place in ((text, "a"), (copy, "b"), (text[::-1], "c"))
+    ]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """One run for all: (documents that were read, kept, removed, counts)."""
+    makers = (few_documents, families, copies_of_a_copy, equal_texts, texts_of_few_tokens)
+    documents = [d for make in (*makers, chinese_texts) for d in make()]
+    return documents, *run(tmp_path_factory.mktemp("corpus"), documents)
+
+
+def removed_of(corpus, *sources):
+    return gone([r for r in corpus[2] if r["source"] in sources])
+
+
+def test_removes_exact_and_near_duplicates(corpus):
+    documents, kept, _, counts = corpus
+    assert removed_of(corpus, "s", "t") == {
+        "03": ("exact duplicate", "t:03 again"),
+        "07": ("near duplicate", "s:07 longer"),
+        "09": ("near duplicate", "s:09 better"),
+    }
+    stay = [d for d in documents if d["source"] in "st" and d["place"] not in ("03", "07", "09")]
+    assert [d for d in kept if d["source"] in "st"] == sorted(stay, key=order)
+    assert {what: n for (what, source), n in counts.items() if source == "s"} == {
+        "documents read": 33,
+        "documents kept": 30,
+        "documents removed: exact duplicate": 1,
+        "documents removed: near duplicate": 2,
+    }
+    assert counts["documents kept", "t"] == counts["documents read", "t"] == 1
+
+
+def test_nothing_is_lost(corpus):
+    documents, kept, removed, counts = corpus
+    places = Counter((r["source"], r["place"], r["part"]) for r in [*kept, *removed])
+    assert places == Counter((d["source"], d["place"], d["part"]) for d in documents)
+    for source in {d["source"] for d in documents}:
+        read, *others = (
+            sum(n for (what, of), n in counts.items() if of == source and what.startswith(begin))
+            for begin in ("documents read", "documents kept", "documents removed: ")
+        )
+        assert read == sum(others) == sum(d["source"] == source for d in documents)
+
+
+def test_finds_pairs_that_a_comparison_of_all_finds(corpus):
+    documents, _, _, counts = corpus
+    sets = {node_of(d): signatures.shingles(d["text"], 5) for d in documents}
+    # Equal texts are one node, whatever qualities they came with.
+    best = {min(node for node in sets if node[8:] == other[8:]) for other in sets}
+    edges = [
+        (a, b)
+        for a, b in itertools.combinations(sorted(best), 2)
+        if signatures.jaccard(sets[a], sets[b]) >= 0.8
+    ]
+    # Every copy shares a band with what is near it here, so nothing is missed.
+    assert counts["pairs above the threshold", ""] == len(edges) > 40
+    assert len(edges) <= counts["candidate pairs", ""] < 3 * len(edges)
+    expected = components(edges)
+    names_of = {node_of(d): f"{d['source']}:{d['place']}" for d in documents}
+    assert {
+        (f"{r['source']}:{r['place']}", r["because"])
+        for r in corpus[2]
+        if r["reason"] == "near duplicate"
+    } == {
+        (names_of[child], names_of[first]) for first, others in expected.items() for child in others
+    }
+    sizes = Counter(f"component size = {len(others) + 1}" for others in expected.values())
+    assert {what: n for (what, _), n in counts.items() if "component" in what} == sizes
+    assert len(sizes) > 1
+
+
+def test_exact_copies_of_a_near_duplicate_all_go(corpus):
+    assert removed_of(corpus, "copies") == {
+        "b": ("exact duplicate", "copies:c"),
+        "c": ("near duplicate", "copies:a"),
+        "d": ("exact duplicate", "copies:c"),
+        "e": ("exact duplicate", "copies:a"),
+    }
+
+
+def test_equal_texts_of_equal_rank_keep_the_first_in_order(corpus):
+    _, kept, removed, _ = corpus
+    assert [(d["source"], d["part"]) for d in kept if "equal" in d["source"]] == [("equal a", 0)]
+    rest = [r for r in removed if "equal" in r["source"]]
+    assert sorted((r["source"], r["part"]) for r in rest) == [
+        ("equal a", 1),
+        ("equal b", 0),
+        ("equal b", 1),
+    ]
+    assert {r["because"] for r in rest} == {"equal a:x"}
+
+
+def test_texts_of_few_tokens(corpus):
+    assert removed_of(corpus, "few") == {
+        "3": ("near duplicate", "few:4"),
+        "7": ("near duplicate", "few:8"),
+    }
+
+
+def test_chinese_texts(corpus):
+    assert removed_of(corpus, "zh") == {"a": ("near duplicate", "zh:b")}
+
+
+def test_result_is_the_same_in_any_order_and_with_any_workers(tmp_path, monkeypatch):
+    documents = [document(some_text(i), str(i)) for i in range(60)]
+    copies = [document(edited_copy(d["text"], 0.85, 0.9, 1), "c" + d["place"]) for d in documents]
+    documents += copies + [{**d, "place": "e" + d["place"], "quality": 1.0} for d in copies[:20]]
+    config = DedupConfig(largest_group=2, rounds=2)
+    one = run(tmp_path / "one", documents, config)
+    random.Random(1).shuffle(documents)
+    monkeypatch.setattr(dedup, "PACKED", 7)  # several values of a bundle
+    options = ["--direct_num_workers=3", "--direct_running_mode=multi_threading"]
+    many = run(tmp_path / "many", documents, config, files=5, options=options)
+    assert one == many
+    assert len(one[1]) > 50
+
+
+def test_large_groups_are_capped_and_counted(tmp_path):
+    """100 texts of one shingle set share every band: 10 make pairs, 90 meet the first alone."""
+    words = some_text(1)
+    documents = [document(words + "!" * i, f"{i:03d}") for i in range(100)]
+    kept, removed, counts = run(tmp_path, documents, DedupConfig(largest_group=10, rounds=3))
+    assert [d["place"] for d in kept] == ["099"]
+    assert len(removed) == 99
+    assert counts["groups capped", ""] == 16
+    assert counts["documents beyond the cap", ""] == 16 * 90
+    assert counts["candidate pairs", ""] == 45 + 90
+    assert counts["component size = 100", ""] == 1
+
+
+def test_nothing_to_do(tmp_path):
+    kept, removed, counts = run(tmp_path, [document(some_text(1), "a")])
+    assert [d["place"] for d in kept] == ["a"] and not removed
+    assert counts == {("documents read", "s"): 1, ("documents kept", "s"): 1}
+
+
+def test_order_of_nodes():
+    texts = [some_text(1, 99), some_text(1, 100)]
+    ranked = [
+        document(texts[0], "", 1e300),
+        document(texts[0], "", 3.5),
+        document(texts[1], "", 0.25),
+        document(texts[0], "", 0.25),
+        document(texts[1], "", -0.0),
+        document(texts[0], "", 0.0),
+        document(texts[0], "", -0.25),
+        document(texts[0], "", -7.0),
+        document(texts[1], ""),
+        document(texts[0], "", float("nan")),
+    ]
+    nodes = [node_of(d) for d in ranked]
+    assert nodes == sorted(nodes) and len(set(nodes)) == 10
+    assert {len(node) for node in nodes} == {dedup.NODE}
+    assert node_of(document("a b", "")) != node_of(document("a c", ""))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("bands", 15, r"dedup.bands = 15: must divide permutations = 128"),
+        ("bands", 0, r"dedup.bands = 0: must be at least 1"),
+        ("permutations", 0, r"dedup.permutations = 0: must be at least 1"),
+        ("shingle_words", 0, r"dedup.shingle_words = 0: must be at least 1"),
+        ("rounds", 0, r"dedup.rounds = 0: must be at least 1"),
+        ("threshold", 0.0, r"dedup.threshold = 0.0: must be above 0 and at most 1"),
+        ("threshold", 1.5, r"dedup.threshold = 1.5: must be above 0 and at most 1"),
+        ("largest_group", 1, r"dedup.largest_group = 1: must be at least 2"),
+        ("seed", -1, r"dedup.seed = -1: must be at least 0 and below 2\^32"),
+    ],
+)
+def test_settings_are_checked(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        DedupConfig(**{field: value})
+
+
+# -------------------------------------------------------------------------------------- components
+
+
+def test_components_are_those_of_union_find():
+    """Chains, stars, cycles, a clique and random graphs, all at once as parts of one graph."""
+    edges = []
+    for length in (2, 3, 17, 200):
+        chain = names(length, f"chain{length}-")
+        edges += list(itertools.pairwise(chain))
+    sorted_chain = sorted(names(100, "sorted-"))
+    edges += list(itertools.pairwise(sorted_chain))
+    for number in range(3):
+        star = names(40, f"star{number}-")
+        edges += [(star[0], other) for other in star[1:]]
+    cycle = names(60, "cycle-")
+    edges += list(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
+    clique = names(8, "clique-")
+    edges += [(a, b) for a in clique for b in clique if a < b]
+    rng = random.Random(3)
+    for number in range(40):
+        nodes = names(rng.randrange(2, 40), f"random{number}-", number)
+        for _ in range(rng.randrange(1, 50)):
+            a, b = rng.choice(nodes), rng.choice(nodes)
+            edges += [(a, b)] if a != b else []
+    expected = components(edges)
+    assert len(expected) > 60
+    rng.shuffle(edges)
+    children = [(first, other) for first, others in expected.items() for other in others]
+    check_stars(edges, 8, children, [])
+
+
+def test_what_is_unconverged_is_counted():
+    """After one round node n of a chain a-b-c-... points to n-2 or further, not all to a."""
+    chain = [bytes([i]) for i in range(9)]
+    edges = list(itertools.pairwise(chain))
+    # Large stars: node n's larger neighbour n+1 moves to n-1. Small stars: so do n+1 and n-1.
+    children = [(chain[max(0, i - 2)], chain[i]) for i in range(1, 9)]
+    event = ("components unconverged", "")
+    check_stars(edges, 1, children, [event] * 6)
+    check_stars(edges, 4, [(chain[0], node) for node in chain[1:]], [])
+
+
+def test_a_node_between_two_stars_is_counted():
+    """The zigzag 0-3-2-4-1: after a round 2 belongs to the stars of 0 and of 1."""
+    nodes = [bytes([i]) for i in range(5)]
+    edges = [(nodes[a], nodes[b]) for a, b in ((0, 3), (2, 3), (2, 4), (1, 4))]
+    children = [(nodes[a], nodes[b]) for a, b in ((0, 2), (0, 3), (1, 4))]
+    check_stars(edges, 1, children, [("components unconverged", "")])
+
+
+def test_unconverged_documents_are_counted_and_nothing_is_lost(tmp_path):
+    """Windows of a long text, each near its neighbours alone: a chain of 30 documents."""
+    words = some_text(1, 400).split()
+    documents = [document(" ".join(words[6 * i : 6 * i + 100]), f"{i:02d}") for i in range(30)]
+    kept, removed, counts = run(tmp_path / "1", documents, DedupConfig(rounds=1))
+    assert counts["components unconverged", ""] > 0
+    assert len(kept) + len(removed) == 30
+    first = min(documents, key=node_of)["place"]
+    assert first in {d["place"] for d in kept}
+    kept, removed, counts = run(tmp_path / "2", documents, DedupConfig())
+    assert [d["place"] for d in kept] == [first]
+    assert ("components unconverged", "") not in counts
+    assert counts["component size = 30", ""] == 1
+    assert {r["because"] for r in removed} == {f"s:{first}"}

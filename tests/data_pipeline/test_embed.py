@@ -1,0 +1,257 @@
+"""Vectors of documents: of what they are about, and the same whatever the workers."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_pipeline import embed
+from data_pipeline.embed import EmbedConfig, MeshSizes
+from data_pipeline.records import SCHEMAS, Document, make_document
+from data_pipeline.stages import Done, Stages
+from spell_jax.policy import embedder as embedders
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime import settings
+from tests.policy.test_embedder import save_folder
+
+SEA = "ship sail harbour wave anchor captain tide deck island storm"
+KITCHEN = "flour oven butter sugar bread salt pan recipe dough taste"
+COURT = "judge law trial witness jury verdict appeal crime oath lawyer"
+TOPICS = {"sea": SEA.split(), "kitchen": KITCHEN.split(), "court": COURT.split()}
+FILLERS = ("the", "and", "of", "was", "in", "they", "with", "then", "after", "before")
+TFIDF = EmbedConfig()
+WORKERS = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
+THREADS = ["--direct_num_workers=2", "--direct_running_mode=multi_threading"]
+
+
+def documents(count: int, source: str = "") -> list[Document]:
+    """Of 25 words each, a third of them about a topic, which is the source if none is given."""
+    made, rng = [], random.Random(0)
+    for number in range(count):
+        topic = rng.choice(sorted(TOPICS))
+        words = rng.choices(TOPICS[topic], k=8) + rng.choices(FILLERS, k=17)
+        rng.shuffle(words)
+        made.append(make_document(" ".join(words), source or topic, f"{number}.txt"))
+    return made
+
+
+def run(
+    folder: Path, given: list[Document], config: EmbedConfig = TFIDF, options=()
+) -> tuple[dict[str, np.ndarray], list[Document], Done]:
+    """(vectors by id, documents as they came, the stage) of a run in a new folder."""
+    (folder / "given").mkdir(parents=True)
+    table = pa.Table.from_pylist(given, SCHEMAS["documents"])
+    pq.write_table(table, folder / "given" / "documents-0.parquet")
+    stages = Stages(str(folder), options)
+    make = functools.partial(embed.make_embed, total=len(given), config=config)
+    done = stages.run("embed", {}, make, documents="given/documents")
+    found: list = stages.read("embed/documents")
+    return {d["id"]: np.frombuffer(d["vector"], np.float32) for d in found}, found, done
+
+
+def without_vectors(some: list[Document]) -> list[tuple]:
+    return sorted(tuple((d | {"vector": b""}).items()) for d in some)
+
+
+def bits(vectors: dict[str, np.ndarray]) -> dict[str, bytes]:
+    return {name: vector.tobytes() for name, vector in vectors.items()}
+
+
+# ------------------------------------------------------------------------------------------- tfidf
+
+
+def test_the_nearest_document_is_about_the_same(tmp_path) -> None:
+    given = documents(60)
+    vectors, found, done = run(tmp_path, given)
+    assert without_vectors(found) == without_vectors(given)
+    table = np.stack([vectors[d["id"]] for d in given])
+    np.testing.assert_allclose(np.linalg.norm(table, axis=1), 1, atol=1e-6)
+    topics = np.array([d["source"] for d in given])
+    similar = table @ table.T - 2 * np.eye(len(table))
+    assert (topics[similar.argmax(1)] == topics).all()
+    wanted = [(embed.EMBEDDED, *item) for item in sorted(Counter(topics.tolist()).items())]
+    assert [tuple(c.values()) for c in done.counts] == wanted
+
+
+def test_cosines_are_those_of_weighted_words(tmp_path) -> None:
+    """With as many directions as there are, nothing of a sample of all documents is lost."""
+    given = documents(30)
+    vectors, _, _ = run(tmp_path, given)
+    texts = [re.findall(r"\w{2,}", d["text"]) for d in given]
+    found_in = Counter(word for text in texts for word in set(text))
+    telling = sorted(word for word, count in found_in.items() if 1 < count < len(texts))
+    table = np.zeros((len(texts), len(telling)))
+    for row, text in zip(table, texts, strict=True):
+        for word, count in Counter(text).items():
+            if word in telling:
+                weight = np.log((1 + len(texts)) / (1 + found_in[word]))
+                row[telling.index(word)] = (1 + np.log(count)) * weight
+    table /= np.linalg.norm(table, axis=1, keepdims=True)
+    found = np.stack([vectors[d["id"]] for d in given])
+    assert found.shape[1] <= len(telling) + 1
+    np.testing.assert_allclose(found @ found.T, table @ table.T, atol=1e-5)
+
+
+def test_neither_workers_nor_order_change_a_bit(tmp_path) -> None:
+    given = documents(40)
+    shuffled = random.Random(1).sample(given, len(given))
+    alone = bits(run(tmp_path / "a", given)[0])
+    assert bits(run(tmp_path / "b", shuffled, options=WORKERS)[0]) == alone
+
+
+def test_directions_are_those_of_the_documents_with_the_smallest_ids(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(embed, "BLOCK_BYTES", 100)  # of two words
+    given = sorted(documents(200), key=lambda d: d["id"])
+    config = EmbedConfig(fit_documents=20)
+    every = bits(run(tmp_path / "a", given, config)[0])
+    few = bits(run(tmp_path / "b", given[:20], config)[0])
+    assert few == {name: every[name] for name in few} and len(every) == 200
+    sampler = embed._SampleWords(200, config)
+    sampler.setup()
+    sampled = sum(len(list(sampler.process(document))) for document in given)
+    assert 20 <= sampled < 100
+
+
+def test_dimensions_are_a_limit(tmp_path) -> None:
+    vectors, _, _ = run(tmp_path, documents(20), EmbedConfig(dimensions=5))
+    assert {vector.shape for vector in vectors.values()} == {(5,)}
+
+
+def test_documents_without_telling_words_are_alike_and_counted(tmp_path) -> None:
+    odd = [make_document(text, "odd", text) for text in ("zzyzx quux", "...", "a b c")]
+    vectors, _, done = run(tmp_path, documents(20, "even") + odd)
+    size = vectors[odd[0]["id"]].size
+    for document in odd:
+        np.testing.assert_array_equal(vectors.pop(document["id"]), np.eye(size)[-1])
+    assert all(vector[-1] == 0 for vector in vectors.values())
+    assert done.count(embed.WORDLESS) == done.count(embed.WORDLESS, "odd") == 3
+    assert done.count(embed.EMBEDDED) == 23
+
+
+@pytest.mark.parametrize("texts", [(), ("oven pan",), ("oven pan", "pan oven")], ids=len)
+def test_next_to_no_documents(texts: tuple[str, ...], tmp_path) -> None:
+    given = [make_document(text, "s", text) for text in texts]
+    vectors, _, done = run(tmp_path, given)
+    assert all(vector.tolist() == [1] for vector in vectors.values())
+    assert len(vectors) == done.count(embed.EMBEDDED) == done.count(embed.WORDLESS) == len(texts)
+
+
+def test_words() -> None:
+    text = "It's 7 o'clock in 東京とソウル서울 — naïve_x Straße, 𠮷野"
+    assert re.findall(embed.WORD, text.lower()) == [
+        *("it", "clock", "in", "東", "京", "と", "ソ", "ウ", "ル", "서울"),
+        *("naïve_x", "straße", "𠮷", "野"),
+    ]
+
+
+# ------------------------------------------------------------------------------------------ policy
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> EmbedConfig:
+    folder = save_folder(tmp_path_factory.mktemp("policies") / "embedding")
+    return EmbedConfig(
+        method="policy",
+        folder=str(folder),
+        max_tokens=128,
+        token_budget=1024,
+        compute_dtype="float32",
+        shards=3,
+    )
+
+
+def test_a_policy_embeds_and_what_it_cuts_is_counted(policy, tmp_path) -> None:
+    given = documents(20, "short") + [
+        make_document("salt " * 99 + str(n), "long", str(n)) for n in "ab"
+    ]
+    vectors, found, done = run(tmp_path, given, policy)
+    assert without_vectors(found) == without_vectors(given)
+    embedder = embedders.Embedder(policy.folder, meshes.make_mesh(), 128, 1024, "float32")
+    wanted = embedder.embed([embedder.encode(d["text"])[0] for d in given])
+    for document, vector in zip(given, wanted, strict=True):
+        np.testing.assert_allclose(vectors[document["id"]], vector, atol=1e-6)
+    cut = Counter(d["source"] for d in given if embedder.encode(d["text"])[1])
+    assert cut["long"] == 2
+    assert {c["source"]: c["number"] for c in done.counts if c["what"] == embed.TRUNCATED} == cut
+    assert done.count(embed.EMBEDDED, "short") == 20
+
+
+def test_a_policy_is_loaded_once_and_its_batches_are_certain(policy, tmp_path, monkeypatch) -> None:
+    loaded, batches = [], []
+
+    class Recorded(embedders.Embedder):
+        def __init__(self, *given):
+            loaded.append(given)
+            super().__init__(*given)
+
+        def embed(self, texts):
+            batches.append([tuple(ids) for ids in texts])
+            return super().embed(texts)
+
+    monkeypatch.setattr(embedders, "Embedder", Recorded)
+    monkeypatch.setattr(embed, "TOGETHER", 4)
+    given = [d | {"tokens": len(d["text"]) % 7} for d in documents(30)]
+    shuffled = random.Random(1).sample(given, len(given))
+    alone = bits(run(tmp_path / "a", given, policy)[0])
+    wanted = sorted(batches)
+    batches.clear()
+    assert bits(run(tmp_path / "b", shuffled, policy, THREADS)[0]) == alone
+    assert sorted(batches) == wanted
+    assert max(map(len, batches)) == 4 and len(batches) >= 8
+    devices = meshes.make_mesh({"fsdp": jax.device_count()})
+    assert loaded == [(policy.folder, devices, 128, 1024, "float32")] * 2
+
+
+def test_a_policy_is_released_when_nobody_needs_it(policy, monkeypatch) -> None:
+    loaded = []
+    monkeypatch.setattr(embedders, "Embedder", lambda *given: loaded.append(given) or object())
+    lent = embed._Lent()
+    lent.borrow(policy)
+    lent.borrow(policy)
+    lent.give_back()
+    assert lent._embedder is not None and len(loaded) == 1
+    lent.give_back()
+    assert lent._embedder is None
+    lent.borrow(policy)
+    assert len(loaded) == 2
+
+
+# ------------------------------------------------------------------------------------------ config
+
+
+def test_a_config_is_built_from_a_section() -> None:
+    section = {"method": "policy", "folder": "x", "mesh": {"fsdp": 2, "data": -1}}
+    built = settings.build(EmbedConfig, section, "embed")
+    assert built.mesh == MeshSizes(fsdp=2, data=-1) and built.folder == "x"
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"method": "bert"}, r"embed\.method = 'bert': must be one of \('tfidf', 'policy'\)"),
+        ({"method": "policy"}, r"embed\.folder = '': .* must have a Hugging Face folder"),
+        ({"features": 1}, r"embed\.features = 1: must be at least 2"),
+        ({"features": 2**31}, r"embed\.features = 2147483648: must be below 2147483648"),
+        ({"dimensions": 1}, r"embed\.dimensions = 1: must be at least 2"),
+        ({"fit_documents": 0}, r"embed\.fit_documents = 0: must be at least 1"),
+        ({"max_tokens": 1}, r"embed\.max_tokens = 1: must be at least 2"),
+        ({"token_budget": 0}, r"embed\.token_budget = 0: must be at least 1"),
+        ({"shards": 0}, r"embed\.shards = 0: must be at least 1"),
+        ({"seed": -1}, r"embed\.seed = -1: must be from 0 to 4294967295"),
+        ({"compute_dtype": "int8"}, r"embed\.compute_dtype = 'int8': must be one of"),
+        ({"mesh": {"tensor": 0}}, r"embed\.mesh\.tensor = 0: must be at least 1, or -1"),
+        ({"mesh": {"data": -1}}, r"embed\.mesh = .*: at most one axis must be -1"),
+    ],
+)
+def test_mistakes_in_a_config_are_named(section: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings.build(EmbedConfig, section, "embed")

@@ -1,0 +1,169 @@
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from data_pipeline import signatures
+from launch.bench_data import edited_copy
+
+
+def some_text(seed: int, words: int = 120, vocabulary: int = 5000) -> str:
+    rng = random.Random(seed)
+    return " ".join(f"w{rng.randrange(vocabulary)}" for _ in range(words))
+
+
+def overlapping_sets(shared: int, alone: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two sets of random 64-bit values."""
+    rng = np.random.default_rng(shared)
+    values = rng.integers(2**64, size=shared + 2 * alone, dtype=np.uint64)
+    both, first, second = np.split(values, [shared, shared + alone])
+    return np.unique(np.append(both, first)), np.unique(np.append(both, second))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Don't stop, WÖRLD_1!", ["don", "t", "stop", "wörld_1"]),
+        ("中文。カタカナ・한국 abc中x", [*"中文カタカナ한국", "abc", "中", "x"]),
+        ("々〇ー𠀀", list("々〇ー𠀀")),
+        ("... !?", []),
+    ],
+)
+def test_tokens(text, expected):
+    assert signatures.tokens(text) == expected
+
+
+def test_shingles_are_the_set_of_windows():
+    text = "one two three one two three one two four"
+    windows = {tuple(text.split()[i : i + 3]) for i in range(7)}
+    found = signatures.shingles(text, 3)
+    assert found.dtype == np.uint64 and len(found) == len(windows) == 4
+    assert (np.diff(found.astype(object)) > 0).all()
+    # Each window alone is the same shingle as in the text.
+    alone = {int(signatures.shingles(" ".join(window), 3)[0]) for window in windows}
+    assert alone == set(found.tolist())
+
+
+def test_shingles_see_neither_case_nor_signs():
+    a = signatures.shingles("A b, C d E f.", 5)
+    assert (a == signatures.shingles("a B c -- d e F", 5)).all()
+
+
+def test_short_texts_are_one_shingle():
+    few = signatures.shingles("two words", 5)
+    assert len(few) == 1
+    assert few != signatures.shingles("words two", 5)
+    assert few != signatures.shingles("two words two", 5)
+    assert signatures.shingles("two words six", 3).shape == (1,)
+    for text in ("", "...", "!?", "\ud800"):
+        assert len(signatures.shingles(text, 5)) == 1
+    assert signatures.shingles("...", 5) != signatures.shingles("!?", 5)
+
+
+def test_shingles_of_chinese_text():
+    found = signatures.shingles("天地玄黄，宇宙洪荒。", 5)
+    assert len(found) == 4
+    assert (found == signatures.shingles("天 地 玄 黄 宇 宙 洪 荒", 5)).all()
+
+
+def test_distinct_shingles_do_not_collide():
+    """Of 6^5 windows of few tokens, the hardest ones, and of 200,000 random ones."""
+    windows = [" ".join(window) for window in itertools.product("abcdef", repeat=5)]
+    found = np.concatenate([signatures.shingles(window, 5) for window in windows])
+    assert len(np.unique(found)) == 6**5
+    # 200,000 hashes of 64 bits collide with a probability of 1e-9, of 32 bits with one of 0.99.
+    many = signatures.shingles(some_text(1, 200_004, 10**6), 5)
+    assert len(many) == 200_000
+    # Each bit is one in half of the hashes: a standard deviation is 0.0011.
+    for bit in range(64):
+        share = np.mean((many >> np.uint64(bit)) & np.uint64(1))
+        assert abs(share - 0.5) < 0.006
+
+
+@pytest.mark.parametrize(("shared", "alone"), [(0, 100), (50, 50), (400, 50), (1900, 50)])
+def test_signature_estimates_jaccard(shared, alone):
+    a, b = overlapping_sets(shared, alone)
+    exact = shared / (shared + 2 * alone)
+    assert signatures.jaccard(a, b) == pytest.approx(exact)
+    equal = []
+    for seed in range(20):
+        first, second = (signatures.signature(found, 128, seed) for found in (a, b))
+        assert first.dtype == np.uint32 and first.shape == (128,)
+        equal.append(np.mean(first == second))
+    error = (exact * (1 - exact) / (20 * 128)) ** 0.5
+    assert abs(np.mean(equal) - exact) <= 4 * error
+
+
+def test_signature_depends_on_seed_and_is_the_least_of_parts():
+    a, b = overlapping_sets(0, 1500)
+    first, again, other = (signatures.signature(a, 128, seed) for seed in (1, 1, 2))
+    assert (first == again).all() and not (first == other).any()
+    both = signatures.signature(np.union1d(a, b), 128, 1)
+    assert (both == np.minimum(first, signatures.signature(b, 128, 1))).all()
+
+
+def test_band_keys():
+    made = np.arange(128, dtype=np.uint32)
+    keys = signatures.band_keys(made, 16)
+    assert keys.dtype == np.uint64 and len(set(keys.tolist())) == 16
+    changed = made.copy()
+    changed[8] = 1000  # the first row of the second band
+    assert (signatures.band_keys(changed, 16) != keys).nonzero()[0].tolist() == [1]
+    swapped = made.copy()
+    swapped[[8, 9]] = swapped[[9, 8]]
+    assert signatures.band_keys(swapped, 16)[1] != keys[1]
+    # Equal rows in another band are another key.
+    assert len(set(signatures.band_keys(np.zeros(128, np.uint32), 16).tolist())) == 16
+
+
+@pytest.mark.parametrize("similarity", [0.5, 0.7, 0.8, 0.85, 0.95])
+def test_bands_find_as_many_pairs_as_theory_says(similarity):
+    rng = np.random.default_rng(5)
+    number, size = 300, 200
+    found = 0
+    for _ in range(number):
+        shared = round(size * similarity)
+        alone = rng.integers(2**64, size=(2, (size - shared) // 2), dtype=np.uint64)
+        both = rng.integers(2**64, size=shared, dtype=np.uint64)
+        keys = [
+            signatures.band_keys(signatures.signature(np.append(both, part), 128, 1), 16)
+            for part in alone
+        ]
+        found += bool((keys[0] == keys[1]).any())
+    expected = 1 - (1 - similarity**8) ** 16
+    error = (expected * (1 - expected) / number) ** 0.5
+    assert abs(found / number - expected) <= 4 * error + 1e-3
+    if similarity >= 0.85:
+        assert found >= 0.98 * number
+
+
+def test_bands_find_edited_texts():
+    found = 0
+    for seed in range(150):
+        text = some_text(seed)
+        copy = edited_copy(text, 0.85, 0.95, seed)
+        sets = [signatures.shingles(t, 5) for t in (text, copy)]
+        assert 0.85 <= signatures.jaccard(*sets) <= 0.95
+        keys = [signatures.band_keys(signatures.signature(s, 128, 1), 16) for s in sets]
+        found += bool((keys[0] == keys[1]).any())
+    assert found >= 147
+
+
+def test_edited_copies_are_deterministic_and_may_be_impossible():
+    text = some_text(3)
+    assert edited_copy(text, 0.7, 0.9, 1) == edited_copy(text, 0.7, 0.9, 1)
+    assert edited_copy(text, 0.7, 0.9, 1) != edited_copy(text, 0.7, 0.9, 2)
+    chinese = "".join(chr(0x4E00 + i) for i in range(200))
+    assert edited_copy(chinese, 0.7, 0.9, 1) != chinese
+    with pytest.raises(ValueError, match=r"from 0.9 to 0.95: no edit of 'a few words'"):
+        edited_copy("a few words", 0.9, 0.95, 1)
+
+
+def test_jaccard_by_brute_force():
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        a, b = (np.unique(rng.integers(12, size=rng.integers(1, 12))) for _ in range(2))
+        a, b = a.astype(np.uint64), b.astype(np.uint64)
+        first, second = set(a.tolist()), set(b.tolist())
+        assert signatures.jaccard(a, b) == len(first & second) / len(first | second)

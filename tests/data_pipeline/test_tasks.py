@@ -1,0 +1,150 @@
+"""Tasks: equal numbers, as many as can be, whatever the order of clusters."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import apache_beam as beam
+import pytest
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.testing.util import assert_that
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.records import Cluster, make_document
+from data_pipeline.tasks import TasksConfig, assign_tasks, make_tasks
+from spell_jax.data.clusters import TASKS
+
+QA, MATH, CHOICE = TASKS
+ALL = "+".join(sorted(TASKS))
+
+
+def clusters_of(sizes):
+    names = [(f"{pool}-{i}", pool) for pool, number in sizes.items() for i in range(number)]
+    return dict(names)
+
+
+def most(sizes, tasks):
+    """By trying all ways to give each cluster to one of its tasks."""
+    choices = [
+        [None, *(task for task in pool.split("+") if task in tasks)]
+        for pool, number in sizes.items()
+        for _ in range(number)
+    ]
+    best = 0
+    for given_to in itertools.product(*choices):
+        numbers = Counter(given_to)
+        best = max(best, min(numbers[task] for task in tasks))
+    return best
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clusters_per_task": -1}, "tasks.clusters_per_task = -1: must be at least 0"),
+        ({"tasks": ()}, r"tasks.tasks = \(\): must be some of"),
+        ({"tasks": ("poems",)}, r"tasks.tasks = \('poems',\): must be some of"),
+        ({"tasks": (QA, QA)}, "each once"),
+    ],
+)
+def test_bad_settings_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        TasksConfig(**change)
+
+
+POOLS = [QA, MATH, CHOICE, f"{MATH}+{QA}", f"{CHOICE}+{QA}", ALL]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(POOLS), max_size=6))
+def test_as_many_as_any_way_to_share_would_give(pools):
+    sizes = Counter(pools)
+    possible = [task for task in TASKS if any(task in pool.split("+") for pool in sizes)]
+    best = most(sizes, possible) if possible else 0
+    clusters = clusters_of(sizes)
+    if not best:
+        with pytest.raises(ValueError, match="too few clusters"):
+            assign_tasks(clusters, TasksConfig())
+        return
+    assignment, left_over = assign_tasks(clusters, TasksConfig())
+    assert Counter(assignment.values()) == dict.fromkeys(possible, best)
+    assert all(task in clusters[name].split("+") for name, task in assignment.items())
+    assert len(assignment) + sum(left_over.values()) == len(clusters)
+    for pool, number in left_over.items():
+        assert number == sizes[pool] - sum(clusters[name] == pool for name in assignment)
+
+
+def test_a_shared_pool_fills_up_the_scarce_tasks():
+    sizes = {QA: 50, MATH: 4, ALL: 20}
+    assignment, left_over = assign_tasks(clusters_of(sizes), TasksConfig())
+    assert Counter(assignment.values()) == {QA: 12, MATH: 12, CHOICE: 12}
+    assert left_over == {QA: 38, MATH: 0, ALL: 0}
+
+
+def test_the_choice_depends_on_seed_and_ids_alone():
+    clusters = clusters_of({QA: 60, MATH: 20, ALL: 30})
+    first, _ = assign_tasks(clusters, TasksConfig(seed=1))
+    backwards, _ = assign_tasks(dict(reversed(clusters.items())), TasksConfig(seed=1))
+    other, _ = assign_tasks(clusters, TasksConfig(seed=2))
+    assert first == backwards and first != other
+    taken = sorted(int(name.rpartition("-")[2]) for name in first if name.startswith(QA))
+    assert taken != list(range(len(taken)))  # not simply the first
+
+
+def test_a_number_is_a_limit(caplog):
+    clusters = clusters_of({QA: 9, MATH: 5, CHOICE: 7})
+    for wanted, number in ((3, 3), (8, 5)):
+        assignment, _ = assign_tasks(clusters, TasksConfig(clusters_per_task=wanted))
+        assert Counter(assignment.values()) == dict.fromkeys(TASKS, number)
+        assert ("5 clusters a task, not 8" in caplog.text) == (wanted == 8)
+
+
+def test_a_task_without_clusters_gets_none(caplog):
+    assignment, _ = assign_tasks(clusters_of({QA: 3, MATH: 2}), TasksConfig())
+    assert Counter(assignment.values()) == {QA: 2, MATH: 2}
+    assert f"no cluster can serve {CHOICE}" in caplog.text
+    assignment, left_over = assign_tasks(clusters_of({QA: 3, MATH: 2}), TasksConfig(tasks=(QA,)))
+    assert len(assignment) == 3 and left_over == {QA: 0, MATH: 2}
+
+
+def test_names_inside_names_are_not_taken_for_tasks():
+    """Pools are split at "+", not searched."""
+    assignment, left_over = assign_tasks({"a": QA, "b": f"{MATH}_2"}, TasksConfig())
+    assert assignment == {"a": QA} and left_over == {QA: 0, f"{MATH}_2": 1}
+
+
+def test_no_clusters_at_all():
+    with pytest.raises(ValueError, match="tasks: too few clusters to give one to each of"):
+        assign_tasks({}, TasksConfig())
+
+
+def test_used_clusters_have_their_task_and_others_are_counted():
+    def make(name, pool, texts):
+        documents = [make_document(text, f"of {pool}", text) for text in texts]
+        return Cluster(id=name, pool=pool, documents=documents, tokens=9, vector=b"1234")
+
+    clusters = [make("a", QA, ["one", "two"]), make("b", MATH, ["three", "four"])]
+
+    def check_tasks(found):
+        assert found == [clusters[0] | {"task": QA}]
+
+    def check_removed(found):
+        assert sorted((r["reason"], r["source"], r["place"], r["because"]) for r in found) == [
+            ("left over", f"of {MATH}", "four", MATH),
+            ("left over", f"of {MATH}", "three", MATH),
+        ]
+
+    def check_counts(found):
+        assert Counter(found) == {
+            ("clusters", QA): 1,
+            ("documents", f"of {QA}"): 2,
+            ("clusters left over", MATH): 1,
+            ("documents removed: left over", f"of {MATH}"): 2,
+        }
+
+    with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+        tables = make_tasks(pipeline | beam.Create(clusters), {"a": QA})
+        assert_that(tables["tasks"], check_tasks, label="tasks")
+        assert_that(tables["removed"], check_removed, label="removed")
+        assert_that(tables["counts"], check_counts, label="counts")
