@@ -225,7 +225,8 @@ def top_terms(
     vocabulary = vectorizer.get_feature_names_out()
     found = []
     for words in grouped:
-        scores = vectorizer.transform([words]).tocoo()
+        scores: Any = vectorizer.transform([words])
+        scores = scores.tocoo()
         best = np.lexsort((scores.col, -scores.data))[:count]
         found.append([str(vocabulary[column]) for column in scores.col[best]])
     return found

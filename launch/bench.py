@@ -7,12 +7,17 @@ verify   prompts a second of the verifier, with and without beginnings that are 
 spell    seconds of one whole step of self-play, by phase
 quality  answers drawn with eight bits against those without: KL, equal greedy tokens
 trl      seconds and memory of a GRPO step, here and in TRL (extra "test")
+dedup    documents a second and memory of the data pipeline's filter and dedup (extra "data")
+lsh      pairs that its bands find, against all near pairs of a folder's texts
+corpus   a build from real documents: time, memory, planted copies and contamination found, and how
+         much alike a cluster's documents are
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import pathlib
 import sys
@@ -312,6 +317,16 @@ _OPTIONS = {
         _Option("prefill", 2048, "prompt tokens that we read in one call"),
         _Option("steps", 3, "steps, the first of which is not timed"),
     ),
+    "dedup": (_Option("documents", 10_000, "synthetic documents of about 100 words"),),
+    "lsh": (
+        _Option("source", "", "a folder with .txt or .md files"),
+        _Option("documents", 2000, "texts of it, edited copies included"),
+    ),
+    "corpus": (
+        _Option("source", "", "a folder as configs/data/mixed.py describes it"),
+        _Option("planted", 0.05, "edited copies, as a share of the documents"),
+        _Option("contaminated", 50, "planted texts of the benchmark, of each kind"),
+    ),
 }
 _BENCHES = {
     "update": bench_update,
@@ -321,7 +336,15 @@ _BENCHES = {
     "spell": lambda options: bench_rollout.bench_spell(_policy(options), options),
     "quality": bench_quality.bench_quality,
     "trl": lambda options: bench_trl.bench_trl(_policy(options), options),
+    "dedup": lambda options: _data().bench_dedup(options),
+    "lsh": lambda options: _data().bench_lsh(options),
+    "corpus": lambda options: importlib.import_module("launch.bench_corpus").bench_corpus(options),
 }
+
+
+def _data() -> Any:
+    """Needs Beam, which the other benches do without."""
+    return importlib.import_module("launch.bench_data")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
