@@ -147,9 +147,21 @@ SCHEMAS = {
 _TENTHS = sorted({math.ceil(10 ** (tenth / 10)) for tenth in range(181)})
 
 
+_SIZED = " = "
+
+
 def sized(what: str, number: int) -> str:
     """What is counted where numbers have a distribution; Done.histogram reads it."""
-    return f"{what} = {number}"
+    return f"{what}{_SIZED}{number}"
+
+
+def is_sized(what: str) -> bool:
+    return _SIZED in what
+
+
+def size_of(what: str) -> int:
+    """The number of `sized`."""
+    return int(what.rpartition(_SIZED)[2])
 
 
 def rounded(number: int) -> int:

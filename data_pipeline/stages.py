@@ -27,11 +27,10 @@ from apache_beam.options.pipeline_options import PipelineOptions, StandardOption
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.portability.portable_runner import PortableRunner
 
-from data_pipeline.records import SCHEMAS, Count, digest, sized
+from data_pipeline.records import SCHEMAS, Count, digest, is_sized, size_of, sized
 
 DONE = "done.json"
 BATCH = 256  # records of a table that are looked at at once: some 20 MB of clusters
-_SIZED = sized("", 0).removesuffix("0")
 Tables = dict[str, Any]  # PCollections by table name
 log = logging.getLogger(__name__)
 
@@ -59,15 +58,16 @@ class Done:
     @property
     def plain_counts(self) -> tuple[Count, ...]:
         """Those that are no part of a distribution."""
-        return tuple(count for count in self.counts if _SIZED not in count["what"])
+        return tuple(count for count in self.counts if not is_sized(count["what"]))
 
     def histogram(self, what: str, source: str | None = None) -> dict[int, int]:
         """Of what was counted by records.sized: number -> how often, in order."""
         found: dict[int, int] = {}
         for count in self.counts:
-            name, _, number = count["what"].partition(_SIZED)
-            if number and name == what and source in (None, count["source"]):
-                found[int(number)] = found.get(int(number), 0) + count["number"]
+            if is_sized(count["what"]) and source in (None, count["source"]):
+                number = size_of(count["what"])
+                if count["what"] == sized(what, number):
+                    found[number] = found.get(number, 0) + count["number"]
         return dict(sorted(found.items()))
 
 

@@ -51,12 +51,12 @@ def bench_dedup(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         stages = Stages(folder)
         _write_documents(f"{folder}/read", options.documents)
-        before = _memory("VmRSS")
+        before = memory("VmRSS")
         filters = functools.partial(filter_documents, configs={"bench": FilterConfig(languages=())})
         filtered = stages.run("filter", {}, filters, documents="read/documents")
         dedup = functools.partial(make_dedup, config=DedupConfig())
         done = stages.run("dedup", {}, dedup, [filtered], documents="filter/documents")
-        peak = _memory("VmHWM")
+        peak = memory("VmHWM")
         removed = stages.read("dedup/removed")
     near = {(r["place"], r["because"]) for r in removed if r["reason"] == "near duplicate"}
     copies = range(COPY_EVERY - 1, options.documents, COPY_EVERY)
@@ -182,7 +182,7 @@ def _zipf() -> np.ndarray:
     return np.cumsum(weights / weights.sum())
 
 
-def _memory(name: str) -> int:
+def memory(name: str) -> int:
     """Bytes of this process: "VmRSS" now, "VmHWM" at its most."""
     status = Path("/proc/self/status").read_text()
     (kilobytes,) = re.findall(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)

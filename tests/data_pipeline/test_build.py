@@ -1,0 +1,264 @@
+"""Whole builds: what comes out, that nothing is lost, stops at any moment, other runners."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.data import base, folder, mixed, paper
+from data_pipeline import build, output
+from data_pipeline.stages import DONE, Stages
+from launch.bench_data import edited_copy
+from spell_jax.data import built, stream
+
+TOPICS = 8
+STAGES = ["read", "dedup", "decontaminate", "cut", "embed", "cluster-points", "cluster-members"]
+STAGES += ["cluster", "tasks"]
+
+
+def text(topic: int, number: int, words: int = 120) -> str:
+    rng = np.random.default_rng([topic, number])
+    return " ".join(f"word{w}" for w in 50 * topic + rng.integers(0, 50, words))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """160 texts of 8 topics in two sources; 6 copies, a text of the benchmark, and some of no
+    use."""
+    root = tmp_path_factory.mktemp("texts")
+    for name, topics in (("web", range(6)), ("filings", range(6, TOPICS))):
+        (root / name).mkdir()
+        rows = [(topic, number) for topic in topics for number in range(20)]
+        for topic, number in rows:
+            (root / name / f"{topic}-{number:02d}.txt").write_text(text(topic, number))
+    for number in range(6):
+        copy = edited_copy(text(number, 0), 0.9, 0.95, seed=number)
+        (root / "web" / f"copy-{number}.txt").write_text(copy)
+    (root / "web" / "short.txt").write_text("Short.")
+    (root / "web" / "odd.bin").write_bytes(b"\0")
+    long = "\n\n".join(text(0, number) for number in range(1000, 1010))
+    (root / "web" / "long.txt").write_text(long)
+    benchmark = [{"context": text(1, 7) + " and more", "question": text(2, 99, 12)}]
+    (root / "benchmark.jsonl").write_text("".join(json.dumps(row) + "\n" for row in benchmark))
+    (root / "web" / "asks.txt").write_text(
+        f"{text(3, 50)} {benchmark[0]['question']} {text(3, 51)}"
+    )
+    config = base.get_config()
+    config.sources.web = base.source(str(root / "web"), mixed.GENERAL)
+    config.sources.filings = base.source(str(root / "filings"), ("financial_math",))
+    config.filter.languages = ()
+    benchmark = base.benchmark(str(root / "benchmark.jsonl"), ("context",), ("question",))
+    config.decontaminate.benchmarks.exam = benchmark
+    config.cut.max_document_tokens = 500
+    config.embed.dimensions = 32
+    config.cluster.documents_per_cluster = 8
+    config.cluster.min_documents = 3
+    config.cluster.max_cluster_tokens = 2000
+    config.output.shards = 3
+    return config
+
+
+@pytest.fixture(scope="module")
+def made(config, tmp_path_factory):
+    out = tmp_path_factory.mktemp("made") / "out"
+    return build.build(config, str(out)), out
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+
+def test_nothing_is_lost(made):
+    """Every file ends in the clusters, cut or whole, or is named or counted."""
+    manifest, out = made
+    counts = {name: Counter() for name in manifest["counts"]}
+    for name, stage in manifest["counts"].items():
+        for count in stage:
+            counts[name][count["what"]] += count["number"]
+    assert counts["read"]["files read"] == 169 and counts["read"]["documents kept"] == 168
+    assert counts["read"]["files skipped: of another type"] == 1
+    assert counts["read"]["documents removed: too short"] == 1
+    assert counts["dedup"]["documents removed: near duplicate"] == 6
+    assert counts["decontaminate"]["documents removed: contaminated by exam"] == 2
+    assert counts["cut"]["documents cut"] == 1 and counts["cut"]["pieces"] == 160 - 1 + 3
+    assert counts["cluster"]["documents clustered"] == 162
+    used = counts["tasks"]["documents"]
+    assert used + counts["tasks"]["documents removed: left over"] == 162
+    clusters = built.Built(out)
+    assert used == sum(len(c.documents) for c in clusters.read(list(clusters.tasks)))
+    skipped = Stages(str(out / "stages")).read("read/removed")
+    assert [(r["reason"], r["source"], r["place"]) for r in skipped] == [
+        ("of another type", "web", "odd.bin")
+    ]
+    assert manifest["sources"]["web"].keys() >= {"copy-0.txt", "short.txt", "long.txt"}
+
+
+def test_copies_and_the_benchmark_are_gone(made):
+    clusters = built.Built(made[1])
+    texts = [t for c in clusters.read(list(clusters.tasks)) for t in c.documents]
+    assert len(set(texts)) == len(texts)
+    fallen = Stages(str(made[1] / "stages")).read("decontaminate/removed")
+    assert sorted((r["place"], r["because"]) for r in fallen) == [
+        ("1-07.txt", "exam:document"),
+        ("asks.txt", "exam:question"),
+    ]
+
+
+def test_clusters_are_of_one_topic_and_tasks_have_as_many(made):
+    manifest, out = made
+    assert len(set(manifest["clusters"].values())) == 1 and len(manifest["clusters"]) == 3
+    clusters = built.Built(out)
+    assert Counter(task for (task,) in clusters.tasks.values()) == manifest["clusters"]
+    for cluster in clusters.read(list(clusters.tasks)):
+        topics = Counter(int(t.split()[0][4:]) // 50 for t in cluster.documents)
+        assert topics.most_common(1)[0][1] >= 0.8 * len(cluster.documents)
+        assert (max(topics) >= 6) == (cluster.tasks == ("financial_math",))
+
+
+def test_the_trainer_reads_it(made):
+    source = built.open_source(
+        made[1],
+        count_tokens=lambda t: len(t.split()),
+        max_document_tokens=64,
+        documents_per_cluster=1,
+        grouping="order",
+    )
+    dealt = stream.TaskStream(source, ("general_qa", "financial_math"), (1.0, 1.0), seed=0)
+    batch = dealt.next(4)
+    assert Counter(task for task, _ in batch) == {"general_qa": 2, "financial_math": 2}
+    assert all(len(t.split()) <= 64 for _, cluster in batch for t in cluster.documents)
+
+
+def test_the_report_has_its_parts(made):
+    page = (made[1] / "report.html").read_text()
+    for part in ("of another type", "odd.bin", "exam:question", "1-07.txt", "near duplicate"):
+        assert part in page
+    assert page.count("<svg") == 7
+    assert "characters read" not in page and "cluster size" not in page
+
+
+def test_other_workers_give_the_same_bytes(config, made, tmp_path):
+    options = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
+    build.build(config, str(tmp_path / "out"), options)
+    assert files_of(tmp_path / "out") == files_of(made[1])
+
+
+def test_a_build_that_is_stopped_anywhere_goes_on(config, made, tmp_path, monkeypatch):
+    """Stopped before each stage is marked as done, then at each file of the output."""
+    out, stopped = tmp_path / "out", []
+    create, store = build.FileSystems.create, output._store
+
+    def stop(name: str) -> None:
+        if name not in stopped:
+            stopped.append(name)
+            raise KeyboardInterrupt(name)
+
+    def stopping_create(path, *args, **kwargs):
+        if path.endswith(DONE):
+            stop(Path(path).parent.name)
+        return create(path, *args, **kwargs)
+
+    def stopping_store(folder, name, data):
+        stop(name)
+        store(folder, name, data)
+
+    monkeypatch.setattr(build.FileSystems, "create", stopping_create)
+    monkeypatch.setattr(output, "_store", stopping_store)
+    names = [*STAGES, output.shard_name(0, 3), output.FEATURES, output.INFO, output.INDEX]
+    names.append(output.MANIFEST)
+    for count, name in enumerate(names, 1):
+        # Inside a pipeline the runner makes another error of it.
+        with pytest.raises((KeyboardInterrupt, RuntimeError), match=name):
+            build.build(config, str(out))
+        if name == names[-5]:  # shards are written in any order
+            stopped += [output.shard_name(number, 3) for number in (1, 2)]
+        assert len(stopped) >= count
+        assert not (out / output.MANIFEST).exists()
+        if built.is_built(out):
+            with pytest.raises(FileNotFoundError, match="did not finish"):
+                built.Built(out)
+    build.build(config, str(out))
+    assert files_of(out) == files_of(made[1])
+
+
+def test_a_finished_build_is_left_as_it_is(config, made, monkeypatch):
+    before = {path: path.stat().st_mtime_ns for path in made[1].glob("clusters-*")}
+    monkeypatch.setattr(Stages, "pipeline", lambda *_: pytest.fail("ran again"))
+    assert build.build(config, str(made[1])) == made[0]
+    assert {path: path.stat().st_mtime_ns for path in made[1].glob("clusters-*")} == before
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["FlinkRunner", "--flink_master=localhost:8081"],
+        ["SparkRunner"],
+        [
+            "DataflowRunner",
+            "--project=my-project",
+            "--region=us-central1",
+            "--temp_location=gs://bucket/temp",
+            "--staging_location=gs://bucket/staging",
+        ],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_graphs_for_other_runners(config, tmp_path, flags, caplog):
+    caplog.set_level("INFO", "data_pipeline")
+    build.check(config, str(tmp_path / "out"), [f"--runner={flags[0]}", *flags[1:]])
+    said = [message for message in caplog.messages if f"steps for {flags[0]}" in message]
+    levels = ["cluster-fit-1", "cluster-level-1"]
+    assert [m.split(":")[0] for m in said] == [*STAGES[:6], *levels, *STAGES[6:], "output"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(config, tmp_path):
+    """Flags that are not ours are Beam's; a wrong one of ours is an error."""
+    path = config.sources.filings.path
+    command = [sys.executable, "-m", "data_pipeline.build", f"--out={tmp_path / 'out'}"]
+    command += [f"--config=configs/data/folder.py:{path}", "--runner=FlinkRunner", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "output: 6 steps for FlinkRunner" in done.stderr
+    done = subprocess.run([*command, "--config.seeds=1"], capture_output=True, text=True)
+    assert done.returncode != 0 and "seeds" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"filter.min_characters": 0}, "filter.min_characters = 0"),
+        ({"dedup.bands": 7}, "dedup.bands = 7"),
+        ({"sources.web.layout": "x"}, r"layout = 'x'"),
+        ({"sources.web.path": "/nowhere"}, "sources.web.path = '/nowhere'"),
+        ({"cluster.max_cluster_tokens": 499}, "cut.max_document_tokens = 500"),
+        ({"decontaminate.question_threshold": 2.0}, "question_threshold = 2.0"),
+        ({"output.shards": 0}, "output.shards = 0"),
+        ({"embed.method": "word2vec"}, "embed.method = 'word2vec'"),
+        ({"tasks.clusters_per_task": -1}, "tasks.clusters_per_task = -1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_mistakes_are_found_before_anything_is_written(config, tmp_path, change, message):
+    changed = config.copy_and_resolve_references()
+    changed.update_from_flattened_dict(change)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        build.build(changed, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_configs_are_right():
+    made = folder.get_config("somewhere"), mixed.get_config("somewhere"), paper.get_config()
+    for config in made:
+        for source in config.sources.values():
+            source.path = source.path or "somewhere"
+        if config.embed.method == "policy":
+            config.embed.folder = "somewhere"
+        assert build.make_plan(config).dedup == build.DedupConfig()
+    with pytest.raises(ValueError, match="at least one source"):
+        build.make_plan(base.get_config())
