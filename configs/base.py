@@ -58,8 +58,8 @@ def _policy() -> Any:
 
 
 def _data() -> Any:
-    """Document clusters: "tiny" (the generated world), a folder of .txt/.md files, a .jsonl, or what
-    data_pipeline built, whose clusters and tasks are as they are there."""
+    """Document clusters: "tiny" (the generated world), a folder of .txt/.md files, a .jsonl, or a
+    folder that data_pipeline built, whose clusters and tasks are as they are there."""
     data: Any = ConfigDict()
     data.source = ""
     data.grouping = "similarity"  # or "order"

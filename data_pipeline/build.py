@@ -167,7 +167,9 @@ def run_stages(plan: Plan, stages: Stages) -> tuple[list[Done], dict[str, dict[s
     done.append(_run(stages, "cut", plan.cut, made, done, before))
     made = functools.partial(embed.make_embed, total=done[-1].count("pieces"), config=plan.embed)
     done.append(_run(stages, "embed", plan.embed, made, done, "cut/documents"))
-    done.append(cluster.cluster(stages, "embed/documents", done[-1:], plan.cluster, plan.pools))
+    together = [name for name, source in plan.sources.items() if source.together]
+    last = done[-1:], plan.cluster, plan.pools, together
+    done.append(cluster.cluster(stages, "embed/documents", *last))
     done.append(share_out(plan, stages, done[-1]))
     hashes: dict[str, dict[str, str]] = {name: {} for name in plan.sources}
     for file in sorted(stages.read("read/files"), key=lambda file: file["place"]):

@@ -1,7 +1,8 @@
 """Groups documents into clusters by their vectors, level by level.
 
 1. Documents are clustered with those that may serve the same tasks: their pool. All of a pool is
-   one node at first; a document's place in the tree is kept with its vector as a "point".
+   one node at first; a document's place in the tree is kept with its vector as a "point". Of some
+   sources the pieces of each document are a node of their own.
 2. A level splits every node of more than `node_documents`: centroids are found from a sample of it,
    then each point goes to the nearest. This takes two stages, so that points only stream by.
 3. Between stages the driver sees how many documents each node has. It stops when none is too large,
@@ -19,7 +20,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, cast
 
 import apache_beam as beam
@@ -34,6 +35,7 @@ from data_pipeline.stages import Done, Stages
 MAX_CHILDREN = 64  # of a node: 1 MB of centroids of 4096 dimensions
 LENGTH_ERROR = 0.01  # of a vector of length 1
 IN_NODE = "documents in node"
+PIECES = "/of "  # in a node of one document's pieces
 log = logging.getLogger(__name__)
 
 
@@ -86,6 +88,7 @@ def cluster(
     after: Sequence[Done],
     config: ClusterConfig,
     pools: Mapping[str, str],
+    together: Sequence[str] = (),
 ) -> Done:
     """Runs all stages of clustering; the last, "cluster", has "clusters" and "removed".
 
@@ -93,6 +96,7 @@ def cluster(
       documents: "STAGE/TABLE" of Documents with tokens and vectors, every id once.
       after: the stages that it comes from.
       pools: source -> sorted names of its tasks, joined by "+".
+      together: sources whose documents' pieces are clustered with each other alone.
 
     Returns:
       The last stage, with the seconds of all and these counts: ("clusters", pool), ("cluster size =
@@ -106,8 +110,9 @@ def cluster(
         return {name: fields[name] for name in names}
 
     usable = {"pools": dict(pools), "max_cluster_tokens": config.max_cluster_tokens}
-    make = functools.partial(make_points, **usable)
-    last = stages.run("cluster-points", usable, make, after, documents=documents)
+    make = functools.partial(make_points, together=tuple(sorted(together)), **usable)
+    made_from = usable | {"together": sorted(together)}
+    last = stages.run("cluster-points", made_from, make, after, documents=documents)
     done = [last]
     for level in range(1, config.levels + 1):
         large = large_nodes(last, config)
@@ -170,18 +175,22 @@ def large_nodes(done: Done, config: ClusterConfig) -> dict[str, int]:
 
 
 def make_points(
-    documents: beam.PCollection, pools: Mapping[str, str], max_cluster_tokens: int
+    documents: beam.PCollection,
+    pools: Mapping[str, str],
+    together: Sequence[str],
+    max_cluster_tokens: int,
 ) -> dict[str, beam.PCollection]:
     """Points in the root nodes, without documents that no cluster can hold (`why_not`).
 
-    Those are reported by make_clusters. Events: ("documents in node", node).
+    Those are reported by make_clusters. Events: ("documents in node", node), but for nodes of one
+    document's pieces.
 
     Returns:
       PCollections by table: "points", "counts".
     """
-    place = beam.FlatMap(_point, dict(pools), max_cluster_tokens)
+    place = beam.FlatMap(_point, dict(pools), frozenset(together), max_cluster_tokens)
     points: Any = documents | "place at root" >> place
-    return {"points": points, "counts": points | "count by node" >> beam.Map(_in_node)}
+    return {"points": points, "counts": points | "count by node" >> beam.FlatMap(_in_node)}
 
 
 def make_centroids(
@@ -219,7 +228,7 @@ def make_level(
     """
     by_node: Any = centroids | "key by node" >> beam.Map(lambda c: (c["node"], c["vectors"]))
     moved: Any = points | "move to child" >> beam.Map(_move, AsDict(by_node))
-    return {"points": moved, "counts": moved | "count by node" >> beam.Map(_in_node)}
+    return {"points": moved, "counts": moved | "count by node" >> beam.FlatMap(_in_node)}
 
 
 def make_members(points: beam.PCollection, config: ClusterConfig) -> dict[str, beam.PCollection]:
@@ -297,19 +306,27 @@ def why_not(document: Document, pools: Mapping[str, str], max_cluster_tokens: in
 
 
 def _point(
-    document: Document, pools: Mapping[str, str], max_cluster_tokens: int
+    document: Document,
+    pools: Mapping[str, str],
+    together: Container[str],
+    max_cluster_tokens: int,
 ) -> Iterator[Point]:
-    if not why_not(document, pools, max_cluster_tokens):
-        yield Point(
-            id=document["id"],
-            tokens=document["tokens"],
-            vector=document["vector"],
-            node=pools[document["source"]],
-        )
+    if why_not(document, pools, max_cluster_tokens):
+        return
+    source = document["source"]
+    alone = f"{PIECES}{digest(source, document['place'])}" if source in together else ""
+    yield Point(
+        id=document["id"],
+        tokens=document["tokens"],
+        vector=document["vector"],
+        node=pools[source] + alone,
+    )
 
 
-def _in_node(point: Point) -> tuple[str, str]:
-    return IN_NODE, point["node"]
+def _in_node(point: Point) -> Iterator[tuple[str, str]]:
+    # One document's pieces are few, such nodes many.
+    if PIECES not in point["node"]:
+        yield IN_NODE, point["node"]
 
 
 def _sample(

@@ -68,6 +68,8 @@ class SourceConfig:
         nesting, every text in a field `text` (layouts.field_texts).
       tasks: one or more of TASKS that its documents may serve.
       split: "chapters": a text is cut at its chapter headings; "": it stays whole.
+      together: the pieces of a document are clustered with each other alone, so that a cluster is
+        (part of) one report, as DocMath's are in the paper.
       text, quality: fields of a row that hold its text ("text" is used where there is none of this
         name) and its score.
       max_file_bytes: of files that are read whole, and of a line of a .jsonl file; larger ones are
@@ -80,6 +82,7 @@ class SourceConfig:
     layout: str
     tasks: tuple[str, ...]
     split: str = ""
+    together: bool = False
     text: str = "content"
     quality: str = "score"
     max_file_bytes: int = 1 << 30

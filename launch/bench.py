@@ -199,7 +199,7 @@ def _measure(
 @dataclasses.dataclass(frozen=True)
 class _Option:
     name: str
-    default: int | str
+    default: int | float | str
     help: str
 
 

@@ -33,6 +33,7 @@ def source(path: str, tasks: tuple[str, ...], **fields: Any) -> Any:
     result.tasks = tasks
     result.layout = "folder"
     result.split = ""  # or "chapters"
+    result.together = False  # True: a cluster is of one document's pieces
     result.max_characters = 0  # 0: as the filter has it
     result.update(fields)
     return result

@@ -19,6 +19,7 @@ def get_config() -> Any:
     config = base.get_config()
     web = base.source("", ("general_qa", "multiple_choice"), layout="ultra_fineweb")
     reports = base.source("", ("financial_math",), layout="docmath", max_characters=100_000_000)
+    reports.together = True
     config.sources.update({"web": web, "reports": reports})
     config.embed.method = "policy"
     config.tasks.clusters_per_task = 2150

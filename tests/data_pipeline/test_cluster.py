@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from data_pipeline import cluster as cluster_module
 from data_pipeline.cluster import cluster
 from data_pipeline.kmeans import ClusterConfig
 from data_pipeline.records import digest, make_document, order
-from data_pipeline.stages import Stages
+from data_pipeline.stages import DONE, Stages
 
 # 400 documents in nodes of 48: two levels.
 CONFIG = ClusterConfig(
@@ -48,7 +49,7 @@ def corpus(topics=40, each=10, dimensions=32, noise=0.08):
     return documents
 
 
-def run(folder, documents, config=CONFIG, options=()):
+def run(folder, documents, config=CONFIG, options=(), together=()):
     """(clusters by id, removed, Done, Stages)"""
 
     def write(pipeline):
@@ -58,7 +59,7 @@ def run(folder, documents, config=CONFIG, options=()):
 
     stages = Stages(str(folder), options)
     first = stages.run("embed", {}, write)
-    done = cluster(stages, "embed/documents", [first], config, POOLS)
+    done = cluster(stages, "embed/documents", [first], config, POOLS, together)
     clusters = sorted(stages.read("cluster/clusters"), key=lambda c: c["id"])
     removed = sorted(stages.read("cluster/removed"), key=lambda r: (r["source"], r["place"]))
     return clusters, removed, done, stages
@@ -112,6 +113,24 @@ def test_limits_are_kept_and_sizes_are_counted(made):
         assert done.histogram("cluster size", pool) == numbers
         small = sum(n for (size, its), n in sizes.items() if size < 3 and its == pool)
         assert done.count("small clusters", pool) == small
+
+
+def test_pieces_of_a_document_stay_together(documents, tmp_path):
+    """Of one source alone, whatever its vectors; the others are clustered as ever."""
+    pieces = [
+        d | {"place": f"{i % 9}.txt", "part": i} if d["source"] == "tables" else d
+        for i, d in enumerate(documents)
+    ]
+    clusters, removed, done, _ = run(tmp_path, pieces, together=("tables",))
+    assert removed == [] and done.count("documents clustered") == len(documents)
+    kept = [c for c in clusters if c["pool"] == POOLS["tables"]]
+    assert all(len({d["place"] for d in c["documents"]}) == 1 for c in kept)
+    assert len(kept) > 9 and max(c["tokens"] for c in kept) <= CONFIG.max_cluster_tokens
+    others = [c for c in clusters if c["pool"] != POOLS["tables"]]
+    assert any(len({d["place"] for d in c["documents"]}) > 1 for c in others)
+    for name in ("cluster-points", "cluster-level-1"):
+        counts = json.loads((tmp_path / name / DONE).read_text())["counts"]
+        assert not any("/of " in count["source"] for count in counts)
 
 
 def test_clusters_are_of_one_topic(documents, made):
