@@ -216,7 +216,16 @@ def _run(
 
 
 def _named(cls: Any, section: Mapping[str, Any], where: str) -> dict[str, Any]:
-    return {name: settings.build(cls, section[name], f"{where}.{name}") for name in section}
+    made = {}
+    for name in section:
+        place = f"{where}.{name}"
+        try:
+            made[name] = settings.build(cls, section[name], place)
+        except ValueError as error:
+            if str(error).startswith(place):
+                raise
+            raise ValueError(f"{place}: {error}") from error
+    return made
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -52,10 +52,10 @@ class BenchmarkConfig:
 
     def __post_init__(self):
         if not self.path:
-            raise ValueError("decontaminate.benchmarks: path = '': must name a file or folder")
+            raise ValueError("benchmark.path = '': must be a file, a folder, a glob or a URL")
         if both := set(self.document_fields) & set(self.question_fields):
             raise ValueError(
-                f"decontaminate.benchmarks: question_fields = {self.question_fields}: must not "
+                f"benchmark.question_fields = {self.question_fields}: must not "
                 f"have what document_fields have, {sorted(both)}"
             )
 

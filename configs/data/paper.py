@@ -3,11 +3,14 @@
     python -m data_pipeline.build --config=configs/data/paper.py --out=gs://BUCKET/clusters \
         --config.sources.web.path=gs://BUCKET/Ultra-FineWeb/data/ultrafineweb_en \
         --config.sources.reports.path=gs://BUCKET/DocMath-Eval \
+        --config.decontaminate.benchmarks.longbench_v2.path=gs://BUCKET/LongBench-v2/data.json ... \
         --config.cut.tokenizer=Qwen2.5-7B-Instruct --config.embed.folder=Qwen3-Embedding-8B \
         --runner=DataflowRunner ...
 
 All paths are the user's copies of what Hugging Face has as openbmb/Ultra-FineWeb,
-yale-nlp/DocMath-Eval, Qwen/Qwen3-Embedding-8B. Never run at this size: no figure of it is measured.
+yale-nlp/DocMath-Eval, Qwen/Qwen3-Embedding-8B, and of the benchmarks: LongBench-v2, LongBench's
+hotpotqa, 2wikimqa and musique, Frames as JSON, DocMath-Eval's testmini. Every path must be given.
+Never run at this size: no figure of it is measured.
 """
 
 from typing import Any
@@ -21,6 +24,14 @@ def get_config() -> Any:
     reports = base.source("", ("financial_math",), layout="docmath", max_characters=100_000_000)
     reports.together = True
     config.sources.update({"web": web, "reports": reports})
+    config.decontaminate.benchmarks.update(
+        {
+            "longbench_v2": base.benchmark("", ("context",), ("question",)),
+            "longbench": base.benchmark("", ("context",), ("input",)),
+            "frames": base.benchmark("", (), ("Prompt",)),
+            "docmath": base.benchmark("", ("paragraphs",), ("question",)),
+        }
+    )
     config.embed.method = "policy"
     config.tasks.clusters_per_task = 2150
     return config

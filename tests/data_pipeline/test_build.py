@@ -234,7 +234,9 @@ def test_the_command(config, tmp_path):
     [
         ({"filter.min_characters": 0}, "filter.min_characters = 0"),
         ({"dedup.bands": 7}, "dedup.bands = 7"),
-        ({"sources.web.layout": "x"}, r"layout = 'x'"),
+        ({"sources.web.layout": "x"}, "sources.web: source.layout = 'x'"),
+        ({"sources.web.text": 1}, "^sources.web.text = 1"),
+        ({"decontaminate.benchmarks.exam.path": ""}, "benchmarks.exam: benchmark.path = ''"),
         ({"sources.web.path": "/nowhere"}, "sources.web.path = '/nowhere'"),
         ({"cluster.max_cluster_tokens": 499}, "cut.max_document_tokens = 500"),
         ({"decontaminate.question_threshold": 2.0}, "question_threshold = 2.0"),
@@ -255,8 +257,8 @@ def test_mistakes_are_found_before_anything_is_written(config, tmp_path, change,
 def test_the_configs_are_right():
     made = folder.get_config("somewhere"), mixed.get_config("somewhere"), paper.get_config()
     for config in made:
-        for source in config.sources.values():
-            source.path = source.path or "somewhere"
+        for given in (*config.sources.values(), *config.decontaminate.benchmarks.values()):
+            given.path = given.path or "somewhere"
         if config.embed.method == "policy":
             config.embed.folder = "somewhere"
         assert build.make_plan(config).dedup == build.DedupConfig()

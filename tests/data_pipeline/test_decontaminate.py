@@ -165,7 +165,7 @@ def test_bad_benchmarks_are_refused(tmp_path, content, config, message):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match=r"benchmarks: path = '': must name a file or folder"):
+    with pytest.raises(ValueError, match=r"benchmark.path = '': must be a file"):
         BenchmarkConfig("")
     with pytest.raises(ValueError, match=r"must not have what document_fields have, \['a'\]"):
         BenchmarkConfig("x", ("a", "b"), ("a",))
