@@ -90,8 +90,8 @@ def config_of(policy: pathlib.Path, documents: pathlib.Path, **changes):
         "data.documents_per_cluster": 3,
         "data.max_document_tokens": 128,
         "data.held_out": 0.0,
-        "game.questions": 2,
-        "game.generation_batch": 4,
+        "game.questions": 4,
+        "game.generation_batch": 8,  # by chance all answers to four questions score alike
         "game.max_generations": 1,
         "game.group_size": 4,
         "game.verifier_group_size": 4,
