@@ -29,7 +29,7 @@ from apache_beam.pvalue import AsDict, TaggedOutput
 
 from data_pipeline import kmeans
 from data_pipeline.kmeans import ClusterConfig
-from data_pipeline.records import Cluster, Document, Removed, digest, order, sized
+from data_pipeline.records import Cluster, Document, digest, make_removed, order, sized
 from data_pipeline.stages import Done, Stages
 
 MAX_CHILDREN = 64  # of a node: 1 MB of centroids of 4096 dimensions
@@ -392,13 +392,7 @@ def _by_cluster(
         if clusters:
             yield clusters[0], document
             continue
-        removed = Removed(
-            reason=why_not(document, pools, max_cluster_tokens),
-            source=document["source"],
-            place=document["place"],
-            part=document["part"],
-            because="",
-        )
+        removed = make_removed(document, why_not(document, pools, max_cluster_tokens))
         yield TaggedOutput("removed", removed)
 
 

@@ -25,7 +25,7 @@ from apache_beam.pvalue import TaggedOutput
 
 from data_pipeline import layouts, signatures
 from data_pipeline.dedup import DedupConfig
-from data_pipeline.records import Document, Removed, digest
+from data_pipeline.records import Document, digest, make_removed
 
 SUFFIXES = (".json", ".jsonl", ".txt")
 SHORTEST_PASSAGE = 100  # characters
@@ -234,13 +234,7 @@ class _LookUp(beam.DoFn):
             return
         what = f"documents removed: contaminated by {item.benchmark}"
         yield TaggedOutput("counts", (what, source))
-        removed = Removed(
-            reason="contaminated",
-            source=source,
-            place=document["place"],
-            part=document["part"],
-            because=f"{item.benchmark}:{item.kind}",
-        )
+        removed = make_removed(document, "contaminated", f"{item.benchmark}:{item.kind}")
         yield TaggedOutput("removed", removed)
 
 

@@ -30,7 +30,7 @@ from apache_beam.pvalue import TaggedOutput
 from apache_beam.transforms.window import GlobalWindows
 
 from data_pipeline import signatures
-from data_pipeline.records import Document, Removed, order, sized
+from data_pipeline.records import Document, make_removed, order, sized
 
 # A part of 1,000,000 documents' bands has 2 MB at 16 bands, one of 100,000,000 has 200 MB.
 PARTS = 256
@@ -356,13 +356,7 @@ def _keep(_: bytes, groups: dict[str, Iterable]) -> Iterator[Any]:
     gone = [*(("exact duplicate", copy, name) for copy in copies), *near]
     for reason, document, because in gone:
         yield _event(f"documents removed: {reason}", document["source"])
-        removed = Removed(
-            reason=reason,
-            source=document["source"],
-            place=document["place"],
-            part=document["part"],
-            because=because,
-        )
+        removed = make_removed(document, reason, because)
         yield TaggedOutput("removed", removed)
     if not near:
         yield _event("documents kept", best["source"])

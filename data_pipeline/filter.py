@@ -21,7 +21,7 @@ from typing import Any
 import apache_beam as beam
 from apache_beam.pvalue import TaggedOutput
 
-from data_pipeline.records import Document, Removed, rounded, sized
+from data_pipeline.records import Document, make_removed, rounded, sized
 
 LANGUAGE_CHARACTERS = 2_000  # classified in 0.2 ms; a text's language shows long before that
 LANGUAGE_CODE = re.compile(r"[a-z]{2}")
@@ -138,13 +138,7 @@ def _sort_out(document: Any, configs: Mapping[str, FilterConfig]) -> Iterator[An
     reason, because = found
     yield TaggedOutput("counts", (f"documents removed: {reason}", source))
     if reason == "predicate failed":
-        removed = Removed(
-            reason=reason,
-            source=source,
-            place=document["place"],
-            part=document["part"],
-            because=because,
-        )
+        removed = make_removed(document, reason, because)
         yield TaggedOutput("removed", removed)
 
 

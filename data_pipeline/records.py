@@ -195,6 +195,17 @@ def make_document(
     )
 
 
+def make_removed(document: Document, reason: str, because: str = "") -> Removed:
+    """That a document goes no further."""
+    return Removed(
+        reason=reason,
+        source=document["source"],
+        place=document["place"],
+        part=document["part"],
+        because=because,
+    )
+
+
 def order(document: Document) -> tuple[str, str, int, str]:
     """Sorts documents as their sources have them, whatever order a runner brings them in."""
     return document["source"], document["place"], document["part"], document["id"]

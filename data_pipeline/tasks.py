@@ -22,7 +22,7 @@ from apache_beam.pvalue import TaggedOutput
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from data_pipeline.records import Cluster, Removed, digest
+from data_pipeline.records import Cluster, digest, make_removed
 from spell_jax.data.clusters import TASKS
 
 LEFT_OVER = "left over"
@@ -170,11 +170,5 @@ def _name(cluster: Cluster, assignment: Mapping[str, str]) -> Iterator[Any]:
             continue
         reason = ("documents removed: left over", document["source"])
         yield TaggedOutput("counts", reason)
-        removed = Removed(
-            reason=LEFT_OVER,
-            source=document["source"],
-            place=document["place"],
-            part=document["part"],
-            because=cluster["pool"],
-        )
+        removed = make_removed(document, LEFT_OVER, cluster["pool"])
         yield TaggedOutput("removed", removed)
