@@ -215,7 +215,7 @@ def _check_policy(found: Checked, attempt: Attempts) -> Any:
 
 def _check_weights(policy: PolicyConfig, folder: pathlib.Path) -> None:
     """Raises ValueError where headers have a tensor too few, too many or of a wrong shape."""
-    weights._match(policy, *safetensors_folder.scan(folder))
+    weights.match(policy, *safetensors_folder.scan(folder))
 
 
 def _check_rows(found: Checked, attempt: Attempts) -> None:
@@ -337,8 +337,8 @@ def rows_by_bucket(
     if not layout.shared_prefix:
         groups = packing.separate_answers(groups)
     fitting, _ = packing.split_groups(groups, layout.buckets[-1])
-    order = sorted(range(len(fitting)), key=lambda i: (-fitting[i].tokens, i))
-    return Counter(bucket for bucket, _ in packing._assign(fitting, order, layout.buckets))
+    rows = packing.rows_of(fitting, layout.buckets)
+    return Counter({bucket: len(some) for bucket, some in rows.items()})
 
 
 # ------------------------------------------------------------------------------------------ Memory
@@ -346,20 +346,14 @@ def rows_by_bucket(
 
 def _plan(found: Checked) -> plan.Plan:
     """plan.py's, but of the run's own micro-batches: those of the bucket with the most tokens."""
-    config, policy, layout, mesh = found.config, found.policy, found.layout, found.mesh
-    assert policy and layout and found.topology
-    parts = meshes.context_shards(mesh)
-    # The rows that plan.py would make of a prompt are dealt out too, before they are replaced.
-    length = -(-config.sampler.max_prompt // parts) * parts
-    made = plan.Plan(config, policy, found.topology, length)
-    budget, shards = layout.token_budget, meshes.row_shards(mesh)
-    made.programs.bucket = max(
+    config, policy, layout, topology = found.config, found.policy, found.layout, found.topology
+    assert policy and layout and topology
+    budget, shards = layout.token_budget, meshes.row_shards(found.mesh)
+    bucket = max(
         layout.buckets,
         key=lambda bucket: packing.row_count(bucket, budget, shards) * bucket.length,
     )
-    made.programs.learner.packing = layout
-    made.needs = plan.needs(made.programs)
-    return made
+    return plan.Plan(config, policy, topology, config.sampler.max_prompt, bucket)
 
 
 # What makes a part smaller, of the program that takes most.

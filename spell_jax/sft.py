@@ -143,7 +143,7 @@ def run(config: Config, workdir: pathlib.Path) -> pathlib.Path:
     if is_writer:
         start.write_config(config, workdir)
     checkpoints = Checkpoints(workdir, keep=1, every=config.checkpoint_every)
-    done = checkpoints.latest_step() or 0
+    done = checkpoints.newest_intact() or 0
     if done:
         state, _ = checkpoints.restore(done, learner.abstract_state())
     elif config.policy.folder:

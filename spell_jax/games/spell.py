@@ -34,7 +34,7 @@ from spell_jax.games.game import Ask, Models, Reply
 from spell_jax.games.spell_config import SpellConfig
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from spell_jax.learner.packing import Group
-from spell_jax.runtime import hosts
+from spell_jax.runtime import faults, hosts
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import parsing, rewards, rules, selection
 from spell_jax.selfplay.memory import Entry, QuestionMemory
@@ -165,13 +165,16 @@ class Spell:
     async def write(self, ask: Ask, episode: Episode) -> None:
         """A question with a reference that passes all filters, or the reason why not."""
         await self.propose(ask, episode)
+        faults.point("proposed")
         await self.filter(ask, episode)
         await self.anchor(ask, episode)
 
     async def solve(self, ask: Ask, episode: Episode) -> None:
         """Answers and verdicts."""
         await self.answer(ask, episode)
+        faults.point("answered")
         await self.verify(ask, episode)
+        faults.point("verified")
 
     # 1. The questioner writes.
 

@@ -262,7 +262,7 @@ def load(
     if _is_bare(found) and _COMMON["unembedding"].name not in found:
         # Qwen3-Embedding: a model without output projection, whatever its config says.
         config = dataclasses.replace(config, tied_embeddings=True)
-    source = _Source(config, *_match(config, path, found), dtype)
+    source = _Source(config, *match(config, path, found), dtype)
     source.check_tied()
     if mesh is None:
         places = {}
@@ -289,7 +289,7 @@ def _is_bare(names: Iterable[str]) -> bool:
     return not any(name.startswith("model.") for name in names)
 
 
-def _match(
+def match(
     config: PolicyConfig, source: pathlib.Path, found: dict[str, files.Tensor]
 ) -> tuple[dict[str, files.Tensor], files.Tensor | None]:
     """Finds the tensor of each name of the table.
