@@ -50,6 +50,7 @@ setup(
         "tpu": [f"jax[tpu]{JAX_RANGE}"],
         "gpu": [f"jax[cuda12]{JAX_RANGE}"],
         "data": DATA,
+        "xmanager": ["xmanager>=0.8.5"],
         "test": [
             *DATA,
             "pytest>=9.2.0",
@@ -62,6 +63,10 @@ setup(
             "transformers>=5.23.0",
             "torch==2.13.0",
             "peft>=0.21.2",
+            # docs/colab.ipynb is executed.
+            "nbclient>=0.11.0",
+            "nbformat>=5.11.1",
+            "ipykernel>=7.4.0",
             # Which `python -m launch.bench trl` stands beside.
             "trl>=1.16.0,<1.17",
         ],

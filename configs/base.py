@@ -21,6 +21,8 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     # Stop after so many minutes of self-play; 0: play all steps. The one thing that goes by the
     # clock: a run that it ended and that is started again has so many minutes more.
     config.max_minutes = 0.0
+    # Behind the first SIGTERM a run has so many seconds to end its phase and save.
+    config.preemption_limit_s = 25.0
     # 1: a step is played while the one before it is learned from, with the weights before that;
     # not behind a checkpoint. For loss.behaviour "truncated" or "sampler".
     config.staleness = 0
@@ -151,6 +153,7 @@ def _optimiser() -> Any:
     optimiser.weight_decay = 0.01
     optimiser.clip_norm = 1.0
     optimiser.offload = False  # AdamW's moments wait in the host's memory
+    optimiser.max_skipped = 3  # so many updates in a row whose numbers are not finite end the run
     return optimiser
 
 

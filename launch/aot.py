@@ -127,8 +127,17 @@ def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig
 class Programs:
     """The programs of a run, with shapes and placements in place of arrays."""
 
-    def __init__(self, config: Config, policy: PolicyConfig, mesh: jax.sharding.Mesh, length: int):
+    def __init__(
+        self,
+        config: Config,
+        policy: PolicyConfig,
+        mesh: jax.sharding.Mesh,
+        length: int,
+        bucket: packing.Bucket | None = None,
+    ):
         """Checks the config's sections and builds Learner and Sampler.
+
+        Args: `bucket` is of training rows; None: a prompt of `length` tokens with its answers.
 
         Raises:
           ValueError: naming the field, its value and what would be right.
@@ -144,7 +153,7 @@ class Programs:
         self.group = config.game.group_size
         policy.check_length(length + sampling.max_tokens)
         answers = sampling.max_tokens * (self.group if layout.shared_prefix else 1)
-        self.bucket = packing.Bucket(length + answers, answers)
+        self.bucket = bucket or packing.Bucket(length + answers, answers)
         budget = max(layout.token_budget, self.bucket.length)
         self.learner = update.Learner(
             policy,
@@ -218,12 +227,14 @@ class Programs:
         gradients, sums = jax.eval_shape(learner.empty_carry)
         gradients = meshes.placed(gradients, learner.param_shardings)
         weights = (self.trained, self.frozen)
-        arguments = (*weights, (gradients, self._replicated(sums)), batch, reference)
+        sums = self._replicated(sums)
+        arguments = (*weights, (gradients, sums), batch, reference)
         shape, function = batch.tokens.shape, learner.accumulate
         state = bytes_per_chip(self.state)
         first = self._program("update", "accumulate", shape, function, arguments, held + state)
         held += bytes_per_chip(self.frozen)
-        second = self._program("update", "apply", (), learner.apply, (self.state, gradients), held)
+        given = (self.state, gradients, sums["loss"])
+        second = self._program("update", "apply", (), learner.apply, given, held)
         return [first, second]
 
     def _program(self, phase, name, tokens, function, arguments, held) -> Program:

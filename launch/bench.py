@@ -7,6 +7,7 @@ verify   prompts a second of the verifier, with and without beginnings that are 
 spell    seconds of one whole step of self-play, by phase
 quality  answers drawn with eight bits against those without: KL, equal greedy tokens
 trl      seconds and memory of a GRPO step, here and in TRL (extra "test")
+parsers  seconds of the parsers and rules on the worst texts of up to 100 KB
 dedup    documents a second and memory of the data pipeline's filter and dedup (extra "data")
 lsh      pairs that its bands find, against all near pairs of a folder's texts
 corpus   a build from real documents: time, memory, planted copies and contamination found, and how
@@ -317,6 +318,7 @@ _OPTIONS = {
         _Option("prefill", 2048, "prompt tokens that we read in one call"),
         _Option("steps", 3, "steps, the first of which is not timed"),
     ),
+    "parsers": (_Option("repeats", 3, "timed calls of each, the fastest counts"),),
     "dedup": (_Option("documents", 10_000, "synthetic documents of about 100 words"),),
     "lsh": (
         _Option("source", "", "a folder with .txt or .md files"),
@@ -336,6 +338,9 @@ _BENCHES = {
     "spell": lambda options: bench_rollout.bench_spell(_policy(options), options),
     "quality": bench_quality.bench_quality,
     "trl": lambda options: bench_trl.bench_trl(_policy(options), options),
+    "parsers": lambda options: importlib.import_module("launch.bench_parsers").bench_parsers(
+        options
+    ),
     "dedup": lambda options: _data().bench_dedup(options),
     "lsh": lambda options: _data().bench_lsh(options),
     "corpus": lambda options: importlib.import_module("launch.bench_corpus").bench_corpus(options),

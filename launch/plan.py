@@ -23,6 +23,7 @@ from absl import app, flags
 from jax.sharding import AbstractMesh, AxisType
 
 from launch import aot, topologies
+from spell_jax.learner import packing
 from spell_jax.policy import moe
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -215,14 +216,21 @@ class Plan:
     """A run on a slice: what it needs, what would still fit, what would help."""
 
     def __init__(
-        self, config: Config, policy: PolicyConfig, topology: topologies.Topology, length: int
+        self,
+        config: Config,
+        policy: PolicyConfig,
+        topology: topologies.Topology,
+        length: int,
+        bucket: packing.Bucket | None = None,
     ):
-        """Raises ValueError as aot.Programs does, or where the mesh cannot be laid out."""
+        """Args: see aot.Programs, which raises ValueError; so does a mesh that cannot be laid
+        out."""
         self.config, self.policy, self.topology, self.length = config, policy, topology, length
+        self.bucket = bucket
         sizes = meshes.axis_sizes(config.mesh, topology.chips)
         types = (AxisType.Auto,) * len(sizes)
         mesh: Any = AbstractMesh(sizes, meshes.AXES, axis_types=types)
-        self.programs = aot.Programs(config, policy, mesh, length)
+        self.programs = aot.Programs(config, policy, mesh, length, bucket)
         self.needs = needs(self.programs)
 
     @property
@@ -236,7 +244,7 @@ class Plan:
             config.update_from_flattened_dict({k.replace("__", "."): v for k, v in fields.items()})
         section = config.policy
         policy = dataclasses.replace(self.policy, remat=section.remat, ring=section.ring)
-        return Plan(config, policy, self.topology, self.length)
+        return Plan(config, policy, self.topology, self.length, self.bucket)
 
     def largest(self) -> dict[str, int]:
         """The most rows that fit, by the field of the config that bounds them."""

@@ -190,7 +190,8 @@ def main(_) -> None:
     results = answer(
         folder, records, texts, given.samples, sampling, given.seed, given.dtype, thinking
     )
-    write_records(pathlib.Path(given.out), results)
+    if jax.process_index() == 0:
+        write_records(pathlib.Path(given.out), results)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def restore(run: Run, checkpoints: Checkpoints) -> tuple[dict[str, Any], int, fl
       ValueError: the checkpoint is of another seed or shape, or of a later step than the last.
     """
     names = [*run.game.models, *(["reference"] if run.learner.loss.kl_weight else [])]
-    step = checkpoints.latest_step()
+    step = checkpoints.newest_intact()
     if step is None:
         state = run.learner.init(load_weights(run))
         return {"policy": state} | {name: copy(state.params) for name in names}, 0, None

@@ -138,10 +138,12 @@ def run(config: Config, workdir: pathlib.Path) -> pathlib.Path:
             raise ValueError(f"{field} = {config[field]}: must be at least 1")
     policy, tokenizer = make_policy(config)
     learner = make_learner(config, policy)
+    is_writer = jax.process_index() == 0
     workdir.mkdir(parents=True, exist_ok=True)
-    start.write_config(config, workdir)
+    if is_writer:
+        start.write_config(config, workdir)
     checkpoints = Checkpoints(workdir, keep=1, every=config.checkpoint_every)
-    done = checkpoints.latest_step() or 0
+    done = checkpoints.newest_intact() or 0
     if done:
         state, _ = checkpoints.restore(done, learner.abstract_state())
     elif config.policy.folder:
@@ -149,8 +151,8 @@ def run(config: Config, workdir: pathlib.Path) -> pathlib.Path:
     else:
         state = learner.init(jax.random.key(config.seed))
     learner.compile(state)
-    writer = MetricsWriter(workdir, resume_step=done or None)
-    progress = Progress(config.steps, start=done)
+    writer = MetricsWriter(workdir, done or None, is_writer)
+    progress = Progress(config.steps, start=done, enabled=is_writer)
     stream = row_stream(config, done * config.rows_per_step)
     refused = 0.0
     for step in range(done + 1, config.steps + 1):

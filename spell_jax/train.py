@@ -25,7 +25,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from spell_jax import report
-from spell_jax.learner import packing
+from spell_jax.learner import non_finite, packing
 from spell_jax.run import (
     Run,
     as_played,
@@ -35,10 +35,11 @@ from spell_jax.run import (
     restore,
     save_policy,
 )
-from spell_jax.runtime import start
+from spell_jax.runtime import faults, start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.jsonl import write_json
 from spell_jax.runtime.metrics import EpisodeWriter, Metrics, MetricsWriter
+from spell_jax.runtime.preemption import Preempted, Preemption
 from spell_jax.runtime.progress import Progress
 from spell_jax.runtime.settings import Config
 
@@ -61,8 +62,18 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
 
     Written there: metrics.jsonl and TensorBoard events, episodes/, checkpoints/, policy/ and best/
     (the last weights and the best by validation, as Hugging Face folders), evaluation.json, plots/.
+
+    Raises:
+      Preempted: the machine is taken away; everything is saved, and another call goes on.
+      NonFinite: the numbers of too many updates were; the rows are in non_finite/.
     """
     run = make_run(config)
+    with Preemption(config.preemption_limit_s) as preemption:
+        return _train(run, workdir, preemption)
+
+
+def _train(run: Run, workdir: pathlib.Path, preemption: Preemption) -> pathlib.Path:
+    config = run.config
     is_writer = jax.process_index() == 0
     workdir.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(workdir, config.keep_checkpoints, config.checkpoint_every)
@@ -81,17 +92,29 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
 
     ahead: Played | None = None
     while ahead or (step < config.steps and not progress.is_over()):
+        before = host_state(run, best)
         step += 1
         progress.update(step - 1, "play", {})
-        with start.profiled(step in config.profile_steps, workdir):
+        with start.profiled(is_writer and step in config.profile_steps, workdir):
             played, ahead = ahead or play(run, models, step), None
+            faults.point("played")
+            if preemption.should_stop():  # this step is played again
+                checkpoints.save(step - 1, models, before, force=True)
+                checkpoints.close()
+                raise Preempted(preemption.why)
             solve_rate = played.metrics.means().get("play/solve_rate", 0.0)
             progress.update(step - 1, "learn", {"solved": solve_rate})
             clock = time.monotonic()
             update = learner.begin(models["policy"], played.rows, models.get("reference"))
             if plays_ahead(config, step) and not progress.is_over():
                 ahead = play(run, models, step + 1, meanwhile=update.go_on)
-            models["policy"], numbers = update.finish()
+            try:
+                models["policy"], numbers = update.finish()
+            except non_finite.NonFinite as error:
+                if is_writer:
+                    non_finite.write_rows(error, workdir, step, run.tokenizer.decode)
+                raise
+            faults.point("updated")
         refresh_anchor(config, models, step)
 
         numbers |= {"play_seconds": played.seconds, "update_seconds": time.monotonic() - clock}
@@ -106,7 +129,11 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
         metrics_writer.write(step, written)
         metrics_writer.flush()
         episode_writer.write(step, map(game.record, played.episodes))
-        checkpoints.save(step, models, host_state(run, best))
+        must_stop = preemption.should_stop()
+        checkpoints.save(step, models, host_state(run, best), force=must_stop)
+        if must_stop:
+            checkpoints.close()
+            raise Preempted(preemption.why)
         progress.update(step, "done", {"solved": solve_rate})
 
     checkpoints.save(step, models, host_state(run, best), force=True)
@@ -159,8 +186,7 @@ def validate(
         written.add(f"eval/{name}", value)
     if best is not None and not score > best:
         return best
-    if jax.process_index() == 0:
-        save_policy(run, models, workdir / "best")
+    save_policy(run, models, workdir / "best")
     return score
 
 
@@ -181,9 +207,9 @@ def finish(run: Run, models: dict[str, Any], workdir: pathlib.Path, is_writer: b
     """Last evaluation, the policy as a folder, plots, and the table of before and after."""
     if run.config.evaluate:
         evaluate(run, models, workdir, "after")
+    save_policy(run, models, workdir / "policy")
     if not is_writer:
         return
-    save_policy(run, models, workdir / "policy")
     plots = report.plot_run(workdir)
     if tables := report.read_evaluation(workdir):
         print(report.before_after_table(*tables))

@@ -34,6 +34,7 @@ from spell_jax.games.game import Ask, Models, Reply
 from spell_jax.games.spell_config import SpellConfig
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from spell_jax.learner.packing import Group
+from spell_jax.runtime import faults, hosts
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import parsing, rewards, rules, selection
 from spell_jax.selfplay.memory import Entry, QuestionMemory
@@ -164,13 +165,16 @@ class Spell:
     async def write(self, ask: Ask, episode: Episode) -> None:
         """A question with a reference that passes all filters, or the reason why not."""
         await self.propose(ask, episode)
+        faults.point("proposed")
         await self.filter(ask, episode)
         await self.anchor(ask, episode)
 
     async def solve(self, ask: Ask, episode: Episode) -> None:
         """Answers and verdicts."""
         await self.answer(ask, episode)
+        faults.point("answered")
         await self.verify(ask, episode)
+        faults.point("verified")
 
     # 1. The questioner writes.
 
@@ -295,12 +299,17 @@ class Spell:
             e.votes[i] = [parsing.parse_verdict(text) for text in _texts(reply)]
 
     def ask_judge(self, episodes: Sequence[Episode]) -> None:
-        """(Option) an external judge's verdicts in the place of the rule's; none leaves that."""
-        if self._judge is None:
+        """(Option) an external judge's verdicts in the place of the rule's; none leaves that.
+
+        Of several hosts one asks it, and all are told: two calls need not agree.
+        """
+        judge = self._judge
+        if judge is None:
             return
         asked = [(e, i) for e in episodes for i, p in enumerate(e.predictions) if p is not None]
         items = [(e.question, e.predictions[i] or "", e.reference) for e, i in asked]
-        for (episode, i), verdict in zip(asked, self._judge(items), strict=True):
+        verdicts = hosts.broadcast(lambda: list(judge(items)))
+        for (episode, i), verdict in zip(asked, verdicts, strict=True):
             episode.judge.append(verdict)
             if verdict >= 0:
                 episode.rule[i] = float(verdict)

@@ -232,17 +232,22 @@ def pack(
     Returns:
       Micro-batches of numpy arrays, deterministic for a given order of groups.
     """
-    rows: dict[Bucket, list[list[int]]] = {bucket: [] for bucket in buckets}
-    order = sorted(range(len(groups)), key=lambda i: (-groups[i].tokens, i))
-    for bucket, members in _assign(groups, order, buckets):
-        rows[bucket].append(members)
     batches = []
-    for bucket, packed in rows.items():
+    for bucket, packed in rows_of(groups, buckets).items():
         count = row_count(bucket, token_budget, row_multiple)
         for start in range(0, len(packed), count):
             chunk = packed[start : start + count]
             batches.append(_stack(groups, chunk, bucket, count, devices))
     return batches
+
+
+def rows_of(groups: Sequence[Group], buckets: Sequence[Bucket]) -> dict[Bucket, list[list[int]]]:
+    """Rows of each bucket, of each row the indices of its groups; arguments as of `pack`."""
+    rows: dict[Bucket, list[list[int]]] = {bucket: [] for bucket in buckets}
+    order = sorted(range(len(groups)), key=lambda i: (-groups[i].tokens, i))
+    for bucket, members in _assign(groups, order, buckets):
+        rows[bucket].append(members)
+    return rows
 
 
 def row_count(bucket: Bucket, token_budget: int, row_multiple: int = 1) -> int:

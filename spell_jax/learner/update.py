@@ -4,8 +4,9 @@
 2. The float32 master weights are cast once to the compute dtype.
 3. A jitted `accumulate` runs a micro-batch forward and backward and adds to a donated float32
    gradient; the host loops over micro-batches.
-4. One jitted `apply` clips by the global norm and takes the AdamW step; a step whose gradient norm
-   is not finite changes nothing and is counted.
+4. One jitted `apply` clips by the global norm and takes the AdamW step. A step whose loss or
+   gradient norm is not finite changes nothing and is counted; after too many in a row the update
+   raises NonFinite, with the rows that did it (non_finite.py).
 
 With adapters (policy/lora.py) only they are weights in this sense; all others are frozen, in the
 compute dtype, and belong to the Learner.
@@ -28,7 +29,7 @@ import optax
 
 from spell_jax.attention import attend
 from spell_jax.learner import loss as losses
-from spell_jax.learner import packing
+from spell_jax.learner import non_finite, packing
 from spell_jax.policy import lora, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -61,6 +62,7 @@ class OptimiserConfig:
       b1, b2, epsilon, weight_decay: AdamW.
       clip_norm: gradients are scaled down to this global norm.
       offload: whether AdamW's two moments wait in the host's memory from one step to the next.
+      max_skipped: so many updates in a row whose numbers are not finite end the run.
     """
 
     learning_rate: float = 2e-6
@@ -74,6 +76,7 @@ class OptimiserConfig:
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     offload: bool = False
+    max_skipped: int = 3
 
     def __post_init__(self):
         for field in ("learning_rate", "warmup_steps", "final_fraction", "weight_decay"):
@@ -85,6 +88,8 @@ class OptimiserConfig:
         for field in ("b1", "b2"):
             if not 0 <= getattr(self, field) < 1:
                 raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be in [0, 1)")
+        if self.max_skipped < 1:
+            raise ValueError(f"optimiser.max_skipped = {self.max_skipped}: must be at least 1")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"optimiser.schedule = {self.schedule!r}: must be one of {SCHEDULES}")
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
@@ -116,12 +121,16 @@ class OptimiserConfig:
 
 @flax.struct.dataclass
 class TrainState:
-    """float32 master weights of what is trained, optimiser state, number of updates taken (int32
-    scalar)."""
+    """Float32 master weights of what is trained, optimiser state, updates taken (int32 scalar).
+
+    `skipped`, an int32 scalar too, counts the updates that were skipped since the last one taken.
+    It is part of the state so that it survives a checkpoint and costs no message from the device.
+    """
 
     params: Any
     optimiser: Any
     step: Any
+    skipped: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,21 +173,27 @@ class Update:
         self,
         learner: Learner,
         state: TrainState,
-        batches: Sequence[packing.MicroBatch],
-        refused: int,
+        groups: Sequence[packing.Group],
         reference: transformer.Params | None,
     ):
         self._learner, self._state = learner, state
-        self._batches, self._refused = batches, refused
+        self._groups = packing.weigh(groups, learner.loss.aggregation)
+        self._batches, self._refused = learner.pack_weighed(self._groups)
+        self._uncast_reference = reference
         self._next = 0
         self._carry: Any = None
         self._params: Any = None
         self._reference: Any = None
-        if batches:
+        if self._batches:
             with self._context():
-                self._params = learner.cast_trained(state.params)
-                self._reference = None if reference is None else learner.cast(reference)
+                self._cast(state)
                 self._carry = learner.empty_carry()
+
+    def _cast(self, state: TrainState) -> None:
+        """Weights in the compute dtype, as micro-batches read them."""
+        reference = self._uncast_reference
+        self._params = self._learner.cast_trained(state.params)
+        self._reference = None if reference is None else self._learner.cast(reference)
 
     def _context(self) -> contextlib.ExitStack:
         stack = contextlib.ExitStack()
@@ -190,17 +205,26 @@ class Update:
         """Gives the device the next micro-batch, if one is left; does not wait for it."""
         if self._next == len(self._batches):
             return
-        learner = self._learner
         with self._context():
-            batch = self._batches[self._next]
-            where = meshes.by_rows_and_time(learner.mesh)
-            batch = meshes.put(batch, jax.tree.map(lambda _: where, batch))
-            given = self._params, learner.frozen, self._carry, batch, self._reference
-            self._carry = learner.accumulate(*given)
+            self._carry = self._add(self._carry, self._batches[self._next])
         self._next += 1
 
+    def _add(self, carry, batch: packing.MicroBatch):
+        """The carry with a micro-batch's gradient and sums in it."""
+        learner = self._learner
+        where = meshes.by_rows_and_time(learner.mesh)
+        batch = meshes.put(batch, jax.tree.map(lambda _: where, batch))
+        return learner.accumulate(self._params, learner.frozen, carry, batch, self._reference)
+
     def finish(self) -> tuple[TrainState, dict[str, float]]:
-        """Runs what is left; the new state and named numbers of the update."""
+        """Runs what is left; the new state and named numbers of the update.
+
+        An update whose loss or gradient norm is not finite leaves weights, moments and step as they
+        are, to the bit; its "skipped_update" is 1. Empty updates neither are nor end a row of them.
+
+        Raises:
+          NonFinite: it is the optimiser.max_skipped-th of these in a row, over resumed runs too.
+        """
         batches, refused = self._batches, float(self._refused)
         if not batches:
             return self._state, {"empty_update": 1.0, "refused_answers": refused}
@@ -210,8 +234,11 @@ class Update:
         # Not needed while the weights change, which takes memory too.
         self._params = self._reference = self._carry = None
         with self._context():
-            state, norms = self._learner.apply(self._state, gradients)
+            state, norms = self._learner.apply(self._state, gradients, sums["loss"])
+        del gradients
         sums, norms = jax.device_get((sums, norms))
+        if norms["skipped_in_a_row"] >= self._learner.max_skipped:
+            raise self._explain(state)
         filled = sum(np.count_nonzero(batch.last_reader >= 0) for batch in batches)
         slots = sum(np.size(batch.tokens) for batch in batches)
         return state, _means(sums, norms) | {
@@ -220,6 +247,27 @@ class Update:
             "refused_answers": refused,
             "empty_update": 0.0,
         }
+
+    def _explain(self, state: TrainState) -> non_finite.NonFinite:
+        """Which rows and which tensors it was, found out by running parts of the update again.
+
+        On several hosts all do this alike: what it goes by is the same on all of them.
+        """
+        learner = self._learner
+
+        def is_finite(groups: Sequence[packing.Group]) -> bool:
+            carry = learner.empty_carry()
+            for batch in learner.pack_weighed(groups)[0]:
+                carry = self._add(carry, batch)
+            gradients, sums = carry
+            return bool(_measure(gradients, sums["loss"])[1])
+
+        with self._context():
+            self._cast(state)
+            read = {"policy": lora.join(self._params, learner.frozen), "reference": self._reference}
+            tensors = non_finite.find_tensors(read, meshes.replicated(learner.mesh))
+            rows = non_finite.find_rows(self._groups, is_finite)
+        return non_finite.NonFinite(int(state.skipped), rows or self._groups, tensors, bool(rows))
 
 
 class Learner:
@@ -243,6 +291,7 @@ class Learner:
         self.compute_dtype = jnp.dtype(compute_dtype)
         self._optimiser = optimiser.make()
         self.rate = optimiser.rate()
+        self.max_skipped = optimiser.max_skipped
         self._moments = "pinned_host" if optimiser.offload else "device"
         packing_config.check_splits(meshes.context_shards(mesh))
         shapes, axes = transformer.abstract_params(policy)
@@ -276,7 +325,8 @@ class Learner:
         state = jax.eval_shape(self._begin, self._shapes)
         optimiser = self._place_optimiser(state.optimiser, self._moments)
         params = meshes.placed(state.params, self.param_shardings)
-        return TrainState(params, optimiser, self._replicate(state.step))
+        counts = self._replicate(state.step), self._replicate(state.skipped)
+        return TrainState(params, optimiser, *counts)
 
     def _place_optimiser(self, optimiser: Any, memory: str) -> Any:
         """Its shapes, placed, with the moments in a kind of memory."""
@@ -297,7 +347,8 @@ class Learner:
 
     def _begin(self, params: transformer.Params) -> TrainState:
         params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        return TrainState(params, self._optimiser.init(params), jnp.zeros((), jnp.int32))
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(params, self._optimiser.init(params), zero, zero)
 
     def init(self, source: transformer.Params | jax.Array) -> TrainState:
         """Training state for given weights, or for random ones from a key.
@@ -339,7 +390,10 @@ class Learner:
 
     def pack(self, groups: Sequence[packing.Group]) -> tuple[list[packing.MicroBatch], int]:
         """Micro-batches of the groups, and how many answers did not fit any bucket."""
-        groups = packing.weigh(groups, self.loss.aggregation)
+        return self.pack_weighed(packing.weigh(groups, self.loss.aggregation))
+
+    def pack_weighed(self, groups: Sequence[packing.Group]) -> tuple[list[packing.MicroBatch], int]:
+        """As pack, of groups that have their weights."""
         if not self.packing.shared_prefix:
             groups = packing.separate_answers(groups)
         fitting, refused = packing.split_groups(groups, self.packing.buckets[-1])
@@ -360,7 +414,7 @@ class Learner:
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimiser step on all groups; an empty list leaves the state as it is.
 
-        Args, errors: see begin; the state is donated.
+        Args, errors: see begin and Update.finish; the state is donated.
 
         Returns:
           The new state and named numbers of this update.
@@ -393,7 +447,7 @@ class Learner:
             raise ValueError(
                 f"loss.behaviour = {behaviour!r}: needs the old_log_probs of every group"
             )
-        return Update(self, state, *self.pack(groups), reference)
+        return Update(self, state, groups, reference)
 
     def compile(self, state: TrainState, reference: transformer.Params | None = None) -> None:
         """Compiles every bucket before the first step, so that no step waits for it later."""
@@ -478,9 +532,10 @@ class Learner:
         gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, new)
         return gradients, {name: sums[name] + new_sums[name] for name in sums}
 
-    def _apply(self, state: TrainState, gradients) -> tuple[TrainState, dict[str, jax.Array]]:
-        norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(norm)
+    def _apply(
+        self, state: TrainState, gradients, loss: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        norm, finite = _measure(gradients, loss)
         before = state.optimiser
         if self._moments != "device":
             near = self._place_optimiser(before, "device")
@@ -494,12 +549,24 @@ class Learner:
         )
         rate = self.rate(state.step)
         step = state.step + finite.astype(jnp.int32)
+        skipped = jnp.where(finite, 0, state.skipped + 1)
         metrics = {
             "gradient_norm": norm,
             "skipped_update": 1.0 - finite,
+            "skipped_in_a_row": skipped,
             "learning_rate": jnp.asarray(rate),
         }
-        return TrainState(kept[0], kept[1], step), metrics
+        return TrainState(kept[0], kept[1], step, skipped), metrics
+
+
+@jax.jit
+def _measure(gradients, loss: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The gradient's global norm, and whether it and the loss are finite.
+
+    Both are asked: of a loss that overflows on tokens of probability 1 the gradient is 0.
+    """
+    norm = optax.tree.norm(gradients)
+    return norm, jnp.isfinite(norm) & jnp.isfinite(loss)
 
 
 def _means(sums: dict[str, Any], norms: dict[str, Any]) -> dict[str, float]:

@@ -308,7 +308,8 @@ def init(config: PolicyConfig, key: jax.Array) -> Params:
 @functools.cache
 def abstract_params(config: PolicyConfig) -> tuple[Params, Params]:
     """(shapes, logical axes): trees of jax.ShapeDtypeStruct and of PartitionSpec of axis names."""
-    boxed = jax.eval_shape(functools.partial(boxed_init, config), jax.random.key(0))
+    # The key is traced too: no device is asked for one.
+    boxed = jax.eval_shape(lambda: boxed_init(config, jax.random.key(0)))
     return nn.unbox(boxed), nn.get_partition_spec(boxed)
 
 

@@ -5,7 +5,8 @@
 2. `load` checks all names, shapes and types before it reads any data. It then reads block by block
    and puts each layer straight to its place, so that little more is ever held than what stays;
    on a mesh each host reads only what its own devices hold.
-3. `save` goes the same way back, one shard at a time.
+3. `save` goes the same way back, one shard at a time; of weights that several hosts hold together,
+   layer by layer to process 0, which writes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from spell_jax.policy import safetensors_folder as files
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import hosts
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.jsonl import write_json
 
@@ -260,7 +262,7 @@ def load(
     if _is_bare(found) and _COMMON["unembedding"].name not in found:
         # Qwen3-Embedding: a model without output projection, whatever its config says.
         config = dataclasses.replace(config, tied_embeddings=True)
-    source = _Source(config, *_match(config, path, found), dtype)
+    source = _Source(config, *match(config, path, found), dtype)
     source.check_tied()
     if mesh is None:
         places = {}
@@ -287,7 +289,7 @@ def _is_bare(names: Iterable[str]) -> bool:
     return not any(name.startswith("model.") for name in names)
 
 
-def _match(
+def match(
     config: PolicyConfig, source: pathlib.Path, found: dict[str, files.Tensor]
 ) -> tuple[dict[str, files.Tensor], files.Tensor | None]:
     """Finds the tensor of each name of the table.
@@ -500,12 +502,13 @@ def save(
 ) -> None:
     """Writes a Hugging Face folder: config.json, weights, tokenizer files.
 
-    The folder appears whole or not at all; one that is there is replaced.
+    The folder appears whole or not at all; one that is there is replaced. Of several hosts process
+    0 writes, but every one calls this, with what it holds of the parameters.
 
     Args:
       folder: where to.
       config: the architecture.
-      params: numpy or jax arrays, split over the devices of this process or not.
+      params: numpy or jax arrays, split over devices or not.
       tokenizer: goes into the folder too, its end and padding tokens into the configs.
       dtype: of the file, one of DTYPES.
       shard_bytes: weights that are larger go into several files of at most this size (or of one
@@ -514,6 +517,7 @@ def save(
     Raises:
       ValueError: the architecture has no Hugging Face form, or the parameters are not its; nothing
         is written.
+      RuntimeError: with several hosts, on each of them: writing failed.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: must be one of {tuple(DTYPES)}")
@@ -528,18 +532,34 @@ def save(
         for path, _, names in _parts(config)
         for name in names
     }
-    with files.replacing(pathlib.Path(folder)) as scratch:
-        files.write(scratch, nbytes, _their_tensors(config, flat, dtype), shard_bytes)
-        write_json(scratch / CONFIG_FILE, fields, indent=2)
-        if tokenizer is not None:
-            tokenizer.save(scratch)
-            if not (scratch / GENERATION_FILE).exists():
-                ends = list(tokenizer.stop_ids)
-                generation = {
-                    "eos_token_id": ends[0] if len(ends) == 1 else ends,
-                    "pad_token_id": tokenizer.pad_id,
-                }
-                write_json(scratch / GENERATION_FILE, generation, indent=2)
+    tensors = _their_tensors(config, flat, dtype)
+    with hosts.fail_together():
+        try:
+            if jax.process_index() == 0:
+                with files.replacing(pathlib.Path(folder)) as scratch:
+                    files.write(scratch, nbytes, tensors, shard_bytes)
+                    _write_others(scratch, fields, tokenizer)
+        finally:
+            if jax.process_count() > 1:
+                for _ in tensors:  # who does not write, or cannot, still helps to gather
+                    pass
+
+
+def _write_others(
+    folder: pathlib.Path, fields: dict[str, Any], tokenizer: tokenizers.Tokenizer | None
+) -> None:
+    """config.json with these fields, and the tokenizer's files."""
+    write_json(folder / CONFIG_FILE, fields, indent=2)
+    if tokenizer is None:
+        return
+    tokenizer.save(folder)
+    if not (folder / GENERATION_FILE).exists():
+        ends = list(tokenizer.stop_ids)
+        generation = {
+            "eos_token_id": ends[0] if len(ends) == 1 else ends,
+            "pad_token_id": tokenizer.pad_id,
+        }
+        write_json(folder / GENERATION_FILE, generation, indent=2)
 
 
 def _check_params(config: PolicyConfig, flat: Mapping[str, Any]) -> None:
@@ -559,7 +579,7 @@ def _their_tensors(
     entries, sizes = table(config), _sizes(config)
     for path, layer, _ in _parts(config):
         entry = entries[path]
-        value = np.asarray(flat[path] if layer is None else flat[path][layer])
+        value = hosts.whole(flat[path] if layer is None else flat[path][layer])
         for part in value if entry.expertwise else [value]:
             part = entry.in_their_order(part)
             out = np.empty(part.shape, DTYPES[dtype][0])

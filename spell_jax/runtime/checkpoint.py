@@ -1,94 +1,228 @@
-"""Checkpoints: everything needed to go on, whole or not at all.
+"""Checkpoints: everything needed to go on, whole and unharmed or not at all.
 
 1. A checkpoint is a pytree of arrays (weights and optimiser state by model name) and a JSON-able
    dict (seed of all keys, data position, question memory, best score).
-2. `save` writes both under WORKDIR/checkpoints/STEP; Orbax marks the folder as complete last, so a
-   save that was killed in the middle is never taken for a checkpoint.
-3. `restore` takes the shapes, dtypes and shardings that the program wants now. They are compared
+2. `save` returns when the arrays are on the host; Orbax writes them to WORKDIR/checkpoints/STEP in
+   the background and marks the folder as complete.
+3. hashes.txt is written into it last: the size and hash of every file. A step without it was not
+   finished; only when it is there are older steps deleted (the latest few and the best stay).
+4. What fails is tried again with the arrays at hand, at last in another folder, which is named.
+5. `newest_intact` hashes the files again, names what is damaged and takes the step before.
+6. `restore` takes the shapes, dtypes and shardings that the program wants now. They are compared
    with what was saved before anything is read; the mesh may be another one.
+
+Process 0 hashes, deletes and decides; the others are told.
 """
 
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
 import math
 import os
-from pathlib import Path
+import tempfile
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
+
+from spell_jax.runtime import hosts
+
+log = logging.getLogger(__name__)
 
 CHECKPOINTS_FOLDER = "checkpoints"
+HASHES_FILE = "hashes.txt"
 _MOST_NAMED = 10
+_CHUNK = 1 << 20  # bytes that are read at once for a hash
+
+
+class SaveError(RuntimeError):
+    """A step could not be saved; the message says where it is instead, if anywhere."""
+
+
+class DamagedError(RuntimeError):
+    """There are checkpoints, but none can be used."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A step that is being written, and what is deleted when it is whole."""
+
+    step: int
+    score: float | None
+    surplus: list[int]
+    job: concurrent.futures.Future[None]
 
 
 class Checkpoints:
     """The checkpoints of one run; every process of it makes and calls one, with equal arguments.
 
-    Saving waits until the files are whole, so the arrays may be donated right after.
-
     Args:
-      workdir: the run's folder.
-      keep: how many checkpoints stay, the latest ones; >= 1.
+      workdir: the run's folder, local or gs://.
+      keep: how many checkpoints stay, the latest ones, besides the best; >= 1.
       every: `save` writes at the steps that this divides; >= 1.
+      retries: how often a save that failed is tried again; >= 0.
+      backoff_s: seconds before the first retry, doubled for each further one; >= 0.
+      fallback: where a folder NAME_stepSTEP is made for a step that could not be saved; by default
+        the system's temporary folder (with several hosts nowhere: they do not share theirs).
+      sleep: waits so many seconds.
 
     Raises:
-      ValueError: keep or every is below 1.
+      ValueError: keep, every, retries or backoff_s is too small.
+      OSError: the folder cannot be made or read (RuntimeError with several hosts).
 
     Source: design.md section 3.11.
     """
 
-    def __init__(self, workdir: str | os.PathLike[str], keep: int = 2, every: int = 1) -> None:
-        for name, value in (("keep", keep), ("every", every)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, want at least 1")
-        self._every = every
-        self._manager = ocp.CheckpointManager(
-            Path(workdir).absolute() / CHECKPOINTS_FOLDER,
-            # Synchronous: a background copy of donated buffers would have to be waited for anyway,
-            # and a step that is reported as saved is saved.
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, enable_async_checkpointing=False
-            ),
-            item_handlers={
-                "arrays": ocp.StandardCheckpointHandler(),
-                "host": ocp.JsonCheckpointHandler(),
-            },
-        )
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        keep: int = 2,
+        every: int = 1,
+        *,
+        retries: int = 3,
+        backoff_s: float = 2.0,
+        fallback: str | os.PathLike[str] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        whole = (("keep", keep, 1), ("every", every, 1), ("retries", retries, 0))
+        for name, value, least in (*whole, ("backoff_s", backoff_s, 0)):
+            if value < least:
+                raise ValueError(f"{name} is {value}, want at least {least}")
+        if fallback is None and jax.process_count() == 1:
+            fallback = tempfile.gettempdir()
+        self._keep, self._every = keep, every
+        self._retries, self._backoff_s, self._sleep = retries, backoff_s, sleep
+        self._fallback = fallback
+        self._workdir = _absolute(workdir)
+        self._directory = self._workdir / CHECKPOINTS_FOLDER
+        self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._pending: _Pending | None = None
+        self._manager = self._open()
+        found = _told(lambda: [(step, *_score(self._folder(step))) for step in self._on_disk()])
+        # Scores of the finished steps, and steps whose folder holds nothing that can be used.
+        self._scores: dict[int, float | None] = {s: score for s, done, score in found if done}
+        self._unusable = {step for step, done, _ in found if not done}
 
-    def save(self, step: int, arrays: Any, host_state: dict[str, Any], force: bool = False) -> bool:
+    def save(
+        self,
+        step: int,
+        arrays: Any,
+        host_state: dict[str, Any],
+        force: bool = False,
+        score: float | None = None,
+    ) -> bool:
         """Saves if `every` divides the step or `force` is set, and the step is not there yet.
+
+        The arrays may be donated or deleted right after. They are written in the background;
+        whether that went well is known at the next step that is saved, which is then written with
+        retries before this returns. With `force` it is known at once: nothing is left to wait for.
 
         Args:
           step: updates done, >= 0.
           arrays: pytree of jax arrays, any shapes, dtypes and shardings.
           host_state: what JSON gives back unchanged: dicts with string keys, lists, strings, finite
             numbers, booleans, None.
-          force: save whatever the step, as at the end of a run.
+          force: save whatever the step, and wait, as at the end of a run.
+          score: how good the weights are, the higher the better; the best step is not deleted.
 
         Returns:
           Whether a checkpoint was written.
 
         Raises:
           TypeError, ValueError: something in host_state would not come back; names its path.
-          ValueError: there is a later checkpoint, which the next resume would prefer.
+          ValueError: the score is not finite, or there is a later checkpoint, which the next resume
+            would prefer.
+          SaveError: all tries failed; names the fallback folder, which now has the step.
         """
         latest = self.latest_step()
         if latest is not None and step < latest:
             raise ValueError(
-                f"step is {step}, but {self._manager.directory} already holds step {latest}; "
+                f"step is {step}, but {self._directory} already holds step {latest}; "
                 "resume from there or give another workdir"
             )
-        if step == latest or (step % self._every and not force):
+        if not force and (step == latest or step % self._every):
             return False
         _check_json(host_state, "host_state")
+        _check_json(score, "score")
+        earlier = self._settle()
+        if step == self.latest_step():
+            return False
+        if earlier is not None:
+            log.warning("%s; step %d is saved instead", earlier, step)
         args = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host_state)
         )
-        return self._manager.save(step, args=args, force=True)
+        waits = force or earlier is not None
+        # A manager keeps errors of a failed save and the list of steps that it saw at first.
+        renews = earlier is not None or step in self._unusable
+        failure = None
+        for attempt in range(self._retries + 1):
+            if failure is not None:
+                seconds = self._backoff_s * 2 ** (attempt - 1)
+                log.warning("%s; next try in %g s", failure, seconds)
+                self._sleep(seconds)
+            failure = self._write(step, args, score, waits, renews)
+            if failure is None:
+                return True
+            waits = renews = True
+        raise SaveError(
+            f"{failure}, {self._retries + 1} tries; {self._save_elsewhere(step, args, score)}"
+        ) from failure
+
+    def wait(self) -> None:
+        """Returns when the last save is whole; on all hosts.
+
+        Raises:
+          SaveError: it failed; names the step.
+        """
+        failure = self._settle()
+        if failure is not None:
+            raise SaveError(str(failure)) from failure
 
     def latest_step(self) -> int | None:
-        """The step of the latest complete checkpoint, or None."""
-        return self._manager.latest_step()
+        """The step of the latest finished checkpoint, or of the one being written, or None."""
+        steps = [*self._scores, *([self._pending.step] if self._pending else [])]
+        return max(steps, default=None)
+
+    def best_step(self) -> int | None:
+        """The finished step of the highest score, of equal ones the first, or None."""
+        return _best(self._scores)
+
+    def newest_intact(self) -> int | None:
+        """The newest step whose files are all as they were written; None if there is nothing.
+
+        Newer ones are named in the log with their damage, left where they are, and from now on
+        neither `latest_step` nor `restore` knows them. Reads whole checkpoints.
+
+        Raises:
+          DamagedError: there are steps, but none is intact; names each and what it lacks. (A single
+            step that was not finished is the first save of a run that was killed: None.)
+          SaveError: as `wait`.
+        """
+        self.wait()
+        intact, damages = _told(self._inspect)
+        for step, damage in damages:
+            self._scores.pop(step, None)
+            self._unusable.add(step)
+            log.warning("%s is skipped: %s", self._folder(step), damage)
+        if intact is None and damages:
+            [*others, (_, oldest)] = damages
+            if others or oldest != _UNFINISHED:
+                listed = "".join(f"\n  step {step}: {damage}" for step, damage in damages)
+                raise DamagedError(
+                    f"{self._directory}: no step can be used:{listed}\n"
+                    "Put a copy back, or remove the folder to begin anew."
+                )
+        return intact
 
     def restore(self, step: int, abstract: Any) -> tuple[Any, dict[str, Any]]:
         """Reads the checkpoint of a step.
@@ -103,6 +237,7 @@ class Checkpoints:
 
         Raises:
           FileNotFoundError: there is no complete checkpoint of that step.
+          SaveError: as `wait`.
           ValueError: tensors are missing, left over, of another shape or dtype, or want a sharding;
             names their paths.
         """
@@ -135,29 +270,146 @@ class Checkpoints:
         restore_args = ocp.checkpoint_utils.construct_restore_args(part)
         with ocp.PyTreeCheckpointer() as reader:
             return reader.restore(
-                self._manager.directory / str(step) / "arrays",
+                self._folder(step) / "arrays",
                 args=ocp.args.PyTreeRestore(part, restore_args=restore_args, partial_restore=True),
             )
 
     def _check(self, step: int, abstract: Any, whole: bool) -> None:
         """Raises the errors of `restore`; arrays that are not wanted are one if `whole`."""
-        if step not in self._manager.all_steps():
+        self.wait()
+        if step not in self._scores:
             raise FileNotFoundError(
-                f"{self._manager.directory}: no complete checkpoint of step {step}; "
-                f"there are {sorted(self._manager.all_steps())}"
+                f"{self._directory}: no complete checkpoint of step {step}; "
+                f"there are {sorted(self._scores)}"
             )
         differences = _differences(self._manager.item_metadata(step)["arrays"], abstract, whole)
         if differences:
             named = "\n  ".join(differences[:_MOST_NAMED])
             more = len(differences) - _MOST_NAMED
             raise ValueError(
-                f"{self._manager.directory}, step {step}: the checkpoint does not fit:\n  {named}"
+                f"{self._directory}, step {step}: the checkpoint does not fit:\n  {named}"
                 + (f"\n  and {more} more" if more > 0 else "")
             )
 
     def close(self) -> None:
-        """Ends the manager's background work."""
-        self._manager.close()
+        """Waits for the last save and ends the background work.
+
+        Raises:
+          SaveError: as `wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            self._background.shutdown()
+            _end(self._manager)
+
+    def _open(self) -> ocp.CheckpointManager:
+        """Orbax names, lists and writes the steps. Its own policies would delete an old step before
+        the hashes of the new one are there, so it keeps all."""
+        # One host alone makes folders at once: a failure in the background leaves threads behind
+        # that wait minutes for the folder. Several would wait for the host that failed.
+        several = jax.process_count() > 1
+        return ocp.CheckpointManager(
+            self._directory,
+            # Lightweight: a step with damaged metadata must not keep the others from being read.
+            options=ocp.CheckpointManagerOptions(
+                enable_async_checkpointing=True,
+                lightweight_initialize=True,
+                async_options=ocp.options.AsyncOptions(create_directories_asynchronously=several),
+            ),
+            item_handlers={
+                "arrays": ocp.StandardCheckpointHandler(),
+                "host": ocp.JsonCheckpointHandler(),
+            },
+        )
+
+    def _write(
+        self, step: int, args: Any, score: float | None, waits: bool, renews: bool = False
+    ) -> Exception | None:
+        """Begins to write a step, once; returns what failed, on any host."""
+        failure = _together(lambda: self._begin(step, args, score, renews))
+        if failure is not None:
+            if self._pending is not None:
+                concurrent.futures.wait([self._pending.job])
+            self._pending = None
+            self._unusable.add(step)
+            return SaveError(f"{self._folder(step)} could not be saved: {failure}")
+        return self._settle() if waits else None
+
+    def _begin(self, step: int, args: Any, score: float | None, renews: bool) -> None:
+        if renews:
+            _end(self._manager)
+            if jax.process_index() == 0:
+                self._folder(step).rmtree(missing_ok=True)
+            self._manager = self._open()
+        scores = {**self._scores, step: score}
+        kept = {*sorted(scores)[-self._keep :], _best(scores)}
+        surplus = [old for old in scores if old not in kept]
+        self._manager.save(step, args=args, force=True)
+        job = self._background.submit(self._commit, step, score, surplus)
+        self._pending = _Pending(step, score, surplus, job)
+
+    def _commit(self, step: int, score: float | None, surplus: list[int]) -> None:
+        """In the background: waits for Orbax (on every host), then finishes the step."""
+        self._manager.wait_until_finished()
+        if jax.process_index() != 0:
+            return
+        _write_hashes(self._folder(step), score)
+        for old in surplus:
+            try:  # First the hashes: what is half deleted is not taken for a step.
+                (self._folder(old) / HASHES_FILE).unlink(missing_ok=True)
+                self._folder(old).rmtree(missing_ok=True)
+            except OSError as error:
+                log.warning("%s could not be deleted: %s", self._folder(old), error)
+
+    def _settle(self) -> Exception | None:
+        """Waits for the step that is being written; returns what failed, on any host."""
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        failure = _together(pending.job.result)
+        if failure is not None:
+            self._unusable.add(pending.step)
+            return SaveError(f"{self._folder(pending.step)} could not be saved: {failure}")
+        self._unusable.discard(pending.step)
+        self._scores[pending.step] = pending.score
+        for old in pending.surplus:
+            del self._scores[old]
+        return None
+
+    def _save_elsewhere(self, step: int, args: Any, score: float | None) -> str:
+        """Saves a step in a new folder below the fallback; says where, or why not."""
+        if self._fallback is None:
+            return f"no fallback folder is given, the last step saved is {self.latest_step()}"
+        name = _absolute(self._fallback) / f"{self._workdir.name}_step{step}"
+        try:
+            workdir = _told(lambda: str(_unused(name)))
+            other = Checkpoints(workdir)
+            failure = other._write(step, args, score, waits=True)
+            other.close()
+        except (OSError, RuntimeError) as error:
+            workdir, failure = str(name), error
+        if failure is not None:
+            return f"nor to {workdir}: {failure}; the last step saved is {self.latest_step()}"
+        return f"it was saved to {workdir}: go on from there with --workdir={workdir}"
+
+    def _folder(self, step: int) -> epath.Path:
+        return self._directory / str(step)
+
+    def _on_disk(self) -> list[int]:
+        """Steps with a folder, whatever is in it; the newest first."""
+        names = [path.name for path in self._directory.iterdir()]
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+    def _inspect(self) -> tuple[int | None, list[tuple[int, str]]]:
+        """(newest intact step, newer ones with their damage, from the newest)."""
+        damages: list[tuple[int, str]] = []
+        for step in self._on_disk():
+            damage = _damage(self._folder(step))
+            if not damage:
+                return step, damages
+            damages.append((step, damage))
+        return None, damages
 
 
 def abstract_arrays(arrays: Any) -> Any:
@@ -165,6 +417,141 @@ def abstract_arrays(arrays: Any) -> Any:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
     )
+
+
+# ------------------------------------------------------------------------------------------ Hashes
+
+_UNFINISHED = f"{HASHES_FILE}: missing (the save did not end, or the file was removed)"
+
+
+def _write_hashes(folder: epath.Path, score: float | None) -> None:
+    """Two lines: a hash of the second; score and [bytes, hash] by path of every file of a step."""
+    names = _files(folder)
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing lets other threads run
+        found = dict(zip(names, pool.map(lambda name: _hash(folder / name), names), strict=True))
+    content = json.dumps({"score": score, "files": found}).encode()
+    head = _blake2b(content).hexdigest().encode()
+    (folder / HASHES_FILE).write_bytes(head + b"\n" + content)
+
+
+def _read_hashes(folder: epath.Path) -> dict[str, Any]:
+    """What `_write_hashes` wrote.
+
+    Raises:
+      FileNotFoundError: it is not there.
+      ValueError: it is there, but not as it was written.
+    """
+    head, _, content = (folder / HASHES_FILE).read_bytes().partition(b"\n")
+    if _blake2b(content).hexdigest().encode() != head:
+        raise ValueError(f"{HASHES_FILE}: truncated or altered")
+    return json.loads(content)
+
+
+def _score(folder: epath.Path) -> tuple[bool, float | None]:
+    """(whether a step was finished, its score)."""
+    try:
+        return True, _read_hashes(folder)["score"]
+    except (FileNotFoundError, ValueError):
+        return False, None
+
+
+def _damage(folder: epath.Path) -> str:
+    """What is wrong with the files of a step, each with its name; empty if nothing is."""
+    try:
+        files = _read_hashes(folder)["files"]
+    except FileNotFoundError:
+        return _UNFINISHED
+    except ValueError as error:
+        return str(error)
+
+    def fault(name: str) -> str | None:
+        try:
+            found = _hash(folder / name)
+        except FileNotFoundError:
+            return f"{name}: missing"
+        if found[0] < files[name][0]:
+            return f"{name}: truncated to {found[0]} of {files[name][0]} bytes"
+        return None if found == files[name] else f"{name}: altered"
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return "; ".join(filter(None, pool.map(fault, files)))
+
+
+def _files(folder: epath.Path) -> list[str]:
+    """Paths of all files below a folder, relative to it."""
+    found = [epath.Path(parent) / name for parent, _, names in folder.walk() for name in names]
+    return [path.relative_to(folder).as_posix() for path in found]
+
+
+def _hash(path: epath.Path) -> list[Any]:
+    """[bytes, hash] of a file."""
+    size, digest = 0, _blake2b()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size += len(chunk)
+            digest.update(chunk)
+    return [size, digest.hexdigest()]
+
+
+def _blake2b(content: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(content, digest_size=16)
+
+
+def _absolute(path: str | os.PathLike[str]) -> epath.Path:
+    """As given; a local one absolute, as Orbax wants it (a URL would become a local path)."""
+    path = epath.Path(path)
+    return path if "://" in str(path) else path.absolute()
+
+
+def _unused(folder: epath.Path) -> epath.Path:
+    """The folder, or with the first number behind its name that makes it a new one."""
+    found, number = folder, 1
+    while found.exists():
+        number += 1
+        found = folder.parent / f"{folder.name}_{number}"
+    return found
+
+
+def _best(scores: dict[int, float | None]) -> int | None:
+    """Step of the highest score, of equal ones the first."""
+    scored = [(score, -step) for step, score in scores.items() if score is not None]
+    return -max(scored)[1] if scored else None
+
+
+def _end(manager: ocp.CheckpointManager) -> None:
+    """Closes a manager; its errors were told by `_settle`."""
+    with contextlib.suppress(Exception):
+        manager.wait_until_finished()
+    with contextlib.suppress(Exception):
+        manager.close()
+
+
+def _told(find: Callable[[], Any]) -> Any:
+    """What process 0 finds (as JSON gives it back), on all hosts.
+
+    Raises:
+      RuntimeError: it failed.
+    """
+
+    def make() -> list[bytes]:
+        return [json.dumps(find()).encode()] if jax.process_index() == 0 else []
+
+    return json.loads(hosts.make_together(make)[0][0])
+
+
+def _together(do: Callable[[], None]) -> Exception | None:
+    """Does it on all hosts; returns on all what failed on any. Disks fail in many ways (TensorStore
+    tells of a full one with a ValueError), so every exception counts."""
+
+    def make() -> list[bytes]:
+        do()
+        return []
+
+    try:
+        hosts.make_together(make)
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def _check_json(value: Any, path: str) -> None:

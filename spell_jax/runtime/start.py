@@ -11,13 +11,14 @@ import pathlib
 import jax
 from absl import logging as absl_logging
 
+from spell_jax.runtime import hosts
 from spell_jax.runtime.settings import Config
 
 CONFIG_FILE = "config.json"
 
 
 def setup() -> None:
-    """Called once, before any device is touched.
+    """Called once, before any device is touched. One of several hosts waits for the others here.
 
     Compiled programs are kept in $JAX_COMPILATION_CACHE_DIR, by default ~/.cache/spell_jax: a
     second start then takes seconds instead of a minute. Of the libraries only warnings are shown
@@ -31,6 +32,7 @@ def setup() -> None:
     for name in ("jax", "orbax"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("spell_jax").setLevel(logging.INFO)
+    hosts.join()
 
 
 def write_config(config: Config, workdir: pathlib.Path) -> None:

@@ -251,7 +251,7 @@ def other_forms(value: str) -> list[str]:
     """Other ways of writing a letter, a number or a name that mean the same."""
     if value in LETTERS:
         return [f"({value})", f"{value}."]
-    if not NUMBER.fullmatch(value):
+    if _number(value) is None:
         return [form for form in (value.upper(), value.lower(), f"{value}.") if form != value]
     unit = "%" if value.endswith("%") else ""
     plain = value.strip("$%").replace(",", "")

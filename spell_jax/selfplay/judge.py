@@ -118,7 +118,14 @@ class Judge:
                 error.close()
                 if error.code < 500 and error.code not in (408, 429):
                     return None  # asking again would be refused again
-            except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+            except (
+                OSError,
+                http.client.HTTPException,
+                ValueError,
+                LookupError,
+                TypeError,
+                RecursionError,
+            ):
                 continue  # no connection, time-out, or a reply that is no chat completion
         return None
 

@@ -14,9 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from spell_jax.data.clusters import LETTERS
 from spell_jax.selfplay.numbers import number_text, parse_number
-from spell_jax.selfplay.rules import check_task, find_answer, visible_text
+from spell_jax.selfplay.rules import (
+    brace_steps,
+    check_task,
+    code_points,
+    find_answer,
+    first_balance,
+    visible_text,
+)
 
 __all__ = [
     "MAX_ANSWER_TOKENS",
@@ -27,6 +36,7 @@ __all__ = [
     "visible_text",
 ]
 
+MOST_BLOCKS = 100  # of the last fenced blocks; in 100 KB there is room for 10,000 that are no JSON
 DECLINED = "declined"  # the questioner says that there is nothing to ask
 MAX_ANSWER_TOKENS = 40  # of a general_qa reference (spec 12, row 4)
 
@@ -34,10 +44,6 @@ Status = Literal["accepted", "bad_format", "skipped"]
 
 _CONTROL_CHARACTERS = dict.fromkeys(set(range(32)) - {ord(c) for c in "\n\r\t"})
 _FENCED = re.compile(r"```json(.*?)```", re.DOTALL)
-# Strings are matched whole (to the end of the text where one is never closed) and runs of
-# backslashes at once, so that commas inside strings stay and no character is looked at twice.
-_STRING_OR_TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.?)*+"?)|,(?=\s*[}\]])', re.DOTALL)
-_BRACE_OR_QUOTE = re.compile(r'[{}"]|\\+"?')
 
 
 @dataclass(frozen=True)
@@ -121,10 +127,11 @@ def _skipped(reason: str) -> Parsed:
 def _find_record(text: str) -> dict[str, Any] | None:
     """The JSON object that the text presents, or None.
 
-    Of the fenced blocks the last that is valid JSON decides, also when it is no object. Without a
-    valid one, an object that ends the text is taken, if nothing but white space touches its front.
+    Of the last MOST_BLOCKS fenced blocks the last that is valid JSON decides, also when it is no
+    object. Without a valid one, an object that ends the text is taken, if nothing but white space
+    touches its front.
     """
-    for block in reversed(_FENCED.findall(text)):
+    for block in reversed(_FENCED.findall(text)[-MOST_BLOCKS:]):
         try:
             value = _load(block)
         except ValueError:
@@ -142,7 +149,18 @@ def _load(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return json.loads(_STRING_OR_TRAILING_COMMA.sub(lambda match: match[1] or "", text))
+        return json.loads(_without_trailing_commas(text))
+
+
+def _without_trailing_commas(text: str) -> str:
+    """Commas before a closing bracket are left out, unless inside a string."""
+    points = code_points(_without_escapes(text))
+    inside = np.logical_xor.accumulate(points == ord('"'))
+    marks = np.flatnonzero(~inside & (points > ord(" ")))
+    here, behind = points[marks[:-1]], points[marks[1:]]
+    commas = (here == ord(",")) & ((behind == ord("]")) | (behind == ord("}")))
+    kept = np.delete(code_points(text), marks[:-1][commas])
+    return kept.tobytes().decode("utf-32-le", "surrogatepass")
 
 
 def _closing_object(text: str) -> str:
@@ -152,19 +170,18 @@ def _closing_object(text: str) -> str:
     """
     if not text.endswith("}"):
         return ""
-    depth = 0
-    in_string = False
-    for match in reversed(list(_BRACE_OR_QUOTE.finditer(text))):
-        mark = match[0]
-        if mark.endswith('"'):
-            escaped = len(mark) % 2 == 0  # an odd number of backslashes in front
-            in_string ^= not escaped
-        elif not in_string:
-            depth += 1 if mark == "}" else -1
-            if depth == 0:
-                start = match.start()
-                return text[start:] if start == 0 or text[start - 1].isspace() else ""
-    return ""
+    points = code_points(_without_escapes(text)[::-1])
+    inside = np.logical_xor.accumulate(points == ord('"'))
+    end = first_balance(brace_steps(points) * ~inside)
+    if end is None:
+        return ""
+    start = len(text) - 1 - end
+    return text[start:] if start == 0 or text[start - 1].isspace() else ""
+
+
+def _without_escapes(text: str) -> str:
+    """As long as before, and every quote that is left begins or ends a string."""
+    return text.replace("\\\\", "__").replace('\\"', "__")
 
 
 def _judge(record: dict[str, Any] | None, task: str, too_long: Callable[[str], bool]) -> Parsed:

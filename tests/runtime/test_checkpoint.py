@@ -1,3 +1,5 @@
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -6,10 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from etils import epath
+from etils.epath import backend, gpath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spell_jax.runtime import checkpoint
 from spell_jax.runtime.checkpoint import Checkpoints, abstract_arrays
 
 HOST_STATE = {
@@ -79,15 +85,27 @@ def test_restores_onto_another_mesh(tmp_path, fsdp, tensor):
         assert got.sharding == want.sharding
 
 
-def test_arrays_may_be_donated_after_a_save(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path, devices):
+    """On CPU the host's copy may be the device's buffer: what is saved must not be overwritten."""
+    place = NamedSharding(mesh_of(devices, 1), P("fsdp"))
     step = jax.jit(lambda x: x * 2 + 1, donate_argnums=0)
-    x = jnp.arange(4096.0)
+
+    def address(x: jax.Array) -> int:
+        return x.addressable_shards[0].data.unsafe_buffer_pointer()
+
+    x = jax.block_until_ready(step(jax.device_put(jnp.zeros(2**20), place)))
+    before = address(x)
+    x = step(x)
+    assert address(x) == before  # a donated buffer is overwritten, as long as nobody reads it
+    x = jax.block_until_ready(step(x + jnp.arange(2.0**20)))
     want = np.array(x)
+    checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"x": x}, {})
     for _ in range(3):
         x = step(x)
-    arrays, _ = checkpoints.restore(1, {"x": x})
+    x.delete()
+    arrays, _ = checkpoints.restore(1, {"x": jax.device_put(jnp.zeros(2**20), place)})
     np.testing.assert_array_equal(arrays["x"], want)
 
 
@@ -103,10 +121,79 @@ def test_every_force_and_keep(tmp_path):
         checkpoints.save(4, x, {})
 
 
-@pytest.mark.parametrize("field", ["keep", "every"])
-def test_bad_settings_are_named(tmp_path, field):
-    with pytest.raises(ValueError, match=f"{field} is 0, want at least 1"):
-        Checkpoints(tmp_path, **{field: 0})
+def test_the_latest_and_the_best_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    scores = [0.5, 0.75, None, 0.75, 0.25, None]
+    best = [1, 2, 2, 2, 2, 2]
+    for step, score in enumerate(scores, 1):
+        checkpoints.save(step, {"x": jnp.full(2, float(step))}, {}, score=score)
+        checkpoints.wait()
+        assert checkpoints.best_step() == best[step - 1]
+        folders = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+        assert folders == {str(best[step - 1]), str(step)}
+    checkpoints.close()
+    again = Checkpoints(tmp_path, keep=1)
+    assert (again.best_step(), again.latest_step()) == (2, 6)
+    assert again.restore(2, {"x": jnp.zeros(2)})[0]["x"].tolist() == [2.0, 2.0]
+    assert again.save(7, {"x": jnp.zeros(2)}, {}, force=True, score=0.76)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"7"}
+    with pytest.raises(ValueError, match="score is nan"):
+        again.save(8, {"x": jnp.zeros(2)}, {}, score=float("nan"))
+
+
+@pytest.mark.parametrize("field, least", [("keep", 1), ("every", 1), ("retries", 0)])
+def test_bad_settings_are_named(tmp_path, field, least):
+    with pytest.raises(ValueError, match=f"{field} is {least - 1}, want at least {least}"):
+        Checkpoints(tmp_path, **{field: least - 1})
+
+
+class Handed(Exception):
+    """Ends a call when it has told what it was given."""
+
+
+@pytest.mark.parametrize("workdir", ["gs://bucket/a/run", "/data/run", "run"])
+def test_orbax_gets_the_path_as_it_was_given(monkeypatch, tmp_path, workdir):
+    monkeypatch.chdir(tmp_path)
+
+    def manager(directory, **_):
+        raise Handed(directory)
+
+    monkeypatch.setattr(ocp, "CheckpointManager", manager)
+    with pytest.raises(Handed) as given:
+        Checkpoints(workdir)
+    [directory] = given.value.args
+    assert isinstance(directory, epath.Path)
+    local = f"{tmp_path}/run" if workdir == "run" else workdir
+    assert str(directory) == f"{local}/checkpoints"
+
+
+def test_all_reading_and_writing_of_ours_goes_through_epath(tmp_path, monkeypatch):
+    """A file system of epath's that is not local, except for what Orbax does itself."""
+    local, seen = str(tmp_path / "bucket"), set()
+    checkpoints = Checkpoints(tmp_path / "bucket")
+    checkpoints.save(1, {"x": jnp.ones(2)}, {}, force=True)
+
+    class Bucket(backend._OsPathBackend):
+        def open(self, path, mode):
+            seen.add(("open", mode))
+            return super().open(os.fspath(path).replace("gs://bucket", local), mode)
+
+        def listdir(self, path):
+            return super().listdir(os.fspath(path).replace("gs://bucket", local))
+
+        def walk(self, top, **options):
+            seen.add(("walk", "r"))
+            for parent, folders, files in super().walk(
+                os.fspath(top).replace("gs://bucket", local), **options
+            ):
+                yield os.fspath(parent).replace(local, "gs://bucket"), folders, files
+
+    monkeypatch.setattr(gpath._GPath, "_backend", Bucket())
+    checkpoints._directory = epath.Path("gs://bucket/checkpoints")
+    (tmp_path / "bucket" / "checkpoints" / "1" / "hashes.txt").unlink()
+    checkpoint._write_hashes(checkpoints._folder(1), 0.5)
+    assert checkpoints.newest_intact() == 1
+    assert seen == {("open", "rb"), ("open", "wb"), ("walk", "r")}
 
 
 def test_nothing_to_restore_is_a_clear_error(tmp_path):
@@ -181,55 +268,65 @@ def test_a_part_is_restored_without_the_rest(tmp_path):
         checkpoints.restore_part(2, wanted)
 
 
-# Counts every file or folder that the second save makes or renames, and ends the process at the
-# wanted one, as a kill would: no clean-up runs.
+# Kills the process at the first event of the second save whose kind and path are the wanted ones.
 KILLED_SAVE = """
-    import os, sys
+    import os, signal, sys
     import jax.numpy as jnp
     from spell_jax.runtime.checkpoint import Checkpoints
 
-    workdir, wanted = sys.argv[1], int(sys.argv[2])
-    checkpoints = Checkpoints(workdir)
-    checkpoints.save(1, {"x": jnp.ones(5)}, {"step": 1})
-    seen = 0
+    workdir, kind, end = sys.argv[1:]
+    checkpoints = Checkpoints(workdir, keep=1)
+    checkpoints.save(1, {"x": jnp.ones(5)}, {"step": 1}, force=True)
 
     def kill(event, arguments):
-        global seen
-        writes = event == "open" and "w" in str(arguments[1])
-        if "checkpoints" in str(arguments[:1]) and (writes or event in ("os.rename", "os.mkdir")):
-            seen += 1
-            if seen == wanted:
-                os._exit(9)
+        path = str(arguments[0]) if arguments else ""
+        if event == kind and "/checkpoints/" in path and path.endswith(end):
+            print("killed", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(kill)
     checkpoints.save(2, {"x": 2 * jnp.ones(5)}, {"step": 2})
-    print(seen)
+    checkpoints.close()
 """
 
 
-def save_twice(workdir, killed_at: int) -> subprocess.CompletedProcess:
+@pytest.mark.parametrize(
+    "event, path, left",
+    [
+        ("os.mkdir", "2.orbax-checkpoint-tmp", "1"),
+        ("open", "host.orbax-checkpoint-tmp/metadata", "1"),
+        ("os.rename", "arrays.orbax-checkpoint-tmp", "1"),
+        ("os.rename", "2.orbax-checkpoint-tmp", "1"),
+        ("open", "2/hashes.txt", "1"),
+        ("os.remove", "1/hashes.txt", "2"),
+        ("shutil.rmtree", "checkpoints/1", "2"),
+    ],
+)
+def test_a_killed_save_is_never_taken_for_complete(tmp_path, event, path, left):
+    """At every moment of a save in the background there is one whole step."""
     script = textwrap.dedent(KILLED_SAVE)
-    return subprocess.run(
-        [sys.executable, "-c", script, str(workdir), str(killed_at)], capture_output=True, text=True
+    killed = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), event, path], capture_output=True, text=True
     )
+    assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, "killed\n"), killed.stderr
+    step = int(left)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    assert checkpoints.newest_intact() == checkpoints.latest_step() == step
+    arrays, host_state = checkpoints.restore(step, {"x": jnp.zeros(5)})
+    assert arrays["x"].tolist() == [float(step)] * 5 and host_state == {"step": step}
+    assert checkpoints.save(step + 1, {"x": 3 * jnp.ones(5)}, {"step": 2})
+    assert checkpoints.restore(step + 1, {"x": jnp.zeros(5)})[0]["x"].tolist() == [3.0] * 5
+    checkpoints.close()
+    # What was half written or half deleted is replaced when its step comes again.
+    kept = {item.name for item in (tmp_path / "checkpoints").iterdir()}
+    assert kept <= {str(step + 1), "1"} and str(step + 1) in kept
 
 
-def test_a_killed_save_is_never_taken_for_complete(tmp_path):
-    whole = save_twice(tmp_path / "whole", killed_at=0)
-    assert whole.returncode == 0, whole.stderr
-    changes = int(whole.stdout)
-    assert changes > 2
-    for killed_at in (1, changes // 2, changes):
-        workdir = tmp_path / str(killed_at)
-        killed = save_twice(workdir, killed_at)
-        assert killed.returncode == 9, killed.stderr
-        left = {path.name for path in (workdir / "checkpoints").iterdir()}
-        assert "2" not in left
-        checkpoints = Checkpoints(workdir)
-        assert checkpoints.latest_step() == 1
-        arrays, host_state = checkpoints.restore(1, {"x": jnp.zeros(5)})
-        assert arrays["x"].tolist() == [1.0] * 5 and host_state == {"step": 1}
-        assert checkpoints.save(2, {"x": 3 * jnp.ones(5)}, {"step": 2})
-        assert checkpoints.restore(2, {"x": jnp.zeros(5)})[0]["x"].tolist() == [3.0] * 5
-        checkpoints.close()
-        assert {path.name for path in (workdir / "checkpoints").iterdir()} == {"1", "2"}
+def test_a_first_save_that_was_killed_is_no_damage(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"x": jnp.ones(5)}, {}, force=True)
+    (tmp_path / "checkpoints" / "1" / "hashes.txt").unlink()
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.latest_step() is checkpoints.newest_intact() is None
+    assert checkpoints.save(1, {"x": jnp.ones(5)}, {}, force=True)
+    assert checkpoints.newest_intact() == 1

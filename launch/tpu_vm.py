@@ -1,0 +1,309 @@
+"""A TPU slice of Google Cloud: rented, given the code, started, watched, started again when lost.
+
+    python -m launch.tpu_vm watch --name=spell --zone=us-west4-a --topology=v5e-16 --spot \
+        -- -m spell_jax.train --config=configs/qwen2_5_7b_instruct.py --workdir=gs://BUCKET/run
+
+1. create puts a request for the slice into Google Cloud's queue.
+2. copy packs the committed files, sends them to all workers, unpacks and installs them there.
+3. run starts what stands behind `--` with Python on all workers, detached from the connection; a
+   worker on which it runs refuses to start it twice. logs and status look at it, delete ends all.
+4. watch does 1 to 3, then asks the workers every --poll_seconds. If the slice or a worker is lost,
+   or the command exits with 75 (what a preempted trainer does), it deletes the slice and begins
+   again at 1; the trainer goes on from its workdir. It ends when the command has exited on all
+   workers, with its exit status. Started again, it goes on watching what runs.
+
+Every call is printed before it is made, for copy and paste; with --dry_run none is made. What has
+to be done outside (gcloud, permissions, buckets) is in docs/launching.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from launch.tpu_slice import Caller, CallError, Report, Request, Slice, digest
+
+PREEMPTED_STATUS = 75  # EX_TEMPFAIL: the trainer saved, and wants to be started again
+COMMANDS = ("create", "copy", "run", "logs", "status", "watch", "delete")
+
+_PATIENCE = 3  # failures in a row that watch takes for passing ones
+# Seconds before a lost slice is asked for again: the first, doubled for every slice in a row that
+# was lost within _QUICK seconds, up to the last.
+_FIRST_WAIT, _LONGEST_WAIT, _QUICK = 30, 1800, 600
+
+
+# ---------------------------------------------------------------------------------------- Watch
+
+
+@dataclasses.dataclass
+class Watch:
+    """Keeps a command running on a slice until it has exited.
+
+    Attributes:
+      slice: the slice; pack() was called.
+      command: Python's arguments.
+      max_restarts: how often a lost slice is asked for again.
+      poll_seconds: between two looks.
+      sleep, clock: time.sleep and time.monotonic.
+    """
+
+    slice: Slice
+    command: Sequence[str]
+    max_restarts: int
+    poll_seconds: float
+    sleep: Callable[[float], object]
+    clock: Callable[[], float]
+
+    def __post_init__(self):
+        self._restarts = self._quick = self._silent = 0
+        self._requested = self._started = False
+        self._since = self.clock()
+
+    def run(self) -> int:
+        """The command's exit status: that of the first worker where it is not 0.
+
+        Raises:
+          CallError: several calls in a row failed.
+          RuntimeError: too many restarts, another command runs there, or somebody has deleted it.
+        """
+        failures = 0
+        while True:
+            try:
+                status = self._turn()
+                failures = 0
+            except CallError as error:
+                failures += 1
+                if failures == _PATIENCE:
+                    raise
+                _say(f"{error}\n(failure {failures} in a row, tried again)")
+                status = None
+            if status is not None:
+                return status
+            self.sleep(self.poll_seconds)
+
+    def rehearse(self) -> None:
+        """For a dry run: the calls of a run that is lost once."""
+        self.slice.look()
+        self.slice.create()
+        _say("once it is ready, if the command does not run yet:")
+        self.slice.reports(0)
+        self.slice.copy(0)
+        self.slice.run(self.command, 0)
+        _say(f"every {self.poll_seconds:g} s:")
+        self.slice.look()
+        self.slice.reports(0)
+        _say(f"when it is lost, at most {self.max_restarts} times, and then from the top:")
+        self.slice.delete()
+
+    def _turn(self) -> int | None:
+        """Does what the slice's state asks for; the exit status if all is over."""
+        seen = self.slice.look()
+        if seen.kind == "absent":
+            if self._requested:  # a preempted one stays in the queue as SUSPENDED
+                raise RuntimeError(f"{self.slice.request.name}: somebody has deleted it")
+            self.slice.create()
+            self._requested = True
+            return None
+        self._requested |= seen.kind != "deleting"
+        if seen.kind in ("waiting", "deleting"):
+            _say(f"waiting: {seen.text}")
+        elif seen.kind == "lost":
+            self._restart(seen.text)
+        elif not self._started:
+            self._start(seen.workers)
+        else:
+            return self._ask(seen.workers)
+        return None
+
+    def _start(self, workers: int) -> None:
+        running = [r for r in self.slice.reports(workers) if r.state == "running"]
+        if any(report.digest != digest(self.command) for report in running):
+            raise RuntimeError(
+                f"{running[0].host} runs another command: watch that one, or delete the slice"
+            )
+        if running:
+            _say("the command runs already")
+        else:
+            self.slice.copy(workers)
+            self.slice.run(self.command, workers)
+        self._started = True
+
+    def _ask(self, workers: int) -> int | None:
+        try:
+            reports = self.slice.reports(workers)
+            self._silent = 0
+        except CallError as error:
+            self._silent += 1
+            _say(f"{error}\n(silence {self._silent} of {_PATIENCE})")
+            if self._silent >= _PATIENCE:
+                self._restart("the workers do not answer")
+            return None
+        _say(", ".join(f"{report.host} {_state(report)}" for report in reports))
+        if idle := [report.host for report in reports if report.state == "idle"]:
+            self._restart(f"on {', '.join(idle)} the command is gone without an exit status")
+            return None
+        if any(report.state == "running" for report in reports):
+            return None
+        statuses = [report.status for report in reports]
+        if PREEMPTED_STATUS in statuses:
+            # The others' statuses are what losing their peer made of them.
+            self._restart(f"the command was preempted (exit status {PREEMPTED_STATUS})")
+            return None
+        return next((status for status in statuses if status), 0)
+
+    def _restart(self, why: str) -> None:
+        """Deletes the slice, so that the next turn asks for it again."""
+        if self._restarts == self.max_restarts:
+            raise RuntimeError(
+                f"{self.slice.request.name}: given up after {self._restarts} restarts "
+                f"(max_restarts); the last time: {why}"
+            )
+        _say(f"lost: {why}")
+        self.slice.delete()
+        self._restarts += 1
+        now = self.clock()
+        self._quick = self._quick + 1 if now - self._since < _QUICK else 0
+        wait = min(_FIRST_WAIT * 2**self._quick, _LONGEST_WAIT)
+        _say(f"restart {self._restarts} of {self.max_restarts} in {wait} s")
+        self.sleep(wait)
+        self._since = self.clock()
+        self._requested = self._started = False
+        self._silent = 0
+
+
+def _state(report: Report) -> str:
+    return f"exited with {report.status}" if report.state == "exited" else report.state
+
+
+def _say(text: str) -> None:
+    """Lines that a shell takes for comments, between the calls."""
+    stamp = time.strftime("%H:%M:%S")
+    print("\n".join(f"# {stamp} {line}" for line in text.splitlines()), flush=True)
+
+
+# ---------------------------------------------------------------------------------------- Entry
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options, and the command behind `--`.
+
+    Raises:
+      ValueError: a command is missing where one is needed, or is there where none is.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.tpu_vm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", choices=COMMANDS)
+    parser.add_argument("--name", required=True, help="of the slice")
+    parser.add_argument("--zone", required=True)
+    parser.add_argument("--project", default="", help="by default gcloud's")
+    parser.add_argument("--topology", default="v5e-16", help="a name of launch/topologies.py")
+    parser.add_argument("--runtime_version", default="", help="by default the generation's image")
+    capacity = parser.add_mutually_exclusive_group()
+    for kind in ("spot", "reserved"):
+        capacity.add_argument(f"--{kind}", dest="capacity", action="store_const", const=kind)
+    parser.add_argument("--valid_until_duration", default="", help="limit of waiting, such as 6h")
+    parser.add_argument("--worker", type=int, default=0, help="whose log is shown")
+    parser.add_argument("--max_restarts", type=int, default=50)
+    parser.add_argument("--poll_seconds", type=float, default=60)
+    parser.add_argument("--dry_run", action="store_true", help="print the calls, make none")
+    before, command = list(arguments), []
+    if "--" in before:
+        at = before.index("--")
+        before, command = before[:at], before[at + 1 :]
+    given = parser.parse_args(before)
+    needed = given.action in ("run", "watch")
+    if needed != bool(command):
+        right = "must be Python's arguments, behind --" if needed else "must be empty"
+        raise ValueError(f"command = {shlex.join(command)!r}: {right} with {given.action}")
+    if given.max_restarts < 0:
+        raise ValueError(f"max_restarts = {given.max_restarts}: must be at least 0")
+    if not given.poll_seconds > 0:
+        raise ValueError(f"poll_seconds = {given.poll_seconds}: must be more than 0")
+    return given, command
+
+
+def act(
+    given: argparse.Namespace,
+    command: Sequence[str],
+    sleep: Callable[[float], object],
+    clock: Callable[[], float],
+) -> int:
+    """Does what parse() understood; the exit status."""
+    fields = [field.name for field in dataclasses.fields(Request)]
+    request = Request(**{name: getattr(given, name) or "" for name in fields})
+    tpu = Slice(request, Caller(given.dry_run))
+    if given.action == "create":
+        tpu.create()
+    elif given.action == "delete":
+        tpu.delete()
+    elif given.action == "logs":
+        return tpu.logs(given.worker)
+    elif given.action == "watch":
+        tpu.pack()
+        watch = Watch(tpu, command, given.max_restarts, given.poll_seconds, sleep, clock)
+        if given.dry_run:
+            watch.rehearse()
+            return 0
+        try:
+            status = watch.run()
+            _say(f"the command has exited with {status}")
+        finally:
+            _say("the slice is paid for until it is deleted, if it is still there:")
+            print(shlex.join(["python", "-m", "launch.tpu_vm", "delete", *_place(request)]))
+        return status
+    else:
+        _act_on_workers(given.action, tpu, command)
+    return 0
+
+
+def _act_on_workers(action: str, tpu: Slice, command: Sequence[str]) -> None:
+    seen = tpu.look()
+    ready = tpu.caller.dry_run or seen.kind == "ready"
+    if action == "status":
+        _say(seen.text)
+        for report in tpu.reports(seen.workers) if ready else ():
+            _say(f"{report.host} {_state(report)}")
+        return
+    if not ready:
+        raise RuntimeError(f"{tpu.request.name}: is not ready ({seen.text})")
+    if action == "copy":
+        tpu.pack()
+        tpu.copy(seen.workers)
+    else:
+        tpu.run(command, seen.workers)
+
+
+def _place(request: Request) -> list[str]:
+    place = [f"--name={request.name}", f"--zone={request.zone}"]
+    return [*place, f"--project={request.project}"] if request.project else place
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    sleep: Callable[[float], object] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """The exit status: 2 for a mistake in the options, 1 for what went wrong, of `watch` and `logs`
+    else that of the command that they are about, 130 when interrupted (the slice goes on)."""
+    try:
+        return act(*parse(sys.argv[1:] if arguments is None else arguments), sleep, clock)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; what was started on Google Cloud goes on", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""When an update's numbers are not finite too often: which rows and which tensors it was.
+
+1. Half of the groups is tried, then the other half; a half that is not finite is halved again, down
+   to single answers. One bad row among n costs about two updates and 2 log n micro-batches.
+2. Tensors that the policy reads are tested as they are in the compute dtype: a float32 weight may
+   be finite where its bfloat16 copy is not.
+3. NonFinite carries both; `write_rows` puts the rows under the run's folder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spell_jax.learner import packing
+from spell_jax.runtime.jsonl import write_records
+
+FOLDER = "non_finite"
+MOST_ROWS = 16  # where weights are damaged every row is bad; a few show it
+
+
+class NonFinite(RuntimeError):
+    """Too many updates in a row had a loss or a gradient that is not finite; all were skipped.
+
+    Attributes:
+      skipped: how many.
+      rows: groups with their weights. If `alone`, MOST_ROWS at most of those groups (or single
+        answers of them) of the last update that are not finite by themselves; else all of it, for
+        it was finite when it was run again.
+      tensors: paths of the weights that are not finite in the compute dtype.
+    """
+
+    def __init__(
+        self, skipped: int, rows: Sequence[packing.Group], tensors: Sequence[str], alone: bool
+    ):
+        self.skipped, self.rows, self.tensors, self.alone = skipped, rows, tensors, alone
+        found = (
+            f"the last by {len(rows)} of its rows"
+            if alone
+            else "the last was finite when it was run again, which speaks for a broken device"
+        )
+        damaged = f"; weights that are not finite: {', '.join(tensors)}" if tensors else ""
+        super().__init__(
+            f"{skipped} updates in a row (optimiser.max_skipped) had a loss or gradient that is "
+            f"not finite and were skipped, {found}{damaged}"
+        )
+
+
+def find_rows(
+    groups: Sequence[packing.Group], is_finite: Callable[[Sequence[packing.Group]], bool]
+) -> list[packing.Group]:
+    """The smallest sets of groups or single answers that are not finite, MOST_ROWS groups at most.
+
+    Args:
+      groups: of a whole update.
+      is_finite: whether the loss and gradient of some of them are.
+    """
+    return list(itertools.islice(_search(groups, is_finite), MOST_ROWS))
+
+
+def _search(groups, is_finite) -> Iterator[packing.Group]:
+    if is_finite(groups):
+        return
+    half = len(groups) // 2
+    parts = [groups[:half], groups[half:]]
+    if len(groups) == 1:
+        answers = packing.separate_answers(groups)
+        parts = [[answer] for answer in answers] if len(answers) > 1 else []
+    found = False
+    for part in parts:
+        for group in _search(part, is_finite):
+            found = True
+            yield group
+    if not found:  # its parts are finite each, only their sum is not
+        yield from groups
+
+
+def find_tensors(tree: Any, replicated: jax.sharding.Sharding) -> list[str]:
+    """Paths of a tree's arrays that hold a number that is not finite."""
+
+    @jax.jit
+    def test(leaf):
+        return jax.lax.with_sharding_constraint(jnp.isfinite(leaf).all(), replicated)
+
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in leaves
+        if not test(leaf)
+    ]
+
+
+def write_rows(
+    error: NonFinite,
+    workdir: pathlib.Path,
+    step: int,
+    decode: Callable[[Sequence[int]], str],
+) -> pathlib.Path:
+    """Writes WORKDIR/non_finite/STEP.jsonl, one answer a line, and names it in the error's notes.
+
+    A line has "role", "prompt" and "answer" (texts), "prompt_tokens" and "answer_tokens" (ids),
+    "advantage", "weight" (share of each token in the loss) and "old_log_probs" (null where none
+    were recorded). Numbers that JSON does not know are "nan", "inf" and "-inf".
+
+    Args:
+      error: what Update.finish raised.
+      workdir: the run's folder.
+      step: of the run.
+      decode: token ids to text.
+    """
+    path = workdir / FOLDER / f"{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    singles = packing.separate_answers(error.rows)
+    write_records(path, (_record(group, decode) for group in singles))
+    error.add_note(f"{len(singles)} rows: {path}")
+    return path
+
+
+def _record(group: packing.Group, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """A group of one answer as what JSON knows."""
+    prompt, answer = ([int(token) for token in ids] for ids in (group.prompt, group.answers[0]))
+    old = None if group.old_log_probs is None else [_number(x) for x in group.old_log_probs[0]]
+    return {
+        "role": group.role,
+        "prompt": decode(prompt),
+        "answer": decode(answer),
+        "prompt_tokens": prompt,
+        "answer_tokens": answer,
+        "advantage": _number(group.advantages[0]),
+        "weight": None if group.weights is None else _number(group.weights[0]),
+        "old_log_probs": old,
+    }
+
+
+def _number(value: Any) -> float | str:
+    value = float(value)
+    return value if math.isfinite(value) else str(value)

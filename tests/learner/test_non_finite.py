@@ -1,0 +1,268 @@
+"""Numbers that go wrong: skipped to the bit, counted over checkpoints, and explained at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spell_jax.learner import non_finite, packing
+from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.non_finite import MOST_ROWS, NonFinite
+from spell_jax.learner.packing import Bucket, Group
+from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig, TrainState
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.checkpoint import Checkpoints
+from tests import tiny
+
+NAN, INF = float("nan"), float("inf")
+GROUPS = tiny.groups(7, seed=1)
+OTHERS = tiny.groups(5, seed=2)
+PACKING = PackingConfig((Bucket(48, 32),), token_budget=96)
+ON_POLICY = LossConfig()
+OPTIMISER = OptimiserConfig(learning_rate=0.01, weight_decay=0.1)
+EIGHT = (("fsdp", 8),)
+BAD = Group([3, 4], [[5], [6, 7], [8]], [0.5, NAN, -0.5], "verifier")
+BAD_ANSWER = dataclasses.replace(BAD, answers=[[6, 7]], advantages=[NAN])
+
+
+@functools.cache
+def _learner(
+    mesh: tuple[tuple[str, int], ...] = (),
+    optimiser: OptimiserConfig = OPTIMISER,
+    loss: LossConfig = ON_POLICY,
+    policy=tiny.POLICY,
+    compute_dtype: str = "float32",
+) -> Learner:
+    """A learner on one device, or on the eight of a mesh."""
+    devices = None if mesh else jax.devices()[:1]
+    placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices)
+    return Learner(policy, optimiser, loss, PACKING, placed, 0.7, compute_dtype)
+
+
+def _begin(learner: Learner) -> TrainState:
+    """A state with moments."""
+    state = learner.init(tiny.weights(learner.policy))
+    return learner.update(state, GROUPS)[0]
+
+
+def _bits(state: TrainState) -> list[bytes]:
+    """Of weights, moments, the optimiser's counts and the step."""
+    kept = state.params, state.optimiser, state.step
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(jax.device_get(kept))]
+
+
+def _answers(groups) -> list[tuple[list[int], list[int]]]:
+    return [(list(g.prompt), list(g.answers[0])) for g in packing.separate_answers(groups)]
+
+
+# ---------------------------------------------------------------------------------------- Skipped
+
+
+@pytest.mark.parametrize(
+    ("mesh", "offload"),
+    [
+        ((), False),
+        (EIGHT, False),
+        ((("data", 2), ("fsdp", 2), ("tensor", 2)), False),
+        ((("fsdp", 4), ("context", 2)), True),
+    ],
+    ids=["1", "fsdp", "data fsdp tensor", "fsdp context, moments on the host"],
+)
+def test_a_skipped_update_never_was(mesh: tuple, offload: bool) -> None:
+    """One bad row, which lies on one of the devices. 1e30 overflows in the norm's squares only."""
+    learner = _learner(mesh, dataclasses.replace(OPTIMISER, offload=offload))
+    state, wanted = _begin(learner), _begin(learner)
+    before = _bits(state)
+    places = jax.tree.map(lambda x: x.sharding, state)
+    for advantage in (NAN, INF, -INF, 1e30):
+        bad = Group([3, 4], [[5]], [advantage])
+        state, numbers = learner.update(state, [*GROUPS, bad])
+        assert numbers["skipped_update"] == numbers["skipped_in_a_row"] == 1.0
+        assert numbers["micro_batches"] > (1 if not mesh else 0)
+        assert _bits(state) == before and int(state.skipped) == 1
+        assert jax.tree.map(lambda x: x.sharding, state) == places
+        state = dataclasses.replace(state, skipped=jnp.zeros_like(state.skipped))
+    for groups in (OTHERS, GROUPS):
+        state, numbers = learner.update(state, groups)
+        wanted, wanted_numbers = learner.update(wanted, groups)
+        assert numbers == wanted_numbers and numbers["skipped_update"] == 0.0
+    assert _bits(state) == _bits(wanted) != before
+    assert int(state.step) == 3 and learner.apply._cache_size() == 1
+
+
+def test_a_weight_of_one_device_is_seen_by_all() -> None:
+    """And named; there is no use in more than some of the rows, which all are bad."""
+    learner = _learner(EIGHT, dataclasses.replace(OPTIMISER, max_skipped=2))
+    state = _begin(learner)
+    kernel = state.params["layers"]["mlp"]["up_kernel"]
+    state.params["layers"]["mlp"]["up_kernel"] = kernel = kernel.at[0, -1, 0].set(NAN)
+    damaged = [np.isnan(np.asarray(shard.data)).any() for shard in kernel.addressable_shards]
+    assert sorted(damaged) == [False] * 7 + [True]
+    before = _bits(state)
+    state, numbers = learner.update(state, [*GROUPS, *OTHERS])
+    assert numbers["skipped_update"] == 1.0 and math.isnan(numbers["loss"])
+    assert _bits(state) == before
+    with pytest.raises(NonFinite, match=r"not finite: policy/layers/mlp/up_kernel$") as error:
+        learner.update(state, [*GROUPS, *OTHERS])
+    assert error.value.tensors == ["policy/layers/mlp/up_kernel"]
+    assert len(error.value.rows) == MOST_ROWS < len(_answers([*GROUPS, *OTHERS]))
+
+
+def test_a_reference_that_is_not_finite_is_named() -> None:
+    learner = _learner(loss=LossConfig(kl_weight=0.3))
+    state = learner.init(tiny.weights())
+    before, reference = _bits(state), jax.tree.map(np.copy, tiny.weights(seed=1))
+    reference["final_norm"]["scale"][0] = NAN
+    for count in (1, 2):
+        state, numbers = learner.update(state, GROUPS, reference)
+        assert numbers["skipped_in_a_row"] == count and math.isnan(numbers["kl"])
+    assert _bits(state) == before
+    with pytest.raises(NonFinite, match=r"not finite: reference/final_norm/scale$"):
+        learner.update(state, GROUPS, reference)
+
+
+def test_a_float32_weight_that_bfloat16_does_not_hold() -> None:
+    """3.4e38 rounds to infinity. It is the embedding of one token: rows without it are good."""
+    policy = dataclasses.replace(tiny.POLICY, tied_embeddings=False)
+    optimiser = dataclasses.replace(OPTIMISER, max_skipped=1)
+    learner = _learner(optimiser=optimiser, policy=policy, compute_dtype="bfloat16")
+    state = learner.init(tiny.weights(policy))
+    state.params["embedding"] = state.params["embedding"].at[2].set(3.4e38)
+    assert np.isfinite(state.params["embedding"]).all()
+    state, numbers = learner.update(state, GROUPS)
+    assert numbers["skipped_update"] == 0.0
+    rows = [Group([5, 2], [[9], [10]], [1.0, -1.0]), Group([5, 6], [[2, 7], [11]], [0.5, -0.5])]
+    with pytest.raises(NonFinite) as error:
+        learner.update(state, [*GROUPS, *rows])
+    # The last token of an answer is predicted, but nothing is predicted from it.
+    assert _answers(error.value.rows) == [([5, 2], [9]), ([5, 2], [10]), ([5, 6], [2, 7])]
+    assert error.value.tensors == ["policy/embedding"]
+
+
+def test_a_gradient_of_zero_is_an_update() -> None:
+    learner = _learner()
+    groups = [dataclasses.replace(g, advantages=[0.0] * len(g.answers)) for g in GROUPS]
+    state, numbers = learner.update(learner.init(tiny.weights()), groups)
+    assert numbers["gradient_norm"] == 0.0 and numbers["skipped_update"] == 0.0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))
+    assert int(state.step) == 1
+
+
+# -------------------------------------------------------------------------------- Too many in a row
+
+
+def test_three_in_a_row_end_the_run(tmp_path) -> None:
+    """A good update begins anew, an empty one is neither, and a checkpoint keeps the count."""
+    learner = _learner()
+    bad, state = [*GROUPS, BAD], _begin(learner)
+    counts = []
+    for groups in (bad, bad, OTHERS, bad, [], bad):
+        state, numbers = learner.update(state, groups)
+        counts.append(numbers.get("skipped_in_a_row"))
+    assert counts == [1, 2, 0, 1, None, 2] and int(state.step) == 2
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(6, {"policy": state}, {}, force=True)
+    restored = checkpoints.restore(6, {"policy": learner.abstract_state()})[0]["policy"]
+    checkpoints.close()
+    programs = learner.accumulate._cache_size()
+    with pytest.raises(NonFinite, match=r"3 updates in a row \(optimiser.max_skipped\)") as error:
+        learner.update(restored, bad)
+    assert "the last by 1 of its rows" in str(error.value)
+    assert error.value.skipped == 3 and error.value.tensors == []
+    assert _answers(error.value.rows) == _answers([BAD_ANSWER])
+    assert math.isnan(error.value.rows[0].advantages[0])
+    total = sum(group.answer_tokens for group in bad)
+    assert error.value.rows[0].weights == [1 / total], "the share in the update, not alone"
+    assert learner.accumulate._cache_size() == programs, "the search compiles nothing"
+
+
+def test_what_cannot_be_repeated_is_said_and_all_rows_are_kept() -> None:
+    """A loss alone that is not finite is enough."""
+
+    class Broken(Learner):
+        def _apply(self, state, gradients, loss):
+            return super()._apply(state, gradients, loss + NAN)
+
+    optimiser = dataclasses.replace(OPTIMISER, max_skipped=1)
+    learner = Broken(tiny.POLICY, optimiser, ON_POLICY, PACKING, _learner().mesh, 0.7)
+    with pytest.raises(NonFinite, match="finite when it was run again") as error:
+        learner.update(learner.init(tiny.weights()), GROUPS)
+    assert _answers(error.value.rows) == _answers(GROUPS)
+
+
+def test_the_number_in_a_row_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"optimiser\.max_skipped = 0: must be at least 1"):
+        OptimiserConfig(max_skipped=0)
+
+
+# ------------------------------------------------------------------------------------- Which rows
+
+
+def _single(advantage: float) -> Group:
+    return Group([1], [[2]], [advantage])
+
+
+def _total(groups) -> float:
+    return sum(sum(group.advantages) for group in groups)
+
+
+def test_one_bad_row_is_found_in_few_trials() -> None:
+    tried: list[int] = []
+
+    def is_finite(groups) -> bool:
+        tried.append(len(groups))
+        return math.isfinite(_total(groups))
+
+    groups = [_single(float(i)) for i in range(64)]
+    groups[45] = _single(INF)
+    assert non_finite.find_rows(groups, is_finite) == [groups[45]]
+    assert len(tried) == 1 + 2 * 6 and sum(tried) < 3 * 64
+    assert non_finite.find_rows(groups[:45], is_finite) == []
+
+
+def test_rows_that_are_bad_only_together_and_rows_without_end() -> None:
+    def is_small(groups) -> bool:
+        return _total(groups) < 10
+
+    groups = [_single(x) for x in (1, 1, 6, 7, 0, 0, 0, 0)]
+    assert non_finite.find_rows(groups, is_small) == groups[2:4]
+    siblings = Group([1], [[2], [3]], [6.0, 7.0])
+    assert non_finite.find_rows([siblings], is_small) == [siblings]
+    many = [_single(INF)] * 100
+    assert len(non_finite.find_rows(many, is_small)) == MOST_ROWS
+
+
+def test_rows_are_written_with_all_that_was_learned_from(tmp_path) -> None:
+    old = [np.array([-0.5, -INF], np.float32), np.array([NAN], np.float32)]
+    group = Group([3, np.int64(4)], [np.array([5, 6]), [7]], [INF, 0.5], "verifier", old)
+    error = NonFinite(3, packing.weigh([group, BAD_ANSWER]), [], True)
+    decode = lambda ids: "\ud800" + "-".join(map(str, ids))  # noqa: E731
+    path = non_finite.write_rows(error, tmp_path, 12, decode)
+    assert path == tmp_path / "non_finite" / "12.jsonl"
+    assert error.__notes__ == [f"3 rows: {path}"]
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is no JSON")
+
+    lines = path.read_text().splitlines()
+    records = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert records[0] == {
+        "role": "verifier",
+        "prompt": "\ud8003-4",
+        "answer": "\ud8005-6",
+        "prompt_tokens": [3, 4],
+        "answer_tokens": [5, 6],
+        "advantage": "inf",
+        "weight": 0.2,
+        "old_log_probs": [-0.5, "-inf"],
+    }
+    assert (records[1]["advantage"], records[1]["old_log_probs"]) == (0.5, ["nan"])
+    assert (records[2]["advantage"], records[2]["old_log_probs"]) == ("nan", None)

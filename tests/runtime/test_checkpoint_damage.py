@@ -1,0 +1,357 @@
+"""Checkpoints on disks that fail: damaged steps are skipped, failed saves are tried again and put
+elsewhere, and two processes agree.
+
+python -m tests.runtime.test_checkpoint_damage PORT PROCESS WORKDIR       # prints JSON
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import resource
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spell_jax.runtime import checkpoint
+from spell_jax.runtime.checkpoint import Checkpoints, DamagedError, SaveError
+from tests.runtime.test_hosts import connect, run_two
+
+FOLDER = "checkpoints"
+
+
+def arrays_of(step: int) -> dict[str, Any]:
+    """Numbers that do not compress: the files of the arrays have more than a few bytes."""
+    return {"policy": {"w": jax.random.normal(jax.random.key(step), (64, 8))}, "n": jnp.ones(3)}
+
+
+def assert_restores(checkpoints: Checkpoints, step: int) -> None:
+    arrays, host_state = checkpoints.restore(step, arrays_of(0))
+    assert host_state == {"step": step}
+    want = arrays_of(step)
+    for got, wanted in zip(jax.tree.leaves(arrays), jax.tree.leaves(want), strict=True):
+        assert np.asarray(got).tobytes() == np.asarray(wanted).tobytes()
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory) -> Path:
+    """Steps 1 and 2 of a run."""
+    workdir = tmp_path_factory.mktemp("run")
+    checkpoints = Checkpoints(workdir)
+    for step in (1, 2):
+        checkpoints.save(step, arrays_of(step), {"step": step})
+    checkpoints.close()
+    return workdir
+
+
+# ----------------------------------------------------------------------------------------- Damage
+
+# The names of array data are random; these are the kinds, and how many files there are at least.
+KINDS = {
+    "hashes.txt": 1,
+    "_CHECKPOINT_METADATA": 1,
+    "commit_success.txt": 1,
+    "host/metadata": 1,
+    "host/commit_success.txt": 1,
+    "arrays/_METADATA": 1,
+    "arrays/_sharding": 1,
+    "arrays/commit_success.txt": 1,
+    "arrays/manifest.ocdbt": 1,
+    "arrays/array_metadatas/*": 1,
+    "arrays/d/*": 1,
+    "arrays/ocdbt.process_0/manifest.ocdbt": 1,
+    "arrays/ocdbt.process_0/d/*": 2,
+}
+
+
+def test_these_are_all_kinds_of_files(run_folder):
+    step = run_folder / FOLDER / "2"
+    files = {path for path in step.rglob("*") if path.is_file()}
+    found = {kind: set(step.glob(kind)) for kind in KINDS}
+    assert set().union(*found.values()) == files
+    assert all(len(found[kind]) >= least for kind, least in KINDS.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("damage", ["missing", "truncated", "altered"])
+def test_a_damaged_step_is_named_and_skipped(run_folder, tmp_path, caplog, kind, damage):
+    workdir = tmp_path / "run"
+    for path in sorted((run_folder / FOLDER / "2").glob(kind)):
+        shutil.copytree(run_folder, workdir)
+        name = path.relative_to(run_folder / FOLDER / "2").as_posix()
+        file = workdir / FOLDER / "2" / name
+        content = file.read_bytes()
+        if damage == "missing":
+            file.unlink()
+        elif damage == "truncated":
+            file.write_bytes(content[:-1])
+        else:
+            middle = len(content) // 2
+            file.write_bytes(
+                content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+            )
+        caplog.clear()
+        checkpoints = Checkpoints(workdir)
+        assert checkpoints.newest_intact() == 1
+        [record] = [r for r in caplog.records if r.name == "spell_jax.runtime.checkpoint"]
+        assert record.levelno == logging.WARNING
+        told = f"{workdir}/checkpoints/2 is skipped: {name}: "
+        told += "truncated" if name == "hashes.txt" and damage == "altered" else damage
+        assert record.getMessage().startswith(told)
+        assert checkpoints.latest_step() == 1
+        assert_restores(checkpoints, 1)
+        with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 2"):
+            checkpoints.restore(2, arrays_of(0))
+        # The run comes to this step again: it replaces what is there.
+        assert checkpoints.save(2, arrays_of(2), {"step": 2}, force=True)
+        assert checkpoints.newest_intact() == 2
+        assert_restores(checkpoints, 2)
+        checkpoints.close()
+        shutil.rmtree(workdir)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_any_flipped_or_cut_byte_is_found(run_folder, data):
+    folder = run_folder / FOLDER / "2"
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    path = folder / data.draw(st.sampled_from(names))
+    content = path.read_bytes()
+    at = data.draw(st.integers(0, len(content) - 1))
+    flip = data.draw(st.integers(0, 255))
+    path.write_bytes(
+        content[:at] + (bytes([content[at] ^ flip]) + content[at + 1 :] if flip else b"")
+    )
+    try:
+        assert Checkpoints(run_folder).newest_intact() == 1
+    finally:
+        path.write_bytes(content)
+
+
+def test_unharmed_steps_are_intact(run_folder, caplog):
+    checkpoints = Checkpoints(run_folder)
+    assert checkpoints.newest_intact() == 2 and not caplog.records
+    assert_restores(checkpoints, 2)
+
+
+def test_all_steps_damaged_is_a_clear_error(run_folder, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(run_folder, workdir)
+    (workdir / FOLDER / "1" / "arrays" / "_METADATA").write_bytes(b"")
+    (workdir / FOLDER / "2" / "host" / "metadata").unlink()
+    with pytest.raises(DamagedError) as error:
+        Checkpoints(workdir).newest_intact()
+    first, *lines = str(error.value).splitlines()
+    assert first == f"{workdir}/checkpoints: no step can be used:"
+    assert lines[0] == "  step 2: host/metadata: missing"
+    assert lines[1].startswith("  step 1: arrays/_METADATA: truncated to 0 of ")
+    for step in "12":  # not begun anew because of files that were removed
+        (workdir / FOLDER / step / "hashes.txt").unlink()
+    with pytest.raises(DamagedError, match=r"step 2: hashes\.txt: missing"):
+        Checkpoints(workdir).newest_intact()
+
+
+# ----------------------------------------------------------------------------------- Failing saves
+
+
+class Disk:
+    """Fails while it is full: no file may grow beyond 100 bytes, whoever writes it."""
+
+    def __init__(self) -> None:
+        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, self.limits[1]))
+
+    def free(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+
+
+@pytest.fixture
+def disk():
+    disk = Disk()
+    yield disk
+    disk.free()
+
+
+def test_a_failed_save_is_tried_again(tmp_path, disk):
+    waits = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            disk.free()
+
+    checkpoints = Checkpoints(tmp_path, retries=3, backoff_s=0.5, sleep=sleep)
+    checkpoints.save(1, arrays_of(1), {"step": 1}, force=True)
+    disk.fill()
+    assert checkpoints.save(2, arrays_of(2), {"step": 2}, force=True)
+    assert waits == [0.5, 1.0, 2.0]
+    assert checkpoints.newest_intact() == 2
+    assert_restores(checkpoints, 2)
+    checkpoints.close()
+
+
+def test_a_step_without_its_hashes_is_written_anew(tmp_path, monkeypatch):
+    """Orbax had finished the step: it would refuse to write it a second time."""
+    write, errors = checkpoint._write_hashes, [OSError(errno.ENOSPC, "full")]
+    monkeypatch.setattr(
+        checkpoint, "_write_hashes", lambda *a: fail(errors.pop()) if errors else write(*a)
+    )
+    checkpoints = Checkpoints(tmp_path, retries=1, sleep=lambda _: None)
+    assert checkpoints.save(1, arrays_of(1), {"step": 1}, force=True) and not errors
+    assert checkpoints.newest_intact() == 1
+    checkpoints.close()
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_a_failure_in_the_background_is_told_at_the_next_save(tmp_path, disk, caplog):
+    checkpoints = Checkpoints(tmp_path, sleep=lambda _: pytest.fail())
+    disk.fill()
+    assert checkpoints.save(1, arrays_of(1), {"step": 1})
+    assert checkpoints._pending and checkpoints._pending.job.exception()  # waits
+    disk.free()
+    assert checkpoints.save(2, arrays_of(2), {"step": 2})
+    text = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("spell_jax"))
+    assert f"{tmp_path}/checkpoints/1 could not be saved" in text and "File too large" in text
+    assert "step 2 is saved instead" in text
+    assert checkpoints._pending is None  # this one was waited for
+    assert checkpoints.newest_intact() == 2
+    assert_restores(checkpoints, 2)
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("call", ["wait", "close", "newest_intact"])
+def test_a_failure_in_the_background_is_told_when_it_is_waited_for(tmp_path, disk, call):
+    checkpoints = Checkpoints(tmp_path)
+    disk.fill()
+    checkpoints.save(1, arrays_of(1), {"step": 1})
+    with pytest.raises(SaveError, match=r"checkpoints/1 could not be saved: .*File too large"):
+        getattr(checkpoints, call)()
+    disk.free()
+    assert checkpoints.latest_step() is None
+    if call != "close":
+        assert checkpoints.save(1, arrays_of(1), {"step": 1}, force=True)
+        assert_restores(checkpoints, 1)
+
+
+def remove_access(workdir: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """From now on folders cannot be made in the workdir, with this error."""
+    mkdir = os.mkdir
+
+    def fail(path, *args, **options):
+        if os.fspath(path).startswith(f"{workdir}/"):
+            raise OSError(number, os.strerror(number), path)
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(os, "mkdir", fail)
+
+
+def unmount(workdir: Path) -> None:
+    """The folder is gone, and nothing can be made in its place."""
+    shutil.rmtree(workdir)
+    workdir.write_text("")
+
+
+@pytest.mark.parametrize(
+    "number, message",
+    [
+        (errno.EACCES, "Permission denied"),
+        (errno.ENOSPC, "No space left on device"),
+        (errno.EHOSTUNREACH, "No route to host"),
+        (None, "Not a directory"),
+    ],
+)
+def test_the_state_goes_to_the_fallback(tmp_path, monkeypatch, number, message):
+    """A run goes on from the folder that the error names."""
+    workdir, fallback, waits = tmp_path / "run", tmp_path / "other", []
+    (fallback / "run_step3").mkdir(parents=True)  # what another failure left is not touched
+    options = {"retries": 2, "backoff_s": 1.0, "fallback": fallback, "sleep": waits.append}
+    checkpoints = Checkpoints(workdir, **options)
+    checkpoints.save(1, arrays_of(1), {"step": 1}, force=True)
+    with monkeypatch.context() as patches:
+        remove_access(workdir, patches, number) if number else unmount(workdir)
+        with pytest.raises(SaveError) as error:
+            checkpoints.save(3, arrays_of(3), {"step": 3})
+    told = str(error.value)
+    assert "could not be saved" in told and message in told
+    assert "3 tries" in told and waits == [1.0, 2.0]
+    assert told.endswith(f"go on from there with --workdir={fallback}/run_step3_2")
+    resumed = Checkpoints(told.partition("--workdir=")[2])
+    assert resumed.newest_intact() == 3
+    assert_restores(resumed, 3)
+    assert not list((fallback / "run_step3").iterdir())
+
+
+def test_a_fallback_that_fails_too_is_told(tmp_path, disk):
+    fallback = tmp_path / "other"
+    checkpoints = Checkpoints(tmp_path / "run", retries=0, fallback=fallback)
+    checkpoints.save(1, arrays_of(1), {"step": 1}, force=True)
+    disk.fill()
+    with pytest.raises(SaveError, match=r"run_step2.*File too large.*last step saved is 1$"):
+        checkpoints.save(2, arrays_of(2), {"step": 2}, force=True)
+
+
+def test_the_fallback_is_in_the_temporary_folder(tmp_path, monkeypatch, disk):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    checkpoints = Checkpoints(tmp_path / "run", retries=1, sleep=lambda _: None)
+    remove_access(tmp_path / "run", monkeypatch, errno.EACCES)
+    with pytest.raises(SaveError, match=f"--workdir={tmp_path}/temporary/run_step5$"):
+        checkpoints.save(5, arrays_of(5), {"step": 5}, force=True)
+
+
+# ------------------------------------------------------------------------------------ Two processes
+
+
+def test_two_processes_agree(tmp_path):
+    first, second = run_two("tests.runtime.test_checkpoint_damage", str(tmp_path))
+    assert first == second
+    assert first == {"best": 1, "newest": 2, "latest": 2, "saved": 3, "sums": [56.0, 84.0]}
+
+
+def main() -> None:
+    """Steps 1 to 3 by both, the third damaged by the first; both go on from the second."""
+    port, process, workdir = sys.argv[1:]
+    me = connect(port, process)
+    mesh = jax.make_mesh((4,), ("x",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+
+    def state(step: int) -> dict[str, jax.Array]:
+        return {"x": jax.jit(lambda: jnp.arange(8.0) * step, out_shardings=place)()}
+
+    def total(checkpoints: Checkpoints, step: int) -> float:
+        arrays, _ = checkpoints.restore(step, state(0))
+        return float(jax.jit(jnp.sum)(arrays["x"]))
+
+    checkpoints = Checkpoints(workdir, keep=2)
+    for step in (1, 2, 3):
+        checkpoints.save(step, state(step), {"step": step}, score=-step)
+    checkpoints.close()
+    if me == 0:
+        (Path(workdir) / FOLDER / "3" / "host" / "metadata").write_bytes(b"{}")
+    checkpoints = Checkpoints(workdir, keep=2)
+    told = {"best": checkpoints.best_step(), "newest": checkpoints.newest_intact()}
+    told["latest"] = checkpoints.latest_step()
+    before = total(checkpoints, 2)
+    checkpoints.save(3, state(3), {"step": 3})
+    told["saved"] = checkpoints.newest_intact()
+    sums = [before, total(checkpoints, 3)]
+    checkpoints.close()
+    print(json.dumps(told | {"sums": sums}))
+
+
+if __name__ == "__main__":
+    main()

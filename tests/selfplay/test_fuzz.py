@@ -1,0 +1,466 @@
+"""Hostile texts through every parser and rule: a result always, soon, and nothing is run.
+
+The parsers are those of launch/bench_parsers.py, which has their times; a public function that is
+not listed there or here is an error. No test here measures times: inputs are long enough that what
+is not linear needs hours, and `linear` interrupts it.
+"""
+
+import argparse
+import ast
+import builtins
+import dataclasses
+import importlib
+import inspect
+import itertools
+import json
+import logging
+import os
+import pickle
+import pkgutil
+import random
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import bench_parsers
+from launch.bench_parsers import FAMILIES, PARSERS
+from spell_jax import evaluation, selfplay, sft
+from spell_jax.data.clusters import Cluster, read_clusters
+from spell_jax.evaluation import held_out
+from spell_jax.games.game import Reply
+from spell_jax.games.spell import Episode, Spell
+from spell_jax.runtime.jsonl import read_records, write_records
+from spell_jax.selfplay import folder_rows, numbers, parsing
+from spell_jax.selfplay.judge import Judge, JudgeConfig
+from spell_jax.selfplay.memory import Entry, QuestionMemory
+from spell_jax.selfplay.parsing import Parsed
+from tests.selfplay.hostile import INJECTIONS, good_texts, json_value, texts
+
+CHUNK = 5000
+LIMIT_S = 60  # of processor time; a megabyte needs about 4
+SHORT, LONG = range(4), range(4, 40)  # seeds: 20,000 texts, and with the others 200,000
+LARGEST = 1_000_000
+
+# Modules of which no function is given what a model wrote, and functions of the others.
+NO_READERS = {
+    *("selfplay.demonstrations", "selfplay.rewards", "selfplay.selection", "evaluation.scoring"),
+    *("rules.check_task", "rules.code_points", "rules.brace_steps", "rules.first_balance"),
+    *("numbers.same_number", "numbers.number_text", "prompts.load"),
+    *("folder_rows.make_rows", "folder_rows.make_questions", "folder_rows.main"),
+    *("folder_rows.RowMaker.question", "folder_rows.RowMaker.row"),
+    *("memory.QuestionMemory.get", "memory.QuestionMemory.state_dict"),
+    *("held_out.Evaluation.full", "held_out.Evaluation.quick", "tiny_world.task_kind"),
+    # These read answers by functions that are listed.
+    *("held_out.HeldOutQuestions.full", "held_out.HeldOutQuestions.quick"),
+    *("tiny_world.TinyEvaluation.full", "tiny_world.TinyEvaluation.quick"),
+    "tiny_world.TinyEvaluation.make_items",
+}
+# Readers of files and replies, with a test of their own below.
+ELSEWHERE = {
+    "held_out.read_questions",
+    "judge.Judge.judge",
+    "memory.QuestionMemory.load_state_dict",
+}
+
+
+@pytest.fixture
+def linear() -> Iterator[None]:
+    """Interrupts what would take hours, by processor time: a busy machine changes nothing."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"still running after {LIMIT_S} s: not linear in the length of its text")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+    yield
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.signal(signal.SIGVTALRM, before)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_truth(value: object) -> bool:
+    return value is True or value is False
+
+
+def _is_parsed(parsed: Parsed) -> bool:
+    (parsed.question + parsed.answer).encode()
+    accepted = parsed.status == "accepted"
+    return (accepted or parsed.status in ("bad_format", "skipped")) and accepted != bool(
+        parsed.reason
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or abs(value) <= numbers.LARGEST
+
+
+EXPECTED: dict[str, Callable[[Any], bool]] = {
+    "parsing.parse_question": _is_parsed,
+    "parsing.parse_verdict": (-1, 0, 1).__contains__,
+    "parsing.format_choices": _is_text,
+    "judge.parse_judgement": (-1, 0, 1).__contains__,
+    "rules.visible_text": _is_text_or_none,
+    "rules.extract_answer": _is_text_or_none,
+    "rules.find_answer": _is_text_or_none,
+    "rules.normalize_answer": _is_text,
+    "rules.score": (0.0, 1.0).__contains__,
+    "rules.is_correct": _is_truth,
+    "rules.same_answer": _is_truth,
+    "numbers.parse_number": _is_number,
+    "folder_rows.find_facts": lambda facts: all(fact.cue and fact.value for fact in facts),
+    "folder_rows.means_the_same": _is_truth,
+    "folder_rows.other_forms": lambda forms: all(map(_is_text, forms)),
+    "memory.QuestionMemory.push": _is_truth,
+    "tiny_world.true_answer": _is_text_or_none,
+    "tiny_world.is_true": _is_truth,
+    "prompts.Prompts.questioner": _is_text,
+    "prompts.Prompts.responder": _is_text,
+    "prompts.Prompts.verifier": _is_text,
+    "prompts.Prompts.judge": _is_text,
+}
+
+
+def feed(text: str) -> None:
+    """One text through every parser."""
+    for name, parse in PARSERS.items():
+        try:
+            result = parse(text)
+        except TimeoutError:
+            raise
+        except BaseException as error:
+            raise AssertionError(f"{name} raises on {text[:200]!r} ({len(text)})") from error
+        assert EXPECTED[name.partition(" ")[0]](result), (name, text[:200], result)
+
+
+def public_functions() -> Iterator[str]:
+    """ "module.function" and "module.Class.method" of what reads texts, less whole NO_READERS."""
+    for package in (selfplay, evaluation):
+        for found in pkgutil.iter_modules(package.__path__):
+            if f"{package.__name__.rpartition('.')[2]}.{found.name}" in NO_READERS:
+                continue
+            module = importlib.import_module(f"{package.__name__}.{found.name}")
+            for name, value in vars(module).items():
+                if name.startswith("_") or getattr(value, "__module__", "") != module.__name__:
+                    continue
+                if inspect.isfunction(value):
+                    yield f"{found.name}.{name}"
+                elif inspect.isclass(value):
+                    methods = (key for key, f in vars(value).items() if inspect.isfunction(f))
+                    yield from (f"{found.name}.{name}.{m}" for m in methods if m[0] != "_")
+
+
+def test_no_parser_is_forgotten() -> None:
+    known = {name.partition(" ")[0] for name in PARSERS}
+    assert known == set(EXPECTED)
+    missing = {*public_functions()} - known - ELSEWHERE - NO_READERS
+    assert not missing, f"in neither bench_parsers.PARSERS nor NO_READERS: {sorted(missing)}"
+    assert {*public_functions()} >= known | ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    "seed", [*SHORT, *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG)]
+)
+def test_no_text_is_too_hostile(seed: int) -> None:
+    for text in texts(seed, CHUNK):
+        feed(text)
+
+
+def test_good_texts_are_still_read() -> None:
+    """What is mutated is what the parsers are for, or mutating it would test little."""
+    accepted = {
+        task
+        for text in good_texts()
+        for task in ("general_qa", "financial_math", "multiple_choice")
+        if PARSERS[f"parsing.parse_question {task}"](text).status == "accepted"
+    }
+    assert accepted == {"general_qa", "financial_math", "multiple_choice"}
+    assert {PARSERS["parsing.parse_verdict"](text) for text in good_texts()} == {-1, 0, 1}
+    made = [*texts(0, 2000)]
+    parse = PARSERS["parsing.parse_question general_qa"]
+    assert {parse(text).status for text in made} == {"accepted", "bad_format", "skipped"}
+    assert len({*made}) > 1800
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "$" + "9" * 5000 + ".5%", "1" + ",000" * 2000])
+def test_figures_that_python_cannot_write_have_other_forms(text: str) -> None:
+    assert f"{text}." in folder_rows.other_forms(text)
+
+
+def test_only_the_last_blocks_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that is no JSON costs two errors: the 9,000 that fit into 100 KB took 70 ms."""
+    tried = []
+
+    def loads(text: str) -> Any:
+        tried.append(text)
+        return json.JSONDecoder().decode(text)
+
+    monkeypatch.setattr(parsing, "json", argparse.Namespace(loads=loads))
+    good = '```json{"question": "q", "answer": "a"}```'
+    wrong = "```json{```"
+    parse = PARSERS["parsing.parse_question general_qa"]
+    assert parse(good + wrong * 9000).reason == "no_json"
+    assert len(tried) == 2 * parsing.MOST_BLOCKS + 2  # and what ends the text: nothing
+    assert parse(good + wrong * (parsing.MOST_BLOCKS - 1)).status == "accepted"
+
+
+@pytest.mark.usefixtures("linear")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_texts(family: str) -> None:
+    feed(FAMILIES[family](100_000))
+
+
+@pytest.mark.usefixtures("linear")
+@pytest.mark.parametrize(
+    "family", ["open braces", "closing braces", "pairs of braces", "deep lists", "deep objects"]
+)
+def test_a_megabyte_of_braces(family: str) -> None:
+    feed(FAMILIES[family](LARGEST))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("linear")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_longest_texts(family: str) -> None:
+    feed(FAMILIES[family](LARGEST))
+
+
+def test_the_benchmark_tells_what_is_not_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = {"a": lambda n: 1e-8 * n, "b": lambda n: 2e-12 * n**2, "rules.c": lambda n: 2e-4}
+    monkeypatch.setattr(bench_parsers, "PARSERS", costs)
+    monkeypatch.setattr(bench_parsers, "_time", lambda cost, text, _: cost(len(text)))
+    line = bench_parsers.bench_parsers(argparse.Namespace(repeats=1))
+    assert line["parsers"]["a"]["exponent"] == pytest.approx(1, abs=0.05)
+    assert line["worst"]["parser"] == line["steepest"]["parser"] == "b"
+    assert line["steepest"]["exponent"] == pytest.approx(2, abs=0.05)
+    assert {row["parser"] for row in line["over"]} == {"b"}
+    assert len(line["over"]) > 40 and line["families"] == len(FAMILIES)
+    json.dumps(line)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_have_the_size_that_they_are_asked_for(family: str) -> None:
+    for size in (5_000, 100_000):
+        text = FAMILIES[family](size)
+        assert 0.7 * size < len(text.encode("utf-8", "surrogatepass")) <= 1.01 * size
+
+
+# ----------------------------------------------------------------------------- nothing is evaluated
+
+
+class Evaluated(BaseException):
+    """Something was run: nobody who catches exceptions can hide it."""
+
+
+WATCHED = ("exec", "compile", "import", "os.", "subprocess.", "pickle.", "socket.", "open")
+_watching = False
+
+
+def _hook(event: str, _: object) -> None:
+    if _watching and event.startswith(WATCHED):
+        raise Evaluated(event)
+
+
+@contextmanager
+def nothing_may_run() -> Iterator[None]:
+    """Fails on what Python's audit events show, and on the evaluators themselves."""
+    global _watching
+
+    def refuse(*_: object, **__: object) -> None:
+        raise Evaluated("an evaluator was called")
+
+    # Patched by hand: pytest's own patching imports while the first of them are in place.
+    found = [(module, name, getattr(module, name)) for module, name in evaluators()]
+    sys.addaudithook(_hook)  # stays for ever, asleep
+    try:
+        for module, name, _ in found:
+            setattr(module, name, refuse)
+        _watching = True
+        yield
+    finally:
+        _watching = False
+        for module, name, evaluator in found:
+            setattr(module, name, evaluator)
+
+
+def evaluators() -> Iterator[tuple[Any, str]]:
+    """Module and name of what turns text into action; of other packages if they are in use."""
+    yield from ((builtins, name) for name in ("eval", "exec", "compile", "__import__"))
+    yield from ((ast, "literal_eval"), (os, "system"), (os, "popen"))
+    yield from ((pickle, "loads"), (subprocess, "Popen"))
+    for module, name in (("yaml", "load"), ("sympy", "sympify"), ("numexpr", "evaluate")):
+        if module in sys.modules:
+            yield sys.modules[module], name
+
+
+PLACES = (
+    "{}",
+    "The answer is {}",
+    "\\boxed{{{}}}",
+    '{{"question": "{}", "answer": "{}"}}',
+    '```json\n{{"question": {}, "answer": {}}}\n```',
+    '{{"question": "q", "options": {{"A": {}, "B": 1, "C": 2, "D": 3}}, "answer": "A"}}',
+    "[[YES]] {}",
+    "city of {}",
+    "sold in the end {} times\n",
+)
+
+
+def test_nothing_is_evaluated() -> None:
+    written = [place.format(*(text,) * 2) for place in PLACES for text in INJECTIONS]
+    feed(written[0])  # imports of the codecs, reading of the templates
+    with nothing_may_run():
+        for text in written:
+            feed(text)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: eval("1"),
+        lambda: exec("1"),
+        lambda: compile("1", "", "eval"),
+        lambda: importlib.import_module("this"),
+        lambda: pickle.loads(b"N."),
+        lambda: subprocess.run(["true"]),
+        lambda: Path("LICENSE").read_text(),
+    ],
+)
+def test_running_something_would_show(run: Callable[[], Any]) -> None:
+    with pytest.raises(Evaluated), nothing_may_run():
+        run()
+
+
+# ---------------------------------------------------------------------------- files, replies, state
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def json_lines(seed: int, count: int) -> Iterator[str]:
+    """JSON values, records of the readers below with odd fields, and hostile texts."""
+    rng = random.Random(seed)
+    fields = ("id", "documents", "tasks", "task", "question", "answer", "prompt", "completion")
+    for text in texts(seed, count):
+        record = {field: rng.choice((json_value(rng, 2), ["a"], text)) for field in fields}
+        record |= rng.choice(({}, {"task": "general_qa", "tasks": ["general_qa"]}))
+        line = rng.choice((text, json.dumps(record), json.dumps(json_value(rng, 3))))
+        yield line.replace("\n", " ")
+
+
+@pytest.mark.usefixtures("quiet")
+def test_readers_of_lines_skip_what_is_wrong(tmp_path: Path) -> None:
+    lines = [line for line in json_lines(0, 3000) if line.strip(" \t\r\f\v")]
+    path = tmp_path / "hostile.jsonl"
+    path.write_bytes(b"\n".join(line.encode("utf-8", "surrogatepass") for line in lines))
+    records, skipped = read_records(path, lambda value: value)
+    assert len(records) + skipped == len(lines)
+    assert len(records) > 500 and skipped > 500
+    questions = held_out.read_questions(path)
+    "".join(q.question + q.answer + "".join(q.documents) for q in questions).encode()
+    rows, skipped = sft.read_rows(str(path))
+    assert len(rows) + skipped == len(lines)
+    "".join(row.prompt + row.completion for row in rows).encode()
+    clusters, report = read_clusters(path)
+    assert report.read == len(clusters) and report.skipped.total() + report.read == len(lines)
+
+
+class Response:
+    """What urlopen gives: a body, as a context."""
+
+    def __init__(self, body: bytes):
+        self._body = body
+
+    def read(self, limit: int) -> bytes:
+        return self._body[:limit]
+
+    def __enter__(self) -> "Response":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_judge_may_reply_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    said = [*texts(0, 300), "[" * 100_000, '{"choices":' * 100_000, "", "\ufeff{}"]
+    bodies = [text.encode("utf-8", "surrogatepass") for text in said]
+    for text in said[:300]:
+        message = rng.choice((text, None, {"content": text}, {"content": json_value(rng, 2)}))
+        choices = rng.choice((text, [], [message], [{"message": message}], {"0": message}))
+        bodies.append(json.dumps({"choices": choices}).encode())
+    bodies.append(b'{"choices": [{"message": {"content": "[[YES]]"}}]}')
+    waiting = iter(bodies)
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: Response(next(waiting)))
+    config = JudgeConfig("http://127.0.0.1/", "m", attempts=1, workers=1)
+    judge = Judge(config, lambda question, *_: question)
+    verdicts = judge.judge([(str(i), "", "") for i in range(len(bodies))])
+    assert {*verdicts} == {-1, 0, 1}
+    assert judge.counts["failed"] > 300
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_memory_takes_what_it_saved_or_says_no() -> None:
+    rng = random.Random(0)
+    full = QuestionMemory(3)
+    for text in itertools.islice(texts(0, 200), 50):
+        full.push("general_qa", text[:3], Entry((0,), text, text), 1.0)
+    saved = full.state_dict()
+    again = QuestionMemory(3)
+    again.load_state_dict(json.loads(json.dumps(saved)))
+    assert again.state_dict() == saved
+    refused = 0
+    for _ in range(500):
+        state = json_value(rng, 3)
+        try:
+            again.load_state_dict({"clusters": rng.choice((state, [state], [{"task": state}]))})
+        except ValueError as error:
+            refused += 1
+            assert "question memory" in str(error)
+            assert again.state_dict() == saved
+        else:
+            again.load_state_dict(saved)
+    assert refused > 300
+
+
+def episode(said: Sequence[str]) -> Episode:
+    """An episode in which every text is one of these."""
+    reply = Reply([], [], list(said))
+    made = Episode("general_qa", Cluster(said[0], tuple(said)), (0,), (Entry((0,), *said[:2]),))
+    written = {"reason": said[1], "question": said[2], "reference": said[3], "proposal": reply}
+    return dataclasses.replace(made, **written, response=reply, predictions=list(said))
+
+
+def test_records_of_episodes_are_json(tmp_path: Path) -> None:
+    """As the trainer writes them; half a surrogate pair comes back too."""
+    said = list(texts(1, 2000))
+    spell = object.__new__(Spell)  # record() reads nothing of the game
+    records = [spell.record(episode(said[i : i + 5])) for i in range(0, len(said), 5)]
+    write_records(tmp_path / "episodes.jsonl", records)
+    back, skipped = read_records(tmp_path / "episodes.jsonl", lambda record: record)
+    assert skipped == 0
+    # Two halves next to each other are read as the character that they make up.
+    assert [_joined(record) for record in back] == [_joined(record) for record in records]
+
+
+def _joined(record: dict[str, Any]) -> str:
+    text = json.dumps(record, ensure_ascii=False)
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")

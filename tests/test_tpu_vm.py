@@ -1,0 +1,572 @@
+"""Training on a TPU slice, against a gcloud that plays the cloud here (fake_gcloud.py)."""
+
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from launch import tpu_slice, tpu_vm
+
+HERE = pathlib.Path(__file__).resolve().parent
+PLACE = ["--name=night", "--zone=us-west4-a"]
+SSH = ["compute", "tpus", "tpu-vm", "ssh", "night", "--zone=us-west4-a", "--quiet"]
+
+# The trainer: notes its start in the bucket, and ends with the status that plan.json has for this
+# worker's start, or waits for its end if that is null.
+TRAINER = """
+import json, pathlib, sys, time
+bucket, worker = pathlib.Path(sys.argv[1]), pathlib.Path.home().name
+starts = bucket / f"{worker}.jsonl"
+with starts.open("a") as file:
+    file.write(json.dumps(sys.argv[2:]) + "\\n")
+plan = json.loads((bucket / "plan.json").read_text())[worker]
+status = plan[len(starts.read_text().splitlines()) - 1]
+print("I am", worker, flush=True)
+if status is None:
+    (pathlib.Path.home() / "waits").touch()
+    time.sleep(300)
+sys.exit(status)
+"""
+
+
+class Cloud:
+    """The fake cloud, and the time that passes there."""
+
+    def __init__(self, root: pathlib.Path):
+        self.root, self.bucket = root / "cloud", root / "bucket"
+        self.bucket.mkdir()
+        self.now, self.slept = 0.0, []
+        self.plan([0], [0])
+
+    def plan(self, *statuses: list[int | None]) -> None:
+        """What the trainer's starts end with, for each worker."""
+        plan = {f"worker-{i}": ends for i, ends in enumerate(statuses)}
+        (self.bucket / "plan.json").write_text(json.dumps(plan))
+
+    def sleep(self, seconds: float) -> None:
+        """Lets time pass, and all trainers come to where they end or wait."""
+        self.now += seconds
+        self.slept.append(seconds)
+        assert len(self.slept) < 50, "nothing is waited for"
+        self.settle()
+
+    def settle(self) -> None:
+        limit = time.monotonic() + 60
+        while any(not self.is_settled(home) for home in self.root.glob("night-*/worker-*")):
+            assert time.monotonic() < limit, "a trainer neither ends nor waits"
+            time.sleep(0.01)
+
+    def is_settled(self, home: pathlib.Path) -> bool:
+        run = home / "spell_jax_run"
+        return (
+            not (run / "command").exists() or (run / "status").exists() or (home / "waits").exists()
+        )
+
+    def main(self, *arguments: str) -> int:
+        return tpu_vm.main(arguments, self.sleep, lambda: self.now)
+
+    def train(self, *arguments: str) -> list[str]:
+        """The command that `run` and `watch` are given."""
+        return ["--", "-m", "trainer", str(self.bucket), *arguments]
+
+    def calls(self) -> list[list[str]]:
+        path = self.root / "calls.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def verbs(self) -> list[str]:
+        """The calls in short: a request's and its node's description are one, and ssh is what its
+        script is for."""
+        words = []
+        for _, _, kind, verb, *rest in self.calls():
+            if verb == "ssh":
+                script = next(word for word in rest if word.startswith("--command="))
+                marks = {"tar -xzf": "install", "setsid": "start", "sha256sum": "ask"}
+                verb = next(name for mark, name in marks.items() if mark in script)
+            if (kind, verb) != ("tpu-vm", "describe"):
+                words.append(verb)
+        return words
+
+    def starts(self, worker: int) -> list[list[str]]:
+        path = self.bucket / f"worker-{worker}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def home(self, worker: int, number: int = 1) -> pathlib.Path:
+        return self.root / f"night-{number}" / f"worker-{worker}"
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch, capsys):
+    tools, checkout = tmp_path / "tools", tmp_path / "checkout"
+    tools.mkdir()
+    fake = shlex.join([sys.executable, "-S", str(HERE / "fake_gcloud.py")])
+    (tools / "gcloud").write_text(f'#!/bin/sh\nexec {fake} "$@"\n')
+    (tools / "gcloud").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_GCLOUD", str(tmp_path / "cloud"))
+    checkout.mkdir()
+    (checkout / "trainer.py").write_text(TRAINER)
+    (checkout / ".gitignore").write_text("runs/\n")
+    (checkout / "untracked.txt").touch()
+    monkeypatch.chdir(checkout)
+    git("init", "--quiet")
+    git("add", "trainer.py", ".gitignore")
+    commit()
+    made = Cloud(tmp_path)
+    path = os.environ["PATH"]
+    yield made
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.delenv("FAKE_FAIL", raising=False)
+    made.main("delete", *PLACE)  # ends the trainers that wait
+
+
+def git(*arguments: str) -> None:
+    subprocess.run(["git", *arguments], check=True)
+
+
+def commit() -> None:
+    who = ["-c", "user.name=Test", "-c", "user.email=test@example.com"]
+    git(*who, "commit", "--quiet", "--all", "--message=x")
+
+
+def without_scripts(calls: list[list[str]]) -> list[list[str]]:
+    return [[word.partition("\n")[0] for word in call] for call in calls]
+
+
+# ------------------------------------------------------------------------------------ Commands
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ([], ["--accelerator-type=v5litepod-16", "--runtime-version=v2-alpha-tpuv5-lite"]),
+        (
+            ["--topology=v5p-32", "--spot", "--valid_until_duration=6h"],
+            [
+                *("--accelerator-type=v5p-32", "--runtime-version=v2-alpha-tpuv5"),
+                *("--spot", "--valid-until-duration=6h"),
+            ],
+        ),
+        (
+            ["--topology=v6e-8", "--reserved"],
+            ["--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e", "--reserved"],
+        ),
+        (
+            ["--topology=v4-8", "--runtime_version=mine"],
+            ["--accelerator-type=v4-8", "--runtime-version=mine"],
+        ),
+    ],
+)
+def test_create_queues_what_was_asked_for(cloud, options, flags):
+    assert cloud.main("create", *PLACE, *options) == 0
+    call = ["compute", "tpus", "queued-resources", "create", "night", "--zone=us-west4-a"]
+    assert cloud.calls() == [[*call, "--quiet", "--node-id=night", *flags]]
+
+
+def test_delete_deletes_request_and_node(cloud):
+    cloud.main("create", *PLACE)
+    assert cloud.main("delete", *PLACE, "--project=mine") == 0
+    call = ["compute", "tpus", "queued-resources", "delete", "night", "--zone=us-west4-a"]
+    assert cloud.calls()[1:] == [[*call, "--project=mine", "--quiet", "--force"]]
+
+
+def test_copy_puts_the_committed_files_on_every_worker(cloud):
+    cloud.main("create", *PLACE)
+    assert cloud.main("copy", *PLACE) == 0
+    place = ["night", "--zone=us-west4-a", "--quiet"]
+    assert without_scripts(cloud.calls()[1:]) == [
+        ["compute", "tpus", "queued-resources", "describe", *place, "--format=json"],
+        ["compute", "tpus", "tpu-vm", "describe", *place, "--format=json"],
+        [
+            *("compute", "tpus", "tpu-vm", "scp"),
+            *("runs/launch/night.tar.gz", "night:spell_jax.tar.gz"),
+            *(*place[1:], "--worker=all"),
+        ],
+        [*SSH, "--worker=all", "--command=set -eu"],
+    ]
+    for worker in range(2):
+        code = cloud.home(worker) / "spell_jax"
+        assert sorted(path.name for path in code.iterdir()) == [".gitignore", "trainer.py"]
+    installed = (cloud.root / "python3.txt").read_text().splitlines()
+    assert installed[:3] == [
+        "t1v-n-fake-w-0 -m pip install --quiet --user uv",
+        "t1v-n-fake-w-0 -m uv venv --quiet --python=3.11 spell_jax_venv",
+        "t1v-n-fake-w-0 -m uv pip install --quiet --python=spell_jax_venv/bin/python "
+        "-e ./spell_jax[tpu]",
+    ]
+    assert installed[3:] == [line.replace("w-0", "w-1") for line in installed[:3]]
+
+
+def test_a_second_copy_replaces_the_code_and_keeps_the_environment(cloud):
+    cloud.main("create", *PLACE)
+    cloud.main("copy", *PLACE)
+    git("mv", "trainer.py", "renamed.py")
+    commit()
+    assert cloud.main("copy", *PLACE) == 0
+    code = cloud.home(1) / "spell_jax"
+    assert sorted(path.name for path in code.iterdir()) == [".gitignore", "renamed.py"]
+    assert (cloud.root / "python3.txt").read_text().count("uv venv") == 2  # one a worker
+
+
+def test_changes_that_are_not_committed_are_refused(cloud, capsys):
+    cloud.main("create", *PLACE)
+    pathlib.Path("trainer.py").write_text("other")
+    assert cloud.main("copy", *PLACE) == 2
+    assert "code: has changes that are not committed:\n M trainer.py" in capsys.readouterr().err
+    assert "scp" not in cloud.verbs()
+
+
+def test_run_starts_on_all_workers_once(cloud, capsys):
+    cloud.plan([None, 0], [None, 0])
+    cloud.main("create", *PLACE)
+    cloud.main("copy", *PLACE)
+    assert cloud.main("run", *PLACE, *cloud.train("first")) == 0
+    assert without_scripts(cloud.calls()[-1:])[0][:-1] == [*SSH, "--worker=all"]
+    cloud.settle()
+    capsys.readouterr()
+    assert cloud.main("status", *PLACE) == 0
+    shown = capsys.readouterr().out
+    assert "t1v-n-fake-w-0 running" in shown and "t1v-n-fake-w-1 running" in shown
+
+    assert cloud.main("run", *PLACE, *cloud.train("second")) == 1
+    refusal = capsys.readouterr().err
+    assert f"t1v-n-fake-w-0: runs already: -m trainer {cloud.bucket} first" in refusal
+    assert cloud.main("copy", *PLACE) == 1
+    assert "a command is running, its code stays" in capsys.readouterr().err
+    assert [cloud.starts(worker) for worker in range(2)] == [[["first"]], [["first"]]]
+
+
+def test_what_has_exited_is_told_and_can_be_run_again(cloud, capsys):
+    cloud.plan([0, None], [5, None])
+    cloud.main("create", *PLACE)
+    cloud.main("copy", *PLACE)
+    for state_0, state_1 in (("exited with 0", "exited with 5"), ("running", "running")):
+        assert cloud.main("run", *PLACE, *cloud.train()) == 0
+        cloud.settle()
+        capsys.readouterr()
+        cloud.main("status", *PLACE)
+        shown = capsys.readouterr().out
+        assert f"t1v-n-fake-w-0 {state_0}\n" in shown
+        assert f"t1v-n-fake-w-1 {state_1}\n" in shown
+
+
+def test_a_stop_signal_to_everything_leaves_the_trainers_own_status(cloud, capsys):
+    """As at a shutdown: the shell around the trainer gets it too, and must outlive the trainer."""
+    source = "import signal,sys,time,pathlib;signal.signal(15,lambda *_:sys.exit(75));"
+    source += "(pathlib.Path.home()/'waits').touch();time.sleep(300)"
+    cloud.main("create", *PLACE)
+    cloud.main("copy", *PLACE)
+    cloud.main("run", *PLACE, "--", "-c", source)
+    cloud.settle()
+    for worker in range(2):
+        run = cloud.home(worker) / "spell_jax_run"
+        os.killpg(int((run / "pid").read_text()), signal.SIGTERM)
+        (cloud.home(worker) / "waits").unlink()
+    cloud.settle()
+    capsys.readouterr()
+    cloud.main("status", *PLACE)
+    assert capsys.readouterr().out.count("exited with 75") == 2
+
+
+ODD = [
+    "a b",
+    "it's",
+    '"x"',
+    "$HOME `id` $(id)",
+    "*",
+    "tab\tnew\nline",
+    "%s",
+    "--config.a=('x',)",
+    "",
+]
+
+
+def test_odd_arguments_arrive_as_they_are(cloud):
+    cloud.main("create", *PLACE)
+    cloud.main("copy", *PLACE)
+    assert cloud.main("run", *PLACE, *cloud.train(*ODD)) == 0
+    cloud.settle()
+    assert [cloud.starts(worker) for worker in range(2)] == [[ODD], [ODD]]
+
+
+def test_run_wants_the_code_and_a_slice(cloud, capsys):
+    assert cloud.main("run", *PLACE, *cloud.train()) == 1
+    assert "night: is not ready (absent)" in capsys.readouterr().err
+    cloud.main("create", *PLACE)
+    assert cloud.main("run", *PLACE, *cloud.train()) == 1
+    assert "t1v-n-fake-w-1: no code here, copy it" in capsys.readouterr().err
+
+
+def test_logs_follow_one_worker(cloud):
+    cloud.plan([None], [None])
+    cloud.main("create", *PLACE)
+    cloud.main("copy", *PLACE)
+    cloud.main("run", *PLACE, *cloud.train())
+    cloud.settle()
+    command = [sys.executable, "-m", "launch.tpu_vm", "logs", *PLACE, "--worker=1"]
+    with subprocess.Popen(
+        command,
+        cwd=HERE.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Where the tests run in the background of a shell, interrupts are ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        assert process.stdout and process.stderr
+        assert process.stdout.readline().startswith("gcloud compute tpus tpu-vm ssh night")
+        assert process.stdout.readline() == "I am worker-1\n"
+        with (cloud.home(1) / "spell_jax_run" / "log").open("a") as log:
+            log.write("later\n")
+        assert process.stdout.readline() == "later\n"
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130
+        assert "goes on" in process.stderr.read()
+
+
+# ---------------------------------------------------------------------------- Nothing but print
+
+
+@pytest.mark.parametrize("action", tpu_vm.COMMANDS)
+def test_a_dry_run_makes_no_call(cloud, monkeypatch, capsys, action):
+    monkeypatch.setenv("PATH", str(cloud.root / "nothing"))  # a call of anything would fail
+    command = cloud.train() if action in ("run", "watch") else []
+    assert cloud.main(action, *PLACE, "--dry_run", *command) == 0
+    assert capsys.readouterr().out.count("gcloud compute tpus") >= 1
+    assert not cloud.root.exists() and not pathlib.Path("runs").exists()
+
+
+def test_what_a_dry_run_prints_can_be_pasted(cloud, capsys):
+    cloud.main("create", *PLACE)
+    cloud.main("copy", *PLACE)
+    before = len(cloud.calls())
+    capsys.readouterr()
+    cloud.main("run", *PLACE, "--dry_run", *cloud.train(*ODD))
+    subprocess.run(["bash", "-c", capsys.readouterr().out], check=True)
+    cloud.settle()
+    pasted = cloud.calls()[before:]
+    assert [cloud.starts(worker) for worker in range(2)] == [[ODD], [ODD]]
+    cloud.main("run", *PLACE, *cloud.train(*ODD))
+    assert cloud.calls()[before + len(pasted) :] == pasted
+
+
+# ---------------------------------------------------------------------------------------- Watch
+
+FIRST = ["create", "describe", "ask", "scp", "install", "start"]
+AGAIN = ["delete", "describe", *FIRST]
+
+
+def test_watch_does_it_all(cloud, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_WAITS", "3")
+    assert cloud.main("watch", *PLACE, "--poll_seconds=20", *cloud.train("x")) == 0
+    waiting = ["create", *["describe"] * 3]
+    assert cloud.verbs() == ["describe", *waiting, *FIRST[1:], "describe", "ask"]
+    assert cloud.slept == [20] * 5
+    assert [cloud.starts(worker) for worker in range(2)] == [[["x"]], [["x"]]]
+    assert "launch.tpu_vm delete --name=night --zone=us-west4-a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("loss", ["PREEMPTED", "SUSPENDED", "FAILED", "1", "REBOOT"])
+def test_watch_survives_a_loss(cloud, monkeypatch, loss):
+    monkeypatch.setenv("FAKE_LOSSES", "1")
+    monkeypatch.setenv("FAKE_LOST_AT", "3")
+    monkeypatch.setenv("FAKE_LOSS", loss)
+    cloud.plan([None, 0], [None, 0])
+    assert cloud.main("watch", *PLACE, *cloud.train("--workdir=gs://b/run")) == 0
+    verbs = cloud.verbs()
+    at = verbs.index("delete")
+    assert verbs[: at - 1][:9] == ["describe", *FIRST, "describe", "ask"]
+    assert verbs[at:] == [*AGAIN, "describe", "ask"]
+    # A worker that does not answer is asked three times: it may be the connection.
+    assert verbs[:at].count("ask") == {"1": 5, "REBOOT": 3, "SUSPENDED": 3, "FAILED": 3}.get(
+        loss, 2
+    )
+    assert [cloud.starts(worker) for worker in range(2)] == [[["--workdir=gs://b/run"]] * 2] * 2
+
+
+def test_code_of_a_restart_is_that_of_the_start(cloud, monkeypatch):
+    monkeypatch.setenv("FAKE_LOSSES", "1")
+    monkeypatch.setenv("FAKE_LOST_AT", "3")
+    cloud.plan([None, 0], [None, 0])
+    sleep = cloud.sleep
+
+    def change(seconds: float) -> None:
+        pathlib.Path("trainer.py").write_text("raise SystemExit(9)")
+        sleep(seconds)
+
+    cloud.sleep = change
+    assert cloud.main("watch", *PLACE, *cloud.train()) == 0
+    assert (cloud.home(1, 2) / "spell_jax" / "trainer.py").read_text() == TRAINER
+
+
+@pytest.mark.parametrize("statuses", [(75, 75), (1, 75), (75, 0)])
+def test_watch_starts_a_preempted_trainer_again(cloud, statuses):
+    cloud.plan([statuses[0], 0], [statuses[1], 0])
+    assert cloud.main("watch", *PLACE, *cloud.train()) == 0
+    assert cloud.verbs().count("create") == 2
+    assert [len(cloud.starts(worker)) for worker in range(2)] == [2, 2]
+
+
+@pytest.mark.parametrize(("statuses", "want"), [((3, 0), 3), ((0, 4), 4), ((1, 137), 1)])
+def test_watch_ends_with_the_trainers_status(cloud, statuses, want):
+    cloud.plan([statuses[0]], [statuses[1]])
+    assert cloud.main("watch", *PLACE, *cloud.train()) == want
+    assert "delete" not in cloud.verbs()
+
+
+def test_watch_waits_for_all_workers(cloud, monkeypatch):
+    """One has failed, the other still runs (and is lost later, which ends the test)."""
+    monkeypatch.setenv("FAKE_LOSSES", "1")
+    monkeypatch.setenv("FAKE_LOST_AT", "6")
+    cloud.plan([2, 0], [None, 0])
+    assert cloud.main("watch", *PLACE, *cloud.train()) == 0
+    verbs = cloud.verbs()
+    assert verbs[: verbs.index("delete")].count("ask") == 5
+
+
+@pytest.mark.parametrize(("poll", "waits"), [(50, [60, 120]), (700, [30, 30])])
+def test_watch_gives_up(cloud, monkeypatch, capsys, poll, waits):
+    """The wait doubles for slices that are lost soon, and not for those that lived long."""
+    monkeypatch.setenv("FAKE_LOSSES", "99")
+    cloud.plan([None] * 9, [None] * 9)
+    options = ["--max_restarts=2", f"--poll_seconds={poll}"]
+    assert cloud.main("watch", *PLACE, *options, *cloud.train()) == 1
+    error = capsys.readouterr().err
+    assert "given up after 2 restarts (max_restarts); the last time: request ACTIVE, node" in error
+    assert cloud.verbs().count("create") == 3 and cloud.verbs().count("delete") == 2
+    assert [seconds for seconds in cloud.slept if seconds != poll] == waits
+
+
+def test_watch_goes_on_watching_what_runs(cloud, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_LOSSES", "1")
+    monkeypatch.setenv("FAKE_LOST_AT", "6")
+    cloud.plan([None, 0], [None, 0])
+    cloud.main("create", *PLACE)
+    cloud.main("copy", *PLACE)
+    cloud.main("run", *PLACE, *cloud.train("x"))
+    cloud.settle()
+    before = len(cloud.verbs())
+    assert cloud.main("watch", *PLACE, *cloud.train("y")) == 1
+    assert "t1v-n-fake-w-0 runs another command" in capsys.readouterr().err
+    assert cloud.verbs()[before:] == ["describe", "ask"]
+    assert cloud.main("watch", *PLACE, *cloud.train("x")) == 0
+    asked = ["describe", "ask"]
+    assert cloud.verbs()[before:] == [*asked * 3, "describe", *AGAIN, *asked]
+
+
+def test_watch_ends_when_somebody_deletes_the_slice(cloud, capsys):
+    cloud.plan([None], [None])
+    sleep = cloud.sleep
+
+    def delete(seconds: float) -> None:
+        if len(cloud.slept) == 3:
+            cloud.main("delete", *PLACE)
+        sleep(seconds)
+
+    cloud.sleep = delete
+    assert cloud.main("watch", *PLACE, *cloud.train()) == 1
+    shown = capsys.readouterr()
+    assert "night: somebody has deleted it" in shown.err
+    assert shown.out.endswith("launch.tpu_vm delete --name=night --zone=us-west4-a\n")
+    assert cloud.verbs().count("create") == 1
+
+
+# --------------------------------------------------------------------------- What goes wrong
+
+
+@pytest.mark.parametrize("action", ["create", "watch", "logs"])
+def test_without_gcloud_it_says_so_at_once(cloud, monkeypatch, capsys, tmp_path, action):
+    only_git = tmp_path / "only_git"
+    only_git.mkdir()
+    (only_git / "git").symlink_to(shutil.which("git") or "")
+    monkeypatch.setenv("PATH", str(only_git))
+    assert cloud.main(action, *PLACE, *(cloud.train() if action == "watch" else [])) == 1
+    assert "(is gcloud installed and on PATH?)" in capsys.readouterr().err
+    assert cloud.slept == []
+
+
+def test_a_failure_is_shown_whole(cloud, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_FAIL", "create")
+    assert cloud.main("create", *PLACE) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "queueing the slice: gcloud failed with exit status 7"
+    assert lines[1].startswith("gcloud compute tpus queued-resources create night ")
+    assert lines[2:] == [
+        "half of the work is done",
+        "ERROR: (create) PERMISSION_DENIED: of course",
+        "second line",
+    ]
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_watch_bears_two_failures_and_deletes_nothing(cloud, monkeypatch, capsys, passes):
+    """Such as of this machine's network: what the slice is doing is not known then."""
+    sleep = cloud.sleep
+
+    def fail(seconds: float) -> None:
+        verb = {1: "describe", 3: "" if passes else "describe"}.get(len(cloud.slept))
+        if verb is not None:
+            monkeypatch.setenv("FAKE_FAIL", verb)
+        sleep(seconds)
+
+    cloud.sleep = fail
+    assert cloud.main("watch", *PLACE, *cloud.train()) == (0 if passes else 1)
+    shown = capsys.readouterr()
+    assert "asking for the request's state: gcloud failed with exit status 7" in shown.out
+    assert "failure 2 in a row" in shown.out
+    assert ("PERMISSION_DENIED" in shown.err) != passes
+    assert "delete" not in cloud.verbs()
+
+
+def test_a_worker_that_says_nothing_is_missed(cloud, monkeypatch):
+    """Whatever gcloud's exit status says."""
+    cloud.main("create", *PLACE)
+    request = tpu_slice.Request("night", "us-west4-a")
+    with pytest.raises(tpu_slice.CallError, match="2 of 3 workers have done it"):
+        tpu_slice.Slice(request, tpu_slice.Caller()).reports(workers=3)
+
+
+def test_a_call_that_never_ends_is_ended(tmp_path):
+    """With what it has started, as gcloud starts ssh."""
+    child = tmp_path / "child"
+    call = ["bash", "-c", 'sleep 300 & echo $! >"$0"; wait', str(child)]
+    for timeout in (0.2, 1, 5, 25):  # on a busy machine it may take a while to begin
+        with pytest.raises(
+            tpu_slice.CallError, match=r"^looking: bash took longer than .* s\nbash"
+        ):
+            tpu_slice.Caller().call("looking", call, timeout)
+        if child.exists() and child.read_text().strip():
+            break
+    stat = pathlib.Path("/proc", child.read_text().strip(), "stat")
+    limit = time.monotonic() + 60
+    while stat.exists() and stat.read_text().split()[2] != "Z":
+        assert time.monotonic() < limit, "what it has started goes on"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["create", "--name=Night"], "name = 'Night': must be lower-case"),
+        (["create", "--zone=us-west4"], "zone = 'us-west4': must be a zone"),
+        (["create", "--topology=v5e-12"], "topology = 'v5e-12': must be one of "),
+        (["create", "--valid_until_duration=6"], "valid_until_duration = '6': must be"),
+        (["run"], "command = '': must be Python's arguments, behind -- with run"),
+        (["delete", "--", "-m", "x"], "command = '-m x': must be empty with delete"),
+        (["watch", "--topology=v5e-12", "--", "x"], "topology = 'v5e-12': must be one of "),
+        (["watch", "--max_restarts=-1", "--", "x"], "max_restarts = -1: must be at least 0"),
+        (["watch", "--poll_seconds=0", "--", "x"], "poll_seconds = 0.0: must be more than 0"),
+    ],
+)
+def test_mistakes_name_the_option_before_any_call(cloud, capsys, arguments, message):
+    action, *rest = arguments
+    assert cloud.main(action, *PLACE, *rest) == 2
+    assert message in capsys.readouterr().err
+    assert cloud.calls() == [] and not pathlib.Path("runs").exists()
