@@ -26,6 +26,9 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     # 1: a step is played while the one before it is learned from, with the weights before that;
     # not behind a checkpoint. For loss.behaviour "truncated" or "sampler".
     config.staleness = 0
+    # Another run's folder, or RUN/checkpoints/STEP: its weights are begun with. Not looked at where
+    # there is a checkpoint to resume.
+    config.init_from = ""
     config.policy = _policy()
     config.data = _data()
     config.game = _game()

@@ -19,7 +19,6 @@ What is computed for shapes is computed on this machine's CPU. Nothing is writte
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -28,7 +27,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -41,14 +40,15 @@ from ml_collections import config_flags
 from configs import tiny
 from launch import plan, topologies
 from spell_jax import catalogue, report
+from spell_jax import run as runs
 from spell_jax.data import built
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy import int8, lora, safetensors_folder, transformer, weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import hashes, start
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime import start
-from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER, HASHES_FILE
-from spell_jax.runtime.settings import Config, build
+from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
+from spell_jax.runtime.settings import Config, build, changes
 from spell_jax.sampler import cache
 from spell_jax.sampler.engine import SamplerConfig
 from spell_jax.selfplay import selection
@@ -204,7 +204,8 @@ def _check_policy(found: Checked, attempt: Attempts) -> Any:
         return None
     policy, tokenizer = read
     found.policy = policy
-    if found.step is None or policy.lora:  # as run.restore, which reads no weights otherwise
+    # As run.begin, which reads no weights otherwise.
+    if (found.step is None and not config.init_from) or policy.lora:
         attempt("policy.folder", _check_weights, policy, folder)
     if sampling is not None:
         attempt("sampler", policy.check_length, sampling.longest)
@@ -214,7 +215,10 @@ def _check_policy(found: Checked, attempt: Attempts) -> Any:
 
 
 def _check_weights(policy: PolicyConfig, folder: pathlib.Path) -> None:
-    """Raises ValueError where headers have a tensor too few, too many or of a wrong shape."""
+    """Raises ValueError where headers have a tensor too few, too many or of a wrong shape; without
+    weights the run begins with random ones."""
+    if not safetensors_folder.has_weights(folder):
+        return
     weights.match(policy, *safetensors_folder.scan(folder))
 
 
@@ -405,33 +409,23 @@ def _open_workdir(workdir: str) -> epath.Path:
 def newest_step(workdir: epath.Path) -> int | None:
     """The last finished checkpoint's step, or None. A start also hashes its files, and takes the
     one before if they are damaged."""
-    found = (workdir / CHECKPOINTS_FOLDER).glob(f"*/{HASHES_FILE}")
+    found = (workdir / CHECKPOINTS_FOLDER).glob(f"*/{hashes.FILE}")
     names = [path.parent.name for path in found]
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 def _check_resumed(config: Config, workdir: epath.Path, step: int) -> None:
-    """What run.restore refuses, as far as WORKDIR/config.json tells."""
-    if step > config.steps:
-        raise ValueError(f"steps = {config.steps}: must be at least {step}, which are done")
-    seed = dict(_ran_with(workdir)).get("seed", config.seed)
-    if seed != config.seed:
-        raise ValueError(f"seed = {config.seed}: must be {seed}, with which {workdir} began")
+    """What run.begin refuses, as far as WORKDIR/config.json tells."""
+    runs.check_resumed(config, step, _ran_with(workdir))
 
 
-def _ran_with(workdir: epath.Path) -> Iterator[tuple[str, Any]]:
-    """(dotted field, value) of the config that a workdir was last started with; nothing where none
-    is to be read: the run writes it anew."""
-    with contextlib.suppress(OSError, ValueError):
-        yield from _flat(json.loads((workdir / start.CONFIG_FILE).read_text()))
-
-
-def _flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
+def _ran_with(workdir: epath.Path) -> dict[str, Any]:
+    """The config that a workdir was last started with; empty where none is to be read: the run
+    writes it anew."""
+    try:
+        return json.loads((workdir / start.CONFIG_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 # ------------------------------------------------------------------------------- What is printed
@@ -459,10 +453,8 @@ def _remarks(found: Checked) -> list[str]:
             f"prompt stay empty; game.group_size = {group} would fill all"
         )
     if found.workdir is not None and found.step is not None:
-        before, now = dict(_ran_with(found.workdir)), json.loads(config.to_json_best_effort())
-        for field, value in _flat(now):
-            if field in before and before[field] != value:
-                lines.append(f"{field} = {value!r}: was {before[field]!r} when last started")
+        changed = changes(config, _ran_with(found.workdir))
+        lines += [f"{change} when last started" for change in changed]
     return lines
 
 
@@ -571,7 +563,14 @@ def _describe_start(found: Checked) -> list[str]:
         folder = found.workdir / CHECKPOINTS_FOLDER
         return [f"resumes step {found.step} of {folder}, up to {config.steps}"]
     folder = catalogue.find_policy(config)
-    return [f"begins with the weights of {folder}, {config.steps} steps"]
+    if config.init_from:
+        path, step = catalogue.find_checkpoint(config.init_from)
+        source = f"the weights of {path}, {'its newest step' if step is None else f'step {step}'}"
+    elif safetensors_folder.has_weights(folder):
+        source = f"the weights of {folder}"
+    else:
+        source = f"random weights, for {folder} holds none"
+    return [f"begins with {source}, {config.steps} steps"]
 
 
 def main(_) -> None:

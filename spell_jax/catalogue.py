@@ -10,6 +10,8 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from etils import epath
+
 from spell_jax.data import built, clusters, stream, tiny_world
 from spell_jax.data.clusters import TASKS
 from spell_jax.evaluation.held_out import Evaluation, HeldOutQuestions, read_questions
@@ -22,6 +24,7 @@ from spell_jax.policy import weights
 from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, PolicyConfig
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.policy.tokenizer import THINKING, Tokenizer
+from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.runtime.settings import Config, build
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.judge import Judge, JudgeConfig
@@ -70,6 +73,8 @@ def check(config: Config) -> None:
         )
     if not _are_whole(config.profile_steps, 1):
         raise ValueError(f"profile_steps = {tuple(config.profile_steps)}: must be steps from 1 on")
+    if config.init_from:
+        find_checkpoint(config.init_from)
     _check_policy(config.policy)
     _check_game(config.game)
     _check_data(config.data)
@@ -174,6 +179,23 @@ def find_policy(config: Config) -> pathlib.Path:
             "of documents (its first lines say how)"
         )
     return path
+
+
+def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
+    """(a run's folder, the step that is named or None) of config.init_from.
+
+    Raises:
+      FileNotFoundError: it is no folder of a run.
+    """
+    path, step = epath.Path(init_from), None
+    if path.parent.name == CHECKPOINTS_FOLDER and path.name.isdecimal():
+        path, step = path.parent.parent, int(path.name)
+    wanted = path / CHECKPOINTS_FOLDER / ("" if step is None else str(step))
+    if not wanted.is_dir():
+        raise FileNotFoundError(
+            f"init_from = {init_from!r}: must be a run's folder, or RUN/{CHECKPOINTS_FOLDER}/STEP"
+        )
+    return path, step
 
 
 def read_policy(config: Config, folder: pathlib.Path) -> tuple[PolicyConfig, Tokenizer]:

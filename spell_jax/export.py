@@ -4,7 +4,7 @@
 
 1. W is the workdir of train.py. The folder that the run started from (W/config.json names it) has
    the architecture and the tokenizer.
-2. The weights are those of the latest checkpoint, or of --step; optimiser state is not read.
+2. The weights are those of the newest intact checkpoint, or of --step; optimiser state is not read.
 3. DIR gets config.json, safetensors in shards, tokenizer files and generation_config.json, whole or
    not at all. Adapters are merged into their base, or, with --adapters, written alone in PEFT's
    format.
@@ -15,16 +15,15 @@ from __future__ import annotations
 import json
 import pathlib
 
-import jax
 from absl import app, flags
+from etils import epath
 from ml_collections import ConfigDict
 
 from spell_jax import catalogue
-from spell_jax.policy import lora, transformer, weights
-from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy import lora, weights
+from spell_jax.run import read_weights
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import start
-from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER, Checkpoints
 from spell_jax.runtime.settings import Config
 
 
@@ -51,7 +50,7 @@ def export(
     if adapters and policy.lora is None:
         raise ValueError(f"policy.lora_rank = 0: the run of {workdir} has no adapters to write")
     mesh = meshes.make_mesh()
-    step, params = read_weights(workdir, policy, mesh, step)
+    step, params = read_weights(epath.Path(workdir), policy, mesh, step)
     if adapters:
         lora.save(out, policy, params, str(folder))
         return step
@@ -74,26 +73,6 @@ def read_config(workdir: pathlib.Path) -> Config:
     if "game" not in config:
         raise ValueError(f"{path}: not the config of train.py; sft.py writes a folder at its end")
     return ConfigDict(config)
-
-
-def read_weights(
-    workdir: pathlib.Path, policy: PolicyConfig, mesh: jax.sharding.Mesh, step: int | None
-) -> tuple[int, transformer.Params]:
-    """(step, float32 weights on the mesh) of a checkpoint, by default the latest; of a policy with
-    adapters only those."""
-    if not (workdir / CHECKPOINTS_FOLDER).is_dir():
-        raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: not there")
-    shapes, axes = transformer.abstract_params(policy)
-    wanted, _ = lora.split(policy, meshes.placed(shapes, meshes.shardings(mesh, axes, shapes)))
-    checkpoints = Checkpoints(workdir)
-    try:
-        step = checkpoints.latest_step() if step is None else step
-        if step is None:
-            raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: no complete checkpoint")
-        found = checkpoints.restore_part(step, {"policy": {"params": wanted}})
-    finally:
-        checkpoints.close()
-    return step, found["policy"]["params"]
 
 
 def main(_) -> None:

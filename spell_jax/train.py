@@ -8,7 +8,7 @@
 
 around which it validates, checkpoints and reports. With config.staleness = 1 the next step is
 played between the update's micro-batches, with the weights before it. Started again on the same
-workdir, it goes on where the last checkpoint stands.
+workdir, it goes on where the last checkpoint stands, to the bit.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from spell_jax.learner import non_finite, packing
 from spell_jax.run import (
     Run,
     as_played,
+    begin,
     host_state,
     make_run,
     refresh_anchor,
-    restore,
     save_policy,
 )
 from spell_jax.runtime import faults, start
 from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.footprint import Footprint
 from spell_jax.runtime.jsonl import write_json
 from spell_jax.runtime.metrics import EpisodeWriter, Metrics, MetricsWriter
 from spell_jax.runtime.preemption import Preempted, Preemption
@@ -46,12 +47,14 @@ from spell_jax.runtime.settings import Config
 
 @dataclasses.dataclass
 class Played:
-    """A step of the game: episodes, what is learned from them, metrics, and how long it took."""
+    """A step of the game: episodes, what is learned from them, metrics, how long it took, and the
+    game's state before it, with which it can be played again."""
 
     episodes: Sequence[Any]
     rows: list[packing.Group]
     metrics: Metrics
     seconds: float
+    before: dict[str, Any]
 
 
 # -------------------------------------------------------------------------------------------- Loop
@@ -77,7 +80,7 @@ def _train(run: Run, workdir: pathlib.Path, preemption: Preemption) -> pathlib.P
     is_writer = jax.process_index() == 0
     workdir.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(workdir, config.keep_checkpoints, config.checkpoint_every)
-    models, step, best = restore(run, checkpoints)
+    models, step, best = begin(run, checkpoints)
     if is_writer:
         start.write_config(config, workdir)
     learner, game = run.learner, run.game
@@ -89,19 +92,25 @@ def _train(run: Run, workdir: pathlib.Path, preemption: Preemption) -> pathlib.P
         progress.update(0, "evaluate")
         evaluate(run, models, workdir, "before")
     progress.limit(60 * config.max_minutes or None)
+    footprint = Footprint()
+
+    def save(step: int, game: dict[str, Any], **options) -> None:
+        checkpoints.save(step, models, host_state(run, game, best), **options)
+
+    def stop_if_preempted(step: int, game: dict[str, Any]) -> None:
+        if preemption.should_stop():
+            save(step, game, force=True)
+            checkpoints.close()
+            raise Preempted(preemption.why)
 
     ahead: Played | None = None
     while ahead or (step < config.steps and not progress.is_over()):
-        before = host_state(run, best)
         step += 1
         progress.update(step - 1, "play", {})
         with start.profiled(is_writer and step in config.profile_steps, workdir):
             played, ahead = ahead or play(run, models, step), None
             faults.point("played")
-            if preemption.should_stop():  # this step is played again
-                checkpoints.save(step - 1, models, before, force=True)
-                checkpoints.close()
-                raise Preempted(preemption.why)
+            stop_if_preempted(step - 1, played.before)  # this step is played again
             solve_rate = played.metrics.means().get("play/solve_rate", 0.0)
             progress.update(step - 1, "learn", {"solved": solve_rate})
             clock = time.monotonic()
@@ -123,20 +132,25 @@ def _train(run: Run, workdir: pathlib.Path, preemption: Preemption) -> pathlib.P
         written = played.metrics
         for name, value in numbers.items():
             written.add(f"train/{name}", value)
+        for name, value in footprint.numbers().items():
+            written.add(f"process/{name}", value)
+        score = None
         if config.validate_every and step % config.validate_every == 0:
             progress.update(step, "validate", {"solved": solve_rate})
-            best = validate(run, models, best, workdir, written)
+            score = validate(run, models, written)
+            if score is not None and (best is None or score > best):
+                best = score
+                save_policy(run, models, workdir / "best")
         metrics_writer.write(step, written)
         metrics_writer.flush()
         episode_writer.write(step, map(game.record, played.episodes))
-        must_stop = preemption.should_stop()
-        checkpoints.save(step, models, host_state(run, best), force=must_stop)
-        if must_stop:
-            checkpoints.close()
-            raise Preempted(preemption.why)
+        state = ahead.before if ahead else game.state_dict()
+        save(step, state, score=score)
+        stop_if_preempted(step, state)
         progress.update(step, "done", {"solved": solve_rate})
 
-    checkpoints.save(step, models, host_state(run, best), force=True)
+    save(step, game.state_dict(), force=True)
+    footprint.close()
     progress.close()
     metrics_writer.close()
     checkpoints.close()
@@ -148,7 +162,7 @@ def play(
     run: Run, models: dict[str, Any], step: int, meanwhile: Callable[[], None] = lambda: None
 ) -> Played:
     """One step of the game; `meanwhile` is called while the device samples (Players.begin)."""
-    clock = time.monotonic()
+    clock, before = time.monotonic(), run.game.state_dict()
     run.players.begin(step, as_played(run.learner, models), meanwhile)
     episodes = run.game.play(run.players, step)
     rows = run.game.rows(episodes)
@@ -156,7 +170,7 @@ def play(
     metrics = Metrics()
     metrics.merge(run.game.metrics(episodes), "play/")
     metrics.merge(run.players.metrics, "play/")
-    return Played(episodes, rows, metrics, time.monotonic() - clock)
+    return Played(episodes, rows, metrics, time.monotonic() - clock, before)
 
 
 def plays_ahead(config: Config, step: int) -> bool:
@@ -172,10 +186,8 @@ def plays_ahead(config: Config, step: int) -> bool:
 # ------------------------------------------------------------------------- Validation and the end
 
 
-def validate(
-    run: Run, models: dict[str, Any], best: float | None, workdir: pathlib.Path, written: Metrics
-) -> float | None:
-    """Held-out accuracies into the step's metrics; the best policy is kept, its score returned."""
+def validate(run: Run, models: dict[str, Any], written: Metrics) -> float | None:
+    """Held-out accuracies go into the step's metrics; returns the policy's score by them."""
     if run.evaluation is None:
         return None
     # Validation has step 0's random numbers, so that its questions are answered alike every time.
@@ -184,9 +196,6 @@ def validate(
     run.players.end()
     for name, value in numbers.items():
         written.add(f"eval/{name}", value)
-    if best is not None and not score > best:
-        return best
-    save_policy(run, models, workdir / "best")
     return score
 
 

@@ -24,6 +24,13 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh
 from spell_jax.selfplay import parsing, rules
 
+_TIMES = ("train/play_seconds", "train/update_seconds")
+
+
+def steady(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics without times and memory, which no two runs have alike."""
+    return {k: v for k, v in line.items() if k not in _TIMES and not k.startswith("process/")}
+
 
 def save_policy(folder: pathlib.Path) -> pathlib.Path:
     """A folder with random weights (width 32, one layer) and the tiny world's tokenizer."""

@@ -243,11 +243,21 @@ def test_weights_are_looked_for_where_they_will_be_read(
 ) -> None:
     folder = tmp_path / "policy"
     shutil.copytree(TINY_POLICY, folder)
-    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")  # not read
     fields = {"policy.folder": str(folder), "steps": 4}
     (line,) = check.check(small(**fields)).mistakes
     assert line.startswith(f"policy.folder = '{folder}': {folder}/model.safetensors: not there")
     assert check.check(small(**fields), workdir=str(folders["run"])).mistakes == []
+    from_run = fields | {"init_from": str(folders["run"])}
+    found = check.check(small(**from_run))
+    assert found.mistakes == []
+    assert f"begins with the weights of {folders['run']}, its newest step" in check.describe(found)
+    (line,) = check.check(small(**fields | {"init_from": str(tmp_path)})).mistakes
+    assert line.startswith(f"init_from = '{tmp_path}': must be a run's folder, or RUN/checkpoints/")
+    (folder / "pytorch_model.bin").unlink()
+    found = check.check(small(**fields))
+    assert found.mistakes == []
+    assert f"begins with random weights, for {folder} holds none" in check.describe(found)
 
 
 def test_weights_are_of_the_architecture(tmp_path: pathlib.Path) -> None:
@@ -343,7 +353,7 @@ def test_a_run_is_resumed_as_it_began(folders: dict[str, pathlib.Path]) -> None:
     found = check.check(small(steps=3, seed=2), workdir=workdir)
     assert found.mistakes == ["steps = 3: must be at least 4, which are done"]
     found = check.check(small(steps=4, seed=2), workdir=workdir)
-    assert found.mistakes == [f"seed = 2: must be 0, with which {workdir} began"]
+    assert found.mistakes == ["seed = 2: must be 0, with which this run began"]
 
 
 # --------------------------------------------------------------------------------- What a run does

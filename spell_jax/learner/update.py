@@ -373,6 +373,11 @@ class Learner:
             trained = jax.device_put(source, self.param_shardings)
         else:
             trained = random(0, self.param_shardings)
+        return self.start(trained)
+
+    def start(self, trained: transformer.Params) -> TrainState:
+        """Training state for what is trained of the weights, which is donated, as in a checkpoint;
+        the rest, of a policy with adapters, is given to `freeze`."""
         begin = jax.jit(self._begin, out_shardings=self.state_shardings, donate_argnums=0)
         return begin(trained)
 

@@ -31,6 +31,8 @@ from spell_jax.runtime.jsonl import write_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# How files end that hold weights, in this format or in others.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,11 @@ class Tensor:
 
 
 # ----------------------------------------------------------------------------------------- Reading
+
+
+def has_weights(folder: pathlib.Path) -> bool:
+    """Whether a folder holds weights, or what must be some in a format that is not read."""
+    return any(path.suffix in _WEIGHTS or path.name == INDEX for path in folder.iterdir())
 
 
 def scan(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Tensor]]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import math
@@ -34,14 +33,12 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from spell_jax.runtime import hosts
+from spell_jax.runtime import faults, hashes, hosts
 
 log = logging.getLogger(__name__)
 
 CHECKPOINTS_FOLDER = "checkpoints"
-HASHES_FILE = "hashes.txt"
 _MOST_NAMED = 10
-_CHUNK = 1 << 20  # bytes that are read at once for a hash
 
 
 class SaveError(RuntimeError):
@@ -107,7 +104,9 @@ class Checkpoints:
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
         self._manager = self._open()
-        found = _told(lambda: [(step, *_score(self._folder(step))) for step in self._on_disk()])
+        found = _told(
+            lambda: [(step, *hashes.score(self._folder(step))) for step in self._on_disk()]
+        )
         # Scores of the finished steps, and steps whose folder holds nothing that can be used.
         self._scores: dict[int, float | None] = {s: score for s, done, score in found if done}
         self._unusable = {step for step, done, _ in found if not done}
@@ -216,7 +215,7 @@ class Checkpoints:
             log.warning("%s is skipped: %s", self._folder(step), damage)
         if intact is None and damages:
             [*others, (_, oldest)] = damages
-            if others or oldest != _UNFINISHED:
+            if others or oldest != hashes.UNFINISHED:
                 listed = "".join(f"\n  step {step}: {damage}" for step, damage in damages)
                 raise DamagedError(
                     f"{self._directory}: no step can be used:{listed}\n"
@@ -351,13 +350,16 @@ class Checkpoints:
 
     def _commit(self, step: int, score: float | None, surplus: list[int]) -> None:
         """In the background: waits for Orbax (on every host), then finishes the step."""
+        faults.point("saving")
         self._manager.wait_until_finished()
+        faults.point("written")
         if jax.process_index() != 0:
             return
-        _write_hashes(self._folder(step), score)
+        hashes.write(self._folder(step), score)
+        faults.point("saved")
         for old in surplus:
             try:  # First the hashes: what is half deleted is not taken for a step.
-                (self._folder(old) / HASHES_FILE).unlink(missing_ok=True)
+                (self._folder(old) / hashes.FILE).unlink(missing_ok=True)
                 self._folder(old).rmtree(missing_ok=True)
             except OSError as error:
                 log.warning("%s could not be deleted: %s", self._folder(old), error)
@@ -405,7 +407,7 @@ class Checkpoints:
         """(newest intact step, newer ones with their damage, from the newest)."""
         damages: list[tuple[int, str]] = []
         for step in self._on_disk():
-            damage = _damage(self._folder(step))
+            damage = hashes.damage(self._folder(step))
             if not damage:
                 return step, damages
             damages.append((step, damage))
@@ -417,84 +419,6 @@ def abstract_arrays(arrays: Any) -> Any:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
     )
-
-
-# ------------------------------------------------------------------------------------------ Hashes
-
-_UNFINISHED = f"{HASHES_FILE}: missing (the save did not end, or the file was removed)"
-
-
-def _write_hashes(folder: epath.Path, score: float | None) -> None:
-    """Two lines: a hash of the second; score and [bytes, hash] by path of every file of a step."""
-    names = _files(folder)
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing lets other threads run
-        found = dict(zip(names, pool.map(lambda name: _hash(folder / name), names), strict=True))
-    content = json.dumps({"score": score, "files": found}).encode()
-    head = _blake2b(content).hexdigest().encode()
-    (folder / HASHES_FILE).write_bytes(head + b"\n" + content)
-
-
-def _read_hashes(folder: epath.Path) -> dict[str, Any]:
-    """What `_write_hashes` wrote.
-
-    Raises:
-      FileNotFoundError: it is not there.
-      ValueError: it is there, but not as it was written.
-    """
-    head, _, content = (folder / HASHES_FILE).read_bytes().partition(b"\n")
-    if _blake2b(content).hexdigest().encode() != head:
-        raise ValueError(f"{HASHES_FILE}: truncated or altered")
-    return json.loads(content)
-
-
-def _score(folder: epath.Path) -> tuple[bool, float | None]:
-    """(whether a step was finished, its score)."""
-    try:
-        return True, _read_hashes(folder)["score"]
-    except (FileNotFoundError, ValueError):
-        return False, None
-
-
-def _damage(folder: epath.Path) -> str:
-    """What is wrong with the files of a step, each with its name; empty if nothing is."""
-    try:
-        files = _read_hashes(folder)["files"]
-    except FileNotFoundError:
-        return _UNFINISHED
-    except ValueError as error:
-        return str(error)
-
-    def fault(name: str) -> str | None:
-        try:
-            found = _hash(folder / name)
-        except FileNotFoundError:
-            return f"{name}: missing"
-        if found[0] < files[name][0]:
-            return f"{name}: truncated to {found[0]} of {files[name][0]} bytes"
-        return None if found == files[name] else f"{name}: altered"
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        return "; ".join(filter(None, pool.map(fault, files)))
-
-
-def _files(folder: epath.Path) -> list[str]:
-    """Paths of all files below a folder, relative to it."""
-    found = [epath.Path(parent) / name for parent, _, names in folder.walk() for name in names]
-    return [path.relative_to(folder).as_posix() for path in found]
-
-
-def _hash(path: epath.Path) -> list[Any]:
-    """[bytes, hash] of a file."""
-    size, digest = 0, _blake2b()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            size += len(chunk)
-            digest.update(chunk)
-    return [size, digest.hexdigest()]
-
-
-def _blake2b(content: bytes = b"") -> hashlib.blake2b:
-    return hashlib.blake2b(content, digest_size=16)
 
 
 def _absolute(path: str | os.PathLike[str]) -> epath.Path:

@@ -21,8 +21,9 @@ POINTS = (
     "verified",  # the answers to a question were judged
     "played",  # the step was played, nothing is learned from it yet
     "updated",  # the weights are new, nothing is written yet
-    "saving",  # a checkpoint is being written
-    "saved",  # a checkpoint is complete
+    "saving",  # a checkpoint is being written, in the background
+    "written",  # it is there but for what makes it complete
+    "saved",  # a checkpoint is complete, older ones are not deleted yet
 )
 _FORM = re.compile(rf"({'|'.join(POINTS)}):([1-9][0-9]*)(:term|:raise)?", re.ASCII)
 _passed: collections.Counter[str] = collections.Counter()

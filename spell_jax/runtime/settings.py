@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -42,6 +43,35 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
         if required and name not in values:
             raise ValueError(f"{where}.{name}: is missing, must be {_name(hints[name])}")
     return cls(**values, **extra)
+
+
+def flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every field of nested mappings."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def changes(config: Config, before: Mapping[str, Any]) -> list[str]:
+    """A line for every field whose value differs from that in an earlier config.
+
+    Args:
+      config: as it is now.
+      before: as plain values (`plain`); a field that it lacks is no change.
+    """
+    then = dict(flat(before))
+    return [
+        f"{name} = {value!r}: was {then[name]!r}"
+        for name, value in flat(plain(config))
+        if name in then and then[name] != value
+    ]
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """A config as nested dicts of what JSON gives back unchanged."""
+    return json.loads(config.to_json_best_effort())
 
 
 def _coerce(value: Any, hint: Any, where: str) -> Any:

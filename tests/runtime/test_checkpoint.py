@@ -15,7 +15,7 @@ from etils.epath import backend, gpath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spell_jax.runtime import checkpoint
+from spell_jax.runtime import hashes
 from spell_jax.runtime.checkpoint import Checkpoints, abstract_arrays
 
 HOST_STATE = {
@@ -191,7 +191,7 @@ def test_all_reading_and_writing_of_ours_goes_through_epath(tmp_path, monkeypatc
     monkeypatch.setattr(gpath._GPath, "_backend", Bucket())
     checkpoints._directory = epath.Path("gs://bucket/checkpoints")
     (tmp_path / "bucket" / "checkpoints" / "1" / "hashes.txt").unlink()
-    checkpoint._write_hashes(checkpoints._folder(1), 0.5)
+    hashes.write(checkpoints._folder(1), 0.5)
     assert checkpoints.newest_intact() == 1
     assert seen == {("open", "rb"), ("open", "wb"), ("walk", "r")}
 

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spell_jax.runtime import checkpoint
+from spell_jax.runtime import hashes
 from spell_jax.runtime.checkpoint import Checkpoints, DamagedError, SaveError
 from tests.runtime.test_hosts import connect, run_two
 
@@ -204,10 +204,8 @@ def test_a_failed_save_is_tried_again(tmp_path, disk):
 
 def test_a_step_without_its_hashes_is_written_anew(tmp_path, monkeypatch):
     """Orbax had finished the step: it would refuse to write it a second time."""
-    write, errors = checkpoint._write_hashes, [OSError(errno.ENOSPC, "full")]
-    monkeypatch.setattr(
-        checkpoint, "_write_hashes", lambda *a: fail(errors.pop()) if errors else write(*a)
-    )
+    write, errors = hashes.write, [OSError(errno.ENOSPC, "full")]
+    monkeypatch.setattr(hashes, "write", lambda *a: fail(errors.pop()) if errors else write(*a))
     checkpoints = Checkpoints(tmp_path, retries=1, sleep=lambda _: None)
     assert checkpoints.save(1, arrays_of(1), {"step": 1}, force=True) and not errors
     assert checkpoints.newest_intact() == 1

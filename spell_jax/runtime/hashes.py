@@ -1,0 +1,91 @@
+"""Hashes of a folder's files, in a file of their own: written last, they say that the folder is
+whole, and later that it still is what it was.
+
+The file has two lines: a hash of the second; a score and [bytes, hash] by path of every other file.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+from typing import Any
+
+from etils import epath
+
+FILE = "hashes.txt"
+UNFINISHED = f"{FILE}: missing (the save did not end, or the file was removed)"
+_CHUNK = 1 << 20  # bytes that are read at once for a hash
+
+
+def write(folder: epath.Path, score: float | None) -> None:
+    """Hashes all files of a folder; the score is kept with them."""
+    names = _files(folder)
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing lets other threads run
+        found = dict(zip(names, pool.map(lambda name: _hash(folder / name), names), strict=True))
+    content = json.dumps({"score": score, "files": found}).encode()
+    head = _blake2b(content).hexdigest().encode()
+    (folder / FILE).write_bytes(head + b"\n" + content)
+
+
+def _read(folder: epath.Path) -> dict[str, Any]:
+    """What `write` wrote.
+
+    Raises:
+      FileNotFoundError: it is not there.
+      ValueError: it is there, but not as it was written.
+    """
+    head, _, content = (folder / FILE).read_bytes().partition(b"\n")
+    if _blake2b(content).hexdigest().encode() != head:
+        raise ValueError(f"{FILE}: truncated or altered")
+    return json.loads(content)
+
+
+def score(folder: epath.Path) -> tuple[bool, float | None]:
+    """(whether a folder is finished, its score)."""
+    try:
+        return True, _read(folder)["score"]
+    except (FileNotFoundError, ValueError):
+        return False, None
+
+
+def damage(folder: epath.Path) -> str:
+    """What is wrong with a folder's files, each with its name; empty if nothing is."""
+    try:
+        files = _read(folder)["files"]
+    except FileNotFoundError:
+        return UNFINISHED
+    except ValueError as error:
+        return str(error)
+
+    def fault(name: str) -> str | None:
+        try:
+            found = _hash(folder / name)
+        except FileNotFoundError:
+            return f"{name}: missing"
+        if found[0] < files[name][0]:
+            return f"{name}: truncated to {found[0]} of {files[name][0]} bytes"
+        return None if found == files[name] else f"{name}: altered"
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return "; ".join(filter(None, pool.map(fault, files)))
+
+
+def _files(folder: epath.Path) -> list[str]:
+    """Paths of all files below a folder, relative to it."""
+    found = [epath.Path(parent) / name for parent, _, names in folder.walk() for name in names]
+    return [path.relative_to(folder).as_posix() for path in found]
+
+
+def _hash(path: epath.Path) -> list[Any]:
+    """[bytes, hash] of a file."""
+    size, digest = 0, _blake2b()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size += len(chunk)
+            digest.update(chunk)
+    return [size, digest.hexdigest()]
+
+
+def _blake2b(content: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(content, digest_size=16)
