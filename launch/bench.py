@@ -6,6 +6,7 @@ refill   tokens a second of answers of many lengths: slots filled again, and fix
 verify   prompts a second of the verifier, with and without beginnings that are read once
 spell    seconds of one whole step of self-play, by phase
 quality  answers drawn with eight bits against those without: KL, equal greedy tokens
+soak     growth of memory and programs compiled in a long run of the demo's config
 trl      seconds and memory of a GRPO step, here and in TRL (extra "test")
 parsers  seconds of the parsers and rules on the worst texts of up to 100 KB
 dedup    documents a second and memory of the data pipeline's filter and dedup (extra "data")
@@ -28,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from launch import aot, bench_quality, bench_rollout, bench_sample, bench_trl
+from launch import aot, bench_quality, bench_rollout, bench_sample, bench_soak, bench_trl
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
@@ -304,6 +305,11 @@ _OPTIONS = {
         _Option("weights", "int8", 'the kernels: "int8" or "compute"'),
         _Option("guessed", 0, "tokens that are looked up and checked in one pass"),
     ),
+    "soak": (
+        _Option("steps", 520, "updates"),
+        _Option("proposals", 16, "questions proposed for each; 48 in the demo"),
+        _Option("workdir", "", "the run's folder, which is gone on with; empty: a temporary one"),
+    ),
     "trl": (
         _Option("group", 8, "answers to a prompt G"),
         _Option("groups", 2, "prompts of a step"),
@@ -337,6 +343,7 @@ _BENCHES = {
     "verify": lambda options: bench_rollout.bench_verify(_policy(options), options),
     "spell": lambda options: bench_rollout.bench_spell(_policy(options), options),
     "quality": bench_quality.bench_quality,
+    "soak": bench_soak.bench_soak,
     "trl": lambda options: bench_trl.bench_trl(_policy(options), options),
     "parsers": lambda options: importlib.import_module("launch.bench_parsers").bench_parsers(
         options

@@ -9,6 +9,8 @@
    rows.
 3. Each step packs `rows_per_step` rows and takes one update on the completions' tokens.
 4. DIR/policy is the result: a Hugging Face folder that train.py and generate.py start from.
+5. Started again on the same DIR, it goes on where the last checkpoint stands; a machine that is
+   taken away ends it with the code of runtime/preemption.py, as train.py.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import numpy as np
 from absl import app, flags
 from ml_collections import config_flags
 
-from spell_jax.learner import loss, packing, update
+from spell_jax.learner import loss, non_finite, packing, update
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
@@ -34,6 +36,7 @@ from spell_jax.runtime import start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.jsonl import read_records
 from spell_jax.runtime.metrics import MetricsWriter
+from spell_jax.runtime.preemption import Preempted, Preemption
 from spell_jax.runtime.progress import Progress
 from spell_jax.runtime.settings import Config, build
 from spell_jax.selfplay import demonstrations, prompts
@@ -132,12 +135,28 @@ def run(config: Config, workdir: pathlib.Path) -> pathlib.Path:
 
     Raises:
       ValueError, FileNotFoundError: naming the field, its value and what would be right.
+      Preempted, NonFinite: as train.train.
     """
     for field in ("steps", "rows_per_step", "log_every", "checkpoint_every"):
         if config[field] < 1:
             raise ValueError(f"{field} = {config[field]}: must be at least 1")
     policy, tokenizer = make_policy(config)
     learner = make_learner(config, policy)
+    with Preemption(config.preemption_limit_s) as preemption:
+        state = _run(config, learner, tokenizer, workdir, preemption)
+    folder = workdir / "policy"
+    weights.save(folder, policy, state.params, tokenizer)
+    return folder
+
+
+def _run(
+    config: Config,
+    learner: update.Learner,
+    tokenizer: tokenizers.Tokenizer,
+    workdir: pathlib.Path,
+    preemption: Preemption,
+) -> update.TrainState:
+    """All steps; the state behind the last one."""
     is_writer = jax.process_index() == 0
     workdir.mkdir(parents=True, exist_ok=True)
     if is_writer:
@@ -157,20 +176,24 @@ def run(config: Config, workdir: pathlib.Path) -> pathlib.Path:
     refused = 0.0
     for step in range(done + 1, config.steps + 1):
         rows = itertools.islice(stream, config.rows_per_step)
-        state, numbers = learner.update(state, [to_group(row, tokenizer) for row in rows])
+        groups = [to_group(row, tokenizer) for row in rows]
+        with non_finite.rows_written(workdir, step, tokenizer.decode):
+            state, numbers = learner.update(state, groups)
         refused += numbers["refused_answers"]
         if step % config.log_every == 0 or step == config.steps:
             writer.write(step, {f"train/{k}": v for k, v in numbers.items()})
         progress.update(step, "tune", {"log-prob": numbers.get("mean_log_prob", 0.0)})
-        checkpoints.save(step, state, {}, force=step == config.steps)
+        must_stop = preemption.should_stop()
+        checkpoints.save(step, state, {}, force=must_stop or step == config.steps)
+        if must_stop:
+            checkpoints.close()
+            raise Preempted(preemption.why)
     progress.close()
     writer.close()
     checkpoints.close()
     if refused:
         log.warning("%d rows were longer than the largest bucket and not learned", refused)
-    folder = workdir / "policy"
-    weights.save(folder, policy, state.params, tokenizer)
-    return folder
+    return state
 
 
 def main(_) -> None:

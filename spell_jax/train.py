@@ -117,12 +117,8 @@ def _train(run: Run, workdir: pathlib.Path, preemption: Preemption) -> pathlib.P
             update = learner.begin(models["policy"], played.rows, models.get("reference"))
             if plays_ahead(config, step) and not progress.is_over():
                 ahead = play(run, models, step + 1, meanwhile=update.go_on)
-            try:
+            with non_finite.rows_written(workdir, step, run.tokenizer.decode):
                 models["policy"], numbers = update.finish()
-            except non_finite.NonFinite as error:
-                if is_writer:
-                    non_finite.write_rows(error, workdir, step, run.tokenizer.decode)
-                raise
             faults.point("updated")
         refresh_anchor(config, models, step)
 

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from configs import tiny
 from spell_jax.catalogue import TINY_POLICY
 from spell_jax.games import spell
+from spell_jax.learner import update
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
@@ -106,6 +107,14 @@ def use_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a run see one device, however many there are."""
     make_mesh = mesh.make_mesh
     monkeypatch.setattr(mesh, "make_mesh", lambda shape=None: make_mesh(None, jax.devices()[:1]))
+
+
+def lose_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every update have a loss that is not a number."""
+    apply = update.Learner._apply
+    monkeypatch.setattr(
+        update.Learner, "_apply", lambda self, s, g, loss: apply(self, s, g, loss + float("nan"))
+    )
 
 
 def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import pathlib
+import signal
 
 import numpy as np
 import pytest
@@ -14,9 +16,11 @@ from ml_collections import ConfigDict
 from configs import tiny_warm_start
 from spell_jax import generate, sft
 from spell_jax.learner import update
+from spell_jax.learner.non_finite import NonFinite
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.preemption import EXIT_CODE, Preempted
 from spell_jax.selfplay import demonstrations
 from tests import noise
 
@@ -94,6 +98,44 @@ def test_a_killed_run_goes_on_to_the_same_weights(policy, source, tmp_path, monk
     model = "model.safetensors"
     assert (resumed / model).read_bytes() == (whole / model).read_bytes()
     assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
+
+
+def test_a_run_that_loses_its_machine_saves_and_goes_on(policy, source, tmp_path, monkeypatch):
+    def config():
+        return small_config(policy, source, checkpoint_every=100)
+
+    whole = sft.run(config(), tmp_path / "whole")
+    learn, steps = update.Learner.update, itertools.count(1)
+
+    def warned(*args):
+        if next(steps) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learn(*args)
+
+    with monkeypatch.context() as during:
+        during.setattr(update.Learner, "update", warned)
+        with pytest.raises(Preempted, match="SIGTERM") as ended:
+            sft.run(config(), tmp_path / "left")
+    assert ended.value.code == EXIT_CODE
+    assert [path.name for path in (tmp_path / "left" / "checkpoints").iterdir()] == ["5"]
+    resumed = sft.run(config(), tmp_path / "left")
+    model = "model.safetensors"
+    assert (resumed / model).read_bytes() == (whole / model).read_bytes()
+    assert read_metrics(tmp_path / "left") == read_metrics(tmp_path / "whole")
+
+
+def test_rows_of_numbers_that_go_wrong_are_written(policy, source, tmp_path, monkeypatch):
+    noise.lose_numbers(monkeypatch)
+    config = small_config(policy, source)
+    config.optimiser.max_skipped = 2
+    with pytest.raises(NonFinite) as error:
+        sft.run(config, tmp_path)
+    path = tmp_path / "non_finite" / "2.jsonl"
+    assert str(path) in error.value.__notes__[0]
+    (first, second) = map(json.loads, path.read_text().splitlines())
+    known = [(row["prompt"], row["completion"]) for row in ROWS]
+    for line in (first, second):
+        assert any(prompt in line["prompt"] and text in line["answer"] for prompt, text in known)
 
 
 BAD_LINES = [

@@ -16,6 +16,7 @@ from configs import folder
 from spell_jax import train
 from spell_jax.games.spell import Spell
 from spell_jax.learner import packing
+from spell_jax.learner.non_finite import NonFinite
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.runtime import mesh as meshes
@@ -294,6 +295,19 @@ def test_a_step_may_be_played_while_the_one_before_is_learned(policy, tmp_path):
     (found, state), (wanted, wanted_state) = resumed.checkpoint(), run.checkpoint()
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert state == wanted_state
+
+
+def test_rows_of_numbers_that_go_wrong_are_written(policy, tmp_path, monkeypatch):
+    noise.lose_numbers(monkeypatch)
+    config = noise.small_config(policy, validate_every=0, **{"optimiser.max_skipped": 2})
+    with pytest.raises(NonFinite, match="2 updates in a row") as error:
+        Finished(config, tmp_path)
+    path = tmp_path / "non_finite" / "2.jsonl"
+    assert str(path) in error.value.__notes__[0]
+    roles = {json.loads(line)["role"] for line in path.read_text().splitlines()}
+    assert roles == {"responder", "questioner", "verifier"}
+    (line,) = read_metrics(tmp_path)
+    assert line["train/skipped_update"] == 1 and line["train/skipped_in_a_row"] == 1
 
 
 def test_the_chosen_step_is_profiled(whole):

@@ -4,11 +4,12 @@
    to single answers. One bad row among n costs about two updates and 2 log n micro-batches.
 2. Tensors that the policy reads are tested as they are in the compute dtype: a float32 weight may
    be finite where its bfloat16 copy is not.
-3. NonFinite carries both; `write_rows` puts the rows under the run's folder.
+3. NonFinite carries both; `rows_written` puts the rows under the run's folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import pathlib
@@ -94,6 +95,19 @@ def find_tensors(tree: Any, replicated: jax.sharding.Sharding) -> list[str]:
         for path, leaf in leaves
         if not test(leaf)
     ]
+
+
+@contextlib.contextmanager
+def rows_written(
+    workdir: pathlib.Path, step: int, decode: Callable[[Sequence[int]], str]
+) -> Iterator[None]:
+    """Where the block raises NonFinite, process 0 writes the rows (`write_rows`)."""
+    try:
+        yield
+    except NonFinite as error:
+        if jax.process_index() == 0:
+            write_rows(error, workdir, step, decode)
+        raise
 
 
 def write_rows(
