@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spell_jax.policy import safetensors_folder as files
+from spell_jax.runtime import hosts
 from spell_jax.runtime.jsonl import write_json
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ def _add(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Arr
 
 
 def save(folder: str | pathlib.Path, config: PolicyConfig, params: Any, base: str = "") -> None:
-    """Writes the adapters alone: adapter_model.safetensors and adapter_config.json of PEFT.
+    """Writes the adapters alone: adapter_model.safetensors and adapter_config.json of PEFT. Of
+    several hosts process 0 writes, but every one calls this.
 
     Args:
       folder: appears whole or not at all; one that is there is replaced.
@@ -150,7 +152,7 @@ def save(folder: str | pathlib.Path, config: PolicyConfig, params: Any, base: st
     for path, name in targets(config).items():
         room, ours = path.split("/")
         for x, letter in (("a", "A"), ("b", "B")):
-            value = np.asarray(adapters["layers"][room][f"{ours}_lora_{x}"], np.float32)
+            value = hosts.whole(adapters["layers"][room][f"{ours}_lora_{x}"]).astype(np.float32)
             for layer, part in enumerate(value):
                 # PEFT: A [R, in] and B [out, R], as torch's linear layers.
                 flat = part.reshape(-1, part.shape[-1]) if x == "a" else part.reshape(len(part), -1)
@@ -167,6 +169,8 @@ def save(folder: str | pathlib.Path, config: PolicyConfig, params: Any, base: st
         "target_modules": sorted({name.split(".")[-1] for name in targets(config).values()}),
         "inference_mode": True,
     }
-    with files.replacing(pathlib.Path(folder)) as scratch:
-        write_json(scratch / "adapter_config.json", description, indent=2)
-        files.save_file(tensors, scratch / "adapter_model.safetensors")
+    with hosts.fail_together():
+        if jax.process_index() == 0:
+            with files.replacing(pathlib.Path(folder)) as scratch:
+                write_json(scratch / "adapter_config.json", description, indent=2)
+                files.save_file(tensors, scratch / "adapter_model.safetensors")

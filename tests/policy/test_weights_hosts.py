@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spell_jax.policy import weights
+from spell_jax.policy import lora, transformer, weights
 from tests.runtime.test_hosts import connect, run_two
 
 SHARD_BYTES = 20_000
@@ -51,6 +51,33 @@ def test_one_of_two_hosts_saves_what_both_hold(experts: int, tmp_path: pathlib.P
         assert told["error"].startswith("host 0: FileExistsError")
 
 
+def test_one_of_two_hosts_saves_the_adapters_that_both_hold(tmp_path: pathlib.Path) -> None:
+    told = run_two("tests.policy.test_weights_hosts", str(tmp_path), "adapters")
+    assert all(one["spanning"] for one in told)
+    lora.save(tmp_path / "alone", *make_adapters())
+    for path in (tmp_path / "alone").iterdir():
+        assert (tmp_path / "host_0" / path.name).read_bytes() == path.read_bytes()
+    assert not (tmp_path / "host_1").exists()
+
+
+def make_adapters() -> tuple[Any, Any]:
+    """A small policy with adapters, and their random numbers with the weights, on the host."""
+    import dataclasses
+
+    import jax
+
+    from tests import tiny  # touches devices
+
+    policy = dataclasses.replace(tiny.POLICY, lora=lora.LoraConfig(2, 4.0, "_proj"))
+    rng = np.random.default_rng(1)
+    shapes, _ = transformer.abstract_params(policy)
+
+    def draw(leaf):
+        return rng.normal(size=leaf.shape).astype(np.float32)
+
+    return policy, jax.tree.map(draw, shapes)
+
+
 def _leaves(tree: Any) -> list[np.ndarray]:
     import jax
 
@@ -62,14 +89,19 @@ def main() -> None:
     me, folder = connect(port, process), pathlib.Path(path)
     import jax
 
-    from spell_jax.policy import transformer
     from spell_jax.runtime import hosts
     from spell_jax.runtime import mesh as meshes
 
-    policy, params = make_policy(int(experts))
+    adapters = experts == "adapters"
+    policy, params = make_adapters() if adapters else make_policy(int(experts))
     shapes, axes = transformer.abstract_params(policy)
     places = meshes.shardings(meshes.make_mesh(SHAPE), axes, shapes)
     params = meshes.put(params, places)
+    if adapters:
+        lora.save(folder / f"host_{me}", policy, params)
+        split = lora.split(policy, params)[0]
+        print(json.dumps({"spanning": not jax.tree.leaves(split)[0].is_fully_addressable}))
+        return
     sizes, whole = [], hosts.whole
     hosts.whole = lambda array: (sizes.append(array.size), whole(array))[1]
     weights.save(folder / f"host_{me}", policy, params, shard_bytes=SHARD_BYTES)
