@@ -179,12 +179,14 @@ def _made(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
 def _given(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
     """What a program is given and what is held beside it, by PARTS; exact."""
     count, state = aot.bytes_per_chip, programs.state
-    masters, optimiser = count(state.params), count((state.optimiser, state.step))
+    counts = state.step, state.skipped
+    masters, optimiser = count(state.params), count((state.optimiser, counts))
     arguments = count(program.arguments)
     parts = {"masters": masters, "optimiser": optimiser}
     if program.name == "apply":
-        gradients = arguments - masters - optimiser
-        return parts | {"gradients": gradients, "weights": program.resident}
+        _, gradients, loss = map(count, program.arguments)
+        parts |= {"gradients": gradients, "activations": loss}
+        return parts | {"weights": program.resident}
     parts["weights"] = program.resident - masters - optimiser
     if program.name == "accumulate":
         parts["gradients"] = count(program.arguments[2])

@@ -185,14 +185,11 @@ def read_weights(
         raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: not there")
     shapes, axes = transformer.abstract_params(policy)
     wanted, _ = lora.split(policy, meshes.placed(shapes, meshes.shardings(mesh, axes, shapes)))
-    checkpoints = Checkpoints(workdir)
-    try:
+    with Checkpoints(workdir) as checkpoints:
         step = checkpoints.newest_intact() if step is None else step
         if step is None:
             raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: no complete checkpoint")
         found = checkpoints.restore_part(step, {"policy": {"params": wanted}})
-    finally:
-        checkpoints.close()
     return step, found["policy"]["params"]
 
 

@@ -142,8 +142,12 @@ def run(config: Config, workdir: pathlib.Path) -> pathlib.Path:
             raise ValueError(f"{field} = {config[field]}: must be at least 1")
     policy, tokenizer = make_policy(config)
     learner = make_learner(config, policy)
-    with Preemption(config.preemption_limit_s) as preemption:
-        state = _run(config, learner, tokenizer, workdir, preemption)
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (
+        Preemption(config.preemption_limit_s) as preemption,
+        Checkpoints(workdir, keep=1, every=config.checkpoint_every) as checkpoints,
+    ):
+        state = _run(config, learner, tokenizer, workdir, checkpoints, preemption)
     folder = workdir / "policy"
     weights.save(folder, policy, state.params, tokenizer)
     return folder
@@ -154,14 +158,13 @@ def _run(
     learner: update.Learner,
     tokenizer: tokenizers.Tokenizer,
     workdir: pathlib.Path,
+    checkpoints: Checkpoints,
     preemption: Preemption,
 ) -> update.TrainState:
     """All steps; the state behind the last one."""
     is_writer = jax.process_index() == 0
-    workdir.mkdir(parents=True, exist_ok=True)
     if is_writer:
         start.write_config(config, workdir)
-    checkpoints = Checkpoints(workdir, keep=1, every=config.checkpoint_every)
     done = checkpoints.newest_intact() or 0
     if done:
         state, _ = checkpoints.restore(done, learner.abstract_state())
@@ -186,11 +189,9 @@ def _run(
         must_stop = preemption.should_stop()
         checkpoints.save(step, state, {}, force=must_stop or step == config.steps)
         if must_stop:
-            checkpoints.close()
             raise Preempted(preemption.why)
     progress.close()
     writer.close()
-    checkpoints.close()
     if refused:
         log.warning("%d rows were longer than the largest bucket and not learned", refused)
     return state

@@ -71,15 +71,19 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
       NonFinite: the numbers of too many updates were; the rows are in non_finite/.
     """
     run = make_run(config)
-    with Preemption(config.preemption_limit_s) as preemption:
-        return _train(run, workdir, preemption)
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (
+        Preemption(config.preemption_limit_s) as preemption,
+        Checkpoints(workdir, config.keep_checkpoints, config.checkpoint_every) as checkpoints,
+    ):
+        return _train(run, workdir, checkpoints, preemption)
 
 
-def _train(run: Run, workdir: pathlib.Path, preemption: Preemption) -> pathlib.Path:
+def _train(
+    run: Run, workdir: pathlib.Path, checkpoints: Checkpoints, preemption: Preemption
+) -> pathlib.Path:
     config = run.config
     is_writer = jax.process_index() == 0
-    workdir.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(workdir, config.keep_checkpoints, config.checkpoint_every)
     models, step, best = begin(run, checkpoints)
     if is_writer:
         start.write_config(config, workdir)
@@ -100,7 +104,6 @@ def _train(run: Run, workdir: pathlib.Path, preemption: Preemption) -> pathlib.P
     def stop_if_preempted(step: int, game: dict[str, Any]) -> None:
         if preemption.should_stop():
             save(step, game, force=True)
-            checkpoints.close()
             raise Preempted(preemption.why)
 
     ahead: Played | None = None
@@ -149,7 +152,6 @@ def _train(run: Run, workdir: pathlib.Path, preemption: Preemption) -> pathlib.P
     footprint.close()
     progress.close()
     metrics_writer.close()
-    checkpoints.close()
     finish(run, models, workdir, is_writer)
     return workdir
 

@@ -146,7 +146,7 @@ def test_what_is_held_beside_the_arguments():
     weights = make().trained
     copy = aot.bytes_per_chip(weights)
     by_name = {one.name: one.resident for one in make().of("all")}
-    counts = 3 * 4  # of updates: the state's, the optimiser's, the schedule's
+    counts = 4 * 4  # of updates: the state's, skipped ones, the optimiser's, the schedule's
     assert by_name["prefill"] == by_name["decode"] == 3 * copy + counts
     assert by_name["log_prob"] == by_name["accumulate"] == 3 * copy + counts
     assert by_name["apply"] == 0

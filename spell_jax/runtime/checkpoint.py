@@ -290,6 +290,19 @@ class Checkpoints:
                 + (f"\n  and {more} more" if more > 0 else "")
             )
 
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: object, *_) -> None:
+        """Closes. Behind an error a host does not ask the others, which may wait elsewhere, and
+        what fails then is passed over."""
+        if kind is None:
+            return self.close()
+        if self._pending is not None:
+            concurrent.futures.wait([self._pending.job])
+        self._background.shutdown()
+        _end(self._manager)
+
     def close(self) -> None:
         """Waits for the last save and ends the background work.
 

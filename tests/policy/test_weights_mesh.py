@@ -83,7 +83,7 @@ def test_a_device_reads_only_what_it_holds(name: str, shape, tmp_path, counted) 
     weights.save(tmp_path, policy, tiny.weights(policy))
     shapes, axes = transformer.abstract_params(policy)
     places = weights._flatten(meshes.shardings(meshes.make_mesh(shape), axes, shapes))
-    found = weights._match(policy, *files.scan(tmp_path))
+    found = weights.match(policy, *files.scan(tmp_path))
     source = weights._Source(policy, *found, "float32")
     wanted = weights._flatten(tiny.weights(policy))
     split = 0
@@ -127,7 +127,7 @@ def test_even_a_split_head_is_read(tmp_path) -> None:
     """No rule splits H, the second of two flattened axes; reading would be right all the same."""
     policy = tiny.POLICY
     weights.save(tmp_path, policy, tiny.weights())
-    source = weights._Source(policy, *weights._match(policy, *files.scan(tmp_path)), "float32")
+    source = weights._Source(policy, *weights.match(policy, *files.scan(tmp_path)), "float32")
     attention = tiny.weights()["layers"]["attention"]
     for path, index in (
         ("q_kernel", (slice(3, 20), slice(1, 3), slice(2, 7))),
