@@ -13,24 +13,24 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
 import jax
 from absl import app, flags
+from etils import epath
 from ml_collections import ConfigDict
 
 from spell_jax import catalogue
 from spell_jax.policy import lora, transformer, weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import folders, start
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime import start
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER, Checkpoints
 from spell_jax.runtime.settings import Config
 
 
 def export(
-    workdir: pathlib.Path,
-    out: pathlib.Path,
+    workdir: epath.Path,
+    out: epath.Path,
     step: int | None = None,
     dtype: str = "bfloat16",
     adapters: bool = False,
@@ -61,7 +61,7 @@ def export(
     return step
 
 
-def read_config(workdir: pathlib.Path) -> Config:
+def read_config(workdir: epath.Path) -> Config:
     """The config that the run has written.
 
     Raises:
@@ -77,7 +77,7 @@ def read_config(workdir: pathlib.Path) -> Config:
 
 
 def read_weights(
-    workdir: pathlib.Path, policy: PolicyConfig, mesh: jax.sharding.Mesh, step: int | None
+    workdir: epath.Path, policy: PolicyConfig, mesh: jax.sharding.Mesh, step: int | None
 ) -> tuple[int, transformer.Params]:
     """(step, float32 weights on the mesh) of a checkpoint, by default the latest; of a policy with
     adapters only those."""
@@ -99,7 +99,7 @@ def read_weights(
 def main(_) -> None:
     start.setup()
     given = flags.FLAGS
-    workdir, out = pathlib.Path(given.workdir), pathlib.Path(given.out)
+    workdir, out = map(folders.open_folder, (given.workdir, given.out))
     step = export(workdir, out, given.step, given.dtype, given.adapters)
     print(f"{out}: the policy after step {step}")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 
 from spell_jax import catalogue
 from spell_jax.evaluation import held_out
@@ -123,7 +124,7 @@ def load_weights(run: Run) -> transformer.Params:
     return weights.load(run.folder, run.learner.mesh, dtype)[1]
 
 
-def save_policy(run: Run, models: dict[str, Any], folder: pathlib.Path) -> None:
+def save_policy(run: Run, models: dict[str, Any], folder: epath.Path) -> None:
     """The policy as a Hugging Face folder in the dtype that it is played with."""
     policy, params = run.learner.export(models["policy"].params)
     weights.save(folder, policy, params, run.tokenizer, run.config.policy.compute_dtype)

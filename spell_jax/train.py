@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from absl import app, flags
+from etils import epath
 from ml_collections import config_flags
 
 from spell_jax import report
@@ -35,7 +35,7 @@ from spell_jax.run import (
     restore,
     save_policy,
 )
-from spell_jax.runtime import faults, start
+from spell_jax.runtime import faults, folders, start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.jsonl import write_json
 from spell_jax.runtime.metrics import EpisodeWriter, Metrics, MetricsWriter
@@ -57,7 +57,7 @@ class Played:
 # -------------------------------------------------------------------------------------------- Loop
 
 
-def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
+def train(config: Config, workdir: epath.Path) -> epath.Path:
     """Plays and learns for config.steps updates; returns the workdir.
 
     Written there: metrics.jsonl and TensorBoard events, episodes/, checkpoints/, policy/ and best/
@@ -72,7 +72,7 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
         return _train(run, workdir, preemption)
 
 
-def _train(run: Run, workdir: pathlib.Path, preemption: Preemption) -> pathlib.Path:
+def _train(run: Run, workdir: epath.Path, preemption: Preemption) -> epath.Path:
     config = run.config
     is_writer = jax.process_index() == 0
     workdir.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def plays_ahead(config: Config, step: int) -> bool:
 
 
 def validate(
-    run: Run, models: dict[str, Any], best: float | None, workdir: pathlib.Path, written: Metrics
+    run: Run, models: dict[str, Any], best: float | None, workdir: epath.Path, written: Metrics
 ) -> float | None:
     """Held-out accuracies into the step's metrics; the best policy is kept, its score returned."""
     if run.evaluation is None:
@@ -190,7 +190,7 @@ def validate(
     return score
 
 
-def evaluate(run: Run, models: dict[str, Any], workdir: pathlib.Path, when: str) -> None:
+def evaluate(run: Run, models: dict[str, Any], workdir: epath.Path, when: str) -> None:
     """Adds a full held-out evaluation to evaluation.json under "before" or "after"."""
     if run.evaluation is None:
         return
@@ -203,7 +203,7 @@ def evaluate(run: Run, models: dict[str, Any], workdir: pathlib.Path, when: str)
         write_json(path, results | {when: result})
 
 
-def finish(run: Run, models: dict[str, Any], workdir: pathlib.Path, is_writer: bool) -> None:
+def finish(run: Run, models: dict[str, Any], workdir: epath.Path, is_writer: bool) -> None:
     """Last evaluation, the policy as a folder, plots, and the table of before and after."""
     if run.config.evaluate:
         evaluate(run, models, workdir, "after")
@@ -219,7 +219,7 @@ def finish(run: Run, models: dict[str, Any], workdir: pathlib.Path, is_writer: b
 
 def main(_) -> None:
     start.setup()
-    train(flags.FLAGS.config, pathlib.Path(flags.FLAGS.workdir))
+    train(flags.FLAGS.config, folders.open_folder(flags.FLAGS.workdir))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 
 from spell_jax.learner import packing
 from spell_jax.runtime.jsonl import write_records
@@ -98,10 +98,10 @@ def find_tensors(tree: Any, replicated: jax.sharding.Sharding) -> list[str]:
 
 def write_rows(
     error: NonFinite,
-    workdir: pathlib.Path,
+    workdir: epath.Path,
     step: int,
     decode: Callable[[Sequence[int]], str],
-) -> pathlib.Path:
+) -> epath.Path:
     """Writes WORKDIR/non_finite/STEP.jsonl, one answer a line, and names it in the error's notes.
 
     A line has "role", "prompt" and "answer" (texts), "prompt_tokens" and "answer_tokens" (ids),

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from spell_jax.runtime import hosts
+from spell_jax.runtime import folders, hosts
 
 log = logging.getLogger(__name__)
 
@@ -398,7 +398,7 @@ class Checkpoints:
 
     def _on_disk(self) -> list[int]:
         """Steps with a folder, whatever is in it; the newest first."""
-        names = [path.name for path in self._directory.iterdir()]
+        names = [path.name for path in folders.entries(self._directory)]
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _inspect(self) -> tuple[int | None, list[tuple[int, str]]]:
@@ -479,8 +479,9 @@ def _damage(folder: epath.Path) -> str:
 
 def _files(folder: epath.Path) -> list[str]:
     """Paths of all files below a folder, relative to it."""
-    found = [epath.Path(parent) / name for parent, _, names in folder.walk() for name in names]
-    return [path.relative_to(folder).as_posix() for path in found]
+    walked = [(os.fspath(parent), names) for parent, _, names in folder.walk()]
+    top = walked[0][0]  # not `folder`: behind gs://, etils 1.15 leaves the scheme out
+    return [os.path.relpath(f"{parent}/{name}", top) for parent, names in walked for name in names]
 
 
 def _hash(path: epath.Path) -> list[Any]:
