@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import fsspec
 import numpy as np
 import pytest
+import tensorstore
 from etils import epath
 from gcp_storage_emulator.server import create_server
 from tensorboardX.record_writer import GCSRecordWriter
@@ -179,6 +180,15 @@ def test_an_older_step_is_resumed_and_later_files_go():
     left = {"step_000001.jsonl", "step_000002.jsonl"}
     assert names(workdir / "episodes") == left
     assert (workdir / "episodes" / "step_000002.jsonl").read_text() == '{"text": "\\ud83d"}\n'
+
+
+def test_what_others_write_is_seen():
+    folder = folders.open_folder("gs://bucket/shared")
+    (folder / "ours").write_text("")
+    assert [path.name for path in folders.entries(folder)] == ["ours"]
+    tensorstore.KvStore.open("gs://bucket/shared/").result().write("theirs", b"x").result()
+    assert {path.name for path in folders.entries(folder)} == {"ours", "theirs"}
+    assert folders.entries(folder / "not_there") == []
 
 
 def test_rows_that_are_not_finite_are_written():
