@@ -14,6 +14,7 @@ DATA = [
     "py3langid>=0.4.0",
     "pypdf>=7.1.0",
 ]
+GCS = ["gcsfs>=2026.10.1"]
 
 setup(
     name="spell_jax",
@@ -31,6 +32,7 @@ setup(
         "flax>=0.12.8",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
+        "etils[epath]>=1.15.0",
         "chex>=0.1.92",
         "numpy>=2.4.6",
         "sentencepiece>=0.2.3",
@@ -49,10 +51,14 @@ setup(
     extras_require={
         "tpu": [f"jax[tpu]{JAX_RANGE}"],
         "gpu": [f"jax[cuda12]{JAX_RANGE}"],
+        # Workdirs in buckets (gs://...).
+        "gcs": GCS,
         "data": DATA,
         "xmanager": ["xmanager>=0.8.5"],
         "test": [
             *DATA,
+            *GCS,
+            "gcp-storage-emulator>=2026.7.19",
             "pytest>=9.2.0",
             "pytest-xdist>=3.8.0",
             "hypothesis>=6.170.15",

@@ -6,10 +6,11 @@ Nothing is measured from outside: what is said stands in the run's metrics.jsonl
 from __future__ import annotations
 
 import argparse
-import pathlib
 import tempfile
 from collections.abc import Sequence
 from typing import Any
+
+from etils import epath
 
 from configs import tiny
 from spell_jax import train
@@ -32,7 +33,7 @@ def bench_soak(options: argparse.Namespace) -> dict[str, Any]:
     config.evaluate = False
     config.game.questions = config.game.generation_batch = options.proposals
     with tempfile.TemporaryDirectory() as scratch:
-        workdir = pathlib.Path(options.workdir or scratch)
+        workdir = epath.Path(options.workdir or scratch)
         train.train(config, workdir)
         lines = read_metrics(workdir)
     return {"bench": "soak", "proposals": options.proposals} | measures(lines)

@@ -56,7 +56,7 @@ rm -rf spell_jax
 mv spell_jax.new spell_jax
 python3 -m pip install --quiet --user uv
 [ -x spell_jax_venv/bin/python ] || python3 -m uv venv --quiet --python=3.11 spell_jax_venv
-python3 -m uv pip install --quiet --python=spell_jax_venv/bin/python -e './spell_jax[tpu]'
+python3 -m uv pip install --quiet --python=spell_jax_venv/bin/python -e './spell_jax[tpu,gcs]'
 echo "spell_jax_worker $(hostname) copied"
 """
 

@@ -24,6 +24,7 @@ from spell_jax.policy import weights
 from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, PolicyConfig
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.policy.tokenizer import THINKING, Tokenizer
+from spell_jax.runtime import folders
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.runtime.settings import Config, build
 from spell_jax.selfplay import prompts as prompt_sets
@@ -187,7 +188,7 @@ def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
     Raises:
       FileNotFoundError: it is no folder of a run.
     """
-    path, step = epath.Path(init_from), None
+    path, step = folders.open_folder(init_from), None
     if path.parent.name == CHECKPOINTS_FOLDER and path.name.isdecimal():
         path, step = path.parent.parent, int(path.name)
     wanted = path / CHECKPOINTS_FOLDER / ("" if step is None else str(step))

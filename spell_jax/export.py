@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
 from absl import app, flags
 from etils import epath
@@ -22,14 +21,14 @@ from ml_collections import ConfigDict
 from spell_jax import catalogue
 from spell_jax.policy import lora, weights
 from spell_jax.run import read_weights
+from spell_jax.runtime import folders, start
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime import start
 from spell_jax.runtime.settings import Config
 
 
 def export(
-    workdir: pathlib.Path,
-    out: pathlib.Path,
+    workdir: epath.Path,
+    out: epath.Path,
     step: int | None = None,
     dtype: str = "bfloat16",
     adapters: bool = False,
@@ -60,7 +59,7 @@ def export(
     return step
 
 
-def read_config(workdir: pathlib.Path) -> Config:
+def read_config(workdir: epath.Path) -> Config:
     """The config that the run has written.
 
     Raises:
@@ -78,7 +77,7 @@ def read_config(workdir: pathlib.Path) -> Config:
 def main(_) -> None:
     start.setup()
     given = flags.FLAGS
-    workdir, out = pathlib.Path(given.workdir), pathlib.Path(given.out)
+    workdir, out = map(folders.open_folder, (given.workdir, given.out))
     step = export(workdir, out, given.step, given.dtype, given.adapters)
     print(f"{out}: the policy after step {step}")
 

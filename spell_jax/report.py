@@ -11,17 +11,19 @@
 """
 
 import argparse
+import io
 import json
 import math
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from spell_jax.runtime import folders
 from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
 
 EVALUATION_FILE = "evaluation.json"
@@ -38,7 +40,7 @@ _PANEL_COLUMNS = 3
 _PANEL_SIZE = (4.2, 2.8)  # inches
 
 
-def plot_run(workdir: str | Path) -> list[Path]:
+def plot_run(workdir: str | epath.Path) -> list[epath.Path]:
     """Draws what the run in `workdir` measured.
 
     Returns:
@@ -49,7 +51,7 @@ def plot_run(workdir: str | Path) -> list[Path]:
       FileNotFoundError: there is no metrics.jsonl.
       ValueError: it has no line or a damaged one, or evaluation.json is not of the form above.
     """
-    workdir = Path(workdir)
+    workdir = epath.Path(workdir)
     records = read_metrics(workdir)
     if not records:
         raise ValueError(f"{workdir / METRICS_FILE}: no line yet; the run has not ended a step")
@@ -69,13 +71,13 @@ def plot_run(workdir: str | Path) -> list[Path]:
     return paths
 
 
-def read_evaluation(workdir: str | Path) -> tuple[Table, Table] | None:
+def read_evaluation(workdir: str | epath.Path) -> tuple[Table, Table] | None:
     """The (before, after) tables of WORKDIR/evaluation.json, or None where one is not there yet.
 
     Raises:
       ValueError: the file is not of the form that this module's docstring gives; names the place.
     """
-    path = Path(workdir) / EVALUATION_FILE
+    path = epath.Path(workdir) / EVALUATION_FILE
     if not path.exists():
         return None
     try:
@@ -131,7 +133,7 @@ def _panels(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Panel]]
     return prefixes
 
 
-def _draw(path: Path, panels: Mapping[str, Any], draw_panel: Any) -> Path:
+def _draw(path: epath.Path, panels: Mapping[str, Any], draw_panel: Any) -> epath.Path:
     """One picture of small panels, in the order of their names."""
     columns = min(_PANEL_COLUMNS, len(panels)) or 1
     rows = math.ceil(len(panels) / columns) or 1
@@ -143,7 +145,9 @@ def _draw(path: Path, panels: Mapping[str, Any], draw_panel: Any) -> Path:
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.3)
         draw_panel(axes, content)
-    figure.savefig(path, dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110)
+    path.write_bytes(picture.getvalue())
     return path
 
 
@@ -222,11 +226,11 @@ def main() -> None:
     """Draws and prints the run of --workdir; a run that cannot be shown ends with exit status 1."""
     parser = argparse.ArgumentParser(description="Draws and prints what a run measured.")
     parser.add_argument("--workdir", required=True, help="folder of the run")
-    workdir = parser.parse_args().workdir
     try:
+        workdir = folders.open_folder(parser.parse_args().workdir)
         paths = plot_run(workdir)
         evaluation = read_evaluation(workdir)
-    except (FileNotFoundError, ValueError) as error:
+    except (FileNotFoundError, ImportError, ValueError) as error:
         sys.exit(str(error))
     if evaluation is not None:
         print(before_after_table(*evaluation), end="\n\n")

@@ -87,17 +87,28 @@ def make_run(config: Config) -> Run:
     return Run(config, policy, tokenizer, learner, players, game, evaluation, folder)
 
 
-def host_state(run: Run, game: dict[str, Any], best: float | None) -> dict[str, Any]:
-    """What a checkpoint holds besides arrays; all keys and draws follow from seed and step."""
-    return {"config": plain(run.config), "game": game, "best": best}
+def host_state(
+    run: Run, game: dict[str, Any], best: float | None, metrics: list[str]
+) -> dict[str, Any]:
+    """What a checkpoint holds besides arrays; all keys and draws follow from seed and step.
+
+    Args:
+      run: of which the config is kept.
+      game: its state_dict.
+      best: the best score by validation so far.
+      metrics: the last lines of metrics.jsonl.
+    """
+    return {"config": plain(run.config), "game": game, "best": best, "metrics": metrics}
 
 
 # ------------------------------------------------------------------------------------------- Start
 
 
-def begin(run: Run, checkpoints: Checkpoints) -> tuple[dict[str, Any], int, float | None]:
-    """The state by model name, the steps done, the best score: of the newest intact checkpoint; if
-    there is none, a fresh state of `first_state`. The log says which.
+def begin(
+    run: Run, checkpoints: Checkpoints
+) -> tuple[dict[str, Any], int, float | None, list[str]]:
+    """The state by model name, the steps done, the best score and the last lines of metrics: of the
+    newest intact checkpoint; if there is none, a fresh state of `first_state`. The log says which.
 
     Raises:
       ValueError: the checkpoint is of another seed or shape, or of a later step than the last.
@@ -107,7 +118,7 @@ def begin(run: Run, checkpoints: Checkpoints) -> tuple[dict[str, Any], int, floa
     step = checkpoints.newest_intact()
     if step is None:
         state = first_state(run)
-        return {"policy": state} | {name: copy(state.params) for name in names}, 0, None
+        return {"policy": state} | {name: copy(state.params) for name in names}, 0, None, []
     if run.policy.lora:  # the checkpoint has the adapters only
         run.learner.freeze(load_weights(run))
     abstract = run.learner.abstract_state()
@@ -118,7 +129,7 @@ def begin(run: Run, checkpoints: Checkpoints) -> tuple[dict[str, Any], int, floa
     log.info("resumed at step %d", step)
     for change in changes(run.config, saved["config"]):
         log.info("%s when it was saved", change)
-    return models, step, saved["best"]
+    return models, step, saved["best"], saved["metrics"]
 
 
 def check_resumed(config: Config, step: int, saved: Mapping[str, Any]) -> None:
@@ -196,7 +207,7 @@ def read_weights(
 # --------------------------------------------------------------------------------- During the run
 
 
-def save_policy(run: Run, models: dict[str, Any], folder: pathlib.Path) -> None:
+def save_policy(run: Run, models: dict[str, Any], folder: epath.Path) -> None:
     """The policy as a Hugging Face folder in the dtype that it is played with."""
     policy, params = run.learner.export(models["policy"].params)
     weights.save(folder, policy, params, run.tokenizer, run.config.policy.compute_dtype)

@@ -25,14 +25,15 @@ from typing import Any
 import jax
 import numpy as np
 from absl import app, flags
+from etils import epath
 from ml_collections import config_flags
 
 from spell_jax.learner import loss, non_finite, packing, update
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import folders, start
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime import start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.jsonl import read_records
 from spell_jax.runtime.metrics import MetricsWriter
@@ -130,7 +131,7 @@ def make_learner(config: Config, policy: PolicyConfig) -> update.Learner:
     )
 
 
-def run(config: Config, workdir: pathlib.Path) -> pathlib.Path:
+def run(config: Config, workdir: epath.Path) -> epath.Path:
     """Tunes and returns the folder of the resulting policy.
 
     Raises:
@@ -157,7 +158,7 @@ def _run(
     config: Config,
     learner: update.Learner,
     tokenizer: tokenizers.Tokenizer,
-    workdir: pathlib.Path,
+    workdir: epath.Path,
     checkpoints: Checkpoints,
     preemption: Preemption,
 ) -> update.TrainState:
@@ -199,7 +200,7 @@ def _run(
 
 def main(_) -> None:
     start.setup()
-    print(run(flags.FLAGS.config, pathlib.Path(flags.FLAGS.workdir)))
+    print(run(flags.FLAGS.config, folders.open_folder(flags.FLAGS.workdir)))
 
 
 if __name__ == "__main__":

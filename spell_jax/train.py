@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from absl import app, flags
+from etils import epath
 from ml_collections import config_flags
 
 from spell_jax import report
@@ -35,7 +35,7 @@ from spell_jax.run import (
     refresh_anchor,
     save_policy,
 )
-from spell_jax.runtime import faults, start
+from spell_jax.runtime import faults, folders, start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.footprint import Footprint
 from spell_jax.runtime.jsonl import write_json
@@ -60,7 +60,7 @@ class Played:
 # -------------------------------------------------------------------------------------------- Loop
 
 
-def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
+def train(config: Config, workdir: epath.Path) -> epath.Path:
     """Plays and learns for config.steps updates; returns the workdir.
 
     Written there: metrics.jsonl and TensorBoard events, episodes/, checkpoints/, policy/ and best/
@@ -80,16 +80,16 @@ def train(config: Config, workdir: pathlib.Path) -> pathlib.Path:
 
 
 def _train(
-    run: Run, workdir: pathlib.Path, checkpoints: Checkpoints, preemption: Preemption
-) -> pathlib.Path:
+    run: Run, workdir: epath.Path, checkpoints: Checkpoints, preemption: Preemption
+) -> epath.Path:
     config = run.config
     is_writer = jax.process_index() == 0
-    models, step, best = begin(run, checkpoints)
+    models, step, best, tail = begin(run, checkpoints)
     if is_writer:
         start.write_config(config, workdir)
     learner, game = run.learner, run.game
     learner.compile(models["policy"], models.get("reference"))
-    metrics_writer = MetricsWriter(workdir, step or None, is_writer)
+    metrics_writer = MetricsWriter(workdir, step or None, is_writer, tail)
     episode_writer = EpisodeWriter(workdir, step or None, is_writer and config.write_episodes)
     progress = Progress(config.steps, start=step, enabled=is_writer)
     if step == 0 and config.evaluate:
@@ -99,7 +99,8 @@ def _train(
     footprint = Footprint()
 
     def save(step: int, game: dict[str, Any], **options) -> None:
-        checkpoints.save(step, models, host_state(run, game, best), **options)
+        state = host_state(run, game, best, metrics_writer.tail())
+        checkpoints.save(step, models, state, **options)
 
     def stop_if_preempted(step: int, game: dict[str, Any]) -> None:
         if preemption.should_stop():
@@ -197,7 +198,7 @@ def validate(run: Run, models: dict[str, Any], written: Metrics) -> float | None
     return score
 
 
-def evaluate(run: Run, models: dict[str, Any], workdir: pathlib.Path, when: str) -> None:
+def evaluate(run: Run, models: dict[str, Any], workdir: epath.Path, when: str) -> None:
     """Adds a full held-out evaluation to evaluation.json under "before" or "after"."""
     if run.evaluation is None:
         return
@@ -210,7 +211,7 @@ def evaluate(run: Run, models: dict[str, Any], workdir: pathlib.Path, when: str)
         write_json(path, results | {when: result})
 
 
-def finish(run: Run, models: dict[str, Any], workdir: pathlib.Path, is_writer: bool) -> None:
+def finish(run: Run, models: dict[str, Any], workdir: epath.Path, is_writer: bool) -> None:
     """Last evaluation, the policy as a folder, plots, and the table of before and after."""
     if run.config.evaluate:
         evaluate(run, models, workdir, "after")
@@ -226,7 +227,7 @@ def finish(run: Run, models: dict[str, Any], workdir: pathlib.Path, is_writer: b
 
 def main(_) -> None:
     start.setup()
-    train(flags.FLAGS.config, pathlib.Path(flags.FLAGS.workdir))
+    train(flags.FLAGS.config, folders.open_folder(flags.FLAGS.workdir))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def begin(config, workdir) -> tuple[dict, int]:
         noise.use_one_device(monkeypatch)
         run = runs.make_run(config)
         checkpoints = Checkpoints(workdir)
-        models, step, _ = runs.begin(run, checkpoints)
+        models, step, *_ = runs.begin(run, checkpoints)
         checkpoints.close()
     return models, step
 

@@ -235,9 +235,12 @@ def oracle(question: str, documents: Sequence[str]) -> str | None:
 
 
 def oracle_choice(question: str, documents: Sequence[str]) -> str | None:
-    """The letter of the one option that holds the true answer; None if there is not just one."""
+    """The letter of the one option that holds the true answer; None if there is not just one, or
+    more options than letters."""
     truth = oracle(question, documents)
     options = re.findall(r"\(([A-D])\) *([^\n]*)", question)
+    if len(options) > 4:
+        return None
     right = [letter for letter, text in options if canonical(text) == truth]
     return right[0] if len(right) == 1 else None
 

@@ -261,15 +261,20 @@ class Players:
         self.metrics.add_sum(f"refused/{speaker}", refused, len(asked.replies))
 
 
+_FOLDED = 256  # keys that are made in one call: of one shape, so that nothing compiles in mid-run
+
+
 def _fold(key: np.ndarray, numbers: Sequence[tuple[int, ...]]) -> np.ndarray:
     """Key data uint32 [n, 2] of a key into which each of n tuples is folded, number by number."""
     if not numbers:
         return np.zeros((0, 2), np.uint32)
-    padded = np.zeros((1 << (len(numbers) - 1).bit_length(), len(numbers[0])), np.uint32)
-    padded[: len(numbers)] = numbers  # to a power of two: few shapes are compiled
+    pieces = -(-len(numbers) // _FOLDED)
+    padded = np.zeros((pieces, _FOLDED, len(numbers[0])), np.uint32)
+    padded.reshape(-1, len(numbers[0]))[: len(numbers)] = numbers
     # On the host: on an accelerator it would wait for what is being drawn.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return np.asarray(_fold_all(key, padded))[: len(numbers)]
+        folded = [np.asarray(_fold_all(key, piece)) for piece in padded]
+    return np.concatenate(folded)[: len(numbers)]
 
 
 @jax.jit

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 
 from spell_jax.learner import packing
 from spell_jax.runtime.jsonl import write_records
@@ -99,7 +99,7 @@ def find_tensors(tree: Any, replicated: jax.sharding.Sharding) -> list[str]:
 
 @contextlib.contextmanager
 def rows_written(
-    workdir: pathlib.Path, step: int, decode: Callable[[Sequence[int]], str]
+    workdir: epath.Path, step: int, decode: Callable[[Sequence[int]], str]
 ) -> Iterator[None]:
     """Where the block raises NonFinite, process 0 writes the rows (`write_rows`)."""
     try:
@@ -112,10 +112,10 @@ def rows_written(
 
 def write_rows(
     error: NonFinite,
-    workdir: pathlib.Path,
+    workdir: epath.Path,
     step: int,
     decode: Callable[[Sequence[int]], str],
-) -> pathlib.Path:
+) -> epath.Path:
     """Writes WORKDIR/non_finite/STEP.jsonl, one answer a line, and names it in the error's notes.
 
     A line has "role", "prompt" and "answer" (texts), "prompt_tokens" and "answer_tokens" (ids),

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +136,7 @@ def _add(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Arr
     return kernel.astype(jnp.float32) + update * scale
 
 
-def save(folder: str | pathlib.Path, config: PolicyConfig, params: Any, base: str = "") -> None:
+def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base: str = "") -> None:
     """Writes the adapters alone: adapter_model.safetensors and adapter_config.json of PEFT. Of
     several hosts process 0 writes, but every one calls this.
 
@@ -171,6 +171,6 @@ def save(folder: str | pathlib.Path, config: PolicyConfig, params: Any, base: st
     }
     with hosts.fail_together():
         if jax.process_index() == 0:
-            with files.replacing(pathlib.Path(folder)) as scratch:
+            with files.replacing(folder) as scratch:
                 write_json(scratch / "adapter_config.json", description, indent=2)
                 files.save_file(tensors, scratch / "adapter_model.safetensors")

@@ -26,13 +26,16 @@ from typing import Any
 import numpy as np
 import safetensors
 import safetensors.numpy
+from etils import epath
 
+from spell_jax.runtime import folders
 from spell_jax.runtime.jsonl import write_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # How files end that hold weights, in this format or in others.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
+CONFIGS = ("config.json", "adapter_config.json")  # a folder without one of them is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,14 +208,22 @@ def save_file(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+def replacing(folder: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """An empty folder to fill, that takes the given folder's place when the block is through.
 
     After an error nothing has changed. After a sudden death the folder is as it was, or missing
     with its old content beside it, which the next call brings back; what else lies there of dead
     calls is removed. One process at a time may replace a folder.
+
+    Buckets cannot rename folders: one of theirs is filled in the system's temporary folder and then
+    copied; after a death on the way its config.json is missing.
     """
-    folder = folder.resolve()  # of a link, the target is replaced
+    if folders.is_remote(folder):
+        with tempfile.TemporaryDirectory() as scratch:
+            yield pathlib.Path(scratch)
+            folders.replace_folder(pathlib.Path(scratch), epath.Path(folder), last=CONFIGS)
+        return
+    folder = pathlib.Path(folder).resolve()  # of a link, the target is replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
     _tidy(folder)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -493,7 +494,7 @@ def _piece(
 
 
 def save(
-    folder: str | pathlib.Path,
+    folder: str | os.PathLike[str],
     config: PolicyConfig,
     params: transformer.Params,
     tokenizer: tokenizers.Tokenizer | None = None,
@@ -536,7 +537,7 @@ def save(
     with hosts.fail_together():
         try:
             if jax.process_index() == 0:
-                with files.replacing(pathlib.Path(folder)) as scratch:
+                with files.replacing(folder) as scratch:
                     files.write(scratch, nbytes, tensors, shard_bytes)
                     _write_others(scratch, fields, tokenizer)
         finally:

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from spell_jax.runtime import faults, hashes, hosts
+from spell_jax.runtime import faults, folders, hashes, hosts
 
 log = logging.getLogger(__name__)
 
@@ -413,7 +413,7 @@ class Checkpoints:
 
     def _on_disk(self) -> list[int]:
         """Steps with a folder, whatever is in it; the newest first."""
-        names = [path.name for path in self._directory.iterdir()]
+        names = [path.name for path in folders.entries(self._directory)]
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _inspect(self) -> tuple[int | None, list[tuple[int, str]]]:

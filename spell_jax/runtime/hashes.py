@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import json
+import os
 from typing import Any
 
 from etils import epath
@@ -73,8 +74,9 @@ def damage(folder: epath.Path) -> str:
 
 def _files(folder: epath.Path) -> list[str]:
     """Paths of all files below a folder, relative to it."""
-    found = [epath.Path(parent) / name for parent, _, names in folder.walk() for name in names]
-    return [path.relative_to(folder).as_posix() for path in found]
+    walked = [(os.fspath(parent), names) for parent, _, names in folder.walk()]
+    top = walked[0][0]  # not `folder`: behind gs://, etils 1.15 leaves the scheme out
+    return [os.path.relpath(f"{parent}/{name}", top) for parent, names in walked for name in names]
 
 
 def _hash(path: epath.Path) -> list[Any]:

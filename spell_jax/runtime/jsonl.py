@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
+
+from etils import epath
+
+from spell_jax.runtime import folders
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -41,21 +46,30 @@ def read_records(path: str | pathlib.Path, parse: Callable[[Any], T]) -> tuple[l
     return records, skipped
 
 
-def write_records(path: pathlib.Path, records: Iterable[Any]) -> None:
-    """Writes records as JSON lines under another name, then renames: the file is never partial.
+def write_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None:
+    """Writes records as JSON lines, whole or not at all.
 
     Half of a surrogate pair, which text from a model may hold, has no UTF-8 form: such a character
     is written as its JSON escape.
     """
-    _write(path, (json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    write_lines(path, (json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
-def write_json(path: pathlib.Path, value: Any, indent: int = 1) -> None:
+def write_json(path: str | os.PathLike[str], value: Any, indent: int = 1) -> None:
     """Writes one value, indented, whole or not at all; ValueError if a number is not finite."""
-    _write(path, [json.dumps(value, indent=indent, allow_nan=False) + "\n"])
+    write_lines(path, [json.dumps(value, indent=indent, allow_nan=False) + "\n"])
 
 
-def _write(path: pathlib.Path, lines: Iterable[str]) -> None:
+def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
+    """Writes lines, which end with their line break, whole or not at all.
+
+    On a disk they are written under another name, which then takes the file's place; an object of a
+    bucket appears when it is closed, and is not opened before all lines are there.
+    """
+    if folders.is_remote(path):
+        epath.Path(path).write_bytes("".join(lines).encode(errors="backslashreplace"))
+        return
+    path = pathlib.Path(path)
     # A terminal or a pipe (/dev/stdout) is written to, a link's target replaced.
     is_stream = path.exists() and not path.is_file()
     target = path if is_stream else path.resolve()

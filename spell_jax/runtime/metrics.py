@@ -12,18 +12,21 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
+from etils import epath
 from tensorboardX import SummaryWriter
 
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime import folders
+from spell_jax.runtime.jsonl import write_lines, write_records
 
 METRICS_FILE = "metrics.jsonl"
 EPISODES_FOLDER = "episodes"
 TENSORBOARD_FOLDER = "tensorboard"
+TAIL = 1000  # lines of metrics.jsonl that a checkpoint keeps
 
 
 class Metrics:
@@ -96,42 +99,53 @@ def finite_or_none(value: Any) -> tuple[Any, int]:
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of WORKDIR/metrics.jsonl as dicts, in file order.
 
-    A last line without its line break, as a kill in the middle of a write leaves it, is dropped.
+    A last line without its line break, as a copy that was cut off has it, is dropped.
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: a whole line is not a JSON object with an integer "step"; names file and line.
     """
-    path = Path(workdir) / METRICS_FILE
+    path = epath.Path(workdir) / METRICS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path}: no metrics there; is this the folder of a training run?")
-    *lines, _torn = path.read_text(encoding="utf-8").split("\n")
-    records = []
+    return [record for record, _ in _parse(path, _read_lines(path))]
+
+
+def _read_lines(path: epath.Path) -> list[str]:
+    *lines, _torn = path.read_bytes().decode().split("\n")
+    return lines
+
+
+def _parse(place: Any, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """(record, line) of each line; the ValueError of `read_metrics` names the place."""
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON ({error.msg}): {line[:80]!r}") from error
+            raise ValueError(f"{place}:{number}: not JSON ({error.msg}): {line[:80]!r}") from error
         if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise ValueError(
-                f'{path}:{number}: want an object with an integer "step": {line[:80]!r}'
+                f'{place}:{number}: want an object with an integer "step": {line[:80]!r}'
             )
-        records.append(record)
-    return records
+        yield record, line
 
 
 class MetricsWriter:
     """Writes WORKDIR/metrics.jsonl, one line {"step": int, name: number, ...} a step, and
     TensorBoard events beside it.
 
+    Buckets have no appending, so the lines are held, and every write puts the whole file there.
+
     Args:
       workdir: the run's folder; made if it is missing.
       resume_step: the last step that counts. Later lines are dropped, in TensorBoard too. None
         starts the file anew.
       is_writer: whether this process writes (process 0 only); elsewhere all methods do nothing.
+      tail: lines that the checkpoint of resume_step kept (see the method). Those of steps that the
+        file does not have (it is lost, older, or of another folder) are put in.
 
     Raises:
-      ValueError: the file to resume is damaged (see `read_metrics`).
+      ValueError: the file to resume, or the tail, is damaged (see `read_metrics`).
     """
 
     def __init__(
@@ -139,27 +153,27 @@ class MetricsWriter:
         workdir: str | os.PathLike[str],
         resume_step: int | None = None,
         is_writer: bool = True,
+        tail: Sequence[str] = (),
     ) -> None:
         self._is_writer = is_writer
-        self._last_step: int | None = None
+        self._lines: dict[int, str] = {}  # by step, in order of steps
         if not is_writer:
             return
-        folder = Path(workdir)
+        folder = epath.Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / METRICS_FILE
-        kept: list[dict[str, Any]] = []
-        if resume_step is not None and path.exists():
-            kept = [record for record in read_metrics(folder) if record["step"] <= resume_step]
-        if kept:
-            self._last_step = kept[-1]["step"]
-        write_records(path, kept)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = folder / METRICS_FILE
+        if resume_step is not None:
+            there = _read_lines(self._path) if self._path.exists() else []
+            found = (*_parse("tail of the checkpoint", tail), *_parse(self._path, there))
+            lines = {record["step"]: line for record, line in found}  # the file's before the tail's
+            self._lines = {step: lines[step] for step in sorted(lines) if step <= resume_step}
+        self._put()
         # TensorBoard's reader is told to forget what an earlier process wrote from this step on.
         first_step = 0 if resume_step is None else resume_step + 1
         self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step)
 
     def write(self, step: int, metrics: Metrics | Mapping[str, Any]) -> None:
-        """Writes the step's line and hands it to the operating system.
+        """Writes the step's line; the file has it when this returns.
 
         Numbers that are not finite become null, are counted in the line's "non_finite", and are
         logged by name.
@@ -169,10 +183,9 @@ class MetricsWriter:
         """
         if not self._is_writer:
             return
-        if self._last_step is not None and step <= self._last_step:
-            raise ValueError(
-                f"step is {step}, want more than {self._last_step}, the last one written"
-            )
+        last = next(reversed(self._lines), None)
+        if last is not None and step <= last:
+            raise ValueError(f"step is {step}, want more than {last}, the last one written")
         means = metrics.means() if isinstance(metrics, Metrics) else metrics
         numbers = {name: float(value) for name, value in means.items()}
         taken = {"step", "non_finite"} & numbers.keys()
@@ -183,24 +196,28 @@ class MetricsWriter:
             names = [name for name, value in record.items() if value is None]
             logging.warning("step %d: not finite: %s", step, ", ".join(names))
             record["non_finite"] = non_finite
-        self._file.write(json.dumps({"step": step, **record}) + "\n")
-        self._file.flush()
+        self._lines[step] = json.dumps({"step": step, **record})
+        self._put()
         for name, value in record.items():
             if value is not None:
                 self._board.add_scalar(name, value, step)
-        self._last_step = step
+
+    def _put(self) -> None:
+        write_lines(self._path, (line + "\n" for line in self._lines.values()))
+
+    def tail(self) -> list[str]:
+        """The last TAIL lines, without line breaks, for a checkpoint to keep; on other processes
+        none."""
+        return list(self._lines.values())[-TAIL:]
 
     def flush(self) -> None:
-        """Puts everything written so far on disk; call it before a checkpoint that relies on it."""
+        """Puts TensorBoard's events into their file, too."""
         if self._is_writer:
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._board.flush()
 
     def close(self) -> None:
-        """Flushes and closes the files."""
+        """Flushes and closes TensorBoard's file."""
         if self._is_writer:
-            self._file.close()
             self._board.close()
 
 
@@ -220,16 +237,16 @@ class EpisodeWriter:
         is_writer: bool = True,
     ) -> None:
         self._is_writer = is_writer
-        self._folder = Path(workdir) / EPISODES_FOLDER
+        self._folder = epath.Path(workdir) / EPISODES_FOLDER
         if not is_writer:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        for path in self._folder.glob("step_*.jsonl"):
-            number = path.stem.removeprefix("step_")
-            if number.isdecimal() and (resume_step is None or int(number) > resume_step):
+        for path in folders.entries(self._folder):
+            found = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
+            if found and (resume_step is None or int(found[1]) > resume_step):
                 path.unlink()
 
-    def write(self, step: int, episodes: Iterable[Any]) -> Path | None:
+    def write(self, step: int, episodes: Iterable[Any]) -> epath.Path | None:
         """Writes all episodes (mappings or dataclasses) of a step and returns the file's path.
 
         Numbers that are not finite become null. On other processes: nothing, and None.

@@ -10,6 +10,7 @@ import pathlib
 
 import jax
 from absl import logging as absl_logging
+from etils import epath
 
 from spell_jax.runtime import hosts
 from spell_jax.runtime.settings import Config
@@ -35,12 +36,12 @@ def setup() -> None:
     hosts.join()
 
 
-def write_config(config: Config, workdir: pathlib.Path) -> None:
+def write_config(config: Config, workdir: epath.Path) -> None:
     """WORKDIR/config.json: the config as the run has it."""
     (workdir / CONFIG_FILE).write_text(config.to_json_best_effort(indent=2) + "\n")
 
 
-def profiled(wanted: bool, workdir: pathlib.Path) -> contextlib.AbstractContextManager[None]:
+def profiled(wanted: bool, workdir: epath.Path) -> contextlib.AbstractContextManager[None]:
     """Writes a profiler trace of what happens inside to WORKDIR/profile, if it is wanted."""
     if not wanted:
         return contextlib.nullcontext()

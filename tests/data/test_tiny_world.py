@@ -149,6 +149,8 @@ def test_a_choice_without_one_right_option_has_no_answer():
     texts = ("- Arvo Oslo 34 12 Bela",)
     assert world.oracle_choice("city of Arvo\n(A) Rome\n(B) Fjordton\n", texts) == "B"
     assert world.oracle_choice("city of Arvo\n(A) Oslo\n(B) Fjordton\n", texts) is None
+    five = "(A) Rome\n(B) Fjordton\n(C) Lima\n(D) Bonn\n(A) Bonn\n"
+    assert world.oracle_choice("city of Arvo\n" + five, texts) is None
     assert world.oracle_choice("city of Arvo\n(A) Rome\n(B) Lima\n", texts) is None
     assert world.oracle_choice("city of Arvo", texts) is None
     assert world.oracle_choice("(A) (B) (C)", texts) is None

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spell_jax.runtime import metrics as runtime_metrics
 from spell_jax.runtime.metrics import (
     EpisodeWriter,
     Metrics,
@@ -70,6 +71,64 @@ def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "stopped")] == list(range(7))
 
 
+def lines_of(steps):
+    return [json.dumps({"step": step, "from": "tail"}) for step in steps]
+
+
+@pytest.mark.parametrize(
+    "there, tail, wanted",
+    [
+        ([], [3, 4, 5], [3, 4, 5]),  # the file is lost; a checkpoint keeps the last lines only
+        ([1, 2, 3], [2, 3, 4, 5], [1, 2, 3, 4, 5]),  # older than the checkpoint
+        ([1, 3, 5], [2, 4, 5], [1, 2, 3, 4, 5]),
+        ([1, 2, 6, 7], [4, 6], [1, 2, 4]),  # what is behind the checkpoint is played again
+        ([4, 5, 6], [], [4, 5]),
+    ],
+)
+def test_a_checkpoints_tail_fills_what_the_file_lacks(tmp_path, there, tail, wanted):
+    if there:
+        run(tmp_path, there)
+    writer = MetricsWriter(tmp_path, resume_step=5, tail=lines_of(tail))
+    records = read_metrics(tmp_path)
+    assert [record["step"] for record in records] == wanted
+    assert all(("train/loss" in record) == (record["step"] in there) for record in records)
+    assert [json.loads(line) for line in writer.tail()] == records
+    writer.write(6, {"a": 1.0})
+    assert read_metrics(tmp_path) == [*records, {"step": 6, "a": 1.0}]
+    writer.close()
+
+
+def test_a_tail_is_the_last_lines_as_the_file_has_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime_metrics, "TAIL", 3)
+    run(tmp_path, range(6))
+    writer = MetricsWriter(tmp_path, resume_step=4)
+    writer.write(8, {"a": math.nan})
+    assert writer.tail() == (tmp_path / "metrics.jsonl").read_text().splitlines()[-3:]
+    assert [json.loads(line)["step"] for line in writer.tail()] == [3, 4, 8]
+    writer.close()
+
+
+def test_a_damaged_tail_is_named(tmp_path):
+    with pytest.raises(ValueError, match="tail of the checkpoint:2: not JSON"):
+        MetricsWriter(tmp_path, resume_step=5, tail=[*lines_of([4]), "{"])
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
+    """Whole or not at all: each write puts all lines under another name first."""
+    run(tmp_path, range(3))
+    writer = MetricsWriter(tmp_path, resume_step=2)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def full(file, target):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    with pytest.raises(OSError, match="no space"):
+        writer.write(3, {"a": 1.0})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    writer.close()
+
+
 def test_without_a_resume_step_the_file_begins_anew(tmp_path):
     run(tmp_path, range(5))
     run(tmp_path, range(2))
@@ -115,6 +174,7 @@ def test_other_processes_write_nothing(tmp_path):
     metrics.write(1, {"a": 1.0})
     metrics.flush()
     metrics.close()
+    assert metrics.tail() == []
     assert EpisodeWriter(tmp_path / "run", is_writer=False).write(1, [{}]) is None
     assert not (tmp_path / "run").exists()
 
