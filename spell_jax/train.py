@@ -35,7 +35,7 @@ from spell_jax.run import (
     refresh_anchor,
     save_policy,
 )
-from spell_jax.runtime import faults, folders, start
+from spell_jax.runtime import faults, folders, hosts, start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.footprint import Footprint
 from spell_jax.runtime.jsonl import write_json
@@ -127,24 +127,23 @@ def _train(
         refresh_anchor(config, models, step)
 
         numbers |= {"play_seconds": played.seconds, "update_seconds": time.monotonic() - clock}
-        counts = packing.count_answers(played.rows)
-        numbers |= {f"rows/{role}": count for role, count in counts.items()}
-        written = played.metrics
-        for name, value in numbers.items():
-            written.add(f"train/{name}", value)
-        for name, value in footprint.numbers().items():
-            written.add(f"process/{name}", value)
+        written = step_metrics(played, numbers, footprint.numbers())
         score = None
         if config.validate_every and step % config.validate_every == 0:
             progress.update(step, "validate", {"solved": solve_rate})
             score = validate(run, models, written)
-            if score is not None and (best is None or score > best):
-                best = score
-                save_policy(run, models, workdir / "best")
-        metrics_writer.write(step, written)
-        metrics_writer.flush()
-        episode_writer.write(step, map(game.record, played.episodes))
         state = ahead.before if ahead else game.state_dict()
+        try:
+            with hosts.fail_together():
+                if score is not None and (best is None or score > best):
+                    save_policy(run, models, workdir / "best")
+                    best = score
+                metrics_writer.write(step, written)
+                metrics_writer.flush()
+                episode_writer.write(step, map(game.record, played.episodes))
+        except (OSError, RuntimeError):
+            save(step, state, score=score, force=True)  # elsewhere, if the disk is full
+            raise
         save(step, state, score=score)
         stop_if_preempted(step, state)
         progress.update(step, "done", {"solved": solve_rate})
@@ -170,6 +169,18 @@ def play(
     metrics.merge(run.game.metrics(episodes), "play/")
     metrics.merge(run.players.metrics, "play/")
     return Played(episodes, rows, metrics, time.monotonic() - clock, before)
+
+
+def step_metrics(played: Played, numbers: dict[str, float], process: dict[str, float]) -> Metrics:
+    """A step's metrics: of the game, of the update, of the process."""
+    metrics = played.metrics
+    counts = packing.count_answers(played.rows)
+    numbers = numbers | {f"rows/{role}": count for role, count in counts.items()}
+    for name, value in numbers.items():
+        metrics.add(f"train/{name}", value)
+    for name, value in process.items():
+        metrics.add(f"process/{name}", value)
+    return metrics
 
 
 def plays_ahead(config: Config, step: int) -> bool:

@@ -1,0 +1,160 @@
+"""Going on where a run cannot go on as it was: on other devices, with a step that was played ahead,
+without its disk."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import functools
+import os
+import pathlib
+
+import pytest
+from absl import logging as absl_logging
+
+from spell_jax import train
+from spell_jax.runtime import faults
+from spell_jax.runtime.checkpoint import Checkpoints, SaveError
+from spell_jax.runtime.metrics import MetricsWriter, read_metrics
+from spell_jax.runtime.preemption import Preempted
+from tests import killed, noise
+
+absl_logging.set_verbosity(absl_logging.WARNING)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+def play(config, workdir: pathlib.Path, one_device: bool = True) -> list[dict]:
+    """The metrics of a run in this process."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if one_device:
+            noise.use_one_device(monkeypatch)
+        noise.give_meaning(monkeypatch)
+        monkeypatch.setattr(train.report, "plot_run", lambda workdir: ())
+        train.train(config, workdir)
+    return list(map(noise.steady, read_metrics(workdir)))
+
+
+def episodes(workdir: pathlib.Path) -> dict[str, bytes]:
+    return killed.files(workdir / "episodes")
+
+
+# ------------------------------------------------------------------------------------------ Devices
+
+
+def test_on_other_meshes_a_run_goes_on_with_the_same_losses(policy, tmp_path) -> None:
+    """One device, then eight, then two times four; the reference of the loss goes along. Answers
+    are drawn alike on all, so that every number of a step may be compared."""
+    fields = {"loss.kl_weight": 0.5, "loss.entropy_weight": 0.1, "validate_every": 0}
+    make = functools.partial(killed.make_config, policy, **fields)
+    wanted = play(make(), tmp_path / "one")
+    workdir = tmp_path / "moved"
+    play(make(steps=2), workdir)
+    play(make(steps=4), workdir, one_device=False)
+    lines = play(make(steps=6, **{"mesh.data": 2, "mesh.fsdp": 4}), workdir, one_device=False)
+
+    assert episodes(workdir) == episodes(tmp_path / "one")
+    assert all(abs(line["train/loss"]) > 1e-2 for line in wanted), "nothing is easily the same"
+    assert all(line["train/kl"] > 1e-5 for line in wanted[1:])
+    bounds = {"loss": 1e-5, "entropy": 1e-5, "kl": 1e-6, "gradient_norm": 1e-5}
+    for line, want in zip(lines, wanted, strict=True):
+        for name, bound in bounds.items():
+            assert abs(line[f"train/{name}"] - want[f"train/{name}"]) < bound, (line["step"], name)
+
+
+# ------------------------------------------------------------------------------------ Playing ahead
+
+
+def test_a_step_that_was_played_ahead_is_played_again(policy, tmp_path, monkeypatch) -> None:
+    """Told to stop while step 4 is played ahead of step 3's update, a run leaves what one of three
+    steps leaves, in which nothing was played ahead of the last."""
+    fields = {"staleness": 1, "loss.behaviour": "truncated", "checkpoint_every": 100}
+    make = functools.partial(killed.make_config, policy, **fields)
+    play(make(steps=3), tmp_path / "three")
+    questions = sum(len(lines.splitlines()) for lines in episodes(tmp_path / "three").values())
+    workdir = tmp_path / "stopped"
+    begun = count_begun(monkeypatch)
+    with monkeypatch.context() as patches, pytest.raises(Preempted):
+        patches.setattr(faults, "_passed", collections.Counter())
+        patches.setenv(faults.VARIABLE, f"verified:{questions + 5}:term")
+        play(make(), workdir)
+    assert begun == [1, 2, 3, 4]
+    assert episodes(workdir) == episodes(tmp_path / "three")
+    killed.assert_same_state(make(), workdir, tmp_path / "three")
+    assert play(make(), workdir) == play(make(), tmp_path / "three")
+    assert begun[4:] == [4, 5, 6] * 2
+    killed.assert_same_run(make(), workdir, tmp_path / "three")
+
+
+def count_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps that are played from now on."""
+    begun, play_step = [], train.play
+
+    def play_and_count(run, models, step, *given, **options):
+        begun.append(step)
+        return play_step(run, models, step, *given, **options)
+
+    monkeypatch.setattr(train, "play", play_and_count)
+    return begun
+
+
+# --------------------------------------------------------------------------------------------- Disk
+
+
+@pytest.fixture(scope="module")
+def whole(policy, tmp_path_factory) -> pathlib.Path:
+    workdir = tmp_path_factory.mktemp("whole")
+    play(killed.make_config(policy), workdir)
+    return workdir
+
+
+@pytest.mark.parametrize(
+    "number, written", [(errno.EROFS, True), (errno.ENOSPC, False)], ids=["read-only", "full"]
+)
+def test_without_its_disk_a_run_goes_on_in_the_fallback(
+    number, written, policy, whole, tmp_path, monkeypatch
+) -> None:
+    """From step 3 on no folder can be made, and, unless they are `written`, no metrics either."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(train, "Checkpoints", functools.partial(Checkpoints, sleep=lambda _: None))
+    config, workdir = killed.make_config(policy), tmp_path / "run"
+    with monkeypatch.context() as patches, pytest.raises(SaveError) as error:
+        killed.wait_for_saves(patches)
+        lose_disk(patches, workdir, 3, number, written)
+        play(config, workdir)
+    told = str(error.value)
+    assert os.strerror(number) in told
+    fallback = pathlib.Path(told.partition("go on from there with --workdir=")[2])
+    assert fallback == tmp_path / "temporary" / "run_step3"
+    lines = play(config, fallback)
+    assert lines == list(map(noise.steady, read_metrics(whole)))[3:]
+    assert episodes(fallback).items() <= episodes(whole).items() and len(episodes(fallback)) == 3
+    killed.assert_same_state(config, fallback, whole)
+    for run in (workdir, fallback):
+        assert Checkpoints(run).newest_intact() == (2 if run == workdir else killed.STEPS)
+
+
+def lose_disk(
+    monkeypatch: pytest.MonkeyPatch, workdir: pathlib.Path, step: int, number: int, written: bool
+) -> None:
+    """From a step's beginning on nothing new can be made in the workdir."""
+    play_step, mkdir, flush = train.play, os.mkdir, MetricsWriter.flush
+
+    def fail(path, *given, **options):
+        if os.fspath(path).startswith(f"{workdir}/"):
+            raise OSError(number, os.strerror(number), path)
+        mkdir(path, *given, **options)
+
+    def fail_to_flush(self):
+        raise OSError(number, os.strerror(number))
+
+    def play_and_fail(run, models, played, *given, **options):
+        if played == step:
+            monkeypatch.setattr(os, "mkdir", fail)
+            monkeypatch.setattr(MetricsWriter, "flush", flush if written else fail_to_flush)
+        return play_step(run, models, played, *given, **options)
+
+    monkeypatch.setattr(train, "play", play_and_fail)
