@@ -32,8 +32,10 @@ clean:
 	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# With a recent pip: that of Python 3.11 tries versions of Google's packages for ten minutes.
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -U pip
 
 .venv/installed: setup.py | $(BIN)/python
 	$(BIN)/python -m pip install -q -e .

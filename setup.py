@@ -14,6 +14,7 @@ DATA = [
     "py3langid>=0.4.0",
     "pypdf>=7.1.0",
 ]
+XMANAGER = ["xmanager>=0.8.5"]
 GCS = ["gcsfs>=2026.10.1"]
 
 setup(
@@ -54,10 +55,11 @@ setup(
         # Workdirs in buckets (gs://...).
         "gcs": GCS,
         "data": DATA,
-        "xmanager": ["xmanager>=0.8.5"],
+        "xmanager": XMANAGER,
         "test": [
             *DATA,
             *GCS,
+            *XMANAGER,
             "gcp-storage-emulator>=2026.7.19",
             "pytest>=9.2.0",
             "pytest-xdist>=3.8.0",
