@@ -1,9 +1,9 @@
 """A long run of the demo's config: whether memory grows, and whether anything compiles on the way.
 
 1. Nothing is measured from outside: what is said stands in the run's metrics.jsonl.
-2. XLA's temporary buffers on a CPU, some 300 MB here, are freed a moment sooner or later than a step
-   ends, and glibc keeps what is freed. So it is told to give blocks back at once (which makes this
-   run slower), and the least of many steps counts: what stays.
+2. XLA's temporary buffers on a CPU, some 300 MB here, are freed a moment sooner or later than a
+   step ends, and glibc keeps what is freed. So it is told to give blocks back at once (which makes
+   this run slower), and the least of many steps counts: what stays.
 """
 
 from __future__ import annotations
