@@ -26,8 +26,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from launch.tpu_slice import Caller, CallError, Report, Request, Slice, digest
+from spell_jax.runtime.preemption import EXIT_CODE
 
-PREEMPTED_STATUS = 75  # EX_TEMPFAIL: the trainer saved, and wants to be started again
 COMMANDS = ("create", "copy", "run", "logs", "status", "watch", "delete")
 
 _PATIENCE = 3  # failures in a row that watch takes for passing ones
@@ -149,9 +149,9 @@ class Watch:
         if any(report.state == "running" for report in reports):
             return None
         statuses = [report.status for report in reports]
-        if PREEMPTED_STATUS in statuses:
+        if EXIT_CODE in statuses:
             # The others' statuses are what losing their peer made of them.
-            self._restart(f"the command was preempted (exit status {PREEMPTED_STATUS})")
+            self._restart(f"the command was preempted (exit status {EXIT_CODE})")
             return None
         return next((status for status in statuses if status), 0)
 
