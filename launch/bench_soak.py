@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import sys
 import tempfile
@@ -43,7 +44,8 @@ def bench_soak(options: argparse.Namespace) -> dict[str, Any]:
     config.game.questions = config.game.generation_batch = options.proposals
     with tempfile.TemporaryDirectory() as scratch:
         workdir = epath.Path(options.workdir or scratch)
-        train.train(config, workdir)
+        with contextlib.redirect_stdout(sys.stderr):
+            train.train(config, workdir)
         lines = read_metrics(workdir)
     return {"bench": "soak", "proposals": options.proposals} | measures(lines)
 

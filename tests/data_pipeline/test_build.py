@@ -230,8 +230,7 @@ def test_a_changed_file_is_read_again(tmp_path):
     ids=lambda flags: flags[0],
 )
 def test_graphs_for_other_runners(config, tmp_path, flags, caplog, monkeypatch):
-    # Where it can, Beam asks Dataflow's buckets whether they keep what is deleted: without a network
-    # that takes minutes.
+    # Beam asks Dataflow's buckets whether they keep what is deleted, without a network for minutes.
     monkeypatch.setattr(gcsio.GcsIO, "is_soft_delete_enabled", lambda self, path: False)
     monkeypatch.setattr(gcsio, "create_storage_client", lambda *given: None)
     caplog.set_level("INFO", "data_pipeline")
