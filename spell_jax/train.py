@@ -112,15 +112,18 @@ def _train(
         step += 1
         progress.update(step - 1, "play", {})
         with start.profiled(is_writer and step in config.profile_steps, workdir):
-            played, ahead = ahead or play(run, models, step), None
+            played = ahead or play(run, models, step, preemption.should_stop)
+            ahead = None
             faults.point("played")
-            stop_if_preempted(step - 1, played.before)  # this step is played again
+            # This step is played again.
+            stop_if_preempted(step - 1, played.before if played else game.state_dict())
+            assert played
             solve_rate = played.metrics.means().get("play/solve_rate", 0.0)
             progress.update(step - 1, "learn", {"solved": solve_rate})
             clock = time.monotonic()
             update = learner.begin(models["policy"], played.rows, models.get("reference"))
             if plays_ahead(config, step) and not progress.is_over():
-                ahead = play(run, models, step + 1, meanwhile=update.go_on)
+                ahead = play(run, models, step + 1, preemption.should_stop, update.go_on)
             with non_finite.rows_written(workdir, step, run.tokenizer.decode):
                 models["policy"], numbers = update.finish()
             faults.point("updated")
@@ -156,13 +159,33 @@ def _train(
     return workdir
 
 
+class Stopped(Exception):
+    """A step is not played to its end."""
+
+
 def play(
-    run: Run, models: dict[str, Any], step: int, meanwhile: Callable[[], None] = lambda: None
-) -> Played:
-    """One step of the game; `meanwhile` is called while the device samples (Players.begin)."""
+    run: Run,
+    models: dict[str, Any],
+    step: int,
+    should_stop: Callable[[], bool] = lambda: False,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Played | None:
+    """One step of the game. While the device samples (Players.begin), `meanwhile` is called and it
+    is asked whether to stop; then None, with the game as it was before."""
+
+    def ask_and_go_on() -> None:
+        meanwhile()
+        if should_stop():
+            raise Stopped
+
     clock, before = time.monotonic(), run.game.state_dict()
-    run.players.begin(step, as_played(run.learner, models), meanwhile)
-    episodes = run.game.play(run.players, step)
+    run.players.begin(step, as_played(run.learner, models), ask_and_go_on)
+    try:
+        episodes = run.game.play(run.players, step)
+    except Stopped:
+        run.players.end()
+        run.game.load_state_dict(before)
+        return None
     rows = run.game.rows(episodes)
     run.players.end()
     metrics = Metrics()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import errno
 import functools
+import json
 import os
 import pathlib
 
@@ -13,6 +14,8 @@ import pytest
 from absl import logging as absl_logging
 
 from spell_jax import train
+from spell_jax.policy import weights
+from spell_jax.run import copy, make_run
 from spell_jax.runtime import faults
 from spell_jax.runtime.checkpoint import Checkpoints, SaveError
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
@@ -87,6 +90,34 @@ def test_a_step_that_was_played_ahead_is_played_again(policy, tmp_path, monkeypa
     assert play(make(), workdir) == play(make(), tmp_path / "three")
     assert begun[4:] == [4, 5, 6] * 2
     killed.assert_same_run(make(), workdir, tmp_path / "three")
+
+
+def test_a_step_that_is_left_is_played_again_alike(policy, monkeypatch) -> None:
+    """Told to stop between two calls of the sampler, in the step's midst: nothing of it is left."""
+    noise.use_one_device(monkeypatch)
+    noise.give_meaning(monkeypatch)
+    run = make_run(killed.make_config(policy))
+    state = run.learner.init(weights.load(policy)[1])
+    models = {"policy": state, "anchor": copy(state.params)}
+    calls: list[None] = []
+
+    def record(step: int, stop_at: int = -1):
+        def should_stop() -> bool:
+            calls.append(None)
+            return len(calls) == stop_at
+
+        calls.clear()
+        played = train.play(run, models, step, should_stop)
+        return played and [json.dumps(run.game.record(e)) for e in played.episodes]
+
+    record(1)
+    before = json.dumps(run.game.state_dict())
+    wanted, after, asked = record(2), json.dumps(run.game.state_dict()), len(calls)
+    assert wanted and after != before and asked > 4
+    run.game.load_state_dict(json.loads(before))
+    assert record(2, stop_at=asked // 2) is None and len(calls) == asked // 2
+    assert json.dumps(run.game.state_dict()) == before
+    assert record(2) == wanted and json.dumps(run.game.state_dict()) == after
 
 
 def count_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
