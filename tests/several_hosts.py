@@ -66,6 +66,7 @@ def tune(policy: str, workdir: pathlib.Path, source: str) -> None:
         "rows_per_step": 2,
         "log_every": 1,
         "checkpoint_every": 2,
+        "optimiser.warmup_steps": 1,
         "packing.buckets": ((64, 24),),
         "packing.token_budget": 128,
     }
