@@ -7,6 +7,7 @@ import json
 import pytest
 
 from launch import bench, bench_soak
+from tests import noise
 
 STEPS = bench_soak.SETTLED + 2 * bench_soak.WINDOW
 
@@ -46,8 +47,9 @@ def test_a_short_run_is_refused() -> None:
 
 
 @pytest.mark.long
-def test_five_hundred_updates(tmp_path) -> None:
-    """Of the demo's config with few questions, so that it takes minutes."""
+def test_five_hundred_updates(tmp_path, monkeypatch) -> None:
+    """Of the demo's config with few questions on one device, so that it takes minutes."""
+    noise.use_one_device(monkeypatch)
     options = ["soak", "--steps=500", "--proposals=3", f"--workdir={tmp_path}"]
     found = bench.run(bench.parse(options))
     print(json.dumps(found))
