@@ -45,7 +45,7 @@ from spell_jax.data import built
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy import int8, lora, safetensors_folder, transformer, weights
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.runtime import hashes, start
+from spell_jax.runtime import folders, hashes, start
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.runtime.settings import Config, build, changes
@@ -392,7 +392,7 @@ def _check_memory(made: plan.Plan) -> None:
 def _open_workdir(workdir: str) -> epath.Path:
     """A local folder that files can be made in, now or once it is made; others are not tried."""
     path = epath.Path(workdir)
-    if "://" in workdir:
+    if folders.is_remote(workdir):
         return path
     try:
         folder = epath.Path(workdir).absolute()

@@ -437,7 +437,7 @@ def abstract_arrays(arrays: Any) -> Any:
 def _absolute(path: str | os.PathLike[str]) -> epath.Path:
     """As given; a local one absolute, as Orbax wants it (a URL would become a local path)."""
     path = epath.Path(path)
-    return path if "://" in str(path) else path.absolute()
+    return path if folders.is_remote(path) else path.absolute()
 
 
 def _unused(folder: epath.Path) -> epath.Path:
