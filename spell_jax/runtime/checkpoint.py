@@ -19,7 +19,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -104,7 +103,7 @@ class Checkpoints:
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
         self._manager = self._open()
-        found = _told(
+        found = hosts.broadcast(
             lambda: [(step, *hashes.score(self._folder(step))) for step in self._on_disk()]
         )
         # Scores of the finished steps, and steps whose folder holds nothing that can be used.
@@ -208,7 +207,7 @@ class Checkpoints:
           SaveError: as `wait`.
         """
         self.wait()
-        intact, damages = _told(self._inspect)
+        intact, damages = hosts.broadcast(self._inspect)
         for step, damage in damages:
             self._scores.pop(step, None)
             self._unusable.add(step)
@@ -398,7 +397,7 @@ class Checkpoints:
             return f"no fallback folder is given, the last step saved is {self.latest_step()}"
         name = _absolute(self._fallback) / f"{self._workdir.name}_step{step}"
         try:
-            workdir = _told(lambda: str(_unused(name)))
+            workdir = hosts.broadcast(lambda: str(_unused(name)))
             other = Checkpoints(workdir)
             failure = other._write(step, args, score, waits=True)
             other.close()
@@ -461,19 +460,6 @@ def _end(manager: ocp.CheckpointManager) -> None:
         manager.wait_until_finished()
     with contextlib.suppress(Exception):
         manager.close()
-
-
-def _told(find: Callable[[], Any]) -> Any:
-    """What process 0 finds (as JSON gives it back), on all hosts.
-
-    Raises:
-      RuntimeError: it failed.
-    """
-
-    def make() -> list[bytes]:
-        return [json.dumps(find()).encode()] if jax.process_index() == 0 else []
-
-    return json.loads(hosts.make_together(make)[0][0])
 
 
 def _together(do: Callable[[], None]) -> Exception | None:
