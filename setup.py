@@ -16,6 +16,8 @@ DATA = [
 ]
 XMANAGER = ["xmanager>=0.8.5"]
 GCS = ["gcsfs>=2026.10.1"]
+WANDB = ["wandb>=0.31.0"]
+EVAL = ["math-verify[antlr4_13_2]>=0.9.0", "pyarrow>=25.0.1"]
 
 setup(
     name="spell_jax",
@@ -25,7 +27,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["spell_jax", "spell_jax.*", "data_pipeline"]),
     package_data={
-        "spell_jax": ["selfplay/templates/**/*.txt", "data/tiny_policy/*"],
+        "spell_jax": ["report.html", "selfplay/templates/**/*.txt", "data/tiny_policy/*"],
         "data_pipeline": ["report.html"],
     },
     install_requires=[
@@ -44,6 +46,7 @@ setup(
         "absl-py>=2.5.1",
         "matplotlib>=3.11.2",
         "tensorboardX>=2.6.5",
+        "rich>=15.0.0",
         "scikit-learn>=1.9.1",
         # Clusters that data_pipeline built are read with these.
         "tensorflow-datasets>=4.9.10",
@@ -54,10 +57,15 @@ setup(
         "gpu": [f"jax[cuda12]{JAX_RANGE}"],
         # Workdirs in buckets (gs://...).
         "gcs": GCS,
+        # Metrics to Weights & Biases (config.wandb).
+        "wandb": WANDB,
         "data": DATA,
         "xmanager": XMANAGER,
+        # Mathematical benchmarks; parquet files of benchmarks (also in "data", through Beam).
+        "eval": EVAL,
         "test": [
             *DATA,
+            *EVAL,
             *GCS,
             *XMANAGER,
             "gcp-storage-emulator>=2026.7.19",

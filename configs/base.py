@@ -16,7 +16,11 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.checkpoint_every = 10
     config.keep_checkpoints = 2
     config.profile_steps = ()  # e.g. (3, 4): a profiler trace of these steps
-    config.write_episodes = True
+    # A project of Weights & Biases (extra "wandb") that metrics go to as well; "": none.
+    config.wandb = ""
+    # A step's file of episodes has so many characters at most, before compression: first what was
+    # asked and answered, then documents, for the report's page. 0: no files.
+    config.episode_characters = 20_000_000
     config.evaluate = False  # a full held-out evaluation before and after
     # Stop after so many minutes of self-play; 0: play all steps. The one thing that goes by the
     # clock: a run that it ended and that is started again has so many minutes more.

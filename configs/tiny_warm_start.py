@@ -21,6 +21,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.log_every = 50
     config.checkpoint_every = 250
     config.preemption_limit_s = 25.0  # as in base.py
+    config.wandb = ""  # as in base.py
     config.source = "tiny"  # or a .jsonl of {"prompt", "completion"}
     config.prompts = "compact"
 

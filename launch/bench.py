@@ -5,9 +5,12 @@ sample   tokens a second of answers to one prompt, and each to a prompt of its o
 refill   tokens a second of answers of many lengths: slots filled again, and fixed batches
 verify   prompts a second of the verifier, with and without beginnings that are read once
 spell    seconds of one whole step of self-play, by phase
+evaluate samples a second of a benchmark's questions: together, and one request at a time
 quality  answers drawn with eight bits against those without: KL, equal greedy tokens
+report   seconds until the page of a long run is written, and until a browser has opened it
 soak     growth of memory and programs compiled in a long run of the demo's config
 trl      seconds and memory of a GRPO step, here and in TRL (extra "test")
+scoring  seconds to score 100,000 samples by the benchmarks' rules (extra "eval")
 parsers  seconds of the parsers and rules on the worst texts of up to 100 KB
 dedup    documents a second and memory of the data pipeline's filter and dedup (extra "data")
 lsh      pairs that its bands find, against all near pairs of a folder's texts
@@ -29,21 +32,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from launch import aot, bench_quality, bench_rollout, bench_sample, bench_soak, bench_trl
-from spell_jax.learner import loss, packing, update
+from launch import (
+    aot,
+    bench_evaluate,
+    bench_quality,
+    bench_report,
+    bench_rollout,
+    bench_sample,
+    bench_scoring,
+    bench_soak,
+    bench_trl,
+)
+from spell_jax.learner import loss, measures, packing, update
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import start
-
-# Floating-point operations a second of one device, dense, bfloat16, as its maker states them.
-PEAKS = {
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-}
 
 
 def bench_update(options: argparse.Namespace) -> dict[str, Any]:
@@ -53,7 +57,7 @@ def bench_update(options: argparse.Namespace) -> dict[str, Any]:
     `repeats` after compilation. Peak bytes are the compiler's for a micro-batch that holds one
     group, weights and gradient included. "mfu" is the model's operations (count_flops) a second of
     the shared layout, over those that all devices could do in bfloat16; null where a device's peak
-    is not in PEAKS.
+    is not in measures.PEAKS.
     """
     policy = dataclasses.replace(
         _policy(options),
@@ -67,8 +71,6 @@ def bench_update(options: argparse.Namespace) -> dict[str, Any]:
     repeated = _measure(policy, options, alone)
     flops = count_flops(policy, options.prompt, options.response, options.group)
     per_second = flops["shared"] * options.groups / shared["seconds"]
-    device = jax.devices()[0].device_kind
-    peak = PEAKS.get(device)
     return {
         "bench": "update",
         "prompt": options.prompt,
@@ -94,9 +96,9 @@ def bench_update(options: argparse.Namespace) -> dict[str, Any]:
         "gradient_norm_difference": abs(1 - repeated["norm"] / shared["norm"]),
         "tokens_per_s": options.groups * (options.prompt + answers) / shared["seconds"],
         "model_flops_per_s": per_second,
-        "mfu": per_second / (peak * jax.device_count()) if peak else None,
+        "mfu": measures.utilisation(per_second, jax.devices()),
         "devices": jax.device_count(),
-        "device": device,
+        "device": jax.devices()[0].device_kind,
     }
 
 
@@ -118,28 +120,11 @@ def _policy(options: argparse.Namespace) -> PolicyConfig:
 
 
 def count_flops(policy: PolicyConfig, prompt: int, response: int, group: int) -> dict[str, float]:
-    """Floating-point operations of a group's update, shared and repeated, without recomputation.
-
-    A matrix product with weights costs 2 a weight and token forward and twice that backward, or
-    once where only adapters are trained (theirs are not counted); of experts those of a token
-    count. Attention's two products cost 4 N H a pair of query and key forward and twice that
-    backward. The head is asked for answer tokens only. P prompt tokens, G answers of S: shared,
-    P + G S tokens and P^2 / 2 + G S P + G S^2 / 2 pairs; repeated, G (P + S) and G (P + S)^2 / 2.
-    """
-    c, answers = policy, group * response
-    attention = c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads)
-    mlp = 3 * c.width * c.feed_forward * (c.experts_per_token or 1) + c.width * c.experts
-    weights = c.layers * (attention + mlp)
-    passes = 4 if c.lora else 6
-    head = float(passes) * c.vocab_size * c.width * answers
-
-    def total(tokens: float, pairs: float) -> float:
-        return passes * weights * tokens + 12 * c.layers * c.heads * c.head_size * pairs + head
-
-    shared_pairs = prompt**2 / 2 + answers * prompt + answers * response / 2
+    """Operations of the update of a group of G answers of S tokens, shared and repeated: P + G S
+    tokens, or G (P + S). See measures.operations."""
     return {
-        "shared": total(prompt + answers, shared_pairs),
-        "repeated": total(group * (prompt + response), group * (prompt + response) ** 2 / 2),
+        "shared": measures.operations(policy, prompt, [response] * group),
+        "repeated": group * measures.operations(policy, prompt, [response]),
     }
 
 
@@ -298,12 +283,33 @@ _OPTIONS = {
         _Option("budget", 8192, "tokens of a micro-batch"),
         _Option("remat", "none", "what the backward pass recomputes"),
     ),
+    "evaluate": (
+        *_SHAPE,
+        _Option("questions", 8, "prompts"),
+        _Option("prompt", 1024, "prompt tokens P; 16,384 or 100,000 at the paper's scale"),
+        _Option("response", 64, "tokens of an answer S"),
+        _Option("slots", 64, "answers drawn at once, over all devices"),
+        _Option("width", 512, "model width D"),
+        _Option("vocab", 8192, "vocabulary V"),
+        _Option("block", 128, "tokens of a page C"),
+        _Option("prefill", 2048, "prompt tokens read in one call"),
+        _Option("repeats", 2, "timed runs of each kind"),
+    ),
     "quality": (
         _Option("documents", 3, "documents of a question"),
         _Option("items", 64, "questions of each kind"),
         _Option("cache", "int8", 'the pool: "int8" or "compute"'),
         _Option("weights", "int8", 'the kernels: "int8" or "compute"'),
         _Option("guessed", 0, "tokens that are looked up and checked in one pass"),
+    ),
+    "report": (
+        _Option("steps", 500, "of the run"),
+        _Option("episodes", 6, "a step"),
+        _Option("clusters", 500, "of the run"),
+        _Option("documents", 20, "of a cluster"),
+        _Option("document", 12_000, "characters of a document"),
+        _Option("answer", 2000, "characters of an answer"),
+        _Option("repeats", 5, "times that the page is opened, the fastest counts"),
     ),
     "soak": (
         _Option("steps", 520, "updates"),
@@ -324,6 +330,10 @@ _OPTIONS = {
         _Option("prefill", 2048, "prompt tokens that we read in one call"),
         _Option("steps", 3, "steps, the first of which is not timed"),
     ),
+    "scoring": (
+        _Option("samples", 100_000, "replies, over all benchmarks"),
+        _Option("seed", 0, "of the replies"),
+    ),
     "parsers": (_Option("repeats", 3, "timed calls of each, the fastest counts"),),
     "dedup": (_Option("documents", 10_000, "synthetic documents of about 100 words"),),
     "lsh": (
@@ -342,9 +352,12 @@ _BENCHES = {
     "refill": lambda options: bench_rollout.bench_refill(_policy(options), options),
     "verify": lambda options: bench_rollout.bench_verify(_policy(options), options),
     "spell": lambda options: bench_rollout.bench_spell(_policy(options), options),
+    "evaluate": lambda options: bench_evaluate.bench_evaluate(_policy(options), options),
     "quality": bench_quality.bench_quality,
+    "report": bench_report.bench_report,
     "soak": bench_soak.bench_soak,
     "trl": lambda options: bench_trl.bench_trl(_policy(options), options),
+    "scoring": bench_scoring.bench_scoring,
     "parsers": lambda options: importlib.import_module("launch.bench_parsers").bench_parsers(
         options
     ),

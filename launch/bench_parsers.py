@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from spell_jax.data.clusters import LETTERS, TASKS, count_words
-from spell_jax.evaluation import tiny_world
+from spell_jax.evaluation import haystack, long_documents, retrieval, short, tiny_world
+from spell_jax.evaluation.benchmark import Item
 from spell_jax.selfplay import folder_rows, judge, memory, numbers, parsing, prompts, rules
 
 SIZES = (12_500, 25_000, 50_000, 100_000)  # bytes of UTF-8
@@ -96,16 +97,43 @@ def _by_prompt() -> dict[str, Parser]:
     return parsers
 
 
+def _by_benchmark() -> dict[str, Parser]:
+    """Rules of benchmarks; short.score_math asks a process of its own about what it extracts."""
+    item = Item("0", "", "", ("Paris", "B"), {"options": 10, "prefix": ""})
+    readers = {
+        "haystack.extract": haystack.extract,
+        "haystack.match_all": haystack.match_all,
+        "haystack.match_part": haystack.match_part,
+        "retrieval.score_mrcr": retrieval.score_mrcr,
+        "retrieval.score_rag": retrieval.score_rag,
+        "retrieval.score_icl": retrieval.score_icl,
+        "retrieval.score_summary": retrieval.score_summary,
+        "short.extract_letter": short.extract_letter,
+        "short.score_letter": short.score_letter,
+        "short.extract_math": short.extract_math,
+    }
+    parsers: dict[str, Parser] = {
+        name: functools.partial(read, item=item) for name, read in readers.items()
+    }
+    for task in TASKS:
+        parsers[f"long_documents.score_rule {task}"] = functools.partial(
+            long_documents.score_rule, task, item=item
+        )
+    return parsers | {"retrieval.rouge_l halves": _in_halves(retrieval.rouge_l)}
+
+
 # "module.function", and what is particular about the call behind a blank.
 PARSERS: dict[str, Parser] = {
     **_by_task(),
     **_by_prompt(),
+    **_by_benchmark(),
     "parsing.parse_verdict": parsing.parse_verdict,
     "parsing.format_choices": lambda text: parsing.format_choices(text, [text] * len(LETTERS)),
     "rules.visible_text": rules.visible_text,
     "rules.normalize_answer": rules.normalize_answer,
     "numbers.parse_number": numbers.parse_number,
     "judge.parse_judgement": judge.parse_judgement,
+    "judge.read_retry_after": judge.read_retry_after,
     "folder_rows.find_facts": lambda text: folder_rows.find_facts([text]),
     "folder_rows.means_the_same halves": _in_halves(folder_rows.means_the_same),
     "folder_rows.other_forms": folder_rows.other_forms,

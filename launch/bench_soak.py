@@ -65,7 +65,7 @@ def measures(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     resident = [line["process/resident_mib"] for line in lines[SETTLED:]]
     first, last = min(resident[:WINDOW]), min(resident[-WINDOW:])
     programs = [line["process/programs"] for line in lines]
-    seconds = sum(line["train/play_seconds"] + line["train/update_seconds"] for line in lines)
+    seconds = sum(line["time/step_seconds"] for line in lines)
     return {
         "updates": len(lines),
         "empty": sum(line["train/empty_update"] for line in lines),

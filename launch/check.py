@@ -549,7 +549,7 @@ def _describe_memory(found: Checked) -> list[str]:
 
 def _describe_files(found: Checked) -> list[str]:
     config, names = found.config, [start.CONFIG_FILE, "metrics.jsonl", "tensorboard/"]
-    names += ["episodes/"] * config.write_episodes
+    names += ["episodes/"] * bool(config.episode_characters)
     names += [f"{CHECKPOINTS_FOLDER}/ (every {config.checkpoint_every} steps)"]
     if config.data.source == "tiny" or config.data.validation:
         names += ["best/"] * bool(config.validate_every)

@@ -24,18 +24,16 @@ from spell_jax.policy import weights
 from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, PolicyConfig
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.policy.tokenizer import THINKING, Tokenizer
-from spell_jax.runtime import folders
+from spell_jax.runtime import boards, folders
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.runtime.settings import Config, build
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.judge import Judge, JudgeConfig
+from spell_jax.selfplay.judge import JUDGE_KEY, Endpoint, Judge, JudgeConfig
 
 log = logging.getLogger(__name__)
 
 TINY_POLICY = pathlib.Path(__file__).parent / "data" / "tiny_policy"
 GAMES = ("spell", "rlvr")
-# The environment variable with the external judge's key: configs are written to disk, keys are not.
-JUDGE_KEY = "SPELL_JUDGE_KEY"
 # Values of config.policy's named choices.
 POLICY_CHOICES = {
     "compute_dtype": ("float32", "bfloat16"),
@@ -50,6 +48,7 @@ _LEAST_OF_RUN = {
     "validate_every": 0,
     "checkpoint_every": 1,
     "keep_checkpoints": 1,
+    "episode_characters": 0,
     "max_minutes": 0,
 }
 # Fields of config.game that are not SpellConfig's.
@@ -61,6 +60,7 @@ def check(config: Config) -> None:
 
     Raises:
       ValueError: naming the field, its value and what would be right.
+      ImportError: what a field asks for is not installed.
     """
     for field, least in _LEAST_OF_RUN.items():
         if not config[field] >= least:
@@ -74,6 +74,7 @@ def check(config: Config) -> None:
         )
     if not _are_whole(config.profile_steps, 1):
         raise ValueError(f"profile_steps = {tuple(config.profile_steps)}: must be steps from 1 on")
+    boards.check_wandb(config.wandb)
     if config.init_from:
         find_checkpoint(config.init_from)
     _check_policy(config.policy)
@@ -279,7 +280,7 @@ def _make_judge(config: Config, prompts: prompt_sets.Prompts):
         return None
     key = os.environ.get(JUDGE_KEY)
     settings = JudgeConfig(config.game.judge_url, config.game.judge_model, key)
-    return Judge(settings, prompts.judge).judge
+    return Judge(Endpoint(settings), prompts.judge, settings.model).judge
 
 
 def _make_evaluation(

@@ -27,15 +27,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from absl import app, flags
 
+from spell_jax.evaluation.sampling import Policy
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
-from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import start
 from spell_jax.runtime.jsonl import read_records, write_records
-from spell_jax.sampler.engine import Sampler, SamplerConfig
-from spell_jax.sampler.requests import Sample
+from spell_jax.sampler.requests import Options, Sample
+from spell_jax.sampler.session import request_keys
 from spell_jax.selfplay import memory, parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.prompts import Prompts
@@ -43,10 +44,6 @@ from spell_jax.selfplay.prompts import Prompts
 log = logging.getLogger("spell_jax.generate")  # __name__ is __main__ when this is the entry
 
 ROLES = ("questioner", "responder", "verifier")
-CACHE_TOKENS = 65_536  # of prompts and answers that are in memory at once, a part of the mesh
-MAX_SLOTS = 512  # answers written at once
-PREFILL_TOKENS = 8192  # of prompts that are read at once
-SIBLINGS = 8  # answers to a prompt that meet it in one product
 Record = dict[str, Any]
 
 
@@ -119,33 +116,26 @@ def answer(
 ) -> list[Record]:
     """The output's lines: every prompt (the text of a record) is answered `samples` times [G].
 
-    `sampling` holds temperature (0: greedy), top_p and max_tokens, as in SamplerConfig; `dtype` is
+    `sampling` holds temperature (0: greedy), top_p and max_tokens, as in Options; `dtype` is
     the policy's, and `thinking` goes to chat templates that know it.
     Raises FileNotFoundError or ValueError: no policy there, or an option out of range.
     """
-    policy, tokenizer = weights.identify(policy_folder, thinking)
-    mesh = meshes.make_mesh()
-    _, params = weights.load(policy_folder, mesh, dtype)
-    ids = [tokenizer.chat(prompt) for prompt in prompts]
-    cap = policy.max_positions - sampling["max_tokens"]
-    fitting = [len(prompt) for prompt in ids if len(prompt) <= cap]
+    policy = Policy(policy_folder, dtype, thinking)
+    ids = [policy.tokenizer.chat(prompt) for prompt in prompts]
+    cap = policy.config.max_positions - sampling["max_tokens"]
+    fitting = [i for i, prompt in enumerate(ids) if len(prompt) <= cap]
     if not fitting:
-        policy.check_length(min(map(len, ids)) + sampling["max_tokens"])
-    config = SamplerConfig(
-        max_prompt=max(fitting),
-        max_verdict_tokens=1,
-        cache_tokens=meshes.row_shards(mesh) * (CACHE_TOKENS + policy.max_positions),
-        slots=min(MAX_SLOTS, samples * len(ids)),
-        siblings=min(SIBLINGS, samples),
-        prefill_tokens=min(PREFILL_TOKENS, meshes.row_shards(mesh) * sum(fitting)),
-        **sampling,
-    )
-    sampler = Sampler(policy, config, tokenizer.stop_ids, mesh)
-    found = sampler.sample(params, ids, samples, jax.random.key(seed))
-    if refused := sum(group is None for group in found):
+        policy.config.check_length(min(map(len, ids)) + sampling["max_tokens"])
+    if len(fitting) < len(ids):
+        refused = len(ids) - len(fitting)
         log.warning("%d prompts are longer than %d tokens and were not answered", refused, cap)
-    both = zip(records, found, strict=True)
-    return [describe(record, group or [], tokenizer) for record, group in both]
+    keys = request_keys(jax.random.key(seed), len(ids))[fitting]
+    asked = [np.array(ids[i], np.int32) for i in fitting]
+    drawn = policy.draw(asked, samples, keys, [Options(**sampling)] * len(asked))
+    found = {fitting[place]: group for place, group in drawn}
+    return [
+        describe(record, found.get(i, []), policy.tokenizer) for i, record in enumerate(records)
+    ]
 
 
 def describe(record: Record, samples: Sequence[Sample], tokenizer: tokenizers.Tokenizer) -> Record:

@@ -1,4 +1,4 @@
-"""What a run did, as pictures and a table: python -m spell_jax.report --workdir=DIR
+"""What a run did, as a page, pictures and a table: python -m spell_jax.report --workdir=DIR
 
 1. metrics.jsonl holds one line a step; the first part of a metric's name ("play", "train", "eval")
    says which picture it belongs to, DIR/plots/play.png and so on.
@@ -8,6 +8,9 @@
 3. evaluation.json, if the run has one, holds {"before": table, "after": table} with
    table = {section: {row: {column: [mean, half_width]}}}; it is drawn in DIR/plots/evaluation.png
    and printed.
+4. DIR/report.html has all of this on one page, with episodes to browse (report_page.py), and each
+   of its plots is a picture in DIR/plots (report_plots.py). Of several runs, --workdir=A,B,C, the
+   page is A/comparison.html, and its pictures are in A/plots/comparison.
 """
 
 import argparse
@@ -23,6 +26,8 @@ from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from spell_jax.report_page import COMPARISON, PAGE, Measured, write_page
+from spell_jax.report_plots import draw_page
 from spell_jax.runtime import folders
 from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
 
@@ -223,19 +228,25 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def main() -> None:
-    """Draws and prints the run of --workdir; a run that cannot be shown ends with exit status 1."""
-    parser = argparse.ArgumentParser(description="Draws and prints what a run measured.")
-    parser.add_argument("--workdir", required=True, help="folder of the run")
+    """Draws and prints the runs of --workdir; one that cannot be shown ends with exit status 1."""
+    parser = argparse.ArgumentParser(description="Draws and prints what runs measured.")
+    parser.add_argument("--workdir", required=True, help="folder of the run, or A,B,... to compare")
     try:
-        workdir = folders.open_folder(parser.parse_args().workdir)
-        paths = plot_run(workdir)
-        evaluation = read_evaluation(workdir)
+        workdirs = map(folders.open_folder, parser.parse_args().workdir.split(","))
+        runs = []
+        for workdir in workdirs:
+            paths = plot_run(workdir)
+            runs.append(Measured(workdir, read_metrics(workdir), read_evaluation(workdir)))
+            if evaluation := runs[-1].evaluation:
+                print(before_after_table(*evaluation), end="\n\n")
+            print(*paths, sep="\n")
+        first, is_one = runs[0].workdir, len(runs) == 1
+        page = first / (PAGE if is_one else COMPARISON)
+        overview = write_page(runs, page)
+        folder = first / PLOTS_FOLDER if is_one else first / PLOTS_FOLDER / "comparison"
+        print(f"{len(draw_page(overview, folder))} plots of the page in {folder}\n{page}")
     except (FileNotFoundError, ImportError, ValueError) as error:
         sys.exit(str(error))
-    if evaluation is not None:
-        print(before_after_table(*evaluation), end="\n\n")
-    for path in paths:
-        print(path)
 
 
 if __name__ == "__main__":

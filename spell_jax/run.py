@@ -27,6 +27,7 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER, Checkpoints
 from spell_jax.runtime.settings import Config, build, changes, plain
+from spell_jax.runtime.stopwatch import Stopwatch
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Run:
       players: the models as a game asks them, behind one sampler.
       game: what is played.
       evaluation: held-out evaluation, or None where the data has no held-out questions.
+      watch: where the time of its main thread goes.
     """
 
     config: Config
@@ -53,6 +55,7 @@ class Run:
     game: Game
     evaluation: held_out.Evaluation | None
     folder: pathlib.Path
+    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
 
 
 def make_run(config: Config) -> Run:

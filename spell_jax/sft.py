@@ -36,10 +36,10 @@ from spell_jax.runtime import folders, start
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.jsonl import read_records
-from spell_jax.runtime.metrics import MetricsWriter
+from spell_jax.runtime.metrics import Metrics
 from spell_jax.runtime.preemption import Preempted, Preemption
-from spell_jax.runtime.progress import Progress
-from spell_jax.runtime.settings import Config, build
+from spell_jax.runtime.recorder import Recorder
+from spell_jax.runtime.settings import Config, build, plain
 from spell_jax.selfplay import demonstrations, prompts
 
 log = logging.getLogger("spell_jax.sft")  # __name__ is __main__ when this is the entry
@@ -163,8 +163,7 @@ def _run(
     preemption: Preemption,
 ) -> update.TrainState:
     """All steps; the state behind the last one."""
-    is_writer = jax.process_index() == 0
-    if is_writer:
+    if jax.process_index() == 0:
         start.write_config(config, workdir)
     done = checkpoints.newest_intact() or 0
     if done:
@@ -174,25 +173,30 @@ def _run(
     else:
         state = learner.init(jax.random.key(config.seed))
     learner.compile(state)
-    writer = MetricsWriter(workdir, done or None, is_writer)
-    progress = Progress(config.steps, start=done, enabled=is_writer)
     stream = row_stream(config, done * config.rows_per_step)
     refused = 0.0
-    for step in range(done + 1, config.steps + 1):
-        rows = itertools.islice(stream, config.rows_per_step)
-        groups = [to_group(row, tokenizer) for row in rows]
-        with non_finite.rows_written(workdir, step, tokenizer.decode):
-            state, numbers = learner.update(state, groups)
-        refused += numbers["refused_answers"]
-        if step % config.log_every == 0 or step == config.steps:
-            writer.write(step, {f"train/{k}": v for k, v in numbers.items()})
-        progress.update(step, "tune", {"log-prob": numbers.get("mean_log_prob", 0.0)})
-        must_stop = preemption.should_stop()
-        checkpoints.save(step, state, {}, force=must_stop or step == config.steps)
-        if must_stop:
-            raise Preempted(preemption.why)
-    progress.close()
-    writer.close()
+    options = {"wandb": config.wandb, "config": plain(config)}
+    with Recorder(workdir, config.steps, done, **options) as recorder:
+        for step in range(done + 1, config.steps + 1):
+            recorder.enter("tune", step - 1)
+            rows = itertools.islice(stream, config.rows_per_step)
+            groups = [to_group(row, tokenizer) for row in rows]
+            with non_finite.rows_written(workdir, step, tokenizer.decode):
+                state, numbers = learner.update(state, groups)
+            refused += numbers["refused_answers"]
+            recorder.enter("write", step, {"log-prob": numbers.get("mean_log_prob", 0.0)})
+            if step % config.log_every == 0 or step == config.steps:
+                metrics = Metrics()
+                metrics.merge({name: (value, 1.0) for name, value in numbers.items()}, "train/")
+                recorder.write(step, metrics)
+            must_stop = preemption.should_stop()
+            force = must_stop or step == config.steps
+            if force or step % config.checkpoint_every == 0:
+                recorder.enter("save", step)
+                recorder.flush()
+            checkpoints.save(step, state, {}, force=force)
+            if must_stop:
+                raise Preempted(preemption.why)
     if refused:
         log.warning("%d rows were longer than the largest bucket and not learned", refused)
     return state

@@ -25,7 +25,8 @@ from etils import epath
 from ml_collections import config_flags
 
 from spell_jax import report
-from spell_jax.learner import non_finite, packing
+from spell_jax.games.game import records
+from spell_jax.learner import measures, non_finite, packing
 from spell_jax.run import (
     Run,
     as_played,
@@ -37,23 +38,21 @@ from spell_jax.run import (
 )
 from spell_jax.runtime import faults, folders, hosts, start
 from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.runtime.footprint import Footprint
 from spell_jax.runtime.jsonl import write_json
-from spell_jax.runtime.metrics import EpisodeWriter, Metrics, MetricsWriter
+from spell_jax.runtime.metrics import Metrics
 from spell_jax.runtime.preemption import Preempted, Preemption
-from spell_jax.runtime.progress import Progress
-from spell_jax.runtime.settings import Config
+from spell_jax.runtime.recorder import Recorder
+from spell_jax.runtime.settings import Config, plain
 
 
 @dataclasses.dataclass
 class Played:
-    """A step of the game: episodes, what is learned from them, metrics, how long it took, and the
-    game's state before it, with which it can be played again."""
+    """A step of the game: episodes, what is learned from them, metrics, and the game's state before
+    it, with which it can be played again."""
 
     episodes: Sequence[Any]
     rows: list[packing.Group]
     metrics: Metrics
-    seconds: float
     before: dict[str, Any]
 
 
@@ -82,81 +81,81 @@ def train(config: Config, workdir: epath.Path) -> epath.Path:
 def _train(
     run: Run, workdir: epath.Path, checkpoints: Checkpoints, preemption: Preemption
 ) -> epath.Path:
-    config = run.config
+    config, learner, game = run.config, run.learner, run.game
     is_writer = jax.process_index() == 0
     models, step, best, tail = begin(run, checkpoints)
     if is_writer:
         start.write_config(config, workdir)
-    learner, game = run.learner, run.game
     learner.compile(models["policy"], models.get("reference"))
-    metrics_writer = MetricsWriter(workdir, step or None, is_writer, tail)
-    episode_writer = EpisodeWriter(workdir, step or None, is_writer and config.write_episodes)
-    progress = Progress(config.steps, start=step, enabled=is_writer)
-    if step == 0 and config.evaluate:
-        progress.update(0, "evaluate")
-        evaluate(run, models, workdir, "before")
-    progress.limit(60 * config.max_minutes or None)
-    footprint = Footprint()
+    recorder = Recorder(workdir, config.steps, step, tail, watch=run.watch, **recorded(config))
 
-    def save(step: int, game: dict[str, Any], **options) -> None:
-        state = host_state(run, game, best, metrics_writer.tail())
-        checkpoints.save(step, models, state, **options)
+    def save(step: int, game: dict[str, Any], force: bool = False, score: float | None = None):
+        """What is written goes first. If it fails, that is raised when all is saved: elsewhere, if
+        the disk is full."""
+        recorder.enter("save", step)
+        try:
+            if force or step % config.checkpoint_every == 0:
+                with hosts.fail_together():
+                    recorder.flush()
+        finally:
+            state = host_state(run, game, best, recorder.tail())
+            checkpoints.save(step, models, state, force, score)
 
     def stop_if_preempted(step: int, game: dict[str, Any]) -> None:
         if preemption.should_stop():
             save(step, game, force=True)
             raise Preempted(preemption.why)
 
-    ahead: Played | None = None
-    while ahead or (step < config.steps and not progress.is_over()):
-        step += 1
-        progress.update(step - 1, "play", {})
-        with start.profiled(is_writer and step in config.profile_steps, workdir):
-            played = ahead or play(run, models, step, preemption.should_stop)
-            ahead = None
-            faults.point("played")
-            # This step is played again.
-            stop_if_preempted(step - 1, played.before if played else game.state_dict())
-            assert played
-            solve_rate = played.metrics.means().get("play/solve_rate", 0.0)
-            progress.update(step - 1, "learn", {"solved": solve_rate})
-            clock = time.monotonic()
-            update = learner.begin(models["policy"], played.rows, models.get("reference"))
-            if plays_ahead(config, step) and not progress.is_over():
-                ahead = play(run, models, step + 1, preemption.should_stop, update.go_on)
-            with non_finite.rows_written(workdir, step, run.tokenizer.decode):
-                models["policy"], numbers = update.finish()
-            faults.point("updated")
-        refresh_anchor(config, models, step)
+    with recorder:
+        if step == 0 and config.evaluate:
+            recorder.enter("evaluate", 0)
+            evaluate(run, models, workdir, "before")
+        recorder.progress.limit(60 * config.max_minutes or None)
+        ahead: Played | None = None
+        while ahead or (step < config.steps and not recorder.progress.is_over()):
+            step += 1
+            recorder.enter("play", step - 1)
+            with start.profiled(is_writer and step in config.profile_steps, workdir):
+                played = ahead or play(run, models, step, preemption.should_stop)
+                ahead = None
+                faults.point("played")
+                # This step is played again.
+                stop_if_preempted(step - 1, played.before if played else game.state_dict())
+                assert played
+                recorder.enter("update", step - 1, newest(played))
+                update = learner.begin(models["policy"], played.rows, models.get("reference"))
+                if plays_ahead(config, step) and not recorder.progress.is_over():
+                    ahead = play(run, models, step + 1, preemption.should_stop, update.go_on)
+                with non_finite.rows_written(workdir, step, run.tokenizer.decode):
+                    models["policy"], numbers = update.finish()
+                faults.point("updated")
+            refresh_anchor(config, models, step)
 
-        numbers |= {"play_seconds": played.seconds, "update_seconds": time.monotonic() - clock}
-        written = step_metrics(played, numbers, footprint.numbers())
-        score = None
-        if config.validate_every and step % config.validate_every == 0:
-            progress.update(step, "validate", {"solved": solve_rate})
-            score = validate(run, models, written)
-        state = ahead.before if ahead else game.state_dict()
-        try:
-            with hosts.fail_together():
-                if score is not None and (best is None or score > best):
-                    save_policy(run, models, workdir / "best")
-                    best = score
-                metrics_writer.write(step, written)
-                metrics_writer.flush()
-                episode_writer.write(step, map(game.record, played.episodes))
-        except (OSError, RuntimeError):
-            save(step, state, score=score, force=True)  # elsewhere, if the disk is full
-            raise
-        save(step, state, score=score)
-        stop_if_preempted(step, state)
-        progress.update(step, "done", {"solved": solve_rate})
-
-    save(step, game.state_dict(), force=True)
-    footprint.close()
-    progress.close()
-    metrics_writer.close()
+            recorder.enter("validate", step)
+            written = step_metrics(run, played, numbers, is_alone=not ahead)
+            score = validate(run, models, step, written)
+            recorder.enter("write", step)
+            state = ahead.before if ahead else game.state_dict()
+            try:
+                with hosts.fail_together():
+                    if score is not None and (best is None or score > best):
+                        save_policy(run, models, workdir / "best")
+                        best = score
+                    recorder.write(step, written, records(game, played.episodes))
+            except (OSError, RuntimeError):
+                save(step, state, force=True, score=score)
+                raise
+            save(step, state, score=score)
+            stop_if_preempted(step, state)
+        save(step, game.state_dict(), force=True)
     finish(run, models, workdir, is_writer)
     return workdir
+
+
+def recorded(config: Config) -> dict[str, Any]:
+    """What the recorder is told of a config."""
+    fields = {"episodes": config.episode_characters, "wandb": config.wandb}
+    return fields | {"config": plain(config)}
 
 
 class Stopped(Exception):
@@ -191,18 +190,32 @@ def play(
     metrics = Metrics()
     metrics.merge(run.game.metrics(episodes), "play/")
     metrics.merge(run.players.metrics, "play/")
-    return Played(episodes, rows, metrics, time.monotonic() - clock, before)
+    seconds = time.monotonic() - clock
+    waited = run.players.waited
+    run.watch.spend(waited | {"play": seconds - sum(waited.values())})
+    for what, tokens in {"drawn": run.players.drawn, "read": run.players.read}.items():
+        metrics.add_sum(f"time/tokens_per_second/{what}", tokens, seconds)
+    return Played(episodes, rows, metrics, before)
 
 
-def step_metrics(played: Played, numbers: dict[str, float], process: dict[str, float]) -> Metrics:
-    """A step's metrics: of the game, of the update, of the process."""
+def newest(played: Played) -> dict[str, float]:
+    """What the progress line says of a step."""
+    means = played.metrics.means()
+    names = {"solved": "play/solve_rate", "tokens/s": "time/tokens_per_second/drawn"}
+    return {shown: means.get(name, 0.0) for shown, name in names.items()}
+
+
+def step_metrics(run: Run, played: Played, numbers: dict[str, float], is_alone: bool) -> Metrics:
+    """A step's metrics: of the game, of the update, and how fast that was, if nothing was played
+    meanwhile (`is_alone`)."""
     metrics = played.metrics
     counts = packing.count_answers(played.rows)
-    numbers = numbers | {f"rows/{role}": count for role, count in counts.items()}
-    for name, value in numbers.items():
+    for name, value in (numbers | {f"rows/{role}": n for role, n in counts.items()}).items():
         metrics.add(f"train/{name}", value)
-    for name, value in process.items():
-        metrics.add(f"process/{name}", value)
+    metrics.merge(measures.advantages(played.rows), "train/")
+    if is_alone and not numbers["empty_update"]:
+        devices = run.learner.mesh.devices.flatten().tolist()
+        metrics.merge(measures.speed(numbers, run.watch.spent("update"), devices), "time/")
     return metrics
 
 
@@ -219,9 +232,11 @@ def plays_ahead(config: Config, step: int) -> bool:
 # ------------------------------------------------------------------------- Validation and the end
 
 
-def validate(run: Run, models: dict[str, Any], written: Metrics) -> float | None:
-    """Held-out accuracies go into the step's metrics; returns the policy's score by them."""
-    if run.evaluation is None:
+def validate(run: Run, models: dict[str, Any], step: int, written: Metrics) -> float | None:
+    """Every so many steps held-out accuracies go into the step's metrics; returns the policy's
+    score by them."""
+    every = run.config.validate_every
+    if run.evaluation is None or not every or step % every:
         return None
     # Validation has step 0's random numbers, so that its questions are answered alike every time.
     run.players.begin(0, as_played(run.learner, models))

@@ -2,6 +2,8 @@
 processes and the programs they start share."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,19 @@ settings.load_profile("deterministic")
 def _in_repository_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """configs/ and launch/ run from a checkout; so do the tests."""
     monkeypatch.chdir(ROOT)
+
+
+MAPS = Path("/proc/self/maps")
+MOST_MAPS = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_programs() -> Iterator[None]:
+    """XLA maps some 13 areas of memory for a program that it compiles for CPUs, and a process has
+    65,530 of them (vm.max_map_count): behind 5,000 programs it ends by a segmentation fault."""
+    yield
+    if "jax" in sys.modules and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture

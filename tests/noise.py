@@ -25,15 +25,15 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh
 from spell_jax.selfplay import parsing, rules
 
-_TIMES = ("train/play_seconds", "train/update_seconds")
+_UNSTEADY = ("time/", "process/")
 
 
 def steady(line: dict[str, Any]) -> dict[str, Any]:
     """A line of metrics without times and memory, which no two runs have alike."""
-    return {k: v for k, v in line.items() if k not in _TIMES and not k.startswith("process/")}
+    return {name: value for name, value in line.items() if not name.startswith(_UNSTEADY)}
 
 
-def save_policy(folder: pathlib.Path) -> pathlib.Path:
+def save_policy(folder: pathlib.Path, max_positions: int = 256) -> pathlib.Path:
     """A folder with random weights (width 32, one layer) and the tiny world's tokenizer."""
     tokenizer = tokenizers.load(TINY_POLICY)
     policy = PolicyConfig(
@@ -44,7 +44,7 @@ def save_policy(folder: pathlib.Path) -> pathlib.Path:
         kv_heads=2,
         head_size=8,
         feed_forward=48,
-        max_positions=256,
+        max_positions=max_positions,
     )
     weights.save(folder, policy, transformer.init(policy, jax.random.key(3)), tokenizer)
     return folder

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from launch import bench, bench_rollout, bench_trl
+from launch import bench, bench_rollout, bench_trl, browser
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.runtime import mesh as meshes
@@ -50,6 +50,26 @@ def test_sampling_prints_a_line_with_all_kinds() -> None:
     wanted = line["transformers_s"] / line["shared_s"]
     assert line["transformers_ratio"] == pytest.approx(wanted)
     assert line["bench"] == "sample" and line["device"] == "cpu"
+
+
+@pytest.mark.skipif(browser.PROGRAM is None, reason=browser.MISSING)
+def test_a_report_of_a_long_run_is_bounded_and_opens() -> None:
+    """Of a run whose documents alone are more than the page may hold."""
+    flags = ["--steps=10", "--episodes=55", "--clusters=1000", "--document=12000", "--repeats=1"]
+    line = bench.run(bench.parse(["report", *flags]))
+    assert line["episodes_on_disk"] == line["episodes"] == 550
+    assert 45 < line["page_mb"] <= 50 and 300 < line["episodes_with_documents"] < 550
+    assert line["open_s"] > 0 and line["write_s"] > 0 and line["problems"] == 0
+
+
+def test_evaluating_draws_the_same_together_and_alone() -> None:
+    flags = ["--questions=2", "--prompt=24", "--response=4", "--group=3", "--slots=6", "--layers=1"]
+    flags += ["--width=64", "--vocab=96", "--block=8", "--prefill=32"]
+    line = bench.run(bench.parse(["evaluate", *flags]))
+    assert line["bench"] == "evaluate" and line["samples"] == 6
+    for kind in ("together", "alone"):
+        assert line[f"{kind}_samples_per_s"] == pytest.approx(6 / line[f"{kind}_s"])
+    assert line["ratio"] == pytest.approx(line["alone_s"] / line["together_s"])
 
 
 TINY = ["--group=3", "--layers=1", "--width=64", "--vocab=96", "--block=8", "--prefill=32"]

@@ -10,6 +10,7 @@ import pytest
 from configs import folder, folder_warm_start
 from spell_jax import sft, train
 from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.selfplay import folder_rows
 from tests import noise
@@ -86,5 +87,4 @@ def test_a_folder_is_played_and_the_run_goes_on(documents, warm, meaning, tmp_pa
     checkpoints.close()
     results = json.loads((tmp_path / "evaluation.json").read_text())
     assert results["after"]["responder accuracy (rule)"]["all"].keys() == {""}
-    episodes = (tmp_path / "episodes" / "step_000003.jsonl").read_text().splitlines()
-    assert len(episodes) == 6
+    assert [step for step, _ in read_episodes(tmp_path)] == [1] * 6 + [2] * 6 + [3] * 6

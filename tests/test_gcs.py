@@ -27,8 +27,9 @@ from spell_jax import export, report, sft, train
 from spell_jax.learner import non_finite, packing
 from spell_jax.policy import safetensors_folder as files
 from spell_jax.runtime import folders, start
+from spell_jax.runtime.episodes import EpisodeWriter, read_episodes
 from spell_jax.runtime.jsonl import write_json, write_records
-from spell_jax.runtime.metrics import EpisodeWriter, MetricsWriter, read_metrics
+from spell_jax.runtime.metrics import MetricsWriter, read_metrics
 from tests import noise
 
 RANDOM = ("checkpoints/", "tensorboard/")  # folders with random names and times in names
@@ -104,13 +105,13 @@ def test_a_run_in_a_bucket_has_the_files_of_a_local_one(local, remote):
     assert len(events) == 2  # one a start
     assert all(b"train/" in (remote / name).read_bytes() for name in events)
     pictures = [name for name in found if name.startswith("plots/")]
-    assert len(pictures) == 5
+    assert len(pictures) == 6
     assert all((remote / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
 
 def test_a_resumed_run_in_a_bucket_is_a_local_one_in_one_go(local, remote):
     same = {n for n in names(local) if n.split("/")[0] in ("policy", "best", "episodes")}
-    assert same >= {"policy/model.safetensors", "best/config.json", "episodes/step_000002.jsonl"}
+    assert same >= {"policy/model.safetensors", "best/config.json", "episodes/step_000002.jsonl.gz"}
     for name in same:
         assert (remote / name).read_bytes() == (local / name).read_bytes(), name
     assert read_evaluation(remote) == read_evaluation(local)
@@ -163,7 +164,7 @@ def test_supervised_tuning_goes_on_in_a_bucket(policy, tmp_path):
 
 def test_an_older_step_is_resumed_and_later_files_go():
     workdir = folders.open_folder("gs://bucket/older")
-    metrics, episodes = MetricsWriter(workdir), EpisodeWriter(workdir)
+    metrics, episodes = MetricsWriter(workdir), EpisodeWriter(workdir, 1000)
     for step in (1, 2, 3):
         metrics.write(step, {"a": float(step)})
         episodes.write(step, [{"text": "\ud83d"}])
@@ -171,11 +172,12 @@ def test_an_older_step_is_resumed_and_later_files_go():
     tail = metrics.tail()
     (workdir / "metrics.jsonl").unlink()
     MetricsWriter(workdir, resume_step=2, tail=tail).close()
-    EpisodeWriter(workdir, resume_step=2)
+    EpisodeWriter(workdir, 1000, resume_step=2)
     assert read_metrics(workdir) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
-    left = {"step_000001.jsonl", "step_000002.jsonl"}
+    left = {"step_000001.jsonl.gz", "step_000002.jsonl.gz"}
     assert names(workdir / "episodes") == left
-    assert (workdir / "episodes" / "step_000002.jsonl").read_text() == '{"text": "\\ud83d"}\n'
+    record = {"number": 1, "of": 1, "text": "\ud83d"}
+    assert list(read_episodes(workdir)) == [(1, record), (2, record)]
 
 
 def test_what_others_write_is_seen():

@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from spell_jax.runtime import faults, hashes
+from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.preemption import EXIT_CODE
 from tests import killed, noise
 from tests.killed import STEP
@@ -54,8 +55,7 @@ def passings(point: str, whole: pathlib.Path, step: int = STEP) -> int:
     """Which passing of a point, counted from the run's start, is in the midst of a step."""
     if point not in PHASES:
         return step
-    played = (whole / "episodes" / f"step_{n:06d}.jsonl" for n in range(1, step))
-    return sum(len(path.read_text().splitlines()) for path in played) + QUESTION
+    return sum(played < step for played, _ in read_episodes(whole)) + QUESTION
 
 
 def checkpoint_files(workdir: pathlib.Path) -> set[str]:
@@ -100,7 +100,7 @@ def test_killed_at_every_point_a_run_is_the_same(policy, whole, tmp_path) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("point", faults.POINTS)
+@pytest.mark.parametrize("point", faults.TRAINING_POINTS)
 def test_killed_from_its_start_on(point, policy, whole, tmp_path) -> None:
     """Three steps and a part of the fourth in one process, the rest in another."""
     fault = f"{point}:{passings(point, whole)}", f"hold:{STEP}" if point == "saving" else ""
@@ -110,7 +110,7 @@ def test_killed_from_its_start_on(point, policy, whole, tmp_path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("point", faults.POINTS)
+@pytest.mark.parametrize("point", faults.TRAINING_POINTS)
 def test_killed_before_anything_is_saved(point, policy, whole, tmp_path) -> None:
     """In the first step; "saved" is the first checkpoint."""
     expect(KILLED, 0, policy, tmp_path, f"{point}:1", "hold:1" if point == "saving" else "")
@@ -154,7 +154,7 @@ def test_it_ends_when_its_time_is_up(policy, whole, tmp_path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("point", faults.POINTS)
+@pytest.mark.parametrize("point", faults.TRAINING_POINTS)
 def test_told_to_stop_at_every_point(point, policy, whole, tmp_path) -> None:
     expect(EXIT_CODE, 0, policy, tmp_path, f"{point}:{passings(point, whole)}:term")
     code, error = play(policy, tmp_path)

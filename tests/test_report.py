@@ -99,7 +99,12 @@ def test_the_command_prints_the_table_and_the_pictures(tmp_path):
     result = report(tmp_path)
     assert result.returncode == 0, result.stderr
     assert before_after_table(BEFORE, AFTER) in result.stdout
-    assert result.stdout.endswith(f"{tmp_path}/plots/evaluation.png\n")
+    pictures = (f"{tmp_path}/plots/{name}.png" for name in ("eval", "other", "play", "train"))
+    assert "\n".join((*pictures, f"{tmp_path}/plots/evaluation.png\n")) in result.stdout
+    *_, plots, page = result.stdout.splitlines()
+    assert plots.endswith(f" plots of the page in {tmp_path}/plots")
+    assert page == f"{tmp_path}/report.html"
+    assert all((tmp_path / name).is_file() for name in ("plots/solve_rate.png", "report.html"))
 
 
 def test_a_run_without_metrics_is_a_clear_error(tmp_path):

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import pathlib
+import time
 
 import pytest
 from absl import logging as absl_logging
@@ -16,8 +17,10 @@ from absl import logging as absl_logging
 from spell_jax import train
 from spell_jax.policy import weights
 from spell_jax.run import copy, make_run
-from spell_jax.runtime import faults
+from spell_jax.runtime import faults, jsonl
+from spell_jax.runtime import metrics as runtime_metrics
 from spell_jax.runtime.checkpoint import Checkpoints, SaveError
+from spell_jax.runtime.episodes import episode_files, read_episodes
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
 from spell_jax.runtime.preemption import Preempted
 from tests import killed, noise
@@ -77,7 +80,7 @@ def test_a_step_that_was_played_ahead_is_played_again(policy, tmp_path, monkeypa
     fields = {"staleness": 1, "loss.behaviour": "truncated", "checkpoint_every": 100}
     make = functools.partial(killed.make_config, policy, **fields)
     play(make(steps=3), tmp_path / "three")
-    questions = sum(len(lines.splitlines()) for lines in episodes(tmp_path / "three").values())
+    questions = len(list(read_episodes(tmp_path / "three")))
     workdir = tmp_path / "stopped"
     begun = count_begun(monkeypatch)
     with monkeypatch.context() as patches, pytest.raises(Preempted):
@@ -172,20 +175,68 @@ def lose_disk(
     monkeypatch: pytest.MonkeyPatch, workdir: pathlib.Path, step: int, number: int, written: bool
 ) -> None:
     """From a step's beginning on nothing new can be made in the workdir."""
-    play_step, mkdir, flush = train.play, os.mkdir, MetricsWriter.flush
+    play_step, mkdir, put = train.play, os.mkdir, MetricsWriter._put
 
     def fail(path, *given, **options):
         if os.fspath(path).startswith(f"{workdir}/"):
             raise OSError(number, os.strerror(number), path)
         mkdir(path, *given, **options)
 
-    def fail_to_flush(self):
+    def fail_to_put(self, lines):
+        time.sleep(0.5)  # known only when the checkpoint waits for it
         raise OSError(number, os.strerror(number))
 
     def play_and_fail(run, models, played, *given, **options):
         if played == step:
             monkeypatch.setattr(os, "mkdir", fail)
-            monkeypatch.setattr(MetricsWriter, "flush", flush if written else fail_to_flush)
+            monkeypatch.setattr(MetricsWriter, "_put", put if written else fail_to_put)
         return play_step(run, models, played, *given, **options)
 
     monkeypatch.setattr(train, "play", play_and_fail)
+
+
+def test_a_checkpoint_waits_for_what_is_written_and_other_steps_do_not(
+    policy, tmp_path, monkeypatch
+) -> None:
+    """Of three steps behind a disk of half a second a file, every second one is saved."""
+    write_lines, save, there = runtime_metrics.write_lines, Checkpoints.save, {}
+
+    def slow(path, lines):
+        if "resumed" not in str(path):
+            time.sleep(0.5)
+        write_lines(path, lines)
+
+    def look_and_save(self, step, *given, **options):
+        written = [line["step"] for line in read_metrics(tmp_path)]
+        there.setdefault(step, (written, len(episode_files(tmp_path))))
+        return save(self, step, *given, **options)
+
+    monkeypatch.setattr(runtime_metrics, "write_lines", slow)
+    monkeypatch.setattr(jsonl, "write_lines", slow)  # episodes
+    monkeypatch.setattr(Checkpoints, "save", look_and_save)
+    play(killed.make_config(policy, steps=3, checkpoint_every=2, validate_every=0), tmp_path)
+    assert there[2] == ([1, 2], 2) and there[3][1] < 3
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+    assert len(episodes(tmp_path)) == 3
+
+
+def test_a_disk_that_fills_between_checkpoints_ends_the_run_with_all_saved(
+    policy, whole, tmp_path, monkeypatch
+) -> None:
+    """The metrics of step 2 cannot be written: known at that step or the next one, which is saved,
+    and the checkpoint has the lines that the disk has not."""
+    put = MetricsWriter._put
+
+    def fill(self, lines):
+        if len(lines) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        put(self, lines)
+
+    make = functools.partial(killed.make_config, policy, checkpoint_every=100)
+    with monkeypatch.context() as patches, pytest.raises(OSError, match="No space"):
+        patches.setattr(MetricsWriter, "_put", fill)
+        play(make(), tmp_path)
+    step = Checkpoints(tmp_path).newest_intact()
+    assert step in (2, 3) and [line["step"] for line in read_metrics(tmp_path)] == [1]
+    assert play(make(), tmp_path) == list(map(noise.steady, read_metrics(whole)))
+    killed.assert_same_state(make(), tmp_path, whole)

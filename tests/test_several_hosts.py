@@ -91,7 +91,7 @@ def alone(policy, tmp_path_factory) -> pathlib.Path:
 def assert_same_run(workdir: pathlib.Path, other: pathlib.Path, policy: pathlib.Path) -> None:
     """Episodes to the byte, metrics but for times and rounding, weights to 1e-5."""
     for step in range(1, STEPS + 1):
-        name = f"episodes/step_{step:06d}.jsonl"
+        name = f"episodes/step_{step:06d}.jsonl.gz"
         assert (workdir / name).read_bytes() == (other / name).read_bytes(), name
     assert_same_learning(workdir, other, policy, ("policy", "best"))
 
@@ -133,7 +133,7 @@ def test_one_that_is_killed_ends_all_and_a_restart_goes_on(killed, alone, policy
     assert code == -signal.SIGKILL and left in (1, -signal.SIGABRT), error[-3000:]
     assert re.search("another (process|task) died", error)
     assert end - died < LOST_SECONDS + 15  # a margin for a loaded machine
-    first = tmp_path / "episodes" / "step_000001.jsonl"
+    first = tmp_path / "episodes" / "step_000001.jsonl.gz"
     played = first.stat().st_mtime_ns
     succeed(2, "train", policy, tmp_path)
     assert first.stat().st_mtime_ns == played  # not again

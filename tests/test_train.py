@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
 from tests import noise
 
@@ -108,16 +110,18 @@ def test_a_run_writes_all_its_files(whole):
     folder = whole.workdir
     assert [line["step"] for line in whole.metrics()] == [1, 2, 3, 4]
     assert sorted(p.name for p in (folder / "episodes").iterdir()) == [
-        f"step_00000{step}.jsonl" for step in range(1, 5)
+        f"step_00000{step}.jsonl.gz" for step in range(1, 5)
     ]
-    lines = (folder / "episodes" / "step_000002.jsonl").read_text().splitlines()
-    assert len(lines) in (9, 18) and {"task", "question", "scores"} <= json.loads(lines[0]).keys()
+    episodes = [episode for step, episode in read_episodes(folder) if step == 2]
+    assert len(episodes) in (9, 18)
+    assert {"task", "question", "scores", "documents"} <= episodes[0].keys()
     assert list((folder / "tensorboard").glob("events*"))
     assert sorted(int(p.name) for p in (folder / "checkpoints").iterdir()) == [2, 4]
     assert (folder / "best" / "model.safetensors").is_file()
     assert {p.name for p in (folder / "plots").iterdir()} == {
         "play.png",
         "process.png",
+        "time.png",
         "train.png",
         "eval.png",
         "evaluation.png",
@@ -153,6 +157,56 @@ def test_metrics_tell_what_was_played_and_learned(whole):
     assert ["eval/responder" in line for line in lines] == [False, True, False, True]
 
 
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"
+PLACES = {
+    "[/TASK]": "(/(general_qa|financial_math|multiple_choice))?",
+    "SPEAKER": "(questioner|responder|verifier|anchor)",
+    "ROLE": "(questioner|responder|verifier)",
+    "REASON": r"\w+",
+    "KIND": r"\w+",
+    "DOCUMENTS": r"\d+",
+}
+
+
+def test_every_number_is_explained(whole):
+    """And what is explained there is what a run with real updates has, but for what this one does
+    not do."""
+    first = "".join(re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.M))
+    names = re.findall(r"`([\w/\[\]]+)`", first)
+    patterns = {}
+    for name in names:
+        pattern = re.escape(name)
+        for place, found in PLACES.items():
+            pattern = pattern.replace(re.escape(place), found)
+        patterns[name] = re.compile(pattern)
+    written = {name for line in read_metrics(whole.workdir) for name in line} - {"step"}
+    assert not {n for n in written if not any(p.fullmatch(n) for p in patterns.values())}
+    unused = {name for name, p in patterns.items() if not any(map(p.fullmatch, written))}
+    assert unused == {
+        "play/judge_failed[/TASK]",
+        "play/static_questions",
+        "train/kl",
+        "train/router_max_load",
+        "train/router_idle",
+        "time/mfu",
+        "time/seconds/tune",
+        "eval/all",
+        "eval/TASK",
+        "process/device_mib",
+        "process/device_peak_mib",
+        "non_finite",
+    }
+
+
+def test_the_parts_of_a_step_are_its_wall_time(whole):
+    for line in read_metrics(whole.workdir):
+        parts = {n: v for n, v in line.items() if n.startswith("time/seconds/")}
+        assert sum(parts.values()) == pytest.approx(line["time/step_seconds"])
+        assert all(seconds >= 0 for seconds in parts.values())
+        assert parts["time/seconds/questioner"] > 0 and parts["time/seconds/play"] > 0
+        assert line["time/tokens_per_second/drawn"] > 0 < line["time/tokens_per_second/read"]
+
+
 def test_every_step_has_random_numbers_of_its_own(whole):
     """And every evaluation those of step 0, so that it never disturbs the steps."""
     assert whole.begun == [0, 1, 2, 0, 3, 4, 0, 0]
@@ -170,7 +224,7 @@ def test_nothing_compiles_after_the_first_full_step(whole):
 def test_a_resumed_run_is_the_same_run(whole, resumed):
     assert resumed.metrics() == whole.metrics()
     for step in range(1, 5):
-        name = f"episodes/step_00000{step}.jsonl"
+        name = f"episodes/step_00000{step}.jsonl.gz"
         assert (resumed.workdir / name).read_bytes() == (whole.workdir / name).read_bytes()
     model, saved = "policy/model.safetensors", (resumed.workdir, whole.workdir)
     assert len({(folder / model).read_bytes() for folder in saved}) == 1
@@ -253,8 +307,7 @@ def test_a_step_on_eight_devices_equals_one(policy, tmp_path):
     run = Finished(noise.small_config(policy, **options), tmp_path / "8", devices=8)
     assert run.run.learner.mesh.shape["fsdp"] == 4
     one = Finished(noise.small_config(policy, validate_every=0, steps=1), tmp_path / "1")
-    episodes = "episodes/step_000001.jsonl"
-    assert (tmp_path / "8" / episodes).read_text() == (tmp_path / "1" / episodes).read_text()
+    assert list(read_episodes(tmp_path / "8")) == list(read_episodes(tmp_path / "1"))
     line, wanted = (
         {name: value for name, value in line.items() if "/sampler/" not in name}  # how full it was
         for line in (*run.metrics(), *one.metrics())
@@ -325,6 +378,7 @@ BAD = [
     ("validate_every", -1),
     ("checkpoint_every", 0),
     ("keep_checkpoints", 0),
+    ("episode_characters", -1),
     ("max_minutes", -1.0),
     ("max_minutes", math.nan),
     ("profile_steps", (0,)),
@@ -401,7 +455,7 @@ def test_the_judge_needs_an_address_and_a_model(policy, monkeypatch):
         train.make_run(noise.small_config(policy, **judge))
     monkeypatch.setenv("SPELL_JUDGE_KEY", "secret")
     run = train.make_run(noise.small_config(policy, **judge, **{"game.judge_model": "m"}))
-    assert run.game._judge.__self__.config.api_key == "secret"
+    assert run.game._judge.__self__._ask.config.api_key == "secret"
     assert "secret" not in str(run.config)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
+from spell_jax.data.clusters import Cluster
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.requests import Sample
@@ -103,8 +104,18 @@ class Game(Protocol):
         """An episode as a JSON-able dict for the run's files."""
         ...
 
+    def cluster(self, episode: Any) -> Cluster:
+        """The documents that an episode is about."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Everything besides weights that the next step depends on, JSON-able."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def records(game: Game, episodes: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Episodes as EpisodeWriter takes them: with the texts of their clusters."""
+    for episode in episodes:
+        yield game.record(episode) | {"documents": list(game.cluster(episode).documents)}

@@ -49,6 +49,10 @@ class _Asked:
     missing: int = 0
     coroutine: Coroutine[Any, Any, None] | None = None
 
+    @property
+    def speaker(self) -> str:
+        return self.role if self.model == "policy" else self.model
+
     def __await__(self) -> Generator[_Asked, None, list[Reply | None]]:
         yield self
         return self.replies
@@ -85,7 +89,9 @@ class Players:
 
     `metrics` holds, for what was said since `begin`, tokens of prompts and answers, the share of
     answers cut off at the cap and of prompts refused as over theirs, by role (or by model, where it
-    is another one than the policy); and what the sampler's slots did (Session.counts).
+    is another one than the policy); and what the sampler's slots did (Session.counts). So do
+    `drawn` and `read`, tokens of answers and of prompts, and `waited`, seconds by role or model in
+    which the host waited for the device (Counts.waited).
     """
 
     def __init__(self, sampler: Sampler, tokenizer: Tokenizer, key: jax.Array):
@@ -98,7 +104,13 @@ class Players:
         self._meanwhile: Callable[[], None] = lambda: None
         self._is_playing = False
         self._session: tuple[str, Session] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Nothing has been said."""
         self.metrics = Metrics()
+        self.drawn = self.read = 0
+        self.waited: defaultdict[str, float] = defaultdict(float)
 
     def begin(
         self,
@@ -115,7 +127,7 @@ class Players:
         self._coroutines = 0
         self._models, self._session = models, None
         self._meanwhile = meanwhile
-        self.metrics = Metrics()
+        self._reset()
 
     def end(self) -> None:
         """Lets go of weights and pool: while the policy is updated they would only take memory."""
@@ -213,14 +225,15 @@ class Players:
             asked.ids = [self._tokenizer.chat(prompt) for prompt in asked.prompts]
             asked.replies = [None] * len(asked.ids)
         places = [(asked, place) for asked in new for place in range(len(asked.ids))]
-        keys = _fold(self._key, [(self._step, *asked.name, place) for asked, place in places])
+        keys = fold_keys(self._key, [(self._step, *asked.name, place) for asked, place in places])
         for (asked, place), key in zip(places, keys, strict=True):
             if not self.sampler.fits(asked.ids[place]):
                 continue
             is_verdict = asked.role == "verifier"
             cap = config.max_verdict_tokens if is_verdict else config.max_tokens
             others = {} if asked.temperature is None else {"temperature": asked.temperature}
-            request = Request(asked.ids[place], asked.group, key, config.options(cap, **others))
+            options = config.options(cap, **others)
+            request = Request(asked.ids[place], asked.group, key, options, asked.speaker)
             tickets[session.submit(request)] = asked, place
             asked.missing += 1
         return tickets
@@ -246,9 +259,13 @@ class Players:
         self.metrics.add_sum("sampler/empty_cells", counts.empty_cells, counts.cell_steps)
         reused, all_tokens = session.reused_tokens, counts.prompt_tokens
         self.metrics.add_sum("sampler/reused_prompt_tokens", reused, all_tokens)
+        self.drawn += counts.tokens
+        self.read += counts.read_tokens
+        for speaker, seconds in counts.waited.items():
+            self.waited[speaker] += seconds
 
     def _count(self, asked: _Asked) -> None:
-        speaker = asked.role if asked.model == "policy" else asked.model
+        speaker = asked.speaker
         replies = [reply for reply in asked.replies if reply is not None]
         samples = [sample for reply in replies for sample in reply.samples]
         tokens = sum(len(sample.tokens) for sample in samples)
@@ -264,7 +281,7 @@ class Players:
 _FOLDED = 256  # keys that are made in one call: of one shape, so that nothing compiles in mid-run
 
 
-def _fold(key: np.ndarray, numbers: Sequence[tuple[int, ...]]) -> np.ndarray:
+def fold_keys(key: np.ndarray, numbers: Sequence[tuple[int, ...]]) -> np.ndarray:
     """Key data uint32 [n, 2] of a key into which each of n tuples is folded, number by number."""
     if not numbers:
         return np.zeros((0, 2), np.uint32)

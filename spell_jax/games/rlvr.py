@@ -17,7 +17,8 @@ import numpy as np
 
 from spell_jax.data.clusters import Cluster
 from spell_jax.games.game import Models
-from spell_jax.games.spell import Episode, Spell
+from spell_jax.games.spell import Spell
+from spell_jax.games.spell_episode import Episode
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.metrics import Metrics
 
@@ -90,6 +91,9 @@ class Rlvr:
 
     def record(self, episode: Episode) -> dict[str, Any]:
         return self._spell.record(episode)
+
+    def cluster(self, episode: Episode) -> Cluster:
+        return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
         return {"spell": self._spell.state_dict(), "questions": self._questions}

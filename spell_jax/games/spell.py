@@ -21,7 +21,6 @@ paper; "spec" is docs/algorithm.md.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,8 +29,10 @@ import numpy as np
 
 from spell_jax.data.clusters import LETTERS, Cluster
 from spell_jax.data.stream import TaskStream
+from spell_jax.games import spell_episode
 from spell_jax.games.game import Ask, Models, Reply
 from spell_jax.games.spell_config import SpellConfig
+from spell_jax.games.spell_episode import Episode, documents_of
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from spell_jax.learner.packing import Group
 from spell_jax.runtime import faults, hosts
@@ -42,72 +43,6 @@ from spell_jax.selfplay.prompts import Prompts
 
 # (question, prediction, reference) triples -> 1, 0 or -1 (no verdict).
 JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
-
-
-@dataclasses.dataclass
-class Episode:
-    """One proposed question and all that became of it.
-
-    Attributes:
-      task, cluster: what was asked about.
-      shown: indices of the documents that the questioner read.
-      history: remembered questions that it was shown.
-      dropped: documents and remembered questions left out of its prompt to keep it under the cap.
-      invitation: its prompt.
-      proposal: the questioner's reply.
-      status: "accepted", or where it ended: "overlong" (a prompt over the cap), "bad_format",
-        "skipped", "ungrounded".
-      reason: a word that says why, for counting.
-      blind: extracted answers to the question without documents.
-      question, reference: as parsed; `own_reference` is the questioner's where it was replaced.
-      response: the responder's reply, G answers.
-      predictions: extracted answers, None where there is none.
-      rule: rule scores of the answers.
-      judge: the external judge's verdicts on them (-1: none), where it is asked.
-      judged: for each answer the verifier's reply, None where there was nothing to judge.
-      unjudged: answers that were not judged because the verifier's prompt was over the cap.
-      votes: for each answer its G_v votes.
-      scores: the responder's rewards.
-      reward: the questioner's reward; None when it earns none and is not trained on.
-    """
-
-    task: str
-    cluster: Cluster
-    shown: tuple[int, ...]
-    history: tuple[Entry, ...]
-    dropped: int = 0
-    invitation: str = ""
-    proposal: Reply | None = None
-    status: str = "overlong"
-    reason: str = ""
-    question: str = ""
-    reference: str = ""
-    own_reference: str = ""
-    blind: list[str | None] = dataclasses.field(default_factory=list)
-    response: Reply | None = None
-    predictions: list[str | None] = dataclasses.field(default_factory=list)
-    rule: list[float] = dataclasses.field(default_factory=list)
-    judge: list[int] = dataclasses.field(default_factory=list)
-    judged: list[Reply | None] = dataclasses.field(default_factory=list)
-    unjudged: int = 0
-    votes: list[list[int]] = dataclasses.field(default_factory=list)
-    scores: list[float] = dataclasses.field(default_factory=list)
-    reward: float | None = None
-
-    @property
-    def new(self) -> tuple[int, ...]:
-        """Documents among the shown that no remembered question brought."""
-        seen = _documents_of(self.history)
-        return tuple(index for index in self.shown if index not in seen)
-
-    @property
-    def mean_score(self) -> float:
-        return sum(self.scores) / len(self.scores) if self.scores else 0.0
-
-    @property
-    def mixed(self) -> bool:
-        """Whether the group has reward spread, so that something can be learned from it."""
-        return len(set(self.scores)) > 1
 
 
 class Spell:
@@ -185,19 +120,19 @@ class Spell:
     def _invite(self, task: str, cluster: Cluster) -> Episode:
         """An episode with its prompt; over the cap, new documents go, then the oldest history."""
         history = self.memory.get(task, cluster.id)
-        seen = _documents_of(history)
+        seen = documents_of(history)
         unseen = [i for i in range(len(cluster.documents)) if i not in seen]
         wanted = min(int(self._rng.choice(self.config.documents)), len(unseen))
         new = [int(i) for i in self._rng.permutation(unseen)[:wanted]]
         letter = LETTERS[self._rng.integers(4)] if task == "multiple_choice" else None
         dropped = 0
         while True:
-            shown = tuple(sorted(_documents_of(history) | set(new)))
+            shown = tuple(sorted(documents_of(history) | set(new)))
             documents = [cluster.documents[i] for i in shown]
             text = self.prompts.questioner(task, documents, history, letter)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
-                return Episode(task, cluster, shown, history, dropped, text)
+                return Episode(task, cluster, shown, history, dropped, letter, text)
             dropped += 1
             if new and (history or len(new) > 1):
                 new.pop()
@@ -286,6 +221,7 @@ class Spell:
         e = episode
         e.judged = [None] * len(e.predictions)
         e.votes = [[] for _ in e.predictions]
+        e.verdict_advantages = [[] for _ in e.predictions]
         if self.config.responder_reward in ("rule", "random"):
             return
         compared = [i for i, prediction in enumerate(e.predictions) if prediction is not None]
@@ -356,17 +292,19 @@ class Spell:
     # 7. What is trained on.
 
     def rows(self, episodes: Sequence[Episode]) -> list[Group]:
-        """Training groups of all three roles with their advantages (8, 9)."""
+        """Training groups of all three roles with their advantages (8, 9), which episodes keep."""
+        for e in episodes:
+            e.advantages, e.verdict_advantages = {}, [[] for _ in e.judged]
         answered = [e for e in episodes if e.response is not None]
         kept, surplus = selection.split_groups([e.scores for e in answered], self.config.questions)
         if self.config.keep_surplus:
             kept = [*kept, *surplus]
         good = [answered[i] for i in kept]
-        responder = [
-            e.response.group(group_advantages(e.scores), "responder")
-            for e in good
-            if e.response is not None
-        ]
+        responder = []
+        for e in good:
+            if e.response is not None:
+                e.advantages["responder"] = group_advantages(e.scores).tolist()
+                responder.append(e.response.group(e.advantages["responder"], "responder"))
         return (
             responder + self._questioner_rows(good, episodes) + self._verifier_rows(good, answered)
         )
@@ -383,11 +321,12 @@ class Spell:
         )
         both = [*good, *(pool[i] for i in chosen)]
         advantages = questioner_advantages([e.reward or 0.0 for e in both], [e.task for e in both])
-        return [
-            e.proposal.group([advantage], "questioner")
-            for e, advantage in zip(both, advantages, strict=True)
-            if e.proposal is not None
-        ]
+        groups = []
+        for e, advantage in zip(both, advantages.tolist(), strict=True):
+            if e.proposal is not None:
+                e.advantages["questioner"] = [advantage]
+                groups.append(e.proposal.group([advantage], "questioner"))
+        return groups
 
     def _verifier_rows(self, good: Sequence[Episode], answered: Sequence[Episode]) -> list[Group]:
         """A few judged answers on which verdicts differ, of all answered questions."""
@@ -395,14 +334,13 @@ class Spell:
         if not c.train_verifier:
             return []
         eligible = [
-            (reply, votes)
+            (e, i, reply)
             for e in answered
-            for reply, votes, rule in zip(e.judged, e.votes, e.rule, strict=True)
-            if reply is not None
-            and selection.eligible_verifier_group(votes, rule, consistency=c.consistency_gate)
+            for i, reply in enumerate(e.judged)
+            if reply is not None and spell_episode.may_teach(e, i, c)
         ]
         chosen = selection.verifier_groups(
-            [rewards.majority(votes) for _, votes in eligible],
+            [rewards.majority(e.votes[i]) for e, i, _ in eligible],
             len(good) * c.group_size,
             c.verifier_group_size,
             c.verifier_share,
@@ -410,11 +348,15 @@ class Spell:
             balance=c.balance_verdicts,
         )
         groups = []
-        malformed = -1.0 if c.malformed_penalty else 0.0
-        for reply, votes in (eligible[i] for i in chosen):
-            advantages = group_advantages(rewards.verifier_rewards(votes, malformed))
+        for e, i, reply in (eligible[at] for at in chosen):
+            advantages = group_advantages(self._verifier_rewards(e.votes[i])).tolist()
+            e.verdict_advantages[i] = advantages
             groups.append(reply.group(advantages, "verifier"))
         return groups
+
+    def _verifier_rewards(self, votes: Sequence[int]) -> list[float]:
+        """Of each vote on an answer (5)."""
+        return rewards.verifier_rewards(votes, -1.0 if self.config.malformed_penalty else 0.0)
 
     # What is kept of a step.
 
@@ -423,7 +365,10 @@ class Spell:
         metrics = Metrics()
         for e in episodes:
             for suffix in ("", f"/{e.task}"):
-                _count_episode(metrics, e, suffix)
+                spell_episode.count(metrics, e, suffix)
+                for vote_rewards in map(self._verifier_rewards, e.votes):
+                    for reward in vote_rewards:
+                        metrics.add(f"verifier_reward{suffix}", reward)
         for reason, count in Counter(e.reason for e in episodes if e.reason).items():
             metrics.add_sum(f"reason/{reason}", count, len(episodes))
         metrics.add("memory_entries", len(self.memory))
@@ -431,28 +376,11 @@ class Spell:
         return metrics
 
     def record(self, episode: Episode) -> dict[str, Any]:
-        """What an episode's line in the run's files holds."""
-        e = episode
-        return {
-            "task": e.task,
-            "cluster": e.cluster.id,
-            "shown": list(e.shown),
-            "known": [entry.question for entry in e.history],
-            "status": e.status,
-            "reason": e.reason,
-            "proposal": e.proposal.texts[0] if e.proposal else None,
-            "question": e.question,
-            "reference": e.reference,
-            "own_reference": e.own_reference,
-            "blind": e.blind,
-            "answers": list(e.response.texts) if e.response else [],
-            "predictions": e.predictions,
-            "rule": e.rule,
-            "judge": e.judge,
-            "votes": e.votes,
-            "scores": e.scores,
-            "reward": e.reward,
-        }
+        """See spell_episode.record; behind `rows`."""
+        return spell_episode.record(episode, self.config, self.prompts)
+
+    def cluster(self, episode: Episode) -> Cluster:
+        return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
         """Data position and question memory."""
@@ -474,38 +402,5 @@ def most_frequent(answers: Sequence[str | None], task: str) -> tuple[str | None,
     return best
 
 
-def _documents_of(history: Sequence[Entry]) -> set[int]:
-    return {index for entry in history for index in entry.documents}
-
-
 def _texts(reply: Reply | None) -> Sequence[str]:
     return () if reply is None else reply.texts
-
-
-def _count_episode(metrics: Metrics, e: Episode, suffix: str) -> None:
-    for status in ("accepted", "bad_format", "skipped", "ungrounded", "overlong"):
-        metrics.add(f"{status}{suffix}", e.status == status)
-    metrics.add(f"documents_shown{suffix}", len(e.shown))
-    metrics.add(f"dropped_from_prompt{suffix}", e.dropped)
-    metrics.add(f"history{suffix}", len(e.history))
-    if e.reward is not None:
-        metrics.add(f"questioner_reward{suffix}", e.reward)
-    if not e.scores:
-        return
-    metrics.add(f"solve_rate{suffix}", e.mean_score)
-    metrics.add(f"mixed{suffix}", e.mixed)
-    metrics.add(f"unsolved{suffix}", max(e.scores) <= 0)
-    metrics.add(f"fully_solved{suffix}", min(e.scores) >= 1)
-    metrics.add(f"reference_replaced{suffix}", e.own_reference != e.reference)
-    metrics.add_sum(f"unjudged{suffix}", e.unjudged, len(e.scores))
-    if e.judge:
-        metrics.add_sum(f"judge_failed{suffix}", e.judge.count(-1), len(e.judge))
-    for rule, votes, prediction in zip(e.rule, e.votes, e.predictions, strict=True):
-        metrics.add(f"rule_reward{suffix}", rule)
-        metrics.add(f"no_answer{suffix}", prediction is None)
-        if votes:
-            verdict = rewards.majority(votes)
-            metrics.add(f"malformed_votes{suffix}", votes.count(-1) / len(votes))
-            metrics.add(f"verdict_ignored{suffix}", verdict == -1)
-            metrics.add(f"verdict_differs_from_rule{suffix}", verdict != rule, verdict != -1)
-            metrics.add(f"verdict_yes{suffix}", verdict == 1)

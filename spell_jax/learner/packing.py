@@ -16,12 +16,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spell_jax.learner import dealing
 
 Tokens = Sequence[int] | np.ndarray
 Array = Any  # numpy on the host, jax on the devices
+ROLES = ("questioner", "responder", "verifier")  # whose numbers are told apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,7 @@ class MicroBatch:
       advantage: float32 [B, A].
       weight: float32 [B, A], the token's share in the loss; 0 where padded.
       old_log_prob: float32 [B, A], log-prob of the behaviour policy (0 where none was given).
+      role: int32 [B, A], the number of the answer's role in ROLES, or one more for another role.
     """
 
     tokens: Array
@@ -96,6 +100,7 @@ class MicroBatch:
     advantage: Array
     weight: Array
     old_log_prob: Array
+    role: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +124,13 @@ def count_answers(groups: Sequence[Group]) -> dict[str, int]:
     for group in groups:
         counts[group.role] = counts.get(group.role, 0) + len(group.answers)
     return counts
+
+
+def sum_by_role(values: Array, role: Array) -> jax.Array:
+    """Sums of values [B, A] over the answer tokens of each role (see MicroBatch): float32
+    [len(ROLES) + 1]."""
+    of_role = role[..., None] == jnp.arange(len(ROLES) + 1)
+    return jnp.sum(jnp.where(of_role, values[..., None], 0.0), axis=(0, 1))
 
 
 def split_groups(groups: Sequence[Group], largest: Bucket) -> tuple[list[Group], list[Group]]:
@@ -312,6 +324,7 @@ def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
         advantage=np.zeros(short, np.float32),
         weight=np.zeros(short, np.float32),
         old_log_prob=np.zeros(short, np.float32),
+        role=np.zeros(short, np.int32),
     )
 
 
@@ -323,6 +336,7 @@ def _write(batch: MicroBatch, row: int, start: int, filled: int, group: Group) -
     batch.tokens[row, start:prompt_end] = group.prompt
     batch.positions[row, start:prompt_end] = np.arange(len(group.prompt))
     batch.last_reader[row, start:prompt_end] = group_end - 1
+    role = ROLES.index(group.role) if group.role in ROLES else len(ROLES)
     column = prompt_end
     for i, answer in enumerate(group.answers):
         end, slots = column + len(answer), slice(filled, filled + len(answer))
@@ -334,6 +348,7 @@ def _write(batch: MicroBatch, row: int, start: int, filled: int, group: Group) -
         batch.target[row, slots] = answer
         batch.advantage[row, slots] = group.advantages[i]
         batch.weight[row, slots] = group.weights[i]
+        batch.role[row, slots] = role
         if group.old_log_probs is not None:
             batch.old_log_prob[row, slots] = group.old_log_probs[i]
         column, filled = end, filled + len(answer)

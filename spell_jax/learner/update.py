@@ -29,7 +29,7 @@ import optax
 
 from spell_jax.attention import attend
 from spell_jax.learner import loss as losses
-from spell_jax.learner import non_finite, packing
+from spell_jax.learner import measures, non_finite, packing
 from spell_jax.policy import lora, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -46,6 +46,7 @@ SUMS = (
     "dual_clip_share",
     "approx_kl",
 )
+ROLE_SUMS = ("role_tokens", "role_entropy")  # one a role
 SCHEDULES = ("constant", "cosine", "linear")
 
 
@@ -178,7 +179,7 @@ class Update:
     ):
         self._learner, self._state = learner, state
         self._groups = packing.weigh(groups, learner.loss.aggregation)
-        self._batches, self._refused = learner.pack_weighed(self._groups)
+        self._batches, self._fitting, self._refused = learner.pack_weighed(self._groups)
         self._uncast_reference = reference
         self._next = 0
         self._carry: Any = None
@@ -241,7 +242,13 @@ class Update:
             raise self._explain(state)
         filled = sum(np.count_nonzero(batch.last_reader >= 0) for batch in batches)
         slots = sum(np.size(batch.tokens) for batch in batches)
-        return state, _means(sums, norms) | {
+        operations = sum(
+            measures.operations(self._learner.policy, len(group.prompt), map(len, group.answers))
+            for group in self._fitting
+        )
+        return state, measures.means(sums, norms) | {
+            "trained_tokens": float(filled),
+            "operations": operations,
             "fill": filled / slots,
             "micro_batches": float(len(batches)),
             "refused_answers": refused,
@@ -395,10 +402,13 @@ class Learner:
 
     def pack(self, groups: Sequence[packing.Group]) -> tuple[list[packing.MicroBatch], int]:
         """Micro-batches of the groups, and how many answers did not fit any bucket."""
-        return self.pack_weighed(packing.weigh(groups, self.loss.aggregation))
+        batches, _, refused = self.pack_weighed(packing.weigh(groups, self.loss.aggregation))
+        return batches, refused
 
-    def pack_weighed(self, groups: Sequence[packing.Group]) -> tuple[list[packing.MicroBatch], int]:
-        """As pack, of groups that have their weights."""
+    def pack_weighed(
+        self, groups: Sequence[packing.Group]
+    ) -> tuple[list[packing.MicroBatch], list[packing.Group], int]:
+        """As pack, of groups that have their weights; and the groups as they stand in the rows."""
         if not self.packing.shared_prefix:
             groups = packing.separate_answers(groups)
         fitting, refused = packing.split_groups(groups, self.packing.buckets[-1])
@@ -409,7 +419,7 @@ class Learner:
             meshes.row_shards(self.mesh),
             meshes.context_shards(self.mesh),
         )
-        return batches, len(refused)
+        return batches, fitting, len(refused)
 
     def update(
         self,
@@ -481,6 +491,7 @@ class Learner:
     def empty_carry(self):
         """(gradient, sums) before the first micro-batch."""
         sums: dict[str, Any] = {name: np.zeros((), np.float32) for name in self._sums}
+        sums |= {name: np.zeros(len(packing.ROLES) + 1, np.float32) for name in ROLE_SUMS}
         if self.policy.experts:
             sums["router_load"] = np.zeros((self.policy.layers, self.policy.experts), np.float32)
         return self._zeros(), jax.device_put(sums, meshes.replicated(self.mesh))
@@ -509,6 +520,8 @@ class Learner:
             "entropy": jnp.sum(entropy * real),
             "sampler_difference": jnp.sum(jnp.abs(log_probs - batch.old_log_prob) * given),
             "mean_log_prob": jnp.sum(batch.weight * log_probs),
+            "role_tokens": packing.sum_by_role(real, batch.role),
+            "role_entropy": packing.sum_by_role(entropy * real, batch.role),
         }
         if router_load is not None:
             sums["router_load"] = router_load
@@ -572,27 +585,3 @@ def _measure(gradients, loss: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     norm = optax.tree.norm(gradients)
     return norm, jnp.isfinite(norm) & jnp.isfinite(loss)
-
-
-def _means(sums: dict[str, Any], norms: dict[str, Any]) -> dict[str, float]:
-    """What an update reports: the loss as it is, the rest a token or by the loss's weights.
-
-    Of experts: "router_max_load", the tokens of a layer's busiest expert over their mean (1: all
-    alike; E / k: all tokens go to the same ones), the mean over layers; and "router_idle", the
-    share of experts that got none.
-    """
-    sums = dict(sums)
-    router = {}
-    if (load := sums.pop("router_load", None)) is not None:
-        router["router_max_load"] = float(np.mean(load.max(axis=1) / load.mean(axis=1)))
-        router["router_idle"] = float(np.mean(load == 0))
-    tokens = max(float(sums["tokens"]), 1.0)
-    weight = float(sums["weight"]) or 1.0
-    per = {"loss": 1.0, "entropy": tokens, "sampler_difference": tokens}
-    means = {
-        name: float(value) / per.get(name, weight)
-        for name, value in sums.items()
-        if name not in ("tokens", "weight")
-    }
-    norms = {name: float(value) for name, value in norms.items()}
-    return means | norms | router | {"answer_tokens": tokens}

@@ -15,7 +15,7 @@ import re
 import signal
 
 VARIABLE = "SPELL_FAULT"
-POINTS = (
+TRAINING_POINTS = (
     "proposed",  # a question was written (one passing a question)
     "answered",  # a question was answered
     "verified",  # the answers to a question were judged
@@ -24,6 +24,11 @@ POINTS = (
     "saving",  # a checkpoint is being written, in the background
     "written",  # it is there but for what makes it complete
     "saved",  # a checkpoint is complete, older ones are not deleted yet
+)
+POINTS = (
+    *TRAINING_POINTS,
+    "sampled",  # a benchmark's question was answered, its samples are on disk
+    "judged",  # a judge has replied, and what it said is on disk if it is kept there
 )
 _FORM = re.compile(rf"({'|'.join(POINTS)}):([1-9][0-9]*)(:term|:raise)?", re.ASCII)
 _passed: collections.Counter[str] = collections.Counter()

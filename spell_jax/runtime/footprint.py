@@ -1,4 +1,4 @@
-"""What a process takes as it goes on: its resident memory, and how many programs it has built.
+"""What a process takes as it goes on: memory, its own and its devices', and programs it has built.
 
 A run that leaks, or that compiles in the middle, shows it in its own metrics.
 """
@@ -9,6 +9,8 @@ import os
 import pathlib
 import resource
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -28,11 +30,24 @@ class Footprint:
 
     def numbers(self) -> dict[str, float]:
         """resident_mib: of this process, now (where there is no /proc: at most so far);
-        programs: built since the start."""
-        return {"resident_mib": resident_bytes() / 2**20, "programs": float(self._programs)}
+        programs: built since the start; and `device_memory`."""
+        numbers = {"resident_mib": resident_bytes() / 2**20, "programs": float(self._programs)}
+        return numbers | device_memory(jax.local_devices())
 
     def close(self) -> None:
         jax.monitoring.unregister_event_duration_listener(self._hear)
+
+
+def device_memory(devices: Sequence[Any]) -> dict[str, float]:
+    """device_mib, in use now, and device_peak_mib, at most so far: of the fullest of the devices.
+    Nothing where they do not tell, as CPUs."""
+    stats = [device.memory_stats() or {} for device in devices]
+    names = {"device_mib": "bytes_in_use", "device_peak_mib": "peak_bytes_in_use"}
+    return {
+        name: max(some[told] for some in stats) / 2**20
+        for name, told in names.items()
+        if all(told in some for some in stats)
+    }
 
 
 def resident_bytes() -> int:

@@ -1,14 +1,21 @@
 """JSON on disk: a user's JSONL is read line by line, bad lines logged with their place, counted and
-skipped; what is written appears whole or not at all."""
+skipped; what is written appears whole or not at all, and what is appended line by line.
+
+A file whose name ends in .gz is compressed; the same lines always give the same bytes.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import io
 import json
 import logging
 import os
 import pathlib
+import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from etils import epath
 
@@ -18,12 +25,13 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def read_records(path: str | pathlib.Path, parse: Callable[[Any], T]) -> tuple[list[T], int]:
-    """Parses every line of a file; empty lines are passed over.
+def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], int]:
+    """Parses every line of a file; empty lines are passed over, and where a compressed file is
+    damaged, the rest of it counts as one bad line.
 
     Args:
-      path: UTF-8 text, with or without a byte order mark, a JSON value a line; only line feeds end
-        a line.
+      path: UTF-8 text (it may be in a bucket, and compressed), with or without a byte order mark, a
+        JSON value a line; only line feeds end a line.
       parse: JSON value -> record; raises ValueError, KeyError, TypeError or AttributeError where
         the value is not what it should be.
 
@@ -33,16 +41,20 @@ def read_records(path: str | pathlib.Path, parse: Callable[[Any], T]) -> tuple[l
     Raises:
       FileNotFoundError: there is no such file.
     """
-    records, skipped = [], 0
-    with pathlib.Path(path).open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                records.append(parse(json.loads(line.decode("utf-8-sig"))))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                skipped += 1
-                log.warning("%s:%d: skipped (%s)", path, number, error)
+    records, skipped, number = [], 0, 0
+    with epath.Path(path).open("rb") as file, _compressed(path, file, "rb") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    records.append(parse(json.loads(line.decode("utf-8-sig"))))
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                    skipped += 1
+                    log.warning("%s:%d: skipped (%s)", path, number, error)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            skipped += 1
+            log.warning("%s:%d: skipped from here on (%s)", path, number + 1, error)
     return records, skipped
 
 
@@ -53,6 +65,20 @@ def write_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None:
     is written as its JSON escape.
     """
     write_lines(path, (json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+def append_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None:
+    """Adds JSON lines to the end of a local file, in one write; it is made where there is none.
+
+    A process that is killed in here leaves at most one torn line. The next call ends that line
+    first, so that `read_records` skips it alone.
+    """
+    with pathlib.Path(path).open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+        is_torn = file.read(1) not in (b"", b"\n")
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        file.write(b"\n" * is_torn + lines.encode())
 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: int = 1) -> None:
@@ -67,14 +93,31 @@ def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
     bucket appears when it is closed, and is not opened before all lines are there.
     """
     if folders.is_remote(path):
-        epath.Path(path).write_bytes("".join(lines).encode(errors="backslashreplace"))
+        content = io.BytesIO()
+        _write(path, content, lines)
+        epath.Path(path).write_bytes(content.getvalue())
         return
     path = pathlib.Path(path)
     # A terminal or a pipe (/dev/stdout) is written to, a link's target replaced.
     is_stream = path.exists() and not path.is_file()
     target = path if is_stream else path.resolve()
     unfinished = target if is_stream else target.with_name(target.name + ".tmp")
-    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(lines)
+    with unfinished.open("wb") as file:
+        _write(path, file, lines)
     if not is_stream:
         unfinished.replace(target)
+
+
+def _write(path: str | os.PathLike[str], file: IO[bytes], lines: Iterable[str]) -> None:
+    with _compressed(path, file, "wb") as out:
+        out.writelines(line.encode(errors="backslashreplace") for line in lines)
+
+
+def _compressed(
+    path: str | os.PathLike[str], file: IO[bytes], mode: str
+) -> contextlib.AbstractContextManager[Any]:
+    """What the lines of an open file are read from or written to, by the end of its name."""
+    if not os.fspath(path).endswith(".gz"):
+        return contextlib.nullcontext(file)
+    # Neither a name nor a time goes into it.
+    return gzip.GzipFile("", mode, compresslevel=6, fileobj=file, mtime=0)

@@ -1,9 +1,10 @@
-"""Metrics and episodes on disk.
+"""Metrics on disk.
 
 1. Whatever measures something adds a (sum, weight) pair to a `Metrics`; pairs from micro-batches,
    games and validation merge by addition, so no average is ever averaged.
-2. Once a step the trainer turns them into means and `MetricsWriter` writes one line.
-3. Only one process writes; on the others the writers do nothing.
+2. Once a step the trainer turns them into means and `MetricsWriter` writes one line, to disk by a
+   thread of its own (recorder.py).
+3. Only one process writes; on the others the writer does nothing.
 4. A run resumed at step s first drops everything written after s, so its files equal those of a run
    that was never stopped (design.md section 3.11).
 """
@@ -12,20 +13,16 @@ import dataclasses
 import json
 import math
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 from etils import epath
-from tensorboardX import SummaryWriter
 
-from spell_jax.runtime import folders
-from spell_jax.runtime.jsonl import write_lines, write_records
+from spell_jax.runtime.boards import Board, TensorBoard
+from spell_jax.runtime.jsonl import write_lines
 
 METRICS_FILE = "metrics.jsonl"
-EPISODES_FOLDER = "episodes"
-TENSORBOARD_FOLDER = "tensorboard"
 TAIL = 1000  # lines of metrics.jsonl that a checkpoint keeps
 
 
@@ -130,9 +127,14 @@ def _parse(place: Any, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], s
         yield record, line
 
 
+def at_once(work: Callable[..., Any], *given: Any) -> None:
+    """Does work(*given) here and now, where Background.submit does it later."""
+    work(*given)
+
+
 class MetricsWriter:
-    """Writes WORKDIR/metrics.jsonl, one line {"step": int, name: number, ...} a step, and
-    TensorBoard events beside it.
+    """Writes WORKDIR/metrics.jsonl, one line {"step": int, name: number, ...} a step, and the same
+    numbers to boards: TensorBoard's files beside it, and others.
 
     Buckets have no appending, so the lines are held, and every write puts the whole file there.
 
@@ -143,6 +145,8 @@ class MetricsWriter:
       is_writer: whether this process writes (process 0 only); elsewhere all methods do nothing.
       tail: lines that the checkpoint of resume_step kept (see the method). Those of steps that the
         file does not have (it is lost, older, or of another folder) are put in.
+      submit: takes what is to be done on disk, as Background.submit.
+      boards: others than TensorBoard.
 
     Raises:
       ValueError: the file to resume, or the tail, is damaged (see `read_metrics`).
@@ -154,8 +158,11 @@ class MetricsWriter:
         resume_step: int | None = None,
         is_writer: bool = True,
         tail: Sequence[str] = (),
+        submit: Callable[..., None] = at_once,
+        boards: Sequence[Board] = (),
     ) -> None:
         self._is_writer = is_writer
+        self._submit = submit
         self._lines: dict[int, str] = {}  # by step, in order of steps
         if not is_writer:
             return
@@ -167,19 +174,18 @@ class MetricsWriter:
             found = (*_parse("tail of the checkpoint", tail), *_parse(self._path, there))
             lines = {record["step"]: line for record, line in found}  # the file's before the tail's
             self._lines = {step: lines[step] for step in sorted(lines) if step <= resume_step}
-        self._put()
-        # TensorBoard's reader is told to forget what an earlier process wrote from this step on.
-        first_step = 0 if resume_step is None else resume_step + 1
-        self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step)
+        self._put(list(self._lines.values()))
+        self._boards = [TensorBoard(folder, resume_step), *boards]
 
     def write(self, step: int, metrics: Metrics | Mapping[str, Any]) -> None:
-        """Writes the step's line; the file has it when this returns.
+        """Writes the step's line, which `tail` has when this returns, also if the disk is full.
 
         Numbers that are not finite become null, are counted in the line's "non_finite", and are
         logged by name.
 
         Raises:
           ValueError: the step is not later than the last one written, or a name is taken.
+          OSError: it cannot be written, or one before it could not (as `submit` has it).
         """
         if not self._is_writer:
             return
@@ -197,65 +203,25 @@ class MetricsWriter:
             logging.warning("step %d: not finite: %s", step, ", ".join(names))
             record["non_finite"] = non_finite
         self._lines[step] = json.dumps({"step": step, **record})
-        self._put()
-        for name, value in record.items():
-            if value is not None:
-                self._board.add_scalar(name, value, step)
+        shown = {name: value for name, value in record.items() if value is not None}
+        # The lines as they are now: more may have come when it is their turn.
+        self._submit(self._put_step, list(self._lines.values()), step, shown)
 
-    def _put(self) -> None:
-        write_lines(self._path, (line + "\n" for line in self._lines.values()))
+    def _put_step(self, lines: Sequence[str], step: int, numbers: Mapping[str, float]) -> None:
+        self._put(lines)
+        for board in self._boards:
+            board.write(step, numbers)
+
+    def _put(self, lines: Sequence[str]) -> None:
+        write_lines(self._path, (line + "\n" for line in lines))
 
     def tail(self) -> list[str]:
         """The last TAIL lines, without line breaks, for a checkpoint to keep; on other processes
         none."""
         return list(self._lines.values())[-TAIL:]
 
-    def flush(self) -> None:
-        """Puts TensorBoard's events into their file, too."""
-        if self._is_writer:
-            self._board.flush()
-
     def close(self) -> None:
-        """Flushes and closes TensorBoard's file."""
+        """Closes the boards, when all that was submitted is done."""
         if self._is_writer:
-            self._board.close()
-
-
-class EpisodeWriter:
-    """Writes a step's episodes to WORKDIR/episodes/step_000012.jsonl, one JSON object a line.
-
-    Args:
-      workdir: the run's folder; made if it is missing.
-      resume_step: the last step that counts; files of later steps are removed. None removes all.
-      is_writer: whether this process writes (process 0 only).
-    """
-
-    def __init__(
-        self,
-        workdir: str | os.PathLike[str],
-        resume_step: int | None = None,
-        is_writer: bool = True,
-    ) -> None:
-        self._is_writer = is_writer
-        self._folder = epath.Path(workdir) / EPISODES_FOLDER
-        if not is_writer:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for path in folders.entries(self._folder):
-            found = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
-            if found and (resume_step is None or int(found[1]) > resume_step):
-                path.unlink()
-
-    def write(self, step: int, episodes: Iterable[Any]) -> epath.Path | None:
-        """Writes all episodes (mappings or dataclasses) of a step and returns the file's path.
-
-        Numbers that are not finite become null. On other processes: nothing, and None.
-
-        Raises:
-          TypeError: an episode holds something without a JSON form.
-        """
-        if not self._is_writer:
-            return None
-        path = self._folder / f"step_{step:06d}.jsonl"
-        write_records(path, (finite_or_none(episode)[0] for episode in episodes))
-        return path
+            for board in self._boards:
+                board.close()

@@ -52,12 +52,14 @@ class Request:
       group: G, siblings.
       key: uint32 [2], key data; sibling and token are folded into it.
       options: how its answers are drawn.
+      speaker: for whom the device works on it; a name to count by.
     """
 
     prompt: Sequence[int]
     group: int
     key: np.ndarray
     options: Options
+    speaker: str = ""
 
     def __post_init__(self):
         if not len(self.prompt):

@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +54,10 @@ class Counts:
       idle: slot steps that drew nothing while somebody waited for a slot.
       cell_steps, empty_cells: cells times steps of rows that were read, and those without a
         sibling.
+      read_tokens: of prompts, those that were not there as another's beginning.
+      waited: seconds by speaker in which there was nothing to do but wait for the device. Its calls
+        work for many speakers at once: what is waited for one is shared out by the tokens that were
+        drawn in it, and those of prompts read since the one before.
     """
 
     prompt_tokens: int = 0
@@ -65,6 +71,8 @@ class Counts:
     idle: int = 0
     cell_steps: int = 0
     empty_cells: int = 0
+    read_tokens: int = 0
+    waited: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -134,6 +142,7 @@ class Session:
         self._scheduler = Scheduler(sampler.shape, sampler.shards)
         self._answers: dict[int, list[_Answer]] = {}
         self._running: list[_Call] = []
+        self._worked: Counter[str] = Counter()  # tokens by speaker that no wait was counted for
         self._tickets = 0
 
     @property
@@ -223,6 +232,11 @@ class Session:
         batch = calls.prompt_pages(self._scheduler, tasks, self._sampler.config.max_prompt)
         self.counts.prefill_calls += 1
         self.counts.prefill_pages += sum(map(len, tasks))
+        for resident, number in (task for some in tasks for task in some):
+            start, prompt = number * self._scheduler.shape.block, resident.request.prompt
+            tokens = min(len(prompt) - start, self._scheduler.shape.block)
+            self.counts.read_tokens += tokens
+            self._worked[resident.request.speaker] += tokens
         self._state = self._call(meshes.RULES, self._sampler.prefill, batch)
 
     def _decode(self, lane: int) -> None:
@@ -251,17 +265,20 @@ class Session:
 
     def _collect(self, call: _Call) -> Iterator[tuple[int, list[Sample]]]:
         """Takes in what a call drew; (ticket, answers) of requests that it finished."""
+        clock = time.monotonic()
         drawn, scheduler = jax.device_get(call.drawn), self._scheduler
+        waited = time.monotonic() - clock
         finished = []
         for number, limits in enumerate(call.limits):
             shard = scheduler.shards[number]
             for sibling in limits:
                 slot = number * scheduler.shape.slots + sibling.slot
+                self._worked[sibling.resident.request.speaker] += int(drawn.new[slot])
                 if self._push(sibling, drawn, slot):
                     ticket = sibling.resident.ticket
                     if shard.finish(shard.lanes[call.lane], sibling):
                         finished.append(ticket)
-        self._count(call, drawn)
+        self._count(call, drawn, waited)
         for ticket in finished:
             yield ticket, [answer.sample() for answer in self._answers.pop(ticket)]
 
@@ -281,7 +298,7 @@ class Session:
         answer.stopped = bool(drawn.stopped[slot])
         return answer.stopped or sibling.count == options.max_tokens
 
-    def _count(self, call: _Call, drawn: steps.Drawn) -> None:
+    def _count(self, call: _Call, drawn: steps.Drawn, waited: float) -> None:
         counts, taken = self.counts, int(drawn.steps)
         slot_steps, tokens = taken * len(drawn.new), int(drawn.new.sum())
         counts.decode_calls += 1
@@ -293,6 +310,11 @@ class Session:
         counts.idle += (slot_steps - busy) * call.waited
         counts.cell_steps += taken * call.cells
         counts.empty_cells += taken * call.empty
+        worked = self._worked.total() or 1
+        for speaker, tokens in self._worked.items():
+            before = counts.waited.get(speaker, 0.0)
+            counts.waited[speaker] = before + waited * tokens / worked
+        self._worked.clear()
 
 
 def request_keys(key: jax.Array, count: int) -> np.ndarray:

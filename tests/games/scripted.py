@@ -12,8 +12,9 @@ import numpy as np
 
 from spell_jax.data.clusters import TASKS, Cluster
 from spell_jax.games.game import Reply
-from spell_jax.games.spell import Episode, Spell
+from spell_jax.games.spell import Spell
 from spell_jax.games.spell_config import SpellConfig
+from spell_jax.games.spell_episode import Episode
 from spell_jax.learner.packing import Group
 from spell_jax.sampler.requests import Sample
 from spell_jax.selfplay import prompts

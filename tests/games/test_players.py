@@ -26,6 +26,8 @@ class FakeSession:
     def __init__(self, params: Any, asked: list[tuple[Any, Request]]):
         self.params, self.asked = params, asked
         self.counts = Counts(prompt_tokens=4, slot_steps=10, idle=1, cell_steps=5, empty_cells=2)
+        self.counts.tokens, self.counts.read_tokens = 7, 3
+        self.counts.waited = {"responder": 0.5, str(params): 0.25}
         self.waiting: dict[int, tuple[int, Request]] = {}
 
     def submit(self, request: Request) -> int:
@@ -97,8 +99,18 @@ def test_what_was_said_is_counted_by_speaker(players):
         "sampler/empty_cells": 0.4,
         "sampler/reused_prompt_tokens": 0,
     }
+    # Of three sessions: with the policy, with the frozen copy, and with the policy again.
+    assert (ask.drawn, ask.read) == (21, 9)
+    assert ask.waited == {"responder": 1.5, "weights": 0.5, "frozen": 0.25}
     ask.begin(2, {})
-    assert ask.metrics.means() == {}
+    assert ask.metrics.means() == {} and not ask.waited and ask.drawn == ask.read == 0
+
+
+def test_requests_say_for_whom_they_are(players):
+    ask, sampler = players
+    ask("responder", ["a"])
+    ask("responder", ["a"], model="anchor")
+    assert [request.speaker for _, request in sampler.asked] == ["responder", "anchor"]
 
 
 def test_replies_are_texts_without_the_stop_token(players):

@@ -13,6 +13,7 @@ from spell_jax.data.stream import TaskStream
 from spell_jax.games.spell import Spell, most_frequent
 from spell_jax.selfplay import parsing
 from spell_jax.selfplay.memory import Entry
+from spell_jax.selfplay.rewards import verifier_rewards
 from tests.games.scripted import (
     CHOICE,
     MATH,
@@ -387,7 +388,11 @@ def test_metrics_are_shares_of_what_happened():
         "memory_entries": 0,
         "stream_repeats": 0,
     }
+    expected["responder_reward"] = np.mean([s for e in played.episodes for s in e.scores])
     votes = [(rule, v) for e in played.episodes for rule, v in zip(e.rule, e.votes, strict=True)]
+    rewarded = [r for _, v in votes for r in verifier_rewards(v)]
+    assert {-1.0, 0.0, 1.0} == set(rewarded)
+    expected["verifier_reward"] = np.mean(rewarded)
     judged = [(rule, v) for rule, v in votes if v]
     expected["malformed_votes"] = np.mean([v.count(-1) / 4 for _, v in judged])
     expected["verdict_ignored"] = 3 / len(judged)
@@ -397,6 +402,9 @@ def test_metrics_are_shares_of_what_happened():
         if name != "memory_entries":
             assert means[name] == pytest.approx(value), name
     assert means["memory_entries"] == len(played.game.memory) == 10
+    mild = Played(malformed_penalty=False)
+    reward = mild.game.metrics(mild.episodes).means()["verifier_reward"]
+    assert reward == pytest.approx(np.mean([max(r, 0.0) for r in rewarded]))
 
 
 def test_the_filter_counts_right_answers_of_several():

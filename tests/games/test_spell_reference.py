@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spell_jax.games.spell import Episode
+from spell_jax.games.spell_episode import Episode
 from spell_jax.selfplay import rewards, selection
 from spell_jax.selfplay.memory import Entry
 from tests.games.scripted import (

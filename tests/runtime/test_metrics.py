@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import math
 
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 
 from spell_jax.runtime import metrics as runtime_metrics
 from spell_jax.runtime.metrics import (
-    EpisodeWriter,
     Metrics,
     MetricsWriter,
     finite_or_none,
@@ -57,7 +55,6 @@ def run(workdir, steps, resume_step=None):
     writer = MetricsWriter(workdir, resume_step)
     for step in steps:
         writer.write(step, {"train/loss": 1 / (step + 3), "eval/accuracy": np.float32(0.1) * step})
-    writer.flush()
     writer.close()
 
 
@@ -172,10 +169,8 @@ def test_tensorboard_has_the_same_numbers(tmp_path):
 def test_other_processes_write_nothing(tmp_path):
     metrics = MetricsWriter(tmp_path / "run", is_writer=False)
     metrics.write(1, {"a": 1.0})
-    metrics.flush()
     metrics.close()
     assert metrics.tail() == []
-    assert EpisodeWriter(tmp_path / "run", is_writer=False).write(1, [{}]) is None
     assert not (tmp_path / "run").exists()
 
 
@@ -191,36 +186,6 @@ def test_a_damaged_line_is_named(tmp_path, line):
 def test_no_metrics_is_a_clear_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no metrics there"):
         read_metrics(tmp_path)
-
-
-@dataclasses.dataclass(frozen=True)
-class Episode:
-    question: str
-    rewards: np.ndarray
-    votes: tuple[int, ...]
-
-
-def test_episodes_are_one_file_a_step(tmp_path):
-    writer = EpisodeWriter(tmp_path)
-    episode = Episode("wie viele?\n€", np.array([0.5, np.nan], np.float32), (1, -1))
-    path = writer.write(12, [episode, {"score": np.int64(3), "half": "\ud83d"}])
-    assert path is not None and path == tmp_path / "episodes" / "step_000012.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == [
-        {"question": "wie viele?\n€", "rewards": [0.5, None], "votes": [1, -1]},
-        {"score": 3, "half": "\ud83d"},
-    ]
-    assert [p.name for p in path.parent.iterdir()] == ["step_000012.jsonl"]
-
-
-def test_resuming_removes_later_episodes_only(tmp_path):
-    writer = EpisodeWriter(tmp_path)
-    for step in (1, 2, 3):
-        writer.write(step, [])
-    (tmp_path / "episodes" / "step_notes.jsonl").write_text("mine")
-    EpisodeWriter(tmp_path, resume_step=2)
-    names = sorted(path.name for path in (tmp_path / "episodes").iterdir())
-    assert names == ["step_000001.jsonl", "step_000002.jsonl", "step_notes.jsonl"]
 
 
 def test_what_has_no_json_form_is_refused_by_type():

@@ -1,7 +1,11 @@
 import io
-import os
+import logging
+import re
+import sys
+import time
 
 import pytest
+from absl import logging as absl_logging
 
 from spell_jax.runtime.progress import Progress, format_seconds
 
@@ -34,17 +38,131 @@ def test_plain_lines_come_at_first_then_when_due_then_at_the_end():
     ]
 
 
-def test_a_terminal_line_is_rewritten_in_place_and_never_wraps(monkeypatch):
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((30, 24)))
-    stream = Terminal()
-    progress = Progress(total=9, stream=stream, clock=Clock())
+@pytest.fixture
+def terminal(monkeypatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    return Terminal()
+
+
+def lines_seen(stream: io.StringIO) -> list[str]:
+    """What stands on a terminal at the end: a line that is cleared is gone."""
+    lines = [line.rsplit("\x1b[2K", 1)[-1] for line in stream.getvalue().split("\n")]
+    return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", line).rstrip() for line in lines]
+
+
+def test_a_terminal_line_is_rewritten_in_place(terminal):
+    progress = Progress(total=9, stream=terminal, clock=Clock())
+    progress.update(1, "update", {"solved": 0.25})
+    progress.update(3, "play", {"solved": 0.43211, "tokens/s": 1834.3})
+    progress.close()
+    progress.close()
+    text = terminal.getvalue()
+    assert "step 1/9" in text and "solved 0.25" in text
+    line, after = lines_seen(terminal)
+    assert re.fullmatch(
+        r"\S  play     step 3/9  [━╸╺]+  solved 0.432  tokens/s 1,834  0:00 gone  0:00 left", line
+    )
+    assert after == "" and text.count("\x1b[?25h") == text.count("\x1b[?25l") == 1  # the cursor
+
+
+@pytest.mark.parametrize("columns", [10, 30, 60])
+def test_a_terminal_line_never_wraps(columns, terminal, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    progress = Progress(total=9, stream=terminal, clock=Clock())
     progress.update(1, "learn", {"state": "x" * 50})
+    progress.close()
+    (line, _) = lines_seen(terminal)
+    assert 5 < len(line) <= columns
+
+
+def test_time_goes_on_while_nothing_is_told(terminal):
+    clock = Clock()
+    progress = Progress(total=9, stream=terminal, clock=clock)
+    progress.update(1, "play")
+    clock.now += 65
+    deadline = time.monotonic() + 20
+    while "1:05 gone" not in terminal.getvalue():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    progress.close()
+
+
+def test_the_bar_follows_what_ends_the_run_first(terminal):
+    clock = Clock()
+    progress = Progress(total=10, stream=terminal, clock=clock)
+    assert progress._share(clock.now) == 0
     progress.update(2, "play")
+    assert progress._share(clock.now) == 0.2
+    clock.now += 5
+    progress.limit(60)
+    clock.now += 30
+    assert progress._share(clock.now) == 0.5
+    progress.update(8, "play")
+    assert progress._share(clock.now) == 0.8
+    clock.now += 60
+    assert progress._share(clock.now) == 1.0
     progress.close()
+
+
+def test_what_is_logged_stands_above_the_line(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal)
+    logger, handler = logging.getLogger(), logging.StreamHandler(terminal)
+    python_handler = absl_logging.get_absl_handler().python_handler
+    before = python_handler.stream
+    python_handler.setStream(terminal)
+    logger.addHandler(handler)
+    try:
+        progress = Progress(total=9, stream=terminal, clock=Clock())
+        progress.update(1, "play")
+        logger.warning("the first")
+        python_handler.handle(
+            logging.makeLogRecord({"msg": "the second", "levelno": logging.WARNING})
+        )
+        progress.update(2, "play")
+        print("the third", file=sys.stderr)
+        progress.close()
+        assert handler.stream is python_handler.stream is sys.stderr is terminal
+        logger.warning("the last")
+    finally:
+        logger.removeHandler(handler)
+        python_handler.setStream(before)
+    first, *_, second, third, line, last, _ = lines_seen(terminal)  # absl greets
+    assert (first, third, last) == ("the first", "the third", "the last")
+    assert second.endswith("the second") and "step 2/9" in line
+
+
+def test_what_goes_elsewhere_stays_there(terminal, monkeypatch):
+    """Standard output is a file, and a log too."""
+    file, log = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", file)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    handler = logging.StreamHandler(log)
+    logging.getLogger().addHandler(handler)
+    try:
+        progress = Progress(total=9, clock=Clock())
+        progress.update(1, "play")
+        print("a result")
+        logging.getLogger().warning("a warning")
+        assert handler.stream is log
+        progress.close()
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert file.getvalue() == "a result\n" and log.getvalue() == "a warning\n"
+    monkeypatch.setattr(sys, "stderr", file)
+    progress = Progress(total=9, stream=terminal, clock=Clock())
+    progress.update(1, "play")
+    print("an error", file=sys.stderr)
     progress.close()
-    first, second = stream.getvalue().split("\r")[1:]
-    assert first == ("learn    step 1/9  state " + "x" * 50)[:29] + "\x1b[K"
-    assert second.endswith("\x1b[K\n") and "\n" not in first
+    assert file.getvalue() == "a result\nan error\n"
+
+
+def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    progress = Progress(total=9, stream=terminal, clock=Clock())
+    progress.update(1, "play")
+    progress.close()
+    assert terminal.getvalue() == "play     step 1/9  0:00 gone  0:00 left\n"
 
 
 def test_time_left_follows_a_moving_average_and_counts_down_within_a_step():
@@ -85,12 +203,12 @@ def test_a_resumed_run_has_no_estimate_before_its_first_step():
     assert stream.getvalue() == "compile  step  4/14  0:00 gone\n"
 
 
-def test_disabled_prints_nothing():
-    stream = Terminal()
-    progress = Progress(total=2, stream=stream, enabled=False)
-    progress.update(1, "play")
-    progress.close()
-    assert stream.getvalue() == ""
+def test_disabled_prints_nothing(terminal):
+    for stream in (terminal, io.StringIO()):
+        progress = Progress(total=2, stream=stream, enabled=False)
+        progress.update(1, "play")
+        progress.close()
+        assert stream.getvalue() == ""
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,51 @@ def test_refused_prompts_are_logged_with_lengths_and_cap(caplog) -> None:
 def test_options_out_of_range_are_named(fields, message) -> None:
     with pytest.raises(ValueError, match=message):
         Options(**fields)
+
+
+@pytest.fixture
+def seconds(monkeypatch) -> list[float]:
+    """A clock that a fetch from the device moves by one second."""
+    now, fetch = [0.0], jax.device_get
+
+    def fetch_slowly(arrays):
+        now[0] += 1.0
+        return fetch(arrays)
+
+    monkeypatch.setattr(session.jax, "device_get", fetch_slowly)
+    monkeypatch.setattr(session.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_what_is_waited_for_is_shared_out_among_speakers(seconds):
+    asked = _sampler().begin(tiny.weights())
+    speakers = ("questioner", "responder", "responder", "verifier")
+    requests = [
+        dataclasses.replace(request, speaker=speaker)
+        for request, speaker in zip(_requests(), speakers, strict=True)
+    ]
+    answers = _answer(asked, requests)
+    counts = asked.counts
+    assert counts.read_tokens == counts.prompt_tokens - asked.reused_tokens > 0
+    assert asked.reused_tokens > 0
+    assert counts.waited.keys() == set(speakers)
+    assert sum(counts.waited.values()) == pytest.approx(seconds[0])
+    assert seconds[0] == counts.decode_calls
+    # Alone, a speaker has all of it.
+    alone = _sampler().begin(tiny.weights())
+    _answer(alone, [requests[3]])
+    assert alone.counts.waited == {"verifier": pytest.approx(alone.counts.decode_calls)}
+    assert alone.counts.read_tokens == len(requests[3].prompt)
+    assert len(answers[3]) == 6
+
+
+def test_a_call_is_shared_by_what_was_drawn_and_read(seconds):
+    """The first call reads both prompts and draws four tokens to each, the second is b's."""
+    asked = _sampler().begin(tiny.weights())
+    key = np.zeros(2, np.uint32)
+    for prompt, tokens, speaker in (([5] * 10, 4, "a"), ([6] * 30, 8, "b")):
+        options = Options(temperature=0.0, max_tokens=tokens)
+        asked.submit(Request(prompt, 1, key, options, speaker))
+    list(asked.results())
+    assert seconds == [2.0]
+    assert asked.counts.waited == pytest.approx({"a": 14 / 48, "b": 34 / 48 + 1})

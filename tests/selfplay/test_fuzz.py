@@ -11,6 +11,7 @@ import builtins
 import dataclasses
 import importlib
 import inspect
+import io
 import itertools
 import json
 import logging
@@ -34,11 +35,13 @@ from launch.bench_parsers import FAMILIES, PARSERS
 from spell_jax import evaluation, selfplay, sft
 from spell_jax.data.clusters import Cluster, read_clusters
 from spell_jax.evaluation import held_out
+from spell_jax.games import spell_episode
 from spell_jax.games.game import Reply
-from spell_jax.games.spell import Episode, Spell
+from spell_jax.games.spell_config import SpellConfig
+from spell_jax.games.spell_episode import Episode
 from spell_jax.runtime.jsonl import read_records, write_records
-from spell_jax.selfplay import folder_rows, numbers, parsing
-from spell_jax.selfplay.judge import Judge, JudgeConfig
+from spell_jax.selfplay import folder_rows, numbers, parsing, prompts
+from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Endpoint, Judge, JudgeConfig
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.parsing import Parsed
 from tests.selfplay.hostile import INJECTIONS, good_texts, json_value, texts
@@ -51,6 +54,17 @@ LARGEST = 1_000_000
 # Modules of which no function is given what a model wrote, and functions of the others.
 NO_READERS = {
     *("selfplay.demonstrations", "selfplay.rewards", "selfplay.selection", "evaluation.scoring"),
+    # Of benchmarks these read files, make questions, ask and average.
+    *("evaluation.answering", "evaluation.benchmarks", "evaluation.generated", "evaluation.names"),
+    *("evaluation.needle", "evaluation.own_questions", "evaluation.pictures", "evaluation.ruler"),
+    *("evaluation.protocol", "evaluation.published", "evaluation.sampling"),
+    *("evaluation.helmet_labels", "haystack.Draft.item", "haystack.Pile.take", "haystack.bury"),
+    *("haystack.Source.noise", "haystack.Source.priced", "haystack.Source.prose", "haystack.fit"),
+    *("haystack.Source.of", "haystack.split_sentences", "math_equal.check_installed"),
+    "math_equal.end_workers",
+    *(f"long_documents.load_{name}" for name in ("docmath", "frames", "longbench")),
+    *("long_documents.load_longbench_v2", "short.load_math", "short.load_mmlu_pro"),
+    *(f"retrieval.load_{name}" for name in ("icl", "infbench_sum", "mrcr", "multi_lexsum", "rag")),
     *("rules.check_task", "rules.code_points", "rules.brace_steps", "rules.first_balance"),
     *("numbers.same_number", "numbers.number_text", "prompts.load"),
     *("folder_rows.make_rows", "folder_rows.make_questions", "folder_rows.main"),
@@ -66,6 +80,7 @@ NO_READERS = {
 ELSEWHERE = {
     "held_out.read_questions",
     "judge.Judge.judge",
+    "short.score_math",  # in test_short.py: a process for each text is too slow here
     "memory.QuestionMemory.load_state_dict",
 }
 
@@ -96,6 +111,10 @@ def _is_truth(value: object) -> bool:
     return value is True or value is False
 
 
+def _is_share(value: float) -> bool:
+    return 0.0 <= value <= 1.0
+
+
 def _is_parsed(parsed: Parsed) -> bool:
     (parsed.question + parsed.answer).encode()
     accepted = parsed.status == "accepted"
@@ -113,6 +132,19 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "parsing.parse_verdict": (-1, 0, 1).__contains__,
     "parsing.format_choices": _is_text,
     "judge.parse_judgement": (-1, 0, 1).__contains__,
+    "judge.read_retry_after": lambda seconds: seconds >= 0,
+    "haystack.extract": _is_text_or_none,
+    "haystack.match_all": _is_share,
+    "haystack.match_part": (0.0, 1.0).__contains__,
+    "long_documents.score_rule": (0.0, 1.0).__contains__,
+    "retrieval.score_mrcr": _is_share,
+    "retrieval.score_rag": (0.0, 1.0).__contains__,
+    "retrieval.score_icl": (0.0, 1.0).__contains__,
+    "retrieval.score_summary": _is_share,
+    "retrieval.rouge_l": _is_share,
+    "short.extract_letter": _is_text_or_none,
+    "short.score_letter": (0.0, 1.0).__contains__,
+    "short.extract_math": _is_text_or_none,
     "rules.visible_text": _is_text_or_none,
     "rules.extract_answer": _is_text_or_none,
     "rules.find_answer": _is_text_or_none,
@@ -382,22 +414,6 @@ def test_readers_of_lines_skip_what_is_wrong(tmp_path: Path) -> None:
     assert report.read == len(clusters) and report.skipped.total() + report.read == len(lines)
 
 
-class Response:
-    """What urlopen gives: a body, as a context."""
-
-    def __init__(self, body: bytes):
-        self._body = body
-
-    def read(self, limit: int) -> bytes:
-        return self._body[:limit]
-
-    def __enter__(self) -> "Response":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 @pytest.mark.usefixtures("quiet")
 def test_a_judge_may_reply_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
@@ -409,11 +425,11 @@ def test_a_judge_may_reply_anything(monkeypatch: pytest.MonkeyPatch) -> None:
         bodies.append(json.dumps({"choices": choices}).encode())
     bodies.append(b'{"choices": [{"message": {"content": "[[YES]]"}}]}')
     waiting = iter(bodies)
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: Response(next(waiting)))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(next(waiting)))
     config = JudgeConfig("http://127.0.0.1/", "m", attempts=1, workers=1)
-    judge = Judge(config, lambda question, *_: question)
+    judge = Judge(Endpoint(config), lambda question, *_: question)
     verdicts = judge.judge([(str(i), "", "") for i in range(len(bodies))])
-    assert {*verdicts} == {-1, 0, 1}
+    assert {*verdicts} == {UNANSWERED, MALFORMED, 0, 1}
     assert judge.counts["failed"] > 300
 
 
@@ -452,8 +468,9 @@ def episode(said: Sequence[str]) -> Episode:
 def test_records_of_episodes_are_json(tmp_path: Path) -> None:
     """As the trainer writes them; half a surrogate pair comes back too."""
     said = list(texts(1, 2000))
-    spell = object.__new__(Spell)  # record() reads nothing of the game
-    records = [spell.record(episode(said[i : i + 5])) for i in range(0, len(said), 5)]
+    made = (episode(said[i : i + 5]) for i in range(0, len(said), 5))
+    words = prompts.load("compact")
+    records = [spell_episode.record(one, SpellConfig(), words) for one in made]
     write_records(tmp_path / "episodes.jsonl", records)
     back, skipped = read_records(tmp_path / "episodes.jsonl", lambda record: record)
     assert skipped == 0

@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spell_jax.selfplay.judge import Judge, JudgeConfig, parse_judgement
+from spell_jax.selfplay.judge import (
+    MALFORMED,
+    UNANSWERED,
+    Endpoint,
+    Judge,
+    JudgeConfig,
+    parse_judgement,
+)
 
-Answer = tuple[int, str]  # status, body
+Answer = tuple[int, str] | tuple[int, str, dict[str, str]]  # status, body, headers
 
 
 def completion(text: str) -> Answer:
@@ -47,8 +54,10 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.requests.append((body, self.headers["Authorization"]))
             seen = [sent["messages"][0]["content"] for sent, _ in self.server.requests]
-        status, text = self.server.respond(prompt, seen.count(prompt))
+        status, text, *headers = self.server.respond(prompt, seen.count(prompt))
         self.send_response(status)
+        for name, value in (headers[0] if headers else {}).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -68,10 +77,26 @@ def server(monkeypatch) -> Iterator[Server]:
     running.server_close()
 
 
-def make_judge(url: str, sleeps: list[float] | None = None, **changes) -> Judge:
+class Time:
+    """A clock that goes on by sleeping alone; `sleeps` are all of them."""
+
+    def __init__(self) -> None:
+        self.now, self.sleeps, self.lock = 0.0, [], threading.Lock()
+
+    def sleep(self, seconds: float) -> None:
+        with self.lock:
+            self.now += seconds
+            self.sleeps.append(seconds)
+
+    def clock(self) -> float:
+        return self.now
+
+
+def make_judge(url: str, time: Time | None = None, cache: dict | None = None, **changes) -> Judge:
     config = JudgeConfig(url=url, model="judge-model", **{"timeout_s": 5.0, **changes})
-    waits = [] if sleeps is None else sleeps
-    return Judge(config, lambda q, p, r: f"{q}|{p}|{r}", sleep=waits.append)
+    time = time or Time()
+    endpoint = Endpoint(config, time.sleep, time.clock)
+    return Judge(endpoint, lambda q, p, r: f"{q}|{p}|{r}", config.model, **(cache or {}))
 
 
 def item(name: str) -> tuple[str, str, str]:
@@ -79,13 +104,13 @@ def item(name: str) -> tuple[str, str, str]:
 
 
 def test_verdicts_come_back_in_order(server):
-    replies = {"a": "[[YES]]", "b": "No doubt: [[NO]]", "c": "<think>YES", "d": "[[YES]]"}
+    replies = {"a": "[[YES]]", "b": "No doubt: [[NO]]", "c": "<think>YES", "d": "[[YES]]", "e": ""}
     server.respond = lambda prompt, _: completion(replies[prompt[9]])
-    judge = make_judge(server.url, api_key="key")
-    assert judge.judge([item(name) for name in "abcd"]) == [1, 0, -1, 1]
-    assert judge.counts == {"asked": 4, "cached": 0, "failed": 0, "malformed": 1}
+    judge = make_judge(server.url, api_key="key", max_tokens=77)
+    assert judge.judge([item(name) for name in "abcde"]) == [1, 0, MALFORMED, 1, MALFORMED]
+    assert judge.counts == {"asked": 5, "cached": 0, "failed": 0, "malformed": 2}
     body, authorization = server.requests[0]
-    assert (body["model"], body["temperature"]) == ("judge-model", 0.0)
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge-model", 0.0, 77)
     assert authorization == "Bearer key"
 
 
@@ -99,7 +124,7 @@ def test_the_same_content_is_asked_once(server):
 
 
 def test_the_cache_forgets_the_least_recently_used(server):
-    judge = make_judge(server.url, cache_size=2)
+    judge = make_judge(server.url, cache={"cache_size": 2})
     for name in "abaca":
         judge.judge([item(name)])
     assert len(server.requests) == 3
@@ -108,21 +133,26 @@ def test_the_cache_forgets_the_least_recently_used(server):
 
 
 @pytest.mark.parametrize(
-    "failure", [(500, ""), (429, ""), (200, "not json"), (200, "[]"), (200, '{"choices": []}')]
+    "failure",
+    [
+        *((status, "") for status in (408, 429, 500)),
+        *((200, text) for text in ("not json", "[]", '{"choices": []}')),
+        (200, '{"choices": [{"message": {"content": null}}]}'),
+    ],
 )
 def test_passing_failures_are_tried_again_ever_later(server, failure):
     server.respond = lambda _, times: failure if times < 4 else completion("[[NO]]")
-    sleeps: list[float] = []
-    judge = make_judge(server.url, sleeps, backoff_s=0.5)
+    time = Time()
+    judge = make_judge(server.url, time, backoff_s=0.5)
     assert judge.judge([item("a")]) == [0]
-    assert sleeps == [0.5, 1.0, 2.0]
+    assert time.sleeps == [0.5, 1.0, 2.0]
     assert judge.counts["failed"] == 0
 
 
 def test_lasting_failures_are_counted_and_not_remembered(server):
     server.respond = lambda prompt, _: (503, "") if "a" in prompt[9:10] else completion("[[YES]]")
     judge = make_judge(server.url, attempts=2)
-    assert judge.judge([item("a"), item("b")]) == [-1, 1]
+    assert judge.judge([item("a"), item("b")]) == [UNANSWERED, 1]
     assert judge.counts["failed"] == 1
     server.respond = lambda *_: completion("[[YES]]")
     assert judge.judge([item("a")]) == [1]
@@ -130,7 +160,7 @@ def test_lasting_failures_are_counted_and_not_remembered(server):
 
 def test_a_refused_request_is_not_repeated(server):
     server.respond = lambda *_: (401, "")
-    assert make_judge(server.url).judge([item("a")]) == [-1]
+    assert make_judge(server.url).judge([item("a")]) == [UNANSWERED]
     assert len(server.requests) == 1
 
 
@@ -143,8 +173,10 @@ def test_a_silent_server_times_out(server):
 
     server.respond = wait
     judge = make_judge(server.url, timeout_s=0.2, attempts=2)
+    began = time.monotonic()
     try:
-        assert judge.judge([item("a")]) == [-1]
+        assert judge.judge([item("a")]) == [UNANSWERED]
+        assert time.monotonic() - began < 8
     finally:
         release.set()
     assert judge.counts["failed"] == 1
@@ -152,8 +184,8 @@ def test_a_silent_server_times_out(server):
 
 def test_nobody_there(caplog):
     judge = make_judge("http://127.0.0.1:9/", attempts=2)
-    assert judge.judge([item("a")]) == [-1]
-    assert "http://127.0.0.1:9/: no reply to 1 of 1 prompts" in caplog.text
+    assert judge.judge([item("a")]) == [UNANSWERED]
+    assert "judge-model: no reply to 1 of 1 prompts" in caplog.text
     assert judge.judge([]) == []
 
 
@@ -179,7 +211,13 @@ def test_no_more_requests_at_once_than_workers(server):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("url", "file:///etc/passwd"), ("attempts", 0), ("workers", 0), ("timeout_s", -1.0)],
+    [
+        ("url", "file:///etc/passwd"),
+        ("attempts", 0),
+        ("workers", 0),
+        ("timeout_s", -1.0),
+        ("requests_per_s", -1.0),
+    ],
 )
 def test_config_mistakes_are_named(field, value):
     with pytest.raises(ValueError, match=field):

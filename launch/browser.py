@@ -1,0 +1,146 @@
+"""A page in headless Chromium, spoken to through a pipe in the words of its developer tools."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pathlib
+import select
+import shutil
+import subprocess
+import time
+from typing import Any
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+PROGRAM = next((path for name in _NAMES if (path := shutil.which(name))), None)
+MISSING = "Chromium is missing: apt-get install -y chromium"
+_LIMIT_S = 120
+_OPTIONS = (
+    "--headless --remote-debugging-pipe --no-sandbox --disable-gpu --disable-dev-shm-usage "
+    "--no-first-run --disable-extensions --disable-background-networking --disable-component-update"
+)
+
+
+class Browser:
+    """One browser with one page.
+
+    Raises:
+      FileNotFoundError: there is no Chromium.
+
+    Attributes:
+      problems: what the page's console was told of warnings and errors, uncaught ones included.
+    """
+
+    def __init__(self, profile: pathlib.Path):
+        if PROGRAM is None:
+            raise FileNotFoundError(MISSING)
+        to_browser, self._write = os.pipe()
+        self._read, from_browser = os.pipe()
+        command = [PROGRAM, *_OPTIONS.split(), f"--user-data-dir={profile}", "about:blank"]
+        # It reads from descriptor 3 and writes to 4.
+        shell = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
+        self._process = subprocess.Popen(
+            ["bash", "-c", shell, "bash", *command],
+            pass_fds=(to_browser, from_browser),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_browser)
+        os.close(from_browser)
+        self._number, self._rest, self._session = 0, b"", None
+        self.problems: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+        self.show(width=1280, height=1000)
+
+    def close(self) -> None:
+        self._session = None
+        self.call("Browser.close")
+        self._process.wait(_LIMIT_S)
+        os.close(self._read)
+        os.close(self._write)
+
+    def show(self, width: int, height: int, scheme: str = "light") -> None:
+        """The window's size, and whether the user likes "light" or "dark"."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        scheme_feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.call("Emulation.setEmulatedMedia", features=[scheme_feature])
+
+    def open(self, path: pathlib.Path, fragment: str = "") -> None:
+        """Opens a page and waits until it says that it is ready; its problems are those so far."""
+        self.call("Page.navigate", url="about:blank")
+        self.problems.clear()
+        self.call("Page.navigate", url=path.as_uri() + fragment)
+        self.wait("document.body?.dataset.ready === 'true'")
+
+    def wait(self, condition: str) -> None:
+        """Until an expression is true."""
+        end = time.monotonic() + _LIMIT_S
+        while not self.value(f"!!({condition})"):  # an element by value would be {}
+            if time.monotonic() > end:
+                raise TimeoutError(f"not true: {condition}; problems: {self.problems}")
+            time.sleep(0.02)
+
+    def value(self, expression: str) -> Any:
+        """What an expression comes to in the page, a promise's result included."""
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        if "exceptionDetails" in answer:
+            raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
+        return answer["result"].get("value")
+
+    def press(self, key: str) -> None:
+        """A key goes down and up."""
+        text = {"text": key} if len(key) == 1 else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def picture(self, path: pathlib.Path) -> None:
+        """What the window shows, as PNG."""
+        answer = self.call("Page.captureScreenshot", format="png")
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """A command of the DevTools protocol and its result; events before it are looked at."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == self._number:
+                if "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']}")
+                return answer["result"]
+            self._note(answer.get("method", ""), answer.get("params", {}))
+
+    def _next(self) -> dict[str, Any]:
+        end = time.monotonic() + _LIMIT_S
+        while b"\0" not in self._rest:
+            readable, _, _ = select.select([self._read], [], [], max(end - time.monotonic(), 0))
+            part = os.read(self._read, 1 << 16) if readable else b""
+            if not part:
+                raise TimeoutError("Chromium does not answer")
+            self._rest += part
+        message, self._rest = self._rest.split(b"\0", 1)
+        return json.loads(message)
+
+    def _note(self, event: str, parameters: dict[str, Any]) -> None:
+        if event == "Runtime.exceptionThrown":
+            self.problems.append(json.dumps(parameters["exceptionDetails"]))
+        elif event == "Log.entryAdded":
+            self.problems.append(json.dumps(parameters["entry"]))
+        elif event == "Runtime.consoleAPICalled" and parameters["type"] != "log":
+            self.problems.append(json.dumps(parameters["args"]))

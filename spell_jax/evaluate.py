@@ -1,0 +1,313 @@
+"""Asks a policy the questions of public benchmarks, and scores it as the paper does (section 4.1).
+
+    python -m spell_jax.evaluate --policy=DIR | --workdir=RUN --benchmarks=docmath,frames,...
+        --data=FOLDER --out=DIR [--max_input=16384,100000] [--samples=8]
+        [--judge_url=URL --judge_model=NAME | --judge_policy=DIR] [--compare=OTHER_OUT,...]
+
+1. A prompt over --max_input tokens, chat layout included, loses its middle; each is answered
+   --samples times at temperature 0.7 and top-p 0.95. Its draws have a key of their own by
+   benchmark, question, limit and sample.
+2. The rule scores every answer. Where a benchmark is judged and the rule gives less than 1, a judge
+   is asked whether the stated answer holds the reference; the score is the better of the two.
+   Without a judge the rule alone counts. An endpoint's key is in $SPELL_JUDGE_KEY.
+3. OUT/samples.jsonl has a row a sample, OUT/summary.json means with 95 % intervals (bootstrap over
+   questions), OUT/table.md the table, beside those of other evaluations (--compare). Benchmarks
+   that tell their questions apart, as by a needle's depth, have OUT/plots/NAME.png.
+4. Stopped and started again, it goes on: a question's samples are in samples.jsonl as soon as all
+   are drawn, a judge's replies in judge.jsonl as they come. The final files are those of a run that
+   nothing stopped. OUT/config.json says what is evaluated; another evaluation needs another OUT.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import app, flags
+
+from spell_jax.evaluation import answering, pictures, protocol
+from spell_jax.evaluation import benchmarks as registry
+from spell_jax.evaluation.answering import Place, Row, Sampling
+from spell_jax.evaluation.benchmark import Benchmark
+from spell_jax.evaluation.sampling import Policy, PolicyJudge, Sizes
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import weights
+from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.runtime import faults, hosts, start
+from spell_jax.runtime.jsonl import append_records, write_json, write_lines, write_records
+from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.selfplay.judge import JUDGE_KEY, Endpoint, Judge, JudgeConfig
+
+SAMPLES, SUMMARY, TABLE, REPLIES = "samples.jsonl", "summary.json", "table.md", "judge.jsonl"
+PLOTS = "plots"
+log = logging.getLogger("spell_jax.evaluate")  # __name__ is __main__ when this is the entry
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is evaluated, and how. Mistakes raise ValueError.
+
+    Attributes:
+      policy: a policy's folder.
+      benchmarks: names of registered benchmarks.
+      data: a folder that holds a folder NAME for each of them, or their files themselves.
+      max_input: limits of a prompt, in tokens; each is an evaluation of its own.
+      limit: questions of a benchmark, the first ones; 0: all.
+      dtype: of the policy's weights.
+      thinking: for chat templates that know it: "", "on" or "off".
+      sampling: how answers are drawn.
+    """
+
+    policy: str
+    benchmarks: tuple[str, ...]
+    data: str
+    max_input: tuple[int, ...] = (16_384, 100_000)
+    limit: int = 0
+    dtype: str = "float32"
+    thinking: str = ""
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+
+    def __post_init__(self):
+        for name in ("benchmarks", "max_input"):
+            given = getattr(self, name)
+            if not given or len(set(given)) < len(given):
+                raise ValueError(f"{name} = {given}: must name one at least, and each once")
+        if self.limit < 0:
+            raise ValueError(f"limit = {self.limit}: must be 0 (all) or more")
+        if min(self.max_input) < 1:
+            raise ValueError(f"max_input = {self.max_input}: must be at least 1")
+
+    def load(self, tokenizer: Tokenizer) -> list[Benchmark]:
+        """The benchmarks, for a policy with this tokenizer; of several processes each reads them.
+
+        Raises:
+          FileNotFoundError, ValueError: see registry.load; a question's id is not its own.
+        """
+        found = []
+        for name in self.benchmarks:
+            folder = registry.find_folder(name, self.data)
+            found.append(registry.load(name, folder, self.limit or None, tokenizer))
+            ids = [item.id for item in found[-1].items]
+            if not ids or len(set(ids)) < len(ids):
+                raise ValueError(f"{name}: must have questions, and each an id of its own")
+        return found
+
+
+def run(
+    settings: Settings,
+    out: str | os.PathLike[str],
+    name: str,
+    judge: Judge | None = None,
+    sizes: Sizes | None = None,
+    compare: Sequence[str | os.PathLike[str]] = (),
+) -> dict[str, Any]:
+    """Evaluates a policy; the summary, as in its file.
+
+    Args:
+      settings: what is evaluated.
+      out: a local folder, which is made. Process 0 alone reads and writes there.
+      name: of the policy, in the table.
+      judge: for answers that the rule gives less than 1.
+      sizes: of the sampler.
+      compare: folders of other evaluations, whose rows the table has too.
+
+    Raises:
+      FileNotFoundError, ValueError: see weights.identify and Settings.load; there is no evaluation
+        to compare with, `out` holds another one, or the policy's context is too short.
+    """
+    out = pathlib.Path(out)
+    policy = Policy(settings.policy, settings.dtype, tokenizers.THINKING[settings.thinking], sizes)
+    benchmarks = settings.load(policy.tokenizer)
+    wanted = dataclasses.asdict(settings) | {
+        "weights": policy.fingerprint(),
+        "questions": {one.name: answering.fingerprint(one) for one in benchmarks},
+    }
+    rows: dict[Place, list[Row]] = {}  # on process 0
+
+    def begin() -> list[Place]:
+        for folder in compare:
+            json.loads((pathlib.Path(folder) / SUMMARY).read_text())  # not found out after hours
+        out.mkdir(parents=True, exist_ok=True)
+        _check_same(out / start.CONFIG_FILE, wanted)
+        rows.update(answering.read_finished(out / SAMPLES, settings.sampling.samples))
+        return list(rows)
+
+    done = {tuple(place) for place in hosts.broadcast(begin)}
+    questions = answering.tokenise(policy, benchmarks, max(settings.max_input))
+    answering.check_context(settings.sampling, policy, questions)
+    for limit in settings.max_input:
+        for place, new in answering.draw(settings.sampling, policy, questions, limit, done):
+            if jax.process_index() == 0:
+                append_records(out / SAMPLES, new)
+                rows[place] = new
+                faults.point("sampled")
+    policy.release()
+
+    def score() -> None:
+        for limit in settings.max_input:
+            for one in questions:
+                for row in rows.get((limit, one.benchmark.name, one.item.id), ()):
+                    ordered.append((one, row))
+                    answering.score(one, row)
+
+    ordered: list[tuple[answering.Question, Row]] = []
+    hosts.broadcast(score)
+    answering.ask_judge(ordered, judge)
+    finals = [row for _, row in ordered]
+
+    def finish() -> dict[str, Any]:
+        summary = _summarise(settings, name, benchmarks, finals, judge.model if judge else None)
+        others = [json.loads((pathlib.Path(one) / SUMMARY).read_text()) for one in compare]
+        write_records(out / SAMPLES, finals)
+        write_json(out / SUMMARY, summary)
+        write_lines(out / TABLE, [protocol.table([summary, *others])])
+        _draw(out / PLOTS, benchmarks, summary)
+        return summary
+
+    return hosts.broadcast(finish)
+
+
+def _draw(folder: pathlib.Path, benchmarks: Sequence[Benchmark], summary: Mapping) -> None:
+    """The pictures of benchmarks that tell their questions apart."""
+    folder.mkdir(exist_ok=True)
+    for one in benchmarks:
+        if one.by:
+            found = {row["max_input"]: row["benchmarks"][one.name]["by"] for row in summary["rows"]}
+            pictures.draw(folder / f"{one.name}.png", one.title, found)
+
+
+def _check_same(path: pathlib.Path, wanted: Mapping[str, Any]) -> None:
+    """Writes down what is evaluated; ValueError if something else was begun there."""
+    wanted = json.loads(json.dumps(wanted))
+    if not path.exists():
+        write_json(path, wanted)
+        return
+    found = json.loads(path.read_text())
+    for field, value in wanted.items():
+        if found.get(field) != value:
+            raise ValueError(
+                f"{field} = {value!r}: was {found.get(field)!r} when {path} was written; an "
+                "evaluation is gone on with as it was begun, another one needs another out"
+            )
+
+
+def _summarise(
+    settings: Settings,
+    name: str,
+    benchmarks: Sequence[Benchmark],
+    rows: Sequence[Row],
+    judge: str | None,
+) -> dict[str, Any]:
+    """What summary.json holds."""
+    names, samples = [one.name for one in benchmarks], settings.sampling.samples
+    return {
+        "policy": name,
+        "judge": judge,
+        "limit": settings.limit,
+        **dataclasses.asdict(settings.sampling),
+        "titles": {one.name: one.title for one in benchmarks},
+        "rows": protocol.summarise(
+            rows, names, settings.max_input, samples, registry.COLUMNS, settings.sampling.seed
+        ),
+    }
+
+
+def make_judge(given: Any, out: pathlib.Path, sizes: Sizes) -> Judge | None:
+    """The judge that the command line asks for.
+
+    Raises:
+      UsageError: half of an endpoint, or both kinds.
+      FileNotFoundError, ValueError: see JudgeConfig and weights.identify.
+    """
+    if bool(given.judge_url) != bool(given.judge_model) or (given.judge_url and given.judge_policy):
+        raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")
+    if not (given.judge_url or given.judge_policy):
+        return None
+    # Of several processes the first alone keeps replies.
+    kept = out / REPLIES if jax.process_index() == 0 else None
+    if given.judge_policy:
+        policy = Policy(given.judge_policy, given.dtype, sizes=sizes)
+        ask = PolicyJudge(policy, given.judge_max_tokens)
+        model = f"{policy.folder.name} {policy.fingerprint()}"
+    else:
+        model = given.judge_model
+        ask = Endpoint(
+            JudgeConfig(
+                given.judge_url,
+                model,
+                os.environ.get(JUDGE_KEY),
+                max_tokens=given.judge_max_tokens,
+                timeout_s=600.0,  # a reasoning judge may write thousands of tokens
+                attempts=8,  # two minutes of back-off: a server that is started again
+                workers=given.judge_workers,
+                requests_per_s=given.judge_rate,
+            )
+        )
+    return Judge(ask, prompt_sets.load("full").judge, model, cache_file=kept)
+
+
+def main(_) -> None:
+    start.setup()
+    given = flags.FLAGS
+    if bool(given.workdir) == bool(given.policy):
+        raise app.UsageError("--workdir or --policy: one of them must say which policy is asked")
+    folder = pathlib.Path(given.policy or pathlib.Path(given.workdir) / "policy")
+    sizes = Sizes(given.cache_tokens, given.slots, given.prefill_tokens)
+    if not all(map(str.isdecimal, given.max_input)):
+        raise app.UsageError(f"--max_input = {given.max_input}: must be numbers of tokens")
+    limits = tuple(map(int, given.max_input))
+    settings = Settings(
+        str(folder),
+        tuple(given.benchmarks),
+        given.data,
+        limits,
+        given.limit,
+        given.dtype,
+        given.thinking,
+        Sampling(given.samples, given.temperature, given.top_p, given.max_tokens, given.seed),
+    )
+    out = pathlib.Path(given.out)
+    judge = make_judge(given, out, sizes)
+    name = given.name or pathlib.Path(given.workdir or given.policy).resolve().name
+    run(settings, out, name, judge, sizes, given.compare)
+    if jax.process_index() == 0:
+        print((out / TABLE).read_text(), end="")
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("policy", None, "A policy's folder.")
+    flags.DEFINE_string("workdir", None, "A run's folder; its policy/ is asked.")
+    flags.DEFINE_list("benchmarks", None, "Names, with commas.", required=True)
+    flags.DEFINE_string("data", None, "The folder of the benchmarks' files.", required=True)
+    flags.DEFINE_string("out", None, "The folder of the results.", required=True)
+    flags.DEFINE_list("max_input", ["16384", "100000"], "Limits of a prompt, in tokens.")
+    flags.DEFINE_integer("samples", 8, "Answers to each question.")
+    flags.DEFINE_float("temperature", 0.7, "Of sampling; 0: greedy.")
+    flags.DEFINE_float("top_p", 0.95, "Mass of the nucleus.")
+    flags.DEFINE_integer("max_tokens", 0, "Cap of an answer; 0: each benchmark's own.")
+    flags.DEFINE_integer("limit", 0, "First questions of each benchmark; 0: all.")
+    flags.DEFINE_integer("seed", 0, "Seed of all draws.")
+    flags.DEFINE_enum("dtype", "float32", list(weights.DTYPES), "The policy's weights.")
+    flags.DEFINE_enum("thinking", "", list(tokenizers.THINKING), "For chat templates that know it.")
+    flags.DEFINE_string("name", "", "The policy's name in the table; its folder's, if not given.")
+    flags.DEFINE_list("compare", [], "Folders of other evaluations, for the table.")
+    flags.DEFINE_string("judge_url", "", "A chat-completions address.")
+    flags.DEFINE_string("judge_model", "", "The model's name there.")
+    flags.DEFINE_string("judge_policy", "", "A policy's folder, for the judge.")
+    flags.DEFINE_integer("judge_max_tokens", 8192, "Cap of a judge's reply.")
+    flags.DEFINE_integer("judge_workers", 16, "Requests to the judge under way at once.")
+    flags.DEFINE_float("judge_rate", 0.0, "Requests to the judge a second; 0: any.")
+    flags.DEFINE_integer("cache_tokens", Sizes.cache_tokens, "Of the pool, a part of the mesh.")
+    flags.DEFINE_integer("slots", Sizes.slots, "Answers drawn at once.")
+    flags.DEFINE_integer("prefill_tokens", Sizes.prefill_tokens, "Of prompts read at once.")
+
+
+if __name__ == "__main__":
+    define_flags()  # here, so that one process may import several entries
+    app.run(main)

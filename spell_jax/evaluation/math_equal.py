@@ -1,0 +1,178 @@
+"""Whether two answers are mathematically equal, by the library Math-Verify and never for long.
+
+1. Equal texts and whole numbers are compared here; all else goes to a worker.
+2. A worker is a process of its own (`python -m spell_jax.evaluation.math_equal`) that answers one
+   JSON line with another. SymPy may loop or grow without end: the worker sets a timer before each
+   question, and the kernel ends it when that runs out, wherever it is. That is "not equal".
+3. Any number of threads may ask: each takes an idle worker or starts one, up to `WORKERS`, waits
+   where all are busy, and puts it back.
+4. Model text is never evaluated. Math-Verify's reader of plain expressions calls Python's eval
+   (through sympy.parse_expr), so only its LaTeX reader, a grammar, is used.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import json
+import logging
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+
+MODULE = "spell_jax.evaluation.math_equal"
+SECONDS = 5.0  # of a worker, for one question
+MAX_CHARACTERS = 1000  # no answer needs more
+MEMORY = 4 * 2**30  # bytes of a worker's address space
+WORKERS = min(4, os.cpu_count() or 1)
+
+log = logging.getLogger(__name__)
+
+_WHOLE = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.0*)?")
+_IGNORED = re.compile(r"\s+|\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\$")
+_idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+_places = threading.Semaphore(WORKERS)
+
+
+def check_installed() -> None:
+    """Raises ImportError, with what to install, where Math-Verify is missing."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError("mathematical benchmarks need Math-Verify: pip install 'spell_jax[eval]'")
+
+
+@functools.lru_cache(maxsize=100_000)
+def equal(prediction: str, reference: str) -> bool:
+    """Whether an answer equals the reference; False also where either cannot be read in time.
+
+    Both are LaTeX without dollar signs, or plain numbers. Total: any string in, within some
+    seconds; a judgement is remembered, as the samples of a question repeat their answers.
+
+    Raises:
+      ImportError: Math-Verify is not installed.
+      RuntimeError: a worker ended before it began.
+    """
+    if max(len(prediction), len(reference)) > MAX_CHARACTERS:
+        return False
+    ours, theirs = _plain(prediction), _plain(reference)
+    if not ours or not theirs:
+        return False
+    if ours == theirs:
+        return True
+    if _WHOLE.fullmatch(ours) and _WHOLE.fullmatch(theirs):
+        return _whole(ours) == _whole(theirs)
+    return _ask(prediction, reference)
+
+
+def _plain(text: str) -> str:
+    return _IGNORED.sub("", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
+
+
+def _whole(digits: str) -> int:
+    return int(digits.partition(".")[0].replace(",", ""))
+
+
+class _Worker:
+    """One process. `ask` -> True, False, or None: it ended over the question."""
+
+    def __init__(self) -> None:
+        check_installed()
+        # Without multiprocessing: a fork copies JAX's threads, a spawn runs the main script.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        if not self.stdout.readline():
+            self.end()
+            raise RuntimeError(f"{sys.executable} -m {MODULE} ended; run it to see why")
+
+    def ask(self, prediction: str, reference: str) -> bool | None:
+        try:
+            self.stdin.write(json.dumps([prediction, reference, SECONDS]).encode() + b"\n")
+            self.stdin.flush()
+            answer = self.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        return json.loads(answer) if answer.endswith(b"\n") else None
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def _ask(prediction: str, reference: str) -> bool:
+    with _places:
+        worker, answer = _take(), None
+        try:
+            answer = worker.ask(prediction, reference)
+        finally:
+            if answer is None:
+                log.warning("not equal, as a worker ended over it: %r, %r", prediction, reference)
+                worker.end()
+            else:
+                _idle.put(worker)
+    return bool(answer)
+
+
+def _take() -> _Worker:
+    """An idle worker that lives, else a new one."""
+    while not _idle.empty():
+        try:
+            worker = _idle.get_nowait()
+        except queue.Empty:  # another thread was faster
+            break
+        if worker.process.poll() is None:
+            return worker
+    return _Worker()
+
+
+@atexit.register
+def end_workers() -> None:
+    """Ends the idle workers; the next question starts another."""
+    while not _idle.empty():
+        _idle.get().end()
+
+
+def _work() -> None:
+    """The worker: says that it is ready; then a line [prediction, reference, seconds] in, true or
+    false out, until the end."""
+    import resource
+    import signal
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.disable()
+    targets = [LatexExtractionConfig()]
+
+    @functools.lru_cache(maxsize=1000)  # a reference is compared with many answers
+    def read(text: str) -> list:
+        # Without their own time limit, which needs the main thread's signals.
+        return parse(f"\\boxed{{{text}}}", targets, parsing_timeout=None)  # type: ignore[arg-type]
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    read("\\frac{1}{2}")  # the first takes long: tables are built
+    print("true", file=answers, flush=True)
+    for line in sys.stdin:
+        prediction, reference, seconds = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            found = verify(read(reference), read(prediction), timeout_seconds=None)
+        except Exception:  # of SymPy anything may come; it could not be read
+            found = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(bool(found)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _work()

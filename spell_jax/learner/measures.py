@@ -1,0 +1,114 @@
+"""What an update says of itself: means of what was added up, operations, and how fast it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spell_jax.learner.packing import ROLES, Group
+from spell_jax.policy.config import PolicyConfig
+
+# Floating-point operations a second of one device, dense, bfloat16, as its maker states them: for
+# NVIDIA's in their data sheets, without sparsity; for TPUs in Google Cloud's "System architecture"
+# pages of v4, v5e ("v5 lite"), v5p ("v5") and v6e ("v6 lite").
+PEAKS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+}
+
+
+def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]:
+    """What an update reports: the loss as it is, the rest a token or by the loss's weights.
+
+    Of experts: "router_max_load", the tokens of a layer's busiest expert over their mean (1: all
+    alike; E / k: all tokens go to the same ones), the mean over layers; and "router_idle", the
+    share of experts that got none. Of roles: "entropy/ROLE", of those that have tokens.
+    """
+    sums = dict(sums)
+    more = {}
+    if (load := sums.pop("router_load", None)) is not None:
+        more["router_max_load"] = float(np.mean(load.max(axis=1) / load.mean(axis=1)))
+        more["router_idle"] = float(np.mean(load == 0))
+    by_role = zip(ROLES, sums.pop("role_entropy"), sums.pop("role_tokens"), strict=False)
+    more |= {f"entropy/{role}": float(sum_ / count) for role, sum_, count in by_role if count}
+    tokens = max(float(sums["tokens"]), 1.0)
+    weight = float(sums["weight"]) or 1.0
+    per = {"loss": 1.0, "entropy": tokens, "sampler_difference": tokens}
+    found = {
+        name: float(value) / per.get(name, weight)
+        for name, value in sums.items()
+        if name not in ("tokens", "weight")
+    }
+    norms = {name: float(value) for name, value in norms.items()}
+    return found | norms | more | {"answer_tokens": tokens}
+
+
+def advantages(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
+    """(sum, count) of answers by name: "advantage/ROLE", and "advantage_size/ROLE" of their
+    absolute values."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        found.setdefault(group.role, []).extend(group.advantages)
+    pairs = {f"advantage/{role}": (sum(some), len(some)) for role, some in found.items()}
+    sizes = {role: (sum(map(abs, some)), len(some)) for role, some in found.items()}
+    return pairs | {f"advantage_size/{role}": pair for role, pair in sizes.items()}
+
+
+def operations(policy: PolicyConfig, prompt: int, answers: Iterable[int]) -> float:
+    """Floating-point operations of a group's update, [prompt | answers], without recomputation.
+
+    A matrix product with weights costs 2 a weight and token forward and twice that backward, or
+    once where only adapters are trained (theirs are not counted); of experts those of a token
+    count. Attention's two products cost 4 N H a pair of query and key forward and twice that
+    backward. The head is asked for answer tokens only. Of P prompt tokens and answers of S_i there
+    are P^2 / 2 + sum(P S_i + S_i^2 / 2) pairs.
+
+    Args:
+      policy: the architecture.
+      prompt: P.
+      answers: S_i, the length of each.
+    """
+    c, lengths = policy, list(answers)
+    attention = c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads)
+    mlp = 3 * c.width * c.feed_forward * (c.experts_per_token or 1) + c.width * c.experts
+    weights = c.layers * (attention + mlp)
+    passes = 4 if c.lora else 6
+    head = float(passes) * c.vocab_size * c.width * sum(lengths)
+    pairs = prompt**2 / 2 + sum(prompt * length + length**2 / 2 for length in lengths)
+    tokens = prompt + sum(lengths)
+    return passes * weights * tokens + 12 * c.layers * c.heads * c.head_size * pairs + head
+
+
+def speed(
+    numbers: Mapping[str, float], seconds: float, devices: Sequence[Any]
+) -> dict[str, tuple[float, float]]:
+    """(sum, weight) by name: tokens a second of an update, prompts included, and "mfu", where the
+    devices' peak is known.
+
+    Args:
+      numbers: what the update reports.
+      seconds: that it took.
+      devices: that made it.
+    """
+    found = {"tokens_per_second/trained": (numbers["trained_tokens"], seconds)}
+    mfu = utilisation(numbers["operations"] / seconds, devices)
+    return found if mfu is None else found | {"mfu": (mfu, 1.0)}
+
+
+def utilisation(operations_a_second: float, devices: Sequence[Any]) -> float | None:
+    """The share of what the devices, all of a kind, could do in bfloat16; None where their maker's
+    figure is not in PEAKS."""
+    peak = PEAKS.get(devices[0].device_kind)
+    return operations_a_second / (peak * len(devices)) if peak else None

@@ -1,0 +1,172 @@
+"""What the report's page takes of a run's episodes: some of them, and what all of them tell.
+
+They are chosen evenly over steps, tasks and outcomes; of the same files always the same.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from etils import epath
+
+from spell_jax.runtime.episodes import episode_files, read_episodes
+
+TASKS = ("general_qa", "financial_math", "multiple_choice")
+ROLES = ("questioner", "responder", "verifier")
+
+# What an episode's line has for the page, with what stands in where it does not.
+_FIELDS: dict[str, Any] = {
+    "task": "",
+    "cluster": "",
+    "status": "",
+    "reason": "",
+    "question": "",
+    "reference": "",
+    "own_reference": "",
+    "proposal": None,
+    "reward": None,
+    "number": 0,
+    "of": 0,
+    "shown": [],
+    "known": [],
+    "prompt": "",
+    "blind": [],
+    "answers": [],
+    "predictions": [],
+    "rule": [],
+    "judge": [],
+    "votes": [],
+    "scores": [],
+    "advantages": {},
+    "used": {},
+}
+
+
+@dataclass
+class Episodes:
+    """What is taken from a run's episodes.
+
+    Attributes:
+      chosen: episodes for the page with "step", "outcome" and "roles", in the order of their steps.
+      documents: cluster -> texts, of the chosen ones that have them on disk.
+      played: episodes of the steps on disk, with those that the run did not keep.
+      counted: step -> metrics that follow from its episodes (episodes/...).
+      points: (mean score, questioner's reward) -> episodes.
+      found: readable episodes on disk.
+    """
+
+    chosen: list[dict[str, Any]] = field(default_factory=list)
+    documents: dict[str, list[str]] = field(default_factory=dict)
+    counted: dict[int, dict[str, float]] = field(default_factory=dict)
+    points: collections.Counter[tuple[float, float]] = field(default_factory=collections.Counter)
+    played: int = 0
+    found: int = 0
+
+
+def choose_episodes(workdir: epath.Path, limit: int) -> Episodes:
+    """Reads all of WORKDIR/episodes, a step at a time, and keeps at most so many episodes."""
+    result = Episodes()
+    steps = evenly(list(episode_files(workdir)), limit)
+    shares = dict(zip(steps, shares_of(limit, len(steps)), strict=True))
+    step_of, taken = operator.itemgetter(0), collections.Counter()
+    for step, pairs in itertools.groupby(read_episodes(workdir, _episode), step_of):
+        episodes = [episode for _, episode in pairs]
+        texts = {e["cluster"]: e["documents"] for e in episodes if e["documents"]}
+        result.found += len(episodes)
+        result.played += max(len(episodes), episodes[0]["of"])
+        result.counted[step] = _counted(episodes)
+        for e in episodes:
+            if e["scores"] and e["reward"] is not None:
+                mean = sum(e["scores"]) / len(e["scores"])
+                result.points[round(mean, 4), round(e["reward"], 4)] += 1
+        for place in choose(episodes, shares.get(step, 0), set(texts), taken):
+            episode = episodes[place] | {"step": step}
+            del episode["documents"]
+            result.chosen.append(episode)
+            if episode["cluster"] in texts:
+                result.documents.setdefault(episode["cluster"], texts[episode["cluster"]])
+    return result
+
+
+def choose(
+    episodes: Sequence[Mapping[str, Any]],
+    wanted: int,
+    known: set[str],
+    taken: collections.Counter[tuple[str, str]],
+) -> list[int]:
+    """Places of at most `wanted` episodes, ascending.
+
+    One after the other is of the task and outcome of which least was taken so far, `taken`, which
+    they are added to; of its kind it is the first one, but those of `known` clusters come before
+    others.
+    """
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for place, e in enumerate(episodes):
+        kinds.setdefault((e["task"], e["outcome"]), []).append(place)
+    for places in kinds.values():
+        places.sort(key=lambda place: (episodes[place]["cluster"] not in known, place))
+        places.reverse()
+    chosen = []
+    while len(chosen) < wanted and any(kinds.values()):
+        rarest = min((kind for kind in kinds if kinds[kind]), key=lambda kind: (taken[kind], kind))
+        chosen.append(kinds[rarest].pop())
+        taken[rarest] += 1
+    return sorted(chosen)
+
+
+def outcome(scores: Sequence[float], status: str) -> str:
+    """An answered question by its scores; another by the status in which it ended."""
+    if not scores:
+        return status
+    if len(set(scores)) > 1:
+        return "mixed"
+    return "unsolved" if scores[0] <= 0 else "solved" if scores[0] >= 1 else "half solved"
+
+
+def _episode(line: Any) -> dict[str, Any]:
+    """A line of a file as the page has it; TypeError where something is of another kind."""
+    if not isinstance(line, dict):
+        raise TypeError("not an object")
+    episode = {name: line.get(name, default) for name, default in _FIELDS.items()}
+    for name, default in _FIELDS.items():
+        if default is not None and not isinstance(episode[name], type(default)):
+            raise TypeError(f"{name} is {type(episode[name]).__name__}")
+    scores = [float(score) for score in episode["scores"]]
+    said = (episode["proposal"], episode["answers"], any(episode["votes"]))
+    documents = line.get("documents") or []
+    if not all(isinstance(text, str) for text in (*documents, *episode["answers"])):
+        raise TypeError("documents and answers are not all texts")
+    return episode | {
+        "scores": scores,
+        "reward": None if episode["reward"] is None else float(episode["reward"]),
+        "outcome": outcome(scores, episode["status"]),
+        "roles": [role for role, words in zip(ROLES, said, strict=True) if words],
+        "documents": documents,
+    }
+
+
+def _counted(episodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Shares of tasks among questions with mixed rewards, and how many answers each role gave."""
+    mixed = collections.Counter(e["task"] for e in episodes if e["outcome"] == "mixed")
+    counted = {f"mixed/{task}": mixed[task] / mixed.total() for task in TASKS if mixed}
+    counted["answers/questioner"] = sum(e["proposal"] is not None for e in episodes)
+    counted["answers/responder"] = sum(len(e["answers"]) + len(e["blind"]) for e in episodes)
+    counted["answers/verifier"] = sum(len(v) for e in episodes for v in e["votes"])
+    return {f"episodes/{name}": value for name, value in counted.items()}
+
+
+def shares_of(total: int, parts: int) -> list[int]:
+    """`total` in so many whole parts, as even as can be."""
+    return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
+
+
+def evenly(items: Sequence[int], limit: int) -> list[int]:
+    """At most `limit` of the items, evenly, the first and the last one among them."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[i * (len(items) - 1) // max(limit - 1, 1)] for i in range(limit)]

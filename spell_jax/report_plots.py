@@ -1,0 +1,215 @@
+"""The plots of the report's page as pictures for papers, one a file, by matplotlib.
+
+1. They are drawn from what the page is drawn from (report_page.write_page returns it), with its
+   colours: curves, areas on top of each other, bands of seeds, the questioner's reward.
+2. As on the page, of more than MANY steps the mean over neighbours is drawn, the values behind it.
+3. A file's name is its plot's title up to a colon: "Solve rate: ..." is solve_rate.png; the page's
+   other metrics go by their own names, train_grad_norm.png.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from etils import epath
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+MANY = 60  # steps; as in report.html
+SIZE = (4.2, 2.8)  # inches
+_DPI = 200
+_COLOURS = (
+    "#1f6fb4",
+    "#d9730d",
+    "#2e8b57",
+    "#b23a6f",
+    "#7a5bc0",
+    "#8c6d1f",
+    "#168a96",
+    "#777f89",
+)
+_INK = "#1c1f23"
+_DASHES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (10, 4)))
+_NAME_CHARACTERS = 80
+
+
+def draw_page(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Path]:
+    """Draws all plots of a page into a folder, which is made if it is missing.
+
+    Returns:
+      The files: the page's panels, then the questioner's reward, the evaluation (of several groups
+      of runs, whose pictures plot_run does not draw), and the other metrics.
+    """
+    groups = overview["groups"]
+    plots: list[tuple] = [  # title, what draws it, and its height if it is another one
+        (panel["title"], lambda axes, panel=panel: _draw_curves(axes, panel, groups))
+        for panel in overview["panels"]
+    ]
+    if any(group["points"] or group["mapping"] for group in groups):
+        title = "Questioner's reward by mean reward"
+        plots.append((title, lambda axes: _draw_mapping(axes, groups)))
+    if len(groups) > 1:
+        for table in overview["evaluation"]:
+            title = f"Evaluation, {table['title']}"
+            height = max(SIZE[1], 0.8 + 0.2 * len(table["rows"]) * len(groups))
+            plots.append((title, lambda axes, t=table: _draw_table(axes, t, groups), height))
+    for title, metrics in _other_panels(overview["others"]).items():
+        panel = {"metrics": metrics, "stacked": False}
+        plots.append((title, lambda axes, panel=panel: _draw_curves(axes, panel, groups)))
+    folder.mkdir(parents=True, exist_ok=True)
+    names = file_names([title for title, *_ in plots])
+    return [_draw(folder / f"{name}.png", *plot) for name, plot in zip(names, plots, strict=True)]
+
+
+def file_names(titles: Sequence[str]) -> list[str]:
+    """What a file system takes of each title, all of them different."""
+    names: list[str] = []
+    for title in titles:
+        plain = title.partition(":")[0].lower().replace("'", "")
+        name = re.sub(r"[^a-z0-9]+", "_", plain)[:_NAME_CHARACTERS].strip("_") or "plot"
+        same = sum(re.fullmatch(rf"{name}(_\d+)?", other) is not None for other in names)
+        names.append(f"{name}_{same + 1}" if name in names else name)
+    return names
+
+
+def _other_panels(names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Title -> {label: metric}: "a/b/c" and "a/b/d" are two curves of "a/b"."""
+    panels: dict[str, dict[str, str]] = {}
+    for name in names:
+        *beginning, last = name.split("/")
+        title = "/".join(beginning) if len(beginning) > 1 else name
+        panels.setdefault(title, {})[last] = name
+    return panels
+
+
+def _draw(
+    path: epath.Path, title: str, draw: Callable[[Axes], None], height: float = SIZE[1]
+) -> epath.Path:
+    figure = Figure(figsize=(SIZE[0], height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(_plain(title), fontsize=9, wrap=True)
+    axes.tick_params(labelsize=7)
+    axes.grid(alpha=0.3)
+    draw(axes)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=_DPI)
+    path.write_bytes(picture.getvalue())
+    return path
+
+
+def _draw_curves(axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping]) -> None:
+    """A curve a metric and group; of one group, where values add up, areas. To compare groups,
+    what is over all tasks."""
+    metrics, several = panel["metrics"], len(groups) > 1
+    overall = several and any(metrics.get("all") in group["series"] for group in groups)
+    if overall:
+        metrics = {"all": metrics["all"]}
+    labels = list(metrics)
+    found = [
+        (g, m, group["series"][metric])
+        for g, group in enumerate(groups)
+        for m, metric in enumerate(metrics.values())
+        if metric in group["series"]
+    ]
+    shift = 1 if "all" in metrics else 0
+    if panel["stacked"] and not several and len(found) > 1:
+        _stack(axes, [(labels[m], m, series) for _, m, series in found])
+    else:
+        for g, m, (steps, mean, *band) in found:
+            own = _INK if m < shift else _COLOURS[(m - shift) % len(_COLOURS)]
+            colour = _COLOURS[g % len(_COLOURS)] if several else own
+            name = f"{groups[g]['name']}: {labels[m]}" if several else labels[m]
+            name = groups[g]["name"] if overall else name
+            style = _DASHES[m % len(_DASHES)] if several else "-"
+            many = len(steps) > MANY
+            if band:
+                low, high = map(smooth, band) if many else band
+                axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+            elif many:
+                axes.plot(steps, mean, color=colour, alpha=0.3, linewidth=0.6)
+            marker = "." if len(steps) == 1 else ""
+            axes.plot(
+                steps,
+                smooth(mean) if many else mean,
+                color=colour,
+                linestyle=style,
+                linewidth=1.3,
+                marker=marker,
+                label=_plain(name),
+            )
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.set_xlabel("step", fontsize=7)
+    if len(found) > 1:
+        axes.legend(fontsize=6)
+
+
+def _stack(axes: Axes, found: Sequence[tuple[str, int, Sequence]]) -> None:
+    """The curves of one group on top of each other; what a curve does not have is 0."""
+    steps = sorted({step for _, _, (some, *_) in found for step in some})
+    heights = []
+    for _, _, (some, mean, *_) in found:
+        values = dict(zip(some, mean, strict=True))
+        height = [values.get(step, 0.0) for step in steps]
+        heights.append(smooth(height) if len(steps) > MANY else height)
+    colours = [_COLOURS[m % len(_COLOURS)] for _, m, _ in found]
+    labels = [_plain(label) for label, *_ in found]
+    axes.stackplot(steps, heights, labels=labels, colors=colours, alpha=0.75)
+    axes.margins(0)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """The mean over so many neighbours that a sixtieth of the values is on either side."""
+    half = len(values) // 60
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(some) / len(some) for some in windows]
+
+
+def _draw_mapping(axes: Axes, groups: Sequence[Mapping]) -> None:
+    """The questioner's reward over the mean reward of answers; circles by how many questions."""
+    most = max([1, *(count for group in groups for *_, count in group["points"])])
+    for g, group in enumerate(groups):
+        colour = _COLOURS[g % len(_COLOURS)]
+        name = group["mapping"]["name"] if group["mapping"] else "points only"
+        label = f"{group['name']}: {name}" if len(groups) > 1 else name
+        curve = group["mapping"]["curve"] if group["mapping"] else [[], []]
+        xs, ys = zip(*curve, strict=True) if group["mapping"] else ((), ())
+        axes.plot(xs, ys, color=colour, linewidth=1.3, label=_plain(label))
+        if group["points"]:
+            means, given, counts = zip(*group["points"], strict=True)
+            sizes = [4 + 120 * count / most for count in counts]
+            axes.scatter(means, given, sizes, color=colour, alpha=0.45, linewidths=0)
+    axes.set_xlabel("mean reward of the answers", fontsize=7)
+    axes.legend(fontsize=6)
+
+
+def _draw_table(axes: Axes, table: Mapping[str, Any], groups: Sequence[Mapping]) -> None:
+    """Means with their intervals, a line a row: what each group of runs began and ended with."""
+    rows = table["rows"]
+    kinds = [(g, when) for g in range(len(groups)) for when in (0, 1)]
+    for place, (g, when) in enumerate(kinds):
+        cells = [(y, row["cells"][g][when]) for y, row in enumerate(rows)]
+        found = [(y + (place + 1) / (len(kinds) + 1) - 0.5, *cell) for y, cell in cells if cell]
+        if not found:
+            continue
+        heights, means, halves, _ = zip(*found, strict=True)
+        axes.errorbar(
+            means,
+            heights,
+            xerr=halves,
+            fmt="o" if when else "x",
+            markersize=3,
+            color=_COLOURS[g % len(_COLOURS)],
+            label=_plain(f"{groups[g]['name']}: {('before', 'after')[when]}"),
+        )
+    names = [_plain(" ".join(row["name"])) for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=6)
+    axes.set_ylim(len(rows) - 0.4, -0.6)  # from top to bottom
+    axes.legend(fontsize=6)
+
+
+def _plain(text: str) -> str:
+    """Text that matplotlib does not take for mathematics or for something to leave out."""
+    return text.replace("$", r"\$").lstrip("_").replace("_", " ")

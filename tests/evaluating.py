@@ -1,0 +1,109 @@
+"""A small evaluation by one process, or as one of several (SPELL_COORDINATOR, ...).
+
+python -m tests.evaluating POLICY OUT [JUDGE_POLICY]
+
+Two made-up benchmarks; without JUDGE_POLICY, verdicts are by checksum and process 0 alone may give
+them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pathlib
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import pytest
+
+from spell_jax import evaluate
+from spell_jax.evaluation.answering import Sampling
+from spell_jax.evaluation.benchmark import Benchmark, Item
+from spell_jax.evaluation.sampling import Policy, PolicyJudge, Sizes
+from spell_jax.runtime import start
+from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.selfplay.judge import Judge
+
+SIZES = Sizes(cache_tokens=512, slots=8, prefill_tokens=128, block=16)
+LIMITS = (24, 40)
+ITEMS = 3
+SAMPLES = 2
+
+
+def load(name: str, folder: Any, limit: int | None = None, tokenizer: Any = None) -> Benchmark:
+    """Noise that means something: an answer's rule score is by its checksum."""
+    items = tuple(
+        Item(
+            f"{name}-{i}",
+            f"{name} " + "Rome has hills. " * (2 + 4 * i),
+            f"how many {i}?",
+            ("3",),
+            {"parity": ("even", "odd")[i % 2]},
+        )
+        for i in range(ITEMS)
+    )
+    return Benchmark(
+        name,
+        name.upper(),
+        items[:limit],
+        extract=lambda text, item: None if _sum(text) % 5 == 0 else text[:8] or None,
+        score=lambda text, item: float(_sum(text) % 3 == 0),
+        judged=name == "text",
+        max_tokens={"text": 5, "number": 4}[name],
+        by=("parity",) if name == "text" else (),
+    )
+
+
+def _sum(text: str) -> int:
+    return zlib.crc32(text.encode(errors="replace"))
+
+
+def reply(prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Of all kinds: yes, no, neither, none."""
+    assert jax.process_index() == 0 or not prompts, "the judge is asked twice"
+    for prompt in prompts:
+        yield prompt, ("[[YES]]", "[[NO]]", "perhaps", None)[_sum(prompt) % 4]
+
+
+def write_episodes(workdir: pathlib.Path, steps: Mapping[int, Sequence[Any]]) -> pathlib.Path:
+    """The files of a run's episodes: step -> its records."""
+    (workdir / "episodes").mkdir(parents=True)
+    for step, records in steps.items():
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        path = workdir / "episodes" / f"step_{step:06d}.jsonl.gz"
+        path.write_bytes(gzip.compress(lines.encode()))
+    return workdir
+
+
+def settings(policy: pathlib.Path, **changes: Any) -> evaluate.Settings:
+    sampling = Sampling(SAMPLES, 1.0, 1.0)
+    common = {"benchmarks": ("number", "text"), "data": "nowhere", "max_input": LIMITS}
+    return evaluate.Settings(**({"policy": str(policy), "sampling": sampling} | common | changes))
+
+
+def make_judge(out: pathlib.Path, ask: Any = reply) -> Judge:
+    kept = out / evaluate.REPLIES if jax.process_index() == 0 else None
+    return Judge(ask, prompt_sets.load("compact").judge, "checksum", cache_file=kept)
+
+
+def run(policy: pathlib.Path, out: pathlib.Path, ask: Any = reply, **changes: Any) -> dict:
+    """Under pytest's patches: see main."""
+    judge = make_judge(out, ask)
+    return evaluate.run(settings(policy, **changes), out, "noise", judge, SIZES)
+
+
+def main() -> None:
+    policy, out, *judge = map(pathlib.Path, sys.argv[1:])
+    jax.config.update("jax_disable_most_optimizations", True)  # less to compile
+    start.setup()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(evaluate.registry, "load", load)
+        ask = PolicyJudge(Policy(judge[0], sizes=SIZES), 4) if judge else reply
+        run(policy, out, ask)
+
+
+if __name__ == "__main__":
+    main()

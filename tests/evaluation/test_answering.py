@@ -1,0 +1,206 @@
+"""From prompts to scored rows, with a sampler that answers at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from spell_jax.catalogue import TINY_POLICY
+from spell_jax.evaluation import answering
+from spell_jax.evaluation.answering import Question, Sampling
+from spell_jax.evaluation.benchmark import Benchmark, Item
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.selfplay.judge import Judge
+from tests import evaluating
+
+WORDS = tokenizers.load(TINY_POLICY)
+
+
+class Parrot:
+    """Answers G times with the first token of a prompt, and keeps what it was asked."""
+
+    def __init__(self):
+        self.tokenizer = WORDS
+        self.config = PolicyConfig(WORDS.vocab_size, 8, 1, 1, 1, 8, 8, max_positions=64)
+        self.asked: list[tuple] = []
+
+    def draw(self, prompts, group, keys, options, wanted):
+        for place in wanted:
+            self.asked.append((tuple(prompts[place]), tuple(keys[place].tolist()), options[place]))
+            tokens = [int(prompts[place][0])]
+            sample = SimpleNamespace(tokens=tokens, content=tokens, stopped=True)
+            yield place, [sample] * group
+
+
+def load(name: str) -> Benchmark:
+    """Whose questions have the ids of any other's."""
+    made = evaluating.load(name, "")
+    items = [dataclasses.replace(item, id=str(i)) for i, item in enumerate(made.items)]
+    return dataclasses.replace(made, items=tuple(items))
+
+
+def made(names=("text", "number"), limits=(24, 40), sampling=None, done=()) -> Parrot:
+    policy = Parrot()
+    questions = answering.tokenise(policy, list(map(load, names)), max(limits))
+    for limit in limits:
+        drawn = answering.draw(sampling or Sampling(2), policy, questions, limit, set(done))
+        policy.rows = [row for _, rows in drawn for row in rows]
+    return policy
+
+
+def keys_of(policy: Parrot) -> list[tuple[int, ...]]:
+    return [key for _, key, _ in policy.asked]
+
+
+def test_a_key_is_by_seed_limit_benchmark_and_question():
+    whole = keys_of(made())
+    assert len(set(whole)) == 12  # two limits, two benchmarks, three questions
+    assert not set(keys_of(made(sampling=Sampling(2, seed=1)))) & set(whole)
+    assert keys_of(made(sampling=Sampling(5))) == whole
+    # Those of a question stay its own, whatever else is asked and in whatever order.
+    assert keys_of(made(("number",), (40,))) == whole[9:]
+    turned = keys_of(made(("number", "text"), (40, 24)))
+    assert turned == [*whole[9:], *whole[6:9], *whole[3:6], *whole[:3]]
+    done = [(24, "text", "0"), (40, "number", "2")]
+    assert keys_of(made(done=done)) == whole[1:11]
+
+
+def test_a_row_tells_how_it_was_drawn():
+    policy = made(("text",), (30,), Sampling(2, max_tokens=3))
+    lengths = [len(WORDS.chat(item.prompt)) for item in evaluating.load("text", "").items]
+    assert lengths[0] < 30 < lengths[1]
+    assert [row["tokens_in"] for row in policy.rows] == [lengths[0]] * 2 + [30] * 4
+    assert [row["truncated"] for row in policy.rows] == [False] * 2 + [True] * 4
+    assert {(row["tokens_out"], row["stopped"]) for row in policy.rows} == {(1, True)}
+    assert [row["sample"] for row in policy.rows] == [0, 1] * 3
+    assert {options.max_tokens for _, _, options in policy.asked} == {3}
+    assert {options.max_tokens for _, _, options in made(("text",)).asked} == {5}
+    exact = made(("text",), (lengths[0],)).rows[0]
+    assert exact["tokens_in"] == lengths[0] and not exact["truncated"]
+
+
+def test_what_does_not_fit_is_known_before_anything_is_drawn():
+    policy = Parrot()
+    questions = answering.tokenise(policy, [evaluating.load("text", "")], 59)
+    answering.check_context(Sampling(), policy, questions)  # 59 tokens and 5
+    with pytest.raises(ValueError, match=r"have 65 tokens together.* = 64"):
+        answering.check_context(Sampling(max_tokens=6), policy, questions)
+
+
+def test_a_prompt_that_the_layout_does_not_take_is_named():
+    def chat(prompt: str) -> list[int]:
+        if prompt == benchmark.items[1].prompt:
+            raise ValueError("no such turn")
+        return [1]
+
+    benchmark, policy = evaluating.load("text", ""), Parrot()
+    policy.tokenizer = SimpleNamespace(chat=chat)
+    with pytest.raises(ValueError, match="text: text-1: no such turn"):
+        answering.tokenise(policy, [benchmark], 9)
+
+
+def row(name: str, sample: int, limit: int = 24) -> dict:
+    return {"max_input": limit, "benchmark": "text", "id": name, "sample": sample, "text": "x"}
+
+
+def test_only_whole_questions_are_finished(tmp_path: Path, caplog):
+    path = tmp_path / "samples.jsonl"
+    assert answering.read_finished(path, 2) == {}
+    rows = [row("a", 0), row("a", 1), row("a", 0, 40), row("b", 1), row("b", 0)]
+    rows += [row("c", 0), row("c", 1), row("c", 2), row("d", 0), row("d", 0), row("e", 0)]
+    whole = [row("f", 0), row("f", 1)]
+    lines = [json.dumps(one) + "\n" for one in (*rows, *whole)]
+    path.write_text("".join(lines))
+    found = answering.read_finished(path, 2)
+    assert found == {(24, "text", "a"): rows[:2], (24, "text", "f"): whole}
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:2] + whole
+    before = path.stat().st_mtime_ns
+    assert answering.read_finished(path, 2) == found
+    assert path.stat().st_mtime_ns == before  # there was nothing to drop
+    path.write_text("".join(lines[:2]) + '{"max_input": 24, "ben\n')  # torn, and nothing else
+    assert list(answering.read_finished(path, 2)) == [(24, "text", "a")]
+    assert path.read_text() == "".join(lines[:2])
+
+
+def scored(judged: bool, by_item: bool = True, texts=("yes", "no", "")) -> list[tuple]:
+    item = Item("i", "p", "which?", ("first", "second"), {"step": 3}, judged=by_item)
+    benchmark = Benchmark(
+        "b",
+        "B",
+        (item,),
+        extract=lambda text, item: text or None,
+        score=lambda text, item: {"yes": 1.0, "no": 0.25}.get(text, 0.0),
+        judged=judged,
+        max_tokens=5,
+        by=("step",),
+    )
+    question = Question(benchmark, item, np.zeros(1, np.int32), 1)
+    ordered = [(question, {"text": text, "rule": 9.0, "final": 9.0}) for text in texts]
+    for pair in ordered:
+        answering.score(*pair)
+    return ordered
+
+
+@pytest.mark.parametrize(
+    ("reply", "judge", "final"),
+    [
+        ("[[YES]]", 1, 1.0),
+        ("[[NO]]", 0, 0.25),
+        ("who knows", "malformed", 0.25),
+        (None, "unanswered", 0.25),
+    ],
+)
+def test_the_better_of_rule_and_judge_counts(reply, judge, final):
+    asked = []
+
+    def ask(prompts):
+        asked.extend(prompts)
+        return [(prompt, reply) for prompt in prompts]
+
+    ordered = scored(judged=True)
+    answering.ask_judge(ordered, Judge(ask, lambda *item: "|".join(item)))
+    assert asked == ["which?|no|first"]  # not what is right already, nor what says nothing
+    assert [one["judge"] for _, one in ordered] == [None, judge, None]
+    assert [one["final"] for _, one in ordered] == [1.0, final, 0.0]
+    assert [one["rule"] for _, one in ordered] == [1.0, 0.25, 0.0]
+    assert all(one["by"] == {"step": 3} for _, one in ordered)
+
+
+def test_who_is_judged(caplog):
+    def refuse(prompts):
+        assert not prompts
+        return []
+
+    caplog.set_level(logging.WARNING)
+    for judged, by_item in itertools.product((True, False), repeat=2):
+        ordered = scored(judged, by_item)
+        if not (judged and by_item):
+            answering.ask_judge(ordered, Judge(refuse, lambda *item: ""))
+        caplog.clear()
+        answering.ask_judge(ordered, None)
+        assert ("by the rule alone" in caplog.text) == (judged and by_item)
+
+
+def test_questions_have_a_fingerprint():
+    benchmark = evaluating.load("text", "")
+    seen = {answering.fingerprint(benchmark)}
+    assert answering.fingerprint(evaluating.load("text", "")) in seen
+    first, *others = benchmark.items
+    for changed in (
+        dataclasses.replace(first, prompt="other"),
+        dataclasses.replace(first, id="other"),
+    ):
+        seen.add(answering.fingerprint(dataclasses.replace(benchmark, items=(changed, *others))))
+    seen.add(answering.fingerprint(dataclasses.replace(benchmark, items=tuple(others))))
+    assert len(seen) == 4
+    corrected = dataclasses.replace(first, references=("4",))  # the answers to it still count
+    same = dataclasses.replace(benchmark, items=(corrected, *others))
+    assert answering.fingerprint(same) == answering.fingerprint(benchmark)

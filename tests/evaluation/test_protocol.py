@@ -1,0 +1,214 @@
+"""The paper's protocol as numbers: cutting, pass@k, intervals, columns, tables."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import pathlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spell_jax.evaluation import protocol
+
+CASES = pathlib.Path(__file__).parents[1] / "reference_cases"
+SHARED = {"LB-MQA": ("2wikimqa", "hotpotqa", "musique")}
+PAPER = ("docmath", "frames", "2wikimqa", "hotpotqa", "musique", "longbench_v2")
+
+
+def cases(name: str) -> list[dict]:
+    return json.loads((CASES / name).read_text())["cases"]
+
+
+def test_reference_truncation():
+    for case in cases("truncate_eval.json"):
+        count, limit = case["in"]["n"], case["in"]["max_len"]
+        assert protocol.truncate(np.arange(count), limit).tolist() == case["out"], case
+    with pytest.raises(ValueError, match="max_input = 0"):
+        protocol.truncate(np.arange(3), 0)
+
+
+@given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 60))
+def test_cutting_twice_is_cutting_to_the_smaller(count, first, second):
+    large, small = max(first, second), min(first, second)
+    ids = np.arange(count)
+    twice = protocol.truncate(protocol.truncate(ids, large), small)
+    assert twice.tolist() == protocol.truncate(ids, small).tolist()
+    assert len(twice) == min(count, small)
+
+
+def test_pass_at_k_is_equation_11():
+    """The reference's own bootstrap draws with replacement and is too low (spec 12.23)."""
+    checked = 0
+    for case in cases("pass_at_k.json"):
+        n, c, k = (case["in"][name] for name in "nck")
+        found = protocol.best_of([1.0] * c + [0.0] * (n - c), k)
+        assert found == pytest.approx(case["paper_eq11_exact"], abs=1e-12), case
+        checked += found > case["with_replacement_closed_form"] + 0.01
+    assert checked > 5
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=7), st.data())
+def test_best_of_counts_every_choice(scores, data):
+    k = data.draw(st.integers(1, len(scores)))
+    best = [max(some) for some in itertools.combinations(scores, k)]
+    assert protocol.best_of(scores, k) == pytest.approx(sum(best) / len(best))
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_more_attempts_than_samples_are_refused(k):
+    with pytest.raises(ValueError, match=f"k = {k}: must be between 1 and the 2"):
+        protocol.best_of([1.0, 0.0], k)
+
+
+def test_reference_means():
+    """Means of tasks and over all tasks; best@k differs on purpose, see above."""
+    for case in cases("eval_aggregation.json"):
+        scores: dict[str, list] = {}
+        both = zip(case["in"]["tasks"], case["in"]["infos"]["total_score"], strict=True)
+        for task, finals in both:
+            scores.setdefault(task, []).append(finals)
+        found = protocol.aggregate(scores, {}, 0)
+        for task, wanted in case["out"].items():
+            part = found["task_mean"] if task == "overall" else found["benchmarks"][task]
+            (value,) = (v for k, v in wanted["total_score"].items() if k.startswith("mean@"))
+            assert part["pass@1"]["mean"] == pytest.approx(value), (task, case["in"])
+
+
+def test_the_average_is_over_the_four_columns_of_table_1():
+    """Qwen2.5-7B + SPELL at 16K, with a spread of 3 within LB-MQA: 40.6, not the 44.0 of six."""
+    values = dict(zip(PAPER, (40.0, 39.2, 53.9, 50.9, 47.9, 32.3), strict=True))
+    scores = {name: [[value / 100]] for name, value in values.items()}
+    found = protocol.aggregate(scores, SHARED, 0)
+    assert list(found["columns"]) == ["docmath", "frames", "LB-MQA", "longbench_v2"]
+    assert found["columns"]["LB-MQA"]["pass@1"]["mean"] == pytest.approx(0.509)
+    assert found["average"]["pass@1"]["mean"] == pytest.approx(0.406)
+    assert found["task_mean"]["pass@1"]["mean"] == pytest.approx(sum(values.values()) / 600)
+    assert list(found["average"]) == ["pass@1"]  # there is one sample
+
+
+def test_a_shared_column_needs_all_of_its_benchmarks():
+    assert protocol.columns(["musique", "a", "2wikimqa"], SHARED) == {
+        "musique": ("musique",),
+        "a": ("a",),
+        "2wikimqa": ("2wikimqa",),
+    }
+    found = protocol.columns(["musique", "a", "2wikimqa", "hotpotqa"], SHARED)
+    assert list(found) == ["LB-MQA", "a"]
+
+
+def test_intervals():
+    """Of shares, as the normal approximation has them; the same in every run."""
+    values = [1.0] * 60 + [0.0] * 140
+    found = protocol.estimate(values, "frames", 0).record()
+    half = 1.96 * math.sqrt(0.3 * 0.7 / 200)
+    assert found["mean"] == pytest.approx(0.3)
+    assert found["low"] == pytest.approx(0.3 - half, abs=0.01)
+    assert found["high"] == pytest.approx(0.3 + half, abs=0.01)
+    assert found == protocol.estimate(values, "frames", 0).record()
+    assert found != protocol.estimate(values, "frames", 1).record()
+    other = protocol.estimate(values, "docmath", 0)
+    assert np.any(other.draws != protocol.estimate(values, "frames", 0).draws)
+    both = protocol.mean([protocol.estimate(values, "frames", 0), other]).record()
+    width = both["high"] - both["low"]  # of two independent ones: narrower by the root of 2
+    assert width == pytest.approx(2 * half / math.sqrt(2), rel=0.1)
+
+
+def test_nothing_is_refused():
+    with pytest.raises(ValueError, match="benchmarks"):
+        protocol.aggregate({}, SHARED, 0)
+    with pytest.raises(ValueError, match="frames: has no questions"):
+        protocol.aggregate({"frames": []}, SHARED, 0)
+
+
+def test_limits_are_written_short():
+    """And without a shared column there is one mean."""
+    row = protocol.aggregate({"frames": [[1.0]]}, SHARED, 0)
+    limits = (16384, 100000, 128000, 1048576, 40)
+    rows = [{"max_input": limit} | row for limit in limits]
+    one = {"policy": "a", "titles": {"frames": "Frames"}, "rows": rows}
+    _, _, heads, _, *lines = protocol.table([one]).splitlines()
+    assert heads == "| Max input | Model | Frames | Avg. |"
+    shown = [line.split("|")[1].strip() for line in lines]
+    assert shown == ["40", "16K", "100K", "128K", "1024K"]
+
+
+def sample(name: str, limit: int, final: float, **others) -> dict:
+    row = {"benchmark": name, "max_input": limit, "rule": 0.0, "judge": None, "prediction": "x"}
+    row |= {"truncated": False, "stopped": True, "tokens_in": 8, "tokens_out": 2}
+    return row | {"final": final} | others
+
+
+def test_a_summary_keeps_limits_and_questions_apart():
+    rows = [sample("frames", 10, value) for value in (1, 1, 0, 1)]
+    rows[1] |= {"judge": 1}
+    rows[2] |= {"judge": "malformed", "prediction": None, "tokens_in": 4}
+    rows += [sample("frames", 20, 0, judge=0, truncated=True, stopped=False)] * 3
+    rows += [sample("frames", 20, 0, judge="unanswered", truncated=True, stopped=False)]
+    first, second = protocol.summarise(rows, ["frames"], [10, 20], 2, {}, 0)
+    assert (first["max_input"], second["max_input"]) == (10, 20)
+    found = first["benchmarks"]["frames"]
+    assert found["pass@1"]["mean"] == 0.75 and found["pass@2"]["mean"] == 1.0
+    assert (found["questions"], found["judged"], found["malformed"]) == (2, 2, 1)
+    assert (found["no_prediction"], found["tokens_in"], found["truncated"]) == (0.25, 7, 0)
+    found = second["benchmarks"]["frames"]
+    assert found["pass@2"]["mean"] == 0 and found["truncated"] == found["cut_off"] == 1
+    assert (found["judged"], found["malformed"], found["unanswered"]) == (4, 0, 1)
+
+
+def test_questions_are_told_apart():
+    """By both fields, ascending; questions of a cell are not neighbours."""
+    cells = [(2, "b"), (1, "b"), (2, "a"), (2, "b")]
+    finals = [(1, 0), (0, 0), (1, 1), (0, 0)]
+    rows = [
+        sample("needle", 10, final, by={"length": cell[0], "kind": cell[1]})
+        for cell, pair in zip(cells, finals, strict=True)
+        for final in pair
+    ]
+    rows += [sample("frames", 10, 1)] * 2
+    ((found),) = protocol.summarise(rows, ["needle", "frames"], [10], 2, {}, 0)
+    assert "by" not in found["benchmarks"]["frames"]
+    parts = found["benchmarks"]["needle"]["by"]
+    assert [(p["length"], p["kind"], p["questions"]) for p in parts] == [
+        (1, "b", 1),
+        (2, "a", 1),
+        (2, "b", 2),
+    ]
+    assert [p["pass@1"]["mean"] for p in parts] == [0.0, 1.0, 0.25]
+    assert [p["pass@2"]["mean"] for p in parts] == [0.0, 1.0, 0.5]
+    assert (parts[2]["pass@1"]["low"], parts[2]["pass@1"]["high"]) == (0.0, 0.5)
+    assert list(parts[0]) == ["length", "kind", "questions", "pass@1", "pass@2"]
+
+
+def test_the_table_is_laid_out_like_table_1():
+    def summary(policy: str, value: float) -> dict:
+        scores = {name: [[value, 1.0]] for name in PAPER}
+        rows = [{"max_input": n} | protocol.aggregate(scores, SHARED, 0) for n in (16384, 100000)]
+        titles = dict(
+            zip(PAPER, ("DocMath", "Frames", "2Wiki", "Hot", "MuS", "LB-V2"), strict=True)
+        )
+        return {"policy": policy, "titles": titles, "rows": rows}
+
+    lines = protocol.table([summary("base", 0.0), summary("SPELL", 0.5)]).splitlines()
+    assert lines[0] == "## pass@1, percent (95 % interval)"
+    heads = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    assert heads[:7] == ["Max input", "Model", "DocMath", "Frames", "LB-MQA", "LB-V2", "Avg."]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:8]]
+    assert [row[:2] for row in rows] == [
+        ["16K", "base"],
+        ["16K", "SPELL"],
+        ["100K", "base"],
+        ["100K", "SPELL"],
+    ]
+    assert rows[0][2:] == ["50.0 (50.0 to 50.0)"] * 6
+    assert rows[1][6] == "75.0 (75.0 to 75.0)"
+    assert "## pass@2, percent (95 % interval)" in lines and "## pass@4" not in "".join(lines)
+    other = summary("less", 0.0)
+    for row in other["rows"]:
+        del row["columns"]["frames"]
+    assert "| 16K | less | 50.0 (50.0 to 50.0) |  | 50.0" in protocol.table(
+        [summary("a", 0), other]
+    )

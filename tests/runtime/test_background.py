@@ -1,0 +1,105 @@
+"""Work that nobody waits for: its order, its errors, and who is held up by it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from spell_jax.runtime.background import Background
+
+
+def fail(text: str) -> None:
+    raise OSError(text)
+
+
+def test_work_is_done_in_order_by_another_thread():
+    done, threads = [], set()
+    with Background(waiting=2) as background:
+        for number in range(20):
+            background.submit(
+                lambda n: (done.append(n), threads.add(threading.get_ident())), number
+            )
+    assert done == list(range(20))
+    assert len(threads) == 1 and threading.get_ident() not in threads
+
+
+def test_nobody_waits_for_slow_work_but_flush():
+    gate, done = threading.Event(), []
+    with Background(waiting=3) as background:
+        background.submit(gate.wait)
+        background.submit(done.append, 1)
+        assert done == []
+        threading.Timer(0.1, gate.set).start()
+        background.flush()
+        assert done == [1]
+
+
+def test_so_much_may_wait_and_no_more():
+    gate, taken = threading.Event(), []
+    with Background(waiting=2) as background:
+        background.submit(gate.wait)
+
+        def hand_in() -> None:
+            for number in range(5):
+                background.submit(taken.append, number)
+                handed.append(number)
+
+        handed: list[int] = []
+        others = threading.Thread(target=hand_in)
+        others.start()
+        others.join(0.3)
+        # Two wait, beside the one that is being done and perhaps not yet taken from the queue.
+        assert others.is_alive() and len(handed) in (1, 2) and not taken
+        gate.set()
+        others.join()
+    assert taken == list(range(5))
+
+
+def test_an_error_is_raised_by_what_comes_behind_and_the_rest_is_done():
+    gate, done = threading.Event(), []
+    with pytest.raises(OSError, match="first") as error, Background() as background:
+        background.submit(gate.wait)
+        background.submit(fail, "first")
+        background.submit(fail, "second")
+        background.submit(done.append, 1)
+        gate.set()
+        with pytest.raises(OSError, match="first") as found:
+            background.flush()
+        assert done == [1]
+        with pytest.raises(OSError, match="first"):
+            background.submit(done.append, 2)
+    assert done == [1, 2] and error.value is found.value
+
+
+def test_an_error_that_nobody_asked_for_is_raised_at_the_end():
+    with pytest.raises(OSError, match="alone"), Background() as background:
+        background.submit(fail, "alone")
+
+
+def test_the_end_does_not_hide_another_error_and_all_is_done():
+    done = []
+    with pytest.raises(ValueError, match="another"), Background() as background:
+        background.submit(fail, "disk")
+        with pytest.raises(OSError):
+            background.flush()
+            background.submit(done.append, 0)
+        raise ValueError("another")
+    with pytest.raises(ValueError, match="another"), Background() as background:
+        background.submit(done.append, 1)
+        raise ValueError("another")
+    assert done == [1]
+
+
+def test_even_an_exit_is_an_error_and_not_the_threads_end():
+    def leave() -> None:
+        raise SystemExit(3)
+
+    done = []
+    with pytest.raises(SystemExit), Background() as background:
+        background.submit(leave)
+        with pytest.raises(SystemExit):
+            background.flush()
+        with pytest.raises(SystemExit):
+            background.submit(done.append, 1)
+    assert done == [1]

@@ -1,0 +1,216 @@
+"""A judge whose server limits, drips and dies, and whose own process is killed between replies."""
+
+import email.utils
+import json
+import socketserver
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from spell_jax.runtime import faults
+from spell_jax.selfplay import judge as judges
+from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, JudgeConfig, read_retry_after
+from tests.selfplay.test_judge import (
+    Answer,
+    Server,
+    Time,
+    completion,
+    item,
+    make_judge,
+    server,
+)
+
+__all__ = ["server"]  # the fixture
+
+
+def test_retry_after_is_waited_for_instead_of_a_shorter_pause(server: Server):
+    limited = (429, "", {"Retry-After": "7"})
+    server.respond = lambda _, times: limited if times == 1 else completion("[[YES]]")
+    clock = Time()
+    assert make_judge(server.url, clock, backoff_s=2.0).judge([item("a")]) == [1]
+    assert clock.sleeps == [2.0, 5.0]  # the pause, and the rest of the 7 seconds
+
+
+def test_a_limit_holds_the_requests_of_all(server: Server):
+    """One worker, so that the second prompt comes behind the limit that the first one met."""
+    limited = (429, "", {"Retry-After": "30"})
+    server.respond = lambda prompt, _: limited if "a" in prompt[9:10] else completion("[[YES]]")
+    clock = Time()
+    judge = make_judge(server.url, clock, attempts=1, workers=1)
+    assert judge.judge([item("a"), item("b")]) == [UNANSWERED, 1]
+    assert clock.sleeps == [30.0]
+
+
+def test_no_server_makes_it_wait_for_longer_than_it_wants(server: Server):
+    limited = (503, "", {"Retry-After": "86400"})
+    server.respond = lambda _, times: limited if times < 3 else completion("[[YES]]")
+    clock = Time()
+    judge = make_judge(server.url, clock, backoff_s=50.0, longest_wait_s=60.0)
+    assert judge.judge([item("a")]) == [1]
+    assert clock.sleeps == [50.0, 10.0, 60.0]
+
+
+def test_requests_keep_their_distance(server: Server):
+    clock = Time()
+    judge = make_judge(server.url, clock, workers=1, requests_per_s=4.0)
+    assert judge.judge([item(name) for name in "abcd"]) == [1] * 4
+    assert clock.sleeps == [0.25] * 3
+
+
+def test_time_without_requests_is_not_made_up_for(server: Server):
+    clock = Time()
+    judge = make_judge(server.url, clock, workers=1, requests_per_s=4.0)
+    clock.now += 100.0
+    assert judge.judge([item(name) for name in "abc"]) == [1] * 3
+    assert clock.sleeps == [0.25] * 2
+
+
+def test_a_server_that_asks_for_less_than_the_distance(server: Server):
+    limited = (429, "", {"Retry-After": "30"})
+    server.respond = lambda _, times: limited if times == 1 else completion("[[YES]]")
+    clock = Time()
+    judge = make_judge(server.url, clock, workers=1, requests_per_s=0.01, backoff_s=1.0)
+    assert judge.judge([item("a")]) == [1]
+    assert clock.sleeps == [1.0, 99.0]
+
+
+def test_a_reply_that_is_too_long_is_given_up(server: Server, monkeypatch):
+    server.respond = lambda *_: completion("[[YES]]" + " " * 9000)
+    assert make_judge(server.url, attempts=1).judge([item("a")]) == [1]
+    monkeypatch.setattr(judges, "MAX_REPLY_BYTES", 8000)
+    assert make_judge(server.url, attempts=1).judge([item("b")]) == [UNANSWERED]
+
+
+def test_retry_after_in_all_forms():
+    assert read_retry_after("120") == read_retry_after(" 120 ") == 120.0
+    later = email.utils.formatdate(time.time() + 100, usegmt=True)
+    assert 95 < read_retry_after(later) <= 100
+    assert read_retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0  # is over
+    for nothing in (None, "", "soon", "-3", "1.5", "9" * 400 + "x", "Wed, 99 Oct 2015 07:28 GMT"):
+        assert read_retry_after(nothing) == 0.0
+    assert read_retry_after("9" * 400) > 1e9
+
+
+@pytest.fixture
+def dripping() -> Iterator[str]:
+    """The address of a server that sends a byte of its reply every 50 ms, without an end."""
+    ended = threading.Event()
+
+    class Drip(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+            self.request.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while not ended.wait(0.05):
+                self.request.sendall(b" ")
+
+    class Quiet(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """The client hung up, as it should."""
+
+    with Quiet(("127.0.0.1", 0), Drip) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_address[1]}/"
+        ended.set()
+        running.shutdown()
+        thread.join()
+
+
+def test_a_reply_that_never_ends_is_given_up(dripping, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    judge = make_judge(dripping, timeout_s=0.3, attempts=1)
+    began = time.monotonic()
+    assert judge.judge([item("a")]) == [UNANSWERED]
+    assert time.monotonic() - began < 5
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    faults._passed.clear()
+    monkeypatch.delenv(faults.VARIABLE, raising=False)
+    return {"cache_file": tmp_path / "judge.jsonl"}
+
+
+def test_replies_on_disk_are_not_asked_for_again(server: Server, kept):
+    replies = {"a": "[[YES]]", "b": "[[NO]]", "c": "I cannot say"}
+    server.respond = lambda prompt, _: completion(replies[prompt[9]])
+    items = [item(name) for name in "abc"]
+    assert make_judge(server.url, cache=kept).judge(items) == [1, 0, MALFORMED]
+    again = make_judge(server.url, cache=kept)
+    assert again.judge([*items, item("a")]) == [1, 0, MALFORMED, 1]
+    assert len(server.requests) == 3
+    assert again.counts == {"asked": 0, "cached": 4, "failed": 0, "malformed": 0}
+    other = make_judge(server.url, cache=kept)
+    other.model = "another"  # its replies are its own
+    assert other.judge([item("a")]) == [1]
+    assert len(server.requests) == 4
+
+
+def test_a_judge_that_was_stopped_asks_for_the_rest_alone(server: Server, kept, monkeypatch):
+    items = [item(name) for name in "abcdefgh"]
+
+    def respond(prompt: str, _: int) -> Answer:
+        if prompt[9] > "c":
+            time.sleep(0.3)  # the judge has stopped long before the last of them
+        return completion("[[YES]]")
+
+    server.respond = respond
+    monkeypatch.setenv(faults.VARIABLE, "judged:3:raise")
+    with pytest.raises(faults.Fault):
+        make_judge(server.url, cache=kept, workers=1).judge(items)
+    monkeypatch.delenv(faults.VARIABLE)
+    with kept["cache_file"].open("a") as file:
+        file.write('{"key": "torn')
+    sent = len(server.requests)
+    assert sent < 8  # nobody asked for what nobody would have read
+    assert make_judge(server.url, cache=kept).judge(items) == [1] * 8
+    assert len(server.requests) == sent + 5
+    lines = kept["cache_file"].read_text().splitlines()
+    assert len(lines) == 9 and [json.loads(line)["reply"] for line in lines[4:]] == ["[[YES]]"] * 5
+    assert make_judge(server.url, cache=kept).judge(items) == [1] * 8
+    assert len(server.requests) == sent + 5
+
+
+def test_what_failed_is_not_kept(server: Server, kept):
+    server.respond = lambda *_: (503, "")
+    assert make_judge(server.url, cache=kept, attempts=1).judge([item("a")]) == [UNANSWERED]
+    server.respond = lambda *_: completion("[[NO]]")
+    assert make_judge(server.url, cache=kept).judge([item("a")]) == [0]
+
+
+def test_lines_of_the_file_that_are_none_are_skipped(server: Server, kept):
+    kept["cache_file"].write_text('[]\n{"key": "k", "reply": 3}\n{"key": "k"}\nno JSON\n')
+    assert make_judge(server.url, cache=kept).judge([item("a")]) == [1]
+
+
+def test_many_answer_out_of_turn(server: Server):
+    """The first reply comes last; verdicts stay with their prompts."""
+    others, lock = threading.Event(), threading.Lock()
+    count = 0
+
+    def respond(prompt: str, _: int) -> Answer:
+        nonlocal count
+        number = int(prompt.split("|")[0].split()[1])
+        if number == 1:
+            others.wait(5)
+        with lock:
+            count += 1
+            if count == 9:
+                others.set()
+        return completion("[[YES]]" if number % 2 else "[[NO]]")
+
+    server.respond = respond
+    items = [(f"question {n}", "prediction", "reference") for n in range(1, 11)]
+    assert make_judge(server.url, workers=4).judge(items) == [n % 2 for n in range(1, 11)]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_judge_remembers_something(size):
+    with pytest.raises(ValueError, match="cache_size"):
+        make_judge("http://localhost/", cache={"cache_size": size})
+    with pytest.raises(ValueError, match="longest_wait_s"):
+        JudgeConfig("http://localhost/", "m", longest_wait_s=-1)

@@ -1,0 +1,418 @@
+"""Evaluations: what is asked and written, what a stopped one goes on with, several hosts."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from spell_jax import evaluate
+from spell_jax.evaluation import protocol, sampling
+from spell_jax.evaluation.answering import Sampling
+from spell_jax.evaluation.sampling import Policy, PolicyJudge
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import weights
+from spell_jax.runtime import faults
+from spell_jax.sampler.requests import Options
+from spell_jax.sampler.session import Session
+from tests import evaluating, noise
+
+FILES = (evaluate.SAMPLES, evaluate.SUMMARY, evaluate.TABLE, "plots/text.png")
+QUESTIONS = len(evaluating.LIMITS) * 2 * evaluating.ITEMS
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory) -> pathlib.Path:
+    """Noise with room for a judge's prompt."""
+    return noise.save_policy(tmp_path_factory.mktemp("judge") / "noise", max_positions=1024)
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch) -> list:
+    """Made-up benchmarks on one device; the requests that the sampler is given."""
+    requests, submit = [], Session.submit
+
+    def count(self, request):
+        requests.append(request)
+        return submit(self, request)
+
+    noise.use_one_device(monkeypatch)
+    monkeypatch.setattr(evaluate.registry, "load", evaluating.load)
+    monkeypatch.setattr(Session, "submit", count)
+    monkeypatch.setattr(faults, "_passed", collections.Counter())
+    monkeypatch.delenv(faults.VARIABLE, raising=False)
+    return requests
+
+
+@pytest.fixture(scope="module")
+def whole(policy, tmp_path_factory) -> pathlib.Path:
+    """The folder of an evaluation that nothing stopped."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        monkeypatch.setattr(evaluate.registry, "load", evaluating.load)
+        evaluating.run(policy, out)
+    return out
+
+
+def read(out: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in (out / evaluate.SAMPLES).read_text().splitlines()]
+
+
+def assert_same(out: pathlib.Path, other: pathlib.Path) -> None:
+    for name in FILES:
+        assert (out / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_every_sample_has_a_row_and_its_score(whole):
+    rows = read(whole)
+    wanted = [
+        (limit, name, f"{name}-{i}", sample)
+        for limit in evaluating.LIMITS
+        for name in ("number", "text")
+        for i in range(evaluating.ITEMS)
+        for sample in range(evaluating.SAMPLES)
+    ]
+    found = [(r["max_input"], r["benchmark"], r["id"], r["sample"]) for r in rows]
+    assert found == wanted
+    kinds = collections.Counter(str(row["judge"]) for row in rows)
+    assert {"1", "0", "malformed", "unanswered"} & set(kinds) and kinds["None"]
+    for row in rows:
+        item = next(i for i in evaluating.load("text", "").items if i.id[-1] == row["id"][-1])
+        benchmark = evaluating.load(row["benchmark"], "")
+        assert row["rule"] == benchmark.score(row["text"], item)
+        assert row["prediction"] == benchmark.extract(row["text"], item)
+        may_ask = row["benchmark"] == "text" and row["rule"] < 1 and row["prediction"]
+        assert (row["judge"] is not None) == bool(may_ask)
+        assert row["final"] == max(row["rule"], float(row["judge"] == 1))
+        assert 1 <= row["tokens_out"] <= benchmark.max_tokens
+    assert len({row["text"] for row in rows}) > len(rows) / 2  # siblings are not alike
+
+
+def test_questions_that_are_told_apart(whole):
+    rows = read(whole)
+    assert {str(row.get("by")) for row in rows if row["benchmark"] == "number"} == {"None"}
+    summary = json.loads((whole / evaluate.SUMMARY).read_text())
+    for found in summary["rows"]:
+        assert "by" not in found["benchmarks"]["number"]
+        parts = found["benchmarks"]["text"]["by"]
+        assert [(part["parity"], part["questions"]) for part in parts] == [("even", 2), ("odd", 1)]
+        for part in parts:
+            finals = [
+                row["final"]
+                for row in rows
+                if row["max_input"] == found["max_input"]
+                and row.get("by") == {"parity": part["parity"]}
+            ]
+            assert part["pass@1"]["mean"] == pytest.approx(sum(finals) / len(finals))
+            assert part["pass@1"]["low"] <= part["pass@1"]["mean"] <= part["pass@1"]["high"]
+            assert part["pass@2"]["mean"] >= part["pass@1"]["mean"]
+    assert [path.name for path in (whole / evaluate.PLOTS).iterdir()] == ["text.png"]
+    assert (whole / "plots" / "text.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_are_cut_in_the_middle(policy, asked, tmp_path):
+    evaluating.run(policy, tmp_path / "out", benchmarks=("text",))
+    words = tokenizers.load(policy)
+    for number, limit in enumerate(evaluating.LIMITS):
+        for i, item in enumerate(evaluating.load("text", "").items):
+            request = asked[number * evaluating.ITEMS + i]
+            ids = np.array(words.chat(item.prompt))
+            assert np.array_equal(request.prompt, protocol.truncate(ids, limit))
+            (row, _) = [
+                r for r in read(tmp_path / "out") if (r["max_input"], r["id"]) == (limit, item.id)
+            ]
+            assert row["truncated"] == (len(ids) > limit)
+            assert row["tokens_in"] == min(len(ids), limit)
+    assert len({tuple(request.key) for request in asked}) == len(asked) == 6
+    assert {request.group for request in asked} == {evaluating.SAMPLES}
+
+
+def test_what_is_drawn_depends_on_the_question_alone(policy, whole, tmp_path):
+    """Not on which others are asked, nor on their order (but for the shape that all share)."""
+    evaluating.run(policy, tmp_path / "out", benchmarks=("text", "number"), max_input=(40, 24))
+
+    def by_place(out: pathlib.Path) -> dict:
+        return {(r["max_input"], r["id"], r["sample"]): r["text"] for r in read(out)}
+
+    assert by_place(tmp_path / "out") == by_place(whole)
+
+
+@pytest.mark.parametrize("fault", ["sampled:1", "sampled:8", "judged:1"])
+def test_a_stopped_evaluation_goes_on(fault, policy, whole, asked, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    monkeypatch.setenv(faults.VARIABLE, f"{fault}:raise")
+    with pytest.raises(faults.Fault):
+        evaluating.run(policy, out)
+    monkeypatch.delenv(faults.VARIABLE)
+    assert not (out / evaluate.SUMMARY).exists()
+    lines = (out / evaluate.SAMPLES).read_text().splitlines(keepends=True)
+    done = QUESTIONS if fault.startswith("judged") else int(fault[-1])
+    assert len(lines) == done * evaluating.SAMPLES
+    # The last question lacks a sample, and there is half a line.
+    (out / evaluate.SAMPLES).write_text("".join(lines[:-1]) + '{"max_input": 2')
+    asked.clear()
+    evaluating.run(policy, out)
+    assert len(asked) == QUESTIONS - done + 1
+    assert_same(out, whole)
+    asked.clear()
+    evaluating.run(policy, out)  # nothing is left to do
+    assert not asked
+    assert_same(out, whole)
+
+
+def test_a_corrected_rule_counts_for_old_samples(policy, whole, asked, tmp_path, monkeypatch):
+    out = shutil.copytree(whole, tmp_path / "out")
+    correct = evaluating.load
+
+    def load(name, folder, limit, tokenizer):
+        return dataclasses.replace(correct(name, folder, limit), score=lambda text, item: 1.0)
+
+    monkeypatch.setattr(evaluate.registry, "load", load)
+    found = evaluating.run(policy, out)
+    assert not asked
+    assert found["rows"][0]["average"]["pass@1"]["mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("limit", 1), ("max_input", (24,)), ("sampling", Sampling(3)), ("benchmarks", ("text",))],
+)
+def test_another_evaluation_needs_another_folder(field, value, policy, whole):
+    with pytest.raises(ValueError, match=f"{field} = .*: was .*needs another out"):
+        evaluating.run(policy, whole, **{field: value})
+
+
+def test_other_weights_need_another_folder(whole, tmp_path):
+    """At the same place, as those of a run that was trained on."""
+    policy = noise.save_policy(tmp_path / "noise")
+    out = tmp_path / "out"
+    evaluating.run(policy, out, limit=1, max_input=(24,))
+    config, params = weights.load(policy)
+    params["final_norm"]["scale"] = params["final_norm"]["scale"] * 1.01
+    weights.save(policy, config, params, tokenizers.load(policy))
+    with pytest.raises(ValueError, match="weights = "):
+        evaluating.run(policy, out, limit=1, max_input=(24,))
+
+
+def test_other_questions_need_another_folder(policy, tmp_path, monkeypatch):
+    """Under the same ids, as those of a folder whose files were replaced."""
+    evaluating.run(policy, tmp_path, limit=1, max_input=(24,))
+
+    def load(*given):
+        made = evaluating.load(*given)
+        items = [dataclasses.replace(item, prompt=item.prompt + "!") for item in made.items]
+        return dataclasses.replace(made, items=tuple(items))
+
+    monkeypatch.setattr(evaluate.registry, "load", load)
+    with pytest.raises(ValueError, match=r"questions = .*needs another out"):
+        evaluating.run(policy, tmp_path, limit=1, max_input=(24,))
+
+
+def test_a_policy_judges(policy, judge, asked, tmp_path, monkeypatch):
+    """Noise gives no verdict: all are malformed, counted, kept, and not asked for again."""
+
+    def evaluated(out):
+        ask = PolicyJudge(Policy(judge, sizes=evaluating.SIZES), 4)
+        return evaluating.run(policy, out, ask, max_input=(24,), sampling=Sampling(8, 1.0, 1.0))
+
+    out = tmp_path / "out"
+    whole = evaluated(tmp_path / "whole")
+    rows, found = read(tmp_path / "whole"), whole["rows"][0]["benchmarks"]["text"]
+    judged = [row for row in rows if row["judge"] is not None]
+    assert found["judged"] == found["malformed"] == len(judged) > 2
+    assert all(row["judge"] == "malformed" and row["final"] == row["rule"] for row in judged)
+    kept = (tmp_path / "whole" / evaluate.REPLIES).read_text().splitlines()
+    assert 2 < len(kept) <= len(judged)
+    greedy = [request for request in asked if request.group == 1]
+    assert len(greedy) == len(kept)
+    assert {(r.options.temperature, r.options.max_tokens) for r in greedy} == {(0.0, 4)}
+
+    monkeypatch.setenv(faults.VARIABLE, "judged:2:raise")
+    monkeypatch.setattr(faults, "_passed", collections.Counter())
+    with pytest.raises(faults.Fault):
+        evaluated(out)
+    monkeypatch.delenv(faults.VARIABLE)
+    assert len((out / evaluate.REPLIES).read_text().splitlines()) == 2
+    asked.clear()
+    evaluated(out)
+    assert len(asked) == len(kept) - 2
+    assert_same(out, tmp_path / "whole")
+
+
+def test_a_judge_policy_has_room_for_a_prompt(policy):
+    for cap in (0, 256):
+        with pytest.raises(ValueError, match=f"judge_max_tokens = {cap}: .* = 256"):
+            PolicyJudge(Policy(policy), cap)
+    judge = PolicyJudge(Policy(policy, sizes=evaluating.SIZES), 4)
+    chat = judge.policy.tokenizer.chat
+    longest = max((" a" * n for n in range(256) if len(chat(" a" * n)) <= 252), key=len)
+    prompts = [longest + " a", "too long " * 200, longest]
+    assert len(chat(longest)) <= 252 < len(chat(prompts[0])) <= 256
+    found = dict(judge(prompts))
+    assert found[prompts[0]] is found[prompts[1]] is None and isinstance(found[longest], str)
+    assert judge.policy._params is None  # the next policy has the memory to itself
+
+
+def test_the_rule_alone_without_a_judge(policy, tmp_path, caplog):
+    found = evaluate.run(
+        evaluating.settings(policy, max_input=(24,)), tmp_path, "noise", None, evaluating.SIZES
+    )
+    assert found["judge"] is None and "by the rule alone" in caplog.text
+    assert all(row["judge"] is None and row["final"] == row["rule"] for row in read(tmp_path))
+
+
+def test_the_table_has_others_beside(policy, whole, tmp_path):
+    changed = evaluating.settings(policy, max_input=(24,))
+    sizes = evaluating.SIZES
+    evaluate.run(changed, tmp_path, "second", None, sizes, compare=[whole])
+    rows = [line.split("|")[1:3] for line in (tmp_path / "table.md").read_text().splitlines()[4:7]]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["24", "second"],
+        ["24", "noise"],
+        ["40", "noise"],
+    ]
+    with pytest.raises(FileNotFoundError):
+        evaluate.run(changed, tmp_path / "x", "third", None, sizes, compare=[tmp_path / "no"])
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"benchmarks": ()}, "benchmarks = "),
+        ({"benchmarks": ("text", "text")}, "benchmarks = "),
+        ({"max_input": (0,)}, "max_input = "),
+        ({"limit": -1}, "limit = -1"),
+    ],
+)
+def test_mistakes_are_named(changes, message, policy):
+    with pytest.raises(ValueError, match=message):
+        evaluating.settings(policy, **changes)
+    for field, value in (("samples", 0), ("max_tokens", -1), ("temperature", -1.0), ("top_p", 0.0)):
+        with pytest.raises(ValueError, match=field):
+            Sampling(**{field: value})
+
+
+def test_a_context_that_is_too_short_is_refused(policy, asked, tmp_path):
+    """Before anything is drawn, though the first limit would fit."""
+    with pytest.raises(ValueError, match=r"have 260 tokens .* = 256"):
+        evaluating.run(policy, tmp_path, sampling=Sampling(1, max_tokens=220))
+    assert evaluating.LIMITS == (24, 40) and not asked
+
+
+def test_shapes_are_those_of_all_prompts(policy, monkeypatch):
+    """Whichever are wanted, so that a resumed evaluation draws as one that nothing stopped."""
+    configs = []
+
+    def stop(config, sampler, *others):
+        configs.append(sampler)
+        raise InterruptedError
+
+    monkeypatch.setattr(sampling, "Sampler", stop)
+    prompts = [np.zeros(length, np.int32) for length in (9, 20, 30)]
+    options = [Options(max_tokens=cap) for cap in (2, 7, 4)]
+    for wanted in (None, [0], [2, 1]):
+        with pytest.raises(InterruptedError):
+            next(Policy(policy, sizes=evaluating.SIZES).draw(prompts, 2, None, options, wanted))
+    assert configs == [configs[0]] * 3
+    assert (configs[0].max_prompt, configs[0].max_tokens, configs[0].slots) == (30, 7, 6)
+
+
+# ------------------------------------------------------------------------------- As programs
+
+
+def start(processes: int, *arguments: object, **environment: str) -> list[int]:
+    """Exit codes of an evaluation on two devices by so many processes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    flags = f"--xla_force_host_platform_device_count={2 // processes}"
+    common = os.environ | {"XLA_FLAGS": flags} | environment
+    if processes > 1:
+        common |= {"SPELL_COORDINATOR": f"localhost:{port}", "SPELL_PROCESSES": str(processes)}
+    command = [sys.executable, "-m", "tests.evaluating", *map(str, arguments)]
+    running = [
+        subprocess.Popen(command, env=common | ({"SPELL_PROCESS": str(i)} if processes > 1 else {}))
+        for i in range(processes)
+    ]
+    try:
+        return [process.wait(600) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+
+
+def test_killed_and_started_again_as_two_processes(policy, tmp_path):
+    assert start(1, policy, tmp_path / "one") == [0]
+    killed = start(1, policy, tmp_path / "out", SPELL_FAULT="sampled:4")
+    assert killed == [-signal.SIGKILL]
+    assert len(read(tmp_path / "out")) == 4 * evaluating.SAMPLES
+    assert start(2, policy, tmp_path / "out") == [0, 0]
+    assert_same(tmp_path / "out", tmp_path / "one")
+
+
+def test_a_policy_judges_on_two_processes_as_on_one(policy, judge, tmp_path):
+    for processes in (1, 2):
+        assert start(processes, policy, tmp_path / str(processes), judge) == [0] * processes
+    assert_same(tmp_path / "2", tmp_path / "1")
+    assert any(row["judge"] == "malformed" for row in read(tmp_path / "1"))
+
+
+def test_generated_benchmarks_from_the_command_line(tmp_path):
+    """RULER, a grid of needles and a run's own questions, by a policy of noise."""
+    policy = noise.save_policy(tmp_path / "noise", max_positions=1200)
+    data, out = tmp_path / "data", tmp_path / "out"
+    (data / "needle").mkdir(parents=True)
+    (data / "needle" / "a.txt").write_text("Rain fell on the town. Nobody went out.\n" * 40)
+    episode = {"task": "general_qa", "cluster": "a", "status": "accepted", "question": "Who?"}
+    episode |= {"reference": "Ann", "documents": ["Ann came.", "Bob went."]}
+    evaluating.write_episodes(data / "own_questions", {1: [episode], 2: [episode]})
+    command = [sys.executable, "-m", "spell_jax.evaluate", f"--policy={policy}", f"--data={data}"]
+    command += [f"--out={out}", "--benchmarks=ruler_vt_1024,needle_600_1024,own_questions"]
+    command += ["--max_input=1024", "--samples=2", "--limit=24", "--max_tokens=8"]
+    command += ["--cache_tokens=4096", "--slots=16", "--prefill_tokens=2048"]
+    one = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | one)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads((out / evaluate.SUMMARY).read_text())["rows"]
+    names = ["ruler_vt_1024", "needle_600_1024", "own_questions"]
+    assert list(row["benchmarks"]) == names and "needle in a haystack" in done.stdout
+    vt, needle, own = (row["benchmarks"][name] for name in names)
+    assert vt["questions"] == needle["questions"] == 24 and own["questions"] == 2
+    for found in (vt, needle):  # a length counts the chat layout: nothing is cut
+        assert found["truncated"] == 0 and found["rule"] == 0 and found["tokens_out"] <= 8
+    assert 950 < vt["tokens_in"] <= 1024
+    cells = [(part["length"], part["depth"], part["questions"]) for part in needle["by"]]
+    grid = [(length, i / 10) for length in (600, 1024) for i in range(11)]
+    assert cells == [(*cell, 2 if cell in grid[:2] else 1) for cell in grid]
+    assert [(part["step"], part["questions"]) for part in own["by"]] == [(1, 1), (2, 1)]
+    pictures = sorted(path.name for path in (out / "plots").iterdir())
+    assert pictures == ["needle_600_1024.png", "own_questions.png"]
+
+
+def test_command_line_mistakes(tmp_path):
+    command = [sys.executable, "-m", "spell_jax.evaluate", "--benchmarks=text", "--data=x"]
+    command += [f"--out={tmp_path / 'out'}"]
+    for flags, message in (
+        ([], "--workdir or --policy"),
+        (["--policy=p", "--max_input=16K"], "--max_input"),
+        (["--policy=p", "--judge_url=http://x"], "--judge_url and --judge_model"),
+    ):
+        done = subprocess.run([*command, *flags], capture_output=True, text=True)
+        assert done.returncode != 0 and message in done.stderr + done.stdout, flags
