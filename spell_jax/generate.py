@@ -30,6 +30,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
+from spell_jax.data.clusters import ROLES
 from spell_jax.evaluation.sampling import Policy
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
@@ -43,7 +44,6 @@ from spell_jax.selfplay.prompts import Prompts
 
 log = logging.getLogger("spell_jax.generate")  # __name__ is __main__ when this is the entry
 
-ROLES = ("questioner", "responder", "verifier")
 Record = dict[str, Any]
 
 

@@ -14,10 +14,8 @@ from typing import Any
 
 from etils import epath
 
+from spell_jax.data.clusters import ROLES, TASKS
 from spell_jax.runtime.episodes import episode_files, read_episodes
-
-TASKS = ("general_qa", "financial_math", "multiple_choice")
-ROLES = ("questioner", "responder", "verifier")
 
 # What an episode's line has for the page, with what stands in where it does not.
 _FIELDS: dict[str, Any] = {

@@ -26,7 +26,8 @@ from typing import Any
 
 from etils import epath
 
-from spell_jax.report_episodes import ROLES, TASKS, Episodes, choose_episodes, evenly, shares_of
+from spell_jax.data.clusters import ROLES, TASKS
+from spell_jax.report_episodes import Episodes, choose_episodes, evenly, shares_of
 from spell_jax.runtime.jsonl import write_lines
 from spell_jax.runtime.settings import flat
 from spell_jax.runtime.start import CONFIG_FILE

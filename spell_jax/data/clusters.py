@@ -25,6 +25,7 @@ from typing import Any, TypeGuard
 from spell_jax.runtime.jsonl import read_records
 
 TASKS = ("general_qa", "financial_math", "multiple_choice")
+ROLES = ("questioner", "responder", "verifier")  # of a policy that plays with itself
 LETTERS = ("A", "B", "C", "D")  # of the options of a multiple choice
 SUFFIXES = (".txt", ".md")
 SMALLEST_LIMIT = 16

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.learner.packing import ROLES, Group
+from spell_jax.data.clusters import ROLES
+from spell_jax.learner.packing import Group
 from spell_jax.policy.config import PolicyConfig
 
 # Floating-point operations a second of one device, dense, bfloat16, as its maker states them: for

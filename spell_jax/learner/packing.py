@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spell_jax.data.clusters import ROLES
 from spell_jax.learner import dealing
 
 Tokens = Sequence[int] | np.ndarray
 Array = Any  # numpy on the host, jax on the devices
-ROLES = ("questioner", "responder", "verifier")  # whose numbers are told apart
 
 
 @dataclasses.dataclass(frozen=True)

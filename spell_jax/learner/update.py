@@ -28,6 +28,7 @@ import numpy as np
 import optax
 
 from spell_jax.attention import attend
+from spell_jax.data.clusters import ROLES
 from spell_jax.learner import loss as losses
 from spell_jax.learner import measures, non_finite, packing
 from spell_jax.policy import lora, transformer
@@ -491,7 +492,7 @@ class Learner:
     def empty_carry(self):
         """(gradient, sums) before the first micro-batch."""
         sums: dict[str, Any] = {name: np.zeros((), np.float32) for name in self._sums}
-        sums |= {name: np.zeros(len(packing.ROLES) + 1, np.float32) for name in ROLE_SUMS}
+        sums |= {name: np.zeros(len(ROLES) + 1, np.float32) for name in ROLE_SUMS}
         if self.policy.experts:
             sums["router_load"] = np.zeros((self.policy.layers, self.policy.experts), np.float32)
         return self._zeros(), jax.device_put(sums, meshes.replicated(self.mesh))
