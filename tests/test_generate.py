@@ -123,6 +123,28 @@ def test_answers_of_every_role(workdir: Path) -> None:
     assert all(len(set(result["answers"])) == 1 for result in greedy)
 
 
+def test_what_is_too_long_is_not_answered_and_changes_no_other_answer(
+    workdir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request's draws go by its place among all requests."""
+    sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 5}
+    policy, _ = weights.identify(workdir / "policy")
+    long = "0 " * policy.max_positions
+
+    def ask(first: str) -> list:
+        records = [{"prompt": first}, {"prompt": "city of Bela"}]
+        texts = [record["prompt"] for record in records]
+        return generate.answer(workdir / "policy", records, texts, 3, sampling, seed=0)
+
+    with caplog.at_level(logging.WARNING, "spell_jax"):
+        refused, kept = ask(long)
+    assert (refused["answers"], refused["tokens"]) == ([], [])
+    assert "1 prompts are longer than" in caplog.text
+    assert kept["answers"] == ask("city of Arvo")[1]["answers"]
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        generate.answer(workdir / "policy", [{}], [long], 1, sampling, seed=0)
+
+
 def test_command_line(tmp_path: Path, workdir: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", [*REQUESTS, {"role": "x"}]), tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "spell_jax.generate", f"--prompts={source}", f"--out={out}"]
