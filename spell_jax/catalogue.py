@@ -14,7 +14,8 @@ from etils import epath
 
 from spell_jax.data import built, clusters, stream, tiny_world
 from spell_jax.data.clusters import TASKS
-from spell_jax.evaluation.held_out import Evaluation, HeldOutQuestions, read_questions
+from spell_jax.data.questions import read_questions
+from spell_jax.evaluation.held_out import Evaluation, HeldOutQuestions
 from spell_jax.evaluation.tiny_world import TinyEvaluation
 from spell_jax.games.game import Game
 from spell_jax.games.rlvr import Rlvr, RlvrConfig
@@ -300,5 +301,5 @@ def _make_evaluation(
             raise ValueError(
                 f"data.validation = {config.data.validation!r}: must be a .jsonl of questions"
             )
-        return HeldOutQuestions(prompts, read_questions(config.data.validation))
+        return HeldOutQuestions(prompts, read_questions(config.data.validation, "data.validation"))
     return None

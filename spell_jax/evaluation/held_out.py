@@ -1,14 +1,13 @@
-"""Held-out questions with known answers, from a JSONL file; and what every evaluation offers."""
+"""Held-out questions with known answers; and what every evaluation offers."""
 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
-from typing import Any, Protocol
+from typing import Protocol
 
+from spell_jax.data.questions import Question
 from spell_jax.evaluation.scoring import Report, share
 from spell_jax.games.game import Models
-from spell_jax.runtime.jsonl import read_records
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.prompts import Prompts
 
@@ -23,16 +22,6 @@ class Evaluation(Protocol):
     def quick(self, ask: Models) -> tuple[float, dict[str, float]]:
         """(a score, larger is better; named numbers), cheap enough for every few steps."""
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """A question with its answer, and the documents that it is about."""
-
-    task: str
-    documents: tuple[str, ...]
-    question: str
-    answer: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,29 +51,3 @@ class HeldOutQuestions:
             outcomes["all"].append(score)
             outcomes.setdefault(question.task, []).append(score)
         return outcomes
-
-
-def read_questions(path: str | pathlib.Path) -> tuple[Question, ...]:
-    """Lines {"task", "documents", "question", "answer"}; bad ones are logged and skipped.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: no line of it is a question.
-    """
-    questions, skipped = read_records(path, _parse_question)
-    if not questions:
-        raise ValueError(f"data.validation = {path}: none of its {skipped} lines is a question")
-    return tuple(questions)
-
-
-def _parse_question(record: Any) -> Question:
-    if not isinstance(record["documents"], list):
-        raise ValueError("documents must be a list of texts")
-    question = Question(
-        record["task"], tuple(record["documents"]), record["question"], record["answer"]
-    )
-    texts = (*question.documents, question.question, question.answer)
-    if question.task not in rules.TASKS or not all(isinstance(t, str) for t in texts):
-        raise ValueError(f"task must be one of {rules.TASKS}, the rest texts")
-    "".join(texts).encode()  # lone surrogates cannot be asked
-    return question

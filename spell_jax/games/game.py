@@ -6,12 +6,45 @@ import dataclasses
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from spell_jax.data.clusters import Cluster
+from spell_jax.data.clusters import Cluster, Source
+from spell_jax.data.questions import Question
+from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.requests import Sample
+from spell_jax.selfplay.prompts import Prompts
 
 Item = TypeVar("Item")
+# (question, prediction, reference) triples -> 1, 0 or -1 (no verdict).
+JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Materials:
+    """What a game is made from, besides its own fields.
+
+    Attributes:
+      prompts: the set of prompts.
+      count_tokens: tokens of a text.
+      prompt_cap: tokens that the text of a prompt may have.
+      seed, steps: of the run.
+      clusters: opens the training clusters.
+      held_out: opens those that training never sees.
+      deal: clusters -> the stream of them by the run's tasks, weights and seed.
+      questions: reads the given questions (config.data.questions).
+      judge: an external judge, or None where none is configured.
+    """
+
+    prompts: Prompts
+    count_tokens: Callable[[str], int]
+    prompt_cap: int
+    seed: int
+    steps: int
+    clusters: Callable[[], Source]
+    held_out: Callable[[], Source]
+    deal: Callable[[Source], TaskStream]
+    questions: Callable[[], tuple[Question, ...]]
+    judge: JudgeFunction | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +61,15 @@ class Reply:
     samples: Sequence[Sample]
     texts: Sequence[str]
 
-    def group(self, advantages: Iterable[float], role: str) -> Group:
-        """This prompt and its answers as a training group."""
+    def group(self, advantages: Iterable[float], role: str, model: str = "policy") -> Group:
+        """This prompt and its answers as a training group, from which a model learns."""
         return Group(
             self.prompt,
             [sample.tokens for sample in self.samples],
             [float(a) for a in advantages],
             role,
             [sample.log_probs for sample in self.samples],
+            model=model,
         )
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from spell_jax.data.clusters import LETTERS, Cluster
 from spell_jax.data.stream import TaskStream
 from spell_jax.games import spell_episode
-from spell_jax.games.game import Ask, Models, Reply
+from spell_jax.games.game import Ask, JudgeFunction, Models, Reply
 from spell_jax.games.spell_config import SpellConfig
 from spell_jax.games.spell_episode import Episode, documents_of
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
@@ -40,9 +40,6 @@ from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import parsing, rewards, rules, selection
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.prompts import Prompts
-
-# (question, prediction, reference) triples -> 1, 0 or -1 (no verdict).
-JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
 
 
 class Spell:

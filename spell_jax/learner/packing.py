@@ -39,6 +39,7 @@ class Group:
         aggregation "role_mean" (Eq. 10) weighed by it.
       old_log_probs: optional, one float32 array [S_i] an answer: log-probs of the behaviour policy.
       weights: one number an answer, the share of each of its tokens in the loss (weigh()).
+      model: who learns from it, one of a game's trained models.
     """
 
     prompt: Tokens
@@ -47,6 +48,7 @@ class Group:
     role: str = "responder"
     old_log_probs: Sequence[np.ndarray] | None = None
     weights: Sequence[float] | None = None
+    model: str = "policy"
 
     def __post_init__(self):
         if not len(self.prompt):

@@ -8,7 +8,8 @@ import math
 
 import pytest
 
-from spell_jax.evaluation.held_out import HeldOutQuestions, Question, read_questions
+from spell_jax.data.questions import Question, read_questions
+from spell_jax.evaluation.held_out import HeldOutQuestions
 from spell_jax.evaluation.scoring import share
 from spell_jax.selfplay import prompts
 from tests.games.scripted import ScriptedModels
@@ -78,7 +79,7 @@ def test_bad_lines_are_skipped_and_named(tmp_path, caplog):
     path = tmp_path / "questions.jsonl"
     path.write_text("\n".join([line(), *bad, line(answer="two")]) + "\n", encoding="utf-8")
     with caplog.at_level(logging.WARNING):
-        found = read_questions(path)
+        found = read_questions(path, "data.validation")
     assert [q.answer for q in found] == ["one", "two"]
     assert found[0].documents == ("one\u2028two", "three")
     for number in range(2, 2 + len(bad)):
@@ -89,7 +90,7 @@ def test_a_file_without_questions_is_refused(tmp_path):
     path = tmp_path / "questions.jsonl"
     path.write_text("no\n")
     with pytest.raises(ValueError, match=r"data\.validation = .*questions\.jsonl: none of its 1"):
-        read_questions(path)
+        read_questions(path, "data.validation")
 
 
 def test_share():

@@ -14,7 +14,7 @@ from spell_jax.data.clusters import (
     read_clusters,
     split_held_out,
 )
-from spell_jax.evaluation.held_out import read_questions
+from spell_jax.data.questions import read_questions
 from spell_jax.policy import tokenizer
 from spell_jax.selfplay import folder_rows, prompts
 from spell_jax.selfplay.folder_rows import (
@@ -266,7 +266,7 @@ def test_command_line(tmp_path: Path) -> None:
     training, unseen_ids = split_held_out([cluster.id for cluster in clusters], 0.2)
     held_out = [cluster for cluster in clusters if cluster.id in unseen_ids]
     assert report.tokens_max <= 48
-    questions = read_questions(out / "questions.jsonl")
+    questions = read_questions(out / "questions.jsonl", "data.validation")
     assert {question.documents for question in questions} <= {c.documents for c in held_out}
     assert training
     unseen = [document for cluster in held_out for document in cluster.documents]

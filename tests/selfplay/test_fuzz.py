@@ -34,7 +34,7 @@ from launch import bench_parsers
 from launch.bench_parsers import FAMILIES, PARSERS
 from spell_jax import evaluation, selfplay, sft
 from spell_jax.data.clusters import Cluster, read_clusters
-from spell_jax.evaluation import held_out
+from spell_jax.data.questions import read_questions
 from spell_jax.games import spell_episode
 from spell_jax.games.game import Reply
 from spell_jax.games.spell_config import SpellConfig
@@ -78,7 +78,6 @@ NO_READERS = {
 }
 # Readers of files and replies, with a test of their own below.
 ELSEWHERE = {
-    "held_out.read_questions",
     "judge.Judge.judge",
     "short.score_math",  # in test_short.py: a process for each text is too slow here
     "memory.QuestionMemory.load_state_dict",
@@ -405,7 +404,7 @@ def test_readers_of_lines_skip_what_is_wrong(tmp_path: Path) -> None:
     records, skipped = read_records(path, lambda value: value)
     assert len(records) + skipped == len(lines)
     assert len(records) > 500 and skipped > 500
-    questions = held_out.read_questions(path)
+    questions = read_questions(path, "data.validation")
     "".join(q.question + q.answer + "".join(q.documents) for q in questions).encode()
     rows, skipped = sft.read_rows(str(path))
     assert len(rows) + skipped == len(lines)
