@@ -30,6 +30,9 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     # 1: a step is played while the one before it is learned from, with the weights before that;
     # not behind a checkpoint. For loss.behaviour "truncated" or "sampler".
     config.staleness = 0
+    # A step's rows are learned from in so many updates of the policy, each of about as many groups;
+    # above 1 for loss.behaviour "recomputed", "sampler" or "truncated".
+    config.minibatches = 1
     # Another run's folder, or RUN/checkpoints/STEP: its weights are begun with. Not looked at where
     # there is a checkpoint to resume.
     config.init_from = ""
@@ -75,7 +78,10 @@ def _data() -> Any:
     data.documents_per_cluster = 20
     data.max_document_tokens = 3200
     data.held_out = 0.05  # share of clusters that training never sees
-    data.validation = ""  # .jsonl of {"task", "documents", "question", "answer"}
+    # .jsonl of {"task", "documents", "question", "answer"}: questions that the game is given, for
+    # games that play such instead of clusters; and others, that training never sees.
+    data.questions = ""
+    data.validation = ""
     data.tasks = ("general_qa", "financial_math", "multiple_choice")
     data.task_weights = (1.0, 1.0, 1.0)
     return data

@@ -36,7 +36,7 @@ _ROWS = 64  # scored at once
 def bench_quality(options: argparse.Namespace) -> dict[str, Any]:
     """The measures as one JSON-able line."""
     run = runs.make_run(tiny.get_config())
-    params = run.learner.cast(runs.load_weights(run))
+    params = run.learner.cast(runs.load_weights(run.own["policy"]))
     prompts = _prompts(run, options)
     whole = dataclasses.replace(run.players.sampler.config, top_p=1.0)
     small = dataclasses.replace(

@@ -1,8 +1,9 @@
-"""From a config to what it names: policy folder, game, data, held-out evaluation."""
+"""From a config to what it names: policy folder, data, and what its game is made from."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -12,29 +13,26 @@ from typing import Any
 
 from etils import epath
 
+from spell_jax import playable
 from spell_jax.data import built, clusters, stream, tiny_world
 from spell_jax.data.clusters import TASKS
 from spell_jax.data.questions import read_questions
-from spell_jax.evaluation.held_out import Evaluation, HeldOutQuestions
-from spell_jax.evaluation.tiny_world import TinyEvaluation
-from spell_jax.games.game import Game
-from spell_jax.games.rlvr import Rlvr, RlvrConfig
-from spell_jax.games.spell import Spell
-from spell_jax.games.spell_config import SpellConfig
+from spell_jax.evaluation.held_out import Evaluation
+from spell_jax.games.game import Game, JudgeFunction, Materials
 from spell_jax.policy import weights
 from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, PolicyConfig
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.policy.tokenizer import THINKING, Tokenizer
 from spell_jax.runtime import boards, folders
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
-from spell_jax.runtime.settings import Config, build
+from spell_jax.runtime.settings import Config
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.judge import JUDGE_KEY, Endpoint, Judge, JudgeConfig
 
 log = logging.getLogger(__name__)
 
 TINY_POLICY = pathlib.Path(__file__).parent / "data" / "tiny_policy"
-GAMES = ("spell", "rlvr")
+HELD_OUT_SEED = 10_000  # added to a run's for what training never sees of a generated world
 # Values of config.policy's named choices.
 POLICY_CHOICES = {
     "compute_dtype": ("float32", "bfloat16"),
@@ -49,11 +47,10 @@ _LEAST_OF_RUN = {
     "validate_every": 0,
     "checkpoint_every": 1,
     "keep_checkpoints": 1,
+    "minibatches": 1,
     "episode_characters": 0,
     "max_minutes": 0,
 }
-# Fields of config.game that are not SpellConfig's.
-_OTHER_FIELDS = ("name", "prompts", "judge_url", "judge_model", "static_questions")
 
 
 def check(config: Config) -> None:
@@ -73,41 +70,56 @@ def check(config: Config) -> None:
             'loss.behaviour = "current": must be "truncated" or "sampler" for staleness = 1, with '
             "which answers come from older weights"
         )
+    if config.minibatches > 1:
+        _check_minibatches(config)
     if not _are_whole(config.profile_steps, 1):
         raise ValueError(f"profile_steps = {tuple(config.profile_steps)}: must be steps from 1 on")
     boards.check_wandb(config.wandb)
     if config.init_from:
         find_checkpoint(config.init_from)
-    _check_policy(config.policy)
-    _check_game(config.game)
-    _check_data(config.data)
-    _make_evaluation(config, prompt_sets.load(config.game.prompts), count_tokens=len)
+    for name in ("policy", *(["reward_model"] if "reward_model" in config else [])):
+        _check_policy(config[name], name)
+    kind, fields = _check_game(config.game)
+    _check_data(config.data, kind)
+    kind.evaluate(fields, _gather(config, len, config.sampler.max_prompt), config.data)
 
 
-def _check_policy(policy: Config) -> None:
+def _check_minibatches(config: Config) -> None:
+    if config.loss.behaviour == "current":
+        raise ValueError(
+            'loss.behaviour = "current": must be "recomputed", "sampler" or "truncated" for '
+            f"minibatches = {config.minibatches}, of which only the first is on-policy"
+        )
+    if config.staleness:
+        raise ValueError(f"staleness = 1: must be 0 for minibatches = {config.minibatches}")
+
+
+def _check_policy(policy: Config, name: str) -> None:
     for field, choices in POLICY_CHOICES.items():
         if policy[field] not in choices:
-            raise ValueError(f"policy.{field} = {policy[field]!r}: must be one of {choices}")
+            raise ValueError(f"{name}.{field} = {policy[field]!r}: must be one of {choices}")
     if policy.stretch and not 1 < policy.stretch_factor < math.inf:
         raise ValueError(
-            f"policy.stretch_factor = {policy.stretch_factor}: must be above 1, for "
-            f"policy.stretch = {policy.stretch!r}"
+            f"{name}.stretch_factor = {policy.stretch_factor}: must be above 1, for "
+            f"{name}.stretch = {policy.stretch!r}"
         )
     if policy.lora_rank < 0:
-        raise ValueError(f"policy.lora_rank = {policy.lora_rank}: must be 0 or more")
+        raise ValueError(f"{name}.lora_rank = {policy.lora_rank}: must be 0 or more")
 
 
-def _check_game(game: Config) -> None:
-    build(SpellConfig, _spell_fields(game), "game")
-    RlvrConfig(game.static_questions)
-    if game.name not in GAMES:
-        raise ValueError(f"game.name = {game.name!r}: must be one of {GAMES}")
-    if game.rule == "judge":
+def _check_game(game: Config) -> tuple[playable.Kind, Any]:
+    """The game's kind and its fields."""
+    if game.name not in playable.GAMES:
+        raise ValueError(f"game.name = {game.name!r}: must be one of {tuple(playable.GAMES)}")
+    kind = playable.GAMES[game.name]
+    fields = kind.read(playable.own_fields(game))
+    if game.get("rule") == "judge":
         _check_judge(game)
     try:
         prompt_sets.load(game.prompts)
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"game.prompts = {game.prompts!r}: {error}") from error
+    return kind, fields
 
 
 def _check_judge(game: Config) -> None:
@@ -120,19 +132,26 @@ def _check_judge(game: Config) -> None:
         raise ValueError("game.judge_model = '': must name a model, for game.rule = 'judge'")
 
 
-def _check_data(data: Config) -> None:
+def _check_data(data: Config, kind: playable.Kind) -> None:
+    for field in ("questions", "validation"):
+        if data[field] and not pathlib.Path(data[field]).is_file():
+            raise ValueError(f"data.{field} = {data[field]!r}: must be a .jsonl of questions")
+    if data.questions and "questions" not in kind.plays:
+        raise ValueError(f"data.questions = {data.questions!r}: must be '', for this game")
+    if not data.questions and "clusters" not in kind.plays:
+        raise ValueError("data.questions = '': must be a .jsonl of questions, for this game")
+    _check_tasks(data)
+    if not data.questions:
+        _check_source(data)
+
+
+def _check_source(data: Config) -> None:
     source = data.source
     if source != "tiny" and not (source and pathlib.Path(source).exists()):
         raise ValueError(
             f"data.source = {source!r}: must be 'tiny', a folder of .txt/.md files, a .jsonl, or a "
             "folder that data_pipeline built"
         )
-    if not data.tasks or len(set(data.tasks)) != len(data.tasks) or set(data.tasks) - set(TASKS):
-        raise ValueError(f"data.tasks = {tuple(data.tasks)}: must be one or more of {TASKS}")
-    weights = tuple(data.task_weights)
-    numbers = all(isinstance(w, int | float) and 0 < w < math.inf for w in weights)
-    if len(weights) != len(data.tasks) or not numbers:
-        raise ValueError(f"data.task_weights = {weights}: must be a positive number a task")
     if not 0 <= data.held_out < 1:
         raise ValueError(f"data.held_out = {data.held_out}: must be at least 0 and below 1")
     if data.grouping not in clusters.GROUPINGS:
@@ -143,6 +162,15 @@ def _check_data(data: Config) -> None:
             raise ValueError(f"data.{field} = {data[field]}: must be at least {low}")
     if source == "tiny":
         _check_tiny(data)
+
+
+def _check_tasks(data: Config) -> None:
+    if not data.tasks or len(set(data.tasks)) != len(data.tasks) or set(data.tasks) - set(TASKS):
+        raise ValueError(f"data.tasks = {tuple(data.tasks)}: must be one or more of {TASKS}")
+    weights = tuple(data.task_weights)
+    numbers = all(isinstance(w, int | float) and 0 < w < math.inf for w in weights)
+    if len(weights) != len(data.tasks) or not numbers:
+        raise ValueError(f"data.task_weights = {weights}: must be a positive number a task")
 
 
 def _are_whole(values: Any, least: int, most: float = math.inf) -> bool:
@@ -165,19 +193,20 @@ def _check_tiny(data: Config) -> None:
         raise ValueError(f"data.tiny.documents = {tuple(tiny.documents)}: must be of 1 to {most}")
 
 
-def find_policy(config: Config) -> pathlib.Path:
-    """The folder named by config.policy.folder ("tiny": the one in the package).
+def find_policy(config: Config, section: str = "policy") -> pathlib.Path:
+    """The folder named by config.policy.folder ("tiny": the one in the package), or by that of
+    another section.
 
     Raises:
       ValueError, FileNotFoundError: none is named, or it is not there.
     """
-    folder = config.policy.folder
+    folder = config[section].folder
     if not folder:
-        raise ValueError("policy.folder = '': must be a Hugging Face folder, or 'tiny'")
+        raise ValueError(f"{section}.folder = '': must be a Hugging Face folder, or 'tiny'")
     path = TINY_POLICY if folder == "tiny" else pathlib.Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(
-            f"policy.folder = {folder!r}: must be a Hugging Face folder, or 'tiny'; "
+            f"{section}.folder = {folder!r}: must be a Hugging Face folder, or 'tiny'; "
             "python -m spell_jax.sft --config=configs/folder_warm_start.py makes one for a folder "
             "of documents (its first lines say how)"
         )
@@ -201,14 +230,16 @@ def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
     return path, step
 
 
-def read_policy(config: Config, folder: pathlib.Path) -> tuple[PolicyConfig, Tokenizer]:
-    """The folder's architecture, as config.policy changes it, and its tokenizer.
+def read_policy(
+    config: Config, folder: pathlib.Path, section: str = "policy"
+) -> tuple[PolicyConfig, Tokenizer]:
+    """The folder's architecture, as config.policy or another section changes it, and its tokenizer.
 
     Raises:
-      ValueError, FileNotFoundError: the folder is damaged, or does not go with config.policy.
+      ValueError, FileNotFoundError: the folder is damaged, or does not go with the section.
     """
-    policy, tokenizer = weights.identify(folder, THINKING[config.policy.thinking])
-    return shape_policy(config.policy, policy), tokenizer
+    policy, tokenizer = weights.identify(folder, THINKING[config[section].thinking])
+    return shape_policy(config[section], policy), tokenizer
 
 
 def shape_policy(section: Config, policy: PolicyConfig) -> PolicyConfig:
@@ -229,38 +260,53 @@ def shape_policy(section: Config, policy: PolicyConfig) -> PolicyConfig:
 
 def make(config: Config, tokenizer: Tokenizer, prompt_cap: int) -> tuple[Game, Evaluation | None]:
     """The game and its evaluation (None where there is nothing held out to ask)."""
-    prompts = prompt_sets.load(config.game.prompts)
-    dealt = stream.TaskStream(
-        open_clusters(config, tokenizer),
-        tuple(config.data.tasks),
-        tuple(config.data.task_weights),
-        config.seed,
-    )
-    game: Any = Spell(
-        build(SpellConfig, _spell_fields(config.game), "game"),
-        prompts,
-        dealt,
-        tokenizer.count,
-        prompt_cap - len(tokenizer.chat("")),
-        config.seed,
-        _make_judge(config, prompts),
-    )
-    if config.game.name == "rlvr":
-        game = Rlvr(RlvrConfig(config.game.static_questions), game)
-    return game, _make_evaluation(config, prompts, tokenizer.count)
+    room = prompt_cap - len(tokenizer.chat(""))
+    kind, materials = playable.GAMES[config.game.name], _gather(config, tokenizer.count, room)
+    fields = kind.read(playable.own_fields(config.game))
+    return kind.make(fields, materials), kind.evaluate(fields, materials, config.data)
 
 
-def open_clusters(config: Config, tokenizer: Tokenizer) -> clusters.Source:
-    """Training clusters of the configured source; hosts share the reading of a built one."""
+def _gather(config: Config, count_tokens: Callable[[str], int], room: int) -> Materials:
+    """What the config's game is made from; nothing is read yet but its prompts."""
+    data, prompts = config.data, prompt_sets.load(config.game.prompts)
+
+    @functools.cache
+    def opened() -> tuple[clusters.Source, clusters.Source]:
+        return open_clusters(config, count_tokens)
+
+    def deal(source: clusters.Source) -> stream.TaskStream:
+        return stream.TaskStream(source, tuple(data.tasks), tuple(data.task_weights), config.seed)
+
+    return Materials(
+        prompts=prompts,
+        count_tokens=count_tokens,
+        prompt_cap=room,
+        seed=config.seed,
+        steps=config.steps,
+        clusters=lambda: opened()[0],
+        held_out=lambda: opened()[1],
+        deal=deal,
+        questions=lambda: read_questions(data.questions, "data.questions"),
+        judge=_make_judge(config.game, prompts),
+    )
+
+
+def open_clusters(
+    config: Config, count_tokens: Callable[[str], int]
+) -> tuple[clusters.Source, clusters.Source]:
+    """Clusters of the configured source, to train on and held out; hosts share the reading of a
+    built one."""
     data = config.data
     if data.source == "tiny":
-        made = tiny_world.make_clusters(
-            config.seed, data.tiny.clusters, tuple(data.tiny.documents), "train"
+        counts = data.tiny.clusters, tuple(data.tiny.documents)
+        train, held_out = (
+            clusters.in_memory(tiny_world.make_clusters(config.seed + apart, *counts, split))
+            for apart, split in ((0, "train"), (HELD_OUT_SEED, "held_out"))
         )
-        return clusters.in_memory(made)
+        return train, held_out
     source = built.open_source(
         data.source,
-        count_tokens=tokenizer.count,
+        count_tokens=count_tokens,
         max_document_tokens=data.max_document_tokens,
         documents_per_cluster=data.documents_per_cluster,
         grouping=data.grouping,
@@ -269,37 +315,11 @@ def open_clusters(config: Config, tokenizer: Tokenizer) -> clusters.Source:
         source = built.share_reading(source)
     train, held_out = clusters.split_held_out(list(source.tasks), data.held_out)
     log.info("%d clusters to train on, %d held out", len(train), len(held_out))
-    return source.only(train)
+    return source.only(train), source.only(held_out)
 
 
-def _spell_fields(game: Config) -> dict[str, Any]:
-    return {name: value for name, value in game.items() if name not in _OTHER_FIELDS}
-
-
-def _make_judge(config: Config, prompts: prompt_sets.Prompts):
-    if config.game.rule != "judge":
+def _make_judge(game: Config, prompts: prompt_sets.Prompts) -> JudgeFunction | None:
+    if game.get("rule") != "judge":
         return None
-    key = os.environ.get(JUDGE_KEY)
-    settings = JudgeConfig(config.game.judge_url, config.game.judge_model, key)
+    settings = JudgeConfig(game.judge_url, game.judge_model, os.environ.get(JUDGE_KEY))
     return Judge(Endpoint(settings), prompts.judge, settings.model).judge
-
-
-def _make_evaluation(
-    config: Config, prompts: prompt_sets.Prompts, count_tokens: Callable[[str], int]
-) -> Evaluation | None:
-    if config.data.source == "tiny":
-        return build(
-            TinyEvaluation,
-            config.data.tiny.evaluation,
-            "data.tiny.evaluation",
-            prompts=prompts,
-            game=build(SpellConfig, _spell_fields(config.game), "game"),
-            count_tokens=count_tokens,
-        )
-    if config.data.validation:
-        if not pathlib.Path(config.data.validation).is_file():
-            raise ValueError(
-                f"data.validation = {config.data.validation!r}: must be a .jsonl of questions"
-            )
-        return HeldOutQuestions(prompts, read_questions(config.data.validation, "data.validation"))
-    return None

@@ -1,7 +1,9 @@
 """What a run is made of: its parts by its config, and its models fresh, restored, played and saved.
 
-Models are a dict by name: "policy" is the training state (weights and optimiser), all others (the
-game's own, and the loss's "reference") are weights that are not trained.
+Models are a dict by name. What is trained ("policy", and what the game says) is a training state,
+weights and optimiser; all others are weights. Of these some have a section of the config and a
+folder of their own, the rest begin as copies of the policy (the game's "anchor", the loss's
+"reference").
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +21,8 @@ from etils import epath
 from spell_jax import catalogue
 from spell_jax.evaluation import held_out
 from spell_jax.games.game import Game
-from spell_jax.games.players import Players
-from spell_jax.learner import loss, update
+from spell_jax.games.players import Players, Voice
+from spell_jax.learner import loss, non_finite, packing, update
 from spell_jax.policy import lora, safetensors_folder, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
@@ -33,29 +35,63 @@ from spell_jax.sampler.engine import Sampler, SamplerConfig
 log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model with weights of its own.
+
+    Attributes:
+      policy, tokenizer: its architecture (as the config changes it) and its tokenizer.
+      folder: where its first weights are.
+      learner: its jitted updates.
+    """
+
+    policy: PolicyConfig
+    tokenizer: tokenizers.Tokenizer
+    folder: pathlib.Path
+    learner: update.Learner
+
+
 @dataclasses.dataclass
 class Run:
     """Everything that a run is made of, from its config (no device work but the mesh's).
 
     Attributes:
-      policy, tokenizer: architecture (as the config changes it) and tokenizer of the policy.
-      folder: where its first weights are.
-      learner: jitted updates.
-      players: the models as a game asks them, behind one sampler.
+      own: the models with weights of their own by name, "policy" first.
+      players: the models as a game asks them.
       game: what is played.
       evaluation: held-out evaluation, or None where the data has no held-out questions.
       watch: where the time of its main thread goes.
     """
 
     config: Config
-    policy: PolicyConfig
-    tokenizer: tokenizers.Tokenizer
-    learner: update.Learner
+    own: dict[str, Model]
     players: Players
     game: Game
     evaluation: held_out.Evaluation | None
-    folder: pathlib.Path
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
+
+    @property
+    def policy(self) -> PolicyConfig:
+        return self.own["policy"].policy
+
+    @property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        return self.own["policy"].tokenizer
+
+    @property
+    def learner(self) -> update.Learner:
+        return self.own["policy"].learner
+
+    @property
+    def trained(self) -> dict[str, Model]:
+        """Those that learn, the policy first."""
+        return {name: self.own[name] for name in ("policy", *self.game.trained)}
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Names of those that begin as copies of the policy and are not trained."""
+        names = (*self.game.models, *(["reference"] if self.learner.loss.kl_weight else []))
+        return tuple(name for name in names if name not in self.own)
 
 
 def make_run(config: Config) -> Run:
@@ -65,29 +101,54 @@ def make_run(config: Config) -> Run:
       ValueError, FileNotFoundError: naming the field, its value and what would be right.
     """
     sampling = build(SamplerConfig, config.sampler, "sampler")
-    packing_config = build(update.PackingConfig, config.packing, "packing")
     loss_config = build(loss.LossConfig, config.loss, "loss")
-    optimiser = build(
-        update.OptimiserConfig, config.optimiser, "optimiser", total_steps=config.steps
-    )
+    steps = {"total_steps": config.steps}
+    optimiser = build(update.OptimiserConfig, config.optimiser, "optimiser", **steps)
+    build(update.PackingConfig, config.packing, "packing")
     catalogue.check(config)
-    folder = catalogue.find_policy(config)
-    policy, tokenizer = catalogue.read_policy(config, folder)
-    policy.check_length(sampling.longest)
     mesh = meshes.make_mesh(config.mesh)
+    policy = _make_model(config, "policy", sampling, optimiser, loss_config, mesh)
+    game, evaluation = catalogue.make(config, policy.tokenizer, sampling.max_prompt)
+    own = {"policy": policy}
+    for name in game.models:
+        if name in config:
+            fields = config[name].optimiser
+            optimiser = build(update.OptimiserConfig, fields, f"{name}.optimiser", **steps)
+            # What it is trained on is shown to it, with advantage 1.
+            own[name] = _make_model(config, name, sampling, optimiser, loss.LossConfig(), mesh)
+    voices = {name: _give_voice(model, sampling, mesh) for name, model in own.items()}
+    players = Players(voices.pop("policy"), jax.random.key(config.seed), voices)
+    return Run(config, own, players, game, evaluation)
+
+
+def _make_model(
+    config: Config,
+    name: str,
+    sampling: SamplerConfig,
+    optimiser: update.OptimiserConfig,
+    loss_config: loss.LossConfig,
+    mesh: jax.sharding.Mesh,
+) -> Model:
+    """The model that a section of the config describes."""
+    folder = catalogue.find_policy(config, name)
+    policy, tokenizer = catalogue.read_policy(config, folder, name)
+    policy.check_length(sampling.longest)
     learner = update.Learner(
         policy,
         optimiser,
         loss_config,
-        packing_config,
+        build(update.PackingConfig, config.packing, "packing"),
         mesh,
         sampling.temperature,
-        config.policy.compute_dtype,
+        config[name].compute_dtype,
     )
-    sampler = Sampler(policy, sampling, tokenizer.stop_ids, mesh, tokenizer.stream)
-    players = Players(sampler, tokenizer, jax.random.key(config.seed))
-    game, evaluation = catalogue.make(config, tokenizer, sampling.max_prompt)
-    return Run(config, policy, tokenizer, learner, players, game, evaluation, folder)
+    return Model(policy, tokenizer, folder, learner)
+
+
+def _give_voice(model: Model, sampling: SamplerConfig, mesh: jax.sharding.Mesh) -> Voice:
+    tokenizer = model.tokenizer
+    sampler = Sampler(model.policy, sampling, tokenizer.stop_ids, mesh, tokenizer.stream)
+    return Voice(sampler, tokenizer)
 
 
 def host_state(
@@ -117,15 +178,16 @@ def begin(
       ValueError: the checkpoint is of another seed or shape, or of a later step than the last.
       DamagedError, FileNotFoundError: as Checkpoints.newest_intact and `first_state`.
     """
-    names = [*run.game.models, *(["reference"] if run.learner.loss.kl_weight else [])]
     step = checkpoints.newest_intact()
     if step is None:
-        state = first_state(run)
-        return {"policy": state} | {name: copy(state.params) for name in names}, 0, None, []
-    if run.policy.lora:  # the checkpoint has the adapters only
-        run.learner.freeze(load_weights(run))
-    abstract = run.learner.abstract_state()
-    target = {"policy": abstract} | dict.fromkeys(names, abstract.params)
+        return first_models(run), 0, None, []
+    target: dict[str, Any] = {}
+    for name, model in run.own.items():
+        if model.policy.lora:  # the checkpoint has the adapters only
+            model.learner.freeze(load_weights(model))
+        state = model.learner.abstract_state()
+        target[name] = state if name in run.trained else state.params
+    target |= dict.fromkeys(run.copies, target["policy"].params)
     models, saved = checkpoints.restore(step, target)
     check_resumed(run.config, step, saved["config"])
     run.game.load_state_dict(saved["game"])
@@ -152,31 +214,42 @@ def check_resumed(config: Config, step: int, saved: Mapping[str, Any]) -> None:
         )
 
 
-def first_state(run: Run) -> update.TrainState:
-    """A new optimiser and, in this order: the weights of config.init_from, another run; those of
-    the policy's folder; random ones by the seed, where that holds a config and a tokenizer alone.
+def first_models(run: Run) -> dict[str, Any]:
+    """All models as they begin (`first_state`)."""
+    models: dict[str, Any] = {}
+    for name, model in run.own.items():
+        state = first_state(run.config, name, model)
+        models[name] = state if name in run.trained else state.params
+    return models | {name: copy(models["policy"].params) for name in run.copies}
+
+
+def first_state(config: Config, name: str, model: Model) -> update.TrainState:
+    """A new optimiser and, in this order: for the policy, the weights of config.init_from, another
+    run; those of the model's folder; random ones by the seed, where that holds a config and a
+    tokenizer alone.
 
     Raises:
       FileNotFoundError, ValueError: there is no such run, it is damaged or of another shape.
     """
-    if run.config.init_from:
-        if run.policy.lora:
-            run.learner.freeze(load_weights(run))
-        workdir, step = catalogue.find_checkpoint(run.config.init_from)
-        step, params = read_weights(workdir, run.policy, run.learner.mesh, step)
+    learner = model.learner
+    if config.init_from and name == "policy":
+        if model.policy.lora:
+            learner.freeze(load_weights(model))
+        workdir, step = catalogue.find_checkpoint(config.init_from)
+        step, params = read_weights(workdir, model.policy, learner.mesh, step)
         log.info("begins with the weights of %s, step %d (init_from)", workdir, step)
-        return run.learner.start(params)
-    if safetensors_folder.has_weights(run.folder):
-        log.info("begins with the weights of %s", run.folder)
-        return run.learner.init(load_weights(run))
-    log.warning("%s holds no weights: begins with random ones", run.folder)
-    return run.learner.init(jax.random.key(run.config.seed))
+        return learner.start(params)
+    if safetensors_folder.has_weights(model.folder):
+        log.info("begins with the weights of %s", model.folder)
+        return learner.init(load_weights(model))
+    log.warning("%s holds no weights: begins with random ones", model.folder)
+    return learner.init(jax.random.key(config.seed))
 
 
-def load_weights(run: Run) -> transformer.Params:
-    """The weights of the policy's folder, on the mesh; what is not trained needs no masters."""
-    dtype = run.config.policy.compute_dtype if run.policy.lora else "float32"
-    return weights.load(run.folder, run.learner.mesh, dtype)[1]
+def load_weights(model: Model) -> transformer.Params:
+    """The weights of the model's folder, on the mesh; what is not trained needs no masters."""
+    dtype = model.learner.compute_dtype.name if model.policy.lora else "float32"
+    return weights.load(model.folder, model.learner.mesh, dtype)[1]
 
 
 def read_weights(
@@ -210,10 +283,11 @@ def read_weights(
 # --------------------------------------------------------------------------------- During the run
 
 
-def save_policy(run: Run, models: dict[str, Any], folder: epath.Path) -> None:
-    """The policy as a Hugging Face folder in the dtype that it is played with."""
-    policy, params = run.learner.export(models["policy"].params)
-    weights.save(folder, policy, params, run.tokenizer, run.config.policy.compute_dtype)
+def save_model(run: Run, models: dict[str, Any], name: str, folder: epath.Path) -> None:
+    """A trained model as a Hugging Face folder in the dtype that it is played with."""
+    model = run.own[name]
+    policy, params = model.learner.export(models[name].params)
+    weights.save(folder, policy, params, model.tokenizer, model.learner.compute_dtype.name)
 
 
 def copy(params: transformer.Params) -> transformer.Params:
@@ -221,16 +295,76 @@ def copy(params: transformer.Params) -> transformer.Params:
     return jax.tree.map(jnp.copy, params)
 
 
-def as_played(learner: update.Learner, models: dict[str, Any]) -> dict[str, transformer.Params]:
-    """Weights in the compute dtype by model name."""
-    return {
-        name: learner.cast(model.params if name == "policy" else model)
-        for name, model in models.items()
-    }
+class AsPlayed(Mapping[str, transformer.Params]):
+    """Weights in the compute dtype by model name. They are made when they are looked up: who lets
+    go of one model's before another's has the memory of one."""
+
+    def __init__(self, run: Run, models: Mapping[str, Any]):
+        self._run, self._models = run, dict(models)
+
+    def __getitem__(self, name: str) -> transformer.Params:
+        learner = self._run.own.get(name, self._run.own["policy"]).learner
+        model = self._models[name]
+        return learner.cast(model.params if name in self._run.trained else model)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+
+class StepUpdate:
+    """What a step's rows teach: the policy, in config.minibatches parts one after the other, then
+    the other models that learn."""
+
+    def __init__(self, run: Run, models: dict[str, Any], rows: Sequence[packing.Group]):
+        """Begins the first part. `models` is changed by `finish`."""
+        self._run, self._models, self._rows = run, models, rows
+        self._reference = models.get("reference")
+        own = self._rows_of("policy")
+        if run.learner.loss.behaviour == "recomputed":
+            own = run.learner.recompute(models["policy"], own)
+        first, *self._parts = packing.in_parts(own, run.config.minibatches) or [[]]
+        self._first = run.learner.begin(models["policy"], first, self._reference)
+
+    def _rows_of(self, name: str) -> list[packing.Group]:
+        return [group for group in self._rows if group.model == name]
+
+    def go_on(self) -> None:
+        """Gives the device a micro-batch of the first part, if one is left (Update.go_on)."""
+        self._first.go_on()
+
+    def finish(self, workdir: epath.Path, step: int) -> dict[str, list[dict[str, float]]]:
+        """All updates to their end; by model the numbers of each of its updates.
+
+        A model that nothing is learned from has none, the policy those of an empty update.
+
+        Raises:
+          NonFinite: see Update.finish; the rows are below the workdir, under the step.
+        """
+        found: dict[str, list[dict[str, float]]] = {}
+        for name, model in self._run.trained.items():
+            with non_finite.rows_written(workdir, step, model.tokenizer.decode):
+                found[name] = list(self._update(name))
+        return {name: numbers for name, numbers in found.items() if numbers}
+
+    def _update(self, name: str) -> Iterator[dict[str, float]]:
+        learner, state = self._run.own[name].learner, self._models[name]
+        if name == "policy":
+            self._models[name], numbers = self._first.finish()
+            yield numbers
+            for part in self._parts:
+                state = self._models[name]
+                self._models[name], numbers = learner.update(state, part, self._reference)
+                yield numbers
+        elif rows := self._rows_of(name):
+            self._models[name], numbers = learner.update(state, rows)
+            yield numbers
 
 
 def refresh_anchor(config: Config, models: dict[str, Any], step: int) -> None:
-    """Renews the frozen copy every config.game.anchor_refresh steps (0: never)."""
+    """Renews the frozen copy every config.game.anchor_refresh steps (0 or none: never)."""
     every = config.game.get("anchor_refresh", 0)
     if "anchor" in models and every and step % every == 0:
         models["anchor"] = copy(models["policy"].params)

@@ -26,15 +26,16 @@ from ml_collections import config_flags
 
 from spell_jax import report
 from spell_jax.games.game import records
-from spell_jax.learner import measures, non_finite, packing
+from spell_jax.learner import measures, packing
 from spell_jax.run import (
+    AsPlayed,
     Run,
-    as_played,
+    StepUpdate,
     begin,
     host_state,
     make_run,
     refresh_anchor,
-    save_policy,
+    save_model,
 )
 from spell_jax.runtime import faults, folders, hosts, start
 from spell_jax.runtime.checkpoint import Checkpoints
@@ -81,12 +82,13 @@ def train(config: Config, workdir: epath.Path) -> epath.Path:
 def _train(
     run: Run, workdir: epath.Path, checkpoints: Checkpoints, preemption: Preemption
 ) -> epath.Path:
-    config, learner, game = run.config, run.learner, run.game
+    config, game = run.config, run.game
     is_writer = jax.process_index() == 0
     models, step, best, tail = begin(run, checkpoints)
     if is_writer:
         start.write_config(config, workdir)
-    learner.compile(models["policy"], models.get("reference"))
+    for name, model in run.trained.items():
+        model.learner.compile(models[name], models.get("reference") if name == "policy" else None)
     recorder = Recorder(workdir, config.steps, step, tail, watch=run.watch, **recorded(config))
 
     def save(step: int, game: dict[str, Any], force: bool = False, score: float | None = None):
@@ -123,11 +125,10 @@ def _train(
                 stop_if_preempted(step - 1, played.before if played else game.state_dict())
                 assert played
                 recorder.enter("update", step - 1, newest(played))
-                update = learner.begin(models["policy"], played.rows, models.get("reference"))
+                update = StepUpdate(run, models, played.rows)
                 if plays_ahead(config, step) and not recorder.progress.is_over():
                     ahead = play(run, models, step + 1, preemption.should_stop, update.go_on)
-                with non_finite.rows_written(workdir, step, run.tokenizer.decode):
-                    models["policy"], numbers = update.finish()
+                numbers = update.finish(workdir, step)
                 faults.point("updated")
             refresh_anchor(config, models, step)
 
@@ -139,7 +140,7 @@ def _train(
             try:
                 with hosts.fail_together():
                     if score is not None and (best is None or score > best):
-                        save_policy(run, models, workdir / "best")
+                        save_model(run, models, "policy", workdir / "best")
                         best = score
                     recorder.write(step, written, records(game, played.episodes))
             except (OSError, RuntimeError):
@@ -178,7 +179,7 @@ def play(
             raise Stopped
 
     clock, before = time.monotonic(), run.game.state_dict()
-    run.players.begin(step, as_played(run.learner, models), ask_and_go_on)
+    run.players.begin(step, AsPlayed(run, models), ask_and_go_on)
     try:
         episodes = run.game.play(run.players, step)
     except Stopped:
@@ -205,17 +206,24 @@ def newest(played: Played) -> dict[str, float]:
     return {shown: means.get(name, 0.0) for shown, name in names.items()}
 
 
-def step_metrics(run: Run, played: Played, numbers: dict[str, float], is_alone: bool) -> Metrics:
-    """A step's metrics: of the game, of the update, and how fast that was, if nothing was played
-    meanwhile (`is_alone`)."""
+def step_metrics(
+    run: Run, played: Played, numbers: dict[str, list[dict[str, float]]], is_alone: bool
+) -> Metrics:
+    """A step's metrics: of the game, of the updates, their means by model, and how fast these were,
+    if nothing was played meanwhile (`is_alone`)."""
     metrics = played.metrics
-    counts = packing.count_answers(played.rows)
-    for name, value in (numbers | {f"rows/{role}": n for role, n in counts.items()}).items():
-        metrics.add(f"train/{name}", value)
+    for role, count in packing.count_answers(played.rows).items():
+        metrics.add(f"train/rows/{role}", count)
+    for model, updates in numbers.items():
+        where = "train/" if model == "policy" else f"train/{model}/"
+        for update in updates:
+            metrics.merge({name: (value, 1.0) for name, value in update.items()}, where)
     metrics.merge(measures.advantages(played.rows), "train/")
-    if is_alone and not numbers["empty_update"]:
+    made = [update for updates in numbers.values() for update in updates]
+    made = [update for update in made if not update["empty_update"]]
+    if is_alone and made:
         devices = run.learner.mesh.devices.flatten().tolist()
-        metrics.merge(measures.speed(numbers, run.watch.spent("update"), devices), "time/")
+        metrics.merge(measures.speed(made, run.watch.spent("update"), devices), "time/")
     return metrics
 
 
@@ -239,7 +247,7 @@ def validate(run: Run, models: dict[str, Any], step: int, written: Metrics) -> f
     if run.evaluation is None or not every or step % every:
         return None
     # Validation has step 0's random numbers, so that its questions are answered alike every time.
-    run.players.begin(0, as_played(run.learner, models))
+    run.players.begin(0, AsPlayed(run, models))
     score, numbers = run.evaluation.quick(run.players)
     run.players.end()
     for name, value in numbers.items():
@@ -251,7 +259,7 @@ def evaluate(run: Run, models: dict[str, Any], workdir: epath.Path, when: str) -
     """Adds a full held-out evaluation to evaluation.json under "before" or "after"."""
     if run.evaluation is None:
         return
-    run.players.begin(0, as_played(run.learner, models))
+    run.players.begin(0, AsPlayed(run, models))
     result = run.evaluation.full(run.players)
     run.players.end()
     path = workdir / report.EVALUATION_FILE
@@ -261,10 +269,11 @@ def evaluate(run: Run, models: dict[str, Any], workdir: epath.Path, when: str) -
 
 
 def finish(run: Run, models: dict[str, Any], workdir: epath.Path, is_writer: bool) -> None:
-    """Last evaluation, the policy as a folder, plots, and the table of before and after."""
+    """Last evaluation, trained models as folders, plots, and the table of before and after."""
     if run.config.evaluate:
         evaluate(run, models, workdir, "after")
-    save_policy(run, models, workdir / "policy")
+    for name in run.trained:
+        save_model(run, models, name, workdir / name)
     if not is_writer:
         return
     plots = report.plot_run(workdir)

@@ -113,21 +113,26 @@ class Models(Protocol):
 
 
 class Game(Protocol):
-    """What is played; the trainer is the same for all games.
+    """What is played; the trainer is the same for all games."""
 
-    Attributes:
-      models: names of the models that the game asks besides "policy". They begin as copies of it
-        and are not trained.
-    """
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the models that the game asks besides "policy". Those with a section of the
+        config have a folder of their own; the others begin as copies of the policy."""
+        ...
 
-    models: tuple[str, ...]
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Of these, the ones with a section that learn too, from groups that name them."""
+        ...
 
     def play(self, models: Models, step: int) -> Sequence[Any]:
         """One step's episodes, dataclasses with JSON-able fields apart from replies."""
         ...
 
     def rows(self, episodes: Sequence[Any]) -> list[Group]:
-        """The training groups of a step; empty when nothing can be learned from it."""
+        """The training groups of a step, of all models that learn; empty when nothing can be
+        learned from it."""
         ...
 
     def metrics(self, episodes: Sequence[Any]) -> Metrics:

@@ -80,8 +80,16 @@ class _Ask:
         return await _Asked(name, role, prompts, group, model, temperature)
 
 
+@dataclasses.dataclass(frozen=True)
+class Voice:
+    """How a model speaks: its sampler and its tokenizer."""
+
+    sampler: Sampler
+    tokenizer: Tokenizer
+
+
 class Players:
-    """A game's `Models`, behind one sampler.
+    """A game's `Models`: the policy, its copies, which speak as it does, and models of their own.
 
     The key of a request is fold_in of the key by step, coroutine, call and prompt (siblings and
     tokens are the sampler's): what one coroutine is told depends neither on the others nor on when
@@ -94,9 +102,10 @@ class Players:
     which the host waited for the device (Counts.waited).
     """
 
-    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, key: jax.Array):
-        self.sampler = sampler
-        self._tokenizer = tokenizer
+    def __init__(self, voice: Voice, key: jax.Array, others: Mapping[str, Voice] | None = None):
+        """Args: others are the voices of models that are no copies of the policy, by name."""
+        self.sampler = voice.sampler
+        self._voice, self._others = voice, others or {}
         self._key = np.asarray(jax.random.key_data(key))
         self._step = 0
         self._coroutines = 0
@@ -118,7 +127,8 @@ class Players:
         models: Mapping[str, Params],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Starts a step with these weights (compute dtype) by model name.
+        """Starts a step with these weights (compute dtype) by model name, each looked up when the
+        model is asked and another was before.
 
         `meanwhile` is called whenever the device has been given its next calls, and may give it
         more to do; where that is in the order of calls depends on what was drawn alone.
@@ -210,7 +220,7 @@ class Players:
             self._meanwhile()
             for ticket, samples in finished:
                 asked, place = tickets.pop(ticket)
-                asked.replies[place] = self._reply(asked.ids[place], samples)
+                asked.replies[place] = self._reply(asked.model, asked.ids[place], samples)
                 asked.missing -= 1
                 if not asked.missing:
                     answered.append(asked)
@@ -222,7 +232,8 @@ class Players:
         """Hands prompts in that are not over the cap; (whose, which of them) by ticket."""
         config, tickets = self.sampler.config, {}
         for asked in new:
-            asked.ids = [self._tokenizer.chat(prompt) for prompt in asked.prompts]
+            tokenizer = self._voice_of(asked.model).tokenizer
+            asked.ids = [tokenizer.chat(prompt) for prompt in asked.prompts]
             asked.replies = [None] * len(asked.ids)
         places = [(asked, place) for asked in new for place in range(len(asked.ids))]
         keys = fold_keys(self._key, [(self._step, *asked.name, place) for asked, place in places])
@@ -238,15 +249,18 @@ class Players:
             asked.missing += 1
         return tickets
 
-    def _reply(self, prompt: list[int], samples: Sequence[Sample]) -> Reply:
-        return Reply(prompt, samples, [self._tokenizer.decode(s.content) for s in samples])
+    def _reply(self, model: str, prompt: list[int], samples: Sequence[Sample]) -> Reply:
+        decode = self._voice_of(model).tokenizer.decode
+        return Reply(prompt, samples, [decode(sample.content) for sample in samples])
+
+    def _voice_of(self, model: str) -> Voice:
+        return self._others.get(model, self._voice)
 
     def _open(self, model: str) -> Session:
         """The session with a model, in which prompts of this step share what they begin with."""
         if self._session is None or self._session[0] != model:
-            params = self._models[model]
             self._close()
-            self._session = model, self.sampler.begin(params)
+            self._session = model, self._voice_of(model).sampler.begin(self._models[model])
         return self._session[1]
 
     def _close(self) -> None:

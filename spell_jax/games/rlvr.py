@@ -37,6 +37,8 @@ class RlvrConfig:
 class Rlvr:
     """The game; everything but the questions' origin is SPELL's."""
 
+    trained = ()
+
     def __init__(self, config: RlvrConfig, spell: Spell):
         self.config = config
         self.models = spell.models

@@ -22,15 +22,14 @@ paper; "spec" is docs/algorithm.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from spell_jax.data.clusters import LETTERS, Cluster
-from spell_jax.data.stream import TaskStream
 from spell_jax.games import spell_episode
-from spell_jax.games.game import Ask, JudgeFunction, Models, Reply
+from spell_jax.games.game import Ask, Materials, Models, Reply
 from spell_jax.games.spell_config import SpellConfig
 from spell_jax.games.spell_episode import Episode, documents_of
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
@@ -39,34 +38,25 @@ from spell_jax.runtime import faults, hosts
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import parsing, rewards, rules, selection
 from spell_jax.selfplay.memory import Entry, QuestionMemory
-from spell_jax.selfplay.prompts import Prompts
 
 
 class Spell:
     """The game; `play` makes a step's episodes and `rows` its training groups."""
 
-    def __init__(
-        self,
-        config: SpellConfig,
-        prompts: Prompts,
-        stream: TaskStream,
-        count_tokens: Callable[[str], int],
-        prompt_cap: int,
-        seed: int,
-        judge: JudgeFunction | None = None,
-    ):
-        """Args: prompt_cap is in tokens; `judge` is needed for rule = "judge" only."""
-        if config.rule == "judge" and judge is None:
+    trained = ()
+
+    def __init__(self, config: SpellConfig, materials: Materials):
+        if config.rule == "judge" and materials.judge is None:
             raise ValueError('game.rule = "judge": needs game.judge_url and game.judge_model')
         self.config = config
-        self.prompts = prompts
-        self.stream = stream
+        self.prompts = materials.prompts
+        self.stream = materials.deal(materials.clusters())
         self.memory = QuestionMemory(config.memory, config.memory_low, config.memory_high)
         self.models = ("anchor",) if config.reference == "anchored" else ()
-        self._count = count_tokens
-        self._cap = prompt_cap
-        self.seed = seed
-        self._judge = judge
+        self._count = materials.count_tokens
+        self._cap = materials.prompt_cap
+        self.seed = materials.seed
+        self._judge = materials.judge
         self.begin(0)
 
     def begin(self, step: int) -> None:

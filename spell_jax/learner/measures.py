@@ -93,18 +93,21 @@ def operations(policy: PolicyConfig, prompt: int, answers: Iterable[int]) -> flo
 
 
 def speed(
-    numbers: Mapping[str, float], seconds: float, devices: Sequence[Any]
+    updates: Sequence[Mapping[str, float]], seconds: float, devices: Sequence[Any]
 ) -> dict[str, tuple[float, float]]:
-    """(sum, weight) by name: tokens a second of an update, prompts included, and "mfu", where the
+    """(sum, weight) by name: tokens a second of updates, prompts included, and "mfu", where the
     devices' peak is known.
 
     Args:
-      numbers: what the update reports.
-      seconds: that it took.
-      devices: that made it.
+      updates: what each reports.
+      seconds: that they took.
+      devices: that made them.
     """
-    found = {"tokens_per_second/trained": (numbers["trained_tokens"], seconds)}
-    mfu = utilisation(numbers["operations"] / seconds, devices)
+    tokens, operations = (
+        sum(update[name] for update in updates) for name in ("trained_tokens", "operations")
+    )
+    found = {"tokens_per_second/trained": (tokens, seconds)}
+    mfu = utilisation(operations / seconds, devices)
     return found if mfu is None else found | {"mfu": (mfu, 1.0)}
 
 

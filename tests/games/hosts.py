@@ -19,7 +19,7 @@ def play() -> list[Any]:
     """What each coroutine was told, in the order in which they ended."""
     import jax
 
-    from spell_jax.games.players import Players
+    from spell_jax.games.players import Players, Voice
     from spell_jax.policy import transformer
     from spell_jax.runtime import mesh as meshes
     from spell_jax.sampler.engine import Sampler, SamplerConfig
@@ -45,7 +45,7 @@ def play() -> list[Any]:
         chat=lambda text: [3 + ord(letter) % 60 for letter in text],
         decode=lambda ids: " ".join(map(str, ids)),
     )
-    players = Players(sampler, tokenizer, jax.random.key(0))
+    players = Players(Voice(sampler, tokenizer), jax.random.key(0))
     players.begin(1, {"policy": params, "anchor": params})
     told = []
 

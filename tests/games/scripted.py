@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.data.clusters import TASKS, Cluster
-from spell_jax.games.game import Reply
+from spell_jax.data.clusters import TASKS, Cluster, in_memory
+from spell_jax.data.stream import TaskStream
+from spell_jax.games.game import Materials, Reply
 from spell_jax.games.spell import Spell
 from spell_jax.games.spell_config import SpellConfig
 from spell_jax.games.spell_episode import Episode
@@ -257,7 +258,23 @@ def make_game(rows: Sequence[Row], *, cluster: int = 3, cap: int = 10_000, **opt
         "verifier_share": 0.25,
     }
     config = SpellConfig(**(defaults | options))
-    return Spell(config, PROMPTS, deck, lambda text: len(text.split()), cap, seed=0, judge=judge)
+    return Spell(config, make_materials(deal=lambda _: deck, prompt_cap=cap, judge=judge))
+
+
+def make_materials(**given) -> Materials:
+    """What a game is made from, without any documents; tokens are words."""
+    materials: dict[str, Any] = {
+        "prompts": PROMPTS,
+        "count_tokens": lambda text: len(text.split()),
+        "prompt_cap": 10_000,
+        "seed": 0,
+        "steps": 10,
+        "clusters": lambda: in_memory([]),
+        "held_out": lambda: in_memory([]),
+        "deal": lambda source: TaskStream(source, TASKS, (1.0, 1.0, 1.0), seed=0),
+        "questions": lambda: (),
+    }
+    return Materials(**(materials | given))
 
 
 def number(episode: Episode) -> int:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from spell_jax.games.players import Players
+from spell_jax.games.players import Players, Voice
 from spell_jax.sampler.engine import SamplerConfig
 from spell_jax.sampler.requests import Request, Sample
 from spell_jax.sampler.session import Counts
@@ -72,7 +72,7 @@ TOKENIZER: Any = SimpleNamespace(
 @pytest.fixture
 def players():
     sampler: Any = FakeSampler()
-    made = Players(sampler, TOKENIZER, jax.random.key(0))
+    made = Players(Voice(sampler, TOKENIZER), jax.random.key(0))
     made.begin(1, {"policy": "weights", "anchor": "frozen"})
     return made, sampler
 

@@ -53,9 +53,9 @@ def test_utilisation_is_of_all_devices_and_of_known_ones():
 
 def test_speed_is_by_the_updates_seconds():
     numbers = {"trained_tokens": 300.0, "operations": 4 * 275e12}
-    found = measures.speed(numbers, 2.0, [device("TPU v4")] * 8)
+    found = measures.speed([numbers], 2.0, [device("TPU v4")] * 8)
     assert found == {"tokens_per_second/trained": (300.0, 2.0), "mfu": (0.25, 1.0)}
-    assert measures.speed(numbers, 2.0, [device("cpu")]).keys() == {"tokens_per_second/trained"}
+    assert measures.speed([numbers], 2.0, [device("cpu")]).keys() == {"tokens_per_second/trained"}
 
 
 def learner(**layout: Any) -> update.Learner:

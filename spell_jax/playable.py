@@ -1,0 +1,92 @@
+"""The games by name: what each reads from a config, how it is made and how it is evaluated.
+
+A new game is a file in games/ and an entry here; docs/games.md makes one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from spell_jax.data.questions import read_questions
+from spell_jax.evaluation.held_out import Evaluation, HeldOutQuestions
+from spell_jax.evaluation.tiny_world import TinyEvaluation
+from spell_jax.games.game import Game, Materials
+from spell_jax.games.rlvr import Rlvr, RlvrConfig
+from spell_jax.games.spell import Spell
+from spell_jax.games.spell_config import SpellConfig
+from spell_jax.runtime.settings import Config, build
+
+# Fields of config.game that are not the game's own: they say which it is, and what it is given.
+COMMON = ("name", "prompts", "judge_url", "judge_model")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A game as a config names it.
+
+    Attributes:
+      read: config.game without COMMON -> the game's fields; raises ValueError.
+      make: fields, materials -> the game.
+      evaluate: fields, materials, config.data -> its held-out evaluation, or None where the data
+        has nothing held out. What is large is read when it is first asked.
+      plays: what it may be given, of "clusters" (data.source) and "questions" (data.questions).
+    """
+
+    read: Callable[[Config], Any]
+    make: Callable[[Any, Materials], Game]
+    evaluate: Callable[[Any, Materials, Config], Evaluation | None]
+    plays: tuple[str, ...] = ("clusters",)
+
+
+def own_fields(game: Config) -> dict[str, Any]:
+    """config.game without the fields that all games have."""
+    return {name: value for name, value in game.items() if name not in COMMON}
+
+
+# --------------------------------------------------------------------------------- SPELL and RLVR
+
+
+@dataclasses.dataclass(frozen=True)
+class _SpellFields:
+    """Of SPELL, and of RLVR, which plays SPELL's second half."""
+
+    spell: SpellConfig
+    rlvr: RlvrConfig
+
+
+def _read_spell(fields: Config) -> _SpellFields:
+    fields = dict(fields)
+    rlvr = RlvrConfig(fields.pop("static_questions", RlvrConfig.static_questions))
+    return _SpellFields(build(SpellConfig, fields, "game"), rlvr)
+
+
+def _make_spell(fields: _SpellFields, materials: Materials) -> Spell:
+    return Spell(fields.spell, materials)
+
+
+def _make_rlvr(fields: _SpellFields, materials: Materials) -> Rlvr:
+    return Rlvr(fields.rlvr, _make_spell(fields, materials))
+
+
+def _evaluate_spell(fields: _SpellFields, materials: Materials, data: Config) -> Evaluation | None:
+    if data.source == "tiny":
+        return build(
+            TinyEvaluation,
+            data.tiny.evaluation,
+            "data.tiny.evaluation",
+            prompts=materials.prompts,
+            game=fields.spell,
+            count_tokens=materials.count_tokens,
+        )
+    if data.validation:
+        questions = read_questions(data.validation, "data.validation")
+        return HeldOutQuestions(materials.prompts, questions)
+    return None
+
+
+GAMES = {
+    "spell": Kind(_read_spell, _make_spell, _evaluate_spell),
+    "rlvr": Kind(_read_spell, _make_rlvr, _evaluate_spell, ("clusters", "questions")),
+}
