@@ -77,8 +77,9 @@ def check(config: Config) -> None:
     boards.check_wandb(config.wandb)
     if config.init_from:
         find_checkpoint(config.init_from)
-    for name in ("policy", *(["reward_model"] if "reward_model" in config else [])):
-        _check_policy(config[name], name)
+    for name, section in config.items():
+        if hasattr(section, "items") and "compute_dtype" in section:  # a model's
+            _check_policy(section, name)
     kind, fields = _check_game(config.game)
     _check_data(config.data, kind)
     kind.evaluate(fields, _gather(config, len, config.sampler.max_prompt), config.data)

@@ -36,8 +36,13 @@ class Kind:
 
     read: Callable[[Config], Any]
     make: Callable[[Any, Materials], Game]
-    evaluate: Callable[[Any, Materials, Config], Evaluation | None]
+    evaluate: Callable[[Any, Materials, Config], Evaluation | None] = lambda *_: None
     plays: tuple[str, ...] = ("clusters",)
+
+
+def reader_of(fields: type) -> Callable[[Config], Any]:
+    """Reads config.game as a dataclass."""
+    return lambda section: build(fields, section, "game")
 
 
 def own_fields(game: Config) -> dict[str, Any]:

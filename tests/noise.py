@@ -33,12 +33,12 @@ def steady(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.startswith(_UNSTEADY)}
 
 
-def save_policy(folder: pathlib.Path, max_positions: int = 256) -> pathlib.Path:
-    """A folder with random weights (width 32, one layer) and the tiny world's tokenizer."""
+def save_policy(folder: pathlib.Path, max_positions: int = 256, width: int = 32) -> pathlib.Path:
+    """A folder with random weights (one layer) and the tiny world's tokenizer."""
     tokenizer = tokenizers.load(TINY_POLICY)
     policy = PolicyConfig(
         vocab_size=tokenizer.vocab_size,
-        width=32,
+        width=width,
         layers=1,
         heads=4,
         kv_heads=2,
