@@ -31,7 +31,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 from absl import app, flags
 from etils import epath
 from jax.sharding import AbstractMesh, AxisType
@@ -39,9 +38,10 @@ from ml_collections import config_flags
 
 from configs import tiny
 from launch import plan, topologies
-from spell_jax import catalogue, report
+from spell_jax import catalogue, playable, report
 from spell_jax import run as runs
 from spell_jax.data import built
+from spell_jax.games.game import Demand
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy import int8, lora, safetensors_folder, transformer, weights
 from spell_jax.policy.config import PolicyConfig
@@ -51,7 +51,6 @@ from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.runtime.settings import Config, build, changes
 from spell_jax.sampler import cache
 from spell_jax.sampler.engine import SamplerConfig
-from spell_jax.selfplay import selection
 
 T = TypeVar("T")
 
@@ -166,16 +165,19 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     fields = [name for name, value in config.items() if not hasattr(value, "items")]
     # With the loss, which does not go with every staleness.
     run = attempt("steps", _check_alone, config, (*fields, "loss"))
-    attempt("policy", _check_alone, config, ("policy",))
-    game = attempt("game", _check_alone, config, ("game",))
+    game = attempt("game", catalogue.check_game, config.game)
     tokenizer = _check_policy(found, attempt)
+    for name in catalogue.model_sections(config):
+        attempt(name, _check_alone, config, (name,))
+        if name != "policy":
+            _check_other(config, name, attempt)
     found.topology = attempt("mesh", find_topology, topology, config.mesh)
     found.mesh = attempt("mesh", _lay_out, config.mesh, found.topology)
     _check_rows(found, attempt)
     if len(attempt.mistakes) == before:
         found.plan = attempt("mesh", _plan, found)
         attempt("mesh", _check_memory, found.plan)
-    data = attempt("data", _check_alone, config, ("data",))
+    data = attempt("data", lambda game: catalogue.check_data(config, *game) or True, game)
     attempt("data.source", _make, config, found.sampling, tokenizer, run, game, data)
     if data and built.is_built(config.data.source):  # whatever else is wrong
         attempt("data.source", built.Built, config.data.source)
@@ -212,6 +214,17 @@ def _check_policy(found: Checked, attempt: Attempts) -> Any:
         if sampling.weights_dtype == "int8":
             attempt("sampler", int8.check, policy)
     return tokenizer
+
+
+def _check_other(config: Config, name: str, attempt: Attempts) -> None:
+    """A model of its own that a game has besides the policy."""
+    folder = attempt(f"{name}.folder", catalogue.find_policy, config, name)
+    read = attempt(f"{name}.folder", catalogue.read_policy, config, folder, name)
+    if folder and read:
+        attempt(f"{name}.folder", _check_weights, read[0], folder)
+    fields = config[name].get("optimiser", {})
+    optimiser, steps = update.OptimiserConfig, {"total_steps": config.steps}
+    attempt(f"{name}.optimiser", lambda: build(optimiser, fields, f"{name}.optimiser", **steps))
 
 
 def _check_weights(policy: PolicyConfig, folder: pathlib.Path) -> None:
@@ -314,24 +327,20 @@ def _group(prompt: int, tokens: int, answers: int, role: str) -> packing.Group:
 
 def longest_groups(config: Config, sampling: SamplerConfig) -> list[packing.Group]:
     """The most that an update can be made of: every prompt and answer as long as its cap."""
-    c, rng = config.game, np.random.default_rng(0)
-    rounds = c.max_generations if c.name == "spell" else 1
-    played = c.generation_batch * rounds
-    good = played if c.keep_surplus else min(c.questions, played)
-    prompt, tokens = sampling.max_prompt, sampling.max_tokens
-    groups = [_group(prompt, tokens, c.group_size, "responder")] * good
-    if c.train_questioner and c.name == "spell":
-        tasks = ["any"] * played
-        bad = selection.questioner_negatives(tasks[:good], tasks[good:], c.negatives, rng)
-        groups += [_group(prompt, tokens, 1, "questioner")] * (good + len(bad))
-    if c.train_verifier and c.responder_reward not in ("rule", "random"):
-        answers = good * c.group_size
-        judged, size = [0, 1] * (played * c.group_size), c.verifier_group_size
-        chosen = selection.verifier_groups(
-            judged, answers, size, c.verifier_share, rng, balance=c.balance_verdicts
-        )
-        groups += [_group(prompt, sampling.max_verdict_tokens, size, "verifier")] * len(chosen)
+    groups = []
+    for demand in _demands(config)[1]:
+        is_verdict = demand.role == "verifier"
+        tokens = sampling.max_verdict_tokens if is_verdict else sampling.max_tokens
+        group = _group(sampling.max_prompt, tokens, demand.replies, demand.role)
+        groups += [group] * demand.learned
     return groups
+
+
+def _demands(config: Config) -> tuple[str, Sequence[Demand]]:
+    """What the game says of a step, and what it asks for."""
+    kind = playable.GAMES[config.game.name]
+    fields = kind.read(playable.own_fields(config.game))
+    return kind.says(fields), kind.demands(fields)
 
 
 def rows_by_bucket(
@@ -496,28 +505,13 @@ def _describe_devices(found: Checked) -> list[str]:
 
 
 def _describe_step(found: Checked) -> list[str]:
-    c, sampling = found.config.game, found.sampling
-    assert sampling
-    prompts, batch = f"up to {sampling.max_prompt:,} tokens", c.generation_batch
-    if c.name == "spell":
-        lines = [
-            f"up to {c.max_generations} rounds of {batch} proposals, until {c.questions} questions "
-            "have mixed rewards; a round asks for",
-            f"  {batch:7,} questions, prompts of {prompts}",
-            f"  {batch * c.grounding_samples:7,} answers without documents at most",
-        ]
-    else:
-        lines = [f"{batch} of {c.static_questions} questions, written once; a step asks for"]
-    if c.reference == "anchored":
-        lines.append(f"  {batch * c.anchor_samples:7,} answers of the anchor at most")
-    answers = batch * c.group_size
-    lines.append(f"  {answers:7,} answers at most: {batch} prompts x {c.group_size}, {prompts}")
-    if c.responder_reward not in ("rule", "random"):
-        verdicts = answers * c.verifier_group_size
-        lines.append(
-            f"  {verdicts:7,} verdicts at most: {answers:,} verifier prompts x "
-            f"{c.verifier_group_size}"
-        )
+    assert found.sampling
+    said, demands = _demands(found.config)
+    lines = [f"{said}, at most, with prompts of up to {found.sampling.max_prompt:,} tokens"]
+    for demand in demands:
+        count = demand.prompts * demand.replies
+        of = f": {demand.prompts:,} prompts x {demand.replies}" if demand.replies > 1 else ""
+        lines.append(f"  {count:7,} {demand.what}{of}")
     return lines
 
 

@@ -77,12 +77,16 @@ def check(config: Config) -> None:
     boards.check_wandb(config.wandb)
     if config.init_from:
         find_checkpoint(config.init_from)
-    for name, section in config.items():
-        if hasattr(section, "items") and "compute_dtype" in section:  # a model's
-            _check_policy(section, name)
-    kind, fields = _check_game(config.game)
-    _check_data(config.data, kind)
-    kind.evaluate(fields, _gather(config, len, config.sampler.max_prompt), config.data)
+    for name in model_sections(config):
+        _check_policy(config[name], name)
+    kind, fields = check_game(config.game)
+    check_data(config, kind, fields)
+
+
+def model_sections(config: Config) -> list[str]:
+    """Names of the sections that describe models: "policy", and what a game has besides."""
+    sections = ((name, value) for name, value in config.items() if hasattr(value, "items"))
+    return [name for name, section in sections if "compute_dtype" in section]
 
 
 def _check_minibatches(config: Config) -> None:
@@ -108,8 +112,12 @@ def _check_policy(policy: Config, name: str) -> None:
         raise ValueError(f"{name}.lora_rank = {policy.lora_rank}: must be 0 or more")
 
 
-def _check_game(game: Config) -> tuple[playable.Kind, Any]:
-    """The game's kind and its fields."""
+def check_game(game: Config) -> tuple[playable.Kind, Any]:
+    """The game's kind and its fields.
+
+    Raises:
+      ValueError: naming the field, its value and what would be right.
+    """
     if game.name not in playable.GAMES:
         raise ValueError(f"game.name = {game.name!r}: must be one of {tuple(playable.GAMES)}")
     kind = playable.GAMES[game.name]
@@ -133,7 +141,13 @@ def _check_judge(game: Config) -> None:
         raise ValueError("game.judge_model = '': must name a model, for game.rule = 'judge'")
 
 
-def _check_data(data: Config, kind: playable.Kind) -> None:
+def check_data(config: Config, kind: playable.Kind, fields: Any) -> None:
+    """Finds mistakes in the data of a game of that kind with these fields, and in its evaluation.
+
+    Raises:
+      ValueError: naming the field, its value and what would be right.
+    """
+    data = config.data
     for field in ("questions", "validation"):
         if data[field] and not pathlib.Path(data[field]).is_file():
             raise ValueError(f"data.{field} = {data[field]!r}: must be a .jsonl of questions")
@@ -144,6 +158,7 @@ def _check_data(data: Config, kind: playable.Kind) -> None:
     _check_tasks(data)
     if not data.questions:
         _check_source(data)
+    kind.evaluate(fields, _gather(config, len, config.sampler.max_prompt), data)
 
 
 def _check_source(data: Config) -> None:

@@ -6,13 +6,13 @@ A new game is a file in games/ and an entry here; docs/games.md makes one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from spell_jax.data.questions import read_questions
 from spell_jax.evaluation.held_out import Evaluation, HeldOutQuestions
 from spell_jax.evaluation.tiny_world import TinyEvaluation
-from spell_jax.games.game import Game, Materials
+from spell_jax.games.game import Demand, Game, Materials
 from spell_jax.games.rlvr import Rlvr, RlvrConfig
 from spell_jax.games.spell import Spell
 from spell_jax.games.spell_config import SpellConfig
@@ -31,12 +31,16 @@ class Kind:
       make: fields, materials -> the game.
       evaluate: fields, materials, config.data -> its held-out evaluation, or None where the data
         has nothing held out. What is large is read when it is first asked.
+      demands: fields -> what a step asks for (launch.check tells it before a run).
+      says: fields -> words before that.
       plays: what it may be given, of "clusters" (data.source) and "questions" (data.questions).
     """
 
     read: Callable[[Config], Any]
     make: Callable[[Any, Materials], Game]
     evaluate: Callable[[Any, Materials, Config], Evaluation | None] = lambda *_: None
+    demands: Callable[[Any], Sequence[Demand]] = lambda fields: ()
+    says: Callable[[Any], str] = lambda fields: "a step asks for"
     plays: tuple[str, ...] = ("clusters",)
 
 
@@ -91,7 +95,33 @@ def _evaluate_spell(fields: _SpellFields, materials: Materials, data: Config) ->
     return None
 
 
-GAMES = {
-    "spell": Kind(_read_spell, _make_spell, _evaluate_spell),
-    "rlvr": Kind(_read_spell, _make_rlvr, _evaluate_spell, ("clusters", "questions")),
+def _say_rounds(fields: _SpellFields) -> str:
+    c = fields.spell
+    return (
+        f"up to {c.max_generations} rounds of {c.generation_batch} proposals, until {c.questions} "
+        "questions have mixed rewards; a round asks for"
+    )
+
+
+def _say_static(fields: _SpellFields) -> str:
+    batch, static = fields.spell.generation_batch, fields.rlvr.static_questions
+    return f"{batch} of {static} questions, written once (or of those given); a step asks for"
+
+
+GAMES: dict[str, Kind] = {
+    "spell": Kind(
+        _read_spell,
+        _make_spell,
+        _evaluate_spell,
+        demands=lambda fields: fields.spell.demands(),
+        says=_say_rounds,
+    ),
+    "rlvr": Kind(
+        _read_spell,
+        _make_rlvr,
+        _evaluate_spell,
+        demands=lambda fields: fields.spell.demands(writes=False),
+        says=_say_static,
+        plays=("clusters", "questions"),
+    ),
 }

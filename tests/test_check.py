@@ -403,8 +403,9 @@ def test_the_table_says_what_a_step_is() -> None:
     for part in (
         "v5e-4: devices 4, each of 15.75 GiB; mesh fsdp=4",
         "up to 2 rounds of 9 proposals, until 3 questions have mixed rewards",
-        "36 answers at most: 9 prompts x 4, up to 128 tokens",
-        "108 verdicts at most: 36 verifier prompts x 3",
+        "a round asks for, at most, with prompts of up to 128 tokens",
+        "36 answers: 9 prompts x 4",
+        "108 verdicts: 36 prompts x 3",
         "rows of 160 tokens (24 of answers)",
         "micro-batches of 4",
         "config.json, metrics.jsonl",

@@ -112,6 +112,24 @@ class Models(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """What a step of a game asks for at most, before it starts.
+
+    Attributes:
+      what: the replies in words, "answers".
+      role: of whom they are.
+      prompts, replies: prompts, and replies to each.
+      learned: groups of them, each of a prompt and its replies, that are learned from.
+    """
+
+    what: str
+    role: str
+    prompts: int
+    replies: int
+    learned: int = 0
+
+
 class Game(Protocol):
     """What is played; the trainer is the same for all games."""
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from spell_jax.selfplay import rewards
+import numpy as np
+
+from spell_jax.games.game import Demand
+from spell_jax.selfplay import rewards, selection
 
 REFERENCES = ("questioner", "anchored")
 RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
@@ -129,3 +132,39 @@ class SpellConfig:
                 f"game.grounding_threshold = {self.grounding_threshold}: must not be above "
                 f"game.grounding_samples = {self.grounding_samples}"
             )
+
+    def demands(self, writes: bool = True) -> list[Demand]:
+        """Of a round, which is learned from with all others of its step.
+
+        Args:
+          writes: whether its questions are written in it, in up to max_generations rounds.
+        """
+        batch, rng = self.generation_batch, np.random.default_rng(0)
+        played = batch * self.max_generations if writes else batch
+        good = played if self.keep_surplus else min(self.questions, played)
+        found = []
+        if writes:
+            tasks = ["any"] * played
+            bad = selection.questioner_negatives(tasks[:good], tasks[good:], self.negatives, rng)
+            learned = (good + len(bad)) * self.train_questioner
+            blind = self.grounding_samples
+            found = [
+                Demand("questions", "questioner", batch, 1, learned),
+                Demand("answers without documents", "responder", batch, blind),
+            ]
+            if self.reference == "anchored":
+                found.append(Demand("answers of the anchor", "anchor", batch, self.anchor_samples))
+        found.append(Demand("answers", "responder", batch, self.group_size, good))
+        if self.responder_reward not in ("rule", "random"):
+            size, answers = self.verifier_group_size, self.group_size
+            chosen = selection.verifier_groups(
+                [0, 1] * (played * answers),
+                good * answers,
+                size,
+                self.verifier_share,
+                rng,
+                balance=self.balance_verdicts,
+            )
+            learned = len(chosen) * self.train_verifier
+            found.append(Demand("verdicts", "verifier", batch * answers, size, learned))
+        return found

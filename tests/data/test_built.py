@@ -6,7 +6,6 @@ import builtins
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -202,11 +201,10 @@ def test_a_config_may_name_a_build(folder: Path) -> None:
     config.data.source, config.data.held_out = str(folder), 0.2
     config.data.max_document_tokens = 24
     config.data.validation = ""
-    catalogue._check_data(config.data)
-    tokenizer: Any = SimpleNamespace(count=count_words)
-    source = catalogue.open_clusters(config, tokenizer)
+    catalogue.check_data(config, *catalogue.check_game(config.game))
+    source, apart = catalogue.open_clusters(config, count_words)
     train, held_out = split_held_out(sorted(CLUSTERS), 0.2)
-    assert list(source.tasks) == train and len(held_out) == 4
+    assert list(source.tasks) == train and list(apart.tasks) == held_out and len(held_out) == 4
     assert source.read(train[:2] * 2) == [CLUSTERS[name] for name in train[:2] * 2]
 
 
