@@ -29,8 +29,8 @@ import optax
 
 from spell_jax.attention import attend
 from spell_jax.data.clusters import ROLES
+from spell_jax.learner import head, measures, non_finite, packing
 from spell_jax.learner import loss as losses
-from spell_jax.learner import measures, non_finite, packing
 from spell_jax.policy import lora, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -539,7 +539,7 @@ class Learner:
             attend.packed(self.policy.attention, self.policy.ring),
             context={"index": batch.index, "last_reader": batch.last_reader},
         )
-        scores = losses.score_tokens(
+        scores = head.score_tokens(
             self.policy, params, hidden, batch.source, batch.target, self.temperature
         )
         return *scores, router_load
