@@ -1,4 +1,13 @@
-"""The clipped policy-gradient loss."""
+"""The policy-gradient loss of a micro-batch, and its variants.
+
+1. Of every answer token there is a log-ratio: how much more likely it is now than under the
+   behaviour policy; `ratio` says whether it is the token's own or that of its whole answer.
+2. `objective` makes a loss of ratio and advantage: "clip" (PPO's, which GRPO, DAPO and GSPO have)
+   or "cispo".
+3. Behaviour "truncated" weighs tokens by how far the policy that sampled them is away.
+4. Token losses are added with the weights that packing.weigh gave them; estimates of the KL to a
+   reference model and an entropy bonus are added with the same.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +19,11 @@ import jax.numpy as jnp
 
 from spell_jax.learner import packing
 
-BEHAVIOURS = ("current", "sampler", "truncated")
+BEHAVIOURS = ("current", "sampler", "truncated", "recomputed")
+OBJECTIVES = ("clip", "cispo")
+RATIOS = ("token", "sequence", "sequence_mean")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+_FARTHEST = 20.0  # log-ratios are kept within it, so that nothing overflows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,28 +31,59 @@ class LossConfig:
     """Hyper-parameters of the loss (paper section E.3; spec section 9).
 
     Attributes:
-      clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-      dual_clip: with a negative advantage the loss is at most dual_clip * |advantage|.
-      kl_weight: weight of the k3 estimate of KL(policy || reference); 0 needs no reference model.
+      objective: "clip": the pessimistic one of the ratio and the clipped ratio, times the advantage
+        (paper Eq. 2). "cispo": the clipped ratio, a constant, times advantage and log-prob, so that
+        no token loses its gradient (MiniMax-M1, arXiv 2506.13585, Eq. 4 and 5; in effect it has no
+        lower bound, which clip_low = 1 is).
+      ratio: "token": of each token by itself. "sequence": of an answer, the product over its
+        tokens (EAPO Eq. 1). "sequence_mean": its geometric mean over them (GSPO, arXiv 2507.18071,
+        Eq. 7), so that clip_low and clip_high of 3e-4 and 4e-4 are usual. All tokens of an answer
+        then have one ratio, of which each has a gradient. Both equations average over answers:
+        aggregation "sequence_mean"; any other weighs an answer's loss by its length as well.
+      clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; a higher clip_high
+        is DAPO's clip-higher (arXiv 2503.14476).
+      dual_clip: with a negative advantage the loss is at most dual_clip * |advantage| (objective
+        "clip" only); 0: no such bound.
+      kl_weight: weight of an estimate of KL(policy || reference); 0 needs no reference model.
+      kl_estimator: see kl_estimate.
       entropy_weight: weight of the entropy bonus.
       behaviour: whose log-probs the ratio is taken against: "current" (on-policy: the ratio is
-        exactly 1 and no pass is run) or "sampler" (the log-probs recorded while sampling); or
-        "truncated": as "current", each token weighed by how much more likely it is now than it was
-        when it was sampled, at most importance_cap.
+        exactly 1 and no pass is run), "sampler" (the log-probs recorded while sampling) or
+        "recomputed" (Learner.recompute: the log-probs of the weights before the step, for several
+        updates a step); or "truncated": as "current", each token weighed by how much more likely it
+        is now than it was when it was sampled, at most importance_cap. It goes with every
+        objective, and with every ratio: "more likely" is meant of the token or of its answer, as
+        `ratio` says.
       importance_cap: see behaviour.
       aggregation: see packing.weigh.
+      sequence_tokens: the constant of aggregation "sequence_sum", in tokens; the longest answer
+        that may be sampled is usual.
     """
 
+    objective: str = "clip"
+    ratio: str = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 3.0
     kl_weight: float = 0.0
+    kl_estimator: str = "k3"
     entropy_weight: float = 0.0
     behaviour: str = "current"
     importance_cap: float = 2.0
     aggregation: str = "token_mean"
+    sequence_tokens: int = 0
 
     def __post_init__(self):
+        for field, allowed in (
+            ("objective", OBJECTIVES),
+            ("ratio", RATIOS),
+            ("kl_estimator", KL_ESTIMATORS),
+            ("behaviour", BEHAVIOURS),
+        ):
+            if getattr(self, field) not in allowed:
+                raise ValueError(
+                    f"loss.{field} = {getattr(self, field)!r}: must be one of {allowed}"
+                )
         for field in ("clip_low", "clip_high", "kl_weight", "entropy_weight"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"loss.{field} = {getattr(self, field)}: must be 0 or more")
@@ -48,11 +92,68 @@ class LossConfig:
                 f"loss.importance_cap = {self.importance_cap}: must be at least 1, for what is "
                 "sampled from the policy itself"
             )
-        if not self.dual_clip > 1:
-            raise ValueError(f"loss.dual_clip = {self.dual_clip}: must be above 1")
-        if self.behaviour not in BEHAVIOURS:
-            raise ValueError(f"loss.behaviour = {self.behaviour!r}: must be one of {BEHAVIOURS}")
-        packing.check_aggregation(self.aggregation)
+        if not (self.dual_clip > 1 or self.dual_clip == 0):
+            raise ValueError(f"loss.dual_clip = {self.dual_clip}: must be above 1, or 0 for none")
+        packing.check_aggregation(self.aggregation, self.sequence_tokens)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Names of the numbers that batch_loss sums up over a micro-batch's tokens."""
+        names = ["loss", "weight", "tokens", "entropy", "mean_log_prob"]
+        names += ["clip_share", "dual_clip_share", "approx_kl"]
+        names += ["sampler_difference"] if self.behaviour != "recomputed" else []
+        return (*names, "kl") if self.kl_weight else tuple(names)
+
+
+ROLE_SUMS = ("role_tokens", "role_entropy")  # as LossConfig.sums, but one a role
+
+
+def batch_loss(
+    log_probs: jax.Array,
+    entropy: jax.Array,
+    batch: packing.MicroBatch,
+    config: LossConfig,
+    reference_log_probs: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss of a micro-batch with all its terms.
+
+    Args:
+      log_probs: float32 [B, A], of the policy that is trained.
+      entropy: float32 [B, A], in nats.
+      batch: whose log-probs these are.
+      config: the loss.
+      reference_log_probs: float32 [B, A], of the reference model, if kl_weight is not 0.
+
+    Returns:
+      The scalar loss; LossConfig.sums and ROLE_SUMS by name.
+    """
+    old, weight = jax.lax.stop_gradient(log_probs), batch.weight
+    if config.behaviour in ("sampler", "recomputed"):
+        old = batch.old_log_prob
+    if config.behaviour == "truncated":
+        since = log_ratio(log_probs, batch.old_log_prob, config.ratio, batch.answer)
+        weight *= importance(since, config.importance_cap)
+    value, sums = policy_loss(log_probs, old, batch.advantage, weight, config, batch.answer)
+    if reference_log_probs is not None:
+        estimate = kl_estimate(log_probs, reference_log_probs, config.kl_estimator)
+        kl = jnp.sum(batch.weight * estimate)
+        value, sums["kl"] = value + config.kl_weight * kl, kl
+    if config.entropy_weight:
+        value -= config.entropy_weight * jnp.sum(batch.weight * entropy)
+    real = batch.weight > 0
+    sums |= {
+        "loss": value,
+        "weight": jnp.sum(batch.weight),
+        "tokens": jnp.sum(real),
+        "entropy": jnp.sum(entropy * real),
+        "mean_log_prob": jnp.sum(batch.weight * log_probs),
+        "role_tokens": packing.sum_by_role(real, batch.role),
+        "role_entropy": packing.sum_by_role(entropy * real, batch.role),
+    }
+    if config.behaviour != "recomputed":
+        given = real & (batch.old_log_prob != 0)
+        sums["sampler_difference"] = jnp.sum(jnp.abs(log_probs - batch.old_log_prob) * given)
+    return value, sums
 
 
 def policy_loss(
@@ -61,50 +162,111 @@ def policy_loss(
     advantages: jax.Array,
     weights: jax.Array,
     config: LossConfig = LossConfig(),
+    answer: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Clipped surrogate, summed with token weights (paper Eq. 2 without KL; spec section 9).
+    """Surrogate loss, summed with token weights (paper Eq. 2 without KL; spec section 9).
 
     Args:
       log_probs: float32, any shape, of the policy that is trained.
       old_log_probs: float32, same shape, of the policy that sampled.
       advantages: float32, same shape.
       weights: float32, same shape; sums to 1 over a batch for a token mean, 0 masks a token.
-      config: clipping constants.
+      config: objective, ratio and clipping constants.
+      answer: int32, same shape, which is then [B, A]: see MicroBatch; needed for the ratio of a
+        sequence.
 
     Returns:
-      The scalar loss, and weighted sums: clipped share, dual-clipped share, approximate KL.
+      The scalar loss, and weighted sums: clipped share (of objective "cispo": of tokens whose ratio
+      is not in bounds), dual-clipped share, approximate KL (of tokens, whatever the ratio is of).
     """
-    log_ratio = jnp.clip(log_probs - old_log_probs, -20.0, 20.0)
-    ratio = jnp.exp(log_ratio)
-    plain = -advantages * ratio
-    clipped = -advantages * jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
-    pessimistic = jnp.maximum(plain, clipped)
-    ceiling = -advantages * config.dual_clip
-    negative = advantages < 0
-    losses = jnp.where(negative, jnp.minimum(pessimistic, ceiling), pessimistic)
+    tokens = log_ratio(log_probs, old_log_probs)
+    far = log_ratio(log_probs, old_log_probs, config.ratio, answer)
+    ratio = jnp.exp(jnp.clip(far, -_FARTHEST, _FARTHEST))
+    bounded = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
+    dual_clipped = jnp.zeros_like(ratio)
+    if config.objective == "cispo":
+        losses = -advantages * jax.lax.stop_gradient(bounded) * log_probs
+        is_clipped = bounded != ratio
+    else:
+        plain, clipped = -advantages * ratio, -advantages * bounded
+        losses, is_clipped = jnp.maximum(plain, clipped), clipped > plain
+        if config.dual_clip:
+            ceiling = -advantages * config.dual_clip
+            negative = advantages < 0
+            dual_clipped = negative & (losses > ceiling)
+            losses = jnp.where(negative, jnp.minimum(losses, ceiling), losses)
     sums = {
-        "clip_share": jnp.sum(weights * (clipped > plain)),
-        "dual_clip_share": jnp.sum(weights * (negative & (pessimistic > ceiling))),
-        "approx_kl": -jnp.sum(weights * log_ratio),
+        "clip_share": jnp.sum(weights * is_clipped),
+        "dual_clip_share": jnp.sum(weights * dual_clipped),
+        "approx_kl": -jnp.sum(weights * jnp.clip(tokens, -_FARTHEST, _FARTHEST)),
     }
     return jnp.sum(weights * losses), sums
 
 
-def importance(log_probs: jax.Array, old_log_probs: jax.Array, cap: float) -> jax.Array:
-    """Truncated importance weights min(pi / pi_old, cap) of tokens, a constant of the gradient.
+def log_ratio(
+    log_probs: jax.Array,
+    old_log_probs: jax.Array,
+    ratio: str = "token",
+    answer: jax.Array | None = None,
+) -> jax.Array:
+    """log(pi / pi_old) of tokens, or of the answers that they are in.
+
+    Args:
+      log_probs, old_log_probs: float32, any shape; [B, A] unless the ratio is of tokens.
+      ratio: "token"; "sequence": the sum over the token's answer; "sequence_mean": the mean.
+      answer: int32 [B, A], see MicroBatch; needed unless the ratio is of tokens.
+
+    Returns:
+      float32, same shape; of an answer's ratio 0 where padded.
+
+    Raises:
+      ValueError: the answers are not given, and needed.
+    """
+    tokens = log_probs - old_log_probs
+    if ratio == "token":
+        return tokens
+    if answer is None:
+        raise ValueError(f"ratio {ratio!r}: needs to know which token is of which answer")
+    sums = packing.sum_by_answer(tokens, answer)
+    if ratio == "sequence":
+        return sums
+    return sums / jnp.maximum(packing.sum_by_answer(jnp.ones_like(tokens), answer), 1.0)
+
+
+def importance(log_ratio: jax.Array, cap: float) -> jax.Array:
+    """Truncated importance weights min(pi / pi_old, cap), a constant of the gradient.
 
     Source: Espeholt et al. 2018 (arXiv 1802.01561), the truncation of IMPALA.
 
     Args:
-      log_probs: float32, any shape, of the policy that is trained.
-      old_log_probs: float32, same shape, of the policy that sampled.
+      log_ratio: float32, any shape, log(pi / pi_old).
       cap: at least 1.
     """
-    log_ratio = jnp.minimum(log_probs - old_log_probs, math.log(cap))
-    return jax.lax.stop_gradient(jnp.exp(log_ratio))
+    return jax.lax.stop_gradient(jnp.exp(jnp.minimum(log_ratio, math.log(cap))))
 
 
-def kl_estimate(log_probs: jax.Array, reference_log_probs: jax.Array) -> jax.Array:
-    """The k3 estimate of KL(policy || reference) per token: exp(d) - d - 1, d = ref - policy."""
-    difference = jnp.clip(reference_log_probs - log_probs, -20.0, 20.0)
+def kl_estimate(
+    log_probs: jax.Array, reference_log_probs: jax.Array, estimator: str = "k3"
+) -> jax.Array:
+    """An estimate of KL(policy || reference) per token, of tokens that the policy drew.
+
+    With d = log reference - log policy (Schulman 2020, "Approximating KL divergence"):
+
+      k1 = -d: unbiased, and often negative. As a term of a loss it does nothing but add noise: the
+        mean of its gradient is 0. It is here because others offer it.
+      k2 = d^2 / 2: biased, but the mean of its gradient is that of KL(policy || reference).
+      k3 = exp(d) - d - 1: unbiased and never negative; the mean of its gradient is that of
+        KL(reference || policy).
+
+    d is kept within 20, k3 within 10, beyond which they have no gradient.
+
+    Args:
+      log_probs, reference_log_probs: float32, same shape.
+      estimator: one of KL_ESTIMATORS.
+    """
+    difference = jnp.clip(reference_log_probs - log_probs, -_FARTHEST, _FARTHEST)
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference**2 / 2
     return jnp.clip(jnp.exp(difference) - difference - 1.0, -10.0, 10.0)
