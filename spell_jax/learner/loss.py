@@ -256,17 +256,16 @@ def kl_estimate(
         mean of its gradient is 0. It is here because others offer it.
       k2 = d^2 / 2: biased, but the mean of its gradient is that of KL(policy || reference).
       k3 = exp(d) - d - 1: unbiased and never negative; the mean of its gradient is that of
-        KL(reference || policy).
-
-    d is kept within 20, k3 within 10, beyond which they have no gradient.
+        KL(reference || policy). It is at most 10, beyond which it has no gradient.
 
     Args:
       log_probs, reference_log_probs: float32, same shape.
       estimator: one of KL_ESTIMATORS.
     """
-    difference = jnp.clip(reference_log_probs - log_probs, -_FARTHEST, _FARTHEST)
+    difference = reference_log_probs - log_probs
     if estimator == "k1":
         return -difference
     if estimator == "k2":
         return difference**2 / 2
+    difference = jnp.clip(difference, -_FARTHEST, _FARTHEST)
     return jnp.clip(jnp.exp(difference) - difference - 1.0, -10.0, 10.0)

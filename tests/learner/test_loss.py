@@ -13,9 +13,8 @@ from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig, kl_estimate, policy_loss
 
 CASES = Path(__file__).parents[1] / "reference_cases"
-# The reference's names for ours. Its "seq-mean-token-sum" and "seq-mean-token-sum-norm" weigh an
-# answer by its length (the second divides by the padded width), which depends on how rows are
-# padded and is in neither paper nor design: there is no such mode here.
+# The reference's names for ours. Its "seq-mean-token-sum" and "seq-mean-token-sum-norm" are
+# "sequence_sum" with certain constants: the second divides by the padded width, and not by rows.
 AGGREGATIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 
 
@@ -29,8 +28,15 @@ def read(name: str) -> list[dict]:
 def _weights(mask: np.ndarray, mode: str) -> np.ndarray:
     """Token weights of rows that are groups of one answer each."""
     groups = [packing.Group([1], [[2] * int(row.sum())], [0.0]) for row in mask]
-    weighed = packing.weigh(groups, AGGREGATIONS[mode])
-    return mask * np.array([group.weights for group in weighed], np.float32)
+    if mode in AGGREGATIONS:
+        weighed = packing.weigh(groups, AGGREGATIONS[mode])
+    else:
+        weighed = packing.weigh(groups, "sequence_sum", mask.shape[1])
+    weights = mask * np.array([group.weights for group in weighed], np.float32)
+    return weights * {
+        "seq-mean-token-sum": mask.shape[1],
+        "seq-mean-token-sum-norm": len(mask),
+    }.get(mode, 1)
 
 
 def test_reference_aggregations() -> None:
@@ -43,20 +49,37 @@ def test_reference_aggregations() -> None:
         assert total == pytest.approx(case["out"], rel=1e-5, abs=1e-6)
 
 
+def test_reference_sums_of_sequences() -> None:
+    """The aggregations that are sequence_sum, alone and in the loss."""
+    cases = [case for case in read("agg_loss") if case["in"]["mode"] not in AGGREGATIONS]
+    assert len(cases) == 12
+    for case in cases:
+        mask = np.array(case["in"]["mask"], np.float32)
+        total = np.sum(_weights(mask, case["in"]["mode"]) * np.array(case["in"]["mat"]))
+        assert total == pytest.approx(case["out"], rel=1e-5, abs=1e-6)
+    cases = [case for case in read("policy_loss") if case["in"]["agg"] not in AGGREGATIONS]
+    assert len(cases) == 7
+    for case in cases:
+        assert float(_policy_loss(case)[0]) == pytest.approx(case["out"][0], rel=1e-5, abs=1e-6)
+
+
+def _policy_loss(case: dict):
+    given = {k: np.array(v, np.float32) for k, v in case["in"].items() if k != "agg"}
+    weights = _weights(given["mask"], case["in"]["agg"])
+    config = LossConfig(
+        clip_low=case["in"]["clip_low"],
+        clip_high=case["in"]["clip_high"],
+        dual_clip=case["in"]["clip_c"],
+    )
+    numbers = (given[name] for name in ("log_prob", "old_log_prob", "advantages"))
+    return policy_loss(*numbers, weights, config)
+
+
 def test_reference_policy_loss() -> None:
     cases = [case for case in read("policy_loss") if case["in"]["agg"] in AGGREGATIONS]
     assert len(cases) == 12
     for case in cases:
-        given = {k: np.array(v, np.float32) for k, v in case["in"].items() if k != "agg"}
-        weights = _weights(given["mask"], case["in"]["agg"])
-        config = LossConfig(
-            clip_low=case["in"]["clip_low"],
-            clip_high=case["in"]["clip_high"],
-            dual_clip=case["in"]["clip_c"],
-        )
-        value, sums = policy_loss(
-            given["log_prob"], given["old_log_prob"], given["advantages"], weights, config
-        )
+        value, sums = _policy_loss(case)
         wanted, clipped, kl, dual = case["out"]
         assert float(value) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
         if case["in"]["agg"] == "token-mean":  # the reference's shares are always token means
@@ -65,12 +88,22 @@ def test_reference_policy_loss() -> None:
 
 
 def test_reference_kl() -> None:
-    # Ours is k3; "kl", "k1", "abs", "mse", "k2" are estimates that we do not have. The
-    # reference's unclamped "k3" equals the clamped "low_var_kl" wherever no clamp is reached.
+    # The reference's unclamped "k3" equals the clamped "low_var_kl" wherever no clamp is reached.
     cases = [case for case in read("kl_penalty") if case["in"]["kind"] in ("k3", "low_var_kl")]
     assert len(cases) == 3
     for case in cases:
         found = kl_estimate(jnp.array(case["in"]["logprob"]), jnp.array(case["in"]["ref_logprob"]))
+        np.testing.assert_allclose(found, case["out"], rtol=1e-5, atol=1e-6)
+
+
+def test_reference_kl_of_other_estimators() -> None:
+    # Its "kl" is k1 and its "mse" k2; "abs" we do not have.
+    names = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+    cases = [case for case in read("kl_penalty") if case["in"]["kind"] in names]
+    assert len(cases) == 7
+    for case in cases:
+        log_probs = (jnp.array(case["in"][name]) for name in ("logprob", "ref_logprob"))
+        found = kl_estimate(*log_probs, names[case["in"]["kind"]])
         np.testing.assert_allclose(found, case["out"], rtol=1e-5, atol=1e-6)
 
 
@@ -121,6 +154,15 @@ def test_extreme_ratios_stay_finite() -> None:
         ({"kl_weight": -0.1}, r"loss\.kl_weight = -0\.1: must be 0 or more"),
         ({"clip_low": float("nan")}, r"loss\.clip_low = nan: must be 0 or more"),
         ({"dual_clip": 1.0}, r"loss\.dual_clip = 1\.0: must be above 1"),
+        ({"dual_clip": -1.0}, r"loss\.dual_clip = -1\.0: must be above 1, or 0 for none"),
+        ({"objective": "ppo"}, r"loss\.objective = 'ppo': must be one of \('clip', 'cispo'\)"),
+        ({"ratio": "answer"}, r"loss\.ratio = 'answer': must be one of \('token', "),
+        ({"kl_estimator": "kl"}, r"loss\.kl_estimator = 'kl': must be one of \('k1', "),
+        ({"sequence_tokens": -1}, r"loss\.sequence_tokens = -1: must be at least 0 for loss\.agg"),
+        (
+            {"aggregation": "sequence_sum"},
+            r"loss\.sequence_tokens = 0: must be at least 1 for loss\.aggregation = 'sequence_sum'",
+        ),
     ],
 )
 def test_config_mistakes_are_named(fields: dict, message: str) -> None:

@@ -319,11 +319,12 @@ def test_means_and_gradients_of_kl_estimates() -> None:
     assert np.abs(right - other).max() > 0.01
 
 
-def test_kl_estimates_are_kept_within_bounds() -> None:
+def test_k3_is_kept_within_bounds() -> None:
     far, near = jnp.array([0.0, -100.0]), jnp.array([-100.0, 0.0])
-    for estimator, wanted in {"k1": [20, -20], "k2": [200, 200], "k3": [10, 10]}.items():
+    for estimator, wanted in {"k1": [100, -100], "k2": [5000, 5000], "k3": [10, 10]}.items():
         np.testing.assert_allclose(losses.kl_estimate(far, near, estimator), wanted)
-        assert np.isfinite(losses.kl_estimate(far, near, estimator)).all()
+    gradient = jax.grad(lambda x: jnp.sum(losses.kl_estimate(x, near)))(far)
+    np.testing.assert_array_equal(gradient, [0.0, 0.0])
 
 
 # ----------------------------------------------------------------------------------- Who sums what
