@@ -50,10 +50,11 @@ def learner(
     loss: LossConfig = RECOMPUTED,
     mesh: Mesh = (),
     policy=tiny.POLICY,
+    compute_dtype: str = "float32",
 ) -> Counted:
     """On one device, or on the eight of a mesh."""
     placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, None if mesh else jax.devices()[:1])
-    return Counted(policy, SMOOTH, loss, layout, placed, TEMPERATURE)
+    return Counted(policy, SMOOTH, loss, layout, placed, TEMPERATURE, compute_dtype)
 
 
 @jax.jit
@@ -130,6 +131,17 @@ def test_of_adapters_too() -> None:
     (wanted,) = log_probs(whole, GROUPS[:1])
     for old, expected in zip(found.old_log_probs or [], wanted, strict=True):
         np.testing.assert_allclose(old, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_in_the_compute_dtype_as_the_update_reads_them() -> None:
+    made = learner(loss=LossConfig(behaviour="sampler"), compute_dtype="bfloat16")
+    state = fresh(made)
+    _, numbers = made.update(state, made.recompute(state, GROUPS))
+    assert numbers["sampler_difference"] < 1e-4
+    (found, *_) = made.recompute(fresh(made), GROUPS)
+    (wanted, *_) = log_probs(tiny.weights(), GROUPS)
+    pairs = zip(found.old_log_probs or [], wanted, strict=True)
+    assert max(np.abs(a - b).max() for a, b in pairs) > 1e-3  # than in float32
 
 
 def test_refused_answers_have_none_and_are_refused_again() -> None:
