@@ -125,6 +125,7 @@ def _game() -> Any:
     game.verifier_share = 0.125
     game.consistency_gate = True
     game.balance_verdicts = False
+    game.divide_by_deviation = True
     game.keep_surplus = False
     game.static_questions = 960  # game "rlvr" only
     return game
@@ -173,13 +174,17 @@ def _optimiser() -> Any:
 def _loss() -> Any:
     """The loss; learner/loss.py, LossConfig."""
     loss: Any = ConfigDict()
+    loss.objective = "clip"  # or "cispo"
+    loss.ratio = "token"  # or "sequence", "sequence_mean"
     loss.aggregation = "token_mean"
-    loss.behaviour = "current"  # or "truncated", "sampler"
+    loss.sequence_tokens = 0  # the constant of aggregation "sequence_sum"
+    loss.behaviour = "current"  # or "truncated", "sampler", "recomputed"
     loss.importance_cap = 2.0  # of behaviour "truncated"
     loss.clip_low = 0.2
     loss.clip_high = 0.2
-    loss.dual_clip = 3.0
+    loss.dual_clip = 3.0  # 0: none
     loss.kl_weight = 0.0
+    loss.kl_estimator = "k3"  # or "k1", "k2"
     loss.entropy_weight = 0.0
     return loss
 

@@ -290,7 +290,7 @@ class Spell:
         responder = []
         for e in good:
             if e.response is not None:
-                e.advantages["responder"] = group_advantages(e.scores).tolist()
+                e.advantages["responder"] = self._group_advantages(e.scores)
                 responder.append(e.response.group(e.advantages["responder"], "responder"))
         return (
             responder + self._questioner_rows(good, episodes) + self._verifier_rows(good, answered)
@@ -336,10 +336,15 @@ class Spell:
         )
         groups = []
         for e, i, reply in (eligible[at] for at in chosen):
-            advantages = group_advantages(self._verifier_rewards(e.votes[i])).tolist()
+            advantages = self._group_advantages(self._verifier_rewards(e.votes[i]))
             e.verdict_advantages[i] = advantages
             groups.append(reply.group(advantages, "verifier"))
         return groups
+
+    def _group_advantages(self, scores: Sequence[float]) -> list[float]:
+        """Of one group, of responder or verifier (8)."""
+        divide = self.config.divide_by_deviation
+        return group_advantages(scores, divide_by_deviation=divide).tolist()
 
     def _verifier_rewards(self, votes: Sequence[int]) -> list[float]:
         """Of each vote on an answer (5)."""

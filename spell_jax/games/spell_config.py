@@ -54,6 +54,8 @@ class SpellConfig:
       verifier_share: verifier rows for each responder row.
       consistency_gate: the verifier learns only where its majority agrees with the rule.
       balance_verdicts: as many yes as no groups for the verifier.
+      divide_by_deviation: whether advantages of responder and verifier are divided by their group's
+        deviation (8); Dr. GRPO (arXiv 2503.20783) leaves it out.
       keep_surplus: train on all questions with mixed rewards, also those over `questions`.
     """
 
@@ -88,6 +90,7 @@ class SpellConfig:
     verifier_share: float = 0.125
     consistency_gate: bool = True
     balance_verdicts: bool = False
+    divide_by_deviation: bool = True
     keep_surplus: bool = False
 
     def __post_init__(self):

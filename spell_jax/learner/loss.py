@@ -1,35 +1,29 @@
-"""Log-probs by slices of the vocabulary, and the clipped policy-gradient loss.
+"""The policy-gradient loss of a micro-batch, and its variants.
 
-The vocabulary head is written out, forward and backward:
-
-1. On a mesh hidden states of answer tokens move to the device that scores them (over `context`);
-   the vocabulary stays split over `tensor`.
-2. A loop over slices of a device's share of the vocabulary gathers the slice's weights over the
-   axes of their width, and has logits of all tokens for that slice alone. Neither logits [A, V]
-   nor the whole table [V, D] exist anywhere.
-3. The backward pass is the same loop. A slice's gradient is complete after one product over all
-   tokens of a device, in float32; it is summed over devices in float32, at once, and rounded to the
-   table's dtype once. Gradients of hidden states are summed in float32 too.
+1. Of every answer token there is a log-ratio: how much more likely it is now than under the
+   behaviour policy; `ratio` says whether it is the token's own or that of its whole answer.
+2. `objective` makes a loss of ratio and advantage: "clip" (PPO's, which GRPO, DAPO and GSPO have)
+   or "cispo".
+3. Behaviour "truncated" weighs tokens by how far the policy that sampled them is away.
+4. Token losses are added with the weights that packing.weigh gave them; estimates of the KL to a
+   reference model and an entropy bonus are added with the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
 from spell_jax.learner import packing
-from spell_jax.policy import transformer
-from spell_jax.policy.config import PolicyConfig
-from spell_jax.runtime import collectives
-from spell_jax.runtime import mesh as meshes
 
-BEHAVIOURS = ("current", "sampler", "truncated")
-_LANES = 128  # of a TPU's registers: an array's last axis is stored in such pieces
-_LOWEST = -1e20  # a logit of no weight; finite, so that 0 times it is 0
+BEHAVIOURS = ("current", "sampler", "truncated", "recomputed")
+OBJECTIVES = ("clip", "cispo")
+RATIOS = ("token", "sequence", "sequence_mean")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+_FARTHEST = 20.0  # log-ratios are kept within it, so that nothing overflows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,28 +31,59 @@ class LossConfig:
     """Hyper-parameters of the loss (paper section E.3; spec section 9).
 
     Attributes:
-      clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-      dual_clip: with a negative advantage the loss is at most dual_clip * |advantage|.
-      kl_weight: weight of the k3 estimate of KL(policy || reference); 0 needs no reference model.
+      objective: "clip": the pessimistic one of the ratio and the clipped ratio, times the advantage
+        (paper Eq. 2). "cispo": the clipped ratio, a constant, times advantage and log-prob, so that
+        no token loses its gradient (MiniMax-M1, arXiv 2506.13585, Eq. 4 and 5; in effect it has no
+        lower bound, which clip_low = 1 is).
+      ratio: "token": of each token by itself. "sequence": of an answer, the product over its
+        tokens (EAPO Eq. 1). "sequence_mean": its geometric mean over them (GSPO, arXiv 2507.18071,
+        Eq. 7), so that clip_low and clip_high of 3e-4 and 4e-4 are usual. All tokens of an answer
+        then have one ratio, of which each has a gradient. Both equations average over answers:
+        aggregation "sequence_mean"; any other weighs an answer's loss by its length as well.
+      clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; a higher clip_high
+        is DAPO's clip-higher (arXiv 2503.14476).
+      dual_clip: with a negative advantage the loss is at most dual_clip * |advantage| (objective
+        "clip" only); 0: no such bound.
+      kl_weight: weight of an estimate of KL(policy || reference); 0 needs no reference model.
+      kl_estimator: see kl_estimate.
       entropy_weight: weight of the entropy bonus.
       behaviour: whose log-probs the ratio is taken against: "current" (on-policy: the ratio is
-        exactly 1 and no pass is run) or "sampler" (the log-probs recorded while sampling); or
-        "truncated": as "current", each token weighed by how much more likely it is now than it was
-        when it was sampled, at most importance_cap.
+        exactly 1 and no pass is run), "sampler" (the log-probs recorded while sampling) or
+        "recomputed" (Learner.recompute: the log-probs of the weights before the step, for several
+        updates a step); or "truncated": as "current", each token weighed by how much more likely it
+        is now than it was when it was sampled, at most importance_cap. It goes with every
+        objective, and with every ratio: "more likely" is meant of the token or of its answer, as
+        `ratio` says.
       importance_cap: see behaviour.
       aggregation: see packing.weigh.
+      sequence_tokens: the constant of aggregation "sequence_sum", in tokens; the longest answer
+        that may be sampled is usual.
     """
 
+    objective: str = "clip"
+    ratio: str = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 3.0
     kl_weight: float = 0.0
+    kl_estimator: str = "k3"
     entropy_weight: float = 0.0
     behaviour: str = "current"
     importance_cap: float = 2.0
     aggregation: str = "token_mean"
+    sequence_tokens: int = 0
 
     def __post_init__(self):
+        for field, allowed in (
+            ("objective", OBJECTIVES),
+            ("ratio", RATIOS),
+            ("kl_estimator", KL_ESTIMATORS),
+            ("behaviour", BEHAVIOURS),
+        ):
+            if getattr(self, field) not in allowed:
+                raise ValueError(
+                    f"loss.{field} = {getattr(self, field)!r}: must be one of {allowed}"
+                )
         for field in ("clip_low", "clip_high", "kl_weight", "entropy_weight"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"loss.{field} = {getattr(self, field)}: must be 0 or more")
@@ -67,278 +92,68 @@ class LossConfig:
                 f"loss.importance_cap = {self.importance_cap}: must be at least 1, for what is "
                 "sampled from the policy itself"
             )
-        if not self.dual_clip > 1:
-            raise ValueError(f"loss.dual_clip = {self.dual_clip}: must be above 1")
-        if self.behaviour not in BEHAVIOURS:
-            raise ValueError(f"loss.behaviour = {self.behaviour!r}: must be one of {BEHAVIOURS}")
-        packing.check_aggregation(self.aggregation)
-
-
-def score_tokens(
-    config: PolicyConfig,
-    params: transformer.Params,
-    hidden: jax.Array,
-    source: jax.Array,
-    target: jax.Array,
-    temperature: float,
-    numbers_at_once: int = 2**26,
-) -> tuple[jax.Array, jax.Array]:
-    """Log-prob and entropy of answer tokens; logits exist only for a slice of the vocabulary.
-
-    Args:
-      config: the architecture.
-      params: parameters in the compute dtype.
-      hidden: [B, T, D].
-      source: int32 [B, A], which hidden state on axis T predicts each answer token.
-      target: int32 [B, A].
-      temperature: sampling temperature; 0 (greedy) scores at 1.
-      numbers_at_once: bounds a slice of the vocabulary: a device holds at most so many float32
-        logits of it, and so many of its weights and their gradient; 2**26 are 256 MiB. A slice
-        has at least 128 rows of the table, whatever the bound.
-
-    Returns:
-      float32 log-probs [B, A] under the full vocabulary at that temperature (no top-p
-      renormalisation, spec section 9), and float32 entropies [B, A] in nats.
-    """
-    table = params["embedding" if config.tied_embeddings else "unembedding"]
-    layout = _lay_out(table.shape, target.shape, temperature or 1.0, numbers_at_once)
-    return _head(_pick(hidden, source, layout), table, target, layout)
-
-
-# ------------------------------------------------------------------------- The vocabulary head
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout(collectives.Split):
-    """How the head is split, over devices (its leading axis is V) and in time.
-
-    Attributes:
-      size: rows of a slice, of a device's share of the table.
-      temperature: above 0.
-    """
-
-    size: int = 0
-    temperature: float = 1.0
-
-    def shard(self, function, specs_in, specs_out):
-        """The function of shards, as a function of whole arrays."""
-        return collectives.on_shards(self.mesh, function, specs_in, specs_out)
+        if not (self.dual_clip > 1 or self.dual_clip == 0):
+            raise ValueError(f"loss.dual_clip = {self.dual_clip}: must be above 1, or 0 for none")
+        packing.check_aggregation(self.aggregation, self.sequence_tokens)
 
     @property
-    def dealt(self) -> int:
-        """Devices over which the tokens of a row are dealt out."""
-        return self.count(self.time)
+    def sums(self) -> tuple[str, ...]:
+        """Names of the numbers that batch_loss sums up over a micro-batch's tokens."""
+        names = ["loss", "weight", "tokens", "entropy", "mean_log_prob"]
+        names += ["clip_share", "dual_clip_share", "approx_kl"]
+        names += ["sampler_difference"] if self.behaviour != "recomputed" else []
+        return (*names, "kl") if self.kl_weight else tuple(names)
 
 
-def _lay_out(
-    table: tuple[int, int], tokens: tuple[int, ...], temperature: float, numbers_at_once: int
-) -> _Layout:
-    """The layout of a table [V, D] and tokens [B, A] on the mesh that is set."""
-    rows, width = table
-    layout = _Layout.of(tokens, rows, width, over=meshes.TENSOR, temperature=temperature)
-    widest = max(math.prod(tokens) // layout.count(layout.rows + layout.time), width)
-    size = _slice_size(rows // layout.count(layout.leading), widest, numbers_at_once)
-    return dataclasses.replace(layout, size=size)
+ROLE_SUMS = ("role_tokens", "role_entropy")  # as LossConfig.sums, but one a role
 
 
-def _slice_size(rows: int, widest: int, numbers_at_once: int) -> int:
-    """Rows of a slice: as few slices as the bound allows, alike, of a multiple of 128 rows or
-    all."""
-    most = max(numbers_at_once // widest // _LANES, 1) * _LANES
-    if rows <= most:
-        return rows
-    return -(-rows // -(-rows // most) // _LANES) * _LANES
+def batch_loss(
+    log_probs: jax.Array,
+    entropy: jax.Array,
+    batch: packing.MicroBatch,
+    config: LossConfig,
+    reference_log_probs: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss of a micro-batch with all its terms.
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _pick(hidden: jax.Array, source: jax.Array, layout: _Layout) -> jax.Array:
-    """Hidden states [B, A, D] of answer tokens, out of [B, T, D]: on a mesh each goes to the device
-    that scores it."""
-    return _pick_forward(hidden, source, layout)[0]
-
-
-def _pick_forward(hidden, source, layout: _Layout):
-    spec = layout.tokens_spec
-    run = functools.partial(_pick_on_device, layout=layout)
-    saved = source, jnp.zeros((0, hidden.shape[1]))  # nothing, which keeps T
-    return layout.shard(run, (spec, spec), spec)(hidden, source), saved
-
-
-def _pick_backward(layout: _Layout, saved, gradient):
-    (source, like), spec = saved, layout.tokens_spec
-    time = like.shape[1] // layout.dealt
-    run = functools.partial(_put_back_on_device, time=time, layout=layout)
-    return layout.shard(run, (spec, spec), spec)(gradient, source), None
-
-
-_pick.defvjp(_pick_forward, _pick_backward)
-
-
-def _slots(source, time: int, layout: _Layout):
-    """Where a device has the hidden states that answers of its rows need, those of other devices
-    included: int32 [B, A], and `time`, one too many, where it has not."""
-    if layout.dealt == 1:
-        return source
-    source = jax.lax.all_gather(source, meshes.CONTEXT, axis=1, tiled=True)
-    slot = source - jax.lax.axis_index(meshes.CONTEXT) * time
-    return jnp.where((slot >= 0) & (slot < time), slot, time)
-
-
-def _pick_on_device(hidden, source, *, layout: _Layout):
-    """One device's hidden states: each device lays out those that it has, for all answers of its
-    rows, with zeros elsewhere, and the sum is scattered."""
-    rows, time, width = hidden.shape
-    slots = _slots(source, time, layout)[..., None]
-    picked = jnp.take_along_axis(hidden, slots, axis=1, mode="fill", fill_value=0)
-    if layout.dealt == 1:
-        return picked
-    # In two dimensions, or XLA for TPUs writes an all-reduce of the whole.
-    picked = picked.swapaxes(0, 1).reshape(-1, rows * width)
-    return (
-        collectives.sum_scatter(picked, (meshes.CONTEXT,)).reshape(-1, rows, width).swapaxes(0, 1)
-    )
-
-
-def _put_back_on_device(gradient, source, *, time: int, layout: _Layout):
-    """One device's gradient [B, T, D], of that of picked states [B, A, D].
-
-    The first tokens of G answers share a hidden state: its gradients are summed in float32, a
-    sixteenth of the answers at a time, as float32 copies of all (0.5 GB at A = 32,768 and
-    D = 3,584) would take more memory than the head.
-    """
-    slots = _slots(source, time, layout)
-    if layout.dealt > 1:
-        gradient = jax.lax.all_gather(gradient, meshes.CONTEXT, axis=1, tiled=True)
-    rows, answers, width = gradient.shape
-    pieces = math.gcd(answers, 16)
-    size, row = answers // pieces, jnp.arange(rows)[:, None]
-
-    def one_piece(index, total):
-        where, what = (
-            jax.lax.dynamic_slice_in_dim(x, index * size, size, 1) for x in (slots, gradient)
-        )
-        return total.at[row, where].add(what.astype(jnp.float32), mode="drop")
-
-    total = jnp.zeros((rows, time, width), jnp.float32)
-    return collectives.rounded(jax.lax.fori_loop(0, pieces, one_piece, total), gradient.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _head(picked: jax.Array, table: jax.Array, target: jax.Array, layout: _Layout):
-    """Log-probs and entropies [B, A] of targets [B, A] from hidden states [B, A, D] and the table
-    [V, D]."""
-    return _head_forward(picked, table, target, layout)[0]
-
-
-def _head_forward(picked, table, target, layout: _Layout):
-    run = functools.partial(_scores_on_device, layout=layout)
-    tokens = layout.tokens_spec
-    specs = (tokens, layout.table_spec, tokens)
-    log_prob, entropy, log_mass = layout.shard(run, specs, (tokens,) * 3)(picked, table, target)
-    return (log_prob, entropy), (picked, table, target, log_mass, entropy)
-
-
-def _head_backward(layout: _Layout, saved, gradients):
-    run = functools.partial(_gradients_on_device, layout=layout)
-    tokens, table = layout.tokens_spec, layout.table_spec
-    specs = (tokens, table, *[tokens] * 5)
-    return *layout.shard(run, specs, (tokens, table))(*saved, *gradients), None
-
-
-_head.defvjp(_head_forward, _head_backward)
-
-
-def _read_slice(step, picked, table, layout: _Layout):
-    """The step's slice of a device's share [V', D'] of the table.
-
-    The last slice begins where it still fits, so that nothing is padded. Columns that an earlier
-    slice had weigh nothing, and are no token's.
+    Args:
+      log_probs: float32 [B, A], of the policy that is trained.
+      entropy: float32 [B, A], in nats.
+      batch: whose log-probs these are.
+      config: the loss.
+      reference_log_probs: float32 [B, A], of the reference model, if kl_weight is not 0.
 
     Returns:
-      Its first row; its weights [slice, D], gathered; logits [B, A, slice] in float32; the token of
-      each column, int32 [slice].
+      The scalar loss; LossConfig.sums and ROLE_SUMS by name.
     """
-    size = layout.size
-    first = jnp.minimum(step * size, len(table) - size)
-    weights = jax.lax.dynamic_slice_in_dim(table, first, size)
-    if layout.width:
-        weights = jax.lax.all_gather(weights, layout.width, axis=1, tiled=True)
-    logits = jnp.einsum("bad,vd->bav", picked, weights, preferred_element_type=jnp.float32)
-    row = first + jnp.arange(size, dtype=jnp.int32)
-    new = row >= step * size
-    token = row + jax.lax.axis_index(layout.leading) * len(table) if layout.leading else row
-    logits = jnp.where(new, logits / layout.temperature, _LOWEST)
-    return first, weights, logits, jnp.where(new, token, -1)
-
-
-def _scores_on_device(picked, table, target, *, layout: _Layout):
-    """One device's log-probs, entropies and log masses [B, A], of its shards."""
-
-    def one_slice(carry, step):
-        top, mass, moment, chosen = carry
-        _, _, logits, token = _read_slice(step, picked, table, layout)
-        is_target = token == target[..., None]
-        chosen += jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
-        higher = jnp.maximum(top, jnp.max(logits, axis=-1))
-        mass, moment = _lower(mass, moment, top - higher)
-        below = logits - higher[..., None]
-        weights = jnp.exp(below)
-        mass += jnp.sum(weights, axis=-1)
-        moment += jnp.sum(weights * below, axis=-1)
-        return (higher, mass, moment, chosen), None
-
-    zero = jnp.zeros(target.shape, jnp.float32)
-    start = (jnp.full(target.shape, _LOWEST, jnp.float32), zero, zero, zero)
-    steps = jnp.arange(-(-len(table) // layout.size))
-    (top, mass, moment, chosen), _ = jax.lax.scan(one_slice, start, steps)
-    if layout.leading:
-        highest = jax.lax.pmax(top, layout.leading)
-        sums = (*_lower(mass, moment, top - highest), chosen)
-        top, (mass, moment, chosen) = highest, jax.lax.psum(sums, layout.leading)
-    log_mass = jnp.log(mass)
-    return chosen - top - log_mass, log_mass - moment / mass, top + log_mass
-
-
-def _lower(mass, moment, by):
-    """sum(exp(x)) and sum(exp(x) x) as they are for x + by."""
-    scale = jnp.exp(by)
-    return scale * mass, scale * (moment + by * mass)
-
-
-def _gradients_on_device(
-    picked, table, target, log_mass, entropy, to_log_prob, to_entropy, *, layout: _Layout
-):
-    """One device's gradients, of its hidden states [B, A, D] and its share of the table."""
-
-    def one_slice(carry, step):
-        of_picked, of_table = carry
-        first, weights, logits, token = _read_slice(step, picked, table, layout)
-        log_probs = logits - log_mass[..., None]
-        down = to_log_prob[..., None] + to_entropy[..., None] * (log_probs + entropy[..., None])
-        up = jnp.where(token == target[..., None], to_log_prob[..., None], 0.0)
-        of_logits = (up - jnp.exp(log_probs) * down) / layout.temperature
-        # Products read the compute dtype, as in the forward pass, and sum in float32.
-        of_logits = of_logits.astype(picked.dtype)
-        of_picked += jnp.einsum(
-            "bav,vd->bad", of_logits, weights, preferred_element_type=jnp.float32
-        )
-        # Turned, [D, slice]: scattered over columns, 224 of them a device, XLA for TPUs would write
-        # an all-reduce of the whole where it writes a reduce-scatter over rows.
-        part = jnp.einsum("bav,bad->dv", of_logits, picked, preferred_element_type=jnp.float32)
-        part = collectives.sum_scatter(part, layout.width)
-        if layout.summed:
-            part = jax.lax.psum(part, layout.summed)
-        # Rows that an earlier slice had get zeros here: every row is rounded once.
-        part = collectives.rounded(part, table.dtype).T
-        part += jax.lax.dynamic_slice_in_dim(of_table, first, layout.size)
-        return (of_picked, jax.lax.dynamic_update_slice_in_dim(of_table, part, first, 0)), None
-
-    start = (jnp.zeros(picked.shape, jnp.float32), jnp.zeros_like(table))
-    steps = jnp.arange(-(-len(table) // layout.size))
-    (of_picked, of_table), _ = jax.lax.scan(one_slice, start, steps)
-    if layout.leading:
-        of_picked = jax.lax.psum(of_picked, layout.leading)
-    return collectives.rounded(of_picked, picked.dtype), of_table
+    old, weight = jax.lax.stop_gradient(log_probs), batch.weight
+    if config.behaviour in ("sampler", "recomputed"):
+        old = batch.old_log_prob
+    if config.behaviour == "truncated":
+        since = log_ratio(log_probs, batch.old_log_prob, config.ratio, batch.answer)
+        weight *= importance(since, config.importance_cap)
+    value, sums = policy_loss(log_probs, old, batch.advantage, weight, config, batch.answer)
+    if reference_log_probs is not None:
+        estimate = kl_estimate(log_probs, reference_log_probs, config.kl_estimator)
+        kl = jnp.sum(batch.weight * estimate)
+        value, sums["kl"] = value + config.kl_weight * kl, kl
+    if config.entropy_weight:
+        value -= config.entropy_weight * jnp.sum(batch.weight * entropy)
+    real = batch.weight > 0
+    sums |= {
+        "loss": value,
+        "weight": jnp.sum(batch.weight),
+        "tokens": jnp.sum(real),
+        "entropy": jnp.sum(entropy * real),
+        "mean_log_prob": jnp.sum(batch.weight * log_probs),
+        "role_tokens": packing.sum_by_role(real, batch.role),
+        "role_entropy": packing.sum_by_role(entropy * real, batch.role),
+    }
+    if config.behaviour != "recomputed":
+        given = real & (batch.old_log_prob != 0)
+        sums["sampler_difference"] = jnp.sum(jnp.abs(log_probs - batch.old_log_prob) * given)
+    return value, sums
 
 
 def policy_loss(
@@ -347,50 +162,110 @@ def policy_loss(
     advantages: jax.Array,
     weights: jax.Array,
     config: LossConfig = LossConfig(),
+    answer: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Clipped surrogate, summed with token weights (paper Eq. 2 without KL; spec section 9).
+    """Surrogate loss, summed with token weights (paper Eq. 2 without KL; spec section 9).
 
     Args:
       log_probs: float32, any shape, of the policy that is trained.
       old_log_probs: float32, same shape, of the policy that sampled.
       advantages: float32, same shape.
       weights: float32, same shape; sums to 1 over a batch for a token mean, 0 masks a token.
-      config: clipping constants.
+      config: objective, ratio and clipping constants.
+      answer: int32, same shape, which is then [B, A]: see MicroBatch; needed for the ratio of a
+        sequence.
 
     Returns:
-      The scalar loss, and weighted sums: clipped share, dual-clipped share, approximate KL.
+      The scalar loss, and weighted sums: clipped share (of objective "cispo": of tokens whose ratio
+      is not in bounds), dual-clipped share, approximate KL (of tokens, whatever the ratio is of).
     """
-    log_ratio = jnp.clip(log_probs - old_log_probs, -20.0, 20.0)
-    ratio = jnp.exp(log_ratio)
-    plain = -advantages * ratio
-    clipped = -advantages * jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
-    pessimistic = jnp.maximum(plain, clipped)
-    ceiling = -advantages * config.dual_clip
-    negative = advantages < 0
-    losses = jnp.where(negative, jnp.minimum(pessimistic, ceiling), pessimistic)
+    tokens = log_ratio(log_probs, old_log_probs)
+    far = log_ratio(log_probs, old_log_probs, config.ratio, answer)
+    ratio = jnp.exp(jnp.clip(far, -_FARTHEST, _FARTHEST))
+    bounded = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
+    dual_clipped = jnp.zeros_like(ratio)
+    if config.objective == "cispo":
+        losses = -advantages * jax.lax.stop_gradient(bounded) * log_probs
+        is_clipped = bounded != ratio
+    else:
+        plain, clipped = -advantages * ratio, -advantages * bounded
+        losses, is_clipped = jnp.maximum(plain, clipped), clipped > plain
+        if config.dual_clip:
+            ceiling = -advantages * config.dual_clip
+            negative = advantages < 0
+            dual_clipped = negative & (losses > ceiling)
+            losses = jnp.where(negative, jnp.minimum(losses, ceiling), losses)
     sums = {
-        "clip_share": jnp.sum(weights * (clipped > plain)),
-        "dual_clip_share": jnp.sum(weights * (negative & (pessimistic > ceiling))),
-        "approx_kl": -jnp.sum(weights * log_ratio),
+        "clip_share": jnp.sum(weights * is_clipped),
+        "dual_clip_share": jnp.sum(weights * dual_clipped),
+        "approx_kl": -jnp.sum(weights * jnp.clip(tokens, -_FARTHEST, _FARTHEST)),
     }
     return jnp.sum(weights * losses), sums
 
 
-def importance(log_probs: jax.Array, old_log_probs: jax.Array, cap: float) -> jax.Array:
-    """Truncated importance weights min(pi / pi_old, cap) of tokens, a constant of the gradient.
+def log_ratio(
+    log_probs: jax.Array,
+    old_log_probs: jax.Array,
+    ratio: str = "token",
+    answer: jax.Array | None = None,
+) -> jax.Array:
+    """log(pi / pi_old) of tokens, or of the answers that they are in.
+
+    Args:
+      log_probs, old_log_probs: float32, any shape; [B, A] unless the ratio is of tokens.
+      ratio: "token"; "sequence": the sum over the token's answer; "sequence_mean": the mean.
+      answer: int32 [B, A], see MicroBatch; needed unless the ratio is of tokens.
+
+    Returns:
+      float32, same shape; of an answer's ratio 0 where padded.
+
+    Raises:
+      ValueError: the answers are not given, and needed.
+    """
+    tokens = log_probs - old_log_probs
+    if ratio == "token":
+        return tokens
+    if answer is None:
+        raise ValueError(f"ratio {ratio!r}: needs to know which token is of which answer")
+    sums = packing.sum_by_answer(tokens, answer)
+    if ratio == "sequence":
+        return sums
+    return sums / jnp.maximum(packing.sum_by_answer(jnp.ones_like(tokens), answer), 1.0)
+
+
+def importance(log_ratio: jax.Array, cap: float) -> jax.Array:
+    """Truncated importance weights min(pi / pi_old, cap), a constant of the gradient.
 
     Source: Espeholt et al. 2018 (arXiv 1802.01561), the truncation of IMPALA.
 
     Args:
-      log_probs: float32, any shape, of the policy that is trained.
-      old_log_probs: float32, same shape, of the policy that sampled.
+      log_ratio: float32, any shape, log(pi / pi_old).
       cap: at least 1.
     """
-    log_ratio = jnp.minimum(log_probs - old_log_probs, math.log(cap))
-    return jax.lax.stop_gradient(jnp.exp(log_ratio))
+    return jax.lax.stop_gradient(jnp.exp(jnp.minimum(log_ratio, math.log(cap))))
 
 
-def kl_estimate(log_probs: jax.Array, reference_log_probs: jax.Array) -> jax.Array:
-    """The k3 estimate of KL(policy || reference) per token: exp(d) - d - 1, d = ref - policy."""
-    difference = jnp.clip(reference_log_probs - log_probs, -20.0, 20.0)
+def kl_estimate(
+    log_probs: jax.Array, reference_log_probs: jax.Array, estimator: str = "k3"
+) -> jax.Array:
+    """An estimate of KL(policy || reference) per token, of tokens that the policy drew.
+
+    With d = log reference - log policy (Schulman 2020, "Approximating KL divergence"):
+
+      k1 = -d: unbiased, and often negative. As a term of a loss it does nothing but add noise: the
+        mean of its gradient is 0. It is here because others offer it.
+      k2 = d^2 / 2: biased, but the mean of its gradient is that of KL(policy || reference).
+      k3 = exp(d) - d - 1: unbiased and never negative; the mean of its gradient is that of
+        KL(reference || policy). It is at most 10, beyond which it has no gradient.
+
+    Args:
+      log_probs, reference_log_probs: float32, same shape.
+      estimator: one of KL_ESTIMATORS.
+    """
+    difference = reference_log_probs - log_probs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference**2 / 2
+    difference = jnp.clip(difference, -_FARTHEST, _FARTHEST)
     return jnp.clip(jnp.exp(difference) - difference - 1.0, -10.0, 10.0)

@@ -67,6 +67,25 @@ def advantages(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
     return pairs | {f"advantage_size/{role}": pair for role, pair in sizes.items()}
 
 
+def sampler_difference(
+    sampled: Sequence[Group], recomputed: Sequence[Group]
+) -> dict[str, tuple[float, int]]:
+    """(sum, count) of answer tokens: how far log-probs that the learner computed are from those of
+    the sampler, absolute, as "sampler_difference". An update does not see both.
+
+    Args:
+      sampled: groups with the sampler's old_log_probs.
+      recomputed: the same groups from Learner.recompute; where they have NaN nothing is counted.
+    """
+    total, count = 0.0, 0
+    for before, after in zip(sampled, recomputed, strict=True):
+        for given, found in zip(before.old_log_probs or (), after.old_log_probs or (), strict=True):
+            if np.isfinite(found).all():
+                total += float(np.abs(np.asarray(found) - np.asarray(given)).sum())
+                count += len(found)
+    return {"sampler_difference": (total, count)}
+
+
 def operations(policy: PolicyConfig, prompt: int, answers: Iterable[int]) -> float:
     """Floating-point operations of a group's update, [prompt | answers], without recomputation.
 

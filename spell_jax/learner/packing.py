@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,6 +92,8 @@ class MicroBatch:
       weight: float32 [B, A], the token's share in the loss; 0 where padded.
       old_log_prob: float32 [B, A], log-prob of the behaviour policy (0 where none was given).
       role: int32 [B, A], the number of the answer's role in ROLES, or one more for another role.
+      answer: int32 [B, A], the number of the answer in its row, -1 where padded. An answer is in
+        one row, however groups are split.
     """
 
     tokens: Array
@@ -103,6 +106,7 @@ class MicroBatch:
     weight: Array
     old_log_prob: Array
     role: Array
+    answer: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +137,16 @@ def sum_by_role(values: Array, role: Array) -> jax.Array:
     [len(ROLES) + 1]."""
     of_role = role[..., None] == jnp.arange(len(ROLES) + 1)
     return jnp.sum(jnp.where(of_role, values[..., None], 0.0), axis=(0, 1))
+
+
+def sum_by_answer(values: Array, answer: Array) -> jax.Array:
+    """At each token the sum of values float32 [B, A] over the tokens of its answer (see
+    MicroBatch), 0 where padded: float32 [B, A]."""
+    size = answer.shape[1]
+    slot = jnp.where(answer >= 0, answer, size)  # one too many, which nothing is added to
+    rows = jnp.arange(len(answer))[:, None]
+    sums = jnp.zeros_like(values).at[rows, slot].add(values, mode="drop")
+    return jnp.take_along_axis(sums, slot, axis=1, mode="fill", fill_value=0)
 
 
 def split_groups(groups: Sequence[Group], largest: Bucket) -> tuple[list[Group], list[Group]]:
@@ -182,16 +196,79 @@ def separate_answers(groups: Sequence[Group]) -> list[Group]:
     return [_take(group, [i]) for group in groups for i in range(len(group.answers))]
 
 
-AGGREGATIONS = ("token_mean", "group_mean", "role_mean", "sequence_mean")
+def in_parts(groups: Sequence[Group], count: int) -> list[list[Group]]:
+    """Groups for so many updates, one after the other: dealt out like cards, so that parts have
+    the roles of the whole, in their order; their sizes differ by one at most. Fewer groups than
+    parts make fewer parts, none of them empty.
+
+    Raises:
+      ValueError: count is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"count = {count}: groups are dealt out to at least 1 part")
+    return [list(groups[first::count]) for first in range(min(count, len(groups)))]
 
 
-def check_aggregation(aggregation: str) -> None:
-    """Raises ValueError for a name that weigh() does not know."""
+def numbered(groups: Sequence[Group]) -> list[Group]:
+    """The groups with 0, 1, 2, ... for the advantages of their answers, by which with_log_probs
+    finds them again, and any weights."""
+    made, first = [], 0
+    for group in groups:
+        numbers = [float(first + i) for i in range(len(group.answers))]  # float32 up to 2^24
+        made.append(dataclasses.replace(group, advantages=numbers, weights=[1.0] * len(numbers)))
+        first += len(numbers)
+    return made
+
+
+def with_log_probs(
+    groups: Sequence[Group], batches: Sequence[MicroBatch], log_probs: Sequence[np.ndarray]
+) -> list[Group]:
+    """The groups with log-probs of their answer tokens for `old_log_probs`.
+
+    Args:
+      groups: as they were before they were numbered and packed.
+      batches: of the numbered groups.
+      log_probs: float32 [B, A] of each micro-batch.
+
+    Returns:
+      The groups; log-probs of an answer that is in no micro-batch are NaN.
+    """
+    found: dict[int, np.ndarray] = {}
+    for batch, values in zip(batches, log_probs, strict=True):
+        real = batch.answer >= 0
+        numbers, tokens = batch.advantage[real].astype(int), np.asarray(values)[real]
+        ends = np.flatnonzero(np.diff(numbers)) + 1  # an answer's tokens stand side by side
+        found |= {
+            int(number[0]): part
+            for number, part in zip(np.split(numbers, ends), np.split(tokens, ends), strict=True)
+            if len(number)
+        }
+    made, number = [], itertools.count()
+    for group in groups:
+        missing = (np.full(len(answer), np.nan, np.float32) for answer in group.answers)
+        old = [found.get(next(number), nothing) for nothing in missing]
+        made.append(dataclasses.replace(group, old_log_probs=old))
+    return made
+
+
+AGGREGATIONS = ("token_mean", "group_mean", "role_mean", "sequence_mean", "sequence_sum")
+
+
+def check_aggregation(aggregation: str, sequence_tokens: int) -> None:
+    """Raises ValueError for a name that weigh() does not know, or a constant of no use for it."""
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"loss.aggregation = {aggregation!r}: must be one of {AGGREGATIONS}")
+    least = int(aggregation == "sequence_sum")
+    if sequence_tokens < least:
+        raise ValueError(
+            f"loss.sequence_tokens = {sequence_tokens}: must be at least {least} for "
+            f"loss.aggregation = {aggregation!r}"
+        )
 
 
-def weigh(groups: Sequence[Group], aggregation: str = "token_mean") -> list[Group]:
+def weigh(
+    groups: Sequence[Group], aggregation: str = "token_mean", sequence_tokens: int = 0
+) -> list[Group]:
     """Gives every answer the weight of its tokens, so that a loss is the plain weighted sum.
 
     Done before groups are split or packed, so that neither changes the loss.
@@ -200,15 +277,19 @@ def weigh(groups: Sequence[Group], aggregation: str = "token_mean") -> list[Grou
     token mean of each group, averaged over groups (paper Eq. 12; a questioner row is a group of
     one). "role_mean": one token mean a role, summed over roles (paper Eq. 10). "sequence_mean":
     the token mean of each answer, averaged within groups, then over groups (paper Eq. 2).
+    "sequence_sum": the sum over each answer's tokens divided by the constant `sequence_tokens`,
+    averaged over answers, so that a token weighs the same in a long answer as in a short one
+    (Dr. GRPO, arXiv 2503.20783).
 
     Returns:
       The same groups with `weights`.
 
     Raises:
-      ValueError: unknown aggregation.
+      ValueError: unknown aggregation, or "sequence_sum" without its constant.
     """
-    check_aggregation(aggregation)
+    check_aggregation(aggregation, sequence_tokens)
     total = sum(group.answer_tokens for group in groups)
+    answers = sum(len(group.answers) for group in groups)
     of_role: dict[str, int] = {}
     for group in groups:
         of_role[group.role] = of_role.get(group.role, 0) + group.answer_tokens
@@ -221,6 +302,7 @@ def weigh(groups: Sequence[Group], aggregation: str = "token_mean") -> list[Grou
             "sequence_mean": lambda answer, group=group: (
                 len(answer) * len(group.answers) * len(groups)
             ),
+            "sequence_sum": lambda answer, group=group: sequence_tokens * answers,
         }[aggregation]
         weights = [1.0 / tokens(answer) for answer in group.answers]
         weighed.append(dataclasses.replace(group, weights=weights))
@@ -327,6 +409,7 @@ def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
         weight=np.zeros(short, np.float32),
         old_log_prob=np.zeros(short, np.float32),
         role=np.zeros(short, np.int32),
+        answer=np.full(short, -1, np.int32),
     )
 
 
@@ -339,7 +422,7 @@ def _write(batch: MicroBatch, row: int, start: int, filled: int, group: Group) -
     batch.positions[row, start:prompt_end] = np.arange(len(group.prompt))
     batch.last_reader[row, start:prompt_end] = group_end - 1
     role = ROLES.index(group.role) if group.role in ROLES else len(ROLES)
-    column = prompt_end
+    column, number = prompt_end, batch.answer[row].max() + 1
     for i, answer in enumerate(group.answers):
         end, slots = column + len(answer), slice(filled, filled + len(answer))
         batch.tokens[row, column:end] = answer
@@ -351,6 +434,7 @@ def _write(batch: MicroBatch, row: int, start: int, filled: int, group: Group) -
         batch.advantage[row, slots] = group.advantages[i]
         batch.weight[row, slots] = group.weights[i]
         batch.role[row, slots] = role
+        batch.answer[row, slots] = number + i
         if group.old_log_probs is not None:
             batch.old_log_prob[row, slots] = group.old_log_probs[i]
         column, filled = end, filled + len(answer)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,96 +28,12 @@ import optax
 
 from spell_jax.attention import attend
 from spell_jax.data.clusters import ROLES
+from spell_jax.learner import head, measures, non_finite, packing
 from spell_jax.learner import loss as losses
-from spell_jax.learner import measures, non_finite, packing
+from spell_jax.learner.optimiser import OptimiserConfig
 from spell_jax.policy import lora, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
-
-# What `accumulate` adds up over micro-batches, besides the gradient.
-SUMS = (
-    "loss",
-    "weight",
-    "tokens",
-    "entropy",
-    "mean_log_prob",
-    "sampler_difference",
-    "clip_share",
-    "dual_clip_share",
-    "approx_kl",
-)
-ROLE_SUMS = ("role_tokens", "role_entropy")  # one a role
-SCHEDULES = ("constant", "cosine", "linear")
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimiserConfig:
-    """AdamW and its learning-rate schedule (paper section E.3; spec section 9).
-
-    Attributes:
-      learning_rate: peak rate.
-      schedule: "constant", or "cosine" / "linear" decay to `final_fraction` at `total_steps`.
-      warmup_steps: linear warm-up from 0.
-      total_steps: updates of the run, for the decaying schedules.
-      final_fraction: rate at the end as a share of the peak.
-      b1, b2, epsilon, weight_decay: AdamW.
-      clip_norm: gradients are scaled down to this global norm.
-      offload: whether AdamW's two moments wait in the host's memory from one step to the next.
-      max_skipped: so many updates in a row whose numbers are not finite end the run.
-    """
-
-    learning_rate: float = 2e-6
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 0
-    final_fraction: float = 0.0
-    b1: float = 0.9
-    b2: float = 0.999
-    epsilon: float = 1e-8
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0
-    offload: bool = False
-    max_skipped: int = 3
-
-    def __post_init__(self):
-        for field in ("learning_rate", "warmup_steps", "final_fraction", "weight_decay"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be 0 or more")
-        for field in ("epsilon", "clip_norm"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be above 0")
-        for field in ("b1", "b2"):
-            if not 0 <= getattr(self, field) < 1:
-                raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be in [0, 1)")
-        if self.max_skipped < 1:
-            raise ValueError(f"optimiser.max_skipped = {self.max_skipped}: must be at least 1")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"optimiser.schedule = {self.schedule!r}: must be one of {SCHEDULES}")
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
-            raise ValueError(
-                f"optimiser.total_steps = {self.total_steps}: must be above warmup_steps = "
-                f"{self.warmup_steps} for schedule {self.schedule!r}"
-            )
-
-    def rate(self) -> optax.Schedule:
-        """Learning rate as a function of the number of updates taken."""
-        steps, final = self.total_steps - self.warmup_steps, self.final_fraction
-        if self.schedule == "constant":
-            decay = optax.constant_schedule(self.learning_rate)
-        elif self.schedule == "cosine":
-            decay = optax.cosine_decay_schedule(self.learning_rate, steps, alpha=final)
-        else:
-            decay = optax.linear_schedule(self.learning_rate, self.learning_rate * final, steps)
-        warmup = optax.linear_schedule(0.0, self.learning_rate, max(1, self.warmup_steps))
-        return optax.join_schedules([warmup, decay], [self.warmup_steps])
-
-    def make(self) -> optax.GradientTransformation:
-        return optax.chain(
-            optax.clip_by_global_norm(self.clip_norm),
-            optax.adamw(
-                self.rate(), self.b1, self.b2, self.epsilon, weight_decay=self.weight_decay
-            ),
-        )
 
 
 @flax.struct.dataclass
@@ -179,7 +94,7 @@ class Update:
         reference: transformer.Params | None,
     ):
         self._learner, self._state = learner, state
-        self._groups = packing.weigh(groups, learner.loss.aggregation)
+        self._groups = learner.weigh(groups)
         self._batches, self._fitting, self._refused = learner.pack_weighed(self._groups)
         self._uncast_reference = reference
         self._next = 0
@@ -214,8 +129,7 @@ class Update:
     def _add(self, carry, batch: packing.MicroBatch):
         """The carry with a micro-batch's gradient and sums in it."""
         learner = self._learner
-        where = meshes.by_rows_and_time(learner.mesh)
-        batch = meshes.put(batch, jax.tree.map(lambda _: where, batch))
+        batch = learner.place(batch)
         return learner.accumulate(self._params, learner.frozen, carry, batch, self._reference)
 
     def finish(self) -> tuple[TrainState, dict[str, float]]:
@@ -314,13 +228,14 @@ class Learner:
             lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self._shapes),
             out_shardings=self.param_shardings,
         )
-        self._sums = SUMS + (("kl",) if loss.kl_weight else ())
         # The carry goes out as it came in, so that every call after the first is the same program.
         self.accumulate = jax.jit(
             self._accumulate,
             donate_argnums=(2,),
             out_shardings=(self.param_shardings, meshes.replicated(mesh)),
         )
+        # Of every host the whole: each has all groups.
+        self.log_probs = jax.jit(self._log_probs, out_shardings=meshes.replicated(mesh))
         self.state_shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
         self.apply = jax.jit(
             self._apply,
@@ -401,9 +316,13 @@ class Learner:
         """The policy as a model of its own, adapters merged: (architecture, weights)."""
         return lora.merge(self.policy, lora.join(params, self.frozen))
 
+    def weigh(self, groups: Sequence[packing.Group]) -> list[packing.Group]:
+        """The groups with the weights of their tokens in the loss."""
+        return packing.weigh(groups, self.loss.aggregation, self.loss.sequence_tokens)
+
     def pack(self, groups: Sequence[packing.Group]) -> tuple[list[packing.MicroBatch], int]:
         """Micro-batches of the groups, and how many answers did not fit any bucket."""
-        batches, _, refused = self.pack_weighed(packing.weigh(groups, self.loss.aggregation))
+        batches, _, refused = self.pack_weighed(self.weigh(groups))
         return batches, refused
 
     def pack_weighed(
@@ -421,6 +340,33 @@ class Learner:
             meshes.context_shards(self.mesh),
         )
         return batches, fitting, len(refused)
+
+    def place(self, batch: packing.MicroBatch) -> packing.MicroBatch:
+        """A micro-batch on the devices of the mesh."""
+        where = meshes.by_rows_and_time(self.mesh)
+        return meshes.put(batch, jax.tree.map(lambda _: where, batch))
+
+    def recompute(self, state: TrainState, groups: Sequence[packing.Group]) -> list[packing.Group]:
+        """The groups with old_log_probs of the state's weights, whatever they had before.
+
+        For loss.behaviour "recomputed": once before the several updates of a step, of which each
+        begins with other weights. Passes run forward only, in the programs of `compile`.
+
+        Args:
+          state: not changed.
+          groups: of all updates of the step.
+
+        Returns:
+          The groups in order. Of an answer too long for any bucket, which the update refuses too,
+          log-probs are NaN.
+        """
+        batches, *_ = self.pack_weighed(packing.numbered(groups))
+        if not batches:
+            return packing.with_log_probs(groups, [], [])
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
+            params = self.cast_trained(state.params)
+            found = [self.log_probs(params, self.frozen, self.place(batch)) for batch in batches]
+        return packing.with_log_probs(groups, batches, jax.device_get(found))
 
     def update(
         self,
@@ -466,7 +412,8 @@ class Learner:
         return Update(self, state, groups, reference)
 
     def compile(self, state: TrainState, reference: transformer.Params | None = None) -> None:
-        """Compiles every bucket before the first step, so that no step waits for it later."""
+        """Compiles every bucket before the first step, so that no step waits for it later; also of
+        `recompute`, if the loss needs it."""
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
             params = self.cast_trained(state.params)
             if reference is not None:
@@ -474,6 +421,8 @@ class Learner:
             carry = self.empty_carry()
             for bucket in self.packing.buckets:
                 batch = self._empty_batch(bucket)
+                if self.loss.behaviour == "recomputed":
+                    self.log_probs(params, self.frozen, batch)
                 carry = self.accumulate(params, self.frozen, carry, batch, reference)
 
     def lower(self, state: TrainState, bucket: packing.Bucket) -> jax.stages.Lowered:
@@ -491,42 +440,24 @@ class Learner:
 
     def empty_carry(self):
         """(gradient, sums) before the first micro-batch."""
-        sums: dict[str, Any] = {name: np.zeros((), np.float32) for name in self._sums}
-        sums |= {name: np.zeros(len(ROLES) + 1, np.float32) for name in ROLE_SUMS}
+        sums: dict[str, Any] = {name: np.zeros((), np.float32) for name in self.loss.sums}
+        sums |= {name: np.zeros(len(ROLES) + 1, np.float32) for name in losses.ROLE_SUMS}
         if self.policy.experts:
             sums["router_load"] = np.zeros((self.policy.layers, self.policy.experts), np.float32)
         return self._zeros(), jax.device_put(sums, meshes.replicated(self.mesh))
 
     def _loss(self, params, frozen, batch: packing.MicroBatch, reference):
-        score = functools.partial(self.score, batch=batch)
-        log_probs, entropy, router_load = score(lora.join(params, frozen))
-        old, weight = jax.lax.stop_gradient(log_probs), batch.weight
-        if self.loss.behaviour == "sampler":
-            old = batch.old_log_prob
-        if self.loss.behaviour == "truncated":
-            weight *= losses.importance(log_probs, batch.old_log_prob, self.loss.importance_cap)
-        value, sums = losses.policy_loss(log_probs, old, batch.advantage, weight, self.loss)
+        log_probs, entropy, router_load = self.score(lora.join(params, frozen), batch)
+        reference_log_probs = None
         if self.loss.kl_weight:
-            reference_log_probs, *_ = score(jax.lax.stop_gradient(reference))
-            kl = jnp.sum(batch.weight * losses.kl_estimate(log_probs, reference_log_probs))
-            value, sums["kl"] = value + self.loss.kl_weight * kl, kl
-        if self.loss.entropy_weight:
-            value -= self.loss.entropy_weight * jnp.sum(batch.weight * entropy)
-        real = batch.weight > 0
-        given = real & (batch.old_log_prob != 0)
-        sums |= {
-            "loss": value,
-            "weight": jnp.sum(batch.weight),
-            "tokens": jnp.sum(real),
-            "entropy": jnp.sum(entropy * real),
-            "sampler_difference": jnp.sum(jnp.abs(log_probs - batch.old_log_prob) * given),
-            "mean_log_prob": jnp.sum(batch.weight * log_probs),
-            "role_tokens": packing.sum_by_role(real, batch.role),
-            "role_entropy": packing.sum_by_role(entropy * real, batch.role),
-        }
+            reference_log_probs, *_ = self.score(jax.lax.stop_gradient(reference), batch)
+        value, sums = losses.batch_loss(log_probs, entropy, batch, self.loss, reference_log_probs)
         if router_load is not None:
             sums["router_load"] = router_load
         return value, sums
+
+    def _log_probs(self, params, frozen, batch: packing.MicroBatch) -> jax.Array:
+        return self.score(lora.join(params, frozen), batch)[0]
 
     def score(self, params: transformer.Params, batch: packing.MicroBatch):
         """Log-probs and entropies [B, A] of answer tokens, and the experts' load (or None); to be
@@ -539,7 +470,7 @@ class Learner:
             attend.packed(self.policy.attention, self.policy.ring),
             context={"index": batch.index, "last_reader": batch.last_reader},
         )
-        scores = losses.score_tokens(
+        scores = head.score_tokens(
             self.policy, params, hidden, batch.source, batch.target, self.temperature
         )
         return *scores, router_load

@@ -56,6 +56,7 @@ SWITCHES = {
     "mean": ({"responder_reward": "mean"}, {"scores", "rewards", "responder", "questioner"}),
     "min": ({"responder_reward": "min"}, REWARDED | {"responder", "questioner"}),
     "fewer questions": ({"questions": 4}, UPDATE),
+    "no deviation": ({"divide_by_deviation": False}, {"responder", "verifier"}),
     "surplus": ({"questions": 4, "keep_surplus": True}, UPDATE),
     "G": ({"group_size": 3}, {"calls", "rule", "votes", "scores", "rewards"} | UPDATE),
     "single verdict": (
@@ -149,6 +150,21 @@ def test_responder_rows_are_the_first_mixed_questions():
     assert [read(g) for g in Played(questions=4).groups["responder"]] == [
         read(g) for g in played.groups["responder"][:4]
     ]
+
+
+def test_without_the_deviation_advantages_are_distances_from_the_mean():
+    """Dr. GRPO's, of responder and verifier alike."""
+    played = Played(divide_by_deviation=False)
+    mixed = [e for e in played.episodes if e.mixed]
+    for episode, group in zip(mixed, played.groups["responder"], strict=False):
+        wanted = np.array(episode.scores) - np.mean(episode.scores)
+        assert read(group)[2] == pytest.approx(wanted, abs=1e-4)
+    rows = verifier_verdicts(played)
+    assert rows
+    for _, answers, advantages in rows:
+        yes = np.array([a == "[[YES]]" for a in answers])
+        right = yes == (yes.sum() > 2)
+        assert advantages == pytest.approx(right - right.mean(), abs=1e-4)
 
 
 def test_questioner_rows_are_normalised_by_task():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,3 +99,11 @@ def test_entropy_is_told_by_role():
     mean = sum(alone[role] * len(answers[role]) for role in groups) / 18
     assert every["entropy"] == pytest.approx(mean, rel=1e-5)
     assert not any(name.startswith("entropy/") for name in numbers("row"))
+
+
+def test_how_far_the_sampler_is_from_what_was_recomputed():
+    before = [Group([1], [[2, 3], [4]], [1.0, 1.0], old_log_probs=[[-1.0, -2.0], [-3.0]])]
+    again = [np.float32([-1.5, -1.75]), np.float32([np.nan])]  # the second answer was refused
+    after = [dataclasses.replace(before[0], old_log_probs=again)]
+    assert measures.sampler_difference(before, after) == {"sampler_difference": (0.75, 2)}
+    assert measures.sampler_difference([], []) == {"sampler_difference": (0.0, 0)}

@@ -63,6 +63,7 @@ def test_layout_of_a_row() -> None:
     np.testing.assert_array_equal(batch.advantage, [[0.5, 0.5, -1.0, 0]])
     np.testing.assert_allclose(batch.weight, [[1 / 3, 1 / 3, 1 / 3, 0]], rtol=1e-6)
     np.testing.assert_array_equal(batch.old_log_prob, [[-1, -2, -3, 0]])
+    np.testing.assert_array_equal(batch.answer, [[0, 0, 1, -1]])
 
 
 def test_two_groups_in_a_row_do_not_meet() -> None:
@@ -71,6 +72,7 @@ def test_two_groups_in_a_row_do_not_meet() -> None:
     np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 4, 5, 0, 0, 0]])
     np.testing.assert_array_equal(batch.last_reader, [[2, 2, 2, 4, 4, -1, -1, -1]])
     np.testing.assert_array_equal(batch.source, [[1, 3, 0, 0]])
+    np.testing.assert_array_equal(batch.answer, [[0, 1, -1, -1]])
 
 
 def test_first_fit_decreasing_is_deterministic_and_fills_rows() -> None:
@@ -178,6 +180,76 @@ def test_weights_of_each_aggregation(aggregation: str, wanted: list) -> None:
         for group in weighed
     ]
     assert sum(shares) == pytest.approx(2 if aggregation == "role_mean" else 1)
+
+
+def test_sums_of_sequences_have_one_weight_for_all_tokens() -> None:
+    """The sum over an answer's tokens by a constant, the mean over 5 answers."""
+    weighed = packing.weigh(GROUPS, "sequence_sum", 10)
+    for group in weighed:
+        np.testing.assert_allclose(group.weights, [1 / 10 / 5] * len(group.answers), rtol=1e-12)
+    with pytest.raises(ValueError, match=r"loss\.sequence_tokens = 0: must be at least 1"):
+        packing.weigh(GROUPS, "sequence_sum")
+
+
+@given(count=st.integers(0, 20), parts=st.integers(1, 9))
+def test_parts_have_all_groups_in_their_order(count: int, parts: int) -> None:
+    groups = [Group([1], [[2]], [float(i)]) for i in range(count)]
+    found = packing.in_parts(groups, parts)
+    assert len(found) == min(count, parts) and all(found)
+    numbers = [[group.advantages[0] for group in part] for part in found]
+    assert sorted(n for part in numbers for n in part) == list(range(count))
+    assert all(part == sorted(part) for part in numbers)
+    sizes = [len(part) for part in found]
+    assert not sizes or max(sizes) - min(sizes) <= 1
+    if parts == 1 and count:
+        assert found == [groups]
+
+
+def test_parts_have_the_roles_of_the_whole() -> None:
+    groups = [Group([1], [[2]], [1.0], role) for role in "aaaaaabbbb"]
+    assert [[g.role for g in part] for part in packing.in_parts(groups, 2)] == [list("aaabb")] * 2
+    with pytest.raises(ValueError, match="count = 0: groups are dealt out to at least 1 part"):
+        packing.in_parts(groups, 0)
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10_000),
+    count=st.integers(0, 8),
+    length=st.sampled_from([18, 24, 48]),
+    answers=st.integers(3, 12),
+    devices=st.integers(1, 3),
+    shared=st.booleans(),
+)
+def test_answers_are_told_apart_and_log_probs_find_them(
+    seed, count, length, answers, devices, shared
+) -> None:
+    """An answer's tokens have one number in their row, which no other answer has; values of tokens
+    come back to the groups, however they were split; an answer that is refused has none."""
+    length = -(-length // devices) * devices
+    groups = tiny.groups(count, seed)
+    packed = packing.numbered(groups)
+    if not shared:
+        packed = packing.separate_answers(packed)
+    fitting, refused = packing.split_groups(packed, Bucket(length, answers))
+    batches = packing.pack(fitting, [Bucket(length, answers)], 3 * length, 1, devices)
+    for batch in batches:
+        np.testing.assert_array_equal(batch.answer >= 0, batch.weight > 0)
+        for row, told in zip(batch.answer, batch.advantage, strict=True):
+            real = row >= 0
+            pairs = set(zip(row[real].tolist(), told[real].tolist(), strict=True))
+            assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
+            assert {a for a, _ in pairs} == set(range(len(pairs)))
+    found = packing.with_log_probs(groups, batches, [-np.float32(b.target) for b in batches])
+    assert len(found) == len(groups)
+    nowhere = {group.advantages[0] for group in refused}
+    numbers = iter(range(10_000))
+    for group, given_back in zip(groups, found, strict=True):
+        assert given_back.advantages == group.advantages and given_back.role == group.role
+        for answer, old in zip(group.answers, given_back.old_log_probs or [], strict=True):
+            is_refused = next(numbers) in nowhere
+            wanted = np.full(len(answer), np.nan) if is_refused else -np.float32(answer)
+            np.testing.assert_array_equal(old, wanted)
 
 
 def test_answers_are_counted_by_role() -> None:

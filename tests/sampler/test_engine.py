@@ -13,7 +13,7 @@ from jax.experimental import io_callback
 
 from spell_jax.attention import attend
 from spell_jax.learner import packing
-from spell_jax.learner.loss import score_tokens
+from spell_jax.learner.head import score_tokens
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import nucleus, session

@@ -1,0 +1,297 @@
+"""Recomputed log-probs, several updates by one batch, and variants of the loss through the Learner:
+the same however groups are packed and on whatever devices."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from spell_jax.learner import packing
+from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.packing import Bucket, Group
+from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig
+from spell_jax.policy import lora, transformer
+from spell_jax.policy.lora import LoraConfig
+from spell_jax.runtime import mesh as meshes
+from tests import tiny
+
+# With this epsilon a step is a smooth function of the gradient, not nearly its sign.
+SMOOTH = OptimiserConfig(learning_rate=0.05, epsilon=0.1, weight_decay=0.1)
+TEMPERATURE = 0.7
+REPEATED = PackingConfig((Bucket(48, 32),), 192, shared_prefix=False)
+SHARED = PackingConfig((Bucket(48, 32),), 192)
+SPLIT = PackingConfig((Bucket(20, 8), Bucket(24, 8)), 48)
+WIDE = PackingConfig((Bucket(160, 96),), 160)
+GROUPS = tiny.groups(7, seed=1)
+RECOMPUTED = LossConfig(behaviour="recomputed")
+Mesh = tuple[tuple[str, int], ...]
+
+
+class Counted(Learner):
+    """Counts how often its forward pass alone is traced."""
+
+    def __init__(self, *args, **kwargs):
+        self.traces: list[tuple[int, ...]] = []
+        super().__init__(*args, **kwargs)
+
+    def _log_probs(self, params, frozen, batch):
+        self.traces.append(batch.tokens.shape)
+        return super()._log_probs(params, frozen, batch)
+
+
+@functools.cache
+def learner(
+    layout: PackingConfig = SHARED,
+    loss: LossConfig = RECOMPUTED,
+    mesh: Mesh = (),
+    policy=tiny.POLICY,
+    compute_dtype: str = "float32",
+) -> Counted:
+    """On one device, or on the eight of a mesh."""
+    placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, None if mesh else jax.devices()[:1])
+    return Counted(policy, SMOOTH, loss, layout, placed, TEMPERATURE, compute_dtype)
+
+
+@jax.jit
+def _every_log_prob(params: transformer.Params, tokens: jax.Array) -> jax.Array:
+    logits = transformer.logits(tiny.POLICY, params, tokens)[:, :-1] / TEMPERATURE
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+def log_probs(params: transformer.Params, groups: list[Group]) -> list[list[np.ndarray]]:
+    """Of answer tokens, by hand: every answer behind its prompt in a row of its own."""
+    pairs = [(list(group.prompt), list(a)) for group in groups for a in group.answers]
+    tokens = np.zeros((len(pairs), 64), np.int32)
+    for row, (prompt, answer) in enumerate(pairs):
+        tokens[row, : len(prompt) + len(answer)] = prompt + answer
+    every = iter(np.asarray(_every_log_prob(params, tokens)))
+    return [
+        [next(every)[len(g.prompt) - 1 :][: len(answer)] for answer in g.answers] for g in groups
+    ]
+
+
+def fresh(made: Learner):
+    return made.init(tiny.weights(made.policy))
+
+
+def moments(state) -> Any:
+    """Adam's first moment: after one step it is the clipped gradient times 1 - b1."""
+    return jax.device_get(optax.tree.get(state.optimiser, "mu"))
+
+
+def assert_close(found: Any, wanted: Any, relative: float) -> None:
+    def compare(path, a, b):
+        error = np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)
+        assert error < relative, f"{jax.tree_util.keystr(path)}: {error}"
+
+    jax.tree_util.tree_map_with_path(compare, found, wanted)
+
+
+# -------------------------------------------------------------------------------------- Recomputed
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [
+        (SHARED, ()),
+        (REPEATED, ()),
+        (SPLIT, ()),
+        (SHARED, (("fsdp", 2), ("context", 2), ("tensor", 2))),
+        (WIDE, (("context", 8),)),
+    ],
+    ids=str,
+)
+def test_recomputed_log_probs_are_those_by_hand(layout: PackingConfig, mesh: Mesh) -> None:
+    made = learner(layout, mesh=mesh)
+    state = fresh(made)
+    found = made.recompute(state, GROUPS)
+    assert len(found) == len(GROUPS)
+    for group, after, wanted in zip(GROUPS, found, log_probs(tiny.weights(), GROUPS), strict=True):
+        assert dataclasses.replace(after, old_log_probs=None) == dataclasses.replace(
+            group, old_log_probs=None
+        )
+        for old, expected in zip(after.old_log_probs or [], wanted, strict=True):
+            np.testing.assert_allclose(old, expected, rtol=1e-5, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), tiny.weights())
+
+
+def test_of_adapters_too() -> None:
+    policy = dataclasses.replace(tiny.POLICY, lora=LoraConfig(rank=4, alpha=4.0))
+    made = learner(policy=policy)
+    state = made.init(tiny.weights())
+    trained = lora.split(policy, tiny.weights(policy))[0]
+    state = state.replace(params=jax.device_put(trained, made.param_shardings))
+    _, whole = made.export(state.params)
+    (found,) = made.recompute(state, GROUPS[:1])
+    (wanted,) = log_probs(whole, GROUPS[:1])
+    for old, expected in zip(found.old_log_probs or [], wanted, strict=True):
+        np.testing.assert_allclose(old, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_in_the_compute_dtype_as_the_update_reads_them() -> None:
+    made = learner(loss=LossConfig(behaviour="sampler"), compute_dtype="bfloat16")
+    state = fresh(made)
+    _, numbers = made.update(state, made.recompute(state, GROUPS))
+    assert numbers["sampler_difference"] < 1e-4
+    (found, *_) = made.recompute(fresh(made), GROUPS)
+    (wanted, *_) = log_probs(tiny.weights(), GROUPS)
+    pairs = zip(found.old_log_probs or [], wanted, strict=True)
+    assert max(np.abs(a - b).max() for a, b in pairs) > 1e-3  # than in float32
+
+
+def test_refused_answers_have_none_and_are_refused_again() -> None:
+    made = learner()
+    long = Group([3] * 40, [[4] * 3, [4] * 20, [5]], [1.0, 1.0, -1.0])
+    state = fresh(made)
+    *others, found = made.recompute(state, [*GROUPS, long])
+    first, second, third = found.old_log_probs or []
+    assert np.isnan(second).all() and len(second) == 20
+    wanted = log_probs(tiny.weights(), [dataclasses.replace(long, answers=[[4] * 3, [4], [5]])])
+    np.testing.assert_allclose(first, wanted[0][0], atol=1e-5)
+    np.testing.assert_allclose(third, wanted[0][2], atol=1e-5)
+    assert all(np.isfinite(old).all() for group in others for old in group.old_log_probs or [])
+    state, numbers = made.update(state, [*others, found])
+    assert numbers["refused_answers"] == 1 and np.isfinite(numbers["loss"])
+    assert numbers["skipped_update"] == 0 and int(state.step) == 1
+    nothing = Group([3] * 60, [[4]], [1.0])
+    (found,) = made.recompute(state, [nothing])
+    assert np.isnan((found.old_log_probs or [])[0]).all()
+    assert made.recompute(state, []) == []
+
+
+def test_the_groups_must_have_been_recomputed() -> None:
+    made = learner()
+    unknown = [dataclasses.replace(group, old_log_probs=None) for group in GROUPS]
+    with pytest.raises(ValueError, match=r"loss\.behaviour = 'recomputed': needs the old_log_"):
+        made.update(fresh(made), unknown)
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("objective", ["clip", "cispo"])
+def test_one_update_by_recomputed_log_probs_is_the_current_one(objective: str, ratio: str) -> None:
+    fields = {"objective": objective, "ratio": ratio, "aggregation": "sequence_mean"}
+    current = learner(loss=LossConfig(**fields))
+    again = learner(loss=LossConfig(behaviour="recomputed", **fields))
+    state = fresh(again)
+    state, numbers = again.update(state, again.recompute(state, GROUPS))
+    wanted, wanted_numbers = current.update(fresh(current), GROUPS)
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(moments(wanted)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * largest),
+        moments(state),
+        moments(wanted),
+    )
+    for name in ("loss", "gradient_norm"):
+        assert numbers[name] == pytest.approx(wanted_numbers[name], rel=2e-6), name
+    assert numbers["clip_share"] == 0.0 and abs(numbers["approx_kl"]) < 1e-6
+    # How far the sampler is is not known to this update.
+    assert set(wanted_numbers) - set(numbers) == {"sampler_difference"}
+
+
+def test_the_second_of_two_updates_has_a_ratio() -> None:
+    """Against log-probs and loss by hand, with the weights before and after the first."""
+    made = learner()
+    state = fresh(made)
+    first, second = packing.in_parts(made.recompute(state, GROUPS), 2)
+    assert (len(first), len(second)) == (4, 3)
+    state, numbers = made.update(state, first)
+    assert numbers["clip_share"] == 0.0 and abs(numbers["approx_kl"]) < 1e-6
+    before, now = tiny.weights(), jax.device_get(state.params)
+    _, numbers = made.update(state, second)
+    losses, differences, clipped = [], [], 0
+    for group, old, new in zip(
+        second, log_probs(before, second), log_probs(now, second), strict=True
+    ):
+        for advantage, was, is_now in zip(group.advantages, old, new, strict=True):
+            for x, y in zip(was, is_now, strict=True):
+                ratio = np.exp(y - x)
+                bounded = min(max(ratio, 0.8), 1.2)
+                gain = min(ratio * advantage, bounded * advantage)
+                clipped += bounded * advantage < ratio * advantage
+                losses.append(-max(gain, 3 * advantage) if advantage < 0 else -gain)
+                differences.append(x - y)
+    assert numbers["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert numbers["approx_kl"] == pytest.approx(np.mean(differences), rel=1e-3, abs=1e-6)
+    assert numbers["clip_share"] == pytest.approx(clipped / len(losses))
+    assert 0 < clipped < len(losses)
+    assert np.abs(differences).max() > 0.1
+
+
+def test_one_forward_program_a_bucket_compiled_at_the_start() -> None:
+    layout = PackingConfig((Bucket(20, 8), Bucket(48, 32)), 96)
+    for loss in (RECOMPUTED, LossConfig()):
+        shared = learner(layout, loss)
+        made = Counted(shared.policy, SMOOTH, loss, layout, shared.mesh, TEMPERATURE)
+        state = fresh(made)
+        made.compile(state)
+        wanted = [(4, 20), (2, 48)] if loss is RECOMPUTED else []
+        assert made.traces == wanted
+        if wanted:
+            for count in (1, 7, 3):
+                groups = made.recompute(state, tiny.groups(count, seed=count))
+                for part in packing.in_parts(groups, 2):
+                    state, _ = made.update(state, part)
+            assert made.traces == wanted and made.log_probs._cache_size() == len(wanted)
+
+
+# -------------------------------------------------- Variants: packing and placing change nothing
+
+VARIANTS = {
+    "EAPO": {"ratio": "sequence", "clip_high": 0.28, "aggregation": "sequence_mean"},
+    "GSPO, truncated": {"ratio": "sequence_mean", "behaviour": "truncated"},
+    "CISPO, Dr. GRPO": {
+        "objective": "cispo",
+        "clip_low": 1.0,
+        "aggregation": "sequence_sum",
+        "sequence_tokens": 6,
+    },
+    "CISPO of sequences": {"objective": "cispo", "ratio": "sequence", "dual_clip": 0.0},
+}
+PLACES: list[tuple[PackingConfig, Mesh]] = [
+    (SPLIT, ()),
+    (WIDE, (("context", 8),)),
+    (SHARED, (("fsdp", 2), ("context", 2), ("tensor", 2))),
+    (REPEATED, (("data", 2), ("fsdp", 2), ("context", 2))),
+]
+
+
+@functools.cache
+def off_policy() -> list[Group]:
+    """Groups whose old log-probs are near: most ratios of answers are in bounds, some are not."""
+    rng = np.random.default_rng(0)
+    return [
+        dataclasses.replace(
+            group, old_log_probs=[x + 0.15 * rng.normal(size=len(x)) for x in found]
+        )
+        for group, found in zip(GROUPS, log_probs(tiny.weights(), GROUPS), strict=True)
+    ]
+
+
+def step(name: str, layout: PackingConfig, mesh: Mesh):
+    """(Weights and moments, numbers) after an update."""
+    fields = {"behaviour": "sampler", "entropy_weight": 0.1, "importance_cap": 1.1}
+    made = learner(layout, LossConfig(**fields | VARIANTS[name]), mesh)
+    state, numbers = made.update(fresh(made), off_policy())
+    return (jax.device_get(state.params), moments(state)), numbers
+
+
+@functools.cache
+def wanted_step(name: str):
+    return step(name, REPEATED, ())
+
+
+@pytest.mark.parametrize(("layout", "mesh"), PLACES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_is_the_same_step(name: str, layout: PackingConfig, mesh: Mesh) -> None:
+    (found, numbers), (wanted, wanted_numbers) = step(name, layout, mesh), wanted_step(name)
+    assert_close(found, wanted, 1e-5)
+    for key in ("loss", "gradient_norm", "entropy", "clip_share", "approx_kl", "answer_tokens"):
+        assert numbers[key] == pytest.approx(wanted_numbers[key], rel=1e-4, abs=1e-6), key
+    assert numbers["refused_answers"] == 0
+    if "truncated" not in name:
+        assert wanted_numbers["clip_share"] > 0

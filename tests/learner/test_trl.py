@@ -1,0 +1,130 @@
+"""A second opinion on the loss's variants: TRL's GRPOTrainer on the same numbers."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spell_jax.learner import loss as losses
+from spell_jax.learner import packing
+from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.packing import Bucket, Group
+
+LENGTHS = (6, 2, 5, 3)
+ADVANTAGES = (1.2, -0.7, -1.0, 0.5)
+DRAWN = np.random.default_rng(0)
+LOG_PROBS = [-DRAWN.exponential(1.5, n) for n in LENGTHS]
+OLD, REFERENCE = ([x + 0.4 * DRAWN.normal(size=len(x)) for x in LOG_PROBS] for _ in range(2))
+LONGEST = 8  # tokens that an answer may have
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Fields of ours, and of TRL's GRPOConfig."""
+
+    ours: dict[str, Any]
+    trl: dict[str, Any]
+
+
+CASES = {
+    "GRPO": Case({"aggregation": "sequence_mean"}, {"loss_type": "grpo"}),
+    "DAPO": Case({"clip_high": 0.28}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "Dr. GRPO": Case(
+        {"aggregation": "sequence_sum", "sequence_tokens": LONGEST}, {"loss_type": "dr_grpo"}
+    ),
+    "GSPO": Case(
+        {
+            "aggregation": "sequence_mean",
+            "ratio": "sequence_mean",
+            "clip_low": 0.03,
+            "clip_high": 0.04,
+        },
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+        | {"epsilon": 0.03, "epsilon_high": 0.04},
+    ),
+    "CISPO": Case(
+        {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.3},
+        {"loss_type": "cispo", "epsilon_high": 1.3},  # the bound itself
+    ),
+    "KL": Case({"kl_weight": 0.4}, {"loss_type": "dapo", "beta": 0.4}),
+}
+
+
+def padded(rows: list[np.ndarray]) -> np.ndarray:
+    return np.stack([np.pad(row, (0, LONGEST - len(row))) for row in rows])
+
+
+def by_trl(fields: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
+    """The loss and its gradient of each answer's log-probs; no model is run."""
+    torch = pytest.importorskip("torch", reason="extra 'test'")
+    trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="extra 'test'")
+    fields = {"importance_sampling_level": "token", "epsilon": 0.2, "beta": 0.0} | fields
+    log_probs = torch.tensor(padded(LOG_PROBS), requires_grad=True)
+    mask = torch.tensor(padded([np.ones(n) for n in LENGTHS]))
+    trainer = mock.Mock(
+        loss_type=fields["loss_type"],
+        importance_sampling_level=fields["importance_sampling_level"],
+        epsilon_low=fields["epsilon"],
+        epsilon_high=fields.get("epsilon_high", fields["epsilon"]),
+        beta=fields["beta"],
+        max_completion_length=LONGEST,
+        current_gradient_accumulation_steps=1,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        _entropy_bonus_enabled=False,
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, log_probs.detach(), None),
+    )
+    trainer.args = mock.Mock(delta=None, steps_per_generation=1, use_bias_correction_kl=False)
+    trainer.accelerator = mock.Mock(
+        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
+    )
+    inputs = {
+        "prompt_ids": torch.zeros((len(LENGTHS), 1), dtype=torch.long),
+        "prompt_mask": torch.ones((len(LENGTHS), 1), dtype=torch.long),
+        "completion_ids": torch.zeros(mask.shape, dtype=torch.long),
+        "completion_mask": mask,
+        "advantages": torch.tensor(ADVANTAGES, dtype=torch.double),
+        "old_per_token_logps": torch.tensor(padded(OLD)),
+        "ref_per_token_logps": torch.tensor(padded(REFERENCE)),
+        "num_items_in_batch": mask.sum(),
+    }
+    loss = trainers.GRPOTrainer._compute_loss(trainer, mock.Mock(training=True), inputs)
+    loss.backward()
+    gradients = [row[:n].numpy() for row, n in zip(log_probs.grad, LENGTHS, strict=True)]
+    return loss.item(), gradients
+
+
+def by_us(config: LossConfig) -> tuple[float, np.ndarray]:
+    """The same, the answers one behind the other."""
+    group = Group([1], [[2] * n for n in LENGTHS], ADVANTAGES, old_log_probs=OLD)
+    weighed = packing.weigh([group], config.aggregation, config.sequence_tokens)
+    (batch,) = packing.pack(weighed, [Bucket(1 + sum(LENGTHS), sum(LENGTHS))], 1)
+    reference = jnp.concatenate(REFERENCE)[None]
+
+    def value(log_probs):
+        given = reference if config.kl_weight else None
+        return losses.batch_loss(log_probs, jnp.zeros_like(log_probs), batch, config, given)[0]
+
+    loss, gradient = jax.value_and_grad(value)(jnp.concatenate(LOG_PROBS)[None])
+    return float(loss), np.asarray(gradient)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trl_has_the_same_loss_and_gradient(name: str) -> None:
+    loss, gradients = by_trl(CASES[name].trl)
+    config = LossConfig(behaviour="sampler", dual_clip=0.0, **CASES[name].ours)
+    found, gradient = by_us(config)
+    assert found == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    np.testing.assert_allclose(gradient, np.concatenate(gradients), rtol=1e-4, atol=1e-6)
+    is_clipped = gradient == 0  # somewhere, but where nothing loses its gradient
+    assert is_clipped.any() == (name not in ("CISPO", "KL"))

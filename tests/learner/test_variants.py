@@ -1,0 +1,341 @@
+"""Every variant of the loss, value and gradient, against plain loops in float64."""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spell_jax.learner import loss as losses
+from spell_jax.learner import packing
+from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.packing import Bucket, Group, MicroBatch
+
+# Answers of 3, 2, 4; of 2, 6, 1, 2 tokens; and padding.
+ANSWER = np.array(
+    [
+        [0, 0, 0, 1, 1, 2, 2, 2, 2, -1, -1, -1],
+        [0, 0, 1, 1, 1, 1, 1, 1, 2, 3, 3, -1],
+    ]
+)
+CHOICES = itertools.product(losses.OBJECTIVES, losses.RATIOS, losses.BEHAVIOURS)
+# A KL estimator and a dual clip for each, in turn.
+TURNS = itertools.cycle(itertools.product(losses.KL_ESTIMATORS, (0.0, 1.5)))
+VARIANTS = [(*choice, *turn) for choice, turn in zip(CHOICES, TURNS, strict=False)]
+
+
+@functools.cache
+def given() -> tuple[MicroBatch, dict[str, np.ndarray]]:
+    """A micro-batch as the loss reads it, and log-probs, reference log-probs, entropies."""
+    rng = np.random.default_rng(40)
+    log_probs = -rng.exponential(1.5, ANSWER.shape)
+    real = ANSWER >= 0
+    # One advantage and one weight an answer: numbers by row and answer.
+    row, slot = np.arange(2)[:, None], np.maximum(ANSWER, 0)
+    advantage = rng.normal(size=(2, 4))[row, slot] * real
+    weight = rng.uniform(0.02, 0.1, size=(2, 4))[row, slot] * real
+    tokens = {name: np.zeros((2, 1), np.int32) for name in ("tokens", "positions", "index")}
+    batch = MicroBatch(
+        **tokens,
+        last_reader=tokens["index"],
+        source=np.zeros_like(ANSWER),
+        target=np.zeros_like(ANSWER),
+        advantage=advantage.astype(np.float32),
+        weight=weight.astype(np.float32),
+        old_log_prob=((log_probs - 0.25 * rng.normal(size=ANSWER.shape)) * real).astype(np.float32),
+        role=np.zeros_like(ANSWER),
+        answer=ANSWER,
+    )
+    numbers = {
+        "log_probs": log_probs.astype(np.float32),
+        "reference": (log_probs + 0.7 * rng.normal(size=ANSWER.shape)).astype(np.float32),
+        "entropy": rng.exponential(1.0, ANSWER.shape).astype(np.float32),
+    }
+    return batch, numbers
+
+
+def _ratio(kind: str, now: np.ndarray, before: np.ndarray, tokens: list[int], token: int) -> float:
+    if kind == "token":
+        return math.exp(now[token] - before[token])
+    product = 1.0
+    for each in tokens:
+        product *= math.exp(now[each] - before[each])
+    return product if kind == "sequence" else product ** (1 / len(tokens))
+
+
+def _kl(estimator: str, policy: float, reference: float) -> float:
+    quotient = math.exp(reference - policy)
+    return {
+        "k1": math.log(1 / quotient),
+        "k2": math.log(quotient) ** 2 / 2,
+        "k3": quotient - math.log(quotient) - 1,
+    }[estimator]
+
+
+def by_hand(config: LossConfig, moved: np.ndarray) -> dict[str, float]:
+    """The loss and its sums at log-probs `moved`, of which constants of the gradient do not know.
+
+    Written out answer by answer and token by token.
+    """
+    batch, numbers = given()
+    here = numbers["log_probs"].astype(float)
+    sums = dict.fromkeys(("loss", "clip_share", "dual_clip_share", "approx_kl", "kl"), 0.0)
+    for row in range(2):
+        sampled = batch.old_log_prob[row].astype(float)
+        old = sampled if config.behaviour in ("sampler", "recomputed") else here[row]
+        for answer in range(4):
+            tokens = [t for t in range(12) if batch.answer[row, t] == answer]
+            for t in tokens:
+                advantage, share = float(batch.advantage[row, t]), float(batch.weight[row, t])
+                weight = share
+                if config.behaviour == "truncated":
+                    since = _ratio(config.ratio, here[row], sampled, tokens, t)
+                    weight *= min(since, config.importance_cap)
+                ratio = _ratio(config.ratio, moved[row], old, tokens, t)
+                fixed = _ratio(config.ratio, here[row], old, tokens, t)
+                low, high = 1 - config.clip_low, 1 + config.clip_high
+                if config.objective == "cispo":
+                    value = min(max(fixed, low), high) * advantage * moved[row, t]
+                    sums["clip_share"] += weight * (fixed < low or fixed > high)
+                else:
+                    clipped = min(max(ratio, low), high) * advantage
+                    value = min(ratio * advantage, clipped)
+                    sums["clip_share"] += weight * (clipped < ratio * advantage)
+                    if advantage < 0 and config.dual_clip:
+                        floor = config.dual_clip * advantage
+                        sums["dual_clip_share"] += weight * (value < floor)
+                        value = max(value, floor)
+                kl = _kl(config.kl_estimator, moved[row, t], float(numbers["reference"][row, t]))
+                sums["kl"] += share * kl
+                sums["approx_kl"] -= weight * (moved[row, t] - old[t])
+                bonus = config.entropy_weight * float(numbers["entropy"][row, t])
+                sums["loss"] += config.kl_weight * share * kl - weight * value - share * bonus
+    return sums
+
+
+def slope(config: LossConfig) -> np.ndarray:
+    """The gradient [2, 12] of by_hand by central differences."""
+    at, found = given()[1]["log_probs"].astype(float), np.zeros(ANSWER.shape)
+    for place in np.ndindex(*ANSWER.shape):
+        step = np.zeros(ANSWER.shape)
+        step[place] = 1e-6
+        up, down = (by_hand(config, at + sign * step)["loss"] for sign in (1, -1))
+        found[place] = (up - down) / 2e-6
+    return found
+
+
+def found(config: LossConfig):
+    """((loss, sums), gradient) of the loss itself."""
+    batch, numbers = given()
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def value(log_probs):
+        return losses.batch_loss(
+            log_probs, jnp.array(numbers["entropy"]), batch, config, jnp.array(numbers["reference"])
+        )
+
+    return value(jnp.array(numbers["log_probs"]))
+
+
+@pytest.mark.parametrize(("objective", "ratio", "behaviour", "kl", "dual_clip"), VARIANTS)
+def test_value_sums_and_gradient(
+    objective: str, ratio: str, behaviour: str, kl: str, dual_clip: float
+) -> None:
+    config = LossConfig(
+        objective=objective,
+        ratio=ratio,
+        behaviour=behaviour,
+        dual_clip=dual_clip,
+        clip_low=0.2,
+        clip_high=0.28,
+        importance_cap=1.3,
+        kl_weight=0.3,
+        kl_estimator=kl,
+        entropy_weight=0.1,
+    )
+    (value, sums), gradient = found(config)
+    wanted = by_hand(config, given()[1]["log_probs"].astype(float))
+    assert float(value) == pytest.approx(wanted["loss"], rel=1e-5)
+    for name, number in wanted.items():
+        assert float(sums[name]) == pytest.approx(number, rel=1e-5, abs=1e-6), name
+    np.testing.assert_allclose(gradient, slope(config), rtol=1e-4, atol=1e-6)
+    assert set(sums) == {*config.sums, *losses.ROLE_SUMS}
+    if behaviour in ("sampler", "recomputed"):  # something is clipped, and something is not
+        assert 0 < wanted["clip_share"] < 0.9 * float(sums["weight"])
+        is_live = bool(dual_clip) and objective == "clip" and ratio != "sequence_mean"
+        assert bool(wanted["dual_clip_share"]) == is_live
+
+
+def _gradient(**fields: Any) -> np.ndarray:
+    """Of a loss without other terms."""
+    return np.asarray(found(LossConfig(dual_clip=0.0, **fields))[1])
+
+
+def test_the_first_equation_of_eapo_and_its_gradient() -> None:
+    """1 / G sum_i min(r_i A_i, clip(r_i) A_i), r_i = pi(o_i) / pi_old(o_i), over groups of one."""
+    logs = [[-1.0, -2.0, -0.5], [-0.3, -0.7], [-1.1], [-2.0, -1.0]]
+    olds = [[-1.2, -1.9, -0.6], [-0.9, -0.4], [-0.7], [-2.1, -1.4]]
+    advantages = [1.0, 1.0, -1.0, -0.5]
+    group = Group([1], [[2] * len(x) for x in logs], advantages, old_log_probs=olds)
+    config = LossConfig(
+        ratio="sequence",
+        behaviour="sampler",
+        clip_high=0.28,
+        aggregation="sequence_mean",
+        dual_clip=0.0,
+    )
+    weighed = packing.weigh([group], config.aggregation)
+    (batch,) = packing.pack(weighed, [Bucket(9, 8)], 9)
+    flat = jnp.array([[x for log in logs for x in log]])
+
+    def value(log_probs):
+        return losses.batch_loss(log_probs, jnp.zeros_like(log_probs), batch, config)[0]
+
+    ratios = [math.exp(sum(log) - sum(old)) for log, old in zip(logs, olds, strict=True)]
+    pairs = list(zip(ratios, advantages, strict=True))
+    terms = [min(r * a, min(max(r, 0.8), 1.28) * a) for r, a in pairs]
+    assert float(value(flat)) == pytest.approx(-sum(terms) / 4, rel=1e-5)
+    # Each token of an answer has the whole answer's gradient; that of the second and the third is 0
+    # if it has moved enough.
+    moving = [0.0 if (a > 0 and r > 1.28) or (a < 0 and r < 0.8) else -r * a / 4 for r, a in pairs]
+    wanted = [g for g, log in zip(moving, logs, strict=True) for _ in log]
+    np.testing.assert_allclose(jax.grad(value)(flat)[0], wanted, rtol=1e-5)
+    assert moving.count(0.0) == 2
+
+
+def test_the_gradient_of_gspo() -> None:
+    """s_i A_i / |y_i| for every token of an answer, s_i its geometric mean ratio (arXiv
+    2507.18071, Eq. 10)."""
+    batch, numbers = given()
+    gradient = _gradient(ratio="sequence_mean", behaviour="sampler", clip_low=9, clip_high=99)
+    for row, answer in itertools.product(range(2), range(4)):
+        mine = batch.answer[row] == answer
+        if mine.any():
+            s = np.exp(np.mean((numbers["log_probs"] - batch.old_log_prob)[row, mine]))
+            share = batch.weight[row, mine].sum()  # of the answer in the loss; 1 / G in the paper
+            wanted = -share * s * batch.advantage[row, mine] / mine.sum()
+            np.testing.assert_allclose(gradient[row, mine], wanted, rtol=1e-5)
+    assert not gradient[batch.answer < 0].any()
+
+
+def test_no_token_of_cispo_loses_its_gradient() -> None:
+    batch, numbers = given()
+    gradient = _gradient(objective="cispo", behaviour="sampler", clip_low=1.0, clip_high=0.28)
+    ratios = np.exp(numbers["log_probs"] - batch.old_log_prob)
+    wanted = -batch.weight * np.minimum(ratios, 1.28) * batch.advantage
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-5)
+    assert gradient[batch.answer >= 0].all()
+    assert not _gradient(behaviour="sampler")[batch.answer >= 0].all()
+
+
+@pytest.mark.parametrize("ratio", losses.RATIOS)
+@pytest.mark.parametrize("objective", losses.OBJECTIVES)
+def test_on_policy_the_gradient_is_the_plain_one(objective: str, ratio: str) -> None:
+    """That of A log pi with the mean of an answer's weights: GSPO's as it is; Eq. 1's of EAPO is
+    that of each token times the answer's length."""
+    batch, _ = given()
+    gradient = _gradient(objective=objective, ratio=ratio)
+    length = np.array([[np.sum(row == a) * (a >= 0) for a in row] for row in batch.answer])
+    times = length if (objective, ratio) == ("clip", "sequence") else 1
+    np.testing.assert_allclose(gradient, -batch.weight * batch.advantage * times, rtol=1e-5)
+
+
+def test_truncated_weighs_an_answer_by_the_ratio_of_the_answer() -> None:
+    batch, numbers = given()
+    for ratio in ("sequence", "sequence_mean"):
+        plain = _gradient(ratio=ratio)
+        weighed = _gradient(ratio=ratio, behaviour="truncated", importance_cap=1.3)
+        for row, answer in ((0, 2), (1, 1), (1, 3)):
+            mine = batch.answer[row] == answer
+            far = (numbers["log_probs"] - batch.old_log_prob)[row, mine]
+            far = far.sum() if ratio == "sequence" else far.mean()
+            np.testing.assert_allclose(
+                weighed[row, mine], plain[row, mine] * min(np.exp(far), 1.3), rtol=1e-5
+            )
+
+
+@pytest.mark.parametrize("ratio", losses.RATIOS)
+@pytest.mark.parametrize("objective", losses.OBJECTIVES)
+def test_extreme_ratios_stay_finite(objective: str, ratio: str) -> None:
+    batch, _ = given()
+    config = LossConfig(objective=objective, ratio=ratio, behaviour="sampler", clip_high=1e9)
+    for log_prob, old in ((0.0, -1e4), (-1e4, 0.0)):
+        extreme = batch.replace(old_log_prob=np.full(ANSWER.shape, old, np.float32))
+        at = jnp.full(ANSWER.shape, log_prob)
+        loss = functools.partial(losses.batch_loss, batch=extreme, config=config)
+        (value, _), gradient = jax.value_and_grad(
+            lambda x, loss=loss: loss(x, jnp.zeros_like(x)), has_aux=True
+        )(at)
+        assert np.isfinite(float(value)) and np.isfinite(gradient).all()
+
+
+def test_a_sequence_needs_its_answers() -> None:
+    with pytest.raises(ValueError, match="ratio 'sequence': needs to know which token"):
+        losses.log_ratio(jnp.zeros((1, 2)), jnp.zeros((1, 2)), "sequence")
+
+
+# ------------------------------------------------------------------------------------ KL estimators
+
+
+def _mean_gradient(estimator: str, logits: jax.Array, reference: jax.Array) -> jax.Array:
+    """The mean over tokens drawn from the policy of the estimate's gradient, exactly."""
+
+    def estimates(logits):
+        return losses.kl_estimate(
+            jax.nn.log_softmax(logits), jax.nn.log_softmax(reference), estimator
+        )
+
+    return jax.nn.softmax(logits) @ jax.jacobian(estimates)(logits)
+
+
+def _divergence(left: jax.Array, right: jax.Array) -> jax.Array:
+    log_left, log_right = jax.nn.log_softmax(left), jax.nn.log_softmax(right)
+    return jnp.sum(jnp.exp(log_left) * (log_left - log_right))
+
+
+def test_means_and_gradients_of_kl_estimates() -> None:
+    """What their docstring says of them."""
+    logits, reference = jnp.array([0.3, -1.0, 0.8, 0.1]), jnp.array([-0.2, 0.4, 0.9, -0.7])
+    kl = _divergence(logits, reference)
+    policy, of_reference = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
+    means = {
+        name: jnp.sum(jnp.exp(policy) * losses.kl_estimate(policy, of_reference, name))
+        for name in losses.KL_ESTIMATORS
+    }
+    assert float(means["k1"]) == pytest.approx(float(kl), rel=1e-5)
+    assert float(means["k3"]) == pytest.approx(float(kl), rel=1e-5)
+    assert float(means["k2"]) != pytest.approx(float(kl), rel=1e-2)
+    right = jax.grad(_divergence)(logits, reference)
+    other = jax.grad(_divergence, 1)(reference, logits)
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    near(_mean_gradient("k1", logits, reference), jnp.zeros(4))
+    near(_mean_gradient("k2", logits, reference), right)
+    near(_mean_gradient("k3", logits, reference), other)
+    assert np.abs(right - other).max() > 0.01
+
+
+def test_k3_is_kept_within_bounds() -> None:
+    far, near = jnp.array([0.0, -100.0]), jnp.array([-100.0, 0.0])
+    for estimator, wanted in {"k1": [100, -100], "k2": [5000, 5000], "k3": [10, 10]}.items():
+        np.testing.assert_allclose(losses.kl_estimate(far, near, estimator), wanted)
+    gradient = jax.grad(lambda x: jnp.sum(losses.kl_estimate(x, near)))(far)
+    np.testing.assert_array_equal(gradient, [0.0, 0.0])
+
+
+# ----------------------------------------------------------------------------------- Who sums what
+
+
+def test_sums_by_answer() -> None:
+    values = np.arange(24, dtype=np.float32).reshape(2, 12)
+    wanted = np.zeros_like(values)
+    for row, slot in np.argwhere(ANSWER >= 0):
+        wanted[row, slot] = values[row][ANSWER[row] == ANSWER[row, slot]].sum()
+    np.testing.assert_array_equal(packing.sum_by_answer(values, ANSWER), wanted)
+    # As many answers as slots.
+    full = np.arange(12)[None]
+    np.testing.assert_array_equal(packing.sum_by_answer(values[:1], full), values[:1])
