@@ -177,7 +177,8 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     if len(attempt.mistakes) == before:
         found.plan = attempt("mesh", _plan, found)
         attempt("mesh", _check_memory, found.plan)
-    data = attempt("data", lambda game: catalogue.check_data(config, *game) or True, game)
+    kind = playable.GAMES.get(config.game.name, playable.GAMES["spell"])
+    data = attempt("data", lambda: catalogue.check_data(config.data, kind) or True)
     attempt("data.source", _make, config, found.sampling, tokenizer, run, game, data)
     if data and built.is_built(config.data.source):  # whatever else is wrong
         attempt("data.source", built.Built, config.data.source)

@@ -80,7 +80,8 @@ def check(config: Config) -> None:
     for name in model_sections(config):
         _check_policy(config[name], name)
     kind, fields = check_game(config.game)
-    check_data(config, kind, fields)
+    check_data(config.data, kind)
+    kind.evaluate(fields, _gather(config, len, config.sampler.max_prompt), config.data)
 
 
 def model_sections(config: Config) -> list[str]:
@@ -141,13 +142,12 @@ def _check_judge(game: Config) -> None:
         raise ValueError("game.judge_model = '': must name a model, for game.rule = 'judge'")
 
 
-def check_data(config: Config, kind: playable.Kind, fields: Any) -> None:
-    """Finds mistakes in the data of a game of that kind with these fields, and in its evaluation.
+def check_data(data: Config, kind: playable.Kind) -> None:
+    """Finds mistakes in the data of a game of that kind.
 
     Raises:
       ValueError: naming the field, its value and what would be right.
     """
-    data = config.data
     for field in ("questions", "validation"):
         if data[field] and not pathlib.Path(data[field]).is_file():
             raise ValueError(f"data.{field} = {data[field]!r}: must be a .jsonl of questions")
@@ -158,7 +158,6 @@ def check_data(config: Config, kind: playable.Kind, fields: Any) -> None:
     _check_tasks(data)
     if not data.questions:
         _check_source(data)
-    kind.evaluate(fields, _gather(config, len, config.sampler.max_prompt), data)
 
 
 def _check_source(data: Config) -> None:

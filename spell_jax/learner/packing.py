@@ -439,10 +439,3 @@ def _write(batch: MicroBatch, row: int, start: int, filled: int, group: Group) -
             batch.old_log_prob[row, slots] = group.old_log_probs[i]
         column, filled = end, filled + len(answer)
     return group_end, filled
-
-
-def in_parts(groups: Sequence[Group], count: int) -> list[list[Group]]:
-    """Groups dealt out to `count` parts in turn, so that each has its share of every role; to fewer
-    where there are fewer groups."""
-    parts = [list(groups[first::count]) for first in range(count)]
-    return [part for part in parts if part]
