@@ -167,6 +167,7 @@ def _optimiser() -> Any:
     optimiser.weight_decay = 0.01
     optimiser.clip_norm = 1.0
     optimiser.offload = False  # AdamW's moments wait in the host's memory
+    optimiser.offload_weights = False  # and so do the float32 weights
     optimiser.max_skipped = 3  # so many updates in a row whose numbers are not finite end the run
     return optimiser
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from etils import epath
 
 from spell_jax import catalogue
@@ -292,7 +291,7 @@ def save_model(run: Run, models: dict[str, Any], name: str, folder: epath.Path) 
 
 def copy(params: transformer.Params) -> transformer.Params:
     """Buffers of its own: those of the training state are donated at every update."""
-    return jax.tree.map(jnp.copy, params)
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), params)
 
 
 class AsPlayed(Mapping[str, transformer.Params]):

@@ -224,3 +224,12 @@ def test_a_model_of_its_own_needs_a_folder(pair):
         pair.other.folder = ""
     with pytest.raises(ValueError, match=r"other\.folder = '': must be a Hugging Face folder"):
         runs.make_run(pair)
+
+
+def test_models_that_wait_on_the_host_learn_the_same(pair, tmp_path):
+    near, waiting = epath.Path(tmp_path / "near"), epath.Path(tmp_path / "waiting")
+    train.train(pair, near)
+    for optimiser in (pair.optimiser, pair.other.optimiser):
+        optimiser.offload = optimiser.offload_weights = True
+    train.train(pair, waiting)
+    assert [*map(noise.steady, lines_of(near))] == [*map(noise.steady, lines_of(waiting))]

@@ -22,6 +22,8 @@ class OptimiserConfig:
       b1, b2, epsilon, weight_decay: AdamW.
       clip_norm: gradients are scaled down to this global norm.
       offload: whether AdamW's two moments wait in the host's memory from one step to the next.
+      offload_weights: whether the float32 weights do; then those in the compute dtype alone, of a
+        model that is asked or trained, take the device's memory.
       max_skipped: so many updates in a row whose numbers are not finite end the run.
     """
 
@@ -36,6 +38,7 @@ class OptimiserConfig:
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     offload: bool = False
+    offload_weights: bool = False
     max_skipped: int = 3
 
     def __post_init__(self):

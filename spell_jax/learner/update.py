@@ -215,6 +215,7 @@ class Learner:
         self.rate = optimiser.rate()
         self.max_skipped = optimiser.max_skipped
         self._moments = "pinned_host" if optimiser.offload else "device"
+        self._masters = "pinned_host" if optimiser.offload_weights else "device"
         packing_config.check_splits(meshes.context_shards(mesh))
         shapes, axes = transformer.abstract_params(policy)
         placed = meshes.shardings(mesh, axes, shapes)
@@ -222,7 +223,9 @@ class Learner:
         self.param_shardings, self._frozen_shardings = lora.split(policy, placed)
         self.frozen: transformer.Params = {}
         self.cast_trained = jax.jit(
-            lambda tree: jax.tree.map(lambda x: x.astype(self.compute_dtype), tree)
+            lambda tree: jax.tree.map(
+                lambda x: x.astype(self.compute_dtype), _near(tree, self._masters)
+            )
         )
         self._zeros = jax.jit(
             lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self._shapes),
@@ -247,7 +250,8 @@ class Learner:
         """Shapes and shardings of the training state, for a checkpoint to restore into."""
         state = jax.eval_shape(self._begin, self._shapes)
         optimiser = self._place_optimiser(state.optimiser, self._moments)
-        params = meshes.placed(state.params, self.param_shardings)
+        where = jax.tree.map(lambda x: x.with_memory_kind(self._masters), self.param_shardings)
+        params = meshes.placed(state.params, where)
         counts = self._replicate(state.step), self._replicate(state.skipped)
         return TrainState(params, optimiser, *counts)
 
@@ -486,16 +490,11 @@ class Learner:
         self, state: TrainState, gradients, loss: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         norm, finite = _measure(gradients, loss)
-        before = state.optimiser
-        if self._moments != "device":
-            near = self._place_optimiser(before, "device")
-            before = jax.device_put(before, jax.tree.map(lambda x: x.sharding, near))
-        updates, optimiser = self._optimiser.update(gradients, before, state.params)
-        params = optax.apply_updates(state.params, updates)
+        before = _near(state.params, self._masters), _near(state.optimiser, self._moments)
+        updates, optimiser = self._optimiser.update(gradients, before[1], before[0])
+        params = optax.apply_updates(before[0], updates)
         kept = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old),
-            (params, optimiser),
-            (state.params, before),
+            lambda new, old: jnp.where(finite, new, old), (params, optimiser), before
         )
         rate = self.rate(state.step)
         step = state.step + finite.astype(jnp.int32)
@@ -507,6 +506,11 @@ class Learner:
             "learning_rate": jnp.asarray(rate),
         }
         return TrainState(kept[0], kept[1], step, skipped), metrics
+
+
+def _near(tree: Any, memory: str) -> Any:
+    """Arrays that wait in a kind of memory, in the device's; to be traced."""
+    return tree if memory == "device" else jax.device_put(tree, jax.memory.Space.Device)
 
 
 @jax.jit

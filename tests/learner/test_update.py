@@ -225,9 +225,10 @@ def test_remat_and_kernel_give_the_same_gradient(remat: str, attention: str) -> 
     _assert_same_step(_step(_learner(policy=policy), GROUPS), _wanted())
 
 
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("mesh", [(), (("fsdp", 4), ("context", 2))], ids=str)
-def test_moments_that_wait_on_the_host_change_nothing(mesh: tuple) -> None:
-    optimiser = dataclasses.replace(SMOOTH, offload=True)
+def test_what_waits_on_the_host_changes_nothing(mesh: tuple, weights: bool) -> None:
+    optimiser = dataclasses.replace(SMOOTH, offload=True, offload_weights=weights)
     devices = None if mesh else jax.devices()[:1]
     placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices)
     learner = Learner(tiny.POLICY, optimiser, ON_POLICY, PACKING, placed, TEMPERATURE)
@@ -236,13 +237,16 @@ def test_moments_that_wait_on_the_host_change_nothing(mesh: tuple) -> None:
     assert kinds == {"pinned_host"}
     state, numbers = learner.update(state, GROUPS)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(_moments(state))} == kinds
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+    masters = "pinned_host" if weights else "device"
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {masters}
+    played = learner.cast(state.params)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(played)} == {"device"}
     _assert_same_step((jax.device_get(state), numbers), _wanted())
 
 
-def test_moments_on_the_host_come_back_from_a_checkpoint(tmp_path) -> None:
+def test_what_waits_on_the_host_comes_back_from_a_checkpoint(tmp_path) -> None:
     mesh = meshes.make_mesh({"fsdp": 4, "context": 2})
-    optimiser = dataclasses.replace(SMOOTH, offload=True)
+    optimiser = dataclasses.replace(SMOOTH, offload=True, offload_weights=True)
     learner = Learner(tiny.POLICY, optimiser, ON_POLICY, PACKING, mesh, TEMPERATURE)
     state, _ = learner.update(learner.init(tiny.weights()), SMALL)
     checkpoints = Checkpoints(tmp_path)
@@ -250,7 +254,7 @@ def test_moments_on_the_host_come_back_from_a_checkpoint(tmp_path) -> None:
     restored = checkpoints.restore(1, {"policy": learner.abstract_state()})[0]["policy"]
     checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, restored, state)
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(_moments(restored))}
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves((_moments(restored), restored.params))}
     assert kinds == {"pinned_host"}
     learner.update(restored, SMALL)
 
