@@ -260,6 +260,13 @@ PLACES: list[tuple[PackingConfig, Mesh]] = [
 ]
 
 
+def test_the_constant_of_sums_is_the_configs() -> None:
+    batches, _ = learner(loss=LossConfig(**VARIANTS["CISPO, Dr. GRPO"])).pack(GROUPS)
+    weights = np.concatenate([batch.weight[batch.answer >= 0] for batch in batches])
+    answers = sum(len(group.answers) for group in GROUPS)
+    np.testing.assert_allclose(weights, 1 / 6 / answers, rtol=1e-6)
+
+
 @functools.cache
 def off_policy() -> list[Group]:
     """Groups whose old log-probs are near: most ratios of answers are in bounds, some are not."""
