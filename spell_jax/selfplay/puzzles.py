@@ -107,20 +107,18 @@ def cut_window(
         return 0, 0
     ends = [first for first, _ in spans[1:]] + [len(text)]  # with the white space behind it
     drawn = int(rng.integers(len(spans)))
-    first = last = drawn
+    first, last, room = drawn, drawn, most_tokens
 
-    def fits(at: int) -> bool:
-        nonlocal most_tokens
-        most_tokens -= count_tokens(text[spans[at][0] : ends[at]])
-        return most_tokens >= 0
+    def tokens(at: int) -> int:
+        return count_tokens(text[spans[at][0] : ends[at]])
 
-    while last < len(spans) and fits(last):
-        last += 1
-    if last < len(spans):
-        most_tokens += count_tokens(text[spans[last][0] : ends[last]])  # was not taken
-    while last > drawn and first > 0 and fits(first - 1):
-        first -= 1
-    return (spans[first][0], spans[last - 1][1]) if last > first else (0, 0)
+    while last < len(spans) and (behind := tokens(last)) <= room:
+        last, room = last + 1, room - behind
+    while last > drawn and first > 0 and (before := tokens(first - 1)) <= room:
+        first, room = first - 1, room - before
+    if first == last:
+        return 0, 0
+    return spans[first][0] if first else 0, len(text) if last == len(spans) else spans[last - 1][1]
 
 
 def make_puzzle(
@@ -225,8 +223,8 @@ def pose(
         prompt = ask(puzzle.document, puzzle.options)
         over = count_tokens(prompt) - prompt_cap
         if over <= 0:
-            return Posed(puzzle, "", prompt, (first, last), last - first < len(text.strip()))
-        room -= over
+            return Posed(puzzle, "", prompt, (first, last), last - first < len(text))
+        room = count_tokens(text[first:last]) - over
     return Posed(reason=OVERLONG)
 
 

@@ -1,16 +1,16 @@
 """Demonstrations of document reconstruction on tiny stories: its warm start.
 
-A row either works the order out or guesses it. Who works it out names for each gap who has the
-letter then, with the option's letter, then boxes the order. Who guesses thinks
-nothing and boxes the letters in any order. How many do which is what self-play can still teach: of
-few options most rows think, of many most guess, so that the best guess of the tuned policy is a
-guess, and a thought is drawn often enough to be rewarded.
+A row works the order out or guesses it. Who works it out names for each gap who holds the letter
+then, and the option that says so. Who guesses thinks nothing, and boxes the letters in any order.
+Their proportions are what reinforcement can still teach: of few options most rows work it out, of
+many most guess, so that what the tuned policy does most often is to guess, and what it does now and
+then is rewarded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class StoryMixture:
     lines: tuple[int, ...] = (5, 6, 7)
     options: tuple[int, ...] = (2, 3, 4)
     shares: tuple[float, ...] = (0.4, 0.3, 0.3)
-    guessed: tuple[float, ...] = (0.4, 0.65, 0.75)
+    guessed: tuple[float, ...] = (0.35, 0.6, 0.65)
 
 
 def rows(prompts: Prompts, mixture: StoryMixture, seed: int, start: int = 0) -> Iterator[Row]:
@@ -53,18 +53,21 @@ def _row(prompts: Prompts, mixture: StoryMixture, rng: np.random.Generator) -> R
     shortest = tiny_stories.SHORTEST_LINE
     puzzle, reason = puzzles.make_puzzle(rng, story, mixture.options[kind], shortest, len(story))
     assert puzzle is not None, reason
-    order, thought = puzzle.truth, [_found(puzzle, letter) for letter in puzzle.truth]
+    order, thought = puzzle.truth, _thought(puzzle)
     if rng.random() < mixture.guessed[kind]:
-        order, thought = tuple(rng.permutation(puzzle.truth).tolist()), []
+        order, thought = tuple(rng.permutation(puzzle.truth).tolist()), ""
     prompt = prompts.reconstruction(puzzle.document, puzzle.options)
-    return Row(prompt, _completion(thought, order), "responder", TASK)
+    completion = f"<think>{thought}</think>\\boxed{{{','.join(order)}}}"
+    return Row(prompt, completion, "responder", TASK)
 
 
-def _found(puzzle: puzzles.Puzzle, letter: str) -> str:
-    """The person of an option with its letter, as a token that opens the option's line."""
-    return f"{puzzle.options[letter].split()[1]}({letter})"
+def _thought(puzzle: puzzles.Puzzle) -> str:
+    """For each gap its number, who has the letter, and the option that says so.
 
-
-def _completion(thought: Sequence[str], order: Sequence[str]) -> str:
-    said = f" {', '.join(thought)}" if thought else ""
-    return f"<think>{said}</think>\\boxed{{{','.join(order)}}}"
+    In tokens: what stands in the gap's name, what stands before the gap, what opens an option.
+    """
+    holders = [puzzle.options[letter].split()[0] for letter in puzzle.truth]
+    return "".join(
+        f" {number} {holder}({letter})"
+        for number, (holder, letter) in enumerate(zip(holders, puzzle.truth, strict=True), 1)
+    )
