@@ -24,12 +24,26 @@ import numpy as np
 from spell_jax.data.clusters import LETTERS, TASKS, count_words
 from spell_jax.evaluation import haystack, long_documents, retrieval, short, tiny_world
 from spell_jax.evaluation.benchmark import Item
-from spell_jax.selfplay import folder_rows, judge, memory, numbers, parsing, prompts, rules
+from spell_jax.selfplay import (
+    folder_rows,
+    judge,
+    memory,
+    numbers,
+    parsing,
+    prompts,
+    puzzles,
+    rules,
+)
 
 SIZES = (12_500, 25_000, 50_000, 100_000)  # bytes of UTF-8
 LIMIT_S = 0.010  # of one text of SIZES[-1]
-# Reads a user's documents once, before a run, at about 2 us a word: linear, without a limit.
-UNLIMITED = ("folder_rows.find_facts",)
+# These read a user's documents, at about 2 us a word: linear, without a limit.
+UNLIMITED = (
+    "folder_rows.find_facts",
+    "puzzles.split_paragraphs",
+    "puzzles.make_puzzle",
+    "puzzles.cut_window",
+)
 
 Parser = Callable[[str], Any]
 
@@ -40,6 +54,10 @@ def _push(text: str) -> bool:
     half = len(text) // 2
     known.push("general_qa", "a", memory.Entry((0,), text[:half], "1"), 0.5)
     return known.push("general_qa", "a", memory.Entry((0,), text[half:], "1"), 0.5)
+
+
+def _random() -> np.random.Generator:
+    return np.random.default_rng(0)
 
 
 def _in_halves(compare: Callable[[str, str], Any]) -> Parser:
@@ -86,6 +104,9 @@ def _by_prompt() -> dict[str, Parser]:
     parsers: dict[str, Parser] = {
         "prompts.Prompts.verifier": lambda text: _full_prompts().verifier(text, text, text),
         "prompts.Prompts.judge": lambda text: _full_prompts().judge(text, text, text),
+        "prompts.Prompts.reconstruction": lambda text: _full_prompts().reconstruction(
+            text, dict.fromkeys("AB", text)
+        ),
     }
     for task in TASKS:
         parsers[f"prompts.Prompts.questioner {task}"] = lambda text, t=task: (
@@ -128,6 +149,11 @@ PARSERS: dict[str, Parser] = {
     **_by_prompt(),
     **_by_benchmark(),
     "parsing.parse_verdict": parsing.parse_verdict,
+    "puzzles.parse_order": lambda text: puzzles.parse_order(text, 4),
+    "puzzles.split_paragraphs": puzzles.split_paragraphs,
+    "puzzles.make_puzzle": lambda text: puzzles.make_puzzle(_random(), text, 2, 1, 4000),
+    "puzzles.cut_window": lambda text: puzzles.cut_window(_random(), text, len, len(text) // 2),
+    "rules.last_box": rules.last_box,
     "parsing.format_choices": lambda text: parsing.format_choices(text, [text] * len(LETTERS)),
     "rules.visible_text": rules.visible_text,
     "rules.normalize_answer": rules.normalize_answer,

@@ -15,6 +15,7 @@
 
 import hashlib
 import logging
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ LETTERS = ("A", "B", "C", "D")  # of the options of a multiple choice
 SUFFIXES = (".txt", ".md")
 SMALLEST_LIMIT = 16
 GROUPINGS = ("order", "similarity")
+SELECTIONS = ("longest", "random", "shortest")
 
 # The borders of units, coarse to fine, matched in linear time; a unit keeps the border behind it.
 BORDERS = tuple(
@@ -41,6 +43,8 @@ BORDERS = tuple(
         r"\s+",  # word
     )
 )
+
+_READ_AT_ONCE = 256  # clusters, to learn their lengths
 
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 
@@ -207,6 +211,31 @@ def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[st
     amount = min(max(1, round(share * len(ids))), len(ids) - 1)
     chosen = set(sorted(ids, key=lambda name: (_digest(name), name))[:amount])
     return [n for n in ids if n not in chosen], [n for n in ids if n in chosen]
+
+
+def select(source: Source, selection: str, most: int, seed: int) -> Source:
+    """At most so many clusters: the longest or shortest by characters, or random ones.
+
+    Lengths are read once, a few clusters at a time, if they are needed; of equal lengths the first
+    ids are taken.
+
+    Args:
+        source: of the clusters.
+        selection: one of SELECTIONS.
+        most: clusters to keep; 0: all.
+        seed: of random ones.
+    """
+    ids = sorted(source.tasks)
+    if not most or most >= len(ids):
+        return source
+    if selection == "random":
+        return source.only(random.Random(seed).sample(ids, most))
+    sizes: dict[str, int] = {}
+    for start in range(0, len(ids), _READ_AT_ONCE):
+        for cluster in source.read(ids[start : start + _READ_AT_ONCE]):
+            sizes[cluster.id] = sum(map(len, cluster.documents))
+    sign = -1 if selection == "longest" else 1
+    return source.only(sorted(ids, key=lambda name: sign * sizes[name])[:most])
 
 
 # ------------------------------------------------------------------------------------------ cutting

@@ -16,6 +16,7 @@
     responder_TASK.txt           an answer from all n documents               Appendix G
     verifier.txt                 whether answer and reference are equivalent  Appendix G
     judge.txt                    the same of an external judge                Table 5
+    reconstruction.txt           the order of paragraphs that were taken out  (another paper's)
 
 TASK is general_qa, financial_math or multiple_choice. tests/selfplay/test_prompts.py lists each
 requirement of Appendix G next to the words of the full set that meet it. Departures, with the
@@ -58,6 +59,7 @@ def _placeholders_by_file() -> dict[str, tuple[set[str], set[str]]]:
     files["example.txt"] = ({"question", "answer"}, {"number"})
     files["verifier.txt"] = ({"question", "answer", "reference"}, set())
     files["judge.txt"] = ({"question", "answer", "reference"}, set())
+    files["reconstruction.txt"] = ({"document", "options"}, set())
     return files
 
 
@@ -124,6 +126,11 @@ class Prompts:
     def judge(self, question: str, answer: str, reference: str) -> str:
         """Asks an external judge whether the answer contains the reference (paper Table 5)."""
         return self._fill("judge.txt", question=question, answer=answer, reference=reference)
+
+    def reconstruction(self, document: str, options: Mapping[str, str]) -> str:
+        """Asks in which order the options (letter -> text) go into the gaps of a document."""
+        listed = "\n".join(f"({letter}) {text}" for letter, text in options.items())
+        return self._fill("reconstruction.txt", document=document, options=listed)
 
     def _fill(self, name: str, **values: str) -> str:
         return PLACEHOLDER.sub(lambda match: values[match[1]], self.texts[name])

@@ -138,6 +138,16 @@ def check_task(task: str) -> None:
         raise ValueError(f"task: {task!r} is unknown; it must be one of {', '.join(TASKS)}")
 
 
+def last_box(text: str) -> str | None:
+    r"""The content of the last \boxed{...} up to its own closing brace; None without either."""
+    _, box, rest = text.rpartition(_BOX)
+    if not box:
+        return None
+    rest = "{" + rest
+    end = first_balance(brace_steps(code_points(rest)))
+    return None if end is None else rest[1:end].strip().strip("*")
+
+
 def code_points(text: str) -> np.ndarray:
     """The characters of a text as numbers, lone surrogates too: uint32 [characters]."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
@@ -175,20 +185,13 @@ def _find_phrase(text: str) -> str | None:
 
 def _find_figure(text: str) -> str | None:
     if _BOX in text:
-        boxed = _last_box(text)
+        boxed = last_box(text)
         return None if boxed is None else boxed.replace(",", "").rstrip(".")
     text = text.replace("*", "")
     for pattern in _FIGURE_PATTERNS:
         if figures := pattern.findall(text):
             return figures[-1].replace(",", "").rstrip(".")
     return None
-
-
-def _last_box(text: str) -> str | None:
-    """The content of the last box up to its own closing brace; None where that is missing."""
-    rest = text[text.rindex(_BOX) + len(_BOX) - 1 :]
-    end = first_balance(brace_steps(code_points(rest)))
-    return None if end is None else rest[1:end].strip().strip("*")
 
 
 def _find_letter(text: str) -> str | None:

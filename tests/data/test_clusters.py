@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,12 @@ from hypothesis import strategies as st
 
 from spell_jax.data.clusters import (
     Cluster,
+    Source,
     count_words,
     cut_document,
     in_memory,
     read_clusters,
+    select,
     split_held_out,
 )
 
@@ -213,3 +217,47 @@ def test_real_filings_are_cut_within_the_limit(spell_data: Path) -> None:
     originals = [p.read_text() for p in sorted((spell_data / "edgar" / "dev").glob("*.txt"))]
     pieces = [document for cluster in clusters for document in cluster.documents]
     assert squeezed("".join(pieces)) == squeezed("".join(originals))
+
+
+# ---------------------------------------------------------------------------------------- Selection
+
+
+SIZES = {"a": 30, "b": 10, "c": 20, "d": 20, "e": 50}
+
+
+def by_size(reads: list[int]) -> Source:
+    every = [Cluster(name, ("x" * (size - 5), "y" * 5)) for name, size in SIZES.items()]
+    source = in_memory(every)
+
+    def read(ids: Sequence[str]) -> list[Cluster]:
+        reads.append(len(ids))
+        return source.read(ids)
+
+    return replace(source, read=read)
+
+
+@pytest.mark.parametrize(
+    ("selection", "most", "wanted"),
+    [("longest", 2, "ae"), ("longest", 3, "ace"), ("shortest", 2, "bc"), ("shortest", 4, "abcd")],
+)
+def test_the_longest_or_shortest_are_selected(
+    selection: str, most: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spell_jax.data.clusters._READ_AT_ONCE", 2)
+    reads: list[int] = []
+    source = select(by_size(reads), selection, most, 0)
+    assert sorted(source.tasks) == list(wanted) and reads == [2, 2, 1]
+    assert source.read(["a"])[0].id == "a"
+
+
+def test_random_ones_are_a_function_of_the_seed() -> None:
+    reads: list[int] = []
+    chosen = [tuple(sorted(select(by_size(reads), "random", 2, s).tasks)) for s in range(40)]
+    again = [tuple(sorted(select(by_size(reads), "random", 2, s).tasks)) for s in range(40)]
+    assert chosen == again and len({*chosen}) == 10 and not reads
+
+
+@pytest.mark.parametrize("most", [0, 5, 9])
+def test_all_are_kept_unread(most: int) -> None:
+    reads: list[int] = []
+    assert [*select(by_size(reads), "longest", most, 0).tasks] == [*SIZES] and not reads

@@ -54,6 +54,9 @@ LARGEST = 1_000_000
 # Modules of which no function is given what a model wrote, and functions of the others.
 NO_READERS = {
     *("selfplay.demonstrations", "selfplay.rewards", "selfplay.selection", "evaluation.scoring"),
+    *("selfplay.story_rows", "evaluation.reconstruction", "puzzles.pose"),
+    *("puzzles.gap", "puzzles.chance", "puzzles.options_of"),
+    *("puzzles.dense_reward", "puzzles.sparse_reward"),  # of what parse_order has read
     # Of benchmarks these read files, make questions, ask and average.
     *("evaluation.answering", "evaluation.benchmarks", "evaluation.generated", "evaluation.names"),
     *("evaluation.needle", "evaluation.own_questions", "evaluation.pictures", "evaluation.ruler"),
@@ -130,6 +133,10 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "parsing.parse_question": _is_parsed,
     "parsing.parse_verdict": (-1, 0, 1).__contains__,
     "parsing.format_choices": _is_text,
+    "puzzles.parse_order": lambda order: order.is_permutation <= (len(order.letters) == 4),
+    "puzzles.split_paragraphs": lambda spans: all(first < last for first, last in spans),
+    "puzzles.make_puzzle": lambda made: (made[0] is None) == bool(made[1]),
+    "puzzles.cut_window": lambda window: 0 <= window[0] <= window[1],
     "judge.parse_judgement": (-1, 0, 1).__contains__,
     "judge.read_retry_after": lambda seconds: seconds >= 0,
     "haystack.extract": _is_text_or_none,
@@ -145,6 +152,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "short.score_letter": (0.0, 1.0).__contains__,
     "short.extract_math": _is_text_or_none,
     "rules.visible_text": _is_text_or_none,
+    "rules.last_box": _is_text_or_none,
     "rules.extract_answer": _is_text_or_none,
     "rules.find_answer": _is_text_or_none,
     "rules.normalize_answer": _is_text,
@@ -162,6 +170,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "prompts.Prompts.responder": _is_text,
     "prompts.Prompts.verifier": _is_text,
     "prompts.Prompts.judge": _is_text,
+    "prompts.Prompts.reconstruction": _is_text,
 }
 
 

@@ -34,6 +34,7 @@ COMPACT = {
     "responder_financial_math": "{documents}\n{question}",
     "responder_multiple_choice": "{documents}\n{question}",
     "verifier": "{question}\none: {answer}\ntwo: {reference}\nsame?",
+    "reconstruction": "{document}\n{options}\norder",
 }
 
 GENERAL, MATH, CHOICE = (f"questioner_{task}" for task in TASKS)
@@ -112,6 +113,14 @@ REQUIREMENTS = [
     (("verifier", "judge"), "explanation before decision", "(?s)Explanation:.*Decision:"),
     (("judge",), "substance over wording", "Judge the substance"),
     (("judge",), "vital facts present", "essential facts of the true answer are present"),
+    (("reconstruction",), "marks what is missing", "<gap 1>.*<gap 2>"),
+    (("reconstruction",), "reasons about story and logic", "what happens next.*how the argument"),
+    (("reconstruction",), "one gap after the other", "gap by gap"),
+    (
+        ("reconstruction",),
+        "letters in order, with commas, boxed",
+        r"order of the gaps, with commas.*\\boxed\{",
+    ),
 ]
 
 HARDER = [
@@ -165,6 +174,9 @@ def test_compact_prompts() -> None:
     assert compact.questioner("general_qa", ["d1"]) == "d1\nask general"
     assert compact.responder("general_qa", [], "q?") == "Empty\nq?"
     assert compact.verifier("q?", "x", "y") == "q?\none: x\ntwo: y\nsame?"
+    assert compact.reconstruction("<gap 1> d", {"A": "x", "B": "y {document}"}) == (
+        "<gap 1> d\n(A) x\n(B) y {document}\norder"
+    )
 
 
 def test_layout_after_the_instructions_is_that_of_the_reference() -> None:

@@ -1,0 +1,350 @@
+"""Puzzles: what is taken out goes back; orders and rewards are those of brute force."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spell_jax.data.clusters import count_words
+from spell_jax.selfplay import puzzles
+from spell_jax.selfplay.puzzles import LABELS, Order, Puzzle
+
+MANY = 4000
+
+
+def make(
+    text: str, options: int = 2, low: int = 1, high: int = 10**6, seed: int = 0
+) -> tuple[Puzzle | None, str]:
+    return puzzles.make_puzzle(np.random.default_rng(seed), text, options, low, high)
+
+
+def made(text: str, *args: int, **named: int) -> Puzzle:
+    puzzle, reason = make(text, *args, **named)
+    assert puzzle is not None, reason
+    return puzzle
+
+
+def filled(puzzle: Puzzle, letters: Sequence[str]) -> str:
+    """The document with these options in its gaps, put there from the front."""
+    for number, letter in enumerate(letters, 1):
+        before, _, behind = puzzle.document.partition(f"<gap {number}>")
+        puzzle = Puzzle(before + puzzle.options[letter] + behind, puzzle.options, (), ())
+    return puzzle.document
+
+
+def a_document(seed: int) -> str:
+    """Paragraphs of any writing with any white space between them; some occur twice."""
+    draw = random.Random(seed)
+    signs = "ab c\tdé中文🎉İß\u00a0\u2028.,(A)<gap>{}\\$\x00"
+    words = ["".join(draw.choices(signs, k=draw.randint(1, 30))).strip() for _ in range(12)]
+    paragraphs = [draw.choice(words) + "\n" * draw.randint(0, 1) + word for word in words]
+    paragraphs += draw.choices(paragraphs, k=draw.randint(0, 2))
+    draw.shuffle(paragraphs)
+    borders = ("\n\n", "\n \t\n", "\r\n\r\n", "\n\n\n\n\n", "\n\u3000\n")
+    around = draw.choice(("", " ", "\n\n"))
+    return around + "".join(p + draw.choice(borders) for p in paragraphs) + around
+
+
+# --------------------------------------------------------------------------------- From a document
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_right_options_make_the_document_again(part):
+    posed = 0
+    for seed in range(part * MANY // 4, (part + 1) * MANY // 4):
+        text, options = a_document(seed), 2 + seed % 7
+        puzzle, reason = make(text, options, seed=seed)
+        if puzzle is None:
+            assert reason in (puzzles.FEW_OPTIONS, puzzles.FEW_PARAGRAPHS)
+            continue
+        posed += 1
+        assert filled(puzzle, puzzle.truth) == text
+        assert sorted(puzzle.truth) == list(puzzle.options) == list(LABELS[:options])
+        assert [text[slice(*span)] for span in puzzle.spans] == [
+            puzzle.options[letter] for letter in puzzle.truth
+        ]
+        said = [" ".join(option.split()) for option in puzzle.options.values()]
+        stays = [" ".join(p.split()) for p in re.split(r"\n\s*\n", puzzle.document)]
+        assert len({*said}) == options and not {*said} & {*stays}
+        if options < 4:  # no other order makes the same document
+            orders = itertools.permutations(puzzle.truth)
+            assert sum(filled(puzzle, order) == text for order in orders) == 1
+    assert posed > 0.9 * MANY / 4
+
+
+TEXT = "\n\n".join(f"Paragraph {letter}." for letter in "abcdefg")
+
+
+def test_a_puzzle_is_a_function_of_the_seed():
+    assert made(TEXT, 3) == made(TEXT, 3)
+    assert len({made(TEXT, 3, seed=seed).document for seed in range(40)}) > 20
+
+
+def test_all_orders_and_all_paragraphs_are_drawn_alike():
+    drawn = [made(TEXT, 3, seed=seed) for seed in range(3000)]
+    orders = Counter(puzzle.truth for puzzle in drawn)
+    assert len(orders) == 6 and min(orders.values()) > 400
+    taken = Counter(first for puzzle in drawn for first, _ in puzzle.spans)
+    assert len(taken) == 7 and min(taken.values()) > 1150  # of 9000 / 7
+    neighbours = sum(
+        any(b[0] - a[1] == 2 for a, b in itertools.pairwise(puzzle.spans)) for puzzle in drawn
+    )
+    assert neighbours == pytest.approx(3000 * 25 / 35, rel=0.05)  # 10 of 35 triples have none
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "reason"),
+    [
+        ("", 2, puzzles.FEW_PARAGRAPHS),
+        ("one\n\ntwo", 2, puzzles.FEW_PARAGRAPHS),  # nothing would stay
+        ("one\n\none\n\none", 2, puzzles.FEW_OPTIONS),
+        ("one\n\ntwo \t a\n\ntwo\na", 2, puzzles.FEW_OPTIONS),  # equal but for white space
+        (TEXT + "\n\nSee <gap 3> above", 2, puzzles.HAS_GAPS),
+        (TEXT, 7, puzzles.FEW_PARAGRAPHS),
+    ],
+)
+def test_what_gives_no_puzzle(text, options, reason):
+    assert make(text, options) == (None, reason)
+
+
+def test_what_looks_a_little_like_a_gap_is_text():
+    text = TEXT + "\n\n<gap> <gap one> <Gap 1> <gap1>"
+    assert filled(made(text, 6), made(text, 6).truth) == text
+
+
+def test_lengths_of_options():
+    text = "\n\n".join("x" * n + str(n % 10) for n in range(1, 40))
+    for seed in range(50):
+        puzzle = made(text, 8, 11, 20, seed=seed)
+        assert all(11 <= len(option) <= 20 for option in puzzle.options.values())
+    assert make(text, 8, 11, 17) == (None, puzzles.FEW_OPTIONS)
+    assert make(text, 8, 11, 18)[0] is not None
+
+
+def test_lines_are_paragraphs_where_there_are_no_others():
+    assert puzzles.split_paragraphs(" a b\nc\n\t\n d \n") == [(1, 6), (10, 11)]
+    assert puzzles.split_paragraphs(" a b\nc \n d ") == [(1, 4), (5, 6), (9, 10)]
+    assert puzzles.split_paragraphs(" \n\n ") == []
+    text = "def f():\n    return 1\nprint(f())\nprint(2)\n"
+    assert filled(made(text, 3), made(text, 3).truth) == text
+
+
+# ------------------------------------------------------------------------------------ Under the cap
+
+
+def windows(text: str, most: int) -> set[str]:
+    found = set()
+    for seed in range(60):
+        first, last = puzzles.cut_window(np.random.default_rng(seed), text, count_words, most)
+        found.add(text[first:last])
+    return found
+
+
+def test_a_text_that_fits_is_left_whole():
+    for text in (TEXT, f" {TEXT}\n\n", " one\n two"):
+        assert windows(text, count_words(text)) == {text}
+
+
+def test_a_window_is_as_many_neighbours_as_fit():
+    found = windows(TEXT, 7)  # three of two words each
+    paragraphs = TEXT.split("\n\n")
+    assert found == {"\n\n".join(paragraphs[i : i + 3]) for i in range(5)}
+    assert windows(TEXT, 1) == windows("", 9) == {""}
+    # What does not fit ends it; what is before it has room still.
+    assert windows("a b\n\nc d e f g h\n\ni", 3) == {"a b", "i", ""}
+
+
+def test_only_what_is_near_a_window_is_counted():
+    text, counted = "\n\n".join(f"{i} words here" for i in range(10_000)), []
+
+    def count(piece: str) -> int:
+        counted.append(piece)
+        return count_words(piece)
+
+    puzzles.cut_window(np.random.default_rng(1), text, count, 30)
+    assert len(counted) <= 12
+
+
+def ask(document: str, options) -> str:
+    return " ".join(["Question:", document, *(f"({k}) {text}" for k, text in options.items())])
+
+
+def pose(text: str, cap: int, options: int = 3, seed: int = 0, count=count_words) -> puzzles.Posed:
+    rng = np.random.default_rng(seed)
+
+    def make_one(part: str):
+        return puzzles.make_puzzle(rng, part, options, 1, 1000)
+
+    return puzzles.pose(make_one, ask, rng, text, count, cap)
+
+
+def test_prompts_are_under_the_cap():
+    text = "\n\n".join(f"{i} and more" for i in range(100))
+    for seed in range(100):
+        posed = pose(text, 60, seed=seed)
+        assert posed.cut and posed.puzzle and posed.truth == posed.puzzle.truth
+        assert 50 < count_words(posed.prompt) <= 60
+        assert posed.prompt == ask(posed.puzzle.document, posed.puzzle.options)
+        assert filled(posed.puzzle, posed.truth) == text[slice(*posed.window)]
+    whole = pose(text, 1000)
+    assert whole.puzzle and not whole.cut and whole.window == (0, len(text))
+
+
+def test_what_does_not_fit_has_a_reason():
+    assert pose(TEXT, 7) == puzzles.Posed(reason=puzzles.FEW_PARAGRAPHS)
+    assert pose(TEXT, 2) == puzzles.Posed(reason=puzzles.OVERLONG)
+    assert pose("x " * 100, 20) == puzzles.Posed(reason=puzzles.OVERLONG)
+    assert pose("a\n\na\n\nb\n\nc", 50) == puzzles.Posed(reason=puzzles.FEW_OPTIONS)
+    assert pose("", 50).reason == puzzles.OVERLONG
+    # A counter by which no prompt ever gets shorter.
+    grown = itertools.count(1000)
+    none = pose(TEXT, 900, count=lambda text: next(grown) if "Question: P" in text else 0)
+    assert none.reason == puzzles.OVERLONG and none.truth == ()
+
+
+# ---------------------------------------------------------------------------------- From an answer
+
+
+@pytest.mark.parametrize(
+    ("text", "letters"),
+    [
+        (r"\boxed{B, A}", "BA"),
+        (r"\boxed{B,A}", "BA"),
+        ("\\boxed{ B\n A }", "BA"),
+        (r"\boxed{B A,}", "BA"),
+        (r"\boxed{**B, A**}", "BA"),
+        (r"First \boxed{A, B}, no: \boxed{B, A}.", "BA"),
+        (r"\boxed{\boxed{B, A}}", "BA"),
+        (r"<think>\boxed{A, B}</think>\boxed{B, A}", "BA"),
+        (r"<think>\boxed{B, A}</think>A, B", ""),
+        (r"<think>\boxed{B, A}", ""),
+        (r"\boxed{b, a}", ""),
+        (r"\boxed{BA}", ""),
+        (r"\boxed{\text{B, A}}", ""),
+        (r"\boxed{B, A", ""),
+        (r"\boxed{B, A} \boxed{", ""),
+        (r"\boxed{}", ""),
+        (r"\boxed{B; A}", ""),
+        (r"\boxed{B, Z}", ""),
+        (r"\boxed{B, H}", "BH"),
+        ("B, A", ""),
+        ("", ""),
+    ],
+)
+def test_orders(text, letters):
+    order = puzzles.parse_order(text, 2)
+    assert order == Order(tuple(letters), letters in ("BA", "AB"))
+
+
+@functools.cache
+def permutations_of(options: int) -> set[tuple[str, ...]]:
+    return set(itertools.permutations("ABCDEFGH"[:options]))
+
+
+def brute_force(text: str, truth: str) -> tuple[bool, float, float]:
+    """(valid, dense, sparse) by spelling out every permutation, and reading sign by sign."""
+    visible = text.split("</think>")[-1]
+    if "<think>" in text and "</think>" not in text:
+        visible = ""
+    stated = []
+    if "\\boxed{" in visible:
+        depth, inside = 1, ""
+        for sign in visible[visible.rindex("\\boxed{") + len("\\boxed{") :]:
+            depth += (sign == "{") - (sign == "}")
+            if depth == 0:
+                break
+            inside += sign
+        if depth == 0:
+            stated = re.findall(r"[^,\s]+", inside)
+    valid = tuple(stated) in permutations_of(len(truth))
+    right = 0
+    for i in range(len(truth)):
+        if valid and stated[i] == truth[i]:
+            right += 1
+    if "".join(stated) == truth and valid:
+        return valid, 1.0, 1.0
+    return valid, (right / len(truth) if valid else 0.0), 0.0
+
+
+def an_answer(draw: random.Random, truth: str) -> str:
+    """A box, more often than not with a permutation, among other words and boxes."""
+    letters = list(truth)
+    match draw.randrange(8):
+        case 0 | 1 | 2:
+            draw.shuffle(letters)
+        case 3:
+            letters[draw.randrange(len(letters))] = draw.choice("ABCDEFGHIZa1")
+        case 4:
+            letters.append(draw.choice(letters))
+        case 5:
+            letters.pop()
+        case 6:
+            letters = [letter.lower() if draw.random() < 0.3 else letter for letter in letters]
+    between = draw.choice((", ", ",", " ", "\n", " ,, ", "", ";"))
+    box = "\\boxed{" + between.join(letters) + draw.choice(("}", "}", "}", "", "}}", ",}", "{}}"))
+    places = ("{}", "<think>x</think>{}", "<think>{}", "\\boxed{{{}}}", "\\boxed{{A}} so {} then")
+    text = draw.choice(places).replace("{{", "{").replace("}}", "}").replace("{}", box)
+    return text + draw.choice(("", "", "", " .", " \\boxed{", " \\boxed{B, A}", "</think>"))
+
+
+@pytest.mark.parametrize("options", range(2, 9))
+def test_rewards_are_those_of_brute_force(options):
+    draw, seen = random.Random(options), Counter()
+    for _ in range(1500):
+        truth = "".join(draw.sample("ABCDEFGH"[:options], options))
+        text = an_answer(draw, truth)
+        order = puzzles.parse_order(text, options)
+        found = (
+            order.is_permutation,
+            puzzles.dense_reward(order, truth),
+            puzzles.sparse_reward(order, truth),
+        )
+        assert found == brute_force(text, truth), (text, truth)
+        seen[found] += 1
+    assert len(seen) >= 3 and seen[True, 1.0, 1.0] > 10 and seen[False, 0.0, 0.0] > 10
+
+
+@given(st.text("AB\\boxed{}, <think>/" + "b\n"), st.integers(2, 8))
+@settings(max_examples=500, deadline=None)
+def test_any_text_has_an_order(text, options):
+    order = puzzles.parse_order(text, options)
+    assert all(letter in LABELS for letter in order.letters)
+    assert order.is_permutation == (sorted(order.letters) == list("ABCDEFGH"[:options]))
+
+
+@pytest.mark.parametrize("options", range(2, 8))
+def test_chance_is_the_mean_over_all_permutations(options):
+    truth = LABELS[:options]
+    orders = [Order(letters, True) for letters in itertools.permutations(truth)]
+    assert len(orders) == math.factorial(options)
+    for reward, mean in zip(
+        (puzzles.dense_reward, puzzles.sparse_reward), puzzles.chance(options), strict=True
+    ):
+        assert sum(reward(o, truth) for o in orders) / len(orders) == pytest.approx(mean)
+
+
+# -------------------------------------------------------------------------------- How many options
+
+
+def test_the_curriculum_sorts_the_mixture():
+    total, options, weights = 1400, (8, 2, 6, 4), (5, 3, 3, 3)
+    drawn = [puzzles.options_of((i + 0.5) / total, options, weights) for i in range(total)]
+    assert drawn == sorted(drawn) == [2] * 300 + [4] * 300 + [6] * 300 + [8] * 500
+    assert puzzles.options_of(7.0, options, weights) == 8  # behind the run's end
+    assert puzzles.options_of(0.0, (5,), (0.1,)) == puzzles.options_of(1.0, (5,), (0.1,)) == 5
+
+
+def test_uniform_shares_draw_the_mixture():
+    rng = np.random.default_rng(0)
+    drawn = Counter(puzzles.options_of(rng.random(), (2, 4), (1.0, 3.0)) for _ in range(4000))
+    assert drawn[4] == pytest.approx(3000, rel=0.03)
