@@ -16,6 +16,9 @@
     responder_TASK.txt           an answer from all n documents               Appendix G
     verifier.txt                 whether answer and reference are equivalent  Appendix G
     judge.txt                    the same of an external judge                Table 5
+    evidence.txt                 analysis, evidence, reasoning and answer     EAPO, section 2.1
+    evidence_scores.txt          scores of all evidence sets of a group       EAPO, section 3.2
+    reasoning_scores.txt         scores of reasonings from the same evidence  EAPO, section 2.2
 
 TASK is general_qa, financial_math or multiple_choice. tests/selfplay/test_prompts.py lists each
 requirement of Appendix G next to the words of the full set that meet it. Departures, with the
@@ -58,6 +61,9 @@ def _placeholders_by_file() -> dict[str, tuple[set[str], set[str]]]:
     files["example.txt"] = ({"question", "answer"}, {"number"})
     files["verifier.txt"] = ({"question", "answer", "reference"}, set())
     files["judge.txt"] = ({"question", "answer", "reference"}, set())
+    files["evidence.txt"] = ({"documents", "question"}, set())
+    files["evidence_scores.txt"] = ({"question", "choices"}, {"number"})
+    files["reasoning_scores.txt"] = ({"question", "evidence", "choices"}, {"number"})
     return files
 
 
@@ -125,6 +131,22 @@ class Prompts:
         """Asks an external judge whether the answer contains the reference (paper Table 5)."""
         return self._fill("judge.txt", question=question, answer=answer, reference=reference)
 
+    def evidence(self, documents: Sequence[str], question: str) -> str:
+        """Asks for an answer in sections, with its evidence quoted from all n documents."""
+        return self._fill("evidence.txt", documents=_joined(documents), question=question)
+
+    def evidence_scores(self, question: str, evidence: Sequence[str]) -> str:
+        """Asks for a score from 1 to 5 of each set of evidence, compared with the others."""
+        choices = _numbered(evidence)
+        return self._fill(
+            "evidence_scores.txt", question=question, choices=choices, number=str(len(evidence))
+        )
+
+    def reasoning_scores(self, question: str, evidence: str, reasonings: Sequence[str]) -> str:
+        """Asks for a score from 1 to 5 of each reasoning from the same evidence."""
+        values = {"question": question, "evidence": evidence, "choices": _numbered(reasonings)}
+        return self._fill("reasoning_scores.txt", **values, number=str(len(reasonings)))
+
     def _fill(self, name: str, **values: str) -> str:
         return PLACEHOLDER.sub(lambda match: values[match[1]], self.texts[name])
 
@@ -180,3 +202,7 @@ def _check_placeholders(path: Path, text: str) -> None:
 
 def _joined(documents: Sequence[str]) -> str:
     return "\n".join(documents) if documents else NO_DOCUMENTS
+
+
+def _numbered(texts: Sequence[str]) -> str:
+    return "\n".join(f"[{number}]\n{text}" for number, text in enumerate(texts, 1))
