@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 
 from spell_jax.data.clusters import LETTERS, TASKS, count_words
+from spell_jax.data.questions import Question
 from spell_jax.evaluation import haystack, long_documents, retrieval, short, tiny_world
 from spell_jax.evaluation.benchmark import Item
+from spell_jax.evaluation.evidence import judge_answer
 from spell_jax.selfplay import (
     evidence,
     folder_rows,
@@ -116,6 +118,10 @@ def _by_section() -> dict[str, Parser]:
         ),
     }
     for task in TASKS:
+        question = Question(task, ("Arvo lives in Oslo. " * 100,), "Where?", "Oslo", ("Arvo",))
+        parsers[f"evidence.judge_answer {task}"] = functools.partial(
+            judge_answer, question=question
+        )
         parsers[f"evidence.as_sentence {task}"] = functools.partial(evidence.as_sentence, task=task)
     return parsers
 

@@ -122,8 +122,9 @@ class Eapo:
         if config.rule == "judge" and materials.judge is None:
             raise ValueError('game.rule = "judge": needs game.judge_url and game.judge_model')
         self.config = config
-        self.models = () if config.reward_model == "none" else (REWARD_MODEL,)
-        self.trained = self.models if config.reward_model == "co_evolving" else ()
+        has, learns = config.reward_model != "none", config.reward_model == "co_evolving"
+        self.models: tuple[str, ...] = (REWARD_MODEL,) if has else ()
+        self.trained: tuple[str, ...] = (REWARD_MODEL,) if learns else ()
         self._prompts = materials.prompts
         self._judge = materials.judge
         clusters, self._questions = as_clusters(materials.questions())

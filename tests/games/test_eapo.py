@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -62,7 +62,7 @@ class Script:
 
     questions: Sequence[Question]
     plans: dict[int, Plan]
-    scorings: dict[int, Sequence[str]] = dataclasses.field(default_factory=dict)
+    scorings: Mapping[int, Sequence[str]] = dataclasses.field(default_factory=dict)
     over: tuple[str, ...] = ()
     tries: dict[int, int] = dataclasses.field(default_factory=dict)
 
@@ -354,7 +354,7 @@ def test_the_oldest_scorings_go_first():
 
 @pytest.mark.parametrize("stop", [3, 7, 8])
 def test_a_resumed_run_repeats_the_rows(stop):
-    options = {"refresh_every": 8, "seed": 3, "questions": 2}
+    options: dict[str, Any] = {"refresh_every": 8, "seed": 3, "questions": 2}
     _, whole = campaign(range(1, 17), **options)
     before, first = campaign(range(1, stop + 1), **options)
     state = json.loads(json.dumps(before.state_dict()))
@@ -373,7 +373,7 @@ def test_the_record_is_json_and_the_page_reads_it(tmp_path):
     questions = [ask_about(0), ask_about(1), ask_about(2, MATH)]
     game = make_game(questions)
     plans = {0: HALF, 1: ((False, False),) * 4, 2: ((True, True),) * 4}
-    said = {0: ["no"], 2: ["[1] 5 [2] 5 [3] 5 [4] 5"]}
+    said: dict[int, Sequence[str]] = {0: ["no"], 2: ["[1] 5 [2] 5 [3] 5 [4] 5"]}
     episodes = game.play(ScriptedModels(Script(questions, plans, said)), 1)
     episodes.append(one(over=("responder",))[2])
     game.rows(episodes)

@@ -152,6 +152,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "evidence.as_sentence": _is_text,
     "evidence.parse_scores": _are_scores,
     "evidence.find_quotes": _are_texts,
+    "evidence.judge_answer": lambda numbers: all(map(_is_share, numbers.values())),
     "evidence.searchable": _is_text,
     "evidence.verbatim_share": _is_share,
     "evidence.precision_and_recall": lambda pair: all(map(_is_share, pair)),
