@@ -34,7 +34,8 @@ def ask_about(at: int, task: str = QA) -> Question:
 
 
 def make_game(known: Sequence[Question], judge=None, seed: int = 0, **options: Any) -> Eapo:
-    config = EapoConfig(**({"questions": len(known), "group_size": 4} | options))
+    fields: dict[str, Any] = {"questions": len(known), "group_size": 4} | options
+    config = EapoConfig(**fields)
     materials = Materials(
         PROMPTS,
         len,
