@@ -80,6 +80,7 @@ def test_sections_up_to_the_evidence():
         ("financial_math", "1,250", "1250"),
         ("financial_math", r"\boxed{1250}", "1250"),
         ("financial_math", "$12.50", "$12.50"),
+        ("financial_math", "3 of them, so answer is 12", "12"),
         ("financial_math", "unknown", None),
         ("multiple_choice", "B", "B"),
         ("multiple_choice", "(B) Oslo", "B"),
