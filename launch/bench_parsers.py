@@ -22,9 +22,12 @@ from typing import Any
 import numpy as np
 
 from spell_jax.data.clusters import LETTERS, TASKS, count_words
+from spell_jax.data.questions import Question
 from spell_jax.evaluation import haystack, long_documents, retrieval, short, tiny_world
 from spell_jax.evaluation.benchmark import Item
+from spell_jax.evaluation.evidence import judge_answer
 from spell_jax.selfplay import (
+    evidence,
     folder_rows,
     judge,
     memory,
@@ -99,6 +102,40 @@ def _full_prompts() -> prompts.Prompts:
     return prompts.load("full")
 
 
+def _find_record(text: str) -> dict[str, Any] | None:
+    try:
+        return parsing.find_record(text)
+    except RecursionError:  # as it says
+        return None
+
+
+def _by_section() -> dict[str, Parser]:
+    """Structured answers and what is said of them."""
+    documents = evidence.searchable(["Arvo lives in Oslo. " * 100])
+    parsers: dict[str, Parser] = {
+        "evidence.parse_answer": evidence.parse_answer,
+        "evidence.parse_sections": lambda text: evidence.parse_sections(text, 2),
+        "evidence.write_answer": lambda text: evidence.write_answer(
+            evidence.Structured(text, text, text, text)
+        ),
+        "evidence.parse_scores": lambda text: evidence.parse_scores(text, 3),
+        "evidence.find_quotes": evidence.find_quotes,
+        "evidence.searchable": lambda text: evidence.searchable([text]),
+        "evidence.verbatim_share": lambda text: evidence.verbatim_share(text, documents),
+        "evidence.verbatim_share halves": _in_halves(evidence.verbatim_share),
+        "evidence.precision_and_recall": lambda text: evidence.precision_and_recall(
+            text, ("Arvo lives in Oslo.", "Oslo has a harbour.")
+        ),
+    }
+    for task in TASKS:
+        question = Question(task, ("Arvo lives in Oslo. " * 100,), "Where?", "Oslo", ("Arvo",))
+        parsers[f"evidence.judge_answer {task}"] = functools.partial(
+            judge_answer, question=question
+        )
+        parsers[f"evidence.as_sentence {task}"] = functools.partial(evidence.as_sentence, task=task)
+    return parsers
+
+
 def _by_prompt() -> dict[str, Parser]:
     """Prompts that hold the text in all places at once."""
     parsers: dict[str, Parser] = {
@@ -106,6 +143,13 @@ def _by_prompt() -> dict[str, Parser]:
         "prompts.Prompts.judge": lambda text: _full_prompts().judge(text, text, text),
         "prompts.Prompts.reconstruction": lambda text: _full_prompts().reconstruction(
             text, dict.fromkeys("AB", text)
+        ),
+        "prompts.Prompts.evidence": lambda text: _full_prompts().evidence([text], text),
+        "prompts.Prompts.evidence_scores": lambda text: _full_prompts().evidence_scores(
+            text, [text, text]
+        ),
+        "prompts.Prompts.reasoning_scores": lambda text: _full_prompts().reasoning_scores(
+            text, text, [text, text]
         ),
     }
     for task in TASKS:
@@ -146,8 +190,10 @@ def _by_benchmark() -> dict[str, Parser]:
 # "module.function", and what is particular about the call behind a blank.
 PARSERS: dict[str, Parser] = {
     **_by_task(),
+    **_by_section(),
     **_by_prompt(),
     **_by_benchmark(),
+    "parsing.find_record": _find_record,
     "parsing.parse_verdict": parsing.parse_verdict,
     "puzzles.parse_order": lambda text: puzzles.parse_order(text, 4),
     "puzzles.split_paragraphs": puzzles.split_paragraphs,
@@ -235,6 +281,12 @@ _SHAPES: dict[str, tuple[str, str, str]] = {
     "escapes of surrogates": ('{"question": "', "\\ud800", '", "answer": "a"}'),
     "lone surrogates": ('{"question": "', "\ud800", '", "answer": "a"}'),
     "verdicts": ("", "[[YES]]", ""),
+    "evidence": ("<analysis>a</analysis><evidence>", "- a b\n", "</evidence>"),
+    "sections": ("<analysis>", "<evidence>", "</analysis>"),
+    "ends of sections": ("<analysis>a</analysis><evidence>", "</evidence>", ""),
+    "ellipses": ("<analysis>a</analysis><evidence>", "a ... ", "</evidence>"),
+    "scores": ("[1] 5 ", "[2] 4 ", ""),
+    "scores in JSON": ('{"scores": [', "1,", "1]}"),
     "options": ("friend of Arvo", "\n(A) Bela", ""),
     "long s": ("the anſwer iſ ", "ſ", ""),
     "umlauts": ('{"question": "q", "answer": "', "ä", '"}'),

@@ -14,6 +14,13 @@
    temperature), "tokens" (counts) and "stopped" (false: cut off at --max_tokens). One entry an
    answer there are also: a questioner's "parsed", a responder's "predictions" (the extracted
    answers), a verifier's "verdicts" (1 yes, 0 no, -1 malformed).
+
+With --mode=evidence_tree a line holds {"documents", "question"}, "task" if it is not general_qa,
+and "answer" if it is known. The policy draws --width sets of evidence, --evidence_by chooses one,
+and it reasons from that (evidence_tree.py). "judge" is the policy itself, another one
+(--judge_policy) or a chat endpoint (--judge_url and --judge_model, its key in $SPELL_JUDGE_KEY). A
+line of the output has "branches" and "reasonings", the whole tree, "prediction", and "right" where
+the answer is known.
 """
 
 from __future__ import annotations
@@ -22,29 +29,36 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from absl import app, flags
 
+from spell_jax import evidence_tree
 from spell_jax.data.clusters import ROLES
-from spell_jax.evaluation.sampling import Policy
+from spell_jax.evaluation.sampling import Policy, PolicyJudge
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
-from spell_jax.runtime import start
+from spell_jax.policy.embedder import Embedder
+from spell_jax.runtime import hosts, start
+from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.jsonl import read_records, write_records
 from spell_jax.sampler.requests import Options, Sample
 from spell_jax.sampler.session import request_keys
 from spell_jax.selfplay import memory, parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.selfplay.judge import JUDGE_KEY, Ask, Endpoint, JudgeConfig
 from spell_jax.selfplay.prompts import Prompts
 
 log = logging.getLogger("spell_jax.generate")  # __name__ is __main__ when this is the entry
 
 Record = dict[str, Any]
+MODES = ("roles", "evidence_tree")
+EMBED_TOKENS = 8192  # of a batch of texts whose vectors are asked for
 
 
 def make_prompt(record: Record, prompts: Prompts) -> str:
@@ -80,8 +94,12 @@ def _text(record: Record, name: str) -> str:
     return value
 
 
-def read_requests(path: str | pathlib.Path, prompts: Prompts) -> tuple[list[Record], list[str]]:
-    """The good lines of a file as (records, prompts); the others are logged and skipped.
+def read_requests(
+    path: str | pathlib.Path,
+    prompts: Prompts,
+    make: Callable[[Record, Prompts], str] = make_prompt,
+) -> tuple[list[Record], list[str]]:
+    """The good lines of a file as (records, prompts by `make`); the others are logged and skipped.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -91,7 +109,7 @@ def read_requests(path: str | pathlib.Path, prompts: Prompts) -> tuple[list[Reco
     def parse(record: Any) -> tuple[Record, str]:
         if not isinstance(record, dict):
             raise ValueError("must be a JSON object")
-        text = make_prompt(record, prompts)
+        text = make(record, prompts)
         text.encode()  # lone surrogates cannot be asked
         return record, text
 
@@ -165,6 +183,53 @@ def find_prompt_set(workdir: pathlib.Path | None) -> str:
     return config.get("game", config).get("prompts", "full")
 
 
+def make_tree(
+    given: Any,
+    folder: str | pathlib.Path,
+    prompts: Prompts,
+    sampling: Record,
+    thinking: bool | None,
+) -> evidence_tree.Tree:
+    """The tree that the command line asks for.
+
+    Raises:
+      ValueError, FileNotFoundError: an option is out of range, or a folder is missing or damaged.
+    """
+    config = evidence_tree.TreeConfig(given.width, given.evidence_by, given.reasoning_by)
+    policy = Policy(folder, given.dtype, thinking)
+    by = config.evidence_by, config.reasoning_by
+    judge = make_judge(given, policy) if "judge" in by else None
+    embed = make_embed(given) if "similarity" in by else None
+    return evidence_tree.Tree(policy, config, prompts, sampling, judge, embed)
+
+
+def make_judge(given: Any, policy: Policy) -> Ask:
+    """Whom the command line names to score branches; the policy itself, if nobody is named."""
+    if bool(given.judge_url) != bool(given.judge_model) or (given.judge_url and given.judge_policy):
+        raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")
+    if not given.judge_url:
+        if given.judge_policy:
+            policy = Policy(given.judge_policy, given.dtype)
+        return PolicyJudge(policy, given.judge_max_tokens)
+    key, cap = os.environ.get(JUDGE_KEY), given.judge_max_tokens
+    endpoint = Endpoint(JudgeConfig(given.judge_url, given.judge_model, key, max_tokens=cap))
+    # Of several hosts one asks, and all are told: they go on with the same branch.
+    return lambda texts: hosts.broadcast(lambda: list(endpoint(texts)))
+
+
+def make_embed(given: Any) -> evidence_tree.Embed:
+    """Vectors by the folder that the command line names.
+
+    Raises:
+      UsageError: it names none.
+    """
+    if not given.embedder:
+        raise app.UsageError("--embedder: must be a Hugging Face folder, for similarity")
+    mesh, most = meshes.make_mesh(), given.embed_max_tokens
+    embedder = Embedder(given.embedder, mesh, most, EMBED_TOKENS, given.dtype)
+    return lambda texts: embedder.embed([embedder.encode(text)[0] for text in texts])
+
+
 def main(_) -> None:
     start.setup()
     given = flags.FLAGS
@@ -173,13 +238,18 @@ def main(_) -> None:
     if not folder:
         raise app.UsageError("--workdir or --policy: one of them must say which policy is asked")
     prompts = prompt_sets.load(given.prompt_set or find_prompt_set(workdir))
-    records, texts = read_requests(given.prompts, prompts)
     temperature = 0.0 if given.greedy else given.temperature
     sampling = {"temperature": temperature, "top_p": given.top_p, "max_tokens": given.max_tokens}
     thinking = tokenizers.THINKING[given.thinking]
-    results = answer(
-        folder, records, texts, given.samples, sampling, given.seed, given.dtype, thinking
-    )
+    if given.mode == "evidence_tree":
+        tree = make_tree(given, folder, prompts, sampling, thinking)
+        records, texts = read_requests(given.prompts, prompts, evidence_tree.make_prompt)
+        results = tree.answer(records, texts, given.seed)
+    else:
+        records, texts = read_requests(given.prompts, prompts)
+        results = answer(
+            folder, records, texts, given.samples, sampling, given.seed, given.dtype, thinking
+        )
     if jax.process_index() == 0:
         write_records(pathlib.Path(given.out), results)
 
@@ -199,4 +269,16 @@ if __name__ == "__main__":
     flags.DEFINE_integer("seed", 0, "Seed of all draws.")
     flags.DEFINE_enum("dtype", "float32", list(weights.DTYPES), "The policy's weights.")
     flags.DEFINE_enum("thinking", "", list(tokenizers.THINKING), "For chat templates that know it.")
+    flags.DEFINE_enum("mode", "roles", MODES, "What is asked: a role, or a tree of evidence.")
+    flags.DEFINE_integer("width", 3, "Branches of a tree, where something chooses among them.")
+    flags.DEFINE_enum("evidence_by", "judge", evidence_tree.EVIDENCE_BY, "What chooses evidence.")
+    flags.DEFINE_enum(
+        "reasoning_by", "none", evidence_tree.REASONING_BY, "What chooses the reasoning."
+    )
+    flags.DEFINE_string("judge_url", "", "A chat-completions address.")
+    flags.DEFINE_string("judge_model", "", "The model's name there.")
+    flags.DEFINE_string("judge_policy", "", "A policy's folder, for the judge.")
+    flags.DEFINE_integer("judge_max_tokens", 1024, "Cap of a judge's reply.")
+    flags.DEFINE_string("embedder", "", "An embedding model's folder, for similarity.")
+    flags.DEFINE_integer("embed_max_tokens", 1024, "Of a text whose vector is asked for.")
     app.run(main)

@@ -159,3 +159,25 @@ def test_command_line(tmp_path: Path, workdir: Path) -> None:
     refused = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert refused.returncode != 0
     assert "--workdir or --policy" in refused.stderr + refused.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--evidence_by=judge", "--reasoning_by=judge", "--judge_max_tokens=4"],
+        ["--evidence_by=similarity", "--embedder={policy}", "--embed_max_tokens=64"],
+    ],
+)
+def test_command_line_of_a_tree(options: list[str], tmp_path: Path, workdir: Path) -> None:
+    records = [{"documents": DOCUMENTS, "question": "hills?", "answer": "3"}, {"role": "responder"}]
+    source, out = write(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "spell_jax.generate", f"--prompts={source}", f"--out={out}"]
+    command += [f"--workdir={workdir}", "--mode=evidence_tree", "--max_tokens=4", "--width=2"]
+    command += [option.format(policy=workdir / "policy") for option in options]
+    environment = os.environ | {"XLA_FLAGS": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{source}:2: skipped" in done.stderr
+    (line,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert line["question"] == "hills?" and len(line["branches"]) == 2
+    assert line["prediction"] is None and line["right"] is False

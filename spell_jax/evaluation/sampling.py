@@ -101,7 +101,8 @@ class Policy:
             siblings=min(8, group),
             prefill_tokens=min(sizes.prefill_tokens, shards * sum(lengths)),
         )
-        sampler = Sampler(self.config, config, self.tokenizer.stop_ids, mesh)
+        stream = self.tokenizer.stream
+        sampler = Sampler(self.config, config, self.tokenizer.stop_ids, mesh, stream)
         if self._params is None:
             _, self._params = weights.load(self.folder, mesh, self._dtype)
         session = sampler.begin(self._params)

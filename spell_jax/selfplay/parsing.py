@@ -30,6 +30,7 @@ from spell_jax.selfplay.rules import (
 __all__ = [
     "MAX_ANSWER_TOKENS",
     "Parsed",
+    "find_record",
     "format_choices",
     "parse_question",
     "parse_verdict",
@@ -86,7 +87,7 @@ def parse_question(
     if visible is None:
         return _skipped("unfinished_thought")
     try:
-        record = _find_record(visible.translate(_CONTROL_CHARACTERS))
+        record = find_record(visible.translate(_CONTROL_CHARACTERS))
         parsed = _judge(record, task, lambda answer: count_tokens(answer) > max_answer_tokens)
     except RecursionError:  # JSON nested a thousand deep
         return _bad("too_deep")
@@ -124,7 +125,7 @@ def _skipped(reason: str) -> Parsed:
     return Parsed("skipped", reason=reason)
 
 
-def _find_record(text: str) -> dict[str, Any] | None:
+def find_record(text: str) -> dict[str, Any] | None:
     """The JSON object that the text presents, or None.
 
     Of the last MOST_BLOCKS fenced blocks the last that is valid JSON decides, also when it is no

@@ -17,6 +17,9 @@
     verifier.txt                 whether answer and reference are equivalent  Appendix G
     judge.txt                    the same of an external judge                Table 5
     reconstruction.txt           the order of paragraphs that were taken out  (another paper's)
+    evidence.txt                 analysis, evidence, reasoning and answer     EAPO, section 2.1
+    evidence_scores.txt          scores of all evidence sets of a group       EAPO, section 3.2
+    reasoning_scores.txt         scores of reasonings from the same evidence  EAPO, section 2.2
 
 TASK is general_qa, financial_math or multiple_choice. tests/selfplay/test_prompts.py lists each
 requirement of Appendix G next to the words of the full set that meet it. Departures, with the
@@ -60,6 +63,9 @@ def _placeholders_by_file() -> dict[str, tuple[set[str], set[str]]]:
     files["verifier.txt"] = ({"question", "answer", "reference"}, set())
     files["judge.txt"] = ({"question", "answer", "reference"}, set())
     files["reconstruction.txt"] = ({"document", "options"}, set())
+    files["evidence.txt"] = ({"documents", "question"}, set())
+    files["evidence_scores.txt"] = ({"question", "choices"}, {"number"})
+    files["reasoning_scores.txt"] = ({"question", "evidence", "choices"}, {"number"})
     return files
 
 
@@ -132,6 +138,22 @@ class Prompts:
         listed = "\n".join(f"({letter}) {text}" for letter, text in options.items())
         return self._fill("reconstruction.txt", document=document, options=listed)
 
+    def evidence(self, documents: Sequence[str], question: str) -> str:
+        """Asks for an answer in sections, with its evidence quoted from all n documents."""
+        return self._fill("evidence.txt", documents=_joined(documents), question=question)
+
+    def evidence_scores(self, question: str, evidence: Sequence[str]) -> str:
+        """Asks for a score from 1 to 5 of each set of evidence, compared with the others."""
+        choices = _numbered(evidence)
+        return self._fill(
+            "evidence_scores.txt", question=question, choices=choices, number=str(len(evidence))
+        )
+
+    def reasoning_scores(self, question: str, evidence: str, reasonings: Sequence[str]) -> str:
+        """Asks for a score from 1 to 5 of each reasoning from the same evidence."""
+        values = {"question": question, "evidence": evidence, "choices": _numbered(reasonings)}
+        return self._fill("reasoning_scores.txt", **values, number=str(len(reasonings)))
+
     def _fill(self, name: str, **values: str) -> str:
         return PLACEHOLDER.sub(lambda match: values[match[1]], self.texts[name])
 
@@ -187,3 +209,7 @@ def _check_placeholders(path: Path, text: str) -> None:
 
 def _joined(documents: Sequence[str]) -> str:
     return "\n".join(documents) if documents else NO_DOCUMENTS
+
+
+def _numbered(texts: Sequence[str]) -> str:
+    return "\n".join(f"[{number}]\n{text}" for number, text in enumerate(texts, 1))

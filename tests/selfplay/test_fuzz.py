@@ -53,10 +53,16 @@ LARGEST = 1_000_000
 
 # Modules of which no function is given what a model wrote, and functions of the others.
 NO_READERS = {
-    *("selfplay.demonstrations", "selfplay.rewards", "selfplay.selection", "evaluation.scoring"),
     *("selfplay.story_rows", "evaluation.reconstruction", "puzzles.pose"),
     *("puzzles.gap", "puzzles.chance", "puzzles.options_of"),
     *("puzzles.dense_reward", "puzzles.sparse_reward"),  # of what parse_order has read
+    *(
+        "selfplay.demonstrations",
+        "selfplay.evidence_rows",
+        "selfplay.rewards",
+        "selfplay.selection",
+        "evaluation.scoring",
+    ),
     # Of benchmarks these read files, make questions, ask and average.
     *("evaluation.answering", "evaluation.benchmarks", "evaluation.generated", "evaluation.names"),
     *("evaluation.needle", "evaluation.own_questions", "evaluation.pictures", "evaluation.ruler"),
@@ -70,6 +76,9 @@ NO_READERS = {
     *(f"retrieval.load_{name}" for name in ("icl", "infbench_sum", "mrcr", "multi_lexsum", "rag")),
     *("rules.check_task", "rules.code_points", "rules.brace_steps", "rules.first_balance"),
     *("numbers.same_number", "numbers.number_text", "prompts.load"),
+    *("evidence.normalise", "evidence.total_reward"),
+    # These read answers by functions that are listed.
+    *("evidence.EvidenceEvaluation.full", "evidence.EvidenceEvaluation.quick"),
     *("folder_rows.make_rows", "folder_rows.make_questions", "folder_rows.main"),
     *("folder_rows.RowMaker.question", "folder_rows.RowMaker.row"),
     *("memory.QuestionMemory.get", "memory.QuestionMemory.state_dict"),
@@ -129,8 +138,27 @@ def _is_number(value: Any) -> bool:
     return value is None or abs(value) <= numbers.LARGEST
 
 
+def _are_scores(scores: Any) -> bool:
+    return scores is None or (len(scores) == 3 and all(1 <= score <= 5 for score in scores))
+
+
+def _are_texts(found: Any) -> bool:
+    return found is None or (all(map(_is_text, found)) and all(found))
+
+
 EXPECTED: dict[str, Callable[[Any], bool]] = {
     "parsing.parse_question": _is_parsed,
+    "parsing.find_record": lambda record: record is None or isinstance(record, dict),
+    "evidence.parse_answer": lambda answer: answer is None or all(dataclasses.astuple(answer)),
+    "evidence.parse_sections": _are_texts,
+    "evidence.write_answer": _is_text,
+    "evidence.as_sentence": _is_text,
+    "evidence.parse_scores": _are_scores,
+    "evidence.find_quotes": _are_texts,
+    "evidence.judge_answer": lambda numbers: all(map(_is_share, numbers.values())),
+    "evidence.searchable": _is_text,
+    "evidence.verbatim_share": _is_share,
+    "evidence.precision_and_recall": lambda pair: all(map(_is_share, pair)),
     "parsing.parse_verdict": (-1, 0, 1).__contains__,
     "parsing.format_choices": _is_text,
     "puzzles.parse_order": lambda order: order.is_permutation <= (len(order.letters) == 4),
@@ -171,6 +199,9 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "prompts.Prompts.verifier": _is_text,
     "prompts.Prompts.judge": _is_text,
     "prompts.Prompts.reconstruction": _is_text,
+    "prompts.Prompts.evidence": _is_text,
+    "prompts.Prompts.evidence_scores": _is_text,
+    "prompts.Prompts.reasoning_scores": _is_text,
 }
 
 

@@ -1,0 +1,191 @@
+"""Questions of the tiny world with their supporting lines, and rows for two warm starts on them.
+
+1. `make_questions` draws look-ups and two-hop questions behind n documents; their evidence is the
+   lines that the answer rests on.
+2. `policy_rows` demonstrates structured answers behind few documents. Some slip: a line is missing,
+   replaced or superfluous, and the answer is then what the quoted lines say, or seldom the right
+   one all the same. So format is learned, and evidence and outcome are left to reinforcement.
+3. `reward_rows` demonstrates scores of several sets of evidence on one question, which follow
+   `true_score` but for noise: the reward model is of use from the start, and has room to improve.
+
+    python -m spell_jax.selfplay.evidence_rows --out=DIR
+
+writes DIR/policy.jsonl and DIR/reward.jsonl, one {"prompt", "completion", "role", "task"} a line
+for supervised tuning, and DIR/train.jsonl and DIR/held_out.jsonl, questions as
+data/questions.py reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from spell_jax.data import tiny_world as world
+from spell_jax.data.questions import Question
+from spell_jax.runtime.jsonl import write_records
+from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.selfplay.demonstrations import Row
+from spell_jax.selfplay.evidence import HIGHEST, LOWEST, Structured, write_answer
+from spell_jax.selfplay.prompts import Prompts
+
+TASK = "general_qa"
+# Numbers that draws of this module begin with, besides seed and index.
+_QUESTIONS, _POLICY, _REWARD = 5, 6, 7
+HELD_OUT_SEED = 10_000  # added to the seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """What the rows hold; every share is a probability.
+
+    Attributes:
+      documents: a row's question stands behind one of these numbers of documents.
+      two_hop: share of two-hop questions, the rest being look-ups.
+      slips: share of answers with evidence that is not the true lines.
+      lucky: share of them, where the answer is wrong by the evidence, that is right nevertheless.
+      sets: a reward row has one of these numbers of sets.
+      set_slips: share of sets that are not the true lines.
+      noise: share of scores that are one off.
+    """
+
+    documents: tuple[int, ...] = (3, 4, 5)
+    two_hop: float = 0.6
+    slips: float = 0.35
+    lucky: float = 0.2
+    sets: tuple[int, ...] = (2, 3, 4, 5, 6)
+    set_slips: float = 0.6
+    noise: float = 0.25
+
+
+def make_questions(
+    seed: int, count: int, documents: Sequence[int], two_hop: float = 0.5
+) -> tuple[Question, ...]:
+    """Seeded questions with their supporting lines; document numbers cycle through `documents`.
+
+    Args:
+      seed: held-out questions have another one than those that are trained on.
+      count: of questions.
+      documents: each from 2 to 24.
+      two_hop: share of two-hop questions.
+    """
+    made = []
+    for index in range(count):
+        rng = np.random.default_rng([seed, index, _QUESTIONS])
+        made.append(draw_question(rng, documents[index % len(documents)], two_hop))
+    return tuple(made)
+
+
+def draw_question(rng: np.random.Generator, documents: int, two_hop: float) -> Question:
+    """A question about so many new documents."""
+    texts = world.make_documents(rng, documents)
+    kind = "two_hop" if rng.random() < two_hop else "lookup"
+    drawn = world.draw_question(rng, texts, kind)
+    return Question(TASK, texts, drawn.text, drawn.answer, drawn.evidence)
+
+
+def policy_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> Iterator[Row]:
+    """Structured answers; row i depends on (seed, i) alone."""
+    for index in range(count):
+        rng = np.random.default_rng([seed, index, _POLICY])
+        question = draw_question(rng, int(rng.choice(mixture.documents)), mixture.two_hop)
+        lines = draw_evidence(rng, question, mixture.slips)
+        answer = question.answer
+        if not set(question.evidence) <= set(lines) and rng.random() >= mixture.lucky:
+            answer = _value(question, lines[-1])
+        name = lines[len(question.evidence) - 1 :] or lines
+        reasoning = f"{_attribute(question)} of {name[0].split()[0]} is {answer}"
+        quoted = "".join(f"\n- {line}" for line in lines) + "\n"
+        text = write_answer(Structured(question.question, quoted, reasoning, " " + answer))
+        yield Row(prompts.evidence(question.documents, question.question), text, "responder", TASK)
+
+
+def reward_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> Iterator[Row]:
+    """Scores of several sets of evidence; row i depends on (seed, i) alone."""
+    for index in range(count):
+        rng = np.random.default_rng([seed, index, _REWARD])
+        question = draw_question(rng, int(rng.choice(mixture.documents)), mixture.two_hop)
+        sets = [
+            draw_evidence(rng, question, mixture.set_slips) for _ in range(rng.choice(mixture.sets))
+        ]
+        scores = [_noisy(rng, true_score(lines, question), mixture.noise) for lines in sets]
+        texts = ["\n".join(f"- {line}" for line in lines) for lines in sets]
+        completion = " ".join(f"[{i}] {score}" for i, score in enumerate(scores, 1))
+        prompt = prompts.evidence_scores(question.question, texts)
+        yield Row(prompt, completion, "reward_model", TASK)
+
+
+def draw_evidence(rng: np.random.Generator, question: Question, slips: float) -> list[str]:
+    """The true lines of a question, or in the share `slips` of draws others: one missing, one
+    replaced by another document, all replaced, or one superfluous."""
+    true = list(question.evidence)
+    if rng.random() >= slips:
+        return true
+    others = [line for text in question.documents if (line := text.removeprefix("- ")) not in true]
+    if not others:  # there are as many documents as true lines
+        return true[:1]
+    spare = [others[i] for i in rng.permutation(len(others))]
+    kind = rng.choice(("missing", "replaced", "others", "superfluous"))
+    if kind == "superfluous":
+        return [*true, spare[0]]
+    if kind == "missing" and len(true) > 1:
+        return true[:-1]
+    if kind == "others":
+        return spare[: len(true)]
+    return [*true[:-1], spare[0]]
+
+
+def true_score(lines: Sequence[str], question: Question) -> int:
+    """What a perfect reward model says of quoted lines: 5 for all true lines and no other, 1 for
+    none; a superfluous line takes one off."""
+    found = len(set(lines) & set(question.evidence))
+    share = found / len(question.evidence)
+    superfluous = found > 0 and len(set(lines)) > found
+    return max(LOWEST, round(LOWEST + (HIGHEST - LOWEST) * share) - superfluous)
+
+
+def _noisy(rng: np.random.Generator, score: int, noise: float) -> int:
+    if rng.random() >= noise:
+        return score
+    step = 1 if score == LOWEST else -1 if score == HIGHEST else int(rng.choice((-1, 1)))
+    return score + step
+
+
+def _attribute(question: Question) -> str:
+    return question.question.split()[0]
+
+
+def _value(question: Question, line: str) -> str:
+    """What a line says of the attribute that is asked for."""
+    return line.split()[1 + world.ATTRIBUTES.index(_attribute(question))]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: rows and questions into a folder."""
+    parser = argparse.ArgumentParser(description="Rows and questions with evidence.")
+    parser.add_argument("--out", required=True, help="folder to write to")
+    parser.add_argument("--prompts", default="compact", help="compact, full or a folder")
+    parser.add_argument("--rows", type=int, default=40_000, help="of each kind")
+    parser.add_argument("--questions", type=int, default=2000, help="to train on")
+    parser.add_argument("--held_out", type=int, default=256, help="questions")
+    parser.add_argument("--documents", type=int, nargs="+", default=[6, 8], help="of a question")
+    parser.add_argument("--seed", type=int, default=0)
+    flags = parser.parse_args(arguments)
+    words, mixture, out = prompt_sets.load(flags.prompts), Mixture(), Path(flags.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, make in (("policy", policy_rows), ("reward", reward_rows)):
+        rows = make(words, mixture, flags.seed, flags.rows)
+        write_records(out / f"{name}.jsonl", map(dataclasses.asdict, rows))
+    for name, seed, count in (
+        ("train", flags.seed, flags.questions),
+        ("held_out", flags.seed + HELD_OUT_SEED, flags.held_out),
+    ):
+        questions = make_questions(seed, count, flags.documents)
+        write_records(out / f"{name}.jsonl", map(dataclasses.asdict, questions))
+
+
+if __name__ == "__main__":
+    main()

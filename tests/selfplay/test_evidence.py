@@ -1,0 +1,247 @@
+"""Structured answers, scores of evidence, rewards and quotes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from spell_jax.data.clusters import TASKS
+from spell_jax.selfplay import evidence, prompts, rules
+from spell_jax.selfplay.evidence import SECTIONS, Structured, parse_answer, parse_scores
+
+GOOD = Structured("Which city?", "- Arvo lives in Oslo.\n- b", "He lives there.", "Oslo")
+TEXT = evidence.write_answer(GOOD)
+TAGS = tuple(f"<{slash}{name}>" for name in SECTIONS for slash in ("", "/"))
+
+
+# ------------------------------------------------------------------------------------- The sections
+
+
+def test_what_is_written_is_read():
+    assert parse_answer(TEXT) == GOOD
+    spaced = "\n ".join(["", *(f"<{n}>\n {c}\n</{n}>" for n, c in vars(GOOD).items()), ""])
+    assert parse_answer(spaced) == GOOD
+    assert parse_answer(f"<think>{TEXT} or so</think>\n{TEXT}") == GOOD
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_each_tag_is_there_once(tag):
+    assert parse_answer(TEXT.replace(tag, "")) is None
+    assert parse_answer(TEXT.replace(tag, tag + tag)) is None
+    assert parse_answer(TEXT.replace(tag, tag.upper())) is None
+    for place in range(len(TEXT) + 1):
+        assert parse_answer(TEXT[:place] + tag + TEXT[place:]) is None
+
+
+def test_sections_have_one_order():
+    parts = [f"<{name}>{content}</{name}>" for name, content in vars(GOOD).items()]
+    read = ["".join(some) for some in itertools.permutations(parts) if parse_answer("".join(some))]
+    assert read == [TEXT]
+    assert (
+        parse_answer("<analysis>a<evidence>b</analysis>c</evidence>" + "".join(parts[2:])) is None
+    )
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_no_section_is_empty(name):
+    content = vars(GOOD)[name]
+    for empty in ("", " ", "\n\t"):
+        assert parse_answer(TEXT.replace(f">{content}<", f">{empty}<")) is None
+
+
+def test_nothing_stands_outside():
+    assert parse_answer("Sure. " + TEXT) is None
+    assert parse_answer(TEXT + " Done.") is None
+    assert parse_answer(TEXT.replace("</evidence>", "</evidence> and")) is None
+
+
+def test_an_unfinished_answer_is_none():
+    for end in range(len(TEXT)):
+        assert parse_answer(TEXT[:end]) is None
+    assert parse_answer("<think>" + TEXT) is None
+    assert parse_answer("") is None
+
+
+def test_sections_up_to_the_evidence():
+    start = TEXT[: TEXT.index("<reasoning>")]
+    assert evidence.parse_sections(start, 2) == (GOOD.analysis, GOOD.evidence)
+    assert evidence.parse_sections(start + "x", 2) is None
+    assert evidence.parse_sections(TEXT, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("task", "section", "prediction"),
+    [
+        ("general_qa", "Oslo", "Oslo"),
+        ("general_qa", "Oslo.\nIt is so.", "Oslo"),
+        ("general_qa", "The answer is Oslo", "Oslo"),
+        ("financial_math", "1,250", "1250"),
+        ("financial_math", r"\boxed{1250}", "1250"),
+        ("financial_math", "$12.50", "$12.50"),
+        ("financial_math", "3 of them, so answer is 12", "12"),
+        ("financial_math", "unknown", None),
+        ("multiple_choice", "B", "B"),
+        ("multiple_choice", "(B) Oslo", "B"),
+        ("multiple_choice", "The correct answer is (C)", "C"),
+        ("multiple_choice", "Bergen", None),
+    ],
+)
+def test_answers_may_be_bare(task, section, prediction):
+    assert rules.extract_answer(evidence.as_sentence(section, task), task) == prediction
+
+
+def test_the_full_prompts_ask_for_what_is_read():
+    full = prompts.load("full")
+    asked = full.evidence(["d"], "q?")
+    form = asked[asked.index("<analysis>") :]
+    assert parse_answer(form) is not None
+    assert all(asked.count(tag) == 1 for tag in TAGS)
+    for text in (full.evidence_scores("q?", ["a", "b"]), full.reasoning_scores("q?", "e", "ab")):
+        assert text.index("[1]\na") < text.index("[2]\nb")
+        block = text[text.rindex("```json") :]
+        assert parse_scores(block.replace("...", "4, 2"), 2) == (4, 2)
+    assert "There are 3 sets" in full.evidence_scores("q?", ["a", "b", "c"])
+
+
+# --------------------------------------------------------------------------------- What it is worth
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1] 4 [2] 2 [3] 5",
+        " [1] 4\n[2] 2\n[3]5 \n",
+        "<think>[1] 1</think>[1] 4 [2] 2 [3] 5",
+        '{"scores": [4, 2, 5]}',
+        'All differ.\n```json\n{"reason": "x", "scores": [4, 2, 5],}\n```',
+        '```json\n{"scores": [1, 1, 1]}\n```\nNo:\n```json\n{"scores": [4, 2, 5]}\n```',
+    ],
+)
+def test_scores_that_are_read(text):
+    assert parse_scores(text, 3) == (4, 2, 5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "4 2 5",
+        "[1] 4 [2] 2",
+        "[1] 4 [2] 2 [3] 5 [4] 1",
+        "[1] 4 [3] 2 [2] 5",
+        "[1] 4 [2] 2 [3] 6",
+        "[1] 4 [2] 0 [3] 5",
+        "[1] 4 [2] 2 [3] 55",
+        "[1] 4 [2] 2 [3] 5 good",
+        "Scores: [1] 4 [2] 2 [3] 5",
+        "[1] 4[2] 2[3] 5",
+        "[1] ٤ [2] 2 [3] 5",
+        "<think>[1] 4 [2] 2 [3] 5",
+        '{"scores": [4, 2]}',
+        '{"scores": [4, 2, 5.0]}',
+        '{"scores": [4, 2, true]}',
+        '{"scores": [4, 2, "5"]}',
+        '{"scores": [4, 2, 6]}',
+        '{"scores": "425"}',
+        '{"scores": {"0": 4, "1": 2, "2": 5}}',
+        '{"score": [4, 2, 5]}',
+        "[4, 2, 5]",
+        '```json\n{"a":' + "[" * 100_000 + "```",
+    ],
+)
+def test_scores_that_are_malformed(text):
+    assert parse_scores(text, 3) is None
+
+
+def test_every_vector_of_scores_is_read_as_it_is_written():
+    for size in (1, 2, 3):
+        for scores in itertools.product(range(7), repeat=size):
+            wanted = scores if set(scores) <= {1, 2, 3, 4, 5} else None
+            labelled = " ".join(f"[{i}] {score}" for i, score in enumerate(scores, 1))
+            assert parse_scores(labelled, size) == wanted
+            assert parse_scores(json.dumps({"scores": scores}), size) == wanted
+
+
+def test_normalised_scores():
+    assert evidence.normalise((5, 1, 3), 3) == [1.0, 0.0, 0.5]
+    assert evidence.normalise((2, 3, 2), 3) == [0.0, 1.0, 0.0]
+    assert evidence.normalise((4, 4), 2) == [0.5, 0.5]
+    assert evidence.normalise(None, 3) == [0.5] * 3
+    assert evidence.normalise((4,), 1) == [0.5]
+    assert evidence.normalise(None, 0) == evidence.normalise((), 0) == []
+
+
+def test_total_reward():
+    assert evidence.total_reward(True, 1.0, 1.0) == pytest.approx(1.0)
+    assert evidence.total_reward(True, 0.5, 0.0) == pytest.approx(0.25)
+    assert evidence.total_reward(True, 0.0, 1.0) == pytest.approx(0.7)
+    assert evidence.total_reward(False, 1.0, 1.0) == 0.0
+    assert evidence.total_reward(True, 1.0, 1.0, evidence.Weights(1, 2, 4)) == 7
+
+
+# ------------------------------------------------------------------------------------------- Quotes
+
+
+@pytest.mark.parametrize(
+    ("section", "quotes"),
+    [
+        ("a b\n c  d ", ["a b", "c d"]),
+        ("- a\n* b\n• c\n1. d\n12) e", ["a", "b", "c", "d", "e"]),
+        ('"a b"\n“c”\n- "d"', ["a b", "c", "d"]),
+        ("a ... b … c", ["a", "b", "c"]),
+        ("-a\n- - a\n1.5 m", ["-a", "- a", "1.5 m"]),
+        ("...\n\n-", ["-"]),
+    ],
+)
+def test_quotes_are_lines_without_their_marks(section, quotes):
+    assert evidence.find_quotes(section) == quotes
+
+
+def test_there_are_only_so_many_quotes():
+    most = evidence.MOST_QUOTES
+    quotes = evidence.find_quotes("\n".join(f"q{i}" for i in range(most + 10)))
+    assert len(quotes) == most + 1 and quotes[-1].split() == [f"q{most + i}" for i in range(10)]
+    assert len(evidence.find_quotes("a..." * 3 * most)) == most + 1
+    assert len(evidence.find_quotes("a\n" * most)) == most
+
+
+def test_verbatim_share():
+    documents = evidence.searchable(["Arvo lives\n in  Oslo.", "Bela does not."])
+    share = evidence.verbatim_share
+    assert share("- Arvo lives in Oslo.", documents) == 1.0
+    assert share("Arvo lives\nin Rome", documents) == pytest.approx(10 / 17)
+    assert share("Arvo ... Oslo.\n123456789", documents) == 0.5
+    assert share("Oslo. Bela", documents) == 0.0  # in no one document
+    assert share("...", documents) == 0.0
+    assert share("anything", "") == 0.0
+
+
+def test_precision_and_recall():
+    found, sentences = evidence.precision_and_recall, ("Arvo lives in Oslo.", "Oslo has rain.")
+    assert found("- Arvo lives  in Oslo.\n- Oslo has rain.", sentences) == (1.0, 1.0)
+    assert found("Arvo lives in Oslo.", sentences) == (1.0, 0.5)
+    assert found("Oslo has rain.\n12345678901234", sentences) == (0.5, 0.5)
+    assert found("Oslo has rain.\nOslo has rain.", sentences) == (0.5, 0.5)
+    assert found("So: Oslo has rain.", sentences) == (pytest.approx(14 / 18), 0.5)
+    assert found("lives in Oslo", sentences) == (1.0, 0.5)  # more than half of it
+    assert found("in Oslo", sentences) == (0.0, 0.0)
+    assert found("Bela", sentences) == (0.0, 0.0)
+    assert found("Bela", ()) == found("...", sentences) == (0.0, 0.0)
+    assert found("Oslo has rain.", ("Oslo has rain.",) * 2) == (1.0, 1.0)
+
+
+def test_compact_prompts():
+    compact = prompts.load("compact")
+    assert compact.evidence(["d1", "d2"], "q?") == "d1\nd2\nq?\nquote"
+    assert compact.evidence_scores("q?", ["a\nb", "c"]) == "q?\n[1]\na\nb\n[2]\nc\nscores"
+    assert compact.reasoning_scores("q?", "e", ["a"]) == "q?\ne\n[1]\na\nscores"
+    hostile = "{question} {choices} {number}"
+    assert compact.evidence_scores(hostile, [hostile]).count("{choices}") == 2
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_template_echo_states_nothing(task):
+    said = evidence.as_sentence("(insert answer here)", task)
+    assert rules.extract_answer(said, task) is None

@@ -1,0 +1,163 @@
+"""Rows and questions of the tiny world with evidence: what they say is so, and slips are as many
+as is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from spell_jax.data import questions as files
+from spell_jax.data import tiny_world as world
+from spell_jax.policy import tokenizer
+from spell_jax.selfplay import evidence, evidence_rows, prompts, rules
+from spell_jax.selfplay.evidence_rows import Mixture, policy_rows, reward_rows
+from spell_jax.sft import read_rows
+
+PROMPTS = prompts.load("compact")
+TINY = world.__file__.rpartition("/")[0] + "/tiny_policy"
+COUNT = 800
+
+
+def documents_of(prompt: str) -> tuple[str, ...]:
+    return tuple(line for line in prompt.split("\n") if line.startswith("- "))
+
+
+def test_questions_are_answered_by_their_evidence():
+    made = evidence_rows.make_questions(7, 200, (4, 8))
+    assert made == evidence_rows.make_questions(7, 300, (4, 8))[:200]
+    assert made != evidence_rows.make_questions(8, 200, (4, 8))
+    assert [len(q.documents) for q in made[:4]] == [4, 8, 4, 8]
+    kinds = Counter(world.question_kind(q.question) for q in made)
+    assert 70 < kinds["two_hop"] < 130 and kinds.total() == kinds["two_hop"] + kinds["lookup"]
+    for q in made:
+        assert len(q.evidence) == (2 if world.question_kind(q.question) == "two_hop" else 1)
+        truth = world.oracle(q.question, q.documents)
+        assert truth == world.oracle(q.question, q.evidence) == world.canonical(q.answer)
+        found = evidence.precision_and_recall("\n".join(q.evidence), q.evidence)
+        assert found == (1.0, 1.0)
+        documents = evidence.searchable(q.documents)
+        assert evidence.verbatim_share("\n".join(q.evidence), documents) == 1.0
+
+
+def test_policy_rows_are_well_formed_and_slip_as_often_as_is_said():
+    mixture, counts = Mixture(), Counter()
+    for row in policy_rows(PROMPTS, mixture, 0, COUNT):
+        documents = documents_of(row.prompt)
+        assert len(documents) in mixture.documents
+        answer = evidence.parse_answer(row.completion)
+        assert answer is not None
+        assert evidence.verbatim_share(answer.evidence, evidence.searchable(documents)) == 1.0
+        truth = world.oracle(answer.analysis, documents)
+        right = world.canonical(answer.answer) == truth
+        lines = answer.evidence.replace("- ", "").split("\n")
+        by_evidence = world.oracle(answer.analysis, lines)
+        counts["slip"] += by_evidence is None
+        counts["lucky"] += by_evidence is None and right
+        counts["more"] += by_evidence is not None and len(lines) > 1 + ("of friend" in row.prompt)
+        assert right or by_evidence is None
+        assert answer.reasoning.endswith(f" is {answer.answer}")
+        assert rules.score(
+            evidence.as_sentence(answer.answer, row.task), truth or "", row.task
+        ) or (not right or world.canonical(answer.answer) != answer.answer.lower())
+    slips = counts["slip"] + counts["more"]
+    assert 0.3 < slips / COUNT < 0.4
+    assert 0.15 < counts["lucky"] / counts["slip"] < 0.5  # some wrong lines say the same value
+
+
+def test_rows_without_slips_are_right():
+    for row in policy_rows(PROMPTS, Mixture(slips=0.0), 1, 100):
+        answer = evidence.parse_answer(row.completion)
+        assert answer is not None
+        lines = answer.evidence.replace("- ", "").split("\n")
+        assert world.oracle(answer.analysis, lines) == world.canonical(answer.answer)
+
+
+def by_hand(question: str, lines: list[str]) -> int:
+    """The score that lines deserve, from the question's words alone: no slip is without the first
+    line and has the second."""
+    name, needed = question.split()[-1], []
+    for line in lines:
+        if line.split()[0] == name and line not in needed:
+            needed.append(line)
+            if " of friend of " in question and len(needed) == 1:
+                name = line.split()[-1]
+    hops = 1 + (" of friend of " in question)
+    base = {0: 1, 1: 3 if hops == 2 else 5, 2: 5}[len(needed)]
+    superfluous = bool(needed) and len(set(lines)) > len(needed)
+    return base - superfluous
+
+
+def test_scores_follow_the_question_but_for_noise():
+    exact, off, sizes = 0, Counter(), Counter()
+    for row in reward_rows(PROMPTS, Mixture(), 0, COUNT):
+        question, *rest = row.prompt.split("\n")
+        parts = "\n".join(rest).removesuffix("\nscores").split("[")[1:]
+        sets = [[one.removeprefix("- ") for one in part.split("\n")[1:] if one] for part in parts]
+        scores = evidence.parse_scores(row.completion, len(sets))
+        assert scores is not None
+        sizes[len(sets)] += 1
+        for lines, score in zip(sets, scores, strict=True):
+            wanted = by_hand(question, lines)
+            off[abs(score - wanted)] += 1
+            exact += score == wanted
+    assert set(sizes) == {2, 3, 4, 5, 6}
+    assert set(off) <= {0, 1} and 0.7 < exact / off.total() < 0.8
+
+
+def test_true_scores():
+    question = evidence_rows.make_questions(0, 1, (5,), two_hop=1.0)[0]
+    first, second = question.evidence
+    other, another = [d[2:] for d in question.documents if d[2:] not in question.evidence][:2]
+    for lines, score in (
+        ([first, second], 5),
+        ([second, first, first], 5),
+        ([first, second, other], 4),
+        ([first], 3),
+        ([second], 3),
+        ([first, other], 2),
+        ([other], 1),
+        ([other, another], 1),
+    ):
+        assert evidence_rows.true_score(lines, question) == score
+    single = evidence_rows.make_questions(0, 1, (5,), two_hop=0.0)[0]
+    assert evidence_rows.true_score(single.evidence, single) == 5
+
+
+def test_two_documents_leave_nothing_to_replace():
+    question = evidence_rows.make_questions(0, 1, (2,), two_hop=1.0)[0]
+    rng = np.random.default_rng(0)
+    drawn = {tuple(evidence_rows.draw_evidence(rng, question, 1.0)) for _ in range(20)}
+    assert drawn == {question.evidence[:1]}
+
+
+@pytest.mark.parametrize("make", [policy_rows, reward_rows])
+def test_a_row_depends_on_seed_and_number_alone(make):
+    some = list(make(PROMPTS, Mixture(), 3, 20))
+    assert some[:10] == list(make(PROMPTS, Mixture(), 3, 10))
+    assert some != list(make(PROMPTS, Mixture(), 4, 20))
+
+
+def test_rows_fit_the_tiny_policy():
+    words = tokenizer.load(TINY)
+    for row in itertools.chain(
+        policy_rows(PROMPTS, Mixture(), 0, 300), reward_rows(PROMPTS, Mixture(), 0, 300)
+    ):
+        assert len(words.chat(row.prompt)) <= 192 and words.count(row.completion) < 96
+        assert words.decode(words.encode(row.completion)) == row.completion
+
+
+def test_files_are_read_where_they_are_used(tmp_path):
+    sizes = ["--rows=5", "--questions=6", "--held_out=4", "--documents", "4"]
+    evidence_rows.main([f"--out={tmp_path}", *sizes])
+    for name, made in (("policy", policy_rows), ("reward", reward_rows)):
+        rows, skipped = read_rows(tmp_path / f"{name}.jsonl")
+        assert rows == list(made(PROMPTS, Mixture(), 0, 5)) and not skipped
+    held_out = files.read_questions(tmp_path / "held_out.jsonl", "data.validation")
+    assert held_out == evidence_rows.make_questions(evidence_rows.HELD_OUT_SEED, 4, (4,))
+    train = files.read_questions(tmp_path / "train.jsonl", "data.questions")
+    assert train == evidence_rows.make_questions(0, 6, (4,))
+    assert dataclasses.asdict(train[0])["evidence"]
