@@ -87,6 +87,8 @@ def propose(at: int) -> Answer:
     if at == 2:
         return completion('{"Empty": "there is nothing"}')
     record = {"question": f"Q{at} what?", "answer": reference(at)}
+    if at == 0:
+        record["answer"] = f" {reference(at)} "
     if ENDS[at][0] == CHOICE:
         record["options"] = {x: "same" if at == 14 else f"option {x}" for x in "ABCD"}
     return completion("no" if at == 1 else f"```json\n{json.dumps(record)}\n```")

@@ -162,7 +162,7 @@ def test_given_questions_are_answered_from_their_documents():
     episodes = game.play(ask, 1)
     assert stems(episodes) == [q.question[:3] for q in GIVEN]
     assert {c.role for c in ask.calls} == {"responder", "verifier"}  # nobody writes, nobody filters
-    assert game.models == ()
+    assert given_game(reference="anchored").models == ()  # references stay as given
     prompts = {p for c in ask.calls if c.role == "responder" for p in c.prompts}
     assert prompts == {PROMPTS.responder(q.task, q.documents, q.question) for q in GIVEN}
     by_question = {e.question: e for e in episodes}
@@ -170,6 +170,7 @@ def test_given_questions_are_answered_from_their_documents():
         episode = by_question[question.question]
         assert game.cluster(episode).documents == question.documents
         assert (episode.task, episode.reference) == (question.task, question.answer)
+        assert episode.own_reference == question.answer
         assert sum(episode.rule) == row.right
     assert game.metrics(episodes).means()["static_questions"] == len(GIVEN)
 
