@@ -31,20 +31,18 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from spell_jax.evaluation import answering, pictures, protocol
+from spell_jax.evaluation import answering, judging, pictures, protocol
 from spell_jax.evaluation import benchmarks as registry
 from spell_jax.evaluation.answering import Place, Row, Sampling
 from spell_jax.evaluation.benchmark import Benchmark
-from spell_jax.evaluation.sampling import Policy, PolicyJudge, Sizes
+from spell_jax.evaluation.sampling import Policy, Sizes
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy import weights
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import faults, hosts, start
 from spell_jax.runtime.jsonl import append_records, write_json, write_lines, write_records
-from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.judge import JUDGE_KEY, Endpoint, Judge, JudgeConfig
+from spell_jax.selfplay.judge import Judge
 
-SAMPLES, SUMMARY, TABLE, REPLIES = "samples.jsonl", "summary.json", "table.md", "judge.jsonl"
+SAMPLES, SUMMARY, TABLE = "samples.jsonl", "summary.json", "table.md"
 PLOTS = "plots"
 log = logging.getLogger("spell_jax.evaluate")  # __name__ is __main__ when this is the entry
 
@@ -134,7 +132,7 @@ def run(
         for folder in compare:
             json.loads((pathlib.Path(folder) / SUMMARY).read_text())  # not found out after hours
         out.mkdir(parents=True, exist_ok=True)
-        _check_same(out / start.CONFIG_FILE, wanted)
+        start.check_same(out / start.CONFIG_FILE, wanted, "an evaluation")
         rows.update(answering.read_finished(out / SAMPLES, settings.sampling.samples))
         return list(rows)
 
@@ -182,21 +180,6 @@ def _draw(folder: pathlib.Path, benchmarks: Sequence[Benchmark], summary: Mappin
             pictures.draw(folder / f"{one.name}.png", one.title, found)
 
 
-def _check_same(path: pathlib.Path, wanted: Mapping[str, Any]) -> None:
-    """Writes down what is evaluated; ValueError if something else was begun there."""
-    wanted = json.loads(json.dumps(wanted))
-    if not path.exists():
-        write_json(path, wanted)
-        return
-    found = json.loads(path.read_text())
-    for field, value in wanted.items():
-        if found.get(field) != value:
-            raise ValueError(
-                f"{field} = {value!r}: was {found.get(field)!r} when {path} was written; an "
-                "evaluation is gone on with as it was begun, another one needs another out"
-            )
-
-
 def _summarise(
     settings: Settings,
     name: str,
@@ -218,47 +201,13 @@ def _summarise(
     }
 
 
-def make_judge(given: Any, out: pathlib.Path, sizes: Sizes) -> Judge | None:
-    """The judge that the command line asks for.
-
-    Raises:
-      UsageError: half of an endpoint, or both kinds.
-      FileNotFoundError, ValueError: see JudgeConfig and weights.identify.
-    """
-    if bool(given.judge_url) != bool(given.judge_model) or (given.judge_url and given.judge_policy):
-        raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")
-    if not (given.judge_url or given.judge_policy):
-        return None
-    # Of several processes the first alone keeps replies.
-    kept = out / REPLIES if jax.process_index() == 0 else None
-    if given.judge_policy:
-        policy = Policy(given.judge_policy, given.dtype, sizes=sizes)
-        ask = PolicyJudge(policy, given.judge_max_tokens)
-        model = f"{policy.folder.name} {policy.fingerprint()}"
-    else:
-        model = given.judge_model
-        ask = Endpoint(
-            JudgeConfig(
-                given.judge_url,
-                model,
-                os.environ.get(JUDGE_KEY),
-                max_tokens=given.judge_max_tokens,
-                timeout_s=600.0,  # a reasoning judge may write thousands of tokens
-                attempts=8,  # two minutes of back-off: a server that is started again
-                workers=given.judge_workers,
-                requests_per_s=given.judge_rate,
-            )
-        )
-    return Judge(ask, prompt_sets.load("full").judge, model, cache_file=kept)
-
-
 def main(_) -> None:
     start.setup()
     given = flags.FLAGS
     if bool(given.workdir) == bool(given.policy):
         raise app.UsageError("--workdir or --policy: one of them must say which policy is asked")
     folder = pathlib.Path(given.policy or pathlib.Path(given.workdir) / "policy")
-    sizes = Sizes(given.cache_tokens, given.slots, given.prefill_tokens)
+    sizes = judging.read_sizes(given)
     if not all(map(str.isdecimal, given.max_input)):
         raise app.UsageError(f"--max_input = {given.max_input}: must be numbers of tokens")
     limits = tuple(map(int, given.max_input))
@@ -273,7 +222,7 @@ def main(_) -> None:
         Sampling(given.samples, given.temperature, given.top_p, given.max_tokens, given.seed),
     )
     out = pathlib.Path(given.out)
-    judge = make_judge(given, out, sizes)
+    judge = judging.make_judge(given, out, sizes)
     name = given.name or pathlib.Path(given.workdir or given.policy).resolve().name
     run(settings, out, name, judge, sizes, given.compare)
     if jax.process_index() == 0:
@@ -293,19 +242,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_tokens", 0, "Cap of an answer; 0: each benchmark's own.")
     flags.DEFINE_integer("limit", 0, "First questions of each benchmark; 0: all.")
     flags.DEFINE_integer("seed", 0, "Seed of all draws.")
-    flags.DEFINE_enum("dtype", "float32", list(weights.DTYPES), "The policy's weights.")
     flags.DEFINE_enum("thinking", "", list(tokenizers.THINKING), "For chat templates that know it.")
     flags.DEFINE_string("name", "", "The policy's name in the table; its folder's, if not given.")
     flags.DEFINE_list("compare", [], "Folders of other evaluations, for the table.")
-    flags.DEFINE_string("judge_url", "", "A chat-completions address.")
-    flags.DEFINE_string("judge_model", "", "The model's name there.")
-    flags.DEFINE_string("judge_policy", "", "A policy's folder, for the judge.")
-    flags.DEFINE_integer("judge_max_tokens", 8192, "Cap of a judge's reply.")
-    flags.DEFINE_integer("judge_workers", 16, "Requests to the judge under way at once.")
-    flags.DEFINE_float("judge_rate", 0.0, "Requests to the judge a second; 0: any.")
-    flags.DEFINE_integer("cache_tokens", Sizes.cache_tokens, "Of the pool, a part of the mesh.")
-    flags.DEFINE_integer("slots", Sizes.slots, "Answers drawn at once.")
-    flags.DEFINE_integer("prefill_tokens", Sizes.prefill_tokens, "Of prompts read at once.")
+    judging.define_flags()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import jax
 import pytest
 
 from spell_jax import evaluate
+from spell_jax.evaluation import judging
 from spell_jax.evaluation.answering import Sampling
 from spell_jax.evaluation.benchmark import Benchmark, Item
 from spell_jax.evaluation.sampling import Policy, PolicyJudge, Sizes
@@ -85,7 +86,7 @@ def settings(policy: pathlib.Path, **changes: Any) -> evaluate.Settings:
 
 
 def make_judge(out: pathlib.Path, ask: Any = reply) -> Judge:
-    kept = out / evaluate.REPLIES if jax.process_index() == 0 else None
+    kept = out / judging.REPLIES if jax.process_index() == 0 else None
     return Judge(ask, prompt_sets.load("compact").judge, "checksum", cache_file=kept)
 
 

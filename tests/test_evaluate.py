@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from spell_jax import evaluate
-from spell_jax.evaluation import protocol, sampling
+from spell_jax.evaluation import judging, protocol, sampling
 from spell_jax.evaluation.answering import Sampling
 from spell_jax.evaluation.sampling import Policy, PolicyJudge
 from spell_jax.policy import tokenizer as tokenizers
@@ -237,7 +237,7 @@ def test_a_policy_judges(policy, judge, asked, tmp_path, monkeypatch):
     judged = [row for row in rows if row["judge"] is not None]
     assert found["judged"] == found["malformed"] == len(judged) > 2
     assert all(row["judge"] == "malformed" and row["final"] == row["rule"] for row in judged)
-    kept = (tmp_path / "whole" / evaluate.REPLIES).read_text().splitlines()
+    kept = (tmp_path / "whole" / judging.REPLIES).read_text().splitlines()
     assert 2 < len(kept) <= len(judged)
     greedy = [request for request in asked if request.group == 1]
     assert len(greedy) == len(kept)
@@ -248,7 +248,7 @@ def test_a_policy_judges(policy, judge, asked, tmp_path, monkeypatch):
     with pytest.raises(faults.Fault):
         evaluated(out)
     monkeypatch.delenv(faults.VARIABLE)
-    assert len((out / evaluate.REPLIES).read_text().splitlines()) == 2
+    assert len((out / judging.REPLIES).read_text().splitlines()) == 2
     asked.clear()
     evaluated(out)
     assert len(asked) == len(kept) - 2

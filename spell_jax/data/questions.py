@@ -66,6 +66,11 @@ def _parse_question(record: Any) -> Question:
     return question
 
 
+def as_record(question: Question) -> dict[str, Any]:
+    """A question as its line of a file has it."""
+    return dataclasses.asdict(question)
+
+
 def as_clusters(questions: Sequence[Question]) -> tuple[Source, Mapping[str, Question]]:
     """Questions as what a TaskStream deals: each a cluster of its documents, that serves its task
     alone; and the question of each cluster by its id."""

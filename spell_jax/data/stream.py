@@ -97,6 +97,10 @@ class TaskStream:
         self._positions = dict.fromkeys(tasks, 0)
         self._decks = {task: self._deck(task) for task in tasks}
 
+    def __len__(self) -> int:
+        """Clusters that are dealt: those that serve one of the tasks."""
+        return sum(map(len, self._assigned.values()))
+
     def next(self, batch: int) -> list[tuple[str, Cluster]]:
         """The next `batch` (task, cluster) pairs, in shuffled order.
 
@@ -126,7 +130,7 @@ class TaskStream:
             "positions": dict(self._positions),
             "batches": self._batches,
             "repeats": self.repeats,
-            "clusters": sum(map(len, self._assigned.values())),
+            "clusters": len(self),
             "data": self._digest(),
         }
 
@@ -150,7 +154,7 @@ class TaskStream:
         if state["data"] != self._digest():
             raise ValueError(
                 f"stream state: is of {state['clusters']} clusters, which are not the "
-                f"{sum(map(len, self._assigned.values()))} that are here, or of another seed; "
+                f"{len(self)} that are here, or of another seed; "
                 "resume with the data and the seed that the run began with"
             )
         self._epochs = {task: int(state["epochs"][task]) for task in self._weights}

@@ -115,6 +115,37 @@ class Policy:
         for ticket, samples in session.results():
             yield tickets[ticket], samples
 
+    def reply(
+        self, prompts: Sequence[str], keys: np.ndarray, options: Options
+    ) -> Iterator[tuple[int, str | None]]:
+        """(place, reply) of prompts as texts, one to each, as they come; then releases the weights.
+
+        A prompt that does not fit into the context has None. All processes call it with the same.
+
+        Args:
+          keys: uint32 [prompts, 2].
+        """
+        room = self.config.max_positions - options.max_tokens
+        ids = [np.array(self.tokenizer.chat(prompt), np.int32) for prompt in prompts]
+        fitting = [place for place, one in enumerate(ids) if len(one) <= room]
+        for place in sorted(set(range(len(ids))) - set(fitting)):
+            yield place, None
+        asked = [ids[place] for place in fitting]
+        for at, (sample,) in self.draw(asked, 1, keys[fitting], [options] * len(asked)):
+            yield fitting[at], self.tokenizer.decode(sample.content)
+        self.release()
+
+
+def check_room(policy: Policy, max_tokens: int, name: str) -> None:
+    """Raises ValueError where replies of so many tokens leave no room for a prompt; `name` is what
+    the policy is asked as."""
+    positions = policy.config.max_positions
+    if not 0 < max_tokens < positions:
+        raise ValueError(
+            f"{name}_max_tokens = {max_tokens}: must leave room for a prompt in the "
+            f"{name}'s max_position_embeddings = {positions}"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class PolicyJudge:
@@ -127,25 +158,12 @@ class PolicyJudge:
     max_tokens: int
 
     def __post_init__(self):
-        positions = self.policy.config.max_positions
-        if not 0 < self.max_tokens < positions:
-            raise ValueError(
-                f"judge_max_tokens = {self.max_tokens}: must leave room for a prompt in the "
-                f"judge's max_position_embeddings = {positions}"
-            )
+        check_room(self.policy, self.max_tokens, "judge")
 
     def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         """See judge.Ask; a prompt that does not fit into the context has no reply."""
         prompts = hosts.broadcast(lambda: list(prompts))
-        tokenizer = self.policy.tokenizer
-        room = self.policy.config.max_positions - self.max_tokens
-        ids = [np.array(tokenizer.chat(prompt), np.int32) for prompt in prompts]
-        fitting = [place for place, one in enumerate(ids) if len(one) <= room]
-        for place in sorted(set(range(len(ids))) - set(fitting)):
-            yield prompts[place], None
-        asked = [ids[place] for place in fitting]
-        keys = np.zeros((len(asked), 2), np.uint32)  # greedy: nothing is drawn
-        options = [Options(temperature=0.0, max_tokens=self.max_tokens)] * len(asked)
-        for place, (sample,) in self.policy.draw(asked, 1, keys, options):
-            yield prompts[fitting[place]], tokenizer.decode(sample.content)
-        self.policy.release()
+        keys = np.zeros((len(prompts), 2), np.uint32)  # greedy: nothing is drawn
+        options = Options(temperature=0.0, max_tokens=self.max_tokens)
+        for place, reply in self.policy.reply(prompts, keys, options):
+            yield prompts[place], reply

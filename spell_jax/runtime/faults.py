@@ -28,6 +28,7 @@ TRAINING_POINTS = (
 POINTS = (
     *TRAINING_POINTS,
     "sampled",  # a benchmark's question was answered, its samples are on disk
+    "taught",  # a teacher has replied, and what it said is on disk
     "judged",  # a judge has replied, and what it said is on disk if it is kept there
 )
 _FORM = re.compile(rf"({'|'.join(POINTS)}):([1-9][0-9]*)(:term|:raise)?", re.ASCII)

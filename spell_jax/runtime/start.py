@@ -4,15 +4,19 @@ disk, profiler traces of chosen steps."""
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from absl import logging as absl_logging
 from etils import epath
 
 from spell_jax.runtime import hosts
+from spell_jax.runtime.jsonl import write_json
 from spell_jax.runtime.settings import Config
 
 CONFIG_FILE = "config.json"
@@ -39,6 +43,30 @@ def setup() -> None:
 def write_config(config: Config, workdir: epath.Path) -> None:
     """WORKDIR/config.json: the config as the run has it."""
     (workdir / CONFIG_FILE).write_text(config.to_json_best_effort(indent=2) + "\n")
+
+
+def check_same(path: pathlib.Path, wanted: Mapping[str, Any], what: str) -> None:
+    """Writes down what is made in a folder, so that it can be gone on with.
+
+    Args:
+      path: of the file; its folder is there.
+      wanted: field -> value, JSON-able.
+      what: is made, with its article.
+
+    Raises:
+      ValueError: something else was begun there; names the first field that differs.
+    """
+    wanted = json.loads(json.dumps(wanted))
+    if not path.exists():
+        write_json(path, wanted)
+        return
+    found = json.loads(path.read_text())
+    for field, value in wanted.items():
+        if found.get(field) != value:
+            raise ValueError(
+                f"{field} = {value!r}: was {found.get(field)!r} when {path} was written; {what} "
+                "is gone on with as it was begun, another one needs another out"
+            )
 
 
 def profiled(wanted: bool, workdir: epath.Path) -> contextlib.AbstractContextManager[None]:

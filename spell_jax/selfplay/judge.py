@@ -46,13 +46,14 @@ Ask = Callable[[Sequence[str]], Iterable[tuple[str, str | None]]]
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """Where the judge is and how patiently it is asked. Mistakes raise ValueError.
+    """Where the judge (or another model) is and how patiently it is asked. Mistakes raise
+    ValueError.
 
     `url`: the chat-completions address, http or https. `timeout_s`: of one attempt, from the first
     byte sent to the last one read. `attempts`: requests for one prompt, at least 1. `backoff_s`:
     pause after the first failed attempt, doubled after each further one. `longest_wait_s`: limit
     of such a pause, and of what a server may ask for by Retry-After. `workers`: requests under way
-    at once. `requests_per_s`: limit of all of them together; 0: none.
+    at once. `requests_per_s`: limit of all of them together; 0: none. `top_p`: 1 is not sent.
     """
 
     url: str
@@ -66,6 +67,7 @@ class JudgeConfig:
     longest_wait_s: float = 120.0
     workers: int = 8
     requests_per_s: float = 0.0
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -76,6 +78,8 @@ class JudgeConfig:
         for name in ("backoff_s", "longest_wait_s", "requests_per_s", "temperature"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)}; it must not be negative")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: {self.top_p}; it must be above 0, at most 1")
 
 
 class Judge:
@@ -171,9 +175,14 @@ class Endpoint:
 
     def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         """(prompt, reply) of each as it comes; None: every attempt failed or it was refused."""
+        for place, reply in self.reply(prompts):
+            yield prompts[place], reply
+
+    def reply(self, prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
+        """(place, reply) of prompts, the same one more than once if wanted; see __call__."""
         pool = ThreadPoolExecutor(self.config.workers)
         try:
-            asked = {pool.submit(self._ask, prompt): prompt for prompt in prompts}
+            asked = {pool.submit(self._ask, prompt): place for place, prompt in enumerate(prompts)}
             for future in as_completed(asked):
                 yield asked[future], future.result()
         finally:  # also where nobody wants the rest: it is not asked for
@@ -227,6 +236,8 @@ class Endpoint:
             "temperature": self.config.temperature,
             "max_tokens": self.config.max_tokens,
         }
+        if self.config.top_p < 1:
+            body["top_p"] = self.config.top_p
         headers = {"Content-Type": "application/json"}
         if self.config.api_key:
             headers["Authorization"] = f"Bearer {self.config.api_key}"

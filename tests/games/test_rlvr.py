@@ -1,12 +1,19 @@
-"""RLVR on a static set: written once, kept in the state, no questioner's rows."""
+"""RLVR on a static set: written once or given, kept in the state, no questioner's rows."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from etils import epath
 
+from spell_jax.data.clusters import TASKS
+from spell_jax.data.questions import Question, as_clusters
+from spell_jax.data.stream import TaskStream
+from spell_jax.games.game import records
 from spell_jax.games.rlvr import Rlvr, RlvrConfig
+from spell_jax.report_episodes import choose_episodes
+from tests.evaluating import write_episodes
 from tests.games.scripted import (
     MATH,
     PROMPTS,
@@ -34,6 +41,16 @@ def new_ask(rows=ROWS, **options) -> ScriptedModels:
 
 def stems(episodes) -> list[str]:
     return sorted("Q" + e.question.split("Q")[1][:2] for e in episodes)
+
+
+def told(game, ask, steps):
+    """What a game comes to in these steps."""
+    found = []
+    for step in steps:
+        episodes = game.play(ask, step)
+        found.append([game.record(e) for e in episodes])
+        found.append([read(g) for g in game.rows(episodes)])
+    return found
 
 
 def test_the_set_is_written_once():
@@ -91,14 +108,6 @@ def test_anchored_references_are_part_of_the_set():
 
 @pytest.mark.parametrize("reward", ["max", "random"])
 def test_a_game_goes_on_from_its_state(reward):
-    def told(game, ask, steps):
-        found = []
-        for step in steps:
-            episodes = game.play(ask, step)
-            found.append([game.record(e) for e in episodes])
-            found.append([read(g) for g in game.rows(episodes)])
-        return found
-
     options = {"responder_reward": reward, "generation_batch": 9, "verifier_share": 0.5}
     whole = told(new_game(**options), new_ask(), range(1, 5))
     game = new_game(**options)
@@ -130,3 +139,125 @@ def test_episodes_keep_what_the_questioner_read():
 def test_a_bad_setting_is_named():
     with pytest.raises(ValueError, match=r"game\.static_questions = 0"):
         RlvrConfig(0)
+
+
+# A set that is given.
+
+GIVEN = tuple(
+    Question(
+        row.task, (f"d{i}.0 text", f"d{i}.1 text"), f"Q{i:02d} what?", Script(ROWS).reference(i)
+    )
+    for i, row in enumerate(ROWS)
+)
+
+
+def given_game(questions=GIVEN, tasks=TASKS, weights=(1.0, 1.0, 1.0), **options) -> Rlvr:
+    source, by_id = as_clusters(questions)
+    stream = TaskStream(source, tasks, weights, seed=0)
+    return Rlvr(RlvrConfig(), make_game(ROWS, stream=stream, **options), by_id)
+
+
+def test_given_questions_are_answered_from_their_documents():
+    game, ask = given_game(), new_ask()
+    episodes = game.play(ask, 1)
+    assert stems(episodes) == [q.question[:3] for q in GIVEN]
+    assert {c.role for c in ask.calls} == {"responder", "verifier"}  # nobody writes, nobody filters
+    assert given_game(reference="anchored").models == ()  # references stay as given
+    prompts = {p for c in ask.calls if c.role == "responder" for p in c.prompts}
+    assert prompts == {PROMPTS.responder(q.task, q.documents, q.question) for q in GIVEN}
+    by_question = {e.question: e for e in episodes}
+    for question, row in zip(GIVEN, ROWS, strict=True):
+        episode = by_question[question.question]
+        assert game.cluster(episode).documents == question.documents
+        assert (episode.task, episode.reference) == (question.task, question.answer)
+        assert episode.own_reference == question.answer
+        assert sum(episode.rule) == row.right
+    assert game.metrics(episodes).means()["static_questions"] == len(GIVEN)
+
+
+def test_rows_of_given_questions_are_learned_from_as_in_spell():
+    game, ask = given_game(responder_reward="rule"), new_ask()
+    groups = by_role(game.rows(game.play(ask, 1)))
+    assert groups["questioner"] == groups["verifier"] == []
+    assert len(groups["responder"]) == 6
+    for _, answers, advantages in map(read, groups["responder"]):
+        right = [answer.startswith("answer is") and "beta" not in answer for answer in answers]
+        assert len({*advantages}) == 2 and abs(sum(advantages)) < 1e-3
+        assert advantages[0] > 0 and right[0]  # a script's first answers are the right ones
+
+
+def test_given_questions_are_dealt_by_weight_and_epoch():
+    game, ask = given_game(weights=(2.0, 1.0, 1.0), generation_batch=4), new_ask()
+    steps = [game.play(ask, step) for step in range(1, 5)]
+    tasks = [[e.task for e in episodes].count(QA) for episodes in steps]
+    assert tasks == [2, 2, 2, 2]
+    asked = [e.question for episodes in steps for e in episodes if e.task == QA]
+    assert len({*asked}) == 8  # of nine: none comes again before the others were asked
+    whole = given_game(generation_batch=100)
+    assert stems(whole.play(ask, 1)) == [q.question[:3] for q in GIVEN]  # none twice in a step
+    assert whole.metrics([]).means()["stream_repeats"] == 0
+
+
+def test_given_questions_of_other_tasks_are_left_out(caplog):
+    game, ask = given_game(tasks=(MATH,), weights=(1.0,)), new_ask()
+    episodes = game.play(ask, 1)
+    assert {e.task for e in episodes} == {MATH} and len(episodes) == 6
+    assert "12 clusters serve none of the tasks" in caplog.text
+    assert game.metrics(episodes).means()["static_questions"] == 6
+
+
+def test_a_game_with_given_questions_goes_on_from_its_state():
+    options = {"responder_reward": "random", "generation_batch": 5}
+    whole = told(given_game(**options), new_ask(), range(1, 6))
+    game = given_game(**options)
+    told(game, new_ask(), (1, 2))
+    resumed = given_game(**options)
+    resumed.load_state_dict(json.loads(json.dumps(game.state_dict())))
+    assert told(resumed, new_ask(), (3, 4, 5)) == whole[4:]
+    other = given_game(GIVEN[:-1], **options)
+    with pytest.raises(ValueError, match="17 that are here"):
+        other.load_state_dict(game.state_dict())
+
+
+def test_a_given_question_over_the_cap_is_counted():
+    over = lambda role, prompt, model: "Q00" in prompt  # noqa: E731
+    game, ask = given_game(), new_ask(over=over)
+    episodes = game.play(ask, 1)
+    first = next(e for e in episodes if e.question.startswith("Q00"))
+    assert (first.status, first.reason, first.scores) == ("overlong", "responder_prompt", [])
+    means = game.metrics(episodes).means()
+    assert means["reason/responder_prompt"] == means["overlong"] == 1 / len(GIVEN)
+    game.rows(episodes)
+    assert game.record(first)["used"]["responder"] == "overlong"
+
+
+def test_records_of_given_questions_are_what_a_report_reads(tmp_path):
+    game, ask = given_game(), new_ask()
+    episodes = game.play(ask, 1)
+    groups = game.rows(episodes)
+    write_episodes(tmp_path, {1: records(game, episodes)})
+    found = choose_episodes(epath.Path(tmp_path), 100)
+    assert found.found == len(GIVEN) == len(found.documents)
+    assert {e["cluster"]: e["question"] for e in found.chosen} == {
+        e.cluster.id: e.question for e in episodes
+    }
+    assert found.chosen[0]["roles"] == ["responder", "verifier"]
+    record = next(e for e in found.chosen if e["question"].startswith("Q00"))
+    assert record["shown"] == [] and record["proposal"] is None and record["prompt"] == ""
+    used = [e for e in found.chosen if e["used"]["responder"] == "used"]
+    assert len(used) == len(by_role(groups)["responder"])
+
+
+def test_a_judge_may_replace_the_rule_on_given_questions():
+    asked = []
+
+    def judge(items):
+        asked.extend(items)
+        return [1] * len(items)
+
+    game, ask = given_game(rule="judge", judge=judge, responder_reward="rule"), new_ask()
+    episodes = game.play(ask, 1)
+    both = lambda e: zip(e.rule, e.predictions, strict=True)  # noqa: E731
+    answered = [p for e in episodes for p in e.predictions if p is not None]
+    assert len(asked) == len(answered) > 0
+    assert all(r == (p is not None) for e in episodes for r, p in both(e))

@@ -70,7 +70,7 @@ NO_READERS = {
     *("evaluation.helmet_labels", "haystack.Draft.item", "haystack.Pile.take", "haystack.bury"),
     *("haystack.Source.noise", "haystack.Source.priced", "haystack.Source.prose", "haystack.fit"),
     *("haystack.Source.of", "haystack.split_sentences", "math_equal.check_installed"),
-    "math_equal.end_workers",
+    *("math_equal.end_workers", "evaluation.judging"),
     *(f"long_documents.load_{name}" for name in ("docmath", "frames", "longbench")),
     *("long_documents.load_longbench_v2", "short.load_math", "short.load_mmlu_pro"),
     *(f"retrieval.load_{name}" for name in ("icl", "infbench_sum", "mrcr", "multi_lexsum", "rag")),
@@ -91,6 +91,7 @@ NO_READERS = {
 # Readers of files and replies, with a test of their own below.
 ELSEWHERE = {
     "judge.Judge.judge",
+    "judge.Endpoint.reply",
     "short.score_math",  # in test_short.py: a process for each text is too slow here
     "memory.QuestionMemory.load_state_dict",
 }

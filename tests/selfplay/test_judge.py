@@ -114,6 +114,16 @@ def test_verdicts_come_back_in_order(server):
     assert authorization == "Bearer key"
 
 
+def test_an_endpoint_may_be_asked_the_same_more_than_once(server):
+    server.respond = lambda prompt, times: completion(f"{prompt} {times}")
+    endpoint = Endpoint(JudgeConfig(server.url, "m", workers=1, top_p=0.5))
+    found = dict(endpoint.reply(["a", "b", "a"]))
+    assert found == {0: "a 1", 1: "b 1", 2: "a 2"}
+    assert [body["top_p"] for body, _ in server.requests] == [0.5] * 3
+    dict(Endpoint(JudgeConfig(server.url, "m"))(["c"]))
+    assert "top_p" not in server.requests[-1][0]
+
+
 def test_the_same_content_is_asked_once(server):
     judge = make_judge(server.url)
     assert judge.judge([item("a"), item("a"), item("b")]) == [1, 1, 1]

@@ -1,0 +1,288 @@
+"""Turns published questions into long ones, for training (EAPO, section 4 "Training Dataset"):
+
+    python -m data_pipeline.long_questions --layout=musique --rows=DIR/musique*.jsonl
+        --tokenizer=FOLDER --out=FILE.jsonl [--min_tokens=32768 --max_tokens=131072 --seed=0]
+
+1. Rows of one layout are read (question_rows.py). Bad rows are logged with file and row, counted
+   and skipped; so is a question that is of no use, with the reason.
+2. Documents of all rows form a pool, each text once. Tokens are counted once for each of them, with
+   the line break that joins it to the next in a prompt.
+3. A question's target is drawn evenly between --min_tokens and --max_tokens. To its own documents
+   distractors are added, in random order, until the target is reached; never over the maximum. A
+   distractor that holds the answer (or another name of it) as words is left out and counted: it
+   might be another support. Answers that are numbers, yes or no may stand anywhere.
+4. All are shuffled and written in the layout of data/questions.py, with the evidence; the last line
+   printed, also in FILE.summary.json, has all counts. Each draw depends on seed and question alone.
+
+Documents alone are counted: leave room for the prompt's words and the answer, or lower
+--max_tokens. Give rows of training splits: whether a benchmark has them is not looked at here. The
+paper's other half, questions that a model writes about tables and prose of Wikipedia's pages, is
+made by `python -m spell_jax.rlvr_build` over clusters of such pages (data_pipeline/layouts.py
+keeps a page's tables as "| a | b |" lines). The paper does not tell its distractors: these are the
+other rows' paragraphs.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import glob
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+from data_pipeline.question_rows import LAYOUTS, Draft, read_row
+from spell_jax.data.questions import Question, as_record
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.runtime.jsonl import read_records, write_json, write_records
+from spell_jax.selfplay.rules import normalize_answer
+
+log = logging.getLogger("data_pipeline.long_questions")  # __name__ is __main__ as the entry
+
+
+@dataclasses.dataclass(frozen=True)
+class LongConfig:
+    """How long questions become.
+
+    Attributes:
+      min_tokens, max_tokens: of all documents of a question together; the target is drawn between
+        them, both included [paper: 32K to 128K].
+      seed: of targets, distractors and order.
+    """
+
+    min_tokens: int = 32_768
+    max_tokens: int = 131_072
+    seed: int = 0
+
+    def __post_init__(self):
+        for field, least in (("min_tokens", 1), ("max_tokens", self.min_tokens), ("seed", 0)):
+            if getattr(self, field) < least:
+                raise ValueError(f"{field} = {getattr(self, field)}: must be at least {least}")
+
+
+class Pool:
+    """Documents of all rows, each text once whatever its case and white space.
+
+    Attributes:
+      texts: the documents.
+      tokens: of each, with the line break behind it.
+      repeated: documents that were there already.
+    """
+
+    def __init__(self, count_tokens: Callable[[str], int]):
+        self.texts: list[str] = []
+        self.tokens: list[int] = []
+        self.repeated = 0
+        self._words: list[str] = []
+        self._places: dict[str, int] = {}
+        self._count = count_tokens
+
+    def add(self, text: str) -> int:
+        """The place of a document."""
+        key = " ".join(text.lower().split())
+        if key in self._places:
+            self.repeated += 1
+            return self._places[key]
+        self._places[key] = len(self.texts)
+        self.texts.append(text)
+        self.tokens.append(self._count(text + "\n"))
+        self._words.append(f" {normalize_answer(text)} ")
+        return self._places[key]
+
+    def holds(self, place: int, words: Sequence[str]) -> bool:
+        """Whether a document has any of these normalised words."""
+        return any(f" {some} " in self._words[place] for some in words)
+
+
+class Builder:
+    """Reads rows, then makes long questions of them; `summary` tells what became of everything.
+
+    `counts`: rows, bad_rows; questions that were drafted; with_answer (distractors left out),
+    distractors (added), short_of_target, without_evidence, unquoted_evidence (dropped).
+    `left_out`: reason -> questions.
+    """
+
+    def __init__(self, config: LongConfig, count_tokens: Callable[[str], int]):
+        self.config = config
+        self.pool = Pool(count_tokens)
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.left_out: collections.Counter[str] = collections.Counter()
+        self._tasks: collections.Counter[str] = collections.Counter()
+        self._lengths: list[int] = []
+        self._drafts: list[tuple[Draft, tuple[int, ...]]] = []
+
+    def read(self, path: str | os.PathLike[str], layout: str) -> None:
+        """Takes the rows of a .json list or of JSON lines in the layout of that name.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: a .json file is no list.
+        """
+
+        def parse(row: Any) -> list[Draft | str]:
+            return read_row(LAYOUTS[layout], row)
+
+        if pathlib.Path(path).suffix == ".json":
+            rows, bad = _read_list(pathlib.Path(path), parse)
+        else:
+            rows, bad = read_records(path, parse)
+        self.counts["rows"] += len(rows) + bad
+        self.counts["bad_rows"] += bad
+        for found in rows:
+            for draft in found:
+                self.counts["questions"] += 1
+                if isinstance(draft, str):
+                    self.left_out[draft] += 1
+                else:
+                    self._take(draft)
+
+    def _take(self, draft: Draft) -> None:
+        """Keeps a draft, its documents by their places in the pool."""
+        kept = tuple(q for q in draft.evidence if any(q in text for text in draft.documents))
+        self.counts["unquoted_evidence"] += len(draft.evidence) - len(kept)
+        self.counts["without_evidence"] += not kept
+        places = tuple(dict.fromkeys(map(self.pool.add, draft.documents)))
+        self._drafts.append((dataclasses.replace(draft, documents=(), evidence=kept), places))
+
+    def questions(self) -> Iterator[Question]:
+        """The long questions, one after the other, in the order of the rows."""
+        for number, (draft, own) in enumerate(self._drafts):
+            rng = np.random.default_rng([self.config.seed, number])
+            places, total, reason = self._pad(draft, own, rng)
+            if reason:
+                self.left_out[reason] += 1
+                continue
+            self._tasks[draft.task] += 1
+            self._lengths.append(total)
+            self.counts["distractors"] += len(places) - len(own)
+            documents = tuple(self.pool.texts[place] for place in rng.permutation(places))
+            yield Question(draft.task, documents, draft.question, draft.answer, draft.evidence)
+
+    def _pad(
+        self, draft: Draft, own: Sequence[int], rng: np.random.Generator
+    ) -> tuple[list[int], int, str]:
+        """(places of all documents, their tokens, "" or why the question is left out)."""
+        config, pool = self.config, self.pool
+        target = int(rng.integers(config.min_tokens, config.max_tokens + 1))
+        places, total = list(own), sum(pool.tokens[place] for place in own)
+        if total > config.max_tokens:
+            return places, total, "longer than max_tokens"
+        known = set(own)
+        for place in rng.permutation(len(pool.texts)).tolist():
+            if total >= target:
+                break
+            if place in known or total + pool.tokens[place] > config.max_tokens:
+                continue
+            if pool.holds(place, draft.giveaways):
+                self.counts["with_answer"] += 1
+                continue
+            places.append(place)
+            total += pool.tokens[place]
+        if total < config.min_tokens:
+            return places, total, "too few distractors"
+        self.counts["short_of_target"] += total < target
+        return places, total, ""
+
+    def summary(self) -> dict[str, Any]:
+        """All counts as JSON; behind the last of `questions`."""
+        lengths = self._lengths or [0]
+        return {
+            **{name: self.counts[name] for name in ("rows", "bad_rows", "questions")},
+            "left_out": dict(sorted(self.left_out.items())),
+            "written": dict(sorted(self._tasks.items())),
+            "tokens": {
+                "min": min(lengths),
+                "mean": round(sum(lengths) / len(lengths), 1),
+                "max": max(lengths),
+            },
+            "pool": {"documents": len(self.pool.texts), "repeated": self.pool.repeated},
+            **{
+                name: self.counts[name]
+                for name in ("distractors", "with_answer", "short_of_target")
+            },
+            **{name: self.counts[name] for name in ("without_evidence", "unquoted_evidence")},
+            **dataclasses.asdict(self.config),
+        }
+
+
+def _read_list(
+    path: pathlib.Path, parse: Callable[[Any], list[Draft | str]]
+) -> tuple[list[list[Draft | str]], int]:
+    """As read_records, of a file that is one JSON list."""
+    try:
+        values = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no JSON ({error})") from error
+    if not isinstance(values, list):
+        raise ValueError(f"{path}: must be a list of rows, is {type(values).__name__}")
+    rows, bad = [], 0
+    for number, value in enumerate(values):
+        try:
+            rows.append(parse(value))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            bad += 1
+            log.warning("%s, row %d: skipped (%s: %s)", path, number, type(error).__name__, error)
+    return rows, bad
+
+
+def build(
+    patterns: Sequence[str],
+    layout: str,
+    out: str | os.PathLike[str],
+    config: LongConfig,
+    count_tokens: Callable[[str], int],
+) -> dict[str, Any]:
+    """Reads, pads and writes; returns the summary.
+
+    Args:
+      patterns: files, or patterns of them; each file is read once, in the order of its name.
+
+    Raises:
+      FileNotFoundError: a pattern matches no file.
+      ValueError: no question can be made; see Builder.read.
+    """
+    builder = Builder(config, count_tokens)
+    for path in _files(patterns):
+        builder.read(path, layout)
+    write_records(out, map(as_record, builder.questions()))
+    summary = builder.summary()
+    write_json(f"{out}.summary.json", summary)
+    if not summary["written"]:
+        raise ValueError(f"rows = {','.join(patterns)}: no question was made; {summary}")
+    return summary
+
+
+def _files(patterns: Sequence[str]) -> list[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+        if not matched:
+            raise FileNotFoundError(f"rows = {pattern!r}: there is no such file")
+        found.update(matched)
+    return sorted(found)
+
+
+def main(_) -> None:
+    logging.getLogger("data_pipeline").setLevel(logging.INFO)
+    given = flags.FLAGS
+    config = LongConfig(given.min_tokens, given.max_tokens, given.seed)
+    count = tokenizers.load(given.tokenizer).count
+    summary = build(given.rows, given.layout, given.out, config, count)
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("rows", None, "Files, or patterns of them, with commas.", required=True)
+    flags.DEFINE_enum("layout", None, list(LAYOUTS), "Of the rows.", required=True)
+    flags.DEFINE_string("tokenizer", None, "A policy's folder; it counts tokens.", required=True)
+    flags.DEFINE_string("out", None, "JSONL to write.", required=True)
+    flags.DEFINE_integer("min_tokens", LongConfig.min_tokens, "Of a question's documents.")
+    flags.DEFINE_integer("max_tokens", LongConfig.max_tokens, "Of a question's documents.")
+    flags.DEFINE_integer("seed", 0, "Of targets, distractors and order.")
+    app.run(main)

@@ -1,0 +1,270 @@
+"""Short questions become long ones: padded to a target, counted, and as answerable as before."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline import long_questions
+from data_pipeline.long_questions import Builder, LongConfig, build
+from data_pipeline.question_rows import LAYOUTS
+from spell_jax.catalogue import TINY_POLICY
+from spell_jax.data.clusters import count_words
+from spell_jax.data.questions import read_questions
+from spell_jax.selfplay import rules
+from tests.data_pipeline import rows
+from tests.policy import hf_folders
+
+CONFIG = LongConfig(60, 120, seed=1)
+
+
+def write(path: Path, records: list[Any]) -> Path:
+    if path.suffix == ".json":
+        path.write_text(json.dumps(records))
+    else:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def make(folder: Path, layout: str, records: list[Any], config: LongConfig = CONFIG, end="jsonl"):
+    path = write(folder / f"{layout}.{end}", records)
+    summary = build([str(path)], layout, folder / "out.jsonl", config, count_words)
+    assert json.loads((folder / "out.jsonl.summary.json").read_text()) == summary
+    return read_questions(folder / "out.jsonl", "out"), summary
+
+
+def multi_hop(layout: str = "musique", count: int = 30) -> list[dict[str, Any]]:
+    return [getattr(rows, layout)(number) for number in range(count)]
+
+
+def answer_from(evidence: tuple[str, ...]) -> str:
+    """What a reader says who is shown the evidence of a made-up row alone."""
+    return f"The answer is {evidence[-1].partition(' is ')[2]}"
+
+
+def test_a_padded_row_is_answered_from_its_evidence(tmp_path):
+    questions, _ = make(tmp_path, "musique", multi_hop())
+    assert len(questions) == 30
+    for number, question in enumerate(questions):
+        row = rows.musique(number)
+        assert (question.question, question.answer) == (row["question"], row["answer"])
+        said = answer_from(question.evidence)
+        assert rules.score(said, question.answer, question.task) == 1.0
+        others = [q for q in questions if q is not question]
+        assert all(rules.score(said, q.answer, q.task) == 0.0 for q in others)
+        for quote in question.evidence:
+            assert sum(quote in text for text in question.documents) == 1
+
+
+def test_documents_are_the_rows_and_distractors_shuffled_up_to_the_target(tmp_path):
+    questions, summary = make(tmp_path, "musique", multi_hop())
+    lengths = [sum(map(count_words, q.documents)) for q in questions]
+    assert all(60 <= length <= 120 for length in lengths) and len({*lengths}) > 10
+    assert summary["tokens"] == {
+        "min": min(lengths),
+        "mean": round(statistics.fmean(lengths), 1),
+        "max": max(lengths),
+    }
+    places = []
+    for number, question in enumerate(questions):
+        own = [f"{p['title']}\n{p['paragraph_text']}" for p in rows.musique(number)["paragraphs"]]
+        assert {*own} <= {*question.documents}
+        assert len({*question.documents}) == len(question.documents)
+        places += [question.documents.index(text) / len(question.documents) for text in own]
+    assert 0.35 < statistics.fmean(places) < 0.6  # not all in front
+    added = sum(len(q.documents) - 4 for q in questions)
+    assert summary["distractors"] == added > 100
+
+
+def test_counts_tell_what_became_of_every_row(tmp_path, caplog):
+    good = multi_hop(count=10)
+    bad = [{}, rows.musique(50, answer=3), 7]
+    useless = [rows.musique(60, answerable=False), rows.musique(61, answer="the")]
+    questions, summary = make(tmp_path, "musique", [*good[:5], *bad, *useless, *good[5:]])
+    assert len(questions) == 10
+    assert summary["rows"] == 15 and summary["bad_rows"] == 3 and summary["questions"] == 12
+    assert summary["left_out"] == {"rule cannot score the answer": 1, "unanswerable": 1}
+    assert summary["written"] == {"general_qa": 10}
+    assert summary["pool"] == {"documents": 31, "repeated": 9}
+    lines = [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
+    assert [line.partition("musique.jsonl:")[2].split(":")[0] for line in lines] == ["6", "7", "8"]
+    written = sum(summary["written"].values()) + sum(summary["left_out"].values())
+    assert written == summary["questions"]
+
+
+def test_rows_of_a_json_list_are_counted_alike(tmp_path, caplog):
+    given = [rows.tatqa(1), {}, rows.tatqa(2)]
+    questions, summary = make(tmp_path, "tatqa", given, LongConfig(40, 80), "json")
+    assert (summary["rows"], summary["bad_rows"], summary["questions"]) == (3, 1, 12)
+    assert "tatqa.json, row 1: skipped (KeyError: 'table')" in caplog.text
+    assert summary["left_out"] == {"answer is multi-span": 2}
+    assert summary["written"] == {"financial_math": 6, "general_qa": 4}
+    by_question = {q.question: q for q in questions}
+    change = by_question["Report 00000002: What is the change in Others? State it in millions."]
+    assert len(change.documents) == 2 and change.evidence[1] == "Others | 44.1 | 56.7"
+    said = "44.1 less 56.7 is -12.6: the answer is -12.6 million"
+    assert rules.score(said, change.answer, change.task) == 1.0
+
+
+def test_distractors_that_hold_the_answer_are_left_out(tmp_path):
+    """As words: neither a part of a word nor "yes" keeps a paragraph out."""
+    held = rows.musique(0)
+    spoilers = ("of castle0   ROCK, too", "of CR0.", "of ancient castle0 rocks", "of CR01")
+    given = [held]
+    for number, text in enumerate(spoilers, 1):
+        spoiler = rows.musique(number)["paragraphs"]
+        spoiler[1] |= {"paragraph_text": f"It is told {text}"}
+        given.append(rows.musique(number, paragraphs=spoiler))
+    everything = LongConfig(10, 10_000)
+    builder = Builder(LongConfig(10_000, 10_000), count_words)
+    builder.read(write(tmp_path / "rows.jsonl", given), "musique")
+    assert list(builder.questions()) == []
+    assert builder.left_out == {"too few distractors": 5}
+    assert builder.counts["with_answer"] == 2
+    builder.config = dataclasses.replace(everything, min_tokens=1)
+    first = next(q for q in builder.questions() if q.answer == "Castle0 Rock")
+    told = [text for text in first.documents if "told" in text]
+    assert all("rocks" in text or "CR01" in text for text in told)
+
+
+def test_the_pool_has_each_text_once():
+    pool = long_questions.Pool(count_words)
+    assert [pool.add(text) for text in ("a b", "c", "A  b", "a b\n", "a-b")] == [0, 1, 0, 0, 2]
+    assert pool.texts == ["a b", "c", "a-b"] and pool.tokens == [2, 1, 1] and pool.repeated == 2
+    assert pool.holds(0, ["b"]) and not pool.holds(0, []) and not pool.holds(2, ["b"])
+
+
+def test_too_long_and_too_short_are_told_apart(tmp_path):
+    long_row = rows.musique(0)
+    long_row["paragraphs"][1]["paragraph_text"] = "far too long " * 100
+    _, summary = make(tmp_path, "musique", [long_row, *multi_hop(count=20)[1:]])
+    assert summary["left_out"] == {"longer than max_tokens": 1}
+    questions, summary = make(tmp_path, "musique", multi_hop(count=3), LongConfig(30, 200))
+    lengths = [sum(map(count_words, q.documents)) for q in questions]
+    assert summary["short_of_target"] == sum(length == max(lengths) for length in lengths) > 0
+    with pytest.raises(ValueError, match=r"no question was made; .*'too few distractors': 3"):
+        make(tmp_path, "musique", multi_hop(count=3), LongConfig(300, 400))
+
+
+def test_evidence_that_is_no_quote_is_dropped_and_counted(tmp_path):
+    given = [rows.convfinqa(i) for i in range(1, 9)]
+    given[0] |= {"golden_text": "never said .", "golden_table": ""}
+    given[1] |= {"golden_text": "never said ."}
+    given[2] |= {"golden_text": "", "golden_table": ""}
+    questions, summary = make(tmp_path, "convfinqa", given, LongConfig(60, 120))
+    assert summary["unquoted_evidence"] == 2 and summary["without_evidence"] == 2
+    assert [len(q.evidence) for q in questions] == [0, 2, 0, 2, 2, 2, 2, 2]
+    for question in questions:
+        name = question.question.removeprefix("Report ").partition(",")[0]
+        assert sum(text.startswith(f"Report {name}\n") for text in question.documents) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_seed_gives_the_same_file(tmp_path, layout):
+    given = [getattr(rows, layout)(number) for number in range(1, 13)]
+    made = []
+    for seed in (0, 0, 1):
+        make(tmp_path, layout, given, LongConfig(100, 150, seed))
+        made.append((tmp_path / "out.jsonl").read_bytes())
+    assert made[0] == made[1] != made[2]
+
+
+def test_a_question_does_not_depend_on_those_before_it(tmp_path):
+    """Beside the pool: an unusable row of known paragraphs changes nothing behind it."""
+    given = multi_hop(count=10)
+    first, _ = make(tmp_path, "musique", given)
+    again, _ = make(tmp_path, "musique", [*given, rows.musique(3, answerable=False)])
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"min_tokens": 0}, "min_tokens = 0: must be at least 1"),
+        ({"max_tokens": 5, "min_tokens": 6}, "max_tokens = 5: must be at least 6"),
+        ({"seed": -1}, "seed = -1: must be at least 0"),
+    ],
+)
+def test_a_bad_setting_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LongConfig(**changes)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path):
+    for pattern in ("none*.jsonl", ""):
+        with pytest.raises(FileNotFoundError, match="rows = "):
+            build([str(tmp_path / pattern)], "musique", tmp_path / "o", CONFIG, count_words)
+    for content, message in (("{", "no JSON"), ("{}", "must be a list of rows, is dict")):
+        path = tmp_path / "rows.json"
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            build([str(path)], "tatqa", tmp_path / "o", CONFIG, count_words)
+
+
+def test_as_a_program(tmp_path):
+    for part in range(2):
+        write(tmp_path / f"part{part}.jsonl", multi_hop(count=30)[part::2])
+    command = [sys.executable, "-m", "data_pipeline.long_questions", "--layout=musique"]
+    command += [f"--rows={tmp_path}/part*.jsonl,{tmp_path}/part0.jsonl", "--min_tokens=200"]
+    command += [f"--tokenizer={TINY_POLICY}", f"--out={tmp_path}/out.jsonl", "--max_tokens=400"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["rows"] == sum(summary["written"].values()) == 30  # no file is read twice
+    assert len(read_questions(tmp_path / "out.jsonl", "out")) == 30
+    command[-1] = "--max_tokens=3"
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode and "max_tokens = 3: must be at least 200" in done.stderr
+
+
+REAL = {
+    "musique": ("multihop/musique_dev.dev100.jsonl", {"general_qa": 100}, {}),
+    "hotpotqa": ("multihop/[2h]*_dev.dev100.jsonl", {"general_qa": 200}, {}),
+    "tatqa": (
+        "tatqa/tatqa_dataset_dev.json",
+        {"financial_math": 750, "general_qa": 701},
+        {"answer is multi-span": 217},
+    ),
+    "convfinqa": (
+        "convfinqa/convfinqa_dev.dev211.json",
+        {"financial_math": 208, "general_qa": 3},
+        {},
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", REAL)
+def test_real_rows(tmp_path, spell_data, layout):
+    """With Qwen2.5's tokens, as long as in the paper; prompts have as many as are counted."""
+    pattern, written, left_out = REAL[layout]
+    tokenizer = hf_folders.load(hf_folders.real(spell_data, "qwen2.5"))
+    config = LongConfig(seed=3)
+    out = tmp_path / "out.jsonl"
+    summary = build([str(spell_data / pattern)], layout, out, config, tokenizer.count)
+    assert summary["written"] == written and summary["left_out"] == left_out
+    assert summary["bad_rows"] == summary["unquoted_evidence"] == 0
+    assert summary["without_evidence"] == (layout == "convfinqa")
+    assert summary["tokens"]["min"] >= 32_768 and summary["tokens"]["max"] <= 131_072
+    assert 60_000 < summary["tokens"]["mean"] < 100_000
+    questions = read_questions(out, "out")
+    assert Counter(q.task for q in questions) == written
+    for question in questions:
+        said = f"I read that the answer is {question.answer}"
+        assert rules.score(said, question.answer, question.task) == 1.0
+        assert all(any(quote in d for d in question.documents) for quote in question.evidence)
+    text = "\n".join(questions[0].documents) + "\n"
+    counted = sum(tokenizer.count(document + "\n") for document in questions[0].documents)
+    assert tokenizer.count(text) == pytest.approx(counted, rel=1e-3)
+    named = [q for q in questions if q.task == "general_qa" and q.answer.lower() not in "yes no"]
+    held = [rules.is_correct("\n".join(q.evidence), q.answer, q.task) for q in named]
+    assert sum(held) >= 0.9 * len(held)  # the answer stands in what it rests on

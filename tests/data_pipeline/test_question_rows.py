@@ -1,0 +1,174 @@
+"""Rows of published layouts become drafts; what is of no use is named, what is wrong refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from data_pipeline.question_rows import LAYOUTS, Draft, read_row
+from tests.data_pipeline import rows
+
+
+def drafts(layout: str, row: dict) -> list[Draft]:
+    found = read_row(LAYOUTS[layout], row)
+    assert all(isinstance(draft, Draft) for draft in found)
+    return [draft for draft in found if isinstance(draft, Draft)]
+
+
+def test_musique_rests_on_its_supporting_paragraphs():
+    (draft,) = drafts("musique", rows.musique(3))
+    assert draft == Draft(
+        "general_qa",
+        "What is the seat of the county of Town 3?",
+        "Castle3 Rock",
+        (
+            "Town 3\nTown 3 lies in county 3.",
+            "Hill 3\nHill 3 is of no use here.",
+            "County 3\nThe seat of county 3 is Castle3 Rock.",
+            "Everywhere\nThis paragraph is in every row.",
+        ),
+        ("Town 3 lies in county 3.", "The seat of county 3 is Castle3 Rock."),
+        ("castle3 rock", "cr3"),
+    )
+
+
+def test_musique_rows_without_an_answer_are_left_out():
+    assert read_row(LAYOUTS["musique"], rows.musique(1, answerable=False)) == ["unanswerable"]
+
+
+def test_hotpotqa_rests_on_its_supporting_sentences():
+    (draft,) = drafts("hotpotqa", rows.hotpotqa(5))
+    assert draft.documents[0] == "Town 5\nTown 5 is old. Band 5 is from it."
+    assert draft.evidence == ("Band 5 is from it.", "Band 5 plays drums.")
+    assert all(any(quote in text for text in draft.documents) for quote in draft.evidence)
+    assert (draft.task, draft.giveaways) == ("general_qa", ("band 5",))
+
+
+def test_hotpotqa_may_have_lists_of_columns():
+    row = rows.hotpotqa(5)
+    titles, sentences = map(list, zip(*row["context"], strict=True))
+    names, numbers = map(list, zip(*row["supporting_facts"], strict=True))
+    columns = {
+        "context": {"title": titles, "sentences": sentences},
+        "supporting_facts": {"title": names, "sent_id": numbers},
+    }
+    assert drafts("hotpotqa", row | columns) == drafts("hotpotqa", row)
+
+
+def test_facts_that_are_not_there_are_passed_over():
+    facts = [["Town 5", 1], ["Town 5", 2], ["Nowhere", 0], ["Town 5", -1]]
+    (draft,) = drafts("hotpotqa", rows.hotpotqa(5, supporting_facts=facts))
+    assert draft.evidence == ("Band 5 is from it.",)
+
+
+@pytest.mark.parametrize("answer", ["yes", "No", "1974", "1.5"])
+def test_what_any_text_may_hold_gives_nothing_away(answer):
+    (draft,) = drafts("hotpotqa", rows.hotpotqa(5, answer=answer))
+    assert draft.giveaways == ()
+
+
+def test_tatqa_asks_several_questions_about_a_report():
+    found = read_row(LAYOUTS["tatqa"], rows.tatqa(7))
+    document = (
+        "Report 00000007\nContracts of firm 7 are fixed7.\nThe table is in millions.\n"
+        " | 2019 | 2018\nSensors | $1,452.4 | 900\nOthers | 44.1 | 56.7"
+    )
+    span, change, several, count, figure, percent = found
+    assert several == "answer is multi-span"
+    assert span == Draft(
+        "general_qa",
+        "Report 00000007: How are contracts?",
+        "fixed7",
+        (document,),
+        ("Contracts of firm 7 are fixed7.",),
+        ("fixed7",),
+    )
+    assert isinstance(change, Draft) and isinstance(count, Draft)
+    assert (change.task, change.answer, change.giveaways) == ("financial_math", "-12.6", ())
+    assert change.question.endswith("What is the change in Others? State it in millions.")
+    assert change.evidence == ("The table is in millions.", "Others | 44.1 | 56.7")
+    assert (count.task, count.answer) == ("financial_math", "2")
+    assert count.evidence == ("Sensors | $1,452.4 | 900", "Others | 44.1 | 56.7")
+    assert isinstance(figure, Draft) and isinstance(percent, Draft)
+    assert (figure.task, figure.answer) == ("general_qa", "$1,452.4")
+    assert figure.evidence == ("Sensors | $1,452.4 | 900",) and figure.giveaways == ()
+    # No row has its figures: all of the table.
+    assert len(percent.evidence) == 3 and percent.question.endswith("State it in percent.")
+
+
+def test_convfinqa_asks_the_last_question_of_a_conversation():
+    (draft,) = drafts("convfinqa", rows.convfinqa(9))
+    assert draft.question == (
+        "Report ABC/2009/page_7.pdf, a conversation: what was it in 2007? and in 2005? "
+        "Answer its last question: what is the change?"
+    )
+    assert (draft.task, draft.answer) == ("financial_math", "35.8")
+    (document,) = draft.documents
+    assert document.startswith("Report ABC/2009/page_7.pdf\nfirm 9 grants options .")
+    assert document.endswith("life | 5.0 | 3.8")
+    assert draft.evidence == ("- | 2007 | 2005", "price 9 | $ 60.94 | $ 25.14")
+    (alone,) = drafts("convfinqa", rows.convfinqa(9, questions=["how much?"], answer="no"))
+    assert alone.question == "Report ABC/2009/page_7.pdf: how much?"
+    assert (alone.task, alone.answer) == ("general_qa", "no")
+
+
+def test_gold_text_from_several_places_is_quoted_in_sentences():
+    text = "firm 9 grants options . all is well ."
+    (draft,) = drafts("convfinqa", rows.convfinqa(9, golden_text=text, golden_table=""))
+    assert draft.evidence == ("firm 9 grants options .", "all is well .")
+    whole = "they vest in three years . all is well ."
+    (draft,) = drafts("convfinqa", rows.convfinqa(9, golden_text=whole, golden_table=""))
+    assert draft.evidence == (whole,)
+
+
+@pytest.mark.parametrize("answer", ["the", "...", "A"])
+def test_an_answer_that_the_rule_cannot_score_is_left_out(answer):
+    found = read_row(LAYOUTS["musique"], rows.musique(1, answer=answer))
+    assert found == ["rule cannot score the answer"]
+
+
+PARAGRAPH = {"title": "a", "paragraph_text": "b"}
+BAD = [
+    ("musique", []),
+    ("musique", {}),
+    ("musique", "text"),
+    ("musique", rows.musique(1, answer=None)),
+    ("musique", rows.musique(1, answer=" ")),
+    ("musique", rows.musique(1, question="\ud800")),
+    ("musique", rows.musique(1, paragraphs=[PARAGRAPH])),
+    ("musique", rows.musique(1, paragraphs=[PARAGRAPH | {"is_supporting": False}])),
+    ("musique", rows.musique(1, paragraphs=[PARAGRAPH | {"is_supporting": True, "title": 1}])),
+    ("musique", rows.musique(1, answer_aliases=[1])),
+    ("hotpotqa", rows.hotpotqa(1, supporting_facts=[])),
+    ("hotpotqa", rows.hotpotqa(1, supporting_facts=[["Town 1", "1"]])),
+    ("hotpotqa", rows.hotpotqa(1, context=[["Town 1"]])),
+    ("hotpotqa", rows.hotpotqa(1, context={"title": ["a"], "sentences": []})),
+    ("tatqa", rows.tatqa(1, table={"uid": "a", "table": [["a"], [1]]})),
+    ("tatqa", rows.tatqa(1, paragraphs=[])),  # questions name some
+    ("tatqa", rows.tatqa(1, questions=[{"answer_type": "arithmetic", "answer": True}])),
+    ("tatqa", rows.tatqa(1, questions=None)),
+    ("convfinqa", rows.convfinqa(1, questions=[])),
+    ("convfinqa", rows.convfinqa(1, answer=True)),
+    ("convfinqa", rows.convfinqa(1, answer=None)),
+    ("convfinqa", rows.convfinqa(1, id=1)),
+]
+
+
+@pytest.mark.parametrize("layout, row", BAD)
+def test_rows_of_another_layout_are_refused(layout, row):
+    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+        read_row(LAYOUTS[layout], row)
+
+
+def test_no_value_is_more_than_a_row_can_be_refused_for():
+    """Each field of each layout, with each kind of value: drafts, reasons or a refusal."""
+    values = (None, True, 0, -1, 1e308, "", "x", [], {}, [[]], [{}], [None], {"x": []}, "\ud800")
+    made = {name: getattr(rows, name)(1) for name in LAYOUTS}
+    for layout, row in made.items():
+        for field in row:
+            for value in values:
+                try:
+                    read_row(LAYOUTS[layout], json.loads(json.dumps(row)) | {field: value})
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    continue
