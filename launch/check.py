@@ -546,7 +546,8 @@ def _describe_files(found: Checked) -> list[str]:
     config, names = found.config, [start.CONFIG_FILE, "metrics.jsonl", "tensorboard/"]
     names += ["episodes/"] * bool(config.episode_characters)
     names += [f"{CHECKPOINTS_FOLDER}/ (every {config.checkpoint_every} steps)"]
-    if config.data.source == "tiny" or config.data.validation:
+    is_generated = config.data.source in catalogue.GENERATED
+    if is_generated or config.data.validation or config.game.name == "reconstruction":
         names += ["best/"] * bool(config.validate_every)
         names += [report.EVALUATION_FILE] * config.evaluate
     return [f"{found.workdir or 'WORKDIR'}: {', '.join([*names, 'policy/', 'plots/'])}"]

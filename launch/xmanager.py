@@ -189,20 +189,19 @@ def check(config: Config, executor: str) -> None:
         catalogue.check(config)
         catalogue.find_policy(config)
         return
-    paths = {
-        "data.source": config.data.source,
-        "data.validation": config.data.validation,
-        "policy.folder": config.policy.folder,
-    }
+    paths = {f"data.{name}": config.data[name] for name in ("source", "questions", "validation")}
+    paths |= {f"{name}.folder": config[name].folder for name in catalogue.model_sections(config)}
     for field, path in paths.items():
-        if path not in ("", "tiny") and not path.startswith(MOUNT):
+        if path not in ("", "tiny", *catalogue.GENERATED) and not path.startswith(MOUNT):
             raise ValueError(f"{field} = {path!r}: must be below {MOUNT}, for executor = 'vertex'")
-    if not config.policy.folder or not config.data.source:
-        field = "data.source" if config.policy.folder else "policy.folder"
-        raise ValueError(f"{field} = '': must be 'tiny' or below {MOUNT}")
-    if config.data.source != "tiny":
-        with config.unlocked():
-            config.data = tiny.get_config().data
+    if missing := [field for field, path in paths.items() if field.endswith("folder") and not path]:
+        raise ValueError(f"{missing[0]} = '': must be 'tiny' or below {MOUNT}")
+    if not config.data.source and not config.data.questions:
+        raise ValueError(f"data.source = '': must be 'tiny' or below {MOUNT}")
+    catalogue.check_game(config.game)
+    if any(path.startswith(MOUNT) for path in paths.values()):
+        with config.unlocked():  # what can be looked at here is the rest
+            config.data, config.game = tiny.get_config().data, tiny.get_config().game
     catalogue.check(config)
 
 

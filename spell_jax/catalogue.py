@@ -14,9 +14,9 @@ from typing import Any
 from etils import epath
 
 from spell_jax import playable
-from spell_jax.data import built, clusters, stream, tiny_world
+from spell_jax.data import built, clusters, stream, tiny_stories, tiny_world
 from spell_jax.data.clusters import TASKS
-from spell_jax.data.questions import read_questions
+from spell_jax.data.questions import Question, read_questions
 from spell_jax.evaluation.held_out import Evaluation
 from spell_jax.games.game import Game, JudgeFunction, Materials
 from spell_jax.policy import weights
@@ -32,6 +32,12 @@ from spell_jax.selfplay.judge import JUDGE_KEY, Endpoint, Judge, JudgeConfig
 log = logging.getLogger(__name__)
 
 TINY_POLICY = pathlib.Path(__file__).parent / "data" / "tiny_policy"
+# Values of config.data.source that are no path: what makes clusters of a seed, their number and how
+# many documents (or lines of a story) each has; and the most of these.
+GENERATED = {
+    "tiny": (tiny_world.make_clusters, len(tiny_world.NAMES)),
+    "tiny_stories": (tiny_stories.make_stories, tiny_stories.MOST_LINES),
+}
 HELD_OUT_SEED = 10_000  # added to a run's for what training never sees of a generated world
 # Values of config.policy's named choices.
 POLICY_CHOICES = {
@@ -65,10 +71,10 @@ def check(config: Config) -> None:
             raise ValueError(f"{field} = {config[field]}: must be at least {least}")
     if config.staleness not in (0, 1):
         raise ValueError(f"staleness = {config.staleness}: must be 0 or 1")
-    if config.staleness and config.loss.behaviour == "current":
+    if config.staleness and config.loss.behaviour in ("current", "recomputed"):
         raise ValueError(
-            'loss.behaviour = "current": must be "truncated" or "sampler" for staleness = 1, with '
-            "which answers come from older weights"
+            f'loss.behaviour = "{config.loss.behaviour}": must be "truncated" or "sampler" for '
+            "staleness = 1, with which answers come from older weights"
         )
     if config.minibatches > 1:
         _check_minibatches(config)
@@ -162,10 +168,10 @@ def check_data(data: Config, kind: playable.Kind) -> None:
 
 def _check_source(data: Config) -> None:
     source = data.source
-    if source != "tiny" and not (source and pathlib.Path(source).exists()):
+    if source not in GENERATED and not (source and pathlib.Path(source).exists()):
         raise ValueError(
-            f"data.source = {source!r}: must be 'tiny', a folder of .txt/.md files, a .jsonl, or a "
-            "folder that data_pipeline built"
+            f"data.source = {source!r}: must be {', '.join(map(repr, GENERATED))}, a folder of "
+            ".txt/.md files, a .jsonl, or a folder that data_pipeline built"
         )
     if not 0 <= data.held_out < 1:
         raise ValueError(f"data.held_out = {data.held_out}: must be at least 0 and below 1")
@@ -175,7 +181,7 @@ def _check_source(data: Config) -> None:
     for field, low in least.items():
         if data[field] < low:
             raise ValueError(f"data.{field} = {data[field]}: must be at least {low}")
-    if source == "tiny":
+    if source in GENERATED:
         _check_tiny(data)
 
 
@@ -195,15 +201,17 @@ def _are_whole(values: Any, least: int, most: float = math.inf) -> bool:
 def _check_tiny(data: Config) -> None:
     if data.validation:
         raise ValueError(
-            f"data.validation = {data.validation!r}: must be '' for data.source = 'tiny', which "
-            "makes its own questions"
+            f"data.validation = {data.validation!r}: must be '' for data.source = {data.source!r}, "
+            "which makes its own questions"
         )
     if "tiny" not in data:
-        raise ValueError("data.source = 'tiny': needs the fields of data.tiny, see configs/tiny.py")
+        raise ValueError(
+            f"data.source = {data.source!r}: needs the fields of data.tiny, see configs/tiny.py"
+        )
     tiny = data.tiny
     if tiny.clusters < 1:
         raise ValueError(f"data.tiny.clusters = {tiny.clusters}: must be at least 1")
-    most = len(tiny_world.NAMES)
+    most = GENERATED[data.source][1]
     if not tiny.documents or not _are_whole(tiny.documents, 1, most):
         raise ValueError(f"data.tiny.documents = {tuple(tiny.documents)}: must be of 1 to {most}")
 
@@ -301,9 +309,13 @@ def _gather(config: Config, count_tokens: Callable[[str], int], room: int) -> Ma
         clusters=lambda: opened()[0],
         held_out=lambda: opened()[1],
         deal=deal,
-        questions=lambda: read_questions(data.questions, "data.questions"),
+        questions=functools.cache(lambda: _read_given(data.questions)),
         judge=_make_judge(config.game, prompts),
     )
+
+
+def _read_given(path: str) -> tuple[Question, ...]:
+    return read_questions(path, "data.questions") if path else ()
 
 
 def open_clusters(
@@ -312,10 +324,10 @@ def open_clusters(
     """Clusters of the configured source, to train on and held out; hosts share the reading of a
     built one."""
     data = config.data
-    if data.source == "tiny":
-        counts = data.tiny.clusters, tuple(data.tiny.documents)
+    if data.source in GENERATED:
+        make, counts = GENERATED[data.source][0], (data.tiny.clusters, tuple(data.tiny.documents))
         train, held_out = (
-            clusters.in_memory(tiny_world.make_clusters(config.seed + apart, *counts, split))
+            clusters.in_memory(make(config.seed + apart, *counts, split))
             for apart, split in ((0, "train"), (HELD_OUT_SEED, "held_out"))
         )
         return train, held_out

@@ -9,10 +9,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spell_jax.data.questions import read_questions
+from spell_jax.data.questions import as_clusters, read_questions
+from spell_jax.evaluation.evidence import EvidenceEvaluation
 from spell_jax.evaluation.held_out import Evaluation, HeldOutQuestions
+from spell_jax.evaluation.reconstruction import PuzzleEvaluation
 from spell_jax.evaluation.tiny_world import TinyEvaluation
+from spell_jax.games.eapo import Eapo, EapoConfig
 from spell_jax.games.game import Demand, Game, Materials
+from spell_jax.games.reconstruction import Reconstruction, ReconstructionConfig
 from spell_jax.games.rlvr import Rlvr, RlvrConfig
 from spell_jax.games.spell import Spell
 from spell_jax.games.spell_config import SpellConfig
@@ -76,11 +80,16 @@ def _make_spell(fields: _SpellFields, materials: Materials) -> Spell:
 
 
 def _make_rlvr(fields: _SpellFields, materials: Materials) -> Rlvr:
-    return Rlvr(fields.rlvr, _make_spell(fields, materials))
+    questions = materials.questions()
+    if not questions:
+        return Rlvr(fields.rlvr, Spell(fields.spell, materials))
+    source, given = as_clusters(questions)
+    materials = dataclasses.replace(materials, clusters=lambda: source)
+    return Rlvr(fields.rlvr, Spell(fields.spell, materials), given)
 
 
 def _evaluate_spell(fields: _SpellFields, materials: Materials, data: Config) -> Evaluation | None:
-    if data.source == "tiny":
+    if data.source == "tiny" and not data.questions:
         return build(
             TinyEvaluation,
             data.tiny.evaluation,
@@ -108,6 +117,23 @@ def _say_static(fields: _SpellFields) -> str:
     return f"{batch} of {static} questions, written once (or of those given); a step asks for"
 
 
+# ------------------------------------------------------------------------------- The other games
+
+
+def _evaluate_reconstruction(
+    fields: ReconstructionConfig, materials: Materials, data: Config
+) -> Evaluation | None:
+    sizes = data.tiny.evaluation if "tiny" in data else {}
+    return PuzzleEvaluation(fields, materials, **sizes) if data.held_out else None
+
+
+def _evaluate_eapo(fields: EapoConfig, materials: Materials, data: Config) -> Evaluation | None:
+    if not data.validation:
+        return None
+    questions = read_questions(data.validation, "data.validation")
+    return EvidenceEvaluation(materials.prompts, questions)
+
+
 GAMES: dict[str, Kind] = {
     "spell": Kind(
         _read_spell,
@@ -123,5 +149,18 @@ GAMES: dict[str, Kind] = {
         demands=lambda fields: fields.spell.demands(writes=False),
         says=_say_static,
         plays=("clusters", "questions"),
+    ),
+    "reconstruction": Kind(
+        reader_of(ReconstructionConfig),
+        Reconstruction,
+        _evaluate_reconstruction,
+        demands=ReconstructionConfig.demands,
+    ),
+    "eapo": Kind(
+        reader_of(EapoConfig),
+        Eapo,
+        _evaluate_eapo,
+        demands=EapoConfig.demands,
+        plays=("questions",),
     ),
 }

@@ -21,7 +21,7 @@ from spell_jax import catalogue
 from spell_jax.evaluation import held_out
 from spell_jax.games.game import Game
 from spell_jax.games.players import Players, Voice
-from spell_jax.learner import loss, non_finite, packing, update
+from spell_jax.learner import loss, measures, non_finite, packing, update
 from spell_jax.policy import lora, safetensors_folder, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
@@ -102,7 +102,8 @@ def make_run(config: Config) -> Run:
     sampling = build(SamplerConfig, config.sampler, "sampler")
     loss_config = build(loss.LossConfig, config.loss, "loss")
     steps = {"total_steps": config.steps}
-    optimiser = build(update.OptimiserConfig, config.optimiser, "optimiser", **steps)
+    updates = {"total_steps": config.steps * config.minibatches}
+    optimiser = build(update.OptimiserConfig, config.optimiser, "optimiser", **updates)
     build(update.PackingConfig, config.packing, "packing")
     catalogue.check(config)
     mesh = meshes.make_mesh(config.mesh)
@@ -315,15 +316,22 @@ class AsPlayed(Mapping[str, transformer.Params]):
 
 class StepUpdate:
     """What a step's rows teach: the policy, in config.minibatches parts one after the other, then
-    the other models that learn."""
+    the other models that learn.
+
+    Attributes:
+      difference: (sum, weight) by name of how far the sampler's log-probs are from recomputed ones;
+        an update that uses the sampler's own reports it by itself.
+    """
 
     def __init__(self, run: Run, models: dict[str, Any], rows: Sequence[packing.Group]):
         """Begins the first part. `models` is changed by `finish`."""
         self._run, self._models, self._rows = run, models, rows
         self._reference = models.get("reference")
         own = self._rows_of("policy")
+        self.difference: dict[str, tuple[float, float]] = {}
         if run.learner.loss.behaviour == "recomputed":
-            own = run.learner.recompute(models["policy"], own)
+            drawn, own = own, run.learner.recompute(models["policy"], own)
+            self.difference = measures.sampler_difference(drawn, own)
         first, *self._parts = packing.in_parts(own, run.config.minibatches) or [[]]
         self._first = run.learner.begin(models["policy"], first, self._reference)
 

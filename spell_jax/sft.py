@@ -4,7 +4,7 @@
     python -m spell_jax.sft --config=configs/folder_warm_start.py --workdir=DIR \
         --config.source=ROWS.jsonl
 
-1. Rows are (prompt, completion) texts: a JSONL file, or the tiny world's demonstrations ("tiny").
+1. Rows are (prompt, completion) texts: a JSONL file, or demonstrations of a generated world.
 2. The tokenizer comes with the policy folder; a policy from random weights gets one trained on the
    rows.
 3. Each step packs `rows_per_step` rows and takes one update on the completions' tokens.
@@ -40,10 +40,15 @@ from spell_jax.runtime.metrics import Metrics
 from spell_jax.runtime.preemption import Preempted, Preemption
 from spell_jax.runtime.recorder import Recorder
 from spell_jax.runtime.settings import Config, build, plain
-from spell_jax.selfplay import demonstrations, prompts
+from spell_jax.selfplay import demonstrations, prompts, story_rows
 
 log = logging.getLogger("spell_jax.sft")  # __name__ is __main__ when this is the entry
 
+# Values of config.source that are no path: prompts, seed, first row -> endless rows.
+GENERATED = {
+    "tiny": lambda prompts, *at: demonstrations.rows(prompts, demonstrations.Mixture(), *at),
+    "tiny_stories": lambda prompts, *at: story_rows.rows(prompts, story_rows.StoryMixture(), *at),
+}
 # Rows from which a new tokenizer is trained: enough to see every word of a small corpus.
 TOKENIZER_ROWS = 20_000
 
@@ -78,9 +83,8 @@ def _parse_row(record: Any) -> demonstrations.Row:
 
 def row_stream(config: Config, start: int) -> Iterator[demonstrations.Row]:
     """Rows from the `start`-th on; the same ones whether a run was resumed or not."""
-    if config.source == "tiny":
-        mixture = demonstrations.Mixture()
-        yield from demonstrations.rows(prompts.load(config.prompts), mixture, config.seed, start)
+    if config.source in GENERATED:
+        yield from GENERATED[config.source](prompts.load(config.prompts), config.seed, start)
     rows, _ = read_rows(config.source)
     epoch, order = -1, np.arange(0)
     for index in itertools.count(start):

@@ -134,6 +134,7 @@ def _train(
 
             recorder.enter("validate", step)
             written = step_metrics(run, played, numbers, is_alone=not ahead)
+            written.merge(update.difference, "train/")
             score = validate(run, models, step, written)
             recorder.enter("write", step)
             state = ahead.before if ahead else game.state_dict()

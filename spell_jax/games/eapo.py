@@ -27,13 +27,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import as_clusters
 from spell_jax.games import eapo_episode
 from spell_jax.games.eapo_episode import Episode
-from spell_jax.games.game import Ask, Materials, Models, Reply
+from spell_jax.games.game import Ask, Demand, Materials, Models, Reply
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.packing import Group
 from spell_jax.runtime import hosts
@@ -105,6 +103,15 @@ class EapoConfig:
             raise ValueError(
                 f"game.agreeing_share = {self.agreeing_share}: must be above 0 and at most 1"
             )
+
+    def demands(self) -> list[Demand]:
+        """Of a step; a refresh learns from what was kept since the last one."""
+        answers = Demand("answers", "responder", self.questions, self.group_size, self.questions)
+        if self.reward_model == "none":
+            return [answers]
+        asked = self.questions * (1 + self.retries)
+        kept = self.most_rollouts if self.reward_model == "co_evolving" else 0
+        return [answers, Demand("scorings", REWARD_MODEL, asked, 1, kept, REWARD_MODEL)]
 
     @property
     def weights(self) -> evidence.Weights:
@@ -283,12 +290,11 @@ def is_consistent(scored: Sequence[tuple[int, float]], least: float) -> bool:
 def _plain(scoring: Reply) -> dict[str, Any]:
     """A scoring as state_dict keeps it."""
     (sample,) = scoring.samples
-    tokens, log_probs = np.asarray(sample.tokens), np.asarray(sample.log_probs)
-    prompt = [int(token) for token in scoring.prompt]
-    return {"prompt": prompt, "answer": tokens.tolist(), "log_probs": log_probs.tolist()}
+    return {
+        "prompt": [int(token) for token in scoring.prompt],
+        "answer": [int(token) for token in sample.tokens],
+    }
 
 
 def _group(kept: dict[str, Any]) -> Group:
-    log_probs = [np.asarray(kept["log_probs"], np.float32)]
-    answers = [kept["answer"]]
-    return Group(kept["prompt"], answers, [1.0], REWARD_MODEL, log_probs, model=REWARD_MODEL)
+    return Group(kept["prompt"], [kept["answer"]], [1.0], REWARD_MODEL, model=REWARD_MODEL)

@@ -120,7 +120,8 @@ class Demand:
       what: the replies in words, "answers".
       role: of whom they are.
       prompts, replies: prompts, and replies to each.
-      learned: groups of them, each of a prompt and its replies, that are learned from.
+      learned: groups of them, each of a prompt and its replies, that are learned from...
+      model: ...by this one.
     """
 
     what: str
@@ -128,6 +129,7 @@ class Demand:
     prompts: int
     replies: int
     learned: int = 0
+    model: str = "policy"
 
 
 class Game(Protocol):

@@ -25,7 +25,7 @@ import numpy as np
 
 from spell_jax.data import clusters
 from spell_jax.data.clusters import Cluster
-from spell_jax.games.game import Materials, Models, Reply
+from spell_jax.games.game import Demand, Materials, Models, Reply
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.metrics import Metrics
@@ -100,6 +100,10 @@ class ReconstructionConfig:
             if not is_right:
                 raise ValueError(f"game.{field} = {getattr(self, field)!r}: must be {wanted}")
 
+    def demands(self) -> list[Demand]:
+        """Of a step."""
+        return [Demand("answers", "responder", self.documents, self.group_size, self.documents)]
+
 
 @dataclasses.dataclass
 class Episode:
@@ -156,7 +160,8 @@ def pose(
 class Reconstruction:
     """The game; `play` makes a step's episodes and `rows` its training groups."""
 
-    models: tuple[str, ...] = ()
+    models = ()
+    trained = ()
 
     def __init__(self, config: ReconstructionConfig, materials: Materials):
         self.config = config
@@ -228,9 +233,10 @@ class Reconstruction:
         metrics.add("stream_repeats", self.stream.repeats)
         return metrics
 
-    def record(self, e: Episode) -> dict[str, Any]:
+    def record(self, episode: Episode) -> dict[str, Any]:
         """What a run's files hold; in "prompt", {document} stands for the window of the text with
         gaps, which are at the spans of the window."""
+        e = episode
         puzzle, ask = e.posed.puzzle, self._materials.prompts.reconstruction
         unused = "equal_rewards" if e.scores else e.status
         return {
@@ -252,8 +258,8 @@ class Reconstruction:
             "used": {"responder": "used" if e.advantages else unused},
         }
 
-    def cluster(self, e: Episode) -> Cluster:
-        return e.cluster
+    def cluster(self, episode: Episode) -> Cluster:
+        return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}
