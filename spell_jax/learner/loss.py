@@ -33,13 +33,13 @@ class LossConfig:
     Attributes:
       objective: "clip": the pessimistic one of the ratio and the clipped ratio, times the advantage
         (paper Eq. 2). "cispo": the clipped ratio, a constant, times advantage and log-prob, so that
-        no token loses its gradient (MiniMax-M1, arXiv 2506.13585, Eq. 4 and 5; in effect it has no
+        no token loses its gradient (CISPO of MiniMax-M1, arXiv 2506.13585; in effect it has no
         lower bound, which clip_low = 1 is).
       ratio: "token": of each token by itself. "sequence": of an answer, the product over its
-        tokens (EAPO Eq. 1). "sequence_mean": its geometric mean over them (GSPO, arXiv 2507.18071,
-        Eq. 7), so that clip_low and clip_high of 3e-4 and 4e-4 are usual. All tokens of an answer
-        then have one ratio, of which each has a gradient. Both equations average over answers:
-        aggregation "sequence_mean"; any other weighs an answer's loss by its length as well.
+        tokens (EAPO Eq. 1). "sequence_mean": its geometric mean over them (GSPO, arXiv 2507.18071),
+        so that clip_low and clip_high of 3e-4 and 4e-4 are usual. All tokens of an answer then have
+        one ratio, of which each has a gradient. Both papers average over answers: aggregation
+        "sequence_mean"; any other weighs an answer's loss by its length as well.
       clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; a higher clip_high
         is DAPO's clip-higher (arXiv 2503.14476).
       dual_clip: with a negative advantage the loss is at most dual_clip * |advantage| (objective

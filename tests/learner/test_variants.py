@@ -209,8 +209,7 @@ def test_the_first_equation_of_eapo_and_its_gradient() -> None:
 
 
 def test_the_gradient_of_gspo() -> None:
-    """s_i A_i / |y_i| for every token of an answer, s_i its geometric mean ratio (arXiv
-    2507.18071, Eq. 10)."""
+    """s_i A_i / |y_i| for every token of an answer, s_i its geometric mean ratio."""
     batch, numbers = given()
     gradient = _gradient(ratio="sequence_mean", behaviour="sampler", clip_low=9, clip_high=99)
     for row, answer in itertools.product(range(2), range(4)):
