@@ -198,6 +198,8 @@ def test_prompts_are_under_the_cap():
         assert filled(posed.puzzle, posed.truth) == text[slice(*posed.window)]
     whole = pose(text, 1000)
     assert whole.puzzle and not whole.cut and whole.window == (0, len(text))
+    exact = pose(text, count_words(whole.prompt))
+    assert exact == whole and pose(text, count_words(whole.prompt) - 1).cut
 
 
 def test_what_does_not_fit_has_a_reason():
