@@ -228,10 +228,11 @@ class Reconstruction:
         metrics.add("stream_repeats", self.stream.repeats)
         return metrics
 
-    def record(self, e: Episode) -> dict[str, Any]:
+    def record(self, episode: Episode) -> dict[str, Any]:
         """What a run's files hold; in "prompt", {document} stands for the window of the text with
         gaps, which are at the spans of the window."""
-        puzzle, ask = e.posed.puzzle, self._materials.prompts.reconstruction
+        e, puzzle = episode, episode.posed.puzzle
+        ask = self._materials.prompts.reconstruction
         unused = "equal_rewards" if e.scores else e.status
         return {
             "task": "reconstruction",
@@ -252,8 +253,8 @@ class Reconstruction:
             "used": {"responder": "used" if e.advantages else unused},
         }
 
-    def cluster(self, e: Episode) -> Cluster:
-        return e.cluster
+    def cluster(self, episode: Episode) -> Cluster:
+        return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}

@@ -160,6 +160,7 @@ def test_rewards_and_rows(reward):
     rows = {read(group)[0]: (group, read(group)) for group in game.rows(episodes)}
     partly = 0
     for e in episodes:
+        assert e.reply
         orders = [puzzles.parse_order(text, e.options) for text in e.reply.texts]
         right = [
             sum(a == b for a, b in zip(o.letters, e.posed.truth, strict=False))
