@@ -210,6 +210,8 @@ def test_metrics_of_players():
     game, _, episodes = play(silent)
     means = game.metrics(episodes).means()
     assert {means[name] for name in everything} == {0.0} and means["unsolved"] == 1
+    game, _, episodes = play(improving)
+    assert game.metrics(episodes).means()["permutation"] == 0.75  # one of four says A, A
 
 
 def test_a_guess_earns_what_chance_says():
