@@ -16,7 +16,7 @@
     responder_TASK.txt           an answer from all n documents               Appendix G
     verifier.txt                 whether answer and reference are equivalent  Appendix G
     judge.txt                    the same of an external judge                Table 5
-    reconstruction.txt           the order of paragraphs that were taken out  Document Reconstruction
+    reconstruction.txt           the order of paragraphs that were taken out  (its own paper)
 
 TASK is general_qa, financial_math or multiple_choice. tests/selfplay/test_prompts.py lists each
 requirement of Appendix G next to the words of the full set that meet it. Departures, with the
