@@ -328,7 +328,7 @@ class StepUpdate:
         self._run, self._models, self._rows = run, models, rows
         self._reference = models.get("reference")
         own = self._rows_of("policy")
-        self.difference: dict[str, tuple[float, float]] = {}
+        self.difference: Mapping[str, tuple[float, float]] = {}
         if run.learner.loss.behaviour == "recomputed":
             drawn, own = own, run.learner.recompute(models["policy"], own)
             self.difference = measures.sampler_difference(drawn, own)

@@ -236,8 +236,8 @@ class Reconstruction:
     def record(self, episode: Episode) -> dict[str, Any]:
         """What a run's files hold; in "prompt", {document} stands for the window of the text with
         gaps, which are at the spans of the window."""
-        e = episode
-        puzzle, ask = e.posed.puzzle, self._materials.prompts.reconstruction
+        e, puzzle = episode, episode.posed.puzzle
+        ask = self._materials.prompts.reconstruction
         unused = "equal_rewards" if e.scores else e.status
         return {
             "task": "reconstruction",

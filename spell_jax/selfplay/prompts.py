@@ -16,7 +16,7 @@
     responder_TASK.txt           an answer from all n documents               Appendix G
     verifier.txt                 whether answer and reference are equivalent  Appendix G
     judge.txt                    the same of an external judge                Table 5
-    reconstruction.txt           the order of paragraphs that were taken out  (another paper's)
+    reconstruction.txt           the order of paragraphs that were taken out  (its own paper)
     evidence.txt                 analysis, evidence, reasoning and answer     EAPO, section 2.1
     evidence_scores.txt          scores of all evidence sets of a group       EAPO, section 3.2
     reasoning_scores.txt         scores of reasonings from the same evidence  EAPO, section 2.2

@@ -41,6 +41,12 @@ def test_a_silent_player():
         assert score == 0 and set(numbers.values()) == {0.0}
 
 
+def test_the_score_is_the_dense_reward():
+    score, numbers = make().quick(ScriptedModels(guessing))
+    assert score == numbers["dense_reward"] < numbers["permutation"] == 1
+    assert score == pytest.approx((numbers["dense_reward/2"] + numbers["dense_reward/4"]) / 2)
+
+
 def test_the_report_has_chance_beside_rewards():
     report = make(per_option=200).full(ScriptedModels(guessing))
     rows = report[SECTION]

@@ -39,7 +39,7 @@ def materials(
 
 
 def config(**options: Any) -> ReconstructionConfig:
-    defaults = {"documents": 6, "group_size": 4, "min_paragraph": SHORTEST_LINE}
+    defaults: dict[str, Any] = {"documents": 6, "group_size": 4, "min_paragraph": SHORTEST_LINE}
     return ReconstructionConfig(**(defaults | options))
 
 

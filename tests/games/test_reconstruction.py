@@ -160,6 +160,7 @@ def test_rewards_and_rows(reward):
     rows = {read(group)[0]: (group, read(group)) for group in game.rows(episodes)}
     partly = 0
     for e in episodes:
+        assert e.reply
         orders = [puzzles.parse_order(text, e.options) for text in e.reply.texts]
         right = [
             sum(a == b for a, b in zip(o.letters, e.posed.truth, strict=False))
@@ -209,6 +210,8 @@ def test_metrics_of_players():
     game, _, episodes = play(silent)
     means = game.metrics(episodes).means()
     assert {means[name] for name in everything} == {0.0} and means["unsolved"] == 1
+    game, _, episodes = play(improving)
+    assert game.metrics(episodes).means()["permutation"] == 0.75  # one of four says A, A
 
 
 def test_a_guess_earns_what_chance_says():
@@ -236,12 +239,38 @@ def test_records():
         assert record["predictions"][:2] == [record["reference"], "A, A"]
         assert record["used"] == {"responder": "used"}
         assert record["advantages"] == {"responder": e.advantages}
-        # The prompt can be made again from the documents.
-        first, last = record["window"]
-        text = "\n\n".join(record["documents"])[first:last]
-        for number, (start, end) in reversed([*enumerate(record["spans"], 1)]):
-            text = text[:start] + puzzles.gap(number) + text[end:]
-        assert record["prompt"].replace("{document}", text) == e.posed.prompt
+
+
+def prompt_again(record) -> str:
+    """The prompt of a record that has its documents."""
+    first, last = record["window"]
+    text = "\n\n".join(record["documents"])[first:last]
+    for number, (start, end) in reversed([*enumerate(record["spans"], 1)]):
+        text = text[:start] + puzzles.gap(number) + text[end:]
+    return record["prompt"].replace("{document}", text)
+
+
+@pytest.mark.parametrize("cap", [50, 1000])
+def test_prompts_can_be_made_again_from_records(cap):
+    game, _, episodes = play(clusters=make_stories(2, 12, (23,)), cap=cap)
+    assert all(e.posed.cut == (cap == 50) for e in episodes)
+    for e, record in zip(episodes, records(game, episodes), strict=True):
+        assert prompt_again(record) == e.posed.prompt != record["prompt"]
+
+
+def test_books_are_made_whole_again(spell_data):
+    paths = sorted((spell_data / "books" / "dev").glob("*.txt"))
+    books = [Cluster(path.name, (path.read_text(encoding="utf-8"),)) for path in paths]
+    game = make_game(books, documents=16, steps=2, cap=12_000, min_paragraph=80)
+    for step in (1, 2):
+        posed = [e for e in game.invite(step) if e.posed.puzzle]
+        assert len(posed) == 16 and any(e.posed.cut for e in posed)
+        for e in posed:
+            assert e.posed.puzzle and len(e.posed.prompt.split()) <= 12_000
+            text = e.posed.puzzle.document
+            for number, letter in enumerate(e.posed.truth, 1):
+                text = text.replace(puzzles.gap(number), e.posed.puzzle.options[letter])
+            assert text == e.cluster.documents[0][slice(*e.posed.window)]
 
 
 def test_the_report_shows_puzzles(tmp_path):

@@ -198,6 +198,8 @@ def test_prompts_are_under_the_cap():
         assert filled(posed.puzzle, posed.truth) == text[slice(*posed.window)]
     whole = pose(text, 1000)
     assert whole.puzzle and not whole.cut and whole.window == (0, len(text))
+    exact = pose(text, count_words(whole.prompt))
+    assert exact == whole and pose(text, count_words(whole.prompt) - 1).cut
 
 
 def test_what_does_not_fit_has_a_reason():
@@ -341,6 +343,7 @@ def test_the_curriculum_sorts_the_mixture():
     drawn = [puzzles.options_of((i + 0.5) / total, options, weights) for i in range(total)]
     assert drawn == sorted(drawn) == [2] * 300 + [4] * 300 + [6] * 300 + [8] * 500
     assert puzzles.options_of(7.0, options, weights) == 8  # behind the run's end
+    assert puzzles.options_of(0.5, (2, 4), (1, 1)) == 4  # a draw below 0.5 is a 2
     assert puzzles.options_of(0.0, (5,), (0.1,)) == puzzles.options_of(1.0, (5,), (0.1,)) == 5
 
 

@@ -47,13 +47,17 @@ def test_who_thinks_is_right(rows):
 
 
 def test_who_guesses_draws_any_order(rows):
-    seen = defaultdict(Counter)
+    seen, right = defaultdict(Counter), Counter()
     for row in rows:
         if "<think></think>" in row.completion:
             order = puzzles.parse_order(row.completion, options_of(row))
             assert order.is_permutation
             seen[options_of(row)][order.letters] += 1
+            right[options_of(row)] += ", ".join(order.letters) == solution(row.prompt)
     assert [len(seen[k]) for k in (2, 3, 4)] == [2, 6, 24]
+    for k in (2, 3, 4):
+        share = right[k] / seen[k].total()
+        assert share == pytest.approx(puzzles.chance(k)[1], abs=0.08)
     assert max(seen[3].values()) < 2.5 * min(seen[3].values())
 
 
