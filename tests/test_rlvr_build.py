@@ -260,6 +260,53 @@ def test_more_attempts_go_on(server, tmp_path):
     assert count < len(server.requests)
 
 
+def test_more_attempts_change_none_before_them(tmp_path):
+    def dealt(attempts: int) -> list[tuple]:
+        settings = Settings(attempts, batch=4, agreement="rule")
+        teacher = Teacher(lambda *_: (), "t", tmp_path / "t")
+        build, pairs = rlvr_build.Build(settings, COMPACT, len, teacher, None), stream()
+        made = [a for first in range(0, attempts, 4) for a in build.deal(pairs, first)]
+        assert [a.number for a in made] == list(range(attempts))
+        return [(a.cluster.id, a.shown, a.letter) for a in made]
+
+    whole = dealt(30)
+    assert all(dealt(attempts) == whole[:attempts] for attempts in range(1, 30))
+    letters = {letter for _, _, letter in whole}
+    assert letters == {None, "A", "B", "C", "D"}
+
+
+def test_the_same_prompt_may_be_answered_in_another_way(server, tmp_path):
+    """By the attempt: one cluster of which all is shown gives one prompt again and again."""
+
+    def vary(prompt: str, times: int) -> Answer:
+        status, text, *_ = respond(prompt, times)
+        return status, text.replace("what?", "what?" if times == 1 else f"who {times}?")
+
+    server.respond = vary
+    only = {0: ENDS[0]}
+    summary = build(tmp_path, server, only, attempts=3, batch=3, documents=9)
+    assert summary["kept"] == 3
+    questions = {q.question for q in read_questions(tmp_path / "questions.jsonl", "x")}
+    assert questions == {"Q0 what?", "Q0 who 2?", "Q0 who 3?"}
+    before = files(tmp_path)
+    build(tmp_path, server, only, attempts=3, batch=3, documents=9)
+    assert files(tmp_path) == before
+
+
+def test_what_was_said_about_other_texts_is_not_used(server, tmp_path, monkeypatch):
+    build(tmp_path, server)
+    server.requests.clear()
+    newer = [
+        dataclasses.replace(one, documents=tuple(f"{text} anew" for text in one.documents))
+        for one in clusters()
+    ]
+    monkeypatch.setitem(globals(), "clusters", lambda ends: newer)
+    assert build(tmp_path, server)["kept"] == len(KEPT)
+    assert len(asked_of(server, "teacher")) > len(ENDS)
+    questions = read_questions(tmp_path / "questions.jsonl", "x")
+    assert all(text.endswith("anew") for q in questions for text in q.documents)
+
+
 def test_another_build_needs_another_folder(server, tmp_path):
     build(tmp_path, server)
     count = len(server.requests)

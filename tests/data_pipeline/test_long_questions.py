@@ -151,6 +151,8 @@ def test_too_long_and_too_short_are_told_apart(tmp_path):
     questions, summary = make(tmp_path, "musique", multi_hop(count=3), LongConfig(30, 200))
     lengths = [sum(map(count_words, q.documents)) for q in questions]
     assert summary["short_of_target"] == sum(length == max(lengths) for length in lengths) > 0
+    _, summary = make(tmp_path, "musique", multi_hop(), LongConfig(60, 60))
+    assert summary["written"] and summary["short_of_target"] == 0  # all are as long as wanted
     with pytest.raises(ValueError, match=r"no question was made; .*'too few distractors': 3"):
         make(tmp_path, "musique", multi_hop(count=3), LongConfig(300, 400))
 

@@ -57,7 +57,7 @@ def test_hotpotqa_may_have_lists_of_columns():
 
 
 def test_facts_that_are_not_there_are_passed_over():
-    facts = [["Town 5", 1], ["Town 5", 2], ["Nowhere", 0], ["Town 5", -1]]
+    facts = [["Town 5", 1], ["Town 5", 2], ["Nowhere", 0], ["Rain 5", -1]]
     (draft,) = drafts("hotpotqa", rows.hotpotqa(5, supporting_facts=facts))
     assert draft.evidence == ("Band 5 is from it.",)
 
@@ -95,6 +95,13 @@ def test_tatqa_asks_several_questions_about_a_report():
     assert figure.evidence == ("Sensors | $1,452.4 | 900",) and figure.giveaways == ()
     # No row has its figures: all of the table.
     assert len(percent.evidence) == 3 and percent.question.endswith("State it in percent.")
+
+
+def test_figures_of_a_derivation_are_found_with_and_without_commas():
+    row = rows.tatqa(7)
+    asked = row["questions"][1] | {"derivation": "1452.4 - 5", "rel_paragraphs": []}
+    (draft,) = drafts("tatqa", row | {"questions": [asked]})
+    assert draft.evidence == ("Sensors | $1,452.4 | 900",)
 
 
 def test_convfinqa_asks_the_last_question_of_a_conversation():
