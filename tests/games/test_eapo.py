@@ -176,7 +176,8 @@ def test_which_models_there_are(how, models, trained):
     roles = [(group.role, group.model) for group in game.rows([episode])]
     learned = [("reward_model", "reward_model")] if trained else []
     assert roles == [("responder", "policy"), *learned]
-    assert episode.consistent == bool(trained)
+    assert episode.consistent == bool(models)
+    assert len(game.state_dict()["kept"]) == 0
     if how == "none":  # by the outcome alone; its weight is .6 + .3
         assert episode.totals == pytest.approx([1.0, 0.1])
         assert "scoring_failed" not in game.metrics([episode]).means()
