@@ -77,12 +77,14 @@ EVIDENCE = {
     "Q0": [branch("Bela"), branch("Arvo lives"), branch("Oslo")],
     "Q1": ["no sections", branch("Rome"), "<evidence>x</evidence>"],
     "Q2": ["none", "none", "none"],
+    "Q3": [branch("Bergen") + "<rea"],
 }
 REASONINGS = {
     "Bela": [rest("b", "Rome"), rest("c", "Oslo"), "end"],
     "Arvo lives": [rest("d", "Oslo"), rest("e", "Bergen"), rest("f", "Oslo")],
     "Oslo": [rest("g", "Oslo")] * 3,
     "Rome": [rest("h", "Rome")] * 3,
+    "Bergen": [rest("i", "Bergen").removeprefix("<rea") + ". So"],
 }
 
 
@@ -127,6 +129,14 @@ def test_plain_answers_draw_one_branch():
     assert "right" not in second and chosen(second["branches"]) == []
     assert third["branches"][0]["well_formed"] is False
     assert third["branches"][0]["verbatim"] == 0.0
+
+
+def test_a_token_may_hold_more_than_the_end_of_a_tag():
+    lines, policy = grow([request(3)], evidence_by="none")
+    assert policy.prompts[-1].endswith(branch("Bergen") + "<rea")
+    assert lines[0]["branches"][0]["text"] == branch("Bergen")
+    assert lines[0]["reasonings"][0]["text"] == branch("Bergen") + rest("i", "Bergen")
+    assert lines[0]["prediction"] == "Bergen"
 
 
 def test_a_judge_compares_well_formed_evidence():

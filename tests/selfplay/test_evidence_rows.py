@@ -143,6 +143,12 @@ def test_a_row_depends_on_seed_and_number_alone(make):
     assert some != list(make(PROMPTS, Mixture(), 4, 20))
 
 
+def test_policy_and_reward_model_see_other_questions():
+    policy = [row.prompt.split("\n")[-2] for row in policy_rows(PROMPTS, Mixture(), 0, 50)]
+    reward = [row.prompt.split("\n")[0] for row in reward_rows(PROMPTS, Mixture(), 0, 50)]
+    assert sum(a == b for a, b in zip(policy, reward, strict=True)) < 10
+
+
 def test_rows_fit_the_tiny_policy():
     words = tokenizer.load(TINY)
     for row in itertools.chain(
