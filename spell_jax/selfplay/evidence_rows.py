@@ -148,8 +148,9 @@ def true_score(lines: Sequence[str], question: Question) -> int:
 
 
 def _quoted(lines: Sequence[str]) -> str:
-    """Lines as an evidence section has them: a name has the same token as in a document."""
-    return "\n".join(f" {line}" for line in lines)
+    """Lines as an evidence section has them: with bullets, behind which a name has the same token
+    as in a document."""
+    return "".join(f"\n- {line}" for line in lines) + "\n"
 
 
 def _noisy(rng: np.random.Generator, score: int, noise: float) -> int:

@@ -98,7 +98,7 @@ def test_scores_follow_the_question_but_for_noise():
         question, *rest = row.prompt.split("\n")
         text = "\n" + "\n".join(rest).removesuffix("\nscores")
         parts = re.split(r"\n[0-9] ", text)[1:]
-        sets = [[line.strip() for line in part.split("\n")] for part in parts]
+        sets = [[line.removeprefix("- ") for line in part.split("\n")] for part in parts]
         scores = evidence.parse_scores(row.completion, len(sets))
         assert scores is not None
         sizes[len(sets)] += 1
