@@ -285,7 +285,7 @@ _SHAPES: dict[str, tuple[str, str, str]] = {
     "sections": ("<analysis>", "<evidence>", "</analysis>"),
     "ends of sections": ("<analysis>a</analysis><evidence>", "</evidence>", ""),
     "ellipses": ("<analysis>a</analysis><evidence>", "a ... ", "</evidence>"),
-    "scores": ("[1] 5 ", "[2] 4 ", ""),
+    "scores": ("1 5\n", "2 4\n", ""),
     "scores in JSON": ('{"scores": [', "1,", "1]}"),
     "options": ("friend of Arvo", "\n(A) Bela", ""),
     "long s": ("the anſwer iſ ", "ſ", ""),

@@ -77,12 +77,14 @@ EVIDENCE = {
     "Q0": [branch("Bela"), branch("Arvo lives"), branch("Oslo")],
     "Q1": ["no sections", branch("Rome"), "<evidence>x</evidence>"],
     "Q2": ["none", "none", "none"],
+    "Q3": [branch("Bergen") + "<rea"],
 }
 REASONINGS = {
     "Bela": [rest("b", "Rome"), rest("c", "Oslo"), "end"],
     "Arvo lives": [rest("d", "Oslo"), rest("e", "Bergen"), rest("f", "Oslo")],
     "Oslo": [rest("g", "Oslo")] * 3,
     "Rome": [rest("h", "Rome")] * 3,
+    "Bergen": [rest("i", "Bergen").removeprefix("<rea") + ". So"],
 }
 
 
@@ -129,6 +131,14 @@ def test_plain_answers_draw_one_branch():
     assert third["branches"][0]["verbatim"] == 0.0
 
 
+def test_a_token_may_hold_more_than_the_end_of_a_tag():
+    lines, policy = grow([request(3)], evidence_by="none")
+    assert policy.prompts[-1].endswith(branch("Bergen") + "<rea")
+    assert lines[0]["branches"][0]["text"] == branch("Bergen")
+    assert lines[0]["reasonings"][0]["text"] == branch("Bergen") + rest("i", "Bergen")
+    assert lines[0]["prediction"] == "Bergen"
+
+
 def test_a_judge_compares_well_formed_evidence():
     judge = Judge({"Q0": '{"scores": [2, 5, 5]}'})
     lines, policy = grow(judge=judge)
@@ -141,20 +151,20 @@ def test_a_judge_compares_well_formed_evidence():
 
 
 def test_reasonings_are_judged_as_well():
-    second = "Arvo lives\n[1]\nd\n[2]\ne\n[3]\nf"
-    judge = Judge({second: "[1] 1 [2] 5 [3] 2", "Q0": "[1] 1 [2] 3 [3] 2"})
+    second = "Arvo lives\n1 d\n2 e\n3 f"
+    judge = Judge({second: "1 1\n2 5\n3 2", "Q0": "1 1\n2 3\n3 2"})
     lines, policy = grow([request(0)], judge=judge, reasoning_by="judge")
     assert policy.drawn == [(1, 3, "</evidence>"), (1, 3, "</answer>")]
     assert len(judge.asked) == 2
     assert chosen(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Bergen"
-    judge = Judge({"Q0?\nBela\n[1]\nb\n[2]\nc\nscores": "[1] 1 [2] 5"})
+    judge = Judge({"Q0?\nBela\n1 b\n2 c\nscores": "1 1\n2 5"})
     lines, policy = grow([request(0)], judge=judge, evidence_by="none", reasoning_by="judge")
     assert policy.drawn == [(1, 1, "</evidence>"), (1, 3, "</answer>")]
     assert chosen(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Oslo"
     assert [one["well_formed"] for one in lines[0]["reasonings"]] == [True, True, False]
 
 
-@pytest.mark.parametrize("reply", [None, "", "the second", "[1] 1 [2] 5"])
+@pytest.mark.parametrize("reply", [None, "", "the second", "1 1\n2 5"])
 def test_where_scoring_fails_the_first_is_taken(reply, caplog):
     lines, _ = grow([request(0)], judge=Judge({"Q0": reply}))
     assert chosen(lines[0]["branches"]) == [0]

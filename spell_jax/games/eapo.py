@@ -15,10 +15,10 @@ What becomes of one question, each part a method below, in this order:
 
 All questions of a step are played at the same time. Source: EAPO, section 3; its Eq. 3 has one
 evidence set o and one target y an example, while a reply scores all siblings, so what is kept or
-dropped here is a whole reply, as it was sampled: the target is the model's own words, the contrast
-between siblings stays in its prompt, and nothing that the outcomes contradict is learned. Scores of
-3 say nothing; `agreeing_share` limits how many of them a kept reply may have, or the model would
-learn to commit itself to nothing.
+dropped here is a whole reply, as it was sampled (rejection fine-tuning): the target is the model's
+own words, the contrast between siblings stays in its prompt, and nothing that the outcomes
+contradict is learned. Scores of 3 say nothing; `agreeing_share` limits how many of them a kept
+reply may have, or the model would learn to commit itself to nothing.
 """
 
 from __future__ import annotations
@@ -223,13 +223,13 @@ class Eapo:
     # 4. What the reward model learns from.
 
     def collect(self, episodes: Sequence[Episode], step: int) -> None:
-        """Keeps consistent scorings; at a refresh all that are kept become this step's rows."""
-        if not self.trained:
-            return
+        """Marks consistent scorings, and keeps them for a reward model that learns; at a refresh
+        all that are kept become this step's rows."""
         for e in episodes:
             e.consistent = is_consistent(e.scored(), self.config.agreeing_share)
-            if e.consistent and e.scoring is not None:
-                self._kept.append(_plain(e.scoring))
+        if not self.trained:
+            return
+        self._kept += [_plain(e.scoring) for e in episodes if e.consistent and e.scoring]
         self._kept = self._kept[-self.config.most_rollouts :]
         self._refresh = []
         if step % self.config.refresh_every == 0:

@@ -32,7 +32,8 @@ class Episode:
       scores: its scores of the well-formed answers; None where it was not asked or failed.
       evidence: evidence rewards.
       totals: total rewards, 0.0 for a bad format.
-      consistent: whether the reward model learns from this scoring.
+      consistent: whether the outcomes bear the scoring out; a co-evolving reward model then learns
+        from it.
       advantages: of the answers, where they are trained on (`rows`).
     """
 

@@ -26,7 +26,7 @@ NEUTRAL = 0.5  # evidence that nobody could compare
 MOST_QUOTES = 256  # of an answer that are looked up; what is behind them counts as invented
 
 # A score behind the number of its set, as the prompt numbers them.
-_LABELLED = re.compile(r"\[([0-9]{1,4})\] *([0-9])(?:\s+|\Z)")
+_LABELLED = re.compile(r"([0-9]{1,4}) +([0-9])(?:\s+|\Z)")
 _BULLET = re.compile(r"(?:[-*•]|[0-9]{1,3}[.)])\s+")
 _ELLIPSIS = re.compile(r"\.\.\.|…")
 _MARKS = "\"'“”‘’ "
@@ -104,8 +104,8 @@ def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
     """A reward model's scores, 1 to 5, of `count` sets in the order of its prompt.
 
     Either a JSON object with a list "scores", found as parsing.find_record does, or nothing but
-    "[1] 4 [2] 2 [3] 5", each score behind its set's number. None for anything else: other numbers
-    of scores, scores out of range, labels out of order, an unfinished thought.
+    "1 4\n2 2\n3 5", each score behind its set's number. None for anything else: other numbers of
+    scores, scores out of range, labels out of order, an unfinished thought.
     """
     visible = visible_text(text)
     if visible is None:

@@ -20,6 +20,7 @@
     evidence.txt                 analysis, evidence, reasoning and answer     EAPO, section 2.1
     evidence_scores.txt          scores of all evidence sets of a group       EAPO, section 3.2
     reasoning_scores.txt         scores of reasonings from the same evidence  EAPO, section 2.2
+    scored.txt                   (one of what is to be scored)                EAPO, section 3.2
 
 TASK is general_qa, financial_math or multiple_choice. tests/selfplay/test_prompts.py lists each
 requirement of Appendix G next to the words of the full set that meet it. Departures, with the
@@ -66,6 +67,7 @@ def _placeholders_by_file() -> dict[str, tuple[set[str], set[str]]]:
     files["evidence.txt"] = ({"documents", "question"}, set())
     files["evidence_scores.txt"] = ({"question", "choices"}, {"number"})
     files["reasoning_scores.txt"] = ({"question", "evidence", "choices"}, {"number"})
+    files["scored.txt"] = ({"number", "text"}, set())
     return files
 
 
@@ -144,15 +146,19 @@ class Prompts:
 
     def evidence_scores(self, question: str, evidence: Sequence[str]) -> str:
         """Asks for a score from 1 to 5 of each set of evidence, compared with the others."""
-        choices = _numbered(evidence)
+        choices = self._numbered(evidence)
         return self._fill(
             "evidence_scores.txt", question=question, choices=choices, number=str(len(evidence))
         )
 
     def reasoning_scores(self, question: str, evidence: str, reasonings: Sequence[str]) -> str:
         """Asks for a score from 1 to 5 of each reasoning from the same evidence."""
-        values = {"question": question, "evidence": evidence, "choices": _numbered(reasonings)}
+        values = {"question": question, "evidence": evidence, "choices": self._numbered(reasonings)}
         return self._fill("reasoning_scores.txt", **values, number=str(len(reasonings)))
+
+    def _numbered(self, texts: Sequence[str]) -> str:
+        numbered = enumerate(texts, 1)
+        return "\n".join(self._fill("scored.txt", number=str(i), text=text) for i, text in numbered)
 
     def _fill(self, name: str, **values: str) -> str:
         return PLACEHOLDER.sub(lambda match: values[match[1]], self.texts[name])
@@ -209,7 +215,3 @@ def _check_placeholders(path: Path, text: str) -> None:
 
 def _joined(documents: Sequence[str]) -> str:
     return "\n".join(documents) if documents else NO_DOCUMENTS
-
-
-def _numbered(texts: Sequence[str]) -> str:
-    return "\n".join(f"[{number}]\n{text}" for number, text in enumerate(texts, 1))

@@ -84,13 +84,13 @@ class Script:
 
 
 def labelled(scores: Sequence[int]) -> str:
-    return " ".join(f"[{i}] {score}" for i, score in enumerate(scores, 1))
+    return "\n".join(f"{i} {score}" for i, score in enumerate(scores, 1))
 
 
 HALF = ((True, True), (True, False), (False, True), (True, True))
 
 
-def one(plan: Plan = HALF, said: Sequence[str] = ("[1] 5 [2] 1 [3] 3",), step: int = 1, **options):
+def one(plan: Plan = HALF, said: Sequence[str] = ("1 5\n2 1\n3 3",), step: int = 1, **options):
     """(game, models, the episode) of a step of one question."""
     questions = [ask_about(0)]
     judge, over = options.pop("judge", None), options.pop("over", ())
@@ -110,7 +110,7 @@ def test_a_question_goes_to_the_policy_and_its_evidence_to_the_reward_model():
     assert first.prompts == ("d0.0 text\nd0.1 text\nQ00 what?\nquote",)
     assert (second.role, second.model, second.group) == ("reward_model", "reward_model", 1)
     assert second.temperature == 0.0
-    sets = "".join(f"[{i}]\nd0.0 text\nset {n}\n" for i, n in enumerate((0, 1, 3), 1))
+    sets = "".join(f"{i} d0.0 text\nset {n}\n" for i, n in enumerate((0, 1, 3), 1))
     assert second.prompts == (f"Q00 what?\n{sets}scores",)  # of the well-formed siblings alone
     assert episode.scores == (5, 1, 3)
     assert episode.evidence == [1.0, 0.0, None, 0.5]
@@ -125,12 +125,12 @@ def test_a_question_goes_to_the_policy_and_its_evidence_to_the_reward_model():
 
 
 def test_a_malformed_scoring_is_retried_once_in_another_way_and_then_neutral():
-    game, models, episode = one(said=("what?", "[1] 5 [2] 1 [3] 3"))
+    game, models, episode = one(said=("what?", "1 5\n2 1\n3 3"))
     assert [call.temperature for call in models.calls[1:]] == [0.0, 1.0]
     assert episode.scores == (5, 1, 3) and episode.asked == 2
     means = game.metrics([episode]).means()
     assert (means["scoring_retried"], means["scoring_failed"]) == (1, 0)
-    game, models, episode = one(said=("what?", "[1] 5 [2] 6 [3] 3", "[1] 5 [2] 1 [3] 3"))
+    game, models, episode = one(said=("what?", "1 5\n2 6\n3 3", "1 5\n2 1\n3 3"))
     assert episode.scores is None and episode.asked == 2
     assert episode.evidence == [0.5, 0.5, None, 0.5]
     assert episode.totals == pytest.approx([0.85, 0.25, 0.0, 0.85])
@@ -170,13 +170,14 @@ def test_prompts_over_the_cap():
 def test_which_models_there_are(how, models, trained):
     options = {"reward_model": how, "refresh_every": 1}
     plan = ((True, True), (True, False))
-    game, asked, episode = one(plan, ("[1] 5 [2] 1",), **options)
+    game, asked, episode = one(plan, ("1 5\n2 1",), **options)
     assert (game.models, game.trained) == (models, trained)
     assert any(call.model == "reward_model" for call in asked.calls) == bool(models)
     roles = [(group.role, group.model) for group in game.rows([episode])]
     learned = [("reward_model", "reward_model")] if trained else []
     assert roles == [("responder", "policy"), *learned]
-    assert episode.consistent == bool(trained)
+    assert episode.consistent == bool(models)
+    assert len(game.state_dict()["kept"]) == 0
     if how == "none":  # by the outcome alone; its weight is .6 + .3
         assert episode.totals == pytest.approx([1.0, 0.1])
         assert "scoring_failed" not in game.metrics([episode]).means()
@@ -264,7 +265,7 @@ def test_rewards_of_random_groups_up_to_eight():
 
 
 def test_groups_without_spread_are_not_trained_on():
-    game, _, episode = one(plan=((True, True),) * 3, said=("[1] 4 [2] 4 [3] 4",))
+    game, _, episode = one(plan=((True, True),) * 3, said=("1 4\n2 4\n3 4",))
     assert episode.totals == [episode.totals[0]] * 3 and game.rows([episode]) == []
     assert game.record(episode)["used"] == {"responder": "equal_rewards"}
     game, _, episode = one(divide_by_deviation=False)
@@ -326,7 +327,7 @@ def test_the_reward_model_learns_every_twenty_steps_from_consistent_scorings():
     learned = [row for row in found[19] if row[0].endswith("scores")]
     assert {advantages for _, _, advantages in learned} == {(1.0,)}
     assert [answers for prompt, answers, _ in learned if "Q01" in prompt] == [
-        ("[1] 4 [2] 2 [3] 3",)
+        ("1 4\n2 2\n3 3",)
     ] * 10
     assert not any("Q02" in prompt for prompt, *_ in learned)  # a third agrees, a half is asked for
 
@@ -335,7 +336,7 @@ def test_rows_are_the_same_when_they_are_made_twice():
     questions = [ask_about(0)]
     game = make_game(questions, group_size=2, refresh_every=1)
     plan = ((True, True), (True, False))
-    models = ScriptedModels(Script(questions, {0: plan}, {0: ["[1] 5 [2] 1"]}))
+    models = ScriptedModels(Script(questions, {0: plan}, {0: ["1 5\n2 1"]}))
     episodes = game.play(models, 1)
     first, again = ([*map(read, game.rows(episodes))] for _ in range(2))
     assert first == again and len(first) == 2
@@ -348,7 +349,7 @@ def test_the_oldest_scorings_go_first():
     assert refreshes(found)[-1] == 5
     newest = [row for row in found[-1] if row[0].endswith("scores")]
     *_, last = (row[1] for row in newest if "Q03" in row[0])
-    assert last == ("[1] 5 [2] 2 [3] 4",)  # of step 7
+    assert last == ("1 5\n2 2\n3 4",)  # of step 7
     assert game.state_dict()["kept"] == []
 
 
@@ -373,7 +374,7 @@ def test_the_record_is_json_and_the_page_reads_it(tmp_path):
     questions = [ask_about(0), ask_about(1), ask_about(2, MATH)]
     game = make_game(questions)
     plans = {0: HALF, 1: ((False, False),) * 4, 2: ((True, True),) * 4}
-    said: dict[int, Sequence[str]] = {0: ["no"], 2: ["[1] 5 [2] 5 [3] 5 [4] 5"]}
+    said: dict[int, Sequence[str]] = {0: ["no"], 2: ["1 5\n2 5\n3 5\n4 5"]}
     episodes = game.play(ScriptedModels(Script(questions, plans, said)), 1)
     episodes.append(one(over=("responder",))[2])
     game.rows(episodes)
@@ -392,7 +393,7 @@ def test_the_record_is_json_and_the_page_reads_it(tmp_path):
 
 
 def test_metrics_of_a_step():
-    game, _, episode = one(said=("[1] 5 [2] 1 [3] 4",))
+    game, _, episode = one(said=("1 5\n2 1\n3 4",))
     means = game.metrics([episode]).means()
     assert means["solve_rate"] == means["outcome_reward"] == 0.5
     assert means["well_formed"] == 0.75

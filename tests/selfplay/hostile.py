@@ -70,7 +70,7 @@ PIECES = (
     *("\ud800", "\udfff", "\U0001f642", "\u202e", "\u2066", "\u0301", "\ufde0", "\ufdd0"),
     *("[" * 3000, "{" * 3000, '{"a":' * 1500, "(" * 99, "<" * 500, "a" * 500 + "!"),
     *("<analysis>", "</analysis>", "<evidence>", "</evidence>", "<reasoning>", "</reasoning>"),
-    *("<answer>", "</answer>", "[1] 5 [2] 1 [3] 3", '{"scores": [1, 5, 3]}', " ... ", "\n- "),
+    *("<answer>", "</answer>", "1 5\n2 1\n3 3", '{"scores": [1, 5, 3]}', " ... ", "\n- "),
     *("city of ", "friend of ", "sales of Arvo plus costs of Bela", "\n(A) Bela", "(B)"),
 )
 LOOK_ALIKES = str.maketrans(
@@ -103,7 +103,7 @@ def good_texts() -> tuple[str, ...]:
         "Explanation: they differ.\nDecision: [[NO]]",
         "<analysis>Who?</analysis>\n<evidence>\n- Arvo lives in Oslo.\n- Oslo ... harbour.\n"
         "</evidence>\n<reasoning>So he does.</reasoning>\n<answer>Oslo</answer>",
-        "[1] 5 [2] 1 [3] 3",
+        "1 5\n2 1\n3 3",
         'All differ.\n```json\n{"scores": [4, 1, 3]}\n```',
     )
 

@@ -111,9 +111,9 @@ def test_the_full_prompts_ask_for_what_is_read():
 @pytest.mark.parametrize(
     "text",
     [
-        "[1] 4 [2] 2 [3] 5",
-        " [1] 4\n[2] 2\n[3]5 \n",
-        "<think>[1] 1</think>[1] 4 [2] 2 [3] 5",
+        "1 4\n2 2\n3 5",
+        " 1 4 2  2\n3 5 \n",
+        "<think>1 1</think>1 4\n2 2\n3 5",
         '{"scores": [4, 2, 5]}',
         'All differ.\n```json\n{"reason": "x", "scores": [4, 2, 5],}\n```',
         '```json\n{"scores": [1, 1, 1]}\n```\nNo:\n```json\n{"scores": [4, 2, 5]}\n```',
@@ -128,17 +128,19 @@ def test_scores_that_are_read(text):
     [
         "",
         "4 2 5",
-        "[1] 4 [2] 2",
-        "[1] 4 [2] 2 [3] 5 [4] 1",
-        "[1] 4 [3] 2 [2] 5",
-        "[1] 4 [2] 2 [3] 6",
-        "[1] 4 [2] 0 [3] 5",
-        "[1] 4 [2] 2 [3] 55",
-        "[1] 4 [2] 2 [3] 5 good",
-        "Scores: [1] 4 [2] 2 [3] 5",
-        "[1] 4[2] 2[3] 5",
-        "[1] ٤ [2] 2 [3] 5",
-        "<think>[1] 4 [2] 2 [3] 5",
+        "1 4\n2 2",
+        "1 4\n2 2\n3 5\n4 1",
+        "1 4\n3 2\n2 5",
+        "0 4\n1 2\n2 5",
+        "1 4\n2 2\n3 6",
+        "1 4\n2 0\n3 5",
+        "1 4\n2 2\n3 55",
+        "1 4\n2 2\n3 5 good",
+        "Scores: 1 4\n2 2\n3 5",
+        "1 42 23 5",
+        "1\n4 2\n2 3\n5",
+        "1 ٤\n2 2\n3 5",
+        "<think>1 4\n2 2\n3 5",
         '{"scores": [4, 2]}',
         '{"scores": [4, 2, 5.0]}',
         '{"scores": [4, 2, true]}',
@@ -159,7 +161,7 @@ def test_every_vector_of_scores_is_read_as_it_is_written():
     for size in (1, 2, 3):
         for scores in itertools.product(range(7), repeat=size):
             wanted = scores if set(scores) <= {1, 2, 3, 4, 5} else None
-            labelled = " ".join(f"[{i}] {score}" for i, score in enumerate(scores, 1))
+            labelled = "\n".join(f"{i} {score}" for i, score in enumerate(scores, 1))
             assert parse_scores(labelled, size) == wanted
             assert parse_scores(json.dumps({"scores": scores}), size) == wanted
 
@@ -205,6 +207,8 @@ def test_there_are_only_so_many_quotes():
     assert len(quotes) == most + 1 and quotes[-1].split() == [f"q{most + i}" for i in range(10)]
     assert len(evidence.find_quotes("a..." * 3 * most)) == most + 1
     assert len(evidence.find_quotes("a\n" * most)) == most
+    many = evidence.find_quotes("a\n" * (most + 1) + "- b")
+    assert many[-1] == "a - b"  # the rest is one text, as it stands
 
 
 def test_verbatim_share():
@@ -235,8 +239,8 @@ def test_precision_and_recall():
 def test_compact_prompts():
     compact = prompts.load("compact")
     assert compact.evidence(["d1", "d2"], "q?") == "d1\nd2\nq?\nquote"
-    assert compact.evidence_scores("q?", ["a\nb", "c"]) == "q?\n[1]\na\nb\n[2]\nc\nscores"
-    assert compact.reasoning_scores("q?", "e", ["a"]) == "q?\ne\n[1]\na\nscores"
+    assert compact.evidence_scores("q?", ["a\nb", "c"]) == "q?\n1 a\nb\n2 c\nscores"
+    assert compact.reasoning_scores("q?", "e", ["a"]) == "q?\ne\n1 a\nscores"
     hostile = "{question} {choices} {number}"
     assert compact.evidence_scores(hostile, [hostile]).count("{choices}") == 2
 
