@@ -7,9 +7,9 @@
 QUESTIONS.jsonl has lines {"task", "documents", "question", "answer"}; data_pipeline.long_questions
 makes them from multi-hop rows and from tables (docs/data.md). The folders are local copies of the
 models of Hugging Face, by default below models/.
-Hardware: 18 bytes for each of the policy's 14.8e9 parameters, 266 GB, and 12 for each of the reward
-model's 30.5e9, 366 GB (estimated), split over all devices. Of the latter all but the 61 GB that score
-wait in the host's memory, and so does the policy while evidence is scored.
+Hardware: 18 bytes for each of the policy's 14.8e9 parameters, 266 GB, and as many for each of the
+reward model's 30.5e9, 549 GB (estimated), split over all devices and, of either model 12 bytes, over
+their hosts' memory; a device holds what one of them needs at a time.
 Expected, as the paper reports (Table 1; nothing of it was run with this code): average of eight
 benchmarks 53.2 before, 53.8 by outcome alone (game.reward_model=none), 55.0 after.
 """

@@ -6,7 +6,7 @@
 FOLDER is a local copy of Qwen/Qwen2.5-7B-Instruct-1M (Hugging Face), by default
 models/Qwen2.5-7B-Instruct-1M; DOCUMENTS are long ones, a folder of texts or what data_pipeline has
 built from books, papers and code (README, "Your own documents"). The paper takes the 8,000 longest
-books and 3,000 papers and 3,000 pieces of code, of 49,000 tokens on average, and 500 for validation.
+books and 3,000 papers and pieces of code each, 49,000 tokens on average, and 500 for validation.
 Hardware: weights, gradient, optimiser and the copy that plays take 18 bytes for each of the 7.6e9
 parameters, 137 GB (estimated), split over all devices.
 Expected, as the paper reports (Table 1; nothing of it was run with this code): RULER's four tasks
