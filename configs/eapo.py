@@ -8,8 +8,8 @@ QUESTIONS.jsonl has lines {"task", "documents", "question", "answer"}; data_pipe
 makes them from multi-hop rows and from tables (docs/data.md). The folders are local copies of the
 models of Hugging Face, by default below models/.
 Hardware: 18 bytes for each of the policy's 14.8e9 parameters, 266 GB, and as many for each of the
-reward model's 30.5e9, 549 GB (estimated), split over all devices and, of either model 12 bytes, over
-their hosts' memory; a device holds what one of them needs at a time.
+reward model's 30.5e9, 549 GB (estimated), split over all devices and, 12 bytes of each, over their
+hosts' memory; a device holds what one of the models needs at a time.
 Expected, as the paper reports (Table 1; nothing of it was run with this code): average of eight
 benchmarks 53.2 before, 53.8 by outcome alone (game.reward_model=none), 55.0 after.
 """

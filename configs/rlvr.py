@@ -8,8 +8,8 @@ Any .jsonl of {"task", "documents", "question", "answer"} will do. Rewards are t
 --config.game.rule=judge asks an external judge (game.judge_url, game.judge_model), and
 --config.game.responder_reward=max the policy's own verifier as well.
 Hardware and expected scores: configs/qwen2_5_7b_instruct.py; the paper's own baseline (Table 1):
-average of four benchmarks 38.2 before and 45.9 after, with inputs of up to 16K tokens (nothing of it
-was run with this code).
+average of four benchmarks 38.2 before and 45.9 after, with inputs of up to 16K tokens (nothing of
+it was run with this code).
 """
 
 from typing import Any
