@@ -256,7 +256,9 @@ class Programs:
 
     def _others(self, played: bool = False) -> int:
         """Models beside the policy: a float32 copy each, and one as it is played."""
-        others = bool(self.learner.loss.kl_weight) + (self.config.game.reference == "anchored")
+        others = bool(self.learner.loss.kl_weight) + (
+            self.config.game.get("reference") == "anchored"
+        )
         return others * bytes_per_chip((self.state.params, self.trained if played else None))
 
 
