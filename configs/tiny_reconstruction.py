@@ -17,7 +17,7 @@ from spell_jax.data.tiny_stories import SHORTEST_LINE
 
 def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config = tiny.get_config()
-    config.steps = 90
+    config.steps = 60
     config.max_minutes = 0.0
     config.policy.folder = "runs/tiny_reconstruction_warm_start/policy"
 
@@ -32,7 +32,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.game.prompts = "compact"
     config.game.documents = 16
     config.game.options = (2, 3, 4)
-    config.game.option_weights = (3.0, 3.0, 5.0)  # as printed in the paper
+    config.game.option_weights = (3.0, 3.0, 5.0)  # of the most options most, as in the paper
     config.game.min_paragraph = SHORTEST_LINE
 
     config.sampler.temperature = 1.0
