@@ -2,11 +2,15 @@
 
     python -m spell_jax.sft --config=configs/tiny_reconstruction_warm_start.py \
         --workdir=runs/tiny_reconstruction_warm_start
+
+Its demonstrations work the order out, or guess it (selfplay/story_rows.py); of 3 and 4 lines most
+guess. So the tuned policy, asked for what it does most often, guesses, and when it is sampled it is
+sometimes rewarded. Hardware: one CPU core, 4 minutes of its time (measured: 193 s, and 44 s of the
+system's). Held-out, greedy, 128 puzzles each, of 2, 3 and 4 lines: dense reward 1.00, .35, .29
+(a guess: .50, .33, .25), sparse reward 1.00, .20, .05 (.50, .17, .04).
 """
 
 from typing import Any
-
-from ml_collections import ConfigDict
 
 from configs import tiny_warm_start
 

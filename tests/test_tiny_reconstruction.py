@@ -1,11 +1,10 @@
-"""The demo of document reconstruction, small: two steps from start to report, and its warm start."""
+"""The demo of document reconstruction: two small steps up to the report, and its warm start."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import pathlib
-import sys
 import zlib
 
 import pytest
@@ -15,6 +14,8 @@ from ml_collections import ConfigDict
 from configs import tiny_reconstruction, tiny_reconstruction_warm_start
 from spell_jax import catalogue, report, sft, train
 from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.report_episodes import choose_episodes
+from spell_jax.report_page import Measured, write_page
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.selfplay import prompts, puzzles, story_rows
@@ -78,7 +79,7 @@ def test_both_steps_learn_from_puzzles(workdir):
 def test_each_step_has_its_puzzles_on_file(workdir):
     found = read_episodes(workdir)
     numbers = [(step, episode["options"]) for step, episode in found]
-    assert sorted(numbers) == [(1, 2)] * 3 + [(1, 3)] + [(2, 3)] + [(2, 4)] * 3
+    assert sorted(numbers) == [(1, 2)] * 2 + [(1, 3)] * 2 + [(2, 4)] * 4, "3:3:5 of 8"
     assert all(len(episode["answers"]) == 4 for _, episode in found)
 
 
@@ -91,13 +92,15 @@ def test_it_is_evaluated_before_and_after(workdir):
         assert table["sparse reward of a guess"]["3"] == [pytest.approx(1 / 6), 0.0]
 
 
-def test_the_report_shows_it(workdir, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["report", "--workdir", str(workdir)])
-    report.main()
-    assert "sparse reward of a guess" in capsys.readouterr().out
-    page = (workdir / report.PAGE).read_text()
-    assert "order of 4 paragraphs" in page and "dense reward" in page
-    assert (workdir / report.PLOTS_FOLDER / "eval.png").is_file()
+def test_the_report_shows_it(workdir):
+    measured = Measured(workdir, read_metrics(workdir), report.read_evaluation(workdir))
+    overview = write_page([measured], workdir / report.PAGE)
+    assert (workdir / report.PAGE).stat().length > 0
+    assert "sparse reward of a guess" in json.dumps(overview)
+    shown = {episode["question"] for episode in choose_episodes(workdir, 100).chosen}
+    assert shown == {f"order of {k} paragraphs" for k in (2, 3, 4)}
+    drawn = {path.name for path in (workdir / report.PLOTS_FOLDER).iterdir()}
+    assert {"play.png", "train.png", "eval.png", "evaluation.png"} <= drawn
 
 
 def test_the_demo_has_room_for_what_was_tuned():
