@@ -9,8 +9,6 @@
 
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from configs import reconstruction, tiny
 from spell_jax.data.tiny_stories import SHORTEST_LINE
 
@@ -24,12 +22,12 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.data.source = "tiny_stories"
     config.data.tiny.clusters = 512
     config.data.tiny.documents = (5, 6, 7)  # lines of a story
-    config.data.tiny.evaluation = ConfigDict({"per_option": 128, "quick_per_option": 32})
     config.data.tasks = ("general_qa",)
     config.data.task_weights = (1.0,)
 
     config.game = reconstruction.game()
     config.game.prompts = "compact"
+    config.game.evaluation_puzzles = 128
     config.game.documents = 16
     config.game.options = (2, 3, 4)
     config.game.option_weights = (3.0, 3.0, 5.0)  # of the most options most, as in the paper

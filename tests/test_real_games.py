@@ -207,7 +207,8 @@ def reconstruction_config(qwen, documents: pathlib.Path, keep_equal: bool) -> Co
         "evaluate": True,
         "data.source": str(documents),
         "data.held_out": 0.2,
-        "data.tiny": ConfigDict({"evaluation": {"per_option": 1, "quick_per_option": 1}}),
+        "game.evaluation_puzzles": 1,
+        "game.validation_puzzles": 1,
         "game.documents": 4,
         "game.keep_equal": keep_equal,
     }

@@ -9,7 +9,6 @@ import zlib
 
 import pytest
 from etils import epath
-from ml_collections import ConfigDict
 
 from configs import tiny_reconstruction, tiny_reconstruction_warm_start
 from spell_jax import catalogue, report, sft, train
@@ -25,7 +24,8 @@ SMALL = {
     "steps": 2,
     "validate_every": 2,
     "data.tiny.clusters": 8,
-    "data.tiny.evaluation": ConfigDict({"per_option": 2, "quick_per_option": 1}),
+    "game.evaluation_puzzles": 2,
+    "game.validation_puzzles": 1,
     "game.documents": 4,
     "game.group_size": 4,
     "sampler.cache_tokens": 4096,
