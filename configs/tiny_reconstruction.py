@@ -5,6 +5,14 @@
     python -m spell_jax.train --config=configs/tiny_reconstruction.py \
         --workdir=runs/tiny_reconstruction
 
+--config.game.reward=sparse and --config.game.curriculum=False are its ablations. What departs from
+the paper's recipe: sizes and learning rate. At 3e-4 the curriculum forgot puzzles of 2 lines while
+it played those of 3: of 32 about half were still right.
+Hardware: one CPU core; 4 minutes of its time for the warm start, 1.6 for the run with both of its
+evaluations (measured). Expected, held-out and greedy, mean of seeds 0, 1 and 2 with 128 puzzles of
+each kind: dense reward .55 before and .79 after (a guess: .36); of 2, 3 and 4 lines .99, .35, .29
+before and .99, .88, .50 after. Sparse reward .42 and .69 (.24); .99, .20, .05 and .99, .82, .26.
+The ablations end within .02 of these means over all.
 """
 
 from typing import Any

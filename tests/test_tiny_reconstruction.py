@@ -119,6 +119,6 @@ def test_the_demo_has_room_for_what_was_tuned():
 def test_it_starts_from_its_warm_start():
     tuned = tiny_reconstruction_warm_start.get_config()
     folder = pathlib.Path(tiny_reconstruction.get_config().policy.folder)
-    assert str(folder.parent) in tiny_reconstruction_warm_start.__doc__
+    assert f"--workdir={folder.parent}\n" in (tiny_reconstruction_warm_start.__doc__ or "")
     assert pathlib.Path(tuned.policy.folder).resolve() == catalogue.TINY_POLICY
     assert tuned.source == tiny_reconstruction.get_config().data.source
