@@ -65,4 +65,6 @@ def game() -> Any:
     game.max_paragraph = 4000
     game.divide_by_deviation = True
     game.keep_equal = False
+    game.evaluation_puzzles = 125  # of each number of options: 500
+    game.validation_puzzles = 32
     return game

@@ -1,6 +1,7 @@
 """RLVR on given questions from Qwen2.5-7B-Instruct: SPELL's baseline, with SPELL's values.
 
-    python -m spell_jax.rlvr_build --source=DOCUMENTS --out=runs/questions --teacher_policy=FOLDER
+    python -m spell_jax.rlvr_build --source=DOCUMENTS --out=runs/questions --attempts=4000 \
+        --teacher_policy=FOLDER --agreement=rule
     python -m spell_jax.train --config=configs/rlvr.py --workdir=DIR \
         --config.policy.folder=FOLDER --config.data.questions=runs/questions/questions.jsonl
 

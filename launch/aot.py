@@ -17,7 +17,9 @@
    together. Collectives are counted as they stand in the program, with the bytes of their results
    on one chip; those "in_loops" (the scan over layers, the tokens of an answer) are moved once a
    pass of the loop.
-5. The exit status is 0 if all fit, and 1 if one did not, after all were tried.
+5. Copies of the policy (an anchor, a reference) count as resident; a model that has a section of
+   the config of its own (as reward_model) does not, nor are its programs compiled.
+6. The exit status is 0 if all fit, and 1 if one did not, after all were tried.
 
 Everything here was compiled only: nothing says how fast it runs.
 """
@@ -206,7 +208,7 @@ class Programs:
         state = meshes.placed(state, self.sampler.places)
         played = self.sampler.abstract_params(self.played)
         arguments = (played, state, meshes.placed(batch, calls.places(self.mesh, batch)))
-        held = self._others(played=True) + bytes_per_chip(self.state)
+        held = self._others() + bytes_per_chip(self.state)
         if played is not self.played:  # whole kernels stay beside small ones
             held += bytes_per_chip(int8.kernels(self.played))
         return self._program(name, name, tokens, function, arguments, held)
@@ -254,10 +256,12 @@ class Programs:
 
     # --------------------------------------------------------- What else is held (train.py)
 
-    def _others(self, played: bool = False) -> int:
-        """Models beside the policy: a float32 copy each, and one as it is played."""
-        others = bool(self.learner.loss.kl_weight) + (self.config.game.reference == "anchored")
-        return others * bytes_per_chip((self.state.params, self.trained if played else None))
+    def _others(self) -> int:
+        """Copies of the policy: float32 weights each. In the compute dtype there is only the model
+        that is asked, which is among a program's arguments (run.AsPlayed)."""
+        is_anchored = self.config.game.get("reference") == "anchored"
+        others = bool(self.learner.loss.kl_weight) + is_anchored
+        return others * bytes_per_chip(self.state.params)
 
 
 def bytes_per_chip(tree: Any) -> int:

@@ -123,8 +123,7 @@ def _say_static(fields: _SpellFields) -> str:
 def _evaluate_reconstruction(
     fields: ReconstructionConfig, materials: Materials, data: Config
 ) -> Evaluation | None:
-    sizes = data.tiny.evaluation if "tiny" in data else {}
-    return PuzzleEvaluation(fields, materials, **sizes) if data.held_out else None
+    return PuzzleEvaluation(fields, materials) if data.held_out else None
 
 
 def _evaluate_eapo(fields: EapoConfig, materials: Materials, data: Config) -> Evaluation | None:

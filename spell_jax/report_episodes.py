@@ -42,6 +42,7 @@ _FIELDS: dict[str, Any] = {
     "scores": [],
     "advantages": {},
     "used": {},
+    "measures": {},
 }
 
 
@@ -150,7 +151,8 @@ def _episode(line: Any) -> dict[str, Any]:
 
 def _counted(episodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Shares of tasks among questions with mixed rewards, and how many answers each role gave."""
-    mixed = collections.Counter(e["task"] for e in episodes if e["outcome"] == "mixed")
+    tasks = [e["task"] for e in episodes if e["outcome"] == "mixed"]
+    mixed = collections.Counter(task for task in tasks if task in TASKS)
     counted = {f"mixed/{task}": mixed[task] / mixed.total() for task in TASKS if mixed}
     counted["answers/questioner"] = sum(e["proposal"] is not None for e in episodes)
     counted["answers/responder"] = sum(len(e["answers"]) + len(e["blind"]) for e in episodes)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import dataclasses
 import gzip
 import json
 import logging
@@ -26,8 +27,9 @@ from typing import Any
 
 from etils import epath
 
-from spell_jax.data.clusters import ROLES, TASKS
+from spell_jax.data.clusters import ROLES
 from spell_jax.report_episodes import Episodes, choose_episodes, evenly, shares_of
+from spell_jax.report_panels import choose_panels
 from spell_jax.runtime.jsonl import write_lines
 from spell_jax.runtime.settings import flat
 from spell_jax.runtime.start import CONFIG_FILE
@@ -46,87 +48,7 @@ _MISSES = 20  # so many things in a row that do not fit: the page is full
 _TITLE_CHARACTERS = 100  # of a question in the index
 _LABEL_FIELDS = 3  # a group that more fields than these tell apart goes by its folder
 _GOLDEN = (5**0.5 - 1) / 2
-
-# The first four: time in which the host waits for their answers; "play" is the rest of playing.
-_PHASES = (*ROLES, "anchor", "play", "update", "validate", "write", "save")
-_STATUSES = ("accepted", "bad_format", "skipped", "ungrounded", "overlong")
-
-
-def _by_task(name: str) -> dict[str, str]:
-    return {"all": name} | {task: f"{name}/{task}" for task in TASKS}
-
-
-# (section, panel, {label: metric}, whether the values add up to something)
-_PANELS: tuple[tuple[str, str, dict[str, str], bool], ...] = (
-    ("Learning", "Solve rate: how difficult questions are", _by_task("play/solve_rate"), False),
-    (
-        "Learning",
-        "Groups of answers: mixed rewards, or all alike",
-        {name: f"play/{name}" for name in ("mixed", "unsolved", "fully_solved")},
-        False,
-    ),
-    ("Learning", "What became of proposals", {s: f"play/{s}" for s in _STATUSES}, True),
-    (
-        "Learning",
-        "Task mix: questions with mixed rewards",
-        {task: f"episodes/mixed/{task}" for task in TASKS},
-        True,
-    ),
-    (
-        "Learning",
-        "Verifier's majority against the rule: disagreement",
-        _by_task("play/verdict_differs_from_rule"),
-        False,
-    ),
-    (
-        "Learning",
-        "Verdicts: yes, malformed, ignored",
-        {n: f"play/{n}" for n in ("verdict_yes", "malformed_votes", "verdict_ignored")},
-        False,
-    ),
-    ("Learning", "Entropy of the policy", {"entropy": "train/entropy"}, False),
-    (
-        "Learning",
-        "Answer length, tokens",
-        {role: f"play/answer_tokens/{role}" for role in (*ROLES, "anchor")},
-        False,
-    ),
-    (
-        "Learning",
-        "Answers cut off at the cap",
-        {role: f"play/cut_off/{role}" for role in (*ROLES, "anchor")},
-        False,
-    ),
-    ("Learning", "Questioner's reward", _by_task("play/questioner_reward"), False),
-    ("Learning", "Held-out accuracy, by validation", {"responder": "eval/responder"}, False),
-    (
-        "Time",
-        "Seconds a step, by phase",
-        {phase: f"time/seconds/{phase}" for phase in _PHASES},
-        True,
-    ),
-    (
-        "Time",
-        "Tokens a second of play",
-        {name: f"time/tokens_per_second/{name}" for name in ("drawn", "read")},
-        False,
-    ),
-    (
-        "Time",
-        "Tokens drawn a step: answers × their mean length",
-        {role: f"episodes/tokens/{role}" for role in ROLES},
-        True,
-    ),
-    (
-        "Time",
-        "Sampler: idle slots, empty cells, reused prompt tokens",
-        {
-            name.replace("_", " "): f"play/sampler/{name}"
-            for name in ("idle_slots", "empty_cells", "reused_prompt_tokens")
-        },
-        False,
-    ),
-)
+QUESTIONER = "play/questioner_reward"  # of runs in which somebody asks
 
 log = logging.getLogger(__name__)
 
@@ -261,13 +183,14 @@ def _overview(runs: Sequence[Measured], read: Sequence[Episodes]) -> dict[str, A
     groups = group_by_seed(configs)
     labels = _labels(groups, configs, [str(run.workdir) for run in runs])
     records = [_with_counted(run.records, some) for run, some in zip(runs, read, strict=True)]
-    used = {name for _, _, metrics, _ in _PANELS for name in metrics.values()}
     names = {
         name: None
         for record in (record for some in records for record in some)
         for name, value in record.items()
         if name != "step" and isinstance(value, int | float)
     }
+    panels = choose_panels(names)
+    used = {name for panel in panels for name in panel.metrics.values()}
     return {
         "title": ", ".join(dict.fromkeys(run.workdir.name for run in runs)),
         "runs": [str(run.workdir) for run in runs],
@@ -276,16 +199,12 @@ def _overview(runs: Sequence[Measured], read: Sequence[Episodes]) -> dict[str, A
                 "name": label,
                 "runs": members,
                 "series": _series([records[i] for i in members], names),
-                "mapping": _mapping(configs[members[0]]),
+                "mapping": _mapping(configs[members[0]]) if QUESTIONER in names else None,
                 "points": _points([read[i] for i in members]),
             }
             for label, members in zip(labels, groups, strict=True)
         ],
-        "panels": [
-            {"section": section, "title": title, "metrics": metrics, "stacked": stacked}
-            for section, title, metrics, stacked in _PANELS
-            if set(metrics.values()) & names.keys()
-        ],
+        "panels": [dataclasses.asdict(panel) for panel in panels],
         "others": sorted(name for name in names if name not in used),
         "evaluation": _evaluation(groups, [run.evaluation for run in runs]),
         "found": sum(some.found for some in read),

@@ -47,7 +47,7 @@ def _few_programs() -> Iterator[None]:
         sys.modules["jax"].clear_caches()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def spell_data() -> Path:
     """The folder of real documents, or a skip."""
     folder = os.environ.get("SPELL_DATA")

@@ -6,6 +6,7 @@ small steps has real updates of all roles, memory and anchored references includ
 
 from __future__ import annotations
 
+import json
 import pathlib
 import zlib
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import tiny
+from spell_jax import playable
 from spell_jax.catalogue import TINY_POLICY
 from spell_jax.games import eapo, spell
 from spell_jax.learner import update
@@ -101,6 +103,22 @@ def with_fields(config: Any, fields: dict[str, Any]) -> Any:
                 section = section[part]
             section[field] = value
     return config
+
+
+def give_data(config: Any, folder: pathlib.Path) -> None:
+    """Small data of the kind that a config's game plays, where the user's is still to be named or
+    made."""
+    for name, text in (("a", "A text of one's own."), ("b", "Another one, of the same kind.")):
+        (folder / f"{name}.txt").write_text(f"{text}\n")
+    question = {"task": "general_qa", "documents": ["A"], "question": "B?", "answer": "C"}
+    (folder / "questions.jsonl").write_text(json.dumps(question))
+    plays, data = playable.GAMES[config.game.name].plays, config.data
+    if plays == ("questions",) and not pathlib.Path(data.questions).is_file():
+        data.questions = str(folder / "questions.jsonl")
+    if data.validation and not pathlib.Path(data.validation).is_file():
+        data.validation = str(folder / "questions.jsonl")
+    if "clusters" in plays and not data.source:
+        data.source = str(folder)
 
 
 def use_one_device(monkeypatch: pytest.MonkeyPatch) -> None:

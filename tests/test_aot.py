@@ -142,7 +142,7 @@ def test_a_run_calls_what_is_compiled(mesh):
 
 
 def test_what_is_held_beside_the_arguments():
-    """Masters and optimiser are 12 bytes a weight, another model 4 and, played, here 4 more."""
+    """Masters and optimiser are 12 bytes a weight, another model 4: one at a time is played."""
     weights = make().trained
     copy = aot.bytes_per_chip(weights)
     by_name = {one.name: one.resident for one in make().of("all")}
@@ -152,8 +152,11 @@ def test_what_is_held_beside_the_arguments():
     assert by_name["apply"] == 0
     anchored = {one.name: one.resident for one in make(**{"game.reference": "anchored"}).of("all")}
     more = {name: (anchored[name] - by_name[name]) // copy for name in by_name}
-    updating = {"log_prob": 1, "accumulate": 1, "apply": 1}
-    assert more == {"prefill": 2, "decode": 2} | updating
+    assert more == dict.fromkeys(by_name, 1)
+    other = make()
+    with other.config.unlocked():  # a game whose references are given
+        del other.config.game.reference
+    assert {one.name: one.resident for one in other.of("all")} == by_name
     adapted = make(dataclasses.replace(tiny.POLICY, lora=LoraConfig(2)))
     trained, frozen = lora.split(adapted.policy, adapted.played)
     assert aot.bytes_per_chip(trained) < aot.bytes_per_chip(frozen)

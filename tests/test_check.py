@@ -19,6 +19,7 @@ import pytest
 
 from configs import base
 from launch import check
+from spell_jax import catalogue, playable
 from spell_jax.catalogue import TINY_POLICY
 from spell_jax.learner import packing
 from spell_jax.learner.update import PackingConfig
@@ -95,24 +96,39 @@ RUNS = [name for name in NAMES if has_game(name)]
 @pytest.mark.parametrize("name", RUNS)
 def test_a_config_says_what_is_still_to_be_given(name: str) -> None:
     config = importlib.import_module(f"configs.{name}").get_config()
-    folder, source = config.policy.folder, config.data.source
-    there = folder == "tiny" or (folder and pathlib.Path(folder).is_dir())
-    missing = ["policy.folder"] * (not there) + ["data.source"] * (not source)
-    assert fields_of(check.check(config)) == missing
+    missing = set()
+    for model in catalogue.model_sections(config):
+        folder = config[model].folder
+        if folder != "tiny" and not (folder and pathlib.Path(folder).is_dir()):
+            missing.add(f"{model}.folder")
+    data, kind = config.data, playable.GAMES[config.game.name]
+    if "clusters" not in kind.plays:
+        named = [field for field in ("questions", "validation") if data[field]]
+        absent = [field for field in named if not pathlib.Path(data[field]).is_file()]
+        absent = absent or ["questions"] * (not data.questions)
+        missing |= {f"data.{field}" for field in absent[:1]}
+    elif not data.source:
+        missing.add("data.source")
+    assert set(fields_of(check.check(config))) == missing
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_config_passes_with_it(name: str, folders: dict[str, pathlib.Path]) -> None:
+def test_a_config_passes_with_it(
+    name: str, folders: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
     config = importlib.import_module(f"configs.{name}").get_config()
-    if name != "tiny":
-        kind = "experts" if config.mesh.expert > 1 else "dense"
-        config.policy.folder = str(folders[kind])
-        config.policy.thinking = ""  # their chat layout has none
-        config.data.source = str(folders["documents"])
+    for model in catalogue.model_sections(config):
+        if config[model].folder != "tiny":
+            kind = "experts" if config.mesh.expert > 1 else "dense"
+            config[model].folder = str(folders[kind])
+            config[model].thinking = ""  # their chat layout has none
+            config[model].stretch = ""  # they are of a short context by themselves
+    if config.data.source not in catalogue.GENERATED:
+        noise.give_data(config, tmp_path)
         config.data.documents_per_cluster = 1
     found = check.check(config)
     assert found.mistakes == []
-    assert found.topology and found.topology.chips == max(1, config.mesh.expert)
+    assert found.topology and found.topology.chips == config.mesh.expert * config.mesh.context
     assert check.describe(found)
 
 
@@ -140,7 +156,11 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"policy.thinking": "on"}, "", r"policy.folder = .*: thinking = True: .* must be None"),
     ({"game.group_size": 1}, "", r"game.group_size = 1: must be at least 2"),
     ({"game.prompts": "no/such"}, "", r"game.prompts = 'no/such': .*"),
-    ({"data.source": "no/such"}, "", r"data.source = 'no/such': must be 'tiny', a folder of"),
+    (
+        {"data.source": "no/such"},
+        "",
+        r"data.source = 'no/such': must be 'tiny', 'tin",
+    ),
     ({"data.tasks": ()}, "", r"data.tasks = \(\): must be one or more of"),
     ({"data.tiny.evaluation.per_cell": 0}, "", r"data.tiny.evaluation.per_cell = 0: must be"),
     ({"loss.clip_low": -1.0}, "", r"loss.clip_low = -1.0: must be 0 or more"),

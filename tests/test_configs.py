@@ -49,10 +49,7 @@ def test_there_are_configs():
 def test_a_runs_config_fits(name, tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
     _, config = load(name)
-    if not config.data.source:  # the user's documents
-        (tmp_path / "a.txt").write_text("A text of one's own.\n")
-        (tmp_path / "b.txt").write_text("Another one, of the same kind.\n")
-        config.data.source = str(tmp_path)
+    noise.give_data(config, tmp_path)
     catalogue.check(config)
     folder = config.policy.folder
     if folder == "tiny" or pathlib.Path(folder, "config.json").exists():

@@ -19,6 +19,7 @@ from launch.bench_report import CONFIG, TASKS, Sizes, Writer, measured, write_ru
 from spell_jax import report_page
 from spell_jax.report_episodes import choose, choose_episodes, outcome
 from spell_jax.report_page import Measured, group_by_seed, write_page
+from spell_jax.report_panels import choose_panels
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.jsonl import write_records
 
@@ -120,6 +121,46 @@ def test_runs_that_differ_in_the_seed_are_one_group():
     other = CONFIG | {"steps": 5}
     configs = [CONFIG, None, CONFIG | {"seed": 3}, other, None]
     assert group_by_seed(configs) == [[0, 2], [1], [3], [4]]
+
+
+def test_panels_are_of_what_a_game_measures():
+    names = [
+        *("play/solve_rate", "play/solve_rate/10", "play/solve_rate/2", "play/dense_reward"),
+        *("play/dense_reward/2", "play/dense_by_chance", "play/questioner_reward"),
+        *("play/scoring_failed", "play/evidence_score", "play/evidence_score_right"),
+        *("play/answer_tokens/responder", "play/answer_tokens/reward_model"),
+        *("time/seconds/reward_model", "time/seconds/start"),
+        *("eval/accuracy", "eval/accuracy/2", "train/loss"),
+    ]
+    panels = {panel.title.partition(":")[0]: panel.metrics for panel in choose_panels(names)}
+    found = {t: [label for label, n in m.items() if n in names] for t, m in panels.items()}
+    assert found == {
+        "Solve rate": ["all", "2", "10"],
+        "Rewards": ["dense_by_chance", "dense_reward"],
+        "Scores of evidence": ["evidence_score", "evidence_score_right"],
+        "Scorings": ["failed"],
+        "Answer length, tokens": ["responder", "reward_model"],
+        "Questioner's reward": ["all"],
+        "Held out, by validation": ["accuracy"],
+        "Seconds a step, by phase": ["reward_model"],
+    }
+    assert list(panels["Solve rate"])[:4] == [
+        "all",
+        *TASKS,
+    ]  # whose colours are the same everywhere
+    assert choose_panels(["train/loss"]) == []
+
+
+def test_tasks_of_other_games_have_no_share_and_nobody_no_reward(tmp_path):
+    workdir = write_run(tmp_path / "run", steps=1, episodes=0)
+    four = {"scores": [1.0, 0.0, 0.0, 0.0], "answers": ["a"] * 4, "votes": [], "reward": None}
+    lines = [Writer().episode(n, task="own", **four) for n in range(2)]
+    write_records(path_of(workdir, 1), [{"of": 2} | lines[0], lines[1]])
+    assert [n for n in choose_episodes(workdir, 9).counted[1] if "mixed" in n] == []
+    records = [{"step": 1, "play/solve_rate": 0.25}]
+    write_page([Measured(workdir, records, None)], epath.Path(tmp_path / "page.html"))
+    overview = unpack(data_of(tmp_path / "page.html")[0])
+    assert [group["mapping"] for group in overview["groups"]] == [None]
 
 
 # ---------------------------------------------------------------------------------- What is packed
@@ -531,6 +572,39 @@ def test_nothing_that_a_model_wrote_is_more_than_text(page, tmp_path):
     assert page.value("document.querySelectorAll('script').length") == 2
     assert page.value("document.title") == workdir.name
     assert page.problems == []
+
+
+def test_a_game_without_a_questioner(page, tmp_path):
+    episode = {
+        "task": "own",
+        "cluster": "c",
+        "status": "accepted",
+        "shown": [0],
+        "prompt": "{documents[0]} and what?",
+        "question": "what?",
+        "reference": "this",
+        "answers": ["this", "that"],
+        "predictions": ["this", None],
+        "rule": [1.0, 0.0],
+        "scores": [0.9, 0.0],
+        "used": {"responder": "used"},
+        "measures": {"well_formed": [True, False], "verbatim": [0.25, None], "<b>": "odd"},
+        "documents": ["this is it"],
+        "of": 1,
+    }
+    workdir = write_run(tmp_path / "run", steps=1, episodes=0)
+    write_records(path_of(workdir, 1), [episode])
+    write_page([measured(workdir)], epath.Path(tmp_path / "page.html"))
+    page.open(tmp_path / "page.html")
+    page.wait("document.querySelector('#episode .text')")
+    told = page.value("document.getElementById('episode').textContent")
+    assert "reward 0.9 · rule 1 · well formed yes · verbatim 0.25 · <b> – · this" in told
+    assert "reward 0 · rule 0 · well formed no · verbatim – · <b> – · no answer found" in told
+    assert "what the policy was asked; {documents[0]} is document 1" in told
+    assert "uestioner" not in told and "votes" not in told
+    assert not page.value("'role' in document.forms[0].elements") and page.problems == []
+    select(page, "task", "own")
+    assert len(entries(page)) == 1
 
 
 def test_runs_side_by_side(page, tmp_path):

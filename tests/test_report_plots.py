@@ -51,7 +51,7 @@ def test_every_plot_of_a_page_is_a_picture(tmp_path):
     assert names == [
         "solve_rate.png",
         "groups_of_answers.png",
-        "what_became_of_proposals.png",
+        "what_became_of_questions.png",
         "task_mix.png",
         "verifiers_majority_against_the_rule.png",
         "entropy_of_the_policy.png",

@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import pathlib
-import re
 
 import jax
 import numpy as np
@@ -24,7 +23,7 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
-from tests import noise
+from tests import metric_names, noise
 
 absl_logging.set_verbosity(absl_logging.WARNING)
 
@@ -157,45 +156,24 @@ def test_metrics_tell_what_was_played_and_learned(whole):
     assert ["eval/responder" in line for line in lines] == [False, True, False, True]
 
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"
-PLACES = {
-    "[/TASK]": "(/(general_qa|financial_math|multiple_choice))?",
-    "SPEAKER": "(questioner|responder|verifier|anchor)",
-    "ROLE": "(questioner|responder|verifier)",
-    "REASON": r"\w+",
-    "KIND": r"\w+",
-    "DOCUMENTS": r"\d+",
-}
-
-
 def test_every_number_is_explained(whole):
     """And what is explained there is what a run with real updates has, but for what this one does
     not do."""
-    first = "".join(re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.M))
-    names = re.findall(r"`([\w/\[\]]+)`", first)
-    patterns = {}
-    for name in names:
-        pattern = re.escape(name)
-        for place, found in PLACES.items():
-            pattern = pattern.replace(re.escape(place), found)
-        patterns[name] = re.compile(pattern)
     written = {name for line in read_metrics(whole.workdir) for name in line} - {"step"}
-    assert not {n for n in written if not any(p.fullmatch(n) for p in patterns.values())}
-    unused = {name for name, p in patterns.items() if not any(map(p.fullmatch, written))}
-    assert unused == {
-        "play/judge_failed[/TASK]",
-        "play/static_questions",
+    unknown, unused = metric_names.compare(written)
+    assert not unknown
+    more = {
         "train/kl",
         "train/router_max_load",
         "train/router_idle",
         "time/mfu",
         "time/seconds/tune",
-        "eval/all",
-        "eval/TASK",
         "process/device_mib",
         "process/device_peak_mib",
         "non_finite",
     }
+    others = metric_names.OF_OTHER_GAMES | metric_names.OF_OTHER_MODELS
+    assert unused - others == more and unused >= metric_names.OF_OTHER_MODELS
 
 
 def test_the_parts_of_a_step_are_its_wall_time(whole):

@@ -28,27 +28,13 @@ class PuzzleEvaluation:
     where there are few, one gives several.
     """
 
-    def __init__(
-        self,
-        config: ReconstructionConfig,
-        materials: Materials,
-        per_option: int = 125,
-        quick_per_option: int = 32,
-    ):
-        """Args: puzzles of each K, in all [paper: 500] and for validation during a run.
-
-        Raises:
-          ValueError: a number below 1.
-        """
-        if min(per_option, quick_per_option) < 1:
-            raise ValueError(f"puzzles = {per_option}, {quick_per_option}: must be at least 1")
+    def __init__(self, config: ReconstructionConfig, materials: Materials):
         self._config, self._materials = config, materials
-        self._per_option, self._quick_per_option = per_option, quick_per_option
         self._made: dict[tuple[int, int], tuple[Posed, ...]] = {}
 
     def full(self, ask: Models) -> Report:
         """Shares of each measure by K and over all, and the guess's."""
-        outcomes = self._outcomes(ask, self._per_option)
+        outcomes = self._outcomes(ask, self._config.evaluation_puzzles)
         table = {
             name: {
                 column: share([rewards[place] for rewards in some])
@@ -65,7 +51,7 @@ class PuzzleEvaluation:
 
     def quick(self, ask: Models) -> tuple[float, dict[str, float]]:
         """(mean dense reward, all measures by name and K)."""
-        outcomes = self._outcomes(ask, self._quick_per_option)
+        outcomes = self._outcomes(ask, self._config.validation_puzzles)
         numbers = {
             f"{name.replace(' ', '_')}" + ("" if column == "all" else f"/{column}"): share(
                 [rewards[place] for rewards in some]

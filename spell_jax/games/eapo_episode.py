@@ -69,7 +69,9 @@ class Episode:
 
 def record(e: Episode, prompts: Prompts) -> dict[str, Any]:
     """What an episode's line in the run's files holds: "scores" are the total rewards, as the
-    report's page reads them. In "prompt", {documents[i]} stands for a text of the cluster."""
+    report's page reads them, and "judge" has None for answers that the judge was not asked about.
+    In "prompt", {documents[i]} stands for a text of the cluster."""
+    verdicts, scores = iter(e.judge), iter(e.scores or ())
     texts = [f"{{documents[{i}]}}" for i in range(len(e.cluster.documents))]
     return {
         "task": e.task,
@@ -83,14 +85,17 @@ def record(e: Episode, prompts: Prompts) -> dict[str, Any]:
         "answers": list(e.response.texts) if e.response else [],
         "predictions": e.predictions,
         "rule": e.outcomes,
-        "judge": e.judge,
+        "judge": [p if p is None else next(verdicts) for p in e.predictions] if e.judge else [],
         "votes": [[] for _ in e.answers],
         "scores": e.totals,
         "advantages": {"responder": e.advantages} if e.advantages else {},
         "used": {"responder": _use(e)},
-        "well_formed": [answer is not None for answer in e.answers],
-        "verbatim": e.verbatim,
-        "evidence_rewards": e.evidence,
+        "measures": {
+            "well_formed": [answer is not None for answer in e.answers],
+            "evidence_score": [a and next(scores, None) for a in e.answers],
+            "evidence_reward": e.evidence,
+            "verbatim": e.verbatim,
+        },
         "evidence_scores": None if e.scores is None else list(e.scores),
         "scoring": e.scoring.texts[0] if e.scoring else None,
         "consistent": e.consistent,

@@ -55,6 +55,8 @@ class ReconstructionConfig:
       divide_by_deviation: whether advantages are in deviations of their group.
       keep_equal: whether groups of equal rewards stay among the rows: they teach nothing, but the
         loss is averaged over them as well.
+      evaluation_puzzles, validation_puzzles: held-out ones of each K, before and after a run
+        [paper: 500 in all], and during it.
     """
 
     documents: int = 128
@@ -69,6 +71,8 @@ class ReconstructionConfig:
     max_paragraph: int = 4000
     divide_by_deviation: bool = True
     keep_equal: bool = False
+    evaluation_puzzles: int = 125
+    validation_puzzles: int = 32
 
     def __post_init__(self):
         ks, weights = self.options, self.option_weights
@@ -84,6 +88,8 @@ class ReconstructionConfig:
                 f"different numbers from {FEWEST_OPTIONS} to {MOST_OPTIONS}",
             ),
             ("option_weights", are_weights, f"a positive number for each of game.options = {ks}"),
+            ("evaluation_puzzles", self.evaluation_puzzles >= 1, "at least 1"),
+            ("validation_puzzles", self.validation_puzzles >= 1, "at least 1"),
             ("most_documents", self.most_documents >= 0, "at least 0"),
             (
                 "selection",

@@ -16,9 +16,9 @@ SECTION = "reconstruction, by number of options"
 
 
 def make(held_out=HELD_OUT, cap: int = 10_000, **options) -> PuzzleEvaluation:
-    sizes = {"per_option": 12, "quick_per_option": 7} | options
-    rising = config(options=(4, 2), option_weights=(1, 1))
-    return PuzzleEvaluation(rising, materials(held_out=held_out, cap=cap), **sizes)
+    sizes = {"evaluation_puzzles": 12, "validation_puzzles": 7} | options
+    rising = config(options=(4, 2), option_weights=(1, 1), **sizes)
+    return PuzzleEvaluation(rising, materials(held_out=held_out, cap=cap))
 
 
 def test_a_perfect_player():
@@ -48,7 +48,7 @@ def test_the_score_is_the_dense_reward():
 
 
 def test_the_report_has_chance_beside_rewards():
-    report = make(per_option=200).full(ScriptedModels(guessing))
+    report = make(evaluation_puzzles=200).full(ScriptedModels(guessing))
     rows = report[SECTION]
     assert list(rows) == [
         "permutation",
@@ -97,7 +97,7 @@ def test_no_puzzle_at_all_is_an_error(held_out):
         make(held_out).quick(ScriptedModels(perfect))
 
 
-@pytest.mark.parametrize("sizes", [{"per_option": 0}, {"quick_per_option": 0}])
-def test_sizes_are_checked(sizes):
-    with pytest.raises(ValueError, match=r"puzzles = .*: must be at least 1"):
-        make(**sizes)
+@pytest.mark.parametrize("field", ["evaluation_puzzles", "validation_puzzles"])
+def test_sizes_are_checked(field):
+    with pytest.raises(ValueError, match=rf"game\.{field} = 0: must be at least 1"):
+        make(**{field: 0})

@@ -392,6 +392,21 @@ def test_the_record_is_json_and_the_page_reads_it(tmp_path):
     assert page.documents
 
 
+def test_the_record_has_a_measure_for_each_answer():
+    said = ("1 5\n2 1\n3 4",)
+    game, _, episode = one(said=said, rule="judge", judge=lambda items: [1, 0, -1][: len(items)])
+    record = game.record(episode)
+    assert record["judge"] == [1, 0, None, -1]  # the third one is of bad format
+    assert record["measures"] == {
+        "well_formed": [True, True, False, True],
+        "evidence_score": [5, 1, None, 4],
+        "evidence_reward": [1.0, 0.0, None, 0.75],
+        "verbatim": episode.verbatim,
+    }
+    failed, _, episode = one(said=("no",))
+    assert failed.record(episode)["measures"]["evidence_score"] == [None] * 4
+
+
 def test_metrics_of_a_step():
     game, _, episode = one(said=("1 5\n2 1\n3 4",))
     means = game.metrics([episode]).means()

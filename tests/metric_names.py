@@ -1,0 +1,61 @@
+"""What docs/metrics.md explains, as patterns of names."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterable
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"
+PLACES = {
+    "[/TASK]": "(/(general_qa|financial_math|multiple_choice))?",
+    "TASK": "(general_qa|financial_math|multiple_choice)",
+    "[/K]": "(/[2-8])?",
+    "SPEAKER": "(questioner|responder|verifier|anchor|reward_model)",
+    "ROLE": "(questioner|responder|verifier)",
+    "MODEL": "reward_model",
+    "NUMBER": r"\w+",
+    "REASON": r"\w+",
+    "KIND": r"\w+",
+    "DOCUMENTS": r"\d+",
+}
+
+# Names on the page that SPELL has not, but another game has (tests/games/test_metric_names.py).
+OF_OTHER_GAMES = {
+    *("play/dense_reward[/K]", "play/sparse_reward[/K]", "play/permutation[/K]"),
+    *("play/dense_by_chance[/K]", "play/sparse_by_chance[/K]", "play/options"),
+    *("play/solve_rate[/K]", "play/mixed[/K]", "play/cut_documents"),
+    *("play/well_formed[/TASK]", "play/verbatim[/TASK]", "play/evidence_reward[/TASK]"),
+    *("play/outcome_reward[/TASK]", "play/total_reward[/TASK]", "play/evidence_score[/TASK]"),
+    *("play/evidence_score_right[/TASK]", "play/evidence_score_wrong[/TASK]"),
+    *("play/scoring_failed[/TASK]", "play/scoring_retried[/TASK]"),
+    *("play/scoring_consistent[/TASK]", "play/kept_scorings", "play/refreshed_scorings"),
+    *("eval/dense_reward[/K]", "eval/sparse_reward[/K]", "eval/permutation[/K]"),
+    *("eval/accuracy", "eval/well_formed", "eval/verbatim"),
+    *("eval/evidence_precision", "eval/evidence_recall"),
+    *("play/static_questions", "play/judge_failed[/TASK]", "eval/all", "eval/TASK"),
+}
+# And what the updates of another model have.
+OF_OTHER_MODELS = {
+    *("train/rows/MODEL", "train/advantage/MODEL", "train/advantage_size/MODEL"),
+    "train/MODEL/NUMBER",
+}
+
+
+def explained() -> dict[str, re.Pattern[str]]:
+    """A name as the page has it -> what it stands for."""
+    first = "".join(re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.M))
+    patterns = {}
+    for name in re.findall(r"`([\w/\[\]]+)`", first):
+        pattern = re.escape(name)
+        for place, found in PLACES.items():
+            pattern = pattern.replace(re.escape(place), found)
+        patterns[name] = re.compile(pattern)
+    return patterns
+
+
+def compare(written: Iterable[str]) -> tuple[set[str], set[str]]:
+    """(written names that the page does not explain, its names that none of them has)."""
+    written, patterns = set(written), explained()
+    unknown = {n for n in written if not any(p.fullmatch(n) for p in patterns.values())}
+    return unknown, {name for name, p in patterns.items() if not any(map(p.fullmatch, written))}
