@@ -5,11 +5,11 @@
 after the commands of tiny_eapo_policy.py and tiny_eapo_reward.py, which make both models and the
 questions: look-ups and two-hop questions about 8 documents. The controls are
 --config.game.reward_model=static and =none (by outcome alone).
-Hardware: 1 CPU core, 1.3 minutes of processor time (measured, as all below, with seed 0 and a reward
-model of 850 steps). Expected: too little, in so few steps. Answers drawn in the first and the last
-five steps: well-formed .72 and .81, right .32 and .40 (by outcome alone .73, .82, .32, .42); greedy
-accuracy on 128 held-out questions .65 and .65 (.65, .63). The reward model does not compare names
-yet (tiny_eapo_reward.py), so what it gives for evidence is noise.
+Hardware: 1 CPU core, 1.3 minutes of processor time (measured, as all below, with seed 0 and a
+reward model of 850 steps). Expected: too little, in so few steps. Answers drawn in the first and
+the last five steps: well-formed .72 and .81, right .32 and .40 (by outcome alone .73, .82, .32,
+.42); greedy accuracy on 128 held-out questions .65 and .65 (.65, .63). The reward model does not
+compare names yet (tiny_eapo_reward.py), so what it gives for evidence is noise.
 """
 
 from typing import Any
