@@ -19,13 +19,13 @@ from ml_collections import ConfigDict
 from configs import tiny
 from spell_jax import playable
 from spell_jax.catalogue import TINY_POLICY
-from spell_jax.games import spell
+from spell_jax.games import eapo, spell
 from spell_jax.learner import update
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh
-from spell_jax.selfplay import parsing, rules
+from spell_jax.selfplay import evidence, parsing, rules
 
 _UNSTEADY = ("time/", "process/")
 
@@ -154,6 +154,27 @@ def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(spell, "parsing", fake_parsing)
     monkeypatch.setattr(spell, "rules", fake_rules)
+
+
+def give_evidence_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets EAPO read checksums where it would parse; most of its scores bear no outcome out."""
+
+    def parse_answer(text: str) -> evidence.Structured | None:
+        said = str(_sum(text) % 2)
+        return evidence.Structured("", f"E{said}", "", said) if _sum(text) % 8 else None
+
+    def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
+        if _sum(text) % 6 == 0:
+            return None
+        return tuple(1 + _sum(f"{text} {place}") % 5 for place in range(count))
+
+    fakes = {"parse_answer": parse_answer, "parse_scores": parse_scores}
+    monkeypatch.setattr(eapo, "evidence", SimpleNamespace(**vars(evidence) | fakes))
+    fake_rules = SimpleNamespace(
+        extract_answer=lambda text, task: text[-1:],
+        score=lambda text, reference, task: float(text.endswith(str(_sum(reference) % 2))),
+    )
+    monkeypatch.setattr(eapo, "rules", fake_rules)
 
 
 def _sum(text: str) -> int:

@@ -47,18 +47,18 @@ class Mixture:
       two_hop: share of two-hop questions, the rest being look-ups.
       slips: share of answers with evidence that is not the true lines.
       lucky: share of them, where the answer is wrong by the evidence, that is right nevertheless.
-      sets: a reward row has one of these numbers of sets; one teaches fastest what is evidence.
+      sets: a reward row has one of these numbers of sets.
       set_slips: share of sets that are not the true lines.
       noise: share of scores that are one off.
     """
 
-    documents: tuple[int, ...] = (3, 4, 5)
-    two_hop: float = 0.6
+    documents: tuple[int, ...] = (3, 4, 5, 6)
+    two_hop: float = 0.5
     slips: float = 0.35
     lucky: float = 0.2
-    sets: tuple[int, ...] = (1, 1, 2, 3, 4, 5, 6)
+    sets: tuple[int, ...] = (1, 2, 3, 4)
     set_slips: float = 0.6
-    noise: float = 0.15
+    noise: float = 0.05
 
 
 def make_questions(
@@ -174,10 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Rows and questions with evidence.")
     parser.add_argument("--out", required=True, help="folder to write to")
     parser.add_argument("--prompts", default="compact", help="compact, full or a folder")
-    parser.add_argument("--rows", type=int, default=40_000, help="of each kind")
+    parser.add_argument("--rows", type=int, default=20_000, help="of each kind")
     parser.add_argument("--questions", type=int, default=2000, help="to train on")
-    parser.add_argument("--held_out", type=int, default=256, help="questions")
-    parser.add_argument("--documents", type=int, nargs="+", default=[6, 8], help="of a question")
+    parser.add_argument("--held_out", type=int, default=128, help="questions")
+    parser.add_argument("--documents", type=int, nargs="+", default=[8], help="of a question")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args(arguments)
     words, mixture, out = prompt_sets.load(flags.prompts), Mixture(), Path(flags.out)

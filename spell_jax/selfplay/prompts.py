@@ -67,7 +67,7 @@ def _placeholders_by_file() -> dict[str, tuple[set[str], set[str]]]:
     files["evidence.txt"] = ({"documents", "question"}, set())
     files["evidence_scores.txt"] = ({"question", "choices"}, {"number"})
     files["reasoning_scores.txt"] = ({"question", "evidence", "choices"}, {"number"})
-    files["scored.txt"] = ({"number", "text"}, set())
+    files["scored.txt"] = ({"number", "text"}, {"question"})
     return files
 
 
@@ -146,19 +146,20 @@ class Prompts:
 
     def evidence_scores(self, question: str, evidence: Sequence[str]) -> str:
         """Asks for a score from 1 to 5 of each set of evidence, compared with the others."""
-        choices = self._numbered(evidence)
+        choices = self._numbered(question, evidence)
         return self._fill(
             "evidence_scores.txt", question=question, choices=choices, number=str(len(evidence))
         )
 
     def reasoning_scores(self, question: str, evidence: str, reasonings: Sequence[str]) -> str:
         """Asks for a score from 1 to 5 of each reasoning from the same evidence."""
-        values = {"question": question, "evidence": evidence, "choices": self._numbered(reasonings)}
-        return self._fill("reasoning_scores.txt", **values, number=str(len(reasonings)))
+        choices, number = self._numbered(question, reasonings), str(len(reasonings))
+        values = {"question": question, "evidence": evidence, "choices": choices}
+        return self._fill("reasoning_scores.txt", **values, number=number)
 
-    def _numbered(self, texts: Sequence[str]) -> str:
-        numbered = enumerate(texts, 1)
-        return "\n".join(self._fill("scored.txt", number=str(i), text=text) for i, text in numbered)
+    def _numbered(self, question: str, texts: Sequence[str]) -> str:
+        numbered = [{"number": str(i), "text": text} for i, text in enumerate(texts, 1)]
+        return "\n".join(self._fill("scored.txt", question=question, **one) for one in numbered)
 
     def _fill(self, name: str, **values: str) -> str:
         return PLACEHOLDER.sub(lambda match: values[match[1]], self.texts[name])

@@ -239,10 +239,10 @@ def test_precision_and_recall():
 def test_compact_prompts():
     compact = prompts.load("compact")
     assert compact.evidence(["d1", "d2"], "q?") == "d1\nd2\nq?\nquote"
-    assert compact.evidence_scores("q?", ["a\nb", "c"]) == "q?\n1 a\nb\n2 c\nscores"
-    assert compact.reasoning_scores("q?", "e", ["a"]) == "q?\ne\n1 a\nscores"
+    assert compact.evidence_scores("q?", ["a\nb", "c"]) == "q?\na\nb\n1\nq?\nc\n2\nq?\nscores"
+    assert compact.reasoning_scores("q?", "e", ["a"]) == "q?\ne\nq?\na\n1\nscores"
     hostile = "{question} {choices} {number}"
-    assert compact.evidence_scores(hostile, [hostile]).count("{choices}") == 2
+    assert compact.evidence_scores(hostile, [hostile]).count("{choices}") == 3
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -95,10 +95,9 @@ def by_hand(question: str, lines: list[str]) -> int:
 def test_scores_follow_the_question_but_for_noise():
     exact, off, sizes = 0, Counter(), Counter()
     for row in reward_rows(PROMPTS, Mixture(), 0, COUNT):
-        question, *rest = row.prompt.split("\n")
-        text = "\n" + "\n".join(rest).removesuffix("\nscores")
-        parts = re.split(r"\n[0-9] ", text)[1:]
-        sets = [[line.removeprefix("- ") for line in part.split("\n")] for part in parts]
+        *parts, question = re.split(r"\n[0-9]\n", row.prompt.removesuffix("\nscores"))
+        assert all(part.startswith(f"{question}\n") for part in parts)
+        sets = [[line.removeprefix("- ") for line in part.split("\n")[1:]] for part in parts]
         scores = evidence.parse_scores(row.completion, len(sets))
         assert scores is not None
         sizes[len(sets)] += 1
@@ -106,8 +105,8 @@ def test_scores_follow_the_question_but_for_noise():
             wanted = by_hand(question, lines)
             off[abs(score - wanted)] += 1
             exact += score == wanted
-    assert set(sizes) == {1, 2, 3, 4, 5, 6}
-    assert set(off) <= {0, 1} and 0.8 < exact / off.total() < 0.9
+    assert set(sizes) == {1, 2, 3, 4}
+    assert set(off) <= {0, 1} and 0.9 < exact / off.total() < 1.0
 
 
 def test_true_scores():
@@ -145,7 +144,7 @@ def test_a_row_depends_on_seed_and_number_alone(make):
 
 def test_policy_and_reward_model_see_other_questions():
     policy = [row.prompt.split("\n")[-2] for row in policy_rows(PROMPTS, Mixture(), 0, 50)]
-    reward = [row.prompt.split("\n")[0] for row in reward_rows(PROMPTS, Mixture(), 0, 50)]
+    reward = [row.prompt.split("\n")[-2] for row in reward_rows(PROMPTS, Mixture(), 0, 50)]
     assert sum(a == b for a, b in zip(policy, reward, strict=True)) < 10
 
 
