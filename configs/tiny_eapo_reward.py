@@ -2,8 +2,7 @@
 
     python -m spell_jax.sft --config=configs/tiny_eapo_reward.py --workdir=runs/tiny_eapo_reward
 
-after the commands of tiny_eapo_policy.py, from whose result it begins: who has learned which line
-is to be quoted next has learned most of what a score takes. Steps are small, because it takes many.
+after the commands of tiny_eapo_policy.py, from whose result it begins.
 Hardware: 1 CPU core, 6 minutes (estimated). Expected: nothing of use yet. Behind 850 steps (of a
 trial, not of this config's whole run), on 96 new rows of 4 sets, .01 of the replies were malformed
 and .58 of the scores right, where .63 is what the number of lines alone tells: their correlation

@@ -30,7 +30,7 @@ from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.judge import Endpoint, Judge, JudgeConfig
 from tests import noise
-from tests.games.scripted import ScriptedModels
+from tests.games.scripted import ScriptedModels, make_materials
 from tests.selfplay.test_judge import Answer, Server, completion, server
 
 __all__ = ["server"]  # the fixture
@@ -337,7 +337,7 @@ def test_the_set_is_played(server, tmp_path):
     source, by_id = as_clusters(read_questions(tmp_path / "questions.jsonl", "x"))
     config = SpellConfig(responder_reward="rule", generation_batch=4, group_size=2)
     dealt = TaskStream(source, TASKS, (1.0,) * 3, seed=0)
-    spell = Spell(config, COMPACT, dealt, len, 10_000, seed=0)
+    spell = Spell(config, make_materials(prompts=COMPACT, deal=lambda _: dealt))
     game = Rlvr(RlvrConfig(), spell, by_id)
 
     def write(role, prompt, sibling, model):
