@@ -39,6 +39,8 @@ from spell_jax.runtime.metrics import read_metrics
 from spell_jax.selfplay import prompts, rules
 from tests import noise
 
+pytestmark = pytest.mark.long  # some minutes
+
 Record = dict[str, Any]
 
 # Narrow: nearly all of the weights are embeddings.
