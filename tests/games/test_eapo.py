@@ -110,8 +110,9 @@ def test_a_question_goes_to_the_policy_and_its_evidence_to_the_reward_model():
     assert first.prompts == ("d0.0 text\nd0.1 text\nQ00 what?\nquote",)
     assert (second.role, second.model, second.group) == ("reward_model", "reward_model", 1)
     assert second.temperature == 0.0
-    sets = "".join(f"{i} d0.0 text\nset {n}\n" for i, n in enumerate((0, 1, 3), 1))
-    assert second.prompts == (f"Q00 what?\n{sets}scores",)  # of the well-formed siblings alone
+    asked = "Q00 what?\n"
+    sets = "".join(f"{asked}d0.0 text\nset {n}\n{i}\n" for i, n in enumerate((0, 1, 3), 1))
+    assert second.prompts == (f"{sets}{asked}scores",)  # of the well-formed siblings alone
     assert episode.scores == (5, 1, 3)
     assert episode.evidence == [1.0, 0.0, None, 0.5]
     assert episode.totals == pytest.approx([1.0, 0.1, 0.0, 0.85])
