@@ -29,7 +29,8 @@ def of_reconstruction() -> set[str]:
     game = posing.make_game([*posing.STORIES, *short], documents=24, steps=1)
     models = ScriptedModels(posing.improving)
     materials = posing.materials(held_out=posing.STORIES)
-    _, held_out = PuzzleEvaluation(posing.config(), materials, 2, 2).quick(models)
+    config = posing.config(evaluation_puzzles=2, validation_puzzles=2)
+    _, held_out = PuzzleEvaluation(config, materials).quick(models)
     return in_run(game.metrics(game.play(models, 1)).means(), held_out)
 
 
