@@ -19,10 +19,10 @@ from configs import base, eapo, tiny
 
 def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config = tiny.get_config()
-    config.steps = 30
+    config.steps = 60
     config.minibatches = 2
     config.validate_every = 0
-    config.checkpoint_every = 30
+    config.checkpoint_every = 60
     config.max_minutes = 0.0
 
     config.policy.folder = "runs/tiny_eapo_policy/policy"

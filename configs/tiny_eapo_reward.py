@@ -22,7 +22,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.checkpoint_every = 250
     config.source = "runs/evidence_rows/reward.jsonl"
     config.policy.folder = "runs/tiny_eapo_policy/policy"
-    config.packing.buckets = ((176, 48),)
-    config.packing.token_budget = 1056
+    config.packing.buckets = ((192, 64),)
+    config.packing.token_budget = 1920
     config.optimiser.learning_rate = 2e-3
     return config

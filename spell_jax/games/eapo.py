@@ -171,6 +171,11 @@ class Eapo:
         e.outcomes = [rules.score(s or "", e.question.answer, e.task) for s in said]
         documents = evidence.searchable(e.cluster.documents)
         e.verbatim = [a and evidence.verbatim_share(a.evidence, documents) for a in e.answers]
+        known = e.question.evidence
+        e.supported = [
+            evidence.precision_and_recall(a.evidence, known) if a and known else None
+            for a in e.answers
+        ]
 
     # 2. The reward model compares.
 

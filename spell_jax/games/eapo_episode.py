@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 from spell_jax.data.clusters import Cluster
@@ -27,6 +28,7 @@ class Episode:
       outcomes: 1.0 for a right answer, else 0.0.
       judge: the external judge's verdicts on predictions (negative: none), where it is asked.
       verbatim: share of what is quoted that stands in the documents.
+      supported: precision and recall of what is quoted, where the question has its evidence.
       asked: how often the reward model was asked.
       scoring: its last reply; None where it was not asked, or its prompt was over the cap.
       scores: its scores of the well-formed answers; None where it was not asked or failed.
@@ -47,6 +49,7 @@ class Episode:
     outcomes: list[float] = dataclasses.field(default_factory=list)
     judge: list[int] = dataclasses.field(default_factory=list)
     verbatim: list[float | None] = dataclasses.field(default_factory=list)
+    supported: list[tuple[float, float] | None] = dataclasses.field(default_factory=list)
     asked: int = 0
     scoring: Reply | None = None
     scores: tuple[int, ...] | None = None
@@ -65,6 +68,17 @@ class Episode:
         pairs = zip(self.answers, self.outcomes, strict=True)
         outcomes = [outcome for answer, outcome in pairs if answer is not None]
         return [] if self.scores is None else list(zip(self.scores, outcomes, strict=True))
+
+    def ordered(self) -> list[float]:
+        """Whether the scores put two answers in the order of their evidence's F1, for each pair in
+        which it differs: 1.0, 0.0, or 0.5 where both have the same score."""
+        found = [2 * p * r / ((p + r) or 1.0) for p, r in filter(None, self.supported)]
+        if self.scores is None or len(found) != len(self.scores):
+            return []
+        pairs = itertools.combinations(zip(found, self.scores, strict=True), 2)
+        return [
+            0.5 if a == b else float((f > g) == (a > b)) for (f, a), (g, b) in pairs if f != g
+        ]
 
 
 def record(e: Episode, prompts: Prompts) -> dict[str, Any]:
@@ -95,6 +109,8 @@ def record(e: Episode, prompts: Prompts) -> dict[str, Any]:
             "evidence_score": [a and next(scores, None) for a in e.answers],
             "evidence_reward": e.evidence,
             "verbatim": e.verbatim,
+            "evidence_precision": [found and found[0] for found in e.supported],
+            "evidence_recall": [found and found[1] for found in e.supported],
         },
         "evidence_scores": None if e.scores is None else list(e.scores),
         "scoring": e.scoring.texts[0] if e.scoring else None,
@@ -124,6 +140,11 @@ def count(metrics: Metrics, e: Episode, suffix: str) -> None:
             metrics.add(f"verbatim{suffix}", verbatim)
         if reward is not None:
             metrics.add(f"evidence_reward{suffix}", reward)
+    for precision, recall in filter(None, e.supported):
+        metrics.add(f"evidence_precision{suffix}", precision)
+        metrics.add(f"evidence_recall{suffix}", recall)
+    for is_ordered in e.ordered():
+        metrics.add(f"scoring_order{suffix}", is_ordered)
     if e.judge:
         failed = sum(verdict < 0 for verdict in e.judge)
         metrics.add_sum(f"judge_failed{suffix}", failed, len(e.judge))

@@ -112,7 +112,9 @@ def reward_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> It
             draw_evidence(rng, question, mixture.set_slips) for _ in range(rng.choice(mixture.sets))
         ]
         scores = [_noisy(rng, true_score(lines, question), mixture.noise) for lines in sets]
-        completion = "\n".join(f"{i} {score}" for i, score in enumerate(scores, 1))
+        thoughts = "\n".join(f"{i}{think(lines, question)}" for i, lines in enumerate(sets, 1))
+        verdict = "\n".join(f"{i} {score}" for i, score in enumerate(scores, 1))
+        completion = f"<think>{thoughts}</think>{verdict}"
         texts = [_quoted(lines).strip() for lines in sets]
         prompt = prompts.evidence_scores(question.question, texts)
         yield Row(prompt, completion, "reward_model", TASK)
@@ -136,6 +138,23 @@ def draw_evidence(rng: np.random.Generator, question: Question, slips: float) ->
     if kind == "others":
         return spare[: len(true)]
     return [*true[:-1], spare[0]]
+
+
+def think(lines: Sequence[str], question: Question) -> str:
+    """Reads a set line by line: the name that is looked for, the line's, whether they are equal.
+
+    Behind a line that was looked for it is the friend whom that line names, or nobody. A small
+    model compares two names where they stand next to each other.
+    """
+    said, hops = "", len(question.evidence)
+    name = question.question.split()[-1]
+    for line in lines:
+        found, *_, friend = line.split()
+        equal = hops > 0 and found == name
+        said += f" {name if hops else '-'} {found}{'[[YES]]' if equal else '[[NO]]'}"
+        hops -= equal
+        name = friend if equal else name
+    return said
 
 
 def true_score(lines: Sequence[str], question: Question) -> int:

@@ -111,7 +111,7 @@ def test_a_question_goes_to_the_policy_and_its_evidence_to_the_reward_model():
     assert (second.role, second.model, second.group) == ("reward_model", "reward_model", 1)
     assert second.temperature == 0.0
     asked = "Q00 what?\n"
-    sets = "".join(f"{asked}d0.0 text\nset {n}\n{i}\n" for i, n in enumerate((0, 1, 3), 1))
+    sets = "".join(f"{i}\n{asked}d0.0 text\nset {n}\n" for i, n in enumerate((0, 1, 3), 1))
     assert second.prompts == (f"{sets}{asked}scores",)  # of the well-formed siblings alone
     assert episode.scores == (5, 1, 3)
     assert episode.evidence == [1.0, 0.0, None, 0.5]
@@ -141,6 +141,27 @@ def test_a_malformed_scoring_is_retried_once_in_another_way_and_then_neutral():
     assert [call.temperature for call in models.calls[1:]] == [0.7] * 4
     _, models, _ = one(said=("what?",), retries=0)
     assert len(models.calls) == 2
+
+
+def test_quotes_and_scores_are_held_against_the_supporting_sentences():
+    question = dataclasses.replace(ask_about(0), evidence=("set 0", "d0.0 text"))
+    game = make_game([question])
+    script = Script([question], {0: HALF}, {0: ("1 3\n2 1\n3 1",)})
+    (episode,) = game.play(ScriptedModels(script), 1)
+    halves = pytest.approx((9 / 14, 0.5))
+    assert episode.supported == [(1.0, 1.0), halves, None, halves]
+    assert episode.ordered() == [1.0, 1.0]  # the other two are equal
+    means = game.metrics([episode]).means()
+    assert means["evidence_recall"] == pytest.approx(2 / 3)
+    assert means["evidence_precision"] == pytest.approx((1 + 18 / 14) / 3)
+    assert means["scoring_order"] == means[f"scoring_order/{QA}"] == 1.0
+    episode.scores = (2, 2, 5)
+    assert episode.ordered() == [0.5, 0.0]
+    episode.scores = None
+    assert episode.ordered() == []
+    game, _, episode = one()  # a question without its evidence
+    assert episode.supported == [None] * 4 and episode.ordered() == []
+    assert not {"evidence_recall", "scoring_order"} & game.metrics([episode]).means().keys()
 
 
 def test_one_well_formed_answer_is_compared_with_nothing():

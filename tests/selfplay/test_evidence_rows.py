@@ -92,12 +92,46 @@ def by_hand(question: str, lines: list[str]) -> int:
     return base - superfluous
 
 
+def sets_of(prompt: str) -> list[list[str]]:
+    """The lines of each set."""
+    *asked, question, last = prompt.splitlines()
+    assert last == "scores"
+    parts = "\n".join(asked).split(f"\n{question}\n")
+    heads = [parts[0], *(part.splitlines()[-1] for part in parts[1:-1])]
+    assert heads == [str(i) for i in range(1, len(parts))]
+    bodies = [part.splitlines() for part in parts[1:]]
+    lines = [body[:-1] for body in bodies[:-1]] + bodies[-1:]
+    return [[line.removeprefix("- ") for line in some] for some in lines]
+
+
+def test_thoughts_compare_the_names_of_every_line():
+    kinds = Counter()
+    for row in reward_rows(PROMPTS, Mixture(noise=0.0), 0, COUNT):
+        name, sets = row.prompt.split()[-2], sets_of(row.prompt)
+        thought, _, said = row.completion.removeprefix("<think>").partition("</think>")
+        scores = evidence.parse_scores(said, len(sets))
+        assert scores == evidence.parse_scores(row.completion, len(sets)) and scores
+        for line, lines, score in zip(thought.split("\n"), sets, scores, strict=True):
+            pairs = re.findall(r" (-|\w+) (\w+)\[\[(YES|NO)\]\]", line)
+            assert [found for _, found, _ in pairs] == [quoted.split()[0] for quoted in lines]
+            assert all((a == b) == (verdict == "YES") for a, b, verdict in pairs)
+            assert pairs[0][0] == name
+            hops = 1 + (" of friend of " in row.prompt)
+            for (_, _, verdict), quoted, (wanted, _, _) in zip(pairs, lines, pairs[1:]):
+                name, hops = (quoted.split()[-1], hops - 1) if verdict == "YES" else (name, hops)
+                assert wanted == (name if hops else "-")
+            name = row.prompt.split()[-2]
+            yes = sum(verdict == "YES" for _, _, verdict in pairs)
+            kinds[yes, len(pairs), score] += 1
+            assert (score == 1) == (yes == 0)
+    assert len(kinds) > 6
+
+
 def test_scores_follow_the_question_but_for_noise():
     exact, off, sizes = 0, Counter(), Counter()
     for row in reward_rows(PROMPTS, Mixture(), 0, COUNT):
-        *parts, question = re.split(r"\n[0-9]\n", row.prompt.removesuffix("\nscores"))
-        assert all(part.startswith(f"{question}\n") for part in parts)
-        sets = [[line.removeprefix("- ") for line in part.split("\n")[1:]] for part in parts]
+        sets = sets_of(row.prompt)
+        question = row.prompt.splitlines()[-2]
         scores = evidence.parse_scores(row.completion, len(sets))
         assert scores is not None
         sizes[len(sets)] += 1
