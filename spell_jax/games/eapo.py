@@ -31,16 +31,24 @@ from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import as_clusters
 from spell_jax.games import eapo_episode
 from spell_jax.games.eapo_episode import Episode
-from spell_jax.games.game import Ask, Demand, Materials, Models, Reply
+from spell_jax.games.game import (
+    RULES,
+    Answered,
+    Ask,
+    Demand,
+    Materials,
+    Models,
+    Reply,
+    ask_judge,
+    choose_judge,
+)
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.packing import Group
-from spell_jax.runtime import hosts
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import evidence, rules
 
 REWARD_MODEL = "reward_model"
 REWARD_MODELS = ("co_evolving", "static", "none")
-RULES = ("match", "judge")
 HIGH, LOW = 4, 2  # scores that say that an answer will be right, or wrong (section 3.3)
 RETRY_TEMPERATURE = 1.0  # where the first reply was greedy, and would be the same again
 
@@ -126,14 +134,12 @@ class Eapo:
     """The game; `play` makes a step's episodes and `rows` its training groups."""
 
     def __init__(self, config: EapoConfig, materials: Materials):
-        if config.rule == "judge" and materials.judge is None:
-            raise ValueError('game.rule = "judge": needs game.judge_url and game.judge_model')
         self.config = config
         has, learns = config.reward_model != "none", config.reward_model == "co_evolving"
         self.models: tuple[str, ...] = (REWARD_MODEL,) if has else ()
         self.trained: tuple[str, ...] = (REWARD_MODEL,) if learns else ()
         self._prompts = materials.prompts
-        self._judge = materials.judge
+        self._judge = choose_judge(config.rule, materials)
         clusters, self._questions = as_clusters(materials.questions())
         self._stream = materials.deal(clusters)
         self._kept: list[dict[str, Any]] = []  # since the last refresh, oldest first
@@ -195,20 +201,12 @@ class Eapo:
     # 3. Rewards.
 
     def ask_judge(self, episodes: Sequence[Episode]) -> None:
-        """(Option) an external judge's verdicts in the place of the rule's; none leaves that.
-
-        Of several hosts one asks it, and all are told: two calls need not agree.
-        """
-        judge = self._judge
-        if judge is None or self.config.rule != "judge":
-            return
-        asked = [(e, i) for e in episodes for i, p in enumerate(e.predictions) if p is not None]
-        items = [(e.question.question, e.predictions[i] or "", e.question.answer) for e, i in asked]
-        verdicts = hosts.broadcast(lambda: list(judge(items)))
-        for (episode, i), verdict in zip(asked, verdicts, strict=True):
-            episode.judge.append(verdict)
-            if verdict >= 0:
-                episode.outcomes[i] = float(verdict)
+        """(Option) an external judge's verdicts in the place of the rule's."""
+        answered = [
+            Answered(e.question.question, e.question.answer, e.predictions, e.outcomes, e.judge)
+            for e in episodes
+        ]
+        ask_judge(self._judge, answered)
 
     def reward(self, episode: Episode) -> None:
         """Evidence in relation to the siblings', and the total (Eq. 2)."""

@@ -6,12 +6,11 @@ import dataclasses
 
 import numpy as np
 
-from spell_jax.games.game import Demand
+from spell_jax.games.game import RULES, Demand
 from spell_jax.selfplay import rewards, selection
 
 REFERENCES = ("questioner", "anchored")
 RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
-RULES = ("match", "judge")
 REMEMBERED = ("shown", "new")
 
 
