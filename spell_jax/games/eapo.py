@@ -45,6 +45,7 @@ from spell_jax.games.game import (
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.settings import check_choice, check_least
 from spell_jax.selfplay import evidence, rules
 
 REWARD_MODEL = "reward_model"
@@ -89,24 +90,10 @@ class EapoConfig:
     divide_by_deviation: bool = True
 
     def __post_init__(self):
-        for field, allowed in (("reward_model", REWARD_MODELS), ("rule", RULES)):
-            if getattr(self, field) not in allowed:
-                raise ValueError(
-                    f"game.{field} = {getattr(self, field)!r}: must be one of {allowed}"
-                )
-        for field, least in (
-            ("questions", 1),
-            ("group_size", 2),
-            ("format_weight", 0),
-            ("evidence_weight", 0),
-            ("outcome_weight", 0),
-            ("refresh_every", 1),
-            ("most_rollouts", 1),
-            ("scoring_temperature", 0),
-            ("retries", 0),
-        ):
-            if not getattr(self, field) >= least:
-                raise ValueError(f"game.{field} = {getattr(self, field)}: must be at least {least}")
+        check_choice(self, "game.", reward_model=REWARD_MODELS, rule=RULES)
+        check_least(self, "game.", questions=1, group_size=2, refresh_every=1, most_rollouts=1)
+        check_least(self, "game.", format_weight=0, evidence_weight=0, outcome_weight=0)
+        check_least(self, "game.", scoring_temperature=0, retries=0)
         if not 0 < self.agreeing_share <= 1:
             raise ValueError(
                 f"game.agreeing_share = {self.agreeing_share}: must be above 0 and at most 1"
