@@ -6,6 +6,7 @@ small steps has real updates of all roles, memory and anchored references includ
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -138,7 +139,13 @@ def draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "plot_run", lambda workdir: ())
 
 
-_shared_learner = functools.cache(update.Learner)
+_cached_learner = functools.cache(update.Learner)
+
+
+def _shared_learner(policy, optimiser, *others) -> update.Learner:
+    if optimiser.schedule == "constant":  # whatever the number of steps
+        optimiser = dataclasses.replace(optimiser, total_steps=0)
+    return _cached_learner(policy, optimiser, *others)
 
 
 @functools.cache
