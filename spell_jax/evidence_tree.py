@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from spell_jax.evaluation.sampling import Policy
+from spell_jax.runtime.settings import check_choice, check_least
 from spell_jax.sampler.requests import Options, Sample
 from spell_jax.sampler.session import request_keys
 from spell_jax.selfplay import evidence, rules
@@ -59,11 +60,8 @@ class TreeConfig:
     reasoning_by: str = "none"
 
     def __post_init__(self):
-        if self.width < 1:
-            raise ValueError(f"width = {self.width}: must be at least 1")
-        for field, allowed in (("evidence_by", EVIDENCE_BY), ("reasoning_by", REASONING_BY)):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} = {getattr(self, field)!r}: must be one of {allowed}")
+        check_least(self, "", width=1)
+        check_choice(self, "", evidence_by=EVIDENCE_BY, reasoning_by=REASONING_BY)
 
 
 @dataclasses.dataclass

@@ -14,7 +14,8 @@ from spell_jax.evaluation.evidence import EvidenceEvaluation
 from spell_jax.evaluation.held_out import Evaluation, HeldOutQuestions
 from spell_jax.evaluation.reconstruction import PuzzleEvaluation
 from spell_jax.evaluation.tiny_world import TinyEvaluation
-from spell_jax.games.eapo import Eapo, EapoConfig
+from spell_jax.games.eapo import Eapo
+from spell_jax.games.eapo_config import EapoConfig
 from spell_jax.games.game import Demand, Game, Materials
 from spell_jax.games.reconstruction import Reconstruction, ReconstructionConfig
 from spell_jax.games.rlvr import Rlvr, RlvrConfig

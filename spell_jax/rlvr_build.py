@@ -53,6 +53,7 @@ from spell_jax.games.players import fold_keys
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.runtime import faults, hosts, start
 from spell_jax.runtime.jsonl import append_records, read_records, write_json
+from spell_jax.runtime.settings import check_choice, check_least
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
@@ -93,13 +94,8 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("attempts", "batch", "documents", "max_answer_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
-        if self.seed < 0:
-            raise ValueError(f"seed = {self.seed}: must be at least 0")
-        if self.agreement not in AGREEMENTS:
-            raise ValueError(f"agreement = {self.agreement!r}: must be one of {AGREEMENTS}")
+        check_least(self, "", attempts=1, batch=1, documents=1, max_answer_tokens=1, seed=0)
+        check_choice(self, "", agreement=AGREEMENTS)
 
 
 @dataclasses.dataclass

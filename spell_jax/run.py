@@ -325,22 +325,25 @@ class StepUpdate:
 
     def __init__(self, run: Run, models: dict[str, Any], rows: Sequence[packing.Group]):
         """Begins the first part. `models` is changed by `finish`."""
-        self._run, self._models, self._rows = run, models, rows
-        self._reference = models.get("reference")
-        own = self._rows_of("policy")
+        self._run, self._models = run, models
+        of_model = {name: [group for group in rows if group.model == name] for name in run.trained}
+        own = of_model.pop("policy")
         self.difference: Mapping[str, tuple[float, float]] = {}
         if run.learner.loss.behaviour == "recomputed":
             drawn, own = own, run.learner.recompute(models["policy"], own)
             self.difference = measures.sampler_difference(drawn, own)
-        first, *self._parts = packing.in_parts(own, run.config.minibatches) or [[]]
-        self._first = run.learner.begin(models["policy"], first, self._reference)
+        self._parts = {"policy": packing.in_parts(own, run.config.minibatches) or [[]]}
+        self._parts |= {name: packing.in_parts(groups, 1) for name, groups in of_model.items()}
+        self._begun: update.Update | None = self._begin("policy", self._parts["policy"][0])
 
-    def _rows_of(self, name: str) -> list[packing.Group]:
-        return [group for group in self._rows if group.model == name]
+    def _begin(self, name: str, part: Sequence[packing.Group]) -> update.Update:
+        reference = self._models.get("reference") if name == "policy" else None
+        return self._run.own[name].learner.begin(self._models[name], part, reference)
 
     def go_on(self) -> None:
         """Gives the device a micro-batch of the first part, if one is left (Update.go_on)."""
-        self._first.go_on()
+        if self._begun:
+            self._begun.go_on()
 
     def finish(self, workdir: epath.Path, step: int) -> dict[str, list[dict[str, float]]]:
         """All updates to their end; by model the numbers of each of its updates.
@@ -351,23 +354,14 @@ class StepUpdate:
           NonFinite: see Update.finish; the rows are below the workdir, under the step.
         """
         found: dict[str, list[dict[str, float]]] = {}
-        for name, model in self._run.trained.items():
-            with non_finite.rows_written(workdir, step, model.tokenizer.decode):
-                found[name] = list(self._update(name))
-        return {name: numbers for name, numbers in found.items() if numbers}
-
-    def _update(self, name: str) -> Iterator[dict[str, float]]:
-        learner, state = self._run.own[name].learner, self._models[name]
-        if name == "policy":
-            self._models[name], numbers = self._first.finish()
-            yield numbers
-            for part in self._parts:
-                state = self._models[name]
-                self._models[name], numbers = learner.update(state, part, self._reference)
-                yield numbers
-        elif rows := self._rows_of(name):
-            self._models[name], numbers = learner.update(state, rows)
-            yield numbers
+        for name, parts in self._parts.items():
+            decode = self._run.own[name].tokenizer.decode
+            with non_finite.rows_written(workdir, step, decode):
+                for part in parts:
+                    begun, self._begun = self._begun or self._begin(name, part), None
+                    self._models[name], numbers = begun.finish()
+                    found.setdefault(name, []).append(numbers)
+        return found
 
 
 def refresh_anchor(config: Config, models: dict[str, Any], step: int) -> None:

@@ -31,7 +31,7 @@ OF_OTHER_GAMES = {
     *("play/scoring_failed[/TASK]", "play/scoring_retried[/TASK]"),
     *("play/scoring_consistent[/TASK]", "play/kept_scorings", "play/refreshed_scorings"),
     *("eval/dense_reward[/K]", "eval/sparse_reward[/K]", "eval/permutation[/K]"),
-    *("eval/accuracy", "eval/well_formed", "eval/verbatim"),
+    *("eval/well_formed", "eval/verbatim"),
     *("eval/evidence_precision", "eval/evidence_recall"),
     *("play/static_questions", "play/judge_failed[/TASK]", "eval/all", "eval/TASK"),
 }

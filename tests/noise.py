@@ -6,18 +6,23 @@ small steps has real updates of all roles, memory and anchored references includ
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import pathlib
+import shutil
 import zlib
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
+from etils import epath
 from ml_collections import ConfigDict
 
 from configs import tiny
-from spell_jax import playable
+from spell_jax import playable, report
+from spell_jax import run as runs
 from spell_jax.catalogue import TINY_POLICY
 from spell_jax.games import eapo, spell
 from spell_jax.learner import update
@@ -25,6 +30,8 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh
+from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
+from spell_jax.sampler.engine import Sampler
 from spell_jax.selfplay import evidence, parsing, rules
 
 _UNSTEADY = ("time/", "process/")
@@ -125,6 +132,51 @@ def use_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a run see one device, however many there are."""
     make_mesh = mesh.make_mesh
     monkeypatch.setattr(mesh, "make_mesh", lambda shape=None: make_mesh(None, jax.devices()[:1]))
+
+
+def draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets runs end without plots, which take half of their time."""
+    monkeypatch.setattr(report, "plot_run", lambda workdir: ())
+
+
+_cached_learner = functools.cache(update.Learner)
+
+
+def _shared_learner(policy, optimiser, *others) -> update.Learner:
+    if optimiser.schedule == "constant":  # whatever the number of steps
+        optimiser = dataclasses.replace(optimiser, total_steps=0)
+    return _cached_learner(policy, optimiser, *others)
+
+
+@functools.cache
+def _shared_sampler(policy, config, stop_ids, mesh) -> Sampler:
+    return Sampler(policy, config, stop_ids, mesh)
+
+
+def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a run have the programs of those before it that are of its shape, where it would trace
+    them again (half of the rest). Not for adapters or stop strings, nor where a program is changed.
+    """
+    monkeypatch.setattr(update, "Learner", _shared_learner)
+    monkeypatch.setattr(
+        runs,
+        "Sampler",
+        lambda policy, config, stop_ids, mesh, stream: _shared_sampler(
+            policy, config, tuple(stop_ids), mesh
+        ),
+    )
+
+
+def end_earlier(workdir: epath.Path, folder: epath.Path, step: int) -> epath.Path:
+    """A copy of a run that has not got beyond a step, as if it had been killed behind it: what it
+    wrote later is still there, but its checkpoints are not."""
+    shutil.copytree(workdir, folder)
+    checkpoints = [path for path in (folder / CHECKPOINTS_FOLDER).iterdir() if path.name.isdigit()]
+    later = [path for path in checkpoints if int(path.name) > step]
+    assert 0 < len(later) < len(checkpoints)
+    for path in later:
+        shutil.rmtree(path)
+    return folder
 
 
 def lose_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ def main() -> None:
         return
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.give_meaning(monkeypatch)
+        noise.draw_nothing(monkeypatch)
         monkeypatch.setattr(catalogue, "_make_judge", lambda *_: judge)
         if rest and jax.process_index() == int(rest[0]):
             die_behind(int(rest[1]), monkeypatch)

@@ -35,6 +35,7 @@ def play(config, workdir: pathlib.Path) -> pathlib.Path:
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         noise.give_meaning(monkeypatch)
+        noise.draw_nothing(monkeypatch)
         return train.train(config, workdir)
 
 

@@ -70,6 +70,8 @@ def folder_config(documents: pathlib.Path, warm: pathlib.Path, steps: int):
 @pytest.mark.parametrize("meaning", [False, True], ids=["noise", "noise with a meaning"])
 def test_a_folder_is_played_and_the_run_goes_on(documents, warm, meaning, tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
+    noise.draw_nothing(monkeypatch)
+    noise.share_programs(monkeypatch)
     if meaning:
         noise.give_meaning(monkeypatch)
     train.train(folder_config(documents, warm, steps=2), tmp_path)

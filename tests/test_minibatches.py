@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,10 +26,14 @@ def policy(tmp_path_factory) -> pathlib.Path:
     return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch) -> None:
-    noise.use_one_device(monkeypatch)
-    noise.give_meaning(monkeypatch)
+@pytest.fixture(autouse=True, scope="module")
+def _small_and_quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        noise.give_meaning(monkeypatch)
+        noise.draw_nothing(monkeypatch)
+        noise.share_programs(monkeypatch)
+        yield
 
 
 def make_config(policy: pathlib.Path, behaviour: str, **overrides) -> Any:
@@ -40,13 +45,19 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("behaviour", BEHAVIOURS)
-def test_a_step_in_parts_is_as_by_hand(policy, tmp_path, behaviour):
-    config = make_config(policy, behaviour)
-    run = runs.make_run(config)
-    models = runs.first_models(run)
-    played = train.play(run, models, 1)
+@pytest.fixture(scope="module")
+def played(policy) -> train.Played:
+    """A step: how it is learned from is no matter."""
+    run = runs.make_run(make_config(policy, "sampler"))
+    played = train.play(run, runs.first_models(run), 1)
     assert played and len(played.rows) > 2
+    return played
+
+
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+def test_a_step_in_parts_is_as_by_hand(policy, played, tmp_path, behaviour):
+    run = runs.make_run(make_config(policy, behaviour))
+    models = runs.first_models(run)
     begun = runs.copy(models["policy"].params)
     numbers = runs.StepUpdate(run, models, played.rows).finish(epath.Path(tmp_path), 1)
     assert list(numbers) == ["policy"] and len(numbers["policy"]) == 2
@@ -69,10 +80,9 @@ def test_a_step_in_parts_is_as_by_hand(policy, tmp_path, behaviour):
 
 
 def test_a_run_in_parts_is_resumed_to_the_bit(policy, tmp_path):
-    whole, halved = epath.Path(tmp_path / "whole"), epath.Path(tmp_path / "halved")
-    train.train(make_config(policy, "recomputed"), whole)
-    train.train(make_config(policy, "recomputed", steps=2), halved)
     config = make_config(policy, "recomputed")
+    whole = train.train(config, epath.Path(tmp_path / "whole"))
+    halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), 2)
     train.train(config, halved)
     assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
     states = []

@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -39,9 +40,15 @@ def policy(tmp_path_factory) -> pathlib.Path:
     return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch) -> None:
-    noise.use_one_device(monkeypatch)
+@pytest.fixture(autouse=True, scope="module")
+def _small_and_quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        noise.draw_nothing(monkeypatch)
+        noise.share_programs(monkeypatch)
+        games = playable.GAMES | {"pair": playable.Kind(lambda fields: fields, Pair)}
+        monkeypatch.setattr(playable, "GAMES", games)
+        yield
 
 
 def game_config(policy: pathlib.Path, game: dict[str, Any], **overrides) -> Any:
@@ -155,13 +162,20 @@ class Pair:
         self._stream.load_state_dict(state)
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> pathlib.Path:
+    """A model that is larger than the policy."""
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "other", width=48)
+
+
 @pytest.fixture
-def pair(policy, tmp_path, monkeypatch) -> Any:
-    """A config of the game; the other model is larger than the policy, and begins otherwise."""
-    games = playable.GAMES | {"pair": playable.Kind(lambda fields: fields, Pair)}
-    monkeypatch.setattr(playable, "GAMES", games)
+def pair(policy, other) -> Any:
+    """A config of the game."""
+    return pair_config(policy, other)
+
+
+def pair_config(policy: pathlib.Path, other: pathlib.Path) -> Any:
     config = game_config(policy, {"name": "pair", "group_size": 4}, checkpoint_every=1)
-    other = noise.save_policy(tmp_path / "other", width=48)
     with config.unlocked():
         config.other = base.get_config().policy
         config.other.folder, config.other.compute_dtype = str(other), "float32"
@@ -170,33 +184,34 @@ def pair(policy, tmp_path, monkeypatch) -> Any:
     return config
 
 
+@pytest.fixture(scope="module")
+def whole(policy, other, tmp_path_factory) -> epath.Path:
+    """A run of the game from its first step to its last."""
+    return train.train(
+        pair_config(policy, other), epath.Path(tmp_path_factory.mktemp("whole") / "run")
+    )
+
+
 def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_second_model_learns_when_it_has_rows(pair, tmp_path):
-    workdir = epath.Path(tmp_path / "run")
-    train.train(pair, workdir)
-    lines = lines_of(workdir)
+def test_a_second_model_learns_when_it_has_rows(pair, whole):
+    lines = lines_of(whole)
     assert [("train/other/loss" in line) for line in lines] == [False, True, False]
     assert all(line["train/rows/responder"] == 8 for line in lines)
     assert lines[1]["train/rows/critic"] == 4
     assert lines[1]["play/prompt_tokens/other"] > 0 and lines[1]["play/answer_tokens/anchor"] > 0
     before = weights.load(epath.Path(pair.other.folder), meshes.make_mesh())[1]
-    after = weights.load(workdir / "other", meshes.make_mesh())[1]
+    after = weights.load(whole / "other", meshes.make_mesh())[1]
     assert before["embedding"].shape[-1] == 48
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), before, after)
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
-def test_a_second_model_is_resumed_to_the_bit(pair, tmp_path):
-    whole, halved = epath.Path(tmp_path / "whole"), epath.Path(tmp_path / "halved")
-    train.train(pair, whole)
-    with pair.unlocked():
-        pair.steps = 2
-    train.train(pair, halved)
-    with pair.unlocked():
-        pair.steps = STEPS
+@pytest.mark.parametrize("step", [1, 2], ids=["before it has learned", "behind it"])
+def test_a_second_model_is_resumed_to_the_bit(pair, whole, step, tmp_path):
+    halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), step)
     train.train(pair, halved)
     assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
     run = runs.make_run(pair)
@@ -226,10 +241,9 @@ def test_a_model_of_its_own_needs_a_folder(pair):
         runs.make_run(pair)
 
 
-def test_models_that_wait_on_the_host_learn_the_same(pair, tmp_path):
-    near, waiting = epath.Path(tmp_path / "near"), epath.Path(tmp_path / "waiting")
-    train.train(pair, near)
+def test_models_that_wait_on_the_host_learn_the_same(pair, whole, tmp_path):
+    waiting = epath.Path(tmp_path / "waiting")
     for optimiser in (pair.optimiser, pair.other.optimiser):
         optimiser.offload = optimiser.offload_weights = True
     train.train(pair, waiting)
-    assert [*map(noise.steady, lines_of(near))] == [*map(noise.steady, lines_of(waiting))]
+    assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(waiting))]

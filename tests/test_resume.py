@@ -39,7 +39,8 @@ def play(config, workdir: pathlib.Path, one_device: bool = True) -> list[dict]:
         if one_device:
             noise.use_one_device(monkeypatch)
         noise.give_meaning(monkeypatch)
-        monkeypatch.setattr(train.report, "plot_run", lambda workdir: ())
+        noise.draw_nothing(monkeypatch)
+        noise.share_programs(monkeypatch)
         train.train(config, workdir)
     return list(map(noise.steady, read_metrics(workdir)))
 

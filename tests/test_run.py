@@ -38,6 +38,7 @@ def play(config, workdir) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         noise.give_meaning(monkeypatch)
+        noise.draw_nothing(monkeypatch)
         train.train(config, workdir)
 
 

@@ -36,10 +36,18 @@ def policy(tmp_path_factory) -> pathlib.Path:
 class Finished:
     """A run that is over: its folder, its parts, and how often each program was traced by step.
 
-    Played on one of the fake devices, which is faster than on all, with noise that means something.
+    Played on one of the fake devices, which is faster than on all, with noise that means something,
+    and with the programs of other runs; `alone`, with its own, and to its plots.
     """
 
-    def __init__(self, config, workdir: pathlib.Path, devices: int = 1, meaning: bool = True):
+    def __init__(
+        self,
+        config,
+        workdir: pathlib.Path,
+        devices: int = 1,
+        meaning: bool = True,
+        alone: bool = False,
+    ):
         self.workdir = workdir
         self.traces: list[dict[str, int]] = []
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -47,6 +55,9 @@ class Finished:
                 noise.use_one_device(monkeypatch)
             if meaning:
                 noise.give_meaning(monkeypatch)
+            if not alone:
+                noise.draw_nothing(monkeypatch)
+                noise.share_programs(monkeypatch)
             make_run = train.make_run
             monkeypatch.setattr(train, "make_run", lambda c: self._keep(make_run(c)))
             monkeypatch.setattr(packing, "count_answers", self._count)
@@ -94,7 +105,7 @@ COUNT_ANSWERS = packing.count_answers
 def whole(policy, tmp_path_factory) -> Finished:
     """Four steps in one go, evaluated, the last one profiled."""
     config = noise.small_config(policy, steps=4, evaluate=True, profile_steps=(4,))
-    return Finished(config, tmp_path_factory.mktemp("whole"))
+    return Finished(config, tmp_path_factory.mktemp("whole"), alone=True)
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +259,7 @@ def test_a_finished_run_is_left_as_it_is(resumed, policy):
 def test_noise_makes_empty_updates_and_time_ends_a_run(policy, tmp_path):
     """A policy that has learned nothing: no question is accepted, and the run is none the worse."""
     config = noise.small_config(policy, steps=100_000, max_minutes=0.02, validate_every=0)
-    run = Finished(config, tmp_path, meaning=False)
+    run = Finished(config, tmp_path, meaning=False, alone=True)
     lines = run.metrics()
     assert 1 <= len(lines) < 100_000
     assert all(line["train/empty_update"] == 1 for line in lines)
@@ -333,7 +344,7 @@ def test_rows_of_numbers_that_go_wrong_are_written(policy, tmp_path, monkeypatch
     noise.lose_numbers(monkeypatch)
     config = noise.small_config(policy, validate_every=0, **{"optimiser.max_skipped": 2})
     with pytest.raises(NonFinite, match="2 updates in a row") as error:
-        Finished(config, tmp_path)
+        Finished(config, tmp_path, alone=True)
     path = tmp_path / "non_finite" / "2.jsonl"
     assert str(path) in error.value.__notes__[0]
     roles = {json.loads(line)["role"] for line in path.read_text().splitlines()}

@@ -25,6 +25,7 @@ from spell_jax.evaluation.benchmark import Benchmark, Item
 from spell_jax.evaluation.sampling import Policy
 from spell_jax.games.players import fold_keys
 from spell_jax.runtime.jsonl import read_records, write_records
+from spell_jax.runtime.settings import check_least
 from spell_jax.sampler.requests import Options, Sample
 from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Judge
 
@@ -52,9 +53,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        for name, least in (("samples", 1), ("max_tokens", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least {least}")
+        check_least(self, "", samples=1, max_tokens=0, seed=0)
         Options(self.temperature, self.top_p)
 
     def options(self, benchmark: Benchmark) -> Options:

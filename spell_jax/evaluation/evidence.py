@@ -36,11 +36,11 @@ class EvidenceEvaluation:
         return {"structured answers": rows}
 
     def quick(self, ask: Models) -> tuple[float, dict[str, float]]:
-        """(accuracy, means over all, and the accuracy of each task)."""
+        """(accuracy; that of "all" and of each task, the other means over all by name)."""
         by_task = self._outcomes(ask)
-        numbers = {name: share(outcomes)[0] for name, outcomes in by_task["all"].items()}
-        accuracies = {task: share(some["accuracy"])[0] for task, some in by_task.items()}
-        return numbers["accuracy"], numbers | accuracies
+        accuracies = {task: share(some.pop("accuracy"))[0] for task, some in by_task.items()}
+        others = {name: share(outcomes)[0] for name, outcomes in by_task["all"].items()}
+        return accuracies["all"], accuracies | others
 
     def _outcomes(self, ask: Models) -> dict[str, Outcomes]:
         """Task, and "all" -> name of a number -> outcomes."""

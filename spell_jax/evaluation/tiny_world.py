@@ -19,6 +19,7 @@ from spell_jax.data.clusters import LETTERS
 from spell_jax.evaluation.scoring import Report, share
 from spell_jax.games.game import Models
 from spell_jax.games.spell_config import SpellConfig
+from spell_jax.runtime.settings import check_least
 from spell_jax.selfplay import demonstrations, parsing, rules
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
@@ -59,11 +60,7 @@ class TinyEvaluation:
     quick_documents: tuple[int, ...] = (8, 12)
 
     def __post_init__(self):
-        for field in ("per_cell", "quick_per_cell"):
-            if getattr(self, field) < 1:
-                raise ValueError(
-                    f"data.tiny.evaluation.{field} = {getattr(self, field)}: must be at least 1"
-                )
+        check_least(self, "data.tiny.evaluation.", per_cell=1, quick_per_cell=1)
         # A two-hop question needs two documents.
         most = len(world.NAMES)
         for field in ("documents", "quick_documents"):

@@ -23,117 +23,42 @@ reply may have, or the model would learn to commit itself to nothing.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import as_clusters
 from spell_jax.games import eapo_episode
+from spell_jax.games.eapo_config import REWARD_MODEL, EapoConfig
 from spell_jax.games.eapo_episode import Episode
-from spell_jax.games.game import Ask, Demand, Materials, Models, Reply
+from spell_jax.games.game import (
+    Answered,
+    Ask,
+    Materials,
+    Models,
+    Reply,
+    ask_judge,
+    choose_judge,
+)
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.packing import Group
-from spell_jax.runtime import hosts
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import evidence, rules
 
-REWARD_MODEL = "reward_model"
-REWARD_MODELS = ("co_evolving", "static", "none")
-RULES = ("match", "judge")
 HIGH, LOW = 4, 2  # scores that say that an answer will be right, or wrong (section 3.3)
 RETRY_TEMPERATURE = 1.0  # where the first reply was greedy, and would be the same again
-
-
-@dataclasses.dataclass(frozen=True)
-class EapoConfig:
-    """Every switch of the game; the defaults are the paper's where it has them.
-
-    Attributes:
-      questions: of a step [paper: batch size].
-      group_size: G, answers to a question.
-      format_weight, evidence_weight, outcome_weight: of the total reward (Eq. 2).
-      reward_model: "co_evolving", "static" (scores, and never learns), or "none": nobody scores,
-        and evidence_weight goes to the outcome (section 5.3 with beta 0: GRPO by outcome alone, the
-        paper's control, that must keep the format all the same).
-      refresh_every: steps between two refreshes of a co-evolving reward model.
-      agreeing_share: least share of a kept scoring's scores that the outcome bears out; the others
-        are 3, for no score of it may contradict the outcome.
-      most_rollouts: scorings that are kept for a refresh; the oldest go first.
-      scoring_temperature: of the reward model; 0: greedy.
-      retries: further tries where its reply is malformed.
-      rule: "match" compares texts, numbers, letters; "judge" asks an external judge.
-      divide_by_deviation: whether advantages are in deviations of the group (Eq. 1).
-    """
-
-    questions: int = 64
-    group_size: int = 6
-    format_weight: float = 0.1
-    evidence_weight: float = 0.3
-    outcome_weight: float = 0.6
-    reward_model: str = "co_evolving"
-    refresh_every: int = 20
-    agreeing_share: float = 0.5
-    most_rollouts: int = 1280
-    scoring_temperature: float = 0.0
-    retries: int = 1
-    rule: str = "match"
-    divide_by_deviation: bool = True
-
-    def __post_init__(self):
-        for field, allowed in (("reward_model", REWARD_MODELS), ("rule", RULES)):
-            if getattr(self, field) not in allowed:
-                raise ValueError(
-                    f"game.{field} = {getattr(self, field)!r}: must be one of {allowed}"
-                )
-        for field, least in (
-            ("questions", 1),
-            ("group_size", 2),
-            ("format_weight", 0),
-            ("evidence_weight", 0),
-            ("outcome_weight", 0),
-            ("refresh_every", 1),
-            ("most_rollouts", 1),
-            ("scoring_temperature", 0),
-            ("retries", 0),
-        ):
-            if not getattr(self, field) >= least:
-                raise ValueError(f"game.{field} = {getattr(self, field)}: must be at least {least}")
-        if not 0 < self.agreeing_share <= 1:
-            raise ValueError(
-                f"game.agreeing_share = {self.agreeing_share}: must be above 0 and at most 1"
-            )
-
-    def demands(self) -> list[Demand]:
-        """Of a step; a refresh learns from what was kept since the last one."""
-        answers = Demand("answers", "responder", self.questions, self.group_size, self.questions)
-        if self.reward_model == "none":
-            return [answers]
-        asked = self.questions * (1 + self.retries)
-        kept = self.most_rollouts if self.reward_model == "co_evolving" else 0
-        return [answers, Demand("scorings", REWARD_MODEL, asked, 1, kept, REWARD_MODEL)]
-
-    @property
-    def weights(self) -> evidence.Weights:
-        """Of Eq. 2, where nobody scores evidence those of section 5.3 with beta 0."""
-        shares = self.evidence_weight, self.outcome_weight
-        if self.reward_model == "none":
-            shares = 0.0, sum(shares)
-        return evidence.Weights(self.format_weight, *shares)
 
 
 class Eapo:
     """The game; `play` makes a step's episodes and `rows` its training groups."""
 
     def __init__(self, config: EapoConfig, materials: Materials):
-        if config.rule == "judge" and materials.judge is None:
-            raise ValueError('game.rule = "judge": needs game.judge_url and game.judge_model')
         self.config = config
         has, learns = config.reward_model != "none", config.reward_model == "co_evolving"
         self.models: tuple[str, ...] = (REWARD_MODEL,) if has else ()
         self.trained: tuple[str, ...] = (REWARD_MODEL,) if learns else ()
         self._prompts = materials.prompts
-        self._judge = materials.judge
+        self._judge = choose_judge(config.rule, materials)
         clusters, self._questions = as_clusters(materials.questions())
         self._stream = materials.deal(clusters)
         self._kept: list[dict[str, Any]] = []  # since the last refresh, oldest first
@@ -200,20 +125,12 @@ class Eapo:
     # 3. Rewards.
 
     def ask_judge(self, episodes: Sequence[Episode]) -> None:
-        """(Option) an external judge's verdicts in the place of the rule's; none leaves that.
-
-        Of several hosts one asks it, and all are told: two calls need not agree.
-        """
-        judge = self._judge
-        if judge is None or self.config.rule != "judge":
-            return
-        asked = [(e, i) for e in episodes for i, p in enumerate(e.predictions) if p is not None]
-        items = [(e.question.question, e.predictions[i] or "", e.question.answer) for e, i in asked]
-        verdicts = hosts.broadcast(lambda: list(judge(items)))
-        for (episode, i), verdict in zip(asked, verdicts, strict=True):
-            episode.judge.append(verdict)
-            if verdict >= 0:
-                episode.outcomes[i] = float(verdict)
+        """(Option) an external judge's verdicts in the place of the rule's."""
+        answered = [
+            Answered(e.question.question, e.question.answer, e.predictions, e.outcomes, e.judge)
+            for e in episodes
+        ]
+        ask_judge(self._judge, answered)
 
     def reward(self, episode: Episode) -> None:
         """Evidence in relation to the siblings', and the total (Eq. 2)."""

@@ -10,6 +10,7 @@ from spell_jax.data.clusters import Cluster, Source
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import Group
+from spell_jax.runtime import hosts
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.requests import Sample
 from spell_jax.selfplay.prompts import Prompts
@@ -17,6 +18,7 @@ from spell_jax.selfplay.prompts import Prompts
 Item = TypeVar("Item")
 # (question, prediction, reference) triples -> 1, 0 or -1 (no verdict).
 JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
+RULES = ("match", "judge")  # texts are compared, or an external judge is asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +174,53 @@ class Game(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def choose_judge(rule: str, materials: Materials) -> JudgeFunction | None:
+    """The external judge, where the game's rule (of RULES) asks it.
+
+    Raises:
+      ValueError: it does, and none is configured.
+    """
+    if rule != "judge":
+        return None
+    if materials.judge is None:
+        raise ValueError('game.rule = "judge": needs game.judge_url and game.judge_model')
+    return materials.judge
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """A question and its answers, as an external judge is asked about them.
+
+    Attributes:
+      question, reference: what it reads with each of the answers.
+      predictions: of the answers; None: there is nothing to judge.
+      outcomes: by the game's rule.
+      verdicts: as it gives them, of predictions that are not None (negative: none).
+    """
+
+    question: str
+    reference: str
+    predictions: Sequence[str | None]
+    outcomes: list[float]
+    verdicts: list[int]
+
+
+def ask_judge(judge: JudgeFunction | None, answered: Sequence[Answered]) -> None:
+    """(Option) puts an external judge's verdicts in the place of `outcomes`; none leaves those.
+
+    Of several hosts one asks it, and all are told: two calls need not agree.
+    """
+    if judge is None:
+        return
+    asked = [(a, i) for a in answered for i, p in enumerate(a.predictions) if p is not None]
+    items = [(a.question, a.predictions[i] or "", a.reference) for a, i in asked]
+    verdicts = hosts.broadcast(lambda: list(judge(items)))
+    for (one, i), verdict in zip(asked, verdicts, strict=True):
+        one.verdicts.append(verdict)
+        if verdict >= 0:
+            one.outcomes[i] = float(verdict)
 
 
 def records(game: Game, episodes: Iterable[Any]) -> Iterator[dict[str, Any]]:

@@ -29,6 +29,7 @@ from spell_jax.games.game import Demand, Materials, Models, Reply
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.settings import check_choice, check_least
 from spell_jax.selfplay import puzzles
 from spell_jax.selfplay.puzzles import FEWEST_OPTIONS, MOST_OPTIONS, Order, Posed
 
@@ -75,36 +76,27 @@ class ReconstructionConfig:
     validation_puzzles: int = 32
 
     def __post_init__(self):
+        check_choice(self, "game.", reward=tuple(REWARDS), selection=clusters.SELECTIONS)
+        check_least(self, "game.", documents=1, group_size=2, most_documents=0, min_paragraph=1)
+        check_least(self, "game.", evaluation_puzzles=1, validation_puzzles=1)
         ks, weights = self.options, self.option_weights
         are_options = all(FEWEST_OPTIONS <= k <= MOST_OPTIONS for k in ks)
         are_weights = len(weights) == len(ks) and all(0 < w < math.inf for w in weights)
-        for field, is_right, wanted in (
-            ("documents", self.documents >= 1, "at least 1"),
-            ("group_size", self.group_size >= 2, "at least 2"),
-            ("reward", self.reward in REWARDS, f"one of {tuple(REWARDS)}"),
-            (
-                "options",
-                are_options and len({*ks}) == len(ks) > 0,
-                f"different numbers from {FEWEST_OPTIONS} to {MOST_OPTIONS}",
-            ),
-            ("option_weights", are_weights, f"a positive number for each of game.options = {ks}"),
-            ("evaluation_puzzles", self.evaluation_puzzles >= 1, "at least 1"),
-            ("validation_puzzles", self.validation_puzzles >= 1, "at least 1"),
-            ("most_documents", self.most_documents >= 0, "at least 0"),
-            (
-                "selection",
-                self.selection in clusters.SELECTIONS,
-                f"one of {clusters.SELECTIONS}",
-            ),
-            ("min_paragraph", self.min_paragraph >= 1, "at least 1"),
-            (
-                "max_paragraph",
-                self.max_paragraph >= self.min_paragraph,
-                f"at least game.min_paragraph = {self.min_paragraph}",
-            ),
-        ):
-            if not is_right:
-                raise ValueError(f"game.{field} = {getattr(self, field)!r}: must be {wanted}")
+        if not are_options or len({*ks}) != len(ks) or not ks:
+            raise ValueError(
+                f"game.options = {ks}: must be different numbers from {FEWEST_OPTIONS} to "
+                f"{MOST_OPTIONS}"
+            )
+        if not are_weights:
+            raise ValueError(
+                f"game.option_weights = {weights}: must be a positive number for each of "
+                f"game.options = {ks}"
+            )
+        if self.max_paragraph < self.min_paragraph:
+            raise ValueError(
+                f"game.max_paragraph = {self.max_paragraph}: must be at least game.min_paragraph = "
+                f"{self.min_paragraph}"
+            )
 
     def demands(self) -> list[Demand]:
         """Of a step."""

@@ -25,6 +25,7 @@ from spell_jax.games.spell import Spell
 from spell_jax.games.spell_episode import Episode
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.settings import check_least
 
 _NOTHING_GIVEN: Mapping[str, Question] = {}
 
@@ -37,8 +38,7 @@ class RlvrConfig:
     static_questions: int = 960
 
     def __post_init__(self):
-        if self.static_questions < 1:
-            raise ValueError(f"game.static_questions = {self.static_questions}: must be at least 1")
+        check_least(self, "game.", static_questions=1)
 
 
 class Rlvr:

@@ -29,12 +29,20 @@ import numpy as np
 
 from spell_jax.data.clusters import LETTERS, Cluster
 from spell_jax.games import spell_episode
-from spell_jax.games.game import Ask, Materials, Models, Reply
+from spell_jax.games.game import (
+    Answered,
+    Ask,
+    Materials,
+    Models,
+    Reply,
+    ask_judge,
+    choose_judge,
+)
 from spell_jax.games.spell_config import SpellConfig
 from spell_jax.games.spell_episode import Episode, documents_of
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from spell_jax.learner.packing import Group
-from spell_jax.runtime import faults, hosts
+from spell_jax.runtime import faults
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import parsing, rewards, rules, selection
 from spell_jax.selfplay.memory import Entry, QuestionMemory
@@ -46,8 +54,6 @@ class Spell:
     trained = ()
 
     def __init__(self, config: SpellConfig, materials: Materials):
-        if config.rule == "judge" and materials.judge is None:
-            raise ValueError('game.rule = "judge": needs game.judge_url and game.judge_model')
         self.config = config
         self.prompts = materials.prompts
         self.stream = materials.deal(materials.clusters())
@@ -56,7 +62,7 @@ class Spell:
         self._count = materials.count_tokens
         self._cap = materials.prompt_cap
         self.seed = materials.seed
-        self._judge = materials.judge
+        self._judge = choose_judge(config.rule, materials)
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -222,20 +228,11 @@ class Spell:
             e.votes[i] = [parsing.parse_verdict(text) for text in _texts(reply)]
 
     def ask_judge(self, episodes: Sequence[Episode]) -> None:
-        """(Option) an external judge's verdicts in the place of the rule's; none leaves that.
-
-        Of several hosts one asks it, and all are told: two calls need not agree.
-        """
-        judge = self._judge
-        if judge is None:
-            return
-        asked = [(e, i) for e in episodes for i, p in enumerate(e.predictions) if p is not None]
-        items = [(e.question, e.predictions[i] or "", e.reference) for e, i in asked]
-        verdicts = hosts.broadcast(lambda: list(judge(items)))
-        for (episode, i), verdict in zip(asked, verdicts, strict=True):
-            episode.judge.append(verdict)
-            if verdict >= 0:
-                episode.rule[i] = float(verdict)
+        """(Option) an external judge's verdicts in the place of the rule's."""
+        answered = [
+            Answered(e.question, e.reference, e.predictions, e.rule, e.judge) for e in episodes
+        ]
+        ask_judge(self._judge, answered)
 
     # 6. Rewards.
 

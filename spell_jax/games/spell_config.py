@@ -6,12 +6,12 @@ import dataclasses
 
 import numpy as np
 
-from spell_jax.games.game import Demand
+from spell_jax.games.game import RULES, Demand
+from spell_jax.runtime.settings import check_choice, check_least
 from spell_jax.selfplay import rewards, selection
 
 REFERENCES = ("questioner", "anchored")
 RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
-RULES = ("match", "judge")
 REMEMBERED = ("shown", "new")
 
 
@@ -94,35 +94,14 @@ class SpellConfig:
     keep_surplus: bool = False
 
     def __post_init__(self):
-        for field, allowed in (
-            ("mapping", rewards.MAPPINGS),
-            ("reference", REFERENCES),
-            ("responder_reward", RESPONDER_REWARDS),
-            ("rule", RULES),
-            ("memory_documents", REMEMBERED),
-        ):
-            if getattr(self, field) not in allowed:
-                raise ValueError(
-                    f"game.{field} = {getattr(self, field)!r}: must be one of {allowed}"
-                )
-        for field, least in (
-            ("questions", 1),
-            ("generation_batch", 1),
-            ("max_generations", 1),
-            ("group_size", 2),
-            ("verifier_group_size", 1),
-            ("memory", 0),
-            ("max_answer_tokens", 1),
-            ("grounding_samples", 0),
-            ("grounding_threshold", 1),
-            ("anchor_samples", 2),
-            ("anchor_refresh", 0),
-            ("sigma", 1e-6),
-            ("negatives", 0),
-            ("verifier_share", 0),
-        ):
-            if getattr(self, field) < least:
-                raise ValueError(f"game.{field} = {getattr(self, field)}: must be at least {least}")
+        check_choice(self, "game.", mapping=rewards.MAPPINGS, memory_documents=REMEMBERED)
+        check_choice(self, "game.", reference=REFERENCES, responder_reward=RESPONDER_REWARDS)
+        check_choice(self, "game.", rule=RULES)
+        check_least(self, "game.", questions=1, generation_batch=1, max_generations=1)
+        check_least(self, "game.", group_size=2, verifier_group_size=1, verifier_share=0)
+        check_least(self, "game.", grounding_samples=0, grounding_threshold=1)
+        check_least(self, "game.", anchor_samples=2, anchor_refresh=0)
+        check_least(self, "game.", memory=0, max_answer_tokens=1, sigma=1e-6, negatives=0)
         if not 0 <= self.memory_low <= self.memory_high:
             raise ValueError(
                 f"game.memory_low = {self.memory_low}: must be from 0 to game.memory_high = "

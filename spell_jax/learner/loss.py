@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from spell_jax.learner import packing
+from spell_jax.runtime.settings import check_choice
 
 BEHAVIOURS = ("current", "sampler", "truncated", "recomputed")
 OBJECTIVES = ("clip", "cispo")
@@ -74,16 +75,8 @@ class LossConfig:
     sequence_tokens: int = 0
 
     def __post_init__(self):
-        for field, allowed in (
-            ("objective", OBJECTIVES),
-            ("ratio", RATIOS),
-            ("kl_estimator", KL_ESTIMATORS),
-            ("behaviour", BEHAVIOURS),
-        ):
-            if getattr(self, field) not in allowed:
-                raise ValueError(
-                    f"loss.{field} = {getattr(self, field)!r}: must be one of {allowed}"
-                )
+        check_choice(self, "loss.", objective=OBJECTIVES, ratio=RATIOS)
+        check_choice(self, "loss.", kl_estimator=KL_ESTIMATORS, behaviour=BEHAVIOURS)
         for field in ("clip_low", "clip_high", "kl_weight", "entropy_weight"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"loss.{field} = {getattr(self, field)}: must be 0 or more")

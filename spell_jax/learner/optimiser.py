@@ -6,6 +6,8 @@ import dataclasses
 
 import optax
 
+from spell_jax.runtime.settings import check_choice, check_least
+
 SCHEDULES = ("constant", "cosine", "linear")
 
 
@@ -51,10 +53,8 @@ class OptimiserConfig:
         for field in ("b1", "b2"):
             if not 0 <= getattr(self, field) < 1:
                 raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be in [0, 1)")
-        if self.max_skipped < 1:
-            raise ValueError(f"optimiser.max_skipped = {self.max_skipped}: must be at least 1")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"optimiser.schedule = {self.schedule!r}: must be one of {SCHEDULES}")
+        check_least(self, "optimiser.", max_skipped=1)
+        check_choice(self, "optimiser.", schedule=SCHEDULES)
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
                 f"optimiser.total_steps = {self.total_steps}: must be above warmup_steps = "

@@ -12,6 +12,7 @@ from spell_jax.policy import lora as adapters
 from spell_jax.policy import rope as ropes
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.policy.rope import RopeConfig
+from spell_jax.runtime.settings import check_choice, check_least
 
 REMAT_POLICIES = ("none", "block", "attention", "dots", "offload")
 MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama")
@@ -80,9 +81,7 @@ class PolicyConfig:
     ring: bool = False
 
     def __post_init__(self):
-        for field in _POSITIVE:
-            if getattr(self, field) < 1:
-                raise ValueError(f"policy.{field} = {getattr(self, field)}: must be at least 1")
+        check_least(self, "policy.", **dict.fromkeys(_POSITIVE, 1))
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"policy.kv_heads = {self.kv_heads}: must divide policy.heads = {self.heads}"
@@ -98,11 +97,7 @@ class PolicyConfig:
                 f"policy.experts_per_token = {self.experts_per_token}: must be from 1 to "
                 f"policy.experts = {self.experts} (0 without experts)"
             )
-        if self.remat not in REMAT_POLICIES:
-            raise ValueError(f"policy.remat = {self.remat!r}: must be one of {REMAT_POLICIES}")
-
-        if self.attention not in ATTENTION:
-            raise ValueError(f"policy.attention = {self.attention!r}: must be one of {ATTENTION}")
+        check_choice(self, "policy.", remat=REMAT_POLICIES, attention=ATTENTION)
         if self.lora is not None:
             adapters.targets(self)
 

@@ -8,7 +8,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -43,6 +43,27 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
         if required and name not in values:
             raise ValueError(f"{where}.{name}: is missing, must be {_name(hints[name])}")
     return cls(**values, **extra)
+
+
+def check_least(fields: Any, where: str, **least: float) -> None:
+    """Raises ValueError for a field of a section below its least value, or not a number.
+
+    Args:
+      fields: the section's dataclass.
+      where: the section's name in messages, with its dot ("optimiser."), or nothing.
+      least: by field.
+    """
+    for name, bound in least.items():
+        if not getattr(fields, name) >= bound:
+            raise ValueError(f"{where}{name} = {getattr(fields, name)}: must be at least {bound}")
+
+
+def check_choice(fields: Any, where: str, **choices: Collection[Any]) -> None:
+    """Raises ValueError for a field of a section that is none of its choices; see check_least."""
+    for name, allowed in choices.items():
+        if getattr(fields, name) not in allowed:
+            value = getattr(fields, name)
+            raise ValueError(f"{where}{name} = {value!r}: must be one of {allowed}")
 
 
 def flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

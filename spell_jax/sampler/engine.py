@@ -24,6 +24,7 @@ from spell_jax.policy import int8, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.settings import check_choice, check_least
 from spell_jax.sampler import cache, steps
 from spell_jax.sampler.requests import Options, Sample
 from spell_jax.sampler.schedule import Shape
@@ -85,16 +86,10 @@ class SamplerConfig:
     def __post_init__(self):
         sizes = ("max_tokens", "max_verdict_tokens", "max_prompt", "block", "cache_tokens")
         sizes += ("slots", "siblings", "prefill_tokens", "decode_tokens", "guess_match")
-        for field in sizes:
-            if getattr(self, field) < 1:
-                raise ValueError(f"sampler.{field} = {getattr(self, field)}: must be at least 1")
+        check_least(self, "sampler.", **dict.fromkeys(sizes, 1))
         if self.guessed_tokens < 0:
             raise ValueError(f"sampler.guessed_tokens = {self.guessed_tokens}: must be 0 or more")
-        for field, choices in _CHOICES.items():
-            if getattr(self, field) not in choices:
-                raise ValueError(
-                    f"sampler.{field} = {getattr(self, field)!r}: must be one of {choices}"
-                )
+        check_choice(self, "sampler.", **_CHOICES)
         try:
             self.options(1)
         except ValueError as error:

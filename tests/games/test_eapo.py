@@ -17,7 +17,8 @@ from spell_jax import report_episodes
 from spell_jax.data.clusters import TASKS, Cluster, in_memory
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
-from spell_jax.games.eapo import Eapo, EapoConfig, is_consistent
+from spell_jax.games.eapo import Eapo, is_consistent
+from spell_jax.games.eapo_config import EapoConfig
 from spell_jax.games.eapo_episode import Episode
 from spell_jax.games.game import Materials, records
 from spell_jax.learner.advantages import group_advantages

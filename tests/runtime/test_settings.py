@@ -8,7 +8,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from spell_jax.learner.packing import Bucket
 from spell_jax.learner.update import OptimiserConfig, PackingConfig
-from spell_jax.runtime.settings import build
+from spell_jax.runtime.settings import build, check_choice, check_least
 from spell_jax.sampler.engine import SamplerConfig
 
 
@@ -99,3 +99,15 @@ def test_tuples_stand_for_dataclasses_inside_a_section() -> None:
 def test_ranges_of_the_real_sections(cls: type, section: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(cls, section, cls.__name__.removesuffix("Config").lower())
+
+
+def test_fields_have_least_values_and_choices() -> None:
+    fields = Example(1, share=0.0, name="b")
+    check_least(fields, "example.", count=1, share=0)
+    check_choice(fields, "example.", name=("a", "b"))
+    with pytest.raises(ValueError, match=r"^example\.count = 1: must be at least 2$"):
+        check_least(fields, "example.", share=0, count=2)
+    with pytest.raises(ValueError, match=r"^share = nan: must be at least 0$"):
+        check_least(Example(1, share=float("nan")), "", share=0)
+    with pytest.raises(ValueError, match=r"^name = 'b': must be one of \('a', 'c'\)$"):
+        check_choice(fields, "", on=(False,), name=("a", "c"))
