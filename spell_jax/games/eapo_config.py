@@ -26,6 +26,9 @@ class EapoConfig:
       refresh_every: steps between two refreshes of a co-evolving reward model.
       agreeing_share: least share of a kept scoring's scores that the outcome bears out; the others
         are 3, for no score of it may contradict the outcome.
+      mixed_outcomes: whether only scorings of siblings with right and wrong answers are kept. Others
+        are the easiest to be consistent with, by the same score for all, and have no contrast to
+        learn from; the paper does not say (docs/games.md has what becomes of a small model).
       most_rollouts: scorings that are kept for a refresh; the oldest go first.
       scoring_temperature: of the reward model; 0: greedy.
       retries: further tries where its reply is malformed.
@@ -41,6 +44,7 @@ class EapoConfig:
     reward_model: str = "co_evolving"
     refresh_every: int = 20
     agreeing_share: float = 0.5
+    mixed_outcomes: bool = False
     most_rollouts: int = 1280
     scoring_temperature: float = 0.0
     retries: int = 1
