@@ -40,18 +40,18 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
 
     config.game = eapo.game()
     config.game.prompts = "compact"
-    config.game.questions = 12
+    config.game.questions = 24
     config.game.group_size = 4  # of the reward model's warm start, at most
     config.game.refresh_every = 10
 
     config.sampler.temperature = 1.0
     config.sampler.top_p = 1.0
     config.sampler.siblings = 4
-    config.sampler.slots = 48
+    config.sampler.slots = 96
     config.sampler.max_tokens = 96
-    config.optimiser.learning_rate = 1e-4
+    config.optimiser.learning_rate = 3e-4
     config.loss.behaviour = "recomputed"
     config.loss.clip_high = 0.28
     config.packing.buckets = ((416, 352),)
-    config.packing.token_budget = 2496
+    config.packing.token_budget = 4992
     return config

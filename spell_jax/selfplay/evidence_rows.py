@@ -2,9 +2,10 @@
 
 1. `make_questions` draws look-ups and two-hop questions behind n documents; their evidence is the
    lines that the answer rests on.
-2. `policy_rows` demonstrates structured answers behind few documents. Some slip: a line is missing,
-   replaced or superfluous, and the answer is then what the quoted lines say, or seldom the right
-   one all the same. So format is learned, and evidence and outcome are left to reinforcement.
+2. `policy_rows` demonstrates structured answers. Half of those to two-hop questions leave the
+   second line out, and some others slip: a line is missing, replaced or superfluous. The answer is
+   then what the quoted lines say, or the right one all the same. So format is learned, and evidence
+   and outcome are left to reinforcement.
 3. `reward_rows` demonstrates scores of several sets of evidence on one question, which follow
    `true_score` but for noise: the reward model is of use from the start, and has room to improve.
 
@@ -45,19 +46,21 @@ class Mixture:
     Attributes:
       documents: a row's question stands behind one of these numbers of documents.
       two_hop: share of two-hop questions, the rest being look-ups.
-      slips: share of answers with evidence that is not the true lines.
+      hasty: share of two-hop answers and sets that leave the second line out.
+      slips: share of the other answers with evidence that is not the true lines.
       lucky: share of them, where the answer is wrong by the evidence, that is right nevertheless.
       sets: a reward row has one of these numbers of sets.
-      set_slips: share of sets that are not the true lines.
+      set_slips: share of the other sets that are not the true lines.
       noise: share of scores that are one off.
     """
 
     documents: tuple[int, ...] = (3, 4, 5, 6)
     two_hop: float = 0.5
-    slips: float = 0.35
-    lucky: float = 0.2
+    hasty: float = 0.65
+    slips: float = 0.2
+    lucky: float = 0.5
     sets: tuple[int, ...] = (1, 2, 3, 4)
-    set_slips: float = 0.6
+    set_slips: float = 0.5
     noise: float = 0.05
 
 
@@ -92,12 +95,11 @@ def policy_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> It
     for index in range(count):
         rng = np.random.default_rng([seed, index, _POLICY])
         question = draw_question(rng, int(rng.choice(mixture.documents)), mixture.two_hop)
-        lines = draw_evidence(rng, question, mixture.slips)
-        answer = question.answer
-        if not set(question.evidence) <= set(lines) and rng.random() >= mixture.lucky:
-            answer = _value(question, lines[-1])
-        name = lines[len(question.evidence) - 1 :] or lines
-        reasoning = f"{_attribute(question)} of {name[0].split()[0]} is {answer}"
+        lines = draw_evidence(rng, question, mixture.slips, mixture.hasty)
+        right = set(question.evidence) <= set(lines) or rng.random() < mixture.lucky
+        source = question.evidence[-1] if right else lines[-1]
+        answer = _value(question, source)
+        reasoning = f"{_attribute(question)} of {source.split()[0]} is {answer}"
         answer, quoted = f" {answer}", _quoted(lines)
         text = write_answer(Structured(question.question, quoted, reasoning, answer))
         yield Row(prompts.evidence(question.documents, question.question), text, "responder", TASK)
@@ -108,8 +110,9 @@ def reward_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> It
     for index in range(count):
         rng = np.random.default_rng([seed, index, _REWARD])
         question = draw_question(rng, int(rng.choice(mixture.documents)), mixture.two_hop)
+        count = rng.choice(mixture.sets)
         sets = [
-            draw_evidence(rng, question, mixture.set_slips) for _ in range(rng.choice(mixture.sets))
+            draw_evidence(rng, question, mixture.set_slips, mixture.hasty) for _ in range(count)
         ]
         scores = [_noisy(rng, true_score(lines, question), mixture.noise) for lines in sets]
         thoughts = "\n".join(f"{i}{think(lines, question)}" for i, lines in enumerate(sets, 1))
@@ -120,10 +123,15 @@ def reward_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> It
         yield Row(prompt, completion, "reward_model", TASK)
 
 
-def draw_evidence(rng: np.random.Generator, question: Question, slips: float) -> list[str]:
-    """The true lines of a question, or in the share `slips` of draws others: one missing, one
-    replaced by another document, all replaced, or one superfluous."""
+def draw_evidence(
+    rng: np.random.Generator, question: Question, slips: float, hasty: float
+) -> list[str]:
+    """The true lines of a question; of two, in the share `hasty` of draws, the first alone; and in
+    the share `slips` of the other draws one missing, one replaced by another document, all
+    replaced, or one superfluous."""
     true = list(question.evidence)
+    if rng.random() < hasty and len(true) > 1:
+        return true[:1]
     if rng.random() >= slips:
         return true
     others = [line for text in question.documents if (line := text.removeprefix("- ")) not in true]
@@ -195,8 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", default="compact", help="compact, full or a folder")
     parser.add_argument("--rows", type=int, default=20_000, help="of each kind")
     parser.add_argument("--questions", type=int, default=2000, help="to train on")
-    parser.add_argument("--held_out", type=int, default=128, help="questions")
-    parser.add_argument("--documents", type=int, nargs="+", default=[8], help="of a question")
+    parser.add_argument("--held_out", type=int, default=256, help="questions")
+    parser.add_argument("--documents", type=int, nargs="+", default=[5], help="of a question")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args(arguments)
     words, mixture, out = prompt_sets.load(flags.prompts), Mixture(), Path(flags.out)

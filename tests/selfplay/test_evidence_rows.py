@@ -56,21 +56,29 @@ def test_policy_rows_are_well_formed_and_slip_as_often_as_is_said():
         right = world.canonical(answer.answer) == truth
         lines = evidence.find_quotes(answer.evidence)
         by_evidence = world.oracle(answer.analysis, lines)
-        counts["slip"] += by_evidence is None
+        two_hop = "of friend" in row.prompt
+        hasty = two_hop and len(lines) == 1 and lines[0].split()[0] == answer.analysis.split()[-1]
+        superfluous = by_evidence is not None and len(lines) > 1 + two_hop
+        counts["two_hop"] += two_hop
+        counts["hasty"] += hasty
+        counts["slip"] += superfluous or (by_evidence is None and not hasty)
+        counts["unsupported"] += by_evidence is None
         counts["lucky"] += by_evidence is None and right
-        counts["more"] += by_evidence is not None and len(lines) > 1 + ("of friend" in row.prompt)
         assert right or by_evidence is None
+        about = answer.reasoning.split()[2]
+        assert right or about == lines[-1].split()[0]
         assert answer.reasoning.endswith(f" is {answer.answer}")
         assert rules.score(
             evidence.as_sentence(answer.answer, row.task), truth or "", row.task
         ) or (not right or world.canonical(answer.answer) != answer.answer.lower())
-    slips = counts["slip"] + counts["more"]
-    assert 0.3 < slips / COUNT < 0.4
-    assert 0.15 < counts["lucky"] / counts["slip"] < 0.5  # some wrong lines say the same value
+    assert 0.6 < counts["hasty"] / counts["two_hop"] < 0.75  # some slips look the same
+    assert 0.15 < counts["slip"] / (COUNT - counts["hasty"]) < 0.25
+    # Some wrong lines say the same value.
+    assert 0.45 < counts["lucky"] / counts["unsupported"] < 0.7
 
 
 def test_rows_without_slips_are_right():
-    for row in policy_rows(PROMPTS, Mixture(slips=0.0), 1, 100):
+    for row in policy_rows(PROMPTS, Mixture(slips=0.0, hasty=0.0), 1, 100):
         answer = evidence.parse_answer(row.completion)
         assert answer is not None
         lines = evidence.find_quotes(answer.evidence)
