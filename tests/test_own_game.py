@@ -175,7 +175,8 @@ def pair(policy, other) -> Any:
 
 
 def pair_config(policy: pathlib.Path, other: pathlib.Path) -> Any:
-    config = game_config(policy, {"name": "pair", "group_size": 4}, checkpoint_every=1)
+    game = {"name": "pair", "group_size": 4}
+    config = game_config(policy, game, checkpoint_every=1, keep_checkpoints=STEPS)
     with config.unlocked():
         config.other = base.get_config().policy
         config.other.folder, config.other.compute_dtype = str(other), "float32"
