@@ -18,6 +18,7 @@ from spell_jax import catalogue, train
 from spell_jax import run as runs
 from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.non_finite import NonFinite
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.checkpoint import Checkpoints
 from tests import noise
@@ -83,6 +84,9 @@ def test_a_step_in_parts_is_as_by_hand(policy, played, tmp_path, behaviour):
         assert abs(by_hand[0]["approx_kl"]) < 1e-6
 
 
+NOWHERE, BROKEN = epath.Path("unused"), [7]
+
+
 class Recorded:
     """A learner that writes down what its updates are begun with; a state is their number."""
 
@@ -103,13 +107,18 @@ class Recorded:
 
     def finish(self) -> tuple[int, dict[str, float]]:
         state, groups, _ = self.begun[-1]
+        if groups == [BROKEN]:
+            raise NonFinite(1, [one(7, "other")], [], alone=True)
         return state + 1, {"groups": len(groups)}
 
 
-def learn(rows: list[Group], behaviour: str = "recomputed") -> Any:
+def learn(rows: list[Group], behaviour: str = "recomputed", workdir: epath.Path = NOWHERE) -> Any:
     """(Learners, models, the update, its numbers) of a step in two parts with two models."""
     own = {
-        name: SimpleNamespace(learner=Recorded(behaviour), tokenizer=SimpleNamespace(decode=str))
+        name: SimpleNamespace(
+            learner=Recorded(behaviour),
+            tokenizer=SimpleNamespace(decode=lambda ids, name=name: f"{name} {ids}"),
+        )
         for name in ("policy", "other")
     }
     config = SimpleNamespace(minibatches=2)
@@ -119,7 +128,7 @@ def learn(rows: list[Group], behaviour: str = "recomputed") -> Any:
     models = {"policy": 0, "other": 10, "reference": "frozen"}
     step = runs.StepUpdate(run, models, rows)
     step.go_on()
-    numbers = step.finish(epath.Path("unused"), 1)
+    numbers = step.finish(workdir, 1)
     step.go_on()
     return {name: model.learner for name, model in own.items()}, models, step, numbers
 
@@ -146,6 +155,13 @@ def test_without_rows_the_policys_update_is_empty() -> None:
     learners, models, _, numbers = learn([])
     assert learners["policy"].begun == [(0, [], "frozen")] and not learners["other"].begun
     assert numbers == {"policy": [{"groups": 0}]} and models["other"] == 10
+
+
+def test_rows_that_go_wrong_are_told_in_their_models_words(tmp_path) -> None:
+    with pytest.raises(NonFinite):
+        learn([one(1, "policy"), one(7, "other")], workdir=epath.Path(tmp_path))
+    (line,) = (tmp_path / "non_finite" / "1.jsonl").read_text().splitlines()
+    assert json.loads(line)["prompt"] == "other [7]"
 
 
 def test_a_run_in_parts_is_resumed_to_the_bit(policy, tmp_path):

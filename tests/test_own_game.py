@@ -227,8 +227,14 @@ def test_a_second_model_is_resumed_to_the_bit(pair, whole, step, tmp_path):
 
 def test_one_model_at_a_time_is_made_ready(pair):
     """Weights in the compute dtype exist only while who asked for them keeps them."""
+    with pair.unlocked():
+        pair.other.compute_dtype = "bfloat16"
     run = runs.make_run(pair)
-    played = runs.AsPlayed(run, runs.first_models(run))
+    models = runs.first_models(run)
+    played = runs.AsPlayed(run, models)
+    models.clear()  # what is trained meanwhile is not what plays
+    assert played["other"]["embedding"].dtype == "bfloat16"
+    assert played["policy"]["embedding"].dtype == "float32"
     assert list(played) == ["policy", "other", "anchor"] and len(played) == 3
     assert played["other"]["embedding"].shape[-1] == 48
     assert played["policy"]["embedding"] is not played["policy"]["embedding"]
