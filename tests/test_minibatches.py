@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +17,9 @@ from etils import epath
 from spell_jax import catalogue, train
 from spell_jax import run as runs
 from spell_jax.learner import packing
+from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.non_finite import NonFinite
+from spell_jax.learner.packing import Group
 from spell_jax.runtime.checkpoint import Checkpoints
 from tests import noise
 
@@ -77,6 +82,86 @@ def test_a_step_in_parts_is_as_by_hand(policy, played, tmp_path, behaviour):
     assert by_hand[1]["approx_kl"] != 0 or behaviour == "truncated"
     if behaviour == "recomputed":
         assert abs(by_hand[0]["approx_kl"]) < 1e-6
+
+
+NOWHERE, BROKEN = epath.Path("unused"), [7]
+
+
+class Recorded:
+    """A learner that writes down what its updates are begun with; a state is their number."""
+
+    def __init__(self, behaviour: str):
+        self.loss = LossConfig(behaviour=behaviour)
+        self.begun: list[tuple[int, list[list[int]], Any]] = []
+        self.gone_on = 0
+
+    def recompute(self, state: int, groups: list[Group]) -> list[Group]:
+        return [dataclasses.replace(g, old_log_probs=[np.full(1, -2.0)]) for g in groups]
+
+    def begin(self, state: int, groups: list[Group], reference: Any = None) -> Any:
+        self.begun.append((state, [list(group.prompt) for group in groups], reference))
+        return self
+
+    def go_on(self) -> None:
+        self.gone_on += 1
+
+    def finish(self) -> tuple[int, dict[str, float]]:
+        state, groups, _ = self.begun[-1]
+        if groups == [BROKEN]:
+            raise NonFinite(1, [one(7, "other")], [], alone=True)
+        return state + 1, {"groups": len(groups)}
+
+
+def learn(rows: list[Group], behaviour: str = "recomputed", workdir: epath.Path = NOWHERE) -> Any:
+    """(Learners, models, the update, its numbers) of a step in two parts with two models."""
+    own = {
+        name: SimpleNamespace(
+            learner=Recorded(behaviour),
+            tokenizer=SimpleNamespace(decode=lambda ids, name=name: f"{name} {ids}"),
+        )
+        for name in ("policy", "other")
+    }
+    config = SimpleNamespace(minibatches=2)
+    run: Any = SimpleNamespace(
+        own=own, trained=own, config=config, learner=own["policy"].learner, game=None
+    )
+    models = {"policy": 0, "other": 10, "reference": "frozen"}
+    step = runs.StepUpdate(run, models, rows)
+    step.go_on()
+    numbers = step.finish(workdir, 1)
+    step.go_on()
+    return {name: model.learner for name, model in own.items()}, models, step, numbers
+
+
+def one(prompt: int, model: str) -> Group:
+    return Group([prompt], [[5]], [1.0], old_log_probs=[np.full(1, -1.0)], model=model)
+
+
+def test_each_model_learns_its_own_rows() -> None:
+    """The policy in parts and with a reference, another one at once and without."""
+    rows = [one(1, "policy"), one(2, "other"), one(3, "policy"), one(4, "other"), one(5, "policy")]
+    learners, models, step, numbers = learn(rows)
+    assert learners["policy"].begun == [(0, [[1], [5]], "frozen"), (1, [[3]], "frozen")]
+    assert learners["other"].begun == [(10, [[2], [4]], None)]
+    assert models == {"policy": 2, "other": 11, "reference": "frozen"}
+    assert numbers == {"policy": [{"groups": 2}, {"groups": 1}], "other": [{"groups": 2}]}
+    assert learners["policy"].gone_on == 1, "of the first part, while it is the newest"
+    difference, weight = step.difference["sampler_difference"]
+    assert difference / weight == pytest.approx(1.0)
+    assert not learn(rows, "sampler")[2].difference
+
+
+def test_without_rows_the_policys_update_is_empty() -> None:
+    learners, models, _, numbers = learn([])
+    assert learners["policy"].begun == [(0, [], "frozen")] and not learners["other"].begun
+    assert numbers == {"policy": [{"groups": 0}]} and models["other"] == 10
+
+
+def test_rows_that_go_wrong_are_told_in_their_models_words(tmp_path) -> None:
+    with pytest.raises(NonFinite):
+        learn([one(1, "policy"), one(7, "other")], workdir=epath.Path(tmp_path))
+    (line,) = (tmp_path / "non_finite" / "1.jsonl").read_text().splitlines()
+    assert json.loads(line)["prompt"] == "other [7]"
 
 
 def test_a_run_in_parts_is_resumed_to_the_bit(policy, tmp_path):

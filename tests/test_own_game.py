@@ -175,7 +175,8 @@ def pair(policy, other) -> Any:
 
 
 def pair_config(policy: pathlib.Path, other: pathlib.Path) -> Any:
-    config = game_config(policy, {"name": "pair", "group_size": 4}, checkpoint_every=1)
+    game = {"name": "pair", "group_size": 4}
+    config = game_config(policy, game, checkpoint_every=1, keep_checkpoints=STEPS)
     with config.unlocked():
         config.other = base.get_config().policy
         config.other.folder, config.other.compute_dtype = str(other), "float32"
@@ -226,8 +227,14 @@ def test_a_second_model_is_resumed_to_the_bit(pair, whole, step, tmp_path):
 
 def test_one_model_at_a_time_is_made_ready(pair):
     """Weights in the compute dtype exist only while who asked for them keeps them."""
+    with pair.unlocked():
+        pair.other.compute_dtype = "bfloat16"
     run = runs.make_run(pair)
-    played = runs.AsPlayed(run, runs.first_models(run))
+    models = runs.first_models(run)
+    played = runs.AsPlayed(run, models)
+    models.clear()  # what is trained meanwhile is not what plays
+    assert played["other"]["embedding"].dtype == "bfloat16"
+    assert played["policy"]["embedding"].dtype == "float32"
     assert list(played) == ["policy", "other", "anchor"] and len(played) == 3
     assert played["other"]["embedding"].shape[-1] == 48
     assert played["policy"]["embedding"] is not played["policy"]["embedding"]
