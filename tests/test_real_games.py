@@ -311,7 +311,8 @@ def test_eapo_of_a_policy_without_format(qwen, llama, questions, tmp_path, monke
         for e in episodes:
             asked = by_text[e["question"]]
             assert tuple(e["documents"]) == asked.documents and e["reference"] == asked.answer
-            assert e["well_formed"] == [False] * GROUP and e["scores"] == [0.0] * GROUP
+            measures = e["measures"]
+            assert measures["well_formed"] == [False] * GROUP and e["scores"] == [0.0] * GROUP
             assert e["scoring"] is None and e["used"] == {"responder": "equal_rewards"}
         check_tokens(line, [with_documents(e) for e in episodes], "responder", qwen)
         for name in ("well_formed", "outcome_reward", "total_reward", "mixed", "kept_scorings"):
@@ -385,8 +386,10 @@ def test_eapo_scores_retries_and_refreshes(qwen, llama, questions, tmp_path, mon
         kinds = [order.index(e["question"]) % 3 for e in episodes]
         assert kinds.count(2) == 1  # neither try was well-formed
         for e, kind in zip(episodes, kinds, strict=True):
-            assert e["well_formed"] == [True, True, False, True] and e["rule"] == [1, 0, 0, 0]
-            first, invented, nothing, partly = e["verbatim"]
+            measures = e["measures"]
+            assert measures["well_formed"] == [True, True, False, True]
+            assert e["rule"] == [1, 0, 0, 0]
+            first, invented, nothing, partly = measures["verbatim"]
             assert (first, invented, nothing) == (1, 0, None) and 0 < partly < 1
             assert e["evidence_scores"] == (None if kind == 2 else [5, 1, 2])
             assert e["consistent"] == (kind != 2)
