@@ -537,7 +537,15 @@ def check_answers(line: Record, episodes: Sequence[Record], qwen: pathlib.Path) 
         for prediction in e["predictions"]
     ]
     check_tokens(line, compared, "verifier", qwen, MOST_VERDICT_TOKENS)
+    for e in episodes:
+        if e["blind"]:
+            assert (e["blind"] == [e["reference"]] * 2) == (e["status"] == "ungrounded")
     mixed = [e for e in solved if len(set(e["scores"])) > 1]
+    for e in solved:
+        verdicts = [sum(votes) > GROUP / 2 for votes in e["votes"]]
+        assert e["scores"] == [max(pair) for pair in zip(e["rule"], verdicts, strict=True)]
+        off = np.mean(e["scores"]) - 0.5
+        assert e["reward"] == pytest.approx(np.exp(-18 * off**2) if e in mixed else 0)
     assert line["play/solve_rate"] == pytest.approx(np.mean([e["scores"] for e in solved]))
     assert line["play/mixed"] == pytest.approx(len(mixed) / len(solved))
     used = [e["used"] for e in episodes]
