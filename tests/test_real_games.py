@@ -279,7 +279,7 @@ def check_puzzle(record: Record, files: Sequence[str]) -> str:
     assert len(set(taken)) == len(taken) and all(80 <= len(t) <= 4000 for t in taken)
     for letter, paragraph in zip(letters, taken, strict=True):
         assert paragraph == paragraph.strip() and text.count(paragraph) == 1
-        assert f"({letter}) {paragraph}" in record["prompt"]
+        assert f"({letter}) {paragraph}\n" in record["prompt"]
     pieces, start = [], 0
     for number, (begin, end) in enumerate(spans, 1):
         pieces += [text[start:begin], f"<gap {number}>"]
