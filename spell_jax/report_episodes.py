@@ -43,6 +43,8 @@ _FIELDS: dict[str, Any] = {
     "advantages": {},
     "used": {},
     "measures": {},
+    "window": [],
+    "spans": [],
 }
 
 

@@ -29,6 +29,7 @@ from data_pipeline import long_questions
 from data_pipeline.question_rows import LAYOUTS, Draft, read_row
 from launch import random_policy
 from spell_jax import train
+from spell_jax.data.clusters import ROLES
 from spell_jax.data.questions import Question, as_record, read_questions
 from spell_jax.games.players import Players
 from spell_jax.policy import tokenizer as tokenizers
@@ -53,7 +54,7 @@ NARROW = (
     "tie_word_embeddings=true",
 )
 CAP = 4096  # tokens of a prompt
-GROUP, MOST_TOKENS = 4, 8  # answers to a prompt, tokens of each
+GROUP, MOST_TOKENS, MOST_VERDICT_TOKENS = 4, 8, 3  # answers to a prompt, tokens of each
 ROWS = {  # of each published file, as many as are read
     "musique": ("multihop/musique_dev.dev100.jsonl", 10),
     "hotpotqa": ("multihop/hotpotqa_dev.dev100.jsonl", 10),
@@ -159,7 +160,7 @@ def config_of(config: ConfigDict, policy: pathlib.Path, **changes: Any) -> Confi
         "sampler.prefill_tokens": CAP,
         "sampler.decode_tokens": 8,
         "sampler.max_tokens": MOST_TOKENS,
-        "sampler.max_verdict_tokens": 3,
+        "sampler.max_verdict_tokens": MOST_VERDICT_TOKENS,
         "packing.buckets": ((CAP + 64, 64),),
         "packing.token_budget": CAP + 64,
     }
@@ -178,15 +179,17 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> list[tuple[Record, list[Re
     return found
 
 
-def check_tokens(line: Record, said: Sequence[str], speaker: str, model: pathlib.Path) -> None:
+def check_tokens(
+    line: Record, said: Sequence[str], speaker: str, model: pathlib.Path, most: int = MOST_TOKENS
+) -> None:
     """The tokens of a step's prompts to a model, counted again, and of its answers to them."""
     tokenizer = tokenizers.load(model)
     lengths = [len(tokenizer.chat(prompt)) for prompt in said]
     assert max(lengths) <= CAP and line[f"play/refused/{speaker}"] == 0
     assert line[f"play/prompt_tokens/{speaker}"] == pytest.approx(np.mean(lengths))
-    assert line[f"play/answer_tokens/{speaker}"] <= MOST_TOKENS
+    assert line[f"play/answer_tokens/{speaker}"] <= most
     if line[f"play/cut_off/{speaker}"] == 1:
-        assert line[f"play/answer_tokens/{speaker}"] == MOST_TOKENS
+        assert line[f"play/answer_tokens/{speaker}"] == most
 
 
 def with_documents(record: Record) -> str:
@@ -276,7 +279,7 @@ def check_puzzle(record: Record, files: Sequence[str]) -> str:
     assert len(set(taken)) == len(taken) and all(80 <= len(t) <= 4000 for t in taken)
     for letter, paragraph in zip(letters, taken, strict=True):
         assert paragraph == paragraph.strip() and text.count(paragraph) == 1
-        assert f"({letter}) {paragraph}" in record["prompt"]
+        assert f"({letter}) {paragraph}\n" in record["prompt"]
     pieces, start = [], 0
     for number, (begin, end) in enumerate(spans, 1):
         pieces += [text[start:begin], f"<gap {number}>"]
@@ -311,7 +314,8 @@ def test_eapo_of_a_policy_without_format(qwen, llama, questions, tmp_path, monke
         for e in episodes:
             asked = by_text[e["question"]]
             assert tuple(e["documents"]) == asked.documents and e["reference"] == asked.answer
-            assert e["well_formed"] == [False] * GROUP and e["scores"] == [0.0] * GROUP
+            measures = e["measures"]
+            assert measures["well_formed"] == [False] * GROUP and e["scores"] == [0.0] * GROUP
             assert e["scoring"] is None and e["used"] == {"responder": "equal_rewards"}
         check_tokens(line, [with_documents(e) for e in episodes], "responder", qwen)
         for name in ("well_formed", "outcome_reward", "total_reward", "mixed", "kept_scorings"):
@@ -385,8 +389,10 @@ def test_eapo_scores_retries_and_refreshes(qwen, llama, questions, tmp_path, mon
         kinds = [order.index(e["question"]) % 3 for e in episodes]
         assert kinds.count(2) == 1  # neither try was well-formed
         for e, kind in zip(episodes, kinds, strict=True):
-            assert e["well_formed"] == [True, True, False, True] and e["rule"] == [1, 0, 0, 0]
-            first, invented, nothing, partly = e["verbatim"]
+            measures = e["measures"]
+            assert measures["well_formed"] == [True, True, False, True]
+            assert e["rule"] == [1, 0, 0, 0]
+            first, invented, nothing, partly = measures["verbatim"]
             assert (first, invented, nothing) == (1, 0, None) and 0 < partly < 1
             assert e["evidence_scores"] == (None if kind == 2 else [5, 1, 2])
             assert e["consistent"] == (kind != 2)
@@ -483,7 +489,7 @@ def test_spell_on_filings(spell_data, qwen, meaning, tmp_path, monkeypatch) -> N
         "data.source": str(folder),
         "data.grouping": "order",
         "data.documents_per_cluster": 3,
-        "data.max_document_tokens": 2048,
+        "data.max_document_tokens": 1024,
         "data.held_out": 0.1,
         "game.questions": 4,
         "game.generation_batch": 6,
@@ -492,28 +498,63 @@ def test_spell_on_filings(spell_data, qwen, meaning, tmp_path, monkeypatch) -> N
         "game.grounding_samples": 2,
         "game.grounding_threshold": 2,
         "game.documents": (2,),
+        "game.verifier_share": 1.0,  # of few rows the paper's eighth is none
     }
     steps = run(config_of(qwen2_5_7b_instruct.get_config(), qwen, **fields), tmp_path)
-    filings = "\n".join(
-        p.read_text("utf-8-sig") for p in (spell_data / "edgar" / "dev").glob("*.txt")
-    )
+    filings = "\n".join(path.read_text("utf-8-sig") for path in sorted(folder.glob("*.txt")))
+    learned: Counter[str] = Counter()
     for line, episodes in steps:
         assert len(episodes) == 6
         statuses = Counter(e["status"] for e in episodes)
-        for status, count in statuses.items():
-            assert line[f"play/{status}"] == pytest.approx(count / 6)
+        for status in ("accepted", "bad_format", "skipped", "ungrounded", "overlong"):
+            assert line[f"play/{status}"] == pytest.approx(statuses[status] / 6)
         for e in episodes:
             assert all(text in filings for text in e["documents"])
+            assert len(e["documents"]) == 3 and len(e["shown"]) == 2
         check_tokens(line, [with_documents(e) for e in episodes], "questioner", qwen)
-        solved = [e for e in episodes if e["scores"]]
-        assert bool(solved) == meaning == (not line["train/empty_update"])
         if not meaning:
-            assert statuses == {"bad_format": 6}
+            assert statuses == {"bad_format": 6} and line["train/empty_update"]
             continue
-        fill = prompts.load("full").responder
-        said = [fill(e["task"], e["documents"], e["question"]) for e in solved]
-        learned = [e for e in solved if e["used"]["responder"] == "used"]
-        assert line["train/rows/responder"] == GROUP * len(learned)
-        assert line["train/sampler_difference"] < 1e-4 and line["train/gradient_norm"] > 0
-        assert all(len(tokenizers.load(qwen).chat(text)) <= CAP for text in said)
+        rows = check_answers(line, episodes, qwen)
+        learned += rows
+        assert bool(line["train/empty_update"]) == (rows.total() == 0)
+        if rows.total():
+            assert line["train/sampler_difference"] < 1e-4 and line["train/gradient_norm"] > 0
+    assert {role for role in learned if learned[role]} == ({*ROLES} if meaning else set())
     assert has_changed(qwen, tmp_path / "policy") == meaning
+
+
+def check_answers(line: Record, episodes: Sequence[Record], qwen: pathlib.Path) -> Counter[str]:
+    """What was asked behind the proposals, and what came of it; the rows of each role."""
+    fills = prompts.load("full")
+    solved = [e for e in episodes if e["scores"]]
+    said = [fills.responder(e["task"], (), e["question"]) for e in episodes if e["blind"]]
+    said += [fills.responder(e["task"], e["documents"], e["question"]) for e in solved]
+    check_tokens(line, said, "responder", qwen)
+    compared = [
+        fills.verifier(e["question"], prediction, e["reference"])
+        for e in solved
+        for prediction in e["predictions"]
+    ]
+    check_tokens(line, compared, "verifier", qwen, MOST_VERDICT_TOKENS)
+    for e in episodes:
+        if e["blind"]:
+            assert (e["blind"] == [e["reference"]] * 2) == (e["status"] == "ungrounded")
+    mixed = [e for e in solved if len(set(e["scores"])) > 1]
+    for e in solved:
+        verdicts = [sum(votes) > GROUP / 2 for votes in e["votes"]]
+        assert e["scores"] == [max(pair) for pair in zip(e["rule"], verdicts, strict=True)]
+        off = np.mean(e["scores"]) - 0.5
+        assert e["reward"] == pytest.approx(np.exp(-18 * off**2) if e in mixed else 0)
+    assert line["play/solve_rate"] == pytest.approx(np.mean([e["scores"] for e in solved]))
+    assert line["play/mixed"] == pytest.approx(len(mixed) / len(solved))
+    used = [e["used"] for e in episodes]
+    rows = {
+        "questioner": sum(use["questioner"] == "used" for use in used),
+        "responder": GROUP * sum(use["responder"] == "used" for use in used),
+        "verifier": GROUP * sum(use["verifier"].count("used") for use in used),
+    }
+    assert rows["responder"] == GROUP * min(len(mixed), 4)
+    for role, count in rows.items():
+        assert line.get(f"train/rows/{role}", 0) == count
+    return Counter(rows)

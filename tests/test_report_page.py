@@ -23,6 +23,7 @@ from spell_jax.report_panels import choose_panels
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.jsonl import write_records
 
+FORM = report_page._FORM.stat().st_size  # bytes of a page without anything on it
 HOSTILE = "</script><script>document.title='out'</script><!--\u2028\u2029<b id=in>&amp;\ud83d${`"
 
 
@@ -197,19 +198,21 @@ def test_a_full_page_leaves_episodes_out_evenly(tmp_path):
     workdir = write_run(tmp_path / "run", steps=10, episodes=10)
     path = epath.Path(tmp_path / "page.html")
     found = {}
-    for size in (38_000, 50_000, 110_000, 1_000_000):
+    for room in (4_632, 16_632, 76_632, 966_632):
+        size = FORM + room
         write_page([measured(workdir)], path, size)
         assert path.stat().length <= size
         overview, *_, index = map(unpack, data_of(tmp_path / "page.html"))
         assert overview["found"] == 100
-        found[size] = len(index), sum(bool(entry["documents"]) for entry in index)
-        if size == 110_000:
-            assert path.stat().length > 95_000 and {e["step"] for e in index} == set(range(1, 11))
-    assert found[1_000_000] == (100, 100)
-    episodes, complete = found[110_000]
+        found[room] = len(index), sum(bool(entry["documents"]) for entry in index)
+        if room == 76_632:
+            assert path.stat().length > FORM + 61_632
+            assert {e["step"] for e in index} == set(range(1, 11))
+    assert found[966_632] == (100, 100)
+    episodes, complete = found[76_632]
     assert 30 < episodes < 80 and episodes / 3 < complete < episodes
     with pytest.raises(ValueError, match="bytes of curves are too many"):
-        write_page([measured(workdir)], path, size=33_000)
+        write_page([measured(workdir)], path, FORM)
 
 
 def test_without_documents_episodes_may_fill_the_page(tmp_path):
@@ -218,8 +221,9 @@ def test_without_documents_episodes_may_fill_the_page(tmp_path):
         episodes = [e | {"documents": None} for n, e in read_episodes(workdir) if n == step]
         write_records(path_of(workdir, step), episodes)
     path = epath.Path(tmp_path / "page.html")
-    write_page([measured(workdir)], path, 90_000)
-    assert 73_000 < path.stat().length <= 90_000  # with half of the room it would be 62,000
+    write_page([measured(workdir)], path, FORM + 56_632)
+    # With half of the room it would be 29,000.
+    assert 39_632 < path.stat().length - FORM <= 56_632
 
 
 def test_seeds_are_bands_and_other_configs_curves(tmp_path):
@@ -249,7 +253,7 @@ def test_seeds_are_bands_and_other_configs_curves(tmp_path):
 
 def test_on_a_full_page_texts_that_are_there_cost_nothing_more(tmp_path):
     workdir = write_run(tmp_path / "run", 10, 10, sizes=Sizes(document=4000, clusters=20))
-    write_page([measured(workdir)], epath.Path(tmp_path / "page.html"), size=260_000)
+    write_page([measured(workdir)], epath.Path(tmp_path / "page.html"), size=FORM + 226_632)
     *lines, index = map(unpack, data_of(tmp_path / "page.html"))
     clusters = {tuple(map(tuple, entry["documents"])) for entry in index} - {()}
     assert [] not in lines
@@ -605,6 +609,48 @@ def test_a_game_without_a_questioner(page, tmp_path):
     assert not page.value("'role' in document.forms[0].elements") and page.problems == []
     select(page, "task", "own")
     assert len(entries(page)) == 1
+
+
+def test_what_was_taken_out_of_documents_is_marked(page, tmp_path):
+    documents = [
+        "One b, a \U0001f600\U0001f600.\n\nIt begins.",
+        "Then a A b <b>B</b>.\n\nIt ends here. Or not.",
+    ]
+    whole = "\n\n".join(documents)
+    taken, first = ["It begins.", "Then a A b <b>B</b>."], whole.index("\U0001f600")
+    places = [whole.index(text) - first for text in taken]
+    episode = {
+        "task": "reconstruction",
+        "cluster": "c",
+        "status": "accepted",
+        "window": [first, len(whole)],
+        "spans": [[at, at + len(text)] for at, text in zip(places, taken, strict=True)],
+        "reference": "B, A",
+        "answers": ["One it begins. Then a A b B it", "it ends here, or not"],
+        "scores": [0.0, 1.0],
+        "rule": [0.0, 1.0],
+        "documents": documents,
+        "of": 1,
+    }
+    workdir = write_run(tmp_path / "run", steps=1, episodes=0)
+    write_records(path_of(workdir, 1), [episode])
+    write_page([measured(workdir)], epath.Path(tmp_path / "page.html"))
+    page.open(tmp_path / "page.html")
+    page.wait("document.querySelector('.card .text mark')")
+    marks = "[...document.querySelectorAll('.card .text mark')]"
+    assert page.value(f"{marks}.map(m => [m.className, m.title, m.textContent])") == [
+        ["taken", "gap 1", taken[0]],
+        ["taken", "gap 2", taken[1]],
+        ["quote", "", "It ends here. Or not"],
+    ]
+    cards = page.value(
+        "[...document.querySelectorAll('.card')].filter(c => /^document/.test(c.textContent))"
+        ".map(c => c.querySelector('.text').textContent)"
+    )
+    assert cards == documents
+    told = page.value("document.getElementById('episode').textContent")
+    assert "Marked: what was taken out, and what answers quote" in told
+    assert "the reference" not in told and page.problems == []
 
 
 def test_runs_side_by_side(page, tmp_path):

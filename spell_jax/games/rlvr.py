@@ -66,6 +66,8 @@ class Rlvr:
         models.together(self._spell.solve, episodes)
         self._spell.ask_judge(episodes)
         self._spell.reward(episodes)
+        for episode in episodes:
+            episode.reward = None  # of a questioner: nobody asked in this step
         return episodes
 
     def _deal(self) -> list[Episode]:
@@ -116,7 +118,9 @@ class Rlvr:
         return metrics
 
     def record(self, episode: Episode) -> dict[str, Any]:
-        return self._spell.record(episode)
+        found = self._spell.record(episode)
+        del found["used"]["questioner"]
+        return found
 
     def cluster(self, episode: Episode) -> Cluster:
         return episode.cluster

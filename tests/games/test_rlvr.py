@@ -172,7 +172,9 @@ def test_given_questions_are_answered_from_their_documents():
         assert (episode.task, episode.reference) == (question.task, question.answer)
         assert episode.own_reference == question.answer
         assert sum(episode.rule) == row.right
-    assert game.metrics(episodes).means()["static_questions"] == len(GIVEN)
+    means = game.metrics(episodes).means()
+    assert means["static_questions"] == len(GIVEN)
+    assert not any(name.startswith("questioner_reward") for name in means)
 
 
 def test_rows_of_given_questions_are_learned_from_as_in_spell():
@@ -244,6 +246,8 @@ def test_records_of_given_questions_are_what_a_report_reads(tmp_path):
     assert found.chosen[0]["roles"] == ["responder", "verifier"]
     record = next(e for e in found.chosen if e["question"].startswith("Q00"))
     assert record["shown"] == [] and record["proposal"] is None and record["prompt"] == ""
+    assert {e["reward"] for e in found.chosen} == {None} and not found.points
+    assert all("questioner" not in e["used"] for e in found.chosen)  # as where nobody asks
     used = [e for e in found.chosen if e["used"]["responder"] == "used"]
     assert len(used) == len(by_role(groups)["responder"])
 
