@@ -26,9 +26,8 @@ class EapoConfig:
       refresh_every: steps between two refreshes of a co-evolving reward model.
       agreeing_share: least share of a kept scoring's scores that the outcome bears out; the others
         are 3, for no score of it may contradict the outcome.
-      mixed_outcomes: whether only scorings of siblings with right and wrong answers are kept. Others
-        are the easiest to be consistent with, by the same score for all, and have no contrast to
-        learn from; the paper does not say (docs/games.md has what becomes of a small model).
+      mixed_outcomes: whether only scorings of siblings with right and wrong answers are kept: all
+        others can be borne out by the same score for everybody. An option of ours.
       most_rollouts: scorings that are kept for a refresh; the oldest go first.
       scoring_temperature: of the reward model; 0: greedy.
       retries: further tries where its reply is malformed.

@@ -76,9 +76,7 @@ class Episode:
         if self.scores is None or len(found) != len(self.scores):
             return []
         pairs = itertools.combinations(zip(found, self.scores, strict=True), 2)
-        return [
-            0.5 if a == b else float((f > g) == (a > b)) for (f, a), (g, b) in pairs if f != g
-        ]
+        return [0.5 if a == b else float((f > g) == (a > b)) for (f, a), (g, b) in pairs if f != g]
 
 
 def record(e: Episode, prompts: Prompts) -> dict[str, Any]:

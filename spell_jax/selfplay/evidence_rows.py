@@ -58,7 +58,7 @@ class Mixture:
     two_hop: float = 0.5
     hasty: float = 0.65
     slips: float = 0.2
-    lucky: float = 0.5
+    lucky: float = 0.9
     sets: tuple[int, ...] = (1, 2, 3, 4)
     set_slips: float = 0.5
     noise: float = 0.05

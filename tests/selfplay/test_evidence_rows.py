@@ -74,7 +74,7 @@ def test_policy_rows_are_well_formed_and_slip_as_often_as_is_said():
     assert 0.6 < counts["hasty"] / counts["two_hop"] < 0.75  # some slips look the same
     assert 0.15 < counts["slip"] / (COUNT - counts["hasty"]) < 0.25
     # Some wrong lines say the same value.
-    assert 0.45 < counts["lucky"] / counts["unsupported"] < 0.7
+    assert 0.87 < counts["lucky"] / counts["unsupported"] < 0.97
 
 
 def test_rows_without_slips_are_right():
@@ -125,7 +125,9 @@ def test_thoughts_compare_the_names_of_every_line():
             assert all((a == b) == (verdict == "YES") for a, b, verdict in pairs)
             assert pairs[0][0] == name
             hops = 1 + (" of friend of " in row.prompt)
-            for (_, _, verdict), quoted, (wanted, _, _) in zip(pairs, lines, pairs[1:]):
+            for (_, _, verdict), quoted, (wanted, _, _) in zip(
+                pairs, lines, pairs[1:], strict=False
+            ):
                 name, hops = (quoted.split()[-1], hops - 1) if verdict == "YES" else (name, hops)
                 assert wanted == (name if hops else "-")
             name = row.prompt.split()[-2]
@@ -173,8 +175,9 @@ def test_true_scores():
 def test_two_documents_leave_nothing_to_replace():
     question = evidence_rows.make_questions(0, 1, (2,), two_hop=1.0)[0]
     rng = np.random.default_rng(0)
-    drawn = {tuple(evidence_rows.draw_evidence(rng, question, 1.0)) for _ in range(20)}
-    assert drawn == {question.evidence[:1]}
+    for slips, hasty in ((1.0, 0.0), (0.0, 1.0)):
+        draws = [evidence_rows.draw_evidence(rng, question, slips, hasty) for _ in range(20)]
+        assert set(map(tuple, draws)) == {question.evidence[:1]}
 
 
 @pytest.mark.parametrize("make", [policy_rows, reward_rows])
