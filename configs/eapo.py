@@ -72,7 +72,6 @@ def game() -> Any:
     game.reward_model = "co_evolving"  # or "static", "none"
     game.refresh_every = 20
     game.agreeing_share = 0.5
-    game.mixed_outcomes = False
     game.most_rollouts = 1280
     game.scoring_temperature = 0.0
     game.retries = 1

@@ -148,10 +148,7 @@ class Eapo:
         """Marks consistent scorings, and keeps them for a reward model that learns; at a refresh
         all that are kept become this step's rows."""
         for e in episodes:
-            scored = e.scored()
-            e.consistent = is_consistent(scored, self.config.agreeing_share)
-            if self.config.mixed_outcomes:
-                e.consistent &= len({outcome for _, outcome in scored}) > 1
+            e.consistent = is_consistent(e.scored(), self.config.agreeing_share)
         if not self.trained:
             return
         self._kept += [_plain(e.scoring) for e in episodes if e.consistent and e.scoring]

@@ -26,8 +26,6 @@ class EapoConfig:
       refresh_every: steps between two refreshes of a co-evolving reward model.
       agreeing_share: least share of a kept scoring's scores that the outcome bears out; the others
         are 3, for no score of it may contradict the outcome.
-      mixed_outcomes: whether only scorings of siblings with right and wrong answers are kept: all
-        others can be borne out by the same score for everybody. An option of ours.
       most_rollouts: scorings that are kept for a refresh; the oldest go first.
       scoring_temperature: of the reward model; 0: greedy.
       retries: further tries where its reply is malformed.
@@ -43,7 +41,6 @@ class EapoConfig:
     reward_model: str = "co_evolving"
     refresh_every: int = 20
     agreeing_share: float = 0.5
-    mixed_outcomes: bool = False
     most_rollouts: int = 1280
     scoring_temperature: float = 0.0
     retries: int = 1

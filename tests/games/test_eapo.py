@@ -355,19 +355,6 @@ def test_the_reward_model_learns_every_twenty_steps_from_consistent_scorings():
     assert not any("Q02" in prompt for prompt, *_ in learned)  # a third agrees, a half is asked for
 
 
-def test_scorings_without_contrast_may_be_left_out():
-    right, both = ((True, True), (True, True)), ((True, True), (True, False))
-    for plan, said, mixed_outcomes, kept in (
-        (right, "1 5\n2 4", False, 1),
-        (right, "1 5\n2 4", True, 0),
-        (both, "1 5\n2 1", True, 1),
-        (both, "1 1\n2 5", True, 0),
-    ):
-        game, _, episode = one(plan, (said,), refresh_every=9, mixed_outcomes=mixed_outcomes)
-        assert episode.consistent == bool(kept)
-        assert len(game.state_dict()["kept"]) == kept
-
-
 def test_rows_are_the_same_when_they_are_made_twice():
     questions = [ask_about(0)]
     game = make_game(questions, group_size=2, refresh_every=1)
