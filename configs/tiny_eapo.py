@@ -3,13 +3,12 @@
     python -m spell_jax.train --config=configs/tiny_eapo.py --workdir=runs/tiny_eapo
 
 after the commands of tiny_eapo_policy.py and tiny_eapo_reward.py, which make both models and the
-questions: look-ups and two-hop questions about 8 documents. The controls are
+questions: look-ups and two-hop questions about 5 documents. The controls are
 --config.game.reward_model=static and =none (by outcome alone).
-Hardware: 1 CPU core, 1.3 minutes of processor time (measured, as all below, with seed 0 and a
-reward model of 850 steps). Expected: too little, in so few steps. Answers drawn in the first and
-the last five steps: well-formed .72 and .81, right .32 and .40 (by outcome alone .73, .82, .32,
-.42); greedy accuracy on 128 held-out questions .65 and .65 (.65, .63). The reward model does not
-compare names yet (tiny_eapo_reward.py), so what it gives for evidence is noise.
+Hardware: 1 CPU core, 4.5 minutes, 3.8 of them processor time (measured, as all below, at commit
+851b03b). Expected on 256 held-out questions, greedy, means of seeds 0, 1 and 2: right .59 before,
+.86 after (static .87, by outcome alone .87), recall of evidence .67 and .82 (.82, .81). The table
+is in docs/games.md, and why the three are equal here.
 """
 
 from typing import Any

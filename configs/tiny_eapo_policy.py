@@ -3,12 +3,11 @@
     python -m spell_jax.selfplay.evidence_rows --out=runs/evidence_rows
     python -m spell_jax.sft --config=configs/tiny_eapo_policy.py --workdir=runs/tiny_eapo_policy
 
-In the rows (selfplay/evidence_rows.py), about 3 to 6 documents, most answers to two-hop questions
-quote the first of two lines alone and are right all the same: format is learned, evidence and, in
-part, outcome are left to be.
-Hardware: 1 CPU core, 4 minutes (measured, as all below, at commit COMMIT). Expected on 256 held-out
-questions about 5 documents: greedy all well-formed, .59 right, evidence with precision .84 and
-recall .65; drawn at temperature 1 (128 of the questions) .89 well-formed, .39 right, .64 and .54.
+In the rows (selfplay/evidence_rows.py), about 3 to 6 documents, two of three answers to two-hop
+questions quote the first line alone and are mostly right all the same: format is learned, evidence
+and, in part, outcome are left to be.
+Hardware: 1 CPU core, 4.2 minutes, 2.9 of them processor time (measured at commit 851b03b).
+Expected: the row "before" in docs/games.md, EAPO.
 """
 
 from typing import Any

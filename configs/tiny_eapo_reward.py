@@ -4,10 +4,10 @@
     python -m spell_jax.sft --config=configs/tiny_eapo_reward.py --workdir=runs/tiny_eapo_reward
 
 It thinks before it scores: of each line, the name that is looked for and the one that it has, side
-by side. Without such thoughts it learned nothing of the names in 850 steps (correlation of its
-scores with the true ones, among the sets of one question: 0).
-Hardware: 1 CPU core, 4.5 minutes (measured, as all below, at commit COMMIT). Expected on 192 new
-rows of 4 sets: RESULT.
+by side. Without such thoughts it learned nothing of the names in 850 steps.
+Hardware: 1 CPU core, 5 minutes, 3.5 of them processor time (measured at commit 851b03b). Expected:
+play/scoring_order of .69 in the first five steps of tiny_eapo.py (mean of three seeds; a guess has
+.5). It does not read the documents, as in the paper: it cannot see figures that are copied wrongly.
 """
 
 from typing import Any
