@@ -28,6 +28,7 @@ OF_OTHER_GAMES = {
     *("play/well_formed[/TASK]", "play/verbatim[/TASK]", "play/evidence_reward[/TASK]"),
     *("play/outcome_reward[/TASK]", "play/total_reward[/TASK]", "play/evidence_score[/TASK]"),
     *("play/evidence_score_right[/TASK]", "play/evidence_score_wrong[/TASK]"),
+    *("play/evidence_precision[/TASK]", "play/evidence_recall[/TASK]", "play/scoring_order[/TASK]"),
     *("play/scoring_failed[/TASK]", "play/scoring_retried[/TASK]"),
     *("play/scoring_consistent[/TASK]", "play/kept_scorings", "play/refreshed_scorings"),
     *("eval/dense_reward[/K]", "eval/sparse_reward[/K]", "eval/permutation[/K]"),

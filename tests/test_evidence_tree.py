@@ -151,13 +151,13 @@ def test_a_judge_compares_well_formed_evidence():
 
 
 def test_reasonings_are_judged_as_well():
-    second = "Arvo lives\nQ0?\nd\n1\nQ0?\ne\n2\nQ0?\nf\n3"
+    second = "Arvo lives\n1\nQ0?\nd\n2\nQ0?\ne\n3\nQ0?\nf"
     judge = Judge({second: "1 1\n2 5\n3 2", "Q0": "1 1\n2 3\n3 2"})
     lines, policy = grow([request(0)], judge=judge, reasoning_by="judge")
     assert policy.drawn == [(1, 3, "</evidence>"), (1, 3, "</answer>")]
     assert len(judge.asked) == 2
     assert chosen(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Bergen"
-    judge = Judge({"Q0?\nBela\nQ0?\nb\n1\nQ0?\nc\n2\nscores": "1 1\n2 5"})
+    judge = Judge({"Q0?\nBela\n1\nQ0?\nb\n2\nQ0?\nc\nscores": "1 1\n2 5"})
     lines, policy = grow([request(0)], judge=judge, evidence_by="none", reasoning_by="judge")
     assert policy.drawn == [(1, 1, "</evidence>"), (1, 3, "</answer>")]
     assert chosen(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Oslo"

@@ -93,7 +93,7 @@ HALF = ((True, True), (True, False), (False, True), (True, True))
 
 def one(plan: Plan = HALF, said: Sequence[str] = ("1 5\n2 1\n3 3",), step: int = 1, **options):
     """(game, models, the episode) of a step of one question."""
-    questions = [ask_about(0)]
+    questions = [dataclasses.replace(ask_about(0), evidence=options.pop("supporting", ()))]
     judge, over = options.pop("judge", None), options.pop("over", ())
     game = make_game(questions, judge, **({"group_size": len(plan)} | options))
     models = ScriptedModels(Script(questions, {0: plan}, {0: said}, over))
@@ -145,10 +145,7 @@ def test_a_malformed_scoring_is_retried_once_in_another_way_and_then_neutral():
 
 
 def test_quotes_and_scores_are_held_against_the_supporting_sentences():
-    question = dataclasses.replace(ask_about(0), evidence=("set 0", "d0.0 text"))
-    game = make_game([question])
-    script = Script([question], {0: HALF}, {0: ("1 3\n2 1\n3 1",)})
-    (episode,) = game.play(ScriptedModels(script), 1)
+    game, _, episode = one(said=("1 3\n2 1\n3 1",), supporting=("set 0", "d0.0 text"))
     halves = pytest.approx((9 / 14, 0.5))
     assert episode.supported == [(1.0, 1.0), halves, None, halves]
     assert episode.ordered() == [1.0, 1.0]  # the other two are equal

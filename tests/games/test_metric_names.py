@@ -35,12 +35,13 @@ def of_reconstruction() -> set[str]:
 
 
 def of_eapo() -> set[str]:
-    """Scorings that can be read and that cannot, a judge, a prompt over the cap."""
+    """Scorings that can be read and that cannot, a judge, a prompt over the cap, known evidence."""
     played = set()
     for options in (
         {"rule": "judge", "judge": lambda items: [1, -1, 0][: len(items)]},
         {"said": ("no",), "reward_model": "static"},
         {"over": ("responder",)},
+        {"supporting": ("set 0",)},
     ):
         game, _, episode = one(**options)
         played |= game.metrics([episode]).means().keys()

@@ -239,8 +239,8 @@ def test_precision_and_recall():
 def test_compact_prompts():
     compact = prompts.load("compact")
     assert compact.evidence(["d1", "d2"], "q?") == "d1\nd2\nq?\nquote"
-    assert compact.evidence_scores("q?", ["a\nb", "c"]) == "q?\na\nb\n1\nq?\nc\n2\nq?\nscores"
-    assert compact.reasoning_scores("q?", "e", ["a"]) == "q?\ne\nq?\na\n1\nscores"
+    assert compact.evidence_scores("q?", ["a\nb", "c"]) == "1\nq?\na\nb\n2\nq?\nc\nq?\nscores"
+    assert compact.reasoning_scores("q?", "e", ["a"]) == "q?\ne\n1\nq?\na\nscores"
     hostile = "{question} {choices} {number}"
     assert compact.evidence_scores(hostile, [hostile]).count("{choices}") == 3
 
