@@ -27,7 +27,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["spell_jax", "spell_jax.*", "data_pipeline"]),
     package_data={
-        "spell_jax": ["report.html", "selfplay/templates/**/*.txt", "data/tiny_policy/*"],
+        "spell_jax": ["reporting/report.html", "selfplay/templates/**/*.txt", "data/tiny_policy/*"],
         "data_pipeline": ["report.html"],
     },
     install_requires=[
@@ -83,7 +83,7 @@ setup(
             "nbclient>=0.11.0",
             "nbformat>=5.11.1",
             "ipykernel>=7.4.0",
-            # Which `python -m launch.bench trl` stands beside.
+            # Which `python -m benchmarks trl` stands beside.
             "trl>=1.16.0,<1.17",
         ],
     },

@@ -88,7 +88,7 @@ def _data() -> Any:
 
 
 def _game() -> Any:
-    """The game; games/spell_config.py says what each field means."""
+    """The game; algorithms/spell/config.py says what each field means."""
     game: Any = ConfigDict()
     game.name = "spell"
     game.prompts = "full"

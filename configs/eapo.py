@@ -57,7 +57,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
 
 
 def game() -> Any:
-    """games/eapo_config.py says what each field means."""
+    """algorithms/eapo/config.py says what each field means."""
     game: Any = ConfigDict()
     game.name = "eapo"
     game.prompts = "full"

@@ -1,7 +1,7 @@
 """SPELL on a folder of your own .txt and .md files, with a small policy warm-started on them.
 
     DOCUMENTS=PATH
-    python -m spell_jax.selfplay.folder_rows --source=$DOCUMENTS --out=runs/folder_rows
+    python -m spell_jax.warm_start.folder_rows --source=$DOCUMENTS --out=runs/folder_rows
     python -m spell_jax.sft --config=configs/folder_warm_start.py --workdir=runs/folder_warm_start
     python -m spell_jax.train --config=configs/folder.py --workdir=runs/folder \
         --config.data.source=$DOCUMENTS

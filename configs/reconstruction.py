@@ -47,7 +47,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
 
 
 def game() -> Any:
-    """games/reconstruction.py says what each field means."""
+    """algorithms/reconstruction/algorithm.py says what each field means."""
     game: Any = ConfigDict()
     game.name = "reconstruction"
     game.prompts = "full"

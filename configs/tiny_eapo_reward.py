@@ -1,6 +1,6 @@
 """Teaches the tiny policy to score evidence: the reward model of tiny_eapo.py.
 
-    python -m spell_jax.selfplay.evidence_rows --out=runs/evidence_rows
+    python -m spell_jax.warm_start.evidence_rows --out=runs/evidence_rows
     python -m spell_jax.sft --config=configs/tiny_eapo_reward.py --workdir=runs/tiny_eapo_reward
 
 It thinks before it scores: of each line, the name that is looked for and the one that it has, side

@@ -2,7 +2,7 @@
 
     python -m spell_jax.sft --config=configs/tiny_warm_start.py --workdir=runs/warm_start
 
-What is left to learn comes from the demonstrations (selfplay/demonstrations.py, Mixture): few
+What is left to learn comes from the demonstrations (warm_start/demonstrations.py, Mixture): few
 documents, and for the verifier a strict teacher, who answers no to .42 of the equal pairs in other
 words. Hardware: 2 CPU cores. Time, seed and resulting accuracies: README, section "Results".
 The result (runs/warm_start/policy) is a Hugging Face folder; the one that ships is a copy of it.

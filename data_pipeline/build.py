@@ -42,8 +42,8 @@ from data_pipeline.output import OutputConfig
 from data_pipeline.sources import SourceConfig
 from data_pipeline.stages import Done, Stages
 from data_pipeline.tasks import TasksConfig
-from spell_jax.runtime import settings
-from spell_jax.runtime.settings import Config
+from spell_jax.runtime import config as settings
+from spell_jax.runtime.config import Config
 
 # Whose version may change what comes out.
 PACKAGES = ("spell_jax", "apache-beam", "array-record", "datasketch", "jax", "numpy", "py3langid")

@@ -17,9 +17,9 @@
 Documents alone are counted: leave room for the prompt's words and the answer, or lower
 --max_tokens. Give rows of training splits: whether a benchmark has them is not looked at here. The
 paper's other half, questions that a model writes about tables and prose of Wikipedia's pages, is
-made by `python -m spell_jax.rlvr_build` over clusters of such pages (data_pipeline/layouts.py
-keeps a page's tables as "| a | b |" lines). The paper does not tell its distractors: these are the
-other rows' paragraphs.
+made by `python -m spell_jax.warm_start.rlvr_questions` over clusters of such pages
+(data_pipeline/layouts.py keeps a page's tables as "| a | b |" lines). The paper does not tell its
+distractors: these are the other rows' paragraphs.
 """
 
 from __future__ import annotations

@@ -43,15 +43,15 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from launch import topologies
-from spell_jax import catalogue
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy import int8, lora, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.settings import Config, build
-from spell_jax.sampler import calls
+from spell_jax.runtime.config import Config, build
+from spell_jax.sampler import batching
 from spell_jax.sampler.engine import Sampler, SamplerConfig
-from spell_jax.sampler.schedule import Scheduler
+from spell_jax.sampler.scheduler import Scheduler
+from spell_jax.trainer import build as catalogue
 
 log = logging.getLogger("launch.aot")  # __name__ is __main__ when this is the entry
 
@@ -191,14 +191,14 @@ class Programs:
     def _prefill(self) -> list[Program]:
         sampler, shards = self.sampler, self.sampler.shards
         scheduler = Scheduler(sampler.shape, shards)
-        batch = calls.prompt_pages(scheduler, [[]] * shards, sampler.config.max_prompt)
+        batch = batching.prompt_pages(scheduler, [[]] * shards, sampler.config.max_prompt)
         return [self._sampling("prefill", batch.tokens.shape, sampler.prefill, batch)]
 
     def _decode(self) -> list[Program]:
         sampler, shards = self.sampler, self.sampler.shards
         limits = [{} for _ in range(shards)]
         scheduler = Scheduler(sampler.shape, shards)
-        batch = calls.slots(scheduler, self.lane, limits, 1, sampler.config)
+        batch = batching.slots(scheduler, self.lane, limits, 1, sampler.config)
         made = self._sampling("decode", (len(batch.count), 1), sampler.decode, batch)
         return [dataclasses.replace(made, options={"lane": self.lane}, rules=meshes.DECODE_RULES)]
 
@@ -207,7 +207,7 @@ class Programs:
         state = jax.eval_shape(lambda: self.sampler.make_empty(self.learner.compute_dtype))
         state = meshes.placed(state, self.sampler.places)
         played = self.sampler.abstract_params(self.played)
-        arguments = (played, state, meshes.placed(batch, calls.places(self.mesh, batch)))
+        arguments = (played, state, meshes.placed(batch, batching.places(self.mesh, batch)))
         held = self._others() + bytes_per_chip(self.state)
         if played is not self.played:  # whole kernels stay beside small ones
             held += bytes_per_chip(int8.kernels(self.played))

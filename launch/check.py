@@ -38,19 +38,22 @@ from ml_collections import config_flags
 
 from configs import tiny
 from launch import plan, topologies
-from spell_jax import catalogue, playable, report
-from spell_jax import run as runs
+from spell_jax import report
+from spell_jax.algorithms import registry as playable
+from spell_jax.algorithms.base import Demand
 from spell_jax.data import built
-from spell_jax.games.game import Demand
 from spell_jax.learner import loss, packing, update
-from spell_jax.policy import int8, lora, safetensors_folder, transformer, weights
+from spell_jax.policy import int8, lora, safetensors, transformer, weights
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.runtime import folders, hashes, start
+from spell_jax.runtime import hashes, paths
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime import setup as start
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
-from spell_jax.runtime.settings import Config, build, changes
-from spell_jax.sampler import cache
+from spell_jax.runtime.config import Config, build, changes
+from spell_jax.sampler import kv_cache
 from spell_jax.sampler.engine import SamplerConfig
+from spell_jax.trainer import build as catalogue
+from spell_jax.trainer import state as runs
 
 T = TypeVar("T")
 
@@ -231,9 +234,9 @@ def _check_other(config: Config, name: str, attempt: Attempts) -> None:
 def _check_weights(policy: PolicyConfig, folder: pathlib.Path) -> None:
     """Raises ValueError where headers have a tensor too few, too many or of a wrong shape; without
     weights the run begins with random ones."""
-    if not safetensors_folder.has_weights(folder):
+    if not safetensors.has_weights(folder):
         return
-    weights.match(policy, *safetensors_folder.scan(folder))
+    weights.match(policy, *safetensors.scan(folder))
 
 
 def _check_rows(found: Checked, attempt: Attempts) -> None:
@@ -287,7 +290,7 @@ def _lay_out(shape: Mapping[str, int], topology: topologies.Topology) -> Abstrac
 
 def _check_heads(policy: PolicyConfig, mesh: Any) -> None:
     count = mesh.shape[meshes.TENSOR]
-    if count > 1 and cache.head_split(mesh, policy.heads, policy.kv_heads)[0] is None:
+    if count > 1 and kv_cache.head_split(mesh, policy.heads, policy.kv_heads)[0] is None:
         raise ValueError(
             f"mesh.tensor = {count}: must divide the policy's {policy.heads} heads, and divide or "
             f"be a multiple of its {policy.kv_heads} key heads; else each device attends with all"
@@ -402,7 +405,7 @@ def _check_memory(made: plan.Plan) -> None:
 def _open_workdir(workdir: str) -> epath.Path:
     """A local folder that files can be made in, now or once it is made; others are not tried."""
     path = epath.Path(workdir)
-    if folders.is_remote(workdir):
+    if paths.is_remote(workdir):
         return path
     try:
         folder = epath.Path(workdir).absolute()
@@ -562,7 +565,7 @@ def _describe_start(found: Checked) -> list[str]:
     if config.init_from:
         path, step = catalogue.find_checkpoint(config.init_from)
         source = f"the weights of {path}, {'its newest step' if step is None else f'step {step}'}"
-    elif safetensors_folder.has_weights(folder):
+    elif safetensors.has_weights(folder):
         source = f"the weights of {folder}"
     else:
         source = f"random weights, for {folder} holds none"

@@ -6,7 +6,7 @@
 1. The programs are those of aot.py, built on a mesh without devices: libtpu is not needed.
 2. What goes into a program, and what is held beside it, is exact: the bytes of placed shapes.
 3. What a program makes for itself is estimated from shapes (`_made`). The factors were fitted to
-   what the compiler said of the rows in docs/long_context.md; tests/test_plan.py holds every
+   what the compiler said of the rows in docs/long_context.md; tests/launch/test_plan.py holds every
    program's peak against theirs, within 25 %.
 4. If all fits, the largest batches that still do are printed; if not, the changes that help.
 5. The exit status is 0 if all fits, else 1.
@@ -27,7 +27,7 @@ from spell_jax.learner import packing
 from spell_jax.policy import moe
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.settings import Config
+from spell_jax.runtime.config import Config
 
 GIB = 2**30
 PARTS = ("weights", "masters", "optimiser", "gradients", "activations", "KV cache", "logits")

@@ -22,7 +22,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime import start
+from spell_jax.runtime import setup as start
 
 
 def make(

@@ -41,10 +41,10 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from configs import tiny
-from spell_jax import catalogue
 from spell_jax.learner import loss, update
-from spell_jax.runtime.settings import Config, build
+from spell_jax.runtime.config import Config, build
 from spell_jax.sampler.engine import SamplerConfig
+from spell_jax.trainer import build as catalogue
 
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
 # What is true of a work unit that has not failed.

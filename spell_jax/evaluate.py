@@ -31,14 +31,16 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from spell_jax.evaluation import answering, judging, pictures, protocol
-from spell_jax.evaluation import benchmarks as registry
+from spell_jax.evaluation import answering, figures, protocol
+from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation.answering import Place, Row, Sampling
-from spell_jax.evaluation.benchmark import Benchmark
-from spell_jax.evaluation.sampling import Policy, Sizes
+from spell_jax.evaluation.benchmarks import registry
+from spell_jax.evaluation.benchmarks.base import Benchmark
+from spell_jax.evaluation.policy_sampler import Policy, Sizes
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.tokenizer_base import Tokenizer
-from spell_jax.runtime import faults, hosts, start
+from spell_jax.runtime import distributed, fault_injection
+from spell_jax.runtime import setup as start
 from spell_jax.runtime.jsonl import append_records, write_json, write_lines, write_records
 from spell_jax.selfplay.judge import Judge
 
@@ -136,7 +138,7 @@ def run(
         rows.update(answering.read_finished(out / SAMPLES, settings.sampling.samples))
         return list(rows)
 
-    done = {tuple(place) for place in hosts.broadcast(begin)}
+    done = {tuple(place) for place in distributed.broadcast(begin)}
     questions = answering.tokenise(policy, benchmarks, max(settings.max_input))
     answering.check_context(settings.sampling, policy, questions)
     for limit in settings.max_input:
@@ -144,7 +146,7 @@ def run(
             if jax.process_index() == 0:
                 append_records(out / SAMPLES, new)
                 rows[place] = new
-                faults.point("sampled")
+                fault_injection.point("sampled")
     policy.release()
 
     def score() -> None:
@@ -155,7 +157,7 @@ def run(
                     answering.score(one, row)
 
     ordered: list[tuple[answering.Question, Row]] = []
-    hosts.broadcast(score)
+    distributed.broadcast(score)
     answering.ask_judge(ordered, judge)
     finals = [row for _, row in ordered]
 
@@ -168,7 +170,7 @@ def run(
         _draw(out / PLOTS, benchmarks, summary)
         return summary
 
-    return hosts.broadcast(finish)
+    return distributed.broadcast(finish)
 
 
 def _draw(folder: pathlib.Path, benchmarks: Sequence[Benchmark], summary: Mapping) -> None:
@@ -177,7 +179,7 @@ def _draw(folder: pathlib.Path, benchmarks: Sequence[Benchmark], summary: Mappin
     for one in benchmarks:
         if one.by:
             found = {row["max_input"]: row["benchmarks"][one.name]["by"] for row in summary["rows"]}
-            pictures.draw(folder / f"{one.name}.png", one.title, found)
+            figures.draw(folder / f"{one.name}.png", one.title, found)
 
 
 def _summarise(

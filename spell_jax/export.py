@@ -18,12 +18,13 @@ from absl import app, flags
 from etils import epath
 from ml_collections import ConfigDict
 
-from spell_jax import catalogue
 from spell_jax.policy import lora, weights
-from spell_jax.run import read_weights
-from spell_jax.runtime import folders, start
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.settings import Config
+from spell_jax.runtime import paths
+from spell_jax.runtime import setup as start
+from spell_jax.runtime.config import Config
+from spell_jax.trainer import build as catalogue
+from spell_jax.trainer.state import read_weights
 
 
 def export(
@@ -77,7 +78,7 @@ def read_config(workdir: epath.Path) -> Config:
 def main(_) -> None:
     start.setup()
     given = flags.FLAGS
-    workdir, out = map(folders.open_folder, (given.workdir, given.out))
+    workdir, out = map(paths.open_folder, (given.workdir, given.out))
     step = export(workdir, out, given.step, given.dtype, given.adapters)
     print(f"{out}: the policy after step {step}")
 

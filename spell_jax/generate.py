@@ -38,14 +38,15 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from spell_jax import evidence_tree
+from spell_jax.algorithms.eapo import evidence_tree
 from spell_jax.data.clusters import ROLES
-from spell_jax.evaluation.sampling import Policy, PolicyJudge
+from spell_jax.evaluation.policy_sampler import Policy, PolicyJudge
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.policy.embedder import Embedder
-from spell_jax.runtime import hosts, start
+from spell_jax.runtime import distributed
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime import setup as start
 from spell_jax.runtime.jsonl import read_records, write_records
 from spell_jax.sampler.requests import Options, Sample
 from spell_jax.sampler.session import request_keys
@@ -214,7 +215,7 @@ def make_judge(given: Any, policy: Policy) -> Ask:
     key, cap = os.environ.get(JUDGE_KEY), given.judge_max_tokens
     endpoint = Endpoint(JudgeConfig(given.judge_url, given.judge_model, key, max_tokens=cap))
     # Of several hosts one asks, and all are told: they go on with the same branch.
-    return lambda texts: hosts.broadcast(lambda: list(endpoint(texts)))
+    return lambda texts: distributed.broadcast(lambda: list(endpoint(texts)))
 
 
 def make_embed(given: Any) -> evidence_tree.Embed:

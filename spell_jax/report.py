@@ -26,9 +26,9 @@ from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from spell_jax.report_page import COMPARISON, PAGE, Measured, write_page
-from spell_jax.report_plots import draw_page
-from spell_jax.runtime import folders
+from spell_jax.reporting.page import COMPARISON, PAGE, Measured, write_page
+from spell_jax.reporting.plots import draw_page
+from spell_jax.runtime import paths as folders
 from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
 
 EVALUATION_FILE = "evaluation.json"

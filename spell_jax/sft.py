@@ -32,15 +32,17 @@ from spell_jax.learner import loss, non_finite, packing, update
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.runtime import folders, start
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime import paths
+from spell_jax.runtime import setup as start
 from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.config import Config, build, plain
 from spell_jax.runtime.jsonl import read_records
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.runtime.preemption import Preempted, Preemption
-from spell_jax.runtime.recorder import Recorder
-from spell_jax.runtime.settings import Config, build, plain
-from spell_jax.selfplay import demonstrations, prompts, story_rows
+from spell_jax.runtime.run_logger import Recorder
+from spell_jax.selfplay import prompts
+from spell_jax.warm_start import demonstrations, story_rows
 
 log = logging.getLogger("spell_jax.sft")  # __name__ is __main__ when this is the entry
 
@@ -208,7 +210,7 @@ def _run(
 
 def main(_) -> None:
     start.setup()
-    print(run(flags.FLAGS.config, folders.open_folder(flags.FLAGS.workdir)))
+    print(run(flags.FLAGS.config, paths.open_folder(flags.FLAGS.workdir)))
 
 
 if __name__ == "__main__":

@@ -25,9 +25,17 @@ from etils import epath
 from ml_collections import config_flags
 
 from spell_jax import report
-from spell_jax.games.game import records
-from spell_jax.learner import measures, packing
-from spell_jax.run import (
+from spell_jax.algorithms.base import records
+from spell_jax.learner import packing, statistics
+from spell_jax.runtime import distributed, fault_injection, paths
+from spell_jax.runtime import setup as start
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.config import Config, plain
+from spell_jax.runtime.jsonl import write_json
+from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.preemption import Preempted, Preemption
+from spell_jax.runtime.run_logger import Recorder
+from spell_jax.trainer.state import (
     AsPlayed,
     Run,
     StepUpdate,
@@ -37,13 +45,6 @@ from spell_jax.run import (
     refresh_anchor,
     save_model,
 )
-from spell_jax.runtime import faults, folders, hosts, start
-from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.runtime.jsonl import write_json
-from spell_jax.runtime.metrics import Metrics
-from spell_jax.runtime.preemption import Preempted, Preemption
-from spell_jax.runtime.recorder import Recorder
-from spell_jax.runtime.settings import Config, plain
 
 
 @dataclasses.dataclass
@@ -97,7 +98,7 @@ def _train(
         recorder.enter("save", step)
         try:
             if force or step % config.checkpoint_every == 0:
-                with hosts.fail_together():
+                with distributed.fail_together():
                     recorder.flush()
         finally:
             state = host_state(run, game, best, recorder.tail())
@@ -120,7 +121,7 @@ def _train(
             with start.profiled(is_writer and step in config.profile_steps, workdir):
                 played = ahead or play(run, models, step, preemption.should_stop)
                 ahead = None
-                faults.point("played")
+                fault_injection.point("played")
                 # This step is played again.
                 stop_if_preempted(step - 1, played.before if played else game.state_dict())
                 assert played
@@ -129,7 +130,7 @@ def _train(
                 if plays_ahead(config, step) and not recorder.progress.is_over():
                     ahead = play(run, models, step + 1, preemption.should_stop, update.go_on)
                 numbers = update.finish(workdir, step)
-                faults.point("updated")
+                fault_injection.point("updated")
             refresh_anchor(config, models, step)
 
             recorder.enter("validate", step)
@@ -139,7 +140,7 @@ def _train(
             recorder.enter("write", step)
             state = ahead.before if ahead else game.state_dict()
             try:
-                with hosts.fail_together():
+                with distributed.fail_together():
                     if score is not None and (best is None or score > best):
                         save_model(run, models, "policy", workdir / "best")
                         best = score
@@ -219,12 +220,12 @@ def step_metrics(
         where = "train/" if model == "policy" else f"train/{model}/"
         for update in updates:
             metrics.merge({name: (value, 1.0) for name, value in update.items()}, where)
-    metrics.merge(measures.advantages(played.rows), "train/")
+    metrics.merge(statistics.advantages(played.rows), "train/")
     made = [update for updates in numbers.values() for update in updates]
     made = [update for update in made if not update["empty_update"]]
     if is_alone and made:
         devices = run.learner.mesh.devices.flatten().tolist()
-        metrics.merge(measures.speed(made, run.watch.spent("update"), devices), "time/")
+        metrics.merge(statistics.speed(made, run.watch.spent("update"), devices), "time/")
     return metrics
 
 
@@ -286,7 +287,7 @@ def finish(run: Run, models: dict[str, Any], workdir: epath.Path, is_writer: boo
 
 def main(_) -> None:
     start.setup()
-    train(flags.FLAGS.config, folders.open_folder(flags.FLAGS.workdir))
+    train(flags.FLAGS.config, paths.open_folder(flags.FLAGS.workdir))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.paths import ROOT
+
 FAKE_DEVICES = "--xla_force_host_platform_device_count=8"
 
 

@@ -20,11 +20,11 @@ import jax
 import pytest
 
 from spell_jax import evaluate
-from spell_jax.evaluation import judging
+from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation.answering import Sampling
-from spell_jax.evaluation.benchmark import Benchmark, Item
-from spell_jax.evaluation.sampling import Policy, PolicyJudge, Sizes
-from spell_jax.runtime import start
+from spell_jax.evaluation.benchmarks.base import Benchmark, Item
+from spell_jax.evaluation.policy_sampler import Policy, PolicyJudge, Sizes
+from spell_jax.runtime import setup as start
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.judge import Judge
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 from collections.abc import Iterable
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"
+from tests.paths import ROOT
+
+PAGE = ROOT / "docs" / "metrics.md"
 PLACES = {
     "[/TASK]": "(/(general_qa|financial_math|multiple_choice))?",
     "TASK": "(general_qa|financial_math|multiple_choice)",
@@ -20,7 +21,7 @@ PLACES = {
     "DOCUMENTS": r"\d+",
 }
 
-# Names on the page that SPELL has not, but another game has (tests/games/test_metric_names.py).
+# Names on the page that SPELL has not, but another game has (test_metric_names.py).
 OF_OTHER_GAMES = {
     *("play/dense_reward[/K]", "play/sparse_reward[/K]", "play/permutation[/K]"),
     *("play/dense_by_chance[/K]", "play/sparse_by_chance[/K]", "play/options"),

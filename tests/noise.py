@@ -21,10 +21,10 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from configs import tiny
-from spell_jax import playable, report
-from spell_jax import run as runs
-from spell_jax.catalogue import TINY_POLICY
-from spell_jax.games import eapo, spell
+from spell_jax import report
+from spell_jax.algorithms import registry as playable
+from spell_jax.algorithms.eapo import algorithm as eapo
+from spell_jax.algorithms.spell import algorithm as spell
 from spell_jax.learner import update
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
@@ -33,6 +33,8 @@ from spell_jax.runtime import mesh
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.sampler.engine import Sampler
 from spell_jax.selfplay import evidence, parsing, rules
+from spell_jax.trainer import state as runs
+from spell_jax.trainer.build import TINY_POLICY
 
 _UNSTEADY = ("time/", "process/")
 

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 from spell_jax import evaluate
-from spell_jax.evaluation import judging, protocol, sampling
+from spell_jax.evaluation import judge as judging
+from spell_jax.evaluation import policy_sampler, protocol
 from spell_jax.evaluation.answering import Sampling
-from spell_jax.evaluation.sampling import Policy, PolicyJudge
+from spell_jax.evaluation.policy_sampler import Policy, PolicyJudge
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
-from spell_jax.runtime import faults
+from spell_jax.runtime import fault_injection
 from spell_jax.sampler.requests import Options
 from spell_jax.sampler.session import Session
 from tests import evaluating, noise
@@ -54,8 +55,8 @@ def asked(monkeypatch) -> list:
     noise.use_one_device(monkeypatch)
     monkeypatch.setattr(evaluate.registry, "load", evaluating.load)
     monkeypatch.setattr(Session, "submit", count)
-    monkeypatch.setattr(faults, "_passed", collections.Counter())
-    monkeypatch.delenv(faults.VARIABLE, raising=False)
+    monkeypatch.setattr(fault_injection, "_passed", collections.Counter())
+    monkeypatch.delenv(fault_injection.VARIABLE, raising=False)
     return requests
 
 
@@ -156,10 +157,10 @@ def test_what_is_drawn_depends_on_the_question_alone(policy, whole, tmp_path):
 @pytest.mark.parametrize("fault", ["sampled:1", "sampled:8", "judged:1"])
 def test_a_stopped_evaluation_goes_on(fault, policy, whole, asked, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    monkeypatch.setenv(faults.VARIABLE, f"{fault}:raise")
-    with pytest.raises(faults.Fault):
+    monkeypatch.setenv(fault_injection.VARIABLE, f"{fault}:raise")
+    with pytest.raises(fault_injection.Fault):
         evaluating.run(policy, out)
-    monkeypatch.delenv(faults.VARIABLE)
+    monkeypatch.delenv(fault_injection.VARIABLE)
     assert not (out / evaluate.SUMMARY).exists()
     lines = (out / evaluate.SAMPLES).read_text().splitlines(keepends=True)
     done = QUESTIONS if fault.startswith("judged") else int(fault[-1])
@@ -243,11 +244,11 @@ def test_a_policy_judges(policy, judge, asked, tmp_path, monkeypatch):
     assert len(greedy) == len(kept)
     assert {(r.options.temperature, r.options.max_tokens) for r in greedy} == {(0.0, 4)}
 
-    monkeypatch.setenv(faults.VARIABLE, "judged:2:raise")
-    monkeypatch.setattr(faults, "_passed", collections.Counter())
-    with pytest.raises(faults.Fault):
+    monkeypatch.setenv(fault_injection.VARIABLE, "judged:2:raise")
+    monkeypatch.setattr(fault_injection, "_passed", collections.Counter())
+    with pytest.raises(fault_injection.Fault):
         evaluated(out)
-    monkeypatch.delenv(faults.VARIABLE)
+    monkeypatch.delenv(fault_injection.VARIABLE)
     assert len((out / judging.REPLIES).read_text().splitlines()) == 2
     asked.clear()
     evaluated(out)
@@ -324,7 +325,7 @@ def test_shapes_are_those_of_all_prompts(policy, monkeypatch):
         configs.append(sampler)
         raise InterruptedError
 
-    monkeypatch.setattr(sampling, "Sampler", stop)
+    monkeypatch.setattr(policy_sampler, "Sampler", stop)
     prompts = [np.zeros(length, np.int32) for length in (9, 20, 30)]
     options = [Options(max_tokens=cap) for cap in (2, 7, 4)]
     for wanted in (None, [0], [2, 1]):

@@ -11,7 +11,7 @@ import numpy as np
 from spell_jax.learner.packing import Group
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.sampler import nucleus
+from spell_jax.sampler import sampling as sampling_ops
 
 
 def _compile_quickly() -> None:
@@ -82,8 +82,8 @@ def groups(
 
 def sampling(
     rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
-) -> nucleus.Sampling:
+) -> sampling_ops.Sampling:
     """The same for all rows."""
     values = np.array([temperature, top_p, min_p], np.float32)
     temperatures, top_ps, min_ps = np.repeat(values[:, None], rows, axis=1)
-    return nucleus.Sampling(temperatures, np.full(rows, top_k, np.int32), top_ps, min_ps)
+    return sampling_ops.Sampling(temperatures, np.full(rows, top_k, np.int32), top_ps, min_ps)

@@ -28,7 +28,7 @@ from spell_jax.data.clusters import (
     in_memory,
     read_clusters,
 )
-from spell_jax.runtime import hosts
+from spell_jax.runtime import distributed
 
 MANIFEST, INDEX = "manifest.json", "index.jsonl"
 SHARDS = "clusters-train.array_record-*"
@@ -177,7 +177,7 @@ def _read_shared(read: Callable[[Sequence[str]], list[Cluster]], ids: Sequence[s
         found = read(names)
     else:
         mine = names[jax.process_index() :: jax.process_count()]
-        parts = hosts.make_together(lambda: [_encode(cluster) for cluster in read(mine)])
+        parts = distributed.make_together(lambda: [_encode(cluster) for cluster in read(mine)])
         found = [_decode(item) for part in parts for item in part]
     by_id = {cluster.id: cluster for cluster in found}
     return [by_id[name] for name in ids]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from spell_jax.learner import packing
-from spell_jax.runtime.settings import check_choice
+from spell_jax.runtime.config import check_choice
 
 BEHAVIOURS = ("current", "sampler", "truncated", "recomputed")
 OBJECTIVES = ("clip", "cispo")

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spell_jax.data.clusters import ROLES
-from spell_jax.learner import dealing
+from spell_jax.learner import context_layout
 
 Tokens = Sequence[int] | np.ndarray
 Array = Any  # numpy on the host, jax on the devices
@@ -384,7 +384,7 @@ def _stack(
             is_answer[start + len(groups[index].prompt) : start + groups[index].tokens] = True
             start, filled = _write(batch, row, start, filled, groups[index])
         if devices > 1:
-            _deal(batch, row, dealing.order(is_answer, start, devices))
+            _deal(batch, row, context_layout.order(is_answer, start, devices))
     return batch
 
 

@@ -28,9 +28,9 @@ import optax
 
 from spell_jax.attention import attend
 from spell_jax.data.clusters import ROLES
-from spell_jax.learner import head, measures, non_finite, packing
+from spell_jax.learner import lm_head, non_finite, packing, statistics
 from spell_jax.learner import loss as losses
-from spell_jax.learner.optimiser import OptimiserConfig
+from spell_jax.learner.optimizer import OptimiserConfig
 from spell_jax.policy import lora, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -158,10 +158,10 @@ class Update:
         filled = sum(np.count_nonzero(batch.last_reader >= 0) for batch in batches)
         slots = sum(np.size(batch.tokens) for batch in batches)
         operations = sum(
-            measures.operations(self._learner.policy, len(group.prompt), map(len, group.answers))
+            statistics.operations(self._learner.policy, len(group.prompt), map(len, group.answers))
             for group in self._fitting
         )
-        return state, measures.means(sums, norms) | {
+        return state, statistics.means(sums, norms) | {
             "trained_tokens": float(filled),
             "operations": operations,
             "fill": filled / slots,
@@ -474,7 +474,7 @@ class Learner:
             attend.packed(self.policy.attention, self.policy.ring),
             context={"index": batch.index, "last_reader": batch.last_reader},
         )
-        scores = head.score_tokens(
+        scores = lm_head.score_tokens(
             self.policy, params, hidden, batch.source, batch.target, self.temperature
         )
         return *scores, router_load

@@ -12,7 +12,7 @@ from spell_jax.policy import lora as adapters
 from spell_jax.policy import rope as ropes
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.policy.rope import RopeConfig
-from spell_jax.runtime.settings import check_choice, check_least
+from spell_jax.runtime.config import check_choice, check_least
 
 REMAT_POLICIES = ("none", "block", "attention", "dots", "offload")
 MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama")

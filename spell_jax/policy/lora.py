@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spell_jax.policy import safetensors_folder as files
-from spell_jax.runtime import hosts
+from spell_jax.policy import safetensors as files
+from spell_jax.runtime import distributed
 from spell_jax.runtime.jsonl import write_json
 
 if TYPE_CHECKING:
@@ -152,7 +152,9 @@ def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base
     for path, name in targets(config).items():
         room, ours = path.split("/")
         for x, letter in (("a", "A"), ("b", "B")):
-            value = hosts.whole(adapters["layers"][room][f"{ours}_lora_{x}"]).astype(np.float32)
+            value = distributed.whole(adapters["layers"][room][f"{ours}_lora_{x}"]).astype(
+                np.float32
+            )
             for layer, part in enumerate(value):
                 # PEFT: A [R, in] and B [out, R], as torch's linear layers.
                 flat = part.reshape(-1, part.shape[-1]) if x == "a" else part.reshape(len(part), -1)
@@ -169,7 +171,7 @@ def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base
         "target_modules": sorted({name.split(".")[-1] for name in targets(config).values()}),
         "inference_mode": True,
     }
-    with hosts.fail_together():
+    with distributed.fail_together():
         if jax.process_index() == 0:
             with files.replacing(folder) as scratch:
                 write_json(scratch / "adapter_config.json", description, indent=2)

@@ -26,11 +26,11 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spell_jax.policy import safetensors_folder as files
+from spell_jax.policy import safetensors as files
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.runtime import hosts
+from spell_jax.runtime import distributed
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.jsonl import write_json
 
@@ -534,7 +534,7 @@ def save(
         for name in names
     }
     tensors = _their_tensors(config, flat, dtype)
-    with hosts.fail_together():
+    with distributed.fail_together():
         try:
             if jax.process_index() == 0:
                 with files.replacing(folder) as scratch:
@@ -580,7 +580,7 @@ def _their_tensors(
     entries, sizes = table(config), _sizes(config)
     for path, layer, _ in _parts(config):
         entry = entries[path]
-        value = hosts.whole(flat[path] if layer is None else flat[path][layer])
+        value = distributed.whole(flat[path] if layer is None else flat[path][layer])
         for part in value if entry.expertwise else [value]:
             part = entry.in_their_order(part)
             out = np.empty(part.shape, DTYPES[dtype][0])

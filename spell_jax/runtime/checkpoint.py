@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from spell_jax.runtime import faults, folders, hashes, hosts
+from spell_jax.runtime import distributed, fault_injection, hashes, paths
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Checkpoints:
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
         self._manager = self._open()
-        found = hosts.broadcast(
+        found = distributed.broadcast(
             lambda: [(step, *hashes.score(self._folder(step))) for step in self._on_disk()]
         )
         # Scores of the finished steps, and steps whose folder holds nothing that can be used.
@@ -207,7 +207,7 @@ class Checkpoints:
           SaveError: as `wait`.
         """
         self.wait()
-        intact, damages = hosts.broadcast(self._inspect)
+        intact, damages = distributed.broadcast(self._inspect)
         for step, damage in damages:
             self._scores.pop(step, None)
             self._unusable.add(step)
@@ -362,13 +362,13 @@ class Checkpoints:
 
     def _commit(self, step: int, score: float | None, surplus: list[int]) -> None:
         """In the background: waits for Orbax (on every host), then finishes the step."""
-        faults.point("saving")
+        fault_injection.point("saving")
         self._manager.wait_until_finished()
-        faults.point("written")
+        fault_injection.point("written")
         if jax.process_index() != 0:
             return
         hashes.write(self._folder(step), score)
-        faults.point("saved")
+        fault_injection.point("saved")
         for old in surplus:
             try:  # First the hashes: what is half deleted is not taken for a step.
                 (self._folder(old) / hashes.FILE).unlink(missing_ok=True)
@@ -397,7 +397,7 @@ class Checkpoints:
             return f"no fallback folder is given, the last step saved is {self.latest_step()}"
         name = _absolute(self._fallback) / f"{self._workdir.name}_step{step}"
         try:
-            workdir = hosts.broadcast(lambda: str(_unused(name)))
+            workdir = distributed.broadcast(lambda: str(_unused(name)))
             other = Checkpoints(workdir)
             failure = other._write(step, args, score, waits=True)
             other.close()
@@ -412,7 +412,7 @@ class Checkpoints:
 
     def _on_disk(self) -> list[int]:
         """Steps with a folder, whatever is in it; the newest first."""
-        names = [path.name for path in folders.entries(self._directory)]
+        names = [path.name for path in paths.entries(self._directory)]
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _inspect(self) -> tuple[int | None, list[tuple[int, str]]]:
@@ -436,7 +436,7 @@ def abstract_arrays(arrays: Any) -> Any:
 def _absolute(path: str | os.PathLike[str]) -> epath.Path:
     """As given; a local one absolute, as Orbax wants it (a URL would become a local path)."""
     path = epath.Path(path)
-    return path if folders.is_remote(path) else path.absolute()
+    return path if paths.is_remote(path) else path.absolute()
 
 
 def _unused(folder: epath.Path) -> epath.Path:
@@ -471,7 +471,7 @@ def _together(do: Callable[[], None]) -> Exception | None:
         return []
 
     try:
-        hosts.make_together(make)
+        distributed.make_together(make)
     except RuntimeError as error:
         return error
     return None

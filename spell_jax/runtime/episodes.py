@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from spell_jax.runtime import folders
+from spell_jax.runtime import paths
 from spell_jax.runtime.jsonl import read_records, write_records
 from spell_jax.runtime.metrics import finite_or_none
 
@@ -54,7 +54,7 @@ def read_episodes(
 def episode_files(workdir: str | os.PathLike[str]) -> dict[int, epath.Path]:
     """Step -> its file, by steps; nothing where there is no folder."""
     files = {}
-    for path in folders.entries(epath.Path(workdir) / EPISODES_FOLDER):
+    for path in paths.entries(epath.Path(workdir) / EPISODES_FOLDER):
         if found := re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name):
             files[int(found[1])] = path
     return dict(sorted(files.items()))

@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 
 from etils import epath
 
-from spell_jax.runtime import folders
+from spell_jax.runtime import paths
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
     On a disk they are written under another name, which then takes the file's place; an object of a
     bucket appears when it is closed, and is not opened before all lines are there.
     """
-    if folders.is_remote(path):
+    if paths.is_remote(path):
         content = io.BytesIO()
         _write(path, content, lines)
         epath.Path(path).write_bytes(content.getvalue())

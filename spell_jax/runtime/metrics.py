@@ -19,8 +19,8 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from spell_jax.runtime.boards import Board, TensorBoard
 from spell_jax.runtime.jsonl import write_lines
+from spell_jax.runtime.loggers import Board, TensorBoard
 
 METRICS_FILE = "metrics.jsonl"
 TAIL = 1000  # lines of metrics.jsonl that a checkpoint keeps

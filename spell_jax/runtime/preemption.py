@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from spell_jax.runtime import hosts
+from spell_jax.runtime import distributed
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, try again
 METADATA_HOST = "metadata.google.internal"
@@ -108,7 +108,7 @@ class Preemption:
 
         A collective: all hosts ask at the same points of the program, the ends of its phases.
         """
-        notices = [part[0].decode() for part in hosts.gather_bytes([self._notice.encode()])]
+        notices = [part[0].decode() for part in distributed.gather_bytes([self._notice.encode()])]
         told = [f"host {host}: {notice}" for host, notice in enumerate(notices) if notice]
         self.why = "; ".join(told)
         if "SIGTERM" in notices:

@@ -24,10 +24,10 @@ from spell_jax.policy import int8, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.settings import check_choice, check_least
-from spell_jax.sampler import cache, steps
+from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.sampler import kv_cache, programs
 from spell_jax.sampler.requests import Options, Sample
-from spell_jax.sampler.schedule import Shape
+from spell_jax.sampler.scheduler import Shape
 from spell_jax.sampler.session import Session
 
 _CHOICES = {
@@ -170,27 +170,27 @@ class Sampler:
         self.shards = meshes.row_shards(mesh)
         self.shape = config.shape(mesh)
         kept = meshes.replicated(mesh)
-        where = cache.pages_sharding(mesh, policy)
+        where = kv_cache.pages_sharding(mesh, policy)
         pages = paged.Pages(where, where)
         if config.cache_dtype == "int8":
             pages = paged.Pages(where, where, where, where)
         lanes = (kept,) * len(self.shape.lanes)
         own = (meshes.by_rows(mesh),) * len(lanes) if config.guessed_tokens else ()
-        self.places = places = steps.State(pages, kept, lanes, own)
+        self.places = places = programs.State(pages, kept, lanes, own)
         kernel = config.attention
         self.prefill = jax.jit(
-            functools.partial(steps.prefill, policy, kernel=kernel),
+            functools.partial(programs.prefill, policy, kernel=kernel),
             donate_argnums=1,
             out_shardings=places,
         )
         self.decode = jax.jit(
             functools.partial(
-                steps.decode,
+                programs.decode,
                 policy,
                 block=config.block,
                 steps=config.decode_tokens,
                 stop_ids=self.stop_ids,
-                guessing=steps.Guessing(config.guessed_tokens, config.guess_match),
+                guessing=programs.Guessing(config.guessed_tokens, config.guess_match),
                 kernel=kernel,
             ),
             static_argnames="lane",
@@ -206,14 +206,14 @@ class Sampler:
             self._quantise = jax.jit(int8.small_kernels, out_shardings=self._quantised)
         self.empty = jax.jit(self.make_empty, static_argnums=0, out_shardings=places)
 
-    def make_empty(self, dtype: Any) -> steps.State:
+    def make_empty(self, dtype: Any) -> programs.State:
         """What a session begins with, for `empty` and for shapes; `dtype` is the compute dtype."""
         c, shape = self.policy, self.shape
         cached = jnp.int8 if self.config.cache_dtype == "int8" else dtype
-        _, kv_heads = cache.head_split(self.mesh, c.heads, c.kv_heads)
+        _, kv_heads = kv_cache.head_split(self.mesh, c.heads, c.kv_heads)
         pages = self.shards * (shape.pages + 1)  # and nobody's
         slots = self.shards * shape.slots
-        return steps.State(
+        return programs.State(
             paged.empty(c.layers, pages, kv_heads, shape.block, c.head_size, cached),
             jnp.zeros((self.shards * shape.prompts, c.width), dtype),
             tuple(jnp.zeros((slots, c.width), dtype) for _ in shape.lanes),

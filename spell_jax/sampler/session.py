@@ -26,9 +26,9 @@ import numpy as np
 from spell_jax.policy import transformer
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler import calls, steps
+from spell_jax.sampler import batching, programs
 from spell_jax.sampler.requests import Options, Request, Sample
-from spell_jax.sampler.schedule import Scheduler, Sibling
+from spell_jax.sampler.scheduler import Scheduler, Sibling
 
 if TYPE_CHECKING:
     from spell_jax.sampler.engine import Sampler
@@ -123,11 +123,11 @@ class _Call:
     """
 
     lane: int
-    limits: calls.Limits
+    limits: batching.Limits
     waited: bool
     cells: int
     empty: int
-    drawn: steps.Drawn
+    drawn: programs.Drawn
 
 
 class Session:
@@ -228,8 +228,8 @@ class Session:
             if any(any(shard.lanes[lane].slots) for shard in scheduler.shards):
                 self._decode(lane)
 
-    def _prefill(self, tasks: calls.Tasks) -> None:
-        batch = calls.prompt_pages(self._scheduler, tasks, self._sampler.config.max_prompt)
+    def _prefill(self, tasks: batching.Tasks) -> None:
+        batch = batching.prompt_pages(self._scheduler, tasks, self._sampler.config.max_prompt)
         self.counts.prefill_calls += 1
         self.counts.prefill_pages += sum(map(len, tasks))
         for resident, number in (task for some in tasks for task in some):
@@ -246,7 +246,7 @@ class Session:
         going = sum(sibling.count < limit for one in limits for sibling, limit in one.items())
         waited = scheduler.waiting(lane)
         enough = max(1, going // _REFILLED) if waited else going + 1
-        slots = calls.slots(scheduler, lane, limits, enough, c)
+        slots = batching.slots(scheduler, lane, limits, enough, c)
         self._state, drawn = self._call(meshes.DECODE_RULES, self._sampler.decode, slots, lane=lane)
         rows = np.sum(np.any(slots.prompt_visible, axis=-1))
         cells = int(rows) * slots.prompt_visible.shape[-1]
@@ -257,7 +257,7 @@ class Session:
 
     def _call(self, rules: meshes.Rules, function: Callable[..., Any], batch: Any, **static) -> Any:
         mesh = self._sampler.mesh
-        placed = meshes.put(batch, calls.places(mesh, batch))
+        placed = meshes.put(batch, batching.places(mesh, batch))
         with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
             return function(self._params, self._state, placed, **static)
 
@@ -282,7 +282,7 @@ class Session:
         for ticket in finished:
             yield ticket, [answer.sample() for answer in self._answers.pop(ticket)]
 
-    def _push(self, sibling: Sibling, drawn: steps.Drawn, slot: int) -> bool:
+    def _push(self, sibling: Sibling, drawn: programs.Drawn, slot: int) -> bool:
         """Adds what a slot drew to its answer; whether that is the end of it."""
         ticket, options = sibling.resident.ticket, sibling.resident.request.options
         answer = self._answers[ticket][sibling.number]
@@ -298,7 +298,7 @@ class Session:
         answer.stopped = bool(drawn.stopped[slot])
         return answer.stopped or sibling.count == options.max_tokens
 
-    def _count(self, call: _Call, drawn: steps.Drawn, waited: float) -> None:
+    def _count(self, call: _Call, drawn: programs.Drawn, waited: float) -> None:
         counts, taken = self.counts, int(drawn.steps)
         slot_steps, tokens = taken * len(drawn.new), int(drawn.new.sum())
         counts.decode_calls += 1

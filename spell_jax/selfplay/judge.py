@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
-from spell_jax.runtime import faults
+from spell_jax.runtime import fault_injection
 from spell_jax.runtime.jsonl import append_records, read_records
 from spell_jax.selfplay.rules import visible_text
 
@@ -150,7 +150,7 @@ class Judge:
         self._cache[key] = verdict
         if self._file:
             append_records(self._file, [{"key": key, "model": self.model, "reply": reply}])
-        faults.point("judged")
+        fault_injection.point("judged")
         return verdict
 
     def _forget(self) -> None:

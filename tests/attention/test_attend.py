@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from spell_jax.attention import attend, chunked, context, masks
 from spell_jax.attention import kernel as kernels
-from spell_jax.learner import dealing
+from spell_jax.learner import context_layout
 from spell_jax.runtime import mesh as meshes
 from tests import programs
 
@@ -206,7 +206,7 @@ def test_tokens_dealt_over_devices(name: str, ring: bool, shape: dict[str, int])
         for prompt, answers in groups:
             is_answer[start + prompt : start + prompt + sum(answers)] = True
             start += prompt + sum(answers)
-        order.append(dealing.order(is_answer, start, DEVICES))
+        order.append(context_layout.order(is_answer, start, DEVICES))
     index, last_reader = jnp.asarray(np.stack(order)), _dealt(LAST_READER, order)
     back = [np.argsort(o)[:TIME] for o in order]
 

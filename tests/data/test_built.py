@@ -16,12 +16,13 @@ from configs import folder as folder_config
 from data_pipeline.output import OutputConfig, write_output
 from data_pipeline.records import SCHEMAS, make_document
 from data_pipeline.stages import Stages
-from spell_jax import catalogue, playable
+from spell_jax.algorithms import registry as playable
 from spell_jax.data.built import Built, is_built, open_source
 from spell_jax.data.clusters import TASKS, Cluster, count_words, split_held_out
 from spell_jax.data.stream import TaskStream
+from spell_jax.trainer import build as catalogue
 from tests.data.hosts import OPEN, play
-from tests.runtime.test_hosts import run_two
+from tests.runtime.test_distributed import run_two
 
 CLUSTERS = {
     f"id{number:02d}": Cluster(

@@ -4,14 +4,14 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from spell_jax.data.clusters import TASKS, Cluster, Source, in_memory
 from spell_jax.data.stream import TaskStream, batch_counts
+from tests.paths import REFERENCE_CASES
 
-CASES = Path(__file__).parent.parent / "reference_cases" / "domain_sampler_counts.json"
+CASES = REFERENCE_CASES / "domain_sampler_counts.json"
 
 
 def make_clusters(count: int, tasks: tuple[str, ...] | None = None) -> list[Cluster]:

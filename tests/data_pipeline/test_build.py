@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from apache_beam.io.gcp import gcsio
 
+from benchmarks.data import edited_copy
 from configs.data import base, folder, mixed, paper
 from data_pipeline import build, output
 from data_pipeline.stages import DONE, Stages
-from launch.bench_data import edited_copy
 from spell_jax.data import built, stream
 
 TOPICS = 8

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.data import edited_copy
 from data_pipeline.decontaminate import (
     BenchmarkConfig,
     DecontaminateConfig,
@@ -18,7 +19,6 @@ from data_pipeline.decontaminate import (
 from data_pipeline.dedup import DedupConfig
 from data_pipeline.records import SCHEMAS, digest, make_document, order
 from data_pipeline.stages import Stages
-from launch.bench_data import edited_copy
 
 
 def some_text(seed: int, words: int = 100) -> str:

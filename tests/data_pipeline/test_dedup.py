@@ -10,11 +10,11 @@ import pytest
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.testing.util import assert_that, equal_to
 
+from benchmarks.data import edited_copy
 from data_pipeline import dedup, signatures
 from data_pipeline.dedup import DedupConfig, connect, make_dedup, node_of
 from data_pipeline.records import SCHEMAS, Document, digest, make_document, order
 from data_pipeline.stages import Stages
-from launch.bench_data import edited_copy
 
 
 def some_text(seed: int, words: int = 100) -> str:

@@ -19,8 +19,8 @@ from data_pipeline.embed import EmbedConfig, MeshSizes
 from data_pipeline.records import SCHEMAS, Document, make_document
 from data_pipeline.stages import Done, Stages
 from spell_jax.policy import embedder as embedders
+from spell_jax.runtime import config as settings
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime import settings
 from tests.policy.test_embedder import save_folder
 
 SEA = "ship sail harbour wave anchor captain tide deck island storm"

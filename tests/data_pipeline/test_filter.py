@@ -7,7 +7,7 @@ import pytest
 from data_pipeline.filter import FilterConfig, filter_documents, why_not
 from data_pipeline.records import make_document
 from data_pipeline.stages import Stages
-from spell_jax.runtime import settings
+from spell_jax.runtime import config as settings
 
 ENGLISH = "The ship left the harbour at dawn, and nobody on the quay knew where it was bound. " * 3
 FRENCH = "Le navire quitta le port à l'aube, et personne sur le quai ne savait où il allait. " * 3

@@ -4,8 +4,8 @@ import random
 import numpy as np
 import pytest
 
+from benchmarks.data import edited_copy
 from data_pipeline import signatures
-from launch.bench_data import edited_copy
 
 
 def some_text(seed: int, words: int = 120, vocabulary: int = 5000) -> str:

@@ -27,7 +27,7 @@ from data_pipeline.filter import FilterConfig
 from data_pipeline.layouts import Row, Unusable
 from data_pipeline.sources import Listed, SourceConfig, list_files
 from data_pipeline.stages import Stages
-from spell_jax.runtime import settings
+from spell_jax.runtime import config as settings
 
 ANY = FilterConfig(min_quality=0.5, min_characters=1, languages=())
 TASKS = ("general_qa",)

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spell_jax.catalogue import TINY_POLICY
 from spell_jax.evaluation import answering
 from spell_jax.evaluation.answering import Question, Sampling
-from spell_jax.evaluation.benchmark import Benchmark, Item
+from spell_jax.evaluation.benchmarks.base import Benchmark, Item
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.selfplay.judge import Judge
+from spell_jax.trainer.build import TINY_POLICY
 from tests import evaluating
 
 WORDS = tokenizers.load(TINY_POLICY)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import pathlib
 
 import numpy as np
 import pytest
@@ -13,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spell_jax.evaluation import protocol
+from tests.paths import REFERENCE_CASES
 
-CASES = pathlib.Path(__file__).parents[1] / "reference_cases"
 SHARED = {"LB-MQA": ("2wikimqa", "hotpotqa", "musique")}
 PAPER = ("docmath", "frames", "2wikimqa", "hotpotqa", "musique", "longbench_v2")
 
 
 def cases(name: str) -> list[dict]:
-    return json.loads((CASES / name).read_text())["cases"]
+    return json.loads((REFERENCE_CASES / name).read_text())["cases"]
 
 
 def test_reference_truncation():

@@ -3,7 +3,6 @@
 import json
 import math
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,15 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
-
-CASES = Path(__file__).parents[1] / "reference_cases"
+from tests.paths import REFERENCE_CASES
 
 
 def read(name: str) -> list[dict]:
     def decode(value: dict) -> object:
         return float(value["__float__"]) if "__float__" in value else value
 
-    return json.loads((CASES / f"{name}.json").read_text(), object_hook=decode)["cases"]
+    return json.loads((REFERENCE_CASES / f"{name}.json").read_text(), object_hook=decode)["cases"]
 
 
 def test_reference_groups():

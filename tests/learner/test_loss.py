@@ -1,7 +1,6 @@
 """The clipped loss: reference cases, and gradients by hand."""
 
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,8 @@ import pytest
 from spell_jax.learner import loss as losses
 from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig, kl_estimate, policy_loss
+from tests.paths import REFERENCE_CASES
 
-CASES = Path(__file__).parents[1] / "reference_cases"
 # The reference's names for ours. Its "seq-mean-token-sum" and "seq-mean-token-sum-norm" are
 # "sequence_sum" with certain constants: the second divides by the padded width, and not by rows.
 AGGREGATIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
@@ -22,7 +21,7 @@ def read(name: str) -> list[dict]:
     def decode(value: dict) -> object:
         return float(value["__float__"]) if "__float__" in value else value
 
-    return json.loads((CASES / f"{name}.json").read_text(), object_hook=decode)["cases"]
+    return json.loads((REFERENCE_CASES / f"{name}.json").read_text(), object_hook=decode)["cases"]
 
 
 def _weights(mask: np.ndarray, mode: str) -> np.ndarray:

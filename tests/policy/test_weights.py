@@ -16,7 +16,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from spell_jax.policy import safetensors_folder as files
+from spell_jax.policy import safetensors as files
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig

@@ -18,7 +18,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spell_jax.policy import safetensors_folder as files
+from spell_jax.policy import safetensors as files
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
 from tests import tiny

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from spell_jax.policy import lora, transformer, weights
-from tests.runtime.test_hosts import connect, run_two
+from tests.runtime.test_distributed import connect, run_two
 
 SHARD_BYTES = 20_000
 SHAPE = {"fsdp": 2, "expert": 2}
@@ -89,7 +89,7 @@ def main() -> None:
     me, folder = connect(port, process), pathlib.Path(path)
     import jax
 
-    from spell_jax.runtime import hosts
+    from spell_jax.runtime import distributed
     from spell_jax.runtime import mesh as meshes
 
     adapters = experts == "adapters"
@@ -102,8 +102,8 @@ def main() -> None:
         split = lora.split(policy, params)[0]
         print(json.dumps({"spanning": not jax.tree.leaves(split)[0].is_fully_addressable}))
         return
-    sizes, whole = [], hosts.whole
-    hosts.whole = lambda array: (sizes.append(array.size), whole(array))[1]
+    sizes, whole = [], distributed.whole
+    distributed.whole = lambda array: (sizes.append(array.size), whole(array))[1]
     weights.save(folder / f"host_{me}", policy, params, shard_bytes=SHARD_BYTES)
     (folder / "file").touch()
     error = ""
@@ -115,7 +115,7 @@ def main() -> None:
         "spanning": any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(params)),
         "largest": max(sizes),
         "error": error,
-        "after": len(hosts.gather_bytes([b"still in step"])),
+        "after": len(distributed.gather_bytes([b"still in step"])),
     }
     print(json.dumps(told))
 

@@ -17,11 +17,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from spell_jax.policy import safetensors_folder as files
+from spell_jax.policy import safetensors as files
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
 from spell_jax.runtime.jsonl import write_json
+from tests.paths import ROOT
 
 # Most of the weights are in the layers, or in the embedding.
 DEEP = PolicyConfig(
@@ -134,7 +135,7 @@ def _measure_elsewhere(
     write_random(tmp_path / "policy", config, shard_bytes)
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     arguments = ["tiny", "policy", "mesh" * on_mesh, str(shard_bytes * saves)]
-    root = pathlib.Path(__file__).parents[2]
+    root = ROOT
     done = subprocess.run(
         [sys.executable, __file__, *arguments],
         cwd=tmp_path,

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from spell_jax.policy import safetensors_folder as files
+from spell_jax.policy import safetensors as files
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import safetensors.numpy
 
-from spell_jax.policy import safetensors_folder as files
+from spell_jax.policy import safetensors as files
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from tests import tiny
+from tests.paths import ROOT
 from tests.policy.test_weights import POLICIES, SHARD, assert_same_bits
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def _saved(tmp_path: pathlib.Path, shard_bytes: int = 1 << 30) -> pathlib.Path:

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from spell_jax.policy import safetensors_folder as files
+from spell_jax.policy import safetensors as files
 from spell_jax.policy import weights
 from tests.policy import families
 from tests.policy.test_weights import assert_same_bits, read_tensors

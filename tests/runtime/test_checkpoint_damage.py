@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from spell_jax.runtime import hashes
 from spell_jax.runtime.checkpoint import Checkpoints, DamagedError, SaveError
-from tests.runtime.test_hosts import connect, run_two
+from tests.runtime.test_distributed import connect, run_two
 
 FOLDER = "checkpoints"
 

@@ -21,7 +21,7 @@ import pytest
 
 from spell_jax.runtime import preemption
 from spell_jax.runtime.preemption import Preempted, Preemption
-from tests.runtime.test_hosts import connect
+from tests.runtime.test_distributed import connect
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 NOWHERE = "127.0.0.1:9"  # refuses connections

@@ -10,9 +10,9 @@ from flax.linen import logical_axis_rules
 from launch import aot
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler import head
+from spell_jax.sampler import lm_head
 from tests import tiny
-from tests.test_aot import small_config
+from tests.launch.test_aot import small_config
 
 DENSE = dataclasses.replace(
     tiny.POLICY, vocab_size=2048, width=64, feed_forward=1024, tied_embeddings=False
@@ -59,6 +59,6 @@ def test_logits_equal_one_device(vocab: int, mesh) -> None:
     params = {"unembedding": jax.device_put(table, where)}
     rows = jax.device_put(hidden, meshes.by_rows(placed))
     with jax.set_mesh(placed), logical_axis_rules(meshes.DECODE_RULES):
-        found = jax.jit(lambda p, h: head.logits(policy, p, h))(params, rows)
+        found = jax.jit(lambda p, h: lm_head.logits(policy, p, h))(params, rows)
     np.testing.assert_allclose(found, hidden @ table.T, atol=1e-4)
     assert found.sharding.shard_shape(found.shape) == (2, vocab)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +12,17 @@ from jax.experimental import io_callback
 
 from spell_jax.attention import attend
 from spell_jax.learner import packing
-from spell_jax.learner.head import score_tokens
+from spell_jax.learner.lm_head import score_tokens
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler import nucleus, session
+from spell_jax.sampler import sampling as nucleus
+from spell_jax.sampler import session
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from spell_jax.sampler.requests import Request, Sample
 from tests import tiny
+from tests.paths import REFERENCE_CASES
 
-RESPONSE_MASK = pathlib.Path(__file__).parents[1] / "reference_cases" / "response_mask.json"
+RESPONSE_MASK = REFERENCE_CASES / "response_mask.json"
 STOPS = (7, 11, 23)
 CONFIG = SamplerConfig(
     temperature=0.7,

@@ -4,12 +4,12 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-CASES = Path(__file__).parents[1] / "reference_cases"
+from tests.paths import REFERENCE_CASES
+
 TASKS = {
     "doc_general_qa": "general_qa",
     "docmath_qa": "financial_math",
@@ -28,7 +28,9 @@ def cases() -> Callable[[str], list[dict[str, Any]]]:
     """Reads the cases of one file by its name without ending."""
 
     def read(name: str) -> list[dict[str, Any]]:
-        found = json.loads((CASES / f"{name}.json").read_text(), object_hook=_decode)["cases"]
+        found = json.loads((REFERENCE_CASES / f"{name}.json").read_text(), object_hook=_decode)[
+            "cases"
+        ]
         assert found, name
         return found
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from launch.bench_parsers import FAMILIES
+from benchmarks.parsers import FAMILIES
 from spell_jax.data.clusters import LETTERS
 from spell_jax.selfplay import prompts
-from spell_jax.selfplay.demonstrations import Mixture, rows
+from spell_jax.warm_start.demonstrations import Mixture, rows
 
 INJECTIONS = (
     "__import__('os').system('echo evaluated')",

@@ -1,6 +1,6 @@
 """Hostile texts through every parser and rule: a result always, soon, and nothing is run.
 
-The parsers are those of launch/bench_parsers.py, which has their times; a public function that is
+The parsers are those of benchmarks/parsers.py, which has their times; a public function that is
 not listed there or here is an error. No test here measures times: inputs are long enough that what
 is not linear needs hours, and `linear` interrupts it.
 """
@@ -30,20 +30,21 @@ from typing import Any
 
 import pytest
 
-from launch import bench_parsers
-from launch.bench_parsers import FAMILIES, PARSERS
+from benchmarks import parsers
+from benchmarks.parsers import FAMILIES, PARSERS
 from spell_jax import evaluation, selfplay, sft
+from spell_jax.algorithms.base import Reply
+from spell_jax.algorithms.spell import episode as spell_episode
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.clusters import Cluster, read_clusters
 from spell_jax.data.questions import read_questions
-from spell_jax.games import spell_episode
-from spell_jax.games.game import Reply
-from spell_jax.games.spell_config import SpellConfig
-from spell_jax.games.spell_episode import Episode
 from spell_jax.runtime.jsonl import read_records, write_records
-from spell_jax.selfplay import folder_rows, numbers, parsing, prompts
+from spell_jax.selfplay import numbers, parsing, prompts
 from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Endpoint, Judge, JudgeConfig
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.parsing import Parsed
+from spell_jax.warm_start import folder_rows
 from tests.selfplay.hostile import INJECTIONS, good_texts, json_value, texts
 
 CHUNK = 5000
@@ -312,9 +313,9 @@ def test_longest_texts(family: str) -> None:
 
 def test_the_benchmark_tells_what_is_not_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = {"a": lambda n: 1e-8 * n, "b": lambda n: 2e-12 * n**2, "rules.c": lambda n: 2e-4}
-    monkeypatch.setattr(bench_parsers, "PARSERS", costs)
-    monkeypatch.setattr(bench_parsers, "_time", lambda cost, text, _: cost(len(text)))
-    line = bench_parsers.bench_parsers(argparse.Namespace(repeats=1))
+    monkeypatch.setattr(parsers, "PARSERS", costs)
+    monkeypatch.setattr(parsers, "_time", lambda cost, text, _: cost(len(text)))
+    line = parsers.bench_parsers(argparse.Namespace(repeats=1))
     assert line["parsers"]["a"]["exponent"] == pytest.approx(1, abs=0.05)
     assert line["worst"]["parser"] == line["steepest"]["parser"] == "b"
     assert line["steepest"]["exponent"] == pytest.approx(2, abs=0.05)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from spell_jax.runtime import faults
+from spell_jax.runtime import fault_injection
 from spell_jax.selfplay import judge as judges
 from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, JudgeConfig, read_retry_after
 from tests.selfplay.test_judge import (
@@ -130,8 +130,8 @@ def test_a_reply_that_never_ends_is_given_up(dripping, monkeypatch):
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    faults._passed.clear()
-    monkeypatch.delenv(faults.VARIABLE, raising=False)
+    fault_injection._passed.clear()
+    monkeypatch.delenv(fault_injection.VARIABLE, raising=False)
     return {"cache_file": tmp_path / "judge.jsonl"}
 
 
@@ -159,10 +159,10 @@ def test_a_judge_that_was_stopped_asks_for_the_rest_alone(server: Server, kept, 
         return completion("[[YES]]")
 
     server.respond = respond
-    monkeypatch.setenv(faults.VARIABLE, "judged:3:raise")
-    with pytest.raises(faults.Fault):
+    monkeypatch.setenv(fault_injection.VARIABLE, "judged:3:raise")
+    with pytest.raises(fault_injection.Fault):
         make_judge(server.url, cache=kept, workers=1).judge(items)
-    monkeypatch.delenv(faults.VARIABLE)
+    monkeypatch.delenv(fault_injection.VARIABLE)
     with kept["cache_file"].open("a") as file:
         file.write('{"key": "torn')
     sent = len(server.requests)

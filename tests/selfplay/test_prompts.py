@@ -10,8 +10,9 @@ import pytest
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.parsing import parse_question, parse_verdict
 from spell_jax.selfplay.rules import TASKS, extract_answer
+from tests.paths import REFERENCE_CASES
 
-CASES = Path(__file__).parent.parent / "reference_cases" / "questioner_prompt_docs.json"
+CASES = REFERENCE_CASES / "questioner_prompt_docs.json"
 
 
 @dataclass(frozen=True)

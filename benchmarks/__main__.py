@@ -1,0 +1,5 @@
+"""python -m benchmarks NAME [--options]: see commands.py."""
+
+from benchmarks.commands import main
+
+main()

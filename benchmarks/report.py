@@ -1,0 +1,214 @@
+"""How soon the report's page of a long run is written and opened, and how large it is.
+
+1. The run is made up: metrics in the trainer's names, and episodes of the size that the options
+   give, in which answers quote their documents. Clusters come back, as in a run of several epochs.
+2. The page is written once, and opened several times in headless Chromium; the shortest time counts
+   of which the page itself tells: from the navigation to the first frame with everything drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import random
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from benchmarks import browser
+from spell_jax.report import EVALUATION_FILE, read_evaluation
+from spell_jax.reporting.page import PAGE, Measured, write_page
+from spell_jax.runtime.episodes import EpisodeWriter
+from spell_jax.runtime.jsonl import write_json, write_records
+from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
+from spell_jax.runtime.setup import CONFIG_FILE
+from spell_jax.selfplay import rewards
+
+TASKS = ("general_qa", "financial_math", "multiple_choice")
+CONFIG = {"seed": 0, "steps": 4, "game": {"mapping": "gaussian", "mu": 0.5, "sigma": 0.5 / 3}}
+_LETTERS = "abcdefghijklmnoprstuvwy"
+_WORDS = 5000
+_METRICS = ("solve_rate", "mixed", "accepted", "bad_format", "verdict_differs_from_rule")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """documents: of a cluster; the next two: characters of one text; answers: G; votes: on each."""
+
+    documents: int = 4
+    document: int = 300
+    answer: int = 40
+    answers: int = 4
+    votes: int = 3
+    clusters: int = 1_000_000  # of the run
+
+
+@dataclasses.dataclass
+class Writer:
+    """Makes up a run's texts; all of it follows from the seed."""
+
+    seed: int = 0
+    sizes: Sizes = Sizes()
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.seed)
+        # As in real texts few words are frequent, so that they can be compressed as far as those.
+        words = ["".join(self.draw.choices(_LETTERS, k=2 + n % 9)) for n in range(_WORDS)]
+        weights = [1 / (n + 5) for n in range(_WORDS)]
+        self._prose = " ".join(self.draw.choices(words, weights, k=300_000))
+
+    def prose(self, characters: int) -> str:
+        start = self.draw.randrange(len(self._prose) - characters)
+        return self._prose[start : start + characters].strip() + "."
+
+    def episode(self, number: int, **changes: Any) -> dict[str, Any]:
+        """An episode as the game records one, with answers that quote its document 2."""
+        sizes, draw = self.sizes, self.draw
+        port = number % sizes.clusters
+        year = 1800 + port
+        kept, self.draw = draw, random.Random(port)  # a cluster's documents are always the same
+        documents = [
+            f"Document {n} of {port}. {self.prose(sizes.document)}" for n in range(sizes.documents)
+        ]
+        self.draw = kept
+        documents[1] += f" The lighthouse of Port {port} was first lit in {year} by its keeper."
+        quote = f"It says: the lighthouse of Port {port} was first lit in {year}, so {year}."
+        count = sizes.answers
+        solved = draw.choice((0, 0, count // 2, count))
+        rule = [1.0] * solved + [0.0] * (count - solved)
+        wrong = ["1700"] * (count - solved - 1) + [None] * (solved < count)
+        reward = rewards.questioner_reward(solved / count) if 0 < solved < count else 0.0
+        use = "used" if 0 < solved < count else "equal_rewards"
+        episode: dict[str, Any] = {
+            "task": draw.choice(TASKS),
+            "cluster": f"c{port}",
+            "documents": documents,
+            "shown": [1, sizes.documents - 1],
+            "known": ["What was asked before?"],
+            "prompt": "Write a question about {documents[1]}",
+            "status": "accepted",
+            "reason": "",
+            "proposal": f"<think>{self.prose(sizes.answer)}</think> When was Port {port} lit?",
+            "question": f"When was the lighthouse of Port {port} first lit?",
+            "reference": str(year),
+            "own_reference": str(year),
+            "blind": ["unknown"],
+            "answers": [f"{self.prose(sizes.answer)} {quote} Answer {n}" for n in range(count)],
+            "predictions": [str(year)] * solved + wrong,
+            "rule": rule,
+            "judge": [],
+            "votes": [[int(score), -1, *[1] * (sizes.votes - 2)] for score in rule],
+            "scores": rule,
+            "reward": reward,
+            "advantages": {"verifier": [[] for _ in rule]},
+            "used": {"questioner": use, "responder": use, "verifier": ["not_drawn"] * count},
+        }
+        if use == "used":
+            episode["advantages"] |= {"responder": [s - 0.5 for s in rule], "questioner": [0.5]}
+        if draw.random() < 0.2:
+            ended = {name: [] for name in ("answers", "predictions", "rule", "votes", "scores")}
+            episode |= ended | {"status": "bad_format", "reason": "no_json", "reward": -1.0}
+            use = {"questioner": "not_drawn", "responder": "bad_format", "verifier": []}
+            episode |= {"advantages": {"verifier": []}, "used": use}
+        return episode | changes
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """A line of metrics in the trainer's names."""
+        draw = self.draw
+        line: dict[str, float] = {"step": step}
+        for suffix in ("", *(f"/{task}" for task in TASKS)):
+            for name in _METRICS:
+                line[f"play/{name}{suffix}"] = draw.random() / 3 + step / 1000
+            line[f"play/questioner_reward{suffix}"] = draw.random() - 0.5
+        for role in ("questioner", "responder", "verifier"):
+            line[f"play/answer_tokens/{role}"] = 20 + draw.random() * 9
+            line[f"time/seconds/{role}"] = 30 + draw.random() * 60
+        line |= {"time/seconds/play": 4.0, "time/seconds/update": 90 + draw.random() * 20}
+        line["time/step_seconds"] = 300 + draw.random()
+        for name in ("entropy", "loss"):
+            line[f"train/{name}"] = 1 + draw.random()
+        return line
+
+
+def write_run(
+    workdir: pathlib.Path,
+    steps: int,
+    episodes: int,
+    seed: int = 0,
+    sizes: Sizes = Sizes(),
+    game: Mapping[str, Any] | None = None,
+) -> epath.Path:
+    """A made-up run's folder: config, metrics, so many episodes a step, and an evaluation."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    writer = Writer(seed, sizes)
+    write_json(
+        workdir / CONFIG_FILE, CONFIG | {"seed": seed, "game": CONFIG["game"] | (game or {})}
+    )
+    write_records(workdir / METRICS_FILE, [writer.metrics(step) for step in range(1, steps + 1)])
+    files = EpisodeWriter(workdir, 1_000_000_000)
+    for step in range(1, steps + 1):
+        files.write(step, [writer.episode(step * episodes + n) for n in range(episodes)])
+    tables = [{"responder, by documents": {"lookup": {"3": cell}}} for cell in (
+        [0.5, 0.05], [0.75 + seed / 10, 0.04]
+    )]  # fmt: skip
+    write_json(workdir / EVALUATION_FILE, dict(zip(("before", "after"), tables, strict=True)))
+    return epath.Path(workdir)
+
+
+def measured(workdir: epath.Path) -> Measured:
+    """What the page is told of a run."""
+    return Measured(workdir, read_metrics(workdir), read_evaluation(workdir))
+
+
+def bench_report(options: argparse.Namespace) -> dict[str, Any]:
+    """The measures as one JSON-able line.
+
+    Raises:
+      FileNotFoundError: there is no Chromium.
+    """
+    sizes = Sizes(
+        documents=options.documents,
+        document=options.document,
+        answer=options.answer,
+        answers=8,
+        votes=8,
+        clusters=options.clusters,
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(scratch)
+        run = measured(write_run(folder / "run", options.steps, options.episodes, sizes=sizes))
+        path = folder / PAGE
+        began = time.perf_counter()
+        write_page([run], epath.Path(path))
+        seconds = time.perf_counter() - began
+        page = browser.Browser(folder / "profile")
+        opened = [_open(page, path) for _ in range(options.repeats)]
+        shown = page.value("document.getElementById('of').textContent")
+        problems = page.problems
+        page.close()
+        size = path.stat().st_size
+    here, found, complete = (int(n.replace(",", "")) for n in re.findall(r"[\d,]+\d|\d", shown)[:3])
+    line = {"bench": "report"} | {
+        name: getattr(options, name) for name in ("steps", "documents", "document", "answer")
+    }
+    return line | {
+        "episodes_on_disk": found,
+        "episodes": here,
+        "episodes_with_documents": complete,
+        "write_s": seconds,
+        "page_mb": size / 1e6,
+        "open_s": min(opened),
+        "opened_s": opened,
+        "problems": len(problems),
+    }
+
+
+def _open(page: browser.Browser, path: pathlib.Path) -> float:
+    page.open(path)
+    told = page.value("document.getElementById('timing').textContent")
+    return int(re.findall(r"\d+", told)[0]) / 1000

@@ -1,0 +1,402 @@
+"""How fast rollouts are: slots that are filled again, prompts that begin alike, a whole SPELL step.
+
+1. Weights and tokens are random. How long an answer is, is forced: no token ends one.
+2. `refill` ends every answer at a length of its own, on the device and without the plan's
+   knowledge, as a stop token would. All requests go in at once, or wave by wave, as many as there
+   are slots, each when the one before has ended.
+3. `verify` asks for verdicts on many answers: prompts that begin with the same template, and the
+   same prompts with beginnings of their own.
+4. `spell` plays the phases of a step one after the other in one session, then updates on what was
+   said, and carries each phase's seconds a question on to the paper's number of questions.
+5. Times are of one run, after one that compiles; verify's are the best of `repeats`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.sample import HOW, devices, make_sampler, random_params
+from spell_jax.algorithms.base import Reply
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.learner import advantages, loss, packing, update
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler.engine import Sampler
+from spell_jax.sampler.requests import Options, Request, Sample
+from spell_jax.sampler.scheduler import Lane, Shape, Shard, Sibling
+from spell_jax.sampler.session import Session, request_keys
+
+Prompts = list[list[int]]
+
+
+def _pages(options: argparse.Namespace, prompt: int, response: int) -> int:
+    """Pages of the pool: by `--cache`, or so many that no slot ever waits for one."""
+    if options.cache:
+        return options.cache // options.block
+    return options.slots * sum(-(-tokens // options.block) for tokens in (prompt, response))
+
+
+def _sizes(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """The options and the policy's shape, as a line says them."""
+    line = {name: value for name, value in vars(options).items() if name != "name"}
+    shape = {"layers": policy.layers, "width": policy.width, "vocab": policy.vocab_size}
+    return {"bench": options.name, **line, **shape}
+
+
+def _warm_up(session: Session, asked: Sequence[tuple[int, int]]) -> None:
+    """Compiles what requests of these (groups, prompts) need: reading, drawing, keys."""
+    for group, prompts in asked:
+        request_keys(jax.random.key(0), prompts)
+        session.sample([[0]], group, jax.random.key(0), Options(**HOW, max_tokens=1))
+
+
+# ----------------------------------------------------------------------------------------- Refill
+
+
+class _ForcedShard(Shard):
+    """Gives the device limits at which answers end; plans are made for the cap, as ever."""
+
+    def __init__(self, shape: Shape, lengths: dict[tuple[int, int], int]):
+        super().__init__(shape)
+        self._lengths = lengths
+
+    def grow(self, lane: Lane, steps: int) -> dict[Sibling, int]:
+        limits = super().grow(lane, steps)
+        return {s: min(limit, self._lengths[_name(s)]) for s, limit in limits.items()}
+
+
+class ForcedSession(Session):
+    """A session whose answers have given lengths, each of a group its own."""
+
+    def __init__(self, sampler: Sampler, params: Any):
+        super().__init__(sampler, params)
+        self._lengths: dict[tuple[int, int], int] = {}
+        shape, lengths = sampler.shape, self._lengths
+        shards: list[Shard] = [_ForcedShard(shape, lengths) for _ in self._scheduler.shards]
+        self._scheduler.shards = shards
+
+    def ask(self, request: Request, lengths: Sequence[int]) -> int:
+        """Puts a request into the queue, with as many lengths as siblings; its ticket."""
+        ticket = self.submit(request)
+        self._lengths |= {(ticket, i): int(length) for i, length in enumerate(lengths)}
+        return ticket
+
+    def _push(self, sibling: Sibling, drawn: Any, slot: int) -> bool:
+        ended = super()._push(sibling, drawn, slot)
+        return ended or sibling.count == self._lengths[_name(sibling)]
+
+
+def _name(sibling: Sibling) -> tuple[int, int]:
+    return sibling.resident.ticket, sibling.number
+
+
+def bench_refill(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """The same answers with slots that are filled again ("refill") and in fixed batches ("fixed").
+
+    "..._tokens_per_s" are answer tokens, reading prompts included; "..._steps" are passes, whose
+    seconds grow with the answers that are drawn in them. "ideal_ratio" follows from the lengths
+    alone: steps of fixed batches (the sum of their longest answers) over the fewest steps in which
+    all slots draw. "..._filled" is the share of slot steps that drew a token, the end of the run,
+    when too few are left for all slots, included; "idle" those of refill that drew none while
+    somebody waited; "empty_cells" its cells without a sibling, of the rows that were read.
+
+    Raises:
+      ValueError: fewer slots than a group has siblings.
+    """
+    policy = dataclasses.replace(policy, max_positions=options.prompt + options.cap)
+    rng = np.random.default_rng(options.seed)
+    lengths = rng.geometric(1 / options.mean, size=(options.requests, options.group))
+    lengths = np.minimum(lengths, options.cap)
+    prompts = rng.integers(policy.vocab_size, size=(options.requests, options.prompt)).tolist()
+    mesh = meshes.make_mesh()
+    sampler = make_sampler(
+        policy,
+        mesh,
+        options,
+        _pages(options, options.prompt, options.cap),
+        max_tokens=options.cap,
+        max_verdict_tokens=1,
+        max_prompt=options.prompt,
+        slots=options.slots,
+        siblings=options.group,
+        decode_tokens=options.decode,
+    )
+    slots = sampler.shape.slots * sampler.shards
+    if slots < options.group:
+        raise ValueError(f"slots = {slots}: must be at least group = {options.group}")
+    params = random_params(policy, mesh, options.dtype)
+    _warm_up(sampler.begin(params), [(options.group, len(prompts))])
+    wave = slots // options.group
+    waves = [range(i, min(i + wave, len(prompts))) for i in range(0, len(prompts), wave)]
+    line = _sizes(policy, options) | {"slots": slots, "tokens": int(lengths.sum())}
+    for kind, parts in {"refill": [range(len(prompts))], "fixed": waves}.items():
+        seconds, session = _answer_in_parts(sampler, params, prompts, lengths, parts, options.cap)
+        c = session.counts
+        line |= {f"{kind}_s": seconds, f"{kind}_tokens_per_s": c.tokens / seconds}
+        line |= {f"{kind}_steps": c.decode_steps, f"{kind}_filled": c.tokens / c.slot_steps}
+        if kind == "refill":
+            line |= {"idle": c.idle / c.slot_steps, "empty_cells": c.empty_cells / c.cell_steps}
+    longest = sum(int(lengths[part].max()) for part in map(list, waves))
+    line["ratio"] = line["refill_tokens_per_s"] / line["fixed_tokens_per_s"]
+    line["step_ratio"] = line["fixed_steps"] / line["refill_steps"]
+    line["ideal_ratio"] = longest / -(-int(lengths.sum()) // slots)
+    return line | devices()
+
+
+def _answer_in_parts(
+    sampler: Sampler, params, prompts: Prompts, lengths, parts: Sequence[range], cap: int
+) -> tuple[float, ForcedSession]:
+    """Seconds of all answers, asked for part by part, and the session that gave them."""
+    keys = request_keys(jax.random.key(1), len(prompts))
+    session, found = ForcedSession(sampler, params), {}
+    clock = time.perf_counter()
+    for part in parts:
+        for i in part:
+            how = Options(**HOW, max_tokens=cap)
+            session.ask(Request(prompts[i], len(lengths[i]), keys[i], how), lengths[i])
+        found |= dict(session.results())
+    seconds = time.perf_counter() - clock
+    drawn = [[len(sample.tokens) for sample in found[i]] for i in range(len(prompts))]
+    assert drawn == lengths.tolist()
+    return seconds, session
+
+
+# ----------------------------------------------------------------------------------------- Verify
+
+
+def verifier_prompts(
+    rng: np.random.Generator, vocab: int, options: argparse.Namespace, questions: int
+) -> Prompts:
+    """A prompt for each of `options.group` answers to each question: the template, the question,
+    and what is the answer's own."""
+
+    def draw(count: int) -> list[int]:
+        return rng.integers(vocab, size=count).tolist()
+
+    template, prompts = draw(options.template), []
+    for _ in range(questions):
+        begin = template + draw(options.question)
+        prompts += [begin + draw(options.answer) for _ in range(options.group)]
+    return prompts
+
+
+def bench_verify(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """Verdicts on G answers to each question, `votes` each.
+
+    "shared" prompts begin with the same template, and those of a question go on alike; "apart" they
+    differ in their first two tokens, so that nothing is shared. "..._prompts_per_s" are requests
+    answered, each with its votes; "..._reused_tokens" prompt tokens that were not read again.
+    """
+    longest = options.template + options.question + options.answer
+    policy = dataclasses.replace(policy, max_positions=longest + options.verdict)
+    mesh = meshes.make_mesh()
+    sampler = make_sampler(
+        policy,
+        mesh,
+        options,
+        _pages(options, longest, options.verdict),
+        max_tokens=options.verdict,
+        max_verdict_tokens=options.verdict,
+        max_prompt=longest,
+        slots=options.slots,
+        siblings=options.votes,
+        decode_tokens=options.decode,
+    )
+    params = random_params(policy, mesh, options.dtype)
+    rng = np.random.default_rng(options.seed)
+    shared = verifier_prompts(rng, policy.vocab_size, options, options.questions)
+    apart = [[*divmod(i, policy.vocab_size), *prompt[2:]] for i, prompt in enumerate(shared)]
+    _warm_up(sampler.begin(params), [(options.votes, len(shared))])
+    line = _sizes(policy, options) | {"slots": sampler.shape.slots * sampler.shards}
+    line |= {"prompts": len(shared), "prompt_tokens": len(shared) * longest}
+    how = Options(**HOW, max_tokens=options.verdict)
+    for kind, prompts in {"shared": shared, "apart": apart}.items():
+        seconds, reused = [], 0
+        for _ in range(options.repeats):
+            session = sampler.begin(params)
+            clock = time.perf_counter()
+            _, reused = _ask(session, prompts, options.votes, jax.random.key(1), how)
+            seconds.append(time.perf_counter() - clock)
+        line |= {f"{kind}_s": min(seconds), f"{kind}_prompts_per_s": len(prompts) / min(seconds)}
+        line[f"{kind}_reused_tokens"] = reused
+    line["ratio"] = line["shared_prompts_per_s"] / line["apart_prompts_per_s"]
+    return line | devices()
+
+
+def _ask(
+    session: Session, prompts: Prompts, group: int, key: jax.Array, how: Options
+) -> tuple[list[list[Sample]], int]:
+    """Answers of the forced length, and prompt tokens that were not read again for them."""
+    before = session.reused_tokens
+    answers = [some for some in session.sample(prompts, group, key, how) if some is not None]
+    assert len(answers) == len(prompts)
+    assert all(len(s.tokens) == how.max_tokens for some in answers for s in some)
+    return answers, session.reused_tokens - before
+
+
+# ------------------------------------------------------------------------------------------ Spell
+
+# Phase -> (answers to a prompt, tokens of an answer), by options' names.
+_PHASES = {
+    "questioner": (None, "response"),
+    "grounding": (None, "response"),
+    "responder": ("group", "response"),
+    "verifier": ("votes", "verdict"),
+}
+
+
+def bench_spell(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """One SPELL step, phase by phase: a question each, all of them accepted and trained on.
+
+    "begin_s" is the cast of the weights and the pool; "..._s" are seconds of a phase, and
+    "..._s_per_question" the same over `questions`. "extrapolated_s" = begin_s +
+    extrapolated_questions times the sum of these: an open extrapolation, at this run's lengths, of
+    a step in which nothing is refused, on this machine. A pass of the sampler costs about as much
+    for few slots as for all, so that it is too high where `questions` leave slots empty (those of
+    the questioner have one answer each). The update has all responder and questioner rows and the
+    paper's share of verifier rows, at least one group.
+    """
+    mesh = meshes.make_mesh()
+    policy = dataclasses.replace(policy, remat=options.remat)
+    sampler, learner = _spell_sampler(policy, options, mesh), _spell_learner(policy, options, mesh)
+    state = learner.init(jax.random.key(0))
+    params = learner.cast(state.params)
+    rng = np.random.default_rng(options.seed)
+    prompts = _spell_prompts(rng, policy.vocab_size, options)
+    groups = {phase: _group(options, phase) for phase in _PHASES}
+    _warm_up(sampler.begin(params), [(groups[phase], len(prompts[phase])) for phase in _PHASES])
+    del params
+    state, _ = learner.update(state, [packing.Group([0], [[0]], [1.0])])
+    jax.block_until_ready(state)
+
+    clock = time.perf_counter()
+    session = sampler.begin(learner.cast(state.params))
+    jax.block_until_ready(session._state)
+    line = _sizes(policy, options) | {"slots": sampler.shape.slots * sampler.shards}
+    line |= {"begin_s": time.perf_counter() - clock}
+    said = {}
+    for number, (phase, group) in enumerate(groups.items()):
+        how = Options(**HOW, max_tokens=getattr(options, _PHASES[phase][1]))
+        key = jax.random.key(number + 1)
+        clock = time.perf_counter()
+        said[phase], reused = _ask(session, prompts[phase], group, key, how)
+        line[f"{phase}_s"] = time.perf_counter() - clock
+        line[f"{phase}_prompt_tokens"] = sum(map(len, prompts[phase]))
+        line[f"{phase}_reused_tokens"] = reused
+        line[f"{phase}_answer_tokens"] = len(prompts[phase]) * group * how.max_tokens
+    del session
+    rows = _spell_groups(rng, prompts, said, options)
+    clock = time.perf_counter()
+    state, numbers = learner.update(state, rows)
+    jax.block_until_ready(state)
+    line["update_s"] = time.perf_counter() - clock
+    assert not numbers["refused_answers"]
+    line |= {"update_tokens": sum(group.tokens for group in rows)}
+    line |= {name: numbers[name] for name in ("micro_batches", "fill", "sampler_difference")}
+    return line | _extrapolate(line, options.questions) | devices()
+
+
+def _group(options: argparse.Namespace, phase: str) -> int:
+    siblings, _ = _PHASES[phase]
+    return getattr(options, siblings) if siblings else 1
+
+
+def _extrapolate(line: dict[str, Any], questions: int) -> dict[str, Any]:
+    """Seconds of the step, of each phase a question, and of the paper's number of questions."""
+    phases, wanted = (*_PHASES, "update"), SpellConfig().questions
+    each = {f"{phase}_s_per_question": line[f"{phase}_s"] / questions for phase in phases}
+    return each | {
+        "step_s": line["begin_s"] + sum(line[f"{phase}_s"] for phase in phases),
+        "extrapolated_questions": wanted,
+        "extrapolated_s": line["begin_s"] + wanted * sum(each.values()),
+    }
+
+
+def _longest_prompt(options: argparse.Namespace) -> int:
+    verifier = options.template + options.question + options.answer
+    return max(options.prompt, options.shown, verifier)
+
+
+def _spell_sampler(policy: PolicyConfig, options: argparse.Namespace, mesh) -> Sampler:
+    longest = _longest_prompt(options)
+    return make_sampler(
+        policy,
+        mesh,
+        options,
+        _pages(options, longest, max(options.response, options.verdict)),
+        max_tokens=options.response,
+        max_verdict_tokens=options.verdict,
+        max_prompt=longest,
+        slots=options.slots,
+        siblings=options.group,
+        decode_tokens=options.decode,
+    )
+
+
+def _spell_learner(policy: PolicyConfig, options: argparse.Namespace, mesh) -> update.Learner:
+    """One whose rows hold a responder's group; a micro-batch has no more of them than groups."""
+    answers = max(options.group * options.response, options.votes * options.verdict)
+    length = -(-(_longest_prompt(options) + answers) // 128) * 128
+    bucket = packing.Bucket(length, length)
+    budget = max(length, min(options.budget, options.questions * length))
+    layout = update.PackingConfig((bucket,), budget)
+    return update.Learner(
+        policy,
+        update.OptimiserConfig(),
+        loss.LossConfig(),
+        layout,
+        mesh,
+        temperature=HOW["temperature"],
+        compute_dtype=options.dtype,
+    )
+
+
+def _spell_prompts(
+    rng: np.random.Generator, vocab: int, options: argparse.Namespace
+) -> dict[str, Prompts]:
+    """The prompts of each phase. A responder's question stands behind its documents, so that
+    questions about the same ones share them; a questioner's prompt begins otherwise."""
+
+    def draw(count: int) -> list[int]:
+        return rng.integers(vocab, size=count).tolist()
+
+    count = options.questions
+    sets = -(-count // options.about)
+    shown = [draw(options.shown) for _ in range(count)]
+    documents = [draw(options.prompt - options.question) for _ in range(sets)]
+    questions = [draw(options.question) for _ in range(count)]
+    return {
+        "questioner": shown,
+        "grounding": questions,
+        "responder": [documents[i // options.about] + questions[i] for i in range(count)],
+        "verifier": verifier_prompts(rng, vocab, options, count),
+    }
+
+
+def _spell_groups(
+    rng: np.random.Generator,
+    prompts: dict[str, Prompts],
+    said: dict[str, list[list[Sample]]],
+    options: argparse.Namespace,
+) -> list[packing.Group]:
+    """What the step is trained on, with random rewards."""
+    verdicts = options.questions * options.group * SpellConfig().verifier_share
+    counts = {
+        "responder": options.questions,
+        "questioner": options.questions,
+        "verifier": max(1, int(verdicts / options.votes)),
+    }
+    return [
+        Reply(prompt, samples, ()).group(
+            advantages.group_advantages(rng.random(len(samples))), role
+        )
+        for role, count in counts.items()
+        for prompt, samples in list(zip(prompts[role], said[role], strict=True))[:count]
+    ]

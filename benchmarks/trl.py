@@ -1,0 +1,155 @@
+"""A GRPO step here and in TRL: the same policy, the same numbers of tokens, on CPUs, in float32.
+
+1. A Qwen2-shaped policy of random weights is written as a Hugging Face folder, from which both
+   sides begin.
+2. Each side is a process of its own (bench_trl_side.py is TRL's), one after the other, so that
+   peaks of memory are apart: the process's high-water mark, libraries and compilation included.
+3. A step: G answers of S tokens to each prompt, random rewards, one AdamW step. Neither side
+   recomputes activations or shards anything; a micro-batch has the same groups on both.
+4. Seconds are the median of all steps but the first, which compiles here and warms up there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.sample import devices, make_sampler, random_params
+from benchmarks.trl_side import peak_bytes
+from spell_jax.algorithms.base import Reply
+from spell_jax.learner import advantages, loss, packing, update
+from spell_jax.policy import weights
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime import setup as start
+from spell_jax.sampler.requests import Options
+
+_SIDES = {"ours": "benchmarks.trl", "trl": "benchmarks.trl_side"}
+_SIZES = ("prompt", "response", "group", "groups", "micro", "steps", "block", "prefill")
+
+
+def bench_trl(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """The measures as one JSON-able line.
+
+    "..._s" are seconds of a step, "..._generate_s" and "..._update_s" of its two parts,
+    "..._peak_bytes" the process's high-water mark; "ratio" and "peak_ratio" are TRL's over ours.
+
+    Raises:
+      ModuleNotFoundError: TRL is not installed.
+      ValueError: fewer than two steps; micro-batches that do not divide the groups.
+    """
+    if importlib.util.find_spec("trl") is None:
+        raise ModuleNotFoundError("bench trl needs TRL: pip install -e '.[test]'")
+    if options.steps < 2:
+        raise ValueError(f"steps = {options.steps}: must be at least 2, the first is not timed")
+    if options.groups % options.micro:
+        raise ValueError(f"micro = {options.micro}: must divide groups = {options.groups}")
+    line = {"bench": "trl", **{name: getattr(options, name) for name in _SIZES}}
+    line |= {"layers": policy.layers, "width": policy.width, "vocab": policy.vocab_size}
+    line |= {"dtype": "float32", "gradient_checkpointing": False}
+    with tempfile.TemporaryDirectory() as folder:
+        params = random_params(policy, meshes.make_mesh(), "float32")
+        weights.save(f"{folder}/policy", policy, params)
+        given = {name: getattr(options, name) for name in _SIZES}
+        given |= {"folder": f"{folder}/policy", "vocab": policy.vocab_size}
+        found = {side: _run(module, given) for side, module in _SIDES.items()}
+    assert found["ours"]["parameters"] == found["trl"]["parameters"]
+    for side, numbers in found.items():
+        parts = numbers["generate_s"], numbers["update_s"]
+        steps = [generate + rest for generate, rest in zip(*parts, strict=True)]
+        for name, values in zip(("s", "generate_s", "update_s"), (steps, *parts), strict=True):
+            line[f"{side}_{name}"] = statistics.median(values[1:])
+        line[f"{side}_peak_bytes"] = numbers["peak_bytes"]
+    line |= {
+        "parameters": found["ours"]["parameters"],
+        "ratio": line["trl_s"] / line["ours_s"],
+        "peak_ratio": line["trl_peak_bytes"] / line["ours_peak_bytes"],
+        "trl": found["trl"]["trl"],
+    }
+    return line | {name: found["ours"][name] for name in ("devices", "device")}
+
+
+def _run(module: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What one side prints last, as a process of its own without any accelerator.
+
+    Raises:
+      RuntimeError: it failed; with what it said.
+    """
+    command = [sys.executable, "-m", module, json.dumps(given)]
+    # An accelerator would be ours alone, and so would a JAX that TRL's libraries find.
+    place = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "CUDA_VISIBLE_DEVICES": "", "USE_JAX": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | place)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[:3])} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """Times of `steps` steps, on our side."""
+    mesh = meshes.make_mesh()
+    policy, params = weights.load(options.folder, mesh)
+    answers = options.group * options.response
+    bucket = packing.Bucket(options.prompt + answers, answers)
+    layout = update.PackingConfig((bucket,), options.micro * bucket.length)
+    learner = update.Learner(
+        policy, update.OptimiserConfig(), loss.LossConfig(), layout, mesh, temperature=1.0
+    )
+    pages = options.groups * -(-options.prompt // options.block)
+    pages += options.groups * options.group * -(-options.response // options.block)
+    sampler = make_sampler(
+        policy,
+        mesh,
+        options,
+        pages,
+        max_tokens=options.response,
+        max_verdict_tokens=1,
+        max_prompt=options.prompt,
+        slots=options.groups * options.group,
+        siblings=options.group,
+        decode_tokens=options.response,
+    )
+    state = learner.init(params)
+    del params  # donated
+    rng = np.random.default_rng(0)
+    seconds: dict[str, list[float]] = {"generate_s": [], "update_s": []}
+    for step in range(options.steps):
+        began = time.perf_counter()
+        groups = _generate(learner, sampler, state, rng, options, step)
+        generated = time.perf_counter()
+        state, _ = learner.update(state, groups)
+        jax.block_until_ready(state)
+        seconds["generate_s"].append(generated - began)
+        seconds["update_s"].append(time.perf_counter() - generated)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    return {**seconds, "parameters": parameters, "peak_bytes": peak_bytes(), **devices()}
+
+
+def _generate(learner, sampler, state, rng, options, step: int) -> list[packing.Group]:
+    """Answers to new prompts, with random rewards."""
+    shape = (options.groups, options.prompt)
+    prompts = rng.integers(sampler.policy.vocab_size, size=shape).tolist()
+    session = sampler.begin(learner.cast(state.params))
+    how = Options(temperature=1.0, max_tokens=options.response)
+    found = session.sample(prompts, options.group, jax.random.key(step), how)
+    groups = []
+    for prompt, samples in zip(prompts, found, strict=True):
+        assert {len(sample.tokens) for sample in samples} == {options.response}
+        rewards = advantages.group_advantages(rng.random(options.group))
+        groups.append(Reply(prompt, samples, ()).group(rewards, "responder"))
+    return groups
+
+
+if __name__ == "__main__":
+    start.setup()
+    print(json.dumps(train(argparse.Namespace(**json.loads(sys.argv[1])))))

@@ -1,0 +1,122 @@
+"""The side of `python -m benchmarks trl` that is not ours: TRL's GRPOTrainer, in a process of its
+own, without JAX.
+
+    python -m benchmarks.trl_side JSON
+
+1. JSON holds the options of the bench and `folder`, the policy in Hugging Face form. The last line
+   of the output is JSON too: seconds, parameters and peak memory.
+2. There is no network: the tokenizer has a word for each number below V, the prompts are such
+   words, rewards are random.
+3. No gradient checkpointing, no vLLM, no reference model; all answers have S tokens; one optimiser
+   step for what was generated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pathlib
+import random
+import sys
+import tempfile
+import time
+from typing import Any
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had (getrusage would count its parent's too)."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    field = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(field.split()[1]) * 1024
+
+
+def make_tokenizer(vocab: int) -> Any:
+    """Words "0" to "V - 1", of which the last three are special."""
+    import tokenizers
+    import transformers
+
+    words = {str(i): i for i in range(vocab)}
+    unknown, pad, end = (str(vocab - i) for i in (3, 2, 1))
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=unknown))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()  # pyright: ignore
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token=unknown, pad_token=pad, eos_token=end
+    )
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """Times of `steps` steps."""
+    import datasets
+    import numpy as np
+    import transformers
+
+    trl: Any = importlib.import_module("trl")  # what it exports is unknown to type checkers
+
+    rng = np.random.default_rng(0)
+    words = rng.integers(options.vocab - 3, size=(options.groups * options.steps, options.prompt))
+    data = datasets.Dataset.from_dict({"prompt": [" ".join(map(str, row)) for row in words]})
+    generated, ended = [], []
+
+    def reward(completion_ids, **_) -> list[float]:
+        assert {len(ids) for ids in completion_ids} == {options.response}
+        generated.append(time.perf_counter())
+        return [random.random() for _ in completion_ids]
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            ended.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as out:
+        trainer = trl.GRPOTrainer(
+            options.folder,
+            reward,
+            args=trl.GRPOConfig(**settings(options, out)),
+            train_dataset=data,
+            processing_class=make_tokenizer(options.vocab),
+            callbacks=[Clock()],
+        )
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        began = time.perf_counter()
+        trainer.train()
+    starts = [began, *ended[:-1]]
+    return {
+        "parameters": parameters,
+        "generate_s": [b - a for a, b in zip(starts, generated, strict=True)],
+        "update_s": [b - a for a, b in zip(generated, ended, strict=True)],
+        "peak_bytes": peak_bytes(),
+        "trl": trl.__version__,
+    }
+
+
+def settings(options: argparse.Namespace, out: str) -> dict[str, Any]:
+    """Of GRPOConfig."""
+    return {
+        "output_dir": out,
+        "model_init_kwargs": {"dtype": "float32"},
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_vllm": False,
+        "num_generations": options.group,
+        "per_device_train_batch_size": options.micro * options.group,
+        "gradient_accumulation_steps": options.groups // options.micro,
+        "max_completion_length": options.response,
+        "generation_kwargs": {"min_new_tokens": options.response},
+        "temperature": 1.0,
+        "beta": 0.0,
+        "loss_type": "grpo",
+        "learning_rate": 2e-6,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "max_steps": options.steps,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(train(argparse.Namespace(**json.loads(sys.argv[1])))))

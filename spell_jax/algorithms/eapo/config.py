@@ -1,0 +1,75 @@
+"""The switches of EAPO: the paper's, its ablations, and what it leaves open."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from spell_jax.algorithms.base import RULES, Demand
+from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.selfplay import evidence
+
+REWARD_MODEL = "reward_model"
+REWARD_MODELS = ("co_evolving", "static", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class EapoConfig:
+    """Every switch of the game; the defaults are the paper's where it has them.
+
+    Attributes:
+      questions: of a step [paper: batch size].
+      group_size: G, answers to a question.
+      format_weight, evidence_weight, outcome_weight: of the total reward (Eq. 2).
+      reward_model: "co_evolving", "static" (scores, and never learns), or "none": nobody scores,
+        and evidence_weight goes to the outcome (section 5.3 with beta 0: GRPO by outcome alone, the
+        paper's control, that must keep the format all the same).
+      refresh_every: steps between two refreshes of a co-evolving reward model.
+      agreeing_share: least share of a kept scoring's scores that the outcome bears out; the others
+        are 3, for no score of it may contradict the outcome.
+      most_rollouts: scorings that are kept for a refresh; the oldest go first.
+      scoring_temperature: of the reward model; 0: greedy.
+      retries: further tries where its reply is malformed.
+      rule: "match" compares texts, numbers, letters; "judge" asks an external judge.
+      divide_by_deviation: whether advantages are in deviations of the group (Eq. 1).
+    """
+
+    questions: int = 64
+    group_size: int = 6
+    format_weight: float = 0.1
+    evidence_weight: float = 0.3
+    outcome_weight: float = 0.6
+    reward_model: str = "co_evolving"
+    refresh_every: int = 20
+    agreeing_share: float = 0.5
+    most_rollouts: int = 1280
+    scoring_temperature: float = 0.0
+    retries: int = 1
+    rule: str = "match"
+    divide_by_deviation: bool = True
+
+    def __post_init__(self):
+        check_choice(self, "game.", reward_model=REWARD_MODELS, rule=RULES)
+        check_least(self, "game.", questions=1, group_size=2, refresh_every=1, most_rollouts=1)
+        check_least(self, "game.", format_weight=0, evidence_weight=0, outcome_weight=0)
+        check_least(self, "game.", scoring_temperature=0, retries=0)
+        if not 0 < self.agreeing_share <= 1:
+            raise ValueError(
+                f"game.agreeing_share = {self.agreeing_share}: must be above 0 and at most 1"
+            )
+
+    def demands(self) -> list[Demand]:
+        """Of a step; a refresh learns from what was kept since the last one."""
+        answers = Demand("answers", "responder", self.questions, self.group_size, self.questions)
+        if self.reward_model == "none":
+            return [answers]
+        asked = self.questions * (1 + self.retries)
+        kept = self.most_rollouts if self.reward_model == "co_evolving" else 0
+        return [answers, Demand("scorings", REWARD_MODEL, asked, 1, kept, REWARD_MODEL)]
+
+    @property
+    def weights(self) -> evidence.Weights:
+        """Of Eq. 2, where nobody scores evidence those of section 5.3 with beta 0."""
+        shares = self.evidence_weight, self.outcome_weight
+        if self.reward_model == "none":
+            shares = 0.0, sum(shares)
+        return evidence.Weights(self.format_weight, *shares)

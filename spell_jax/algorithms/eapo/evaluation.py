@@ -1,0 +1,75 @@
+"""Held-out questions answered in sections: format, accuracy, and whether the evidence is the true.
+
+1. Each question is answered once, greedily, as EAPO asks it.
+2. An answer of bad format is wrong and quotes nothing: all numbers are means over the same
+   questions, before and after a run.
+3. Precision and recall compare what is quoted with the supporting sentences of the questions that
+   come with them (Question.evidence).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from spell_jax.algorithms.base import Models
+from spell_jax.algorithms.scoring import Report, share
+from spell_jax.data.questions import Question
+from spell_jax.selfplay import evidence, rules
+from spell_jax.selfplay.prompts import Prompts
+
+Outcomes = dict[str, list[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class EvidenceEvaluation:
+    """Greedy structured answers to given questions."""
+
+    prompts: Prompts
+    questions: tuple[Question, ...]
+
+    def full(self, ask: Models) -> Report:
+        """Means by task, and over all."""
+        by_task = self._outcomes(ask)
+        rows = {
+            task: {name: share(o) for name, o in some.items()} for task, some in by_task.items()
+        }
+        return {"structured answers": rows}
+
+    def quick(self, ask: Models) -> tuple[float, dict[str, float]]:
+        """(accuracy; that of "all" and of each task, the other means over all by name)."""
+        by_task = self._outcomes(ask)
+        accuracies = {task: share(some.pop("accuracy"))[0] for task, some in by_task.items()}
+        others = {name: share(outcomes)[0] for name, outcomes in by_task["all"].items()}
+        return accuracies["all"], accuracies | others
+
+    def _outcomes(self, ask: Models) -> dict[str, Outcomes]:
+        """Task, and "all" -> name of a number -> outcomes."""
+        texts = [self.prompts.evidence(q.documents, q.question) for q in self.questions]
+        replies = ask("responder", texts, temperature=0.0)
+        found: dict[str, Outcomes] = {"all": {}}
+        for question, reply in zip(self.questions, replies, strict=True):
+            numbers = judge_answer("" if reply is None else reply.texts[0], question)
+            for task in ("all", question.task):
+                outcomes = found.setdefault(task, {})
+                for name, value in numbers.items():
+                    outcomes.setdefault(name, []).append(value)
+        return found
+
+
+def judge_answer(text: str, question: Question) -> dict[str, float]:
+    """What is measured of a whole answer, numbers from 0 to 1 by name; see the module."""
+    answer = evidence.parse_answer(text)
+    quoted, accuracy = "", 0.0
+    if answer is not None:
+        quoted = answer.evidence
+        said = evidence.as_sentence(answer.answer, question.task)
+        accuracy = rules.score(said, question.answer, question.task)
+    numbers = {
+        "accuracy": accuracy,
+        "well_formed": float(answer is not None),
+        "verbatim": evidence.verbatim_share(quoted, evidence.searchable(question.documents)),
+    }
+    if question.evidence:
+        precision, recall = evidence.precision_and_recall(quoted, question.evidence)
+        numbers |= {"evidence_precision": precision, "evidence_recall": recall}
+    return numbers

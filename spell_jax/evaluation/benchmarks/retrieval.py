@@ -1,0 +1,476 @@
+"""Finding things in long contexts: OpenAI's MRCR and three tasks of HELMET, the paper's Table 8.
+
+    name                              rows  metric
+    mrcr_2needle, _4needle, _8needle   800  ratio of difflib's SequenceMatcher, behind a prefix
+    helmet_nq, _trivia, _pop           600  a reference is part of the reply (RAG)
+    helmet_hotpot                      300  a reference is part of the reply (RAG)
+    helmet_trec_coarse, ...            500  the label (ICL)
+    helmet_infbench_sum                100  ROUGE-L F1 (summarisation)
+    helmet_multi_lexsum                100  ROUGE-L F1 (summarisation)
+
+1. MRCR is a conversation in which the same is asked for several times; the model repeats one reply,
+   behind a random string. Here it is one user turn in which each message is headed "User:" or
+   "Assistant:", as MRCR writes its own examples.
+2. HELMET draws 100 questions (500 for ICL) and examples for the prompt with the random numbers of
+   its libraries. Here they are drawn by a seed of our own, the same in every run, and asked in our
+   own words: scores compare between our models, and with published ones up to draw and wording.
+3. HELMET takes a length in tokens by the number of passages or examples; `LENGTHS` are its lengths.
+   Books and court files are not cut: whoever asks cuts a prompt to what the model takes.
+
+Layouts: docs/evaluation.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import json
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from spell_jax.evaluation.benchmarks import helmet_labels, published
+from spell_jax.evaluation.benchmarks.base import Benchmark, Item
+from spell_jax.evaluation.benchmarks.published import Folder, Row
+from spell_jax.selfplay.rules import normalize_answer, visible_text
+
+T = TypeVar("T")
+
+MAX_TOKENS = 4096  # paper Appendix F.3
+LENGTHS = (8192, 16384, 32768, 65536, 131072)
+PAPER_LENGTH = 16384
+SEED = 42
+
+MRCR_ROWS = 800
+_SPEAKERS = {"user": "User", "assistant": "Assistant", "system": "System"}
+
+# Passages by length; HELMET's configs/rag_short.yaml and rag.yaml.
+_PASSAGES: dict[int, int] = dict(zip(LENGTHS, (50, 105, 220, 440, 1000), strict=True))
+# Name -> (file of questions, file of examples, places of the gold passage).
+_RAG = {
+    "nq": ("nq-dev-multikilt_1000_k{}_dep6", "nq-train-multikilt_1000_k3_dep6", 6),
+    "trivia": ("triviaqa-dev-multikilt_1000_k{}_dep6", "triviaqa-train-multikilt_1000_k3_dep6", 6),
+    "hotpot": ("hotpotqa-dev-multikilt_1000_k{}_dep3", "hotpotqa-train-multikilt_1000_k3_dep3", 3),
+    "pop": ("popqa_test_1000_k{}_dep6", "popqa_test_1000_k3_dep6", 6),
+}
+_POPULARITY = 3.0  # PopQA's questions about things seen less often than 10^3 times a month
+_RAG_QUESTIONS = 100
+_SUMMARIES = 100
+_EXAMPLES = 2  # in the prompts of RAG and summaries
+
+_ANSWER = re.compile(r"answer:([^\n]*)", re.IGNORECASE)
+_LABEL = re.compile(r"label:([^\n]*)", re.IGNORECASE)
+_SUMMARY = re.compile(r"summary:", re.IGNORECASE)
+_WORD = re.compile(r"[a-z0-9]+")
+
+_RAG_PROMPT = (
+    "Answer the question at the end from the documents. The answer is short, a few words. Write it "
+    "in this form:\nAnswer: [answer]\n\n{examples}{documents}\n\nQuestion: {question}"
+)
+_ICL_PROMPT = (
+    "Each text below has a label, a number. Learn from them which label a text gets, and give the "
+    'label of the last text. Write only "label: [number]".\n\n{examples}\n\n{question}\nlabel:'
+)
+_BOOK_PROMPT = (
+    "Summarise the book below in 1000 to 1200 words. Tell the plot and who takes part in it, and "
+    "leave out themes, background and opinions.\n\n{examples}{text}\n\nNow write the summary, "
+    'behind the word "Summary:".'
+)
+_LAW_PROMPT = (
+    "Below are the documents of a civil rights lawsuit. Summarise the case in one paragraph of 200 "
+    "to 250 words: background, parties, outcomes.\n\n{examples}Documents of the case:\n{text}\n\n"
+    'Now write the summary, behind the word "Summary:".'
+)
+
+
+# ------------------------------------------------------------------------------------------ MRCR
+
+
+def load_mrcr(needles: int, folder: Folder, limit: int | None = None) -> Benchmark:
+    """MRCR with 2, 4 or 8 needles, from `Nneedle/Nneedle_0.parquet` and `_1` (once one file).
+
+    Source: huggingface.co/datasets/openai/mrcr.
+
+    Raises:
+      FileNotFoundError, ValueError: the folder is not as published; see `published.read`.
+    """
+    name = f"{needles}needle"
+    layouts = [[f"{name}/{name}_0.parquet", f"{name}/{name}_1.parquet"], [f"{name}.parquet"]]
+    rows = published.read(folder, layouts, MRCR_ROWS, limit)
+    items = tuple(_mrcr_item(number, row) for number, row in enumerate(rows))
+    title = f"MRCR-{name}"
+    return Benchmark(f"mrcr_{name}", title, items, _extract_all, score_mrcr, False, MAX_TOKENS)
+
+
+def score_mrcr(text: str, item: Item) -> float:
+    """0.0 without the prefix, else SequenceMatcher's ratio of what follows and the reference.
+
+    As the dataset's own grader, but thoughts and blanks around the reply are dropped first.
+    SequenceMatcher is worse than linear, so no more of a reply is matched than twice the reference
+    and 1000 characters; what is beyond counts as not matching. Replies that are not longer get the
+    very same number.
+    """
+    prefix, answer = item.fields["prefix"], item.references[0]
+    visible = visible_text(text) or ""
+    if not visible.startswith(prefix):
+        return 0.0
+    reply, wanted = visible.removeprefix(prefix), answer.removeprefix(prefix)
+    if reply == wanted:
+        return 1.0
+    most = 2 * len(wanted) + 1000
+    # Of a cut reply the matching characters are kept and the length is made whole.
+    ratio = difflib.SequenceMatcher(None, reply[:most], wanted).ratio()
+    return ratio * (len(reply[:most]) + len(wanted)) / (len(reply) + len(wanted))
+
+
+def _mrcr_item(number: int, row: Row) -> Item:
+    try:
+        messages = json.loads(row.text("prompt"))
+        texts = [(_SPEAKERS[turn["role"]], turn["content"]) for turn in messages]
+        prompt = "\n\n".join(f"{speaker}: {content}" for speaker, content in texts)
+        question = str(texts[-1][1])
+    except (ValueError, TypeError, LookupError) as error:
+        wanted = "a JSON list of messages with role and content"
+        raise row.wrong("prompt", f"{wanted} ({error})") from error
+    prefix, answer = row.text("random_string_to_prepend"), row.text("answer")
+    if not answer.startswith(prefix):
+        raise row.wrong("answer", f"a text that begins with random_string_to_prepend, {prefix!r}")
+    names = ("n_needles", "desired_msg_index", "total_messages", "n_chars")
+    fields = {name: row.get(name, int, "a number") for name in names}
+    return Item(str(number), prompt, question, (answer,), fields | {"prefix": prefix})
+
+
+# ------------------------------------------------------------------------------------------- RAG
+
+
+def load_rag(
+    task: str, folder: Folder, limit: int | None = None, *, length: int = PAPER_LENGTH
+) -> Benchmark:
+    """Questions behind passages of Wikipedia, from HELMET's `data/kilt/`.
+
+    100 questions are drawn, each with its gold passage at all of 6 (HotpotQA: 3) places.
+
+    Args:
+      task: "nq", "trivia", "hotpot" or "pop".
+      folder: where HELMET's data.tar.gz was unpacked, the `data` in it, or `kilt`.
+      limit: the first so many of them.
+      length: one of `LENGTHS`, in tokens.
+
+    Source: huggingface.co/datasets/princeton-nlp/HELMET.
+
+    Raises:
+      FileNotFoundError, ValueError: the folder is not as published.
+    """
+    published.check_limit(limit)
+    questions, examples, places = _RAG[task]
+    path = _kilt_file(folder, questions.format(_PASSAGES[length]))
+    rows = published.rows_of(_kilt_file(folder, examples))
+    shown = {_rag_name(row): row for row in rows if _is_rare(task, row)}
+    # Twice through a file of gigabytes, so that only what is drawn is held.
+    names = Counter(_rag_name(row) for row in published.rows_of(path) if _is_rare(task, row))
+    drawn = set(_drawn(sorted(names), _RAG_QUESTIONS))
+    if limit is None:
+        whole = sum(names[name] == places for name in drawn)
+        what = f"{path}, questions that stand there {places} times, once for each place"
+        published.check_count(what, whole, _RAG_QUESTIONS, limit)
+    items: list[Item] = []
+    for number, row in enumerate(published.rows_of(path)):
+        if len(items) == limit:
+            break
+        if _is_rare(task, row) and _rag_name(row) in drawn:
+            items.append(_rag_item(number, row, shown))
+    published.check_count(str(path), len(items), places * _RAG_QUESTIONS, limit)
+    name = _with_length(f"helmet_{task}", length)
+    title = f"HELMET {task}"
+    return Benchmark(name, title, tuple(items), _extract_answer, score_rag, False, MAX_TOKENS)
+
+
+def score_rag(text: str, item: Item) -> float:
+    """1.0 where a normalised reference is part of the normalised reply (HELMET's sub-EM)."""
+    reply = normalize_answer(visible_text(text) or "")
+    wanted = map(normalize_answer, item.references)
+    return float(any(reference and reference in reply for reference in wanted))
+
+
+def _kilt_file(folder: Folder, name: str) -> Path:
+    layouts = [[f"{place}{name}.jsonl"] for place in ("data/kilt/", "kilt/", "")]
+    return published.locate(folder, layouts)[0]
+
+
+def _is_rare(task: str, row: Row) -> bool:
+    if task != "pop":
+        return True
+    seen = row.get("s_pop", (int, float), "how often a page is seen")
+    return seen > 0 and math.log10(seen) < _POPULARITY
+
+
+def _rag_name(row: Row) -> str:
+    """What a question is known by: NQ has no ids, as HELMET says."""
+    return str(row.values["id"]) if "id" in row.values else row.text("question")
+
+
+def _rag_item(number: int, row: Row, shown: Mapping[str, Row]) -> Item:
+    """`shown`: name -> a question to show with its answer; PopQA's are the questions themselves."""
+    question = row.text("question")
+    others = sorted(name for name in shown if name != _rag_name(row))
+    chosen = [shown[name] for name in _rng(question).sample(others, min(_EXAMPLES, len(others)))]
+    examples = "".join(
+        f"{_passages(other)}\n\nQuestion: {other.text('question')}\n"
+        f"Answer: {_answers(other)[0]}\n\n"
+        for other in chosen
+    )
+    prompt = _RAG_PROMPT.format(examples=examples, documents=_passages(row), question=question)
+    return Item(str(number), prompt, question, _answers(row), {"question_id": _rag_name(row)})
+
+
+def _passages(row: Row) -> str:
+    passages = row.rows("ctxs")
+    return "\n\n".join(
+        f"Document (Title: {passage.get('title', str, 'a text')}): {passage.text('text')}"
+        for passage in passages
+    )
+
+
+def _answers(row: Row) -> tuple[str, ...]:
+    """Right answers; a list of lists is taken as one list, as HELMET does."""
+    value = row.get("answers", list, "a list of texts")
+    flat = [text for part in value for text in (part if isinstance(part, list) else [part])]
+    if not flat or not all(isinstance(text, str) and text for text in flat):
+        raise row.wrong("answers", "a list of at least one text")
+    return tuple(flat)
+
+
+# ------------------------------------------------------------------------------------------- ICL
+
+
+def load_icl(
+    task: str, folder: Folder, limit: int | None = None, *, length: int = PAPER_LENGTH
+) -> Benchmark:
+    """Labels to be learnt from examples in the prompt, from the files of the five data sets.
+
+    Every question has examples of its own, as many of each label as go, and numbers for labels that
+    are drawn anew: nothing can be known beforehand.
+
+    Args:
+      task: one of `helmet_labels.TASKS`.
+      folder: of the data set, as its authors publish it.
+      limit: the first so many of the 500 questions.
+      length: one of `LENGTHS`, in tokens.
+
+    Raises:
+      FileNotFoundError, ValueError: the folder is not as published.
+    """
+    published.check_limit(limit)
+    data = helmet_labels.read(task, folder, whole=limit is None)
+    train = helmet_labels.by_label(data.train)
+    shots = helmet_labels.TASKS[task].shots[LENGTHS.index(length)]
+    numbers = _drawn(range(len(data.test)), helmet_labels.QUESTIONS)[:limit]
+    published.check_count(f"{folder}, {task}", len(numbers), helmet_labels.QUESTIONS, limit)
+    items = tuple(_icl_item(number, *data.test[number], train, shots) for number in numbers)
+    name = _with_length(f"helmet_{task}", length)
+    title = f"HELMET {task}"
+    return Benchmark(name, title, items, _extract_label, score_icl, False, MAX_TOKENS)
+
+
+def score_icl(text: str, item: Item) -> float:
+    """1.0 where the label is the right one, else 0.0."""
+    found = _extract_label(text, item)
+    return float(found is not None and normalize_answer(found) == item.references[0])
+
+
+def _icl_item(
+    number: int, text: str, label: str, train: Mapping[str, Sequence[str]], shots: int
+) -> Item:
+    rng = _rng(text)
+    order = list(range(len(train)))
+    rng.shuffle(order)
+    written = dict(zip(train, map(str, order), strict=True))
+    examples = helmet_labels.balanced(train, shots, rng)
+    shown = "\n\n".join(f"{example}\nlabel: {written[kind]}" for example, kind in examples)
+    prompt = _ICL_PROMPT.format(examples=shown, question=text)
+    return Item(str(number), prompt, text, (written[label],), {"label": label})
+
+
+# ------------------------------------------------------------------------------------- summaries
+
+
+def load_infbench_sum(folder: Folder, limit: int | None = None) -> Benchmark:
+    """Summaries of novels, from InfiniteBench's `longbook_sum_eng.jsonl`: 100 drawn of 103.
+
+    Source: huggingface.co/datasets/xinrongzhang2022/InfiniteBench.
+
+    Raises:
+      FileNotFoundError, ValueError: the folder is not as published.
+    """
+    published.check_limit(limit)
+    name = "longbook_sum_eng.jsonl"
+    (path,) = published.locate(folder, [[name], [f"data/{name}"]])
+    rows = list(published.rows_of(path))
+    numbers = _drawn_summaries(str(path), len(rows), 103, limit)
+    summaries = [row.texts("answer") for row in rows]
+    items = []
+    for number in numbers:
+        others = [answers[0] for i, answers in enumerate(summaries) if i != number]
+        examples = _summary_examples(others, str(number))
+        prompt = _BOOK_PROMPT.format(examples=examples, text=rows[number].text("context"))
+        items.append(Item(str(number), prompt, "Summarise the book.", tuple(summaries[number])))
+    return _summary_benchmark("helmet_infbench_sum", "HELMET InfBench Sum", items)
+
+
+def load_multi_lexsum(folder: Folder, limit: int | None = None) -> Benchmark:
+    """Short summaries of lawsuits, from Multi-LexSum v20230518: 100 drawn of 312 of its dev set.
+
+    `sources.json` (2.2 GB) is held in memory while it is read.
+    Source: huggingface.co/datasets/allenai/multi_lexsum.
+
+    Raises:
+      FileNotFoundError, ValueError: the folder is not as published.
+    """
+    published.check_limit(limit)
+    names = ["dev.json", "train.json", "sources.json"]
+    layouts = [[f"{place}{name}" for name in names] for place in ("releases/v20230518/", "")]
+    cases, others, documents = published.locate(folder, layouts)
+    # .json by name, JSON lines by content.
+    rows = [row for row in published.lines_of(cases) if row.values.get("summary/short")]
+    numbers = _drawn_summaries(f"{cases}, with summary/short", len(rows), 312, limit)
+    shown = [
+        row.text("summary/short")
+        for row in published.lines_of(others)
+        if row.values.get("summary/short")
+    ]
+    texts = _case_texts([rows[number] for number in numbers], documents)
+    items = []
+    for number, text in zip(numbers, texts, strict=True):
+        row = rows[number]
+        name = str(row.get("case_id", (str, int), "an id"))
+        prompt = _LAW_PROMPT.format(examples=_summary_examples(shown, name), text=text)
+        reference = row.text("summary/short")
+        items.append(Item(name, prompt, "Summarise the case.", (reference,)))
+    return _summary_benchmark("helmet_multi_lexsum", "HELMET Multi-LexSum", items)
+
+
+def score_summary(text: str, item: Item) -> float:
+    """ROUGE-L F1 of the reply, behind its last "Summary:", and the best reference."""
+    summary = _extract_summary(text, item) or ""
+    return max(rouge_l(summary, reference) for reference in item.references)
+
+
+def rouge_l(text: str, reference: str) -> float:
+    """F1 of the longest common subsequence of words, in [0, 1].
+
+    Words are runs of a-z and 0-9 in lower case, as in the package rouge-score, without stemming.
+    The subsequence is found with a bit for each word of the reference, in whole machine words at a
+    time (Hyyro 2004): memory is linear, and so is the time for a given reference.
+    """
+    ours, theirs = _WORD.findall(text.lower()), _WORD.findall(reference.lower())
+    if not ours or not theirs:
+        return 0.0
+    places: dict[str, int] = {}
+    for place, word in enumerate(theirs):
+        places[word] = places.get(word, 0) | 1 << place
+    full = (1 << len(theirs)) - 1
+    open_places = full
+    for word in ours:
+        matched = open_places & places.get(word, 0)
+        open_places = ((open_places + matched) | (open_places - matched)) & full
+    common = len(theirs) - open_places.bit_count()
+    return 2 * common / (len(ours) + len(theirs))
+
+
+def _drawn_summaries(what: str, rows: int, of: int, limit: int | None) -> list[int]:
+    """Places of the texts to summarise among `rows`; `of` are published."""
+    if limit is None:
+        published.check_count(what, rows, of, limit)
+    numbers = _drawn(range(rows), _SUMMARIES)[:limit]
+    published.check_count(what, len(numbers), _SUMMARIES, limit)
+    return numbers
+
+
+def _case_texts(rows: Sequence[Row], path: Path) -> Iterator[str]:
+    sources = Row(str(path), published.json_value(path, dict))
+    for row in rows:
+        documents = []
+        for name in row.texts("case_documents"):
+            document = sources.get(name, dict, f"the document of {row.where}")
+            documents.append(Row(f"{path}, {name}", document).get("doc_text", str, "a text"))
+        yield "\n\n".join(documents)
+
+
+def _summary_examples(summaries: Sequence[str], key: str) -> str:
+    chosen = _rng(key).sample(summaries, min(_EXAMPLES, len(summaries)))
+    shown = "\n\n".join(f"Summary: {summary}" for summary in chosen)
+    return f"Summaries of other texts, to show what they look like:\n\n{shown}\n\n" if shown else ""
+
+
+def _summary_benchmark(name: str, title: str, items: Sequence[Item]) -> Benchmark:
+    unique = published.unique(items, name)
+    return Benchmark(name, title, unique, _extract_summary, score_summary, False, MAX_TOKENS)
+
+
+# ---------------------------------------------------------------------------------------- shared
+
+
+def _extract_all(text: str, item: Item) -> str | None:
+    return visible_text(text) or None
+
+
+def _extract_answer(text: str, item: Item) -> str | None:
+    return _behind(_ANSWER, text)
+
+
+def _extract_label(text: str, item: Item) -> str | None:
+    return _behind(_LABEL, text)
+
+
+def _extract_summary(text: str, item: Item) -> str | None:
+    visible = visible_text(text) or ""
+    *_, last = _SUMMARY.split(visible)
+    return last.strip() or None
+
+
+def _behind(pattern: re.Pattern[str], text: str) -> str | None:
+    """What the first match states, else the first line (HELMET's parse_output)."""
+    visible = visible_text(text) or ""
+    found = pattern.search(visible)
+    stated = found[1] if found else visible.partition("\n")[0]
+    return stated.strip() or None
+
+
+def _drawn(choices: Sequence[T], count: int) -> list[T]:
+    """So many of the choices, in their order, the same in every run; all where there are fewer."""
+    rng = random.Random(SEED)
+    places = rng.sample(range(len(choices)), min(count, len(choices)))
+    return [choices[place] for place in sorted(places)]
+
+
+def _rng(key: str) -> random.Random:
+    """Random numbers that hang on a text alone."""
+    return random.Random(int.from_bytes(hashlib.sha256(f"{SEED} {key}".encode()).digest()[:8]))
+
+
+def _with_length(name: str, length: int) -> str:
+    return name if length == PAPER_LENGTH else f"{name}_{length // 1024}k"
+
+
+def _loaders() -> dict[str, published.Loader]:
+    loaders: dict[str, published.Loader] = {
+        f"mrcr_{needles}needle": functools.partial(load_mrcr, needles) for needles in (2, 4, 8)
+    }
+    for length in LENGTHS:
+        for task in _RAG:
+            name = _with_length(f"helmet_{task}", length)
+            loaders[name] = functools.partial(load_rag, task, length=length)
+        for task in helmet_labels.TASKS:
+            name = _with_length(f"helmet_{task}", length)
+            loaders[name] = functools.partial(load_icl, task, length=length)
+    loaders["helmet_infbench_sum"] = load_infbench_sum
+    loaders["helmet_multi_lexsum"] = load_multi_lexsum
+    return loaders
+
+
+LOADERS = _loaders()

@@ -1,0 +1,223 @@
+"""Short questions, without documents: the benchmarks of the paper's Table 7.
+
+    name       rows  metric
+    aime24       30  mathematical equality
+    aime25       30  mathematical equality
+    amc23        40  mathematical equality
+    math500     500  mathematical equality
+    gsm8k     1,319  mathematical equality
+    mmlu_pro 12,032  the letter, A to J
+
+1. A mathematical answer is the last box of what follows the thoughts, else what "the answer is"
+   announces; `math_equal` compares it with the reference, by Math-Verify and under a time limit.
+2. A letter is read as in training (spec section 5.2), with ten letters.
+3. No judge is asked: both are exact.
+
+Questions are asked without examples. Layouts: docs/evaluation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from spell_jax.evaluation import math_equal
+from spell_jax.evaluation.benchmarks import published
+from spell_jax.evaluation.benchmarks.base import Benchmark, Item
+from spell_jax.evaluation.benchmarks.published import Folder, Row
+from spell_jax.selfplay.numbers import number_text
+from spell_jax.selfplay.rules import (
+    brace_steps,
+    code_points,
+    find_answer,
+    first_balance,
+    visible_text,
+)
+
+MAX_TOKENS = 4096  # paper Appendix F.2
+OPTIONS = "ABCDEFGHIJ"
+
+_MATH_PROMPT = "{question}\n\nWork step by step, and give the final answer inside \\boxed{{}}."
+_CHOICE_PROMPT = (
+    "{question}\nChoices:\n{choices}\nWork step by step, and end your reply with a sentence "
+    'of this form, with the letter you choose: "The correct answer is (insert answer here)."'
+)
+_BOX = r"\boxed{"
+_NO_WORD = r"(?![\w\u0300-\u036f])"
+_LETTER_PATTERNS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\\(?i:boxed)\{(?:\\text\{)?\(?([A-J])\)?\}",
+        r"(?i:correct answer is:? )\(([A-J])\)",
+        rf"(?i:correct answer is:? )([A-J]){_NO_WORD}",
+        r"(?i:answer is:? )\(([A-J])\)",
+        rf"(?i:answer is:? )([A-J]){_NO_WORD}",
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How one publisher's files lie: their names and the fields of question and answer."""
+
+    files: Sequence[str]
+    question: str
+    answer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MathSet:
+    """A set of problems: its heading, number of rows, and the layouts it is published in."""
+
+    title: str
+    rows: int
+    layouts: Sequence[Layout]
+
+
+MATH_SETS = {
+    "aime24": MathSet(
+        "AIME24",
+        30,
+        (
+            Layout(["data/train-00000-of-00001.parquet"], "problem", "answer"),  # HuggingFaceH4
+            Layout(["aime_2024_problems.parquet"], "Problem", "Answer"),  # Maxwell-Jia
+        ),
+    ),
+    "aime25": MathSet(
+        "AIME25",
+        30,
+        (
+            Layout(["test.jsonl"], "problem", "answer"),  # math-ai
+            Layout(["aime2025-I.jsonl", "aime2025-II.jsonl"], "question", "answer"),  # opencompass
+        ),
+    ),
+    "amc23": MathSet(
+        "AMC23",
+        40,
+        (
+            Layout(["test-00000-of-00001.parquet"], "question", "answer"),  # math-ai
+            Layout(["test.jsonl"], "question", "answer"),  # Qwen2.5-Math's evaluation
+        ),
+    ),
+    "math500": MathSet("MATH500", 500, (Layout(["test.jsonl"], "problem", "answer"),)),
+    "gsm8k": MathSet(
+        "GSM8K",
+        1319,
+        (
+            Layout(["test.jsonl"], "question", "answer"),
+            Layout(["main/test-00000-of-00001.parquet"], "question", "answer"),
+        ),
+    ),
+}
+
+
+def load_math(name: str, folder: Folder, limit: int | None = None) -> Benchmark:
+    """One of `MATH_SETS`.
+
+    Raises:
+      FileNotFoundError, ValueError: the folder is not as published; see `published.read`.
+      ImportError: Math-Verify (extra "eval") is not installed.
+    """
+    math_equal.check_installed()
+    kind = MATH_SETS[name]
+    layout = kind.layouts[published.choose(folder, [layout.files for layout in kind.layouts])]
+    rows = published.read(folder, [layout.files], kind.rows, limit)
+    items = [_math_item(name, number, row, layout) for number, row in enumerate(rows)]
+    return Benchmark(name, kind.title, tuple(items), extract_math, score_math, False, MAX_TOKENS)
+
+
+def load_mmlu_pro(folder: Folder, limit: int | None = None) -> Benchmark:
+    """MMLU-Pro's test set, from `data/test-00000-of-00001.parquet`.
+
+    Source: huggingface.co/datasets/TIGER-Lab/MMLU-Pro.
+
+    Raises:
+      FileNotFoundError, ValueError: the folder is not as published; see `published.read`.
+    """
+    rows = published.read(folder, [["data/test-00000-of-00001.parquet"]], 12_032, limit)
+    items = published.unique([_choice_item(row) for row in rows], "mmlu_pro")
+    return Benchmark("mmlu_pro", "MMLU-Pro", items, extract_letter, score_letter, False, MAX_TOKENS)
+
+
+def extract_math(text: str, item: Item) -> str | None:
+    """The last box behind the thoughts, else what "answer is" announces; None without either."""
+    visible = visible_text(text)
+    if not visible:
+        return None
+    if _BOX not in visible:
+        return (find_answer(visible, "general_qa") or "").strip(": ") or None
+    rest = visible[visible.rindex(_BOX) + len(_BOX) - 1 :]
+    end = first_balance(brace_steps(code_points(rest)))
+    return None if end is None else rest[1:end].strip() or None
+
+
+def score_math(text: str, item: Item) -> float:
+    """1.0 where the stated answer equals the reference mathematically, else 0.0."""
+    found = extract_math(text, item)
+    return float(found is not None and math_equal.equal(found, item.references[0]))
+
+
+def extract_letter(text: str, item: Item) -> str | None:
+    """The letter that a whole response states, if the question has such an option."""
+    visible = (visible_text(text) or "").replace("*", "")
+    for pattern in _LETTER_PATTERNS:
+        if letters := pattern.findall(visible):
+            return letters[-1] if letters[-1] in OPTIONS[: item.fields["options"]] else None
+    return None
+
+
+def score_letter(text: str, item: Item) -> float:
+    """1.0 for the right letter, else 0.0."""
+    return float(extract_letter(text, item) == item.references[0])
+
+
+def _math_item(name: str, number: int, row: Row, layout: Layout) -> Item:
+    question = row.text(layout.question).strip()
+    reference = _math_reference(row, layout.answer)
+    if name == "gsm8k":
+        _, found, reference = reference.rpartition("####")
+        if not found:
+            raise row.wrong(layout.answer, 'a solution that ends with "#### NUMBER"')
+    reference = reference.strip()
+    if not reference:
+        raise row.wrong(layout.answer, "an answer that is not empty")
+    known: dict[str, Any] = {
+        field: row.values[field] for field in ("level", "subject") if field in row.values
+    }
+    prompt = _MATH_PROMPT.format(question=question)
+    return Item(str(number), prompt, question, (reference,), known)
+
+
+def _math_reference(row: Row, field: str) -> str:
+    value = row.get(field, (str, int, float), "a number or LaTeX")
+    if isinstance(value, str):
+        return value
+    if not math.isfinite(value):
+        raise row.wrong(field, "a finite number")
+    return number_text(int(value) if value == int(value) else value)
+
+
+def _choice_item(row: Row) -> Item:
+    options = row.texts("options")
+    letters = OPTIONS[: len(options)]
+    letter = row.text("answer")
+    if len(options) > len(OPTIONS):
+        raise row.wrong("options", f"a list of at most {len(OPTIONS)} texts")
+    if letter not in tuple(letters):
+        raise row.wrong("answer", f"one of {', '.join(letters)}")
+    question = row.text("question").strip()
+    pairs = zip(letters, options, strict=True)
+    choices = "".join(f"({name}) {option.strip()}\n" for name, option in pairs)
+    prompt = _CHOICE_PROMPT.format(question=question, choices=choices)
+    name = str(row.get("question_id", int, "a number"))
+    fields = {"options": len(options), "category": row.text("category")}
+    return Item(name, prompt, question, (letter,), fields)
+
+
+LOADERS = {name: functools.partial(load_math, name) for name in MATH_SETS} | {
+    "mmlu_pro": load_mmlu_pro
+}

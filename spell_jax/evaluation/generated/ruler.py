@@ -1,0 +1,404 @@
+"""RULER: many ways to ask how much of a long context a model uses, at any length.
+
+Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?",
+section 3 and appendix B; the constants are theirs, the wording is ours. Four families:
+
+1. niah_*: needles, "a secret number of KEY is VALUE", in noise, in prose or among other needles.
+2. vt: variables that are assigned a value by a chain of assignments (multi-hop tracing).
+3. cwe, fwe: the words that are most common in a list (aggregation).
+4. qa: questions whose documents stand among the documents of other questions.
+
+The model's own turn is left to the model: theirs begins an answer for it ("... are:").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spell_jax.evaluation.benchmarks.base import Benchmark
+from spell_jax.evaluation.generated import haystack
+from spell_jax.evaluation.generated.haystack import Draft, Pile, Source
+from spell_jax.evaluation.generated.names import Names, letters
+from spell_jax.runtime.jsonl import read_records
+
+ITEMS = 500  # questions of a task at a length, in the paper
+
+# A task: (what prompts are made of, randomness of the item) -> (tokens of filling -> draft).
+# What is asked is drawn by the first call, so that it is the same however often it is filled.
+Task = Callable[[Source, np.random.Generator], Callable[[int], Draft]]
+
+# Where needles lie in prose, as shares of its tokens: 40 places, evenly from 0 to 1. In noise and
+# among other needles they lie anywhere.
+_DEPTHS = np.round(np.linspace(0, 1, 40), 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class QaRow:
+    """A question, its documents (those that answer it and others), and its right answers."""
+
+    documents: tuple[str, ...]
+    question: str
+    references: tuple[str, ...]
+
+
+def ruler(
+    task: str,
+    seed: int,
+    length: int,
+    count_tokens: Callable[[str], int],
+    *,
+    count_prompt: Callable[[str], int] | None = None,
+    text: str = "",
+    rows: Sequence[QaRow] = (),
+    items: int = ITEMS,
+    chains: int = 1,
+    hops: int = 4,
+) -> Benchmark:
+    """One task at one length.
+
+    A prompt of 128K tokens takes 0.3 to 0.6 s of one core with Qwen's tokenizer: 0.3 s are its
+    count as a whole, which is what makes the length certain.
+
+    Args:
+      task: one of `TASKS`.
+      seed: of everything random; the same arguments give the same benchmark.
+      length: tokens of a prompt, at most; 0.95 of it, at least. The answer comes on top.
+      count_tokens: tokens of a text.
+      count_prompt: tokens of a whole prompt, where that is not the same: with its chat layout.
+      text: prose, for the tasks in `PROSE_TASKS`; read in circles where it is shorter than needed.
+      rows: for "qa"; each is asked once, so there are at most as many items.
+      items: questions.
+      chains, hops: of "vt": chains of assignments, the first of which is asked for, and variables
+        in each behind its first.
+
+    Returns:
+      Items with the fields "length" and "tokens" (of the prompt), those of niah_* also with
+      "depths" (shares of the haystack before the needles that are asked for).
+
+    Raises:
+      ValueError: the task is unknown, what it is made of is missing or too little, or the length
+        is too short for its question.
+    """
+    if task not in TASKS:
+        raise ValueError(f"task = {task!r}: must be one of {', '.join(TASKS)}")
+    source = Source.of(length, count_tokens, count_prompt, text)
+    base = [seed, zlib.crc32(task.encode()), length]
+    if task == "qa":
+        order = np.random.default_rng(base).permutation(len(rows))[:items]
+        pool = tuple(dict.fromkeys(itertools.chain(*(row.documents for row in rows))))
+        makers = [functools.partial(_qa, row=rows[index], pool=pool) for index in order]
+    elif task == "vt":
+        makers = [functools.partial(_variable_tracking, chains=chains, hops=hops)] * items
+    else:
+        makers = [_GENERATED[task]] * items
+    if not makers:  # also of a negative number of items
+        raise ValueError(f"items = {items}, {len(rows)} rows: there is nothing to ask")
+    made = []
+    for index, maker in enumerate(makers):
+        draft, tokens = haystack.fit(maker(source, np.random.default_rng([*base, index])), source)
+        made.append(draft.item(f"{task}-{length}-{index}", length=length, tokens=tokens))
+    return Benchmark(
+        name=f"ruler_{task}_{length}",
+        title=f"RULER {task}, {length:,} tokens",
+        items=tuple(made),
+        extract=haystack.extract,
+        score=haystack.match_part if task == "qa" else haystack.match_all,
+        judged=False,
+        # Theirs are 30 to 128, behind an answer that is begun for the model.
+        max_tokens=256 if task == "cwe" else 128,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Niah:
+    """Needles in a haystack (paper section 3.1): one configuration of many.
+
+    Attributes:
+      hay: "noise", "prose" or "needles": what the needles are among.
+      key, value: kinds of names.
+      keys, values, queries: needles of different keys, needles of each key, keys asked for.
+    """
+
+    hay: str = "prose"
+    key: str = "word"
+    value: str = "number"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+
+    def __call__(self, source: Source, rng: np.random.Generator) -> Callable[[int], Draft]:
+        names = Names(rng, source.text if self.hay == "prose" else "")
+        hidden = {
+            names.draw(self.key): [names.draw(self.value) for _ in range(self.values)]
+            for _ in range(self.keys)
+        }
+        needles = [(key, value) for key, values in hidden.items() for value in values]
+        depths = dict(zip(needles, self._depths(rng, len(needles)), strict=True))
+        asked = list(hidden)[: self.queries]  # keys are random, and so is the first
+        question = secret_question(self.value, asked, self.values)
+        if self.hay == "needles":
+            pile = Pile(source.priced(self._other_needles(names), behind="\n"))
+        else:
+            pile = source.prose(rng) if self.hay == "prose" else source.noise()
+
+        def make(budget: int) -> Draft:
+            texts = [secret(self.value, *needle) for needle in needles]
+            buried = haystack.bury(pile.take(budget), texts, [depths[n] for n in needles])
+            hay = (" " if self.hay == "prose" else "\n").join(buried)
+            wanted = [(key, value) for key in asked for value in hidden[key]]
+            return Draft(
+                secret_prompt(self.value, hay, question),
+                question,
+                tuple(value for _, value in wanted),
+                {"depths": [depths[needle] for needle in wanted]},
+            )
+
+        return make
+
+    def _depths(self, rng: np.random.Generator, count: int) -> list[float]:
+        if self.hay == "prose":
+            return rng.choice(_DEPTHS, count, replace=False).tolist()
+        return rng.random(count).round(4).tolist()
+
+    def _other_needles(self, names: Names) -> Iterator[str]:
+        while True:
+            yield secret(self.value, names.draw(self.key), names.draw(self.value))
+
+
+def secret(kind: str, key: str, value: str) -> str:
+    """The sentence that is a needle; `kind` is "number" or "uuid"."""
+    return f"A secret {kind} of {key} is {value}."
+
+
+def secret_question(kind: str, keys: Sequence[str], values: int = 1) -> str:
+    """What asks for all values of the keys."""
+    listed = ", ".join(keys[:-1]) + " and " + keys[-1] if len(keys) > 1 else keys[0]
+    if len(keys) * values == 1:
+        return f"What is the secret {kind} of {listed}? Answer with the {kind} alone."
+    return f"What are all the secret {kind}s of {listed}? Answer with the {kind}s alone."
+
+
+def secret_prompt(kind: str, hay: str, question: str) -> str:
+    """The user's turn for a haystack with its needles."""
+    return (
+        f"Somewhere in the text below, secret {kind}s are told. Keep them in mind: there is a "
+        f"question about them at the end.\n\n{hay}\n\n{question}"
+    )
+
+
+def _variable_tracking(
+    source: Source, rng: np.random.Generator, *, chains: int, hops: int
+) -> Callable[[int], Draft]:
+    """Which variables have a value, straight or by way of others (paper section 3.2).
+
+    An example of five lines of noise comes first, with variables of three letters.
+    """
+    names, pile = Names(rng), source.noise()
+    numbers = (rng.choice(90_000, chains + 1, replace=False) + 10_000).tolist()
+    long = [[names.draw("variable") for _ in range(hops + 1)] for _ in range(chains)]
+    short: dict[str, None] = {}
+    while len(short) < hops + 1:
+        short[letters(rng, 3).upper()] = None
+    depths = np.sort(rng.random((chains + 1, hops + 1)), axis=1).tolist()
+    noise = [(haystack.NOISE, 1)] * 5
+    known, _ = _chains_prompt(noise, [list(short)], numbers[-1:], depths[-1:])
+    example = f"Example:\n\n{known}\n{', '.join(short)}\n\nYour turn:\n\n"
+
+    def make(budget: int) -> Draft:
+        prompt, question = _chains_prompt(pile.take(budget), long, numbers[:-1], depths[:-1])
+        return Draft(example + prompt, question, tuple(long[0]))
+
+    return make
+
+
+def _chains_prompt(
+    pieces: Sequence[tuple[str, int]],
+    chains: Sequence[Sequence[str]],
+    numbers: Sequence[int],
+    depths: Sequence[Sequence[float]],
+) -> tuple[str, str]:
+    """(prompt, question for the first chain's variables), statements at ascending depths."""
+    statements = []
+    for variables, number in zip(chains, numbers, strict=True):
+        values = [str(number), *(f"VAR {name}" for name in variables[:-1])]
+        statements += [f"VAR {n} = {v}" for n, v in zip(variables, values, strict=True)]
+    lines = haystack.bury(pieces, statements, list(itertools.chain(*depths)))
+    question = (
+        f"Which {len(chains[0])} variables have the value {numbers[0]}, assigned to them or "
+        "passed on by another variable? Answer with their names alone."
+    )
+    head = "Follow the assignments of variables that are scattered over the text below."
+    return "\n".join((head, "", *lines, "", question)), question
+
+
+# Common words: 10, each 30 times; others 3 times (paper section 3.3). The example before has 40
+# words, 10 and 3 times; up to 8K tokens 20 words, 3 times and once, as theirs has below 4K only:
+# our words are pairs, so that they never run out, and have 4 tokens to their 1 or 2.
+_COMMON, _OFTEN, _SELDOM = 10, 30, 3
+_SMALL_EXAMPLE, _EXAMPLE = (20, 3, 1), (40, 10, 3)
+
+
+def _common_words(source: Source, rng: np.random.Generator) -> Callable[[int], Draft]:
+    """The ten most common words of a numbered list (paper section 3.3)."""
+    names, order = Names(rng), int(rng.integers(2**32))
+    words, often, seldom = _SMALL_EXAMPLE if source.length <= 8192 else _EXAMPLE
+    shown = [names.draw("word") for _ in range(words)]
+    common = [names.draw("word") for _ in range(_COMMON)]
+    question = f"Which {_COMMON} words are the most common in the list? Answer with them alone."
+    known = _words_prompt(shown[:_COMMON], shown[_COMMON:], often, seldom, question, order)
+    answer = " ".join(f"{i}. {word}" for i, word in enumerate(shown[:_COMMON], start=1))
+
+    def uncommon() -> Iterator[tuple[str, int]]:
+        for start in itertools.count(_COMMON * _OFTEN + 1, _SELDOM):
+            word = names.draw("word")
+            places = (source.cost(f" {place}.") for place in range(start, start + _SELDOM))
+            yield word, _SELDOM * source.cost(f" {word}") + sum(places)
+
+    pile = Pile(uncommon())
+
+    def make(budget: int) -> Draft:
+        others = [word for word, _ in pile.take(budget)]
+        prompt = _words_prompt(common, others, _OFTEN, _SELDOM, question, order)
+        example = f"Example:\n\n{known}\n{answer}\n\nYour turn:\n\n"
+        return Draft(example + prompt, question, tuple(common))
+
+    return make
+
+
+def _words_prompt(
+    common: list[str], others: list[str], often: int, seldom: int, question: str, order: int
+) -> str:
+    words = common * often + others * seldom
+    places = np.random.default_rng(order).permutation(len(words)).tolist()
+    listed = " ".join(f"{i}. {words[place]}" for i, place in enumerate(places, start=1))
+    head = "Some words of this numbered list come again more often than the others."
+    return f"{head}\n\n{listed}\n\n{question}"
+
+
+def _frequent_words(
+    source: Source, rng: np.random.Generator, *, alpha: float = 2.0
+) -> Callable[[int], Draft]:
+    """The three most frequent made-up words of a text (paper section 3.3).
+
+    The k-th most frequent of N words comes floor(N k^-alpha / zeta(alpha)) times; the first is
+    "...", which is not to be counted, and the next three are the answer.
+    """
+    # The least N with which the fourth word is more frequent than the fifth, here and above.
+    least = 64
+    most = least + 2 * source.length  # the sum of floors is less than N
+    names, order = Names(rng), int(rng.integers(2**32))
+    # Ranks that come at all: k^2 <= N / zeta(2) < N.
+    words = ["...", *(names.draw("code") for _ in range(math.isqrt(most)))]
+    costs = np.array([source.cost(f" {word}") for word in words])
+    shares = np.arange(1, len(words) + 1) ** -alpha
+    shares /= _zeta(alpha)
+    question = (
+        'Which three words are the most frequent in the text, not counting the dots "..."? '
+        "Answer with the three words alone."
+    )
+
+    def make(budget: int) -> Draft:
+        base = np.floor(least * shares) @ costs
+        low, high = least, most  # the largest N that the budget allows
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = np.floor(middle * shares) @ costs - base <= budget
+            low, high = (middle, high) if fits else (low, middle - 1)
+        drawn = np.repeat(np.arange(len(words)), np.floor(low * shares).astype(int))
+        shuffled = np.random.default_rng(order).permutation(drawn).tolist()
+        coded = " ".join(words[index] for index in shuffled)
+        head = "Keep track of how often each word of this made-up language comes in the text."
+        return Draft(f"{head}\n\n{coded}\n\n{question}", question, tuple(words[1:4]))
+
+    return make
+
+
+def _zeta(alpha: float) -> float:
+    """Riemann's zeta for alpha > 1: a thousand terms and the integral of the rest."""
+    terms = np.arange(1, 1001, dtype=float) ** -alpha
+    return float(terms.sum() + 1000.5 ** (1 - alpha) / (alpha - 1))
+
+
+def _qa(
+    source: Source, rng: np.random.Generator, *, row: QaRow, pool: Sequence[str]
+) -> Callable[[int], Draft]:
+    """A question behind its documents and those of others, shuffled (paper section 3.4)."""
+    own, order = tuple(dict.fromkeys(row.documents)), int(rng.integers(2**32))
+    others = (pool[int(index)] for index in rng.permutation(len(pool)))
+    more = (text for text in others if text not in own)
+    pile = Pile(source.priced(more, "Document 100:\n", "\n\n"))
+    head = "Answer the question from the documents below. Answer with a few words alone."
+    question = f"Question: {row.question}"
+
+    def make(budget: int) -> Draft:
+        documents = [*own, *(text for text, _ in pile.take(budget))]
+        places = np.random.default_rng(order).permutation(len(documents)).tolist()
+        numbered = [f"Document {i}:\n{documents[p]}\n" for i, p in enumerate(places, start=1)]
+        prompt = "\n".join((head, "", *numbered, head, question))
+        return Draft(prompt, row.question, row.references)
+
+    return make
+
+
+_GENERATED: Mapping[str, Task] = {
+    "niah_single_1": _Niah(hay="noise"),
+    "niah_single_2": _Niah(),
+    "niah_single_3": _Niah(value="uuid"),
+    "niah_multikey_1": _Niah(keys=4),
+    "niah_multikey_2": _Niah(hay="needles"),
+    "niah_multikey_3": _Niah(hay="needles", key="uuid", value="uuid"),
+    "niah_multivalue": _Niah(values=4),
+    "niah_multiquery": _Niah(keys=4, queries=4),
+    "cwe": _common_words,
+    "fwe": _frequent_words,
+}
+TASKS = (*_GENERATED, "vt", "qa")
+PROSE_TASKS = tuple(
+    name for name, task in _GENERATED.items() if isinstance(task, _Niah) and task.hay == "prose"
+)
+
+
+def read_rows(folder: str | pathlib.Path) -> tuple[QaRow, ...]:
+    """The questions of all *.jsonl of a folder; bad lines are logged and skipped.
+
+    Three layouts: HotpotQA's and 2WikiMultihopQA's {"question", "answer", "context": [[title,
+    [sentence, ...]], ...]}; MuSiQue's {"question", "answer", "answer_aliases", "paragraphs":
+    [{"title", "paragraph_text"}, ...]}; and {"question", "answer" or "answers", "documents":
+    [text, ...]}.
+
+    Raises:
+      FileNotFoundError: there is no such folder, or none of its files is JSONL.
+      ValueError: no line is a question.
+    """
+    paths = sorted(pathlib.Path(folder).glob("*.jsonl"))
+    if not paths:
+        raise FileNotFoundError(f"{folder}: no *.jsonl there")
+    rows = [row for path in paths for row in read_records(path, _parse_row)[0]]
+    if not rows:
+        raise ValueError(f"{folder}: no line of its {len(paths)} files is a question")
+    return tuple(rows)
+
+
+def _parse_row(record: Any) -> QaRow:
+    if "context" in record:
+        documents = [f"{title}\n{''.join(texts)}" for title, texts in record["context"]]
+    elif "paragraphs" in record:
+        documents = [f"{p['title']}\n{p['paragraph_text']}" for p in record["paragraphs"]]
+    else:
+        documents = record["documents"]
+    answers = record["answers"] if "answers" in record else [record["answer"]]
+    answers = [*answers, *record.get("answer_aliases", ())]
+    texts = (*documents, record["question"], *answers)
+    if not documents or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("question, answers and documents must be texts that are not empty")
+    "".join(texts).encode()  # lone surrogates cannot be asked
+    return QaRow(tuple(documents), record["question"], tuple(dict.fromkeys(answers)))

@@ -1,0 +1,82 @@
+"""AdamW, its schedule, and the clipping of gradients by their global norm."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import optax
+
+from spell_jax.runtime.config import check_choice, check_least
+
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimiserConfig:
+    """AdamW and its learning-rate schedule (paper section E.3; spec section 9).
+
+    Attributes:
+      learning_rate: peak rate.
+      schedule: "constant", or "cosine" / "linear" decay to `final_fraction` at `total_steps`.
+      warmup_steps: linear warm-up from 0.
+      total_steps: updates of the run, for the decaying schedules.
+      final_fraction: rate at the end as a share of the peak.
+      b1, b2, epsilon, weight_decay: AdamW.
+      clip_norm: gradients are scaled down to this global norm.
+      offload: whether AdamW's two moments wait in the host's memory from one step to the next.
+      offload_weights: whether the float32 weights do; then those in the compute dtype alone, of a
+        model that is asked or trained, take the device's memory.
+      max_skipped: so many updates in a row whose numbers are not finite end the run.
+    """
+
+    learning_rate: float = 2e-6
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    final_fraction: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    offload: bool = False
+    offload_weights: bool = False
+    max_skipped: int = 3
+
+    def __post_init__(self):
+        for field in ("learning_rate", "warmup_steps", "final_fraction", "weight_decay"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be 0 or more")
+        for field in ("epsilon", "clip_norm"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be above 0")
+        for field in ("b1", "b2"):
+            if not 0 <= getattr(self, field) < 1:
+                raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be in [0, 1)")
+        check_least(self, "optimiser.", max_skipped=1)
+        check_choice(self, "optimiser.", schedule=SCHEDULES)
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"optimiser.total_steps = {self.total_steps}: must be above warmup_steps = "
+                f"{self.warmup_steps} for schedule {self.schedule!r}"
+            )
+
+    def rate(self) -> optax.Schedule:
+        """Learning rate as a function of the number of updates taken."""
+        steps, final = self.total_steps - self.warmup_steps, self.final_fraction
+        if self.schedule == "constant":
+            decay = optax.constant_schedule(self.learning_rate)
+        elif self.schedule == "cosine":
+            decay = optax.cosine_decay_schedule(self.learning_rate, steps, alpha=final)
+        else:
+            decay = optax.linear_schedule(self.learning_rate, self.learning_rate * final, steps)
+        warmup = optax.linear_schedule(0.0, self.learning_rate, max(1, self.warmup_steps))
+        return optax.join_schedules([warmup, decay], [self.warmup_steps])
+
+    def make(self) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.clip_by_global_norm(self.clip_norm),
+            optax.adamw(
+                self.rate(), self.b1, self.b2, self.epsilon, weight_decay=self.weight_decay
+            ),
+        )

@@ -1,0 +1,141 @@
+"""A plan as the arrays of a call of the device, for steps.py.
+
+The arrays have the rows of all parts of the mesh's row axes, one part behind the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler import programs, sampling
+from spell_jax.sampler.scheduler import Resident, Scheduler, Shard, Sibling
+
+if TYPE_CHECKING:
+    from spell_jax.sampler.engine import SamplerConfig
+
+Tasks = list[list[tuple[Resident, int]]]
+Limits = list[dict[Sibling, int]]
+
+
+def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> programs.PromptPages:
+    """The arrays of a prefill call.
+
+    Args:
+      scheduler: whose shape it is.
+      tasks: of each shard (prompt, number of the page).
+      max_prompt: cap of a prompt, in tokens.
+    """
+    shape, rows = scheduler.shape, (len(tasks), scheduler.shape.tasks)
+    batch = programs.PromptPages(
+        tokens=np.zeros((*rows, shape.block), np.int32),
+        start=np.zeros(rows, np.int32),
+        length=np.zeros(rows, np.int32),
+        page=np.zeros(rows, np.int32),
+        table=np.zeros((*rows, shape.pages_of(max_prompt)), np.int32),
+        resident=np.full(rows, len(tasks) * shape.prompts, np.int32),
+    )
+    for shard, some in enumerate(tasks):
+        for row, (resident, number) in enumerate(some):
+            at, start, prompt = (shard, row), number * shape.block, resident.request.prompt
+            tokens = prompt[start : start + shape.block]
+            batch.tokens[at][: len(tokens)] = tokens
+            batch.start[at], batch.length[at] = start, len(tokens)
+            batch.page[at] = resident.pages[number]
+            batch.table[at][: len(resident.pages)] = resident.pages
+            if start + shape.block >= len(prompt):
+                batch.resident[at] = shard * shape.prompts + resident.index
+    return _flat(batch)
+
+
+def slots(
+    scheduler: Scheduler,
+    lane: int,
+    limits: Limits,
+    enough: int,
+    config: SamplerConfig,
+) -> programs.Slots:
+    """The arrays of a decode call.
+
+    Args:
+      scheduler: who is where.
+      lane: which slots.
+      limits: of each shard what Shard.grow said.
+      enough: see steps.Slots.
+      config: for caps of prompts and answers, and whether tokens are guessed.
+    """
+    shape, shards = scheduler.shape, len(scheduler.shards)
+    cells, rows = shape.lanes[lane]
+    one, many = (shards, shape.slots), (shards, rows, cells)
+    prompt_pages = shape.pages_of(config.max_prompt)
+    suffix_pages = shape.pages_of(config.longest_answer)
+    made = programs.Slots(
+        resident=np.full(one, -1, np.int32),
+        prompt_length=np.zeros(one, np.int32),
+        count=np.zeros(one, np.int32),
+        limit=np.zeros(one, np.int32),
+        key=np.zeros((*one, 2), np.uint32),
+        sibling=np.zeros(one, np.int32),
+        row=np.zeros(one, np.int32),
+        cell=np.zeros(one, np.int32),
+        slot=np.full(many, shape.slots, np.int32),
+        prompt_table=np.zeros((*many[:2], prompt_pages), np.int32),
+        prompt_visible=np.zeros(many, np.int32),
+        suffix_table=np.zeros((*one, suffix_pages), np.int32),
+        sampling=sampling.Sampling(
+            temperature=np.zeros(one, np.float32),
+            top_k=np.zeros(one, np.int32),
+            top_p=np.ones(one, np.float32),
+            min_p=np.zeros(one, np.float32),
+        ),
+        enough=np.int32(enough),
+    )
+    if config.guessed_tokens:
+        tokens = np.zeros((*many[:2], config.max_prompt), np.int32)
+        made = dataclasses.replace(made, prompt_tokens=tokens)
+    for number, shard in enumerate(scheduler.shards):
+        for sibling, limit in limits[number].items():
+            _seat(made, (number, sibling.slot), sibling, limit, number * shape.prompts)
+        _row_up(made, number, shard, lane)
+    return _flat(made)
+
+
+def places(mesh: Any, batch: Any) -> Any:
+    """Where the arrays of a call go: rows over the row axes, scalars everywhere."""
+    by_rows, everywhere = meshes.by_rows(mesh), meshes.replicated(mesh)
+    return jax.tree.map(lambda x: by_rows if x.ndim else everywhere, batch)
+
+
+def _flat(batch: Any) -> Any:
+    """[shards, rows, ...] as [shards rows, ...]."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim else x, batch)
+
+
+def _seat(
+    made: programs.Slots, at: tuple[int, int], sibling: Sibling, limit: int, first: int
+) -> None:
+    """Writes down a slot; `first` is the place of the shard's first resident prompt."""
+    resident, options = sibling.resident, sibling.resident.request.options
+    if sibling.fresh:
+        made.resident[at] = first + resident.index
+    made.prompt_length[at] = len(resident.request.prompt)
+    made.count[at], made.limit[at] = sibling.count, limit
+    made.key[at], made.sibling[at] = resident.request.key, sibling.number
+    made.suffix_table[at][: len(sibling.pages)] = sibling.pages
+    for name, values in vars(made.sampling).items():
+        values[at] = getattr(options, name)
+
+
+def _row_up(made: programs.Slots, number: int, shard: Shard, lane: int) -> None:
+    """Writes down the rows of a shard's lane."""
+    for row, (resident, some) in enumerate(shard.lanes[lane].groups()):
+        made.row[number, some], made.cell[number, some] = row, range(len(some))
+        made.slot[number, row, : len(some)] = some
+        made.prompt_visible[number, row, : len(some)] = len(resident.request.prompt)
+        made.prompt_table[number, row, : len(resident.pages)] = resident.pages
+        if made.prompt_tokens is not None:
+            made.prompt_tokens[number, row, -len(resident.tokens) :] = resident.tokens

@@ -1,0 +1,517 @@
+"""Makes a static set of questions from clusters with a teacher: what the RLVR baseline of SPELL is
+trained on (paper Appendix E.5).
+
+    python -m spell_jax.warm_start.rlvr_questions --source=DIR --out=OUT \
+        --attempts=4000 --tokenizer=FOLDER
+        (--teacher_url=URL --teacher_model=NAME | --teacher_policy=DIR)
+        (--judge_url=URL --judge_model=NAME | --judge_policy=DIR | --agreement=rule)
+
+1. An attempt has a task and a cluster, dealt as in training (data/stream.py), --documents of the
+   cluster's documents, and for a choice the letter that shall be right. --source names clusters as
+   data.source of a config does; with --config they are that run's training clusters and tasks.
+2. The teacher as questioner reads these documents and writes a question with its answer, parsed as
+   in self-play; the options of a choice must differ. A question that was asked before about the
+   same cluster goes no further.
+3. The teacher as responder answers it from all documents of the cluster.
+4. Questioner and responder must agree: letters by the rule, the others by the judge's verdict that
+   the answer states the reference; with --agreement=rule by the rule of the reward alone.
+5. OUT/questions.jsonl has the questions that are left (data/questions.py, and "cluster", "shown"),
+   for game "rlvr"; OUT/summary.json, also the line printed, counts all others by reason.
+6. Stopped and started again, it goes on: OUT/teacher.jsonl and OUT/judge.jsonl have every reply as
+   soon as it came, and none is asked for twice; more --attempts go on as well. What got no reply is
+   asked again. The files are those of a build that nothing stopped. OUT/config.json says what is
+   built; another build needs another OUT.
+
+Keys of endpoints are in $SPELL_TEACHER_KEY and $SPELL_JUDGE_KEY. The paper's teacher is
+DeepSeek-R1-0528, its judge gpt-oss-120b; about 3,000 questions were left. Over clusters of pages
+with tables this is also the "Mixed QA" half of EAPO's data (its Appendix A).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import pathlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+from spell_jax.algorithms.rollout import fold_keys
+from spell_jax.data.clusters import GROUPINGS, LETTERS, TASKS, Cluster
+from spell_jax.data.questions import Question, as_record
+from spell_jax.data.stream import TaskStream
+from spell_jax.evaluation import judge as judging
+from spell_jax.evaluation.policy_sampler import Policy, Sizes, check_room
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.runtime import distributed, fault_injection
+from spell_jax.runtime import setup as start
+from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.runtime.jsonl import append_records, read_records, write_json
+from spell_jax.sampler.requests import Options
+from spell_jax.selfplay import parsing, rules
+from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Endpoint, Judge, JudgeConfig
+from spell_jax.selfplay.prompts import Prompts
+from spell_jax.trainer import build as catalogue
+
+TEACHER_KEY = "SPELL_TEACHER_KEY"  # configs are written to disk, keys are not
+QUESTIONS, SUMMARY, REPLIES = "questions.jsonl", "summary.json", "teacher.jsonl"
+AGREEMENTS = ("judge", "rule")
+KEPT = "kept"
+_UNDECIDED = {MALFORMED: "judge_malformed", UNANSWERED: "judge_unanswered"}
+log = logging.getLogger(
+    "spell_jax.warm_start.rlvr_questions"
+)  # __name__ is __main__ when this is the entry
+
+# (prompts, (attempt, turn) of each) -> (place, reply) as they come; None: there will be none.
+Ask = Callable[[Sequence[str], Sequence[tuple[int, int]]], Iterable[tuple[int, str | None]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is built. Mistakes raise ValueError.
+
+    Attributes:
+      attempts: questions that the teacher is asked to write.
+      batch: of them that are under way together. A teacher's policy is compiled for each batch.
+      documents: m, that the questioner reads [paper: 5].
+      max_answer_tokens: longer references of general questions are skipped.
+      prompt_set: "full", "compact" or a folder of templates.
+      agreement: who says that questioner and responder agree.
+      seed: of attempts and of a policy's draws.
+    """
+
+    attempts: int
+    batch: int = 256
+    documents: int = 5
+    max_answer_tokens: int = parsing.MAX_ANSWER_TOKENS
+    prompt_set: str = "full"
+    agreement: str = "judge"
+    seed: int = 0
+
+    def __post_init__(self):
+        check_least(self, "", attempts=1, batch=1, documents=1, max_answer_tokens=1, seed=0)
+        check_choice(self, "", agreement=AGREEMENTS)
+
+
+@dataclasses.dataclass
+class Attempt:
+    """One question that the teacher is asked to write, and what became of it.
+
+    Attributes:
+      number: from 0.
+      task, cluster: what it is asked about.
+      shown: indices of the documents that the questioner reads.
+      letter: of the right option, for multiple choice.
+      question, reference: as parsed.
+      prediction: what the responder's answer states.
+      reason: KEPT, or why it goes no further; "" while it is under way.
+    """
+
+    number: int
+    task: str
+    cluster: Cluster
+    shown: tuple[int, ...]
+    letter: str | None
+    question: str = ""
+    reference: str = ""
+    prediction: str = ""
+    reason: str = ""
+
+
+# ------------------------------------------------------------------------------------ The teacher
+
+
+class Teacher:
+    """Asks a model, and keeps every reply in a file as it comes.
+
+    All processes call it together; what process 0 has in its file and is told, all get.
+    """
+
+    def __init__(self, ask: Ask, name: str, path: pathlib.Path):
+        """Args: `name` tells models and how they are sampled apart; `path` is of the file, which
+        may have replies of others, too."""
+        self.asked = 0
+        self.name = name
+        self._ask = ask
+        self._path = path
+        self._known: dict[str, str] = {}
+        if jax.process_index() == 0 and path.exists():
+            self._known.update(read_records(path, _read_kept)[0])
+
+    def __call__(self, turn: int, numbers: Sequence[int], prompts: Sequence[str]) -> list[Any]:
+        """The reply to each prompt, None where there is none.
+
+        Args:
+          turn: 0 of the questioner, 1 of the responder.
+          numbers: of the attempts.
+        """
+        is_first = jax.process_index() == 0
+        keys = [self._key(turn, *both) for both in zip(numbers, prompts, strict=True)]
+        missing = [i for i, key in enumerate(keys) if is_first and key not in self._known]
+        wanted = [prompts[i] for i in missing], [(numbers[i], turn) for i in missing]
+        with distributed.fail_together():
+            for at, reply in self._ask(*wanted):
+                if is_first:
+                    self._keep(keys[missing[at]], reply)
+        return distributed.broadcast(lambda: [self._known.get(key) for key in keys])
+
+    def _keep(self, key: str, reply: str | None) -> None:
+        """A missing reply is not kept, so it is asked for again another time."""
+        self.asked += 1
+        if reply is not None:
+            self._known[key] = reply
+            append_records(self._path, [{"key": key, "reply": reply}])
+            fault_injection.point("taught")
+
+    def _key(self, turn: int, number: int, prompt: str) -> str:
+        content = json.dumps([self.name, turn, number, prompt]).encode()
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _read_kept(line: Any) -> tuple[str, str]:
+    key, reply = line["key"], line["reply"]
+    if not isinstance(key, str) or not isinstance(reply, str):
+        raise TypeError("key and reply must be texts")
+    return key, reply
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyTeacher:
+    """A policy of our own as teacher; see Ask. Each attempt's draws have a key of their own."""
+
+    policy: Policy
+    options: Options
+    seed: int
+
+    def __post_init__(self):
+        check_room(self.policy, self.options.max_tokens, "teacher")
+
+    def __call__(
+        self, prompts: Sequence[str], numbers: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[int, str | None]]:
+        prompts, numbers = distributed.broadcast(lambda: [list(prompts), list(numbers)])
+        key = np.asarray(jax.random.key_data(jax.random.key(self.seed)))
+        keys = fold_keys(key, [tuple(some) for some in numbers])
+        yield from self.policy.reply(prompts, keys, self.options)
+
+
+# -------------------------------------------------------------------------------------- The build
+
+
+class Build:
+    """Plays attempts; `counts` says how many of each task ended how."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        prompts: Prompts,
+        count_tokens: Callable[[str], int],
+        teacher: Teacher,
+        judge: Judge | None,
+    ):
+        """Raises ValueError: a judge is missing, or given for agreement by rule."""
+        if (judge is None) != (settings.agreement == "rule"):
+            raise ValueError(
+                f"agreement = {settings.agreement!r}: needs a judge where it is 'judge', and must "
+                "be 'rule' without one"
+            )
+        self.settings = settings
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self._prompts = prompts
+        self._count_tokens = count_tokens
+        self._teacher = teacher
+        self._judge = judge
+        self._asked: set[tuple[str, str, str]] = set()
+
+    def deal(self, stream: TaskStream, first: int) -> list[Attempt]:
+        """The next batch; whole ones are dealt, so that more attempts change none before them."""
+        dealt = stream.next(self.settings.batch)[: self.settings.attempts - first]
+        return [self._begin(first + i, *pair) for i, pair in enumerate(dealt)]
+
+    def _begin(self, number: int, task: str, cluster: Cluster) -> Attempt:
+        rng = np.random.default_rng([self.settings.seed, number])
+        order = rng.permutation(len(cluster.documents))[: self.settings.documents]
+        letter = LETTERS[rng.integers(len(LETTERS))] if task == "multiple_choice" else None
+        return Attempt(number, task, cluster, tuple(sorted(order.tolist())), letter)
+
+    def play(self, batch: Sequence[Attempt]) -> list[Attempt]:
+        """Writes, answers, compares; those that are kept."""
+        self.write(batch)
+        self.answer([a for a in batch if not a.reason])
+        self.compare([a for a in batch if not a.reason])
+        self.counts.update((a.task, a.reason) for a in batch)
+        return [a for a in batch if a.reason == KEPT]
+
+    def write(self, batch: Sequence[Attempt]) -> None:
+        """The teacher as questioner."""
+        texts = [
+            self._prompts.questioner(
+                a.task, [a.cluster.documents[i] for i in a.shown], (), a.letter
+            )
+            for a in batch
+        ]
+        replies = self._teacher(0, [a.number for a in batch], texts)
+        for attempt, reply in zip(batch, replies, strict=True):
+            attempt.reason = self._read_question(attempt, reply)
+
+    def _read_question(self, attempt: Attempt, reply: str | None) -> str:
+        """Why it goes no further; "" where it does."""
+        if reply is None:
+            return "no_reply_of_questioner"
+        parsed = parsing.parse_question(
+            reply, attempt.task, self._count_tokens, self.settings.max_answer_tokens, True
+        )
+        if parsed.status != "accepted":
+            return parsed.reason
+        attempt.question, attempt.reference = parsed.question, parsed.answer.strip()
+        known = attempt.task, attempt.cluster.id, " ".join(parsed.question.lower().split())
+        if known in self._asked:
+            return "asked_before"
+        self._asked.add(known)
+        return ""
+
+    def answer(self, batch: Sequence[Attempt]) -> None:
+        """The teacher as responder."""
+        texts = [self._prompts.responder(a.task, a.cluster.documents, a.question) for a in batch]
+        replies = self._teacher(1, [a.number for a in batch], texts)
+        for attempt, reply in zip(batch, replies, strict=True):
+            attempt.prediction = rules.extract_answer(reply or "", attempt.task) or ""
+            if reply is None:
+                attempt.reason = "no_reply_of_responder"
+            elif not attempt.prediction:
+                attempt.reason = "no_answer_stated"
+
+    def compare(self, batch: Sequence[Attempt]) -> None:
+        """Whether questioner and responder agree; of several processes the first asks the judge."""
+        judged = [a for a in batch if self._judge and a.task != "multiple_choice"]
+        for attempt in batch:
+            agree = rules.is_correct(attempt.prediction, attempt.reference, attempt.task)
+            attempt.reason = KEPT if agree else "disagreed"
+        if self._judge is None:
+            return
+        items = [(a.question, a.prediction, a.reference) for a in judged]
+        with distributed.fail_together():
+            found = self._judge.judge(items if jax.process_index() == 0 else [])
+        for attempt, verdict in zip(judged, distributed.broadcast(lambda: found), strict=True):
+            attempt.reason = _UNDECIDED.get(verdict) or (KEPT if verdict else "disagreed")
+
+    def summary(self) -> dict[str, Any]:
+        """How many attempts of each task ended how, most frequent first."""
+        tasks = sorted({task for task, _ in self.counts})
+        reasons: Counter[str] = Counter()
+        for (_, reason), count in self.counts.items():
+            reasons[reason] += count
+        return {
+            "attempts": self.counts.total(),
+            KEPT: reasons.pop(KEPT, 0),
+            "left_out": dict(sorted(reasons.items(), key=lambda pair: (-pair[1], pair[0]))),
+            "tasks": {
+                task: {
+                    "attempts": sum(n for (t, _), n in self.counts.items() if t == task),
+                    KEPT: self.counts[task, KEPT],
+                }
+                for task in tasks
+            },
+        }
+
+
+def run(
+    settings: Settings,
+    stream: TaskStream,
+    count_tokens: Callable[[str], int],
+    teacher: Teacher,
+    judge: Judge | None,
+    out: str | os.PathLike[str],
+) -> dict[str, Any]:
+    """Builds the set in `out`, a local folder; the summary. Process 0 alone writes.
+
+    Raises:
+      FileNotFoundError, ValueError: see Build and prompts.load; `out` holds another set.
+    """
+    out = pathlib.Path(out)
+    build = Build(settings, prompt_sets.load(settings.prompt_set), count_tokens, teacher, judge)
+    made_from = dataclasses.asdict(settings) | {"teacher": teacher.name}
+    made_from |= {"judge": judge.model if judge else None, "data": stream.state_dict()["data"]}
+    del made_from["attempts"]  # there may be more
+    unfinished = out / f"{QUESTIONS}.part"
+
+    def begin() -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        start.check_same(out / start.CONFIG_FILE, made_from, "a set")
+        unfinished.write_bytes(b"")
+
+    distributed.broadcast(begin)
+    for first in range(0, settings.attempts, settings.batch):
+        kept = build.play(build.deal(stream, first))
+        if jax.process_index() == 0:
+            append_records(unfinished, map(_line, kept))
+        done = build.summary()
+        log.info("%d of %d attempts, %d kept", done["attempts"], settings.attempts, done[KEPT])
+
+    def finish() -> dict[str, Any]:
+        unfinished.replace(out / QUESTIONS)
+        write_json(out / SUMMARY, build.summary())
+        return build.summary()
+
+    told = f", judge {judge.counts}" if judge else ""
+    log.info("%d replies of %s were asked for%s", teacher.asked, teacher.name, told)
+    return distributed.broadcast(finish)
+
+
+def _line(attempt: Attempt) -> dict[str, Any]:
+    a = attempt
+    question = Question(a.task, a.cluster.documents, a.question, a.reference)
+    return as_record(question) | {"cluster": a.cluster.id, "shown": list(a.shown)}
+
+
+# ----------------------------------------------------------------------------------- Command line
+
+
+def make_teacher(given: Any, out: pathlib.Path, sizes: Sizes) -> Teacher:
+    """The teacher that the command line asks for.
+
+    Raises:
+      UsageError: no teacher, half of an endpoint, or both kinds.
+      FileNotFoundError, ValueError: see JudgeConfig, Options and weights.identify.
+    """
+    url, model, folder = given.teacher_url, given.teacher_model, given.teacher_policy
+    if bool(url) != bool(model) or bool(url) == bool(folder):
+        raise app.UsageError(
+            "--teacher_url and --teacher_model, or --teacher_policy, must say who the teacher is"
+        )
+    drawn = {"temperature": given.temperature, "top_p": given.top_p}
+    drawn["max_tokens"] = given.teacher_max_tokens
+    options = Options(**drawn)
+    if folder:
+        thinking = tokenizers.THINKING[given.thinking]
+        policy = Policy(folder, given.dtype, thinking, sizes)
+        ask: Ask = PolicyTeacher(policy, options, given.seed)
+        model = f"{policy.folder.name} {policy.fingerprint()}"
+    else:
+        ask = _endpoint(given, model, drawn)
+    name = json.dumps([model, *drawn.values(), given.thinking, given.seed])
+    return Teacher(ask, name, out / REPLIES)
+
+
+def _endpoint(given: Any, model: str, drawn: dict[str, Any]) -> Ask:
+    try:
+        config = JudgeConfig(
+            given.teacher_url,
+            model,
+            os.environ.get(TEACHER_KEY),
+            timeout_s=1800.0,  # a long document, and thoughts of tens of thousands of tokens
+            attempts=8,
+            workers=given.teacher_workers,
+            requests_per_s=given.teacher_rate,
+            **drawn,
+        )
+    except ValueError as error:
+        raise ValueError(f"teacher's {error}") from error
+    endpoint = Endpoint(config)
+    return lambda prompts, numbers: endpoint.reply(prompts)
+
+
+def open_clusters(given: Any) -> tuple[TaskStream, Callable[[str], int]]:
+    """The stream of clusters and what counts their tokens.
+
+    Raises:
+      UsageError: no source, or nobody who counts.
+      FileNotFoundError, ValueError: see catalogue.open_clusters and TaskStream.
+    """
+    if bool(given.source) == bool(given.config):
+        raise app.UsageError("--source or --config: one of them must say where the clusters are")
+    unknown = set(given.tasks) - set(TASKS)
+    if unknown:
+        raise app.UsageError(f"--tasks = {','.join(given.tasks)}: must be some of {TASKS}")
+    config: Any = given.config or _plain_config(given)
+    folder = given.tokenizer or given.teacher_policy
+    if not folder and given.config:
+        folder = catalogue.find_policy(config)
+    if not folder:
+        raise app.UsageError("--tokenizer: must be a folder with the policy's, to count tokens")
+    words = tokenizers.load(folder)
+    source, _ = catalogue.open_clusters(config, words.count)
+    data = config.data
+    stream = TaskStream(source, tuple(data.tasks), tuple(data.task_weights), given.seed)
+    return stream, words.count
+
+
+def _plain_config(given: Any) -> ConfigDict:
+    """The part of a config that says where clusters are."""
+    tiny = {"clusters": given.tiny_clusters, "documents": (8, 12)}
+    data = {
+        "source": given.source,
+        "grouping": given.grouping,
+        "documents_per_cluster": given.documents_per_cluster,
+        "max_document_tokens": given.max_document_tokens,
+        "held_out": given.held_out,
+        "tasks": tuple(given.tasks),
+        "task_weights": (1.0,) * len(given.tasks),
+        "tiny": tiny,
+    }
+    return ConfigDict({"seed": given.seed, "data": data})
+
+
+def main(_) -> None:
+    start.setup()
+    given = flags.FLAGS
+    settings = Settings(
+        given.attempts,
+        given.batch,
+        given.documents,
+        given.max_answer_tokens,
+        given.prompt_set,
+        given.agreement,
+        given.seed,
+    )
+    out, sizes = pathlib.Path(given.out), judging.read_sizes(given)
+    teacher = make_teacher(given, out, sizes)
+    judge = judging.make_judge(given, out, sizes)
+    stream, count_tokens = open_clusters(given)
+    summary = run(settings, stream, count_tokens, teacher, judge, out)
+    if jax.process_index() == 0:
+        print(json.dumps(summary))
+
+
+def define_flags() -> None:
+    config_flags.DEFINE_config_file("config", None, "A run's: its clusters and tasks are taken.")
+    flags.DEFINE_string("source", "", "Clusters, as data.source of a config: a path, or tiny.")
+    flags.DEFINE_string("out", None, "The folder of the set.", required=True)
+    flags.DEFINE_integer("attempts", None, "Questions to write.", required=True)
+    flags.DEFINE_integer("batch", Settings.batch, "Of them, under way together.")
+    flags.DEFINE_integer("documents", Settings.documents, "That the questioner reads.")
+    flags.DEFINE_integer("max_answer_tokens", Settings.max_answer_tokens, "Of a general answer.")
+    flags.DEFINE_string("prompt_set", "full", "full, compact or a folder of templates.")
+    flags.DEFINE_enum("agreement", "judge", AGREEMENTS, "Who says that two answers agree.")
+    flags.DEFINE_integer("seed", 0, "Of attempts and of a policy's draws.")
+    flags.DEFINE_list("tasks", list(TASKS), "With --source.")
+    flags.DEFINE_enum("grouping", "similarity", GROUPINGS, "Of a folder's documents.")
+    flags.DEFINE_integer("documents_per_cluster", 20, "Of a folder's clusters.")
+    flags.DEFINE_integer("max_document_tokens", 3200, "Longer documents are cut.")
+    flags.DEFINE_float("held_out", 0.05, "Share of clusters that are left out, as in training.")
+    flags.DEFINE_integer("tiny_clusters", 768, "With --source=tiny.")
+    flags.DEFINE_string("tokenizer", "", "A folder with the tokenizer of the policy to train.")
+    flags.DEFINE_string("teacher_url", "", "A chat-completions address.")
+    flags.DEFINE_string("teacher_model", "", "The model's name there.")
+    flags.DEFINE_string("teacher_policy", "", "A policy's folder, for the teacher.")
+    flags.DEFINE_integer("teacher_max_tokens", 8192, "Cap of a teacher's reply.")
+    flags.DEFINE_integer("teacher_workers", 16, "Requests to the teacher under way at once.")
+    flags.DEFINE_float("teacher_rate", 0.0, "Requests to the teacher a second; 0: any.")
+    flags.DEFINE_float("temperature", 0.7, "Of the teacher.")
+    flags.DEFINE_float("top_p", 0.95, "Of the teacher.")
+    flags.DEFINE_enum("thinking", "", list(tokenizers.THINKING), "For chat templates that know it.")
+    judging.define_flags()
+
+
+if __name__ == "__main__":
+    define_flags()  # here, so that one process may import several entries
+    app.run(main)

@@ -1,0 +1,59 @@
+"""Structured answers to held-out questions, against what a script says."""
+
+from __future__ import annotations
+
+import pytest
+
+from spell_jax.algorithms.eapo.evaluation import EvidenceEvaluation
+from spell_jax.data.clusters import TASKS
+from spell_jax.data.questions import Question
+from spell_jax.selfplay.evidence import Structured, write_answer
+from tests.algorithms.scripted import PROMPTS, ScriptedModels
+
+QA, MATH, _ = TASKS
+DOCUMENTS = ("Arvo lives in Oslo.", "Oslo has rain.", "Bela lives in Rome.")
+QUESTIONS = (
+    Question(QA, DOCUMENTS, "Q0 where?", "Oslo", DOCUMENTS[:1]),
+    Question(QA, DOCUMENTS, "Q1 rain?", "yes", DOCUMENTS[:2]),
+    Question(MATH, DOCUMENTS, "Q2 how many?", "3"),
+    Question(QA, DOCUMENTS, "Q3 who?", "Bela", DOCUMENTS[2:]),
+)
+ANSWERS = (
+    write_answer(Structured("a", "- Arvo lives in Oslo.", "r", "Oslo")),
+    write_answer(Structured("a", "Oslo has rain.\n14 more letters", "r", "no")),
+    write_answer(Structured("a", "Arvo lives ... Rome.", "r", "3")),
+    "Bela lives in Rome. The answer is Bela",
+)
+
+
+def write(role: str, prompt: str, sibling: int, model: str) -> str | None:
+    assert (role, model, sibling) == ("responder", "policy", 0)
+    return ANSWERS[int(prompt.split("Q")[1][0])]
+
+
+def test_every_number_of_every_question() -> None:
+    models = ScriptedModels(write)
+    score, numbers = EvidenceEvaluation(PROMPTS, QUESTIONS).quick(models)
+    (call,) = models.calls
+    assert (call.temperature, call.group) == (0.0, 1)
+    assert call.prompts == tuple(PROMPTS.evidence(q.documents, q.question) for q in QUESTIONS)
+    assert score == numbers["all"] == 0.5 and "accuracy" not in numbers
+    assert (numbers[QA], numbers[MATH]) == (pytest.approx(1 / 3), 1.0)
+    assert numbers["well_formed"] == 0.75
+    quoted = 14 + len("14 more letters")
+    assert numbers["verbatim"] == pytest.approx((1 + 14 / quoted + 1 + 0) / 4)
+    assert numbers["evidence_precision"] == pytest.approx((1 + 14 / quoted + 0) / 3)
+    assert numbers["evidence_recall"] == pytest.approx((1 + 1 / 2 + 0) / 3)
+
+
+def test_the_report_has_a_row_a_task() -> None:
+    rows = EvidenceEvaluation(PROMPTS, QUESTIONS).full(ScriptedModels(write))["structured answers"]
+    assert set(rows) == {"all", QA, MATH}
+    assert rows["all"]["accuracy"][0] == 0.5 and rows["all"]["accuracy"][1] > 0
+    assert "evidence_recall" not in rows[MATH]
+    assert rows[QA]["evidence_recall"][0] == pytest.approx(0.5)
+
+
+def test_a_prompt_over_the_cap_is_an_answer_of_bad_format() -> None:
+    score, numbers = EvidenceEvaluation(PROMPTS, QUESTIONS).quick(ScriptedModels(lambda *_: None))
+    assert score == 0 and set(numbers.values()) == {0.0}

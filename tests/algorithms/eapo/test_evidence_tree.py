@@ -1,0 +1,233 @@
+"""The tree of evidence: what is drawn from what, what chooses, and what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spell_jax.algorithms.eapo import evidence_tree
+from spell_jax.algorithms.eapo.evidence_tree import Tree, TreeConfig
+from spell_jax.sampler.requests import Options, Sample
+from spell_jax.selfplay import prompts
+
+PROMPTS = prompts.load("compact")
+DOCUMENTS = ["Arvo lives in Oslo.", "Bela lives in Rome."]
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 200}
+
+
+def request(number: int, **fields: Any) -> dict[str, Any]:
+    return {"documents": DOCUMENTS, "question": f"Q{number}?"} | fields
+
+
+class Scripted:
+    """A policy whose tokens are bytes; `said` has what it draws, by question: evidence branches,
+    and reasonings by the evidence that they go on from.
+
+    `drawn` has (number of prompts, width, stop string) of each call.
+    """
+
+    def __init__(
+        self, evidence: Mapping[str, Sequence[str]], reasonings: Mapping[str, Sequence[str]]
+    ):
+        self.said = evidence, reasonings
+        self.drawn: list[tuple[int, int, str]] = []
+        self.prompts: list[str] = []
+        self.keys: list[list[int]] = []
+        self.config = SimpleNamespace(max_positions=1000)
+        self.tokenizer = SimpleNamespace(
+            chat=lambda text: list(text.encode()), decode=lambda ids: bytes(ids).decode()
+        )
+
+    def draw(self, ids, width: int, keys: np.ndarray, options: Sequence[Options]):
+        if not ids:
+            return
+        (end,) = options[0].stop_strings
+        self.drawn.append((len(ids), width, end))
+        for place in reversed(range(len(ids))):  # they come in any order
+            prompt = bytes(ids[place].tolist()).decode()
+            self.prompts.append(prompt)
+            self.keys.append(keys[place].tolist())
+            question = prompt[prompt.index("Q") :][:2]
+            texts = self.said[0][question]
+            if end == "</answer>":
+                quoted = prompt.partition("<evidence>")[2].partition("</evidence>")[0]
+                texts = self.said[1][quoted]
+            yield place, [_sample(text, end) for text in texts[:width]]
+
+
+def _sample(text: str, end: str) -> Sample:
+    ended = end in text
+    tokens = np.array([*text.encode(), *([] if ended else [0])], np.int32)
+    return Sample(tokens, np.full(len(tokens), -0.5, np.float32), True, end if ended else "")
+
+
+def branch(quoted: str) -> str:
+    return f"<analysis>a</analysis><evidence>{quoted}</evidence>"
+
+
+def rest(reasoning: str, answer: str) -> str:
+    return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
+
+
+EVIDENCE = {
+    "Q0": [branch("Bela"), branch("Arvo lives"), branch("Oslo")],
+    "Q1": ["no sections", branch("Rome"), "<evidence>x</evidence>"],
+    "Q2": ["none", "none", "none"],
+    "Q3": [branch("Bergen") + "<rea"],
+}
+REASONINGS = {
+    "Bela": [rest("b", "Rome"), rest("c", "Oslo"), "end"],
+    "Arvo lives": [rest("d", "Oslo"), rest("e", "Bergen"), rest("f", "Oslo")],
+    "Oslo": [rest("g", "Oslo")] * 3,
+    "Rome": [rest("h", "Rome")] * 3,
+    "Bergen": [rest("i", "Bergen").removeprefix("<rea") + ". So"],
+}
+
+
+def grow(records=None, seed: int = 0, judge=None, embed=None, **config: Any):
+    """(lines of the output, the policy)."""
+    policy: Any = Scripted(EVIDENCE, REASONINGS)
+    records = records or [request(0, answer="Oslo"), request(1), request(2)]
+    tree = Tree(policy, TreeConfig(**config), PROMPTS, SAMPLING, judge, embed)
+    texts = [evidence_tree.make_prompt(record, PROMPTS) for record in records]
+    return tree.answer(records, texts, seed), policy
+
+
+class Judge:
+    """Replies by a word of the prompt."""
+
+    def __init__(self, replies: Mapping[str, str | None]):
+        self.replies = replies
+        self.asked: list[str] = []
+
+    def __call__(self, texts: Sequence[str]):
+        self.asked += texts
+        for text in reversed(texts):
+            yield text, next(r for word, r in self.replies.items() if word in text)
+
+
+def chosen(branches: Sequence[dict[str, Any]]) -> list[int]:
+    return [i for i, one in enumerate(branches) if one["chosen"]]
+
+
+def test_plain_answers_draw_one_branch():
+    lines, policy = grow(evidence_by="none")
+    assert policy.drawn == [(3, 1, "</evidence>"), (1, 1, "</answer>")]
+    first, second, third = lines
+    assert policy.prompts[-1] == PROMPTS.evidence(DOCUMENTS, "Q0?") + branch("Bela")
+    assert first["prediction"] == "Rome" and first["right"] is False
+    (found,) = first["branches"]
+    assert found["text"] == branch("Bela") and found["verbatim"] == 1.0
+    assert found["tokens"] == len(branch("Bela")) and found["score"] is None
+    assert found["log_prob"] == -0.5 * found["tokens"]
+    assert first["reasonings"][0]["text"] == branch("Bela") + rest("b", "Rome")
+    assert second["prediction"] is None and second["reasonings"] == []
+    assert "right" not in second and chosen(second["branches"]) == []
+    assert third["branches"][0]["well_formed"] is False
+    assert third["branches"][0]["verbatim"] == 0.0
+
+
+def test_a_token_may_hold_more_than_the_end_of_a_tag():
+    lines, policy = grow([request(3)], evidence_by="none")
+    assert policy.prompts[-1].endswith(branch("Bergen") + "<rea")
+    assert lines[0]["branches"][0]["text"] == branch("Bergen")
+    assert lines[0]["reasonings"][0]["text"] == branch("Bergen") + rest("i", "Bergen")
+    assert lines[0]["prediction"] == "Bergen"
+
+
+def test_a_judge_compares_well_formed_evidence():
+    judge = Judge({"Q0": '{"scores": [2, 5, 5]}'})
+    lines, policy = grow(judge=judge)
+    assert policy.drawn == [(3, 3, "</evidence>"), (2, 1, "</answer>")]
+    assert judge.asked == [PROMPTS.evidence_scores("Q0?", ["Bela", "Arvo lives", "Oslo"])]
+    assert [one["score"] for one in lines[0]["branches"]] == [2, 5, 5]
+    assert chosen(lines[0]["branches"]) == [1]  # the first of equals
+    assert lines[0]["prediction"] == "Oslo" and lines[0]["right"] is True
+    assert chosen(lines[1]["branches"]) == [1] and lines[1]["prediction"] == "Rome"
+
+
+def test_reasonings_are_judged_as_well():
+    second = "Arvo lives\n1\nQ0?\nd\n2\nQ0?\ne\n3\nQ0?\nf"
+    judge = Judge({second: "1 1\n2 5\n3 2", "Q0": "1 1\n2 3\n3 2"})
+    lines, policy = grow([request(0)], judge=judge, reasoning_by="judge")
+    assert policy.drawn == [(1, 3, "</evidence>"), (1, 3, "</answer>")]
+    assert len(judge.asked) == 2
+    assert chosen(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Bergen"
+    judge = Judge({"Q0?\nBela\n1\nQ0?\nb\n2\nQ0?\nc\nscores": "1 1\n2 5"})
+    lines, policy = grow([request(0)], judge=judge, evidence_by="none", reasoning_by="judge")
+    assert policy.drawn == [(1, 1, "</evidence>"), (1, 3, "</answer>")]
+    assert chosen(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Oslo"
+    assert [one["well_formed"] for one in lines[0]["reasonings"]] == [True, True, False]
+
+
+@pytest.mark.parametrize("reply", [None, "", "the second", "1 1\n2 5"])
+def test_where_scoring_fails_the_first_is_taken(reply, caplog):
+    lines, _ = grow([request(0)], judge=Judge({"Q0": reply}))
+    assert chosen(lines[0]["branches"]) == [0]
+    assert [one["score"] for one in lines[0]["branches"]] == [None] * 3
+    assert "no scores of 1 of 1 groups" in caplog.text
+
+
+def test_likeness_to_the_question():
+    angles = {"Q0?": 0.0, "Bela": 2.0, "Arvo lives": 1.0, "Oslo": 0.5}
+
+    def embed(texts: Sequence[str]) -> np.ndarray:
+        turned = [angles[text] for text in texts]
+        return np.stack([np.cos(turned), np.sin(turned)], 1).astype(np.float32)
+
+    lines, _ = grow(embed=embed, evidence_by="similarity")
+    scores = [one["score"] for one in lines[0]["branches"]]
+    assert scores == pytest.approx(np.cos([2.0, 1.0, 0.5]), abs=1e-6)
+    assert chosen(lines[0]["branches"]) == [2] and lines[0]["prediction"] == "Oslo"
+
+
+def test_draws_follow_from_seed_and_place():
+    _, policy = grow(evidence_by="none")
+    _, again = grow(evidence_by="none")
+    assert policy.keys == again.keys and len({*map(tuple, policy.keys)}) == 4
+    _, other = grow(evidence_by="none", seed=1)
+    assert not {*map(tuple, policy.keys)} & {*map(tuple, other.keys)}
+    _, alone = grow([request(0)], evidence_by="none")
+    assert alone.keys == [policy.keys[2], policy.keys[3]]  # of the first of three, the last drawn
+
+
+def test_what_is_too_long_is_not_asked(caplog):
+    long = request(1, documents=["x" * 1000])
+    lines, policy = grow([request(0), long], evidence_by="none")
+    assert policy.drawn[0][0] == 1 and "1 prompts are longer than 600 tokens" in caplog.text
+    assert lines[1]["branches"] == [] and lines[1]["prediction"] is None
+    assert lines[0]["prediction"] == "Rome"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"documents": "x"}, "documents = 'x'"),
+        ({"documents": [1]}, "documents ="),
+        ({"question": ""}, "question = ''"),
+        ({"question": None}, "question = None"),
+        ({"task": "essay"}, "task: 'essay'"),
+    ],
+)
+def test_a_bad_request_names_its_field(change, message):
+    with pytest.raises(ValueError, match=message):
+        evidence_tree.make_prompt(request(0) | change, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("width", 0), ("evidence_by", "luck"), ("reasoning_by", "similarity")]
+)
+def test_a_bad_tree_names_its_field(field: str, value: Any):
+    with pytest.raises(ValueError, match=f"{field} = "):
+        TreeConfig(**{field: value})
+
+
+def test_what_scores_must_be_there():
+    with pytest.raises(ValueError, match="need a judge"):
+        grow(reasoning_by="judge")
+    with pytest.raises(ValueError, match="needs an embedding model"):
+        grow(evidence_by="similarity")

@@ -1,0 +1,74 @@
+"""A small game on a mesh of four devices, in one process or as one of two.
+
+python -m tests.algorithms.hosts PORT PROCESS        # prints what it was told, as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+DEVICES = 4
+MESH = {"data": 2, "fsdp": 1, "context": 2}
+
+
+def play() -> list[Any]:
+    """What each coroutine was told, in the order in which they ended."""
+    import jax
+
+    from spell_jax.algorithms.rollout import Players, Voice
+    from spell_jax.policy import transformer
+    from spell_jax.runtime import mesh as meshes
+    from spell_jax.sampler.engine import Sampler, SamplerConfig
+    from tests import tiny
+
+    mesh = meshes.make_mesh(MESH, jax.devices()[:DEVICES])
+    config = SamplerConfig(
+        max_tokens=12,
+        max_verdict_tokens=4,
+        max_prompt=16,
+        block=4,
+        cache_tokens=512,
+        slots=4,
+        siblings=2,
+        prefill_tokens=16,
+        decode_tokens=3,
+        guessed_tokens=2,
+    )
+    sampler = Sampler(tiny.POLICY, config, (5,), mesh)
+    shapes, axes = transformer.abstract_params(tiny.POLICY)
+    params = meshes.put(tiny.weights(), meshes.shardings(mesh, axes, shapes))
+    tokenizer: Any = SimpleNamespace(
+        chat=lambda text: [3 + ord(letter) % 60 for letter in text],
+        decode=lambda ids: " ".join(map(str, ids)),
+    )
+    players = Players(Voice(sampler, tokenizer), jax.random.key(0))
+    players.begin(1, {"policy": params, "anchor": params})
+    told = []
+
+    async def one(ask, text: str) -> None:
+        first = await ask("responder", [text], 2)
+        second = await ask("responder", ["x" + text[::-1]], model="anchor")
+        third = await ask("verifier", [text, text[:3]], 3)
+        told.append([text, *(reply and list(reply.texts) for reply in (*first, *second, *third))])
+
+    players.together(one, ["abcdefgh"[:k] + "zq" * (k % 3) for k in range(1, 9)] + ["y" * 17])
+    return told
+
+
+def main() -> None:
+    port, process = sys.argv[1:]
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES // 2}"
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+    print(json.dumps(play()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""Document reconstruction: what is posed, rewarded, trained on, measured, recorded and resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from etils import epath
+
+from spell_jax.algorithms.base import records
+from spell_jax.algorithms.reconstruction.algorithm import ROUNDS, ReconstructionConfig
+from spell_jax.data.clusters import Cluster
+from spell_jax.data.tiny_stories import make_stories
+from spell_jax.learner.advantages import group_advantages
+from spell_jax.reporting.episodes import choose_episodes
+from spell_jax.reporting.page import Measured, write_page
+from spell_jax.runtime.episodes import EpisodeWriter
+from spell_jax.runtime.metrics import MetricsWriter, read_metrics
+from spell_jax.selfplay import puzzles
+from tests.algorithms.posing import (
+    STORIES,
+    config,
+    guessing,
+    improving,
+    make_game,
+    perfect,
+    silent,
+    solution,
+)
+from tests.algorithms.scripted import ScriptedModels, read
+
+SHORT = Cluster("short", ("a line\nand another",))
+
+
+def play(write=improving, step: int = 1, **options):
+    game, ask = make_game(**options), ScriptedModels(write)
+    return game, ask, game.play(ask, step)
+
+
+# ------------------------------------------------------------------------------------ What is posed
+
+
+def test_a_step_asks_once_for_all_puzzles():
+    _, ask, episodes = play()
+    (call,) = ask.calls
+    assert (call.role, call.group, call.model, call.temperature) == ("responder", 4, "policy", None)
+    assert list(call.prompts) == [e.posed.prompt for e in episodes] and len(episodes) == 6
+    assert len({e.cluster.id for e in episodes}) == 6
+    for e in episodes:
+        assert e.posed.puzzle and len(e.posed.truth) == e.options
+        assert ", ".join(e.posed.truth) == solution(e.posed.prompt)  # it can be told
+        assert e.status == "accepted"
+
+
+def test_options_rise_over_the_run():
+    game = make_game(documents=7, steps=20, options=(2, 4, 6, 8), option_weights=(3, 3, 3, 5))
+    by_step = [[e.options for e in game.invite(step)] for step in range(1, 21)]
+    everything = [k for ks in by_step for k in ks]
+    assert everything == [2] * 30 + [4] * 30 + [6] * 30 + [8] * 50
+    assert {e.options for e in game.invite(21)} == {8}  # of a run that is made longer
+
+
+def test_the_shuffled_variant_mixes_options_in_every_part():
+    game = make_game(documents=24, steps=20, curriculum=False)
+    parts = [Counter(e.options for e in game.invite(step)) for step in range(1, 21)]
+    assert all(len(part) > 2 for part in parts)
+    everything = sum(parts, Counter())
+    assert everything[8] == pytest.approx(480 * 5 / 14, rel=0.15)
+    assert everything[2] == pytest.approx(480 * 3 / 14, rel=0.2)
+
+
+def test_a_puzzle_depends_on_seed_and_step_alone():
+    first, again, other = (make_game(seed=seed) for seed in (3, 3, 4))
+    prompts = [e.posed.prompt for e in first.invite(1)]
+    assert prompts == [e.posed.prompt for e in again.invite(1)]
+    assert prompts != [e.posed.prompt for e in other.invite(1)]
+    again.invite(2)
+    seen = {e.posed.prompt for step in range(2, 9) for e in first.invite(step)}
+    assert len(seen) == 7 * 6 and not seen & {*prompts}
+
+
+def test_others_are_drawn_for_documents_without_a_puzzle():
+    many = [dataclasses.replace(SHORT, id=f"short {i}") for i in range(12)]
+    game, ask, episodes = play(clusters=[*STORIES[:12], *many], steps=1)
+    posed = [e for e in episodes if e.posed.puzzle]
+    refused = [e for e in episodes if not e.posed.puzzle]
+    assert len(posed) == len(ask.calls[0].prompts) == 6 < len(episodes)
+    assert sorted(e.options for e in posed) == [2, 4, 4, 6, 8, 8]  # the mixture is that of a run
+    assert {(e.status, e.posed.reason) for e in refused} == {("skipped", puzzles.FEW_PARAGRAPHS)}
+    means = game.metrics(episodes).means()
+    assert means["reason/few_paragraphs"] == means["skipped"] == len(refused) / len(episodes)
+    assert means["accepted"] == 6 / len(episodes) and "cut_documents" in means
+
+
+def test_documents_without_any_puzzle_end_the_search():
+    game, ask, episodes = play(clusters=[SHORT])
+    assert len(episodes) == ROUNDS * 6 and game.rows(episodes) == []
+    assert ask.calls[0].prompts == () and game.metrics(episodes).means()["skipped"] == 1
+    assert game.metrics(episodes).means()["stream_repeats"] > 0
+
+
+def test_long_documents_are_cut_at_paragraphs():
+    stories = make_stories(2, 12, (23,))
+    game, _, episodes = play(clusters=stories, cap=60, options=(3,), option_weights=(1,))
+    for e in episodes:
+        (text,) = e.cluster.documents
+        assert e.posed.cut and len(e.posed.prompt.split()) <= 60
+        first, last = e.posed.window
+        assert {text[:first][-1:], text[last:][:1]} <= {"\n", " ", ""}
+    assert game.metrics(episodes).means()["cut_documents"] == 1
+    assert len({e.posed.window for e in episodes}) > 1
+
+
+def test_documents_of_a_cluster_follow_each_other():
+    (one,), (two,) = (story.documents for story in make_stories(5, 2, (4,)))
+    _, _, episodes = play(
+        clusters=[Cluster("both", (one, two))], documents=1, options=(2,), option_weights=(1,)
+    )
+    assert episodes[0].posed.reason == puzzles.FEW_PARAGRAPHS  # a blank line makes two paragraphs
+    _, _, episodes = play(
+        clusters=[Cluster("both", (one.replace("\n", "\n\n"), two.replace("\n", "\n\n")))],
+        documents=1,
+        options=(8,),
+        option_weights=(1,),
+    )
+    assert episodes[0].posed.window[1] == len(one) + len(two) + 4 + 4 + 2
+
+
+def test_what_is_over_the_samplers_cap_is_counted():
+    game, _, episodes = play(lambda *_: None)
+    assert {e.status for e in episodes} == {"overlong"} and game.rows(episodes) == []
+    means = game.metrics(episodes).means()
+    assert means["overlong"] == 1 and means["accepted"] == 0 and "dense_reward" not in means
+    record = game.record(episodes[0])
+    assert record["answers"] == [] and record["used"] == {"responder": "overlong"}
+    assert record["reference"] and record["status"] == "overlong"
+
+
+def test_documents_are_selected_by_length():
+    longest = make_game(most_documents=8, selection="longest")
+    shortest = make_game(most_documents=8, selection="shortest")
+    sizes = {c.id: len(c.documents[0]) for c in STORIES}
+    played = [
+        {e.cluster.id for step in range(1, 13) for e in game.invite(step)}
+        for game in (longest, shortest)
+    ]
+    assert all(len(ids) == 8 for ids in played)
+    assert min(sizes[i] for i in played[0]) > max(sizes[i] for i in played[1])
+
+
+# ------------------------------------------------------------------------------- Rewards and rows
+
+
+@pytest.mark.parametrize("reward", ["dense", "sparse"])
+def test_rewards_and_rows(reward):
+    game, _, episodes = play(reward=reward, documents=24, steps=1)
+    rows = {read(group)[0]: (group, read(group)) for group in game.rows(episodes)}
+    partly = 0
+    for e in episodes:
+        assert e.reply
+        orders = [puzzles.parse_order(text, e.options) for text in e.reply.texts]
+        right = [
+            sum(a == b for a, b in zip(o.letters, e.posed.truth, strict=False))
+            if o.is_permutation
+            else 0
+            for o in orders
+        ]
+        dense = [n / e.options for n in right]
+        assert e.scores == (dense if reward == "dense" else [float(n == 1) for n in dense])
+        assert e.scores[:2] == [1, 0]
+        partly += any(0 < s < 1 for s in e.scores)
+        group, (prompt, answers, advantages) = rows[e.posed.prompt]
+        assert (prompt, answers) == (e.posed.prompt, tuple(e.reply.texts))
+        assert advantages == tuple(np.round(group_advantages(e.scores).astype(float), 4).tolist())
+        assert group.role == "responder" and group.model == "policy"
+    assert bool(partly) == (reward == "dense")
+
+
+def test_equal_groups_teach_nothing():
+    for write in (perfect, silent):
+        game, _, episodes = play(write)
+        assert game.rows(episodes) == [] and not any(e.advantages for e in episodes)
+        game, _, episodes = play(write, keep_equal=True)
+        rows = game.rows(episodes)
+        assert len(rows) == 6 and not any(any(read(group)[2]) for group in rows)
+
+
+def test_advantages_without_deviation():
+    game, _, episodes = play(divide_by_deviation=False)
+    for group, e in zip(game.rows(episodes), episodes, strict=True):
+        mean = sum(e.scores) / len(e.scores)
+        assert list(group.advantages) == pytest.approx([s - mean for s in e.scores], abs=1e-6)
+
+
+# ------------------------------------------------------------------------------- What is kept of it
+
+
+def test_metrics_of_players():
+    chances = {"dense_by_chance": 0.5, "sparse_by_chance": 0.5}
+    game, _, episodes = play(perfect, options=(2,), option_weights=(1,))
+    means = game.metrics(episodes).means()
+    everything = ("permutation", "dense_reward", "sparse_reward", "solve_rate", "fully_solved")
+    assert {means[name] for name in everything} == {1.0} and means["options"] == 2
+    assert means["unsolved"] == means["mixed"] == means["cut_documents"] == 0
+    assert {name: means[name] for name in chances} == chances
+    assert {name: means[f"{name}/2"] for name in chances} == chances
+    game, _, episodes = play(silent)
+    means = game.metrics(episodes).means()
+    assert {means[name] for name in everything} == {0.0} and means["unsolved"] == 1
+    game, _, episodes = play(improving)
+    assert game.metrics(episodes).means()["permutation"] == 0.75  # one of four says A, A
+
+
+def test_a_guess_earns_what_chance_says():
+    game, _, episodes = play(
+        guessing, documents=24, group_size=60, steps=1, reward="sparse", option_weights=(1,) * 4
+    )
+    means = game.metrics(episodes).means()
+    for k in (2, 4, 6, 8):
+        assert means[f"dense_reward/{k}"] == pytest.approx(1 / k, abs=0.05)
+        assert means[f"sparse_reward/{k}"] == pytest.approx(puzzles.chance(k)[1], abs=0.06)
+        assert means[f"permutation/{k}"] == 1
+        assert means[f"solve_rate/{k}"] == means[f"sparse_reward/{k}"]
+        assert means[f"dense_by_chance/{k}"] == pytest.approx(1 / k)
+    assert means["dense_by_chance"] == pytest.approx(sum(1 / k for k in (2, 4, 6, 8)) / 4)
+
+
+def test_records():
+    game, _, episodes = play()
+    unused = game.record(episodes[0])
+    assert unused["used"] == {"responder": "equal_rewards"} and unused["advantages"] == {}
+    game.rows(episodes)
+    for e, record in zip(episodes, records(game, episodes), strict=True):
+        assert json.loads(json.dumps(record)) == record
+        assert record["documents"] == list(e.cluster.documents)
+        assert record["predictions"][:2] == [record["reference"], "A, A"]
+        assert record["used"] == {"responder": "used"}
+        assert record["advantages"] == {"responder": e.advantages}
+
+
+def prompt_again(record) -> str:
+    """The prompt of a record that has its documents."""
+    first, last = record["window"]
+    text = "\n\n".join(record["documents"])[first:last]
+    for number, (start, end) in reversed([*enumerate(record["spans"], 1)]):
+        text = text[:start] + puzzles.gap(number) + text[end:]
+    return record["prompt"].replace("{document}", text)
+
+
+@pytest.mark.parametrize("cap", [50, 1000])
+def test_prompts_can_be_made_again_from_records(cap):
+    game, _, episodes = play(clusters=make_stories(2, 12, (23,)), cap=cap)
+    assert all(e.posed.cut == (cap == 50) for e in episodes)
+    for e, record in zip(episodes, records(game, episodes), strict=True):
+        assert prompt_again(record) == e.posed.prompt != record["prompt"]
+
+
+def test_books_are_made_whole_again(spell_data):
+    paths = sorted((spell_data / "books" / "dev").glob("*.txt"))
+    books = [Cluster(path.name, (path.read_text(encoding="utf-8"),)) for path in paths]
+    game = make_game(books, documents=16, steps=2, cap=12_000, min_paragraph=80)
+    for step in (1, 2):
+        posed = [e for e in game.invite(step) if e.posed.puzzle]
+        assert len(posed) == 16 and any(e.posed.cut for e in posed)
+        for e in posed:
+            assert e.posed.puzzle and len(e.posed.prompt.split()) <= 12_000
+            text = e.posed.puzzle.document
+            for number, letter in enumerate(e.posed.truth, 1):
+                text = text.replace(puzzles.gap(number), e.posed.puzzle.options[letter])
+            assert text == e.cluster.documents[0][slice(*e.posed.window)]
+
+
+def test_the_report_shows_puzzles(tmp_path):
+    game = make_game([*STORIES, SHORT], documents=24, steps=2)
+    writer, measured = EpisodeWriter(tmp_path, 10**6), MetricsWriter(tmp_path)
+    for step, write in ((1, improving), (2, perfect)):
+        episodes = game.play(ScriptedModels(write), step)
+        game.rows(episodes)
+        writer.write(step, records(game, episodes))
+        measured.write(step, game.metrics(episodes))
+    chosen = choose_episodes(tmp_path, 50)
+    assert {e["outcome"] for e in chosen.chosen} >= {"mixed", "solved", "skipped"}
+    assert {e["task"] for e in chosen.chosen} == {"reconstruction"}
+    folder = epath.Path(tmp_path)
+    write_page([Measured(folder, read_metrics(folder), None)], folder / "page.html")
+    assert "order of 2 paragraphs" in {e["question"] for e in chosen.chosen}
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
+def test_a_resumed_game_goes_on():
+    game = make_game()
+    game.play(ScriptedModels(guessing), 1)
+    state = json.loads(json.dumps(game.state_dict()))
+    other = make_game()
+    other.load_state_dict(state)
+    for step in (2, 3):
+        wanted = game.play(ScriptedModels(guessing), step)
+        found = other.play(ScriptedModels(guessing), step)
+        assert [game.record(e) for e in wanted] == [other.record(e) for e in found]
+        assert [e.cluster for e in wanted] == [other.cluster(e) for e in found]
+
+
+# ------------------------------------------------------------------------------------------ Config
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("documents", 0, "at least 1"),
+        ("group_size", 1, "at least 2"),
+        ("reward", "thick", r"one of \('dense', 'sparse'\)"),
+        ("options", (), "different numbers from 2 to 8"),
+        ("options", (1, 2, 3, 4), "different numbers from 2 to 8"),
+        ("options", (2, 4, 6, 9), "different numbers from 2 to 8"),
+        ("options", (2, 4, 4, 8), "different numbers from 2 to 8"),
+        ("option_weights", (3.0, 3.0, 5.0), "a positive number for each"),
+        ("option_weights", (3.0, 3.0, 0.0, 5.0), "a positive number for each"),
+        ("option_weights", (3.0, 3.0, float("nan"), 5.0), "a positive number for each"),
+        ("most_documents", -1, "at least 0"),
+        ("selection", "best", r"one of \('longest', 'random', 'shortest'\)"),
+        ("min_paragraph", 0, "at least 1"),
+        ("max_paragraph", 79, "at least game.min_paragraph = 80"),
+    ],
+)
+def test_bad_fields_are_named(field, value, wanted):
+    with pytest.raises(ValueError, match=rf"game\.{field} = .*: must be {wanted}"):
+        ReconstructionConfig(**{field: value})
+
+
+def test_the_defaults_are_the_papers():
+    paper = ReconstructionConfig()
+    assert (paper.documents, paper.group_size, paper.reward) == (128, 8, "dense")
+    assert dict(zip(paper.options, paper.option_weights, strict=True)) == {2: 3, 4: 3, 6: 3, 8: 5}
+    assert paper.curriculum and paper.selection == "longest" and config().documents == 6

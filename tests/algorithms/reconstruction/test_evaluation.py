@@ -1,0 +1,103 @@
+"""Held-out puzzles: what is asked, what is counted, and that it is the same every time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
+from spell_jax.data.tiny_stories import make_stories
+from tests.algorithms.posing import config, guessing, materials, perfect, silent
+from tests.algorithms.scripted import ScriptedModels
+
+HELD_OUT = make_stories(9, 5, (9, 11))
+SECTION = "reconstruction, by number of options"
+
+
+def make(held_out=HELD_OUT, cap: int = 10_000, **options) -> PuzzleEvaluation:
+    sizes = {"evaluation_puzzles": 12, "validation_puzzles": 7} | options
+    rising = config(options=(4, 2), option_weights=(1, 1), **sizes)
+    return PuzzleEvaluation(rising, materials(held_out=held_out, cap=cap))
+
+
+def test_a_perfect_player():
+    evaluation, ask = make(), ScriptedModels(perfect)
+    score, numbers = evaluation.quick(ask)
+    (call,) = ask.calls
+    assert (call.role, call.temperature, call.group) == ("responder", 0.0, 1)
+    assert len(call.prompts) == len({*call.prompts}) == 14
+    assert score == 1.0 and set(numbers.values()) == {1.0}
+    assert set(numbers) == {
+        f"{name}{suffix}"
+        for name in ("permutation", "dense_reward", "sparse_reward")
+        for suffix in ("", "/2", "/4")
+    }
+
+
+def test_a_silent_player():
+    for write in (silent, lambda *_: None):  # None: over the cap
+        score, numbers = make().quick(ScriptedModels(write))
+        assert score == 0 and set(numbers.values()) == {0.0}
+
+
+def test_the_score_is_the_dense_reward():
+    score, numbers = make().quick(ScriptedModels(guessing))
+    assert score == numbers["dense_reward"] < numbers["permutation"] == 1
+    assert score == pytest.approx((numbers["dense_reward/2"] + numbers["dense_reward/4"]) / 2)
+
+
+def test_the_report_has_chance_beside_rewards():
+    report = make(evaluation_puzzles=200).full(ScriptedModels(guessing))
+    rows = report[SECTION]
+    assert list(rows) == [
+        "permutation",
+        "dense reward",
+        "sparse reward",
+        "dense reward of a guess",
+        "sparse reward of a guess",
+    ]
+    assert all(set(columns) == {"2", "4", "all"} for columns in rows.values())
+    assert rows["permutation"]["all"] == (1.0, 0.0)
+    assert rows["dense reward of a guess"] == {"2": (0.5, 0), "4": (0.25, 0), "all": (0.375, 0)}
+    sparse = (0.5 + 1 / math.factorial(4)) / 2
+    assert rows["sparse reward of a guess"]["all"] == pytest.approx((sparse, 0))
+    for k in ("2", "4"):
+        mean, half = rows["dense reward"][k]
+        assert 0 < half < 0.1 and abs(mean - rows["dense reward of a guess"][k][0]) < 2 * half
+    mean, half = rows["sparse reward"]["2"]
+    assert half == pytest.approx(1.96 * math.sqrt(mean * (1 - mean) / 200))
+
+
+def test_puzzles_are_the_same_every_time():
+    first, second = ScriptedModels(perfect), ScriptedModels(silent)
+    evaluation = make()
+    evaluation.full(first)
+    evaluation.full(second)
+    make().full(second)
+    assert first.calls[0] == second.calls[0] == second.calls[1]
+    quick = ScriptedModels(perfect)
+    evaluation.quick(quick)
+    assert {*quick.calls[0].prompts} < {*first.calls[0].prompts}
+
+
+def test_documents_without_a_puzzle_are_passed_over():
+    short = make_stories(3, 2, (3,))  # enough for 2 options, not for 4
+    ask = ScriptedModels(perfect)
+    report = make([*HELD_OUT, *short]).full(ask)
+    assert len(ask.calls[0].prompts) == 24
+    report = make(short).full(ask)
+    assert set(report[SECTION]["dense reward"]) == {"2", "all"}
+    assert report[SECTION]["dense reward of a guess"] == {"2": (0.5, 0), "all": (0.5, 0)}
+
+
+@pytest.mark.parametrize("held_out", [(), make_stories(3, 2, (1,))])
+def test_no_puzzle_at_all_is_an_error(held_out):
+    with pytest.raises(ValueError, match="held-out documents: none gives a puzzle"):
+        make(held_out).quick(ScriptedModels(perfect))
+
+
+@pytest.mark.parametrize("field", ["evaluation_puzzles", "validation_puzzles"])
+def test_sizes_are_checked(field):
+    with pytest.raises(ValueError, match=rf"game\.{field} = 0: must be at least 1"):
+        make(**{field: 0})

@@ -1,0 +1,343 @@
+"""A game without a model: a script answers every prompt, and rows are read back as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from typing import Any
+
+import numpy as np
+
+from spell_jax.algorithms.base import Materials, Reply
+from spell_jax.algorithms.spell.algorithm import Spell
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.data.clusters import TASKS, Cluster, in_memory
+from spell_jax.data.stream import TaskStream
+from spell_jax.learner.packing import Group
+from spell_jax.sampler.requests import Sample
+from spell_jax.selfplay import prompts
+
+PROMPTS = prompts.load("compact")
+LONG = "word " * 41
+QA, MATH, CHOICE = TASKS
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a game to its models."""
+
+    role: str
+    prompts: tuple[str, ...]
+    group: int
+    model: str
+    temperature: float | None
+
+
+class Asked:
+    """A coroutine's call that waits for its replies."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        self.replies: list[Reply | None] = []
+
+    def __await__(self) -> Generator[Asked, None, list[Reply | None]]:
+        yield self
+        return self.replies
+
+
+class ScriptedModels:
+    """`Models` whose texts come from `write(role, prompt, sibling, model)`; None: over the cap.
+
+    Coroutines take turns: what they ask alike in a turn is one call. Tokens are the bytes of the
+    texts, so that training rows can be read.
+    """
+
+    def __init__(self, write: Callable[[str, str, int, str], str | None]):
+        self._write = write
+        self.calls: list[Call] = []
+
+    def __call__(
+        self,
+        role: str,
+        prompts: Sequence[str],
+        group: int = 1,
+        model: str = "policy",
+        temperature: float | None = None,
+    ) -> list[Reply | None]:
+        self.calls.append(Call(role, tuple(prompts), group, model, temperature))
+        return [self._reply(role, prompt, group, model) for prompt in prompts]
+
+    def together(self, play: Callable[..., Coroutine], items: Sequence[Any]) -> None:
+        going = [play(self._ask, item) for item in items]
+        while going:
+            waiting = [(c, asked) for c in going if (asked := _go_on(c)) is not None]
+            kinds: dict[tuple, list[Asked]] = {}
+            for _, asked in waiting:
+                call = asked.call
+                kind = call.role, call.group, call.model, call.temperature
+                kinds.setdefault(kind, []).append(asked)
+            for (role, group, model, temperature), alike in kinds.items():
+                prompts = [prompt for asked in alike for prompt in asked.call.prompts]
+                replies = iter(self(role, prompts, group, model, temperature))
+                for asked in alike:
+                    asked.replies = [next(replies) for _ in asked.call.prompts]
+            going = [coroutine for coroutine, _ in waiting]
+
+    async def _ask(
+        self,
+        role: str,
+        prompts: Sequence[str],
+        group: int = 1,
+        model: str = "policy",
+        temperature: float | None = None,
+    ) -> list[Reply | None]:
+        if not prompts:
+            return []
+        return await Asked(Call(role, tuple(prompts), group, model, temperature))
+
+    def _reply(self, role: str, prompt: str, group: int, model: str) -> Reply | None:
+        texts = [self._write(role, prompt, sibling, model) for sibling in range(group)]
+        whole = [text for text in texts if text is not None]
+        if len(whole) < group:
+            return None
+        samples = []
+        for text in whole:
+            tokens = np.array(list(text.encode()) or [0], np.int32)
+            samples.append(Sample(tokens, np.full(len(tokens), -1.0, np.float32), True))
+        return Reply(list(prompt.encode()), samples, whole)
+
+
+def _go_on(coroutine: Coroutine) -> Asked | None:
+    try:
+        return coroutine.send(None)
+    except StopIteration:
+        return None
+
+
+def read(group: Group) -> tuple[str, tuple[str, ...], tuple[float, ...]]:
+    """(prompt, answers, advantages) of a training group of a scripted game."""
+    answers = tuple(bytes(int(t) for t in answer).decode() for answer in group.answers)
+    return (
+        bytes(group.prompt).decode(),
+        answers,
+        tuple(round(float(a), 4) for a in group.advantages),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What happens to cluster number i.
+
+    Attributes:
+      task: the task.
+      written: what the questioner writes: "ok", "bad_json", "noopt", "zero", "long", "word",
+        "think".
+      blind: whether it is answered right without documents.
+      right, paraphrased: how many of the answers are right; how many of the others are worded in
+        another way; the rest state no answer.
+      yes: YES votes given to a paraphrase, the rest NO. A right answer gets YES from all, but one
+        NO where i is odd.
+    """
+
+    task: str
+    written: str
+    blind: int
+    right: int
+    paraphrased: int
+    yes: int
+
+
+@dataclasses.dataclass
+class Script:
+    """Plays rows; `votes` is the number of verdicts that `Row.yes` counts in.
+
+    Attributes:
+      anchors: cluster number -> answers of the frozen copy; all right where there are none.
+      over: whether a prompt is over the cap.
+      verdicts: cluster number -> texts of the verdicts on its answers, instead of YES and NO.
+    """
+
+    rows: Sequence[Row]
+    votes: int = 4
+    anchors: dict[int, Sequence[str]] = dataclasses.field(default_factory=dict)
+    over: Callable[[str, str, str], bool] = lambda role, prompt, model: False
+    verdicts: dict[int, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, role: str, prompt: str, sibling: int, model: str) -> str | None:
+        if self.over(role, prompt, model):
+            return None
+        if role == "questioner":
+            return self.proposal(int(re.findall(r"d(\d+)\.", prompt)[0]))
+        at = int(re.findall(r"Q(\d+)", prompt)[0])
+        if role == "verifier":
+            return self._verdict(at, prompt, sibling)
+        if model == "anchor":
+            texts = self.anchors.get(at, (self.reference(at),))
+            return f"answer is {texts[sibling % len(texts)]}"
+        row = self.rows[at]
+        if prompt.startswith(prompts.NO_DOCUMENTS):
+            return f"answer is {self.reference(at) if row.blind else 'unknown'}"
+        if sibling < row.right:
+            return f"answer is {self.reference(at)}"
+        if sibling < row.right + row.paraphrased:
+            return f"answer is {self.paraphrase(at)}"
+        return "I cannot tell."
+
+    def reference(self, at: int) -> str:
+        return {"general_qa": f"alpha{at}", "financial_math": str(10 + at)}.get(
+            self.rows[at].task, "B"
+        )
+
+    def paraphrase(self, at: int) -> str:
+        return {"general_qa": f"beta{at}", "financial_math": str(777 + at)}.get(
+            self.rows[at].task, "C"
+        )
+
+    def proposal(self, at: int) -> str:
+        task, written = self.rows[at].task, self.rows[at].written
+        if written == "bad_json":
+            return f"Q{at:02d} but no JSON"
+        if written == "think":
+            return "<think> on and on"
+        word = {"general_qa": "what", "financial_math": "how much"}.get(task, "which")
+        answer = {"zero": "0", "long": LONG, "word": "plenty"}.get(written, self.reference(at))
+        record: dict[str, Any] = {"question": f"Q{at:02d} {word}?", "answer": answer}
+        if task == "multiple_choice" and written != "noopt":
+            record["options"] = {letter: f"{letter.lower()}1" for letter in "ABCD"}
+        return json.dumps(record)
+
+    def _verdict(self, at: int, prompt: str, sibling: int) -> str:
+        if at in self.verdicts:
+            return self.verdicts[at][sibling]
+        is_right = f"one: {self.reference(at)}\n" in prompt
+        yes = self.votes - at % 2 if is_right else self.rows[at].yes
+        return "[[YES]]" if sibling < yes else "[[NO]]"
+
+
+class Deck:
+    """A stream that deals the clusters in order, again and again."""
+
+    def __init__(self, rows: Sequence[Row], documents: int = 3):
+        self.repeats = 0
+        self._at = 0
+        self._pairs = [
+            (row.task, Cluster(f"d{i}", tuple(f"d{i}.{n} text" for n in range(documents))))
+            for i, row in enumerate(rows)
+        ]
+
+    def next(self, batch: int) -> list[tuple[str, Cluster]]:
+        dealt = [self._pairs[(self._at + i) % len(self._pairs)] for i in range(batch)]
+        self._at += batch
+        return dealt
+
+    def read(self, ids: Sequence[str]) -> list[Cluster]:
+        by_id = {cluster.id: cluster for _, cluster in self._pairs}
+        return [by_id[name] for name in ids]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self._at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._at = state["at"]
+
+
+def make_game(rows: Sequence[Row], *, cluster: int = 3, cap: int = 10_000, **options) -> Spell:
+    """A game of one round over all rows, with clusters of so many documents."""
+    judge = options.pop("judge", None)
+    deck: Any = options.pop("stream", None) or Deck(rows, cluster)
+    defaults = {
+        "questions": 6,
+        "generation_batch": len(rows),
+        "max_generations": 1,
+        "group_size": 4,
+        "verifier_group_size": 4,
+        "documents": (2,),
+        "verifier_share": 0.25,
+    }
+    config = SpellConfig(**(defaults | options))
+    return Spell(config, make_materials(deal=lambda _: deck, prompt_cap=cap, judge=judge))
+
+
+def make_materials(**given) -> Materials:
+    """What a game is made from, without any documents; tokens are words."""
+    materials: dict[str, Any] = {
+        "prompts": PROMPTS,
+        "count_tokens": lambda text: len(text.split()),
+        "prompt_cap": 10_000,
+        "seed": 0,
+        "steps": 10,
+        "clusters": lambda: in_memory([]),
+        "held_out": lambda: in_memory([]),
+        "deal": lambda source: TaskStream(source, TASKS, (1.0, 1.0, 1.0), seed=0),
+        "questions": lambda: (),
+    }
+    return Materials(**(materials | given))
+
+
+def number(episode: Episode) -> int:
+    """The row that an episode plays."""
+    return int(episode.cluster.id[1:])
+
+
+def by_role(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    found: dict[str, list[Group]] = {"responder": [], "questioner": [], "verifier": []}
+    for group in groups:
+        found[group.role].append(group)
+    return found
+
+
+# Every way that a question can go; the comment is the mean reward with the default switches.
+ROWS = (
+    Row(QA, "ok", 0, 2, 1, 4),  # 3/4, one of them by the verifier alone
+    Row(CHOICE, "ok", 0, 1, 1, 0),  # 1/4
+    Row(MATH, "ok", 0, 3, 0, 0),  # 3/4
+    Row(QA, "bad_json", 0, 0, 0, 0),
+    Row(CHOICE, "noopt", 0, 0, 0, 0),
+    Row(MATH, "zero", 0, 0, 0, 0),
+    Row(QA, "long", 0, 0, 0, 0),
+    Row(QA, "think", 0, 0, 0, 0),
+    Row(CHOICE, "ok", 1, 2, 0, 0),  # answered without documents
+    Row(MATH, "ok", 1, 2, 0, 0),  # answered without documents
+    Row(QA, "ok", 0, 4, 0, 0),  # 1
+    Row(QA, "ok", 0, 0, 0, 0),  # 0
+    Row(MATH, "ok", 0, 1, 1, 1),  # 1/4, and one of four verdicts on the wrong answer is yes
+    Row(QA, "ok", 0, 1, 2, 3),  # 3/4
+    Row(MATH, "ok", 0, 2, 1, 4),  # 1/2
+    Row(CHOICE, "ok", 0, 3, 1, 4),  # 1
+    Row(QA, "ok", 0, 0, 2, 4),  # 1/2, by the verifier alone
+    Row(MATH, "ok", 0, 3, 1, 1),  # 3/4, and one of four verdicts on the wrong answer is yes
+)
+VERDICTS = {
+    2: ("?", "?", "?", "[[YES]]"),  # malformed: the verifier is ignored
+    14: ("[[NO]]",) * 4,  # of another mind than the rule: the better one counts
+}
+
+
+class Played:
+    """A step and what can be told of it, by name."""
+
+    def __init__(self, rows=ROWS, step: int = 1, script: Script | None = None, **options: Any):
+        self.game = make_game(rows, **({"verifier_share": 1.0} | options))
+        self.ask = ScriptedModels(script or Script(rows, verdicts=VERDICTS))
+        self.episodes = self.game.play(self.ask, step)
+        self.groups = by_role(self.game.rows(self.episodes))
+
+    def facts(self) -> dict[str, Any]:
+        rows = {name: [read(g) for g in groups] for name, groups in self.groups.items()}
+        return {
+            "calls": [(c.role, c.group, len(c.prompts), c.model) for c in self.ask.calls],
+            "shown": [(e.shown, len(e.history)) for e in self.episodes],
+            "status": [(e.status, e.reason) for e in self.episodes],
+            "reference": [e.reference for e in self.episodes],
+            "rule": [e.rule for e in self.episodes],
+            "votes": [e.votes for e in self.episodes],
+            "scores": [e.scores for e in self.episodes],
+            "rewards": [e.reward for e in self.episodes],
+            "memory": self.game.memory.state_dict(),
+        } | rows
+
+    def of(self, at: int):
+        return next(e for e in self.episodes if number(e) == at)

@@ -1,0 +1,231 @@
+"""Held-out evaluation in the tiny world, with scripted models that are perfect or wrong."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from spell_jax.algorithms.spell import evaluation
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.evaluation import TinyEvaluation
+from spell_jax.data import tiny_world as world
+from spell_jax.data.clusters import TASKS
+from spell_jax.selfplay import prompts
+from tests.algorithms.scripted import ScriptedModels
+from tests.evaluation.oracle import documents_of, perfect, questioner
+
+PROMPTS = prompts.load("compact")
+GAME = SpellConfig(documents=(2,), max_answer_tokens=3, distinct_options=True)
+SETTINGS = {"per_cell": 12, "documents": (2, 5), "quick_per_cell": 6, "quick_documents": (3,)}
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
+
+
+def make(**settings) -> TinyEvaluation:
+    return TinyEvaluation(
+        **{"prompts": PROMPTS, "game": GAME, "count_tokens": count_words} | settings
+    )
+
+
+SMALL = make(**SETTINGS)
+RESPONDER = "responder accuracy, by documents"
+VERIFIER = "verifier accuracy, by pair"
+LETTERS = "multiple choice, share of each letter among answers"
+
+
+def wrong(role: str, prompt: str, sibling: int, model: str) -> str:
+    if role == "responder":
+        right = perfect(role, prompt, sibling, model).split()[-1]
+        return f"answer is {'ABCD'[('ABCD'.index(right) + 1) % 4] if '(A)' in prompt else '9999'}"
+    if role == "verifier":
+        return "[[NO]]" if "YES" in perfect(role, prompt, sibling, model) else "[[YES]]"
+    return questioner(prompt, right=False)
+
+
+def silent(role: str, prompt: str, sibling: int, model: str) -> None:
+    return None
+
+
+def shares(section: dict) -> set[float]:
+    return {cell[0] for row in section.values() for cell in row.values()}
+
+
+def test_a_perfect_model_gets_everything_right():
+    report = SMALL.full(ScriptedModels(perfect))
+    assert set(report) == {RESPONDER, VERIFIER, LETTERS, "questioner"}
+    assert set(report[RESPONDER]) == {*world.KINDS, "all"}
+    assert set(report[RESPONDER]["all"]) == {"2", "5"}
+    assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {1.0}
+    assert shares(report["questioner"]) == {1.0}
+    assert set(report["questioner"]) == {*TASKS, *(f"{task}, one known" for task in TASKS)}
+
+
+def test_a_wrong_model_gets_nothing_right():
+    report = SMALL.full(ScriptedModels(wrong))
+    assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {0.0}
+    for row in report["questioner"].values():
+        assert row["accepted"][0] == row["answerable, of accepted"][0] == 1.0
+        assert row["reference right, of answerable"][0] == 0.0
+
+
+def test_prompts_over_the_cap_are_wrong():
+    report = SMALL.full(ScriptedModels(silent))
+    assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {0.0}
+    assert {row["accepted"][0] for row in report["questioner"].values()} == {0.0}
+
+
+def test_malformed_verdicts_are_wrong():
+    report = SMALL.full(ScriptedModels(lambda role, *rest: None if role != "verifier" else "maybe"))
+    assert shares(report[VERIFIER]) == {0.0}
+
+
+def test_quick_is_the_mean_over_kinds():
+    score, numbers = SMALL.quick(ScriptedModels(perfect))
+    assert score == numbers["responder"] == 1.0
+    assert set(numbers) == {"lookup/3", "two_hop/3", "math/3", "choice/3", "responder"}
+
+    def no_choices(role, prompt, sibling, model):
+        return "pass" if "(A)" in prompt else perfect(role, prompt, sibling, model)
+
+    assert SMALL.quick(ScriptedModels(no_choices))[0] == pytest.approx(0.75)
+
+
+def test_surface_forms_are_right_answers():
+    def worded(role, prompt, sibling, model):
+        answer = perfect(role, prompt, sibling, model).split()[-1]
+        if "(A)" in prompt:
+            return f"answer is {answer}"
+        forms = world.surface_forms(answer if answer.isdigit() else answer.title())
+        return f"answer is {forms[-1]}"
+
+    assert SMALL.quick(ScriptedModels(worded))[0] == 1.0
+
+
+def test_answers_and_verdicts_are_greedy_and_questions_are_sampled():
+    ask = ScriptedModels(perfect)
+    SMALL.full(ask)
+    temperatures = {(call.role, call.temperature) for call in ask.calls}
+    assert temperatures == {("responder", 0.0), ("verifier", 0.0), ("questioner", None)}
+    assert {call.group for call in ask.calls} == {1}
+    assert {call.model for call in ask.calls} == {"policy"}
+
+
+def test_items_are_of_their_kind_and_the_same_every_time():
+    for kind in world.KINDS:
+        items = SMALL.make_items(4, kind, 20)
+        assert items == SMALL.make_items(4, kind, 30)[:20]
+        assert len({item.documents for item in items}) == 20
+        for item in items:
+            assert item.kind == kind == world.question_kind(item.question)
+            assert len(item.documents) == 4
+            truth = world.oracle_choice if kind == "choice" else world.oracle
+            assert truth(item.question, item.documents) == item.truth
+    assert SMALL.make_items(2, "two_hop", 30)  # few documents, but always a friend among them
+
+
+@pytest.mark.parametrize("seed", [0, make().seed])
+def test_held_out_documents_are_not_those_of_training(seed):
+    trained = world.make_clusters(seed, 300, (3, 8))
+    played = {text for cluster in trained for text in cluster.documents}
+    items = [item for kind in world.KINDS for item in make().make_items(3, kind, 50)]
+    alike = world.make_clusters(seed, 300, (3,))
+    assert not {item.documents for item in items} & {c.documents for c in alike}
+    assert len({t for item in items for t in item.documents} & played) < 5  # chance meetings
+
+
+def test_letters_tell_a_model_that_always_says_b():
+    def always_b(role, prompt, sibling, model):
+        return "answer is B"
+
+    (row,) = SMALL.full(ScriptedModels(always_b))[LETTERS].values()
+    assert {letter: cell[0] for letter, cell in row.items()} == {"A": 0, "B": 1, "C": 0, "D": 0}
+
+
+def test_questions_outside_the_documents_are_not_answerable():
+    def about_nobody(role, prompt, sibling, model):
+        if role != "questioner":
+            return perfect(role, prompt, sibling, model)
+        return re.sub(r"of \w+", "of Nobody", questioner(prompt, right=True))
+
+    for row in SMALL.full(ScriptedModels(about_nobody))["questioner"].values():
+        assert row["accepted"][0] == 1.0 and row["answerable, of accepted"][0] == 0.0
+
+
+def questioner_prompts(evaluation: TinyEvaluation) -> list[str]:
+    ask = ScriptedModels(perfect)
+    evaluation.full(ask)
+    (call,) = [call for call in ask.calls if call.role == "questioner"]
+    return call.prompts
+
+
+def test_the_questioner_reads_as_much_as_in_the_game():
+    fresh, known = 3 * 12, 3 * 12
+    prompts = questioner_prompts(SMALL)
+    assert [len(documents_of(p)) for p in prompts] == fresh * [2] + known * [4]
+    for prompt in prompts[fresh:]:
+        facts = world.read_facts(documents_of(prompt)[:2])
+        assert [name for name, _ in facts if name in prompt.partition("known")[2]], prompt
+    forgetful = make(**SETTINGS, game=SpellConfig(documents=(2,), memory=0))
+    assert questioner_prompts(forgetful) == prompts[:fresh]
+
+
+@pytest.mark.parametrize(
+    "spoil, task",
+    [
+        (lambda text: re.sub(r'"answer": "(\D\w+)"', r'"answer": "\1 a b c"', text), "general_qa"),
+        (lambda text: re.sub(r'"(A|B)": "[^"]*"', r'"\1": "Rome"', text), "multiple_choice"),
+    ],
+    ids=["a long reference", "two equal options"],
+)
+def test_what_the_game_refuses_is_not_accepted(spoil, task):
+    def spoilt(role, prompt, sibling, model):
+        text = perfect(role, prompt, sibling, model)
+        return spoil(text) if role == "questioner" else text
+
+    for row, cells in SMALL.full(ScriptedModels(spoilt))["questioner"].items():
+        assert cells["accepted"][0] == (not row.startswith(task))
+
+
+@pytest.mark.parametrize(
+    ("found", "truth", "kind", "right"),
+    [
+        ("Fjordton", world.canonical("Oslo"), "lookup", True),
+        ("Mr Bela", world.canonical("Bela"), "two_hop", True),
+        ("34 dollars", "34", "lookup", True),
+        ("Rome", world.canonical("Oslo"), "lookup", False),
+        ("46.0", "46", "math", True),
+        ("$46", "46", "math", True),
+        ("4600", "46", "math", False),  # the rule's percent tolerance has no place here
+        ("-46", "46", "math", False),
+        ("B", "B", "choice", True),
+        ("b", "B", "choice", False),
+        (None, world.canonical("Oslo"), "lookup", False),
+        ("", world.canonical("Oslo"), "lookup", False),
+    ],
+)
+def test_is_true(found, truth, kind, right):
+    assert evaluation.is_true(found, truth, kind) == right
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"per_cell": 0}, "per_cell"),
+        ({"quick_per_cell": 0}, "quick_per_cell"),
+        ({"documents": ()}, "documents"),
+        ({"documents": (3, 1)}, "documents"),  # no two hops in one document
+        ({"documents": (49,)}, "documents"),
+        ({"quick_documents": (1,)}, "quick_documents"),
+    ],
+)
+def test_a_bad_setting_is_named(options, field):
+    with pytest.raises(ValueError, match=rf"data\.tiny\.evaluation\.{field} = "):
+        make(**options)
+
+
+def test_more_documents_than_the_world_has_are_refused():
+    with pytest.raises(ValueError, match=r"game\.documents = \(2, 25\)"):
+        make(game=SpellConfig(documents=(2, 25)))

@@ -1,0 +1,432 @@
+"""One step of SPELL with scripted models: who reads what and when, caps, judge, anchor, state."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spell_jax.algorithms.spell.algorithm import Spell, most_frequent
+from spell_jax.data.clusters import TASKS, Cluster, in_memory
+from spell_jax.data.stream import TaskStream
+from spell_jax.selfplay import parsing
+from spell_jax.selfplay.memory import Entry
+from spell_jax.selfplay.rewards import verifier_rewards
+from tests.algorithms.scripted import (
+    CHOICE,
+    MATH,
+    PROMPTS,
+    QA,
+    ROWS,
+    VERDICTS,
+    Played,
+    Row,
+    Script,
+    ScriptedModels,
+    make_game,
+    read,
+)
+
+# ----------------------------------------------------------------------------- the order of things
+
+
+def test_what_each_role_reads():
+    played = Played()
+    questioner, blind, responder, verifier = played.ask.calls
+    assert [c.role for c in played.ask.calls] == [
+        "questioner",
+        "responder",
+        "responder",
+        "verifier",
+    ]
+    assert [c.group for c in played.ask.calls] == [1, 1, 4, 4]
+    assert {c.model for c in played.ask.calls} == {"policy"}
+    assert {c.temperature for c in played.ask.calls} == {None}
+    for text, episode in zip(questioner.prompts, played.episodes, strict=True):
+        assert len(episode.shown) == 2 and list(episode.shown) == sorted(episode.shown)
+        for index, document in enumerate(episode.cluster.documents):
+            assert (document in text) == (index in episode.shown)
+    assert all(text.startswith("Empty\n") for text in blind.prompts)
+    assert len(blind.prompts) == 13 and len(responder.prompts) == 11
+    for text in responder.prompts:
+        assert [f".{n} text" in text for n in range(3)] == [True] * 3
+    assert not any("text" in text for text in verifier.prompts)  # no documents
+
+
+def test_letters_asked_for_are_balanced():
+    played = Played([Row(CHOICE, "ok", 0, 1, 0, 0)] * 400)
+    letters = [text[-2] for text in played.ask.calls[0].prompts]
+    counts = [letters.count(letter) for letter in "ABCD"]
+    assert sum(counts) == 400 and all(abs(c - 100) < 40 for c in counts)
+
+
+def test_rounds_are_repeated_until_enough_questions_are_mixed():
+    rows = [Row(QA, "ok", 0, int(i % 3 == 0), 0, 0) for i in range(30)]  # every third is mixed
+    for wanted, rounds in ((1, 1), (3, 2), (4, 2), (5, 3), (50, 5)):
+        played = Played(rows, generation_batch=6, questions=wanted, max_generations=5)
+        assert sum(c.role == "questioner" for c in played.ask.calls) == rounds
+        assert len(played.episodes) == 6 * rounds
+        assert len(played.groups["responder"]) == min(wanted, 2 * rounds)
+
+
+def test_memory_is_read_as_of_the_start_of_a_step():
+    rows = [Row(QA, "ok", 0, 2, 0, 0), Row(MATH, "ok", 0, 0, 0, 0)]
+    played = Played(rows, cluster=9, generation_batch=4, max_generations=2, questions=9)
+    assert [len(e.history) for e in played.episodes] == [
+        0
+    ] * 8  # although cluster 0 came up 4 times
+    second = played.game.play(played.ask, step=2)
+    assert [len(e.history) for e in second] == [1, 0] * 4
+    known = played.of(0)
+    assert second[0].history == (Entry(known.shown, known.question, known.reference),)
+    assert set(known.shown) < set(second[0].shown)  # all that was seen, and two new ones
+    assert len(second[0].shown) == 4
+    prompt = played.ask.calls[-1 - sum(c.role != "questioner" for c in played.ask.calls[-3:])]
+    assert "known: Q00 what? answer: alpha0" in prompt.prompts[0]
+
+
+@pytest.mark.parametrize(
+    ("kept", "shown"),
+    [("shown", [2, 4, 6, 7, 7]), ("new", [2, 4, 6, 6, 6])],  # until all are in; at most m (L + 1)
+)
+def test_memory_holds_the_last_questions_and_their_documents(kept, shown):
+    serial = iter(range(1000))
+
+    def write(role, prompt, sibling, model):
+        if role == "questioner":
+            return json.dumps({"question": f"Q{next(serial)} what?", "answer": "alpha"})
+        if role == "verifier":
+            return "[[NO]]"
+        return f"answer is {'alpha' if sibling == 0 and 'Empty' not in prompt else 'beta'}"
+
+    game = make_game([Row(QA, "ok", 0, 0, 0, 0)], cluster=7, memory=2, memory_documents=kept)
+    ask = ScriptedModels(write)
+    steps = [game.play(ask, step)[0] for step in range(1, 6)]
+    assert [len(e.history) for e in steps] == [0, 1, 2, 2, 2]
+    assert [len(e.shown) for e in steps] == shown
+    assert steps[2].new == tuple(sorted(set(steps[2].shown) - set(steps[1].shown)))
+    assert [entry.question for entry in steps[4].history] == ["Q2 what?", "Q3 what?"]
+
+
+# ---------------------------------------------------------------------------------- over the cap
+
+
+def over(role: str, at: str, model: str = "policy"):
+    return lambda r, prompt, m: r == role and at in prompt and m == model
+
+
+def test_a_questioner_prompt_over_the_cap_is_counted_and_no_more():
+    played = Played(script=Script(ROWS, over=over("questioner", "d0.")))
+    episode = played.of(0)
+    assert (episode.status, episode.reason) == ("overlong", "questioner_prompt")
+    assert episode.reward is None and episode.response is None
+    assert len(played.ask.calls[1].prompts) == 12
+    assert played.game.metrics(played.episodes).means()["overlong"] == pytest.approx(1 / 18)
+
+
+def test_a_responder_prompt_over_the_cap_is_counted_and_no_more():
+    script = Script(ROWS, over=lambda role, prompt, _: role == "responder" and "d10." in prompt)
+    played = Played(script=script, negatives=9)
+    assert (played.of(10).status, played.of(10).reason) == ("overlong", "responder_prompt")
+    assert played.of(10).reward is None
+    texts = [read(group)[1][0] for group in played.groups["questioner"]]
+    assert played.of(10).proposal.texts[0] not in texts
+    assert played.of(11).proposal.texts[0] in texts  # as all other bad ones are
+    clusters = [row["cluster"] for row in played.game.memory.state_dict()["clusters"]]
+    assert "d10" not in clusters and "d13" in clusters
+
+
+def test_an_answer_whose_verdict_prompt_is_over_the_cap_is_judged_by_the_rule():
+    plain = Played()
+    played = Played(script=Script(ROWS, over=over("verifier", "alpha0"), verdicts=VERDICTS))
+    assert played.of(0).votes == [[], [], [], []]  # the reference stands in all of its prompts
+    assert played.of(0).scores == [1, 1, 0, 0] != plain.of(0).scores
+    means = played.game.metrics(played.episodes).means()
+    assert means["unjudged"] == pytest.approx(3 / 44)
+    assert plain.game.metrics(plain.episodes).means()["unjudged"] == 0
+
+
+def test_a_question_too_long_for_the_filter_passes_it():
+    script = Script(ROWS, over=lambda role, prompt, _: prompt.startswith("Empty\nQ09"))
+    played = Played(script=script)
+    assert played.of(9).status == "accepted" and played.of(8).status == "ungrounded"
+
+
+def test_new_documents_are_dropped_first_then_the_oldest_history():
+    def shown(cap: int):
+        game = make_game([Row(QA, "ok", 0, 1, 0, 0)], cluster=9, documents=(4,), cap=cap)
+        game.memory.push(QA, "d0", Entry((0, 1), "old", "a"), 0.5)
+        game.memory.push(QA, "d0", Entry((1, 2), "new", "b"), 0.5)
+        ask = ScriptedModels(lambda *_: "no JSON")
+        (episode,) = game.play(ask, 1)
+        count = len(ask.calls[0].prompts[0].split())
+        assert count <= cap or (len(episode.shown) == 1 and not episode.history)
+        return len(episode.shown), [e.question for e in episode.history], episode.dropped
+
+    # Words: 2 a document, 4 a known question, 3 of the template (2 without known questions).
+    assert shown(100) == (7, ["old", "new"], 0)
+    assert shown(25) == (7, ["old", "new"], 0)
+    assert shown(24) == (6, ["old", "new"], 1)
+    assert shown(17) == (3, ["old", "new"], 4)
+    assert shown(16) == (2, ["new"], 5)
+    assert shown(10) == (1, [], 6)
+    assert shown(1) == (1, [], 6)  # nothing is left to drop: the sampler refuses it
+
+
+# ------------------------------------------------------------------------------- judge and anchor
+
+
+def test_an_external_judge_takes_the_place_of_the_rule():
+    asked = []
+
+    def judge(items):
+        asked.extend(items)
+        return [{"alpha0": 0, "beta0": 1}.get(prediction, -1) for _, prediction, _ in items]
+
+    played = Played(rule="judge", judge=judge)
+    assert played.of(0).rule == [0.0, 0.0, 1.0, 0.0]
+    assert played.of(1).rule == [1.0, 0.0, 0.0, 0.0]  # no verdict: the rule's own
+    assert ("Q00 what?", "beta0", "alpha0") in asked
+    predictions = [p for e in played.episodes for p in e.predictions if p is not None]
+    assert len(asked) == len(predictions)
+    failed = sum(p not in ("alpha0", "beta0") for p in predictions) / len(predictions)
+    assert played.game.metrics(played.episodes).means()["judge_failed"] == pytest.approx(failed)
+    assert Played(rule="judge", judge=judge, responder_reward="rule").of(0).scores == [0, 0, 1, 0]
+    with pytest.raises(ValueError, match=r"game\.rule"):
+        make_game(ROWS, rule="judge")
+
+
+def anchored(anchors, rows=ROWS, **options) -> Played:
+    script = Script(rows, anchors=anchors, verdicts=VERDICTS, over=options.pop("over", never))
+    return Played(rows, script=script, reference="anchored", **options)
+
+
+def never(role: str, prompt: str, model: str) -> bool:
+    return False
+
+
+def test_the_frozen_copy_reads_the_questioners_documents():
+    played = anchored({})
+    assert played.game.models == ("anchor",) and Played().game.models == ()
+    (call,) = [c for c in played.ask.calls if c.model == "anchor"]
+    assert (call.role, call.group) == ("responder", 4)
+    accepted = [e for e in played.episodes if e.response is not None]
+    assert len(call.prompts) == len(accepted) == 11
+    for text, episode in zip(call.prompts, accepted, strict=True):
+        documents = [episode.cluster.documents[i] for i in episode.shown]
+        assert text == PROMPTS.responder(episode.task, documents, episode.question)
+    # Where the copy agrees with the questioner nothing else changes.
+    plain, facts = Played().facts(), played.facts()
+    assert {fact for fact in plain if plain[fact] != facts[fact]} == {"calls"}
+
+
+def test_the_most_frequent_answer_of_the_frozen_copy_is_the_reference():
+    played = anchored({0: ("Beta0.", "alpha0", "beta0", "beta0")})
+    episode = played.of(0)
+    assert (episode.own_reference, episode.reference) == ("alpha0", "Beta0")
+    assert episode.rule == [0.0, 0.0, 1.0, 0.0]
+    verifier = next(c for c in played.ask.calls if c.role == "verifier")
+    assert "two: Beta0" in verifier.prompts[0]
+    assert played.game.memory.get(QA, "d0")[0].answer == "Beta0"
+    means = played.game.metrics(played.episodes).means()
+    assert means["reference_replaced"] == pytest.approx(1 / 11)
+
+
+@pytest.mark.parametrize(
+    ("answers", "status"),
+    [
+        (("x", "x", "x", "y"), "accepted"),
+        (("x", "y", "x", "y"), "ungrounded"),  # two of four are not more than half
+        (("x", "y", "z", "v"), "ungrounded"),
+        (("", "", "", ""), "ungrounded"),  # no answer is not an answer
+    ],
+)
+def test_a_frozen_copy_that_disagrees_makes_a_question_ungrounded(answers, status):
+    episode = anchored({0: answers}).of(0)
+    assert episode.status == status
+    if status == "ungrounded":
+        assert (episode.reason, episode.reward) == ("anchor_disagrees", -0.5)
+        assert episode.response is None
+
+
+def test_what_the_frozen_copy_says_without_documents_too_is_ungrounded():
+    blind = ("Unknown.", "unknown", "unknown", "x")
+    episode = anchored({0: blind}).of(0)
+    assert (episode.status, episode.reason) == ("ungrounded", "known_without_documents")
+    assert (episode.blind, episode.reward) == (["unknown"], -0.5)
+    allowed = anchored({0: blind}, grounding_samples=2, grounding_threshold=2)
+    assert allowed.of(0).status == "ungrounded"  # both say so
+    assert anchored({0: blind}, grounding_samples=0).of(0).status == "accepted"  # nobody was asked
+
+
+def test_agreement_takes_two():
+    rows = [Row(QA, "ok", 0, 2, 0, 0)]
+    assert anchored({0: ("x", "y")}, rows, anchor_samples=2).of(0).status == "ungrounded"
+    assert anchored({0: ("x", "y", "x")}, rows, anchor_samples=3).of(0).status == "accepted"
+
+
+def test_an_anchor_prompt_over_the_cap_punishes_nobody():
+    played = anchored({}, over=lambda r, prompt, model: model == "anchor" and "Q00" in prompt)
+    episode = played.of(0)
+    assert (episode.status, episode.reason) == ("overlong", "anchor_prompt")
+    assert episode.reward is None
+
+
+def test_most_frequent():
+    assert most_frequent(["x", None, "The X.", "y"], QA) == ("x", 2)
+    assert most_frequent(["12", "12.0", "3"], MATH) == ("12", 2)
+    assert most_frequent(["A", "B", "B"], CHOICE) == ("B", 2)
+    assert most_frequent(["one", "two"], QA) == ("one", 1)
+    assert most_frequent([None, None], QA) == (None, 0)
+    assert most_frequent([], QA) == (None, 0)
+    assert most_frequent(["plenty", "plenty"], MATH) == (None, 0)  # no number equals nothing
+
+
+# --------------------------------------------------------------------------------- seed and state
+
+
+def real_stream(seed: int = 0) -> TaskStream:
+    clusters = [
+        Cluster(f"d{i}", tuple(f"d{i}.{n} text" for n in range(6))) for i in range(len(MANY))
+    ]
+    return TaskStream(in_memory(clusters), TASKS, (1.0, 1.0, 1.0), seed)
+
+
+MANY = tuple(Row(QA, "ok", 0, i % 4, 1, i % 5) for i in range(24))
+
+
+def write_anything(role: str, prompt: str, sibling: int, model: str) -> str:
+    """Texts that depend on nothing but prompt and sibling, valid for every task."""
+    at = sum(prompt.encode()) + sibling
+    if role == "questioner":
+        options = {letter: f"{letter}{at % 7}" for letter in "ABCD"}
+        answer = "ABCD"[at % 4] if "choice" in prompt else str(1 + at % 9)
+        return json.dumps({"question": f"Q{at} what?", "answer": answer, "options": options})
+    if role == "verifier":
+        return ("[[YES]]", "[[NO]]")[at % 3 == 0]
+    return f"answer is {'ABCD'[at % 4]}" if "(A)" in prompt else f"answer is {1 + at % 9}"
+
+
+def play_on(game: Spell, steps) -> list[Any]:
+    ask, told = ScriptedModels(write_anything), []
+    for step in steps:
+        episodes = game.play(ask, step)
+        told.append([game.record(e) for e in episodes])
+        told.append([read(g) for g in game.rows(episodes)])
+        told.append(game.metrics(episodes).means())
+    return told
+
+
+def new_game(seed: int = 0, **options) -> Spell:
+    game = make_game(
+        MANY,
+        stream=real_stream(seed),
+        generation_batch=9,
+        questions=4,
+        documents=(1, 2, 3),
+        max_generations=3,
+        **options,
+    )
+    game.seed = seed
+    return game
+
+
+def test_a_step_is_a_function_of_seed_and_step():
+    first = play_on(new_game(), (1, 2, 3))
+    assert first == play_on(new_game(), (1, 2, 3))
+    assert first != play_on(new_game(seed=1), (1, 2, 3))
+    assert play_on(new_game(), (1,))[0] != play_on(new_game(), (2,))[0]
+    assert any(rows for rows in first[1::3])
+
+
+@pytest.mark.parametrize("reward", ["max", "random"])
+def test_a_game_goes_on_from_its_state(reward):
+    whole = play_on(new_game(responder_reward=reward), range(1, 7))
+    game = new_game(responder_reward=reward)
+    play_on(game, range(1, 4))
+    state = json.loads(json.dumps(game.state_dict()))
+    resumed = new_game(responder_reward=reward)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == game.state_dict()
+    assert play_on(resumed, range(4, 7)) == whole[9:]
+    assert len(resumed.memory) > 0
+
+
+def test_records_are_json_and_hold_what_happened():
+    played = Played()
+    records = [json.loads(json.dumps(played.game.record(e))) for e in played.episodes]
+    assert records[0]["answers"][0] == "answer is alpha0"
+    assert records[0]["scores"] == [1, 1, 1, 0] and records[0]["votes"][3] == []
+    assert records[3]["proposal"] == "Q03 but no JSON" and records[3]["answers"] == []
+
+
+def test_metrics_are_shares_of_what_happened():
+    played = Played()
+    means = played.game.metrics(played.episodes).means()
+    expected = {
+        "accepted": 11 / 18,
+        "bad_format": 2 / 18,
+        "skipped": 3 / 18,
+        "ungrounded": 2 / 18,
+        "overlong": 0,
+        "mixed": 8 / 11,
+        "unsolved": 1 / 11,
+        "fully_solved": 2 / 11,
+        "accepted/general_qa": 5 / 8,
+        "documents_shown": 2,
+        "history": 0,
+        "reason/no_json": 1 / 18,
+        "reason/bad_options": 1 / 18,
+        "reason/zero_answer": 1 / 18,
+        "reason/long_answer": 1 / 18,
+        "reason/unfinished_thought": 1 / 18,
+        "reason/known_without_documents": 2 / 18,
+        "solve_rate": np.mean([e.mean_score for e in played.episodes if e.scores]),
+        "no_answer": np.mean([p is None for e in played.episodes for p in e.predictions]),
+        "memory_entries": 0,
+        "stream_repeats": 0,
+    }
+    expected["responder_reward"] = np.mean([s for e in played.episodes for s in e.scores])
+    votes = [(rule, v) for e in played.episodes for rule, v in zip(e.rule, e.votes, strict=True)]
+    rewarded = [r for _, v in votes for r in verifier_rewards(v)]
+    assert {-1.0, 0.0, 1.0} == set(rewarded)
+    expected["verifier_reward"] = np.mean(rewarded)
+    judged = [(rule, v) for rule, v in votes if v]
+    expected["malformed_votes"] = np.mean([v.count(-1) / 4 for _, v in judged])
+    expected["verdict_ignored"] = 3 / len(judged)
+    clear = [(rule, v.count(1) > 2) for rule, v in judged if v.count(-1) < 3]
+    expected["verdict_differs_from_rule"] = np.mean([rule != yes for rule, yes in clear])
+    for name, value in expected.items():
+        if name != "memory_entries":
+            assert means[name] == pytest.approx(value), name
+    assert means["memory_entries"] == len(played.game.memory) == 10
+    mild = Played(malformed_penalty=False)
+    reward = mild.game.metrics(mild.episodes).means()["verifier_reward"]
+    assert reward == pytest.approx(np.mean([max(r, 0.0) for r in rewarded]))
+
+
+def test_the_filter_counts_right_answers_of_several():
+    rows = [Row(QA, "ok", 0, 2, 0, 0)]
+
+    def write(role, prompt, sibling, model):
+        if prompt.startswith("Empty"):
+            return f"answer is {'alpha0' if sibling < 2 else 'unknown'}"
+        return Script(rows)(role, prompt, sibling, model)
+
+    for threshold, status in ((2, "ungrounded"), (3, "accepted")):
+        game = make_game(rows, grounding_samples=4, grounding_threshold=threshold)
+        assert game.play(ScriptedModels(write), 1)[0].status == status
+
+
+def test_questions_are_parsed_with_the_games_own_limits(monkeypatch):
+    seen = []
+
+    def parse(text, task, count, limit, distinct):
+        seen.append((limit, distinct))
+        return parsing.Parsed("skipped")
+
+    monkeypatch.setattr("spell_jax.algorithms.spell.algorithm.parsing.parse_question", parse)
+    Played([Row(QA, "ok", 0, 1, 0, 0)], max_answer_tokens=7, distinct_options=True)
+    assert seen == [(7, True)]

@@ -1,0 +1,114 @@
+"""What is kept of an episode: its prompt without the documents, advantages, and its use or why
+there was none."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from tests.algorithms.scripted import CHOICE, MATH, QA, Played, Row, Script, read
+
+EVERYTHING = {"verifier_share": 9.0, "negatives": 9}
+
+
+def records(played: Played) -> list[dict[str, Any]]:
+    return [played.game.record(episode) for episode in played.episodes]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_prompt_is_there_but_for_the_documents(step):
+    played = Played()
+    if step == 2:  # the memory holds questions
+        played.episodes = played.game.play(played.ask, 2)
+    for episode, record in zip(played.episodes, records(played), strict=True):
+        documents = episode.cluster.documents
+        filled = record["prompt"]
+        for i, document in enumerate(documents):
+            filled = filled.replace(f"{{documents[{i}]}}", document)
+        assert filled == episode.invitation != record["prompt"]
+        assert not any(document in record["prompt"] for document in documents)
+    assert any(episode.history for episode in played.episodes) == (step == 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        EVERYTHING,
+        EVERYTHING | {"questions": 4, "verifier_share": 0.5},
+        {"questions": 4, "keep_surplus": True},
+        {"train_questioner": False, "train_verifier": False},
+    ],
+)
+def test_what_is_used_is_what_is_trained_on(options):
+    played = Played(**options)
+    used = collections.defaultdict(list)
+    for record in records(played):
+        advantages, use = record["advantages"], record["used"]
+        for role, texts in (("questioner", [record["proposal"]]), ("responder", record["answers"])):
+            assert (use[role] == "used") == (role in advantages)
+            if role in advantages:
+                used[role].append((tuple(texts), advantages[role]))
+        for i, (why, some) in enumerate(zip(use["verifier"], advantages["verifier"], strict=True)):
+            assert (why == "used") == bool(some)
+            if some:
+                verdicts = ["[[YES]]" if vote else "[[NO]]" for vote in record["votes"][i]]
+                used["verifier"].append((tuple(verdicts), some))
+        assert json.loads(json.dumps(record)) == record
+    for role, groups in played.groups.items():
+        wanted = [read(group)[1:] for group in groups]
+        found = [(texts, tuple(round(a, 4) for a in some)) for texts, some in used[role]]
+        assert sorted(found) == sorted(wanted), role
+    assert used["responder"]
+
+
+def test_why_something_is_not_used():
+    played = Played(questions=4, negatives=0, verifier_share=0.5)
+    found = records(played)
+    why = {int(record["cluster"].removeprefix("d")): record["used"] for record in found}
+    assert [why[n]["responder"] for n in (0, 1, 2, 12)] == ["used"] * 4
+    assert {why[n]["responder"] for n in (13, 14, 16, 17)} == {"surplus"}
+    assert {why[n]["responder"] for n in (10, 11, 15)} == {"equal_rewards"}
+    assert [why[n]["responder"] for n in (3, 4, 5, 8)] == [
+        "bad_format", "bad_format", "skipped", "ungrounded"
+    ]  # fmt: skip
+    assert {why[n]["questioner"] for n in (0, 1, 2, 12)} == {"used"}
+    assert {why[n]["questioner"] for n in (13, 14, 16, 17)} == {"surplus"}
+    assert {why[n]["questioner"] for n in (3, 8, 10, 11)} == {"not_drawn"}
+    assert {why[n]["questioner"] for n in (5, 6)} == {"no_reward"}
+    verdicts = collections.Counter(use for n in why for use in why[n]["verifier"])
+    assert verdicts["used"] == 2 and verdicts["not_drawn"] == 8
+    predictions = [prediction for record in found for prediction in record["predictions"]]
+    assert verdicts["not_judged"] == predictions.count(None) > 0
+    assert verdicts["nothing_to_learn"] == len(predictions) - 10 - predictions.count(None)
+
+
+def test_roles_that_are_not_trained_say_so():
+    for record in records(Played(train_questioner=False, train_verifier=False)):
+        assert record["used"]["questioner"] == "not_trained"
+        assert set(record["used"]["verifier"]) <= {"not_trained", "not_judged"}
+
+
+def test_a_prompt_over_the_cap_has_no_proposal():
+    rows = [Row(QA, "ok", 0, 2, 1, 4), Row(MATH, "ok", 0, 2, 1, 4), Row(CHOICE, "ok", 0, 2, 1, 4)]
+    played = Played(rows, script=Script(rows))
+    episode = played.episodes[0]
+    episode.proposal, episode.status, episode.response = None, "overlong", None
+    played.game.rows(played.episodes)
+    use = played.game.record(episode)["used"]
+    assert use["questioner"] == "no_proposal" and use["responder"] == "overlong"
+
+
+def test_rows_forget_what_they_said_before():
+    played = Played(**EVERYTHING)
+    first = records(played)
+    played.game.rows(played.episodes)
+    assert records(played) == first
+    played.game.config = dataclasses.replace(played.game.config, questions=1, verifier_share=0.0)
+    played.game.rows(played.episodes)
+    again = records(played)
+    assert [r["used"]["responder"] for r in again].count("used") == 1
+    assert all("used" not in r["used"]["verifier"] for r in again)

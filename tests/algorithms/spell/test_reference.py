@@ -1,0 +1,240 @@
+"""The game against recorded steps of the paper's own code (tests/reference_cases/README.md)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.selfplay import rewards, selection
+from spell_jax.selfplay.memory import Entry
+from tests.algorithms.scripted import (
+    PROMPTS,
+    Row,
+    Script,
+    ScriptedModels,
+    by_role,
+    make_game,
+    number,
+    read,
+)
+from tests.paths import REFERENCE_CASES
+
+FOLDER = REFERENCE_CASES
+TASKS = {
+    "doc_general_qa": "general_qa",
+    "docmath_qa": "financial_math",
+    "doc_mc": "multiple_choice",
+}
+VOTES = {"Y": "[[YES]]", "N": "[[NO]]"}
+# We also take an object that ends the text behind a fence that was never closed (spec 12, row 20).
+ALSO_ACCEPTED = '```json\n{"question": "What is X?", "answer": "42"}'
+MAPPINGS = {"rzero": "r_zero", "reverse": "azr"}
+
+
+def cases(name: str) -> list[dict]:
+    found = json.loads((FOLDER / f"{name}.json").read_text())["cases"]
+    assert found
+    return found
+
+
+class Replay:
+    """A recorded step, played by our game."""
+
+    def __init__(self, case: dict):
+        given = case["in"]
+        self.rows = [Row(TASKS[task], *rest) for task, *rest in given["spec"]]
+        # In a tie of the votes the reference code takes the value seen first, here YES. We need
+        # more than half (spec 12, row 5), which is undone by scripting such a tie as all YES: that
+        # answer is judged the same, and its group is in neither code trained on.
+        tied = given["gv"] // 2
+        script = [
+            Row(r.task, r.written, r.blind, r.right, r.paraphrased, given["gv"])
+            if r.yes == tied
+            else r
+            for r in self.rows
+        ]
+        self.game = make_game(
+            self.rows,
+            questions=given["train_bs"],
+            group_size=given["n"],
+            verifier_group_size=given["gv"],
+            negatives=given.get("bad_ratio", 1),
+            grounding_samples=int(given.get("filt", True)),
+            memory_low=given.get("low", 0.01),
+            memory_high=given.get("high", 1.0),
+            mapping=MAPPINGS.get(given.get("mapping", ""), "gaussian"),
+            responder_reward=given.get("combine", "max"),
+        )
+        self.ask = ScriptedModels(Script(script, votes=given["gv"]))
+        self.episodes = self.game.play(self.ask, step=1)
+        self.groups = by_role(self.game.rows(self.episodes))
+
+
+@pytest.fixture(scope="module", params=cases("pipeline"), ids=lambda case: case["name"])
+def replay(request):
+    return request.param, Replay(request.param)
+
+
+def uids(episodes) -> list[str]:
+    return [f"U{number(e):02d}" for e in episodes]
+
+
+def test_bad_questions(replay):
+    case, played = replay
+    expected = case["out"]["bad_cases"]
+    kinds = {
+        "bad_format": [e for e in played.episodes if e.status == "bad_format"],
+        "bad_ground": [e for e in played.episodes if e.status == "ungrounded"],
+        "zero_variance": [e for e in played.episodes if e.scores and not e.mixed],
+    }
+    assert {name: uids(found) for name, found in kinds.items() if found} == expected
+    earned = {"bad_format": -1.0, "bad_ground": -0.5, "zero_variance": 0.0}
+    for name, found in kinds.items():
+        assert all(e.reward == earned[name] for e in found)
+
+
+def test_what_the_models_are_asked(replay):
+    case, played = replay
+    # The first of our calls is the questioner's, which the recorded script does not count.
+    asked = [{"n": call.group, "prompts": len(call.prompts)} for call in played.ask.calls[1:]]
+    assert asked == case["out"]["generation_calls"]
+
+
+def test_rewards_of_usable_groups(replay):
+    case, played = replay
+    expected = case["out"]["kept_groups_rule_llm_final"]
+    usable = dict(zip(uids(played.episodes), played.episodes, strict=True))
+    usable = {uid: e for uid, e in usable.items() if e.mixed}
+    assert list(usable) == list(expected)
+    for uid, e in usable.items():
+        votes = [float(rewards.majority(v)) if v else -100.0 for v in e.votes]
+        found = [list(row) for row in zip(e.rule, votes, e.scores, strict=True)]
+        assert found == expected[uid]
+
+
+def test_questioner_rewards(replay):
+    case, played = replay
+    found = dict(zip(uids(played.episodes), played.episodes, strict=True))
+    # Advantages are left out: the reference drew other negatives (README of the cases).
+    for uid, (_, reward, _) in case["out"]["final"]["questioner_type_reward_adv"].items():
+        assert found[uid].reward == pytest.approx(reward, abs=1e-6)
+
+
+def test_verifier_groups_that_may_be_used(replay):
+    case, played = replay
+    eligible = Counter(
+        f"d{number(e)}"
+        for e in played.episodes
+        for votes, rule in zip(e.votes, e.rule, strict=True)
+        if selection.eligible_verifier_group(votes, rule)
+    )
+    assert eligible == case["out"]["verifier_groups_collected_per_question"]
+
+
+def test_memory(replay):
+    case, played = replay
+    names = {ours: theirs for theirs, ours in TASKS.items()}
+    stored = {
+        f"{names[row['task']]}_{row['cluster']}": [
+            [len(documents), question, answer] for documents, question, answer in row["entries"]
+        ]
+        for row in played.game.memory.state_dict()["clusters"]
+    }
+    # Which two of three documents were shown is another draw.
+    expected = {
+        key: [[len(documents), question, answer] for documents, question, answer in entries]
+        for key, entries in case["out"]["history"].items()
+    }
+    assert stored == expected
+
+
+def test_rows_of_the_update(replay):
+    case, played = replay
+    final = case["out"]["final"]
+    counts = {role: sum(len(g.answers) for g in gs) for role, gs in played.groups.items()}
+    assert counts == final["rows_by_role"]
+    good = [e for e in played.episodes if e.mixed][: case["in"]["train_bs"]]
+    assert uids(good) == final["responder_uids"] == final["questioner_good_uids"]
+    tasks = {task: name for name, task in TASKS.items()}
+    texts = {e.proposal.texts[0]: e for e in played.episodes if e.proposal}
+    split = Counter()
+    for group in played.groups["questioner"]:
+        episode = texts[read(group)[1][0]]
+        split[f"{tasks[episode.task]}|{'good' if episode in good else 'bad'}"] += 1
+    assert split == final["questioner_rows_by_task_and_type"]
+
+
+def test_what_the_verifier_is_asked():
+    """verifier_skips.json: an answer without a prediction is not judged, any other one is.
+
+    Not of ours: a missing reference (an accepted question has one), and tasks that are not judged
+    (we judge all three, as the paper's script does).
+    """
+    compared = 0
+    for case in cases("verifier_skips"):
+        given, out = case["in"], case["out"]
+        task = TASKS[given["task"]]
+        if given["gt"] is None or given["task"] not in given["judged_tasks"]:
+            continue
+        game = make_game([Row(task, "ok", 0, 1, 0, 0)], verifier_group_size=8)
+        ask = ScriptedModels(
+            lambda role, prompt, sibling, model, v=given["votes"]: VOTES[v[sibling]]
+        )
+        (task, cluster), *_ = game.stream.next(1)
+        episode = Episode(task, cluster, (0, 1), (), reference=given["gt"])
+        episode.predictions = [given["pred"]]
+        ask.together(game.verify, [episode])
+        majority = rewards.majority(episode.votes[0]) if episode.votes[0] else -100
+        assert majority == out["llm_reward"]
+        rule = 1.0  # the recorded runs had the rule agree
+        chosen = selection.eligible_verifier_group(episode.votes[0], rule)
+        assert chosen == out["selected"]
+        compared += 1
+    assert compared == 7
+
+
+def test_documents_shown_to_the_questioner():
+    """questioner_prompt_docs.json: count, order and forced ids; the ids drawn are another draw."""
+    for case in cases("questioner_prompt_docs"):
+        given, out = case["in"], case["out"]
+        source = given["data_source"].partition("_")[0]
+        documents = tuple(given["m_choices"].get(source, [3]))
+        task = TASKS[given["task"]]
+        rows = [Row(task, "ok", 0, 1, 0, 0)]
+        game = make_game(rows, cluster=given["n_docs"], documents=documents)
+        for shown, question, answer in given["history"]:
+            game.memory.push(task, "d0", Entry(tuple(shown), question, answer), 0.5)
+        ask = ScriptedModels(lambda *_: "no JSON")
+        (episode,) = game.play(ask, step=given["seed"])
+        forced = {i for shown, _, _ in given["history"] for i in shown}
+        assert list(episode.shown) == sorted(set(episode.shown)), case
+        assert forced <= set(episode.shown)
+        if len(documents) == 1:
+            assert len(episode.shown) == len(out["evidence"]), case
+        else:
+            new = len(set(episode.shown) - forced)
+            assert new in {min(m, given["n_docs"] - len(forced)) for m in documents}
+        assert [entry.question for entry in episode.history] == [q for _, q, _ in given["history"]]
+        prompt = ask.calls[0].prompts[0]
+        whole = [episode.cluster.documents[i] for i in episode.shown]
+        assert "\n".join(whole) in prompt
+        assert PROMPTS.questioner(task, whole, episode.history, prompt[-2]) == prompt
+
+
+def test_what_a_proposal_earns():
+    """questioner_get_record.json: an empty record is punished, an unfinished thought is not."""
+    outcomes = Counter()
+    for case in cases("questioner_get_record"):
+        (text,), out = case["in"], case["out"]
+        game = make_game([Row("general_qa", "ok", 0, 1, 0, 0)])
+        (episode,) = episodes = game.invite()
+        ScriptedModels(lambda *_, text=text: text).together(game.propose, episodes)
+        outcomes[episode.status] += 1
+        if "Empty" in out:
+            assert (episode.status, episode.reward) == ("skipped", None), text
+        elif not out and text != ALSO_ACCEPTED:
+            assert (episode.status, episode.reward) == ("bad_format", -1.0), text
+    assert set(outcomes) == {"accepted", "bad_format", "skipped"}

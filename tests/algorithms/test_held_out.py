@@ -1,0 +1,100 @@
+"""Held-out questions from a file, scored by the rule; and shares with their intervals."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import pytest
+
+from spell_jax.algorithms.held_out import HeldOutQuestions
+from spell_jax.algorithms.scoring import share
+from spell_jax.data.questions import Question, read_questions
+from spell_jax.selfplay import prompts
+from tests.algorithms.scripted import ScriptedModels
+
+PROMPTS = prompts.load("compact")
+QUESTIONS = (
+    Question("general_qa", ("Oslo is a town.",), "Which town?", "Oslo"),
+    Question("financial_math", ("Sales 3.", "Costs 4."), "How much?", "7"),
+    Question("financial_math", ("Sales 5.",), "How much more?", "8"),
+    Question("multiple_choice", ("x",), "Which?\n(A) a\n(B) b\n", "B"),
+)
+
+
+def right(role: str, prompt: str, sibling: int, model: str) -> str:
+    found = next(q for q in QUESTIONS if prompt.endswith(q.question))
+    return f"answer is {found.answer}"
+
+
+def test_right_and_wrong_answers():
+    evaluation = HeldOutQuestions(PROMPTS, QUESTIONS)
+    ask = ScriptedModels(right)
+    assert evaluation.quick(ask) == (
+        1.0,
+        {"all": 1.0, "general_qa": 1.0, "financial_math": 1.0, "multiple_choice": 1.0},
+    )
+    (call,) = ask.calls
+    assert (call.role, call.temperature, call.group) == ("responder", 0.0, 1)
+    assert call.prompts[1] == PROMPTS.responder(
+        "financial_math", ("Sales 3.", "Costs 4."), "How much?"
+    )
+    score, numbers = evaluation.quick(ScriptedModels(lambda *_: "answer is 7"))
+    assert score == 0.25 and numbers["financial_math"] == 0.5 and numbers["general_qa"] == 0
+    assert evaluation.quick(ScriptedModels(lambda *_: None))[0] == 0.0  # over the cap
+
+
+def test_the_report_has_a_row_a_task():
+    report = HeldOutQuestions(PROMPTS, QUESTIONS).full(ScriptedModels(lambda *_: "answer is 7"))
+    (rows,) = report.values()
+    assert rows["all"][""] == pytest.approx((0.25, 1.96 * math.sqrt(0.25 * 0.75 / 4)))
+    assert set(rows) == {"all", "general_qa", "financial_math", "multiple_choice"}
+
+
+def line(**changes) -> str:
+    record = {
+        "task": "general_qa",
+        "documents": ["one\u2028two", "three"],
+        "question": "What?",
+        "answer": "one",
+    }
+    return json.dumps(record | changes, ensure_ascii=False)
+
+
+def test_bad_lines_are_skipped_and_named(tmp_path, caplog):
+    bad = [
+        "no JSON",
+        "[]",
+        "3",
+        line(task="poetry"),
+        line(task=["general_qa"]),
+        line(documents="one text"),
+        line(documents=[1]),
+        line(question=None),
+        json.dumps(json.loads(line(question="\ud800"))),
+        json.dumps({"task": "general_qa"}),
+        "[" * 100_000,
+    ]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join([line(), *bad, line(answer="two")]) + "\n", encoding="utf-8")
+    with caplog.at_level(logging.WARNING):
+        found = read_questions(path, "data.validation")
+    assert [q.answer for q in found] == ["one", "two"]
+    assert found[0].documents == ("one\u2028two", "three")
+    for number in range(2, 2 + len(bad)):
+        assert f"{path}:{number}: skipped" in caplog.text
+
+
+def test_a_file_without_questions_is_refused(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text("no\n")
+    with pytest.raises(ValueError, match=r"data\.validation = .*questions\.jsonl: none of its 1"):
+        read_questions(path, "data.validation")
+
+
+def test_share():
+    assert share([True, False]) == pytest.approx((0.5, 1.96 * 0.5 / math.sqrt(2)))
+    assert share([1.0] * 9) == (1.0, 0.0)
+    with pytest.raises(ValueError, match="no outcomes"):
+        share([])

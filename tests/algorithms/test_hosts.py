@@ -1,0 +1,24 @@
+"""Two hosts are told the same, in the same order, as one with as many devices."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+
+from tests.algorithms import hosts
+
+
+def test_two_hosts_are_told_what_one_is() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "tests.algorithms.hosts", port]
+    running = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in (0, 1)
+    ]
+    first, second = (json.loads(p.communicate(timeout=300)[0].splitlines()[-1]) for p in running)
+    assert [process.returncode for process in running] == [0, 0]
+    assert first == second == hosts.play()
+    assert len(first) == 9 and first[0][0] == "y" * 17  # over the cap but for three letters

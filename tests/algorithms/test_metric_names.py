@@ -1,0 +1,85 @@
+"""What the games other than SPELL measure, in play and held out, is on docs/metrics.md."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+
+from spell_jax.algorithms.eapo.evaluation import EvidenceEvaluation
+from spell_jax.algorithms.held_out import HeldOutQuestions
+from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
+from spell_jax.algorithms.rlvr import Rlvr, RlvrConfig
+from spell_jax.data.clusters import Cluster
+from tests import metric_names
+from tests.algorithms import posing, scripted
+from tests.algorithms.eapo import test_evaluation as structured
+from tests.algorithms.eapo.test_algorithm import one
+from tests.algorithms.scripted import PROMPTS, ScriptedModels
+
+
+def in_run(played: Iterable[str], held_out: Iterable[str]) -> set[str]:
+    return {f"play/{name}" for name in played} | {f"eval/{name}" for name in held_out}
+
+
+def of_reconstruction() -> set[str]:
+    """Puzzles with 2 to 8 options, and documents that give none."""
+    short = [Cluster(f"short {i}", ("a line\nand another",)) for i in range(9)]
+    game = posing.make_game([*posing.STORIES, *short], documents=24, steps=1)
+    models = ScriptedModels(posing.improving)
+    materials = posing.materials(held_out=posing.STORIES)
+    config = posing.config(evaluation_puzzles=2, validation_puzzles=2)
+    _, held_out = PuzzleEvaluation(config, materials).quick(models)
+    return in_run(game.metrics(game.play(models, 1)).means(), held_out)
+
+
+def of_eapo() -> set[str]:
+    """Scorings that can be read and that cannot, a judge, a prompt over the cap, known evidence."""
+    played = set()
+    for options in (
+        {"rule": "judge", "judge": lambda items: [1, -1, 0][: len(items)]},
+        {"said": ("no",), "reward_model": "static"},
+        {"over": ("responder",)},
+        {"supporting": ("set 0",)},
+    ):
+        game, _, episode = one(**options)
+        played |= game.metrics([episode]).means().keys()
+    evaluation = EvidenceEvaluation(PROMPTS, structured.QUESTIONS)
+    return in_run(played, evaluation.quick(ScriptedModels(structured.write))[1])
+
+
+def of_rlvr() -> set[str]:
+    """Questions that the first step writes."""
+    rows = scripted.ROWS
+    spell = scripted.make_game(
+        rows, verifier_share=1.0, rule="judge", judge=lambda items: [1] * len(items)
+    )
+    game, script = Rlvr(RlvrConfig(len(rows)), spell), scripted.Script(rows)
+    evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
+    held_out = evaluation.quick(ScriptedModels(structured.write))[1]
+    return in_run(game.metrics(game.play(ScriptedModels(script), 1)).means(), held_out)
+
+
+GAMES = {"reconstruction": of_reconstruction, "eapo": of_eapo, "rlvr": of_rlvr}
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_every_number_of_a_game_is_explained(name):
+    written = GAMES[name]()
+    assert len(written) > 20 and any(name.startswith("eval/") for name in written)
+    unknown, _ = metric_names.compare(written)
+    assert not unknown
+
+
+def test_the_page_has_no_number_that_no_game_has():
+    written = set(itertools.chain.from_iterable(names() for names in GAMES.values()))
+    _, unused = metric_names.compare(written)
+    assert not unused & metric_names.OF_OTHER_GAMES
+
+
+def test_numbers_of_another_models_update_are_explained():
+    names = ("rows/reward_model", "advantage/reward_model", "reward_model/gradient_norm")
+    unknown, unused = metric_names.compare(f"train/{name}" for name in (*names, "rows/else"))
+    assert unknown == {"train/rows/else"}
+    assert unused & metric_names.OF_OTHER_MODELS == {"train/advantage_size/MODEL"}

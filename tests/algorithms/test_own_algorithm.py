@@ -1,0 +1,258 @@
+"""Games of one's own: the example of docs/games.md as it stands there, and one with two models."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+from ml_collections import ConfigDict
+
+from configs import base
+from spell_jax import train
+from spell_jax.algorithms import registry as playable
+from spell_jax.algorithms.base import Materials, Reply
+from spell_jax.data.clusters import Cluster
+from spell_jax.learner.packing import Group
+from spell_jax.policy import weights
+from spell_jax.reporting.episodes import choose_episodes
+from spell_jax.reporting.page import Measured, write_page
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.metrics import Metrics
+from spell_jax.trainer import state as runs
+from tests import noise
+from tests.paths import ROOT
+
+DOCS = ROOT / "docs" / "games.md"
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_and_quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        noise.draw_nothing(monkeypatch)
+        noise.share_programs(monkeypatch)
+        games = playable.GAMES | {"pair": playable.Kind(lambda fields: fields, Pair)}
+        monkeypatch.setattr(playable, "GAMES", games)
+        yield
+
+
+def game_config(policy: pathlib.Path, game: dict[str, Any], **overrides) -> Any:
+    config = noise.small_config(policy, steps=STEPS, validate_every=0, **overrides)
+    with config.unlocked():
+        config.game = ConfigDict(game | {"prompts": "full"})
+    return config
+
+
+# -------------------------------------------------------------------------- The example of the docs
+
+
+def docs_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def counting(tmp_path, monkeypatch) -> ModuleType:
+    """The example as a module, with its entry."""
+    path = tmp_path / "counting.py"
+    module_text, entry, _ = docs_blocks()
+    path.write_text(module_text)
+    spec = importlib.util.spec_from_file_location("counting", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "counting", module)  # dataclasses look it up
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(playable, "GAMES", dict(playable.GAMES))
+    exec(entry, vars(playable) | vars(module))
+    return module
+
+
+def test_the_example_is_short():
+    assert len(docs_blocks()[0].splitlines()) <= 200
+
+
+def test_the_examples_config_has_its_fields(counting):
+    names: dict[str, Any] = {"base": base, "ConfigDict": ConfigDict}
+    exec(docs_blocks()[2], names)
+    fields = playable.GAMES["counting"].read(playable.own_fields(names["config"].game))
+    assert fields == counting.CountingConfig()
+
+
+def test_the_example_plays(counting, policy, tmp_path, monkeypatch):
+    # Random texts rarely hold a number: their length stands for one.
+    score = counting.score
+    monkeypatch.setattr(counting, "score", lambda text, truth: score(f"{len(text) % 4}", truth))
+    config = game_config(policy, {"name": "counting", "texts": 4, "group_size": 4})
+    workdir = epath.Path(tmp_path / "run")
+    train.train(config, workdir)
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == STEPS and all(line["train/empty_update"] == 0 for line in lines)
+    assert all(0 <= line["play/solve_rate"] <= 1 for line in lines)
+    chosen = choose_episodes(workdir, 100).chosen
+    assert len(chosen) == 4 * STEPS
+    assert all(e["question"].startswith("How often: ") and len(e["answers"]) == 4 for e in chosen)
+    write_page([Measured(workdir, lines, None)], workdir / "report.html")
+
+
+@pytest.mark.parametrize(
+    "text, truth, wanted", [("7", 7, 1.0), ("it is 2, no: 4", 3, 0.5), ("none", 0, 0.0)]
+)
+def test_the_examples_reward(counting, text, truth, wanted):
+    assert counting.score(text, truth) == wanted
+
+
+# --------------------------------------------------------------------------- Two models that learn
+
+
+class Pair:
+    """A game in which a model of its own answers what the policy said; every second step it learns
+    its answers, with advantage 1."""
+
+    models = ("other", "anchor")
+    trained = ("other",)
+
+    def __init__(self, config: Any, materials: Materials):
+        self._stream = materials.deal(materials.clusters())
+
+    def play(self, models: Any, step: int) -> list[tuple[Cluster, list[Reply]]]:
+        self._step = step
+        found = []
+        for _, cluster in self._stream.next(2):
+            (said,) = models("responder", [cluster.documents[0]], 4)
+            (judged,) = models("critic", said.texts[:1], 2, model="other", temperature=1.0)
+            (copied,) = models("responder", [cluster.documents[0]], 1, model="anchor")
+            found.append((cluster, [said, judged, copied]))
+        return found
+
+    def rows(self, episodes: Any) -> list[Group]:
+        groups = []
+        for _, (said, judged, _) in episodes:
+            groups.append(said.group([1.0, -1.0, 0.5, -0.5], "responder"))
+            if self._step % 2 == 0:
+                groups.append(judged.group([1.0, 1.0], "critic", model="other"))
+        return groups
+
+    def metrics(self, episodes: Any) -> Metrics:
+        return Metrics()
+
+    def record(self, episode: Any) -> dict[str, Any]:
+        return {"answers": list(episode[1][1].texts)}
+
+    def cluster(self, episode: Any) -> Cluster:
+        return episode[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._stream.load_state_dict(state)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> pathlib.Path:
+    """A model that is larger than the policy."""
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "other", width=48)
+
+
+@pytest.fixture
+def pair(policy, other) -> Any:
+    """A config of the game."""
+    return pair_config(policy, other)
+
+
+def pair_config(policy: pathlib.Path, other: pathlib.Path) -> Any:
+    game = {"name": "pair", "group_size": 4}
+    config = game_config(policy, game, checkpoint_every=1, keep_checkpoints=STEPS)
+    with config.unlocked():
+        config.other = base.get_config().policy
+        config.other.folder, config.other.compute_dtype = str(other), "float32"
+        config.other.optimiser = base.get_config().optimiser
+        config.other.optimiser.learning_rate = 1e-2
+    return config
+
+
+@pytest.fixture(scope="module")
+def whole(policy, other, tmp_path_factory) -> epath.Path:
+    """A run of the game from its first step to its last."""
+    return train.train(
+        pair_config(policy, other), epath.Path(tmp_path_factory.mktemp("whole") / "run")
+    )
+
+
+def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_second_model_learns_when_it_has_rows(pair, whole):
+    lines = lines_of(whole)
+    assert [("train/other/loss" in line) for line in lines] == [False, True, False]
+    assert all(line["train/rows/responder"] == 8 for line in lines)
+    assert lines[1]["train/rows/critic"] == 4
+    assert lines[1]["play/prompt_tokens/other"] > 0 and lines[1]["play/answer_tokens/anchor"] > 0
+    before = weights.load(epath.Path(pair.other.folder), meshes.make_mesh())[1]
+    after = weights.load(whole / "other", meshes.make_mesh())[1]
+    assert before["embedding"].shape[-1] == 48
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), before, after)
+    assert max(jax.tree.leaves(moved)) > 1e-3
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["before it has learned", "behind it"])
+def test_a_second_model_is_resumed_to_the_bit(pair, whole, step, tmp_path):
+    halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), step)
+    train.train(pair, halved)
+    assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
+    run = runs.make_run(pair)
+    ends = []
+    for workdir in (whole, halved):
+        with Checkpoints(workdir) as checkpoints:
+            ends.append(runs.begin(run, checkpoints)[0])
+    assert ends[0].keys() == {"policy", "other", "anchor"}
+    assert int(ends[0]["other"].step) == 1 and int(ends[0]["policy"].step) == STEPS
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+def test_one_model_at_a_time_is_made_ready(pair):
+    """Weights in the compute dtype exist only while who asked for them keeps them."""
+    with pair.unlocked():
+        pair.other.compute_dtype = "bfloat16"
+    run = runs.make_run(pair)
+    models = runs.first_models(run)
+    played = runs.AsPlayed(run, models)
+    models.clear()  # what is trained meanwhile is not what plays
+    assert played["other"]["embedding"].dtype == "bfloat16"
+    assert played["policy"]["embedding"].dtype == "float32"
+    assert list(played) == ["policy", "other", "anchor"] and len(played) == 3
+    assert played["other"]["embedding"].shape[-1] == 48
+    assert played["policy"]["embedding"] is not played["policy"]["embedding"]
+    np.testing.assert_array_equal(played["policy"]["embedding"], played["anchor"]["embedding"])
+
+
+def test_a_model_of_its_own_needs_a_folder(pair):
+    with pair.unlocked():
+        pair.other.folder = ""
+    with pytest.raises(ValueError, match=r"other\.folder = '': must be a Hugging Face folder"):
+        runs.make_run(pair)
+
+
+def test_models_that_wait_on_the_host_learn_the_same(pair, whole, tmp_path):
+    waiting = epath.Path(tmp_path / "waiting")
+    for optimiser in (pair.optimiser, pair.other.optimiser):
+        optimiser.offload = optimiser.offload_weights = True
+    train.train(pair, waiting)
+    assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(waiting))]

@@ -1,0 +1,267 @@
+"""RLVR on a static set: written once or given, kept in the state, no questioner's rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from etils import epath
+
+from spell_jax.algorithms.base import records
+from spell_jax.algorithms.rlvr import Rlvr, RlvrConfig
+from spell_jax.data.clusters import TASKS
+from spell_jax.data.questions import Question, as_clusters
+from spell_jax.data.stream import TaskStream
+from spell_jax.reporting.episodes import choose_episodes
+from tests.algorithms.scripted import (
+    MATH,
+    PROMPTS,
+    QA,
+    ROWS,
+    VERDICTS,
+    Row,
+    Script,
+    ScriptedModels,
+    by_role,
+    make_game,
+    read,
+)
+from tests.evaluating import write_episodes
+
+ACCEPTED = ["Q00", "Q01", "Q02", "Q10", "Q11", "Q12", "Q13", "Q14", "Q15", "Q16", "Q17"]
+
+
+def new_game(rows=ROWS, static: int = len(ROWS), **options) -> Rlvr:
+    return Rlvr(RlvrConfig(static), make_game(rows, **({"verifier_share": 1.0} | options)))
+
+
+def new_ask(rows=ROWS, **options) -> ScriptedModels:
+    return ScriptedModels(Script(rows, verdicts=VERDICTS, **options))
+
+
+def stems(episodes) -> list[str]:
+    return sorted("Q" + e.question.split("Q")[1][:2] for e in episodes)
+
+
+def told(game, ask, steps):
+    """What a game comes to in these steps."""
+    found = []
+    for step in steps:
+        episodes = game.play(ask, step)
+        found.append([game.record(e) for e in episodes])
+        found.append([read(g) for g in game.rows(episodes)])
+    return found
+
+
+def test_the_set_is_written_once():
+    game, ask = new_game(), new_ask()
+    first = game.play(ask, 1)
+    assert [c.role for c in ask.calls] == ["questioner", "responder", "responder", "verifier"]
+    assert stems(first) == ACCEPTED  # what passed parsing and the filter
+    ask.calls.clear()
+    second = game.play(ask, 2)
+    assert [c.role for c in ask.calls] == ["responder", "verifier"]
+    assert stems(second) == ACCEPTED
+    assert [e.question for e in first] != [e.question for e in second]  # in another order
+    assert game.metrics(second).means()["static_questions"] == 11
+    assert not game._spell.memory  # nothing is remembered: nobody asks
+
+
+def test_all_proposals_asked_for_are_made():
+    game, ask = new_game(static=40), new_ask()
+    game.play(ask, 1)
+    proposed = [len(c.prompts) for c in ask.calls if c.role == "questioner"]
+    assert proposed == [18, 18, 18]  # whole rounds, at least 40 in all
+
+
+def test_a_step_draws_as_many_questions_as_a_round_has():
+    game, ask = new_game(static=54, generation_batch=5), new_ask()
+    steps = [game.play(ask, step) for step in range(1, 5)]
+    assert [len(episodes) for episodes in steps] == [5] * 4
+    assert len({e.question for episodes in steps for e in episodes}) > 5
+
+
+def test_rows_are_the_responders_and_the_verifiers():
+    game, ask = new_game(), new_ask()
+    groups = by_role(game.rows(game.play(ask, 1)))
+    assert len(groups["responder"]) == 6 and len(groups["verifier"]) == 6
+    assert groups["questioner"] == []
+    prompt, answers, _ = read(groups["responder"][0])
+    assert "d" in prompt.split(".")[0] and len(answers) == 4
+    plain, ask = new_game(responder_reward="rule"), new_ask()
+    groups = by_role(plain.rows(plain.play(ask, 1)))
+    assert groups["responder"] and groups["verifier"] == []
+    assert "verifier" not in {c.role for c in ask.calls}
+
+
+def test_anchored_references_are_part_of_the_set():
+    rows = [Row(QA, "ok", 0, 2, 1, 4), Row(MATH, "ok", 0, 2, 1, 4), Row(QA, "ok", 0, 1, 1, 1)]
+    game = new_game(rows, static=3, reference="anchored")
+    ask = new_ask(rows, anchors={0: ("beta0",), 1: ("1", "2", "3", "4")})
+    first = game.play(ask, 1)
+    assert game.models == ("anchor",)
+    references = {e.question[:3]: e.reference for e in first}
+    assert references == {"Q00": "beta0", "Q02": "alpha2"}
+    game.play(ask, 2)
+    assert sum(c.model == "anchor" for c in ask.calls) == 1  # asked for the set, not again
+
+
+@pytest.mark.parametrize("reward", ["max", "random"])
+def test_a_game_goes_on_from_its_state(reward):
+    options = {"responder_reward": reward, "generation_batch": 9, "verifier_share": 0.5}
+    whole = told(new_game(**options), new_ask(), range(1, 5))
+    game = new_game(**options)
+    told(game, new_ask(), (1, 2))
+    state = json.loads(json.dumps(game.state_dict()))
+    resumed, ask = new_game(**options), new_ask()
+    resumed.load_state_dict(state)
+    assert told(resumed, ask, (3, 4)) == whole[4:]
+    assert "questioner" not in {c.role for c in ask.calls}
+    assert resumed.state_dict() == game.state_dict()
+
+
+def test_nothing_to_ask_is_an_empty_step():
+    rows = [Row(QA, "bad_json", 0, 0, 0, 0)]
+    game, ask = new_game(rows, static=2), new_ask(rows)
+    assert game.play(ask, 1) == []
+    assert game.rows([]) == []
+    assert game.metrics([]).means()["static_questions"] == 0
+
+
+def test_episodes_keep_what_the_questioner_read():
+    game, ask = new_game(), new_ask()
+    episode = next(e for e in game.play(ask, 1) if e.question == "Q00 what?")
+    assert len(episode.shown) == 2 and episode.cluster.id == "d0" and episode.task == QA
+    responder = [c for c in ask.calls if c.role == "responder"][-1]
+    assert PROMPTS.responder(QA, episode.cluster.documents, "Q00 what?") in responder.prompts
+
+
+def test_a_bad_setting_is_named():
+    with pytest.raises(ValueError, match=r"game\.static_questions = 0"):
+        RlvrConfig(0)
+
+
+# A set that is given.
+
+GIVEN = tuple(
+    Question(
+        row.task, (f"d{i}.0 text", f"d{i}.1 text"), f"Q{i:02d} what?", Script(ROWS).reference(i)
+    )
+    for i, row in enumerate(ROWS)
+)
+
+
+def given_game(questions=GIVEN, tasks=TASKS, weights=(1.0, 1.0, 1.0), **options) -> Rlvr:
+    source, by_id = as_clusters(questions)
+    stream = TaskStream(source, tasks, weights, seed=0)
+    return Rlvr(RlvrConfig(), make_game(ROWS, stream=stream, **options), by_id)
+
+
+def test_given_questions_are_answered_from_their_documents():
+    game, ask = given_game(), new_ask()
+    episodes = game.play(ask, 1)
+    assert stems(episodes) == [q.question[:3] for q in GIVEN]
+    assert {c.role for c in ask.calls} == {"responder", "verifier"}  # nobody writes, nobody filters
+    assert given_game(reference="anchored").models == ()  # references stay as given
+    prompts = {p for c in ask.calls if c.role == "responder" for p in c.prompts}
+    assert prompts == {PROMPTS.responder(q.task, q.documents, q.question) for q in GIVEN}
+    by_question = {e.question: e for e in episodes}
+    for question, row in zip(GIVEN, ROWS, strict=True):
+        episode = by_question[question.question]
+        assert game.cluster(episode).documents == question.documents
+        assert (episode.task, episode.reference) == (question.task, question.answer)
+        assert episode.own_reference == question.answer
+        assert sum(episode.rule) == row.right
+    means = game.metrics(episodes).means()
+    assert means["static_questions"] == len(GIVEN)
+    assert not any(name.startswith("questioner_reward") for name in means)
+
+
+def test_rows_of_given_questions_are_learned_from_as_in_spell():
+    game, ask = given_game(responder_reward="rule"), new_ask()
+    groups = by_role(game.rows(game.play(ask, 1)))
+    assert groups["questioner"] == groups["verifier"] == []
+    assert len(groups["responder"]) == 6
+    for _, answers, advantages in map(read, groups["responder"]):
+        right = [answer.startswith("answer is") and "beta" not in answer for answer in answers]
+        assert len({*advantages}) == 2 and abs(sum(advantages)) < 1e-3
+        assert advantages[0] > 0 and right[0]  # a script's first answers are the right ones
+
+
+def test_given_questions_are_dealt_by_weight_and_epoch():
+    game, ask = given_game(weights=(2.0, 1.0, 1.0), generation_batch=4), new_ask()
+    steps = [game.play(ask, step) for step in range(1, 5)]
+    tasks = [[e.task for e in episodes].count(QA) for episodes in steps]
+    assert tasks == [2, 2, 2, 2]
+    asked = [e.question for episodes in steps for e in episodes if e.task == QA]
+    assert len({*asked}) == 8  # of nine: none comes again before the others were asked
+    whole = given_game(generation_batch=100)
+    assert stems(whole.play(ask, 1)) == [q.question[:3] for q in GIVEN]  # none twice in a step
+    assert whole.metrics([]).means()["stream_repeats"] == 0
+
+
+def test_given_questions_of_other_tasks_are_left_out(caplog):
+    game, ask = given_game(tasks=(MATH,), weights=(1.0,)), new_ask()
+    episodes = game.play(ask, 1)
+    assert {e.task for e in episodes} == {MATH} and len(episodes) == 6
+    assert "12 clusters serve none of the tasks" in caplog.text
+    assert game.metrics(episodes).means()["static_questions"] == 6
+
+
+def test_a_game_with_given_questions_goes_on_from_its_state():
+    options = {"responder_reward": "random", "generation_batch": 5}
+    whole = told(given_game(**options), new_ask(), range(1, 6))
+    game = given_game(**options)
+    told(game, new_ask(), (1, 2))
+    resumed = given_game(**options)
+    resumed.load_state_dict(json.loads(json.dumps(game.state_dict())))
+    assert told(resumed, new_ask(), (3, 4, 5)) == whole[4:]
+    other = given_game(GIVEN[:-1], **options)
+    with pytest.raises(ValueError, match="17 that are here"):
+        other.load_state_dict(game.state_dict())
+
+
+def test_a_given_question_over_the_cap_is_counted():
+    over = lambda role, prompt, model: "Q00" in prompt  # noqa: E731
+    game, ask = given_game(), new_ask(over=over)
+    episodes = game.play(ask, 1)
+    first = next(e for e in episodes if e.question.startswith("Q00"))
+    assert (first.status, first.reason, first.scores) == ("overlong", "responder_prompt", [])
+    means = game.metrics(episodes).means()
+    assert means["reason/responder_prompt"] == means["overlong"] == 1 / len(GIVEN)
+    game.rows(episodes)
+    assert game.record(first)["used"]["responder"] == "overlong"
+
+
+def test_records_of_given_questions_are_what_a_report_reads(tmp_path):
+    game, ask = given_game(), new_ask()
+    episodes = game.play(ask, 1)
+    groups = game.rows(episodes)
+    write_episodes(tmp_path, {1: records(game, episodes)})
+    found = choose_episodes(epath.Path(tmp_path), 100)
+    assert found.found == len(GIVEN) == len(found.documents)
+    assert {e["cluster"]: e["question"] for e in found.chosen} == {
+        e.cluster.id: e.question for e in episodes
+    }
+    assert found.chosen[0]["roles"] == ["responder", "verifier"]
+    record = next(e for e in found.chosen if e["question"].startswith("Q00"))
+    assert record["shown"] == [] and record["proposal"] is None and record["prompt"] == ""
+    assert {e["reward"] for e in found.chosen} == {None} and not found.points
+    assert all("questioner" not in e["used"] for e in found.chosen)  # as where nobody asks
+    used = [e for e in found.chosen if e["used"]["responder"] == "used"]
+    assert len(used) == len(by_role(groups)["responder"])
+
+
+def test_a_judge_may_replace_the_rule_on_given_questions():
+    asked = []
+
+    def judge(items):
+        asked.extend(items)
+        return [1] * len(items)
+
+    game, ask = given_game(rule="judge", judge=judge, responder_reward="rule"), new_ask()
+    episodes = game.play(ask, 1)
+    both = lambda e: zip(e.rule, e.predictions, strict=True)  # noqa: E731
+    answered = [p for e in episodes for p in e.predictions if p is not None]
+    assert len(asked) == len(answered) > 0
+    assert all(r == (p is not None) for e in episodes for r, p in both(e))

@@ -1,0 +1,277 @@
+"""A game's models: chat layout, caps, keys, weights, and who goes on when."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from spell_jax.algorithms.rollout import Players, Voice
+from spell_jax.sampler.engine import SamplerConfig
+from spell_jax.sampler.requests import Request, Sample
+from spell_jax.sampler.session import Counts
+
+WORDS = ("zero", "one", "two", "end")
+
+
+class FakeSession:
+    """Answers a request as many advances later as its prompt has tokens."""
+
+    reused_tokens = 0
+
+    def __init__(self, params: Any, asked: list[tuple[Any, Request]]):
+        self.params, self.asked = params, asked
+        self.counts = Counts(prompt_tokens=4, slot_steps=10, idle=1, cell_steps=5, empty_cells=2)
+        self.counts.tokens, self.counts.read_tokens = 7, 3
+        self.counts.waited = {"responder": 0.5, str(params): 0.25}
+        self.waiting: dict[int, tuple[int, Request]] = {}
+
+    def submit(self, request: Request) -> int:
+        self.asked.append((self.params, request))
+        ticket = len(self.asked)
+        self.waiting[ticket] = len(request.prompt), request
+        return ticket
+
+    def advance(self) -> list[tuple[int, list[Sample]]]:
+        stopped = Sample(np.array([1, 2, 3]), np.zeros(3, np.float32), True)
+        capped = Sample(np.array([1, 2, 1]), np.zeros(3, np.float32), False)
+        self.waiting = {ticket: (n - 1, r) for ticket, (n, r) in self.waiting.items()}
+        done = [(ticket, r) for ticket, (n, r) in self.waiting.items() if n == 0]
+        for ticket, _ in done:
+            del self.waiting[ticket]
+        return [(ticket, [stopped, capped][: request.group]) for ticket, request in done]
+
+
+class FakeSampler:
+    """Records what it is asked for; prompts of more than five tokens are over its cap."""
+
+    config = SamplerConfig(max_tokens=9, max_verdict_tokens=2)
+
+    def __init__(self):
+        self.asked: list[tuple[Any, Request]] = []
+        self.begun: list[Any] = []
+
+    def begin(self, params: Any) -> FakeSession:
+        self.begun.append(params)
+        return FakeSession(params, self.asked)
+
+    def fits(self, prompt: list[int]) -> bool:
+        return len(prompt) <= 5
+
+
+TOKENIZER: Any = SimpleNamespace(
+    chat=lambda text: [7, *range(len(text)), 8],
+    decode=lambda ids: " ".join(WORDS[i] for i in ids),
+)
+
+
+@pytest.fixture
+def players():
+    sampler: Any = FakeSampler()
+    made = Players(Voice(sampler, TOKENIZER), jax.random.key(0))
+    made.begin(1, {"policy": "weights", "anchor": "frozen"})
+    return made, sampler
+
+
+def test_what_was_said_is_counted_by_speaker(players):
+    ask, _ = players
+    ask("responder", ["ab", "abcdef"], group=2)  # the second prompt is over the cap
+    ask("responder", ["a"])
+    ask("responder", ["abc"], model="anchor")
+    ask("verifier", [])
+    ask("verifier", ["abcdef"])
+    ask.end()
+    assert ask.metrics.means() == {
+        "prompt_tokens/responder": 7 / 2,
+        "answer_tokens/responder": 9 / 3,
+        "cut_off/responder": 1 / 3,
+        "refused/responder": 1 / 3,
+        "prompt_tokens/anchor": 5,
+        "answer_tokens/anchor": 3,
+        "cut_off/anchor": 0,
+        "refused/anchor": 0,
+        "refused/verifier": 1,
+        "sampler/idle_slots": 0.1,
+        "sampler/empty_cells": 0.4,
+        "sampler/reused_prompt_tokens": 0,
+    }
+    # Of three sessions: with the policy, with the frozen copy, and with the policy again.
+    assert (ask.drawn, ask.read) == (21, 9)
+    assert ask.waited == {"responder": 1.5, "weights": 0.5, "frozen": 0.25}
+    ask.begin(2, {})
+    assert ask.metrics.means() == {} and not ask.waited and ask.drawn == ask.read == 0
+
+
+def test_requests_say_for_whom_they_are(players):
+    ask, sampler = players
+    ask("responder", ["a"])
+    ask("responder", ["a"], model="anchor")
+    assert [request.speaker for _, request in sampler.asked] == ["responder", "anchor"]
+
+
+def test_replies_are_texts_without_the_stop_token(players):
+    ask, sampler = players
+    first, over = ask("responder", ["ab", "abcdef"], group=2)
+    assert first.prompt == [7, 0, 1, 8]
+    assert first.texts == ["one two", "one two one"]
+    assert over is None
+    ((params, request),) = sampler.asked
+    assert params == "weights" and request.options.max_tokens == 9
+    group = first.group([0.5, -0.5], "responder")
+    assert [list(a) for a in group.answers] == [[1, 2, 3], [1, 2, 1]]  # the stop token is learned
+    assert list(group.advantages) == [0.5, -0.5] and group.role == "responder"
+    assert [len(row) for row in group.old_log_probs] == [3, 3]
+
+
+def test_replies_come_in_the_order_of_prompts(players):
+    ask, _ = players
+    replies = ask("responder", ["abc", "abcdef", "a", "ab", ""])
+    assert [reply and len(reply.prompt) for reply in replies] == [5, None, 3, 4, 2]
+
+
+def test_verdicts_have_a_cap_of_their_own(players):
+    ask, sampler = players
+    ask("verifier", ["a"])
+    ask("responder", ["a"], model="anchor", temperature=0.0)
+    (_, verdict), (params, answer) = sampler.asked
+    assert verdict.options.max_tokens == 2 and verdict.options.temperature == 0.7
+    assert params == "frozen" and answer.options.temperature == 0.0
+
+
+def test_each_goes_on_when_it_is_answered(players):
+    models, _ = players
+    order = []
+
+    async def play(ask, item):
+        for text in item:
+            await ask("responder", [text])
+            order.append(text)
+
+    models.together(play, [("abc", "x"), ("", "z", "yy"), ()])
+    assert order == ["", "abc", "z", "x", "yy"]  # after 2, 5, 2 + 3, 5 + 3, 2 + 3 + 4 advances
+
+
+def test_all_prompts_refused_is_an_answer_too(players):
+    models, sampler = players
+    found = []
+
+    async def play(ask, texts):
+        found.append(await ask("responder", texts))
+        found.append(await ask("responder", []))
+
+    models.together(play, [["abcdef"] * 2])
+    assert found == [[None, None], []] and not sampler.asked
+
+
+def test_an_error_in_a_coroutine_is_raised(players):
+    models, _ = players
+
+    async def play(ask, item):
+        await ask("responder", [item])
+        raise ValueError(f"at {item}")
+
+    with pytest.raises(ValueError, match="at a"):
+        models.together(play, ["a", "ab"])
+
+
+def test_after_an_error_others_may_be_asked(players):
+    models, _ = players
+
+    async def play(ask, item):
+        await ask("responder", ["", item])
+        raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"):
+        models.together(play, ["a", "abc"])
+    (reply,) = models("responder", ["abc"])
+    assert len(reply.prompt) == 5
+
+
+def test_coroutines_ask_by_their_own_ask_alone(players):
+    models, _ = players
+
+    async def nested(ask, item):
+        models("responder", [item])
+
+    async def other(ask, item):
+        await asyncio.sleep(0)
+
+    with pytest.raises(RuntimeError, match="by its own ask alone"):
+        models.together(nested, ["a"])
+    with pytest.raises(TypeError, match="may await its ask alone, not None"):
+        models.together(other, ["a"])
+    assert models("responder", ["a"])[0].texts == ["one two"]
+
+
+def test_one_session_a_model_and_step(players):
+    ask, sampler = players
+    for model in ("policy", "policy", "anchor", "policy"):
+        ask("responder", ["a"], model=model)
+    assert sampler.begun == ["weights", "frozen", "weights"]
+    ask.begin(2, {"policy": "new weights"})
+    ask("responder", ["a"])
+    assert sampler.begun[3:] == ["new weights"]
+    ask.end()
+    with pytest.raises(KeyError, match="policy"):
+        ask("responder", ["a"])
+
+
+def test_one_model_is_asked_until_nobody_waits_for_it(players):
+    models, sampler = players
+
+    async def play(ask, item):
+        await ask("questioner", [item])
+        await ask("responder", [item], model="anchor")
+        await ask("responder", [item])
+
+    models.together(play, ["a", "abc", ""])
+    assert sampler.begun == ["weights", "frozen", "weights"]
+
+
+def _keys(players, step: int, items: list[tuple[str, ...]]) -> dict[str, list[tuple[int, ...]]]:
+    """The keys of each item's requests, in its own order."""
+    models, sampler = players
+    sampler.asked.clear()
+    models.begin(step, {"policy": "weights"})
+
+    async def play(ask, item):
+        for text in item:
+            await ask("responder", [text, text])
+
+    models.together(play, items)
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for _, request in sampler.asked:
+        found.setdefault(str(request.prompt), []).append(tuple(request.key.tolist()))
+    return found
+
+
+def test_keys_depend_on_nothing_that_others_do(players):
+    slow, fast = ("a", "ab", "abc"), ("",)
+    alone = _keys(players, 1, [(), slow])
+    beside = _keys(players, 1, [fast * 5, slow, fast])
+    assert {prompt: beside[prompt] for prompt in alone} == alone
+    assert _keys(players, 1, [(), slow]) == alone
+    every = [
+        key for keys in [*beside.values(), *_keys(players, 2, [(), slow]).values()] for key in keys
+    ]
+    assert len(set(every)) == len(every) == 2 * 9 + 2 * 3
+
+
+def test_keys_are_folded_number_by_number(players):
+    ask, sampler = players
+    ask("questioner", [""])
+    ask("responder", ["a", "b", "c"])
+    key = jax.random.fold_in(jax.random.key(0), 1)
+    for number in (2, 1, 2):  # the second that asks, its first call, prompt 2
+        key = jax.random.fold_in(key, number)
+    np.testing.assert_array_equal(sampler.asked[-1][1].key, jax.random.key_data(key))
+
+
+def test_an_unknown_model_is_an_error(players):
+    ask, _ = players
+    with pytest.raises(KeyError, match="reward_model"):
+        ask("responder", ["a"], model="reward_model")

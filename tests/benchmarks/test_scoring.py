@@ -1,0 +1,44 @@
+"""The bench of scoring has every benchmark's rule, and replies that these rules tell apart."""
+
+import statistics
+
+import pytest
+
+from benchmarks import commands, scoring
+from spell_jax.evaluation.benchmarks import own_questions
+from spell_jax.evaluation.benchmarks.registry import LOADERS
+from spell_jax.evaluation.benchmarks.retrieval import LENGTHS
+
+
+def test_scoring_prints_a_line_with_every_benchmark() -> None:
+    line = commands.run(commands.parse(["scoring", "--samples=300"]))
+    parts = line["benchmarks"]
+    assert line["bench"] == "scoring" and line["limit_s"] == 60
+    assert line["samples"] == sum(part["samples"] for part in parts.values())
+    assert line["seconds"] == pytest.approx(sum(part["seconds"] for part in parts.values()))
+    assert line["processor_s"] > 0.2  # a worker's start alone
+    assert line["samples_per_s"] == pytest.approx(line["samples"] / line["seconds"])
+    longer = tuple(f"_{length // 1024}k" for length in LENGTHS)
+    # A run's own questions are scored by the rules of docmath, frames and longbench_v2.
+    short = {name for name in LOADERS if not name.endswith(longer)}
+    assert short - {own_questions.NAME} <= set(parts)
+    # Shares are those of the questions.
+    assert 0.35 < parts["mmlu_pro"]["samples"] / line["samples"] < 0.45
+
+
+@pytest.fixture(scope="module")
+def writer() -> scoring.Writer:
+    return scoring.Writer(3)
+
+
+@pytest.mark.parametrize("name", scoring.KINDS)
+def test_replies_are_right_or_wrong_as_they_shall_be(name: str, writer: scoring.Writer) -> None:
+    kind = scoring.KINDS[name]
+    items = [kind.item(writer) for _ in range(20)]
+    scores = {
+        right: [kind.score(kind.sample(writer, item, right), item) for item in items]
+        for right in (True, False)
+    }
+    if name != "summary":  # which is never quite right
+        assert scores[True] == [1.0] * 20
+    assert statistics.mean(scores[False]) < 0.6

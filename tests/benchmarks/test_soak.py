@@ -1,0 +1,57 @@
+"""A run of hundreds of updates neither grows nor compiles in its midst."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import commands, soak
+from tests import noise
+
+STEPS = soak.SETTLED + 2 * soak.WINDOW
+
+
+def line(step: int, resident: float, programs: int) -> dict[str, float]:
+    process = {"process/resident_mib": resident, "process/programs": programs}
+    return {"step": step, "train/empty_update": step % 2, "time/step_seconds": 18.0} | process
+
+
+def test_what_stays_is_compared() -> None:
+    """Behind the first steps, without the peaks; the last program is named."""
+    lines = [
+        line(step, 500 + 300 * (step % 3 > 0), 7 + (step > 60)) for step in range(1, STEPS + 1)
+    ]
+    lines[10]["process/resident_mib"] = 100
+    lines[-2]["process/resident_mib"] = 530
+    for late in lines[-50:]:
+        late["process/resident_mib"] += 25
+    found = soak.measures(lines)
+    assert found.pop("growth") == pytest.approx(0.05)
+    assert found == {
+        "updates": 150,
+        "empty": 75,
+        "resident_mib": 500,
+        "last_mib": 525,
+        "most_mib": 825,
+        "programs": 8,
+        "last_built": 61,
+        "hours": pytest.approx(0.75),
+    }
+
+
+def test_a_short_run_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"steps = 149: must be at least 150"):
+        commands.run(commands.parse(["soak", "--steps=149"]))
+
+
+@pytest.mark.long
+def test_five_hundred_updates(tmp_path, monkeypatch) -> None:
+    """Of the demo's config with few questions on one device, so that it takes minutes."""
+    noise.use_one_device(monkeypatch)
+    options = ["soak", "--steps=500", "--proposals=3", f"--workdir={tmp_path}"]
+    found = commands.run(commands.parse(options))
+    print(json.dumps(found))
+    assert found["updates"] == 500
+    assert found["growth"] < 0.05
+    assert found["last_built"] <= soak.SETTLED

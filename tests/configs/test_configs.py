@@ -1,0 +1,218 @@
+"""Every config loads and fits its dataclasses, and every ablation plays a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import pathlib
+import sys
+from typing import Any
+
+import pytest
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from configs import base, tiny
+from spell_jax import sft, train
+from spell_jax.algorithms.rlvr import Rlvr
+from spell_jax.algorithms.spell.algorithm import Spell
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.update import OptimiserConfig
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.runtime.config import build
+from spell_jax.sampler.engine import SamplerConfig
+from spell_jax.selfplay import prompts
+from spell_jax.trainer import build as catalogue
+from spell_jax.warm_start import demonstrations
+from tests import noise
+from tests.algorithms.scripted import ScriptedModels
+from tests.evaluation.oracle import perfect
+from tests.paths import ROOT
+
+FOLDER = ROOT / "configs"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+
+
+def load(name: str) -> tuple[Any, ConfigDict]:
+    module = importlib.import_module(f"configs.{name}")
+    return module, module.get_config()
+
+
+def has_game(name: str) -> bool:
+    return "game" in load(name)[1]
+
+
+def test_there_are_configs():
+    assert {"base", "tiny", "tiny_warm_start"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if has_game(name)])
+def test_a_runs_config_fits(name, tmp_path, monkeypatch):
+    noise.use_one_device(monkeypatch)
+    _, config = load(name)
+    noise.give_data(config, tmp_path)
+    catalogue.check(config)
+    folder = config.policy.folder
+    if folder == "tiny" or pathlib.Path(folder, "config.json").exists():
+        train.make_run(config)
+    else:  # everything but the policy was found to be right before
+        with pytest.raises((ValueError, FileNotFoundError), match=r"policy\.folder = "):
+            train.make_run(config)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not has_game(name)])
+def test_a_warm_starts_config_fits(name, monkeypatch):
+    noise.use_one_device(monkeypatch)
+    _, config = load(name)
+    shape = {k: v for k, v in config.policy.items() if k not in SFT_FIELDS}
+    policy = build(sft.PolicyConfig, shape, "policy")
+    learner = sft.make_learner(config, policy)
+    longest = learner.packing.buckets[-1]
+    assert longest.length <= policy.max_positions
+    prompts.load(config.prompts)
+
+
+SFT_FIELDS = ("folder", "tokenizer", "compute_dtype")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "base"])
+def test_a_docstring_gives_the_command(name):
+    module, config = load(name)
+    entry = "train" if "game" in config else "sft"
+    assert f"python -m spell_jax.{entry} --config=configs/{name}.py" in module.__doc__
+    assert "--workdir=" in module.__doc__
+
+
+@pytest.fixture
+def read_flags(monkeypatch):
+    """The config as an entry gets it from its command line."""
+
+    def read(*arguments: str) -> ConfigDict:
+        monkeypatch.setattr(sys, "argv", ["entry", *arguments])
+        values = flags.FlagValues()
+        config_flags.DEFINE_config_file("config", flag_values=values)
+        values(sys.argv)
+        return values["config"].value
+
+    return read
+
+
+def test_flags_override_any_field_of_a_locked_config(read_flags):
+    tiny_file = "--config=configs/tiny.py"
+    config = read_flags(
+        tiny_file,
+        "--config.game.group_size=4",
+        "--config.game.documents=(2,3)",
+        "--config.policy.folder=runs/x",
+    )
+    assert (config.game.group_size, config.game.documents) == (4, (2, 3))
+    assert config.policy.folder == "runs/x" and config.is_locked
+    with pytest.raises(AttributeError, match="group_sice"):
+        read_flags(tiny_file, "--config.game.group_sice=4")
+    with pytest.raises(flags.IllegalFlagValueError, match=r"config\.steps=many"):
+        read_flags(tiny_file, "--config.steps=many")
+
+
+def test_base_has_the_papers_values_and_every_field():
+    config = base.get_config()
+    for section, cls, others in (
+        ("game", SpellConfig, {"name", "prompts", "judge_url", "judge_model", "static_questions"}),
+        ("optimiser", OptimiserConfig, set()),
+        ("loss", LossConfig, set()),
+    ):
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        found = {k: v for k, v in config[section].items() if k not in others}
+        assert {k: defaults[k] for k in found} == found, section
+        assert set(defaults) - set(found) <= {"total_steps", "epsilon"}, section
+    sampling = build(SamplerConfig, config.sampler, "sampler")
+    assert (sampling.temperature, sampling.top_p) == (0.7, 0.95)
+    assert sampling.max_prompt == 18_000
+    assert (config.game.questions, config.game.group_size, config.game.memory) == (128, 8, 3)
+    assert config.game.prompts == "full"
+
+
+def test_demonstrations_fit_the_demos_caps():
+    """What the tiny policy was taught to write is not cut off when it plays."""
+    config = tiny.get_config()
+    tokenizer = tokenizers.load(catalogue.TINY_POLICY)
+    stream = demonstrations.rows(prompts.load("compact"), demonstrations.Mixture(), seed=5)
+    for row in itertools.islice(stream, 600):
+        cap = config.sampler.max_tokens
+        if row.role == "reciter":
+            continue  # no role of the game
+        if row.role == "verifier":
+            cap = config.sampler.max_verdict_tokens
+        assert tokenizer.count(row.completion) + 1 <= cap, row
+        assert len(tokenizer.chat(row.prompt)) <= config.sampler.max_prompt
+
+
+# ------------------------------------------------------------------------------------- ablations
+
+PAPER = {"game.reference": "questioner"}
+STATIC = {"game.name": "rlvr", "game.static_questions": 12}
+ABLATIONS = {
+    "the demo": {},
+    "the paper's recipe": PAPER,
+    "no memory": PAPER | {"game.memory": 0},
+    "frozen questioner": PAPER | {"game.train_questioner": False},
+    "frozen questioner, anchored": {"game.train_questioner": False},
+    "no format penalty": PAPER | {"game.format_penalty": False},
+    "no grounding filter": PAPER | {"game.grounding_samples": 0},
+    "no verifier": PAPER | {"game.responder_reward": "rule"},
+    "frozen verifier": PAPER | {"game.train_verifier": False},
+    "single verdict": PAPER | {"game.verifier_group_size": 1},
+    "no consistency gate": PAPER | {"game.consistency_gate": False},
+    "azr": PAPER | {"game.mapping": "azr"},
+    "r_zero": PAPER | {"game.mapping": "r_zero"},
+    "narrow": PAPER | {"game.sigma": 0.5 / 6},
+    "wide": PAPER | {"game.sigma": 0.5 / 2},
+    "G = 4": PAPER | {"game.group_size": 4},
+    "G = 16": PAPER | {"game.group_size": 16},
+    "random rewards": PAPER | {"game.responder_reward": "random"},
+    "an external judge": PAPER
+    | {"game.rule": "judge", "game.judge_url": "http://localhost:1/v1", "game.judge_model": "m"},
+    "static questions": PAPER | STATIC | {"game.responder_reward": "rule"},
+    "static questions, anchored": STATIC,
+}
+
+
+def wavering(role: str, prompt: str, sibling: int, model: str) -> str:
+    """Right in most answers, wrong in every third, and never right without documents."""
+    if role == "responder" and model == "policy" and (sibling % 3 == 1 or "- " not in prompt):
+        return "answer is unknown"
+    return perfect(role, prompt, sibling, model)
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_plays_a_step(name, monkeypatch):
+    overrides = {
+        "game.questions": 6,
+        "game.generation_batch": 9,
+        "data.tiny.clusters": 12,
+    } | ABLATIONS[name]
+    config = noise.small_config(catalogue.TINY_POLICY, **overrides)
+    config.game.group_size = overrides.get("game.group_size", 8)
+    monkeypatch.setattr(
+        "spell_jax.selfplay.judge.Judge.judge",
+        lambda self, items: [int(prediction == reference) for _, prediction, reference in items],
+    )
+    catalogue.check(config)
+    tokenizer = tokenizers.load(catalogue.TINY_POLICY)
+    game, evaluation = catalogue.make(config, tokenizer, prompt_cap=384)
+    assert isinstance(game, Rlvr if config.game.name == "rlvr" else Spell) and evaluation
+    assert game.models == (("anchor",) if config.game.reference == "anchored" else ())
+    ask = ScriptedModels(wavering)
+    episodes = game.play(ask, 1)
+    groups = game.rows(episodes)
+    roles = {group.role for group in groups}
+    assert "responder" in roles
+    assert all(len(g.answers) == config.game.group_size for g in groups if g.role == "responder")
+    assert ("questioner" in roles) == (config.game.train_questioner and config.game.name == "spell")
+    asked = {call.role for call in ask.calls}
+    assert ("verifier" in asked) == (config.game.responder_reward not in ("rule", "random"))
+    assert any(call.model == "anchor" for call in ask.calls) == bool(game.models)
+    assert 0 < game.metrics(episodes).means()["solve_rate"] <= 1
+    assert all(game.record(episode)["task"] for episode in episodes)
+    game.play(ask, 2)

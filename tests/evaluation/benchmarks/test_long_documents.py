@@ -1,0 +1,326 @@
+"""Benchmarks of long documents, from small folders in the published layouts."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+
+import pytest
+
+from spell_jax.evaluation.benchmarks import long_documents as long
+from spell_jax.evaluation.benchmarks.base import Benchmark
+from spell_jax.evaluation.benchmarks.registry import load
+from spell_jax.selfplay import prompts
+from spell_jax.selfplay.rules import normalize_answer
+from tests.paths import REFERENCE_CASES
+
+PROMPTS = prompts.load("full")
+
+
+def write(path: pathlib.Path, rows: list) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows))
+    path.write_text(text, encoding="utf-8")
+
+
+def choice_row(number: int = 0, **changes) -> dict:
+    return {
+        "_id": f"66f{number}",
+        "domain": "Code",
+        "sub_domain": "Repo",
+        "difficulty": "easy",
+        "length": "short",
+        "question": "Which one?",
+        "choice_A": "first",
+        "choice_B": "second",
+        "choice_C": "third",
+        "choice_D": "fourth",
+        "answer": "B",
+        "context": "A long text.",
+    } | changes
+
+
+def hop_row(number: int = 0, **changes) -> dict:
+    return {
+        "input": "Who wrote it?",
+        "context": "Passage 1:\nOne.",
+        "answers": ["Ann Lee", "A. Lee"],
+        "length": 3,
+        "dataset": "musique",
+        "language": "en",
+        "all_classes": None,
+        "_id": f"id{number}",
+    } | changes
+
+
+def frames_row(number: int = 0, **changes) -> dict:
+    page = {"title": "Oslo", "link": "https://x", "text": "A town."}
+    return {
+        "Prompt": f"Which town, {number}?",
+        "Answer": "Oslo",
+        "wiki_items": [page, page | {"title": "Bergen", "text": ""}],
+    } | changes
+
+
+def math_row(number: int = 0, split: str = "simpshort", **changes) -> dict:
+    return {
+        "question_id": f"{split}-testmini-{number}",
+        "source": "finqa",
+        "question": "How much?",
+        "paragraphs": ["Sales 3.", "| a | b |"],
+        "table_evidence": [],
+        "paragraph_evidence": [0],
+        "python_solution": "def solution(): return 7.0",
+        "ground_truth": 7.0,
+    } | changes
+
+
+def write_docmath(folder: pathlib.Path, **changes) -> None:
+    for split, count in long.DOCMATH_ROWS.items():
+        rows = [math_row(i, split, **changes) for i in range(count)]
+        write(folder / "data" / f"{split}.json", rows)
+
+
+def test_longbench_v2(tmp_path):
+    write(tmp_path / "data.json", [choice_row(i) for i in range(503)])
+    benchmark = load("longbench_v2", tmp_path)
+    item = benchmark.items[2]
+    question = (
+        "What is the correct answer to this question: Which one?\nChoices:\n"
+        "(A) first\n(B) second\n(C) third\n(D) fourth\n"
+    )
+    assert len(benchmark.items) == 503 and not benchmark.judged
+    assert benchmark.max_tokens == 4096
+    assert (item.id, item.question, item.references) == ("66f2", question, ("B",))
+    assert item.prompt == PROMPTS.responder("multiple_choice", ["A long text."], question)
+    assert item.fields["length"] == "short" and item.fields["difficulty"] == "easy"
+    assert benchmark.score("<think>no</think>The correct answer is (B).", item) == 1.0
+    assert benchmark.score("The correct answer is C", item) == 0.0
+    assert benchmark.extract("The correct answer is C", item) == "C"
+    assert benchmark.extract("I do not know", item) is None
+
+
+@pytest.mark.parametrize("task", ["hotpotqa", "2wikimqa", "musique"])
+def test_only_the_first_answer_of_longbench_is_the_reference(tmp_path, task):
+    write(tmp_path / "data" / f"{task}.jsonl", [hop_row(i) for i in range(200)])
+    benchmark = load(task, tmp_path)
+    item = benchmark.items[0]
+    assert item.references == ("Ann Lee",) and benchmark.judged and len(benchmark.items) == 200
+    assert item.prompt == PROMPTS.responder("general_qa", ["Passage 1:\nOne."], "Who wrote it?")
+    assert benchmark.score("The correct answer is the poet Ann Lee.", item) == 1.0
+    assert benchmark.score("The correct answer is A. Lee.", item) == 0.0
+    assert benchmark.score("Ann Lee", item) == 0.0  # not announced
+    (tmp_path / "data" / f"{task}.jsonl").rename(tmp_path / f"{task}.jsonl")
+    assert load(task, tmp_path).items == benchmark.items  # also from within `data`
+
+
+def test_frames_are_titles_and_texts(tmp_path):
+    write(tmp_path / "test.jsonl", [frames_row(i) for i in range(824)])
+    benchmark = load("frames", tmp_path)
+    item = benchmark.items[823]
+    assert benchmark.judged and len(benchmark.items) == 824
+    assert "<text>\nOslo\nA town.\nBergen\n\n</text>" in item.prompt
+    assert (item.question, item.references) == ("Which town, 823?", ("Oslo",))
+    assert benchmark.score("The correct answer is Oslo", item) == 1.0
+
+
+def test_docmath_has_four_sets(tmp_path):
+    write_docmath(tmp_path)
+    benchmark = load("docmath", tmp_path)
+    item = benchmark.items[0]
+    splits = [item.fields["split"] for item in benchmark.items]
+    assert {name: splits.count(name) for name in splits} == long.DOCMATH_ROWS
+    assert sum(long.DOCMATH_ROWS.values()) == 800 and benchmark.judged
+    assert "<text>\nSales 3.\n| a | b |\n</text>" in item.prompt
+    assert item.references == ("7.0",)
+    assert benchmark.score("Therefore, the answer is 7.01.", item) == 1.0
+    assert benchmark.score("Therefore, the answer is -7.", item) == 0.0
+    assert benchmark.extract(r"\boxed{7}", item) == "7"
+
+
+def test_the_judge_is_shown_the_whole_question(tmp_path):
+    question = "Sales rose by 3.\n\nHow much were they?"
+    write(tmp_path / "simpshort_testmini.json", [math_row(question=question)])
+    write(tmp_path / "musique.jsonl", [hop_row(input=question)])
+    write(tmp_path / "test.jsonl", [frames_row(Prompt=question)])
+    for name in ("docmath", "musique", "frames"):
+        benchmark = load(name, tmp_path, 1)
+        assert benchmark.judged and benchmark.items[0].question == question
+
+
+@pytest.mark.parametrize(
+    "truth, answer, wrong",
+    [(True, "yes", "no"), (-31, "-31", "31"), ("5.0", "5", "6"), (1e22, "1e22", "2e22")],
+)
+def test_docmath_truths(tmp_path, truth, answer, wrong):
+    write_docmath(tmp_path, ground_truth=truth)
+    benchmark = load("docmath", tmp_path, limit=1)
+    (item,) = benchmark.items
+    assert benchmark.score(rf"\boxed{{{answer}}}", item) == 1.0
+    assert benchmark.score(rf"\boxed{{{wrong}}}", item) == 0.0
+
+
+def test_limits(tmp_path):
+    write_docmath(tmp_path)
+    many = load("docmath", tmp_path, limit=250).items
+    assert [item.fields["split"] for item in many[199:201]] == list(long.DOCMATH_ROWS)[:2]
+    assert len(many) == 250
+    write(tmp_path / "data.json", [choice_row(i) for i in range(5)])
+    assert [item.id for item in load("longbench_v2", tmp_path, 3).items] == ["66f0", "66f1", "66f2"]
+    with pytest.raises(ValueError, match=r"limit = 6, but there are only 5 rows"):
+        load("longbench_v2", tmp_path, 6)
+    write(tmp_path / "data.json", [choice_row(i) for i in range(503)])
+    assert len(load("longbench_v2", tmp_path, 900).items) == 503  # so many at most
+    assert len(load("docmath", tmp_path, 801).items) == 800
+    write(tmp_path / "data.json", [choice_row(i) for i in range(502)])
+    with pytest.raises(ValueError, match=r"502 rows, but 503 are published"):
+        load("longbench_v2", tmp_path, 900)
+    for name in ("longbench_v2", "docmath"):
+        with pytest.raises(ValueError, match=r"limit = 0: must be at least 1"):
+            load(name, tmp_path, 0)
+
+
+@pytest.mark.parametrize("rows", [502, 504])
+def test_another_number_of_rows_is_refused(tmp_path, rows):
+    write(tmp_path / "data.json", [choice_row(i) for i in range(rows)])
+    with pytest.raises(ValueError, match=rf"data.json: {rows} rows, but 503 are published"):
+        load("longbench_v2", tmp_path)
+
+
+def test_a_docmath_set_of_another_size_is_refused(tmp_path):
+    write_docmath(tmp_path)
+    rows = [math_row(i) for i in range(200)]
+    write(tmp_path / "data" / "simplong_testmini.json", rows)
+    with pytest.raises(ValueError, match=r"simplong_testmini.json: 200 rows, but 100 are"):
+        load("docmath", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"answer": "E"}, r"data.json, row 1: answer = 'E'; it must be one of A, B, C, D"),
+        ({"answer": None}, r"row 1: answer = None; it must be a text"),
+        ({"context": "  "}, r"row 1: context = '  '; it must be a text that is not empty"),
+        ({"_id": "66f0"}, r"longbench_v2: two rows have the id '66f0'"),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path, change, message):
+    write(tmp_path / "data.json", [choice_row(0), choice_row(1, **change)])
+    with pytest.raises(ValueError, match=message):
+        load("longbench_v2", tmp_path, limit=2)
+
+
+def test_a_missing_field_is_named(tmp_path):
+    row = hop_row()
+    del row["answers"]
+    write(tmp_path / "musique.jsonl", [row])
+    message = r"musique.jsonl, row 0: no field 'answers' \(a list of texts\); it has input, context"
+    with pytest.raises(ValueError, match=message):
+        load("musique", tmp_path, 1)
+    for answers in ([], [1], "Ann Lee"):
+        write(tmp_path / "musique.jsonl", [row | {"answers": answers}])
+        with pytest.raises(ValueError, match=r"answers = .*; it must be a list of"):
+            load("musique", tmp_path, 1)
+    write(tmp_path / "musique.jsonl", [row | {"answers": [" "]}])
+    with pytest.raises(ValueError, match=r"row 0: the reference answer is empty"):
+        load("musique", tmp_path, 1)
+
+
+def test_google_s_frames_has_no_texts(tmp_path):
+    row = frames_row()
+    write(tmp_path / "test.jsonl", [row | {"wiki_items": ["https://en.wikipedia.org/wiki/Oslo"]}])
+    with pytest.raises(ValueError, match=r"wiki_items = .*; it must be a list of objects"):
+        load("frames", tmp_path, 1)
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere: no such folder.*docs/evaluation.md"):
+        load("frames", tmp_path / "nowhere")
+    with pytest.raises(
+        FileNotFoundError, match=r"must have data/hotpotqa.jsonl, or hotpotqa.jsonl"
+    ):
+        load("hotpotqa", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", r"data.json: no JSON"),
+        ('{"rows": []}', r"data.json: must be a JSON list, is a dict"),
+        ("[3]", r"data.json, row 0: must be an object, is int"),
+        ("version https://git-lfs.github.com/spec/v1", r"data.json: no JSON"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, content, message):
+    (tmp_path / "data.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load("longbench_v2", tmp_path)
+    (tmp_path / "frames").mkdir()
+    (tmp_path / "frames" / "test.jsonl").write_text(json.dumps(frames_row()) + "\n{")
+    with pytest.raises(ValueError, match=r"test.jsonl, row 1: "):
+        load("frames", tmp_path / "frames")
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path):
+    write(tmp_path / "data.json", [choice_row(context="a\ud800b")])
+    (item,) = load("longbench_v2", tmp_path, 1).items
+    assert "a\ufffdb" in item.prompt
+    item.prompt.encode()
+    write(tmp_path / "musique.jsonl", [hop_row(answers=["a\ud800b"])])
+    assert load("musique", tmp_path, 1).items[0].references == ("a\ufffdb",)
+
+
+def test_byte_order_marks_and_empty_lines_are_passed_over(tmp_path):
+    (tmp_path / "data.json").write_text(json.dumps([choice_row(0), choice_row(1)]), "utf-8-sig")
+    lines = "\n \n".join(json.dumps(hop_row(i)) for i in range(2))
+    (tmp_path / "musique.jsonl").write_text(lines, "utf-8-sig")
+    for name in ("longbench_v2", "musique"):
+        assert len(load(name, tmp_path, 2).items) == 2
+
+
+def test_deep_json_is_named(tmp_path):
+    (tmp_path / "data.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"data.json: no JSON"):
+        load("longbench_v2", tmp_path)
+
+
+def test_unknown_names(tmp_path):
+    with pytest.raises(ValueError, match=r"'longbench' is unknown; there are longbench_v2, frames"):
+        load("longbench", tmp_path)
+
+
+def one_item(folder: pathlib.Path, name: str, truth) -> Benchmark:
+    """The benchmark with one question, whose answer is `truth`."""
+    if name == "docmath":
+        write(folder / "simpshort_testmini.json", [math_row(ground_truth=truth)])
+    elif name == "longbench_v2":
+        write(folder / "data.json", [choice_row(answer=truth)])
+    elif name == "frames":
+        write(folder / "test.jsonl", [frames_row(Answer=truth)])
+    else:
+        write(folder / f"{name}.jsonl", [hop_row(answers=[truth])])
+    return load(name, folder, 1)
+
+
+def test_reference_cases(tmp_path):
+    """What the paper's evaluation extracts and scores, but for its README's departures."""
+    cases = json.loads((REFERENCE_CASES / "eval_process_answer.json").read_text())["cases"]
+    scores = []
+    for case in cases:
+        name = {"longbench-v2": "longbench_v2"}.get(case["in"]["task"], case["in"]["task"])
+        text, truth, wanted = case["in"]["response"], case["in"]["ground_truth"], case["out"]
+        benchmark = one_item(tmp_path, name, truth)
+        (item,) = benchmark.items
+        assert benchmark.extract(text, item) == wanted["pred"], case
+        score = benchmark.score(text, item)
+        if wanted["em_score"] is None:
+            assert score == wanted["judge"], case
+        else:
+            # There the rule score of free text is always 0: it looks up a metric that is missing.
+            # That None there equals the text "None" is no answer either.
+            found = wanted["pred"] is not None and bool(wanted["pred"])
+            covers = found and normalize_answer(truth) in normalize_answer(wanted["pred"])
+            assert score == float(covers), case
+        scores.append(score)
+    assert len(cases) == 67 and math.isclose(sum(scores), 8)

@@ -1,0 +1,110 @@
+"""A run's own questions: which are asked, with which documents, and how they are scored."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from pathlib import Path
+
+import pytest
+
+from spell_jax.evaluation.benchmarks import own_questions
+from spell_jax.evaluation.benchmarks import registry as benchmarks
+from spell_jax.selfplay import prompts
+from tests.evaluating import write_episodes
+
+
+def record(cluster: str, number: int, task: str = "general_qa", **changes) -> dict:
+    made = {"task": task, "cluster": cluster, "status": "accepted", "question": f"Q{number}?"}
+    return made | {"reference": f"answer {number}", "shown": [0]} | changes
+
+
+def test_questions_with_their_documents_are_asked(tmp_path: Path, caplog):
+    caplog.set_level(logging.INFO)
+    texts = ["The sea is wide.", "The hill is high."]
+    first = [
+        record("a", 0, status="bad_format", documents=texts),
+        record("a", 1),
+        record("b", 2),
+        record("a", 3, task="financial_math", reference="42"),
+    ]
+    damaged = [{"task": "poem"}, {"reference": ""}, {"question": None}, {"task": ["x"]}]
+    damaged += [{"question": "Why\ud800?"}]
+    second = [
+        record("b", 4, task="multiple_choice", reference="B", documents=texts[:1]),
+        record("a", 5),  # a step's documents are its own
+        *(record("b", 6, **one) for one in damaged),
+        record("c", 7, documents=[3]),
+        {"status": "accepted"},
+    ]
+    made = benchmarks.load("own_questions", write_episodes(tmp_path, {12: second, 7: first}))
+    assert [item.id for item in made.items] == ["7-1", "7-3", "12-0"]
+    assert [item.fields["step"] for item in made.items] == [7, 7, 12] and made.by == ("step",)
+    words = prompts.load("full")
+    for item, (task, documents, question) in zip(
+        made.items,
+        [
+            ("general_qa", texts, "Q1?"),
+            ("financial_math", texts, "Q3?"),
+            ("multiple_choice", texts[:1], "Q4?"),
+        ],
+        strict=True,
+    ):
+        assert item.prompt == words.responder(task, documents, question)
+        assert item.question == question and item.fields["task"] == task
+        assert item.judged == (task != "multiple_choice") and made.judged
+    told = "{'not accepted': 1, 'without documents': 3, 'damaged': 6}"
+    assert f"3 questions; left out: {told}" in caplog.text
+
+
+def test_the_words_are_those_of_the_run(tmp_path: Path):
+    write_episodes(tmp_path, {1: [record("a", 0, documents=["x"])]})
+    config = tmp_path / "config.json"
+    config.write_text('{"game": {"prompts": "compact"}}')
+    (item,) = benchmarks.load("own_questions", tmp_path).items
+    assert item.prompt == prompts.load("compact").responder("general_qa", ["x"], "Q0?")
+    config.write_text('{"hidden_size": 3}')
+    with pytest.raises(ValueError, match=r"config\.json: must be a run's, with game\.prompts"):
+        benchmarks.load("own_questions", tmp_path)
+    config.write_text('{"game": {"prompts": "nowhere"}}')
+    with pytest.raises(FileNotFoundError, match="prompts='nowhere'"):
+        benchmarks.load("own_questions", tmp_path)
+
+
+def test_the_rule_is_that_of_the_task(tmp_path: Path):
+    records = [
+        record("a", 0, reference="the Red Sea", documents=["x"]),
+        record("a", 1, task="financial_math", reference="42"),
+        record("a", 2, task="multiple_choice", reference="B"),
+    ]
+    made = benchmarks.load("own_questions", write_episodes(tmp_path, {1: records}))
+    found = ("red sea, I think", "42.00", "B")
+    said = ("the answer is red sea, I think", "the answer is 42.00", "The correct answer is (B).")
+    for i, item in enumerate(made.items):
+        assert [made.score(text, item) for text in said] == [float(i == j) for j in range(3)]
+        assert made.extract(said[i], item) == found[i]
+
+
+def test_questions_are_chosen_evenly(tmp_path: Path, monkeypatch):
+    steps = {
+        step: [record("a", i, documents=["x"] if i == 0 else []) for i in range(10)]
+        for step in range(1, 9)
+    }
+    write_episodes(tmp_path, steps)
+    monkeypatch.setattr(own_questions, "PER_STEP", 5)
+    made = benchmarks.load("own_questions", tmp_path)
+    assert [item.id for item in made.items if item.fields["step"] == 3] == [
+        f"3-{i}" for i in (1, 3, 5, 7, 9)
+    ]
+    assert len(made.items) == 40
+    some = benchmarks.load("own_questions", tmp_path, 16)
+    assert set(collections.Counter(i.fields["step"] for i in some.items).values()) == {2}
+    assert len(benchmarks.load("own_questions", tmp_path, 3).items) == 3
+    assert len(benchmarks.load("own_questions", tmp_path, 99).items) == 40
+
+
+def test_a_run_without_questions_is_told(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"must have episodes/ of a run"):
+        benchmarks.load("own_questions", tmp_path)
+    with pytest.raises(ValueError, match=r"'without documents': 1.*config.episode_characters"):
+        benchmarks.load("own_questions", write_episodes(tmp_path, {1: [record("a", 0)]}))

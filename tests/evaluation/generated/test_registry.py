@@ -1,0 +1,136 @@
+"""Generated benchmarks by name: lengths with the chat layout, texts from a folder, clear errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spell_jax.evaluation.benchmarks import registry as benchmarks
+from spell_jax.evaluation.generated import needle, ruler
+from spell_jax.evaluation.generated import registry as generated
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.trainer.build import TINY_POLICY
+from tests.policy import hf_folders
+
+# ChatML with a system's turn, as Qwen2.5's: the layout is 60 tokens of this tokenizer.
+LAYOUT = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + hf_folders.CHATML
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("texts")
+    (made / "b.txt").write_text("Rain fell on the town. Nobody went out.\n" * 40)
+    (made / "a.txt").write_text("A sailor came home. The dog knew him at once.\n" * 40)
+    documents = [f"Town {i}. Its mayor is Mayor {i}." for i in range(99)]
+    rows = [
+        {"question": f"Who is mayor {i}?", "answer": f"Mayor {i}", "documents": documents[i::3]}
+        for i in range(3)
+    ]
+    (made / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory) -> Tokenizer:
+    made = tmp_path_factory.mktemp("tokenizer")
+    config = hf_folders.CONFIG | {"chat_template": LAYOUT}
+    return tokenizers.load(hf_folders.write(made, hf_folders.byte_level(), config))
+
+
+@pytest.mark.parametrize("task", ruler.TASKS)
+def test_a_length_counts_the_chat_layout(task: str, folder: Path, chatml: Tokenizer):
+    length = 16_384 if task == "cwe" else 2048
+    made = benchmarks.load(f"ruler_{task}_{length}", folder, 2, chatml)
+    assert made.name == f"ruler_{task}_{length}" and len(made.items) == 2
+    assert len(chatml.chat("")) > 40
+    for item in made.items:
+        tokens = len(chatml.chat(item.prompt))
+        assert 0.95 * length <= tokens <= length and item.fields["tokens"] == tokens
+
+
+def test_the_grid_by_its_name(folder: Path, chatml: Tokenizer):
+    made = benchmarks.load("needle_2048_1024", folder, None, chatml)
+    assert (made.name, made.by) == ("needle_2048_1024", ("length", "depth"))
+    found = [(item.fields["length"], item.fields["depth"]) for item in made.items]
+    assert found == [(length, depth) for length in (1024, 2048) for depth in needle.DEPTHS]
+    for item in made.items:
+        assert 0.95 * item.fields["length"] <= len(chatml.chat(item.prompt))
+        assert len(chatml.chat(item.prompt)) <= item.fields["length"]
+    more = benchmarks.load("needle_1024_2048", folder, 23, chatml)
+    assert more.items[:22] == made.items and len(more.items) == 23
+    assert more.items[22].id == "needle-1024-0.0-1" and made.items[0].id == "needle-1024-0.0-0"
+    whole = benchmarks.load("needle", folder, 1, chatml)
+    assert whole.name == "needle" and whole.items[0].fields["length"] == 4096
+
+
+def test_all_texts_of_a_folder_are_the_prose(folder: Path, monkeypatch):
+    assert generated._read_prose(folder).startswith("A sailor")
+    assert generated._read_prose(folder).endswith("Nobody went out.\n")
+    words = tokenizers.load(TINY_POLICY)
+    (item,) = benchmarks.load("ruler_niah_single_2_4096", folder, 1, words).items
+    assert "sailor" in item.prompt and "Rain" in item.prompt
+    seen = []
+    monkeypatch.setattr(ruler, "ruler", lambda *given, **named: seen.append((given, named)))
+    benchmarks.load("ruler_vt_1024", folder, None, words)
+    benchmarks.load("ruler_qa_1024", folder, 7, words)
+    (first, named), (_, asked) = seen
+    assert first[:3] == ("vt", generated.SEED, 1024) and named["items"] == 500
+    assert asked["items"] == 7 and len(asked["rows"]) == 3 and not asked["text"]
+
+
+def test_folders_are_found_by_name_or_family(tmp_path: Path):
+    find = benchmarks.find_folder
+    assert find("ruler_vt_1024", tmp_path) == find("frames", tmp_path) == tmp_path
+    (tmp_path / "ruler").mkdir()
+    (tmp_path / "frames").mkdir()
+    assert find("ruler_vt_1024", tmp_path) == tmp_path / "ruler"
+    assert find("frames", tmp_path) == tmp_path / "frames"
+    assert find("needle", tmp_path) == find("needle_1024", tmp_path) == tmp_path
+    (tmp_path / "ruler_vt_1024").mkdir()
+    assert find("ruler_vt_1024", tmp_path) == tmp_path / "ruler_vt_1024"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "ruler_vat_1024",
+            r"'ruler_vat_1024': must be ruler_TASK_LENGTH, .* niah_single",
+        ),
+        ("ruler_vt", "must be ruler_TASK_LENGTH"),
+        ("ruler", "must be ruler_TASK_LENGTH"),
+        ("ruler_vt_16K", "length '16K': must be a number of tokens, such as 16384"),
+        ("ruler_vt_", "length '': must be a number"),
+        ("ruler_vt_²", "length '²': must be a number"),
+        ("ruler_vt_99", r"length = 99: must be at least \d+, the prompt without"),
+        ("needle_", "length '': must be a number"),
+        ("needle_1024_deep", "length 'deep'"),
+        ("needle_1024_1024", "must have each length once"),
+        ("rulers_vt_1024", r"'rulers_vt_1024' is unknown; .*ruler_TASK_LENGTH, needle_LENGTH_"),
+    ],
+)
+def test_mistakes_in_names_are_told(name: str, message: str, folder: Path, chatml: Tokenizer):
+    with pytest.raises(ValueError, match=message):
+        benchmarks.load(name, folder, 1, chatml)
+
+
+def test_what_is_missing_is_told(folder: Path, chatml: Tokenizer, tmp_path: Path):
+    for name in ("needle_1024", "ruler_niah_single_2_1024"):
+        with pytest.raises(FileNotFoundError, match=r"no \*\.txt there, the prose"):
+            benchmarks.load(name, tmp_path, 1, chatml)
+    with pytest.raises(FileNotFoundError, match=r"no \*\.jsonl there"):
+        benchmarks.load("ruler_qa_1024", tmp_path, 1, chatml)
+    assert benchmarks.load("ruler_vt_2048", tmp_path / "none", 1, chatml).items  # needs no text
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ValueError, match="benchmark 'needle_1024': text: has no words"):
+        benchmarks.load("needle_1024", tmp_path, 1, chatml)
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.txt: not UTF-8 text"):
+        benchmarks.load("needle_1024", tmp_path, 1, chatml)
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        benchmarks.load("ruler_vt_1024", folder)
+    with pytest.raises(ValueError, match="limit = 0"):
+        benchmarks.load("ruler_vt_1024", folder, 0, chatml)

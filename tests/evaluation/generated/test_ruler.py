@@ -1,0 +1,434 @@
+"""RULER's tasks and the needle grid, solved by regular expressions that know only the prompt."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spell_jax.evaluation.benchmarks.base import Benchmark, Item
+from spell_jax.evaluation.generated import haystack, names
+from spell_jax.evaluation.generated.names import ADJECTIVES, NOUNS, Names
+from spell_jax.evaluation.generated.needle import needle
+from spell_jax.evaluation.generated.ruler import (
+    PROSE_TASKS,
+    TASKS,
+    QaRow,
+    read_rows,
+    ruler,
+)
+from tests.policy import hf_folders
+
+LENGTHS = (4096, 16_384, 131_072)
+NEEDLE = re.compile(r"A secret (?:number|uuid) of (\S+) is (\S+?)\.")
+NIAH = tuple(task for task in TASKS if task.startswith("niah"))
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+@functools.cache
+def prose(sentences: int = 3000) -> str:
+    rng = np.random.default_rng(7)
+    stems = [names.letters(rng, int(rng.integers(2, 9))) for _ in range(400)]
+    lines = []
+    for size in rng.integers(4, 30, sentences):
+        lines.append(" ".join(stems[i] for i in rng.integers(0, 400, size)).capitalize() + ".")
+    return "\n".join(lines)
+
+
+@functools.cache
+def qa_rows(count: int = 160) -> tuple[QaRow, ...]:
+    """Each of ten documents names a town's mayor; the question is about one town."""
+    rng, rows = np.random.default_rng(8), []
+    filler = prose().replace("\n", " ").split()
+    for index in range(count):
+        documents = []
+        for place in range(10):
+            start = int(rng.integers(len(filler) - 150))
+            rest = " ".join(filler[start : start + 100])
+            documents.append(f"Town{index}x{place}\nIts mayor is Mayor{index}y{place}z. {rest}")
+        asked = int(rng.integers(10))
+        question = f"Who is the mayor of Town{index}x{asked}?"
+        rows.append(QaRow(tuple(documents), question, (f"Mayor{index}y{asked}z", "nobody else")))
+    return tuple(rows)
+
+
+def make(task: str, length: int = 4096, seed: int = 0, items: int = 3, **changes) -> Benchmark:
+    given = {"count_tokens": words, "text": prose(), "rows": qa_rows()} | changes
+    return ruler(task, seed, length, items=items, **given)
+
+
+def solve(task: str, prompt: str) -> str:
+    """The right answer, from the prompt alone."""
+    if task == "qa":
+        town = re.findall(r"mayor of (\w+)\?", prompt)[-1]
+        (mayor,) = re.findall(rf"^{town}\nIts mayor is (\w+)\.", prompt, re.MULTILINE)
+        return mayor
+    if task == "vt":
+        return ", ".join(solve_variables(prompt.rpartition("Your turn:")[2]))
+    body, _, question = prompt.rpartition("\n\n")
+    if task == "cwe":
+        return ", ".join(w for w, _ in listed_words(body).most_common(10))
+    if task == "fwe":
+        counts = Counter(body.split("\n\n")[1].split())
+        del counts["..."]
+        return ", ".join(word for word, _ in counts.most_common(3))
+    asked = re.split(r", | and ", re.findall(r" of (\S+(?:(?:,| and) \S+)*)\?", question)[0])
+    return ", ".join(value for key, value in NEEDLE.findall(body) if key in asked)
+
+
+def solve_variables(prompt: str) -> list[str]:
+    wanted = re.findall(r"value (\d+)", prompt)[-1]
+    values: dict[str, str] = {}
+    for name, number, other in re.findall(r"^VAR (\w+) = (?:(\d+)|VAR (\w+))$", prompt, re.M):
+        values[name] = number or values[other]  # KeyError: not in the order of the chain
+    return [name for name, value in values.items() if value == wanted]
+
+
+def listed_words(body: str) -> Counter[str]:
+    listed = re.findall(r"(\d+)\. (\S+)", body.rpartition("Your turn:")[2])
+    assert [int(place) for place, _ in listed] == list(range(1, len(listed) + 1))
+    return Counter(word for _, word in listed)
+
+
+def hay_of(item: Item) -> str:
+    return item.prompt.partition("\n\n")[2].rpartition("\n\n")[0]
+
+
+def check_lengths(made: Benchmark, length: int, count: Callable[[str], int]) -> None:
+    for item in made.items:
+        assert 0.95 * length <= count(item.prompt) <= length
+        assert item.fields["tokens"] == count(item.prompt) and item.fields["length"] == length
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_solver_that_reads_the_prompt_scores_all_and_a_blank_answer_nothing(task, length):
+    made = make(task, length, items=3 if length < 100_000 else 1)
+    check_lengths(made, length, words)
+    for item in made.items:
+        answer = solve(task, item.prompt)
+        assert made.score(f"<think>Hm.</think> They are {answer}.", item) == 1.0
+        if task != "qa":
+            assert sorted(answer.split(", ")) == sorted(item.references)
+        for blank in ("", "  ", "I do not know.", f"<think>{answer}</think>", f"<think>{answer}"):
+            assert made.score(blank, item) == 0.0
+        assert item.prompt.endswith(item.question) and json.loads(json.dumps(dict(item.fields)))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths_in_tokens_of_qwen(length: int, spell_data: Path):
+    tokenizer = hf_folders.load(hf_folders.real(spell_data, "qwen2.5"))
+    text = max((path.read_text() for path in (spell_data / "books" / "dev").iterdir()), key=len)
+    rows = read_rows(spell_data / "multihop")
+    assert len(rows) == 300
+    counted = []
+
+    def count(text: str) -> int:
+        counted.append(len(text))
+        return tokenizer.count(text)
+
+    for task in TASKS:
+        counted.clear()
+        made = ruler(task, 0, length, count, text=text, rows=rows, items=1)
+        (item,) = made.items
+        # Its pieces, itself, its frame; here and there itself again.
+        assert sum(counted) < (3.3 + 16_000 / length) * len(item.prompt), task
+        check_lengths(made, length, tokenizer.count)
+        if task != "qa":
+            assert made.score(solve(task, item.prompt), item) == 1.0
+        else:
+            row = next(row for row in rows if row.question == item.question)
+            assert all(document in item.prompt for document in row.documents)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda text: len(text.split()) + 1,  # each piece has one that the whole has not
+        lambda text: len(text) // 4,  # the whole has more than the pieces
+        lambda text: 3 * len(text),
+    ],
+)
+@pytest.mark.parametrize("task", TASKS)
+def test_lengths_with_counts_that_do_not_add_up(task: str, count):
+    length = 131_072 if count("a") == 3 else 8192
+    check_lengths(make(task, length, items=2, count_tokens=count), length, count)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_prompt_is_counted_once_and_its_pieces_once(task: str):
+    counted: Counter[str] = Counter()
+
+    def count(text: str) -> int:
+        counted[text] += 1
+        return words(text)
+
+    made = make(task, 8192, items=4, count_tokens=count)
+    assert all(counted[item.prompt] == 1 for item in made.items)
+    assert sum(words(text) > 4000 for text in counted.elements()) <= 5
+    assert max(counted.values()) == 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_seed_decides(task: str):
+    first = make(task)
+    prompts = [item.prompt for item in first.items]
+    assert [item.prompt for item in make(task).items] == prompts
+    assert make(task).items == first.items
+    other = make(task, seed=1)
+    assert not set(prompts) & {item.prompt for item in other.items}
+    assert len(set(prompts)) == 3 and len({item.id for item in first.items}) == 3
+    assert [item.id for item in other.items] == [item.id for item in first.items]
+    assert (first.judged, first.name) == (False, f"ruler_{task}_4096")
+    # More items are the same ones and others behind them.
+    assert make(task, items=5).items[:3] == first.items
+
+
+@pytest.mark.parametrize(
+    ("task", "needles", "references"),
+    [
+        ("niah_single_1", 1, 1),
+        ("niah_single_2", 1, 1),
+        ("niah_single_3", 1, 1),
+        ("niah_multikey_1", 4, 1),
+        ("niah_multikey_2", None, 1),
+        ("niah_multikey_3", None, 1),
+        ("niah_multivalue", 4, 4),
+        ("niah_multiquery", 4, 4),
+    ],
+)
+def test_needles_collide_with_nothing(task: str, needles: int | None, references: int):
+    for item in make(task, items=5).items:
+        found = NEEDLE.findall(hay_of(item))
+        assert len(found) == needles if needles else len(found) > 300
+        keys, values = [key for key, _ in found], [value for _, value in found]
+        assert len(set(values)) == len(found) and len(item.references) == references
+        assert len(set(keys)) == (1 if task == "niah_multivalue" else len(found))
+        for name in {*keys, *item.references}:  # nothing else in the text has it
+            assert hay_of(item).count(name) == (
+                4 if (task, name) == ("niah_multivalue", keys[0]) else 1
+            )
+        uuids = task in ("niah_single_3", "niah_multikey_3")
+        shape = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}" if uuids else r"[1-9]\d{6}"
+        assert all(re.fullmatch(shape, value) for value in values)
+
+
+@pytest.mark.parametrize("task", NIAH)
+def test_needles_are_at_their_depths(task: str):
+    seen = set()
+    for item in make(task, 1024, items=30).items:
+        hay, total = hay_of(item), words(hay_of(item))
+        places = {
+            value: place for key, value in NEEDLE.findall(hay) for place in [hay.index(value)]
+        }
+        assert len(item.fields["depths"]) == len(item.references)
+        for value, depth in zip(item.references, item.fields["depths"], strict=True):
+            before = words(hay[: places[value]])
+            # A sentence has 30 words at most and a needle 8, of which 7 stand before its value.
+            assert abs(before - depth * total) <= 30 + 4 * 8
+            seen.add(round(depth * 4))
+    assert seen == {0, 1, 2, 3, 4}
+
+
+def test_variables_of_several_chains():
+    for item in make("vt", chains=6, hops=3, items=5).items:
+        found = solve_variables(item.prompt.rpartition("Your turn:")[2])
+        assert tuple(found) == item.references and len(found) == 4
+        turn = item.prompt.rpartition("Your turn:")[2]
+        assert len(re.findall(r"^VAR \w{5} = \d{5}$", turn, re.M)) == 6
+        assert len(set(re.findall(r"^VAR (\w{5}) = ", turn, re.M))) == 24
+    (item,) = make("vt", items=1).items
+    example = item.prompt.partition("Your turn:")[0]
+    assert ", ".join(solve_variables(example)) == example.strip().rpartition("\n")[2]
+    assert re.fullmatch(r"\w{3}(, \w{3}){4}", example.strip().rpartition("\n")[2])
+
+
+def test_common_words_are_ten_times_as_frequent():
+    for length, often in ((8192, 3), (16_384, 10)):
+        (item,) = make("cwe", length, items=1).items
+        counts = listed_words(item.prompt.rpartition("\n\n")[0])
+        assert sorted(Counter(counts.values())) == [3, 30]
+        assert {word for word, count in counts.items() if count == 30} == set(item.references)
+        assert len(item.references) == 10
+        example = item.prompt.partition("Your turn:")[0]
+        answer = re.findall(r"\d+\. (\S+)", example.strip().rpartition("\n")[2])
+        assert all(len(re.findall(rf" {word}\b", example)) == often + 1 for word in answer)
+        assert len(answer) == 10 and not set(answer) & set(counts)
+        shown = Counter(re.findall(r"\d+\. (\S+)", example.partition("\n\nWhich")[0]))
+        assert sorted(set(shown.values())) == [often // 3, often]
+
+
+def test_frequent_words_follow_the_zeta_distribution():
+    (item,) = make("fwe", 16_384, items=1).items
+    counts = [count for _, count in Counter(hay_of(item).split()).most_common()]
+    shares = np.array([6 / np.pi**2 / k**2 for k in range(1, len(counts) + 1)])
+    total = next(n for n in range(10_000, 40_000) if int(n * shares[0]) == counts[0])
+    assert counts[:20] == pytest.approx(np.floor(total * shares[:20]), abs=1)
+    assert counts[-1] == 1 and sum(counts) < total
+    (short,) = make("fwe", 128, items=1).items
+    with pytest.raises(ValueError, match="must be at least"):
+        make("fwe", 64)  # too few words for the fourth to be more frequent than the fifth
+    least = Counter(hay_of(short).split()).most_common(5)
+    assert least[3][1] > least[4][1] and least[0][0] == "..."
+
+
+def test_documents_of_a_question():
+    made = make("qa", items=160)
+    assert len(made.items) == 160 and len({item.question for item in made.items}) == 160
+    item = made.items[0]
+    row = next(row for row in qa_rows() if row.question == item.question)
+    found = re.findall(r"Document (\d+):\n(Town.*\n.*)\n", item.prompt)
+    assert [int(number) for number, _ in found] == list(range(1, len(found) + 1))
+    documents = [document for _, document in found]
+    assert len(set(documents)) == len(documents) > 30 and set(row.documents) < set(documents)
+    assert documents[:10] != list(row.documents)
+    for other in made.items:  # no document twice
+        shown = re.findall(r"^Town\w+$", other.prompt, re.MULTILINE)
+        assert len(set(shown)) == len(shown) > 30
+    firsts = [re.findall(r"Document 1:\n(\w+)", i.prompt)[0] in i.question for i in made.items]
+    assert not all(firsts)
+
+
+def test_scores_are_shares_of_the_references():
+    made = make("niah_multivalue")
+    item = made.items[0]
+    one, two, *_ = item.references
+    assert made.score(f"{one}", item) == 0.25 and made.score(f"{one} and {two}", item) == 0.5
+    assert made.extract("<think>x</think>  y ", item) == "y"
+    assert made.extract("<think>x", item) is None and made.extract(" ", item) is None
+    vt = make("vt").items[0]
+    assert made.score(" ".join(vt.references).lower(), vt) == 1.0
+    qa = make("qa")
+    assert qa.score("Nobody else!", qa.items[0]) == 1.0
+
+
+def test_no_name_is_a_part_of_another():
+    assert len(set(ADJECTIVES)) == len(set(NOUNS)) == 256
+    ends = [(a, b) for a in ADJECTIVES for b in ADJECTIVES if a != b and b.endswith(a)]
+    beginnings = [(a, b) for a in NOUNS for b in NOUNS if a != b and b.startswith(a)]
+    assert not ends and not beginnings
+
+
+@pytest.mark.parametrize("kind", ["word", "number", "uuid", "code", "variable"])
+def test_names_avoid_the_text(kind: str):
+    first = Names(np.random.default_rng(0)).draw(kind)
+    taken = Names(np.random.default_rng(0), f"there is {first} in it")
+    drawn = [taken.draw(kind) for _ in range(2000)]
+    assert first not in drawn and len(set(drawn)) == 2000
+
+
+def test_names_come_to_an_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(names, "ADJECTIVES", ("red", "new"))
+    monkeypatch.setattr(names, "NOUNS", ("car", "hat"))
+    few = Names(np.random.default_rng(0))
+    assert {few.draw("word") for _ in range(4)} == {"red-car", "red-hat", "new-car", "new-hat"}
+    with pytest.raises(ValueError, match="needs more than the 4 names"):
+        few.draw("word")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["word " * 3000, "汉字" * 3000, "一二三四五六。" * 500, "A b. C d! E f?\n\nG-h i."],
+)
+def test_any_text_makes_a_haystack(text: str):
+    made = make("niah_single_2", 2048, text=text, count_tokens=lambda text: len(text) // 3)
+    assert all(made.score(solve("niah_single_2", i.prompt), i) == 1.0 for i in made.items)
+    assert max(map(len, haystack.split_sentences(text))) <= 400
+
+
+def test_needles_are_put_between_pieces():
+    pieces = [("a", 10), ("b", 30), ("c", 60)]
+    for depth, at in ((0, 0), (0.09, 0), (0.1, 1), (0.39, 1), (0.4, 2), (0.99, 2), (1, 3)):
+        assert haystack.bury(pieces, ["x"], [depth]).index("x") == at
+    assert haystack.bury(pieces, ["y", "x", "z"], [0.5, 0.2, 0.5]) == list("axbyzc")
+
+
+def test_the_grid_has_a_needle_at_each_depth_and_length():
+    lengths, depths = (1024, 4096, 16_384), (0.0, 0.25, 0.5, 1.0)
+    made = needle(3, words, prose(), lengths=lengths, depths=depths, items=24)
+    cells = Counter((item.fields["length"], item.fields["depth"]) for item in made.items)
+    assert cells == {(length, depth): 2 for length in lengths for depth in depths}
+    for item in made.items:
+        hay, length = hay_of(item), item.fields["length"]
+        assert 0.95 * length <= words(item.prompt) <= length
+        ((_, value),) = NEEDLE.findall(hay)
+        assert item.references == (value,) and value not in item.question
+        before = words(hay[: hay.index(value)]) - 7
+        assert 0 <= item.fields["depth"] * (words(hay) - 8) - before <= 30
+        assert made.score(solve("niah", item.prompt), item) == 1.0 and made.score("", item) == 0
+    assert len({item.references for item in made.items}) == len({i.id for i in made.items}) == 24
+    assert needle(3, words, prose(), lengths=(1024,)).items[0] == made.items[0]
+    assert needle(4, words, prose(), lengths=(1024,)).items[0] != made.items[0]
+    # One for each cell, if nothing else is said; of fewer the first, of more those again.
+    whole = needle(3, words, prose(), lengths=lengths, depths=depths).items
+    assert [i.id for i in whole] == [f"needle-{n}-{d}-0" for n in lengths for d in depths]
+    assert made.items[:12] == whole and len(needle(0, words, prose(), lengths=(1024,)).items) == 11
+    assert needle(3, words, prose(), lengths=lengths, depths=depths, items=5).items == whole[:5]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_too_short_a_length_is_refused(task: str):
+    with pytest.raises(ValueError, match=r"length = 30: must be at least \d+, the prompt without"):
+        make(task, 30)
+
+
+def test_what_is_missing_is_refused():
+    with pytest.raises(ValueError, match="task = 'niah': must be one of niah_single_1, "):
+        make("niah")
+    for task in PROSE_TASKS:
+        with pytest.raises(ValueError, match="text: has no words"):
+            make(task, text=" \n")
+    with pytest.raises(ValueError, match="items = 3, 0 rows: there is nothing to ask"):
+        make("qa", rows=())
+    with pytest.raises(
+        ValueError, match=r"length = 131072: the filling there is makes a prompt of"
+    ):
+        make("qa", 131_072, rows=qa_rows()[:20])
+    for changes in ({"depths": (1.5,)}, {"lengths": ()}, {"items": 0}):
+        with pytest.raises(ValueError, match="must be at least one each, depths from 0 to 1"):
+            needle(0, words, prose(), **changes)
+    assert set(PROSE_TASKS) < set(NIAH) and len(PROSE_TASKS) == 5
+
+
+def test_rows_are_read_in_three_layouts(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    lines = [
+        {"question": "q1", "answer": "a1", "context": [["T", ["One.", " Two."]], ["U", ["x"]]]},
+        {
+            "question": "q2",
+            "answer": "a2",
+            "answer_aliases": ["b2", "a2"],
+            "paragraphs": [{"title": "T", "paragraph_text": "Three."}],
+        },
+        {"question": "q3", "answers": ["a3", "b3"], "documents": ["Four."]},
+        {"question": "q4", "answer": "", "documents": ["Five."]},
+        {"question": "q5", "answer": "a5", "documents": []},
+        {"question": "q6", "documents": ["Six."]},
+        {"question": "q7\ud800", "answer": "a7", "documents": ["Seven."]},
+    ]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "a.jsonl").write_text(json.dumps(lines[2]) + "\n")
+    (tmp_path / "a.txt").write_text("none")
+    assert read_rows(tmp_path) == (
+        QaRow(("Four.",), "q3", ("a3", "b3")),
+        QaRow(("T\nOne. Two.", "U\nx"), "q1", ("a1",)),
+        QaRow(("T\nThree.",), "q2", ("a2", "b2")),
+        QaRow(("Four.",), "q3", ("a3", "b3")),
+    )
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        f"{tmp_path / 'b.jsonl'}:{number}:" for number in (4, 5, 6, 7)
+    ]
+    with pytest.raises(FileNotFoundError, match=r"no \*\.jsonl there"):
+        read_rows(tmp_path / "none")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "d.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="no line of its 1 files is a question"):
+        read_rows(tmp_path / "c")

@@ -1,0 +1,55 @@
+"""Pictures of what a benchmark tells apart: each value is where its fields say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from spell_jax.evaluation import figures as pictures
+
+
+def part(mean: float, **fields) -> dict:
+    return {
+        **fields,
+        "questions": 1,
+        "pass@1": {"mean": mean, "low": mean - 0.1, "high": mean + 0.2},
+        "pass@2": {"mean": 1.0, "low": 1.0, "high": 1.0},
+    }
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[Figure]:
+    """The figures that are saved."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: figures.append(self))
+    return figures
+
+
+def test_two_fields_are_a_heat_map(drawn, tmp_path):
+    parts = [part(0.1, length=10, depth=0.0), part(0.2, length=2000, depth=0.0)]
+    parts += [part(0.3, length=2000, depth=0.5)]
+    pictures.draw(tmp_path / "a.png", "needle", {16: parts, 1024: parts[:1]})
+    first, second = [axes for axes in drawn[0].axes if axes.images]
+    assert np.array_equal(first.images[0].get_array().filled(-1), [[0.1, 0.2], [-1, 0.3]])
+    assert first.images[0].get_clim() == (0, 1)
+    assert [text.get_text() for text in first.get_xticklabels()] == ["10", "2,000"]
+    assert [text.get_text() for text in first.get_yticklabels()] == ["0.0", "0.5"]
+    assert (first.get_xlabel(), first.get_ylabel()) == ("length", "depth")
+    found = {(text.get_position(), text.get_text()) for text in first.texts}
+    assert found == {((0, 0), "10"), ((1, 0), "20"), ((1, 1), "30")}
+    assert first.get_title() == "needle, prompts of at most 16 tokens"
+    assert second.get_title() == "needle, prompts of at most 1,024 tokens"
+
+
+def test_one_field_is_a_line_with_a_band(drawn, tmp_path):
+    parts = [part(0.2, step=3), part(0.5, step=9)]
+    pictures.draw(tmp_path / "a.png", "own questions", {16: parts})
+    (axes,) = drawn[0].axes
+    assert axes.lines[0].get_xydata().tolist() == [[3, 0.2], [9, 0.5]]
+    (band,) = axes.collections
+    corners = {tuple(np.round(corner, 6).tolist()) for corner in band.get_paths()[0].vertices}
+    assert {(3, 0.1), (3, 0.4), (9, 0.4), (9, 0.7)} <= corners
+    assert axes.get_ylabel() == "accuracy, pass@1" and axes.get_xlabel() == "step"
+    (other,) = axes.child_axes
+    assert other.get_ylabel() == "difficulty, 1 - pass@1"

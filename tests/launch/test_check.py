@@ -1,0 +1,467 @@
+"""launch/check.py: every mistake by field, value and what would be right; and no device."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from configs import base
+from launch import check
+from spell_jax.algorithms import registry as playable
+from spell_jax.learner import packing
+from spell_jax.learner.update import PackingConfig
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import transformer, weights
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import setup as start
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.config import build
+from spell_jax.sampler.engine import SamplerConfig
+from spell_jax.trainer import build as catalogue
+from spell_jax.trainer.build import TINY_POLICY
+from tests import noise, tiny
+from tests.configs.test_configs import NAMES, has_game
+from tests.paths import ROOT
+
+# What every line begins with: a field, and mostly its value.
+LINE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*( = .*)?: .*")
+
+
+@pytest.fixture(autouse=True)
+def _no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a device was asked for")
+
+    for name in ("devices", "local_devices", "device_count", "local_device_count", "make_mesh"):
+        monkeypatch.setattr(jax, name, refuse)
+    for name in ("process_index", "process_count"):
+        monkeypatch.setattr(jax, name, refuse)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+    """Policies with few weights and room for long prompts, dense and of experts; documents; and a
+    run's folder with checkpoints of steps 2 and 4, and those of steps 6 and 8 not finished."""
+    root = tmp_path_factory.mktemp("check")
+    tokenizer = tokenizers.load(TINY_POLICY)
+    dense = PolicyConfig(tokenizer.vocab_size, 32, 1, 4, 2, 8, 48, max_positions=131_072)
+    experts = dataclasses.replace(
+        dense, qkv_bias=False, qk_norm=True, experts=8, experts_per_token=2
+    )
+    for name, policy in (("dense", dense), ("experts", experts)):
+        params = transformer.init(policy, jax.random.key(0))
+        weights.save(root / name, policy, params, tokenizer)
+    (root / "documents").mkdir()
+    for letter in "abc":
+        (root / "documents" / f"{letter}.txt").write_text(f"The text {letter}.\n")
+    workdir = root / "run"
+    workdir.mkdir()
+    checkpoints = Checkpoints(workdir)
+    for step in (2, 4):
+        checkpoints.save(step, {"x": np.zeros(1)}, {"seed": 0})
+    checkpoints.close()
+    (workdir / "checkpoints" / "6" / "arrays").mkdir(parents=True)
+    unnamed = workdir / "checkpoints" / "8.orbax-checkpoint-tmp"
+    shutil.copytree(workdir / "checkpoints" / "4", unnamed)
+    start.write_config(noise.small_config(TINY_POLICY, steps=4), workdir)
+    return {path.name: path for path in root.iterdir()}
+
+
+def small(**fields: Any) -> Any:
+    """A right config, but for these fields, by dotted name."""
+    return noise.small_config(TINY_POLICY, **fields)
+
+
+def fields_of(found: check.Checked) -> list[str]:
+    assert all(LINE.fullmatch(line) for line in found.mistakes), found.mistakes
+    return [re.split(r" = |: ", line)[0] for line in found.mistakes]
+
+
+# ----------------------------------------------------------------------------------------- Configs
+
+RUNS = [name for name in NAMES if has_game(name)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_config_says_what_is_still_to_be_given(name: str) -> None:
+    config = importlib.import_module(f"configs.{name}").get_config()
+    missing = set()
+    for model in catalogue.model_sections(config):
+        folder = config[model].folder
+        if folder != "tiny" and not (folder and pathlib.Path(folder).is_dir()):
+            missing.add(f"{model}.folder")
+    data, kind = config.data, playable.GAMES[config.game.name]
+    if "clusters" not in kind.plays:
+        named = [field for field in ("questions", "validation") if data[field]]
+        absent = [field for field in named if not pathlib.Path(data[field]).is_file()]
+        absent = absent or ["questions"] * (not data.questions)
+        missing |= {f"data.{field}" for field in absent[:1]}
+    elif not data.source:
+        missing.add("data.source")
+    assert set(fields_of(check.check(config))) == missing
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_config_passes_with_it(
+    name: str, folders: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    config = importlib.import_module(f"configs.{name}").get_config()
+    for model in catalogue.model_sections(config):
+        if config[model].folder != "tiny":
+            kind = "experts" if config.mesh.expert > 1 else "dense"
+            config[model].folder = str(folders[kind])
+            config[model].thinking = ""  # their chat layout has none
+            config[model].stretch = ""  # they are of a short context by themselves
+    if config.data.source not in catalogue.GENERATED:
+        noise.give_data(config, tmp_path)
+        config.data.documents_per_cluster = 1
+    found = check.check(config)
+    assert found.mistakes == []
+    assert found.topology and found.topology.chips == config.mesh.expert * config.mesh.context
+    assert check.describe(found)
+
+
+def test_a_warm_start_is_told_where_it_is_checked() -> None:
+    config = importlib.import_module("configs.tiny_warm_start").get_config()
+    found = check.check(config)
+    assert fields_of(found) == ["game"] and "spell_jax.sft" in found.mistakes[0]
+
+
+# ---------------------------------------------------------------------------------------- Mistakes
+
+CONTEXT = {"mesh.fsdp": 1, "mesh.context": 4}
+MISTAKES: list[tuple[dict[str, Any], str, str]] = [
+    ({"steps": 0}, "", r"steps = 0: must be at least 1"),
+    ({"staleness": 1}, "", r'loss.behaviour = "current": must be "truncated" or "sampler"'),
+    ({"profile_steps": ("a",)}, "", r"profile_steps = \('a',\): must be steps from 1 on"),
+    ({"policy.remat": "all"}, "", r"policy.remat = 'all': must be one of"),
+    (
+        {"policy.lora_rank": 2, "policy.lora_pattern": "none"},
+        "",
+        r"policy.folder = .*: lora.pattern = 'none': is in none of",
+    ),
+    ({"policy.folder": ""}, "", r"policy.folder = '': must be a Hugging Face folder"),
+    ({"policy.folder": "no/such"}, "", r"policy.folder = 'no/such': must be a Hugging Face folder"),
+    ({"policy.thinking": "on"}, "", r"policy.folder = .*: thinking = True: .* must be None"),
+    ({"game.group_size": 1}, "", r"game.group_size = 1: must be at least 2"),
+    ({"game.prompts": "no/such"}, "", r"game.prompts = 'no/such': .*"),
+    (
+        {"data.source": "no/such"},
+        "",
+        r"data.source = 'no/such': must be 'tiny', 'tin",
+    ),
+    ({"data.tasks": ()}, "", r"data.tasks = \(\): must be one or more of"),
+    ({"data.tiny.evaluation.per_cell": 0}, "", r"data.tiny.evaluation.per_cell = 0: must be"),
+    ({"loss.clip_low": -1.0}, "", r"loss.clip_low = -1.0: must be 0 or more"),
+    (
+        {"optimiser.schedule": "linear", "optimiser.warmup_steps": 3},
+        "",
+        r"optimiser.total_steps = 3: must be above warmup_steps = 3",
+    ),
+    ({"sampler.top_p": 1.5}, "", r"sampler.top_p = 1.5: must be in \(0, 1\]"),
+    ({"sampler.no_such": 1}, "", r"sampler.no_such: no such field, must be one of"),
+    (
+        {"sampler.max_verdict_tokens": 1000},
+        "",
+        r"sampler: the longest prompt and answer have 1128 tokens together, must be at most",
+    ),
+    (
+        {"sampler.cache_tokens": 128},
+        "",
+        r"sampler.cache_tokens = 128: a prompt of 128 tokens and an answer of 6 must fit",
+    ),
+    ({"sampler.block": 30} | CONTEXT, "cpu:4", r"sampler.block = 30: must be a multiple of mesh"),
+    (
+        {"packing.token_budget": 100},
+        "",
+        r"packing.token_budget = 100: must be at least the length of the largest bucket, 160",
+    ),
+    (
+        {"packing.buckets": ((162, 24),)} | CONTEXT,
+        "cpu:4",
+        r"packing.buckets: \(162, 24\) must be multiples of mesh.context = 4",
+    ),
+    (
+        {"packing.buckets": ((133, 24),)},
+        "",
+        r"packing.buckets: the largest, \(133, 24\), must be at least \(134, 6\), sampler",
+    ),
+    (
+        {"packing.buckets": ((160, 5),)},
+        "",
+        r"packing.buckets: the largest, \(160, 5\), must be at least \(134, 6\), sampler",
+    ),
+    ({"mesh.fsdp": 3}, "cpu:8", r"mesh = .*: cannot be laid out on 8 devices"),
+    ({"mesh.fsdp": 4}, "gpu:8", r"mesh = .*: makes 4 devices, but there are 8"),
+    ({"mesh.rows": "all"}, "", r"mesh.rows: not a mesh axis, must be one of"),
+    ({}, "v5e-12", r"topology = 'v5e-12': must be one of .*v5e-16, .*, cpu:N, gpu:N"),
+    ({}, "cpu:0", r"topology = 'cpu:0': must be one of"),
+    ({"mesh.tensor": 8}, "v5e-8", r"mesh.tensor = 8: must divide the policy's 4 heads"),
+    ({"mesh.expert": 2}, "cpu:8", r"mesh.expert = 2: must be 1, the policy has no experts"),
+]
+
+
+@pytest.mark.parametrize(("fields", "topology", "line"), MISTAKES)
+def test_a_mistake_is_told_alone(fields: dict[str, Any], topology: str, line: str) -> None:
+    found = check.check(small(**fields), topology)
+    assert len(found.mistakes) == 1 and re.match(line, found.mistakes[0]), found.mistakes
+    assert fields_of(found)
+
+
+def test_the_right_ones_have_no_mistake() -> None:
+    assert check.check(small()).mistakes == []
+    assert check.check(small(**CONTEXT), "cpu:4").mistakes == []
+    assert check.check(small(**{"mesh.tensor": 4}), "v5e-8").mistakes == []
+    longest = {"packing.buckets": ((134, 6),)}
+    assert check.check(small(**longest)).mistakes == []
+
+
+def test_mistakes_of_all_sections_are_told_at_once(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("")
+    mistakes = {
+        "steps": 0,
+        "policy.compute_dtype": "float16",
+        "game.group_size": 1,
+        "data.tasks": (),
+        "sampler.top_p": 1.5,
+        "packing.token_budget": 100,
+        "loss.clip_low": -1.0,
+        "optimiser.b1": 2.0,
+        "mesh.fsdp": 3,
+    }
+    found = check.check(small(**mistakes), "cpu:8", str(tmp_path / "file"))
+    fields = fields_of(found)
+    assert sorted(fields) == sorted({*mistakes, "workdir", "mesh"} - {"mesh.fsdp"})
+    for other in ({"data.source": "no/such"}, {"sampler.cache_tokens": 128}):
+        two = check.check(small(**{"loss.clip_low": -1.0} | other))
+        assert fields_of(two) == ["loss.clip_low", *other]
+
+
+def test_experts_are_split_evenly_and_keep_their_weights(folders: dict[str, pathlib.Path]) -> None:
+    experts = {"policy.folder": str(folders["experts"])}
+    found = check.check(small(**experts, **{"mesh.expert": 3}), "cpu:3")
+    assert found.mistakes == ["mesh.expert = 3: must divide the policy's 8 experts"]
+    fields = {"sampler.weights_dtype": "int8", "loss.clip_low": -1.0}
+    found = check.check(small(**experts, **fields))
+    assert sorted(fields_of(found)) == sorted(fields)
+    assert check.check(small(**experts, **{"mesh.expert": 4}), "cpu:8").mistakes == []
+
+
+def test_weights_are_looked_for_where_they_will_be_read(
+    folders: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    folder = tmp_path / "policy"
+    shutil.copytree(TINY_POLICY, folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")  # not read
+    fields = {"policy.folder": str(folder), "steps": 4}
+    (line,) = check.check(small(**fields)).mistakes
+    assert line.startswith(f"policy.folder = '{folder}': {folder}/model.safetensors: not there")
+    assert check.check(small(**fields), workdir=str(folders["run"])).mistakes == []
+    from_run = fields | {"init_from": str(folders["run"])}
+    found = check.check(small(**from_run))
+    assert found.mistakes == []
+    assert f"begins with the weights of {folders['run']}, its newest step" in check.describe(found)
+    (line,) = check.check(small(**fields | {"init_from": str(tmp_path)})).mistakes
+    assert line.startswith(f"init_from = '{tmp_path}': must be a run's folder, or RUN/checkpoints/")
+    (folder / "pytorch_model.bin").unlink()
+    found = check.check(small(**fields))
+    assert found.mistakes == []
+    assert f"begins with random weights, for {folder} holds none" in check.describe(found)
+
+
+def test_weights_are_of_the_architecture(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "policy"
+    shutil.copytree(TINY_POLICY, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"intermediate_size": 100}))
+    (line,) = check.check(small(**{"policy.folder": str(folder)})).mistakes
+    assert re.match(rf"policy.folder = '{folder}': .*mlp.* has shape .*, needs \(100, 128\)", line)
+
+
+def test_what_does_not_fit_into_memory_says_what_takes_most() -> None:
+    cases = {
+        "sampler.cache_tokens": {"sampler.cache_tokens": 2**26},
+        "packing.token_budget": {"packing.token_budget": 2**21},
+    }
+    for field, fields in cases.items():
+        found = check.check(small(**fields), "v5e-4")
+        (line,) = found.mistakes
+        assert re.match(rf"{field} = \d+: (prefill|accumulate) takes [\d.]+ GiB of a chip", line)
+        assert "v5e-4 has 15.75; must be less" in line
+        assert check.check(small(**fields), "cpu:4").mistakes == []  # nobody knows
+
+
+def test_memory_is_that_of_the_runs_own_rows() -> None:
+    fields = {"packing.buckets": ((160, 24), (256, 32)), "packing.token_budget": 2048}
+    found = check.check(small(**fields), "cpu:4")
+    assert found.plan and found.plan.programs.bucket == packing.Bucket(256, 32)
+    # Over four devices; of the short rows 12, which have fewer tokens.
+    assert _trained(found) == (8, 256)
+    assert "rows of 256 tokens" in check.describe(found)
+    # A prompt with all of its answers, 512 tokens, is trained on in parts.
+    found = check.check(small(**{"game.group_size": 64, "packing.token_budget": 160}))
+    assert _trained(found) == (1, 160)
+
+
+def _trained(found: check.Checked) -> tuple[int, ...]:
+    """Rows and tokens of the micro-batches that memory was planned for."""
+    assert found.plan
+    (tokens,) = (p.tokens for p in found.plan.programs.of("update") if p.name == "accumulate")
+    return tokens
+
+
+# ------------------------------------------------------------------------------------ Data, workdir
+
+
+def test_a_build_that_is_not_whole_is_told(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "clusters-train.array_record-00000-of-00002").write_text("")
+    source = {"data.source": str(tmp_path)}
+    line = f"data.source = '{tmp_path}': {tmp_path}/manifest.json: is missing"
+    (told,) = check.check(small(**source)).mistakes
+    assert told.startswith(line)
+    for other in ({"policy.folder": ""}, {"game.group_size": 1}):
+        found = check.check(small(**source, **other))
+        assert fields_of(found) == [*other, "data.source"]
+        assert found.mistakes[1].startswith(line)
+
+
+def test_documents_are_read(tmp_path: pathlib.Path) -> None:
+    source = {"data.source": str(tmp_path)}
+    (told,) = check.check(small(**source)).mistakes
+    assert told.startswith("data.source = ") and "no usable text" in told
+    (tmp_path / "a.txt").write_text("One text.")
+    (told,) = check.check(small(**source)).mistakes
+    assert "one cluster cannot be split" in told
+    assert check.check(small(**source, **{"data.held_out": 0.0})).mistakes == []
+    found = check.check(small(**source, **{"data.validation": "no/such"}))
+    assert found.mistakes == ["data.validation = 'no/such': must be a .jsonl of questions"]
+
+
+@pytest.mark.parametrize("place", ["file", "file/run", "/proc/run"])
+def test_a_workdir_that_cannot_be_is_told(tmp_path: pathlib.Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    workdir = str(tmp_path / place)
+    (told,) = check.check(small(), workdir=workdir).mistakes
+    assert told.startswith(f"workdir = '{workdir}': must be a folder that files can be made in")
+
+
+def test_a_workdir_is_left_as_it_is(tmp_path: pathlib.Path) -> None:
+    found = check.check(small(), workdir=str(tmp_path / "new" / "run"))
+    assert found.mistakes == [] and found.step is None
+    assert not list(tmp_path.iterdir())
+    assert f"begins with the weights of {TINY_POLICY}, 3 steps" in check.describe(found)
+
+
+def test_a_run_is_resumed_as_it_began(folders: dict[str, pathlib.Path]) -> None:
+    workdir = str(folders["run"])
+    found = check.check(small(steps=8), workdir=workdir)
+    assert found.mistakes == [] and found.step == 4
+    assert f"resumes step 4 of {workdir}/checkpoints, up to 8" in check.describe(found)
+    assert "steps = 8: was 4 when last started" in found.remarks
+    assert len(found.remarks) == 1
+    found = check.check(small(steps=3, seed=2), workdir=workdir)
+    assert found.mistakes == ["steps = 3: must be at least 4, which are done"]
+    found = check.check(small(steps=4, seed=2), workdir=workdir)
+    assert found.mistakes == ["seed = 2: must be 0, with which this run began"]
+
+
+# --------------------------------------------------------------------------------- What a run does
+
+
+def test_the_papers_step() -> None:
+    """128 questions x 8 answers; as many bad ones as good; an eighth as many verdicts."""
+    config = base.get_config()
+    sampling = build(SamplerConfig, config.sampler, "sampler")
+    groups = check.longest_groups(config, sampling)
+    counts = packing.count_answers(groups)
+    assert counts == {"responder": 1024, "questioner": 256, "verifier": 128}
+    assert {group.tokens for group in groups} == {18_000 + 8 * 4096, 18_000 + 4096}
+    config.game.train_verifier = config.game.train_questioner = False
+    assert packing.count_answers(check.longest_groups(config, sampling)) == {"responder": 1024}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_rows_are_counted_as_they_are_packed(shared: bool) -> None:
+    buckets = (packing.Bucket(37, 30), packing.Bucket(40, 30))
+    layout = PackingConfig(buckets, 80, shared)
+    groups = packing.weigh(tiny.groups(40))
+    alone = groups if shared else packing.separate_answers(groups)
+    fitting, _ = packing.split_groups(alone, buckets[-1])
+    packed: dict[int, int] = {}
+    for batch in packing.pack(fitting, buckets, layout.token_budget):
+        rows = int(np.sum(np.any(batch.last_reader >= 0, axis=1)))
+        packed[batch.tokens.shape[1]] = packed.get(batch.tokens.shape[1], 0) + rows
+    rows = check.rows_by_bucket(groups, layout)
+    assert {bucket.length: count for bucket, count in rows.items()} == packed
+    assert len(packed) == 2
+
+
+def test_remarks_are_no_mistakes() -> None:
+    found = check.check(small(**{"sampler.slots": 14, "sampler.siblings": 2}), "cpu:4")
+    assert found.mistakes == []
+    first, second = found.remarks
+    assert first.startswith("sampler.slots = 14: becomes 16")
+    assert second.startswith("sampler.siblings = 2: a prompt is read for 2 answers at once")
+    found = check.check(small(**{"sampler.siblings": 6}))
+    assert ["2 of 6 places" in line for line in found.remarks] == [True]
+    assert "remark   sampler.siblings = 6" in check.describe(found)
+
+
+def test_the_table_says_what_a_step_is() -> None:
+    said = check.describe(check.check(small(), "v5e-4"))
+    for part in (
+        "v5e-4: devices 4, each of 15.75 GiB; mesh fsdp=4",
+        "up to 2 rounds of 9 proposals, until 3 questions have mixed rewards",
+        "a round asks for, at most, with prompts of up to 128 tokens",
+        "36 answers: 9 prompts x 4",
+        "108 verdicts: 36 prompts x 3",
+        "rows of 160 tokens (24 of answers)",
+        "micro-batches of 4",
+        "config.json, metrics.jsonl",
+    ):
+        assert part in said, said
+    static = check.describe(check.check(small(**{"game.name": "rlvr"})))
+    assert "9 of 960 questions, written once" in static and "proposals" not in static
+
+
+# --------------------------------------------------------------------------------------- Command
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launch.check", "--config=configs/tiny.py", *arguments]
+    # A platform that is not there: whoever asks for its devices is told so.
+    env = os.environ | {"JAX_PLATFORMS": "no_such_platform"}
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+
+
+def test_the_command_exits_by_what_it_finds(tmp_path: pathlib.Path) -> None:
+    done = _run("--topology=v5e-4", f"--workdir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "706,176 parameters, 3 layers" in done.stdout
+    assert str(tmp_path) in done.stdout and not list(tmp_path.iterdir())
+    done = _run("--config.steps=0", "--config.mesh.tensor=3", "--topology=cpu:8")
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert [line.split(" = ")[0] for line in lines] == ["steps", "mesh"]
+
+
+def test_a_written_config_is_read_whole(tmp_path: pathlib.Path) -> None:
+    """A workdir whose config.json was cut off is not another run's."""
+    config = small()
+    start.write_config(config, tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert json.loads(text)["seed"] == dict(check._ran_with(check.epath.Path(tmp_path)))["seed"]
+    (tmp_path / "config.json").write_text(text[:40])
+    assert dict(check._ran_with(check.epath.Path(tmp_path))) == {}

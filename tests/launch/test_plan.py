@@ -1,0 +1,195 @@
+"""launch/plan.py: exact where it says so, near the compiler's figures elsewhere, and of use."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from launch import aot, plan, topologies
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.lora import LoraConfig
+from spell_jax.runtime import mesh as meshes
+from tests import noise
+from tests.paths import ROOT
+
+DOCS = ROOT / "docs" / "long_context.md"
+QWEN = PolicyConfig(152_064, 3584, 28, 28, 4, 128, 18_944, tied_embeddings=False)
+EXPERTS: dict[str, Any] = {"experts": 128, "experts_per_token": 8, "qkv_bias": False}
+POLICIES = {
+    "Qwen2.5-7B": ("qwen2_5_7b_instruct", QWEN),
+    "Qwen2.5-32B": (
+        "qwen2_5_32b_instruct",
+        dataclasses.replace(QWEN, width=5120, layers=64, heads=40, kv_heads=8, feed_forward=27_648),
+    ),
+    "Qwen3-30B-A3B": (
+        "qwen3_30b_a3b_instruct",
+        PolicyConfig(
+            151_936, 2048, 48, 32, 4, 128, 768, qk_norm=True, tied_embeddings=False, **EXPERTS
+        ),
+    ),
+}
+LENGTHS = {"16K": 16_384, "128K": 131_072, "1M": 1_048_576}
+PROGRAMS = ("prefill", "decode", "log_prob", "accumulate", "apply")
+
+
+def _rows() -> list[list[str]]:
+    """The cells of the table of compiled programs, a line each."""
+    lines = [line for line in DOCS.read_text().splitlines() if re.match(r"\| Qwen.*\| v\d", line)]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def _plan(name: str, prompt: str, topology: str, changes: str, **fields: Any) -> plan.Plan:
+    """The plan of a line of the table; changes such as "mesh.context=16 policy.ring=True"."""
+    module, policy = POLICIES[name]
+    config = importlib.import_module(f"configs.{module}").get_config()
+    given = dict(change.split("=") for change in changes.split())
+    ring = given.pop("policy.ring", "") == "True"
+    sizes = {field: int(value) for field, value in given.items()}
+    noise.with_fields(config, {"mesh.fsdp": 1, **sizes, "policy.ring": ring, **fields})
+    policy = dataclasses.replace(
+        policy,
+        max_positions=2**21,
+        ring=ring,
+        remat=config.policy.remat,
+    )
+    return plan.Plan(config, policy, topologies.find(topology), LENGTHS[prompt])
+
+
+@pytest.mark.parametrize("row", _rows(), ids=lambda row: " ".join(row[:3]))
+def test_every_program_is_within_a_quarter_of_what_was_compiled(row: list[str]) -> None:
+    name, prompt, topology, changes, *cells = row
+    made = _plan(name, prompt, topology, changes.strip("`"))
+    assert [need.program for need in made.needs] == list(PROGRAMS)
+    for need, cell in zip(made.needs, cells, strict=True):
+        peak, resident = (float(number) for number in cell.split(" + "))
+        assert need.resident / plan.GIB == pytest.approx(resident, abs=0.006), need.program
+        found = (need.total - need.resident) / plan.GIB
+        assert found == pytest.approx(peak, rel=0.25), need.program
+    assert made.fits
+
+
+def test_the_table_has_every_row_of_the_kind() -> None:
+    assert {tuple(row[:3]) for row in _rows()} >= {
+        ("Qwen2.5-7B", "16K", "v5e-16"),
+        ("Qwen2.5-7B", "128K", "v5e-16"),
+        ("Qwen2.5-7B", "128K", "v5p-32"),
+        ("Qwen2.5-32B", "128K", "v5p-64"),
+        ("Qwen3-30B-A3B", "128K", "v5e-64"),
+        ("Qwen3-30B-A3B", "128K", "v5p-32"),
+        ("Qwen2.5-7B", "1M", "v5p-128"),
+    }
+
+
+def test_what_is_given_is_exact() -> None:
+    """All arguments of all programs are in the parts, once."""
+    made = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
+    for program in made.programs.of("all"):
+        given = plan._given(made.programs, program)
+        arguments = aot.bytes_per_chip(program.arguments)
+        assert sum(given.values()) == arguments + program.resident, program.name
+    state = made.programs.state
+    parts = {need.program: need.parts for need in made.needs}
+    assert parts["prefill"]["masters"] == aot.bytes_per_chip(state.params)
+    masters = aot.bytes_per_chip(state.params)
+    assert parts["accumulate"]["gradients"] == pytest.approx(1.5 * masters, rel=1e-6)
+    assert parts["apply"]["gradients"] == aot.bytes_per_chip(state.params)
+
+
+def test_a_plan_that_does_not_fit_says_what_helps() -> None:
+    pool = {"sampler.cache_tokens": 2**21}
+    made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.fsdp=8 mesh.context=2", **pool)
+    assert not made.fits
+    before = made.config.to_dict()
+    helpful = dict(made.helpful())
+    assert made.config.to_dict() == before, "one change at a time"
+    moved = helpful["--config.mesh.fsdp=1 --config.mesh.context=16"]
+    assert moved.fits and dict(moved.programs.mesh.shape)["context"] == 16
+    offloaded = helpful["--config.optimiser.offload=True"]
+    masters = made.needs[3].parts["masters"]
+    saved = made.needs[3].parts["optimiser"] - offloaded.needs[3].parts["optimiser"]
+    assert saved == 2 * masters
+    # While the weights change the moments are there, as they were and as they will be.
+    assert offloaded.needs[4].total - made.needs[4].total == pytest.approx(2 * masters, rel=1e-6)
+    assert "too much" in plan.describe(made) and "fits" in plan.describe(made)
+
+
+def test_the_largest_batches_fit_and_no_larger_ones() -> None:
+    made = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
+    assert made.fits
+    largest = made.largest()
+    # A row, or a prompt with its eight answers, on each of two parts of the mesh.
+    row = 16_384 + 8 * 4096
+    rows = {"packing.token_budget": 2 * row, "sampler.cache_tokens": 2 * row}
+    assert set(largest) == set(rows)
+    for field, tokens in largest.items():
+        assert tokens > 0 and tokens % rows[field] == 0
+        key = field.replace(".", "__")
+        bucket = {"packing__buckets": ((49_152, 32_768),)}
+        assert made.changed(**{key: tokens}, **bucket).fits
+        assert not made.changed(**{key: tokens + rows[field]}, **bucket).fits
+    assert f"--config.packing.token_budget={largest['packing.token_budget']}" in plan.describe(made)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"policy.remat": "offload"}, "activations"),
+        ({"optimiser.offload": True}, "optimiser"),
+        ({"policy.ring": True}, "activations"),
+    ],
+)
+def test_what_saves_memory_does_in_the_plan(fields: dict[str, Any], part: str) -> None:
+    made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16", **{"policy.remat": "none"})
+    changed = made.changed(**{k.replace(".", "__"): v for k, v in fields.items()})
+    assert changed.needs[3].parts[part] < made.needs[3].parts[part]
+
+
+def test_what_the_backward_pass_keeps_by_remat() -> None:
+    names = ("offload", "block", "attention", "dots", "none")
+    made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16")
+    kept = [made.changed(policy__remat=name).needs[3].parts["activations"] for name in names]
+    assert kept == sorted(set(kept))
+    inputs = 28 * 163_840 // 16 * 3584 * 2  # layers, a chip's tokens, their width in bfloat16
+    assert kept[1] - kept[0] == inputs
+
+
+def test_adapters_have_small_gradients() -> None:
+    whole = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=16")
+    policy = dataclasses.replace(whole.policy, lora=LoraConfig(16))
+    small = plan.Plan(whole.config, policy, whole.topology, whole.length)
+    parts, all_parts = small.needs[3].parts, whole.needs[3].parts
+    for part in ("masters", "optimiser", "gradients"):
+        assert 0 < parts[part] < all_parts[part] / 10
+    assert parts["weights"] > all_parts["weights"]
+
+
+def test_the_command_prints_a_table_and_exits_by_it(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN.to_hf()))
+    command = [sys.executable, "-m", "launch.plan", "--config=configs/qwen2_5_7b_instruct.py"]
+    command += ["--topology=v5e-16", f"--policy={path}"]
+    env = os.environ | {"XLA_FLAGS": ""}
+    root = ROOT
+    results = [
+        subprocess.run([*command, *more], capture_output=True, text=True, env=env, cwd=root)
+        for more in ([], ["--config.mesh.fsdp=1", "--config.mesh.context=16"])
+    ]
+    assert [done.returncode for done in results] == [1, 0], results[0].stderr
+    assert "prompts of 18000 tokens" in results[0].stdout  # the config's cap
+    for word in (*plan.PARTS, *PROGRAMS):
+        assert word in results[1].stdout
+
+
+def test_mistakes_are_told() -> None:
+    with pytest.raises(ValueError, match=r"mesh = .*: makes 8 devices, but there are 16"):
+        _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8")
+    assert meshes.axis_sizes({"fsdp": -1, "context": 2}, 8) == (1, 4, 2, 1, 1)

@@ -1,0 +1,317 @@
+"""The vocabulary head: log-probs and entropies by hand, its gradients, meshes, sizes, precision."""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spell_jax.learner import lm_head as heads
+from spell_jax.learner.lm_head import score_tokens
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import collectives as on_devices
+from spell_jax.runtime import mesh as meshes
+from tests import tiny
+
+UNTIED = dataclasses.replace(tiny.POLICY, tied_embeddings=False)
+ROWS, TIME, ANSWERS, WIDTH = 8, 16, 8, 32
+SMALLEST = 1  # numbers at once of which slices of 128 rows follow
+# Rows of the table and numbers at once. Slices: 5 of 128; 6 of 128, of which the last has one row
+# that is new; 3 of 256; the whole.
+SLICES = [(640, SMALLEST), (641, SMALLEST), (641, 20_000), (641, 2**26), (100, SMALLEST)]
+ids = str
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What the head reads, and the gradients of what it returns."""
+
+    table: jax.Array
+    hidden: jax.Array
+    source: jax.Array
+    target: jax.Array
+    to_log_prob: jax.Array
+    to_entropy: jax.Array
+
+    def total(self, table: jax.Array, hidden: jax.Array, **options: Any):
+        """A number of which these are the gradients, and log-probs and entropies."""
+        params = {"embedding": jnp.zeros_like(table), "unembedding": table}
+        scores = score_tokens(UNTIED, params, hidden, self.source, self.target, 0.7, **options)
+        return jnp.sum(self.to_log_prob * scores[0] + self.to_entropy * scores[1]), scores
+
+    def by_hand(self, table: jax.Array, hidden: jax.Array):
+        picked = jnp.take_along_axis(hidden, self.source[..., None], axis=1)
+        every = jax.nn.log_softmax(picked @ table.T / 0.7)
+        chosen = jnp.take_along_axis(every, self.target[..., None], axis=-1)[..., 0]
+        scores = chosen, -jnp.sum(jnp.exp(every) * every, axis=-1)
+        return jnp.sum(self.to_log_prob * scores[0] + self.to_entropy * scores[1]), scores
+
+
+@functools.cache
+def _head(vocab: int, width: int = WIDTH, scale: float = 0.3) -> Head:
+    """Of random numbers. Targets include the first and the last token."""
+    rng = np.random.default_rng(0)
+    table = scale * rng.normal(size=(vocab, width))
+    hidden = rng.normal(size=(ROWS, TIME, width))
+    source = rng.integers(0, TIME, size=(ROWS, ANSWERS))
+    target = rng.integers(0, vocab, size=(ROWS, ANSWERS))
+    target[0, :2] = 0, vocab - 1
+    gradients = rng.normal(size=(2, ROWS, ANSWERS))
+    numbers = [jnp.asarray(x, jnp.float32) for x in (table, hidden, *gradients)]
+    tokens = [jnp.asarray(x, jnp.int32) for x in (source, target)]
+    return Head(*numbers[:2], *tokens, *numbers[2:])
+
+
+@functools.cache
+def _wanted(vocab: int, width: int = WIDTH, scale: float = 0.3):
+    head = _head(vocab, width, scale)
+    return jax.value_and_grad(head.by_hand, (0, 1), has_aux=True)(head.table, head.hidden)
+
+
+def _assert_close(found: Any, wanted: Any, relative: float = 1e-5) -> None:
+    """To that of each array's largest entry."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=relative * np.abs(b).max()),
+        found,
+        wanted,
+    )
+
+
+@pytest.mark.parametrize("policy", [tiny.POLICY, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_scores_are_the_log_softmax_by_hand(policy: PolicyConfig, temperature: float) -> None:
+    head = _head(641)
+    params = {"unembedding": head.table, "embedding": head.table[::-1]}
+    table = params["embedding" if policy.tied_embeddings else "unembedding"]
+    found, entropy = score_tokens(
+        policy, params, head.hidden, head.source, head.target, temperature, SMALLEST
+    )
+    picked = np.take_along_axis(
+        np.asarray(head.hidden, float), np.asarray(head.source)[..., None], 1
+    )
+    logits = picked @ np.asarray(table, float).T / (temperature or 1.0)
+    every = logits - np.log(np.sum(np.exp(logits), -1, keepdims=True))
+    wanted = np.take_along_axis(every, np.asarray(head.target)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(entropy, -np.sum(np.exp(every) * every, -1), atol=1e-5)
+
+
+@pytest.mark.parametrize(("vocab", "numbers"), SLICES, ids=ids)
+def test_slices_change_neither_values_nor_gradients(vocab: int, numbers: int) -> None:
+    head = _head(vocab)
+    both = jax.value_and_grad(head.total, (0, 1), has_aux=True)
+    _assert_close(both(head.table, head.hidden, numbers_at_once=numbers), _wanted(vocab))
+
+
+def test_probabilities_of_nothing_have_gradients() -> None:
+    """Logits in the hundreds, most probabilities 0 in float32."""
+    head, wanted = _head(641, scale=30.0), _wanted(641, scale=30.0)
+    both = jax.value_and_grad(head.total, (0, 1), has_aux=True)
+    found = both(head.table, head.hidden, numbers_at_once=SMALLEST)
+    (_, (log_probs, entropy)), gradients = found
+    assert float(log_probs.min()) < -500 and float(entropy.min()) >= 0
+    # A log-prob is the difference of numbers in the hundreds.
+    _assert_close(((log_probs, entropy), gradients), (wanted[0][1], wanted[1]), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "widest", "numbers", "size"),
+    [
+        (152_064, 3584, 2**26, 16_896),  # Qwen2.5-7B: 9 slices, none longer
+        (152_064, 3584, 1, 128),
+        (19_008, 3584, 2**26, 9_600),  # an eighth of it: 18,688 would do for all but 320
+        (18_688, 3584, 2**26, 18_688),
+        (64, 32, 1, 64),
+        (129, 32, 1, 128),
+    ],
+)
+def test_sizes_of_slices(rows: int, widest: int, numbers: int, size: int) -> None:
+    assert heads._slice_size(rows, widest, numbers) == size
+
+
+@pytest.mark.parametrize(
+    ("width", "numbers", "size"),
+    [(32, 2**15, 256), (512, 2**17, 256), (512, 2**26, 2048)],
+    ids=["logits", "weights", "the whole share"],
+)
+def test_the_bound_is_one_of_a_device(width: int, numbers: int, size: int) -> None:
+    """Of its 128 tokens, and of its 2,048 rows of the table."""
+    with jax.set_mesh(meshes.make_mesh({"context": 4, "tensor": 2})):
+        assert heads._lay_out((4096, width), (1, 512), 1.0, numbers).size == size
+
+
+# Mesh, rows and width of the table, devices in one stage, and how often collectives stand in the
+# program that is handed to the compiler. all_gather: source (forward and backward), gradient of
+# picked states, slice (forward and backward). reduce_scatter: picked states, gradient of a slice
+# (an axis or a stage each). all_reduce: with `tensor` highest logit, mass, moment, chosen logit,
+# gradient of picked states; gradient of a slice, over axes that split tokens alone.
+HEAD_MESHES = [
+    ({"context": 8}, (640, 32), 8, (5, 2, 0)),
+    ({"context": 8}, (641, 32), 2, (5, 4, 0)),
+    ({"fsdp": 8}, (641, 32), 8, (2, 1, 0)),
+    ({"fsdp": 2, "context": 4}, (641, 32), 8, (5, 3, 0)),
+    ({"fsdp": 2, "tensor": 2, "context": 2}, (640, 32), 8, (5, 3, 5)),
+    ({"fsdp": 2, "tensor": 2, "context": 2}, (641, 32), 8, (5, 3, 0)),
+    ({"fsdp": 2, "tensor": 2, "context": 2}, (640, 33), 8, (3, 1, 6)),
+    ({"data": 2, "expert": 2, "tensor": 2}, (640, 32), 8, (0, 0, 6)),
+    ({"data": 2, "fsdp": 2, "context": 2}, (641, 33), 8, (3, 1, 1)),
+    ({"data": 2, "fsdp": 2, "context": 2}, (641, 32), 8, (5, 3, 1)),
+]
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def _count(program: str) -> tuple[int, ...]:
+    return tuple(len(re.findall(rf"stablehlo\.{kind}\b", program)) for kind in COLLECTIVES)
+
+
+def _on_mesh(shape: dict[str, int], head: Head, **options: Any):
+    """The mesh, the head's values and gradients as a jitted function, and its arguments."""
+    mesh = meshes.make_mesh(shape)
+    axes = (PartitionSpec("vocab", "embed"), PartitionSpec("rows", "time", None))
+    rules = dict(meshes.RULES)
+    places = tuple(
+        meshes.shardings(mesh, PartitionSpec(*axis), x)
+        if "vocab" in axis
+        else NamedSharding(mesh, PartitionSpec(*[rules.get(name) for name in axis]))
+        for axis, x in zip(axes, (head.table, head.hidden), strict=True)
+    )
+    both = jax.value_and_grad(functools.partial(head.total, **options), (0, 1), has_aux=True)
+    run = jax.jit(both, out_shardings=(None, places))
+    return mesh, run, jax.device_put((head.table, head.hidden), places)
+
+
+@pytest.mark.parametrize(("shape", "table", "one_stage", "collectives"), HEAD_MESHES, ids=ids)
+def test_the_head_on_a_mesh_equals_one_device(
+    shape: dict[str, int],
+    table: tuple[int, int],
+    one_stage: int,
+    collectives: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(on_devices, "_ONE_STAGE", one_stage)
+    mesh, run, given = _on_mesh(shape, _head(*table), numbers_at_once=SMALLEST)
+    with jax.set_mesh(mesh):
+        _assert_close(run(*given), _wanted(*table))
+        assert _count(run.lower(*given).as_text()) == collectives
+
+
+def test_a_frozen_table_has_no_gradient() -> None:
+    """Neither its product nor its sum over devices is in the program."""
+    head = _head(640)
+
+    def of_hidden(hidden):
+        return head.total(head.table, hidden, numbers_at_once=SMALLEST)[0]
+
+    with jax.set_mesh(meshes.make_mesh({"fsdp": 8})):
+        program = jax.jit(jax.grad(of_hidden)).lower(head.hidden).as_text()
+    assert _count(program) == (2, 0, 0)
+    assert program.count("dot_general") == 3
+
+
+# ------------------------------------------------------------------------------- score_tokens: size
+
+
+def test_neither_all_logits_nor_the_whole_table_exist() -> None:
+    """No array of a device's compiled program has as many numbers as either."""
+    vocab, answers = 4096, 512
+    rng = np.random.default_rng(0)
+    table, hidden = jnp.zeros((vocab, WIDTH)), jnp.zeros((1, 1024, WIDTH))
+    tokens = jnp.asarray(rng.integers(0, 1024, size=(1, answers)), jnp.int32)
+    head = Head(table, hidden, tokens, tokens, *[jnp.ones((1, answers))] * 2)
+    whole = vocab * WIDTH
+    for shape, share in (({"context": 8}, 8), ({"context": 4, "tensor": 2}, 4)):
+        mesh, run, given = _on_mesh(shape, head, numbers_at_once=SMALLEST)
+        with jax.set_mesh(mesh):
+            program = run.lower(*given).compile().as_text()
+        sizes = {
+            math.prod(int(size) for size in dims.split(","))
+            for dims in re.findall(r"\b(?:f32|bf16|pred|s32)\[([\d,]+)\]", program)
+        }
+        assert answers // share * 128 in sizes  # logits of a slice
+        assert max(sizes) < whole // 4  # and so smaller than [A, V], which is 2 to 4 times as large
+
+
+def test_logits_exist_a_slice_at_a_time() -> None:
+    """On one device; the bound on numbers at once is kept."""
+    head = _head(2048)
+    gradient = jax.grad(functools.partial(head.total, numbers_at_once=2**15), (0, 1), has_aux=True)
+    text = str(jax.make_jaxpr(gradient)(head.table, head.hidden))
+    assert f"f32[{ROWS},{ANSWERS},512]" in text
+    assert f"f32[{ROWS},{ANSWERS},2048]" not in text
+
+
+# -------------------------------------------------------------------------- score_tokens: precision
+
+
+def _many(vocab: int, states: int, answers: int, width: int = WIDTH) -> Head:
+    """bfloat16; one token is every answer, predicted by few hidden states in turn. No sum over
+    answers cancels."""
+    rng = np.random.default_rng(0)
+    table = 0.1 * rng.normal(size=(vocab, width))
+    hidden = rng.uniform(0.5, 1.5, size=(1, 64, width))
+    source, target = np.arange(answers)[None] % states, np.full((1, answers), 5)
+    weights = rng.uniform(0.5, 1.5, size=(1, answers))
+    bf16 = [jnp.asarray(x, jnp.bfloat16) for x in (table, hidden)]
+    tokens = [jnp.asarray(x, jnp.int32) for x in (source, target)]
+    return Head(*bf16, *tokens, jnp.asarray(weights, jnp.float32), jnp.zeros((1, answers)))
+
+
+def _exact(head: Head) -> tuple[np.ndarray, np.ndarray]:
+    """Gradients of table and hidden states in float64, for gradients of log-probs alone."""
+    table, hidden = (np.asarray(x).astype(float) for x in (head.table, head.hidden))
+    source, target = np.asarray(head.source)[0], np.asarray(head.target)[0]
+    picked, weights = hidden[0, source], np.asarray(head.to_log_prob, float)[0]
+    logits = picked @ table.T / 0.7
+    every = np.exp(logits - logits.max(-1, keepdims=True))
+    of_logits = -every / every.sum(-1, keepdims=True)
+    of_logits[np.arange(len(target)), target] += 1
+    of_logits *= weights[:, None] / 0.7
+    of_hidden = np.zeros_like(hidden)
+    np.add.at(of_hidden[0], source, of_logits @ table)
+    return of_logits.T @ picked, of_hidden
+
+
+ROUNDED = 2**-8  # of bfloat16: half of it is the rounding of a result, the rest that of operands
+
+
+@pytest.mark.parametrize(("devices", "width"), [(1, 32), (8, 32), (8, 33)])
+def test_the_gradient_of_the_table_is_summed_in_float32(devices: int, width: int) -> None:
+    """4,096 terms of one sign, of which a sum in bfloat16 stops growing after some hundreds."""
+    head = _many(vocab=256, states=64, answers=4096, width=width)
+    gradient = jax.jit(jax.grad(functools.partial(head.total, numbers_at_once=1), has_aux=True))
+    with jax.set_mesh(meshes.make_mesh({"context": devices}, jax.devices()[:devices])):
+        found, _ = gradient(head.table, head.hidden)
+        program = gradient.lower(head.table, head.hidden).as_text()
+    assert found.dtype == jnp.bfloat16
+    wanted = _exact(head)[0][5]
+    np.testing.assert_allclose(np.asarray(found)[5].astype(float), wanted, rtol=ROUNDED)
+    # A slice's gradient, [D, slice], is not rounded before it is summed over devices.
+    kind = "reduce_scatter" if width == 32 else "all_reduce"
+    wide = rf"stablehlo\.{kind}.*?\(tensor<{width}x128x(\w+)>\)"
+    assert re.findall(wide, program, re.DOTALL) == ["f32"] * (devices > 1)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_gradient_of_a_shared_hidden_state_is_summed_in_float32(devices: int) -> None:
+    """Over 1,024 answers and 32 slices."""
+    head = _many(vocab=4096, states=1, answers=1024)
+    gradient = jax.grad(functools.partial(head.total, numbers_at_once=1), 1, has_aux=True)
+    with jax.set_mesh(meshes.make_mesh({"context": devices}, jax.devices()[:devices])):
+        found, _ = jax.jit(gradient)(head.table, head.hidden)
+    assert found.dtype == jnp.bfloat16
+    _assert_close(np.asarray(found).astype(float), _exact(head)[1], ROUNDED)
+
+
+def test_the_last_rounding_comes_after_the_sum() -> None:
+    """As XLA for TPUs would not have it (collectives.rounded), so it is said in the program."""
+    head = _many(vocab=256, states=1, answers=16)
+    gradient = jax.grad(functools.partial(head.total, numbers_at_once=1), (0, 1), has_aux=True)
+    text = str(jax.make_jaxpr(gradient)(head.table, head.hidden))
+    # The slice's gradient, that of picked states, that of hidden states.
+    assert len(re.findall(r"reduce_precision\[exponent_bits=8 mantissa_bits=7", text)) == 3

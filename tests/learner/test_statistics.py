@@ -1,0 +1,109 @@
+"""What an update says of itself, by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spell_jax.learner import packing, statistics, update
+from spell_jax.learner.packing import Group
+from tests import tiny
+
+
+def device(kind: str) -> Any:
+    return SimpleNamespace(device_kind=kind)
+
+
+def test_advantages_are_told_by_role():
+    groups = [
+        Group([1], [[2], [3]], [1.0, -2.0], "responder"),
+        Group([1], [[2]], [-0.5], "questioner"),
+        Group([1], [[2]], [4.0], "responder"),
+    ]
+    assert statistics.advantages(groups) == {
+        "advantage/responder": (3.0, 3),
+        "advantage_size/responder": (7.0, 3),
+        "advantage/questioner": (-0.5, 1),
+        "advantage_size/questioner": (0.5, 1),
+    }
+    assert statistics.advantages([]) == {}
+
+
+def test_answers_may_differ_in_length():
+    """Each token alone: its products with weights, and with the keys before it (half its own)."""
+    policy, prompt, answers = tiny.POLICY, 5, [2, 4]
+    c = policy
+    weights = c.layers * (c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads))
+    weights += c.layers * 3 * c.width * c.feed_forward
+    keys = sum(i + 0.5 for i in range(prompt))
+    keys += sum(prompt + i + 0.5 for length in answers for i in range(length))
+    wanted = 6 * weights * 11 + 6 * c.vocab_size * c.width * 6
+    wanted += 12 * c.layers * c.heads * c.head_size * keys
+    assert statistics.operations(policy, prompt, answers) == pytest.approx(wanted)
+
+
+def test_utilisation_is_of_all_devices_and_of_known_ones():
+    assert statistics.utilisation(989e12, [device("NVIDIA H200")] * 4) == pytest.approx(0.25)
+    assert statistics.utilisation(197e11, [device("TPU v5 lite")]) == pytest.approx(0.1)
+    assert statistics.utilisation(1e12, [device("cpu")]) is None
+
+
+def test_speed_is_by_the_updates_seconds():
+    numbers = {"trained_tokens": 300.0, "operations": 4 * 275e12}
+    found = statistics.speed([numbers], 2.0, [device("TPU v4")] * 8)
+    assert found == {"tokens_per_second/trained": (300.0, 2.0), "mfu": (0.25, 1.0)}
+    assert statistics.speed([numbers], 2.0, [device("cpu")]).keys() == {"tokens_per_second/trained"}
+
+
+def learner(**layout: Any) -> update.Learner:
+    config = update.PackingConfig((packing.Bucket(48, 32),), 96, **layout)
+    return update.Learner(
+        tiny.POLICY,
+        update.OptimiserConfig(learning_rate=0.0),
+        update.losses.LossConfig(),
+        config,
+        update.meshes.make_mesh(None, update.jax.devices()[:1]),
+    )
+
+
+def test_an_update_counts_what_it_trained_on():
+    groups = [Group([3] * 40, [[4] * 6, [5] * 7, [6] * 8], [1.0, -1.0, 0.0])]
+    for shared in (True, False):
+        made = learner(shared_prefix=shared)
+        _, numbers = made.update(made.start(tiny.weights()), groups)
+        # With 40 tokens of prompt a row of 48 has room for one answer: the prompt is repeated.
+        assert numbers["trained_tokens"] == 3 * 40 + 21
+        wanted = sum(statistics.operations(tiny.POLICY, 40, [n]) for n in (6, 7, 8))
+        assert numbers["operations"] == pytest.approx(wanted)
+
+
+def test_entropy_is_told_by_role():
+    """Alone in an update, a role's entropy is that of the update; others are left out."""
+    made = learner()
+    answers = {"questioner": [7] * 3, "responder": [9] * 5, "verifier": [11], "row": [13] * 9}
+    groups = {role: Group([3, 4], [answer], [1.0], role) for role, answer in answers.items()}
+
+    def numbers(*roles: str) -> dict[str, float]:
+        return made.update(made.start(tiny.weights()), [groups[role] for role in roles])[1]
+
+    alone = {role: numbers(role)["entropy"] for role in groups}
+    assert len(set(np.round(list(alone.values()), 4))) == 4
+    every = numbers(*groups)
+    found = {name: value for name, value in every.items() if name.startswith("entropy/")}
+    told = ("questioner", "responder", "verifier")
+    assert found == pytest.approx({f"entropy/{role}": alone[role] for role in told}, rel=1e-5)
+    mean = sum(alone[role] * len(answers[role]) for role in groups) / 18
+    assert every["entropy"] == pytest.approx(mean, rel=1e-5)
+    assert not any(name.startswith("entropy/") for name in numbers("row"))
+
+
+def test_how_far_the_sampler_is_from_what_was_recomputed():
+    before = [Group([1], [[2, 3], [4]], [1.0, 1.0], old_log_probs=[[-1.0, -2.0], [-3.0]])]
+    again = [np.float32([-1.5, -1.75]), np.float32([np.nan])]  # the second answer was refused
+    after = [dataclasses.replace(before[0], old_log_probs=again)]
+    assert statistics.sampler_difference(before, after) == {"sampler_difference": (0.75, 2)}
+    assert statistics.sampler_difference([], []) == {"sampler_difference": (0.0, 0)}

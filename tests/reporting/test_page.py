@@ -1,0 +1,670 @@
+"""The report's page: what is chosen and packed, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import base64
+import collections
+import gzip
+import itertools
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from etils import epath
+
+from benchmarks import browser
+from benchmarks.report import CONFIG, TASKS, Sizes, Writer, measured, write_run
+from spell_jax.reporting import page as report_page
+from spell_jax.reporting.episodes import choose, choose_episodes, outcome
+from spell_jax.reporting.page import Measured, group_by_seed, write_page
+from spell_jax.reporting.panels import choose_panels
+from spell_jax.runtime.episodes import read_episodes
+from spell_jax.runtime.jsonl import write_records
+
+FORM = report_page._FORM.stat().st_size  # bytes of a page without anything on it
+HOSTILE = "</script><script>document.title='out'</script><!--\u2028\u2029<b id=in>&amp;\ud83d${`"
+
+
+def path_of(workdir, step: int):
+    return workdir / "episodes" / f"step_{step:06d}.jsonl.gz"
+
+
+def data_of(page) -> list[str]:
+    found = re.search(r'id="data">\n(.*?)\n</script>', page.read_text(), re.DOTALL)
+    assert found
+    return found[1].split("\n")
+
+
+def unpack(line: str):
+    return json.loads(gzip.decompress(base64.b64decode(line, validate=True)))
+
+
+# ---------------------------------------------------------------------------------- What is chosen
+
+
+def kinds_of(episodes) -> collections.Counter:
+    return collections.Counter((e["task"], e["outcome"]) for e in episodes)
+
+
+def test_rare_outcomes_are_chosen_as_often_as_frequent_ones():
+    episodes = [{"task": "a", "outcome": "solved", "cluster": str(n)} for n in range(50)]
+    episodes[40]["outcome"] = episodes[45]["outcome"] = "mixed"
+    episodes[49]["task"] = "b"
+    taken = collections.Counter()
+    assert choose(episodes, 7, {"3", "45"}, taken) == [0, 1, 2, 3, 40, 45, 49]
+    assert taken == {("a", "solved"): 4, ("a", "mixed"): 2, ("b", "solved"): 1}
+    # Those with documents come first.
+    assert choose(episodes, 3, {"3", "45"}, collections.Counter()) == [3, 45, 49]
+    assert choose(episodes, 99, set(), collections.Counter()) == list(range(50))
+    # What earlier steps had much of waits.
+    assert choose(episodes, 2, set(), collections.Counter({("a", "mixed"): 1})) == [0, 49]
+
+
+def test_every_step_has_its_share(tmp_path):
+    workdir = write_run(tmp_path / "run", steps=7, episodes=30)
+    read = choose_episodes(workdir, 72)
+    assert collections.Counter(e["step"] for e in read.chosen) == {
+        1: 10, 2: 10, 3: 10, 4: 11, 5: 10, 6: 10, 7: 11
+    }  # fmt: skip
+    assert read.found == 210 and len(kinds_of(read.chosen)) >= 11
+    assert max(kinds_of(read.chosen).values()) < 12
+    assert choose_episodes(workdir, 72) == read
+    many = kinds_of(choose_episodes(workdir, 21).chosen)
+    assert len(many) >= 11 and max(many.values()) <= 2  # though a step has three of them only
+    few = choose_episodes(workdir, 3)
+    assert [e["step"] for e in few.chosen] == [1, 4, 7]
+    assert few.found == few.played == 210 and set(few.counted) == set(range(1, 8))
+
+
+@pytest.mark.parametrize(
+    "scores, wanted",
+    [
+        ([], "skipped"),
+        ([0.0, 1.0], "mixed"),
+        ([0.0, 0.0], "unsolved"),
+        ([1.0, 1.0], "solved"),
+        ([0.5, 0.5], "half solved"),
+    ],
+)
+def test_outcomes(scores, wanted):
+    assert outcome(scores, "skipped") == wanted
+
+
+def test_what_follows_from_episodes(tmp_path):
+    workdir = write_run(tmp_path / "run", steps=1, episodes=0)
+    make = Writer().episode
+    four = {
+        "scores": [1.0, 0.0, 0.0, 0.0],
+        "reward": 0.25,
+        "status": "accepted",
+        "answers": ["a"] * 4,
+        "votes": [[1, 0]] * 4,
+    }
+    lines = [make(n, task=TASKS[n > 0], **four) for n in range(4)]
+    lines += [make(5, **four, proposal=None) | {"scores": [1.0] * 4, "reward": None, "of": 9}]
+    wrong = [{"scores": ["x"]}, {"documents": [1]}, {"answers": [1]}, {"votes": 1}, {"used": []}]
+    write_records(path_of(workdir, 1), [{"of": 9} | lines[0], *lines[1:], "no object", *wrong])
+    read = choose_episodes(workdir, 100)
+    assert read.found == 5 and read.played == 9 and read.points == {(0.25, 0.25): 4}
+    assert read.counted[1] == {
+        "episodes/mixed/general_qa": 0.25,
+        "episodes/mixed/financial_math": 0.75,
+        "episodes/mixed/multiple_choice": 0.0,
+        "episodes/answers/questioner": 4,
+        "episodes/answers/responder": 25,
+        "episodes/answers/verifier": 40,
+    }
+
+
+def test_runs_that_differ_in_the_seed_are_one_group():
+    other = CONFIG | {"steps": 5}
+    configs = [CONFIG, None, CONFIG | {"seed": 3}, other, None]
+    assert group_by_seed(configs) == [[0, 2], [1], [3], [4]]
+
+
+def test_panels_are_of_what_a_game_measures():
+    names = [
+        *("play/solve_rate", "play/solve_rate/10", "play/solve_rate/2", "play/dense_reward"),
+        *("play/dense_reward/2", "play/dense_by_chance", "play/questioner_reward"),
+        *("play/scoring_failed", "play/evidence_score", "play/evidence_score_right"),
+        *("play/answer_tokens/responder", "play/answer_tokens/reward_model"),
+        *("time/seconds/reward_model", "time/seconds/start"),
+        *("eval/accuracy", "eval/accuracy/2", "train/loss"),
+    ]
+    panels = {panel.title.partition(":")[0]: panel.metrics for panel in choose_panels(names)}
+    found = {t: [label for label, n in m.items() if n in names] for t, m in panels.items()}
+    assert found == {
+        "Solve rate": ["all", "2", "10"],
+        "Rewards": ["dense_by_chance", "dense_reward"],
+        "Scores of evidence": ["evidence_score", "evidence_score_right"],
+        "Scorings": ["failed"],
+        "Answer length, tokens": ["responder", "reward_model"],
+        "Questioner's reward": ["all"],
+        "Held out, by validation": ["accuracy"],
+        "Seconds a step, by phase": ["reward_model"],
+    }
+    assert list(panels["Solve rate"])[:4] == [
+        "all",
+        *TASKS,
+    ]  # whose colours are the same everywhere
+    assert choose_panels(["train/loss"]) == []
+
+
+def test_tasks_of_other_games_have_no_share_and_nobody_no_reward(tmp_path):
+    workdir = write_run(tmp_path / "run", steps=1, episodes=0)
+    four = {"scores": [1.0, 0.0, 0.0, 0.0], "answers": ["a"] * 4, "votes": [], "reward": None}
+    lines = [Writer().episode(n, task="own", **four) for n in range(2)]
+    write_records(path_of(workdir, 1), [{"of": 2} | lines[0], lines[1]])
+    assert [n for n in choose_episodes(workdir, 9).counted[1] if "mixed" in n] == []
+    records = [{"step": 1, "play/solve_rate": 0.25}]
+    write_page([Measured(workdir, records, None)], epath.Path(tmp_path / "page.html"))
+    overview = unpack(data_of(tmp_path / "page.html")[0])
+    assert [group["mapping"] for group in overview["groups"]] == [None]
+
+
+# ---------------------------------------------------------------------------------- What is packed
+
+
+def test_the_page_has_every_document_once_and_is_always_the_same(tmp_path, monkeypatch):
+    clock = itertools.count(1_000_000_000, 1_000_000)
+    monkeypatch.setattr("time.time", lambda: next(clock))
+    workdir = write_run(tmp_path / "run", steps=3, episodes=5)
+    path_of(workdir, 3).write_bytes(path_of(workdir, 1).read_bytes())  # clusters come back
+    pages = [tmp_path / "a.html", tmp_path / "b.html"]
+    for page in pages:
+        write_page([measured(workdir)], epath.Path(page))
+    assert pages[0].read_bytes() == pages[1].read_bytes()
+    overview, *lines, index = map(unpack, data_of(pages[0]))
+    assert overview["found"] == len(index) == 15
+    texts = [text for line in lines if isinstance(line, list) for text in line]
+    assert len(texts) == len(set(texts)) == 40
+    places = {(e["step"], e["title"]): e["documents"] for e in index}
+    for (step, title), found in places.items():
+        assert step != 3 or found == places[1, title]
+    by_line = dict(enumerate(lines, 1))
+    for entry in index:
+        episode = by_line[entry["at"]]
+        assert episode["question"] == entry["title"] and episode["step"] == entry["step"]
+        documents = [by_line[line][place] for line, place in entry["documents"]]
+        name = episode["cluster"].removeprefix("c")
+        assert [text.split(". ")[0] for text in documents] == [
+            f"Document {n} of {name}" for n in range(4)
+        ]
+
+
+def test_a_full_page_leaves_episodes_out_evenly(tmp_path):
+    workdir = write_run(tmp_path / "run", steps=10, episodes=10)
+    path = epath.Path(tmp_path / "page.html")
+    found = {}
+    for room in (4_632, 16_632, 76_632, 966_632):
+        size = FORM + room
+        write_page([measured(workdir)], path, size)
+        assert path.stat().length <= size
+        overview, *_, index = map(unpack, data_of(tmp_path / "page.html"))
+        assert overview["found"] == 100
+        found[room] = len(index), sum(bool(entry["documents"]) for entry in index)
+        if room == 76_632:
+            assert path.stat().length > FORM + 61_632
+            assert {e["step"] for e in index} == set(range(1, 11))
+    assert found[966_632] == (100, 100)
+    episodes, complete = found[76_632]
+    assert 30 < episodes < 80 and episodes / 3 < complete < episodes
+    with pytest.raises(ValueError, match="bytes of curves are too many"):
+        write_page([measured(workdir)], path, FORM)
+
+
+def test_without_documents_episodes_may_fill_the_page(tmp_path):
+    workdir = write_run(tmp_path / "run", steps=10, episodes=10)
+    for step in range(1, 11):
+        episodes = [e | {"documents": None} for n, e in read_episodes(workdir) if n == step]
+        write_records(path_of(workdir, step), episodes)
+    path = epath.Path(tmp_path / "page.html")
+    write_page([measured(workdir)], path, FORM + 56_632)
+    # With half of the room it would be 29,000.
+    assert 39_632 < path.stat().length - FORM <= 56_632
+
+
+def test_seeds_are_bands_and_other_configs_curves(tmp_path):
+    runs = [write_run(tmp_path / name, 3, 2, seed) for name, seed in (("a", 0), ("b", 1))]
+    runs.append(write_run(tmp_path / "c", 3, 2, 0, game={"mapping": "azr"}))
+    write_page(list(map(measured, runs)), epath.Path(tmp_path / "page.html"))
+    overview = unpack(data_of(tmp_path / "page.html")[0])
+    band, alone = overview["groups"]
+    assert [group["name"] for group in (band, alone)] == [
+        "game.mapping=gaussian", "game.mapping=azr"
+    ]  # fmt: skip
+    values = [[line["train/loss"] for line in measured(run).records] for run in runs[:2]]
+    steps, *found = band["series"]["train/loss"]
+    assert steps == [1, 2, 3]
+    for kind, series in zip((lambda pair: sum(pair) / 2, min, max), found, strict=True):
+        assert series == pytest.approx(list(map(kind, zip(*values, strict=True))), rel=1e-5)
+    assert len(alone["series"]["train/loss"]) == 2
+    assert alone["mapping"]["curve"][25] == [0.25, 0.75]
+    (table,) = overview["evaluation"]
+    assert table["rows"] == [
+        {
+            "name": ["lookup", "3"],
+            "cells": [[[0.5, 0.0, 2], [0.8, 0.05, 2]], [[0.5, 0.05, 1], [0.75, 0.04, 1]]],
+        }
+    ]
+
+
+def test_on_a_full_page_texts_that_are_there_cost_nothing_more(tmp_path):
+    workdir = write_run(tmp_path / "run", 10, 10, sizes=Sizes(document=4000, clusters=20))
+    write_page([measured(workdir)], epath.Path(tmp_path / "page.html"), size=FORM + 226_632)
+    *lines, index = map(unpack, data_of(tmp_path / "page.html"))
+    clusters = {tuple(map(tuple, entry["documents"])) for entry in index} - {()}
+    assert [] not in lines
+    complete = sum(bool(entry["documents"]) for entry in index)
+    assert len(index) == 100 and 1 < len(clusters) < 20 and complete == 5 * len(clusters)
+
+
+def test_a_full_page_is_found_out_by_what_does_not_fit():
+    large, small = [str(n) for n in range(99)], "x"
+    size = len(report_page._packed(small)) + 1
+    lines = report_page._Lines(report_page._index_bytes({}) + 3 * size + 10)
+    for more in (19, 19):
+        assert [lines.add(large, 0) for _ in range(more)] == [None] * more
+        assert lines.add(small, 0)  # not twenty in a row
+    assert lines.packed == [report_page._packed(small)] * 2
+    assert [lines.add(large, 0) for _ in range(20)] == [None] * 20
+    assert lines.add(small, 0) is None
+    lines.begin(keep_free=11)
+    assert lines.add(small, 0) is None
+    lines.begin(keep_free=10)
+    assert lines.add(small, 1) is None and lines.add(small, 0) == 3
+
+
+def test_the_index_has_the_beginning_of_a_question(tmp_path):
+    workdir = write_run(tmp_path / "run", steps=1, episodes=0)
+    write_records(path_of(workdir, 1), [Writer().episode(1, question="q" * 300)])
+    write_page([measured(workdir)], epath.Path(tmp_path / "page.html"))
+    *_, (entry,) = map(unpack, data_of(tmp_path / "page.html"))
+    assert entry["title"] == "q" * 100
+
+
+def test_groups_that_many_fields_tell_apart_go_by_their_folders():
+    few = [{"a": 1, "b": {"c": 2}, "seed": 1}, {"a": 1, "b": {"c": 3}, "seed": 2}]
+    assert report_page._labels([[0], [1]], few, ["x", "y"]) == ["b.c=2", "b.c=3"]
+    many = [dict.fromkeys("abcd", n) for n in range(2)]
+    assert report_page._labels([[0], [1]], many, ["x", "y"]) == ["x", "y"]
+    assert report_page._labels([[0], [1]], [few[0], None], ["x", "y"]) == ["x", "y"]
+
+
+def test_a_curve_has_a_bounded_number_of_points(monkeypatch):
+    monkeypatch.setattr(report_page, "POINTS", 3)
+    records = [{"step": n, "a": float(n)} for n in range(1, 12)]
+    assert report_page._series([records], {"a": None}) == {"a": [[1, 6, 11], [1.0, 6.0, 11.0]]}
+
+
+def test_the_command_compares_runs(tmp_path):
+    one, two = (write_run(tmp_path / str(seed), 2, 2, seed) for seed in (0, 1))
+    command = [sys.executable, "-m", "spell_jax.report", f"--workdir={one},{two}"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    *_, plots, page = result.stdout.splitlines()
+    assert page == f"{one}/comparison.html"
+    assert plots.endswith(f" plots of the page in {one}/plots/comparison")
+    assert (one / "plots" / "comparison" / "solve_rate.png").is_file()
+    assert unpack(data_of(one / "comparison.html")[0])["runs"] == [str(one), str(two)]
+
+
+# -------------------------------------------------------------------------------- In a browser
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A browser window."""
+    if browser.PROGRAM is None:
+        pytest.skip(browser.MISSING)
+    opened = browser.Browser(tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> epath.Path:
+    """The page of 500 steps and 2,000 episodes."""
+    workdir = write_run(tmp_path_factory.mktemp("large") / "run", steps=500, episodes=4)
+    write_page([measured(workdir)], workdir / "report.html")
+    return workdir / "report.html"
+
+
+def state(page) -> str:
+    return page.value("location.hash")
+
+
+def select(page, name: str, value: str) -> None:
+    """Sets a filter as a user does."""
+    page.value(
+        f"(() => {{ const field = document.forms[0].elements['{name}']; field.value = '{value}';"
+        " field.dispatchEvent(new Event('input', { bubbles: true })); })()"
+    )
+
+
+def entries(page) -> list[str]:
+    return page.value("[...document.querySelectorAll('#list button')].map(b => b.textContent)")
+
+
+def test_it_opens_without_a_complaint(page, large):
+    page.open(large)
+    assert page.problems == []
+    assert page.value("document.title") == "run"
+    assert len(entries(page)) == 2000
+    assert page.value("document.querySelectorAll('figure svg path.curve').length") > 15
+    titles = page.value("[...document.querySelectorAll('figcaption')].map(c => c.textContent)")
+    for wanted in ("Solve rate", "Task mix", "disagreement", "Entropy", "length", "by mean reward"):
+        assert any(wanted in title for title in titles), wanted
+    assert "0.500 ± 0.0500.750 ± 0.040+0.250" in page.value(
+        "document.querySelector('table').textContent"
+    )
+    timing = page.value("document.getElementById('timing').textContent")
+    print(f"{large.stat().length:,} bytes. {timing}")
+    milliseconds = re.fullmatch(r"Opened in (\d+) ms\.", timing)
+    assert milliseconds and int(milliseconds[1]) < 30_000
+
+
+def test_filters_keep_what_they_say(page, large):
+    page.open(large)
+    for name, value, what in (
+        ("task", "financial_math", "financial math"),
+        ("outcome", "mixed", "mixed"),
+    ):
+        select(page, name, value)
+        found = entries(page)
+        assert 0 < len(found) < 2000 and all(what in text for text in found)
+    select(page, "from", "7")
+    select(page, "to", "60")
+    steps = {int(re.findall(r"\d+", text)[0]) for text in entries(page)}
+    assert steps and min(steps) >= 7 and max(steps) <= 60
+    assert re.fullmatch(r"#task=financial_math&outcome=mixed&from=7&to=60&episode=\d+", state(page))
+    select(page, "task", "")
+    select(page, "outcome", "")
+    steps = {int(re.findall(r"\d+", text)[0]) for text in entries(page)}
+    assert steps == set(range(7, 61))
+    select(page, "outcome", "bad_format")
+    select(page, "role", "responder")
+    assert entries(page) == [] and page.value("document.getElementById('count').textContent") == (
+        "0 of 0"
+    )
+    select(page, "role", "questioner")
+    assert entries(page)
+    assert page.problems == []
+
+
+def test_an_episode_shows_its_evidence_and_keys_lead_on(page, large):
+    page.open(large, "#outcome=mixed&task=general_qa&episode=0")
+    page.wait("document.querySelector('#episode mark')")
+    marked = "[...document.querySelectorAll('#episode .text mark')].map(m => m.textContent)"
+    marks = page.value(marked)
+    title = page.value("document.querySelector('#episode .text').textContent")
+    port = re.findall(r"\d+", title)[0]
+    assert marks == [f"The lighthouse of Port {port} was first lit in", str(1800 + int(port))]
+    text = page.value("document.getElementById('episode').textContent")
+    assert "rule 1" in text and "2 yes" in text and "1 malformed" in text
+    assert "document 2 · read by the questioner · 2 marked" in text
+    first = state(page)
+    page.press("j")
+    second = state(page)
+    page.press("ArrowRight")
+    third = state(page)
+    assert len({first, second, third}) == 3
+    page.press("k")
+    page.press("ArrowLeft")
+    assert state(page) == first
+    page.press("ArrowLeft")  # there is none before it
+    assert state(page) == first and page.problems == []
+    page.open(large, third)  # the address leads there again
+    assert state(page) == third
+
+
+def test_how_curves_are_drawn(page, large):
+    page.open(large)
+
+    def drawn(panel: dict, *groups: dict, what: str = "path", of: str = "d") -> list[str]:
+        given = ", ".join(map(json.dumps, ({"title": ""} | panel, groups)))
+        found = f"[...chart({given}).querySelector('svg').querySelectorAll('{what}')]"
+        return page.value(f"{found}.map(e => '{of}' ? e.getAttribute('{of}') : e.textContent)")
+
+    one = {"name": "g", "series": {"x": [[1, 2], [0.03, 0.37]], "y": [[1, 2], [0.1, 0.35]]}}
+    metrics = {"all": "x", "b": "y"}
+    # An axis begins and ends at a tick; a task's colour does not depend on the curve of all tasks.
+    told = drawn({"metrics": metrics}, one, what="text", of="")
+    assert told[:5] == ["0", "0.1", "0.2", "0.3", "0.4"]
+    colours = drawn({"metrics": metrics}, one, of="style")
+    assert colours == ["stroke:var(--ink)", "stroke:var(--c0)"]
+    assert drawn({"metrics": {"b": "y"}}, one, of="style") == ["stroke:var(--c0)"]
+    # To compare, that of all tasks alone.
+    assert drawn({"metrics": metrics}, one, one, of="style") == [
+        "stroke:var(--c0)", "stroke:var(--c1)"
+    ]  # fmt: skip
+    # What adds up is one area on another: 0 is at the bottom, 2 at the top.
+    same = {"name": "g", "series": {name: [[1, 2], [1.0, 1.0]] for name in "xy"}}
+    lower, upper = drawn({"metrics": {"a": "x", "b": "y"}, "stacked": True}, same)
+    assert lower == "M46.0 102.0L410.0 102.0L410.0 196.0L46.0 196.0Z"
+    assert upper == "M46.0 8.0L410.0 8.0L410.0 102.0L46.0 102.0Z"
+    # Of many steps the mean over neighbours, in front of the values; of a band its mean only.
+    steps, values = list(range(120)), [float(n % 2) for n in range(120)]
+    raw, smooth = drawn({"metrics": {"a": "x"}}, one | {"series": {"x": [steps, values]}})
+    assert " 8.0L" in raw and " 8.0L" not in smooth
+    seeds = one | {"series": {"x": [steps, values, values, values]}}
+    band, mean = drawn({"metrics": {"a": "x"}}, seeds)
+    assert mean == smooth and " 8.0L" not in band
+
+
+def test_only_clear_differences_are_coloured(page, large):
+    page.open(large)
+    before, after = [0.5, 0.1, 1], [[0.71, 0.1, 1], [0.69, 0.1, 1], [0.29, 0.1, 1], None]
+    rows = [{"name": ["", str(n)], "cells": [[before, cell]]} for n, cell in enumerate(after)]
+    page.value(f"evaluation({json.dumps([{'title': 't', 'rows': rows}])}, [{{}}])")
+    table = "[...[...document.querySelectorAll('table')].at(-1).querySelectorAll('td:last-child')]"
+    assert page.value(f"{table}.map(cell => cell.className + cell.textContent)") == [
+        "n good+0.210", "n +0.190", "n bad−0.210", "n "
+    ]  # fmt: skip
+
+
+def test_an_episode_that_takes_long_does_not_replace_a_later_one(page, large):
+    page.open(large)
+    question = page.value(
+        "(async () => {"
+        " const real = unpack;"
+        " const wait = () => new Promise(go => setTimeout(go, 300));"
+        " window.unpack = async at => { await wait(); return real(at); };"
+        " const first = open(shown[1]);"
+        " window.unpack = real;"
+        " await Promise.all([first, open(shown[2])]);"
+        " return document.querySelector('#episode .text').textContent; })()"
+    )
+    assert [question in text for text in entries(page)[:3]] == [False, False, True]
+
+
+def test_episodes_without_documents_say_so(page, tmp_path):
+    workdir = write_run(tmp_path / "run", steps=2, episodes=3)
+    lines = [e | {"documents": [], "of": 5} for step, e in read_episodes(workdir) if step == 2]
+    write_records(path_of(workdir, 2), lines)
+    write_page([measured(workdir)], epath.Path(tmp_path / "page.html"))
+    page.open(tmp_path / "page.html", "#from=2")
+    page.wait("document.querySelector('#episode .text')")
+    assert "of room in the run's files (config.episode_characters)" in (
+        page.value("document.getElementById('episode').textContent")
+    )
+    told = page.value("document.getElementById('of').textContent")
+    assert "6 of 6 on disk" in told and "; 3 with their documents. 2 more did not fit" in told
+    select(page, "documents", "here")
+    assert entries(page) == []
+    select(page, "from", "")
+    assert len(entries(page)) == 3 and page.problems == []
+
+
+def test_what_is_marked(page, large):
+    page.open(large)
+
+    def marks(document: str, *answers: str, **fields: str) -> list:
+        episode = {"task": "", "question": "", "reference": "", "answers": answers} | fields
+        call = f"marked({json.dumps(document)}, evidence({json.dumps(episode)})).parts"
+        parts = page.value(f"{call}.map(part => part.className ?? '') ")
+        texts = page.value(f"{call}.map(part => part.textContent ?? part)")
+        assert "".join(texts) == document
+        return [pair for pair in zip(parts, texts, strict=True) if pair[0]]
+
+    text = "One two three, FOUR (five) six seven."
+    assert marks(text, "he says: two three four five SIX!") == [("quote", text[4:-7])]
+    assert marks(text, "two three four five", "three four five six") == []
+    assert marks(text, "one two three four five", "three four five six seven") == [
+        ("quote", text[:-1])
+    ]
+    assert marks(text, "one two three four five", reference="Three") == [
+        ("quote", "One two"), ("reference", "three"), ("quote", "FOUR (five")
+    ]  # fmt: skip
+    assert marks("七月十日に点灯した灯台", "灯台は七月十日に") == [("quote", "七月十日に")]
+    options = {"task": "multiple_choice", "question": "Which?\n(A) two\n(B) three four"}
+    assert marks(text, **options, reference="B") == [("reference", "three, FOUR")]
+    assert marks(text, **options, reference="two") == []
+
+
+def test_the_first_mark_of_a_long_document_is_in_view(page, tmp_path):
+    sizes = Sizes(document=20_000)
+    workdir = write_run(tmp_path / "run", steps=1, episodes=8, sizes=sizes)
+    write_page([measured(workdir)], epath.Path(tmp_path / "page.html"))
+    page.open(tmp_path / "page.html", "#outcome=mixed")
+    page.wait("document.querySelector('.card mark')?.closest('.text').scrollTop > 0")
+    assert page.value(
+        "(() => { const mark = document.querySelector('.card mark'), box = mark.closest('.text'),"
+        " [a, b] = [mark, box].map(e => e.getBoundingClientRect());"
+        " return a.top >= b.top && a.bottom <= b.bottom; })()"
+    )
+    assert "In the update: questioner used, advantage +0.5 · responder used · verdicts 4 × not" in (
+        page.value("document.getElementById('episode').textContent")
+    )
+    assert "reward 1 · advantage +0.5 · rule 1 · votes 2 yes 1 malformed " in (
+        page.value("document.querySelector('#episode .card summary').textContent")
+    )
+    asked = "document.querySelectorAll('#episode details')"
+    assert "{documents[1]}" in page.value(f"[...{asked}].map(d => d.textContent).join()")
+
+
+def test_nothing_that_a_model_wrote_is_more_than_text(page, tmp_path):
+    workdir = write_run(tmp_path / HOSTILE.replace("/", "⁄")[:40], steps=2, episodes=0)
+    make = Writer().episode
+    names = ("task", "cluster", "reason", "proposal", "prompt", "question", "reference")
+    hostile: dict = dict.fromkeys(names, HOSTILE) | {"own_reference": HOSTILE + "2"}
+    hostile |= {"known": [HOSTILE], "blind": [HOSTILE, None]}
+    lists = {"answers": [HOSTILE] * 4, "predictions": [HOSTILE] * 4, "documents": [HOSTILE] * 2}
+    accepted = {"status": "accepted", "scores": [0.0, 1.0, 0.0, 1.0], "rule": [0.0] * 4}
+    accepted["used"] = dict.fromkeys(("questioner", "responder"), HOSTILE) | {"verifier": [HOSTILE]}
+    lines = [make(1, **(hostile | lists | accepted))]
+    lines.append(make(2, **hostile, status=HOSTILE) | {"answers": [], "scores": []})
+    write_records(path_of(workdir, 1), lines)
+    lines_of_metrics = [{"step": 1, f"play/{HOSTILE}/x": 1.0, HOSTILE: 2.0, "train/entropy": 1.0}]
+    config = {HOSTILE: HOSTILE, "game": {"mapping": HOSTILE}}
+    (workdir / "config.json").write_text(json.dumps(config))
+    table = {HOSTILE: {HOSTILE: {HOSTILE: [0.5, 0.1]}}}
+    run = Measured(workdir, lines_of_metrics, (table, table))
+    write_page([run], epath.Path(tmp_path / "page.html"))
+    form = (tmp_path / "page.html").read_text()
+    assert form.count("</script>") == 2 and "\u2028" not in form
+    page.open(tmp_path / "page.html")
+    page.wait("document.querySelector('#episode .text')")
+    page.value("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    for _ in lines:
+        assert page.value("document.querySelectorAll('#in, #episode script, body > b').length") == 0
+        assert "<b id=in>&amp;" in page.value("document.getElementById('episode').textContent")
+        page.press("j")
+        page.wait("document.querySelector('#episode .text')")
+    assert page.value("document.querySelectorAll('script').length") == 2
+    assert page.value("document.title") == workdir.name
+    assert page.problems == []
+
+
+def test_a_game_without_a_questioner(page, tmp_path):
+    episode = {
+        "task": "own",
+        "cluster": "c",
+        "status": "accepted",
+        "shown": [0],
+        "prompt": "{documents[0]} and what?",
+        "question": "what?",
+        "reference": "this",
+        "answers": ["this", "that"],
+        "predictions": ["this", None],
+        "rule": [1.0, 0.0],
+        "scores": [0.9, 0.0],
+        "used": {"responder": "used"},
+        "measures": {"well_formed": [True, False], "verbatim": [0.25, None], "<b>": "odd"},
+        "documents": ["this is it"],
+        "of": 1,
+    }
+    workdir = write_run(tmp_path / "run", steps=1, episodes=0)
+    write_records(path_of(workdir, 1), [episode])
+    write_page([measured(workdir)], epath.Path(tmp_path / "page.html"))
+    page.open(tmp_path / "page.html")
+    page.wait("document.querySelector('#episode .text')")
+    told = page.value("document.getElementById('episode').textContent")
+    assert "reward 0.9 · rule 1 · well formed yes · verbatim 0.25 · <b> – · this" in told
+    assert "reward 0 · rule 0 · well formed no · verbatim – · <b> – · no answer found" in told
+    assert "what the policy was asked; {documents[0]} is document 1" in told
+    assert "uestioner" not in told and "votes" not in told
+    assert not page.value("'role' in document.forms[0].elements") and page.problems == []
+    select(page, "task", "own")
+    assert len(entries(page)) == 1
+
+
+def test_what_was_taken_out_of_documents_is_marked(page, tmp_path):
+    documents = [
+        "One b, a \U0001f600\U0001f600.\n\nIt begins.",
+        "Then a A b <b>B</b>.\n\nIt ends here. Or not.",
+    ]
+    whole = "\n\n".join(documents)
+    taken, first = ["It begins.", "Then a A b <b>B</b>."], whole.index("\U0001f600")
+    places = [whole.index(text) - first for text in taken]
+    episode = {
+        "task": "reconstruction",
+        "cluster": "c",
+        "status": "accepted",
+        "window": [first, len(whole)],
+        "spans": [[at, at + len(text)] for at, text in zip(places, taken, strict=True)],
+        "reference": "B, A",
+        "answers": ["One it begins. Then a A b B it", "it ends here, or not"],
+        "scores": [0.0, 1.0],
+        "rule": [0.0, 1.0],
+        "documents": documents,
+        "of": 1,
+    }
+    workdir = write_run(tmp_path / "run", steps=1, episodes=0)
+    write_records(path_of(workdir, 1), [episode])
+    write_page([measured(workdir)], epath.Path(tmp_path / "page.html"))
+    page.open(tmp_path / "page.html")
+    page.wait("document.querySelector('.card .text mark')")
+    marks = "[...document.querySelectorAll('.card .text mark')]"
+    assert page.value(f"{marks}.map(m => [m.className, m.title, m.textContent])") == [
+        ["taken", "gap 1", taken[0]],
+        ["taken", "gap 2", taken[1]],
+        ["quote", "", "It ends here. Or not"],
+    ]
+    cards = page.value(
+        "[...document.querySelectorAll('.card')].filter(c => /^document/.test(c.textContent))"
+        ".map(c => c.querySelector('.text').textContent)"
+    )
+    assert cards == documents
+    told = page.value("document.getElementById('episode').textContent")
+    assert "Marked: what was taken out, and what answers quote" in told
+    assert "the reference" not in told and page.problems == []
+
+
+def test_runs_side_by_side(page, tmp_path):
+    runs = [write_run(tmp_path / str(n), 5, 3, n % 2, game={"sigma": n // 2 + 1}) for n in range(4)]
+    write_page(list(map(measured, runs)), epath.Path(tmp_path / "page.html"))
+    page.open(tmp_path / "page.html")
+    assert page.problems == []
+    assert page.value("document.querySelectorAll('path.band').length") > 20
+    assert len(entries(page)) == 60
+    select(page, "run", "3")
+    assert len(entries(page)) == 15
+    legend = page.value("document.querySelector('figure .legend').textContent")
+    assert re.fullmatch(r"step 5game\.sigma=1 [\d.]+game\.sigma=2 [\d.]+", legend)
+    assert "game.sigma=2 (2 seeds)" in page.value("document.getElementById('groups').textContent")
+    page.value("document.querySelector('#sections details').open = true")
+    page.wait("document.querySelector('#sections details svg')")
+    assert page.problems == []

@@ -1,0 +1,143 @@
+"""The page's plots as pictures: one a plot, with what the page shows."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from etils import epath
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+
+from benchmarks.report import measured, write_run
+from spell_jax.reporting import plots
+from spell_jax.reporting.page import write_page
+from spell_jax.reporting.plots import draw_page, file_names, smooth
+
+STEPS = list(range(1, 101))
+
+
+def overview(tmp_path, *runs) -> dict:
+    return write_page([measured(run) for run in runs], epath.Path(tmp_path / "page.html"))
+
+
+def axes_of(draw, *given) -> Axes:
+    axes = Figure().add_subplot()
+    draw(axes, *given)
+    return axes
+
+
+def curves_of(axes: Axes) -> dict[str, list[float]]:
+    return {line.get_label(): np.asarray(line.get_ydata()).tolist() for line in axes.get_lines()}
+
+
+def bands_of(axes: Axes) -> list[list[float]]:
+    """[left, lowest, right, highest] of each filled area."""
+    found = [c for c in axes.collections if isinstance(c, PolyCollection)]
+    return [c.get_datalim(axes.transData).extents.tolist() for c in found]
+
+
+def group(name: str, **series) -> dict:
+    return {"name": name, "series": series, "mapping": None, "points": []}
+
+
+def test_every_plot_of_a_page_is_a_picture(tmp_path):
+    run = write_run(tmp_path / "run", steps=3, episodes=4)
+    paths = draw_page(overview(tmp_path, run), epath.Path(tmp_path / "plots"))
+    names = [path.name for path in paths]
+    assert sorted(names) == sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert names == [
+        "solve_rate.png",
+        "groups_of_answers.png",
+        "what_became_of_questions.png",
+        "task_mix.png",
+        "verifiers_majority_against_the_rule.png",
+        "entropy_of_the_policy.png",
+        "answer_length_tokens.png",
+        "questioners_reward.png",
+        "seconds_a_step_by_phase.png",
+        "tokens_drawn_a_step.png",
+        "questioners_reward_by_mean_reward.png",
+        "play_accepted.png",
+        "play_bad_format.png",
+        "play_mixed.png",
+        "time_step_seconds.png",
+        "train_loss.png",
+    ]
+    for path in paths:
+        picture = path.read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+
+
+def test_runs_are_compared_with_bands(tmp_path):
+    runs = [write_run(tmp_path / str(n), 3, 4, n % 2, game={"sigma": n // 2 + 1}) for n in range(4)]
+    made = overview(tmp_path, *runs)
+    names = [path.name for path in draw_page(made, epath.Path(tmp_path / "plots"))]
+    assert "evaluation_responder_by_documents.png" in names
+    panel = made["panels"][0]
+    axes = axes_of(plots._draw_curves, panel, made["groups"])
+    one, other = made["groups"]
+    # Of the solve rate by task, that of all tasks.
+    wanted = {g["name"]: g["series"]["play/solve_rate"][1] for g in (one, other)}
+    assert curves_of(axes) == wanted
+    low, high = one["series"]["play/solve_rate"][2:]
+    assert bands_of(axes)[0] == pytest.approx([1, min(low), 3, max(high)])
+    alone = axes_of(plots._draw_curves, panel, [one])
+    assert list(curves_of(alone)) == ["all", "general qa", "financial math", "multiple choice"]
+
+
+def test_what_adds_up_is_stacked():
+    panel = {"metrics": {"a": "x", "b": "y"}, "stacked": True}
+    three, low, high = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [9.0, 9.0, 9.0]
+    seeds = group("g", x=[[1, 2, 3], three, low, high], y=[[1, 3], [2.0, 4.0]])
+    tops = [extents[3] for extents in bands_of(axes_of(plots._draw_curves, panel, [seeds]))]
+    assert tops == [1.0, 5.0]
+    axes = axes_of(plots._draw_curves, panel, [seeds, group("h", x=[[1], [7.0]])])
+    assert curves_of(axes) == {"g: a": [1.0, 1.0, 1.0], "g: b": [2.0, 4.0], "h: a": [7.0]}
+    axes = axes_of(plots._draw_curves, panel | {"stacked": False}, [group("g", x=[[1], [7.0]])])
+    assert curves_of(axes) == {"a": [7.0]} and axes.get_ylim()[0] == 0
+
+
+def test_many_steps_are_drawn_smooth():
+    values = [float(step % 2) for step in STEPS]
+    assert smooth(values[:59]) == values[:59]
+    assert smooth(values)[:3] == [0.5, 2 / 3, 1 / 3] and len(smooth(values)) == 100
+    panel = {"metrics": {"a": "x"}, "stacked": False}
+    lines = axes_of(plots._draw_curves, panel, [group("g", x=[STEPS, values])]).get_lines()
+    assert [list(line.get_ydata()) for line in lines] == [values, smooth(values)]
+    two = {"metrics": {"a": "x", "b": "y"}, "stacked": True}
+    stacked = group("g", x=[STEPS, values], y=[STEPS, values])
+    tops = [extents[3] for extents in bands_of(axes_of(plots._draw_curves, two, [stacked]))]
+    assert tops == pytest.approx([2 / 3, 4 / 3])
+    band = group("g", x=[STEPS, values, values, values])
+    axes = axes_of(plots._draw_curves, panel, [band])
+    assert len(axes.get_lines()) == 1
+    assert bands_of(axes)[0][1::2] == pytest.approx([1 / 3, 2 / 3])
+
+
+def test_the_mapping_has_its_curve_and_points():
+    mapping = {"name": "azr", "curve": [[0.0, 0.0], [1.0, 0.5]]}
+    groups = [group("g") | {"mapping": mapping, "points": [[0.5, 0.25, 3], [1.0, 0.5, 12]]}]
+    axes = axes_of(plots._draw_mapping, [*groups, group("h")])
+    assert curves_of(axes) == {"g: azr": [0.0, 0.5], "h: points only": []}
+    (points,) = axes.collections
+    assert points.get_offsets().tolist() == [[0.5, 0.25], [1.0, 0.5]]
+    assert points.get_sizes().tolist() == [34, 124]
+
+
+def test_names_are_what_a_file_system_takes_and_differ():
+    titles = ["Solve rate: a", "solve/rate", "../../x", "\u2028$`", "", "a" * 300, "solve_rate_2"]
+    assert file_names(titles) == [
+        "solve_rate", "solve_rate_2", "x", "plot", "plot_2", "a" * 80, "solve_rate_2_2"
+    ]  # fmt: skip
+
+
+def test_texts_are_not_taken_for_mathematics(tmp_path):
+    hostile = "$\\frac{$_{"
+    panel = {"metrics": {hostile: "x", "_b": "x"}, "stacked": False}
+    draw = functools.partial(plots._draw_curves, panel=panel, groups=[group("g", x=[[1], [1.0]])])
+    path = plots._draw(epath.Path(tmp_path / "a.png"), hostile, draw)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert list(curves_of(axes_of(draw))) == ["\\$\\frac{\\$ {", "b"]

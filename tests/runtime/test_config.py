@@ -1,0 +1,113 @@
+"""Config sections to dataclasses: what fits is taken, what does not is named."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from ml_collections import ConfigDict, FrozenConfigDict
+
+from spell_jax.learner.packing import Bucket
+from spell_jax.learner.update import OptimiserConfig, PackingConfig
+from spell_jax.runtime.config import build, check_choice, check_least
+from spell_jax.sampler.engine import SamplerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    count: int
+    share: float = 0.5
+    name: str = "x"
+    on: bool = False
+    sizes: tuple[int, ...] = ()
+    pair: tuple[int, str] = (0, "")
+    maybe: float | None = None
+    inner: Bucket = dataclasses.field(default_factory=lambda: Bucket(8, 4))
+    anything: Any = None
+
+
+def test_fields_are_taken_and_defaults_kept() -> None:
+    section = ConfigDict({"count": 3, "sizes": [1, 2], "on": True})
+    assert build(Example, section, "example") == Example(3, 0.5, "x", True, (1, 2))
+    assert build(Example, FrozenConfigDict({"count": 1}), "example") == Example(1)
+    assert build(Example, {"maybe": 1}, "example", count=7) == Example(7, maybe=1.0)
+    assert build(Example, {"count": 1, "maybe": None, "anything": []}, "e").anything == []
+
+
+@pytest.mark.parametrize("inner", [(6, 3), {"length": 6, "answers": 3}])
+@pytest.mark.parametrize("kind", [dict, ConfigDict])
+def test_a_dataclass_inside(kind, inner) -> None:
+    found = build(Example, kind({"count": 1, "inner": inner}), "example").inner
+    assert found == Bucket(6, 3)
+
+
+def test_a_whole_number_is_a_float() -> None:
+    share = build(Example, {"count": 1, "share": 2}, "example").share
+    assert isinstance(share, float) and share == 2.0
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"count": 1, "cuont": 2}, r"example\.cuont: no such field, must be one of .*'count'"),
+        ({}, r"example\.count: is missing, must be int"),
+        ({"count": "3"}, r"example\.count = '3': must be int"),
+        ({"count": 1.5}, r"example\.count = 1\.5: must be int"),
+        ({"count": True}, r"example\.count = True: must be int"),
+        ({"count": 1, "share": True}, r"example\.share = True: must be float"),
+        ({"count": 1, "share": "half"}, r"example\.share = 'half': must be float"),
+        ({"count": 1, "on": 1}, r"example\.on = 1: must be bool"),
+        ({"count": 1, "sizes": 3}, r"example\.sizes = 3: must be tuple\[int, \.\.\.\]"),
+        ({"count": 1, "sizes": (1, "b")}, r"example\.sizes\[1\] = 'b': must be int"),
+        ({"count": 1, "pair": (1, "b", 2)}, r"example\.pair = \(1, 'b', 2\): must be tuple"),
+        ({"count": 1, "inner": {"size": 3}}, r"example\.inner\.size: no such field"),
+        ({"count": 1, "maybe": "no"}, r"example\.maybe = 'no': must be float \| None"),
+    ],
+)
+def test_mistakes_name_field_value_and_what_is_right(section: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(Example, section, "example")
+
+
+def test_an_extra_field_may_not_be_configured_as_well() -> None:
+    with pytest.raises(ValueError, match=r"example\.count: no such field"):
+        build(Example, {"count": 1}, "example", count=2)
+
+
+def test_tuples_stand_for_dataclasses_inside_a_section() -> None:
+    section = ConfigDict({"buckets": ((8, 4), (16, 8)), "token_budget": 32})
+    built = build(PackingConfig, section, "packing")
+    assert built == PackingConfig((Bucket(8, 4), Bucket(16, 8)), 32)
+    with pytest.raises(ValueError, match=r"packing\.buckets\[0\] = \(8,\): must be a tuple of"):
+        build(PackingConfig, {"buckets": ((8,),), "token_budget": 32}, "packing")
+
+
+@pytest.mark.parametrize(
+    ("cls", "section", "message"),
+    [
+        (OptimiserConfig, {"schedule": "cubic"}, r"optimiser\.schedule = 'cubic': must be one of"),
+        (OptimiserConfig, {"schedule": "cosine"}, r"optimiser\.total_steps = 0: must be above"),
+        (OptimiserConfig, {"learning_rate": -1.0}, r"optimiser\.learning_rate = -1\.0: must be"),
+        (OptimiserConfig, {"clip_norm": 0}, r"optimiser\.clip_norm = 0\.0: must be above 0"),
+        (OptimiserConfig, {"b2": 1.0}, r"optimiser\.b2 = 1\.0: must be in \[0, 1\)"),
+        (SamplerConfig, {"temperature": -0.1}, r"sampler\.temperature = -0\.1: must be 0 or more"),
+        (SamplerConfig, {"top_p": 0.0}, r"sampler\.top_p = 0\.0: must be in \(0, 1\]"),
+        (SamplerConfig, {"top_k": -1}, r"sampler\.top_k = -1: must be 0 \(all\) or more"),
+        (SamplerConfig, {"min_p": 1.5}, r"sampler\.min_p = 1\.5: must be in \[0, 1\]"),
+        (SamplerConfig, {"slots": 0}, r"sampler\.slots = 0: must be at least 1"),
+    ],
+)
+def test_ranges_of_the_real_sections(cls: type, section: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(cls, section, cls.__name__.removesuffix("Config").lower())
+
+
+def test_fields_have_least_values_and_choices() -> None:
+    fields = Example(1, share=0.0, name="b")
+    check_least(fields, "example.", count=1, share=0)
+    check_choice(fields, "example.", name=("a", "b"))
+    with pytest.raises(ValueError, match=r"^example\.count = 1: must be at least 2$"):
+        check_least(fields, "example.", share=0, count=2)
+    with pytest.raises(ValueError, match=r"^share = nan: must be at least 0$"):
+        check_least(Example(1, share=float("nan")), "", share=0)
+    with pytest.raises(ValueError, match=r"^name = 'b': must be one of \('a', 'c'\)$"):
+        check_choice(fields, "", on=(False,), name=("a", "c"))

@@ -1,0 +1,303 @@
+"""How hosts find each other and what they tell: two real processes get the same, and fail together.
+
+python -m tests.runtime.test_distributed PORT PROCESS        # prints what it was told, as JSON
+python -m tests.runtime.test_distributed PORT PROCESS FAILS  # process FAILS fails
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spell_jax.runtime import distributed, rendezvous
+
+
+def run_two(module: str, *arguments: str) -> list[Any]:
+    """What two processes of a module print last, given a port, their number and more arguments."""
+    ended = end_two(module, *arguments)
+    assert [code for code, *_ in ended] == [0, 0], ended
+    return [json.loads(text.splitlines()[-1]) for _, text, _ in ended]
+
+
+def end_two(module: str, *arguments: str) -> list[tuple[int, str, str]]:
+    """(exit code, output, errors) of two processes of a module."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, port, str(process), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in (0, 1)
+    ]
+    try:
+        told = [process.communicate(timeout=120) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(running, told, strict=True)]
+
+
+def connect(port: str, process: str) -> int:
+    """Makes this process one of two, with two devices each; returns its number."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    os.environ |= {distributed.COORDINATOR: f"localhost:{port}", distributed.PROCESSES: "2"}
+    os.environ |= {
+        distributed.PROCESS: process,
+        distributed.JOIN_SECONDS: "100",
+        distributed.LOST_SECONDS: "20",
+    }
+    distributed.join()
+    return jax.process_index()
+
+
+# Items of both hosts: of other numbers and sizes, and more than the smallest exchange.
+ITEMS = (
+    ([b""], [b"a", b"\x00\xff" * 5, b""]),
+    ([], []),
+    ([b"x" * 3000, b"yy"], [b"z" * 17]),
+    ([bytes(1008)], []),  # with its lengths just the smallest exchange, and one more
+    ([bytes(1009)], []),
+)
+
+
+def test_two_hosts_get_all_items_and_fail_together() -> None:
+    first, second = run_two("tests.runtime.test_distributed")
+    gathered = [[[item.hex() for item in part] for part in parts] for parts in ITEMS]
+    assert first["gathered"] == second["gathered"] == gathered
+    assert first["made"] == second["made"] == [["00"], ["01"]]
+    assert first["one"] == second["one"] == "host 1: ValueError: gone größer"
+    assert first["both"] == second["both"] == "host 0: KeyError: 'b'; host 1: OSError: a"
+    assert (first["cause"], second["cause"]) == ("NoneType", "ValueError")
+    assert first["after"] == second["after"] == [["00"], ["01"]]
+    # Of a broadcast process 0 alone does the work, of which all hear.
+    assert first["broadcast"] == second["broadcast"] == {"verdicts": [1, 0, -1]}
+    assert (first["asked"], second["asked"]) == ([0], [])
+    assert first["refused"] == second["refused"] == "host 0: OSError: no server"
+    # What fails in a block on one host fails on all, behind it.
+    assert first["blocks"] == second["blocks"] == ["", "host 1: OSError: disk full"]
+    assert first["whole"] == second["whole"] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_error_of_one_ends_all_and_is_seen(failing: int) -> None:
+    """Without waiting: jax would let the one that failed wait five minutes for the other."""
+    ended = end_two("tests.runtime.test_distributed", str(failing))
+    assert ended[failing][0] == 1 and "ValueError: its own" in ended[failing][2]
+    code, _, errors = ended[1 - failing]
+    assert code in (1, -signal.SIGABRT)
+    assert re.search("another (process|task) died", errors)
+
+
+def test_one_host_exchanges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "_gather", None)
+    assert distributed.gather_bytes([b"a", b""]) == [[b"a", b""]]
+    assert distributed.make_together(lambda: [b"c"]) == [[b"c"]]
+    with pytest.raises(RuntimeError, match="host 0: ValueError: no"):
+        distributed.make_together(lambda: _fail(ValueError("no")))
+    assert distributed.broadcast(lambda: (1, 2)) == (1, 2)
+    with pytest.raises(KeyError), distributed.fail_together():
+        raise KeyError("its own")
+
+
+# ------------------------------------------------------------------------------------------ Joining
+
+GIVEN = {
+    distributed.COORDINATOR: "10.0.0.1:1234",
+    distributed.PROCESSES: "4",
+    distributed.PROCESS: "3",
+}
+SLURM = {
+    "SLURM_JOB_ID": "5000",
+    "SLURM_STEP_NODELIST": "node[3-5]",
+    "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "1",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://10.0.0.9,10.0.0.8:34911",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """What was waited for and how jax was started, without either."""
+    calls = types.SimpleNamespace(met=[], started=[], is_initialized=lambda: False)
+    calls.initialize = lambda *given, **more: calls.started.append((given, more))
+    monkeypatch.setattr(rendezvous, "meet", lambda *given: calls.met.append(given))
+    monkeypatch.setattr(distributed.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(jax, "distributed", calls)
+    for name in (*GIVEN, *SLURM, *OPEN_MPI, distributed.JOIN_SECONDS, distributed.LOST_SECONDS):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        (GIVEN, ("10.0.0.1:1234", 4, 3, None)),
+        (SLURM, ("node3:62344", 3, 2, [1])),  # port 61440 + 5000 % 4096
+        (OPEN_MPI, ("10.0.0.9:61441", 2, 1, [0])),
+        (SLURM | GIVEN, ("10.0.0.1:1234", 4, 3, None)),  # what is said goes before what is found
+    ],
+)
+def test_the_environment_says_who_joins(variables, place, joined, monkeypatch, capsys) -> None:
+    _set(monkeypatch, variables | {distributed.JOIN_SECONDS: "7", distributed.LOST_SECONDS: "5"})
+    distributed.join()
+    address, count, index, _ = place
+    assert joined.met == [(address, count, index, 7)]
+    ((given, more),) = joined.started
+    assert given == place
+    assert (more["initialization_timeout"], more["heartbeat_timeout_seconds"]) == (7, 5)
+    said = capsys.readouterr().err.splitlines()
+    assert f"waiting for {count} processes at {address}, up to 7 seconds" in said[0]
+    assert f"process {index} of {count}" in said[0] and "within 5 seconds" in said[1]
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, GIVEN | {distributed.PROCESSES: "1", distributed.PROCESS: "0"}]
+)
+def test_a_single_host_joins_nobody(variables, joined, monkeypatch, capsys) -> None:
+    _set(monkeypatch, variables)
+    distributed.join()
+    assert (joined.met, joined.started, capsys.readouterr().err) == ([], [], "")
+
+
+def test_who_has_joined_does_not_join_again(joined, monkeypatch) -> None:
+    _set(monkeypatch, GIVEN)
+    joined.is_initialized = lambda: True
+    distributed.join()
+    assert joined.met == []
+
+
+def test_time_is_up(joined, monkeypatch) -> None:
+    def meet(*_) -> None:
+        raise TimeoutError("missing: process 2 of 4")
+
+    monkeypatch.setattr(rendezvous, "meet", meet)
+    _set(monkeypatch, GIVEN)
+    with pytest.raises(TimeoutError, match=r"SPELL_JOIN_SECONDS = 300: .*process 2 of 4"):
+        distributed.join()
+    assert joined.started == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (distributed.COORDINATOR, None, r"SPELL_COORDINATOR: is missing"),
+        (distributed.PROCESS, None, r"SPELL_PROCESS: is missing"),
+        (distributed.COORDINATOR, "10.0.0.1", r"SPELL_COORDINATOR = '10.0.0.1': must be host:port"),
+        (distributed.PROCESSES, "0", r"SPELL_PROCESSES = '0': must be a whole number, at least 1"),
+        (distributed.PROCESS, "-1", r"SPELL_PROCESS = '-1': must be a whole number, at least 0"),
+        (distributed.PROCESS, "4", r"SPELL_PROCESS = '4': must be below SPELL_PROCESSES = 4"),
+        (distributed.JOIN_SECONDS, "0", r"SPELL_JOIN_SECONDS = '0': must be"),
+        (distributed.LOST_SECONDS, "1.5", r"SPELL_LOST_SECONDS = '1.5': must be"),
+    ],
+)
+def test_mistakes_are_named(name, value, message, joined, monkeypatch) -> None:
+    variables = GIVEN | ({} if value is None else {name: value})
+    _set(monkeypatch, {key: text for key, text in variables.items() if key != name or value})
+    with pytest.raises(ValueError, match=message):
+        distributed.join()
+    assert (joined.met, joined.started) == ([], [])
+
+
+def _fail(error: Exception) -> Sequence[bytes]:
+    raise error
+
+
+def _error(make) -> RuntimeError:
+    try:
+        distributed.make_together(make)
+    except RuntimeError as error:
+        return error
+    raise AssertionError("no error")
+
+
+def _error_of_block(failing: bool) -> str:
+    try:
+        with distributed.fail_together():
+            if failing:
+                raise OSError("disk full")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _error_of_broadcast() -> str:
+    try:
+        distributed.broadcast(lambda: _fail(OSError("no server")))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _split_rows() -> jax.Array:
+    """float32 [4, 2], a row a device."""
+    rows = np.arange(8, dtype=np.float32).reshape(4, 2)
+    place = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x"))
+    return jax.make_array_from_callback(rows.shape, place, lambda index: rows[index])
+
+
+def main() -> None:
+    port, process, *failing = sys.argv[1:]
+    me = connect(port, process)
+    if [str(me)] == failing:
+        raise ValueError("its own")
+    asked: list[int] = []
+
+    def ask() -> dict[str, list[int]]:
+        asked.append(me)
+        return {"verdicts": [1, 0, -1]}
+
+    def good() -> list[bytes]:
+        return [bytes([me])]
+
+    def told(parts: list[list[bytes]]) -> list[list[str]]:
+        return [[item.hex() for item in part] for part in parts]
+
+    one = _error(good if me == 0 else lambda: _fail(ValueError("gone größer")))
+    both = _error(lambda: _fail([KeyError("b"), OSError("a")][me]))
+    result = {
+        "gathered": [told(distributed.gather_bytes(parts[me])) for parts in ITEMS],
+        "made": told(distributed.make_together(good)),
+        "one": str(one),
+        "cause": type(one.__cause__).__name__,
+        "both": str(both),
+        "after": told(distributed.make_together(good)),
+        "broadcast": distributed.broadcast(ask),
+        "asked": asked,
+        "refused": _error_of_broadcast(),
+        "blocks": [_error_of_block(False), _error_of_block(me == 1)],
+        "whole": distributed.whole(_split_rows()).tolist(),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

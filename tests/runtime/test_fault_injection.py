@@ -1,0 +1,71 @@
+"""Fault points: nothing without the variable, else the end at one passing of one point."""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from spell_jax.runtime import fault_injection
+
+PASSES = """
+from spell_jax.runtime import faults
+for step in (1, 2, 3):
+    print("play", step, flush=True)
+    faults.point("played")
+    print("update", step, flush=True)
+    faults.point("updated")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_injection, "_passed", collections.Counter())
+
+
+def test_points_are_passed_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (None, ""):
+        monkeypatch.delenv(fault_injection.VARIABLE, raising=False)
+        if value is not None:
+            monkeypatch.setenv(fault_injection.VARIABLE, value)
+        for name in fault_injection.POINTS:
+            fault_injection.point(name)
+
+
+def test_the_count_is_of_one_point_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fault_injection.VARIABLE, "updated:2:raise")
+    fault_injection.point("played")
+    fault_injection.point("updated")
+    fault_injection.point("played")
+    with pytest.raises(fault_injection.Fault, match="updated:2:raise"):
+        fault_injection.point("updated")
+    fault_injection.point("updated")  # once only
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [("updated:2", -signal.SIGKILL), ("updated:2:term", -signal.SIGTERM)]
+)
+def test_a_process_is_ended(fault: str, code: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PASSES],
+        env=os.environ | {fault_injection.VARIABLE: fault},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == code
+    assert ended.stdout.splitlines() == ["play 1", "update 1", "play 2", "update 2"]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    ["updated", "updated:", "updated:0", "updated:x", "update:1", "updated:1:kill", "updated:1:"],
+)
+def test_a_mistake_is_named(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fault_injection.VARIABLE, wanted)
+    with pytest.raises(ValueError, match=rf"SPELL_FAULT = '{wanted}': must be NAME:COUNT"):
+        fault_injection.point("played")

@@ -1,0 +1,133 @@
+"""TensorBoard's files, and Weights & Biases, of which a double stands in."""
+
+from __future__ import annotations
+
+import io
+import sys
+import textwrap
+
+import pytest
+from etils import epath
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from spell_jax.runtime import loggers
+from spell_jax.runtime.loggers import TensorBoard, Wandb
+from spell_jax.runtime.metrics import MetricsWriter
+
+
+def events(workdir) -> list[Event]:
+    """What TensorBoard reads, in order: length, its checksum, the event, its checksum."""
+    (path,) = (workdir / "tensorboard").iterdir()
+    file, found = io.BytesIO(path.read_bytes()), []
+    while header := file.read(8):
+        file.read(4)
+        found.append(Event.FromString(file.read(int.from_bytes(header, "little"))))
+        file.read(4)
+    return found
+
+
+def test_tensorboard_reads_a_step_as_soon_as_it_is_written(tmp_path):
+    board = TensorBoard(tmp_path)
+    board.write(3, {"train/loss": 0.5, "play/solve_rate": 0.25})
+    version, start, step = events(tmp_path)
+    assert version.file_version == "brain.Event:2"
+    assert start.session_log.status == SessionLog.START and start.step == 0
+    assert step.step == 3
+    values = {value.tag: value.simple_value for value in step.summary.value}
+    assert values == {"train/loss": 0.5, "play/solve_rate": 0.25}
+    board.close()
+
+
+def test_tensorboard_forgets_what_comes_behind_a_checkpoint(tmp_path):
+    TensorBoard(tmp_path, resume_step=7).close()
+    assert [event.step for event in events(tmp_path)] == [0, 8]
+
+
+FAKE = """
+    calls = []
+    class Settings:
+        def __init__(self, **fields):
+            self.fields = fields
+    class Run:
+        def define_metric(self, name, step_metric=None):
+            calls.append(("define_metric", name, step_metric))
+        def log(self, numbers):
+            if numbers["step"] == 5:
+                raise ConnectionError("no network")
+            calls.append(("log", numbers))
+        def finish(self):
+            calls.append(("finish",))
+    def init(**options):
+        calls.append(("init", options))
+        return Run()
+"""
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    """A double of the package; its `calls` are what it was asked."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    (folder / "wandb.py").write_text(textwrap.dedent(FAKE))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    import wandb
+
+    yield wandb
+    del sys.modules["wandb"]
+
+
+def test_wandb_has_the_same_numbers_at_the_same_steps(wandb, tmp_path):
+    workdir = epath.Path(tmp_path / "mine")
+    board = Wandb("reading", workdir, None, {"seed": 3})
+    writer = MetricsWriter(workdir, boards=[board])
+    writer.write(1, {"a": 1.0, "b": float("nan")})
+    writer.close()
+    (_, options), *calls = wandb.calls
+    settings = options.pop("settings").fields
+    identity = options.pop("id")
+    assert options == {
+        "project": "reading",
+        "name": "mine",
+        "resume": "allow",
+        "config": {"seed": 3},
+        "dir": str(workdir),
+    }
+    assert settings == {"console": "off"} and len(identity) == 32
+    assert calls == [
+        ("define_metric", "step", None),
+        ("define_metric", "*", "step"),
+        ("log", {"step": 1, "a": 1.0, "non_finite": 1}),
+        ("finish",),
+    ]
+
+
+def test_a_run_that_goes_on_is_the_same_run_of_wandb(wandb, tmp_path):
+    def identity(resume_step: int | None) -> str:
+        Wandb("reading", epath.Path(tmp_path), resume_step)
+        return next(c[1]["id"] for c in reversed(wandb.calls) if c[0] == "init")
+
+    first = identity(None)
+    assert identity(4) == first
+    anew = identity(None)
+    assert anew != first and identity(2) == anew
+    (tmp_path / "wandb_id").unlink()
+    assert identity(2) not in (first, anew)
+
+
+def test_no_wandb_is_no_end_of_a_run(wandb, tmp_path, caplog):
+    board = Wandb("reading", epath.Path(tmp_path))
+    for step in (4, 5, 6):
+        board.write(step, {"a": 1.0})
+    board.close()
+    assert [call[1]["step"] for call in wandb.calls if call[0] == "log"] == [4]
+    assert wandb.calls[-1][0] == "log"
+    assert "wandb: no network; from step 5 on nothing is written there" in caplog.text
+
+
+def test_wandb_that_is_asked_for_must_be_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"wandb = 'reading': needs wandb; pip install"):
+        Wandb("reading", epath.Path(tmp_path))
+    loggers.check_wandb("")
+    assert not list(tmp_path.iterdir())

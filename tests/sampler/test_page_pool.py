@@ -1,0 +1,277 @@
+"""Pages of the pool: users, prefixes that are known, and what is forgotten first."""
+
+import numpy as np
+import pytest
+
+from spell_jax.sampler.page_pool import Pool
+
+A, B, C, D, E = b"a", b"b", b"c", b"d", b"e"
+
+
+def _read(pool: Pool, blocks: list[bytes], known: int | None = None) -> list[int]:
+    """Pages of a prompt: the known ones held (`known`: at most so many), the others taken."""
+    shared = pool.find(blocks[:known])
+    pool.hold(shared)
+    pages = list(shared)
+    for block in blocks[len(shared) :]:
+        page = pool.take()
+        pool.name(page, pages[-1] if pages else None, block)
+        pages.append(page)
+    return pages
+
+
+# ------------------------------------------------------------------------------------------- Users
+
+
+def test_every_page_is_taken_once_and_page_0_never() -> None:
+    pool = Pool(5)
+    assert pool.available == 5
+    taken = []
+    for left in (4, 3, 2, 1, 0):
+        taken.append(pool.take())
+        assert pool.available == left
+    assert sorted(taken) == [1, 2, 3, 4, 5]
+    with pytest.raises(RuntimeError, match="no page of 5 is available"):
+        pool.take()
+    pool.release(taken[2:4])
+    assert pool.available == 2
+    assert {pool.take(), pool.take()} == set(taken[2:4])
+
+
+def test_a_page_is_free_when_its_last_user_has_released_it() -> None:
+    pool = Pool(3)
+    page = pool.take()
+    pool.hold([page])
+    pool.hold([page])
+    for available in (2, 2, 3):
+        pool.release([page])
+        assert pool.available == available
+
+
+def test_a_known_page_can_be_taken_only_when_nobody_uses_it() -> None:
+    pool = Pool(2)
+    pages = _read(pool, [A, B])
+    pool.hold(pages)
+    pool.release(pages)
+    with pytest.raises(RuntimeError, match="available"):
+        pool.take()
+    pool.release(pages)
+    assert {pool.take(), pool.take()} == set(pages)
+
+
+def test_idle_counts_the_pages_that_nobody_uses() -> None:
+    pool = Pool(6)
+    short, long = _read(pool, [A]), _read(pool, [A, B, C])
+    assert pool.idle(long) == 0 and pool.available == 3
+    pool.release(long)
+    assert pool.idle(long) == 2 and pool.available == 5, "the first page is still the other's"
+    pool.hold(long)
+    assert pool.idle(long) == 0 and pool.available == 3
+    pool.release(long)
+    pool.release(short)
+    assert pool.idle(long) == 3 and pool.available == 6
+
+
+# ---------------------------------------------------------------------------------------- Prefixes
+
+
+def test_find_gives_the_longest_known_beginning() -> None:
+    pool = Pool(9)
+    assert pool.find([A, B]) == []
+    pages = _read(pool, [A, B, C])
+    assert pool.find([A, B, C]) == pages
+    assert pool.find([A, B, C, D]) == pages
+    assert pool.find([A, B, D]) == pages[:2]
+    assert pool.find([A]) == pages[:1]
+    assert pool.find([A, D, C]) == pages[:1]
+    assert pool.find([B, C]) == pool.find([D]) == pool.find([]) == []
+
+
+def test_finding_makes_no_users() -> None:
+    pool = Pool(2)
+    pages = _read(pool, [A, B])
+    pool.find([A, B])
+    pool.release(pages)
+    assert pool.available == 2
+
+
+def test_equal_blocks_behind_different_parents_are_different() -> None:
+    pool = Pool(9)
+    first, second, third = _read(pool, [A, C]), _read(pool, [B, C]), _read(pool, [C, C])
+    assert len({*first, *second, *third}) == 6
+    assert pool.find([A, C]) == first
+    assert pool.find([B, C]) == second
+    assert pool.find([C, C]) == third
+    assert pool.find([A, C, C]) == first
+
+
+def test_prompts_share_what_they_begin_with() -> None:
+    pool = Pool(9)
+    first, second = _read(pool, [A, B, C]), _read(pool, [A, B, D])
+    assert second[:2] == first[:2] and second[2] != first[2]
+    assert pool.available == 5
+    pool.release(first)
+    assert pool.available == 6, "only its own page is idle"
+    assert pool.find([A, B, D]) == second
+
+
+def test_a_second_page_of_the_same_block_stays_unknown() -> None:
+    """The last page of a prompt is read again: the known one goes on to be it."""
+    pool = Pool(4)
+    first = _read(pool, [A, B])
+    second = _read(pool, [A, B], known=1)
+    assert second[0] == first[0] and second[1] != first[1]
+    assert pool.find([A, B]) == first
+    pool.release(second)
+    assert pool.find([A, B]) == first
+    assert pool.take() == second[1], "free, not idle: nothing is known of it"
+    pool.release(first)
+    assert pool.find([A, B]) == first
+
+
+def test_a_page_without_a_name_is_free_at_once() -> None:
+    pool = Pool(3)
+    named = _read(pool, [A])
+    pool.release(named)
+    unnamed = [pool.take(), pool.take()]
+    pool.release(unnamed)
+    assert {pool.take(), pool.take()} == set(unnamed)
+    assert pool.find([A]) == named, "free pages are taken before idle ones"
+
+
+# -------------------------------------------------------------------------------------- Forgetting
+
+
+def test_idle_pages_stay_known() -> None:
+    pool = Pool(4)
+    pages = _read(pool, [A, B])
+    pool.release(pages)
+    assert pool.available == 4
+    assert pool.find([A, B]) == pages
+    assert _read(pool, [A, B]) == pages
+    assert pool.available == 2
+
+
+def test_the_longest_unused_is_forgotten_first() -> None:
+    pool = Pool(3)
+    pages = {block: _read(pool, [block]) for block in (A, B, C)}
+    for block in (B, A, C):
+        pool.release(pages[block])
+    _read(pool, [B])
+    pool.release(pages[B])  # used again: no longer the oldest
+    for forgotten in (A, C, B):
+        assert pool.find([forgotten]) == pages[forgotten]
+        assert pool.take() == pages[forgotten][0]
+        assert pool.find([forgotten]) == []
+
+
+def test_of_a_prompt_its_end_is_forgotten_first() -> None:
+    pool = Pool(3)
+    pages = _read(pool, [A, B, C])
+    pool.release(pages)
+    for left in (2, 1, 0):
+        assert pool.take() == pages[left]
+        assert pool.find([A, B, C]) == pages[:left]
+
+
+def test_a_page_that_is_used_again_is_another() -> None:
+    """Its old children are not found behind its new content, nor behind the old content elsewhere,
+    though they are still in the pool."""
+    pool = Pool(4)
+    old = pool.take()
+    pool.name(old, None, A)
+    child = pool.take()
+    pool.name(child, old, B)
+    pool.release([old])  # before its child, which no caller would do
+    fillers = [pool.take(), pool.take()]
+    assert pool.take() == old
+    assert pool.find([A, B]) == []
+    pool.name(old, None, C)
+    assert pool.find([C, B]) == [old]
+    pool.release(fillers)
+    again = pool.take()
+    pool.name(again, None, A)
+    assert pool.find([A, B]) == [again]
+    pool.release([child])
+    assert pool.find([A, B]) == [again]
+
+
+def test_the_same_page_with_the_same_content_again_has_no_children_of_old() -> None:
+    pool = Pool(2)
+    pages = _read(pool, [A, B])
+    pool.release(pages[:1])
+    assert pool.take() == pages[0]
+    pool.name(pages[0], None, A)
+    assert pool.find([A, B]) == pages[:1]
+
+
+# ------------------------------------------------------------------------------------- Random walk
+
+
+def _walk(seed: int, size: int, last_again: bool, steps: int = 400) -> list[list[int]]:
+    """Prompts that come and go, and pages of answers, beside a model of who uses and holds what;
+    the pages of each prompt.
+
+    last_again: the last block is read again though it may be known, as the sampler does.
+    """
+    rng, pool = np.random.default_rng(seed), Pool(size)
+    content: dict[int, tuple[bytes, ...]] = {}  # of each page the blocks up to it
+    prompts: list[tuple[tuple[bytes, ...], list[int]]] = []
+    answers: list[int] = []
+    history = []
+    for _ in range(steps):
+        action = rng.choice(["read", "draw", "end", "forget"], p=[0.4, 0.2, 0.3, 0.1])
+        if action == "read":
+            blocks = tuple(rng.choice([A, B, C], size=rng.integers(1, 6)).tolist())
+            if len(blocks) > pool.available:
+                continue
+            shared = pool.find(blocks[:-1] if last_again else blocks)
+            idle = pool.idle(shared)
+            assert idle == sum(
+                page not in answers and not any(page in pages for _, pages in prompts)
+                for page in shared
+            )
+            available = pool.available
+            pages = _read(pool, list(blocks), len(shared))
+            assert pages[: len(shared)] == shared
+            assert pool.available == available - idle - len(pages) + len(shared)
+            content |= {page: blocks[: i + 1] for i, page in enumerate(pages)}
+            prompts.append((blocks, pages))
+            history.append(pages)
+        elif action == "draw" and pool.available:
+            page = pool.take()
+            content.pop(page, None)
+            answers.append(page)
+            history.append([page])
+        elif action == "end" and prompts:
+            _, pages = prompts.pop(rng.integers(len(prompts)))
+            pool.release(pages)
+        elif action == "forget" and answers:
+            pool.release([answers.pop(rng.integers(len(answers)))])
+        # The pool against the model.
+        users = np.zeros(size + 1, int)
+        for page in [*answers, *(page for _, pages in prompts for page in pages)]:
+            users[page] += 1
+        assert pool._users == users.tolist()
+        used = np.flatnonzero(users).tolist()
+        assert sorted([*used, *pool._free, *pool._idle]) == list(range(1, size + 1))
+        assert pool.available == size - len(used)
+        assert max(users[answers], default=0) <= 1, "a page of an answer has one user"
+        asked = tuple(rng.choice([A, B, C], size=5).tolist())
+        for chain in (asked, *(blocks for blocks, _ in prompts)):
+            found = pool.find(chain)
+            assert [content.get(page) for page in found] == [
+                chain[: i + 1] for i in range(len(found))
+            ]
+            if not last_again and chain is not asked:
+                assert len(found) == len(chain), "what is used is known"
+    return history
+
+
+@pytest.mark.parametrize("last_again", [False, True])
+@pytest.mark.parametrize("size", [6, 12, 60])
+def test_random_prompts_and_answers_against_a_model(size: int, last_again: bool) -> None:
+    for seed in range(4):
+        history = _walk(seed, size, last_again)
+        assert len(history) > 30
+        assert history == _walk(seed, size, last_again), "the same calls give the same pages"

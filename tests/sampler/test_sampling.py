@@ -1,0 +1,167 @@
+"""Drawing tokens: the kept set, the frequencies, and the recorded log-probs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spell_jax.sampler import sampling as nucleus
+from tests import tiny
+
+DRAWS = 50_000
+
+
+def _by_sorting(probabilities: np.ndarray, top_p: float) -> np.ndarray:
+    """The fewest most likely tokens whose mass reaches top_p, one row."""
+    order = np.argsort(-probabilities, kind="stable")
+    count = int(np.searchsorted(np.cumsum(probabilities[order]), top_p)) + 1
+    kept = np.zeros(len(probabilities), bool)
+    kept[order[:count]] = True
+    return kept
+
+
+def _kept(probabilities: np.ndarray, **filters: float) -> np.ndarray:
+    """Which of the probabilities [N, V] are kept."""
+    below = _below(probabilities)
+    least = jax.jit(nucleus.threshold)(below, tiny.sampling(len(below), **filters))
+    return np.asarray(below >= least[:, None])
+
+
+def _below(probabilities: np.ndarray) -> jax.Array:
+    """Their logarithms, less the largest of each row."""
+    logs = jnp.log(jnp.asarray(probabilities, jnp.float32))
+    return logs - jnp.max(logs, axis=-1, keepdims=True)
+
+
+def _rows(count: int, seed: int, width: int = 200) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(count, width)) * rng.uniform(0.1, 6, size=(count, 1))
+    return np.asarray(jax.nn.softmax(jnp.asarray(logits, jnp.float32)))
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.95, 0.999])
+def test_kept_set_equals_sorting(top_p: float) -> None:
+    probabilities = _rows(60, int(top_p * 1000))
+    checked = 0
+    for row, kept in zip(probabilities, _kept(probabilities, top_p=top_p), strict=True):
+        masses = np.cumsum(np.sort(row.astype(float))[::-1])
+        if np.abs(masses - top_p).min() < 1e-6:
+            continue  # float32 cannot say on which side of top_p this sum lies
+        wanted = _by_sorting(row.astype(float), top_p)
+        assert kept[wanted].all()
+        # What is as likely as the least of them, but for 3e-5, may be kept too.
+        assert (row[kept & ~wanted] > row[wanted].min() * (1 - 5e-5)).all()
+        checked += (kept == wanted).all()
+    assert checked > 50
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 40, 199, 200, 1000])
+def test_the_most_likely_are_kept(top_k: int) -> None:
+    probabilities = _rows(20, top_k)
+    for row, kept in zip(probabilities, _kept(probabilities, top_k=top_k), strict=True):
+        assert kept.sum() == min(top_k, 200) and row[kept].min() >= row[~kept].max(initial=0)
+
+
+def test_filters_are_applied_one_after_the_other() -> None:
+    """The nucleus is of what top_k kept, scaled to 1; min_p is a share of the largest."""
+    probabilities = _rows(30, 7)
+    found = _kept(probabilities, top_k=5, top_p=0.8, min_p=0.1)
+    for row, kept in zip(probabilities.astype(float), found, strict=True):
+        first = np.where(row >= np.sort(row)[-5], row, 0)
+        wanted = _by_sorting(first / first.sum(), 0.8) & (row >= 0.1 * row.max())
+        np.testing.assert_array_equal(kept, wanted)
+    assert len(set(found.sum(axis=1).tolist())) > 2
+
+
+def test_rows_have_filters_of_their_own() -> None:
+    probabilities = np.repeat(_rows(1, 6), 4, axis=0)
+    different = nucleus.Sampling(
+        np.ones(4, np.float32),
+        np.array([0, 2, 0, 0], np.int32),
+        np.array([1, 1, 0.5, 1], np.float32),
+        np.array([0, 0, 0, 0.3], np.float32),
+    )
+    below = _below(probabilities)
+    found = np.asarray(below >= nucleus.threshold(below, different)[:, None])
+    each = [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}]
+    for row, filters in enumerate(each):
+        np.testing.assert_array_equal(found[row], _kept(probabilities[:1], **filters)[0])
+    assert len(set(found.sum(axis=1).tolist())) == 4
+
+
+def test_corner_cases_of_the_kept_set() -> None:
+    for probabilities, top_p, wanted in (
+        ([0.0, 1.0, 0.0], 0.1, [0, 1, 0]),
+        ([0.125] * 8, 0.3, [1] * 8),  # ties at the threshold are all kept
+        ([0.6, 0.3, 0.1], 1.0, [1, 1, 1]),
+        ([0.6, 0.3, 0.1], 0.6, [1, 0, 0]),
+        ([0.6, 0.3, 0.1], 0.61, [1, 1, 0]),
+    ):
+        found = _kept(np.array([probabilities], np.float32), top_p=top_p)
+        np.testing.assert_array_equal(found, [np.array(wanted, bool)])
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.8), (1.3, 0.5)])
+def test_frequencies_are_the_exact_distribution(temperature: float, top_p: float) -> None:
+    logits = np.random.default_rng(5).normal(size=12).astype(np.float32) * 1.5
+    exact = np.exp(logits.astype(float) / temperature)
+    exact /= exact.sum()
+    exact = np.where(_by_sorting(exact, top_p), exact, 0.0) if top_p < 1 else exact
+    exact /= exact.sum()
+    uniform = jax.random.uniform(jax.random.key(1), (DRAWS,))
+    rows = jnp.broadcast_to(logits, (DRAWS, 12))
+    sampling = tiny.sampling(DRAWS, temperature, top_p)
+    tokens, _ = jax.jit(nucleus.draw)(rows, uniform, sampling)
+    counts = np.bincount(tokens, minlength=12)
+    possible = exact > 0
+    assert counts[~possible].sum() == 0
+    expected = DRAWS * exact[possible]
+    assert expected.min() > 50
+    squares = np.sum((counts[possible] - expected) ** 2 / expected)
+    freedom = possible.sum() - 1
+    # Three deviations of the chi-square distribution; the draws are fixed.
+    assert squares < freedom + 3 * np.sqrt(2 * freedom)
+
+
+def test_uniforms_walk_through_the_tokens_in_order() -> None:
+    logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
+    uniform = jnp.array([0.0, 0.49, 0.51, 0.74, 0.76, 0.874, 0.876, 0.99999994])
+    tokens, _ = nucleus.draw(jnp.broadcast_to(logits, (8, 4)), uniform, tiny.sampling(8))
+    np.testing.assert_array_equal(tokens, [0, 0, 1, 1, 2, 2, 3, 3])
+
+
+def test_no_token_outside_the_nucleus_whatever_the_rounding() -> None:
+    """A parallel cumulative sum rises and falls by rounding errors between equal values.
+
+    Uniform numbers that aim at every single value of it must still find tokens of the nucleus.
+    """
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=4096) * 3, jnp.float32)
+    below = (logits - jnp.max(logits))[None]
+    kept = np.asarray(below >= nucleus.threshold(below, tiny.sampling(1, top_p=0.9))[:, None])[0]
+    sums = np.cumsum(np.where(kept, np.exp(below[0]), 0))
+    uniform = np.concatenate([np.nextafter(sums, 0), sums, np.nextafter(sums, 1)]) / sums[-1]
+    uniform = jnp.clip(uniform.astype(np.float32), 0, 1 - 2**-24)
+    rows = jnp.broadcast_to(logits, (len(uniform), 4096))
+    tokens, _ = jax.jit(nucleus.draw)(rows, uniform, tiny.sampling(len(rows), top_p=0.9))
+    assert kept[np.asarray(tokens)].all()
+    assert len(set(np.asarray(tokens).tolist())) > 0.9 * kept.sum()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
+def test_log_probs_are_of_the_full_vocabulary(temperature: float) -> None:
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=(40, 30)) * 2, jnp.float32)
+    uniform = jax.random.uniform(jax.random.key(0), (40,))
+    tokens, log_probs = nucleus.draw(logits, uniform, tiny.sampling(40, temperature, 0.5))
+    every = jax.nn.log_softmax(logits / (temperature or 1.0))
+    wanted = np.take_along_axis(np.asarray(every), np.asarray(tokens)[:, None], 1)[:, 0]
+    np.testing.assert_allclose(log_probs, wanted, atol=1e-6)
+    if temperature == 0:
+        np.testing.assert_array_equal(tokens, jnp.argmax(logits, axis=-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logits_that_are_no_numbers_give_no_log_prob(temperature: float) -> None:
+    sampling = tiny.sampling(1, temperature, 0.9)
+    tokens, log_probs = nucleus.draw(jnp.full((1, 5), jnp.nan), jnp.array([0.3]), sampling)
+    assert 0 <= int(tokens[0]) < 5 and np.isnan(log_probs[0])

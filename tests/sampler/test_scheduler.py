@@ -1,0 +1,610 @@
+"""Plans of pages and slots, on the host alone: what is drawn comes from a random generator."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from spell_jax.sampler.requests import Options, Request
+from spell_jax.sampler.scheduler import Lane, Resident, Scheduler, Shape, Shard, Sibling
+
+SHAPE = Shape(block=4, pages=20, slots=6, prompts=8, lanes=((1, 6), (3, 3)), tasks=4)
+
+
+def _request(prompt: int | Sequence[int], group: int = 1, max_tokens: int = 8) -> Request:
+    """`prompt`: tokens, or how many of 0, 1, 2, ..."""
+    tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
+    return Request(tokens, group, np.zeros(2, np.uint32), Options(max_tokens=max_tokens))
+
+
+def _scheduler(*requests: Request, shards: int = 1, **sizes) -> Scheduler:
+    scheduler = Scheduler(dataclasses.replace(SHAPE, **sizes), shards)
+    for ticket, request in enumerate(requests):
+        scheduler.submit(ticket, request)
+    return scheduler
+
+
+def _other(number: int, length: int = 4) -> list[int]:
+    """A prompt that begins like no other number's."""
+    return [100 * number + i for i in range(length)]
+
+
+def _fill(scheduler: Scheduler) -> list[list[list[tuple[int, int]]]]:
+    """Reads and seats until no free slot waits for a page: the plans, as tickets and numbers."""
+    plans = []
+    while (plan := scheduler.plan_prefill()) is not None:
+        plans.append([[(resident.ticket, number) for resident, number in one] for one in plan])
+        scheduler.seat()
+    scheduler.seat()
+    return plans
+
+
+def _seated(lane: Lane) -> list[tuple[int, int] | None]:
+    """Of each slot the ticket and the number of its sibling."""
+    return [sibling and (sibling.resident.ticket, sibling.number) for sibling in lane.slots]
+
+
+def _sibling(shard: Shard, ticket: int, number: int = 0) -> Sibling:
+    (found,) = (s for s in shard.unfinished if (s.resident.ticket, s.number) == (ticket, number))
+    return found
+
+
+def _finish(shard: Shard, ticket: int, number: int = 0) -> bool:
+    sibling = _sibling(shard, ticket, number)
+    return shard.finish(shard.lanes[shard.shape.lane_of(sibling.resident.request.group)], sibling)
+
+
+# ------------------------------------------------------------------------------------------- Sizes
+
+
+def test_the_lane_is_the_first_with_a_cell_for_each_sibling_or_the_last() -> None:
+    shape = dataclasses.replace(SHAPE, lanes=((1, 6), (3, 2), (8, 1)))
+    assert [shape.lane_of(group) for group in (1, 2, 3, 4, 8, 9, 99)] == [0, 1, 1, 2, 2, 2, 2]
+
+
+def test_tokens_take_whole_pages() -> None:
+    assert [SHAPE.pages_of(tokens) for tokens in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "prompt, max_tokens, fits",
+    [(16, 16, True), (17, 16, False), (16, 17, False), (13, 13, True), (1, 28, True)],
+)
+def test_a_request_fits_if_prompt_and_answer_have_pages(
+    prompt: int, max_tokens: int, fits: bool
+) -> None:
+    """A page is one's or the other's."""
+    shape = dataclasses.replace(SHAPE, pages=8)
+    assert shape.fits(_request(prompt, 99, max_tokens)) == fits
+
+
+def test_a_request_that_never_fits_is_refused_with_its_sizes() -> None:
+    scheduler = _scheduler(pages=8)
+    message = (
+        "request 5: a prompt of 17 tokens and answers of up to 16 do not fit into 8 pages of 4"
+    )
+    with pytest.raises(ValueError, match=message):
+        scheduler.submit(5, _request(17, 1, 16))
+    assert not scheduler.unfinished
+    scheduler.submit(6, _request(16, 1, 16))
+    assert scheduler.unfinished
+    assert _fill(scheduler) == [[[(6, number) for number in range(4)]]]
+
+
+# --------------------------------------------------------------------------------------- Admission
+
+
+def test_admitted_prompts_share_pages() -> None:
+    scheduler = _scheduler(
+        _request(10), _request([*range(8), 50, 51, 52]), _request([9, *range(8)])
+    )
+    (shard,) = scheduler.shards
+    assert _fill(scheduler) == [[[(0, 0), (0, 1), (0, 2), (1, 2)]], [[(2, 0), (2, 1), (2, 2)]]]
+    first, second, third = (_sibling(shard, ticket).resident.pages for ticket in range(3))
+    assert second[:2] == first[:2]
+    assert len({*first, *second, *third}) == 7
+    assert shard.pool.available == SHAPE.pages - 7
+    assert shard.reused_tokens == 8
+    assert _finish(shard, 0)
+    assert shard.pool.available == SHAPE.pages - 6
+    _finish(shard, 1)
+    _finish(shard, 2)
+    assert shard.pool.available == SHAPE.pages
+
+
+@pytest.mark.parametrize("length, reused", [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2)])
+def test_the_page_of_the_last_token_is_always_read(length: int, reused: int) -> None:
+    """Though the same prompt is there already."""
+    scheduler = _scheduler(_request(length), _request(length), tasks=1)
+    (shard,) = scheduler.shards
+    plans = [task for ((task,),) in _fill(scheduler)]
+    last = SHAPE.pages_of(length) - 1
+    wanted = [(0, number) for number in range(last + 1)]
+    assert plans == wanted + [(1, number) for number in range(reused, last + 1)]
+    assert shard.reused_tokens == reused * SHAPE.block
+    assert _sibling(shard, 0).resident.pages[-1] != _sibling(shard, 1).resident.pages[-1]
+
+
+def test_pages_of_requests_that_are_finished_are_shared_too() -> None:
+    scheduler = _scheduler(_request(12))
+    (shard,) = scheduler.shards
+    _fill(scheduler)
+    pages = _sibling(shard, 0).resident.pages
+    assert _finish(shard, 0)
+    scheduler.submit(1, _request(12))
+    assert _fill(scheduler) == [[[(1, 2)]]]
+    assert _sibling(shard, 1).resident.pages[:2] == pages[:2]
+    assert shard.reused_tokens == 8
+
+
+def test_shared_pages_that_nobody_uses_count_as_taken() -> None:
+    """Three of the pool's seven are idle: held, they are no longer to be had."""
+    scheduler = _scheduler(_request(13), pages=7)
+    (shard,) = scheduler.shards
+    _fill(scheduler)
+    _finish(shard, 0)
+    scheduler.submit(1, _request(_other(1), max_tokens=12))
+    scheduler.submit(2, _request(13, max_tokens=12))
+    assert _fill(scheduler) == [[[(1, 0)]]]
+    assert scheduler.waiting(0), "1 + 4 pages of prompts, and 3 of an answer, are more than 7"
+    _finish(shard, 1)
+    assert _fill(scheduler) == [[[(2, 3)]]]
+
+
+def test_the_longest_answer_that_is_asked_for_is_kept_free() -> None:
+    """Whether it is of one who is there or of one who comes."""
+    for longest in ((32, 4), (4, 32)):
+        requests = [_request(_other(i), max_tokens=n) for i, n in enumerate(longest)]
+        scheduler = _scheduler(*requests, pages=9)
+        assert _fill(scheduler) == [[[(0, 0)]]]
+        assert len(scheduler.queue) == 1
+        _finish(scheduler.shards[0], 0)
+        assert _fill(scheduler) == [[[(1, 0)]]]
+        scheduler = _scheduler(*requests, pages=10)
+        assert _fill(scheduler) == [[[(0, 0), (1, 0)]]]
+
+
+def test_the_end_of_an_answer_forgets_its_length() -> None:
+    long, *short = _request(_other(0), max_tokens=32), *(_request(_other(i)) for i in (1, 2, 3))
+    scheduler = _scheduler(long, *short, pages=10)
+    _fill(scheduler)
+    assert len(scheduler.queue) == 2
+    _finish(scheduler.shards[0], 0)
+    _fill(scheduler)
+    assert not scheduler.queue
+
+
+def test_so_many_prompts_are_resident_and_no_more() -> None:
+    scheduler = _scheduler(*(_request(_other(i)) for i in range(5)), prompts=2)
+    (shard,) = scheduler.shards
+    _fill(scheduler)
+    assert [s.resident.ticket for s in shard.unfinished] == [0, 1]
+    assert {s.resident.index for s in shard.unfinished} == {0, 1}
+    _finish(shard, 0)
+    _fill(scheduler)
+    assert [s.resident.ticket for s in shard.unfinished] == [1, 2]
+    assert {s.resident.index for s in shard.unfinished} == {0, 1}
+
+
+def test_requests_are_admitted_in_their_order() -> None:
+    """A small one does not pass a large one that waits for pages."""
+    large = _request(_other(1, 40), max_tokens=8)
+    scheduler = _scheduler(_request(_other(0, 40)), large, _request(_other(2)), pages=20)
+    _fill(scheduler)
+    assert [ticket for ticket, *_ in scheduler.queue] == [1, 2]
+
+
+def test_no_more_are_admitted_than_slots_and_rows_of_the_call_ask_for() -> None:
+    requests = [_request(_other(i, 8)) for i in range(6)]
+    for tasks, admitted in ((1, 2), (4, 2), (5, 3), (8, 4)):
+        scheduler = _scheduler(*requests, slots=2, tasks=tasks)
+        plan = scheduler.plan_prefill()
+        assert plan is not None and len(plan[0]) == min(tasks, 2 * admitted)
+        assert len(requests) - len(scheduler.queue) == admitted, tasks
+
+
+def test_nothing_is_planned_while_no_slot_is_free() -> None:
+    scheduler = _scheduler(_request(4, 2), _request(_other(1), 2), slots=2, tasks=1)
+    assert _fill(scheduler) == [[[(0, 0)]]]
+    assert scheduler.plan_prefill() is None
+    assert scheduler.waiting(1) and not scheduler.waiting(0)
+    _finish(scheduler.shards[0], 0, 1)
+    assert _fill(scheduler) == [[[(1, 0)]]]
+    assert scheduler.waiting(1), "its second sibling"
+    _finish(scheduler.shards[0], 0, 0)
+    _fill(scheduler)
+    assert not scheduler.waiting(1)
+
+
+def test_a_request_goes_to_the_shard_with_its_pages_or_with_less_to_do() -> None:
+    begin = _other(1, 12)
+    scheduler = _scheduler(
+        _request(_other(0, 12)),
+        _request(begin, 2),  # 0 has one sibling
+        _request([*begin, 7]),  # 0 has fewer siblings, but not these pages
+        _request(_other(3), 2),
+        shards=2,
+    )
+    _fill(scheduler)
+    tickets = [{s.resident.ticket for s in shard.unfinished} for shard in scheduler.shards]
+    assert tickets == [{0, 3}, {1, 2}]
+    assert [shard.reused_tokens for shard in scheduler.shards] == [0, 12]
+
+
+def test_a_request_goes_to_another_shard_if_the_cheaper_has_no_room() -> None:
+    begin = _other(0, 16)
+    requests = _request([*begin, 1, 2, 3]), _request([*begin, 7], max_tokens=12)
+    for pages, tickets in ((9, [[0, 1], []]), (8, [[0], [1]])):
+        scheduler = _scheduler(*requests, shards=2, pages=pages, tasks=8)
+        _fill(scheduler)
+        found = [[s.resident.ticket for s in shard.unfinished] for shard in scheduler.shards]
+        assert found == tickets
+
+
+# ----------------------------------------------------------------------------------------- Reading
+
+
+def test_pages_are_read_behind_those_before_them_whoever_asked_for_those() -> None:
+    """The second prompt shares pages that are not read when it is admitted."""
+    scheduler = _scheduler(_request(12), _request([*range(11), 50]), tasks=2)
+    plan = scheduler.plan_prefill()
+    assert plan is not None and [number for _, number in plan[0]] == [0, 1]
+    scheduler.seat()
+    assert not any(_seated(scheduler.shards[0].lanes[0])), "no prompt is read to its end"
+    scheduler.submit(2, _request([*range(8), 60]))
+    assert _fill(scheduler) == [[[(0, 2), (1, 2)]], [[(2, 2)]]]
+    assert _seated(scheduler.shards[0].lanes[0])[:3] == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_nobody_is_seated_before_the_prompt_is_read() -> None:
+    scheduler = _scheduler(_request(12, 2), _request(_other(1), 2), tasks=1)
+    (shard,), seats = scheduler.shards, []
+    while scheduler.plan_prefill() is not None:
+        scheduler.seat()
+        seats.append(len(shard.lanes[1].slots) - shard.lanes[1].free)
+    assert seats == [0, 0, 2, 4]
+
+
+def test_what_no_free_slot_waits_for_is_read_only_in_rows_that_would_be_empty() -> None:
+    requests = [_request(_other(i, length)) for i, length in enumerate((8, 8, 12))]
+    scheduler = _scheduler(*requests, slots=2, tasks=3)
+    first, second = [(0, 0), (0, 1), (1, 0)], [(1, 1), (2, 0), (2, 1)]
+    assert _fill(scheduler) == [[first], [second]]
+    assert _fill(scheduler) == []
+    _finish(scheduler.shards[0], 0)
+    assert _fill(scheduler) == [[[(2, 2)]]]
+    assert _seated(scheduler.shards[0].lanes[0]) == [(2, 0), (1, 0)]
+
+
+def test_a_lane_whose_slots_are_taken_does_not_keep_the_other_from_reading() -> None:
+    one, several = _request(4), _request(_other(1), 3)
+    scheduler = _scheduler(one, _request(_other(2)), several, slots=1, tasks=1)
+    assert _fill(scheduler) == [[[(0, 0)]]]
+    scheduler = _scheduler(one, several, _request(_other(2)), slots=1, tasks=1)
+    assert _fill(scheduler) == [[[(0, 0)]], [[(1, 0)]]]
+    assert [_seated(lane) for lane in scheduler.shards[0].lanes] == [[(0, 0)], [(1, 0)]]
+
+
+# ----------------------------------------------------------------------------------------- Seating
+
+
+def test_siblings_are_seated_in_the_order_of_admission() -> None:
+    scheduler = _scheduler(_request(4, 3), _request(_other(1), 2), _request(_other(2), 3))
+    lane = scheduler.shards[0].lanes[1]
+    _fill(scheduler)
+    assert _seated(lane) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]
+    _finish(scheduler.shards[0], 1, 0)
+    _fill(scheduler)
+    assert _seated(lane) == [(0, 0), (0, 1), (0, 2), (2, 1), (1, 1), (2, 0)]
+    assert [(sibling.slot, sibling.number) for sibling in lane.waiting] == [(-1, 2)]
+    for slot, sibling in enumerate(lane.slots):
+        assert sibling is not None and sibling.slot == slot
+
+
+def test_rows_are_of_one_prompt_and_no_more_than_the_lane_has() -> None:
+    lanes = ((1, 6), (3, 2))
+    requests = [_request(_other(i), group) for i, group in enumerate((4, 2, 3))]
+    scheduler = _scheduler(*requests, lanes=lanes)
+    (shard,) = scheduler.shards
+    lane = shard.lanes[1]
+
+    def rows() -> list[tuple[int, list[int]]]:
+        return [(resident.ticket, slots) for resident, slots in lane.groups()]
+
+    _fill(scheduler)
+    assert rows() == [(0, [0, 1, 2]), (0, [3])]
+    assert _seated(lane)[4:] == [None, None], "free slots, but no row for the next prompt"
+    _finish(shard, 0, 1)
+    _fill(scheduler)
+    assert rows() == [(0, [0, 2, 3]), (1, [1, 4])]
+    _finish(shard, 1, 0)
+    _fill(scheduler)
+    assert rows() == [(0, [0, 2, 3]), (1, [4])]
+    _finish(shard, 1, 1)
+    _fill(scheduler)
+    assert rows() == [(0, [0, 2, 3]), (2, [1, 4, 5])]
+
+
+def test_a_straggler_does_not_keep_its_siblings_slots() -> None:
+    requests = [_request(_other(i), 3) for i in range(4)]
+    scheduler = _scheduler(*requests)
+    (shard,) = scheduler.shards
+    lane = shard.lanes[1]
+    _fill(scheduler)
+    assert lane.free == 0
+    assert [_finish(shard, 0, number) for number in (0, 2)] == [False, False]
+    assert lane.free == 2
+    _fill(scheduler)
+    assert _seated(lane) == [(2, 0), (0, 1), (2, 1), (1, 0), (1, 1), (1, 2)]
+    assert _finish(shard, 0, 1)
+    _fill(scheduler)
+    assert _seated(lane)[1] == (2, 2)
+
+
+def test_prompt_pages_are_released_with_the_last_sibling() -> None:
+    scheduler = _scheduler(_request(12, 3))
+    (shard,) = scheduler.shards
+    _fill(scheduler)
+    shard.grow(shard.lanes[1], 4)
+    for number, available in ((1, 15), (2, 16)):
+        assert not _finish(shard, 0, number)
+        assert shard.pool.available == available
+    assert _finish(shard, 0, 0)
+    assert shard.pool.available == SHAPE.pages
+    assert not scheduler.unfinished
+
+
+# ----------------------------------------------------------------------------------------- Growing
+
+
+def test_pages_come_for_the_next_tokens_and_end_with_the_answer() -> None:
+    scheduler = _scheduler(_request(4, 1, 10))
+    (shard,) = scheduler.shards
+    _fill(scheduler)
+    sibling = _sibling(shard, 0)
+    for count, pages, limit in ((0, 1, 4), (1, 1, 4), (2, 2, 8), (6, 3, 10), (9, 3, 10)):
+        sibling.count = count
+        assert shard.grow(shard.lanes[0], 3) == {sibling: limit}
+        assert len(sibling.pages) == pages
+    assert shard.grow(shard.lanes[1], 3) == {}
+
+
+def test_the_first_admitted_goes_on_and_others_wait_when_pages_run_out() -> None:
+    """The pool has a page for each prompt, the longest answer for the first, and one more."""
+    requests = [_request(_other(i), max_tokens=16) for i in range(3)]
+    scheduler = _scheduler(*requests, pages=3 + 4 + 1)
+    (shard,) = scheduler.shards
+    lane = shard.lanes[0]
+    _fill(scheduler)
+    first, second, third = siblings = [_sibling(shard, ticket) for ticket in range(3)]
+    wanted = [(4, 4, 0), (8, 4, 0), (12, 4, 0), (16, 4, 0), (16, 4, 0)]
+    for limits in wanted:
+        assert tuple(shard.grow(lane, 4).values()) == limits
+        for sibling, limit in zip(siblings, limits, strict=True):
+            sibling.count = limit
+    assert shard.pool.available == 0
+    _finish(shard, 0)
+    for limits in ((8, 4), (12, 8), (16, 8), (16, 8)):  # the first one's prompt is a page more
+        assert tuple(shard.grow(lane, 4).values()) == limits
+        second.count, third.count = limits
+    assert len(first.pages) == len(second.pages) == 4
+    _finish(shard, 1)
+    assert shard.grow(lane, 4) == {third: 12}
+
+
+def test_whoever_waits_in_another_lane_keeps_the_first_ones_pages_free() -> None:
+    requests = _request(4, 2, 16), _request(_other(1), 1, 16), _request(_other(2), 1, 16)
+    scheduler = _scheduler(*requests, pages=3 + 4 + 1)
+    (shard,) = scheduler.shards
+    _fill(scheduler)
+    single, several = shard.lanes
+    for _ in range(2):
+        assert [*shard.grow(single, 8).values()] == [4, 0]
+    assert [*shard.grow(several, 16).values()] == [16, 0]
+
+
+def test_seats_that_are_refilled_do_not_pass_those_admitted_before() -> None:
+    """The slot of one that ended goes to the youngest, whose number of slot is the lowest."""
+    requests = [_request(_other(i), max_tokens=4 if i == 0 else 16) for i in range(4)]
+    scheduler = _scheduler(*requests, slots=3, pages=9)
+    (shard,) = scheduler.shards
+    lane = shard.lanes[0]
+    _fill(scheduler)
+    _finish(shard, 0)
+    _fill(scheduler)
+    assert _seated(lane) == [(3, 0), (1, 0), (2, 0)]
+    limits = shard.grow(lane, 8)
+    assert {s.resident.ticket: limit for s, limit in limits.items()} == {1: 8, 2: 8, 3: 0}
+
+
+# -------------------------------------------------------------------------------------- Simulation
+
+
+class _Decoder:
+    """A sampler without a device: it plans as session.py does, and draws numbers of tokens."""
+
+    def __init__(self, scheduler: Scheduler, seed: int, steps: int):
+        self.scheduler, self.steps = scheduler, steps
+        self.rng = np.random.default_rng(seed)
+        self.lengths: dict[Sibling, int] = {}
+        self.finished: list[int] = []
+        self.history: list = []
+        self.waited = 0  # turns of siblings without a page
+        # Of each shard's pages the tokens up to their end, as far as prefill has read them.
+        self.read: list[dict[int, tuple[int, ...]]] = [{} for _ in scheduler.shards]
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Answers them: half of them are asked for at first, one more whenever one is finished."""
+        asked = 0
+        for _ in range(10_000):
+            for request in requests[asked : len(requests) // 2 + len(self.finished)]:
+                self.scheduler.submit(asked, request)
+                asked += 1
+            if not self.scheduler.unfinished:
+                return
+            progress = self._prefill()
+            drawn = self._decode()
+            assert progress + drawn, "a turn without progress"
+        raise AssertionError("it does not come to an end")
+
+    def _prefill(self) -> int:
+        pages = 0
+        while (plan := self.scheduler.plan_prefill()) is not None:
+            assert any(plan) and max(map(len, plan)) <= self.scheduler.shape.tasks
+            for number, tasks in enumerate(plan):
+                self._read(number, tasks)
+            pages += sum(map(len, plan))
+            self.scheduler.seat()
+            self._check()
+        self.scheduler.seat()
+        self._check()
+        return pages
+
+    def _read(self, number: int, tasks: list[tuple[Resident, int]]) -> None:
+        """A call: all of its pages are written, and then each reads all before it."""
+        read, block = self.read[number], self.scheduler.shape.block
+        self.history.append([(number, r.ticket, r.pages[i], i) for r, i in tasks])
+        for resident, i in tasks:
+            read[resident.pages[i]] = tuple(resident.request.prompt[: (i + 1) * block])
+        for resident, i in tasks:
+            self._check_read(number, resident, i + 1)
+
+    def _check_read(self, number: int, resident: Resident, pages: int) -> None:
+        prompt, block = resident.request.prompt, self.scheduler.shape.block
+        for i, page in enumerate(resident.pages[:pages]):
+            assert self.read[number].get(page) == tuple(prompt[: (i + 1) * block])
+
+    def _decode(self) -> int:
+        limits = []
+        for lane in range(len(self.scheduler.shape.lanes)):
+            for number, shard in enumerate(self.scheduler.shards):
+                found = shard.grow(shard.lanes[lane], self.steps)
+                assert set(found) == set(filter(None, shard.lanes[lane].slots))
+                limits.append((number, lane, found))
+        self._check()
+        for shard in self.scheduler.shards:
+            for first in list(shard.unfinished)[:1]:
+                (limit,) = (found[first] for *_, found in limits if first in found)
+                assert limit >= min(first.count + self.steps, first.max_tokens)
+        return sum(self._draw(*one) for one in limits)
+
+    def _draw(self, number: int, lane: int, limits: dict[Sibling, int]) -> int:
+        shard, drawn = self.scheduler.shards[number], 0
+        for sibling, limit in limits.items():
+            self.history.append((number, sibling.resident.ticket, sibling.number, limit))
+            assert sibling.count <= limit <= sibling.max_tokens
+            assert limit <= len(sibling.pages) * self.scheduler.shape.block
+            for page in sibling.pages:
+                self.read[number].pop(page, None)
+            longest = int(self.rng.integers(1, sibling.max_tokens, endpoint=True))
+            length = self.lengths.setdefault(sibling, longest)
+            most = min(limit - sibling.count, self.steps)
+            self.waited += not most
+            new = min(int(self.rng.integers(min(most, 1), most, endpoint=True)), length)
+            new = min(new, length - sibling.count)
+            sibling.count += new
+            drawn += new
+            if sibling.count == length and shard.finish(shard.lanes[lane], sibling):
+                self.finished.append(sibling.resident.ticket)
+        return drawn
+
+    def _check(self) -> None:
+        """What must be true at any time."""
+        shape = self.scheduler.shape
+        for number, shard in enumerate(self.scheduler.shards):
+            residents = {sibling.resident: None for sibling in shard.unfinished}
+            of_prompts = {page for resident in residents for page in resident.pages}
+            of_answers = [page for sibling in shard.unfinished for page in sibling.pages]
+            assert len({*of_prompts, *of_answers}) == len(of_prompts) + len(of_answers)
+            used = len(of_prompts) + len(of_answers)
+            assert used <= shape.pages and {*of_prompts, *of_answers} <= {
+                *range(1, shape.pages + 1)
+            }
+            assert shard.pool.available == shape.pages - used
+            assert len({r.index for r in residents}) == len(residents) <= shape.prompts
+            assert all(0 <= r.index < shape.prompts for r in residents)
+            for first in list(shard.unfinished)[:1]:
+                longest = max(shape.pages_of(s.max_tokens) for s in shard.unfinished)
+                assert shard.pool.available + len(first.pages) >= longest
+            for lane in shard.lanes:
+                rows = lane.groups()
+                assert len(rows) <= lane.rows
+                assert all(len(slots) <= lane.cells for _, slots in rows)
+                slots = sorted(slot for _, some in rows for slot in some)
+                assert slots == [i for i, sibling in enumerate(lane.slots) if sibling]
+                for resident, some in rows:
+                    assert {s.resident for s in lane.slots if s and s.slot in some} == {resident}
+                    self._check_read(number, resident, len(resident.pages))
+
+
+def _random_requests(rng: np.random.Generator, count: int, shape: Shape) -> list[Request]:
+    """Prompts with common beginnings, some of them equal; the longest take the whole pool."""
+    stems = [rng.integers(3, size=40).tolist() for _ in range(3)]
+    made = []
+    while len(made) < count:
+        stem = stems[rng.integers(3)][: rng.integers(1, 17)]
+        tail = rng.integers(3, size=rng.integers(0, 9)).tolist()
+        request = _request(stem + tail, int(rng.integers(1, 8)), int(rng.integers(1, 25)))
+        if shape.fits(request):
+            made.append(request)
+    return made
+
+
+def _simulate(shape: Shape, shards: int, seed: int, steps: int, count: int = 40) -> _Decoder:
+    scheduler = Scheduler(shape, shards)
+    requests = _random_requests(np.random.default_rng(seed), count, shape)
+    decoder = _Decoder(scheduler, seed, steps)
+    decoder.run(requests)
+    assert sorted(decoder.finished) == list(range(count))
+    assert sum(request.group for request in requests) == len(decoder.lengths)
+    assert all(sibling.count == length for sibling, length in decoder.lengths.items())
+    for shard in scheduler.shards:
+        assert shard.pool.available == shape.pages
+        assert not shard._needs and not shard.unfinished and not shard.tasks
+        assert sorted(shard._indices) == list(range(shape.prompts))
+        assert not any(any(lane.slots) or lane.waiting or lane._seated for lane in shard.lanes)
+    assert not scheduler.unfinished and scheduler.plan_prefill() is None
+    return decoder
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("steps", [1, 3, 16])
+@pytest.mark.parametrize("pages", [12, 16, 400])
+def test_all_requests_are_answered_in_any_pool(pages: int, steps: int, shards: int) -> None:
+    shape, reused, waited = dataclasses.replace(SHAPE, pages=pages), 0, 0
+    for seed in range(3):
+        decoder = _simulate(shape, shards, seed, steps)
+        reused += sum(shard.reused_tokens for shard in decoder.scheduler.shards)
+        waited += decoder.waited
+    assert reused > 0
+    assert (waited > 0) == (pages < 20), "the case should have siblings that wait for pages"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"slots": 1},
+        {"slots": 2, "lanes": ((1, 1), (2, 1))},
+        {"prompts": 1},
+        {"tasks": 1, "slots": 12},
+        {"tasks": 30},
+        {"lanes": ((3, 4),)},
+        {"lanes": ((1, 6), (2, 2), (4, 1))},
+    ],
+    ids=str,
+)
+def test_all_requests_are_answered_in_any_shape(sizes: dict) -> None:
+    shape = dataclasses.replace(SHAPE, pages=14, **sizes)
+    for shards in (1, 2):
+        _simulate(shape, shards, seed=7, steps=3)
+
+
+def test_the_same_requests_and_draws_give_the_same_plans() -> None:
+    for shards in (1, 2):
+        shape = dataclasses.replace(SHAPE, pages=14)
+        first, second = (_simulate(shape, shards, seed=5, steps=3) for _ in range(2))
+        assert len(first.history) > 100
+        assert first.history == second.history
+        assert first.finished == second.finished
+        assert first.history != _simulate(shape, shards, seed=6, steps=3).history

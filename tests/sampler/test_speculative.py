@@ -1,0 +1,139 @@
+"""Guessed tokens: what is looked up, and that answers are those of plain decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler import speculative
+from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.requests import Request, Sample
+from spell_jax.sampler.session import Counts, request_keys
+from tests import tiny
+
+KEY = jax.random.key(11)
+PLAIN = SamplerConfig(
+    temperature=0.3,
+    top_p=0.9,
+    max_tokens=40,
+    max_verdict_tokens=1,
+    max_prompt=24,
+    block=8,
+    cache_tokens=4096,
+    slots=12,
+    siblings=3,
+    prefill_tokens=64,
+    decode_tokens=8,
+)
+RNG = np.random.default_rng(2)
+PROMPTS = [RNG.integers(64, size=int(n)).tolist() for n in (1, 5, 8, 17, 24, 3, 9)]
+
+
+# -------------------------------------------------------------------------------- What is looked up
+
+
+def _guess_one(text: list[int], match: int, tokens: int) -> list[int]:
+    """The guess by a plain loop, of a prompt without own tokens or own tokens alone."""
+    wanted = text[len(text) - match :]
+    for end in range(len(text) - 1, match - 1, -1):
+        if len(wanted) == match and text[end - match : end] == wanted:
+            following = text[end : end + tokens]
+            return following + [speculative.NOTHING] * (tokens - len(following))
+    return [speculative.NOTHING] * tokens
+
+
+@pytest.mark.parametrize("match", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_the_last_place_where_it_stood_before(match: int, tokens: int) -> None:
+    rng = np.random.default_rng(0)
+    own = rng.integers(3, size=(60, 20)).astype(np.int32)
+    count = rng.integers(1, 21, size=60).astype(np.int32)
+    prompts = np.full((2, 4), 9, np.int32)  # nothing to be found
+    row, length = np.arange(60) % 2, np.full(60, 4)
+    guess = jax.jit(functools.partial(speculative.guess, match=match, tokens=tokens))
+    found = guess(prompts, row, length, own, count)
+    for i in range(60):
+        assert found[i].tolist() == _guess_one(own[i, : count[i]].tolist(), match, tokens)
+
+
+def test_guesses_come_from_the_slots_own_prompt() -> None:
+    prompts = np.array([[0, 0, 5, 6, 7, 8], [5, 6, 1, 2, 3, 4]], np.int32)
+    row, length = np.array([1, 0, 0, 1]), np.array([6, 4, 1, 6])
+    own = np.array([[5, 6, 9], [5, 6, 9], [5, 6, 9], [3, 4, 9]], np.int32)
+    count = np.array([2, 2, 2, 2])
+    found = speculative.guess(prompts, row, length, own, count, 2, 3)
+    nothing = speculative.NOTHING
+    assert found.tolist() == [
+        [1, 2, 3],
+        [7, 8, 5],  # beyond the end of the prompt: what the slot drew follows
+        [nothing] * 3,  # a shorter one, in which it does not stand
+        [3, 4, nothing],
+    ]
+
+
+# --------------------------------------------------------------------- Answers are those without it
+
+
+@functools.cache
+def _answers(config: SamplerConfig, stops=(), mesh=()) -> tuple[list[list[Sample]], Counts]:
+    devices = None if mesh else jax.devices()[:1]
+    placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices)
+    session = Sampler(tiny.POLICY, config, stops, placed).begin(tiny.weights())
+    keys = request_keys(KEY, 2 * len(PROMPTS))
+    for i, key in enumerate(keys):
+        group, how = (3, 1)[i % 2], config.options(40 - i)
+        session.submit(Request(PROMPTS[i // 2], group, key, how))
+    answers = dict(session.results())
+    return [answers[i] for i in range(len(keys))], session.counts
+
+
+def _assert_same(found: list[list[Sample]], wanted: list[list[Sample]]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
+            assert a.stopped == b.stopped
+
+
+@pytest.mark.parametrize(
+    ("tokens", "match", "temperature"), [(1, 1, 0.0), (3, 2, 0.3), (7, 1, 0.3)]
+)
+def test_answers_equal_plain_decoding(tokens: int, match: int, temperature: float) -> None:
+    plain = dataclasses.replace(PLAIN, temperature=temperature)
+    guessing = dataclasses.replace(plain, guessed_tokens=tokens, guess_match=match)
+    (found, counts), (wanted, plain_counts) = _answers(guessing), _answers(plain)
+    _assert_same(found, wanted)
+    assert counts.tokens == plain_counts.tokens == plain_counts.busy
+    assert counts.busy < 0.9 * counts.tokens  # guesses were right now and then
+
+
+def test_stop_tokens_end_an_answer_inside_a_guess() -> None:
+    stops = tuple(range(0, 64, 7))
+    guessing = dataclasses.replace(PLAIN, guessed_tokens=4, guess_match=1)
+    (found, _), (wanted, _) = _answers(guessing, stops), _answers(PLAIN, stops)
+    _assert_same(found, wanted)
+    answers = [answer for some in found for answer in some]
+    assert any(a.stopped for a in answers) and any(not a.stopped for a in answers)
+    for answer in answers:
+        assert not set(answer.tokens[:-1].tolist()) & set(stops)
+
+
+@pytest.mark.parametrize("mesh", [(("data", 2), ("context", 2), ("tensor", 2)), (("fsdp", 8),)])
+def test_on_a_mesh(mesh) -> None:
+    guessing = dataclasses.replace(PLAIN, guessed_tokens=3, cache_tokens=8 * 1024)
+    (found, _), (wanted, _) = _answers(guessing, (), mesh), _answers(PLAIN)
+    for one, other in zip(found, wanted, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+
+
+@pytest.mark.parametrize(("field", "value"), [("guessed_tokens", -1), ("guess_match", 0)])
+def test_bad_sizes_are_named(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"sampler.{field} = {value}: must be"):
+        dataclasses.replace(PLAIN, **{field: value})

@@ -1,0 +1,146 @@
+"""A small run of the trainer on one device, which SPELL_FAULT may end.
+
+python -m tests.slow.killed POLICY WORKDIR [SETTINGS [hold:STEP | hang:SIGNALS]]
+
+SETTINGS are of the config, by dotted name, in JSON. Saves before step STEP are waited for, so that
+it is known which one is resumed. With "hold" the save of that step goes on for ever. With "hang"
+the trainer does so where it would save because it was told to stop, having sent itself so many more
+SIGTERMs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+from typing import Any
+
+import jax
+import pytest
+
+from spell_jax import train
+from spell_jax.runtime import setup as start
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.preemption import Preemption
+from spell_jax.trainer.state import Run, make_run
+from tests import noise
+
+STEPS = 6
+STEP = 4  # in which runs are ended
+
+
+def make_config(policy: pathlib.Path, **settings):
+    """Each step is saved and one checkpoint kept (and the best); the fourth renews the anchor."""
+    options = {"checkpoint_every": 1, "keep_checkpoints": 1, "game.anchor_refresh": 4}
+    return noise.small_config(policy, **({"steps": STEPS} | options | settings))
+
+
+# ------------------------------------------------------------------------- What a run leaves behind
+
+
+def models_of(config, workdir: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(models, the host's state) of a run's newest checkpoint, whose step is the state's "step"."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        run: Run = make_run(config)
+    abstract = run.learner.abstract_state()
+    checkpoints = Checkpoints(workdir)
+    step = checkpoints.newest_intact()
+    assert step is not None
+    others = [*run.game.models, *(["reference"] if config.loss.kl_weight else [])]
+    target = {"policy": abstract} | dict.fromkeys(others, abstract.params)
+    models, state = checkpoints.restore(step, target)
+    checkpoints.close()
+    return models, {name: state[name] for name in ("game", "best")} | {"step": step}
+
+
+def assert_same_state(config, workdir: pathlib.Path, other: pathlib.Path) -> None:
+    """Weights, optimiser, anchor, memory, data position and best score of the newest checkpoints,
+    to the bit."""
+    (models, state), (wanted, wanted_state) = (models_of(config, run) for run in (workdir, other))
+    assert state == wanted_state, "host state"
+    assert state["game"]["memory"]["clusters"], "a memory that holds nothing is easily the same"
+    found, _ = jax.tree_util.tree_flatten_with_path(models)
+    for (path, array), want in zip(found, jax.tree.leaves(wanted), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert array.dtype == want.dtype and array.tobytes() == want.tobytes(), name
+
+
+def assert_same_run(config, workdir: pathlib.Path, other: pathlib.Path) -> None:
+    """All that a run of STEPS steps leaves, but for times and which checkpoints are still there."""
+    lines, wanted = (list(map(noise.steady, read_metrics(run))) for run in (workdir, other))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines == wanted, "metrics"
+    for name in ("episodes", "policy", "best"):
+        assert files(workdir / name) == files(other / name), name
+    assert_same_state(config, workdir, other)
+
+
+def files(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# ------------------------------------------------------------------------------------------ Program
+
+
+def wait_for_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    save = Checkpoints.save
+
+    def save_and_wait(self: Checkpoints, step: int, *given, **options) -> bool:
+        is_written = save(self, step, *given, **options)
+        if step < STEP:
+            self.wait()
+        return is_written
+
+    monkeypatch.setattr(Checkpoints, "save", save_and_wait)
+
+
+def hang(signals: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    should_stop = Preemption.should_stop
+
+    def stop_or_hang(self: Preemption) -> bool:
+        if not should_stop(self):
+            return False
+        for _ in range(signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            signal.pause()
+
+    monkeypatch.setattr(Preemption, "should_stop", stop_or_hang)
+
+
+def hold(step: int) -> None:
+    """Orbax writes under another name; it never comes to give it the step's."""
+    last = f"/checkpoints/{step}.orbax-checkpoint-tmp"
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename" and os.fspath(arguments[0]).endswith(last):
+            threading.Event().wait()
+
+    sys.addaudithook(audit)
+
+
+def main() -> None:
+    policy, workdir, settings, how = [*sys.argv[1:], *("{}", "")[len(sys.argv) - 3 :]]
+    config = make_config(pathlib.Path(policy), **json.loads(settings))
+    jax.config.update("jax_disable_most_optimizations", True)  # less to compile
+    start.setup()
+    what, _, number = how.partition(":")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        noise.give_meaning(monkeypatch)
+        noise.draw_nothing(monkeypatch)
+        wait_for_saves(monkeypatch)
+        if what == "hang":
+            hang(int(number), monkeypatch)
+        elif what == "hold":
+            hold(int(number))
+        train.train(config, pathlib.Path(workdir))
+
+
+if __name__ == "__main__":
+    main()

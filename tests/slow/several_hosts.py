@@ -1,0 +1,95 @@
+"""A small run of an entry by one process, or as one of several (SPELL_COORDINATOR, ...).
+
+python -m tests.slow.several_hosts train POLICY WORKDIR [FAULT_PROCESS FAULT_STEP]
+python -m tests.slow.several_hosts sft POLICY WORKDIR SOURCE
+
+The process that a fault is given for is killed behind the update of that step, before it is saved.
+Answers are judged by a stand-in for an external judge, which only process 0 may ask.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+import zlib
+from collections.abc import Sequence
+
+import jax
+import pytest
+
+from configs import tiny_warm_start
+from spell_jax import sft, train
+from spell_jax.learner import packing
+from spell_jax.runtime import setup as start
+from spell_jax.trainer import build as catalogue
+from tests import noise
+
+STEPS = 3
+
+
+def make_config(policy: pathlib.Path):
+    """Weights split over all devices, saved after every step; the best by validation too."""
+    return noise.small_config(
+        policy,
+        steps=STEPS,
+        checkpoint_every=1,
+        **{"game.rule": "judge", "game.judge_url": "http://judge", "game.judge_model": "noise"},
+    )
+
+
+def judge(items: Sequence[tuple[str, str, str]]) -> list[int]:
+    """Verdicts by checksum; some are missing."""
+    assert jax.process_index() == 0, "the judge is asked twice"
+    return [zlib.crc32("".join(item).encode(errors="replace")) % 3 - 1 for item in items]
+
+
+def die_behind(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills this process when the trainer counts the rows of a step, which the update is over."""
+    count_answers, counted = packing.count_answers, []
+
+    def count_or_die(groups):
+        counted.append(groups)
+        if len(counted) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return count_answers(groups)
+
+    monkeypatch.setattr(packing, "count_answers", count_or_die)
+
+
+def tune(policy: str, workdir: pathlib.Path, source: str) -> None:
+    config = tiny_warm_start.get_config()
+    fields = {
+        "policy.folder": policy,
+        "source": source,
+        "steps": STEPS,
+        "rows_per_step": 2,
+        "log_every": 1,
+        "checkpoint_every": 2,
+        "optimiser.warmup_steps": 1,
+        "packing.buckets": ((64, 24),),
+        "packing.token_budget": 128,
+    }
+    sft.run(noise.with_fields(config, fields), workdir)
+
+
+def main() -> None:
+    entry, policy, path, *rest = sys.argv[1:]
+    workdir = pathlib.Path(path)
+    jax.config.update("jax_disable_most_optimizations", True)  # less to compile
+    start.setup()
+    if entry == "sft":
+        tune(policy, workdir, *rest)
+        return
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.give_meaning(monkeypatch)
+        noise.draw_nothing(monkeypatch)
+        monkeypatch.setattr(catalogue, "_make_judge", lambda *_: judge)
+        if rest and jax.process_index() == int(rest[0]):
+            die_behind(int(rest[1]), monkeypatch)
+        train.train(make_config(pathlib.Path(policy)), workdir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""docs/colab.ipynb: stored clean, and every cell runs, from the cluster to the answers."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from spell_jax.runtime.metrics import read_metrics
+from tests.paths import ROOT
+
+NOTEBOOK = ROOT / "docs" / "colab.ipynb"
+UPDATES = 2
+
+
+def read() -> nbformat.NotebookNode:
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_it_is_stored_valid_and_without_outputs():
+    notebook = read()
+    nbformat.validate(notebook)
+    assert notebook.metadata.keys() == {"kernelspec", "language_info"}
+    for cell in code_cells(notebook):
+        assert not cell.outputs and cell.execution_count is None, cell.id
+    for cell in notebook.cells:
+        assert not re.search(r"(?<![\w./:])/\w", cell.source), f"{cell.id}: an absolute path"
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """(the executed notebook, the run's folder): its parameters made small, all else as it is."""
+    workdir = tmp_path_factory.mktemp("colab")
+    notebook = copy.deepcopy(read())
+    [index] = [
+        i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", ())
+    ]
+    smaller = f"UPDATES = {UPDATES}\nQUESTIONS = 2\nWORKDIR = {str(workdir)!r}"
+    assert names(smaller) == names(notebook.cells[index].source)
+    notebook.cells.insert(index + 1, nbformat.v4.new_code_cell(smaller))
+    client = NotebookClient(
+        notebook, timeout=900, resources={"metadata": {"path": NOTEBOOK.parent}}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        # One device, as in a notebook; the kernel is a process of its own.
+        patch.setenv("XLA_FLAGS", "")
+        client.execute()
+    return notebook, workdir
+
+
+def names(source: str) -> set[str]:
+    """Variables that are set at the beginning of a line."""
+    return set(re.findall(r"^(\w+) = ", source, re.MULTILINE))
+
+
+def outputs_of(notebook: nbformat.NotebookNode, words: str) -> dict[str, str]:
+    """What the one cell with these words showed: all that it printed, and the rest by MIME type."""
+    [cell] = [cell for cell in code_cells(notebook) if words in cell.source]
+    found = {"printed": ""}
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            found["printed"] += output.text
+        else:
+            found |= output.data
+    return found
+
+
+def test_it_shows_the_cluster_and_every_roles_prompt(played):
+    documents = outputs_of(played[0], "make_clusters(")["printed"].splitlines()
+    assert len(documents) == 8 and all(re.match(r"- \w+ \w+ \d+ \d+ \w+$", d) for d in documents)
+    printed = outputs_of(played[0], "prompts.verifier(")["printed"]
+    of_role = dict(
+        zip(*[iter(re.split(r"^--- (\w+)\n", printed, flags=re.M)[1:])] * 2, strict=True)
+    )
+    assert list(of_role) == ["questioner", "responder", "verifier"]
+    shown = [sum(text in of_role[role] for text in documents) for role in of_role]
+    assert shown == [2, 8, 0]
+    assert "Oslo" in of_role["verifier"] and "Fjordton" in of_role["verifier"]
+
+
+def test_it_plays_and_learns(played):
+    notebook, workdir = played
+    printed = outputs_of(notebook, '"--config=configs/tiny.py"')["printed"]
+    assert f"step {UPDATES}/{UPDATES}" in printed and str(workdir / "policy") in printed
+    records = read_metrics(workdir)
+    assert [record["step"] for record in records] == list(range(1, UPDATES + 1))
+    assert all(record["train/empty_update"] == 0 for record in records)
+    assert all("eval/responder" in record for record in records)
+
+
+def test_it_draws_the_metrics(played):
+    assert outputs_of(played[0], "plt.show()")["image/png"]
+
+
+def test_it_shows_accuracies_before_and_after(played):
+    rows = rows_of(outputs_of(played[0], "read_evaluation")["text/markdown"])
+    assert [row[0] for row in rows] == ["3", "8", "12", "16"]
+    for _, before, after, gain in rows:
+        difference = float(after.split()[0]) - float(before.split()[0])
+        assert abs(difference - float(gain)) < 0.015  # of numbers with two digits
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """Cells below the head of a Markdown table."""
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+
+
+def test_the_policies_answer(played):
+    rows = rows_of(outputs_of(played[0], '"| question |')["text/markdown"])
+    assert len(rows) == 8 and all(len(row) == 4 and all(row) for row in rows)
+    answers = {answer for row in rows for answer in row[2:]}
+    assert len(answers) > 4  # not one thing whatever is asked
+
+
+def test_the_other_roles_answer(played):
+    printed = outputs_of(played[0], "judged = ask(")["printed"]
+    assert re.search(r'^questioner: .*\{"question":"', printed, re.MULTILINE)
+    assert re.search(r"^verifier: .*\[\[(YES|NO)\]\]", printed, re.MULTILINE)
+
+
+def test_an_entry_that_fails_ends_its_cell(tmp_path):
+    """A wrong field stops the notebook where it is, instead of three cells later."""
+    [cell] = [cell for cell in code_cells(read()) if "def run(" in cell.source]
+    of_cell: dict[str, Any] = {"sys": sys, "subprocess": subprocess}
+    exec(cell.source.split("\n\n\n")[0], of_cell)
+    with pytest.raises(subprocess.CalledProcessError):
+        of_cell["run"]("train", "--config=configs/no.py", f"--workdir={tmp_path}")

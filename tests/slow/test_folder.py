@@ -1,0 +1,92 @@
+"""A folder of texts from end to end: rows by rules, warm start, self-play, validation, resume."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+from configs import folder, folder_warm_start
+from spell_jax import sft, train
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.episodes import read_episodes
+from spell_jax.runtime.metrics import read_metrics
+from spell_jax.warm_start import folder_rows
+from tests import noise
+
+PLACES = ("Avalon", "Brobdingnag", "Camelot", "Dunsinane", "Elsinore", "Florin", "Gondor", "Hyrule")
+SIZES = ["--documents_per_cluster=4", "--max_document_tokens=48", "--held_out=0.3"]
+STATUSES = ("accepted", "bad_format", "skipped", "ungrounded", "overlong")
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory) -> pathlib.Path:
+    source = tmp_path_factory.mktemp("documents")
+    for chapter in range(4):
+        paragraphs = [
+            f"In that time the harbour number {chapter * 100 + i} was built near {place}. The "
+            f"yearly trade of port {place.lower()} came to ${(chapter * 9 + i + 1) * 1111:,}."
+            for i, place in enumerate(PLACES)
+        ]
+        (source / f"chapter{chapter}.txt").write_text("\n\n".join(paragraphs))
+    (source / "empty.md").write_text(" \n")
+    return source
+
+
+@pytest.fixture(scope="module")
+def warm(documents, tmp_path_factory) -> pathlib.Path:
+    """The folder of rows, with the warm-started policy in it."""
+    out = tmp_path_factory.mktemp("warm")
+    arguments = [f"--source={documents}", f"--out={out}", "--vocab_size=400", "--rows=60"]
+    folder_rows.main([*arguments, *SIZES])
+    config = folder_warm_start.get_config()
+    config.source, config.policy.tokenizer = str(out / "rows.jsonl"), str(out)
+    config.steps, config.rows_per_step = 3, 8
+    config.optimiser.warmup_steps = 1
+    config.policy.width, config.policy.layers, config.policy.head_size = 32, 1, 8
+    config.policy.feed_forward = 48
+    config.packing.buckets, config.packing.token_budget = ((320, 160),), 640
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        sft.run(config, out)
+    return out
+
+
+def folder_config(documents: pathlib.Path, warm: pathlib.Path, steps: int):
+    config = folder.get_config()
+    config.steps, config.validate_every, config.checkpoint_every = steps, 1, 1
+    config.policy.folder = str(warm / "policy")
+    config.data.source, config.data.validation = str(documents), str(warm / "questions.jsonl")
+    config.data.max_document_tokens, config.data.held_out = 48, 0.3
+    config.game.questions, config.game.generation_batch, config.game.max_generations = 3, 6, 1
+    config.game.group_size = config.game.verifier_group_size = 4
+    config.sampler.max_prompt, config.sampler.prefill_tokens = 320, 1280
+    config.sampler.slots, config.sampler.max_tokens = 16, 6
+    config.packing.buckets, config.packing.token_budget = ((384, 32),), 768
+    return config
+
+
+@pytest.mark.parametrize("meaning", [False, True], ids=["noise", "noise with a meaning"])
+def test_a_folder_is_played_and_the_run_goes_on(documents, warm, meaning, tmp_path, monkeypatch):
+    noise.use_one_device(monkeypatch)
+    noise.draw_nothing(monkeypatch)
+    noise.share_programs(monkeypatch)
+    if meaning:
+        noise.give_meaning(monkeypatch)
+    train.train(folder_config(documents, warm, steps=2), tmp_path)
+    train.train(folder_config(documents, warm, steps=3), tmp_path)
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert sum(line[f"play/{status}"] for status in STATUSES) == pytest.approx(1)
+        assert 0 <= line["eval/all"] <= 1
+    updated = [line for line in lines if not line["train/empty_update"]]
+    assert bool(updated) == meaning
+    assert all(line["train/sampler_difference"] < 1e-4 for line in updated)
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.latest_step() == 3
+    checkpoints.close()
+    results = json.loads((tmp_path / "evaluation.json").read_text())
+    assert results["after"]["responder accuracy (rule)"]["all"].keys() == {""}
+    assert [step for step, _ in read_episodes(tmp_path)] == [1] * 6 + [2] * 6 + [3] * 6

@@ -1,0 +1,258 @@
+"""Workdirs in a bucket: the files of a run and its way on are those of a local one.
+
+gcsfs (our files), TensorStore (arrays of checkpoints) and google-cloud-storage (TensorBoard) talk
+HTTP with a server of this process, which does all that they ask but to heed the conditions of a
+write (ifGenerationMatch).
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import fsspec
+import numpy as np
+import pytest
+import tensorstore
+from etils import epath
+from gcp_storage_emulator.server import create_server
+from tensorboardX.record_writer import GCSRecordWriter
+
+from configs import tiny_warm_start
+from spell_jax import export, report, sft, train
+from spell_jax.learner import non_finite, packing
+from spell_jax.policy import safetensors as files
+from spell_jax.runtime import paths
+from spell_jax.runtime import setup as start
+from spell_jax.runtime.episodes import EpisodeWriter, read_episodes
+from spell_jax.runtime.jsonl import write_json, write_records
+from spell_jax.runtime.metrics import MetricsWriter, read_metrics
+from tests import noise
+
+RANDOM = ("checkpoints/", "tensorboard/")  # folders with random names and times in names
+SETTINGS = {"checkpoint_every": 1, "validate_every": 1, "evaluate": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://127.0.0.1:{port}")
+        # Nothing else is asked: neither who we are nor what kind of bucket it is.
+        monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
+        monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        # It uploads once more when the process ends, and tries minutes long to reach the server.
+        del GCSRecordWriter.__del__
+        with create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket"):
+            yield
+
+
+def call_main(entry, config, workdir: str | pathlib.Path) -> None:
+    """What `python -m ENTRY --config --workdir` does, on one device."""
+    given = SimpleNamespace(FLAGS=SimpleNamespace(config=config, workdir=str(workdir)))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        noise.give_meaning(monkeypatch)
+        monkeypatch.setattr(start, "setup", lambda: None)
+        monkeypatch.setattr(entry, "flags", given)
+        entry.main(None)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+@pytest.fixture(scope="module")
+def local(policy, tmp_path_factory) -> pathlib.Path:
+    """Two steps in one go."""
+    workdir = tmp_path_factory.mktemp("local")
+    call_main(train, noise.small_config(policy, steps=2, **SETTINGS), workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def remote(policy) -> epath.Path:
+    """The first step, and the second from its checkpoint; beside it, the metrics of the first."""
+    workdir = paths.open_folder("gs://bucket/run")
+    call_main(train, noise.small_config(policy, steps=1, **SETTINGS), "gs://bucket/run")
+    (workdir / "metrics.jsonl").copy(paths.open_folder("gs://bucket/first.jsonl"))
+    call_main(train, noise.small_config(policy, steps=2, **SETTINGS), "gs://bucket/run")
+    return workdir
+
+
+def names(folder: epath.Path | pathlib.Path) -> set[str]:
+    """Paths of all files below a folder of the bucket, or a local one."""
+    if isinstance(folder, pathlib.Path):
+        return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    top = str(folder).removeprefix("gs://") + "/"
+    return {name.removeprefix(top) for name in fsspec.filesystem("gcs").find(top)}
+
+
+def test_a_run_in_a_bucket_has_the_files_of_a_local_one(local, remote):
+    wanted, found = names(local), names(remote)
+    assert {n for n in wanted if not n.startswith(RANDOM)} == {
+        n for n in found if not n.startswith(RANDOM)
+    }
+    assert {name.split("/")[1] for name in found if name.startswith("checkpoints/")} == {"1", "2"}
+    events = [name for name in found if name.startswith("tensorboard/")]
+    assert len(events) == 2  # one a start
+    assert all(b"train/" in (remote / name).read_bytes() for name in events)
+    pictures = [name for name in found if name.startswith("plots/")]
+    assert len(pictures) == 6
+    assert all((remote / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+
+
+def test_a_resumed_run_in_a_bucket_is_a_local_one_in_one_go(local, remote):
+    same = {n for n in names(local) if n.split("/")[0] in ("policy", "best", "episodes")}
+    assert same >= {"policy/model.safetensors", "best/config.json", "episodes/step_000002.jsonl.gz"}
+    for name in same:
+        assert (remote / name).read_bytes() == (local / name).read_bytes(), name
+    assert read_evaluation(remote) == read_evaluation(local)
+    lines = [list(map(noise.steady, read_metrics(workdir))) for workdir in (local, remote)]
+    assert lines[0] == lines[1] and len(lines[0]) == 2
+    # Its times say that the first step was taken once.
+    first = paths.open_folder("gs://bucket/first.jsonl").read_text()
+    assert (remote / "metrics.jsonl").read_text().startswith(first)
+
+
+def read_evaluation(workdir):
+    tables = report.read_evaluation(workdir)
+    assert tables is not None
+    return tables
+
+
+def test_a_bucket_is_exported_from_and_to_and_reported(remote, tmp_path):
+    command = [sys.executable, "-m", "spell_jax.report", f"--workdir={remote}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "gs://bucket/run/plots/train.png" in done.stdout.splitlines()
+    for out in (str(tmp_path / "out"), "gs://bucket/exported"):
+        given = {"workdir": str(remote), "out": out, "step": None, "adapters": False}
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            noise.use_one_device(monkeypatch)
+            monkeypatch.setattr(start, "setup", lambda: None)
+            flags = SimpleNamespace(FLAGS=SimpleNamespace(**given, dtype="float32"))
+            monkeypatch.setattr(export, "flags", flags)
+            export.main(None)
+        for name in names(remote / "policy"):
+            written = (paths.open_folder(out) / name).read_bytes()
+            assert written == (remote / "policy" / name).read_bytes()
+    with pytest.raises(ValueError, match="'gs://bucket/exported': is there already"):
+        export.export(remote, paths.open_folder("gs://bucket/exported"))
+
+
+def test_supervised_tuning_goes_on_in_a_bucket(policy, tmp_path):
+    source, workdir = tmp_path / "rows.jsonl", paths.open_folder("gs://bucket/tuned")
+    write_records(source, [{"prompt": f"city {n}", "completion": f"is {n}"} for n in range(3)])
+    for steps in (1, 2):
+        config = tiny_warm_start.get_config()
+        config.policy.folder, config.source = str(policy), str(source)
+        config.steps, config.rows_per_step, config.checkpoint_every = steps, 2, 1
+        config.optimiser.schedule, config.log_every = "constant", 1
+        config.packing.buckets, config.packing.token_budget = ((64, 24),), 128
+        call_main(sft, config, str(workdir))
+        assert [line["step"] for line in read_metrics(workdir)] == list(range(1, steps + 1))
+        assert names(workdir / "policy") == {path.name for path in policy.iterdir()}
+
+
+def test_an_older_step_is_resumed_and_later_files_go():
+    workdir = paths.open_folder("gs://bucket/older")
+    metrics, episodes = MetricsWriter(workdir), EpisodeWriter(workdir, 1000)
+    for step in (1, 2, 3):
+        metrics.write(step, {"a": float(step)})
+        episodes.write(step, [{"text": "\ud83d"}])
+    metrics.close()
+    tail = metrics.tail()
+    (workdir / "metrics.jsonl").unlink()
+    MetricsWriter(workdir, resume_step=2, tail=tail).close()
+    EpisodeWriter(workdir, 1000, resume_step=2)
+    assert read_metrics(workdir) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
+    left = {"step_000001.jsonl.gz", "step_000002.jsonl.gz"}
+    assert names(workdir / "episodes") == left
+    record = {"number": 1, "of": 1, "text": "\ud83d"}
+    assert list(read_episodes(workdir)) == [(1, record), (2, record)]
+
+
+def test_what_others_write_is_seen():
+    folder = paths.open_folder("gs://bucket/shared")
+    (folder / "ours").write_text("")
+    assert [path.name for path in paths.entries(folder)] == ["ours"]
+    tensorstore.KvStore.open("gs://bucket/shared/").result().write("theirs", b"x").result()
+    assert {path.name for path in paths.entries(folder)} == {"ours", "theirs"}
+    assert paths.entries(folder / "not_there") == []
+
+
+def test_rows_that_are_not_finite_are_written():
+    group = packing.Group([1], [[2]], [np.inf], "verifier")
+    error = non_finite.NonFinite(1, [group], [], True)
+    path = non_finite.write_rows(error, paths.open_folder("gs://bucket/bad"), 7, str)
+    assert str(path) == "gs://bucket/bad/non_finite/7.jsonl"
+    assert json.loads(path.read_text())["advantage"] == "inf"
+
+
+def test_a_write_that_fails_leaves_the_old_object():
+    path = paths.open_folder("gs://bucket/value.json")
+    write_json(path, {"a": 1})
+
+    def records():
+        yield {"b": 2}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_records(path, records())
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_a_policy_is_replaced_as_a_whole(monkeypatch):
+    """What fails before the copy changes nothing; a death while copying leaves no config."""
+    folder = paths.open_folder("gs://bucket/policy")
+    for content in ("1", "2"):
+        with files.replacing(folder) as scratch:
+            (scratch / "config.json").write_text(content)
+            (scratch / f"old_{content}").write_text(content)
+            (scratch / "tokenizer").write_text(content)
+    assert names(folder) == {"config.json", "old_2", "tokenizer"}
+    with pytest.raises(RuntimeError), files.replacing(folder) as scratch:
+        (scratch / "config.json").write_text("3")
+        raise RuntimeError
+    assert names(folder) == {"config.json", "old_2", "tokenizer"}
+    assert (folder / "config.json").read_text() == "2"
+
+    copy, copied = type(folder).copy, []
+
+    def dies(path, target, **options):
+        copied.append(path.name)
+        if len(copied) == 2:
+            raise KeyboardInterrupt
+        return copy(path, target, **options)
+
+    monkeypatch.setattr(type(folder), "copy", dies)
+    with pytest.raises(KeyboardInterrupt), files.replacing(folder) as scratch:
+        for name in ("a_config", "config.json", "tokenizer"):
+            (scratch / name).write_text("4")
+    assert copied == ["a_config", "tokenizer"] and names(folder) == {"a_config"}
+
+
+@pytest.mark.parametrize("workdir", ["gs://bucket/run", "/data/run", "runs/mine"])
+def test_paths_are_handed_on_unchanged(monkeypatch, workdir):
+    """To train and from there to Orbax; that Checkpoints gives it on is in test_checkpoint.py."""
+    given = []
+    monkeypatch.setattr(train, "train", lambda config, workdir: given.append(workdir))
+    call_main(train, None, workdir)
+    assert isinstance(given[0], epath.Path) and str(given[0]) == workdir
+    assert str(given[0] / "checkpoints") == f"{workdir}/checkpoints"
+
+
+def test_without_gcsfs_a_bucket_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"^gs://b/run: .* pip install 'spell_jax\[gcs\]'$"):
+        paths.open_folder("gs://b/run")
+    assert str(paths.open_folder("runs/mine")) == "runs/mine"

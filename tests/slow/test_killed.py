@@ -1,0 +1,165 @@
+"""A run that is killed at any moment, or told to stop, and started again is the run that was not:
+real processes and real signals, sent where fault points stand (runtime/fault_injection.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from spell_jax.runtime import fault_injection, hashes
+from spell_jax.runtime.episodes import read_episodes
+from spell_jax.runtime.preemption import EXIT_CODE
+from tests import noise
+from tests.slow import killed
+from tests.slow.killed import STEP
+
+KILLED = -signal.SIGKILL
+QUESTION = 5  # of a step's nine or eighteen
+PHASES = ("proposed", "answered", "verified")  # passed once a question; all others once a step
+
+
+def play(
+    policy: pathlib.Path, workdir: pathlib.Path, fault: str = "", how: str = "", **settings
+) -> tuple[int, str]:
+    """(exit code, standard error) of a run in a process of its own."""
+    command = [sys.executable, "-m", "tests.slow.killed", str(policy), str(workdir)]
+    ended = subprocess.run(
+        [*command, json.dumps(settings), how],
+        env=os.environ | {fault_injection.VARIABLE: fault},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        timeout=600,
+    )
+    return ended.returncode, ended.stderr
+
+
+def expect(
+    code: int, resumed: int, policy: pathlib.Path, workdir: pathlib.Path, *fault: str, **settings
+) -> str:
+    """Plays until a fault, behind a step that is resumed (0: none); its standard error."""
+    found, error = play(policy, workdir, *fault, **settings)
+    assert found == code, error[-3000:]
+    told = f"resumed at step {resumed}\n" if resumed else "begins with the weights of"
+    assert told in error, (fault, error[-3000:])
+    return error
+
+
+def passings(point: str, whole: pathlib.Path, step: int = STEP) -> int:
+    """Which passing of a point, counted from the run's start, is in the midst of a step."""
+    if point not in PHASES:
+        return step
+    return sum(played < step for played, _ in read_episodes(whole)) + QUESTION
+
+
+def checkpoint_files(workdir: pathlib.Path) -> set[str]:
+    """What tells how far the save of STEP came."""
+    folder = workdir / "checkpoints"
+    return {path.name for path in folder.iterdir()} | {
+        path.parent.name + "!" for path in folder.glob(f"*/{hashes.FILE}")
+    }
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+@pytest.fixture(scope="module")
+def whole(policy, tmp_path_factory) -> pathlib.Path:
+    """The workdir of a run that nobody disturbs."""
+    workdir = tmp_path_factory.mktemp("whole")
+    expect(0, 0, policy, workdir)
+    return workdir
+
+
+# -------------------------------------------------------------------------------------------- kill
+
+
+def test_killed_at_every_point_a_run_is_the_same(policy, whole, tmp_path) -> None:
+    """One workdir; each process but the last is killed in the step behind the last that counts, the
+    first one in the step behind that, of which metrics and episodes are then written."""
+    expect(KILLED, 0, policy, tmp_path, f"updated:{STEP + 1}", checkpoint_every=3)
+    for point in (*PHASES, "played", "updated"):
+        expect(KILLED, 3, policy, tmp_path, f"{point}:{QUESTION if point in PHASES else 1}")
+    # The checkpoint of step 3 stays until that of step 4 is whole, with its hashes ("!").
+    expect(KILLED, 3, policy, tmp_path, "saving:1", f"hold:{STEP}")
+    assert checkpoint_files(tmp_path) == {"3", "3!", "4.orbax-checkpoint-tmp"}
+    expect(KILLED, 3, policy, tmp_path, "written:1")
+    assert checkpoint_files(tmp_path) == {"3", "3!", "4"}
+    expect(KILLED, 3, policy, tmp_path, "saved:1")
+    assert checkpoint_files(tmp_path) == {"3", "3!", "4", "4!"}
+    expect(0, 4, policy, tmp_path)
+    killed.assert_same_run(killed.make_config(policy), tmp_path, whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", fault_injection.TRAINING_POINTS)
+def test_killed_from_its_start_on(point, policy, whole, tmp_path) -> None:
+    """Three steps and a part of the fourth in one process, the rest in another."""
+    fault = f"{point}:{passings(point, whole)}", f"hold:{STEP}" if point == "saving" else ""
+    expect(KILLED, 0, policy, tmp_path, *fault)
+    expect(0, STEP if point == "saved" else STEP - 1, policy, tmp_path)
+    killed.assert_same_run(killed.make_config(policy), tmp_path, whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", fault_injection.TRAINING_POINTS)
+def test_killed_before_anything_is_saved(point, policy, whole, tmp_path) -> None:
+    """In the first step; "saved" is the first checkpoint."""
+    expect(KILLED, 0, policy, tmp_path, f"{point}:1", "hold:1" if point == "saving" else "")
+    expect(0, int(point == "saved"), policy, tmp_path)
+    killed.assert_same_run(killed.make_config(policy), tmp_path, whole)
+
+
+# ----------------------------------------------------------------------------------------- SIGTERM
+
+
+def test_told_to_stop_it_saves_and_goes_on_as_the_same_run(policy, whole, tmp_path) -> None:
+    """Where no step is saved but by being told: in the midst of playing the step before, behind an
+    update that step. A second SIGTERM, where it hangs, ends it at once."""
+    rarely = {"checkpoint_every": 100}
+    fault = f"answered:{passings('answered', whole)}:term"
+    error = expect(EXIT_CODE, 0, policy, tmp_path, fault, **rarely)
+    assert "SIGTERM: will stop" in error and "ends at once" not in error
+    assert checkpoint_files(tmp_path) == {"3", "3!"}
+
+    patient = {"preemption_limit_s": 3600.0}
+    error = expect(EXIT_CODE, 3, policy, tmp_path, "played:1:term", "hang:1", **rarely, **patient)
+    assert "a second SIGTERM: ends at once" in error
+    assert checkpoint_files(tmp_path) == {"3", "3!"}
+
+    error = expect(EXIT_CODE, 3, policy, tmp_path, "updated:1:term", **rarely)
+    assert "ends at once" not in error
+    assert checkpoint_files(tmp_path) == {"4", "4!"}
+    expect(0, 4, policy, tmp_path, **rarely)
+    killed.assert_same_run(killed.make_config(policy), tmp_path, whole)
+
+
+@pytest.mark.long
+def test_it_ends_when_its_time_is_up(policy, whole, tmp_path) -> None:
+    """It hangs where it should save: the checkpoint before counts."""
+    short = {"preemption_limit_s": 0.5}
+    fault = f"verified:{passings('verified', whole)}:term", "hang:0"
+    error = expect(EXIT_CODE, 0, policy, tmp_path, *fault, **short)
+    assert "not saved within 0.5 s: ends at once" in error
+    expect(0, 3, policy, tmp_path)
+    killed.assert_same_run(killed.make_config(policy), tmp_path, whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", fault_injection.TRAINING_POINTS)
+def test_told_to_stop_at_every_point(point, policy, whole, tmp_path) -> None:
+    expect(EXIT_CODE, 0, policy, tmp_path, f"{point}:{passings(point, whole)}:term")
+    code, error = play(policy, tmp_path)
+    assert code == 0, error[-3000:]
+    # What is told in the background of a step is known at the end of a phase of the next.
+    assert any(f"resumed at step {step}\n" in error for step in (STEP - 1, STEP, STEP + 1))
+    killed.assert_same_run(killed.make_config(policy), tmp_path, whole)

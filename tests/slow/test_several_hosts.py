@@ -1,0 +1,153 @@
+"""A run of several processes is the run of one with as many devices; if one dies, all end, and
+started again they go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from spell_jax.policy import weights
+from spell_jax.runtime.metrics import read_metrics
+from tests import noise
+from tests.slow import several_hosts
+
+DEVICES = 4
+LOST_SECONDS = 10
+STEPS = several_hosts.STEPS
+
+
+def play(processes: int, *arguments: object) -> list[tuple[int, str, float]]:
+    """(exit code, standard error, when it ended) of each process of a run on DEVICES devices."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    flags = f"--xla_force_host_platform_device_count={DEVICES // processes}"
+    common = os.environ | {"XLA_FLAGS": flags}
+    if processes > 1:
+        common["SPELL_COORDINATOR"] = f"localhost:{port}"
+        common["SPELL_PROCESSES"] = str(processes)
+        common["SPELL_JOIN_SECONDS"] = "120"
+        common["SPELL_LOST_SECONDS"] = str(LOST_SECONDS)
+    command = [sys.executable, "-m", "tests.slow.several_hosts", *map(str, arguments)]
+    running = [
+        subprocess.Popen(
+            command,
+            env=common | ({"SPELL_PROCESS": str(index)} if processes > 1 else {}),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        for index in range(processes)
+    ]
+    try:
+        return _wait(running)
+    finally:
+        for process in running:
+            process.kill()
+
+
+def _wait(running: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, float]]:
+    def wait(process: subprocess.Popen[str]) -> tuple[int, str, float]:
+        error = process.communicate(timeout=600)[1]
+        return process.returncode, error, time.monotonic()
+
+    with ThreadPoolExecutor(len(running)) as pool:
+        return list(pool.map(wait, running))
+
+
+def succeed(processes: int, *arguments: object) -> list[str]:
+    """Runs to the end; what each process said on standard error."""
+    ended = play(processes, *arguments)
+    assert [code for code, *_ in ended] == [0] * processes, ended[-1][1][-3000:]
+    return [error for _, error, _ in ended]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+@pytest.fixture(scope="module")
+def alone(policy, tmp_path_factory) -> pathlib.Path:
+    """The workdir of one process with all devices."""
+    workdir = tmp_path_factory.mktemp("alone")
+    succeed(1, "train", policy, workdir)
+    return workdir
+
+
+def assert_same_run(workdir: pathlib.Path, other: pathlib.Path, policy: pathlib.Path) -> None:
+    """Episodes to the byte, metrics but for times and rounding, weights to 1e-5."""
+    for step in range(1, STEPS + 1):
+        name = f"episodes/step_{step:06d}.jsonl.gz"
+        assert (workdir / name).read_bytes() == (other / name).read_bytes(), name
+    assert_same_learning(workdir, other, policy, ("policy", "best"))
+
+
+def assert_same_learning(
+    workdir: pathlib.Path, other: pathlib.Path, policy: pathlib.Path, folders: Sequence[str]
+) -> None:
+    lines, others = (list(map(noise.steady, read_metrics(run))) for run in (workdir, other))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line, wanted in zip(lines, others, strict=True):
+        assert line.keys() == wanted.keys()
+        for key in line:
+            np.testing.assert_allclose(line[key], wanted[key], 1e-4, 1e-6, err_msg=key)
+    for folder in folders:
+        mine, theirs = (weights.load(run / folder)[1] for run in (workdir, other))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, 1e-5), mine, theirs)
+    before = weights.load(policy)[1]["embedding"]
+    assert np.abs(weights.load(other / "policy")[1]["embedding"] - before).max() > 1e-4
+
+
+def test_two_processes_play_and_learn_as_one(alone, policy, tmp_path) -> None:
+    told = succeed(2, "train", policy, tmp_path)
+    assert_same_run(tmp_path, alone, policy)
+    for index, text in enumerate(told):
+        assert "waiting for 2 processes at localhost" in text
+        assert f"this is process {index} of 2" in text
+
+
+@pytest.mark.long
+def test_four_processes_play_and_learn_as_one(alone, policy, tmp_path) -> None:
+    succeed(4, "train", policy, tmp_path)
+    assert_same_run(tmp_path, alone, policy)
+
+
+@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_one_that_is_killed_ends_all_and_a_restart_goes_on(killed, alone, policy, tmp_path) -> None:
+    ended = play(2, "train", policy, tmp_path, killed, STEPS)
+    (code, *_, died), (left, error, end) = ended[killed], ended[1 - killed]
+    assert code == -signal.SIGKILL and left in (1, -signal.SIGABRT), error[-3000:]
+    assert re.search("another (process|task) died", error)
+    assert end - died < LOST_SECONDS + 15  # a margin for a loaded machine
+    first = tmp_path / "episodes" / "step_000001.jsonl.gz"
+    played = first.stat().st_mtime_ns
+    succeed(2, "train", policy, tmp_path)
+    assert first.stat().st_mtime_ns == played  # not again
+    assert_same_run(tmp_path, alone, policy)
+
+
+@pytest.mark.long
+def test_two_processes_tune_as_one(policy, tmp_path) -> None:
+    rows = [
+        {"prompt": f"- Arvo city {c}", "completion": f"answer is {c}"} for c in ("Oslo", "Rome")
+    ]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for processes in (1, 2):
+        succeed(processes, "sft", policy, tmp_path / str(processes), source)
+    assert_same_learning(tmp_path / "2", tmp_path / "1", policy, ["policy"])

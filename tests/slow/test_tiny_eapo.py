@@ -1,0 +1,121 @@
+"""configs/tiny_eapo.py with two models of noise: a refresh, a resumed run, the report's page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+
+from configs import tiny_eapo
+from spell_jax import train
+from spell_jax.policy import weights
+from spell_jax.reporting.episodes import choose_episodes
+from spell_jax.reporting.page import Measured, write_page
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.jsonl import write_records
+from spell_jax.trainer import state as runs
+from spell_jax.warm_start import evidence_rows
+from tests import noise
+
+STEPS, REFRESH = 2, 2
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Iterator[Any]:
+    """A few questions a step, and a reward model that is larger than the policy."""
+    folder = tmp_path_factory.mktemp("given")
+    for name, count in (("train", 12), ("held_out", 3)):
+        made = evidence_rows.make_questions(count, count, (2, 3))
+        write_records(folder / f"{name}.jsonl", map(dataclasses.asdict, made))
+    fields = {
+        "steps": STEPS,
+        "checkpoint_every": 1,
+        "policy.folder": str(noise.save_policy(folder / "policy")),
+        "reward_model.folder": str(noise.save_policy(folder / "reward_model", width=48)),
+        "data.questions": str(folder / "train.jsonl"),
+        "data.validation": str(folder / "held_out.jsonl"),
+        "game.questions": 8,
+        "game.group_size": 3,
+        "game.refresh_every": REFRESH,
+        "game.agreeing_share": 0.3,
+        "sampler.max_prompt": 128,
+        "sampler.cache_tokens": 4096,
+        "sampler.slots": 16,
+        "sampler.prefill_tokens": 512,
+        "sampler.decode_tokens": 4,
+        "sampler.max_tokens": 6,
+        "packing.buckets": ((160, 24),),
+        "packing.token_budget": 640,
+    }
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        noise.give_evidence_meaning(monkeypatch)
+        noise.draw_nothing(monkeypatch)
+        noise.share_programs(monkeypatch)
+        yield noise.with_fields(tiny_eapo.get_config(), fields)
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory) -> epath.Path:
+    """A run from its first step to its last."""
+    return train.train(config, epath.Path(tmp_path_factory.mktemp("whole") / "run"))
+
+
+def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def end_of(config: Any, workdir: epath.Path) -> dict[str, Any]:
+    run = runs.make_run(config)
+    with Checkpoints(workdir) as checkpoints:
+        return runs.begin(run, checkpoints)[0]
+
+
+def test_a_refresh_learns_from_what_was_kept_since_the_last(whole):
+    first, second = lines_of(whole)
+    assert all(line["train/rows/responder"] > 0 for line in (first, second))
+    assert first["play/kept_scorings"] > 0 and first["play/refreshed_scorings"] == 0
+    assert second["play/refreshed_scorings"] >= first["play/kept_scorings"]
+    assert second["play/kept_scorings"] == 0
+    assert "train/reward_model/loss" not in first
+    assert second["train/rows/reward_model"] == second["play/refreshed_scorings"]
+    assert second["play/prompt_tokens/reward_model"] > 0
+
+
+def test_a_refresh_moves_the_reward_model(config, whole):
+    assert moved(config.reward_model.folder, whole / "reward_model") > 1e-5
+    assert moved(config.policy.folder, whole / "policy") > 1e-5
+
+
+def moved(before: str, after: epath.Path) -> float:
+    """The most that a weight changed."""
+    pair = [weights.load(epath.Path(folder), meshes.make_mesh())[1] for folder in (before, after)]
+    return max(jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(a - b).max()), *pair)))
+
+
+def test_a_run_is_resumed_to_the_bit_over_a_refresh(config, whole, tmp_path):
+    halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), 1)
+    train.train(config, halved)
+    assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
+    ends = [end_of(config, workdir) for workdir in (whole, halved)]
+    assert ends[0].keys() == {"policy", "reward_model"}
+    assert int(ends[0]["reward_model"].step) == 1
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+def test_the_report_shows_questions_and_evaluation(whole):
+    chosen = choose_episodes(whole, 100).chosen
+    assert len(chosen) == 8 * STEPS
+    assert all(len(e["answers"]) == 3 and " of " in e["question"] for e in chosen)
+    tables = json.loads((whole / "evaluation.json").read_text())
+    for when in ("before", "after"):
+        names = tables[when]["structured answers"]["all"]
+        assert {"accuracy", "well_formed", "evidence_recall"} <= set(names)
+    write_page([Measured(whole, lines_of(whole), None)], whole / "report.html")

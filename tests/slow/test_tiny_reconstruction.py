@@ -1,0 +1,126 @@
+"""The demo of document reconstruction: two small steps up to the report, and its warm start."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+import zlib
+
+import pytest
+from etils import epath
+
+from configs import tiny_reconstruction, tiny_reconstruction_warm_start
+from spell_jax import report, sft, train
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.reporting.episodes import choose_episodes
+from spell_jax.reporting.page import Measured, write_page
+from spell_jax.runtime.episodes import read_episodes
+from spell_jax.runtime.metrics import read_metrics
+from spell_jax.selfplay import prompts, puzzles
+from spell_jax.trainer import build as catalogue
+from spell_jax.warm_start import story_rows
+from tests import noise
+
+SMALL = {
+    "steps": 2,
+    "validate_every": 2,
+    "data.tiny.clusters": 8,
+    "game.evaluation_puzzles": 2,
+    "game.validation_puzzles": 1,
+    "game.documents": 4,
+    "game.group_size": 4,
+    "sampler.cache_tokens": 4096,
+    "sampler.slots": 16,
+    "sampler.siblings": 4,
+    "sampler.prefill_tokens": 384,
+    "sampler.decode_tokens": 4,
+    "sampler.max_tokens": 6,
+    "packing.buckets": ((128, 32),),
+    "packing.token_budget": 512,
+}
+
+
+def read_noise(text: str, options: int) -> puzzles.Order:
+    """An order by the text's checksum, where random text states none: two letters may change
+    places, and one in three texts states nothing."""
+    drawn = zlib.crc32(text.encode(errors="replace")) % 3
+    letters = puzzles.LABELS[:options]
+    turned = letters[drawn:2] + letters[:drawn] + letters[2:] if drawn < 2 else ()
+    return puzzles.Order(turned, bool(turned))
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory) -> epath.Path:
+    """Of a run of two steps with random weights, whose noise means something."""
+    policy = noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+    config = tiny_reconstruction.get_config()
+    noise.with_fields(config, SMALL | {"policy.folder": str(policy)})
+    folder = epath.Path(tmp_path_factory.mktemp("run"))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        monkeypatch.setattr(puzzles, "parse_order", read_noise)
+        train.train(config, folder)
+    return folder
+
+
+def test_both_steps_learn_from_puzzles(workdir):
+    lines = read_metrics(workdir)
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["play/accepted"] == 1
+        assert line["train/empty_update"] == 0 and line["train/rows/responder"] > 0
+        assert line["train/sampler_difference"] < 1e-4
+        assert 0 <= line["play/sparse_reward"] <= line["play/dense_reward"] < 1
+        assert line["play/mixed"] > 0
+    (first, second) = lines
+    assert 2 <= first["play/options"] < second["play/options"] <= 4, "a curriculum"
+    assert "eval/dense_reward/4" in second and "eval/dense_reward/4" not in first
+
+
+def test_each_step_has_its_puzzles_on_file(workdir):
+    found = read_episodes(workdir)
+    numbers = [(step, episode["options"]) for step, episode in found]
+    assert sorted(numbers) == [(1, 2)] * 2 + [(1, 3)] * 2 + [(2, 4)] * 4, "3:3:5 of 8"
+    assert all(len(episode["answers"]) == 4 for _, episode in found)
+
+
+def test_it_is_evaluated_before_and_after(workdir):
+    tables = json.loads((workdir / report.EVALUATION_FILE).read_text())
+    assert tables.keys() == {"before", "after"}
+    for sections in tables.values():
+        (table,) = sections.values()
+        assert table["dense reward"].keys() == {"2", "3", "4", "all"}
+        assert table["sparse reward of a guess"]["3"] == [pytest.approx(1 / 6), 0.0]
+
+
+def test_the_report_shows_it(workdir):
+    measured = Measured(workdir, read_metrics(workdir), report.read_evaluation(workdir))
+    overview = write_page([measured], workdir / report.PAGE)
+    assert (workdir / report.PAGE).stat().length > 0
+    assert "sparse reward of a guess" in json.dumps(overview)
+    shown = {episode["question"] for episode in choose_episodes(workdir, 100).chosen}
+    assert shown == {f"order of {k} paragraphs" for k in (2, 3, 4)}
+    drawn = {path.name for path in (workdir / report.PLOTS_FOLDER).iterdir()}
+    assert {"play.png", "train.png", "eval.png", "evaluation.png"} <= drawn
+
+
+def test_the_demo_has_room_for_what_was_tuned():
+    """Prompts and answers of its warm start are within the caps, and its rows within the bucket."""
+    config = tiny_reconstruction.get_config()
+    bucket, _ = tiny_reconstruction_warm_start.get_config().packing.buckets[-1]
+    tokenizer = tokenizers.load(catalogue.TINY_POLICY)
+    rows = story_rows.rows(prompts.load("compact"), story_rows.StoryMixture(), seed=5)
+    for row in itertools.islice(rows, 600):
+        group = sft.to_group(row, tokenizer)
+        assert len(group.prompt) <= config.sampler.max_prompt, row
+        assert len(group.answers[0]) <= config.sampler.max_tokens, row
+        assert len(group.prompt) + len(group.answers[0]) <= bucket
+
+
+def test_it_starts_from_its_warm_start():
+    tuned = tiny_reconstruction_warm_start.get_config()
+    folder = pathlib.Path(tiny_reconstruction.get_config().policy.folder)
+    assert f"--workdir={folder.parent}\n" in (tiny_reconstruction_warm_start.__doc__ or "")
+    assert pathlib.Path(tuned.policy.folder).resolve() == catalogue.TINY_POLICY
+    assert tuned.source == tiny_reconstruction.get_config().data.source

@@ -1,0 +1,126 @@
+"""What a run begins with: its own checkpoint, another run's, a folder's weights, or random ones."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+
+from spell_jax import train
+from spell_jax.policy import lora, transformer, weights
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.trainer import state as runs
+from tests import noise
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+@pytest.fixture(scope="module")
+def other(policy, tmp_path_factory) -> epath.Path:
+    """The folder of another run, with a checkpoint of each of its steps."""
+    workdir = epath.Path(tmp_path_factory.mktemp("other"))
+    play(noise.small_config(policy, steps=STEPS, checkpoint_every=1, validate_every=0), workdir)
+    return workdir
+
+
+def play(config, workdir) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        noise.give_meaning(monkeypatch)
+        noise.draw_nothing(monkeypatch)
+        train.train(config, workdir)
+
+
+def begin(config, workdir) -> tuple[dict, int]:
+    """(models, steps done) at the start of a run."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        run = runs.make_run(config)
+        checkpoints = Checkpoints(workdir)
+        models, step, *_ = runs.begin(run, checkpoints)
+        checkpoints.close()
+    return models, step
+
+
+def assert_equal(params, others) -> None:
+    jax.tree.map(np.testing.assert_array_equal, params, others)
+
+
+def test_first_its_own_checkpoint_then_the_next(policy, other, tmp_path, caplog):
+    """Each is there beside all that come behind it."""
+    caplog.set_level(logging.INFO, "spell_jax")
+    folder, empty = tmp_path / "policy", tmp_path / "empty"
+    shutil.copytree(policy, folder)
+    config = noise.small_config(folder, init_from=str(other), steps=4)
+
+    models, step = begin(config, other)
+    assert step == STEPS and f"resumed at step {STEPS}" in caplog.text
+    assert "steps = 4: was 2 when it was saved" in caplog.text
+    assert f"init_from = '{other}': was '' when it was saved" in caplog.text
+    last = models["policy"].params
+
+    caplog.clear()
+    models, step = begin(config, empty)
+    assert step == 0 and f"the weights of {other}, step {STEPS} (init_from)" in caplog.text
+    assert_equal(models["policy"].params, last)
+    assert_equal(models["anchor"], last)
+    assert not any(np.any(x) for x in jax.tree.leaves(models["policy"].optimiser))
+
+    caplog.clear()
+    config.init_from = ""
+    models, step = begin(config, empty)
+    assert step == 0 and f"begins with the weights of {folder}" in caplog.text
+    first = weights.load(folder)[1]
+    assert_equal(models["policy"].params, first)
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True))
+
+    caplog.clear()
+    (folder / "model.safetensors").unlink()
+    models, step = begin(config, empty)
+    assert step == 0 and f"{folder} holds no weights: begins with random ones" in caplog.text
+    shape = weights.identify(folder)[0]
+    drawn = jax.jit(lambda: transformer.init(shape, jax.random.key(config.seed)))()
+    assert_equal(models["policy"].params, drawn)
+
+
+def test_a_step_of_another_run_is_named(policy, other, tmp_path):
+    step = other / "checkpoints" / "1"
+    models, _ = begin(noise.small_config(policy, init_from=str(step)), tmp_path)
+    one_device = meshes.make_mesh(None, jax.devices()[:1])
+    _, wanted = runs.read_weights(other, weights.identify(policy)[0], one_device, step=1)
+    assert_equal(models["policy"].params, wanted)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "other/checkpoints/7", ""])
+def test_what_is_no_run_is_refused_before_any_device_work(name, policy, other, tmp_path):
+    path = str(tmp_path / name).replace(str(tmp_path / "other"), str(other))
+    with pytest.raises(FileNotFoundError, match=r"init_from = .*: must be a run's folder"):
+        runs.make_run(noise.small_config(policy, init_from=path))
+
+
+def test_a_run_of_another_shape_is_refused(policy, other, tmp_path):
+    config = noise.small_config(pathlib.Path("tiny"), init_from=str(other))
+    with pytest.raises(ValueError, match=r"embedding: saved as float32\[\d+,32\], wanted as"):
+        begin(config, tmp_path)
+
+
+def test_adapters_are_begun_with_too(policy, tmp_path):
+    adapters = {"policy.lora_rank": 2, "checkpoint_every": 1, "validate_every": 0, "steps": 1}
+    play(noise.small_config(policy, **adapters), tmp_path / "first")
+    config = noise.small_config(policy, init_from=str(tmp_path / "first"), **adapters)
+    models, _ = begin(config, tmp_path / "second")
+    found, _ = begin(config, tmp_path / "first")
+    assert_equal(models["policy"].params, found["policy"].params)
+    b = lora.split(runs.make_run(config).policy, models["policy"].params)[0]["layers"]["attention"]
+    assert np.any(b["q_lora_b"]), "adapters that do nothing are easily the same"

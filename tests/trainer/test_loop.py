@@ -1,0 +1,463 @@
+"""The trainer on a tiny policy: what a run writes, and that a resumed run is the same run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from absl import logging as absl_logging
+
+from configs import folder
+from spell_jax import train
+from spell_jax.algorithms.spell.algorithm import Spell
+from spell_jax.learner import packing
+from spell_jax.learner.non_finite import NonFinite
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import weights
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.episodes import read_episodes
+from spell_jax.runtime.metrics import read_metrics
+from tests import metric_names, noise
+
+absl_logging.set_verbosity(absl_logging.WARNING)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+class Finished:
+    """A run that is over: its folder, its parts, and how often each program was traced by step.
+
+    Played on one of the fake devices, which is faster than on all, with noise that means something,
+    and with the programs of other runs; `alone`, with its own, and to its plots.
+    """
+
+    def __init__(
+        self,
+        config,
+        workdir: pathlib.Path,
+        devices: int = 1,
+        meaning: bool = True,
+        alone: bool = False,
+    ):
+        self.workdir = workdir
+        self.traces: list[dict[str, int]] = []
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if devices == 1:
+                noise.use_one_device(monkeypatch)
+            if meaning:
+                noise.give_meaning(monkeypatch)
+            if not alone:
+                noise.draw_nothing(monkeypatch)
+                noise.share_programs(monkeypatch)
+            make_run = train.make_run
+            monkeypatch.setattr(train, "make_run", lambda c: self._keep(make_run(c)))
+            monkeypatch.setattr(packing, "count_answers", self._count)
+            train.train(config, workdir)
+
+    def _keep(self, run: train.Run) -> train.Run:
+        self.run, begin = run, run.players.begin
+        self.begun: list[int] = []
+        run.players.begin = lambda *given: (self.begun.append(given[0]), begin(*given))[1]
+        return run
+
+    def _count(self, rows):
+        """Called once a step, behind its update."""
+        assert not self.run.players._models, "the copy that played takes memory"
+        sampler, learner = self.run.players.sampler, self.run.learner
+        programs = {
+            "prefill": sampler.prefill,
+            "decode": sampler.decode,
+            "accumulate": learner.accumulate,
+            "apply": learner.apply,
+        }
+        self.traces.append({name: f._cache_size() for name, f in programs.items()})
+        return COUNT_ANSWERS(rows)
+
+    def metrics(self) -> list[dict]:
+        return list(map(noise.steady, read_metrics(self.workdir)))
+
+    def checkpoint(self, *others: str) -> tuple[dict, dict]:
+        """(models, the host's state) of the last checkpoint."""
+        checkpoints = Checkpoints(self.workdir)
+        names = (*self.run.game.models, *others)
+        abstract = self.run.learner.abstract_state()
+        target = {"policy": abstract} | dict.fromkeys(names, abstract.params)
+        step = checkpoints.latest_step()
+        assert step is not None
+        models, state = checkpoints.restore(step, target)
+        checkpoints.close()
+        return models, state
+
+
+COUNT_ANSWERS = packing.count_answers
+
+
+@pytest.fixture(scope="module")
+def whole(policy, tmp_path_factory) -> Finished:
+    """Four steps in one go, evaluated, the last one profiled."""
+    config = noise.small_config(policy, steps=4, evaluate=True, profile_steps=(4,))
+    return Finished(config, tmp_path_factory.mktemp("whole"), alone=True)
+
+
+@pytest.fixture(scope="module")
+def resumed(policy, tmp_path_factory) -> Finished:
+    """Two steps, and two more from their checkpoint."""
+    workdir = tmp_path_factory.mktemp("resumed")
+    Finished(noise.small_config(policy, steps=2), workdir)
+    return Finished(noise.small_config(policy, steps=4), workdir)
+
+
+def test_a_run_writes_all_its_files(whole):
+    folder = whole.workdir
+    assert [line["step"] for line in whole.metrics()] == [1, 2, 3, 4]
+    assert sorted(p.name for p in (folder / "episodes").iterdir()) == [
+        f"step_00000{step}.jsonl.gz" for step in range(1, 5)
+    ]
+    episodes = [episode for step, episode in read_episodes(folder) if step == 2]
+    assert len(episodes) in (9, 18)
+    assert {"task", "question", "scores", "documents"} <= episodes[0].keys()
+    assert list((folder / "tensorboard").glob("events*"))
+    assert sorted(int(p.name) for p in (folder / "checkpoints").iterdir()) == [2, 4]
+    assert (folder / "best" / "model.safetensors").is_file()
+    assert {p.name for p in (folder / "plots").iterdir()} == {
+        "play.png",
+        "process.png",
+        "time.png",
+        "train.png",
+        "eval.png",
+        "evaluation.png",
+    }
+    results = json.loads((folder / "evaluation.json").read_text())
+    assert results.keys() == {"before", "after"}
+    assert "verifier accuracy, by pair" in results["after"]
+    assert json.loads((folder / "config.json").read_text())["game"]["group_size"] == 4
+
+
+def test_the_policy_folder_holds_the_last_weights(whole, policy):
+    shape, saved = weights.load(whole.workdir / "policy")
+    models, _ = whole.checkpoint()
+    jax.tree.map(np.testing.assert_array_equal, saved, models["policy"].params)
+    first_shape, first = weights.load(policy)
+    assert shape == first_shape
+    assert (saved["embedding"] != first["embedding"]).any()
+    before, after = tokenizers.load(policy), tokenizers.load(whole.workdir / "policy")
+    assert before.encode("- Arvo city Oslo") == after.encode("- Arvo city Oslo")
+
+
+def test_metrics_tell_what_was_played_and_learned(whole):
+    lines = whole.metrics()
+    updates = [line for line in lines if not line["train/empty_update"]]
+    assert len(updates) >= 3
+    roles = {f"train/rows/{role}" for role in ("responder", "questioner", "verifier")}
+    assert roles <= {name for line in updates for name in line}
+    for line in updates:
+        assert line["train/gradient_norm"] > 0 and line["train/skipped_update"] == 0
+        # Sampler and learner agree on the log-prob of what was sampled.
+        assert line["train/sampler_difference"] < 1e-4
+    assert all(line["play/accepted"] + line["play/bad_format"] <= 1 for line in lines)
+    assert ["eval/responder" in line for line in lines] == [False, True, False, True]
+
+
+def test_every_number_is_explained(whole):
+    """And what is explained there is what a run with real updates has, but for what this one does
+    not do."""
+    written = {name for line in read_metrics(whole.workdir) for name in line} - {"step"}
+    unknown, unused = metric_names.compare(written)
+    assert not unknown
+    more = {
+        "train/kl",
+        "train/router_max_load",
+        "train/router_idle",
+        "time/mfu",
+        "time/seconds/tune",
+        "process/device_mib",
+        "process/device_peak_mib",
+        "non_finite",
+    }
+    others = metric_names.OF_OTHER_GAMES | metric_names.OF_OTHER_MODELS
+    assert unused - others == more and unused >= metric_names.OF_OTHER_MODELS
+
+
+def test_the_parts_of_a_step_are_its_wall_time(whole):
+    for line in read_metrics(whole.workdir):
+        parts = {n: v for n, v in line.items() if n.startswith("time/seconds/")}
+        assert sum(parts.values()) == pytest.approx(line["time/step_seconds"])
+        assert all(seconds >= 0 for seconds in parts.values())
+        assert parts["time/seconds/questioner"] > 0 and parts["time/seconds/play"] > 0
+        assert line["time/tokens_per_second/drawn"] > 0 < line["time/tokens_per_second/read"]
+
+
+def test_every_step_has_random_numbers_of_its_own(whole):
+    """And every evaluation those of step 0, so that it never disturbs the steps."""
+    assert whole.begun == [0, 1, 2, 0, 3, 4, 0, 0]
+
+
+def test_nothing_compiles_after_the_first_full_step(whole):
+    updates = [i for i, line in enumerate(whole.metrics()) if not line["train/empty_update"]]
+    first = whole.traces[updates[0]]
+    assert first["prefill"] == first["accumulate"] == first["apply"] == 1
+    assert first["decode"] == 2  # for questions, and for answers to a prompt, however many
+    assert len(whole.traces) == 4 and updates[0] < 3
+    assert all(traces == first for traces in whole.traces[updates[0] :])
+
+
+def test_a_resumed_run_is_the_same_run(whole, resumed):
+    assert resumed.metrics() == whole.metrics()
+    for step in range(1, 5):
+        name = f"episodes/step_00000{step}.jsonl.gz"
+        assert (resumed.workdir / name).read_bytes() == (whole.workdir / name).read_bytes()
+    model, saved = "policy/model.safetensors", (resumed.workdir, whole.workdir)
+    assert len({(folder / model).read_bytes() for folder in saved}) == 1
+    (models, state), (other_models, other_state) = whole.checkpoint(), resumed.checkpoint()
+    jax.tree.map(np.testing.assert_array_equal, models, other_models)
+    for name in ("game", "best"):
+        assert state[name] == other_state[name]
+    assert state["game"]["memory"]["clusters"], "a memory that holds nothing is easily the same"
+
+
+def test_the_frozen_copy_is_in_the_checkpoint(whole, policy):
+    models, _ = whole.checkpoint()
+    _, first = weights.load(policy)
+    jax.tree.map(np.testing.assert_array_equal, models["anchor"], first)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [("seed", 1, r"seed = 1: must be 0"), ("steps", 3, r"steps = 3: must be at least 4")],
+)
+def test_a_run_goes_on_only_as_it_began(field, value, message, resumed, policy):
+    with pytest.raises(ValueError, match=message):
+        Finished(noise.small_config(policy, **({"steps": 4} | {field: value})), resumed.workdir)
+
+
+def test_the_best_policy_by_validation_is_kept(whole, policy):
+    """Also where a later one was worse."""
+    scores = [line["eval/responder"] for line in whole.metrics() if "eval/responder" in line]
+    _, state = whole.checkpoint()
+    assert state["best"] == max(scores)
+    _, kept = weights.load(whole.workdir / "best")
+    _, last = weights.load(whole.workdir / "policy")
+    is_last = scores[1] > scores[0]
+    assert (kept["embedding"] == last["embedding"]).all() == is_last
+
+
+def test_a_finished_run_is_left_as_it_is(resumed, policy):
+    before = resumed.metrics()
+    again = Finished(noise.small_config(policy, steps=4), resumed.workdir)
+    assert again.traces == [] and again.metrics() == before
+
+
+def test_noise_makes_empty_updates_and_time_ends_a_run(policy, tmp_path):
+    """A policy that has learned nothing: no question is accepted, and the run is none the worse."""
+    config = noise.small_config(policy, steps=100_000, max_minutes=0.02, validate_every=0)
+    run = Finished(config, tmp_path, meaning=False, alone=True)
+    lines = run.metrics()
+    assert 1 <= len(lines) < 100_000
+    assert all(line["train/empty_update"] == 1 for line in lines)
+    assert all(line["play/bad_format"] + line["play/skipped"] == 1 for line in lines)
+    models, _ = run.checkpoint()
+    _, first = weights.load(policy)
+    jax.tree.map(np.testing.assert_array_equal, models["policy"].params, first)
+    assert int(models["policy"].step) == 0
+    assert Checkpoints(tmp_path).latest_step() == len(lines)
+    assert (tmp_path / "policy" / "model.safetensors").is_file()
+    assert (tmp_path / "plots" / "play.png").is_file()
+
+
+def test_reference_and_renewed_anchor_go_on_from_a_checkpoint(policy, tmp_path):
+    options = {"loss.kl_weight": 0.5, "game.anchor_refresh": 2, "validate_every": 0}
+    first = Finished(noise.small_config(policy, steps=2, **options), tmp_path)
+    run = Finished(noise.small_config(policy, steps=4, **options), tmp_path)
+    _, kept = weights.load(policy)
+    updates = [line for line in run.metrics() if not line["train/empty_update"]]
+    # Against itself a policy has no divergence; later it has.
+    assert updates[0]["train/kl"] == pytest.approx(0, abs=1e-7)
+    assert updates[-1]["train/kl"] > 1e-6
+    assert first.traces[-1]["accumulate"] == run.traces[-1]["accumulate"] == 1
+    models, _ = run.checkpoint("reference")
+    jax.tree.map(np.testing.assert_array_equal, models["reference"], kept)
+    # Renewed behind step 4, so that it is the policy of that step.
+    jax.tree.map(np.testing.assert_array_equal, models["anchor"], models["policy"].params)
+    assert (models["anchor"]["embedding"] != kept["embedding"]).any()
+
+
+def test_a_step_on_eight_devices_equals_one(policy, tmp_path):
+    """Parameters four ways over fsdp and two over tensor; the frozen copy as they are."""
+    options = {"mesh.fsdp": 4, "mesh.tensor": 2, "validate_every": 0, "steps": 1}
+    run = Finished(noise.small_config(policy, **options), tmp_path / "8", devices=8)
+    assert run.run.learner.mesh.shape["fsdp"] == 4
+    one = Finished(noise.small_config(policy, validate_every=0, steps=1), tmp_path / "1")
+    assert list(read_episodes(tmp_path / "8")) == list(read_episodes(tmp_path / "1"))
+    line, wanted = (
+        {name: value for name, value in line.items() if "/sampler/" not in name}  # how full it was
+        for line in (*run.metrics(), *one.metrics())
+    )
+    assert not line["train/empty_update"]
+    assert line == pytest.approx(wanted, abs=1e-4)
+    (models, _), (wanted, _) = run.checkpoint(), one.checkpoint()
+    moved = wanted["policy"].params["embedding"] - weights.load(policy)[1]["embedding"]
+    assert abs(moved).max() > 1e-4
+    equal = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
+    jax.tree.map(equal, models["policy"].params, wanted["policy"].params)
+    places = [
+        model["layers"]["mlp"]["up_kernel"].sharding
+        for model in (models["anchor"], models["policy"].params)
+    ]
+    assert places[0] == places[1] == run.run.learner.param_shardings["layers"]["mlp"]["up_kernel"]
+    assert run.traces[-1]["accumulate"] == run.traces[-1]["apply"] == 1
+    placed = run.run.learner.param_shardings["layers"]["mlp"]["up_kernel"]
+    assert set(placed.spec) >= {meshes.EMBED, "tensor"}
+    assert (weights.load(tmp_path / "8" / "policy")[1]["embedding"]).shape[1] == 32
+
+
+def test_a_step_may_be_played_while_the_one_before_is_learned(policy, tmp_path):
+    options = {"staleness": 1, "loss.behaviour": "truncated", "checkpoint_every": 3}
+    run = Finished(noise.small_config(policy, steps=5, **options), tmp_path / "whole")
+    assert [step for step in run.begun if step] == [1, 2, 3, 4, 5]
+    lines = run.metrics()
+    updated = [not line["train/empty_update"] for line in lines]
+    assert all(updated[:2]) and updated[3]
+    differences = [line.get("train/sampler_difference", 0.0) for line in lines]
+    # Steps 2, 3 and 5 are played with the weights before the update of the step before; the first,
+    # and what follows a checkpoint, with the newest.
+    assert differences[0] < 1e-4 and differences[3] < 1e-4
+    assert differences[1] > 1e-3 and (differences[4] > 1e-3 or not updated[4])
+    Finished(noise.small_config(policy, steps=3, **options), tmp_path / "resumed")
+    resumed = Finished(noise.small_config(policy, steps=5, **options), tmp_path / "resumed")
+    assert resumed.metrics() == lines
+    (found, state), (wanted, wanted_state) = resumed.checkpoint(), run.checkpoint()
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    for name in ("game", "best"):
+        assert state[name] == wanted_state[name]
+
+
+def test_rows_of_numbers_that_go_wrong_are_written(policy, tmp_path, monkeypatch):
+    noise.lose_numbers(monkeypatch)
+    config = noise.small_config(policy, validate_every=0, **{"optimiser.max_skipped": 2})
+    with pytest.raises(NonFinite, match="2 updates in a row") as error:
+        Finished(config, tmp_path, alone=True)
+    path = tmp_path / "non_finite" / "2.jsonl"
+    assert str(path) in error.value.__notes__[0]
+    roles = {json.loads(line)["role"] for line in path.read_text().splitlines()}
+    assert roles == {"responder", "questioner", "verifier"}
+    (line,) = read_metrics(tmp_path)
+    assert line["train/skipped_update"] == 1 and line["train/skipped_in_a_row"] == 1
+
+
+def test_the_chosen_step_is_profiled(whole):
+    """Though it is the run's last one."""
+    assert len(list((whole.workdir / "profile").rglob("*.xplane.pb"))) == 1
+
+
+BAD = [
+    ("staleness", 2),
+    ("staleness", 1),  # of loss.behaviour "current"
+    ("loss.importance_cap", 0.5),
+    ("seed", -1),
+    ("steps", 0),
+    ("validate_every", -1),
+    ("checkpoint_every", 0),
+    ("keep_checkpoints", 0),
+    ("episode_characters", -1),
+    ("max_minutes", -1.0),
+    ("max_minutes", math.nan),
+    ("profile_steps", (0,)),
+    ("profile_steps", ("a",)),
+    ("policy.folder", "no/such/folder"),
+    ("policy.folder", ""),
+    ("policy.compute_dtype", "float99"),
+    ("policy.remat", "some"),
+    ("data.source", "no/such/folder"),
+    ("data.tasks", ("poetry",)),
+    ("data.task_weights", (1.0,)),
+    ("data.task_weights", ("a", 1.0, 1.0)),
+    ("data.validation", "questions.jsonl"),
+    ("data.held_out", 1.5),
+    ("data.grouping", "magic"),
+    ("data.documents_per_cluster", 0),
+    ("data.max_document_tokens", 0),
+    ("data.tiny.clusters", 0),
+    ("data.tiny.documents", (0,)),
+    ("data.tiny.documents", (2.5,)),
+    ("data.tiny.evaluation.per_cell", 0),
+    ("data.tiny.evaluation.documents", (1,)),
+    ("game.name", "chess"),
+    ("game.prompts", "no/such/folder"),
+    ("game.group_size", 1),
+    ("game.mapping", "linear"),
+    ("game.sigma", math.nan),
+    ("game.negatives", math.inf),
+    ("game.memory_low", -1.0),
+    ("game.static_questions", 0),
+    ("sampler.top_p", 0.0),
+    ("sampler.cache_tokens", 64),
+    ("optimiser.learning_rate", -1.0),
+    ("optimiser.schedule", "zigzag"),
+    ("loss.aggregation", "median"),
+    ("loss.kl_weight", -1.0),
+    ("packing.buckets", ((64,),)),
+    ("packing.buckets", ((10, 20),)),
+    ("packing.token_budget", 1),
+    ("mesh.tensor", 3),
+]
+
+
+@pytest.fixture(scope="module")
+def shapes(policy) -> None:
+    """Shapes of the policy, which are found with a key and then kept."""
+    train.make_run(noise.small_config(policy))
+
+
+@pytest.mark.usefixtures("shapes")
+@pytest.mark.parametrize(("field", "value"), BAD, ids=lambda x: str(x))
+def test_a_bad_value_is_named_before_any_device_work(field, value, policy, monkeypatch):
+    def touched(*args, **kwargs):
+        raise AssertionError("a device was touched")
+
+    monkeypatch.setattr(jax, "device_put", touched)
+    monkeypatch.setattr(jax.random, "key", touched)
+    monkeypatch.setattr("spell_jax.learner.update.Learner.init", touched)
+    config = noise.small_config(policy, **{field: value})
+    section = field.partition(".")[0] if field.startswith("mesh") else field
+    with pytest.raises((ValueError, FileNotFoundError)) as failure:
+        train.make_run(config)
+    message = str(failure.value)
+    assert section in message
+    assert str(value[0] if isinstance(value, tuple) else value) in message
+
+
+def test_the_judge_needs_an_address_and_a_model(policy, monkeypatch):
+    judge = {"game.rule": "judge"}
+    with pytest.raises(ValueError, match=r"game\.judge_url = ''"):
+        train.make_run(noise.small_config(policy, **judge))
+    judge["game.judge_url"] = "http://localhost:1/v1"
+    with pytest.raises(ValueError, match=r"game\.judge_model = ''"):
+        train.make_run(noise.small_config(policy, **judge))
+    monkeypatch.setenv("SPELL_JUDGE_KEY", "secret")
+    run = train.make_run(noise.small_config(policy, **judge, **{"game.judge_model": "m"}))
+    assert run.game._judge.__self__._ask.config.api_key == "secret"
+    assert "secret" not in str(run.config)
+
+
+def test_the_tiny_world_needs_its_fields(policy):
+    config = folder.get_config()
+    config.policy.folder, config.data.source = str(policy), "tiny"
+    with pytest.raises(ValueError, match=r"data\.tiny"):
+        train.make_run(config)
+
+
+def test_the_parts_of_a_run_fit(policy):
+    run = train.make_run(noise.small_config(policy))
+    assert isinstance(run.game, Spell)
+    # Two tokens of a prompt's room are the chat's.
+    assert run.game._cap == 128 - len(run.tokenizer.chat("")) == 126
+    assert len(run.tokenizer.chat("x" * 5)) == len(run.tokenizer.encode("x" * 5)) + 2

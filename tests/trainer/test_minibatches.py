@@ -1,0 +1,193 @@
+"""A step that is learned from in several updates: as by hand, resumed, and what does not go."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+
+from spell_jax import train
+from spell_jax.learner import packing
+from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.non_finite import NonFinite
+from spell_jax.learner.packing import Group
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.trainer import build as catalogue
+from spell_jax.trainer import state as runs
+from tests import noise
+
+BEHAVIOURS = ("recomputed", "sampler", "truncated")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_and_quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        noise.give_meaning(monkeypatch)
+        noise.draw_nothing(monkeypatch)
+        noise.share_programs(monkeypatch)
+        yield
+
+
+def make_config(policy: pathlib.Path, behaviour: str, **overrides) -> Any:
+    fields = {"minibatches": 2, "loss.behaviour": behaviour, "validate_every": 0}
+    return noise.small_config(policy, **(fields | overrides))
+
+
+def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def played(policy) -> train.Played:
+    """A step: how it is learned from is no matter."""
+    run = runs.make_run(make_config(policy, "sampler"))
+    played = train.play(run, runs.first_models(run), 1)
+    assert played and len(played.rows) > 2
+    return played
+
+
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+def test_a_step_in_parts_is_as_by_hand(policy, played, tmp_path, behaviour):
+    run = runs.make_run(make_config(policy, behaviour))
+    models = runs.first_models(run)
+    begun = runs.copy(models["policy"].params)
+    numbers = runs.StepUpdate(run, models, played.rows).finish(epath.Path(tmp_path), 1)
+    assert list(numbers) == ["policy"] and len(numbers["policy"]) == 2
+    assert int(models["policy"].step) == 2
+
+    learner, rows = run.learner, played.rows
+    state = learner.start(begun)
+    if behaviour == "recomputed":
+        rows = learner.recompute(state, rows)
+    by_hand = []
+    for part in packing.in_parts(rows, 2):
+        state, found = learner.update(state, part)
+        by_hand.append(found)
+    jax.tree.map(np.testing.assert_array_equal, models["policy"].params, state.params)
+    assert numbers["policy"] == by_hand
+    # What was drawn before the first update is no longer on-policy in the second.
+    assert by_hand[1]["approx_kl"] != 0 or behaviour == "truncated"
+    if behaviour == "recomputed":
+        assert abs(by_hand[0]["approx_kl"]) < 1e-6
+
+
+NOWHERE, BROKEN = epath.Path("unused"), [7]
+
+
+class Recorded:
+    """A learner that writes down what its updates are begun with; a state is their number."""
+
+    def __init__(self, behaviour: str):
+        self.loss = LossConfig(behaviour=behaviour)
+        self.begun: list[tuple[int, list[list[int]], Any]] = []
+        self.gone_on = 0
+
+    def recompute(self, state: int, groups: list[Group]) -> list[Group]:
+        return [dataclasses.replace(g, old_log_probs=[np.full(1, -2.0)]) for g in groups]
+
+    def begin(self, state: int, groups: list[Group], reference: Any = None) -> Any:
+        self.begun.append((state, [list(group.prompt) for group in groups], reference))
+        return self
+
+    def go_on(self) -> None:
+        self.gone_on += 1
+
+    def finish(self) -> tuple[int, dict[str, float]]:
+        state, groups, _ = self.begun[-1]
+        if groups == [BROKEN]:
+            raise NonFinite(1, [one(7, "other")], [], alone=True)
+        return state + 1, {"groups": len(groups)}
+
+
+def learn(rows: list[Group], behaviour: str = "recomputed", workdir: epath.Path = NOWHERE) -> Any:
+    """(Learners, models, the update, its numbers) of a step in two parts with two models."""
+    own = {
+        name: SimpleNamespace(
+            learner=Recorded(behaviour),
+            tokenizer=SimpleNamespace(decode=lambda ids, name=name: f"{name} {ids}"),
+        )
+        for name in ("policy", "other")
+    }
+    config = SimpleNamespace(minibatches=2)
+    run: Any = SimpleNamespace(
+        own=own, trained=own, config=config, learner=own["policy"].learner, game=None
+    )
+    models = {"policy": 0, "other": 10, "reference": "frozen"}
+    step = runs.StepUpdate(run, models, rows)
+    step.go_on()
+    numbers = step.finish(workdir, 1)
+    step.go_on()
+    return {name: model.learner for name, model in own.items()}, models, step, numbers
+
+
+def one(prompt: int, model: str) -> Group:
+    return Group([prompt], [[5]], [1.0], old_log_probs=[np.full(1, -1.0)], model=model)
+
+
+def test_each_model_learns_its_own_rows() -> None:
+    """The policy in parts and with a reference, another one at once and without."""
+    rows = [one(1, "policy"), one(2, "other"), one(3, "policy"), one(4, "other"), one(5, "policy")]
+    learners, models, step, numbers = learn(rows)
+    assert learners["policy"].begun == [(0, [[1], [5]], "frozen"), (1, [[3]], "frozen")]
+    assert learners["other"].begun == [(10, [[2], [4]], None)]
+    assert models == {"policy": 2, "other": 11, "reference": "frozen"}
+    assert numbers == {"policy": [{"groups": 2}, {"groups": 1}], "other": [{"groups": 2}]}
+    assert learners["policy"].gone_on == 1, "of the first part, while it is the newest"
+    difference, weight = step.difference["sampler_difference"]
+    assert difference / weight == pytest.approx(1.0)
+    assert not learn(rows, "sampler")[2].difference
+
+
+def test_without_rows_the_policys_update_is_empty() -> None:
+    learners, models, _, numbers = learn([])
+    assert learners["policy"].begun == [(0, [], "frozen")] and not learners["other"].begun
+    assert numbers == {"policy": [{"groups": 0}]} and models["other"] == 10
+
+
+def test_rows_that_go_wrong_are_told_in_their_models_words(tmp_path) -> None:
+    with pytest.raises(NonFinite):
+        learn([one(1, "policy"), one(7, "other")], workdir=epath.Path(tmp_path))
+    (line,) = (tmp_path / "non_finite" / "1.jsonl").read_text().splitlines()
+    assert json.loads(line)["prompt"] == "other [7]"
+
+
+def test_a_run_in_parts_is_resumed_to_the_bit(policy, tmp_path):
+    config = make_config(policy, "recomputed")
+    whole = train.train(config, epath.Path(tmp_path / "whole"))
+    halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), 2)
+    train.train(config, halved)
+    assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
+    states = []
+    for workdir in (whole, halved):
+        with Checkpoints(workdir) as checkpoints:
+            states.append(runs.begin(runs.make_run(config), checkpoints)[0]["policy"])
+    taught = sum(line["train/empty_update"] == 0 for line in lines_of(whole))
+    assert taught and int(states[0].step) == 2 * taught
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"minibatches": 0}, r"minibatches = 0: must be at least 1"),
+        ({"loss.behaviour": "current"}, r'loss\.behaviour = "current": must be "recomputed"'),
+        ({"staleness": 1}, r"staleness = 1: must be 0 for minibatches = 2"),
+    ],
+)
+def test_what_does_not_go_is_said(policy, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        catalogue.check(make_config(policy, "sampler", **overrides))

@@ -1,0 +1,244 @@
+"""Going on where a run cannot go on as it was: on other devices, with a step that was played ahead,
+without its disk."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import functools
+import json
+import os
+import pathlib
+import time
+
+import pytest
+from absl import logging as absl_logging
+
+from spell_jax import train
+from spell_jax.policy import weights
+from spell_jax.runtime import fault_injection, jsonl
+from spell_jax.runtime import metrics as runtime_metrics
+from spell_jax.runtime.checkpoint import Checkpoints, SaveError
+from spell_jax.runtime.episodes import episode_files, read_episodes
+from spell_jax.runtime.metrics import MetricsWriter, read_metrics
+from spell_jax.runtime.preemption import Preempted
+from spell_jax.trainer.state import copy, make_run
+from tests import noise
+from tests.slow import killed
+
+absl_logging.set_verbosity(absl_logging.WARNING)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+def play(config, workdir: pathlib.Path, one_device: bool = True) -> list[dict]:
+    """The metrics of a run in this process."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if one_device:
+            noise.use_one_device(monkeypatch)
+        noise.give_meaning(monkeypatch)
+        noise.draw_nothing(monkeypatch)
+        noise.share_programs(monkeypatch)
+        train.train(config, workdir)
+    return list(map(noise.steady, read_metrics(workdir)))
+
+
+def episodes(workdir: pathlib.Path) -> dict[str, bytes]:
+    return killed.files(workdir / "episodes")
+
+
+# ------------------------------------------------------------------------------------------ Devices
+
+
+def test_on_other_meshes_a_run_goes_on_with_the_same_losses(policy, tmp_path) -> None:
+    """One device, then eight, then two times four; the reference of the loss goes along. Answers
+    are drawn alike on all, so that every number of a step may be compared."""
+    fields = {"loss.kl_weight": 0.5, "loss.entropy_weight": 0.1, "validate_every": 0}
+    make = functools.partial(killed.make_config, policy, **fields)
+    wanted = play(make(), tmp_path / "one")
+    workdir = tmp_path / "moved"
+    play(make(steps=2), workdir)
+    play(make(steps=4), workdir, one_device=False)
+    lines = play(make(steps=6, **{"mesh.data": 2, "mesh.fsdp": 4}), workdir, one_device=False)
+
+    assert episodes(workdir) == episodes(tmp_path / "one")
+    assert all(abs(line["train/loss"]) > 1e-2 for line in wanted), "nothing is easily the same"
+    assert all(line["train/kl"] > 1e-5 for line in wanted[1:])
+    bounds = {"loss": 1e-5, "entropy": 1e-5, "kl": 1e-6, "gradient_norm": 1e-5}
+    for line, want in zip(lines, wanted, strict=True):
+        for name, bound in bounds.items():
+            assert abs(line[f"train/{name}"] - want[f"train/{name}"]) < bound, (line["step"], name)
+
+
+# ------------------------------------------------------------------------------------ Playing ahead
+
+
+def test_a_step_that_was_played_ahead_is_played_again(policy, tmp_path, monkeypatch) -> None:
+    """Told to stop while step 4 is played ahead of step 3's update, a run leaves what one of three
+    steps leaves, in which nothing was played ahead of the last."""
+    fields = {"staleness": 1, "loss.behaviour": "truncated", "checkpoint_every": 100}
+    make = functools.partial(killed.make_config, policy, **fields)
+    play(make(steps=3), tmp_path / "three")
+    questions = len(list(read_episodes(tmp_path / "three")))
+    workdir = tmp_path / "stopped"
+    begun = count_begun(monkeypatch)
+    with monkeypatch.context() as patches, pytest.raises(Preempted):
+        patches.setattr(fault_injection, "_passed", collections.Counter())
+        patches.setenv(fault_injection.VARIABLE, f"verified:{questions + 5}:term")
+        play(make(), workdir)
+    assert begun == [1, 2, 3, 4]
+    assert episodes(workdir) == episodes(tmp_path / "three")
+    killed.assert_same_state(make(), workdir, tmp_path / "three")
+    assert play(make(), workdir) == play(make(), tmp_path / "three")
+    assert begun[4:] == [4, 5, 6] * 2
+    killed.assert_same_run(make(), workdir, tmp_path / "three")
+
+
+def test_a_step_that_is_left_is_played_again_alike(policy, monkeypatch) -> None:
+    """Told to stop between two calls of the sampler, in the step's midst: nothing of it is left."""
+    noise.use_one_device(monkeypatch)
+    noise.give_meaning(monkeypatch)
+    run = make_run(killed.make_config(policy))
+    state = run.learner.init(weights.load(policy)[1])
+    models = {"policy": state, "anchor": copy(state.params)}
+    calls: list[None] = []
+
+    def record(step: int, stop_at: int = -1):
+        def should_stop() -> bool:
+            calls.append(None)
+            return len(calls) == stop_at
+
+        calls.clear()
+        played = train.play(run, models, step, should_stop)
+        return played and [json.dumps(run.game.record(e)) for e in played.episodes]
+
+    record(1)
+    before = json.dumps(run.game.state_dict())
+    wanted, after, asked = record(2), json.dumps(run.game.state_dict()), len(calls)
+    assert wanted and after != before and asked > 4
+    run.game.load_state_dict(json.loads(before))
+    assert record(2, stop_at=asked // 2) is None and len(calls) == asked // 2
+    assert json.dumps(run.game.state_dict()) == before
+    assert record(2) == wanted and json.dumps(run.game.state_dict()) == after
+
+
+def count_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps that are played from now on."""
+    begun, play_step = [], train.play
+
+    def play_and_count(run, models, step, *given, **options):
+        begun.append(step)
+        return play_step(run, models, step, *given, **options)
+
+    monkeypatch.setattr(train, "play", play_and_count)
+    return begun
+
+
+# --------------------------------------------------------------------------------------------- Disk
+
+
+@pytest.fixture(scope="module")
+def whole(policy, tmp_path_factory) -> pathlib.Path:
+    workdir = tmp_path_factory.mktemp("whole")
+    play(killed.make_config(policy), workdir)
+    return workdir
+
+
+@pytest.mark.parametrize(
+    "number, written", [(errno.EROFS, True), (errno.ENOSPC, False)], ids=["read-only", "full"]
+)
+def test_without_its_disk_a_run_goes_on_in_the_fallback(
+    number, written, policy, whole, tmp_path, monkeypatch
+) -> None:
+    """From step 3 on no folder can be made, and, unless they are `written`, no metrics either."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(train, "Checkpoints", functools.partial(Checkpoints, sleep=lambda _: None))
+    config, workdir = killed.make_config(policy), tmp_path / "run"
+    with monkeypatch.context() as patches, pytest.raises(SaveError) as error:
+        killed.wait_for_saves(patches)
+        lose_disk(patches, workdir, 3, number, written)
+        play(config, workdir)
+    told = str(error.value)
+    assert os.strerror(number) in told
+    fallback = pathlib.Path(told.partition("go on from there with --workdir=")[2])
+    assert fallback == tmp_path / "temporary" / "run_step3"
+    lines = play(config, fallback)
+    assert lines == list(map(noise.steady, read_metrics(whole)))  # of the first steps too
+    assert episodes(fallback).items() <= episodes(whole).items() and len(episodes(fallback)) == 3
+    killed.assert_same_state(config, fallback, whole)
+    for run in (workdir, fallback):
+        assert Checkpoints(run).newest_intact() == (2 if run == workdir else killed.STEPS)
+
+
+def lose_disk(
+    monkeypatch: pytest.MonkeyPatch, workdir: pathlib.Path, step: int, number: int, written: bool
+) -> None:
+    """From a step's beginning on nothing new can be made in the workdir."""
+    play_step, mkdir, put = train.play, os.mkdir, MetricsWriter._put
+
+    def fail(path, *given, **options):
+        if os.fspath(path).startswith(f"{workdir}/"):
+            raise OSError(number, os.strerror(number), path)
+        mkdir(path, *given, **options)
+
+    def fail_to_put(self, lines):
+        time.sleep(0.5)  # known only when the checkpoint waits for it
+        raise OSError(number, os.strerror(number))
+
+    def play_and_fail(run, models, played, *given, **options):
+        if played == step:
+            monkeypatch.setattr(os, "mkdir", fail)
+            monkeypatch.setattr(MetricsWriter, "_put", put if written else fail_to_put)
+        return play_step(run, models, played, *given, **options)
+
+    monkeypatch.setattr(train, "play", play_and_fail)
+
+
+def test_a_checkpoint_waits_for_what_is_written_and_other_steps_do_not(
+    policy, tmp_path, monkeypatch
+) -> None:
+    """Of three steps behind a disk of half a second a file, every second one is saved."""
+    write_lines, save, there = runtime_metrics.write_lines, Checkpoints.save, {}
+
+    def slow(path, lines):
+        if "resumed" not in str(path):
+            time.sleep(0.5)
+        write_lines(path, lines)
+
+    def look_and_save(self, step, *given, **options):
+        written = [line["step"] for line in read_metrics(tmp_path)]
+        there.setdefault(step, (written, len(episode_files(tmp_path))))
+        return save(self, step, *given, **options)
+
+    monkeypatch.setattr(runtime_metrics, "write_lines", slow)
+    monkeypatch.setattr(jsonl, "write_lines", slow)  # episodes
+    monkeypatch.setattr(Checkpoints, "save", look_and_save)
+    play(killed.make_config(policy, steps=3, checkpoint_every=2, validate_every=0), tmp_path)
+    assert there[2] == ([1, 2], 2) and there[3][1] < 3
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+    assert len(episodes(tmp_path)) == 3
+
+
+def test_a_disk_that_fills_between_checkpoints_ends_the_run_with_all_saved(
+    policy, whole, tmp_path, monkeypatch
+) -> None:
+    """The metrics of step 2 cannot be written: known at that step or the next one, which is saved,
+    and the checkpoint has the lines that the disk has not."""
+    put = MetricsWriter._put
+
+    def fill(self, lines):
+        if len(lines) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        put(self, lines)
+
+    make = functools.partial(killed.make_config, policy, checkpoint_every=100)
+    with monkeypatch.context() as patches, pytest.raises(OSError, match="No space"):
+        patches.setattr(MetricsWriter, "_put", fill)
+        play(make(), tmp_path)
+    step = Checkpoints(tmp_path).newest_intact()
+    assert step in (2, 3) and [line["step"] for line in read_metrics(tmp_path)] == [1]
+    assert play(make(), tmp_path) == list(map(noise.steady, read_metrics(whole)))
+    killed.assert_same_state(make(), tmp_path, whole)

@@ -1,0 +1,253 @@
+"""Supervised tuning: it learns, skips what it cannot read, and a resumed run is the same run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import pathlib
+import signal
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from configs import tiny_warm_start
+from spell_jax import generate, sft
+from spell_jax.learner import update
+from spell_jax.learner.non_finite import NonFinite
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import weights
+from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.preemption import EXIT_CODE, Preempted
+from spell_jax.warm_start import demonstrations
+from tests import noise
+
+ROWS = [
+    {"prompt": f"- Arvo city {city}\ncity of Arvo", "completion": f"answer is {city}"}
+    for city in ("Oslo", "Rome", "Lima")
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch):
+    noise.use_one_device(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+@pytest.fixture
+def source(tmp_path) -> pathlib.Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def small_config(policy: pathlib.Path | str, source: pathlib.Path | str, **overrides) -> ConfigDict:
+    config = tiny_warm_start.get_config()
+    config.policy.folder = str(policy)
+    config.source = str(source)
+    config.steps, config.rows_per_step = 8, 2
+    config.log_every = config.checkpoint_every = 1
+    config.optimiser.learning_rate = 0.01
+    config.optimiser.warmup_steps = 2
+    config.packing.buckets = ((64, 24),)
+    config.packing.token_budget = 128
+    config.update(overrides)
+    return config
+
+
+def steady_metrics(workdir: pathlib.Path) -> list[dict]:
+    return list(map(noise.steady, read_metrics(workdir)))
+
+
+def test_loss_falls_and_the_result_loads(policy, source, tmp_path):
+    config = small_config(policy, source, steps=40, rows_per_step=3, checkpoint_every=100)
+    folder = sft.run(config, tmp_path / "run")
+    # The loss itself is that of the policy gradient: advantage 1 and ratio 1, so -1 throughout.
+    losses = [-line["train/mean_log_prob"] for line in read_metrics(tmp_path / "run")]
+    assert len(losses) == 40
+    assert losses[-1] < 0.5 < 4 < losses[0]
+    shape, params = weights.load(folder)
+    assert shape == weights.load(policy)[0]
+    assert (params["embedding"] != weights.load(policy)[1]["embedding"]).any()
+    assert tokenizers.load(folder).encode("Oslo") == tokenizers.load(policy).encode("Oslo")
+    # What asks the result knows the prompts that it was tuned on.
+    assert generate.find_prompt_set(tmp_path / "run") == "compact"
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(policy, source, tmp_path, monkeypatch):
+    def config():
+        return small_config(policy, source, checkpoint_every=2)
+
+    whole = sft.run(config(), tmp_path / "whole")
+    learn, steps = update.Learner.update, itertools.count(1)
+
+    def killed(*args):
+        if next(steps) == 6:
+            raise KeyboardInterrupt
+        return learn(*args)
+
+    with monkeypatch.context() as during:
+        during.setattr(update.Learner, "update", killed)
+        with pytest.raises(KeyboardInterrupt):
+            sft.run(config(), tmp_path / "killed")
+    # Step 5 was taken and written, the last checkpoint is of step 4.
+    assert [line["step"] for line in read_metrics(tmp_path / "killed")] == [1, 2, 3, 4, 5]
+    resumed = sft.run(config(), tmp_path / "killed")
+    model = "model.safetensors"
+    assert (resumed / model).read_bytes() == (whole / model).read_bytes()
+    assert steady_metrics(tmp_path / "killed") == steady_metrics(tmp_path / "whole")
+
+
+def test_a_run_that_loses_its_machine_saves_and_goes_on(policy, source, tmp_path, monkeypatch):
+    def config():
+        return small_config(policy, source, checkpoint_every=100)
+
+    whole = sft.run(config(), tmp_path / "whole")
+    learn, steps = update.Learner.update, itertools.count(1)
+
+    def warned(*args):
+        if next(steps) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learn(*args)
+
+    with monkeypatch.context() as during:
+        during.setattr(update.Learner, "update", warned)
+        with pytest.raises(Preempted, match="SIGTERM") as ended:
+            sft.run(config(), tmp_path / "left")
+    assert ended.value.code == EXIT_CODE
+    assert [path.name for path in (tmp_path / "left" / "checkpoints").iterdir()] == ["5"]
+    resumed = sft.run(config(), tmp_path / "left")
+    model = "model.safetensors"
+    assert (resumed / model).read_bytes() == (whole / model).read_bytes()
+    assert steady_metrics(tmp_path / "left") == steady_metrics(tmp_path / "whole")
+
+
+def test_rows_of_numbers_that_go_wrong_are_written(policy, source, tmp_path, monkeypatch):
+    noise.lose_numbers(monkeypatch)
+    config = small_config(policy, source)
+    config.optimiser.max_skipped = 2
+    with pytest.raises(NonFinite) as error:
+        sft.run(config, tmp_path)
+    path = tmp_path / "non_finite" / "2.jsonl"
+    assert str(path) in error.value.__notes__[0]
+    (first, second) = map(json.loads, path.read_text().splitlines())
+    known = [(row["prompt"], row["completion"]) for row in ROWS]
+    for line in (first, second):
+        assert any(prompt in line["prompt"] and text in line["answer"] for prompt, text in known)
+
+
+BAD_LINES = [
+    "not JSON",
+    "[1, 2]",
+    '"text"',
+    "null",
+    '{"prompt": "p"}',
+    '{"prompt": "p", "completion": ""}',
+    '{"prompt": 3, "completion": "c"}',
+    '{"prompt": "p", "completion": "\\ud800"}',
+    "[" * 100_000,
+]
+
+
+def test_bad_lines_are_counted_and_skipped(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    good = {"prompt": "line\u2028break", "completion": "c\x85d", "role": "verifier", "task": "math"}
+    lines = [json.dumps(good, ensure_ascii=False), *BAD_LINES, json.dumps(ROWS[0])]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with caplog.at_level(logging.WARNING):
+        rows, skipped = sft.read_rows(path)
+    assert skipped == len(BAD_LINES)
+    assert rows[0] == demonstrations.Row("line\u2028break", "c\x85d", "verifier", "math")
+    assert rows[1] == demonstrations.Row(*ROWS[0].values(), "row", "")
+    for number in range(2, 2 + len(BAD_LINES)):
+        assert f"{path}:{number}: skipped" in caplog.text
+    assert f"2 rows, {len(BAD_LINES)} lines skipped" in caplog.text
+
+
+def test_a_file_without_rows_is_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("no\n")
+    with pytest.raises(ValueError, match=r"source = .*rows\.jsonl: none of its 1 lines is a row"):
+        sft.read_rows(path)
+    with pytest.raises(FileNotFoundError, match=r"source = '.*absent\.jsonl': must be"):
+        sft.read_rows(tmp_path / "absent.jsonl")
+
+
+def test_rows_of_a_file_are_shuffled_anew_each_epoch(source, policy):
+    def take(start: int, count: int) -> list[str]:
+        stream = sft.row_stream(small_config(policy, source), start)
+        return [row.completion for row in itertools.islice(stream, count)]
+
+    rows = take(0, 30)
+    epochs = [tuple(rows[i : i + 3]) for i in range(0, 30, 3)]
+    assert all(len(set(epoch)) == 3 for epoch in epochs)
+    assert len(set(epochs)) > 1
+    assert take(7, 10) == rows[7:17]
+
+
+def test_a_row_is_a_group_of_one_that_ends(policy):
+    tokenizer = tokenizers.load(policy)
+    group = sft.to_group(
+        demonstrations.Row("ask", "<think> x</think>yes", "verifier", ""), tokenizer
+    )
+    assert list(group.prompt) == tokenizer.chat("ask")
+    (answer,) = group.answers
+    assert tokenizer.decode(answer[:-1]) == "<think> x</think>yes"
+    assert answer[-1] == tokenizer.eos_id
+    assert list(group.advantages) == [1.0] and group.role == "verifier"
+
+
+def test_rows_that_fit_no_bucket_are_counted(policy, tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    long = {"prompt": "p", "completion": "answer " * 30}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (ROWS[0], long)))
+    with caplog.at_level(logging.WARNING):
+        sft.run(small_config(policy, path, steps=3), tmp_path / "run")
+    assert "3 rows were longer than the largest bucket" in caplog.text
+    assert [line["train/refused_answers"] for line in read_metrics(tmp_path / "run")] == [1, 1, 1]
+
+
+def test_a_policy_from_nothing_gets_a_tokenizer_of_its_own(monkeypatch):
+    monkeypatch.setattr(sft, "TOKENIZER_ROWS", 300)
+    config = small_config("", "tiny")
+    config.policy.vocab_size = 400
+    shape, tokenizer = sft.make_policy(config)
+    assert shape.vocab_size == tokenizer.vocab_size <= 400
+    for symbol in demonstrations.SYMBOLS:
+        assert tokenizer.count(symbol) == 1, symbol
+    rows = itertools.islice(sft.row_stream(config, 300), 50)
+    for text in ("Größe 漢字 \U0001f600", *(row.prompt + row.completion for row in rows)):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    again = sft.make_policy(config)[1]
+    assert again.model == tokenizer.model
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("steps", 0),
+        ("rows_per_step", 0),
+        ("log_every", 0),
+        ("checkpoint_every", 0),
+        ("packing.token_budget", 1),
+        ("optimiser.b1", 2.0),
+        ("policy.folder", "no/such/folder"),
+        ("source", "no/such/file"),
+    ],
+)
+def test_a_bad_value_is_named(field, value, policy, source, tmp_path):
+    config = small_config(policy, source)
+    section, _, name = field.rpartition(".")
+    (config[section] if section else config)[name] = value
+    if field == "source":
+        config.policy.folder = ""
+    with pytest.raises((ValueError, FileNotFoundError), match=str(value)) as failure:
+        sft.run(config, tmp_path)
+    assert field in str(failure.value)
+    assert not np.any([p.name == "policy" for p in tmp_path.iterdir() if p.is_dir()])

@@ -1,0 +1,290 @@
+"""Rows made by rules: their facts are true and unique, and the game's own parsers accept them."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from spell_jax.data.clusters import (
+    LETTERS,
+    TASKS,
+    Cluster,
+    count_words,
+    read_clusters,
+    split_held_out,
+)
+from spell_jax.data.questions import read_questions
+from spell_jax.policy import tokenizer
+from spell_jax.selfplay import prompts
+from spell_jax.selfplay.parsing import parse_question, parse_verdict
+from spell_jax.selfplay.rules import score
+from spell_jax.warm_start import folder_rows
+from spell_jax.warm_start.folder_rows import (
+    RowSettings,
+    find_facts,
+    make_questions,
+    make_rows,
+    means_the_same,
+    other_forms,
+)
+
+PLACES = ("Avalon", "Brobdingnag", "Camelot", "Dunsinane", "Elsinore", "Florin", "Gondor", "Hyrule")
+
+
+def make_cluster(name: str, first: int) -> Cluster:
+    documents = []
+    for i, place in enumerate(PLACES):
+        documents.append(
+            f"In that time the harbour number {first + i} was built near {place}.\n"
+            f"The yearly trade of port {place.lower()} came to ${(first + i) * 1111:,} in silver, "
+            f"while the wool of {place.lower()} sheep weighed {first * 3 + i * 7} stone."
+        )
+    return Cluster(name, tuple(documents))
+
+
+CLUSTERS = [make_cluster(f"c{i}", 11 + 100 * i) for i in range(3)]
+COMPACT = prompts.load("compact")
+
+
+def test_facts_are_what_stands_behind_a_unique_cue() -> None:
+    facts = find_facts(
+        [
+            "The total cost of repairs was $1,250.50 this year. We met Jane Doe, Mayor of York.",
+            "It is said that he saw Rome. It is said that he saw Paris.",
+            "A line that ends in\n42 is no cue, nor are few 7, nor a cost of exactly 0.",
+        ]
+    )
+    found = {(fact.document, fact.kind, fact.cue, fact.value) for fact in facts}
+    assert (0, "number", "cost of repairs was", "$1,250.50") in found
+    assert (0, "name", "this year. We met", "Jane Doe") in found
+    assert not any(fact.value in ("Rome", "Paris", "42", "0", "We") for fact in facts)
+    assert (2, "number", "cue, nor are few", "7") in found
+
+
+def test_close_values_do_not_pass_as_different() -> None:
+    assert means_the_same("$5,000", "5000.0")
+    assert means_the_same("5", "500%")
+    assert means_the_same("New York", "york")
+    assert not means_the_same("5000", "5100")
+    assert not means_the_same("York", "Bath")
+
+
+@pytest.mark.parametrize("value", ["5000", "$1,250.50", "3%", "Jane Doe", "B", "1945"])
+def test_other_forms_differ_and_mean_the_same(value: str) -> None:
+    forms = other_forms(value)
+    assert forms
+    assert value not in forms
+    for form in forms:
+        bare = form.removeprefix("the number ").strip("().")
+        assert means_the_same(bare, value.lstrip("$")), form
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, str]]:
+    settings = RowSettings(difference_share=0.3)
+    made, report = make_rows(CLUSTERS, COMPACT, 960, seed=0, settings=settings)
+    assert report.clusters == 3
+    assert report.facts > 60
+    return made
+
+
+def test_shares(rows: list[dict[str, str]]) -> None:
+    assert Counter(row["role"] for row in rows) == {
+        "questioner": 240,
+        "responder": 240,
+        "verifier": 144,
+        "reciter": 336,
+    }
+    counts = Counter((row["role"], row["task"]) for row in rows)
+    assert all(counts["questioner", task] == 80 for task in TASKS)
+    assert [row["role"] for row in rows] != sorted(row["role"] for row in rows)
+
+
+def test_questioner_rows_pass_the_parser_and_quote_the_shown_documents(
+    rows: list[dict[str, str]],
+) -> None:
+    letters: Counter[str] = Counter()
+    harder = 0
+    for row in rows:
+        if row["role"] != "questioner":
+            continue
+        parsed = parse_question(row["completion"], row["task"], count_words)
+        assert parsed.status == "accepted", parsed.reason
+        assert row["completion"].startswith("<think>")
+        assert "\n" not in row["completion"]
+        harder += "\nask harder " in row["prompt"]
+        if row["task"] == "multiple_choice":
+            letters[parsed.answer] += 1
+            assert row["prompt"].endswith(f"choice ({parsed.answer})")
+            assert len(set(parsed.options)) == 4
+        if " minus " not in parsed.question:
+            quote = row["completion"].removeprefix("<think> ").partition("</think>")[0]
+            assert quote.removesuffix(f"({parsed.answer})") in row["prompt"]
+    assert letters == dict.fromkeys(LETTERS, 20)
+    assert 30 <= harder <= 90
+
+
+def test_responders_see_the_evidence_and_few_documents() -> None:
+    settings = RowSettings(documents_read=(2,), history_share=0.0)
+    made, _ = make_rows(CLUSTERS[:1], COMPACT, 300, 0, settings)
+    for row in made:
+        if row["role"] == "responder":
+            documents = [text for text in CLUSTERS[0].documents if text in row["prompt"]]
+            assert len(documents) == 2
+            quote = row["completion"].removeprefix("<think>").partition("</think>")[0]
+            evidence = quote[:-3] if row["task"] == "multiple_choice" else quote  # without "(A)"
+            assert evidence in " " + "\n".join(documents)
+
+
+def test_responder_rows_earn_the_rule_reward() -> None:
+    made, _ = make_rows(CLUSTERS[:1], COMPACT, 900, 0, RowSettings(history_share=0.0))
+    references = {}
+    for row in made:
+        if row["role"] == "questioner" and row["task"] != "multiple_choice":
+            parsed = parse_question(row["completion"], row["task"], count_words)
+            references[row["task"], parsed.question] = parsed.answer
+    scores = [
+        score(row["completion"], references[key], row["task"])
+        for row in made
+        if row["role"] == "responder"
+        and (key := (row["task"], row["prompt"].rpartition("\n")[2])) in references
+    ]
+    assert len(scores) > 50
+    assert set(scores) == {1.0}
+
+
+def test_multiple_choice_answers_name_the_option_that_is_quoted(
+    rows: list[dict[str, str]],
+) -> None:
+    chosen = [r for r in rows if r["role"] == "responder" and r["task"] == "multiple_choice"]
+    for row in chosen:
+        quote, _, letter = row["completion"].partition("</think>answer is ")
+        option = row["prompt"].rpartition(f"\n{letter} ")[2].partition("\n")[0]
+        assert quote.endswith(f" {option}{letter}")
+    assert Counter(row["completion"][-2] for row in chosen) == dict.fromkeys(LETTERS, 20)
+
+
+def test_verifier_rows_are_balanced_and_true(rows: list[dict[str, str]]) -> None:
+    verdicts: Counter[int] = Counter()
+    for row in rows:
+        if row["role"] != "verifier":
+            continue
+        verdict = parse_verdict(row["completion"])
+        verdicts[verdict] += 1
+        one, two = (row["prompt"].split(f"\n{name}: ")[1].split("\n")[0] for name in ("one", "two"))
+        bare = one.removeprefix("the number ").strip("().")
+        assert means_the_same(bare, two.strip()) == bool(verdict), (one, two)
+    assert verdicts[-1] == 0
+    assert 48 <= verdicts[1] <= 96
+
+
+def test_equal_values_in_other_words_are_never_called_different() -> None:
+    documents = ("All of us paid 5,000 and all of them paid 5000 or, less often, 5000.0 coins.",)
+    roles = {"questioner": 0, "responder": 0, "verifier": 1, "reciter": 0}
+    settings = RowSettings(("general_qa",), roles)
+    made, _ = make_rows([Cluster("a", documents)], COMPACT, 40, 0, settings)
+    assert {row["completion"] for row in made} == {"[[YES]]"}
+
+
+def test_differences_are_right(rows: list[dict[str, str]]) -> None:
+    checked = 0
+    for row in rows:
+        if row["role"] == "responder" and " minus number after: " in row["prompt"]:
+            question = row["prompt"].rpartition("\nnumber after: ")[2]
+            larger, smaller = (
+                int(row["prompt"].split(f"{cue} ")[1].split()[0])
+                for cue in question.split(" minus number after: ")
+            )
+            assert row["completion"].endswith(f"answer is {larger - smaller}")
+            checked += 1
+    assert checked > 5
+
+
+def test_rows_are_a_function_of_the_seed(rows: list[dict[str, str]]) -> None:
+    settings = RowSettings(difference_share=0.3)
+    assert make_rows(CLUSTERS, COMPACT, 960, 0, settings)[0] == rows
+    assert make_rows(CLUSTERS, COMPACT, 960, 1, settings)[0] != rows
+
+
+def test_reciter_rows_are_documents_once_more(rows: list[dict[str, str]]) -> None:
+    reordered = 0
+    for row in rows:
+        if row["role"] == "reciter":
+            found = [d for c in CLUSTERS for d in c.documents if d in row["prompt"]]
+            assert row["prompt"] == "\n".join([*found, "recite"])
+            assert 1 <= len(found) <= 3
+            again = row["completion"].split("\n")
+            assert sorted(again) == sorted("\n".join(found).split("\n"))
+            reordered += row["completion"] != "\n".join(found)
+    assert reordered > 50
+
+
+def test_questions_about_held_out_clusters_have_answers_in_their_documents() -> None:
+    made = make_questions(CLUSTERS, COMPACT, 30, 0, TASKS)
+    assert Counter(item["task"] for item in made) == dict.fromkeys(TASKS, 10)
+    for item in made:
+        text = "\n".join(item["documents"])
+        answer = item["answer"]
+        if item["task"] == "multiple_choice":
+            answer = item["question"].partition(f"\n({answer}) ")[2].partition("\n")[0]
+        assert answer and answer.replace(",", "") in text.replace(",", "")
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="rows=0"):
+        make_rows(CLUSTERS, COMPACT, 0, seed=0)
+    with pytest.raises(ValueError, match="documents_shown=0"):
+        RowSettings(documents_shown=0)
+    with pytest.raises(ValueError, match="documents_read="):
+        RowSettings(documents_read=(0, 2))
+    with pytest.raises(ValueError, match="history_share=2"):
+        RowSettings(history_share=2)
+    with pytest.raises(ValueError, match="tasks="):
+        RowSettings(tasks=("essay",))
+    with pytest.raises(ValueError, match="roles="):
+        RowSettings(roles={"questioner": 1.0})
+    with pytest.raises(ValueError, match="financial_math finds no facts in 1 clusters"):
+        make_rows([Cluster("a", ("We all once met Jane.",))], COMPACT, 9, seed=0)
+
+
+def test_command_line(tmp_path: Path) -> None:
+    source, out = tmp_path / "documents", tmp_path / "rows"
+    source.mkdir()
+    for cluster in CLUSTERS:
+        (source / f"{cluster.id}.txt").write_text("\n\n".join(cluster.documents))
+    sizes = ["--documents_per_cluster=4", "--max_document_tokens=48", "--vocab_size=400"]
+    sizes += ["--rows=40"]
+    folder_rows.main([f"--source={source}", f"--out={out}", "--held_out=0.2", *sizes])
+    lines = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    assert len(lines) == 40
+    assert set(lines[0]) == {"prompt", "completion", "role", "task"}
+    # Training with this tokenizer makes the same clusters and holds out the same ones.
+    words = tokenizer.load(out)
+    clusters, report = read_clusters(
+        source, count_tokens=words.count, max_document_tokens=48, documents_per_cluster=4
+    )
+    training, unseen_ids = split_held_out([cluster.id for cluster in clusters], 0.2)
+    held_out = [cluster for cluster in clusters if cluster.id in unseen_ids]
+    assert report.tokens_max <= 48
+    questions = read_questions(out / "questions.jsonl", "data.validation")
+    assert {question.documents for question in questions} <= {c.documents for c in held_out}
+    assert training
+    unseen = [document for cluster in held_out for document in cluster.documents]
+    assert not any(
+        document in line["prompt"] + line["completion"] for line in lines for document in unseen
+    )
+    other = tmp_path / "other"
+    arguments = [f"--source={source}", f"--tokenizer={out}", "--held_out=0", *sizes]
+    folder_rows.main([*arguments, f"--out={other}"])
+    assert tokenizer.load(other).model == words.model
+    assert not (other / "questions.jsonl").exists()
+
+
+@pytest.mark.parametrize("source", ["gov_speeches", "edgar/dev"])
+def test_real_folders(spell_data: Path, tmp_path: Path, source: str) -> None:
+    folder_rows.main([f"--source={spell_data / source}", f"--out={tmp_path}", "--rows=300"])
+    for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["role"] == "questioner":
+            assert parse_question(row["completion"], row["task"], count_words).status == "accepted"

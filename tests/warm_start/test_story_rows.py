@@ -1,0 +1,85 @@
+"""Demonstrations of tiny stories: thoughts are right, guesses are any order, all are short."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter, defaultdict
+
+import pytest
+
+from spell_jax.policy import tokenizer
+from spell_jax.selfplay import prompts, puzzles
+from spell_jax.trainer.build import TINY_POLICY
+from spell_jax.warm_start import story_rows
+from spell_jax.warm_start.story_rows import StoryMixture
+from tests.algorithms.posing import solution
+
+PROMPTS = prompts.load("compact")
+COUNT = 1500
+
+
+def take(mixture: StoryMixture | None = None, seed: int = 0, start: int = 0, count: int = COUNT):
+    made = story_rows.rows(PROMPTS, mixture or StoryMixture(), seed, start)
+    return list(itertools.islice(made, count))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return take()
+
+
+def options_of(row) -> int:
+    return row.prompt.count("<gap ")
+
+
+def test_who_thinks_is_right(rows):
+    thought = [row for row in rows if "<think></think>" not in row.completion]
+    for row in thought:
+        wanted = solution(row.prompt).split(", ")
+        said = re.findall(r" (\d) (\w+)\((\w)\)", row.completion.partition("</think>")[0])
+        assert [letter for *_, letter in said] == wanted
+        assert [int(number) for number, *_ in said] == [*range(1, len(wanted) + 1)]
+        for _, holder, letter in said:
+            assert f"\n({letter}) {holder} to " in row.prompt
+        order = puzzles.parse_order(row.completion, options_of(row))
+        assert list(order.letters) == wanted
+    assert len(thought) > COUNT / 3
+
+
+def test_who_guesses_draws_any_order(rows):
+    seen, right = defaultdict(Counter), Counter()
+    for row in rows:
+        if "<think></think>" in row.completion:
+            order = puzzles.parse_order(row.completion, options_of(row))
+            assert order.is_permutation
+            seen[options_of(row)][order.letters] += 1
+            right[options_of(row)] += ", ".join(order.letters) == solution(row.prompt)
+    assert [len(seen[k]) for k in (2, 3, 4)] == [2, 6, 24]
+    for k in (2, 3, 4):
+        share = right[k] / seen[k].total()
+        assert share == pytest.approx(puzzles.chance(k)[1], abs=0.08)
+    assert max(seen[3].values()) < 2.5 * min(seen[3].values())
+
+
+def test_proportions(rows):
+    mixture = StoryMixture()
+    for k, share, guessed in zip(mixture.options, mixture.shares, mixture.guessed, strict=True):
+        some = [row for row in rows if options_of(row) == k]
+        assert len(some) / COUNT == pytest.approx(share, abs=0.05)
+        guesses = sum("<think></think>" in row.completion for row in some)
+        assert guesses / len(some) == pytest.approx(guessed, abs=0.07)
+    assert {(row.role, row.task) for row in rows} == {("responder", "reconstruction")}
+
+
+def test_row_i_depends_on_seed_and_i_alone(rows):
+    assert take(start=90, count=5) == rows[90:95]
+    assert take(seed=1, count=5) != rows[:5]
+    own = take(StoryMixture(lines=(9,), options=(5,), shares=(1.0,), guessed=(0.0,)), count=3)
+    assert {options_of(row) for row in own} == {5}
+
+
+def test_rows_are_short_in_the_tiny_policys_tokens(rows):
+    shipped = tokenizer.load(TINY_POLICY)
+    assert max(len(shipped.chat(row.prompt)) for row in rows) <= 72
+    assert max(len(shipped.encode(row.completion)) for row in rows) < 32
