@@ -13,7 +13,7 @@ export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 demo: .venv/installed
 	$(BIN)/python -m spell_jax.train --config=configs/tiny.py --workdir=runs/demo
 
-# The data pipeline apart: XLA once crashed while it serialised a program for the cache, in a process
+# The data pipeline apart: XLA once crashed while it serialized a program for the cache, in a process
 # where Beam had left some thirty threads behind.
 test: lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long" $(PYTEST_ARGS) tests/data_pipeline

@@ -1,12 +1,12 @@
 """Benchmarks: python -m benchmarks NAME [--options], one JSON line a measure.
 
-update   seconds of one optimiser update with shared and with repeated prompts
+update   seconds of one optimizer update with shared and with repeated prompts
 sample   tokens a second of answers to one prompt, and each to a prompt of its own
 refill   tokens a second of answers of many lengths: slots filled again, and fixed batches
 verify   prompts a second of the verifier, with and without beginnings that are read once
 spell    seconds of one whole step of self-play, by phase
 evaluate samples a second of a benchmark's questions: together, and one request at a time
-quality  answers drawn with eight bits against those without: KL, equal greedy tokens
+quality  answers sampled with eight bits against those without: KL, equal greedy tokens
 report   seconds until the page of a long run is written, and until a browser has opened it
 soak     growth of memory and programs compiled in a long run of the demo's config
 trl      seconds and memory of a GRPO step, here and in TRL (extra "test")
@@ -102,7 +102,7 @@ def bench_update(options: argparse.Namespace) -> dict[str, Any]:
         "gradient_norm_difference": abs(1 - repeated["norm"] / shared["norm"]),
         "tokens_per_s": options.groups * (options.prompt + answers) / shared["seconds"],
         "model_flops_per_s": per_second,
-        "mfu": statistics.utilisation(per_second, jax.devices()),
+        "mfu": statistics.utilization(per_second, jax.devices()),
         "devices": jax.device_count(),
         "device": jax.devices()[0].device_kind,
     }
@@ -158,7 +158,7 @@ def _measure(
         layout = update.PackingConfig((bucket,), max(budget, bucket.length), shared)
         return update.Learner(
             policy,
-            update.OptimiserConfig(),
+            update.OptimizerConfig(),
             loss.LossConfig(),
             layout,
             meshes.make_mesh(),
@@ -203,7 +203,7 @@ _SHAPE = (
     _Option("dtype", "float32", "of weights and activations"),
 )
 _SLOTS = (
-    _Option("block", 128, "tokens of a page C"),
+    _Option("page_size", 128, "tokens of a page C"),
     _Option("prefill", 2048, "prompt tokens read in one call"),
     _Option(
         "cache", 0, "tokens of the pool on each part of the mesh; 0: no slot ever waits for it"
@@ -236,7 +236,7 @@ _OPTIONS = {
         _Option("response", 128, "tokens of an answer S"),
         _Option("width", 512, "model width D"),
         _Option("vocab", 8192, "vocabulary V"),
-        _Option("block", 128, "tokens of a page C"),
+        _Option("page_size", 128, "tokens of a page C"),
         _Option("prefill", 2048, "prompt tokens read in one call"),
         _Option("repeats", 2, "timed calls"),
         _Option("transformers", 0, "1: also by transformers' generate"),
@@ -248,7 +248,7 @@ _OPTIONS = {
         _Option("prompt", 128, "prompt tokens P, short: reading is not what is compared"),
         _Option("mean", 400, "mean of the geometric lengths of answers, in tokens"),
         _Option("cap", 4096, "cap of an answer, which plans reckon with"),
-        _Option("slots", 32, "answers drawn at once, over all devices"),
+        _Option("slots", 32, "answers sampled at once, over all devices"),
         _Option("decode", 64, "tokens that a slot draws in one call, at most"),
         _Option("width", 64, "model width D, small: CPUs draw 200,000 tokens in minutes"),
         _Option("vocab", 896, "vocabulary V"),
@@ -259,7 +259,7 @@ _OPTIONS = {
         *_VERDICTS,
         _Option("questions", 8, "questions, each with G answers to judge"),
         _Option("verdict", 32, "tokens of a verdict; about 60 at the paper's scale"),
-        _Option("slots", 64, "verdicts drawn at once, over all devices"),
+        _Option("slots", 64, "verdicts sampled at once, over all devices"),
         _Option("decode", 64, "tokens that a slot draws in one call, at most"),
         _Option("width", 512, "model width D"),
         _Option("vocab", 8192, "vocabulary V"),
@@ -277,12 +277,12 @@ _OPTIONS = {
         _Option(
             "about",
             1,
-            "questions about the same documents; the game has more than one in a "
+            "questions about the same documents; the algorithm has more than one in a "
             "step only where it proposes more than there are clusters",
         ),
         _Option("response", 64, "tokens of an answer S; about 400 at the paper's scale"),
         _Option("verdict", 16, "tokens of a verdict; about 60 at the paper's scale"),
-        _Option("slots", 16, "answers drawn at once, over all devices: of the two questions"),
+        _Option("slots", 16, "answers sampled at once, over all devices: of the two questions"),
         _Option("decode", 64, "tokens that a slot draws in one call, at most"),
         _Option("width", 512, "model width D"),
         _Option("vocab", 8192, "vocabulary V"),
@@ -294,10 +294,10 @@ _OPTIONS = {
         _Option("questions", 8, "prompts"),
         _Option("prompt", 1024, "prompt tokens P; 16,384 or 100,000 at the paper's scale"),
         _Option("response", 64, "tokens of an answer S"),
-        _Option("slots", 64, "answers drawn at once, over all devices"),
+        _Option("slots", 64, "answers sampled at once, over all devices"),
         _Option("width", 512, "model width D"),
         _Option("vocab", 8192, "vocabulary V"),
-        _Option("block", 128, "tokens of a page C"),
+        _Option("page_size", 128, "tokens of a page C"),
         _Option("prefill", 2048, "prompt tokens read in one call"),
         _Option("repeats", 2, "timed runs of each kind"),
     ),
@@ -332,7 +332,7 @@ _OPTIONS = {
         _Option("layers", 8, "layers L; 0: the config.json's"),
         _Option("width", 512, "model width D"),
         _Option("vocab", 8192, "vocabulary V"),
-        _Option("block", 128, "tokens of our pages C"),
+        _Option("page_size", 128, "tokens of our pages C"),
         _Option("prefill", 2048, "prompt tokens that we read in one call"),
         _Option("steps", 3, "steps, the first of which is not timed"),
     ),

@@ -1,8 +1,8 @@
 """How fast and how well near duplicates are found.
 
-1. `bench_dedup` writes synthetic documents of 80 to 120 words, drawn by Zipf's law. Every twentieth
-   one is a copy of another, edited at random places. The filter and the dedup stage run on them as
-   in a build; time, memory, copies found and other documents lost are the measures.
+1. `bench_dedup` writes synthetic documents of 80 to 120 words, sampled by Zipf's law. Every
+   twentieth one is a copy of another, edited at random places. The filter and the dedup stage run
+   on them as in a build; time, memory, copies found and other documents lost are the measures.
 2. `bench_lsh` takes documents of a folder and edited copies of them. Every pair that shares a
    shingle is compared exactly; the measures are how many pairs over the threshold share a band, and
    how many that share a band are over the threshold.

@@ -31,7 +31,7 @@ def bench_evaluate(policy: PolicyConfig, options: argparse.Namespace) -> dict[st
     rng = np.random.default_rng(0)
     prompts = rng.integers(policy.vocab_size, size=(options.questions, options.prompt)).tolist()
     how = Options(**HOW, max_tokens=options.response)
-    prompt_pages, pages = (-(-n // options.block) for n in (options.prompt, options.response))
+    prompt_pages, pages = (-(-n // options.page_size) for n in (options.prompt, options.response))
     shapes = {"together": (options.slots, options.group), "alone": (1, 1)}
     samplers = {
         kind: make_sampler(
@@ -43,7 +43,7 @@ def bench_evaluate(policy: PolicyConfig, options: argparse.Namespace) -> dict[st
             max_verdict_tokens=1,
             max_prompt=options.prompt,
             slots=slots,
-            siblings=siblings,
+            samples_per_prompt_batch=siblings,
         )
         for kind, (slots, siblings) in shapes.items()
     }

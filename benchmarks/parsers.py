@@ -80,12 +80,12 @@ def _by_task() -> dict[str, Parser]:
         parsers[f"parsing.parse_question {task}"] = functools.partial(
             parsing.parse_question, task=task, count_tokens=count_words, distinct_options=True
         )
-        parsers[f"tiny_world.true_answer {task}"] = lambda text, t=task: tiny_world.true_answer(
-            text, t, ("- Arvo Oslo 34 12 Bela", "- Bela Rome 10 11 Arvo")
+        parsers[f"spell_evaluation.true_answer {task}"] = lambda text, t=task: (
+            tiny_world.true_answer(text, t, ("- Arvo Oslo 34 12 Bela", "- Bela Rome 10 11 Arvo"))
         )
         kind = tiny_world.task_kind(task)
-        parsers[f"tiny_world.is_true {task}"] = lambda text, k=kind, o=answer: tiny_world.is_true(
-            text, o, k
+        parsers[f"spell_evaluation.is_true {task}"] = lambda text, k=kind, o=answer: (
+            tiny_world.is_true(text, o, k)
         )
     return parsers
 
@@ -122,7 +122,7 @@ def _by_section() -> dict[str, Parser]:
     }
     for task in TASKS:
         question = Question(task, ("Arvo lives in Oslo. " * 100,), "Where?", "Oslo", ("Arvo",))
-        parsers[f"evidence.judge_answer {task}"] = functools.partial(
+        parsers[f"eapo_evaluation.judge_answer {task}"] = functools.partial(
             judge_answer, question=question
         )
         parsers[f"evidence.as_sentence {task}"] = functools.partial(evidence.as_sentence, task=task)

@@ -1,8 +1,8 @@
-"""What small numbers cost: answers of the policy that ships, drawn with eight bits and without.
+"""What small numbers cost: answers of the policy that ships, sampled with eight bits and without.
 
 1. Prompts are held-out questions of the generated world, of every kind.
 2. "kl" estimates KL(int8 || whole) of the next token, in nats: the mean of exp(d) - d - 1 over
-   tokens that are drawn with eight bits, at temperature 1, d their log-prob by the whole policy
+   tokens that are sampled with eight bits, at temperature 1, d their logprob by the whole policy
    less that with eight bits.
 3. "equal_answers" and "equal_tokens" compare greedy answers: how many are the same to the end, and
    the share of tokens before the first that differs.
@@ -43,14 +43,14 @@ def bench_quality(options: argparse.Namespace) -> dict[str, Any]:
         whole,
         cache_dtype=options.cache,
         weights_dtype=options.weights,
-        guessed_tokens=options.guessed,
+        speculative_tokens=options.guessed,
     )
-    drawn, drawn_rate = _answers(run, small, params, prompts, 1.0)
+    sampled, drawn_rate = _answers(run, small, params, prompts, 1.0)
     found, greedy_rate = _answers(run, small, params, prompts, 0.0)
     wanted, _ = _answers(run, whole, params, prompts, 0.0)
-    scored = _score(run.policy, params, prompts, drawn)
-    pairs = zip(drawn, scored, strict=True)
-    differences = np.concatenate([whole - small.log_probs for small, whole in pairs])
+    scored = _score(run.policy, params, prompts, sampled)
+    pairs = zip(sampled, scored, strict=True)
+    differences = np.concatenate([whole - small.logprobs for small, whole in pairs])
     pairs = list(zip(found, wanted, strict=True))
     before = [_before_difference(a.tokens, b.tokens) for a, b in pairs]
     return {
@@ -60,7 +60,7 @@ def bench_quality(options: argparse.Namespace) -> dict[str, Any]:
         "guessed": options.guessed,
         "documents": options.documents,
         "answers": len(prompts),
-        "tokens": sum(len(sample.tokens) for sample in drawn),
+        "tokens": sum(len(sample.tokens) for sample in sampled),
         "kl": float(np.mean(np.exp(differences) - differences - 1)),
         "largest_difference": float(np.max(np.abs(differences))),
         "equal_answers": float(np.mean([np.array_equal(a.tokens, b.tokens) for a, b in pairs])),
@@ -102,10 +102,10 @@ def _answers(
 def _score(
     policy: PolicyConfig, params, prompts: Sequence[list[int]], samples: Sequence[Sample]
 ) -> list[np.ndarray]:
-    """Log-probs of answers by the whole policy, at temperature 1."""
+    """Logprobs of answers by the whole policy, at temperature 1."""
 
     @jax.jit
-    def log_probs(params, tokens):
+    def logprobs(params, tokens):
         logits = jax.nn.log_softmax(transformer.logits(policy, params, tokens))
         return jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
 
@@ -113,7 +113,7 @@ def _score(
     tokens = np.zeros((-(-len(rows) // _ROWS) * _ROWS, max(map(len, rows))), np.int32)
     for row, ids in enumerate(rows):
         tokens[row, : len(ids)] = ids
-    parts = [log_probs(params, tokens[i : i + _ROWS]) for i in range(0, len(tokens), _ROWS)]
+    parts = [logprobs(params, tokens[i : i + _ROWS]) for i in range(0, len(tokens), _ROWS)]
     scored = np.concatenate(jax.device_get(parts))
     return [
         scored[row, len(prompt) - 1 : len(ids) - 1]

@@ -3,7 +3,7 @@
 1. The run is made up: metrics in the trainer's names, and episodes of the size that the options
    give, in which answers quote their documents. Clusters come back, as in a run of several epochs.
 2. The page is written once, and opened several times in headless Chromium; the shortest time counts
-   of which the page itself tells: from the navigation to the first frame with everything drawn.
+   of which the page itself tells: from the navigation to the first frame with everything sampled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spell_jax.runtime.setup import CONFIG_FILE
 from spell_jax.selfplay import rewards
 
 TASKS = ("general_qa", "financial_math", "multiple_choice")
-CONFIG = {"seed": 0, "steps": 4, "game": {"mapping": "gaussian", "mu": 0.5, "sigma": 0.5 / 3}}
+CONFIG = {"seed": 0, "steps": 4, "algorithm": {"mapping": "gaussian", "mu": 0.5, "sigma": 0.5 / 3}}
 _LETTERS = "abcdefghijklmnoprstuvwy"
 _WORDS = 5000
 _METRICS = ("solve_rate", "mixed", "accepted", "bad_format", "verdict_differs_from_rule")
@@ -67,7 +67,7 @@ class Writer:
         return self._prose[start : start + characters].strip() + "."
 
     def episode(self, number: int, **changes: Any) -> dict[str, Any]:
-        """An episode as the game records one, with answers that quote its document 2."""
+        """An episode as the algorithm records one, with answers that quote its document 2."""
         sizes, draw = self.sizes, self.draw
         port = number % sizes.clusters
         year = 1800 + port
@@ -123,12 +123,12 @@ class Writer:
         line: dict[str, float] = {"step": step}
         for suffix in ("", *(f"/{task}" for task in TASKS)):
             for name in _METRICS:
-                line[f"play/{name}{suffix}"] = draw.random() / 3 + step / 1000
-            line[f"play/questioner_reward{suffix}"] = draw.random() - 0.5
+                line[f"rollout/{name}{suffix}"] = draw.random() / 3 + step / 1000
+            line[f"rollout/questioner_reward{suffix}"] = draw.random() - 0.5
         for role in ("questioner", "responder", "verifier"):
-            line[f"play/answer_tokens/{role}"] = 20 + draw.random() * 9
+            line[f"rollout/answer_tokens/{role}"] = 20 + draw.random() * 9
             line[f"time/seconds/{role}"] = 30 + draw.random() * 60
-        line |= {"time/seconds/play": 4.0, "time/seconds/update": 90 + draw.random() * 20}
+        line |= {"time/seconds/rollout": 4.0, "time/seconds/update": 90 + draw.random() * 20}
         line["time/step_seconds"] = 300 + draw.random()
         for name in ("entropy", "loss"):
             line[f"train/{name}"] = 1 + draw.random()
@@ -141,13 +141,14 @@ def write_run(
     episodes: int,
     seed: int = 0,
     sizes: Sizes = Sizes(),
-    game: Mapping[str, Any] | None = None,
+    algorithm: Mapping[str, Any] | None = None,
 ) -> epath.Path:
     """A made-up run's folder: config, metrics, so many episodes a step, and an evaluation."""
     workdir.mkdir(parents=True, exist_ok=True)
     writer = Writer(seed, sizes)
     write_json(
-        workdir / CONFIG_FILE, CONFIG | {"seed": seed, "game": CONFIG["game"] | (game or {})}
+        workdir / CONFIG_FILE,
+        CONFIG | {"seed": seed, "algorithm": CONFIG["algorithm"] | (algorithm or {})},
     )
     write_records(workdir / METRICS_FILE, [writer.metrics(step) for step in range(1, steps + 1)])
     files = EpisodeWriter(workdir, 1_000_000_000)

@@ -30,7 +30,7 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.requests import Options, Request, Sample
-from spell_jax.sampler.scheduler import Lane, Shape, Shard, Sibling
+from spell_jax.sampler.scheduler import DecodeSequence, Lane, Shape, Shard
 from spell_jax.sampler.session import Session, request_keys
 
 Prompts = list[list[int]]
@@ -39,8 +39,8 @@ Prompts = list[list[int]]
 def _pages(options: argparse.Namespace, prompt: int, response: int) -> int:
     """Pages of the pool: by `--cache`, or so many that no slot ever waits for one."""
     if options.cache:
-        return options.cache // options.block
-    return options.slots * sum(-(-tokens // options.block) for tokens in (prompt, response))
+        return options.cache // options.page_size
+    return options.slots * sum(-(-tokens // options.page_size) for tokens in (prompt, response))
 
 
 def _sizes(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class _ForcedShard(Shard):
         super().__init__(shape)
         self._lengths = lengths
 
-    def grow(self, lane: Lane, steps: int) -> dict[Sibling, int]:
+    def grow(self, lane: Lane, steps: int) -> dict[DecodeSequence, int]:
         limits = super().grow(lane, steps)
         return {s: min(limit, self._lengths[_name(s)]) for s, limit in limits.items()}
 
@@ -83,32 +83,32 @@ class ForcedSession(Session):
         self._scheduler.shards = shards
 
     def ask(self, request: Request, lengths: Sequence[int]) -> int:
-        """Puts a request into the queue, with as many lengths as siblings; its ticket."""
+        """Puts a request into the queue, with as many lengths as sequences; its ticket."""
         ticket = self.submit(request)
         self._lengths |= {(ticket, i): int(length) for i, length in enumerate(lengths)}
         return ticket
 
-    def _push(self, sibling: Sibling, drawn: Any, slot: int) -> bool:
-        ended = super()._push(sibling, drawn, slot)
-        return ended or sibling.count == self._lengths[_name(sibling)]
+    def _push(self, sequence: DecodeSequence, sampled: Any, slot: int) -> bool:
+        ended = super()._push(sequence, sampled, slot)
+        return ended or sequence.count == self._lengths[_name(sequence)]
 
 
-def _name(sibling: Sibling) -> tuple[int, int]:
-    return sibling.resident.ticket, sibling.number
+def _name(sequence: DecodeSequence) -> tuple[int, int]:
+    return sequence.prefilled.ticket, sequence.number
 
 
 def bench_refill(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
     """The same answers with slots that are filled again ("refill") and in fixed batches ("fixed").
 
     "..._tokens_per_s" are answer tokens, reading prompts included; "..._steps" are passes, whose
-    seconds grow with the answers that are drawn in them. "ideal_ratio" follows from the lengths
+    seconds grow with the answers that are sampled in them. "ideal_ratio" follows from the lengths
     alone: steps of fixed batches (the sum of their longest answers) over the fewest steps in which
     all slots draw. "..._filled" is the share of slot steps that drew a token, the end of the run,
     when too few are left for all slots, included; "idle" those of refill that drew none while
-    somebody waited; "empty_cells" its cells without a sibling, of the rows that were read.
+    somebody waited; "padded_group_slots" its cells without a sequence, of the rows that were read.
 
     Raises:
-      ValueError: fewer slots than a group has siblings.
+      ValueError: fewer slots than a group has sequences.
     """
     policy = dataclasses.replace(policy, max_positions=options.prompt + options.cap)
     rng = np.random.default_rng(options.seed)
@@ -125,7 +125,7 @@ def bench_refill(policy: PolicyConfig, options: argparse.Namespace) -> dict[str,
         max_verdict_tokens=1,
         max_prompt=options.prompt,
         slots=options.slots,
-        siblings=options.group,
+        samples_per_prompt_batch=options.group,
         decode_tokens=options.decode,
     )
     slots = sampler.shape.slots * sampler.shards
@@ -142,7 +142,10 @@ def bench_refill(policy: PolicyConfig, options: argparse.Namespace) -> dict[str,
         line |= {f"{kind}_s": seconds, f"{kind}_tokens_per_s": c.tokens / seconds}
         line |= {f"{kind}_steps": c.decode_steps, f"{kind}_filled": c.tokens / c.slot_steps}
         if kind == "refill":
-            line |= {"idle": c.idle / c.slot_steps, "empty_cells": c.empty_cells / c.cell_steps}
+            line |= {
+                "idle": c.starved_slot_steps / c.slot_steps,
+                "padded_group_slots": c.padded_group_slots / c.group_slot_steps,
+            }
     longest = sum(int(lengths[part].max()) for part in map(list, waves))
     line["ratio"] = line["refill_tokens_per_s"] / line["fixed_tokens_per_s"]
     line["step_ratio"] = line["fixed_steps"] / line["refill_steps"]
@@ -163,8 +166,8 @@ def _answer_in_parts(
             session.ask(Request(prompts[i], len(lengths[i]), keys[i], how), lengths[i])
         found |= dict(session.results())
     seconds = time.perf_counter() - clock
-    drawn = [[len(sample.tokens) for sample in found[i]] for i in range(len(prompts))]
-    assert drawn == lengths.tolist()
+    sampled = [[len(sample.tokens) for sample in found[i]] for i in range(len(prompts))]
+    assert sampled == lengths.tolist()
     return seconds, session
 
 
@@ -206,7 +209,7 @@ def bench_verify(policy: PolicyConfig, options: argparse.Namespace) -> dict[str,
         max_verdict_tokens=options.verdict,
         max_prompt=longest,
         slots=options.slots,
-        siblings=options.votes,
+        samples_per_prompt_batch=options.votes,
         decode_tokens=options.decode,
     )
     params = random_params(policy, mesh, options.dtype)
@@ -304,8 +307,8 @@ def bench_spell(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, 
 
 
 def _group(options: argparse.Namespace, phase: str) -> int:
-    siblings, _ = _PHASES[phase]
-    return getattr(options, siblings) if siblings else 1
+    sequences, _ = _PHASES[phase]
+    return getattr(options, sequences) if sequences else 1
 
 
 def _extrapolate(line: dict[str, Any], questions: int) -> dict[str, Any]:
@@ -335,7 +338,7 @@ def _spell_sampler(policy: PolicyConfig, options: argparse.Namespace, mesh) -> S
         max_verdict_tokens=options.verdict,
         max_prompt=longest,
         slots=options.slots,
-        siblings=options.group,
+        samples_per_prompt_batch=options.group,
         decode_tokens=options.decode,
     )
 
@@ -349,7 +352,7 @@ def _spell_learner(policy: PolicyConfig, options: argparse.Namespace, mesh) -> u
     layout = update.PackingConfig((bucket,), budget)
     return update.Learner(
         policy,
-        update.OptimiserConfig(),
+        update.OptimizerConfig(),
         loss.LossConfig(),
         layout,
         mesh,

@@ -59,8 +59,8 @@ def bench_sample(policy: PolicyConfig, options: argparse.Namespace) -> dict[str,
     return line | devices()
 
 
-_SHAPE = ("prompt", "response", "group", "dtype", "block", "prefill")
-# How tokens are drawn wherever speed alone is looked at.
+_SHAPE = ("prompt", "response", "group", "dtype", "page_size", "prefill")
+# How tokens are sampled wherever speed alone is looked at.
 HOW: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
 
 
@@ -92,8 +92,8 @@ def make_sampler(policy: PolicyConfig, mesh, options, pages: int, **sizes: Any) 
     """
     config = SamplerConfig(
         **HOW,
-        block=options.block,
-        cache_tokens=meshes.row_shards(mesh) * pages * options.block,
+        page_size=options.page_size,
+        kv_cache_tokens=meshes.row_shards(mesh) * pages * options.page_size,
         prefill_tokens=options.prefill,
         **sizes,
     )
@@ -102,7 +102,7 @@ def make_sampler(policy: PolicyConfig, mesh, options, pages: int, **sizes: Any) 
 
 def _sampler(policy: PolicyConfig, options, mesh, group: int) -> Sampler:
     """One whose slots and pages are those that `options.group` answers need."""
-    pages = sum(-(-tokens // options.block) for tokens in (options.prompt, options.response))
+    pages = sum(-(-tokens // options.page_size) for tokens in (options.prompt, options.response))
     return make_sampler(
         policy,
         mesh,
@@ -112,7 +112,7 @@ def _sampler(policy: PolicyConfig, options, mesh, group: int) -> Sampler:
         max_verdict_tokens=1,
         max_prompt=options.prompt,
         slots=options.group,
-        siblings=group,
+        samples_per_prompt_batch=group,
         decode_tokens=options.response,
     )
 
@@ -137,7 +137,9 @@ def _measure(kind, sampler: Sampler, params, prompts, group: int, options) -> di
     pages += options.group * shape.pages_of(options.response)
     size = np.dtype(params["final_norm"]["scale"].dtype).itemsize
     token = 2 * config.layers * config.kv_heads * config.head_size * size
-    return _rates(kind, read, whole, options) | {f"{kind}_kv_bytes": pages * shape.block * token}
+    return _rates(kind, read, whole, options) | {
+        f"{kind}_kv_bytes": pages * shape.page_size * token
+    }
 
 
 def _measure_transformers(policy, params, prompt: list[int], options) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def bench_soak(options: argparse.Namespace) -> dict[str, Any]:
     config.steps = options.steps
     config.max_minutes = 0.0
     config.evaluate = False
-    config.game.questions = config.game.generation_batch = options.proposals
+    config.algorithm.questions = config.algorithm.generation_batch = options.proposals
     with tempfile.TemporaryDirectory() as scratch:
         workdir = epath.Path(options.workdir or scratch)
         with contextlib.redirect_stdout(sys.stderr):

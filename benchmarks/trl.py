@@ -36,7 +36,7 @@ from spell_jax.runtime import setup as start
 from spell_jax.sampler.requests import Options
 
 _SIDES = {"ours": "benchmarks.trl", "trl": "benchmarks.trl_side"}
-_SIZES = ("prompt", "response", "group", "groups", "micro", "steps", "block", "prefill")
+_SIZES = ("prompt", "response", "group", "groups", "micro", "steps", "page_size", "prefill")
 
 
 def bench_trl(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
@@ -103,10 +103,10 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     bucket = packing.Bucket(options.prompt + answers, answers)
     layout = update.PackingConfig((bucket,), options.micro * bucket.length)
     learner = update.Learner(
-        policy, update.OptimiserConfig(), loss.LossConfig(), layout, mesh, temperature=1.0
+        policy, update.OptimizerConfig(), loss.LossConfig(), layout, mesh, temperature=1.0
     )
-    pages = options.groups * -(-options.prompt // options.block)
-    pages += options.groups * options.group * -(-options.response // options.block)
+    pages = options.groups * -(-options.prompt // options.page_size)
+    pages += options.groups * options.group * -(-options.response // options.page_size)
     sampler = make_sampler(
         policy,
         mesh,
@@ -116,7 +116,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         max_verdict_tokens=1,
         max_prompt=options.prompt,
         slots=options.groups * options.group,
-        siblings=options.group,
+        samples_per_prompt_batch=options.group,
         decode_tokens=options.response,
     )
     state = learner.init(params)

@@ -7,7 +7,7 @@ own, without JAX.
    of the output is JSON too: seconds, parameters and peak memory.
 2. There is no network: the tokenizer has a word for each number below V, the prompts are such
    words, rewards are random.
-3. No gradient checkpointing, no vLLM, no reference model; all answers have S tokens; one optimiser
+3. No gradient checkpointing, no vLLM, no reference model; all answers have S tokens; one optimizer
    step for what was generated.
 """
 

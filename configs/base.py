@@ -28,19 +28,19 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     # Behind the first SIGTERM a run has so many seconds to end its phase and save.
     config.preemption_limit_s = 25.0
     # 1: a step is played while the one before it is learned from, with the weights before that;
-    # not behind a checkpoint. For loss.behaviour "truncated" or "sampler".
+    # not behind a checkpoint. For loss.old_logprobs "rollout" or loss.tis_cap above 0.
     config.staleness = 0
     # A step's rows are learned from in so many updates of the policy, each of about as many groups;
-    # above 1 for loss.behaviour "recomputed", "sampler" or "truncated".
+    # above 1 for loss.old_logprobs "recompute" or "rollout", or loss.tis_cap above 0.
     config.minibatches = 1
     # Another run's folder, or RUN/checkpoints/STEP: its weights are begun with. Not looked at where
     # there is a checkpoint to resume.
     config.init_from = ""
     config.policy = _policy()
     config.data = _data()
-    config.game = _game()
+    config.algorithm = _algorithm()
     config.sampler = _sampler()
-    config.optimiser = _optimiser()
+    config.optimizer = _optimizer()
     config.loss = _loss()
     config.packing = _packing()
     # Devices along each mesh axis; -1 takes what is left.
@@ -58,9 +58,9 @@ def _policy() -> Any:
     # With mesh.context above 1: pass keys and values around a ring instead of gathering them.
     policy.ring = False
     policy.thinking = ""  # "on" or "off", for chat templates that know it (Qwen3)
-    # "linear" or "yarn": a context stretch_factor times as long as the folder's.
-    policy.stretch = ""
-    policy.stretch_factor = 1.0
+    # "linear" or "yarn": a context rope_factor times as long as the folder's.
+    policy.rope_scaling = ""
+    policy.rope_factor = 1.0
     # Above 0: only adapters of this rank are trained, on the linear layers that the pattern is
     # found in (self_attn.q_proj, mlp.down_proj, ...); policy/lora.py.
     policy.lora_rank = 0
@@ -78,8 +78,8 @@ def _data() -> Any:
     data.documents_per_cluster = 20
     data.max_document_tokens = 3200
     data.held_out = 0.05  # share of clusters that training never sees
-    # .jsonl of {"task", "documents", "question", "answer"}: questions that the game is given, for
-    # games that play such instead of clusters; and others, that training never sees.
+    # .jsonl of {"task", "documents", "question", "answer"}: questions that the algorithm is given,
+    # for algorithms that play such instead of clusters; and others, that training never sees.
     data.questions = ""
     data.validation = ""
     data.tasks = ("general_qa", "financial_math", "multiple_choice")
@@ -87,48 +87,48 @@ def _data() -> Any:
     return data
 
 
-def _game() -> Any:
-    """The game; algorithms/spell/config.py says what each field means."""
-    game: Any = ConfigDict()
-    game.name = "spell"
-    game.prompts = "full"
-    game.questions = 128
-    game.generation_batch = 480
-    game.max_generations = 10
-    game.group_size = 8
-    game.verifier_group_size = 8
-    game.documents = (5,)
-    game.memory = 3
-    game.memory_documents = "shown"
-    game.memory_low = 0.01
-    game.memory_high = 1.0
-    game.mapping = "gaussian"
-    game.mu = 0.5
-    game.sigma = 0.5 / 3
-    game.max_answer_tokens = 40
-    game.distinct_options = False
-    game.format_penalty = True
-    game.skip_penalty = False
-    game.grounding_samples = 1
-    game.grounding_threshold = 1
-    game.reference = "questioner"
-    game.anchor_samples = 4
-    game.anchor_refresh = 0
-    game.responder_reward = "max"
-    game.rule = "match"
-    game.judge_url = ""
-    game.judge_model = ""
-    game.train_questioner = True
-    game.negatives = 1.0
-    game.train_verifier = True
-    game.malformed_penalty = True
-    game.verifier_share = 0.125
-    game.consistency_gate = True
-    game.balance_verdicts = False
-    game.divide_by_deviation = True
-    game.keep_surplus = False
-    game.static_questions = 960  # game "rlvr" only
-    return game
+def _algorithm() -> Any:
+    """The algorithm; algorithms/spell/config.py says what each field means."""
+    algorithm: Any = ConfigDict()
+    algorithm.name = "spell"
+    algorithm.prompts = "full"
+    algorithm.questions = 128
+    algorithm.generation_batch = 480
+    algorithm.max_generations = 10
+    algorithm.group_size = 8
+    algorithm.verifier_group_size = 8
+    algorithm.documents = (5,)
+    algorithm.memory = 3
+    algorithm.memory_documents = "shown"
+    algorithm.memory_low = 0.01
+    algorithm.memory_high = 1.0
+    algorithm.mapping = "gaussian"
+    algorithm.mu = 0.5
+    algorithm.sigma = 0.5 / 3
+    algorithm.max_answer_tokens = 40
+    algorithm.distinct_options = False
+    algorithm.format_penalty = True
+    algorithm.skip_penalty = False
+    algorithm.grounding_samples = 1
+    algorithm.grounding_threshold = 1
+    algorithm.reference_source = "questioner"
+    algorithm.reader_samples = 4
+    algorithm.reader_refresh = 0
+    algorithm.responder_reward = "max"
+    algorithm.rule = "match"
+    algorithm.judge_url = ""
+    algorithm.judge_model = ""
+    algorithm.train_questioner = True
+    algorithm.negatives = 1.0
+    algorithm.train_verifier = True
+    algorithm.malformed_penalty = True
+    algorithm.verifier_share = 0.125
+    algorithm.consistency_gate = True
+    algorithm.balance_verdicts = False
+    algorithm.divide_by_deviation = True
+    algorithm.keep_surplus = False
+    algorithm.static_questions = 960  # algorithm "rlvr" only
+    return algorithm
 
 
 def _sampler() -> Any:
@@ -141,35 +141,35 @@ def _sampler() -> Any:
     sampler.max_tokens = 4096  # cap of questions and answers
     sampler.max_verdict_tokens = 4096
     sampler.max_prompt = 18_000  # cap of prompts; longer ones are refused and counted
-    sampler.block = 128  # tokens of a page; prompts share whole pages
-    sampler.cache_tokens = 1_048_576  # of prompts and answers in memory
+    sampler.page_size = 128  # tokens of a page; prompts share whole pages
+    sampler.kv_cache_tokens = 1_048_576  # of prompts and answers in memory
     sampler.slots = 512  # answers decoded at once
-    sampler.siblings = 8  # answers to a prompt that meet it in one product
+    sampler.samples_per_prompt_batch = 8  # answers to a prompt that meet it in one product
     sampler.prefill_tokens = 8192  # of prompts read in one call
     sampler.decode_tokens = 64  # of a slot between two plans
-    sampler.guessed_tokens = 0  # looked up in the prompt and checked in one pass; e.g. 4
-    sampler.guess_match = 2  # last tokens that must stand where a guess is looked up
+    sampler.speculative_tokens = 0  # looked up in the prompt and checked in one pass; e.g. 4
+    sampler.speculative_ngram = 2  # last tokens that must stand where a guess is looked up
     sampler.cache_dtype = "compute"  # or "int8"
     sampler.weights_dtype = "compute"  # or "int8", of what answers are drawn with
     sampler.attention = "auto"  # the platform's kernel for the pool, or "xla"
     return sampler
 
 
-def _optimiser() -> Any:
-    """AdamW; learner/update.py, OptimiserConfig."""
-    optimiser: Any = ConfigDict()
-    optimiser.learning_rate = 2e-6
-    optimiser.schedule = "constant"
-    optimiser.warmup_steps = 0
-    optimiser.final_fraction = 0.0
-    optimiser.b1 = 0.9
-    optimiser.b2 = 0.999
-    optimiser.weight_decay = 0.01
-    optimiser.clip_norm = 1.0
-    optimiser.offload = False  # AdamW's moments wait in the host's memory
-    optimiser.offload_weights = False  # and so do the float32 weights
-    optimiser.max_skipped = 3  # so many updates in a row whose numbers are not finite end the run
-    return optimiser
+def _optimizer() -> Any:
+    """AdamW; learner/update.py, OptimizerConfig."""
+    optimizer: Any = ConfigDict()
+    optimizer.learning_rate = 2e-6
+    optimizer.schedule = "constant"
+    optimizer.warmup_steps = 0
+    optimizer.final_fraction = 0.0
+    optimizer.b1 = 0.9
+    optimizer.b2 = 0.999
+    optimizer.weight_decay = 0.01
+    optimizer.clip_norm = 1.0
+    optimizer.offload = False  # AdamW's moments wait in the host's memory
+    optimizer.offload_weights = False  # and so do the float32 weights
+    optimizer.max_skipped = 3  # so many updates in a row whose numbers are not finite end the run
+    return optimizer
 
 
 def _loss() -> Any:
@@ -179,8 +179,8 @@ def _loss() -> Any:
     loss.ratio = "token"  # or "sequence", "sequence_mean"
     loss.aggregation = "token_mean"
     loss.sequence_tokens = 0  # the constant of aggregation "sequence_sum"
-    loss.behaviour = "current"  # or "truncated", "sampler", "recomputed"
-    loss.importance_cap = 2.0  # of behaviour "truncated"
+    loss.old_logprobs = "on_policy"  # or "rollout", "recompute"
+    loss.tis_cap = 0.0  # above 0: truncated importance sampling
     loss.clip_low = 0.2
     loss.clip_high = 0.2
     loss.dual_clip = 3.0  # 0: none

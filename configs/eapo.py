@@ -11,7 +11,7 @@ Hardware: 18 bytes for each of the policy's 14.8e9 parameters, 266 GB, and as ma
 reward model's 30.5e9, 549 GB (estimated), split over all devices and, 12 bytes of each, over their
 hosts' memory; a device holds what one of the models needs at a time.
 Expected, as the paper reports (Table 1; nothing of it was run with this code): average of eight
-benchmarks 53.2 before, 53.8 by outcome alone (game.reward_model=none), 55.0 after.
+benchmarks 53.2 before, 53.8 by outcome alone (algorithm.reward_model=none), 55.0 after.
 """
 
 from typing import Any
@@ -26,29 +26,29 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.steps = 73  # of 64: 4,664 questions once
     config.minibatches = 2  # of 32 questions
     config.policy.folder = "models/Qwen3-14B"
-    config.policy.stretch = "yarn"
-    config.policy.stretch_factor = 4.0
+    config.policy.rope_scaling = "yarn"
+    config.policy.rope_factor = 4.0
 
     config.reward_model = base.get_config().policy
     config.reward_model.folder = "models/Qwen3-30B-A3B-Thinking-2507"
-    config.reward_model.optimiser = base.get_config().optimiser
-    for optimiser in (config.optimiser, config.reward_model.optimiser):
-        optimiser.offload = optimiser.offload_weights = True
+    config.reward_model.optimizer = base.get_config().optimizer
+    for optimizer in (config.optimizer, config.reward_model.optimizer):
+        optimizer.offload = optimizer.offload_weights = True
 
     config.data.tasks = ("general_qa", "financial_math")
     config.data.task_weights = (1.0, 1.0)
 
-    config.game = game()
+    config.algorithm = algorithm()
     config.sampler.temperature = 1.0
     config.sampler.top_p = 1.0
     config.sampler.max_prompt = 122_880
     config.sampler.max_tokens = 8192
-    config.sampler.siblings = 6
+    config.sampler.samples_per_prompt_batch = 6
     config.sampler.prefill_tokens = 16_384
-    config.sampler.cache_tokens = 4_194_304
+    config.sampler.kv_cache_tokens = 4_194_304
     # The ratio is a token's; its Eq. 1 has that of a whole answer: ratio="sequence",
     # aggregation="sequence_mean", dual_clip=0.
-    config.loss.behaviour = "recomputed"
+    config.loss.old_logprobs = "recompute"
     config.loss.clip_high = 0.28
     config.packing.buckets = ((32_768, 16_384), (131_072, 49_152))
     config.packing.token_budget = 131_072
@@ -56,24 +56,24 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     return config
 
 
-def game() -> Any:
+def algorithm() -> Any:
     """algorithms/eapo/config.py says what each field means."""
-    game: Any = ConfigDict()
-    game.name = "eapo"
-    game.prompts = "full"
-    game.judge_url = ""
-    game.judge_model = ""
-    game.rule = "match"  # or "judge", as in the paper
-    game.questions = 64
-    game.group_size = 6
-    game.format_weight = 0.1
-    game.evidence_weight = 0.3
-    game.outcome_weight = 0.6
-    game.reward_model = "co_evolving"  # or "static", "none"
-    game.refresh_every = 20
-    game.agreeing_share = 0.5
-    game.most_rollouts = 1280
-    game.scoring_temperature = 0.0
-    game.retries = 1
-    game.divide_by_deviation = True
-    return game
+    algorithm: Any = ConfigDict()
+    algorithm.name = "eapo"
+    algorithm.prompts = "full"
+    algorithm.judge_url = ""
+    algorithm.judge_model = ""
+    algorithm.rule = "match"  # or "judge", as in the paper
+    algorithm.questions = 64
+    algorithm.group_size = 6
+    algorithm.format_weight = 0.1
+    algorithm.evidence_weight = 0.3
+    algorithm.outcome_weight = 0.6
+    algorithm.reward_model = "co_evolving"  # or "static", "none"
+    algorithm.refresh_every = 20
+    algorithm.agreeing_share = 0.5
+    algorithm.most_rollouts = 1280
+    algorithm.scoring_temperature = 0.0
+    algorithm.retries = 1
+    algorithm.divide_by_deviation = True
+    return algorithm

@@ -32,22 +32,22 @@ def get_config() -> ConfigDict:
     config.data.documents_per_cluster = 4
     config.data.grouping = "order"
 
-    config.game.prompts = "compact"
-    config.game.questions = 24
-    config.game.generation_batch = 48
-    config.game.max_generations = 2
-    config.game.documents = (2,)
+    config.algorithm.prompts = "compact"
+    config.algorithm.questions = 24
+    config.algorithm.generation_batch = 48
+    config.algorithm.max_generations = 2
+    config.algorithm.documents = (2,)
 
     config.sampler.max_prompt = 512
-    config.sampler.block = 64
-    config.sampler.cache_tokens = 131_072
+    config.sampler.page_size = 64
+    config.sampler.kv_cache_tokens = 131_072
     config.sampler.prefill_tokens = 4096
     config.sampler.decode_tokens = 32
     config.sampler.max_tokens = 128
     config.sampler.max_verdict_tokens = 4
 
-    config.optimiser.learning_rate = 1e-4
-    config.optimiser.b2 = 0.95
+    config.optimizer.learning_rate = 1e-4
+    config.optimizer.b2 = 0.95
     config.packing.buckets = ((768, 512),)
     config.packing.token_budget = 6144
     return config

@@ -4,7 +4,7 @@
     python -m spell_jax.sft --config=configs/folder_warm_start.py --workdir=runs/folder_warm_start
 
 runs/folder_warm_start/policy is what configs/folder.py starts from. A policy with random weights,
-to see what self-play makes of it, takes --config.steps=1 --config.optimiser.schedule=constant (the
+to see what self-play makes of it, takes --config.steps=1 --config.optimizer.schedule=constant (the
 warm-up begins at rate 0). Hardware: 2 CPU cores; time and accuracies: README, section "Results".
 """
 
@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
     config.policy.tokenizer = "runs/folder_rows"
     config.policy.feed_forward = 512
 
-    config.optimiser.warmup_steps = 100
+    config.optimizer.warmup_steps = 100
     # Long rows of the questioner, one or two in a hundred, do not fit; they are counted.
     config.packing.buckets = ((384, 376),)
     config.packing.token_budget = 3072

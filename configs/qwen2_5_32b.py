@@ -5,7 +5,7 @@
 
 FOLDER is a local copy of Qwen/Qwen2.5-32B (Hugging Face), by default
 models/Qwen2.5-32B; DOCUMENTS are yours (README, "Your own documents").
-Hardware: weights, gradient, optimiser and the copy that plays take 18 bytes for each of the 32.8e9
+Hardware: weights, gradient, optimizer and the copy that plays take 18 bytes for each of the 32.8e9
 parameters, 590 GB (estimated), split over all devices.
 Expected, as the paper reports (Table 1; nothing of it was run with this code): average of four
 benchmarks 43.0 before and 52.1 after, with inputs of up to 16K tokens.

@@ -5,7 +5,7 @@
 
 FOLDER is a local copy of Qwen/Qwen2.5-7B-Instruct (Hugging Face), by default
 models/Qwen2.5-7B-Instruct; DOCUMENTS are yours (README, "Your own documents").
-Hardware: weights, gradient, optimiser and the copy that plays take 18 bytes for each of the 7.6e9
+Hardware: weights, gradient, optimizer and the copy that plays take 18 bytes for each of the 7.6e9
 parameters, 137 GB (estimated), split over all devices.
 The paper's own run took 8 hours on 8 A100 of 80 GB (section F.1).
 Expected, as the paper reports (Table 1; nothing of it was run with this code): average of four

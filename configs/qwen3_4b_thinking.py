@@ -5,7 +5,7 @@
 
 FOLDER is a local copy of Qwen/Qwen3-4B-Thinking-2507 (Hugging Face), by default
 models/Qwen3-4B-Thinking-2507; DOCUMENTS are yours (README, "Your own documents").
-Hardware: weights, gradient, optimiser and the copy that plays take 18 bytes for each of the 4.0e9
+Hardware: weights, gradient, optimizer and the copy that plays take 18 bytes for each of the 4.0e9
 parameters, 72 GB (estimated), split over all devices.
 Expected, as the paper reports (Table 1; nothing of it was run with this code): average of four
 benchmarks 54.5 before and 56.7 after, with inputs of up to 16K tokens.

@@ -5,7 +5,7 @@
 
 FOLDER is a local copy of deepseek-ai/DeepSeek-R1-Distill-Llama-8B (Hugging Face), by default
 models/DeepSeek-R1-Distill-Llama-8B; DOCUMENTS are yours (README, "Your own documents").
-Hardware: weights, gradient, optimiser and the copy that plays take 18 bytes for each of the 8.0e9
+Hardware: weights, gradient, optimizer and the copy that plays take 18 bytes for each of the 8.0e9
 parameters, 145 GB (estimated), split over all devices.
 Expected, as the paper reports (Table 1; nothing of it was run with this code): average of four
 benchmarks 46.8 before and 50.2 after, with inputs of up to 16K tokens.

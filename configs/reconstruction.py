@@ -7,7 +7,7 @@ FOLDER is a local copy of Qwen/Qwen2.5-7B-Instruct-1M (Hugging Face), by default
 models/Qwen2.5-7B-Instruct-1M; DOCUMENTS are long ones, a folder of texts or what data_pipeline has
 built from books, papers and code (README, "Your own documents"). The paper takes the 8,000 longest
 books and 3,000 papers and pieces of code each, 49,000 tokens on average, and 500 for validation.
-Hardware: weights, gradient, optimiser and the copy that plays take 18 bytes for each of the 7.6e9
+Hardware: weights, gradient, optimizer and the copy that plays take 18 bytes for each of the 7.6e9
 parameters, 137 GB (estimated), split over all devices.
 Expected, as the paper reports (Table 1; nothing of it was run with this code): RULER's four tasks
 68.9 before and 72.2 after, and 69.8 with puzzles in mixed order (curriculum=False).
@@ -27,44 +27,44 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
 
     config.data.grouping = "order"
     config.data.documents_per_cluster = 1
-    config.data.max_document_tokens = 1_000_000  # the game takes a window that fits
+    config.data.max_document_tokens = 1_000_000  # the algorithm takes a window that fits
     config.data.held_out = 0.035
     config.data.tasks = ("general_qa",)
     config.data.task_weights = (1.0,)
 
-    config.game = game()
+    config.algorithm = algorithm()
     # 64K together. The paper names no temperature; all of the distribution is verl's default.
     config.sampler.temperature = 1.0
     config.sampler.top_p = 1.0
     config.sampler.max_prompt = 61_440
     config.sampler.prefill_tokens = 16_384
-    config.sampler.cache_tokens = 4_194_304
-    config.optimiser.learning_rate = 1e-6
-    config.optimiser.warmup_steps = 5
+    config.sampler.kv_cache_tokens = 4_194_304
+    config.optimizer.learning_rate = 1e-6
+    config.optimizer.warmup_steps = 5
     config.packing.buckets = ((16_384, 8192), (32_768, 16_384), (65_536, 32_768))
     config.packing.token_budget = 65_536
     return config
 
 
-def game() -> Any:
+def algorithm() -> Any:
     """algorithms/reconstruction/algorithm.py says what each field means."""
-    game: Any = ConfigDict()
-    game.name = "reconstruction"
-    game.prompts = "full"
-    game.documents = 128
-    game.group_size = 8
-    game.reward = "dense"  # or "sparse"
+    algorithm: Any = ConfigDict()
+    algorithm.name = "reconstruction"
+    algorithm.prompts = "full"
+    algorithm.documents = 128
+    algorithm.group_size = 8
+    algorithm.reward = "dense"  # or "sparse"
     # The paper prints 3:3:5 for four values; its 14,000 documents and its ablation of these ratios
     # suggest 3:3:3:5.
-    game.options = (2, 4, 6, 8)
-    game.option_weights = (3.0, 3.0, 3.0, 5.0)
-    game.curriculum = True
-    game.most_documents = 0  # all
-    game.selection = "longest"  # "shortest" or "random", if most_documents is not 0
-    game.min_paragraph = 80
-    game.max_paragraph = 4000
-    game.divide_by_deviation = True
-    game.keep_equal = False
-    game.evaluation_puzzles = 125  # of each number of options: 500
-    game.validation_puzzles = 32
-    return game
+    algorithm.options = (2, 4, 6, 8)
+    algorithm.option_weights = (3.0, 3.0, 3.0, 5.0)
+    algorithm.curriculum = True
+    algorithm.most_documents = 0  # all
+    algorithm.selection = "longest"  # "shortest" or "random", if most_documents is not 0
+    algorithm.min_paragraph = 80
+    algorithm.max_paragraph = 4000
+    algorithm.divide_by_deviation = True
+    algorithm.keep_equal = False
+    algorithm.evaluation_puzzles = 125  # of each number of options: 500
+    algorithm.validation_puzzles = 32
+    return algorithm

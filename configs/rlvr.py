@@ -7,8 +7,8 @@
         --config.policy.folder=FOLDER --config.data.questions=runs/questions/questions.jsonl
 
 Any .jsonl of {"task", "documents", "question", "answer"} will do. Rewards are the rule's;
---config.game.rule=judge asks an external judge (game.judge_url, game.judge_model), and
---config.game.responder_reward=max the policy's own verifier as well.
+--config.algorithm.rule=judge asks an external judge (algorithm.judge_url, algorithm.judge_model),
+and --config.algorithm.responder_reward=max the policy's own verifier as well.
 Hardware and expected scores: configs/qwen2_5_7b_instruct.py; the paper's own baseline (Table 1):
 average of four benchmarks 38.2 before and 45.9 after, with inputs of up to 16K tokens (nothing of
 it was run with this code).
@@ -21,6 +21,6 @@ from configs import qwen2_5_7b_instruct
 
 def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config = qwen2_5_7b_instruct.get_config()
-    config.game.name = "rlvr"
-    config.game.responder_reward = "rule"
+    config.algorithm.name = "rlvr"
+    config.algorithm.responder_reward = "rule"
     return config

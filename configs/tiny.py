@@ -34,30 +34,30 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.data.tiny.documents = (8, 12)
     config.data.tiny.evaluation = ConfigDict({"per_cell": 128, "quick_per_cell": 32})
 
-    config.game.prompts = "compact"
-    config.game.questions = 48
-    config.game.generation_batch = 48
-    config.game.max_generations = 1
-    config.game.documents = (2,)
+    config.algorithm.prompts = "compact"
+    config.algorithm.questions = 48
+    config.algorithm.generation_batch = 48
+    config.algorithm.max_generations = 1
+    config.algorithm.documents = (2,)
     # The questioner, and so the anchor, never reads more than 2 (1 + 1) of the documents:
     # references from more are the responder's own opinion, and teach it nothing.
-    config.game.memory = 1
-    config.game.memory_documents = "new"
-    config.game.reference = "anchored"
-    config.game.distinct_options = True
-    config.game.verifier_share = 0.25
+    config.algorithm.memory = 1
+    config.algorithm.memory_documents = "new"
+    config.algorithm.reference_source = "frozen_reader"
+    config.algorithm.distinct_options = True
+    config.algorithm.verifier_share = 0.25
 
     config.sampler.max_prompt = 192
-    config.sampler.block = 32
-    config.sampler.cache_tokens = 32_768
+    config.sampler.page_size = 32
+    config.sampler.kv_cache_tokens = 32_768
     config.sampler.slots = 128
     config.sampler.prefill_tokens = 1536
     config.sampler.decode_tokens = 16
     config.sampler.max_tokens = 48
     config.sampler.max_verdict_tokens = 4
 
-    config.optimiser.learning_rate = 2e-4
-    config.optimiser.b2 = 0.95
+    config.optimizer.learning_rate = 2e-4
+    config.optimizer.b2 = 0.95
     config.packing.buckets = ((320, 224),)
     config.packing.token_budget = 6400
     return config

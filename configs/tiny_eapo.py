@@ -4,11 +4,11 @@
 
 after the commands of tiny_eapo_policy.py and tiny_eapo_reward.py, which make both models and the
 questions: look-ups and two-hop questions about 5 documents. The controls are
---config.game.reward_model=static and =none (by outcome alone).
+--config.algorithm.reward_model=static and =none (by outcome alone).
 Hardware: 1 CPU core, 4.5 minutes, 3.8 of them processor time (measured, as all below, at commit
 851b03b). Expected on 256 held-out questions, greedy, means of seeds 0, 1 and 2: right .59 before,
 .86 after (static .87, by outcome alone .87), recall of evidence .67 and .82 (.82, .81). The table
-is in docs/games.md, and why the three are equal here.
+is in docs/algorithms.md, and why the three are equal here.
 """
 
 from typing import Any
@@ -27,8 +27,8 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.policy.folder = "runs/tiny_eapo_policy/policy"
     config.reward_model = tiny.get_config().policy
     config.reward_model.folder = "runs/tiny_eapo_reward/policy"
-    config.reward_model.optimiser = base.get_config().optimiser
-    config.reward_model.optimiser.learning_rate = 1e-4
+    config.reward_model.optimizer = base.get_config().optimizer
+    config.reward_model.optimizer.learning_rate = 1e-4
 
     del config.data.tiny
     config.data.source = ""
@@ -37,19 +37,19 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.data.tasks = ("general_qa",)
     config.data.task_weights = (1.0,)
 
-    config.game = eapo.game()
-    config.game.prompts = "compact"
-    config.game.questions = 24
-    config.game.group_size = 4  # of the reward model's warm start, at most
-    config.game.refresh_every = 10
+    config.algorithm = eapo.algorithm()
+    config.algorithm.prompts = "compact"
+    config.algorithm.questions = 24
+    config.algorithm.group_size = 4  # of the reward model's warm start, at most
+    config.algorithm.refresh_every = 10
 
     config.sampler.temperature = 1.0
     config.sampler.top_p = 1.0
-    config.sampler.siblings = 4
+    config.sampler.samples_per_prompt_batch = 4
     config.sampler.slots = 96
     config.sampler.max_tokens = 96
-    config.optimiser.learning_rate = 3e-4
-    config.loss.behaviour = "recomputed"
+    config.optimizer.learning_rate = 3e-4
+    config.loss.old_logprobs = "recompute"
     config.loss.clip_high = 0.28
     config.packing.buckets = ((416, 352),)
     config.packing.token_budget = 4992

@@ -7,7 +7,7 @@ In the rows (warm_start/evidence_rows.py), about 3 to 6 documents, two of three 
 questions quote the first line alone and are mostly right all the same: format is learned, evidence
 and, in part, outcome are left to be.
 Hardware: 1 CPU core, 4.2 minutes, 2.9 of them processor time (measured at commit 851b03b).
-Expected: the row "before" in docs/games.md, EAPO.
+Expected: the row "before" in docs/algorithms.md, EAPO.
 """
 
 from typing import Any
@@ -23,5 +23,5 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.checkpoint_every = 400
     config.source = "runs/evidence_rows/policy.jsonl"
     config.policy.folder = "spell_jax/data/tiny_policy"
-    config.optimiser.learning_rate = 1e-3
+    config.optimizer.learning_rate = 1e-3
     return config

@@ -6,8 +6,9 @@
 It thinks before it scores: of each line, the name that is looked for and the one that it has, side
 by side. Without such thoughts it learned nothing of the names in 850 steps.
 Hardware: 1 CPU core, 5 minutes, 3.5 of them processor time (measured at commit 851b03b). Expected:
-play/scoring_order of .69 in the first five steps of tiny_eapo.py (mean of three seeds; a guess has
-.5). It does not read the documents, as in the paper: it cannot see figures that are copied wrongly.
+rollout/scoring_order of .69 in the first five steps of tiny_eapo.py (mean of three seeds; a guess
+has .5). It does not read the documents, as in the paper: it cannot see figures that are copied
+wrongly.
 """
 
 from typing import Any
@@ -25,5 +26,5 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.policy.folder = "spell_jax/data/tiny_policy"
     config.packing.buckets = ((192, 64),)
     config.packing.token_budget = 1920
-    config.optimiser.learning_rate = 2e-3
+    config.optimizer.learning_rate = 2e-3
     return config

@@ -21,7 +21,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.rows_per_step = 26
     config.source = "tiny_stories"  # warm_start/story_rows.py
     config.policy.folder = "spell_jax/data/tiny_policy"
-    config.optimiser.learning_rate = 1.5e-3
+    config.optimizer.learning_rate = 1.5e-3
     config.packing.buckets = ((256, 112),)
     config.packing.token_budget = 2048
     return config

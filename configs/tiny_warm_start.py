@@ -43,14 +43,14 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.policy.rope = ConfigDict({"theta": 100.0})
     config.policy.max_positions = 1024
 
-    config.optimiser = ConfigDict()
-    config.optimiser.learning_rate = 3e-3
-    config.optimiser.schedule = "cosine"
-    config.optimiser.warmup_steps = 50
-    config.optimiser.final_fraction = 0.05
-    config.optimiser.b2 = 0.98
-    config.optimiser.weight_decay = 0.01
-    config.optimiser.clip_norm = 1.0
+    config.optimizer = ConfigDict()
+    config.optimizer.learning_rate = 3e-3
+    config.optimizer.schedule = "cosine"
+    config.optimizer.warmup_steps = 50
+    config.optimizer.final_fraction = 0.05
+    config.optimizer.b2 = 0.98
+    config.optimizer.weight_decay = 0.01
+    config.optimizer.clip_norm = 1.0
 
     config.packing = ConfigDict()
     config.packing.buckets = ((160, 96),)

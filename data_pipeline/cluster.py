@@ -349,7 +349,7 @@ def _fit(
 ) -> Centroids:
     """Twice the children that would do if all were equal: few are then still too large.
 
-    A child of less than min_documents of the sample is none: its points go to its neighbours. So
+    A child of less than min_documents of the sample is none: its points go to its neighbors. So
     every child has as many documents, for the sample is part of them.
     """
     node, sample = group

@@ -7,7 +7,7 @@
    with the first one alone. Such groups are counted.
 3. The shingles of candidates are compared exactly; pairs of at least `threshold` are edges.
 4. Edges become components in `rounds` rounds of large-star and small-star steps (Kiveris et al.
-   2014): by each node's larger, then by its smaller neighbours, all move to the smallest one.
+   2014): by each node's larger, then by its smaller neighbors, all move to the smallest one.
 5. The first node of a component stays. Every other one is removed as its near duplicate, and of
    equal texts every one but the first as an exact duplicate.
 
@@ -88,7 +88,7 @@ def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, be
       ("candidate pairs", ""), ("pairs above the threshold", ""), of texts that are not equal;
       ("component size = N", ""): N texts, the one that stayed with them;
       ("components unconverged", ""): texts whose component was not settled after `rounds` rounds.
-      Such a text goes as a duplicate of its smallest neighbour, which may go itself. The first text
+      Such a text goes as a duplicate of its smallest neighbor, which may go itself. The first text
       of a component stays in any case.
 
     Args:
@@ -280,18 +280,18 @@ def connect(edges: Any, rounds: int) -> Any:
       edges: (node, other node); nodes are bytes.
 
     Returns:
-      Outputs "children", (centre, other node of its component), and "events": one
-      ("components unconverged", "") for each node that has more than a centre, or has others around
-      it and is not the smallest of its neighbours. Without them every component is one star around
+      Outputs "children", (center, other node of its component), and "events": one
+      ("components unconverged", "") for each node that has more than a center, or has others around
+      it and is not the smallest of its neighbors. Without them every component is one star around
       its smallest node. With them some centres are nodes of another star.
     """
     for number in range(1, rounds + 1):
         edges = (
             edges
-            | f"see all neighbours {number}" >> beam.FlatMapTuple(_both)
-            | f"group all neighbours {number}" >> beam.GroupByKey()
+            | f"see all neighbors {number}" >> beam.FlatMapTuple(_both)
+            | f"group all neighbors {number}" >> beam.GroupByKey()
             | f"large star {number}" >> beam.FlatMapTuple(_large_star)
-            | f"group smaller neighbours {number}" >> beam.GroupByKey()
+            | f"group smaller neighbors {number}" >> beam.GroupByKey()
             | f"small star {number}" >> beam.FlatMapTuple(_small_star)
         )
     return (
@@ -308,14 +308,14 @@ def _both(a: bytes, b: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _large_star(node: bytes, others: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """Larger neighbours move to the smallest of all: (larger node, smallest)."""
+    """Larger neighbors move to the smallest of all: (larger node, smallest)."""
     near = sorted(set(others))
     least = min(node, near[0])
     return ((other, least) for other in near if other > node)
 
 
 def _small_star(node: bytes, smaller: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """A node and its smaller neighbours move to the smallest: (larger node, smallest)."""
+    """A node and its smaller neighbors move to the smallest: (larger node, smallest)."""
     least, *others = sorted(set(smaller))
     return ((other, least) for other in [*others, node])
 

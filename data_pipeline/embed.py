@@ -46,7 +46,7 @@ WORDLESS = "documents without telling words"
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 WORD = f"[{_CJK}]|[^\\W{_CJK}]{{2,}}"
 # Power iterations of the SVD; with 2, 4 and 7 as many of 381 pieces of speeches (77 to 79 %) have
-# their nearest neighbour within ten years of them.
+# their nearest neighbor within ten years of them.
 ROUNDS = 4
 # Of the largest singular value: directions below are rounding errors.
 NEGLIGIBLE = 1e-4

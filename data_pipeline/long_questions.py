@@ -96,7 +96,7 @@ class Pool:
         return self._places[key]
 
     def holds(self, place: int, words: Sequence[str]) -> bool:
-        """Whether a document has any of these normalised words."""
+        """Whether a document has any of these normalized words."""
         return any(f" {some} " in self._words[place] for some in words)
 
 

@@ -202,7 +202,7 @@ def make_features() -> tfds.features.FeaturesDict:
 
 
 class _MakeExample(beam.DoFn):
-    """Cluster with "task" -> (shard, (id, serialised tf.train.Example))."""
+    """Cluster with "task" -> (shard, (id, serialized tf.train.Example))."""
 
     def __init__(self, firsts: Sequence[str]):
         self._firsts = firsts

@@ -44,7 +44,7 @@ class Draft:
       task, question, answer: see data/questions.py.
       documents: of the row; some may be distractors already.
       evidence: what the answer rests on; not yet checked to be quoted.
-      giveaways: normalised words that no added document may hold: the answer and its other names.
+      giveaways: normalized words that no added document may hold: the answer and its other names.
         None for numbers and "yes", which may stand anywhere.
     """
 

@@ -3,7 +3,7 @@
 1. The driver fills a `Content` with numbers, names and a few texts; nothing here reads a table or
    runs a pipeline.
 2. Lengths, near-duplicates, cluster sizes and the map become SVG inside the page, so it is one
-   file that needs no network and no scripts. Ink is the page's own colour, for light and dark.
+   file that needs no network and no scripts. Ink is the page's own color, for light and dark.
 3. The words that tell a cluster from other documents are those of highest TF-IDF.
 4. The map puts clusters with similar vectors close to each other: PCA, then t-SNE.
 5. Every text is escaped, and what has no order is sorted: same content, same bytes.
@@ -41,14 +41,14 @@ NAMES_SHOWN = 200  # of a reason or a benchmark; the others are only counted
 EXAMPLE_DOCUMENTS = 3  # of a cluster
 EXAMPLE_CHARACTERS = 200  # of a document
 
-_TSNE_FROM = 50  # clusters; with fewer, neighbourhoods are too small and PCA is shown
+_TSNE_FROM = 50  # clusters; with fewer, neighborhoods are too small and PCA is shown
 _PCA_SIZE = 50  # dimensions that t-SNE gets
 _GREY = "C7"
-# Of the labels on the map; those beyond them share grey.
+# Of the labels on the map; those beyond them share gray.
 _COLOURS = tuple(f"C{number}" for number in range(10) if f"C{number}" != _GREY)
 _LABEL_CHARACTERS = 32  # of a name in a plot
 _SMALL, _LARGE = (5.0, 3.1), (9.6, 6.4)  # inches; a small one is half the page wide
-_INK = "#010203"  # becomes currentColor; a colour that no plot has
+_INK = "#010203"  # becomes currentColor; a color that no plot has
 _STYLE = {
     "svg.hashsalt": "spell",
     "svg.fonttype": "none",  # text stays text: small, and in the browser's fonts
@@ -120,7 +120,7 @@ class Content:
       contamination: benchmark -> names of the documents that fell to it.
       topics: a few clusters with their `top_terms`.
       map_ids: n ids of clusters, at most MAP_POINTS; those of `topics` are named on the map.
-      map_labels: n names of what their colour says: main source, or pool.
+      map_labels: n names of what their color says: main source, or pool.
       map_vectors: float [n, D].
       examples: a few clusters; their first documents' beginnings are shown.
     """
@@ -256,7 +256,7 @@ def place_points(vectors: np.ndarray) -> np.ndarray:
         equal = sizes[0] <= 1e-6 * np.linalg.norm(vectors)
         if len(reduced) < _TSNE_FROM or len(sizes) < 2 or equal:
             return np.pad(reduced, ((0, 0), (0, 2)))[:, :2]
-        perplexity = min(30, len(reduced) // 5)  # neighbours that count
+        perplexity = min(30, len(reduced) // 5)  # neighbors that count
         tsne = TSNE(init="pca", perplexity=perplexity, random_state=0)
         return tsne.fit_transform(reduced[:, :_PCA_SIZE])
 
@@ -454,7 +454,7 @@ def _legend(axes: Axes, names: int) -> None:
 
 
 def _draw_map(axes: Axes, content: Content) -> None:
-    """A point a cluster; the commonest labels first, with colours, the others grey."""
+    """A point a cluster; the commonest labels first, with colors, the others gray."""
     rows = sorted(range(len(content.map_ids)), key=lambda row: content.map_ids[row])
     ids = [content.map_ids[row] for row in rows]
     labels = np.asarray([content.map_labels[row] for row in rows])
@@ -464,9 +464,9 @@ def _draw_map(axes: Axes, content: Content) -> None:
     groups = [(label, labels == label) for label in common]
     if rest := len(counted) - len(common):
         groups.append((f"{rest} others", ~np.isin(labels, common)))
-    for (name, mask), colour in zip(groups, (*_COLOURS, _GREY), strict=False):
+    for (name, mask), color in zip(groups, (*_COLOURS, _GREY), strict=False):
         legend = f"{_cut(name, _LABEL_CHARACTERS)} ({mask.sum():,})"
-        axes.plot(*points[mask].T, ".", color=colour, alpha=0.8, markersize=7, mew=0, label=legend)
+        axes.plot(*points[mask].T, ".", color=color, alpha=0.8, markersize=7, mew=0, label=legend)
     _name_points(axes, ids, points, content.topics)
     axes.set_xticks([])
     axes.set_yticks([])

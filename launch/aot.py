@@ -7,12 +7,12 @@
    made: every argument is a shape with a placement.
 2. The trainer's own Learner and Sampler are built on the config's mesh, laid over the slice's
    devices (topologies.py), and their jitted functions are lowered for prompts of --length tokens:
-   P = --length, with G = config.game.group_size answers of S = config.sampler.max_tokens each, so
-   that a training row has P + G S tokens.
-3. Phases: "prefill", "decode", "log_prob" (the learner's forward pass alone) and "update", which
+   P = --length, with G = config.algorithm.group_size answers of S = config.sampler.max_tokens each,
+   so that a training row has P + G S tokens.
+3. Phases: "prefill", "decode", "logprob" (the learner's forward pass alone) and "update", which
    is two programs, "accumulate" and "apply".
 4. Each is compiled, on any CPU, and described by one line of JSON. Bytes are per chip. What the
-   trainer holds beside a program's arguments (while it samples: masters and optimiser) is
+   trainer holds beside a program's arguments (while it samples: masters and optimizer) is
    "resident"; a program fits if it compiles and its peak and that go into the chip's memory
    together. Collectives are counted as they stand in the program, with the bytes of their results
    on one chip; those "in_loops" (the scan over layers, the tokens of an answer) are moved once a
@@ -55,7 +55,7 @@ from spell_jax.trainer import build as catalogue
 
 log = logging.getLogger("launch.aot")  # __name__ is __main__ when this is the entry
 
-PHASES = ("prefill", "decode", "log_prob", "update")
+PHASES = ("prefill", "decode", "logprob", "update")
 _SAID = 400  # letters of an error: a compiler's first words say how much memory was missing
 
 
@@ -148,18 +148,18 @@ class Programs:
             raise ValueError(f"length = {length}: must be 1 or more prompt tokens")
         sampling = build(SamplerConfig, config.sampler, "sampler")
         layout = build(update.PackingConfig, config.packing, "packing")
-        optimiser = build(
-            update.OptimiserConfig, config.optimiser, "optimiser", total_steps=config.steps
+        optimizer = build(
+            update.OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps
         )
         self.config, self.policy, self.mesh = config, policy, mesh
-        self.group = config.game.group_size
+        self.group = config.algorithm.group_size
         policy.check_length(length + sampling.max_tokens)
         answers = sampling.max_tokens * (self.group if layout.shared_prefix else 1)
         self.bucket = bucket or packing.Bucket(length + answers, answers)
         budget = max(layout.token_budget, self.bucket.length)
         self.learner = update.Learner(
             policy,
-            optimiser,
+            optimizer,
             build(loss.LossConfig, config.loss, "loss"),
             dataclasses.replace(layout, buckets=(self.bucket,), token_budget=budget),
             mesh,
@@ -170,7 +170,7 @@ class Programs:
         self.sampler = Sampler(policy, dataclasses.replace(sampling, max_prompt=length), (0,), mesh)
         self.lane = self.sampler.shape.lane_of(self.group)
         shapes, axes = transformer.abstract_params(policy)
-        whole = meshes.placed(
+        whole = meshes.with_sharding(
             shapes, meshes.shardings(mesh, axes, shapes), self.learner.compute_dtype
         )
         self.played = whole
@@ -205,15 +205,19 @@ class Programs:
     def _sampling(self, name: str, tokens: tuple[int, ...], function, batch) -> Program:
         """A program of the sampler: weights, state, and the arrays of a call."""
         state = jax.eval_shape(lambda: self.sampler.make_empty(self.learner.compute_dtype))
-        state = meshes.placed(state, self.sampler.places)
+        state = meshes.with_sharding(state, self.sampler.shardings)
         played = self.sampler.abstract_params(self.played)
-        arguments = (played, state, meshes.placed(batch, batching.places(self.mesh, batch)))
+        arguments = (
+            played,
+            state,
+            meshes.with_sharding(batch, batching.shardings(self.mesh, batch)),
+        )
         held = self._others() + bytes_per_chip(self.state)
         if played is not self.played:  # whole kernels stay beside small ones
             held += bytes_per_chip(int8.kernels(self.played))
         return self._program(name, name, tokens, function, arguments, held)
 
-    def _log_prob(self) -> list[Program]:
+    def _logprob(self) -> list[Program]:
         learner, batch = self.learner, self._batch()
 
         def score(params, frozen, batch):
@@ -221,13 +225,13 @@ class Programs:
 
         arguments, function = (self.trained, self.frozen, batch), jax.jit(score)
         shape, held = batch.tokens.shape, self._others() + bytes_per_chip(self.state)
-        return [self._program("log_prob", "log_prob", shape, function, arguments, held)]
+        return [self._program("logprob", "logprob", shape, function, arguments, held)]
 
     def _update(self) -> list[Program]:
         learner, batch, held = self.learner, self._batch(), self._others()
         reference = self.played if learner.loss.kl_weight else None
         gradients, sums = jax.eval_shape(learner.empty_carry)
-        gradients = meshes.placed(gradients, learner.param_shardings)
+        gradients = meshes.with_sharding(gradients, learner.param_shardings)
         weights = (self.trained, self.frozen)
         sums = self._replicated(sums)
         arguments = (*weights, (gradients, sums), batch, reference)
@@ -249,18 +253,20 @@ class Programs:
         rows = packing.row_count(self.bucket, budget, shards)
         where = meshes.by_rows_and_time(self.mesh)
         batch = packing.empty_micro_batch(self.bucket, rows)
-        return meshes.placed(batch, jax.tree.map(lambda _: where, batch))
+        return meshes.with_sharding(batch, jax.tree.map(lambda _: where, batch))
 
     def _replicated(self, tree: Any) -> Any:
-        return meshes.placed(tree, jax.tree.map(lambda _: meshes.replicated(self.mesh), tree))
+        return meshes.with_sharding(
+            tree, jax.tree.map(lambda _: meshes.replicated(self.mesh), tree)
+        )
 
     # --------------------------------------------------------- What else is held (train.py)
 
     def _others(self) -> int:
         """Copies of the policy: float32 weights each. In the compute dtype there is only the model
-        that is asked, which is among a program's arguments (run.AsPlayed)."""
-        is_anchored = self.config.game.get("reference") == "anchored"
-        others = bool(self.learner.loss.kl_weight) + is_anchored
+        that is asked, which is among a program's arguments (run.RolloutParams)."""
+        has_frozen_reader = self.config.algorithm.get("reference") == "frozen_reader"
+        others = bool(self.learner.loss.kl_weight) + has_frozen_reader
         return others * bytes_per_chip(self.state.params)
 
 

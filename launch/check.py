@@ -7,7 +7,7 @@
    itself: a mistake in one hides none in another.
 2. What several sections make together is looked at where they are right: policy, tokenizer and the
    headers of its weights, the mesh over the topology's devices, sampler and rows on that mesh,
-   memory (plan.py), game and data, and what is in the workdir.
+   memory (plan.py), algorithm and data, and what is in the workdir.
 3. A topology is a slice of topologies.py, or cpu:N or gpu:N: N devices whose memory is not known.
    Without one the mesh is laid over the fewest devices that it takes.
 4. A line a mistake says field, value and what would be right; the exit status is 1. If there is
@@ -39,8 +39,8 @@ from ml_collections import config_flags
 from configs import tiny
 from launch import plan, topologies
 from spell_jax import report
-from spell_jax.algorithms import registry as playable
-from spell_jax.algorithms.base import Demand
+from spell_jax.algorithms import registry as registry
+from spell_jax.algorithms.base import RolloutBudget
 from spell_jax.data import built
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy import int8, lora, safetensors, transformer, weights
@@ -150,10 +150,10 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     """
     attempt = Attempts(config)
     found = Checked(config, attempt.mistakes)
-    if "game" not in config:
+    if "algorithm" not in config:
         attempt.mistakes.append(
-            "game: is missing; must be there in a config of spell_jax.train (spell_jax.sft checks "
-            "a warm start's itself)"
+            "algorithm: is missing; must be there in a config of spell_jax.train "
+            "(spell_jax.sft checks a warm start's itself)"
         )
         return found
     found.workdir = attempt("workdir", _open_workdir, workdir or None)
@@ -163,12 +163,12 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     found.sampling = attempt("sampler", build, SamplerConfig, config.sampler, "sampler")
     found.layout = attempt("packing", build, update.PackingConfig, config.packing, "packing")
     attempt("loss", build, loss.LossConfig, config.loss, "loss")
-    optimiser, steps = update.OptimiserConfig, {"total_steps": config.steps}
-    attempt("optimiser", lambda: build(optimiser, config.optimiser, "optimiser", **steps))
+    optimizer, steps = update.OptimizerConfig, {"total_steps": config.steps}
+    attempt("optimizer", lambda: build(optimizer, config.optimizer, "optimizer", **steps))
     fields = [name for name, value in config.items() if not hasattr(value, "items")]
     # With the loss, which does not go with every staleness.
     run = attempt("steps", _check_alone, config, (*fields, "loss"))
-    game = attempt("game", catalogue.check_game, config.game)
+    algorithm = attempt("algorithm", catalogue.check_algorithm, config.algorithm)
     tokenizer = _check_policy(found, attempt)
     for name in catalogue.model_sections(config):
         attempt(name, _check_alone, config, (name,))
@@ -180,9 +180,9 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     if len(attempt.mistakes) == before:
         found.plan = attempt("mesh", _plan, found)
         attempt("mesh", _check_memory, found.plan)
-    kind = playable.GAMES.get(config.game.name, playable.GAMES["spell"])
+    kind = registry.ALGORITHMS.get(config.algorithm.name, registry.ALGORITHMS["spell"])
     data = attempt("data", lambda: catalogue.check_data(config.data, kind) or True)
-    attempt("data.source", _make, config, found.sampling, tokenizer, run, game, data)
+    attempt("data.source", _make, config, found.sampling, tokenizer, run, algorithm, data)
     if data and built.is_built(config.data.source):  # whatever else is wrong
         attempt("data.source", built.Built, config.data.source)
     if not attempt.mistakes:
@@ -221,14 +221,14 @@ def _check_policy(found: Checked, attempt: Attempts) -> Any:
 
 
 def _check_other(config: Config, name: str, attempt: Attempts) -> None:
-    """A model of its own that a game has besides the policy."""
+    """A model of its own that an algorithm has besides the policy."""
     folder = attempt(f"{name}.folder", catalogue.find_policy, config, name)
     read = attempt(f"{name}.folder", catalogue.read_policy, config, folder, name)
     if folder and read:
         attempt(f"{name}.folder", _check_weights, read[0], folder)
-    fields = config[name].get("optimiser", {})
-    optimiser, steps = update.OptimiserConfig, {"total_steps": config.steps}
-    attempt(f"{name}.optimiser", lambda: build(optimiser, fields, f"{name}.optimiser", **steps))
+    fields = config[name].get("optimizer", {})
+    optimizer, steps = update.OptimizerConfig, {"total_steps": config.steps}
+    attempt(f"{name}.optimizer", lambda: build(optimizer, fields, f"{name}.optimizer", **steps))
 
 
 def _check_weights(policy: PolicyConfig, folder: pathlib.Path) -> None:
@@ -253,7 +253,7 @@ def _check_rows(found: Checked, attempt: Attempts) -> None:
 
 
 def _make(config: Config, sampling: SamplerConfig, tokenizer: Any, *right: bool) -> None:
-    """The game with its data, of sections that are right each for itself."""
+    """The algorithm with its data, of sections that are right each for itself."""
     catalogue.check(config)
     catalogue.make(config, tokenizer, sampling.max_prompt)
 
@@ -320,7 +320,7 @@ def _check_longest(layout: update.PackingConfig, sampling: SamplerConfig) -> Non
         raise ValueError(
             f"packing.buckets: the largest, ({largest.length}, {largest.answers}), must be at "
             f"least ({prompt + tokens}, {tokens}), sampler.max_prompt + sampler.max_tokens and "
-            "sampler.max_tokens; longer answers would be drawn, but not learned from"
+            "sampler.max_tokens; longer answers would be sampled, but not learned from"
         )
 
 
@@ -340,11 +340,11 @@ def longest_groups(config: Config, sampling: SamplerConfig) -> list[packing.Grou
     return groups
 
 
-def _demands(config: Config) -> tuple[str, Sequence[Demand]]:
-    """What the game says of a step, and what it asks for."""
-    kind = playable.GAMES[config.game.name]
-    fields = kind.read(playable.own_fields(config.game))
-    return kind.says(fields), kind.demands(fields)
+def _demands(config: Config) -> tuple[str, Sequence[RolloutBudget]]:
+    """What the algorithm says of a step, and what it asks for."""
+    kind = registry.ALGORITHMS[config.algorithm.name]
+    fields = kind.read(registry.own_fields(config.algorithm))
+    return kind.says(fields), kind.budgets(fields)
 
 
 def rows_by_bucket(
@@ -377,10 +377,10 @@ def _plan(found: Checked) -> plan.Plan:
 _SMALLER = {
     "weights": ("mesh.fsdp", "more, or mesh.context or mesh.tensor"),
     "masters": ("mesh.fsdp", "more, or mesh.context, or policy.lora_rank above 0"),
-    "optimiser": ("optimiser.offload", "True"),
+    "optimizer": ("optimizer.offload", "True"),
     "gradients": ("mesh.fsdp", "more, or mesh.context, or policy.lora_rank above 0"),
     "activations": ("packing.token_budget", "less, or mesh.context more, or policy.remat more"),
-    "KV cache": ("sampler.cache_tokens", "less, or sampler.cache_dtype 'int8'"),
+    "KV cache": ("sampler.kv_cache_tokens", "less, or sampler.cache_dtype 'int8'"),
     "logits": ("mesh.tensor", "more, or mesh.context"),
 }
 
@@ -454,16 +454,17 @@ def _remarks(found: Checked) -> list[str]:
             f"sampler.slots = {sampling.slots}: becomes {slots}, as many for each of "
             f"{found.mesh.size} devices"
         )
-    group, (cells, _) = config.game.group_size, shape.lanes[-1]
+    group, (cells, _) = config.algorithm.group_size, shape.lanes[-1]
+    field = f"sampler.samples_per_prompt_batch = {sampling.samples_per_prompt_batch}"
     if group > cells:
         lines.append(
-            f"sampler.siblings = {sampling.siblings}: a prompt is read for {cells} answers at "
-            f"once; game.group_size = {group} would read it once for all"
+            f"{field}: a prompt is read for {cells} answers at once; algorithm.group_size = "
+            f"{group} would read it once for all"
         )
     if group < cells:
         lines.append(
-            f"sampler.siblings = {sampling.siblings}: {cells - group} of {cells} places at a "
-            f"prompt stay empty; game.group_size = {group} would fill all"
+            f"{field}: {cells - group} of {cells} places at a prompt stay empty; "
+            f"algorithm.group_size = {group} would fill all"
         )
     if found.workdir is not None and found.step is not None:
         changed = changes(config, _ran_with(found.workdir))
@@ -510,9 +511,9 @@ def _describe_devices(found: Checked) -> list[str]:
 
 def _describe_step(found: Checked) -> list[str]:
     assert found.sampling
-    said, demands = _demands(found.config)
+    said, budgets = _demands(found.config)
     lines = [f"{said}, at most, with prompts of up to {found.sampling.max_prompt:,} tokens"]
-    for demand in demands:
+    for demand in budgets:
         count = demand.prompts * demand.replies
         of = f": {demand.prompts:,} prompts x {demand.replies}" if demand.replies > 1 else ""
         lines.append(f"  {count:7,} {demand.what}{of}")
@@ -550,7 +551,7 @@ def _describe_files(found: Checked) -> list[str]:
     names += ["episodes/"] * bool(config.episode_characters)
     names += [f"{CHECKPOINTS_FOLDER}/ (every {config.checkpoint_every} steps)"]
     is_generated = config.data.source in catalogue.GENERATED
-    if is_generated or config.data.validation or config.game.name == "reconstruction":
+    if is_generated or config.data.validation or config.algorithm.name == "reconstruction":
         names += ["best/"] * bool(config.validate_every)
         names += [report.EVALUATION_FILE] * config.evaluate
     return [f"{found.workdir or 'WORKDIR'}: {', '.join([*names, 'policy/', 'plots/'])}"]

@@ -30,7 +30,7 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
 
 GIB = 2**30
-PARTS = ("weights", "masters", "optimiser", "gradients", "activations", "KV cache", "logits")
+PARTS = ("weights", "masters", "optimizer", "gradients", "activations", "KV cache", "logits")
 _MOST_ROWS = 4096  # where the search for the largest batch ends
 
 
@@ -116,7 +116,7 @@ class _Sizes:
         products = heads + 2 * self.kv_heads * c.head_size + 2 * c.width + 2 * self.wide
         by_remat = {
             "offload": 0.0,
-            "block": c.width,
+            "page_size": c.width,
             "attention": c.width + heads + self.heads * 4 / self.number,
             "dots": c.width + products,
             "none": 2 * c.width + 2 * heads + 2 * products + 2 * self.wide,
@@ -156,18 +156,18 @@ def _made(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
     """What a program makes for itself, by PARTS; an estimate."""
     if program.name == "apply":
         # Two moments of each weight come from the host, and go back.
-        offloaded = programs.config.optimiser.offload
-        return {"optimiser": 4 * aot.bytes_per_chip(programs.state.params) if offloaded else 0}
+        offloaded = programs.config.optimizer.offload
+        return {"optimizer": 4 * aot.bytes_per_chip(programs.state.params) if offloaded else 0}
     sizes = _Sizes(programs, program.tokens)
     if program.name == "decode":
         # Of all slots whose rows the devices of `fsdp` compute together: partial sums, and sums.
         sharing = programs.mesh.shape["data"] * programs.mesh.shape[meshes.EXPERT]
-        drawn = program.tokens[0] * (1 + programs.sampler.config.guessed_tokens)
-        return {"logits": 2 * drawn // sharing * sizes.vocab * 4}
+        sampled = program.tokens[0] * (1 + programs.sampler.config.speculative_tokens)
+        return {"logits": 2 * sampled // sharing * sizes.vocab * 4}
     if program.name == "prefill":
         return {"activations": sizes.reading()}
     head = sizes.head(programs.bucket.answers)
-    if program.name == "log_prob":
+    if program.name == "logprob":
         return {"activations": sizes.forward(), "logits": max(0, head // 2 - sizes.forward())}
     # The gradient of a micro-batch, before it is added to the others.
     gradients = aot.bytes_per_chip(programs.trained)
@@ -180,14 +180,14 @@ def _given(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
     """What a program is given and what is held beside it, by PARTS; exact."""
     count, state = aot.bytes_per_chip, programs.state
     counts = state.step, state.skipped
-    masters, optimiser = count(state.params), count((state.optimiser, counts))
+    masters, optimizer = count(state.params), count((state.optimizer, counts))
     arguments = count(program.arguments)
-    parts = {"masters": masters, "optimiser": optimiser}
+    parts = {"masters": masters, "optimizer": optimizer}
     if program.name == "apply":
         _, gradients, loss = map(count, program.arguments)
         parts |= {"gradients": gradients, "activations": loss}
         return parts | {"weights": program.resident}
-    parts["weights"] = program.resident - masters - optimiser
+    parts["weights"] = program.resident - masters - optimizer
     if program.name == "accumulate":
         parts["gradients"] = count(program.arguments[2])
         parts["weights"] += count((program.arguments[:2], program.arguments[4]))
@@ -274,7 +274,7 @@ class Plan:
         """Tokens in the pool of a prompt with its answers, in whole pages."""
         shape, sampler = self.programs.sampler.shape, self.programs.sampler.config
         answers = self.programs.group * shape.pages_of(sampler.longest_answer)
-        return (shape.pages_of(self.length) + answers) * shape.block
+        return (shape.pages_of(self.length) + answers) * shape.page_size
 
     def helpful(self) -> Iterator[tuple[str, Plan]]:
         """Changes, one at a time, that lower what the hungriest program needs."""
@@ -291,17 +291,17 @@ class Plan:
         c, sizes = self.config, dict(self.programs.mesh.shape)
         bucket, shards = self.programs.bucket, meshes.row_shards(self.programs.mesh)
         longest = max(shards * bucket.length, c.packing.buckets[-1][0])
-        least = {"packing.token_budget": longest, "sampler.cache_tokens": shards * self._cached}
+        least = {"packing.token_budget": longest, "sampler.kv_cache_tokens": shards * self._cached}
         for name, tokens in least.items():
             section, field = name.split(".")
             if c[section][field] >= tokens + shards:
                 yield f"--config.{name}={tokens}", {f"{section}__{field}": tokens}
-        if c.policy.remat not in ("block", "offload"):
+        if c.policy.remat not in ("page_size", "offload"):
             yield "--config.policy.remat=block", {"policy__remat": "block"}
         if c.policy.remat != "offload":
             yield "--config.policy.remat=offload", {"policy__remat": "offload"}
-        if not c.optimiser.offload:
-            yield "--config.optimiser.offload=True", {"optimiser__offload": True}
+        if not c.optimizer.offload:
+            yield "--config.optimizer.offload=True", {"optimizer__offload": True}
         if sizes["context"] > 1 and not c.policy.ring:
             yield "--config.policy.ring=True", {"policy__ring": True}
         for axis in ("data", "fsdp", "expert"):

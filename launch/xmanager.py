@@ -2,11 +2,11 @@
 
     pip install -e '.[xmanager]'
     python -m launch.xmanager --executor=local --config=configs/tiny.py --workdir=runs/sweep \
-        --sweep=seed=0,1,2 --sweep=optimiser.learning_rate=1e-4,2e-4 [--config.steps=20 ...]
+        --sweep=seed=0,1,2 --sweep=optimizer.learning_rate=1e-4,2e-4 [--config.steps=20 ...]
     python -m launch.xmanager --executor=vertex --accelerator=a100=8 --workdir=/gcs/BUCKET/sweep ...
 
 1. Every --sweep gives a field its values, apart by commas (those inside brackets belong to a value:
-   --sweep=game.documents=(2,),(2,3)). Each choice of a value a field is a work unit.
+   --sweep=algorithm.documents=(2,),(2,3)). Each choice of a value a field is a work unit.
 2. A work unit is `python -m spell_jax.train` with plain --config.a.b=value flags and a workdir of
    its own, WORKDIR/NNN-field=value. Started again, it goes on where its checkpoint stands.
 3. The config of every unit is checked before anything starts: fields, types, ranges.
@@ -77,7 +77,7 @@ class WorkUnit:
 
 
 def parse_sweep(texts: Sequence[str]) -> dict[str, list[str]]:
-    """["seed=0,1", "game.documents=(2,),(2,3)"] as field -> values, all texts, in this order.
+    """["seed=0,1", "algorithm.documents=(2,),(2,3)"] as field -> values, all texts, in this order.
 
     Raises:
       ValueError: a text is not FIELD=VALUE,VALUE..., or a field or one of its values comes twice.
@@ -179,12 +179,12 @@ def check(config: Config, executor: str) -> None:
     Raises:
       ValueError, FileNotFoundError: naming the field, its value and what would be right.
     """
-    if "game" not in config:
-        raise ValueError("game: is missing; must be a config of spell_jax.train")
+    if "algorithm" not in config:
+        raise ValueError("algorithm: is missing; must be a config of spell_jax.train")
     build(SamplerConfig, config.sampler, "sampler")
     build(update.PackingConfig, config.packing, "packing")
     build(loss.LossConfig, config.loss, "loss")
-    build(update.OptimiserConfig, config.optimiser, "optimiser", total_steps=config.steps)
+    build(update.OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps)
     if executor == "local":
         catalogue.check(config)
         catalogue.find_policy(config)
@@ -198,10 +198,10 @@ def check(config: Config, executor: str) -> None:
         raise ValueError(f"{missing[0]} = '': must be 'tiny' or below {MOUNT}")
     if not config.data.source and not config.data.questions:
         raise ValueError(f"data.source = '': must be 'tiny' or below {MOUNT}")
-    catalogue.check_game(config.game)
+    catalogue.check_algorithm(config.algorithm)
     if any(path.startswith(MOUNT) for path in paths.values()):
         with config.unlocked():  # what can be looked at here is the rest
-            config.data, config.game = tiny.get_config().data, tiny.get_config().game
+            config.data, config.algorithm = tiny.get_config().data, tiny.get_config().algorithm
     catalogue.check(config)
 
 

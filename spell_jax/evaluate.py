@@ -139,7 +139,7 @@ def run(
         return list(rows)
 
     done = {tuple(place) for place in distributed.broadcast(begin)}
-    questions = answering.tokenise(policy, benchmarks, max(settings.max_input))
+    questions = answering.tokenize(policy, benchmarks, max(settings.max_input))
     answering.check_context(settings.sampling, policy, questions)
     for limit in settings.max_input:
         for place, new in answering.draw(settings.sampling, policy, questions, limit, done):
@@ -162,7 +162,7 @@ def run(
     finals = [row for _, row in ordered]
 
     def finish() -> dict[str, Any]:
-        summary = _summarise(settings, name, benchmarks, finals, judge.model if judge else None)
+        summary = _summarize(settings, name, benchmarks, finals, judge.model if judge else None)
         others = [json.loads((pathlib.Path(one) / SUMMARY).read_text()) for one in compare]
         write_records(out / SAMPLES, finals)
         write_json(out / SUMMARY, summary)
@@ -182,7 +182,7 @@ def _draw(folder: pathlib.Path, benchmarks: Sequence[Benchmark], summary: Mappin
             figures.draw(folder / f"{one.name}.png", one.title, found)
 
 
-def _summarise(
+def _summarize(
     settings: Settings,
     name: str,
     benchmarks: Sequence[Benchmark],
@@ -197,7 +197,7 @@ def _summarise(
         "limit": settings.limit,
         **dataclasses.asdict(settings.sampling),
         "titles": {one.name: one.title for one in benchmarks},
-        "rows": protocol.summarise(
+        "rows": protocol.summarize(
             rows, names, settings.max_input, samples, registry.COLUMNS, settings.sampling.seed
         ),
     }

@@ -4,7 +4,7 @@
 
 1. W is the workdir of train.py. The folder that the run started from (W/config.json names it) has
    the architecture and the tokenizer.
-2. The weights are those of the newest intact checkpoint, or of --step; optimiser state is not read.
+2. The weights are those of the newest intact checkpoint, or of --step; optimizer state is not read.
 3. DIR gets config.json, safetensors in shards, tokenizer files and generation_config.json, whole or
    not at all. Adapters are merged into their base, or, with --adapters, written alone in PEFT's
    format.
@@ -70,7 +70,7 @@ def read_config(workdir: epath.Path) -> Config:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not there; --workdir must be the folder of a run")
     config = json.loads(path.read_text())
-    if "game" not in config:
+    if "algorithm" not in config:
         raise ValueError(f"{path}: not the config of train.py; sft.py writes a folder at its end")
     return ConfigDict(config)
 

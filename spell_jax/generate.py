@@ -10,7 +10,7 @@
 2. The policy is DIR/policy, or the folder that --policy names. The prompts' wording is that of the
    run (DIR/config.json) unless --prompt_set says otherwise.
 3. A line of the output is the input's plus "answers" (texts; none, if the prompt is too long for
-   the policy's context), "log_probs" (sum over an answer's tokens, in nats, at the sampling
+   the policy's context), "logprobs" (sum over an answer's tokens, in nats, at the sampling
    temperature), "tokens" (counts) and "stopped" (false: cut off at --max_tokens). One entry an
    answer there are also: a questioner's "parsed", a responder's "predictions" (the extracted
    answers), a verifier's "verdicts" (1 yes, 0 no, -1 malformed).
@@ -162,7 +162,7 @@ def describe(record: Record, samples: Sequence[Sample], tokenizer: tokenizers.To
     texts = [tokenizer.decode(sample.content) for sample in samples]
     result = record | {
         "answers": texts,
-        "log_probs": [math.fsum(map(float, sample.log_probs)) for sample in samples],
+        "logprobs": [math.fsum(map(float, sample.logprobs)) for sample in samples],
         "tokens": [len(sample.tokens) for sample in samples],
         "stopped": [sample.stopped for sample in samples],
     }
@@ -181,7 +181,7 @@ def find_prompt_set(workdir: pathlib.Path | None) -> str:
     """The prompts of the run that config.json of its workdir describes; "full" without one."""
     path = workdir / start.CONFIG_FILE if workdir else None
     config = json.loads(path.read_text()) if path and path.exists() else {}
-    return config.get("game", config).get("prompts", "full")
+    return config.get("algorithm", config).get("prompts", "full")
 
 
 def make_tree(

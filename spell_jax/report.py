@@ -2,9 +2,9 @@
 
 1. metrics.jsonl holds one line a step; the first part of a metric's name ("play", "train", "eval")
    says which picture it belongs to, DIR/plots/play.png and so on.
-2. In a picture, "train/grad_norm" has a panel of its own; "play/reward/questioner" and
-   "play/reward/responder" are two lines in the panel "reward". What a run has not measured is not
-   drawn; names without a prefix are drawn in other.png.
+2. In a picture, "train/grad_norm" has a panel of its own; "rollout/reward/questioner" and
+   "rollout/reward/responder" are two lines in the panel "reward". What a run has not measured is
+   not drawn; names without a prefix are drawn in other.png.
 3. evaluation.json, if the run has one, holds {"before": table, "after": table} with
    table = {section: {row: {column: [mean, half_width]}}}; it is drawn in DIR/plots/evaluation.png
    and printed.

@@ -129,7 +129,7 @@ def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packin
 def make_learner(config: Config, policy: PolicyConfig) -> update.Learner:
     return update.Learner(
         policy,
-        build(update.OptimiserConfig, config.optimiser, "optimiser", total_steps=config.steps),
+        build(update.OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps),
         loss.LossConfig(),
         build(update.PackingConfig, config.packing, "packing"),
         meshes.make_mesh(config.mesh),
@@ -190,7 +190,7 @@ def _run(
             with non_finite.rows_written(workdir, step, tokenizer.decode):
                 state, numbers = learner.update(state, groups)
             refused += numbers["refused_answers"]
-            recorder.enter("write", step, {"log-prob": numbers.get("mean_log_prob", 0.0)})
+            recorder.enter("write", step, {"logprob": numbers.get("mean_logprob", 0.0)})
             if step % config.log_every == 0 or step == config.steps:
                 metrics = Metrics()
                 metrics.merge({name: (value, 1.0) for name, value in numbers.items()}, "train/")

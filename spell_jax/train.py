@@ -1,10 +1,10 @@
-"""The trainer: one loop for every game.
+"""The trainer: one loop for every algorithm.
 
     python -m spell_jax.train --config=configs/tiny.py --workdir=DIR [--config.steps=9 ...]
 
-    episodes = game.play(ask, step)          # models question, answer and judge
-    rows = game.rows(episodes)               # what is learned from it
-    state = learner.update(state, rows)      # one step of the optimiser
+    episodes = algorithm.play(ask, step)          # models question, answer and judge
+    rows = algorithm.rows(episodes)               # what is learned from it
+    state = learner.update(state, rows)      # one step of the optimizer
 
 around which it validates, checkpoints and reports. With config.staleness = 1 the next step is
 played between the update's micro-batches, with the weights before it. Started again on the same
@@ -36,21 +36,21 @@ from spell_jax.runtime.metrics import Metrics
 from spell_jax.runtime.preemption import Preempted, Preemption
 from spell_jax.runtime.run_logger import Recorder
 from spell_jax.trainer.state import (
-    AsPlayed,
+    RolloutParams,
     Run,
     StepUpdate,
     begin,
     host_state,
     make_run,
-    refresh_anchor,
+    refresh_reference_reader,
     save_model,
 )
 
 
 @dataclasses.dataclass
 class Played:
-    """A step of the game: episodes, what is learned from them, metrics, and the game's state before
-    it, with which it can be played again."""
+    """A step of the algorithm: episodes, what is learned from them, metrics, and the algorithm's
+    state before it, with which it can be played again."""
 
     episodes: Sequence[Any]
     rows: list[packing.Group]
@@ -83,7 +83,7 @@ def train(config: Config, workdir: epath.Path) -> epath.Path:
 def _train(
     run: Run, workdir: epath.Path, checkpoints: Checkpoints, preemption: Preemption
 ) -> epath.Path:
-    config, game = run.config, run.game
+    config, algorithm = run.config, run.algorithm
     is_writer = jax.process_index() == 0
     models, step, best, tail = begin(run, checkpoints)
     if is_writer:
@@ -92,7 +92,7 @@ def _train(
         model.learner.compile(models[name], models.get("reference") if name == "policy" else None)
     recorder = Recorder(workdir, config.steps, step, tail, watch=run.watch, **recorded(config))
 
-    def save(step: int, game: dict[str, Any], force: bool = False, score: float | None = None):
+    def save(step: int, algorithm: dict[str, Any], force: bool = False, score: float | None = None):
         """What is written goes first. If it fails, that is raised when all is saved: elsewhere, if
         the disk is full."""
         recorder.enter("save", step)
@@ -101,12 +101,12 @@ def _train(
                 with distributed.fail_together():
                     recorder.flush()
         finally:
-            state = host_state(run, game, best, recorder.tail())
+            state = host_state(run, algorithm, best, recorder.tail())
             checkpoints.save(step, models, state, force, score)
 
-    def stop_if_preempted(step: int, game: dict[str, Any]) -> None:
+    def stop_if_preempted(step: int, algorithm: dict[str, Any]) -> None:
         if preemption.should_stop():
-            save(step, game, force=True)
+            save(step, algorithm, force=True)
             raise Preempted(preemption.why)
 
     with recorder:
@@ -123,7 +123,7 @@ def _train(
                 ahead = None
                 fault_injection.point("played")
                 # This step is played again.
-                stop_if_preempted(step - 1, played.before if played else game.state_dict())
+                stop_if_preempted(step - 1, played.before if played else algorithm.state_dict())
                 assert played
                 recorder.enter("update", step - 1, newest(played))
                 update = StepUpdate(run, models, played.rows)
@@ -131,26 +131,26 @@ def _train(
                     ahead = play(run, models, step + 1, preemption.should_stop, update.go_on)
                 numbers = update.finish(workdir, step)
                 fault_injection.point("updated")
-            refresh_anchor(config, models, step)
+            refresh_reference_reader(config, models, step)
 
             recorder.enter("validate", step)
             written = step_metrics(run, played, numbers, is_alone=not ahead)
             written.merge(update.difference, "train/")
             score = validate(run, models, step, written)
             recorder.enter("write", step)
-            state = ahead.before if ahead else game.state_dict()
+            state = ahead.before if ahead else algorithm.state_dict()
             try:
                 with distributed.fail_together():
                     if score is not None and (best is None or score > best):
                         save_model(run, models, "policy", workdir / "best")
                         best = score
-                    recorder.write(step, written, records(game, played.episodes))
+                    recorder.write(step, written, records(algorithm, played.episodes))
             except (OSError, RuntimeError):
                 save(step, state, force=True, score=score)
                 raise
             save(step, state, score=score)
             stop_if_preempted(step, state)
-        save(step, game.state_dict(), force=True)
+        save(step, algorithm.state_dict(), force=True)
     finish(run, models, workdir, is_writer)
     return workdir
 
@@ -172,31 +172,31 @@ def play(
     should_stop: Callable[[], bool] = lambda: False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Played | None:
-    """One step of the game. While the device samples (Players.begin), `meanwhile` is called and it
-    is asked whether to stop; then None, with the game as it was before."""
+    """One step of the algorithm. While the device samples (RolloutWorker.begin), `meanwhile` is
+    called and it is asked whether to stop; then None, with the algorithm as it was before."""
 
     def ask_and_go_on() -> None:
         meanwhile()
         if should_stop():
             raise Stopped
 
-    clock, before = time.monotonic(), run.game.state_dict()
-    run.players.begin(step, AsPlayed(run, models), ask_and_go_on)
+    clock, before = time.monotonic(), run.algorithm.state_dict()
+    run.players.begin(step, RolloutParams(run, models), ask_and_go_on)
     try:
-        episodes = run.game.play(run.players, step)
+        episodes = run.algorithm.play(run.players, step)
     except Stopped:
         run.players.end()
-        run.game.load_state_dict(before)
+        run.algorithm.load_state_dict(before)
         return None
-    rows = run.game.rows(episodes)
+    rows = run.algorithm.rows(episodes)
     run.players.end()
     metrics = Metrics()
-    metrics.merge(run.game.metrics(episodes), "play/")
-    metrics.merge(run.players.metrics, "play/")
+    metrics.merge(run.algorithm.metrics(episodes), "rollout/")
+    metrics.merge(run.players.metrics, "rollout/")
     seconds = time.monotonic() - clock
     waited = run.players.waited
     run.watch.spend(waited | {"play": seconds - sum(waited.values())})
-    for what, tokens in {"drawn": run.players.drawn, "read": run.players.read}.items():
+    for what, tokens in {"sampled": run.players.sampled, "read": run.players.read}.items():
         metrics.add_sum(f"time/tokens_per_second/{what}", tokens, seconds)
     return Played(episodes, rows, metrics, before)
 
@@ -204,15 +204,15 @@ def play(
 def newest(played: Played) -> dict[str, float]:
     """What the progress line says of a step."""
     means = played.metrics.means()
-    names = {"solved": "play/solve_rate", "tokens/s": "time/tokens_per_second/drawn"}
+    names = {"solved": "rollout/solve_rate", "tokens/s": "time/tokens_per_second/sampled"}
     return {shown: means.get(name, 0.0) for shown, name in names.items()}
 
 
 def step_metrics(
     run: Run, played: Played, numbers: dict[str, list[dict[str, float]]], is_alone: bool
 ) -> Metrics:
-    """A step's metrics: of the game, of the updates, their means by model, and how fast these were,
-    if nothing was played meanwhile (`is_alone`)."""
+    """A step's metrics: of the algorithm, of the updates, their means by model, and how fast these
+    were, if nothing was played meanwhile (`is_alone`)."""
     metrics = played.metrics
     for role, count in packing.count_answers(played.rows).items():
         metrics.add(f"train/rows/{role}", count)
@@ -249,7 +249,7 @@ def validate(run: Run, models: dict[str, Any], step: int, written: Metrics) -> f
     if run.evaluation is None or not every or step % every:
         return None
     # Validation has step 0's random numbers, so that its questions are answered alike every time.
-    run.players.begin(0, AsPlayed(run, models))
+    run.players.begin(0, RolloutParams(run, models))
     score, numbers = run.evaluation.quick(run.players)
     run.players.end()
     for name, value in numbers.items():
@@ -261,7 +261,7 @@ def evaluate(run: Run, models: dict[str, Any], workdir: epath.Path, when: str) -
     """Adds a full held-out evaluation to evaluation.json under "before" or "after"."""
     if run.evaluation is None:
         return
-    run.players.begin(0, AsPlayed(run, models))
+    run.players.begin(0, RolloutParams(run, models))
     result = run.evaluation.full(run.players)
     run.players.end()
     path = workdir / report.EVALUATION_FILE

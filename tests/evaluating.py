@@ -28,7 +28,7 @@ from spell_jax.runtime import setup as start
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.judge import Judge
 
-SIZES = Sizes(cache_tokens=512, slots=8, prefill_tokens=128, block=16)
+SIZES = Sizes(kv_cache_tokens=512, slots=8, prefill_tokens=128, page_size=16)
 LIMITS = (24, 40)
 ITEMS = 3
 SAMPLES = 2

@@ -12,7 +12,7 @@ PLACES = {
     "[/TASK]": "(/(general_qa|financial_math|multiple_choice))?",
     "TASK": "(general_qa|financial_math|multiple_choice)",
     "[/K]": "(/[2-8])?",
-    "SPEAKER": "(questioner|responder|verifier|anchor|reward_model)",
+    "AGENT": "(questioner|responder|verifier|anchor|reward_model)",
     "ROLE": "(questioner|responder|verifier)",
     "MODEL": "reward_model",
     "NUMBER": r"\w+",
@@ -21,21 +21,29 @@ PLACES = {
     "DOCUMENTS": r"\d+",
 }
 
-# Names on the page that SPELL has not, but another game has (test_metric_names.py).
-OF_OTHER_GAMES = {
-    *("play/dense_reward[/K]", "play/sparse_reward[/K]", "play/permutation[/K]"),
-    *("play/dense_by_chance[/K]", "play/sparse_by_chance[/K]", "play/options"),
-    *("play/solve_rate[/K]", "play/mixed[/K]", "play/cut_documents"),
-    *("play/well_formed[/TASK]", "play/verbatim[/TASK]", "play/evidence_reward[/TASK]"),
-    *("play/outcome_reward[/TASK]", "play/total_reward[/TASK]", "play/evidence_score[/TASK]"),
-    *("play/evidence_score_right[/TASK]", "play/evidence_score_wrong[/TASK]"),
-    *("play/evidence_precision[/TASK]", "play/evidence_recall[/TASK]", "play/scoring_order[/TASK]"),
-    *("play/scoring_failed[/TASK]", "play/scoring_retried[/TASK]"),
-    *("play/scoring_consistent[/TASK]", "play/kept_scorings", "play/refreshed_scorings"),
+# Names on the page that SPELL has not, but another algorithm has (test_metric_names.py).
+OF_OTHER_ALGORITHMS = {
+    *("rollout/dense_reward[/K]", "rollout/sparse_reward[/K]", "rollout/permutation[/K]"),
+    *("rollout/dense_by_chance[/K]", "rollout/sparse_by_chance[/K]", "rollout/options"),
+    *("rollout/solve_rate[/K]", "rollout/mixed[/K]", "rollout/cut_documents"),
+    *("rollout/well_formed[/TASK]", "rollout/verbatim[/TASK]", "rollout/evidence_reward[/TASK]"),
+    *(
+        "rollout/outcome_reward[/TASK]",
+        "rollout/total_reward[/TASK]",
+        "rollout/evidence_score[/TASK]",
+    ),
+    *("rollout/evidence_score_right[/TASK]", "rollout/evidence_score_wrong[/TASK]"),
+    *(
+        "rollout/evidence_precision[/TASK]",
+        "rollout/evidence_recall[/TASK]",
+        "rollout/scoring_order[/TASK]",
+    ),
+    *("rollout/scoring_failed[/TASK]", "rollout/scoring_retried[/TASK]"),
+    *("rollout/scoring_consistent[/TASK]", "rollout/kept_scorings", "rollout/refreshed_scorings"),
     *("eval/dense_reward[/K]", "eval/sparse_reward[/K]", "eval/permutation[/K]"),
     *("eval/well_formed", "eval/verbatim"),
     *("eval/evidence_precision", "eval/evidence_recall"),
-    *("play/static_questions", "play/judge_failed[/TASK]", "eval/all", "eval/TASK"),
+    *("rollout/static_questions", "rollout/judge_failed[/TASK]", "eval/all", "eval/TASK"),
 }
 # And what the updates of another model have.
 OF_OTHER_MODELS = {

@@ -1,4 +1,4 @@
-"""A tiny policy of random weights, and a game in which its noise means something.
+"""A tiny policy of random weights, and an algorithm in which its noise means something.
 
 Random text passes for a question, an answer or a verdict by its checksum, so that a run of a few
 small steps has real updates of all roles, memory and anchored references included.
@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from configs import tiny
 from spell_jax import report
-from spell_jax.algorithms import registry as playable
+from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.eapo import algorithm as eapo
 from spell_jax.algorithms.spell import algorithm as spell
 from spell_jax.learner import update
@@ -76,22 +76,22 @@ def small_config(folder: pathlib.Path, **overrides) -> ConfigDict:
         "data.tiny.evaluation": ConfigDict(
             {"per_cell": 1, "documents": (2,), "quick_per_cell": 1, "quick_documents": (2,)}
         ),
-        "game.questions": 3,
-        "game.generation_batch": 9,
-        "game.max_generations": 2,
-        "game.group_size": 4,
-        "game.verifier_group_size": 3,
-        "game.anchor_samples": 4,
-        "game.grounding_samples": 2,  # coins: one of two is right too often
-        "game.grounding_threshold": 2,
-        "game.documents": (1,),
-        "game.balance_verdicts": False,
-        "game.verifier_share": 2.0,
+        "algorithm.questions": 3,
+        "algorithm.generation_batch": 9,
+        "algorithm.max_generations": 2,
+        "algorithm.group_size": 4,
+        "algorithm.verifier_group_size": 3,
+        "algorithm.reader_samples": 4,
+        "algorithm.grounding_samples": 2,  # coins: one of two is right too often
+        "algorithm.grounding_threshold": 2,
+        "algorithm.documents": (1,),
+        "algorithm.balance_verdicts": False,
+        "algorithm.verifier_share": 2.0,
         "sampler.max_prompt": 128,
-        "sampler.block": 32,
-        "sampler.cache_tokens": 4096,
+        "sampler.page_size": 32,
+        "sampler.kv_cache_tokens": 4096,
         "sampler.slots": 16,
-        "sampler.siblings": 4,
+        "sampler.samples_per_prompt_batch": 4,
         "sampler.prefill_tokens": 512,
         "sampler.decode_tokens": 4,
         "sampler.max_tokens": 6,
@@ -115,13 +115,13 @@ def with_fields(config: Any, fields: dict[str, Any]) -> Any:
 
 
 def give_data(config: Any, folder: pathlib.Path) -> None:
-    """Small data of the kind that a config's game plays, where the user's is still to be named or
-    made."""
+    """Small data of the kind that a config's algorithm plays, where the user's is still to be named
+    or made."""
     for name, text in (("a", "A text of one's own."), ("b", "Another one, of the same kind.")):
         (folder / f"{name}.txt").write_text(f"{text}\n")
     question = {"task": "general_qa", "documents": ["A"], "question": "B?", "answer": "C"}
     (folder / "questions.jsonl").write_text(json.dumps(question))
-    plays, data = playable.GAMES[config.game.name].plays, config.data
+    plays, data = registry.ALGORITHMS[config.algorithm.name].plays, config.data
     if plays == ("questions",) and not pathlib.Path(data.questions).is_file():
         data.questions = str(folder / "questions.jsonl")
     if data.validation and not pathlib.Path(data.validation).is_file():
@@ -144,10 +144,10 @@ def draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 _cached_learner = functools.cache(update.Learner)
 
 
-def _shared_learner(policy, optimiser, *others) -> update.Learner:
-    if optimiser.schedule == "constant":  # whatever the number of steps
-        optimiser = dataclasses.replace(optimiser, total_steps=0)
-    return _cached_learner(policy, optimiser, *others)
+def _shared_learner(policy, optimizer, *others) -> update.Learner:
+    if optimizer.schedule == "constant":  # whatever the number of steps
+        optimizer = dataclasses.replace(optimizer, total_steps=0)
+    return _cached_learner(policy, optimizer, *others)
 
 
 @functools.cache
@@ -190,7 +190,7 @@ def lose_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the game read checksums where it would parse."""
+    """Lets the algorithm read checksums where it would parse."""
 
     def parse_question(text, task, count, limit, distinct):
         if _sum(text) % 8 == 0:

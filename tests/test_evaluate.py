@@ -382,12 +382,12 @@ def test_generated_benchmarks_from_the_command_line(tmp_path):
     (data / "needle").mkdir(parents=True)
     (data / "needle" / "a.txt").write_text("Rain fell on the town. Nobody went out.\n" * 40)
     episode = {"task": "general_qa", "cluster": "a", "status": "accepted", "question": "Who?"}
-    episode |= {"reference": "Ann", "documents": ["Ann came.", "Bob went."]}
+    episode |= {"reference": "Ann", "documents": ["An came.", "Bob went."]}
     evaluating.write_episodes(data / "own_questions", {1: [episode], 2: [episode]})
     command = [sys.executable, "-m", "spell_jax.evaluate", f"--policy={policy}", f"--data={data}"]
     command += [f"--out={out}", "--benchmarks=ruler_vt_1024,needle_600_1024,own_questions"]
     command += ["--max_input=1024", "--samples=2", "--limit=24", "--max_tokens=8"]
-    command += ["--cache_tokens=4096", "--slots=16", "--prefill_tokens=2048"]
+    command += ["--kv_cache_tokens=4096", "--slots=16", "--prefill_tokens=2048"]
     one = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | one)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -19,9 +19,9 @@ from tests import noise
 LORA = {
     "policy.lora_rank": 2,
     "policy.lora_pattern": "q_proj|down_proj",
-    "policy.stretch": "yarn",
-    "policy.stretch_factor": 2.0,
-    "optimiser.learning_rate": 1e-2,
+    "policy.rope_scaling": "yarn",
+    "policy.rope_factor": 2.0,
+    "optimizer.learning_rate": 1e-2,
 }
 SHORT = {"steps": 2, "checkpoint_every": 1, "validate_every": 0}
 

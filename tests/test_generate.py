@@ -40,7 +40,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = PolicyConfig(words.vocab_size, 16, 1, 2, 1, 8, 16)
     params = transformer.init(config, jax.random.key(0))
     weights.save(folder / "policy", config, params, words)
-    (folder / "config.json").write_text(json.dumps({"game": {"prompts": "compact"}}))
+    (folder / "config.json").write_text(json.dumps({"algorithm": {"prompts": "compact"}}))
     return folder
 
 
@@ -111,7 +111,7 @@ def test_answers_of_every_role(workdir: Path) -> None:
     for request, result in zip(REQUESTS, results, strict=True):
         assert {name: result[name] for name in request} == request
         assert all(len(result[name]) == 3 for name in ("answers", "tokens", "stopped"))
-        assert all(value < 0 for value in result["log_probs"])
+        assert all(value < 0 for value in result["logprobs"])
         assert all(1 <= count <= 5 for count in result["tokens"])
     assert [one["status"] for one in results[0]["parsed"]] == ["bad_format"] * 3
     assert results[2]["predictions"] == [None] * 3

@@ -26,9 +26,9 @@ def write_run(workdir, evaluation=None):
         writer.write(
             step,
             {
-                "play/solve_rate": step / 10,
-                "play/share/accepted": 0.8,
-                "play/share/skipped": 0.2,
+                "rollout/solve_rate": step / 10,
+                "rollout/share/accepted": 0.8,
+                "rollout/share/skipped": 0.2,
                 "train/grad_norm": float("nan") if step == 2 else 1.0,
                 **({"eval/responder/general_qa/8": 0.5} if step % 2 else {}),
             },
@@ -62,8 +62,13 @@ def test_only_what_was_measured_is_drawn(tmp_path):
 
 def test_names_become_panels_and_series():
     records = [
-        {"step": 1, "play/solve_rate": 0.5, "play/share/accepted": 1, "eval/role/task/8": 0.1},
-        {"step": 2, "play/solve_rate": None, "play/share/skipped": 0, "non_finite": 1},
+        {
+            "step": 1,
+            "rollout/solve_rate": 0.5,
+            "rollout/share/accepted": 1,
+            "eval/role/task/8": 0.1,
+        },
+        {"step": 2, "rollout/solve_rate": None, "rollout/share/skipped": 0, "non_finite": 1},
     ]
     assert _panels(records) == {
         "play": {

@@ -74,7 +74,7 @@ def groups(
                 answers=answers,
                 advantages=list(rng.normal(size=len(answers))),
                 role=("responder", "verifier")[index % 2],
-                old_log_probs=[-rng.exponential(2.0, len(a)).astype(np.float32) for a in answers],
+                old_logprobs=[-rng.exponential(2.0, len(a)).astype(np.float32) for a in answers],
             )
         )
     return made

@@ -6,7 +6,7 @@
 
 PATH has the folders books (.txt files), papers and code (.jsonl or .parquet; "text" and "content"
 are the fields that hold a document, as in RedPajama's arXiv and in The Stack). The paper keeps the
-longest 8,000, 3,000 and 3,000 of them: give as many, or say game.most_documents.
+longest 8,000, 3,000 and 3,000 of them: give as many, or say algorithm.most_documents.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a game and the trainer know of each other."""
+"""What an algorithm and the trainer know of each other."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ RULES = ("match", "judge")  # texts are compared, or an external judge is asked
 
 
 @dataclasses.dataclass(frozen=True)
-class Materials:
-    """What a game is made from, besides its own fields.
+class AlgorithmContext:
+    """What an algorithm is made from, besides its own fields.
 
     Attributes:
       prompts: the set of prompts.
@@ -55,7 +55,7 @@ class Reply:
 
     Attributes:
       prompt: token ids of the prompt [P].
-      samples: G answers as tokens with log-probs.
+      samples: G answers as tokens with logprobs.
       texts: the same answers as text, without stop tokens.
     """
 
@@ -70,13 +70,14 @@ class Reply:
             [sample.tokens for sample in self.samples],
             [float(a) for a in advantages],
             role,
-            [sample.log_probs for sample in self.samples],
+            [sample.logprobs for sample in self.samples],
             model=model,
         )
 
 
 class Ask(Protocol):
-    """How a coroutine of a game reaches a model: each prompt is answered `group` times, in order.
+    """How a coroutine of an algorithm reaches a model: each prompt is answered `group` times, in
+    order.
 
     None stands where a prompt is over the sampler's cap. `temperature` replaces the configured one.
     """
@@ -92,7 +93,7 @@ class Ask(Protocol):
 
 
 class Models(Protocol):
-    """The models of a game. Called like an Ask, they answer at once."""
+    """The models of an algorithm. Called like an Ask, they answer at once."""
 
     def __call__(
         self,
@@ -115,8 +116,8 @@ class Models(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Demand:
-    """What a step of a game asks for at most, before it starts.
+class RolloutBudget:
+    """What a step of an algorithm asks for at most, before it starts.
 
     Attributes:
       what: the replies in words, "answers".
@@ -134,12 +135,12 @@ class Demand:
     model: str = "policy"
 
 
-class Game(Protocol):
-    """What is played; the trainer is the same for all games."""
+class Algorithm(Protocol):
+    """What is played; the trainer is the same for all algorithms."""
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names of the models that the game asks besides "policy". Those with a section of the
+        """Names of the models that the algorithm asks besides "policy". Those with a section of the
         config have a folder of their own; the others begin as copies of the policy."""
         ...
 
@@ -176,17 +177,19 @@ class Game(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def choose_judge(rule: str, materials: Materials) -> JudgeFunction | None:
-    """The external judge, where the game's rule (of RULES) asks it.
+def choose_judge(rule: str, context: AlgorithmContext) -> JudgeFunction | None:
+    """The external judge, where the algorithm's rule (of RULES) asks it.
 
     Raises:
       ValueError: it does, and none is configured.
     """
     if rule != "judge":
         return None
-    if materials.judge is None:
-        raise ValueError('game.rule = "judge": needs game.judge_url and game.judge_model')
-    return materials.judge
+    if context.judge is None:
+        raise ValueError(
+            'algorithm.rule = "judge": needs algorithm.judge_url and algorithm.judge_model'
+        )
+    return context.judge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +199,7 @@ class Answered:
     Attributes:
       question, reference: what it reads with each of the answers.
       predictions: of the answers; None: there is nothing to judge.
-      outcomes: by the game's rule.
+      outcomes: by the algorithm's rule.
       verdicts: as it gives them, of predictions that are not None (negative: none).
     """
 
@@ -223,7 +226,7 @@ def ask_judge(judge: JudgeFunction | None, answered: Sequence[Answered]) -> None
             one.outcomes[i] = float(verdict)
 
 
-def records(game: Game, episodes: Iterable[Any]) -> Iterator[dict[str, Any]]:
+def records(algorithm: Algorithm, episodes: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Episodes as EpisodeWriter takes them: with the texts of their clusters."""
     for episode in episodes:
-        yield game.record(episode) | {"documents": list(game.cluster(episode).documents)}
+        yield algorithm.record(episode) | {"documents": list(algorithm.cluster(episode).documents)}

@@ -1,6 +1,6 @@
-"""The games by name: what each reads from a config, how it is made and how it is evaluated.
+"""The algorithms by name: what each reads from a config, how it is made and how it is evaluated.
 
-A new game is a file in games/ and an entry here; docs/games.md makes one.
+A new algorithm is a file in algorithms/ and an entry here; docs/algorithms.md makes one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spell_jax.algorithms.base import Demand, Game, Materials
+from spell_jax.algorithms.base import Algorithm, AlgorithmContext, RolloutBudget
 from spell_jax.algorithms.eapo.algorithm import Eapo
 from spell_jax.algorithms.eapo.config import EapoConfig
 from spell_jax.algorithms.eapo.evaluation import EvidenceEvaluation
@@ -23,40 +23,41 @@ from spell_jax.algorithms.spell.evaluation import TinyEvaluation
 from spell_jax.data.questions import as_clusters, read_questions
 from spell_jax.runtime.config import Config, build
 
-# Fields of config.game that are not the game's own: they say which it is, and what it is given.
+# Fields of config.algorithm that are not the algorithm's own: they say which it is, and what it is
+# given.
 COMMON = ("name", "prompts", "judge_url", "judge_model")
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """A game as a config names it.
+class AlgorithmSpec:
+    """An algorithm as a config names it.
 
     Attributes:
-      read: config.game without COMMON -> the game's fields; raises ValueError.
-      make: fields, materials -> the game.
-      evaluate: fields, materials, config.data -> its held-out evaluation, or None where the data
+      read: config.algorithm without COMMON -> the algorithm's fields; raises ValueError.
+      make: fields, context -> the algorithm.
+      evaluate: fields, context, config.data -> its held-out evaluation, or None where the data
         has nothing held out. What is large is read when it is first asked.
-      demands: fields -> what a step asks for (launch.check tells it before a run).
+      budgets: fields -> what a step asks for (launch.check tells it before a run).
       says: fields -> words before that.
       plays: what it may be given, of "clusters" (data.source) and "questions" (data.questions).
     """
 
     read: Callable[[Config], Any]
-    make: Callable[[Any, Materials], Game]
-    evaluate: Callable[[Any, Materials, Config], Evaluation | None] = lambda *_: None
-    demands: Callable[[Any], Sequence[Demand]] = lambda fields: ()
+    make: Callable[[Any, AlgorithmContext], Algorithm]
+    evaluate: Callable[[Any, AlgorithmContext, Config], Evaluation | None] = lambda *_: None
+    budgets: Callable[[Any], Sequence[RolloutBudget]] = lambda fields: ()
     says: Callable[[Any], str] = lambda fields: "a step asks for"
     plays: tuple[str, ...] = ("clusters",)
 
 
 def reader_of(fields: type) -> Callable[[Config], Any]:
-    """Reads config.game as a dataclass."""
-    return lambda section: build(fields, section, "game")
+    """Reads config.algorithm as a dataclass."""
+    return lambda section: build(fields, section, "algorithm")
 
 
-def own_fields(game: Config) -> dict[str, Any]:
-    """config.game without the fields that all games have."""
-    return {name: value for name, value in game.items() if name not in COMMON}
+def own_fields(algorithm: Config) -> dict[str, Any]:
+    """config.algorithm without the fields that all algorithms have."""
+    return {name: value for name, value in algorithm.items() if name not in COMMON}
 
 
 # --------------------------------------------------------------------------------- SPELL and RLVR
@@ -73,35 +74,37 @@ class _SpellFields:
 def _read_spell(fields: Config) -> _SpellFields:
     fields = dict(fields)
     rlvr = RlvrConfig(fields.pop("static_questions", RlvrConfig.static_questions))
-    return _SpellFields(build(SpellConfig, fields, "game"), rlvr)
+    return _SpellFields(build(SpellConfig, fields, "algorithm"), rlvr)
 
 
-def _make_spell(fields: _SpellFields, materials: Materials) -> Spell:
-    return Spell(fields.spell, materials)
+def _make_spell(fields: _SpellFields, context: AlgorithmContext) -> Spell:
+    return Spell(fields.spell, context)
 
 
-def _make_rlvr(fields: _SpellFields, materials: Materials) -> Rlvr:
-    questions = materials.questions()
+def _make_rlvr(fields: _SpellFields, context: AlgorithmContext) -> Rlvr:
+    questions = context.questions()
     if not questions:
-        return Rlvr(fields.rlvr, Spell(fields.spell, materials))
+        return Rlvr(fields.rlvr, Spell(fields.spell, context))
     source, given = as_clusters(questions)
-    materials = dataclasses.replace(materials, clusters=lambda: source)
-    return Rlvr(fields.rlvr, Spell(fields.spell, materials), given)
+    context = dataclasses.replace(context, clusters=lambda: source)
+    return Rlvr(fields.rlvr, Spell(fields.spell, context), given)
 
 
-def _evaluate_spell(fields: _SpellFields, materials: Materials, data: Config) -> Evaluation | None:
+def _evaluate_spell(
+    fields: _SpellFields, context: AlgorithmContext, data: Config
+) -> Evaluation | None:
     if data.source == "tiny" and not data.questions:
         return build(
             TinyEvaluation,
             data.tiny.evaluation,
             "data.tiny.evaluation",
-            prompts=materials.prompts,
-            game=fields.spell,
-            count_tokens=materials.count_tokens,
+            prompts=context.prompts,
+            algorithm=fields.spell,
+            count_tokens=context.count_tokens,
         )
     if data.validation:
         questions = read_questions(data.validation, "data.validation")
-        return HeldOutQuestions(materials.prompts, questions)
+        return HeldOutQuestions(context.prompts, questions)
     return None
 
 
@@ -118,49 +121,51 @@ def _say_static(fields: _SpellFields) -> str:
     return f"{batch} of {static} questions, written once (or of those given); a step asks for"
 
 
-# ------------------------------------------------------------------------------- The other games
+# ----------------------------------------------------------------------------- The other algorithms
 
 
 def _evaluate_reconstruction(
-    fields: ReconstructionConfig, materials: Materials, data: Config
+    fields: ReconstructionConfig, context: AlgorithmContext, data: Config
 ) -> Evaluation | None:
-    return PuzzleEvaluation(fields, materials) if data.held_out else None
+    return PuzzleEvaluation(fields, context) if data.held_out else None
 
 
-def _evaluate_eapo(fields: EapoConfig, materials: Materials, data: Config) -> Evaluation | None:
+def _evaluate_eapo(
+    fields: EapoConfig, context: AlgorithmContext, data: Config
+) -> Evaluation | None:
     if not data.validation:
         return None
     questions = read_questions(data.validation, "data.validation")
-    return EvidenceEvaluation(materials.prompts, questions)
+    return EvidenceEvaluation(context.prompts, questions)
 
 
-GAMES: dict[str, Kind] = {
-    "spell": Kind(
+ALGORITHMS: dict[str, AlgorithmSpec] = {
+    "spell": AlgorithmSpec(
         _read_spell,
         _make_spell,
         _evaluate_spell,
-        demands=lambda fields: fields.spell.demands(),
+        budgets=lambda fields: fields.spell.budgets(),
         says=_say_rounds,
     ),
-    "rlvr": Kind(
+    "rlvr": AlgorithmSpec(
         _read_spell,
         _make_rlvr,
         _evaluate_spell,
-        demands=lambda fields: fields.spell.demands(writes=False),
+        budgets=lambda fields: fields.spell.budgets(writes=False),
         says=_say_static,
         plays=("clusters", "questions"),
     ),
-    "reconstruction": Kind(
+    "reconstruction": AlgorithmSpec(
         reader_of(ReconstructionConfig),
         Reconstruction,
         _evaluate_reconstruction,
-        demands=ReconstructionConfig.demands,
+        budgets=ReconstructionConfig.budgets,
     ),
-    "eapo": Kind(
+    "eapo": AlgorithmSpec(
         reader_of(EapoConfig),
         Eapo,
         _evaluate_eapo,
-        demands=EapoConfig.demands,
+        budgets=EapoConfig.budgets,
         plays=("questions",),
     ),
 }

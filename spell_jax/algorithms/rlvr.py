@@ -2,7 +2,7 @@
 
 1. The set is given (data/questions.py: any JSONL of documents, question, answer, task), or else
    written: the first step lets the starting policy write questions as in SPELL, once; those that
-   pass its filters are the set, references included (anchored ones, if the game has such).
+   pass its filters are the set, references included (anchored ones, if the algorithm has such).
 2. Every step takes some of the set, answers, rewards and trains the responder as SPELL does, with
    the reward that is configured ("rule" is plain RLVR, SPELL's Appendix E.5; "max" with a verifier
    is the matched control). Given questions are dealt by their tasks' weights, epoch after epoch; of
@@ -38,11 +38,11 @@ class RlvrConfig:
     static_questions: int = 960
 
     def __post_init__(self):
-        check_least(self, "game.", static_questions=1)
+        check_least(self, "algorithm.", static_questions=1)
 
 
 class Rlvr:
-    """The game; everything but the questions' origin is SPELL's."""
+    """The algorithm; everything but the questions' origin is SPELL's."""
 
     trained = ()
 
@@ -52,7 +52,7 @@ class Rlvr:
         """Args: with `given` questions, `spell.stream` deals their documents: it is made of the
         source that questions.as_clusters returns, and `given` is the mapping beside it. Without
         any it deals the clusters that questions are written about. References stay as given,
-        whatever the game's `reference`."""
+        whatever the algorithm's `reference`."""
         self.config = config
         self.models = () if given else spell.models
         self._spell = spell

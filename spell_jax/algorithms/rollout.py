@@ -1,8 +1,8 @@
-"""The models of a game, asked in words: chat layout, sampler, text.
+"""The models of an algorithm, asked in words: chat layout, sampler, text.
 
-Many coroutines of a game play at the same time (`together`). What they ask goes into one session of
-the sampler. While the device draws, those whose answers have come read them and ask what follows,
-which joins what is still being drawn.
+Many coroutines of an algorithm play at the same time (`together`). What they ask goes into one
+session of the sampler. While the device draws, those whose answers have come read them and ask what
+follows, which joins what is still being sampled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Asked:
 
     Attributes:
       name: number of the coroutine in the step, and of the call in the coroutine.
-      role, prompts, group, model, temperature: see game.Ask.
+      role, prompts, group, model, temperature: see algorithm.Ask.
       ids: prompts as tokens.
       replies: in the order of prompts, so far.
       missing: how many are still to come.
@@ -50,7 +50,7 @@ class _Asked:
     coroutine: Coroutine[Any, Any, None] | None = None
 
     @property
-    def speaker(self) -> str:
+    def agent(self) -> str:
         return self.role if self.model == "policy" else self.model
 
     def __await__(self) -> Generator[_Asked, None, list[Reply | None]]:
@@ -81,15 +81,16 @@ class _Ask:
 
 
 @dataclasses.dataclass(frozen=True)
-class Voice:
+class TextSampler:
     """How a model speaks: its sampler and its tokenizer."""
 
     sampler: Sampler
     tokenizer: Tokenizer
 
 
-class Players:
-    """A game's `Models`: the policy, its copies, which speak as it does, and models of their own.
+class RolloutWorker:
+    """An algorithm's `Models`: the policy, its copies, which speak as it does, and models of their
+    own.
 
     The key of a request is fold_in of the key by step, coroutine, call and prompt (siblings and
     tokens are the sampler's): what one coroutine is told depends neither on the others nor on when
@@ -98,14 +99,20 @@ class Players:
     `metrics` holds, for what was said since `begin`, tokens of prompts and answers, the share of
     answers cut off at the cap and of prompts refused as over theirs, by role (or by model, where it
     is another one than the policy); and what the sampler's slots did (Session.counts). So do
-    `drawn` and `read`, tokens of answers and of prompts, and `waited`, seconds by role or model in
-    which the host waited for the device (Counts.waited).
+    `sampled` and `read`, tokens of answers and of prompts, and `waited`, seconds by role or model
+    in which the host waited for the device (Counts.waited).
     """
 
-    def __init__(self, voice: Voice, key: jax.Array, others: Mapping[str, Voice] | None = None):
-        """Args: others are the voices of models that are no copies of the policy, by name."""
-        self.sampler = voice.sampler
-        self._voice, self._others = voice, others or {}
+    def __init__(
+        self,
+        text_sampler: TextSampler,
+        key: jax.Array,
+        others: Mapping[str, TextSampler] | None = None,
+    ):
+        """Args: others are the text_samplers of models that are no copies of the policy, by
+        name."""
+        self.sampler = text_sampler.sampler
+        self._text_sampler, self._others = text_sampler, others or {}
         self._key = np.asarray(jax.random.key_data(key))
         self._step = 0
         self._coroutines = 0
@@ -118,7 +125,7 @@ class Players:
     def _reset(self) -> None:
         """Nothing has been said."""
         self.metrics = Metrics()
-        self.drawn = self.read = 0
+        self.sampled = self.read = 0
         self.waited: defaultdict[str, float] = defaultdict(float)
 
     def begin(
@@ -131,7 +138,7 @@ class Players:
         model is asked and another was before.
 
         `meanwhile` is called whenever the device has been given its next calls, and may give it
-        more to do; where that is in the order of calls depends on what was drawn alone.
+        more to do; where that is in the order of calls depends on what was sampled alone.
         """
         self._step = step
         self._coroutines = 0
@@ -152,7 +159,7 @@ class Players:
         model: str = "policy",
         temperature: float | None = None,
     ) -> list[Reply | None]:
-        """See games.game.Models; verdicts have a cap of their own."""
+        """See algorithms.algorithm.Models; verdicts have a cap of their own."""
         replies: list[Reply | None] = []
 
         async def ask_all(ask: Ask, prompts: Sequence[str]) -> None:
@@ -164,7 +171,7 @@ class Players:
     def together(
         self, play: Callable[[Ask, Item], Coroutine[Any, Any, None]], items: Sequence[Item]
     ) -> None:
-        """See games.game.Models.
+        """See algorithms.algorithm.Models.
 
         One model is asked until nobody waits for it, then the next: each has a pool of its own, and
         one at a time is held.
@@ -174,7 +181,7 @@ class Players:
           TypeError: a coroutine awaits something else than its ask.
         """
         if self._is_playing:
-            raise RuntimeError("a coroutine of a game may ask by its own ask alone")
+            raise RuntimeError("a coroutine of an algorithm may ask by its own ask alone")
         self._is_playing = True
         try:
             self._play_all(play, items)
@@ -195,7 +202,9 @@ class Players:
             except StopIteration:
                 return
             if not isinstance(asked, _Asked):
-                raise TypeError(f"a coroutine of a game may await its ask alone, not {asked!r}")
+                raise TypeError(
+                    f"a coroutine of an algorithm may await its ask alone, not {asked!r}"
+                )
             asked.coroutine = coroutine
             waiting[asked.model].append(asked)
 
@@ -232,7 +241,7 @@ class Players:
         """Hands prompts in that are not over the cap; (whose, which of them) by ticket."""
         config, tickets = self.sampler.config, {}
         for asked in new:
-            tokenizer = self._voice_of(asked.model).tokenizer
+            tokenizer = self._text_sampler_of(asked.model).tokenizer
             asked.ids = [tokenizer.chat(prompt) for prompt in asked.prompts]
             asked.replies = [None] * len(asked.ids)
         places = [(asked, place) for asked in new for place in range(len(asked.ids))]
@@ -244,23 +253,23 @@ class Players:
             cap = config.max_verdict_tokens if is_verdict else config.max_tokens
             others = {} if asked.temperature is None else {"temperature": asked.temperature}
             options = config.options(cap, **others)
-            request = Request(asked.ids[place], asked.group, key, options, asked.speaker)
+            request = Request(asked.ids[place], asked.group, key, options, asked.agent)
             tickets[session.submit(request)] = asked, place
             asked.missing += 1
         return tickets
 
     def _reply(self, model: str, prompt: list[int], samples: Sequence[Sample]) -> Reply:
-        decode = self._voice_of(model).tokenizer.decode
+        decode = self._text_sampler_of(model).tokenizer.decode
         return Reply(prompt, samples, [decode(sample.content) for sample in samples])
 
-    def _voice_of(self, model: str) -> Voice:
-        return self._others.get(model, self._voice)
+    def _text_sampler_of(self, model: str) -> TextSampler:
+        return self._others.get(model, self._text_sampler)
 
     def _open(self, model: str) -> Session:
         """The session with a model, in which prompts of this step share what they begin with."""
         if self._session is None or self._session[0] != model:
             self._close()
-            self._session = model, self._voice_of(model).sampler.begin(self._models[model])
+            self._session = model, self._text_sampler_of(model).sampler.begin(self._models[model])
         return self._session[1]
 
     def _close(self) -> None:
@@ -269,27 +278,29 @@ class Players:
             return
         session, self._session = self._session[1], None
         counts = session.counts
-        self.metrics.add_sum("sampler/idle_slots", counts.idle, counts.slot_steps)
-        self.metrics.add_sum("sampler/empty_cells", counts.empty_cells, counts.cell_steps)
+        self.metrics.add_sum("sampler/starved_slots", counts.starved_slot_steps, counts.slot_steps)
+        self.metrics.add_sum(
+            "sampler/padded_group_slots", counts.padded_group_slots, counts.group_slot_steps
+        )
         reused, all_tokens = session.reused_tokens, counts.prompt_tokens
         self.metrics.add_sum("sampler/reused_prompt_tokens", reused, all_tokens)
-        self.drawn += counts.tokens
-        self.read += counts.read_tokens
-        for speaker, seconds in counts.waited.items():
-            self.waited[speaker] += seconds
+        self.sampled += counts.tokens
+        self.read += counts.prefilled_tokens
+        for agent, seconds in counts.waited.items():
+            self.waited[agent] += seconds
 
     def _count(self, asked: _Asked) -> None:
-        speaker = asked.speaker
+        agent = asked.agent
         replies = [reply for reply in asked.replies if reply is not None]
         samples = [sample for reply in replies for sample in reply.samples]
         tokens = sum(len(sample.tokens) for sample in samples)
-        cut_off = sum(not sample.stopped for sample in samples)
+        truncated = sum(not sample.stopped for sample in samples)
         prompt_tokens = sum(len(reply.prompt) for reply in replies)
         refused = len(asked.replies) - len(replies)
-        self.metrics.add_sum(f"prompt_tokens/{speaker}", prompt_tokens, len(replies))
-        self.metrics.add_sum(f"answer_tokens/{speaker}", tokens, len(samples))
-        self.metrics.add_sum(f"cut_off/{speaker}", cut_off, len(samples))
-        self.metrics.add_sum(f"refused/{speaker}", refused, len(asked.replies))
+        self.metrics.add_sum(f"prompt_tokens/{agent}", prompt_tokens, len(replies))
+        self.metrics.add_sum(f"answer_tokens/{agent}", tokens, len(samples))
+        self.metrics.add_sum(f"truncated/{agent}", truncated, len(samples))
+        self.metrics.add_sum(f"refused/{agent}", refused, len(asked.replies))
 
 
 _FOLDED = 256  # keys that are made in one call: of one shape, so that nothing compiles in mid-run
@@ -302,7 +313,7 @@ def fold_keys(key: np.ndarray, numbers: Sequence[tuple[int, ...]]) -> np.ndarray
     pieces = -(-len(numbers) // _FOLDED)
     padded = np.zeros((pieces, _FOLDED, len(numbers[0])), np.uint32)
     padded.reshape(-1, len(numbers[0]))[: len(numbers)] = numbers
-    # On the host: on an accelerator it would wait for what is being drawn.
+    # On the host: on an accelerator it would wait for what is being sampled.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         folded = [np.asarray(_fold_all(key, piece)) for piece in padded]
     return np.concatenate(folded)[: len(numbers)]

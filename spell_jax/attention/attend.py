@@ -28,10 +28,10 @@ from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 
 KERNELS = {
-    "dense": kernels.together(dense.forward, dense.backward),
-    "chunked": kernels.one_by_one(chunked.forward, chunked.backward),
-    "splash": kernels.one_by_one(splash.forward, splash.backward),
-    "triton": kernels.together(triton.forward, triton.backward),
+    "dense": kernels.vmapped(dense.forward, dense.backward),
+    "chunked": kernels.row_loop(chunked.forward, chunked.backward),
+    "splash": kernels.row_loop(splash.forward, splash.backward),
+    "triton": kernels.vmapped(triton.forward, triton.backward),
 }
 
 
@@ -59,7 +59,7 @@ def attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    last_reader: jax.Array,
+    last_query: jax.Array,
     index: jax.Array | None = None,
     name: str = "auto",
     ring: bool = False,
@@ -69,7 +69,7 @@ def attend(
     Args:
       q: [B, T, N, H].
       k, v: [B, T, K, H]; query head n reads key head n // (N / K).
-      last_reader: int32 [B, T], see masks.py.
+      last_query: int32 [B, T], see masks.py.
       index: int32 [B, T], row indices of the tokens; None: they stand in their order.
       name: the kernel, one of NAMES.
       ring: how keys on other devices of `context` are met: around a ring, or gathered.
@@ -77,12 +77,12 @@ def attend(
     Returns:
       [B, T, N, H] in q's dtype; zeros for a query that sees nothing (padding).
     """
-    index = masks.row_index(last_reader) if index is None else index
+    index = masks.row_index(last_query) if index is None else index
     short = name == "auto" and q.shape[1] <= SHORT
     kernel = KERNELS.get("dense" if short else name, _LONG)
     mesh = collectives.current_mesh()
     if mesh is None:
-        return kernels.attend(kernel, q, k, v, index, index, last_reader)
+        return kernels.attend(kernel, q, k, v, index, index, last_query)
     if mesh.shape[meshes.CONTEXT] > 1:
         kernel = (context.ring if ring else context.gathered)(kernel)
     heads, kv_heads, split = q.shape[2], k.shape[2], mesh.shape[meshes.TENSOR]
@@ -98,12 +98,12 @@ def attend(
         in_specs=(by_heads, by_heads, by_heads, by_time, by_time, by_time),
         out_specs=by_heads,
         check_vma=False,
-    )(q, k, v, index, index, last_reader)
+    )(q, k, v, index, index, last_query)
 
 
 def _packed(name: str, ring: bool, q, k, v, cache: Any, given: dict[str, jax.Array]):
     del cache
-    return attend(q, k, v, given["last_reader"], given.get("index"), name, ring), None
+    return attend(q, k, v, given["last_query"], given.get("index"), name, ring), None
 
 
 @functools.cache  # one object a kernel, so that what is compiled for it is found again

@@ -1,7 +1,7 @@
 """Attention in blocks: any length, memory linear in it, on any device.
 
 1. A row is cut into blocks of queries and of keys. Which pairs of blocks hold anything to see
-   follows from minima and maxima of last_reader over blocks (masks.live_blocks); others are never
+   follows from minima and maxima of last_query over blocks (masks.live_blocks); others are never
    touched, so that causality and siblings' blindness save time, not only results.
 2. Forward: a block of queries meets its live blocks of keys one after the other, with a running
    maximum and sum (online softmax). It keeps the output and one log-sum-exp a query and head.
@@ -31,7 +31,7 @@ class _Blocks(NamedTuple):
     v: jax.Array
     q_index: jax.Array
     k_index: jax.Array
-    last_reader: jax.Array
+    last_query: jax.Array
 
 
 def _cut(x: jax.Array, block: int, padding: float = 0) -> jax.Array:
@@ -40,7 +40,7 @@ def _cut(x: jax.Array, block: int, padding: float = 0) -> jax.Array:
     return x.reshape(-1, block, *x.shape[1:])
 
 
-def _cut_row(q, k, v, q_index, k_index, last_reader, block: int) -> tuple[_Blocks, jax.Array]:
+def _cut_row(q, k, v, q_index, k_index, last_query, block: int) -> tuple[_Blocks, jax.Array]:
     """The blocks, and which pairs of them are live [blocks of queries, blocks of keys]."""
     q_block, k_block = min(block, len(q)), min(block, len(k))
     row = _Blocks(
@@ -49,9 +49,9 @@ def _cut_row(q, k, v, q_index, k_index, last_reader, block: int) -> tuple[_Block
         _cut(v, k_block),
         _cut(q_index, q_block, _BEHIND),
         _cut(k_index, k_block, _BEHIND),
-        _cut(last_reader, k_block, -1),
+        _cut(last_query, k_block, -1),
     )
-    return row, masks.live_blocks(row.q_index, row.k_index, row.last_reader)
+    return row, masks.live_blocks(row.q_index, row.k_index, row.last_query)
 
 
 def _live_first(live: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -63,7 +63,7 @@ def _scores(row: _Blocks, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Ar
     """Scaled float32 scores [K, R, queries, keys] of two blocks, and which of them are seen."""
     q, k = row.q[i], row.k[j]
     scores = jnp.einsum("qkrh,skh->krqs", q, k, preferred_element_type=jnp.float32)
-    seen = masks.visible(row.q_index[i], row.k_index[j], row.last_reader[j])
+    seen = masks.visible(row.q_index[i], row.k_index[j], row.last_query[j])
     return scores * q.shape[-1] ** -0.5, seen
 
 
@@ -73,11 +73,11 @@ def forward(
     v: jax.Array,
     q_index: jax.Array,
     k_index: jax.Array,
-    last_reader: jax.Array,
+    last_query: jax.Array,
     block: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array]:
     """What dense.forward computes, by blocks of `block` queries and keys."""
-    row, live = _cut_row(q, k, v, q_index, k_index, last_reader, block)
+    row, live = _cut_row(q, k, v, q_index, k_index, last_query, block)
     order, count = _live_first(live)
 
     def one_block(i):
@@ -115,14 +115,14 @@ def backward(
     v: jax.Array,
     q_index: jax.Array,
     k_index: jax.Array,
-    last_reader: jax.Array,
+    last_query: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
     d_out: jax.Array,
     block: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What dense.backward computes, by blocks of `block` queries and keys."""
-    row, live = _cut_row(q, k, v, q_index, k_index, last_reader, block)
+    row, live = _cut_row(q, k, v, q_index, k_index, last_query, block)
     order, count = _live_first(live.T)
     d_outs, lses, deltas = (
         _cut(x, row.q.shape[1]) for x in (d_out, lse.transpose(2, 0, 1), delta.transpose(2, 0, 1))

@@ -5,7 +5,7 @@ another one, for use inside shard_map:
 
 1. gathered: each device gets the keys and values of the whole row; backward gathers them again
    (instead of keeping them), and sends each device the gradients of its own keys, which it sums.
-2. ring: each device's keys and values travel around the axis, one neighbour at a time, and are
+2. ring: each device's keys and values travel around the axis, one neighbor at a time, and are
    met on the way; the next shard is under way while the kernel works on this one. Parts are merged
    by their log-sum-exp. Backward, the gradients of a shard travel with it, in float32. No device
    ever holds more than two shards.
@@ -31,12 +31,12 @@ def gathered(kernel: Kernel) -> Kernel:
     def whole(shards):
         return tuple(jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in shards)
 
-    def forward(q, k, v, q_index, k_index, last_reader):
-        k, v, k_index, last_reader = whole((k, v, k_index, last_reader))
-        return kernel.forward(q, k, v, q_index, k_index, last_reader)
+    def forward(q, k, v, q_index, k_index, last_query):
+        k, v, k_index, last_query = whole((k, v, k_index, last_query))
+        return kernel.forward(q, k, v, q_index, k_index, last_query)
 
-    def backward(q, k, v, q_index, k_index, last_reader, lse, delta, d_out):
-        keys = whole((k, v, k_index, last_reader))
+    def backward(q, k, v, q_index, k_index, last_query, lse, delta, d_out):
+        keys = whole((k, v, k_index, last_query))
         inputs = (q, *keys[:2], q_index, *keys[2:])
         dq, dk, dv = kernel.backward(*inputs, lse, delta, d_out)
         return dq, _shares(dk), _shares(dv)
@@ -48,10 +48,10 @@ def gathered(kernel: Kernel) -> Kernel:
 def ring(kernel: Kernel) -> Kernel:
     """`kernel` on one device's keys after the other's."""
 
-    def forward(q, k, v, q_index, k_index, last_reader):
+    def forward(q, k, v, q_index, k_index, last_query):
         def meet(held, merged):
-            k, v, k_index, last_reader = held
-            part = kernel.forward(q, k, v, q_index, k_index, last_reader)
+            k, v, k_index, last_query = held
+            part = kernel.forward(q, k, v, q_index, k_index, last_query)
             return _merge(merged, part)
 
         def hop(state, _):
@@ -60,15 +60,15 @@ def ring(kernel: Kernel) -> Kernel:
 
         statistics = (q.shape[0], *q.shape[2:4], q.shape[1])
         nothing = jnp.zeros(q.shape), jnp.full(statistics, MASKED)
-        state = (k, v, k_index, last_reader), nothing
+        state = (k, v, k_index, last_query), nothing
         (held, merged), _ = jax.lax.scan(hop, state, length=jax.lax.axis_size(CONTEXT) - 1)
         out, lse = meet(held, merged)
         return out.astype(q.dtype), jnp.where(lse > MASKED / 2, lse, -MASKED)
 
-    def backward(q, k, v, q_index, k_index, last_reader, lse, delta, d_out):
+    def backward(q, k, v, q_index, k_index, last_query, lse, delta, d_out):
         def meet(held, dq, gradients):
-            k, v, k_index, last_reader = held
-            inputs = (q, k, v, q_index, k_index, last_reader)
+            k, v, k_index, last_query = held
+            inputs = (q, k, v, q_index, k_index, last_query)
             part = kernel.backward(*inputs, lse, delta, d_out)
             return jax.tree.map(lambda total, more: total + more, (dq, *gradients), part)
 
@@ -79,7 +79,7 @@ def ring(kernel: Kernel) -> Kernel:
             return (_pass_on(held), dq, tuple(gradients)), None
 
         zeros = [jnp.zeros(x.shape) for x in (q, k, v)]
-        state = (k, v, k_index, last_reader), zeros[0], tuple(zeros[1:])
+        state = (k, v, k_index, last_query), zeros[0], tuple(zeros[1:])
         state, _ = jax.lax.scan(hop, state, length=jax.lax.axis_size(CONTEXT) - 1)
         held, dq, gradients = state
         dq, *gradients = meet(held, dq, _pass_on(gradients))

@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
     """Attention of packed rows on one device; R = N / K query heads a key head.
 
     Attributes:
-      forward: (q [B, Tq, K, R, H], k, v [B, Tk, K, H], q_index [B, Tq], k_index, last_reader
+      forward: (q [B, Tq, K, R, H], k, v [B, Tk, K, H], q_index [B, Tq], k_index, last_query
         [B, Tk]) -> (out as q, lse float32 [B, K, R, Tq]). A query that sees nothing gets zeros, and
         an lse of 1e30.
       backward: (the same six, lse, delta float32 [B, K, R, Tq], d_out as q) -> (dq, dk, dv), these
@@ -41,12 +41,12 @@ def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *rows: jax.lax.map(lambda row: function(*row), rows)
 
 
-def together(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
+def vmapped(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
     """A kernel of functions for one row: the rows are one batch."""
     return Kernel(jax.vmap(forward), jax.vmap(backward))
 
 
-def one_by_one(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
+def row_loop(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
     """A kernel of functions for one row: one row after the other, as their loops differ in
     length."""
     return Kernel(over_rows(forward), over_rows(backward))
@@ -60,7 +60,7 @@ def attend(
     v: jax.Array,
     q_index: jax.Array,
     k_index: jax.Array,
-    last_reader: jax.Array,
+    last_query: jax.Array,
 ) -> jax.Array:
     """What kernel.forward computes, differentiable by q, k and v.
 
@@ -69,12 +69,12 @@ def attend(
       q: [B, Tq, N, H]; query head n reads key head n // (N / K).
       k, v: [B, Tk, K, H].
       q_index: int32 [B, Tq], row indices of the queries.
-      k_index, last_reader: int32 [B, Tk], of the keys; see masks.py.
+      k_index, last_query: int32 [B, Tk], of the keys; see masks.py.
 
     Returns:
       [B, Tq, N, H] in q's dtype; zeros for a query that sees nothing.
     """
-    return _forward(kernel, q, k, v, q_index, k_index, last_reader)[0]
+    return _forward(kernel, q, k, v, q_index, k_index, last_query)[0]
 
 
 def _forward(kernel: Kernel, q, k, v, *indices):

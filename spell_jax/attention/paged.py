@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
       rows: of large ones, with an eighth of the scores or more a page, one in so many of all. Rows
         that read nothing cost as much as others next to them, and most rows of a call may be such.
       queries: of rows with an eighth of it or more each, such as pages of one prompt. So many of
-        neighbours that have one table meet as many keys in one product.
+        neighbors that have one table meet as many keys in one product.
     """
 
     scores: int
@@ -150,7 +150,7 @@ def attend_in_steps(
     within = jnp.arange(width)[:, None] * parts + part
     within = (within * pages.block + jnp.arange(pages.block)).reshape(-1)
     longest = jnp.max(visible, axis=1)
-    order = jnp.argsort(longest == 0 if are_many else -longest)  # neighbours stay neighbours
+    order = jnp.argsort(longest == 0 if are_many else -longest)  # neighbors stay neighbors
     order = jnp.pad(order, (0, -rows % together), mode="edge")
     # [M, T, N, H] as [M, K, T R, H]: the queries of a key head meet it in one product.
     queries = q.reshape(rows, time, kv_heads, -1, size).swapaxes(1, 2)
@@ -290,13 +290,13 @@ def _write(pages: Pages, keys: jax.Array, values: jax.Array, write) -> Pages:
         dtype = pages.keys.dtype
         written = (keys.astype(dtype), None), (values.astype(dtype), None)
     else:
-        written = quantise(keys), quantise(values)
+        written = quantize(keys), quantize(values)
     (keys, key_scales), (values, value_scales) = written
     new = Pages(keys, values, key_scales, value_scales)
     return jax.tree.map(write, pages, new)
 
 
-def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """int8 [..., H] and float32 scales [...] whose product is x [..., H], to half a scale."""
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / 127

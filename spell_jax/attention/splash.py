@@ -1,10 +1,10 @@
 """Attention on TPU: Pallas flash kernels that know a packed row's mask and skip dead blocks.
 
-The stock splash kernels cannot compare a query's index with a number a key (`last_reader`), so
+The stock splash kernels cannot compare a query's index with a number a key (`last_query`), so
 these are our own, for one row on one device. What a device holds may be a part of the row: queries
 in any order, some of the keys. The parts' outputs are merged by their log-sum-exp.
 
-1. Queries and keys are cut into blocks. Minima and maxima of q_index and last_reader tell which
+1. Queries and keys are cut into blocks. Minima and maxima of q_index and last_query tell which
    pairs of blocks are dead, full (everything is seen) or partial; the live ones are written into a
    list of words, one a pair (`list_pairs`). The device does this; nothing depends on the host.
 2. The grid of a kernel runs over that list: its length is a runtime number, its words are
@@ -64,7 +64,7 @@ def forward(
     v: jax.Array,
     q_index: jax.Array,
     k_index: jax.Array,
-    last_reader: jax.Array,
+    last_query: jax.Array,
     *,
     blocks: Blocks | None = None,
     interpret: bool | None = None,
@@ -78,8 +78,8 @@ def forward(
       q: [Tq, K, R, H].
       k, v: [Tk, K, H], of q's dtype.
       q_index: int32 [Tq], row indices of the queries, in any order.
-      k_index, last_reader: int32 [Tk]; query q sees key j iff k_index[j] <= q_index[q] <=
-        last_reader[j].
+      k_index, last_query: int32 [Tk]; query q sees key j iff k_index[j] <= q_index[q] <=
+        last_query[j].
       blocks: None: DEFAULT_BLOCKS. A row is cut into as few equal blocks as these allow.
       interpret: run by the interpreter; None: unless the default backend is a TPU.
 
@@ -89,7 +89,7 @@ def forward(
     """
     time, kv_heads, heads, size = q.shape
     block = (blocks or DEFAULT_BLOCKS[q.dtype.itemsize]).forward
-    kept = (q, k, v, q_index, k_index, last_reader)
+    kept = (q, k, v, q_index, k_index, last_query)
     pairs, data = _prepare(kept, block, by_keys=False)
     numbers = jax.ShapeDtypeStruct((kv_heads, heads, 1, data.q.shape[-1]), jnp.float32)
     out, lse = _call(
@@ -110,7 +110,7 @@ def backward(
     v: jax.Array,
     q_index: jax.Array,
     k_index: jax.Array,
-    last_reader: jax.Array,
+    last_query: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
     d_out: jax.Array,
@@ -121,7 +121,7 @@ def backward(
     """Gradients of attention, or these keys' share of them if they are a part of what is attended.
 
     Args:
-      q, k, v, q_index, k_index, last_reader, blocks, interpret: as in forward.
+      q, k, v, q_index, k_index, last_query, blocks, interpret: as in forward.
       lse: float32 [K, R, Tq], the log-sum-exp over all keys of all parts.
       delta: float32 [K, R, Tq], sum over H of d_out * out, out that of all parts.
       d_out: [Tq, K, R, H].
@@ -130,7 +130,7 @@ def backward(
       dq [Tq, K, R, H], dk and dv [Tk, K, H] in the dtypes of q, k and v.
     """
     blocks = blocks or DEFAULT_BLOCKS[q.dtype.itemsize]
-    kept = (q, k, v, q_index, k_index, last_reader)
+    kept = (q, k, v, q_index, k_index, last_query)
     d_out = d_out.astype(q.dtype)
     dq = _backward_queries(kept, lse, delta, d_out, blocks.dq, interpret)
     dk, dv = _backward_keys(kept, lse, delta, d_out, blocks.dkv, interpret)
@@ -207,7 +207,7 @@ class Pairs(NamedTuple):
 def list_pairs(
     q_index: jax.Array,
     k_index: jax.Array,
-    last_reader: jax.Array,
+    last_query: jax.Array,
     block_q: int,
     block_k: int,
     by_keys: bool,
@@ -218,12 +218,12 @@ def list_pairs(
 
     Args:
       q_index: int32 [Tq].
-      k_index, last_reader: int32 [Tk].
+      k_index, last_query: int32 [Tk].
       block_q, block_k: divide Tq and Tk.
       by_keys: see Pairs.
     """
     queries = q_index.reshape(-1, block_q)
-    keys, readers = (x.reshape(-1, block_k) for x in (k_index, last_reader))
+    keys, readers = (x.reshape(-1, block_k) for x in (k_index, last_query))
     if len(queries) * len(keys) > MOST_PAIRS or max(len(queries), len(keys)) > _MOST:
         raise ValueError(
             f"{len(q_index)} queries by {len(k_index)} keys in blocks of {block_q} by {block_k}"
@@ -273,7 +273,7 @@ class _Data(NamedTuple):
 
     Attributes:
       q_index: [1, Tq].
-      k_index, last_reader: [1, Tk].
+      k_index, last_query: [1, Tk].
       q: [K, R, H, Tq].
       k, v: [K, Tk, H].
       k_turned, v_turned: [K, H, Tk].
@@ -281,7 +281,7 @@ class _Data(NamedTuple):
 
     q_index: jax.Array
     k_index: jax.Array
-    last_reader: jax.Array
+    last_query: jax.Array
     q: jax.Array
     k: jax.Array
     v: jax.Array
@@ -290,13 +290,13 @@ class _Data(NamedTuple):
 
 
 def _prepare(kept, block: tuple[int, int], by_keys: bool) -> tuple[Pairs, _Data]:
-    q, k, v, q_index, k_index, last_reader = kept
+    q, k, v, q_index, k_index, last_query = kept
     block_q, block_k = _block(block[0], len(q)), _block(block[1], len(k))
     # A padded query or key repeats the last index, which changes no limits of its block. Such a
     # query's output is cut off and its d_out and delta are zero; such a key has no reader.
     queries = jnp.pad(q_index, (0, -len(q) % block_q), mode="edge")
     keys = jnp.pad(k_index, (0, -len(k) % block_k), mode="edge")
-    readers = _pad(last_reader, 0, block_k, -1)
+    readers = _pad(last_query, 0, block_k, -1)
     pairs = list_pairs(queries, keys, readers, block_q, block_k, by_keys)
     k, v = (_pad(x.transpose(1, 0, 2), 1, block_k) for x in (k, v))
     turned = (x.transpose(0, 2, 1) for x in (k, v))
@@ -360,7 +360,7 @@ def _call(
     """Runs a kernel over the pairs: grid [K, R, pairs], or [K, pairs, R] if sorted by keys.
 
     Args:
-      kernel: gets words, q_index, k_index, last_reader, inputs, outputs, scratch (float32).
+      kernel: gets words, q_index, k_index, last_query, inputs, outputs, scratch (float32).
       pairs, data: what _prepare gives.
       inputs, outputs: their kind (see _specs), and the array or one of its shape and dtype.
       scratch: shapes.
@@ -371,7 +371,7 @@ def _call(
     indices = [
         ("query_numbers", data.q_index),
         ("key_numbers", data.k_index),
-        ("key_numbers", data.last_reader),
+        ("key_numbers", data.last_query),
     ]
     inputs = indices + inputs
     count = pairs.count
@@ -431,7 +431,7 @@ def _when_live(word, step: Callable[[bool], None]) -> None:
 
 
 def _forward_kernel(
-    words, q_index, k_index, last_reader, q, k, v_turned, out, lse, top, total, gathered
+    words, q_index, k_index, last_query, q, k, v_turned, out, lse, top, total, gathered
 ) -> None:
     """Grid [K, R, pairs]; out [H, queries]; top and total [1, queries], gathered [H, queries]."""
     word = words[pl.program_id(2)]
@@ -444,7 +444,7 @@ def _forward_kernel(
         gathered[...] = jnp.zeros(gathered.shape, jnp.float32)
 
     def step(masked: bool) -> None:
-        scores = _scores(q, k, (q_index, k_index, last_reader), masked)
+        scores = _scores(q, k, (q_index, k_index, last_query), masked)
         new_top = jnp.maximum(top[...], jnp.max(scores, axis=0, keepdims=True))
         weights = jnp.exp(scores - new_top)
         shrink = jnp.exp(top[...] - new_top)
@@ -464,7 +464,7 @@ def _forward_kernel(
 
 
 def _dq_kernel(
-    words, q_index, k_index, last_reader, q, k, k_turned, v, d_out, lse, delta, dq, gathered
+    words, q_index, k_index, last_query, q, k, k_turned, v, d_out, lse, delta, dq, gathered
 ) -> None:
     """Grid [K, R, pairs]; dq and gathered [H, queries]."""
     word = words[pl.program_id(2)]
@@ -474,7 +474,7 @@ def _dq_kernel(
         gathered[...] = jnp.zeros(gathered.shape, jnp.float32)
 
     def step(masked: bool) -> None:
-        scores = _scores(q, k, (q_index, k_index, last_reader), masked)
+        scores = _scores(q, k, (q_index, k_index, last_query), masked)
         weights = jnp.exp(scores - lse[...])
         d_scores = weights * (_dot(v[...], d_out[...]) - delta[...])
         gathered[...] += _dot(k_turned[...], d_scores.astype(k_turned.dtype))
@@ -487,7 +487,7 @@ def _dq_kernel(
 
 
 def _dkv_kernel(
-    words, q_index, k_index, last_reader, q, k, v, d_out, lse, delta, dk, dv, gathered_k, gathered_v
+    words, q_index, k_index, last_query, q, k, v, d_out, lse, delta, dk, dv, gathered_k, gathered_v
 ) -> None:
     """Grid [K, pairs, R]; dk, dv and what is gathered [keys, H], summed over the R heads."""
     word = words[pl.program_id(1)]
@@ -499,7 +499,7 @@ def _dkv_kernel(
         gathered_v[...] = jnp.zeros(gathered_v.shape, jnp.float32)
 
     def step(masked: bool) -> None:
-        scores = _scores(q, k, (q_index, k_index, last_reader), masked)
+        scores = _scores(q, k, (q_index, k_index, last_query), masked)
         weights = jnp.exp(scores - lse[...])
         gathered_v[...] += _dot(weights.astype(d_out.dtype), d_out[...], b_turned=True)
         d_scores = weights * (_dot(v[...], d_out[...]) - delta[...])

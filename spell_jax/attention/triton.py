@@ -95,7 +95,7 @@ def forward(
     v: jax.Array,
     q_index: jax.Array,
     k_index: jax.Array,
-    last_reader: jax.Array,
+    last_query: jax.Array,
     *,
     tiles: Tiles | None = None,
     interpret: bool | None = None,
@@ -109,8 +109,8 @@ def forward(
       q: [Tq, K, R, H], float32, bfloat16 or float16.
       k, v: [Tk, K, H], of q's dtype.
       q_index: int32 [Tq], row indices of the queries, in any order.
-      k_index, last_reader: int32 [Tk], in any order; query q sees key j iff
-        k_index[j] <= q_index[q] <= last_reader[j].
+      k_index, last_query: int32 [Tk], in any order; query q sees key j iff
+        k_index[j] <= q_index[q] <= last_query[j].
       tiles: None: DEFAULT_TILES.
       interpret: run by the interpreter; None: unless the default backend is a GPU.
 
@@ -119,7 +119,7 @@ def forward(
       the scaled scores, float32 [K, R, Tq], 1e30 for a query that sees nothing.
     """
     time, kv_heads, heads, size = q.shape
-    kept = (q, k, v, q_index, k_index, last_reader)
+    kept = (q, k, v, q_index, k_index, last_query)
     tile, pairs, data = _prepare(kept, tiles, "forward")
     specs = _query_specs(tile, data)
     numbers = jax.ShapeDtypeStruct((kv_heads, heads, len(data.q)), jnp.float32)
@@ -140,7 +140,7 @@ def backward(
     v: jax.Array,
     q_index: jax.Array,
     k_index: jax.Array,
-    last_reader: jax.Array,
+    last_query: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
     d_out: jax.Array,
@@ -151,7 +151,7 @@ def backward(
     """Gradients of attention, or these keys' share of them if they are a part of what is attended.
 
     Args:
-      q, k, v, q_index, k_index, last_reader, tiles, interpret: as in forward.
+      q, k, v, q_index, k_index, last_query, tiles, interpret: as in forward.
       lse: float32 [K, R, Tq], the log-sum-exp over all keys of all parts.
       delta: float32 [K, R, Tq], sum over H of d_out * out, out that of all parts.
       d_out: [Tq, K, R, H].
@@ -159,7 +159,7 @@ def backward(
     Returns:
       dq [Tq, K, R, H], dk and dv [Tk, K, H] in q's dtype.
     """
-    kept = (q, k, v, q_index, k_index, last_reader)
+    kept = (q, k, v, q_index, k_index, last_query)
     given = (lse, delta, d_out.astype(q.dtype))
     dq = _backward_queries(kept, given, tiles, interpret)
     return dq, *_backward_keys(kept, given, tiles, interpret)
@@ -198,7 +198,7 @@ def _backward_keys(kept, given, tiles, interpret) -> tuple[jax.Array, jax.Array]
 def list_pairs(
     q_index: jax.Array,
     k_index: jax.Array,
-    last_reader: jax.Array,
+    last_query: jax.Array,
     block_q: int,
     block_k: int,
     by_keys: bool,
@@ -207,7 +207,7 @@ def list_pairs(
 
     Args:
       q_index: int32 [Tq].
-      k_index, last_reader: int32 [Tk].
+      k_index, last_query: int32 [Tk].
       block_q, block_k: divide Tq and Tk.
       by_keys: a list for each block of keys, of blocks of queries; or the other way round.
 
@@ -217,7 +217,7 @@ def list_pairs(
       partial ones, and (never read) dead ones, each in their order.
     """
     queries = q_index.reshape(-1, block_q)
-    keys, readers = (x.reshape(-1, block_k) for x in (k_index, last_reader))
+    keys, readers = (x.reshape(-1, block_k) for x in (k_index, last_query))
     earliest, latest = queries.min(1)[:, None], queries.max(1)[:, None]
     live = (keys.min(1) <= latest) & (earliest <= readers.max(1))
     full = (keys.max(1) <= earliest) & (latest <= readers.min(1))
@@ -240,14 +240,14 @@ class _Data(NamedTuple):
 
     Attributes:
       q_index: [Tq].
-      k_index, last_reader: [Tk].
+      k_index, last_query: [Tk].
       q: [Tq, K, R, H].
       k, v: [Tk, K, H].
     """
 
     q_index: jax.Array
     k_index: jax.Array
-    last_reader: jax.Array
+    last_query: jax.Array
     q: jax.Array
     k: jax.Array
     v: jax.Array
@@ -255,7 +255,7 @@ class _Data(NamedTuple):
 
 def _prepare(kept, tiles: Tiles | None, kernel: str) -> tuple[Tile, jax.Array, _Data]:
     """The tile as it fits the row, list_pairs, and the padded arrays."""
-    q, k, v, q_index, k_index, last_reader = kept
+    q, k, v, q_index, k_index, last_query = kept
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; want one of float32, bfloat16 and"
@@ -270,7 +270,7 @@ def _prepare(kept, tiles: Tiles | None, kernel: str) -> tuple[Tile, jax.Array, _
     # query's output is cut off and its d_out and delta are zero; such a key has no reader.
     queries = jnp.pad(q_index, (0, -len(q) % tile.queries), mode="edge")
     keys = jnp.pad(k_index, (0, -len(k) % tile.keys), mode="edge")
-    readers = _pad(last_reader, 0, tile.keys, jnp.iinfo(jnp.int32).min)
+    readers = _pad(last_query, 0, tile.keys, jnp.iinfo(jnp.int32).min)
     by_keys = kernel == "dkv"
     pairs = list_pairs(queries, keys, readers, tile.queries, tile.keys, by_keys)
     q = _pad(_pad(q, -1, size), 0, tile.queries)
@@ -338,7 +338,7 @@ def _inputs(specs, data: _Data, given=()) -> list[tuple[pl.BlockSpec, jax.Array]
     found = [
         (specs["query_index"], data.q_index),
         (specs["key_index"], data.k_index),
-        (specs["key_index"], data.last_reader),
+        (specs["key_index"], data.last_query),
         (specs["queries"], data.q),
         (specs["keys"], data.k),
         (specs["keys"], data.v),
@@ -402,9 +402,7 @@ def _walk(pairs, step: Callable[..., Any], state: Any, repeats: int = 1) -> Any:
     return lax.fori_loop(full, live, functools.partial(step, True), state)
 
 
-def _forward_kernel(
-    block_k, scale, pairs, q_index, k_index, last_reader, q, k, v, out, lse
-) -> None:
+def _forward_kernel(block_k, scale, pairs, q_index, k_index, last_query, q, k, v, out, lse) -> None:
     """Grid [R, blocks of queries, K]; q and out [queries, H]; k and v [Tk, H]."""
     queries, query = q[...], q_index[...][:, None]
 
@@ -413,7 +411,7 @@ def _forward_kernel(
         place = pl.ds(pairs[_COUNTS + n] * block_k, block_k)
         scores = _dot(queries, k[place, :], b_turned=True) * (scale * _LOG2_E)
         if masked:
-            scores = _mask(scores, query, k_index[place][None, :], last_reader[place][None, :])
+            scores = _mask(scores, query, k_index[place][None, :], last_query[place][None, :])
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - new_top[:, None])
         shrink = jnp.exp2(top - new_top)
@@ -435,7 +433,7 @@ def _forward_kernel(
 
 
 def _dq_kernel(
-    block_k, scale, pairs, q_index, k_index, last_reader, q, k, v, lse, delta, d_out, dq
+    block_k, scale, pairs, q_index, k_index, last_query, q, k, v, lse, delta, d_out, dq
 ) -> None:
     """Grid [R, blocks of queries, K]; q, d_out and dq [queries, H]; k and v [Tk, H]."""
     queries, query = q[...], q_index[...][:, None]
@@ -446,7 +444,7 @@ def _dq_kernel(
         keys = k[place, :]
         scores = _dot(queries, keys, b_turned=True) * (scale * _LOG2_E)
         if masked:
-            scores = _mask(scores, query, k_index[place][None, :], last_reader[place][None, :])
+            scores = _mask(scores, query, k_index[place][None, :], last_query[place][None, :])
         d_weights = _dot(d_outs, v[place, :], b_turned=True)
         d_scores = jnp.exp2(scores - lse2) * (d_weights - own_delta)
         return gathered + _dot(d_scores.astype(k.dtype), keys)
@@ -456,14 +454,14 @@ def _dq_kernel(
 
 
 def _dkv_kernel(
-    block_q, scale, pairs, q_index, k_index, last_reader, q, k, v, lse, delta, d_out, dk, dv
+    block_q, scale, pairs, q_index, k_index, last_query, q, k, v, lse, delta, d_out, dk, dv
 ) -> None:
     """Grid [blocks of keys, K]; k, v, dk and dv [keys, H]; q and d_out [Tq, R, H].
 
     Scores lie turned, [keys, queries]: as the products for dk and dv take them.
     """
     keys, values = k[...], v[...]
-    key, reader = k_index[...][:, None], last_reader[...][:, None]
+    key, reader = k_index[...][:, None], last_query[...][:, None]
     heads = q.shape[1]
 
     def step(masked: bool, n, state):

@@ -9,7 +9,7 @@
    is too long by itself at lines, then sentences, words, characters. Nothing but white space at the
    cuts is lost (spec section 14).
 4. A folder's documents are grouped by order, or by TF-IDF similarity: the first free document and
-   its nearest free neighbours form a cluster. Which clusters are held out depends on ids alone.
+   its nearest free neighbors form a cluster. Which clusters are held out depends on ids alone.
 5. Whoever plays clusters sees a `Source`: ids and tasks at once, texts when they are asked for.
 """
 
@@ -276,7 +276,7 @@ def _units(text: str, count: CountTokens, limit: int, level: int) -> Iterator[tu
 
 
 def _packed(counts: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Yields [first, last) ranges of neighbours, as long as their counts fit into the limit."""
+    """Yields [first, last) ranges of neighbors, as long as their counts fit into the limit."""
     first, total = 0, 0
     for index, tokens in enumerate(counts):
         if total + tokens > limit and index > first:
@@ -338,7 +338,7 @@ def _grouped(documents: Sequence[str], size: int, grouping: str) -> list[Cluster
 
 
 def _similar_groups(documents: Sequence[str], size: int) -> Iterator[list[int]]:
-    """Yields groups of indices: the first free document and its nearest free neighbours.
+    """Yields groups of indices: the first free document and its nearest free neighbors.
 
     Ties go to the earlier document; within a group the corpus order is kept.
     """

@@ -2,7 +2,7 @@
 
 1. A letter goes from hand to hand. A story opens with who wrote it, "Arvo"; each line goes on with
    the person that the line before it ended with: "Arvo to Bela", then "Bela to Dina".
-2. A missing line is thus about who was named last before the gap. Where two neighbours are missing,
+2. A missing line is thus about who was named last before the gap. Where two neighbors are missing,
    the option for the first one must be found to know whom the second one is about.
 3. Names are the tiny world's, so that its tokenizer has a token for each, with a space before it;
    therefore lines are indented. Nobody has the letter twice. There are no blank lines, so that
@@ -43,7 +43,7 @@ def make_stories(
     """Seeded clusters of one story each; their lengths cycle through `lines`."""
     stories = []
     for index in range(count):
-        # The 5 tells these draws from those of a game and of the tiny world's clusters.
+        # The 5 tells these draws from those of an algorithm and of the tiny world's clusters.
         rng = np.random.default_rng([seed, index, 5])
         text = make_story(rng, lines[index % len(lines)])
         stories.append(Cluster(f"{prefix}-{seed}-{index}", (text,)))

@@ -9,7 +9,7 @@
 3. Values have several surface forms: a city has two names (documents use either), names and
    figures may be decorated ("Mr Bela", "34 dollars"). A rule that compares strings misses some.
 4. The oracle reads documents and question by their grammar and knows every truth. Self-play never
-   calls it: it is for warm-start demonstrations (a labelled source) and for held-out evaluation.
+   calls it: it is for warm-start demonstrations (a labeled source) and for held-out evaluation.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def make_clusters(
     """Seeded clusters; their sizes cycle through `documents`."""
     clusters = []
     for index in range(count):
-        # numpy reads [seed, index] as [seed, index, 0], which a game draws from in step `index`.
+        # numpy reads [seed, index] as [seed, index, 0], which an algorithm draws from in step
+        # `index`.
         rng = np.random.default_rng([seed, index, 4])
         texts = make_documents(rng, documents[index % len(documents)])
         clusters.append(Cluster(id=f"{prefix}-{seed}-{index}", documents=texts, tasks=None))

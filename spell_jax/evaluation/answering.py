@@ -1,8 +1,8 @@
-"""A benchmark's answers, from tokens to rows: cut and drawn, found again on disk, scored, judged.
+"""A benchmark's answers, from tokens to rows: cut and sampled, found again on disk, scored, judged.
 
 A row is one sample: {"max_input", "benchmark", "id", "sample", "text", "tokens_in", "truncated",
-"tokens_out", "stopped"} as it is drawn; "prediction", "rule", "judge" and "final" are added in the
-end, also to rows from an earlier start, so that a corrected rule counts. So is "by" where a
+"tokens_out", "stopped"} as it is sampled; "prediction", "rule", "judge" and "final" are added in
+the end, also to rows from an earlier start, so that a corrected rule counts. So is "by" where a
 benchmark tells its questions apart: {field: value}.
 """
 
@@ -37,7 +37,7 @@ Place = tuple[int, str, str]  # limit, benchmark, question
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn. Mistakes raise ValueError.
+    """How answers are sampled. Mistakes raise ValueError.
 
     Attributes:
       samples: answers to each question [G].
@@ -83,7 +83,7 @@ class Question:
         return self.benchmark.judged and self.item.judged
 
 
-def tokenise(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> list[Question]:
+def tokenize(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> list[Question]:
     """All questions, cut to the largest limit: uncut, some documents have millions of tokens.
 
     Raises:
@@ -136,8 +136,8 @@ def draw(
     keys = fold_keys(key, [(place[0], *map(_number, place[1:])) for place in places])
     options = [sampling.options(one.benchmark) for one in questions]
     prompts = [protocol.truncate(one.ids, limit) for one in questions]
-    drawn = policy.draw(prompts, sampling.samples, keys, options, wanted)
-    for count, (i, samples) in enumerate(drawn, 1):
+    sampled = policy.draw(prompts, sampling.samples, keys, options, wanted)
+    for count, (i, samples) in enumerate(sampled, 1):
         row = dict(zip(("max_input", "benchmark", "id"), places[i], strict=True))
         row |= {"tokens_in": len(prompts[i]), "truncated": questions[i].length > limit}
         texts = [policy.tokenizer.decode(sample.content) for sample in samples]

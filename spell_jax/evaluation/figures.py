@@ -23,7 +23,7 @@ def draw(path: pathlib.Path, title: str, panels: Mapping[int, Sequence[Mapping[s
     Args:
       path: of the file.
       title: of the benchmark.
-      panels: max_input -> the "by" of protocol.summarise, of one field or two.
+      panels: max_input -> the "by" of protocol.summarize, of one field or two.
     """
     width, height = _PANEL_SIZE
     figure = Figure(figsize=(width * len(panels), height), layout="constrained")

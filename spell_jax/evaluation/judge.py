@@ -53,7 +53,7 @@ def make_judge(given: Any, out: pathlib.Path, sizes: Sizes) -> Judge | None:
 
 def read_sizes(given: Any) -> Sizes:
     """The sampler's sizes as the flags say."""
-    return Sizes(given.cache_tokens, given.slots, given.prefill_tokens)
+    return Sizes(given.kv_cache_tokens, given.slots, given.prefill_tokens)
 
 
 def define_flags() -> None:
@@ -65,6 +65,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("judge_workers", 16, "Requests to the judge under way at once.")
     flags.DEFINE_float("judge_rate", 0.0, "Requests to the judge a second; 0: any.")
     flags.DEFINE_enum("dtype", "float32", list(weights.DTYPES), "Of policies' weights.")
-    flags.DEFINE_integer("cache_tokens", Sizes.cache_tokens, "Of the pool, a part of the mesh.")
+    flags.DEFINE_integer(
+        "kv_cache_tokens", Sizes.kv_cache_tokens, "Of the pool, a part of the mesh."
+    )
     flags.DEFINE_integer("slots", Sizes.slots, "Answers drawn at once.")
     flags.DEFINE_integer("prefill_tokens", Sizes.prefill_tokens, "Of prompts read at once.")

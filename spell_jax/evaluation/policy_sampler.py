@@ -25,16 +25,16 @@ class Sizes:
     """Of the sampler, as far as a machine's memory sets them; see SamplerConfig.
 
     Attributes:
-      cache_tokens: of the pool of each part of the mesh, besides the longest prompt and answer.
+      kv_cache_tokens: of the pool of each part of the mesh, besides the longest prompt and answer.
       slots: answers drawn at once, over all devices.
       prefill_tokens: of prompts that are read in one call.
-      block: tokens of a page.
+      page_size: tokens of a page.
     """
 
-    cache_tokens: int = 65_536
+    kv_cache_tokens: int = 65_536
     slots: int = 512
     prefill_tokens: int = 8192
-    block: int = 128
+    page_size: int = 128
 
 
 class Policy:
@@ -90,15 +90,15 @@ class Policy:
         shards, lengths = meshes.row_shards(mesh), [len(prompt) for prompt in prompts]
         longest, cap = max(lengths), max(one.max_tokens for one in options)
         self.config.check_length(longest + cap)
-        room = longest + cap + 2 * sizes.block
+        room = longest + cap + 2 * sizes.page_size
         config = SamplerConfig(
             max_tokens=cap,
             max_verdict_tokens=1,
             max_prompt=longest,
-            block=sizes.block,
-            cache_tokens=shards * (sizes.cache_tokens + room),
+            page_size=sizes.page_size,
+            kv_cache_tokens=shards * (sizes.kv_cache_tokens + room),
             slots=min(sizes.slots, group * len(prompts)),
-            siblings=min(8, group),
+            samples_per_prompt_batch=min(8, group),
             prefill_tokens=min(sizes.prefill_tokens, shards * sum(lengths)),
         )
         stream = self.tokenizer.stream

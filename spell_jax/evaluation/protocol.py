@@ -146,7 +146,7 @@ def aggregate(
     return made
 
 
-def summarise(
+def summarize(
     rows: Sequence[Mapping[str, Any]],
     names: Sequence[str],
     limits: Sequence[int],
@@ -227,7 +227,7 @@ def _counts(rows: Sequence[Mapping[str, Any]], samples: int) -> dict[str, Any]:
         "unanswered": verdicts.count("unanswered"),
         "no_prediction": share(row["prediction"] is None for row in rows),
         "truncated": share(row["truncated"] for row in rows),
-        "cut_off": share(not row["stopped"] for row in rows),
+        "answers_truncated": share(not row["stopped"] for row in rows),
         "tokens_in": share(row["tokens_in"] for row in rows),
         "tokens_out": share(row["tokens_out"] for row in rows),
     }

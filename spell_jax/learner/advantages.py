@@ -32,8 +32,8 @@ def group_advantages(
 def questioner_advantages(rewards: ArrayLike, tasks: Sequence[str]) -> NDArray[np.float32]:
     """Rewards [B] of questioner rows and their task names [B] to advantages [B] (Eq. 9, by task).
 
-    Each task is normalised by its own rows, so that a hard task is not punished for being hard. A
-    task with a single row is normalised by the whole batch; a batch of one row gets 0.
+    Each task is normalized by its own rows, so that a hard task is not punished for being hard. A
+    task with a single row is normalized by the whole batch; a batch of one row gets 0.
     Raises ValueError for lengths that differ or a reward that is not finite.
     """
     values = _checked(rewards)

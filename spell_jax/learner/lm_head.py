@@ -1,4 +1,4 @@
-"""Log-probs by slices of the vocabulary: its head is written out, forward and backward.
+"""Logprobs by slices of the vocabulary: its head is written out, forward and backward.
 
 1. On a mesh hidden states of answer tokens move to the device that scores them (over `context`);
    the vocabulary stays split over `tensor`.
@@ -37,7 +37,7 @@ def score_tokens(
     temperature: float,
     numbers_at_once: int = 2**26,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-prob and entropy of answer tokens; logits exist only for a slice of the vocabulary.
+    """Logprob and entropy of answer tokens; logits exist only for a slice of the vocabulary.
 
     Args:
       config: the architecture.
@@ -51,8 +51,8 @@ def score_tokens(
         has at least 128 rows of the table, whatever the bound.
 
     Returns:
-      float32 log-probs [B, A] under the full vocabulary at that temperature (no top-p
-      renormalisation, spec section 9), and float32 entropies [B, A] in nats.
+      float32 logprobs [B, A] under the full vocabulary at that temperature (no top-p
+      renormalization, spec section 9), and float32 entropies [B, A] in nats.
     """
     table = params["embedding" if config.tied_embeddings else "unembedding"]
     layout = _lay_out(table.shape, target.shape, temperature or 1.0, numbers_at_once)
@@ -179,7 +179,7 @@ def _put_back_on_device(gradient, source, *, time: int, layout: _Layout):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _head(picked: jax.Array, table: jax.Array, target: jax.Array, layout: _Layout):
-    """Log-probs and entropies [B, A] of targets [B, A] from hidden states [B, A, D] and the table
+    """Logprobs and entropies [B, A] of targets [B, A] from hidden states [B, A, D] and the table
     [V, D]."""
     return _head_forward(picked, table, target, layout)[0]
 
@@ -188,8 +188,8 @@ def _head_forward(picked, table, target, layout: _Layout):
     run = functools.partial(_scores_on_device, layout=layout)
     tokens = layout.tokens_spec
     specs = (tokens, layout.table_spec, tokens)
-    log_prob, entropy, log_mass = layout.shard(run, specs, (tokens,) * 3)(picked, table, target)
-    return (log_prob, entropy), (picked, table, target, log_mass, entropy)
+    logprob, entropy, log_mass = layout.shard(run, specs, (tokens,) * 3)(picked, table, target)
+    return (logprob, entropy), (picked, table, target, log_mass, entropy)
 
 
 def _head_backward(layout: _Layout, saved, gradients):
@@ -226,7 +226,7 @@ def _read_slice(step, picked, table, layout: _Layout):
 
 
 def _scores_on_device(picked, table, target, *, layout: _Layout):
-    """One device's log-probs, entropies and log masses [B, A], of its shards."""
+    """One device's logprobs, entropies and log masses [B, A], of its shards."""
 
     def one_slice(carry, step):
         top, mass, moment, chosen = carry
@@ -260,17 +260,17 @@ def _lower(mass, moment, by):
 
 
 def _gradients_on_device(
-    picked, table, target, log_mass, entropy, to_log_prob, to_entropy, *, layout: _Layout
+    picked, table, target, log_mass, entropy, to_logprob, to_entropy, *, layout: _Layout
 ):
     """One device's gradients, of its hidden states [B, A, D] and its share of the table."""
 
     def one_slice(carry, step):
         of_picked, of_table = carry
         first, weights, logits, token = _read_slice(step, picked, table, layout)
-        log_probs = logits - log_mass[..., None]
-        down = to_log_prob[..., None] + to_entropy[..., None] * (log_probs + entropy[..., None])
-        up = jnp.where(token == target[..., None], to_log_prob[..., None], 0.0)
-        of_logits = (up - jnp.exp(log_probs) * down) / layout.temperature
+        logprobs = logits - log_mass[..., None]
+        down = to_logprob[..., None] + to_entropy[..., None] * (logprobs + entropy[..., None])
+        up = jnp.where(token == target[..., None], to_logprob[..., None], 0.0)
+        of_logits = (up - jnp.exp(logprobs) * down) / layout.temperature
         # Products read the compute dtype, as in the forward pass, and sum in float32.
         of_logits = of_logits.astype(picked.dtype)
         of_picked += jnp.einsum(

@@ -1,10 +1,10 @@
 """The policy-gradient loss of a micro-batch, and its variants.
 
 1. Of every answer token there is a log-ratio: how much more likely it is now than under the
-   behaviour policy; `ratio` says whether it is the token's own or that of its whole answer.
+   behavior policy; `ratio` says whether it is the token's own or that of its whole answer.
 2. `objective` makes a loss of ratio and advantage: "clip" (PPO's, which GRPO, DAPO and GSPO have)
    or "cispo".
-3. Behaviour "truncated" weighs tokens by how far the policy that sampled them is away.
+3. With `tis_cap`, truncated importance weights correct for samples of older weights.
 4. Token losses are added with the weights that packing.weigh gave them; estimates of the KL to a
    reference model and an entropy bonus are added with the same.
 """
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from spell_jax.learner import packing
 from spell_jax.runtime.config import check_choice
 
-BEHAVIOURS = ("current", "sampler", "truncated", "recomputed")
+OLD_LOGPROBS = ("on_policy", "rollout", "recompute")
 OBJECTIVES = ("clip", "cispo")
 RATIOS = ("token", "sequence", "sequence_mean")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -33,7 +33,7 @@ class LossConfig:
 
     Attributes:
       objective: "clip": the pessimistic one of the ratio and the clipped ratio, times the advantage
-        (paper Eq. 2). "cispo": the clipped ratio, a constant, times advantage and log-prob, so that
+        (paper Eq. 2). "cispo": the clipped ratio, a constant, times advantage and logprob, so that
         no token loses its gradient (CISPO of MiniMax-M1, arXiv 2506.13585; in effect it has no
         lower bound, which clip_low = 1 is).
       ratio: "token": of each token by itself. "sequence": of an answer, the product over its
@@ -48,14 +48,13 @@ class LossConfig:
       kl_weight: weight of an estimate of KL(policy || reference); 0 needs no reference model.
       kl_estimator: see kl_estimate.
       entropy_weight: weight of the entropy bonus.
-      behaviour: whose log-probs the ratio is taken against: "current" (on-policy: the ratio is
-        exactly 1 and no pass is run), "sampler" (the log-probs recorded while sampling) or
-        "recomputed" (Learner.recompute: the log-probs of the weights before the step, for several
-        updates a step); or "truncated": as "current", each token weighed by how much more likely it
-        is now than it was when it was sampled, at most importance_cap. It goes with every
-        objective, and with every ratio: "more likely" is meant of the token or of its answer, as
-        `ratio` says.
-      importance_cap: see behaviour.
+      old_logprobs: denominator of the ratio. "on_policy": the current logprobs, so that the ratio
+        is exactly 1 and no extra pass runs. "rollout": the logprobs recorded while sampling.
+        "recompute": the logprobs of the weights before the step (one forward pass, needed when a
+        step has several mini-batches).
+      tis_cap: cap C of truncated importance sampling, 0 to switch it off. Each token's loss is
+        weighted by min(pi / pi_rollout, C), a constant of the gradient; `ratio` says whether pi is
+        of the token or of its answer. Requires old_logprobs = "on_policy" and C >= 1; 2 is usual.
       aggregation: see packing.weigh.
       sequence_tokens: the constant of aggregation "sequence_sum", in tokens; the longest answer
         that may be sampled is usual.
@@ -69,32 +68,39 @@ class LossConfig:
     kl_weight: float = 0.0
     kl_estimator: str = "k3"
     entropy_weight: float = 0.0
-    behaviour: str = "current"
-    importance_cap: float = 2.0
+    old_logprobs: str = "on_policy"
+    tis_cap: float = 0.0
     aggregation: str = "token_mean"
     sequence_tokens: int = 0
 
     def __post_init__(self):
         check_choice(self, "loss.", objective=OBJECTIVES, ratio=RATIOS)
-        check_choice(self, "loss.", kl_estimator=KL_ESTIMATORS, behaviour=BEHAVIOURS)
+        check_choice(self, "loss.", kl_estimator=KL_ESTIMATORS, old_logprobs=OLD_LOGPROBS)
         for field in ("clip_low", "clip_high", "kl_weight", "entropy_weight"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"loss.{field} = {getattr(self, field)}: must be 0 or more")
-        if not self.importance_cap >= 1:
+        if self.tis_cap and not self.tis_cap >= 1:
+            raise ValueError(f"loss.tis_cap = {self.tis_cap}: must be at least 1, or 0 for none")
+        if self.tis_cap and self.old_logprobs != "on_policy":
             raise ValueError(
-                f"loss.importance_cap = {self.importance_cap}: must be at least 1, for what is "
-                "sampled from the policy itself"
+                f"loss.tis_cap = {self.tis_cap}: must be 0 for loss.old_logprobs = "
+                f"{self.old_logprobs!r}; truncated importance sampling needs 'on_policy'"
             )
         if not (self.dual_clip > 1 or self.dual_clip == 0):
             raise ValueError(f"loss.dual_clip = {self.dual_clip}: must be above 1, or 0 for none")
         packing.check_aggregation(self.aggregation, self.sequence_tokens)
 
     @property
+    def uses_rollout_logprobs(self) -> bool:
+        """Whether the loss accounts for samples of other weights than the current ones."""
+        return self.old_logprobs == "rollout" or bool(self.tis_cap)
+
+    @property
     def sums(self) -> tuple[str, ...]:
         """Names of the numbers that batch_loss sums up over a micro-batch's tokens."""
-        names = ["loss", "weight", "tokens", "entropy", "mean_log_prob"]
+        names = ["loss", "weight", "tokens", "entropy", "mean_logprob"]
         names += ["clip_share", "dual_clip_share", "approx_kl"]
-        names += ["sampler_difference"] if self.behaviour != "recomputed" else []
+        names += ["sampler_difference"] if self.old_logprobs != "recompute" else []
         return (*names, "kl") if self.kl_weight else tuple(names)
 
 
@@ -102,33 +108,33 @@ ROLE_SUMS = ("role_tokens", "role_entropy")  # as LossConfig.sums, but one a rol
 
 
 def batch_loss(
-    log_probs: jax.Array,
+    logprobs: jax.Array,
     entropy: jax.Array,
     batch: packing.MicroBatch,
     config: LossConfig,
-    reference_log_probs: jax.Array | None = None,
+    reference_logprobs: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of a micro-batch with all its terms.
 
     Args:
-      log_probs: float32 [B, A], of the policy that is trained.
+      logprobs: float32 [B, A], of the policy that is trained.
       entropy: float32 [B, A], in nats.
-      batch: whose log-probs these are.
+      batch: whose logprobs these are.
       config: the loss.
-      reference_log_probs: float32 [B, A], of the reference model, if kl_weight is not 0.
+      reference_logprobs: float32 [B, A], of the reference model, if kl_weight is not 0.
 
     Returns:
       The scalar loss; LossConfig.sums and ROLE_SUMS by name.
     """
-    old, weight = jax.lax.stop_gradient(log_probs), batch.weight
-    if config.behaviour in ("sampler", "recomputed"):
-        old = batch.old_log_prob
-    if config.behaviour == "truncated":
-        since = log_ratio(log_probs, batch.old_log_prob, config.ratio, batch.answer)
-        weight *= importance(since, config.importance_cap)
-    value, sums = policy_loss(log_probs, old, batch.advantage, weight, config, batch.answer)
-    if reference_log_probs is not None:
-        estimate = kl_estimate(log_probs, reference_log_probs, config.kl_estimator)
+    old, weight = jax.lax.stop_gradient(logprobs), batch.weight
+    if config.old_logprobs != "on_policy":
+        old = batch.old_logprob
+    if config.tis_cap:
+        since_rollout = log_ratio(logprobs, batch.old_logprob, config.ratio, batch.answer)
+        weight *= importance(since_rollout, config.tis_cap)
+    value, sums = policy_loss(logprobs, old, batch.advantage, weight, config, batch.answer)
+    if reference_logprobs is not None:
+        estimate = kl_estimate(logprobs, reference_logprobs, config.kl_estimator)
         kl = jnp.sum(batch.weight * estimate)
         value, sums["kl"] = value + config.kl_weight * kl, kl
     if config.entropy_weight:
@@ -139,19 +145,19 @@ def batch_loss(
         "weight": jnp.sum(batch.weight),
         "tokens": jnp.sum(real),
         "entropy": jnp.sum(entropy * real),
-        "mean_log_prob": jnp.sum(batch.weight * log_probs),
+        "mean_logprob": jnp.sum(batch.weight * logprobs),
         "role_tokens": packing.sum_by_role(real, batch.role),
         "role_entropy": packing.sum_by_role(entropy * real, batch.role),
     }
-    if config.behaviour != "recomputed":
-        given = real & (batch.old_log_prob != 0)
-        sums["sampler_difference"] = jnp.sum(jnp.abs(log_probs - batch.old_log_prob) * given)
+    if config.old_logprobs != "recompute":
+        given = real & (batch.old_logprob != 0)
+        sums["sampler_difference"] = jnp.sum(jnp.abs(logprobs - batch.old_logprob) * given)
     return value, sums
 
 
 def policy_loss(
-    log_probs: jax.Array,
-    old_log_probs: jax.Array,
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
     advantages: jax.Array,
     weights: jax.Array,
     config: LossConfig = LossConfig(),
@@ -160,8 +166,8 @@ def policy_loss(
     """Surrogate loss, summed with token weights (paper Eq. 2 without KL; spec section 9).
 
     Args:
-      log_probs: float32, any shape, of the policy that is trained.
-      old_log_probs: float32, same shape, of the policy that sampled.
+      logprobs: float32, any shape, of the policy that is trained.
+      old_logprobs: float32, same shape, of the policy that sampled.
       advantages: float32, same shape.
       weights: float32, same shape; sums to 1 over a batch for a token mean, 0 masks a token.
       config: objective, ratio and clipping constants.
@@ -172,13 +178,13 @@ def policy_loss(
       The scalar loss, and weighted sums: clipped share (of objective "cispo": of tokens whose ratio
       is not in bounds), dual-clipped share, approximate KL (of tokens, whatever the ratio is of).
     """
-    tokens = log_ratio(log_probs, old_log_probs)
-    far = log_ratio(log_probs, old_log_probs, config.ratio, answer)
+    tokens = log_ratio(logprobs, old_logprobs)
+    far = log_ratio(logprobs, old_logprobs, config.ratio, answer)
     ratio = jnp.exp(jnp.clip(far, -_FARTHEST, _FARTHEST))
     bounded = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
     dual_clipped = jnp.zeros_like(ratio)
     if config.objective == "cispo":
-        losses = -advantages * jax.lax.stop_gradient(bounded) * log_probs
+        losses = -advantages * jax.lax.stop_gradient(bounded) * logprobs
         is_clipped = bounded != ratio
     else:
         plain, clipped = -advantages * ratio, -advantages * bounded
@@ -197,15 +203,15 @@ def policy_loss(
 
 
 def log_ratio(
-    log_probs: jax.Array,
-    old_log_probs: jax.Array,
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
     ratio: str = "token",
     answer: jax.Array | None = None,
 ) -> jax.Array:
     """log(pi / pi_old) of tokens, or of the answers that they are in.
 
     Args:
-      log_probs, old_log_probs: float32, any shape; [B, A] unless the ratio is of tokens.
+      logprobs, old_logprobs: float32, any shape; [B, A] unless the ratio is of tokens.
       ratio: "token"; "sequence": the sum over the token's answer; "sequence_mean": the mean.
       answer: int32 [B, A], see MicroBatch; needed unless the ratio is of tokens.
 
@@ -215,7 +221,7 @@ def log_ratio(
     Raises:
       ValueError: the answers are not given, and needed.
     """
-    tokens = log_probs - old_log_probs
+    tokens = logprobs - old_logprobs
     if ratio == "token":
         return tokens
     if answer is None:
@@ -239,7 +245,7 @@ def importance(log_ratio: jax.Array, cap: float) -> jax.Array:
 
 
 def kl_estimate(
-    log_probs: jax.Array, reference_log_probs: jax.Array, estimator: str = "k3"
+    logprobs: jax.Array, reference_logprobs: jax.Array, estimator: str = "k3"
 ) -> jax.Array:
     """An estimate of KL(policy || reference) per token, of tokens that the policy drew.
 
@@ -252,10 +258,10 @@ def kl_estimate(
         KL(reference || policy). It is at most 10, beyond which it has no gradient.
 
     Args:
-      log_probs, reference_log_probs: float32, same shape.
+      logprobs, reference_logprobs: float32, same shape.
       estimator: one of KL_ESTIMATORS.
     """
-    difference = reference_log_probs - log_probs
+    difference = reference_logprobs - logprobs
     if estimator == "k1":
         return -difference
     if estimator == "k2":

@@ -48,7 +48,7 @@ class NonFinite(RuntimeError):
         )
         damaged = f"; weights that are not finite: {', '.join(tensors)}" if tensors else ""
         super().__init__(
-            f"{skipped} updates in a row (optimiser.max_skipped) had a loss or gradient that is "
+            f"{skipped} updates in a row (optimizer.max_skipped) had a loss or gradient that is "
             f"not finite and were skipped, {found}{damaged}"
         )
 
@@ -119,7 +119,7 @@ def write_rows(
     """Writes WORKDIR/non_finite/STEP.jsonl, one answer a line, and names it in the error's notes.
 
     A line has "role", "prompt" and "answer" (texts), "prompt_tokens" and "answer_tokens" (ids),
-    "advantage", "weight" (share of each token in the loss) and "old_log_probs" (null where none
+    "advantage", "weight" (share of each token in the loss) and "old_logprobs" (null where none
     were recorded). Numbers that JSON does not know are "nan", "inf" and "-inf".
 
     Args:
@@ -139,7 +139,7 @@ def write_rows(
 def _record(group: packing.Group, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """A group of one answer as what JSON knows."""
     prompt, answer = ([int(token) for token in ids] for ids in (group.prompt, group.answers[0]))
-    old = None if group.old_log_probs is None else [_number(x) for x in group.old_log_probs[0]]
+    old = None if group.old_logprobs is None else [_number(x) for x in group.old_logprobs[0]]
     return {
         "role": group.role,
         "prompt": decode(prompt),
@@ -148,7 +148,7 @@ def _record(group: packing.Group, decode: Callable[[Sequence[int]], str]) -> dic
         "answer_tokens": answer,
         "advantage": _number(group.advantages[0]),
         "weight": None if group.weights is None else _number(group.weights[0]),
-        "old_log_probs": old,
+        "old_logprobs": old,
     }
 
 

@@ -12,7 +12,7 @@ SCHEDULES = ("constant", "cosine", "linear")
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimiserConfig:
+class OptimizerConfig:
     """AdamW and its learning-rate schedule (paper section E.3; spec section 9).
 
     Attributes:
@@ -46,18 +46,18 @@ class OptimiserConfig:
     def __post_init__(self):
         for field in ("learning_rate", "warmup_steps", "final_fraction", "weight_decay"):
             if not getattr(self, field) >= 0:
-                raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be 0 or more")
+                raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be 0 or more")
         for field in ("epsilon", "clip_norm"):
             if not getattr(self, field) > 0:
-                raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be above 0")
+                raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be above 0")
         for field in ("b1", "b2"):
             if not 0 <= getattr(self, field) < 1:
-                raise ValueError(f"optimiser.{field} = {getattr(self, field)}: must be in [0, 1)")
-        check_least(self, "optimiser.", max_skipped=1)
-        check_choice(self, "optimiser.", schedule=SCHEDULES)
+                raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be in [0, 1)")
+        check_least(self, "optimizer.", max_skipped=1)
+        check_choice(self, "optimizer.", schedule=SCHEDULES)
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
-                f"optimiser.total_steps = {self.total_steps}: must be above warmup_steps = "
+                f"optimizer.total_steps = {self.total_steps}: must be above warmup_steps = "
                 f"{self.warmup_steps} for schedule {self.schedule!r}"
             )
 

@@ -38,16 +38,17 @@ class Group:
       advantages: one number an answer.
       role: "responder", "questioner", "verifier" or any other name: counted by it, and with
         aggregation "role_mean" (Eq. 10) weighed by it.
-      old_log_probs: optional, one float32 array [S_i] an answer: log-probs of the behaviour policy.
+      old_logprobs: optional, one float32 array [S_i] an answer: logprobs of the policy that sampled
+        them.
       weights: one number an answer, the share of each of its tokens in the loss (weigh()).
-      model: who learns from it, one of a game's trained models.
+      model: who learns from it, one of an algorithm's trained models.
     """
 
     prompt: Tokens
     answers: Sequence[Tokens]
     advantages: Sequence[float]
     role: str = "responder"
-    old_log_probs: Sequence[np.ndarray] | None = None
+    old_logprobs: Sequence[np.ndarray] | None = None
     weights: Sequence[float] | None = None
     model: str = "policy"
 
@@ -61,10 +62,10 @@ class Group:
             raise ValueError(
                 f"group.advantages: {len(self.advantages)} of them, but {len(lengths)} answers"
             )
-        old = self.old_log_probs
+        old = self.old_logprobs
         if old is not None and [len(row) for row in old] != lengths:
             raise ValueError(
-                f"group.old_log_probs: of lengths {[len(row) for row in old]}, "
+                f"group.old_logprobs: of lengths {[len(row) for row in old]}, "
                 f"but the answers have {lengths}"
             )
 
@@ -85,12 +86,12 @@ class MicroBatch:
       tokens: int32 [B, T], 0 where padded.
       positions: int32 [B, T], rotary positions.
       index: int32 [B, T], row indices; in order, unless tokens are dealt out (dealing.py).
-      last_reader: int32 [B, T], the mask (attention/masks.py), in row indices.
+      last_query: int32 [B, T], the mask (attention/masks.py), in row indices.
       source: int32 [B, A], slot on axis T of the hidden state that predicts answer token a.
       target: int32 [B, A], the answer token.
       advantage: float32 [B, A].
       weight: float32 [B, A], the token's share in the loss; 0 where padded.
-      old_log_prob: float32 [B, A], log-prob of the behaviour policy (0 where none was given).
+      old_logprob: float32 [B, A], logprob of the policy that sampled it (0 where none was given).
       role: int32 [B, A], the number of the answer's role in ROLES, or one more for another role.
       answer: int32 [B, A], the number of the answer in its row, -1 where padded. An answer is in
         one row, however groups are split.
@@ -99,12 +100,12 @@ class MicroBatch:
     tokens: Array
     positions: Array
     index: Array
-    last_reader: Array
+    last_query: Array
     source: Array
     target: Array
     advantage: Array
     weight: Array
-    old_log_prob: Array
+    old_logprob: Array
     role: Array
     answer: Array
 
@@ -186,7 +187,7 @@ def _take(group: Group, indices: Sequence[int]) -> Group:
         group,
         answers=pick(group.answers),
         advantages=pick(group.advantages),
-        old_log_probs=pick(group.old_log_probs),
+        old_logprobs=pick(group.old_logprobs),
         weights=pick(group.weights),
     )
 
@@ -210,7 +211,7 @@ def in_parts(groups: Sequence[Group], count: int) -> list[list[Group]]:
 
 
 def numbered(groups: Sequence[Group]) -> list[Group]:
-    """The groups with 0, 1, 2, ... for the advantages of their answers, by which with_log_probs
+    """The groups with 0, 1, 2, ... for the advantages of their answers, by which with_logprobs
     finds them again, and any weights."""
     made, first = [], 0
     for group in groups:
@@ -220,21 +221,21 @@ def numbered(groups: Sequence[Group]) -> list[Group]:
     return made
 
 
-def with_log_probs(
-    groups: Sequence[Group], batches: Sequence[MicroBatch], log_probs: Sequence[np.ndarray]
+def with_logprobs(
+    groups: Sequence[Group], batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray]
 ) -> list[Group]:
-    """The groups with log-probs of their answer tokens for `old_log_probs`.
+    """The groups with logprobs of their answer tokens for `old_logprobs`.
 
     Args:
       groups: as they were before they were numbered and packed.
       batches: of the numbered groups.
-      log_probs: float32 [B, A] of each micro-batch.
+      logprobs: float32 [B, A] of each micro-batch.
 
     Returns:
-      The groups; log-probs of an answer that is in no micro-batch are NaN.
+      The groups; logprobs of an answer that is in no micro-batch are NaN.
     """
     found: dict[int, np.ndarray] = {}
-    for batch, values in zip(batches, log_probs, strict=True):
+    for batch, values in zip(batches, logprobs, strict=True):
         real = batch.answer >= 0
         numbers, tokens = batch.advantage[real].astype(int), np.asarray(values)[real]
         ends = np.flatnonzero(np.diff(numbers)) + 1  # an answer's tokens stand side by side
@@ -247,7 +248,7 @@ def with_log_probs(
     for group in groups:
         missing = (np.full(len(answer), np.nan, np.float32) for answer in group.answers)
         old = [found.get(next(number), nothing) for nothing in missing]
-        made.append(dataclasses.replace(group, old_log_probs=old))
+        made.append(dataclasses.replace(group, old_logprobs=old))
     return made
 
 
@@ -390,7 +391,7 @@ def _stack(
 
 def _deal(batch: MicroBatch, row: int, order: np.ndarray) -> None:
     """Puts the tokens of a row in an order [T]."""
-    for array in (batch.tokens, batch.positions, batch.index, batch.last_reader):
+    for array in (batch.tokens, batch.positions, batch.index, batch.last_query):
         array[row] = array[row, order]
     batch.source[row] = np.argsort(order)[batch.source[row]]
 
@@ -402,12 +403,12 @@ def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
         tokens=np.zeros(long, np.int32),
         positions=np.zeros(long, np.int32),
         index=np.tile(np.arange(bucket.length, dtype=np.int32), (rows, 1)),
-        last_reader=np.full(long, -1, np.int32),
+        last_query=np.full(long, -1, np.int32),
         source=np.zeros(short, np.int32),
         target=np.zeros(short, np.int32),
         advantage=np.zeros(short, np.float32),
         weight=np.zeros(short, np.float32),
-        old_log_prob=np.zeros(short, np.float32),
+        old_logprob=np.zeros(short, np.float32),
         role=np.zeros(short, np.int32),
         answer=np.full(short, -1, np.int32),
     )
@@ -420,14 +421,14 @@ def _write(batch: MicroBatch, row: int, start: int, filled: int, group: Group) -
     prompt_end, group_end = start + len(group.prompt), start + group.tokens
     batch.tokens[row, start:prompt_end] = group.prompt
     batch.positions[row, start:prompt_end] = np.arange(len(group.prompt))
-    batch.last_reader[row, start:prompt_end] = group_end - 1
+    batch.last_query[row, start:prompt_end] = group_end - 1
     role = ROLES.index(group.role) if group.role in ROLES else len(ROLES)
     column, number = prompt_end, batch.answer[row].max() + 1
     for i, answer in enumerate(group.answers):
         end, slots = column + len(answer), slice(filled, filled + len(answer))
         batch.tokens[row, column:end] = answer
         batch.positions[row, column:end] = len(group.prompt) + np.arange(len(answer))
-        batch.last_reader[row, column:end] = end - 1
+        batch.last_query[row, column:end] = end - 1
         batch.source[row, slots] = np.arange(column - 1, end - 1)
         batch.source[row, filled] = prompt_end - 1
         batch.target[row, slots] = answer
@@ -435,7 +436,7 @@ def _write(batch: MicroBatch, row: int, start: int, filled: int, group: Group) -
         batch.weight[row, slots] = group.weights[i]
         batch.role[row, slots] = role
         batch.answer[row, slots] = number + i
-        if group.old_log_probs is not None:
-            batch.old_log_prob[row, slots] = group.old_log_probs[i]
+        if group.old_logprobs is not None:
+            batch.old_logprob[row, slots] = group.old_logprobs[i]
         column, filled = end, filled + len(answer)
     return group_end, filled

@@ -70,16 +70,16 @@ def advantages(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
 def sampler_difference(
     sampled: Sequence[Group], recomputed: Sequence[Group]
 ) -> dict[str, tuple[float, int]]:
-    """(sum, count) of answer tokens: how far log-probs that the learner computed are from those of
+    """(sum, count) of answer tokens: how far logprobs that the learner computed are from those of
     the sampler, absolute, as "sampler_difference". An update does not see both.
 
     Args:
-      sampled: groups with the sampler's old_log_probs.
+      sampled: groups with the sampler's old_logprobs.
       recomputed: the same groups from Learner.recompute; where they have NaN nothing is counted.
     """
     total, count = 0.0, 0
     for before, after in zip(sampled, recomputed, strict=True):
-        for given, found in zip(before.old_log_probs or (), after.old_log_probs or (), strict=True):
+        for given, found in zip(before.old_logprobs or (), after.old_logprobs or (), strict=True):
             if np.isfinite(found).all():
                 total += float(np.abs(np.asarray(found) - np.asarray(given)).sum())
                 count += len(found)
@@ -126,11 +126,11 @@ def speed(
         sum(update[name] for update in updates) for name in ("trained_tokens", "operations")
     )
     found = {"tokens_per_second/trained": (tokens, seconds)}
-    mfu = utilisation(operations / seconds, devices)
+    mfu = utilization(operations / seconds, devices)
     return found if mfu is None else found | {"mfu": (mfu, 1.0)}
 
 
-def utilisation(operations_a_second: float, devices: Sequence[Any]) -> float | None:
+def utilization(operations_a_second: float, devices: Sequence[Any]) -> float | None:
     """The share of what the devices, all of a kind, could do in bfloat16; None where their maker's
     figure is not in PEAKS."""
     peak = PEAKS.get(devices[0].device_kind)

@@ -30,7 +30,7 @@ from spell_jax.attention import attend
 from spell_jax.data.clusters import ROLES
 from spell_jax.learner import lm_head, non_finite, packing, statistics
 from spell_jax.learner import loss as losses
-from spell_jax.learner.optimizer import OptimiserConfig
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import lora, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -38,14 +38,14 @@ from spell_jax.runtime import mesh as meshes
 
 @flax.struct.dataclass
 class TrainState:
-    """Float32 master weights of what is trained, optimiser state, updates taken (int32 scalar).
+    """Float32 master weights of what is trained, optimizer state, updates taken (int32 scalar).
 
     `skipped`, an int32 scalar too, counts the updates that were skipped since the last one taken.
     It is part of the state so that it survives a checkpoint and costs no message from the device.
     """
 
     params: Any
-    optimiser: Any
+    optimizer: Any
     step: Any
     skipped: Any
 
@@ -84,7 +84,7 @@ class PackingConfig:
 
 
 class Update:
-    """One optimiser step, whose micro-batches may be run between other programs of the device."""
+    """One optimizer step, whose micro-batches may be run between other programs of the device."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Update:
         are, to the bit; its "skipped_update" is 1. Empty updates neither are nor end a row of them.
 
         Raises:
-          NonFinite: it is the optimiser.max_skipped-th of these in a row, over resumed runs too.
+          NonFinite: it is the optimizer.max_skipped-th of these in a row, over resumed runs too.
         """
         batches, refused = self._batches, float(self._refused)
         if not batches:
@@ -155,7 +155,7 @@ class Update:
         sums, norms = jax.device_get((sums, norms))
         if norms["skipped_in_a_row"] >= self._learner.max_skipped:
             raise self._explain(state)
-        filled = sum(np.count_nonzero(batch.last_reader >= 0) for batch in batches)
+        filled = sum(np.count_nonzero(batch.last_query >= 0) for batch in batches)
         slots = sum(np.size(batch.tokens) for batch in batches)
         operations = sum(
             statistics.operations(self._learner.policy, len(group.prompt), map(len, group.answers))
@@ -198,7 +198,7 @@ class Learner:
     def __init__(
         self,
         policy: PolicyConfig,
-        optimiser: OptimiserConfig,
+        optimizer: OptimizerConfig,
         loss: losses.LossConfig,
         packing_config: PackingConfig,
         mesh: jax.sharding.Mesh,
@@ -211,11 +211,11 @@ class Learner:
         self.mesh = mesh
         self.temperature = temperature
         self.compute_dtype = jnp.dtype(compute_dtype)
-        self._optimiser = optimiser.make()
-        self.rate = optimiser.rate()
-        self.max_skipped = optimiser.max_skipped
-        self._moments = "pinned_host" if optimiser.offload else "device"
-        self._masters = "pinned_host" if optimiser.offload_weights else "device"
+        self._optimizer = optimizer.make()
+        self.rate = optimizer.rate()
+        self.max_skipped = optimizer.max_skipped
+        self._moments = "pinned_host" if optimizer.offload else "device"
+        self._masters = "pinned_host" if optimizer.offload_weights else "device"
         packing_config.check_splits(meshes.context_shards(mesh))
         shapes, axes = transformer.abstract_params(policy)
         placed = meshes.shardings(mesh, axes, shapes)
@@ -224,7 +224,7 @@ class Learner:
         self.frozen: transformer.Params = {}
         self.cast_trained = jax.jit(
             lambda tree: jax.tree.map(
-                lambda x: x.astype(self.compute_dtype), _near(tree, self._masters)
+                lambda x: x.astype(self.compute_dtype), _to_device_memory(tree, self._masters)
             )
         )
         self._zeros = jax.jit(
@@ -238,7 +238,7 @@ class Learner:
             out_shardings=(self.param_shardings, meshes.replicated(mesh)),
         )
         # Of every host the whole: each has all groups.
-        self.log_probs = jax.jit(self._log_probs, out_shardings=meshes.replicated(mesh))
+        self.logprobs = jax.jit(self._logprobs, out_shardings=meshes.replicated(mesh))
         self.state_shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
         self.apply = jax.jit(
             self._apply,
@@ -249,33 +249,33 @@ class Learner:
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the training state, for a checkpoint to restore into."""
         state = jax.eval_shape(self._begin, self._shapes)
-        optimiser = self._place_optimiser(state.optimiser, self._moments)
+        optimizer = self._place_optimizer(state.optimizer, self._moments)
         where = jax.tree.map(lambda x: x.with_memory_kind(self._masters), self.param_shardings)
-        params = meshes.placed(state.params, where)
+        params = meshes.with_sharding(state.params, where)
         counts = self._replicate(state.step), self._replicate(state.skipped)
-        return TrainState(params, optimiser, *counts)
+        return TrainState(params, optimizer, *counts)
 
-    def _place_optimiser(self, optimiser: Any, memory: str) -> Any:
+    def _place_optimizer(self, optimizer: Any, memory: str) -> Any:
         """Its shapes, placed, with the moments in a kind of memory."""
 
         def place(moment, where):
-            return meshes.placed(moment, where.with_memory_kind(memory))
+            return meshes.with_sharding(moment, where.with_memory_kind(memory))
 
         return optax.tree_utils.tree_map_params(
-            self._optimiser,
+            self._optimizer,
             place,
-            optimiser,
+            optimizer,
             self.param_shardings,
             transform_non_params=self._replicate,
         )
 
     def _replicate(self, x):
-        return meshes.placed(x, meshes.replicated(self.mesh))
+        return meshes.with_sharding(x, meshes.replicated(self.mesh))
 
     def _begin(self, params: transformer.Params) -> TrainState:
         params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(params, self._optimiser.init(params), zero, zero)
+        return TrainState(params, self._optimizer.init(params), zero, zero)
 
     def init(self, source: transformer.Params | jax.Array) -> TrainState:
         """Training state for given weights, or for random ones from a key.
@@ -348,12 +348,12 @@ class Learner:
     def place(self, batch: packing.MicroBatch) -> packing.MicroBatch:
         """A micro-batch on the devices of the mesh."""
         where = meshes.by_rows_and_time(self.mesh)
-        return meshes.put(batch, jax.tree.map(lambda _: where, batch))
+        return meshes.device_put(batch, jax.tree.map(lambda _: where, batch))
 
     def recompute(self, state: TrainState, groups: Sequence[packing.Group]) -> list[packing.Group]:
-        """The groups with old_log_probs of the state's weights, whatever they had before.
+        """The groups with old_logprobs of the state's weights, whatever they had before.
 
-        For loss.behaviour "recomputed": once before the several updates of a step, of which each
+        For loss.old_logprobs "recompute": once before the several updates of a step, of which each
         begins with other weights. Passes run forward only, in the programs of `compile`.
 
         Args:
@@ -362,15 +362,15 @@ class Learner:
 
         Returns:
           The groups in order. Of an answer too long for any bucket, which the update refuses too,
-          log-probs are NaN.
+          logprobs are NaN.
         """
         batches, *_ = self.pack_weighed(packing.numbered(groups))
         if not batches:
-            return packing.with_log_probs(groups, [], [])
+            return packing.with_logprobs(groups, [], [])
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(meshes.RULES):
             params = self.cast_trained(state.params)
-            found = [self.log_probs(params, self.frozen, self.place(batch)) for batch in batches]
-        return packing.with_log_probs(groups, batches, jax.device_get(found))
+            found = [self.logprobs(params, self.frozen, self.place(batch)) for batch in batches]
+        return packing.with_logprobs(groups, batches, jax.device_get(found))
 
     def update(
         self,
@@ -378,7 +378,7 @@ class Learner:
         groups: Sequence[packing.Group],
         reference: transformer.Params | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
-        """One optimiser step on all groups; an empty list leaves the state as it is.
+        """One optimizer step on all groups; an empty list leaves the state as it is.
 
         Args, errors: see begin and Update.finish; the state is donated.
 
@@ -401,17 +401,18 @@ class Learner:
           reference: weights of the reference model; needed when loss.kl_weight is not 0.
 
         Raises:
-          ValueError: the loss needs a reference or recorded log-probs that are not there.
+          ValueError: the loss needs a reference or recorded logprobs that are not there.
         """
         if bool(self.loss.kl_weight) != (reference is not None):
             raise ValueError(
                 f"loss.kl_weight = {self.loss.kl_weight}: reference weights must be given if, "
                 "and only if, it is not 0"
             )
-        behaviour = self.loss.behaviour
-        if behaviour != "current" and any(g.old_log_probs is None for g in groups):
+        needed = self.loss.old_logprobs != "on_policy" or self.loss.tis_cap
+        if needed and any(g.old_logprobs is None for g in groups):
             raise ValueError(
-                f"loss.behaviour = {behaviour!r}: needs the old_log_probs of every group"
+                f"loss.old_logprobs = {self.loss.old_logprobs!r}, loss.tis_cap = "
+                f"{self.loss.tis_cap}: need the old_logprobs of every group"
             )
         return Update(self, state, groups, reference)
 
@@ -425,8 +426,8 @@ class Learner:
             carry = self.empty_carry()
             for bucket in self.packing.buckets:
                 batch = self._empty_batch(bucket)
-                if self.loss.behaviour == "recomputed":
-                    self.log_probs(params, self.frozen, batch)
+                if self.loss.old_logprobs == "recompute":
+                    self.logprobs(params, self.frozen, batch)
                 carry = self.accumulate(params, self.frozen, carry, batch, reference)
 
     def lower(self, state: TrainState, bucket: packing.Bucket) -> jax.stages.Lowered:
@@ -451,20 +452,20 @@ class Learner:
         return self._zeros(), jax.device_put(sums, meshes.replicated(self.mesh))
 
     def _loss(self, params, frozen, batch: packing.MicroBatch, reference):
-        log_probs, entropy, router_load = self.score(lora.join(params, frozen), batch)
-        reference_log_probs = None
+        logprobs, entropy, router_load = self.score(lora.join(params, frozen), batch)
+        reference_logprobs = None
         if self.loss.kl_weight:
-            reference_log_probs, *_ = self.score(jax.lax.stop_gradient(reference), batch)
-        value, sums = losses.batch_loss(log_probs, entropy, batch, self.loss, reference_log_probs)
+            reference_logprobs, *_ = self.score(jax.lax.stop_gradient(reference), batch)
+        value, sums = losses.batch_loss(logprobs, entropy, batch, self.loss, reference_logprobs)
         if router_load is not None:
             sums["router_load"] = router_load
         return value, sums
 
-    def _log_probs(self, params, frozen, batch: packing.MicroBatch) -> jax.Array:
+    def _logprobs(self, params, frozen, batch: packing.MicroBatch) -> jax.Array:
         return self.score(lora.join(params, frozen), batch)[0]
 
     def score(self, params: transformer.Params, batch: packing.MicroBatch):
-        """Log-probs and entropies [B, A] of answer tokens, and the experts' load (or None); to be
+        """Logprobs and entropies [B, A] of answer tokens, and the experts' load (or None); to be
         traced."""
         hidden, _, router_load = transformer.hidden_states(
             self.policy,
@@ -472,7 +473,7 @@ class Learner:
             batch.tokens,
             batch.positions,
             attend.packed(self.policy.attention, self.policy.ring),
-            context={"index": batch.index, "last_reader": batch.last_reader},
+            context={"index": batch.index, "last_query": batch.last_query},
         )
         scores = lm_head.score_tokens(
             self.policy, params, hidden, batch.source, batch.target, self.temperature
@@ -490,11 +491,14 @@ class Learner:
         self, state: TrainState, gradients, loss: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         norm, finite = _measure(gradients, loss)
-        before = _near(state.params, self._masters), _near(state.optimiser, self._moments)
-        updates, optimiser = self._optimiser.update(gradients, before[1], before[0])
+        before = (
+            _to_device_memory(state.params, self._masters),
+            _to_device_memory(state.optimizer, self._moments),
+        )
+        updates, optimizer = self._optimizer.update(gradients, before[1], before[0])
         params = optax.apply_updates(before[0], updates)
         kept = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, optimiser), before
+            lambda new, old: jnp.where(finite, new, old), (params, optimizer), before
         )
         rate = self.rate(state.step)
         step = state.step + finite.astype(jnp.int32)
@@ -508,7 +512,7 @@ class Learner:
         return TrainState(kept[0], kept[1], step, skipped), metrics
 
 
-def _near(tree: Any, memory: str) -> Any:
+def _to_device_memory(tree: Any, memory: str) -> Any:
     """Arrays that wait in a kind of memory, in the device's; to be traced."""
     return tree if memory == "device" else jax.device_put(tree, jax.memory.Space.Device)
 

@@ -48,7 +48,7 @@ class PolicyConfig:
       tied_embeddings: whether the output projection is the embedding.
       experts: experts of a layer [E]; 0: one dense SwiGLU.
       experts_per_token: how many of them a token goes to.
-      normalised_router: whether the weights of those sum to 1.
+      normalized_router: whether the weights of those sum to 1.
       lora: the adapters that alone are trained; None: every parameter is.
       attention: the kernel for training rows and prompts, see attention/attend.py.
       ring: where the tokens of a row are split over devices, whether keys and values travel around
@@ -74,7 +74,7 @@ class PolicyConfig:
     tied_embeddings: bool = True
     experts: int = 0
     experts_per_token: int = 0
-    normalised_router: bool = True
+    normalized_router: bool = True
     lora: LoraConfig | None = None
     remat: str = "none"
     attention: str = "auto"
@@ -106,8 +106,8 @@ class PolicyConfig:
         if tokens > self.max_positions:
             raise ValueError(
                 f"sampler: the longest prompt and answer have {tokens} tokens together, must be at "
-                f"most the policy's max_position_embeddings = {self.max_positions} (policy.stretch "
-                "makes that longer)"
+                f"most the policy's max_position_embeddings = {self.max_positions} "
+                "(policy.rope_scaling makes that longer)"
             )
 
     def stretched(self, kind: str, factor: float) -> PolicyConfig:
@@ -118,7 +118,7 @@ class PolicyConfig:
         """
         if self.rope.kind != "default":
             raise ValueError(
-                f"policy.stretch = {kind!r}: the folder's rope is {self.rope.kind!r} already"
+                f"policy.rope_scaling = {kind!r}: the folder's rope is {self.rope.kind!r} already"
             )
         rope = dataclasses.replace(
             self.rope, kind=kind, factor=factor, original_positions=self.max_positions
@@ -186,7 +186,7 @@ class PolicyConfig:
                 "moe_intermediate_size": self.feed_forward,
                 "num_experts": self.experts,
                 "num_experts_per_tok": self.experts_per_token,
-                "norm_topk_prob": self.normalised_router,
+                "norm_topk_prob": self.normalized_router,
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [],
             }
@@ -244,7 +244,7 @@ def _from_hf(raw: dict[str, Any]) -> PolicyConfig:
         experts = {
             "experts": _whole(raw, field),
             "experts_per_token": _whole(raw, "num_experts_per_tok"),
-            "normalised_router": _flag(raw, "norm_topk_prob", False),
+            "normalized_router": _flag(raw, "norm_topk_prob", False),
         }
     return PolicyConfig(
         vocab_size=_whole(raw, "vocab_size"),

@@ -116,7 +116,7 @@ class Embedder:
             tokens[row, : len(text)] = text
             lengths[row] = len(text)
         places = meshes.by_rows_and_time(self._mesh), meshes.by_rows(self._mesh)
-        batch = meshes.put((tokens, lengths), places)
+        batch = meshes.device_put((tokens, lengths), places)
         with jax.set_mesh(self._mesh), nn.logical_axis_rules(meshes.RULES):
             vectors = self._program(self._params, *batch)
         return np.asarray(vectors)[: len(texts)]

@@ -4,7 +4,7 @@
    NAME_kernel [*into, *out], NAME_lora_a [*into, R] and NAME_lora_b [R, *out]. A begins random, B
    zero, so that the policy begins as its base model.
 2. `split` takes a tree of parameters apart into what is trained and what stays as it is. Only the
-   trained part has gradients and optimiser state, and is in checkpoints.
+   trained part has gradients and optimizer state, and is in checkpoints.
 3. `merge` adds the adapters to the kernels; `save` writes them alone, as PEFT does.
 """
 

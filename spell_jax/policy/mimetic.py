@@ -1,7 +1,7 @@
 """Random weights that begin with the parts of look-up: equal tokens are copied, places are told.
 
 1. A query head begins as the key head of its group, and its output as the value head transposed:
-   each head looks for equal tokens and copies them (mimetic initialisation, Trockman and Kolter
+   each head looks for equal tokens and copies them (mimetic initialization, Trockman and Kolter
    2023, arXiv:2305.09828).
 2. Biases of queries and keys begin large. Rotated, a pair of them is a score that depends on the
    distance alone: each head begins with a taste for some distances.

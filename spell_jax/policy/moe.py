@@ -38,19 +38,19 @@ CHUNK = 4096
 _WIDTH_AXIS = (1, 1, 2)  # where D stands in gate and up [E, D, F] and in down [E, F, D]
 
 
-def route(logits: jax.Array, count: int, normalised: bool) -> tuple[jax.Array, jax.Array]:
+def route(logits: jax.Array, count: int, normalized: bool) -> tuple[jax.Array, jax.Array]:
     """The experts of each token.
 
     Args:
       logits: [..., E], any dtype.
       count: k, experts of a token.
-      normalised: whether the k weights are scaled to sum 1.
+      normalized: whether the k weights are scaled to sum 1.
 
     Returns:
       float32 weights [..., k], and int32 experts [..., k].
     """
     weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), count)
-    if normalised:
+    if normalized:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return weights, chosen
 

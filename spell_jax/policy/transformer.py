@@ -59,7 +59,7 @@ class Attend(Protocol):
 
 
 def _kernel(axes: tuple[str, ...], inputs: int) -> Any:
-    """An initialiser of variance 1 / inputs, whose values come in a box with their axes."""
+    """An initializer of variance 1 / inputs, whose values come in a box with their axes."""
     return nn.with_logical_partitioning(nn.initializers.normal(inputs**-0.5), axes)
 
 
@@ -219,7 +219,7 @@ class Experts(nn.Module):
     def __call__(self, x: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
         c = self.config
         logits = _project(self, "router", x, {"embed": c.width}, {"router": c.experts}, None)
-        weights, chosen = moe.route(logits, c.experts_per_token, c.normalised_router)
+        weights, chosen = moe.route(logits, c.experts_per_token, c.normalized_router)
         shape = (c.experts, c.width, c.feed_forward)
         wide = _kernel(("experts", "embed", "mlp"), c.width)
         narrow = _kernel(("experts", "mlp", "embed"), c.feed_forward)
@@ -291,7 +291,7 @@ class Transformer(nn.Module):
 def boxed_init(config: PolicyConfig, key: jax.Array) -> Any:
     """Random float32 parameters (see mimetic.py), each in a box that carries its logical axes."""
     token = jnp.zeros((1, 1), jnp.int32)
-    context = _context(config, token, {"last_reader": token})
+    context = _context(config, token, {"last_query": token})
     model = Transformer(config, kernels.packed())
     params: Any = model.init(key, token, None, context)["params"]
     boxes = params["layers"]["attention"]
@@ -314,11 +314,11 @@ def abstract_params(config: PolicyConfig) -> tuple[Params, Params]:
 
 
 def _context(config: PolicyConfig, positions: jax.Array, context: dict[str, Any]) -> dict:
-    last_reader = context.get("last_reader", positions)
+    last_query = context.get("last_query", positions)
     return {
         **context,
         "rotary": rope.rotary(positions, config.head_size, config.rope),
-        "real": last_reader >= 0,
+        "real": last_query >= 0,
     }
 
 
@@ -383,8 +383,8 @@ def embed(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: jax.
 def _causal(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: jax.Array):
     """Hidden states [B, T, D] of plain rows, padded behind their lengths [B]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    last_reader = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
-    context = {"last_reader": last_reader}
+    last_query = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
+    context = {"last_query": last_query}
     hidden, *_ = hidden_states(
         config,
         params,

@@ -48,7 +48,7 @@ _MISSES = 20  # so many things in a row that do not fit: the page is full
 _TITLE_CHARACTERS = 100  # of a question in the index
 _LABEL_FIELDS = 3  # a group that more fields than these tell apart goes by its folder
 _GOLDEN = (5**0.5 - 1) / 2
-QUESTIONER = "play/questioner_reward"  # of runs in which somebody asks
+QUESTIONER = "rollout/questioner_reward"  # of runs in which somebody asks
 
 log = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ def _with_counted(records: Sequence[Mapping[str, Any]], episodes: Episodes) -> l
     for record in records:
         line = {**record, **episodes.counted.get(record["step"], {})}
         for role in ROLES:
-            tokens = line.get(f"play/answer_tokens/{role}")
+            tokens = line.get(f"rollout/answer_tokens/{role}")
             answers = line.pop(f"episodes/answers/{role}", None)
             if tokens is not None and answers is not None:
                 line[f"episodes/tokens/{role}"] = tokens * answers
@@ -290,9 +290,9 @@ def _series(
 
 def _mapping(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The questioner's reward over the mean reward of answers, as the config has it."""
-    game = (config or {}).get("game", {})
+    algorithm = (config or {}).get("algorithm", {})
     try:
-        name, mu, sigma = (game[key] for key in ("mapping", "mu", "sigma"))
+        name, mu, sigma = (algorithm[key] for key in ("mapping", "mu", "sigma"))
         means = [i / 100 for i in range(101)]
         curve = [[x, _short(rewards.questioner_reward(x, name, mu, sigma))] for x in means]
     except (KeyError, TypeError, ValueError, ZeroDivisionError):

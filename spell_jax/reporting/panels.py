@@ -1,7 +1,7 @@
 """Which metrics of a run the report's page draws together, whatever was played.
 
-1. A panel lists its metrics by name, or takes all that a game has of a kind: by task or another
-   division, by who speaks, rewards, held-out measures.
+1. A panel lists its metrics by name, or takes all that an algorithm has of a kind: by task or
+   another division, by who speaks, rewards, held-out measures.
 2. A panel of which nothing was measured is not there.
 3. What is in no panel is among the page's other metrics.
 """
@@ -17,7 +17,7 @@ from spell_jax.data.clusters import ROLES, TASKS
 # Behind the time in which the host waits for answers; "play" is the rest of playing.
 _PHASES = ("play", "update", "validate", "write", "save")
 _STATUSES = ("accepted", "bad_format", "skipped", "ungrounded", "overlong")
-_SPEAKERS = (*ROLES, "anchor")
+_SPEAKERS = (*ROLES, "reference_reader")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Panel:
     Attributes:
       section: "Learning" or "Time".
       title: what is before a colon is its name.
-      metrics: label -> metric; those that come first have the same colours in all panels. What the
+      metrics: label -> metric; those that come first have the same colors in all panels. What the
         run has not measured may be among them.
       stacked: whether the values add up to something.
     """
@@ -52,12 +52,12 @@ def _learning(names: Collection[str]) -> Iterator[Panel]:
     def divided(name: str) -> dict[str, str]:
         return {"all": name} | _parts(names, name, TASKS)
 
-    yield panel("Solve rate: how difficult questions are", divided("play/solve_rate"))
+    yield panel("Solve rate: how difficult questions are", divided("rollout/solve_rate"))
     yield panel(
         "Groups of answers: mixed rewards, or all alike",
-        {name: f"play/{name}" for name in ("mixed", "unsolved", "fully_solved")},
+        {name: f"rollout/{name}" for name in ("mixed", "unsolved", "fully_solved")},
     )
-    yield panel("What became of questions", {s: f"play/{s}" for s in _STATUSES}, True)
+    yield panel("What became of questions", {s: f"rollout/{s}" for s in _STATUSES}, True)
     yield panel(
         "Task mix: questions with mixed rewards",
         {task: f"episodes/mixed/{task}" for task in TASKS},
@@ -68,30 +68,30 @@ def _learning(names: Collection[str]) -> Iterator[Panel]:
     yield panel("Rewards: means, and what a guess earns", _matching(names, rewards))
     yield panel(
         "Form of answers: well-formed, permutations, quoted word for word, none found",
-        {n: f"play/{n}" for n in ("well_formed", "permutation", "verbatim", "no_answer")},
+        {n: f"rollout/{n}" for n in ("well_formed", "permutation", "verbatim", "no_answer")},
     )
     yield panel("Scores of evidence", _matching(names, r"play/(evidence_score\w*)"))
-    yield panel("Scorings: failed, retried, consistent", _matching(names, r"play/scoring_(\w+)"))
+    yield panel("Scorings: failed, retried, consistent", _matching(names, r"rollout/scoring_(\w+)"))
     yield panel(
         "Verifier's majority against the rule: disagreement",
-        divided("play/verdict_differs_from_rule"),
+        divided("rollout/verdict_differs_from_rule"),
     )
     yield panel(
         "Verdicts: yes, malformed, ignored",
-        {n: f"play/{n}" for n in ("verdict_yes", "malformed_votes", "verdict_ignored")},
+        {n: f"rollout/{n}" for n in ("verdict_yes", "malformed_votes", "verdict_ignored")},
     )
     yield panel("Entropy of the policy", {"entropy": "train/entropy"})
     for title, name in (
-        ("Answer length, tokens", "play/answer_tokens"),
-        ("Answers cut off at the cap", "play/cut_off"),
+        ("Answer length, tokens", "rollout/answer_tokens"),
+        ("Answers cut off at the cap", "rollout/truncated"),
     ):
         yield panel(title, _parts(names, name, _SPEAKERS))
-    yield panel("Questioner's reward", divided("play/questioner_reward"))
+    yield panel("Questioner's reward", divided("rollout/questioner_reward"))
     yield panel("Held out, by validation", _matching(names, r"eval/(\w+)"))
 
 
 def _time(names: Collection[str]) -> Iterator[Panel]:
-    phases = *_parts(names, "play/answer_tokens", _SPEAKERS), *_PHASES
+    phases = *_parts(names, "rollout/answer_tokens", _SPEAKERS), *_PHASES
     seconds = {phase: f"time/seconds/{phase}" for phase in phases}
     yield Panel("Time", "Seconds a step, by phase", seconds, True)
     yield Panel(
@@ -109,8 +109,8 @@ def _time(names: Collection[str]) -> Iterator[Panel]:
         "Time",
         "Sampler: idle slots, empty cells, reused prompt tokens",
         {
-            name.replace("_", " "): f"play/sampler/{name}"
-            for name in ("idle_slots", "empty_cells", "reused_prompt_tokens")
+            name.replace("_", " "): f"rollout/sampler/{name}"
+            for name in ("idle_slots", "padded_group_slots", "reused_prompt_tokens")
         },
     )
 

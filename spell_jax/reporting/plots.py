@@ -1,8 +1,8 @@
 """The plots of the report's page as pictures for papers, one a file, by matplotlib.
 
 1. They are drawn from what the page is drawn from (report_page.write_page returns it), with its
-   colours: curves, areas on top of each other, bands of seeds, the questioner's reward.
-2. As on the page, of more than MANY steps the mean over neighbours is drawn, the values behind it.
+   colors: curves, areas on top of each other, bands of seeds, the questioner's reward.
+2. As on the page, of more than MANY steps the mean over neighbors is drawn, the values behind it.
 3. A file's name is its plot's title up to a colon: "Solve rate: ..." is solve_rate.png; the page's
    other metrics go by their own names, train_grad_norm.png.
 """
@@ -121,21 +121,21 @@ def _draw_curves(axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping]
     else:
         for g, m, (steps, mean, *band) in found:
             own = _INK if m < shift else _COLOURS[(m - shift) % len(_COLOURS)]
-            colour = _COLOURS[g % len(_COLOURS)] if several else own
+            color = _COLOURS[g % len(_COLOURS)] if several else own
             name = f"{groups[g]['name']}: {labels[m]}" if several else labels[m]
             name = groups[g]["name"] if overall else name
             style = _DASHES[m % len(_DASHES)] if several else "-"
             many = len(steps) > MANY
             if band:
                 low, high = map(smooth, band) if many else band
-                axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+                axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
             elif many:
-                axes.plot(steps, mean, color=colour, alpha=0.3, linewidth=0.6)
+                axes.plot(steps, mean, color=color, alpha=0.3, linewidth=0.6)
             marker = "." if len(steps) == 1 else ""
             axes.plot(
                 steps,
                 smooth(mean) if many else mean,
-                color=colour,
+                color=color,
                 linestyle=style,
                 linewidth=1.3,
                 marker=marker,
@@ -155,14 +155,14 @@ def _stack(axes: Axes, found: Sequence[tuple[str, int, Sequence]]) -> None:
         values = dict(zip(some, mean, strict=True))
         height = [values.get(step, 0.0) for step in steps]
         heights.append(smooth(height) if len(steps) > MANY else height)
-    colours = [_COLOURS[m % len(_COLOURS)] for _, m, _ in found]
+    colors = [_COLOURS[m % len(_COLOURS)] for _, m, _ in found]
     labels = [_plain(label) for label, *_ in found]
-    axes.stackplot(steps, heights, labels=labels, colors=colours, alpha=0.75)
+    axes.stackplot(steps, heights, labels=labels, colors=colors, alpha=0.75)
     axes.margins(0)
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """The mean over so many neighbours that a sixtieth of the values is on either side."""
+    """The mean over so many neighbors that a sixtieth of the values is on either side."""
     half = len(values) // 60
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(some) / len(some) for some in windows]
@@ -172,16 +172,16 @@ def _draw_mapping(axes: Axes, groups: Sequence[Mapping]) -> None:
     """The questioner's reward over the mean reward of answers; circles by how many questions."""
     most = max([1, *(count for group in groups for *_, count in group["points"])])
     for g, group in enumerate(groups):
-        colour = _COLOURS[g % len(_COLOURS)]
+        color = _COLOURS[g % len(_COLOURS)]
         name = group["mapping"]["name"] if group["mapping"] else "points only"
         label = f"{group['name']}: {name}" if len(groups) > 1 else name
         curve = group["mapping"]["curve"] if group["mapping"] else [[], []]
         xs, ys = zip(*curve, strict=True) if group["mapping"] else ((), ())
-        axes.plot(xs, ys, color=colour, linewidth=1.3, label=_plain(label))
+        axes.plot(xs, ys, color=color, linewidth=1.3, label=_plain(label))
         if group["points"]:
             means, given, counts = zip(*group["points"], strict=True)
             sizes = [4 + 120 * count / most for count in counts]
-            axes.scatter(means, given, sizes, color=colour, alpha=0.45, linewidths=0)
+            axes.scatter(means, given, sizes, color=color, alpha=0.45, linewidths=0)
     axes.set_xlabel("mean reward of the answers", fontsize=7)
     axes.legend(fontsize=6)
 

@@ -1,6 +1,6 @@
 """Checkpoints: everything needed to go on, whole and unharmed or not at all.
 
-1. A checkpoint is a pytree of arrays (weights and optimiser state by model name) and a JSON-able
+1. A checkpoint is a pytree of arrays (weights and optimizer state by model name) and a JSON-able
    dict (seed of all keys, data position, question memory, best score).
 2. `save` returns when the arrays are on the host; Orbax writes them to WORKDIR/checkpoints/STEP in
    the background and marks the folder as complete.
@@ -250,7 +250,7 @@ class Checkpoints:
         return restored["arrays"], restored["host"]
 
     def restore_part(self, step: int, abstract: Any) -> Any:
-        """Reads some of a checkpoint's arrays, such as the weights without the optimiser.
+        """Reads some of a checkpoint's arrays, such as the weights without the optimizer.
 
         Args:
           step: one that was saved.

@@ -22,7 +22,7 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
       cls: a dataclass; its own __post_init__ checks ranges and raises ValueError.
       section: mapping with fields of the dataclass; lists become tuples, and a tuple or a mapping
         stands for a dataclass inside them.
-      where: the section's name in messages ("optimiser").
+      where: the section's name in messages ("optimizer").
       extra: fields that do not come from the config.
 
     Raises:
@@ -50,7 +50,7 @@ def check_least(fields: Any, where: str, **least: float) -> None:
 
     Args:
       fields: the section's dataclass.
-      where: the section's name in messages, with its dot ("optimiser."), or nothing.
+      where: the section's name in messages, with its dot ("optimizer."), or nothing.
       least: by field.
     """
     for name, bound in least.items():

@@ -1,8 +1,8 @@
 """A step's episodes on disk: what was asked, answered, judged and learned from.
 
 1. WORKDIR/episodes/step_000012.jsonl.gz has an episode a line, in the order in which they were
-   played. The record of one is its game's; "number" and "of" are added: its place among the step's
-   episodes, counted from 1, and how many there were.
+   played. The record of one is its algorithm's; "number" and "of" are added: its place among the
+   step's episodes, counted from 1, and how many there were.
 2. A file holds a bounded number of characters, before compression. Records that do not fit are left
    out, which the numbers of the others show; it is logged, too. What is left goes to "documents":
    the texts of a cluster are in the first record of it, if they fit.

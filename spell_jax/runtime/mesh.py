@@ -113,7 +113,7 @@ def shardings(mesh: jax.sharding.Mesh, axes, shapes):
     return jax.tree.map(place, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
-def placed(tree: Any, places: Any, dtype: Any = None) -> Any:
+def with_sharding(tree: Any, places: Any, dtype: Any = None) -> Any:
     """The shapes of a tree of arrays (jax.ShapeDtypeStruct) with placements, and perhaps another
     dtype."""
     return jax.tree.map(
@@ -123,7 +123,7 @@ def placed(tree: Any, places: Any, dtype: Any = None) -> Any:
     )
 
 
-def put(tree: Any, places: Any) -> Any:
+def device_put(tree: Any, places: Any) -> Any:
     """Arrays of numpy that every host has alike, on the devices of their placements.
 
     jax.device_put compares them between hosts first, which waits for what the devices are at.

@@ -1,7 +1,7 @@
 """Metrics on disk.
 
 1. Whatever measures something adds a (sum, weight) pair to a `Metrics`; pairs from micro-batches,
-   games and validation merge by addition, so no average is ever averaged.
+   algorithms and validation merge by addition, so no average is ever averaged.
 2. Once a step the trainer turns them into means and `MetricsWriter` writes one line, to disk by a
    thread of its own (recorder.py).
 3. Only one process writes; on the others the writer does nothing.

@@ -13,13 +13,13 @@ import numpy as np
 
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import programs, sampling
-from spell_jax.sampler.scheduler import Resident, Scheduler, Shard, Sibling
+from spell_jax.sampler.scheduler import DecodeSequence, PrefilledPrompt, Scheduler, Shard
 
 if TYPE_CHECKING:
     from spell_jax.sampler.engine import SamplerConfig
 
-Tasks = list[list[tuple[Resident, int]]]
-Limits = list[dict[Sibling, int]]
+Tasks = list[list[tuple[PrefilledPrompt, int]]]
+Limits = list[dict[DecodeSequence, int]]
 
 
 def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> programs.PromptPages:
@@ -32,23 +32,23 @@ def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> program
     """
     shape, rows = scheduler.shape, (len(tasks), scheduler.shape.tasks)
     batch = programs.PromptPages(
-        tokens=np.zeros((*rows, shape.block), np.int32),
+        tokens=np.zeros((*rows, shape.page_size), np.int32),
         start=np.zeros(rows, np.int32),
         length=np.zeros(rows, np.int32),
         page=np.zeros(rows, np.int32),
         table=np.zeros((*rows, shape.pages_of(max_prompt)), np.int32),
-        resident=np.full(rows, len(tasks) * shape.prompts, np.int32),
+        prefilled=np.full(rows, len(tasks) * shape.prompts, np.int32),
     )
     for shard, some in enumerate(tasks):
-        for row, (resident, number) in enumerate(some):
-            at, start, prompt = (shard, row), number * shape.block, resident.request.prompt
-            tokens = prompt[start : start + shape.block]
+        for row, (prefilled, number) in enumerate(some):
+            at, start, prompt = (shard, row), number * shape.page_size, prefilled.request.prompt
+            tokens = prompt[start : start + shape.page_size]
             batch.tokens[at][: len(tokens)] = tokens
             batch.start[at], batch.length[at] = start, len(tokens)
-            batch.page[at] = resident.pages[number]
-            batch.table[at][: len(resident.pages)] = resident.pages
-            if start + shape.block >= len(prompt):
-                batch.resident[at] = shard * shape.prompts + resident.index
+            batch.page[at] = prefilled.pages[number]
+            batch.table[at][: len(prefilled.pages)] = prefilled.pages
+            if start + shape.page_size >= len(prompt):
+                batch.prefilled[at] = shard * shape.prompts + prefilled.index
     return _flat(batch)
 
 
@@ -74,12 +74,12 @@ def slots(
     prompt_pages = shape.pages_of(config.max_prompt)
     suffix_pages = shape.pages_of(config.longest_answer)
     made = programs.Slots(
-        resident=np.full(one, -1, np.int32),
+        prefilled=np.full(one, -1, np.int32),
         prompt_length=np.zeros(one, np.int32),
         count=np.zeros(one, np.int32),
         limit=np.zeros(one, np.int32),
         key=np.zeros((*one, 2), np.uint32),
-        sibling=np.zeros(one, np.int32),
+        sample_index=np.zeros(one, np.int32),
         row=np.zeros(one, np.int32),
         cell=np.zeros(one, np.int32),
         slot=np.full(many, shape.slots, np.int32),
@@ -94,17 +94,17 @@ def slots(
         ),
         enough=np.int32(enough),
     )
-    if config.guessed_tokens:
+    if config.speculative_tokens:
         tokens = np.zeros((*many[:2], config.max_prompt), np.int32)
         made = dataclasses.replace(made, prompt_tokens=tokens)
     for number, shard in enumerate(scheduler.shards):
-        for sibling, limit in limits[number].items():
-            _seat(made, (number, sibling.slot), sibling, limit, number * shape.prompts)
+        for sequence, limit in limits[number].items():
+            _seat(made, (number, sequence.slot), sequence, limit, number * shape.prompts)
         _row_up(made, number, shard, lane)
     return _flat(made)
 
 
-def places(mesh: Any, batch: Any) -> Any:
+def shardings(mesh: Any, batch: Any) -> Any:
     """Where the arrays of a call go: rows over the row axes, scalars everywhere."""
     by_rows, everywhere = meshes.by_rows(mesh), meshes.replicated(mesh)
     return jax.tree.map(lambda x: by_rows if x.ndim else everywhere, batch)
@@ -116,26 +116,26 @@ def _flat(batch: Any) -> Any:
 
 
 def _seat(
-    made: programs.Slots, at: tuple[int, int], sibling: Sibling, limit: int, first: int
+    made: programs.Slots, at: tuple[int, int], sequence: DecodeSequence, limit: int, first: int
 ) -> None:
-    """Writes down a slot; `first` is the place of the shard's first resident prompt."""
-    resident, options = sibling.resident, sibling.resident.request.options
-    if sibling.fresh:
-        made.resident[at] = first + resident.index
-    made.prompt_length[at] = len(resident.request.prompt)
-    made.count[at], made.limit[at] = sibling.count, limit
-    made.key[at], made.sibling[at] = resident.request.key, sibling.number
-    made.suffix_table[at][: len(sibling.pages)] = sibling.pages
+    """Writes down a slot; `first` is the place of the shard's first prefilled prompt."""
+    prefilled, options = sequence.prefilled, sequence.prefilled.request.options
+    if sequence.fresh:
+        made.prefilled[at] = first + prefilled.index
+    made.prompt_length[at] = len(prefilled.request.prompt)
+    made.count[at], made.limit[at] = sequence.count, limit
+    made.key[at], made.sample_index[at] = prefilled.request.key, sequence.number
+    made.suffix_table[at][: len(sequence.pages)] = sequence.pages
     for name, values in vars(made.sampling).items():
         values[at] = getattr(options, name)
 
 
 def _row_up(made: programs.Slots, number: int, shard: Shard, lane: int) -> None:
     """Writes down the rows of a shard's lane."""
-    for row, (resident, some) in enumerate(shard.lanes[lane].groups()):
+    for row, (prefilled, some) in enumerate(shard.lanes[lane].groups()):
         made.row[number, some], made.cell[number, some] = row, range(len(some))
         made.slot[number, row, : len(some)] = some
-        made.prompt_visible[number, row, : len(some)] = len(resident.request.prompt)
-        made.prompt_table[number, row, : len(resident.pages)] = resident.pages
+        made.prompt_visible[number, row, : len(some)] = len(prefilled.request.prompt)
+        made.prompt_table[number, row, : len(prefilled.pages)] = prefilled.pages
         if made.prompt_tokens is not None:
-            made.prompt_tokens[number, row, -len(resident.tokens) :] = resident.tokens
+            made.prompt_tokens[number, row, -len(prefilled.tokens) :] = prefilled.tokens

@@ -4,7 +4,7 @@
    all siblings decode behind it (steps.decode).
 2. A session (session.py) answers requests with the same weights; how pages and slots are given out
    says schedule.py.
-3. Answers do not depend on which slots or neighbours their requests had, nor on when they came in:
+3. Answers do not depend on which slots or neighbors their requests had, nor on when they came in:
    every draw has its key by request, sibling and token.
 4. A prompt over the cap is refused; logits that are no numbers end the run, by request.
 """
@@ -46,20 +46,20 @@ class SamplerConfig:
       max_tokens: cap of a question or an answer, in tokens [S].
       max_verdict_tokens: cap of a verdict.
       max_prompt: cap of a prompt, in tokens [P].
-      block: C, tokens of a page; prompts share whole pages.
-      cache_tokens: tokens of the pool, of prompts and answers.
+      page_size: C, tokens of a page; prompts share whole pages.
+      kv_cache_tokens: tokens of the pool, of prompts and answers.
       slots: siblings decoded at once.
-      siblings: G, siblings of a prompt that meet it in one product; requests for one answer have a
-        compiled shape of their own.
+      samples_per_prompt_batch: G, siblings of a prompt that meet it in one product; requests for
+        one answer have a compiled shape of their own.
       prefill_tokens: of prompts read in one call.
       decode_tokens: that a slot draws in one call, at most; freed slots are filled between calls.
-      guessed_tokens: that are looked up in the prompt and checked in one pass with the next; 0:
+      speculative_tokens: that are looked up in the prompt and checked in one pass with the next; 0:
         none. Answers are the same (with an int8 pool up to its rounding), and sooner there where
         they quote.
-      guess_match: how many last tokens must stand where a guess is looked up.
+      speculative_ngram: how many last tokens must stand where a guess is looked up.
       cache_dtype: of the pool: "compute", the weights' when they are played with, or "int8", with a
         scale for each token and head.
-      weights_dtype: of the kernels that answers are drawn with: "compute" or "int8" (int8.py; not
+      weights_dtype: of the kernels that answers are sampled with: "compute" or "int8" (int8.py; not
         for mixtures of experts), made when a session begins, beside those in the compute dtype.
       attention: the kernel that reads the pool: "auto", the platform's, or "xla".
     """
@@ -71,24 +71,32 @@ class SamplerConfig:
     max_tokens: int = 4096
     max_verdict_tokens: int = 4096
     max_prompt: int = 18_000
-    block: int = 128
-    cache_tokens: int = 1_048_576
+    page_size: int = 128
+    kv_cache_tokens: int = 1_048_576
     slots: int = 512
-    siblings: int = 8
+    samples_per_prompt_batch: int = 8
     prefill_tokens: int = 8192
     decode_tokens: int = 64
-    guessed_tokens: int = 0
-    guess_match: int = 2
+    speculative_tokens: int = 0
+    speculative_ngram: int = 2
     cache_dtype: str = "compute"
     weights_dtype: str = "compute"
     attention: str = "auto"
 
     def __post_init__(self):
-        sizes = ("max_tokens", "max_verdict_tokens", "max_prompt", "block", "cache_tokens")
-        sizes += ("slots", "siblings", "prefill_tokens", "decode_tokens", "guess_match")
+        sizes = ("max_tokens", "max_verdict_tokens", "max_prompt", "page_size", "kv_cache_tokens")
+        sizes += (
+            "slots",
+            "samples_per_prompt_batch",
+            "prefill_tokens",
+            "decode_tokens",
+            "speculative_ngram",
+        )
         check_least(self, "sampler.", **dict.fromkeys(sizes, 1))
-        if self.guessed_tokens < 0:
-            raise ValueError(f"sampler.guessed_tokens = {self.guessed_tokens}: must be 0 or more")
+        if self.speculative_tokens < 0:
+            raise ValueError(
+                f"sampler.speculative_tokens = {self.speculative_tokens}: must be 0 or more"
+            )
         check_choice(self, "sampler.", **_CHOICES)
         try:
             self.options(1)
@@ -120,28 +128,31 @@ class SamplerConfig:
             answer.
         """
         shards, parts = meshes.row_shards(mesh), meshes.context_shards(mesh)
-        if self.block % parts:
+        if self.page_size % parts:
             raise ValueError(
-                f"sampler.block = {self.block}: must be a multiple of mesh.context = {parts}"
+                f"sampler.page_size = {self.page_size}: must be a multiple of "
+                f"mesh.context = {parts}"
             )
-        pages = self.cache_tokens // self.block // shards
+        pages = self.kv_cache_tokens // self.page_size // shards
         slots = -(-self.slots // mesh.size) * (mesh.size // shards)
         lanes = {1: slots}
-        lanes[min(self.siblings, slots)] = min(slots, 4 * -(-slots // self.siblings))
+        lanes[min(self.samples_per_prompt_batch, slots)] = min(
+            slots, 4 * -(-slots // self.samples_per_prompt_batch)
+        )
         made = Shape(
-            block=self.block,
+            page_size=self.page_size,
             pages=pages,
             slots=slots,
             prompts=2 * slots,
             lanes=tuple(sorted(lanes.items())),
-            tasks=max(1, self.prefill_tokens // self.block // shards),
+            tasks=max(1, self.prefill_tokens // self.page_size // shards),
         )
         longest = self.longest_answer
         if made.pages_of(self.max_prompt) + made.pages_of(longest) > pages:
             raise ValueError(
-                f"sampler.cache_tokens = {self.cache_tokens}: a prompt of {self.max_prompt} tokens "
-                f"and an answer of {longest} must fit on each of {shards} parts of the mesh, which "
-                f"takes {shards * (self.longest + 2 * self.block)}"
+                f"sampler.kv_cache_tokens = {self.kv_cache_tokens}: a prompt of "
+                f"{self.max_prompt} tokens and an answer of {longest} must fit on each of {shards} "
+                f"parts of the mesh, which takes {shards * (self.longest + 2 * self.page_size)}"
             )
         return made
 
@@ -175,36 +186,38 @@ class Sampler:
         if config.cache_dtype == "int8":
             pages = paged.Pages(where, where, where, where)
         lanes = (kept,) * len(self.shape.lanes)
-        own = (meshes.by_rows(mesh),) * len(lanes) if config.guessed_tokens else ()
-        self.places = places = programs.State(pages, kept, lanes, own)
+        own = (meshes.by_rows(mesh),) * len(lanes) if config.speculative_tokens else ()
+        self.shardings = shardings = programs.State(pages, kept, lanes, own)
         kernel = config.attention
         self.prefill = jax.jit(
             functools.partial(programs.prefill, policy, kernel=kernel),
             donate_argnums=1,
-            out_shardings=places,
+            out_shardings=shardings,
         )
         self.decode = jax.jit(
             functools.partial(
                 programs.decode,
                 policy,
-                block=config.block,
+                page_size=config.page_size,
                 steps=config.decode_tokens,
                 stop_ids=self.stop_ids,
-                guessing=programs.Guessing(config.guessed_tokens, config.guess_match),
+                speculation=programs.Speculation(
+                    config.speculative_tokens, config.speculative_ngram
+                ),
                 kernel=kernel,
             ),
             static_argnames="lane",
             donate_argnums=1,
-            out_shardings=(places, kept),
+            out_shardings=(shardings, kept),
         )
-        self._quantised = None
+        self._quantized = None
         if config.weights_dtype == "int8":
             int8.check(policy)
             shapes, axes = transformer.abstract_params(policy)
             whole = int8.kernels(meshes.shardings(mesh, axes, shapes))
-            self._quantised = int8.placements(whole)
-            self._quantise = jax.jit(int8.small_kernels, out_shardings=self._quantised)
-        self.empty = jax.jit(self.make_empty, static_argnums=0, out_shardings=places)
+            self._quantized = int8.placements(whole)
+            self._quantize = jax.jit(int8.small_kernels, out_shardings=self._quantized)
+        self.empty = jax.jit(self.make_empty, static_argnums=0, out_shardings=shardings)
 
     def make_empty(self, dtype: Any) -> programs.State:
         """What a session begins with, for `empty` and for shapes; `dtype` is the compute dtype."""
@@ -214,26 +227,27 @@ class Sampler:
         pages = self.shards * (shape.pages + 1)  # and nobody's
         slots = self.shards * shape.slots
         return programs.State(
-            paged.empty(c.layers, pages, kv_heads, shape.block, c.head_size, cached),
+            paged.empty(c.layers, pages, kv_heads, shape.page_size, c.head_size, cached),
             jnp.zeros((self.shards * shape.prompts, c.width), dtype),
             tuple(jnp.zeros((slots, c.width), dtype) for _ in shape.lanes),
             tuple(
-                jnp.zeros((slots, self.config.longest_answer), jnp.int32) for _ in self.places.own
+                jnp.zeros((slots, self.config.longest_answer), jnp.int32)
+                for _ in self.shardings.own
             ),
         )
 
     def begin(self, params: transformer.Params) -> Session:
         """A session with these weights (in the compute dtype); its pool is made now."""
-        if self._quantised is not None:
-            params = int8.joined(params, self._quantise(int8.kernels(params)))
+        if self._quantized is not None:
+            params = int8.joined(params, self._quantize(int8.kernels(params)))
         return Session(self, params)
 
     def abstract_params(self, params: transformer.Params) -> transformer.Params:
         """Placed shapes of the weights that programs are given, for those that `begin` is given."""
-        if self._quantised is None:
+        if self._quantized is None:
             return params
         small = jax.eval_shape(int8.small_kernels, int8.kernels(params))
-        return int8.joined(params, meshes.placed(small, self._quantised))
+        return int8.joined(params, meshes.with_sharding(small, self._quantized))
 
     def sample(
         self,

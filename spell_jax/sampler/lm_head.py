@@ -27,11 +27,11 @@ def logits(config: PolicyConfig, params: transformer.Params, hidden: jax.Array) 
         return transformer.unembed(config, params, hidden)
     table = params["embedding" if config.tied_embeddings else "unembedding"]
     split = Split.of((len(hidden), 1), *table.shape, over=meshes.TENSOR)
-    drawn = PartitionSpec((*meshes.ROWS, meshes.CONTEXT, meshes.TENSOR))
+    sampled = PartitionSpec((*meshes.ROWS, meshes.CONTEXT, meshes.TENSOR))
     return jax.shard_map(
         functools.partial(_on_device, split),
         in_specs=(PartitionSpec(meshes.ROWS), split.table_spec),
-        out_specs=drawn,
+        out_specs=sampled,
         check_vma=False,
     )(hidden, table)
 

@@ -2,11 +2,12 @@
 
 1. `prefill` takes B pages of prompts, each behind pages that are in the pool (or in the same call),
    writes their keys and values, and keeps the last token's hidden state of prompts that end.
-2. `decode` takes N slots, each a sibling behind a prompt. All siblings of a prompt meet its pages
-   in one matrix product, each its own suffix's pages; the two parts are merged by log-sum-exp.
-3. It goes on until so many tokens are drawn, or enough slots are free to be filled again.
+2. `decode` takes N slots, each a sample_index behind a prompt. All siblings of a prompt meet its
+   pages in one matrix product, each its own suffix's pages; the two parts are merged by
+   log-sum-exp.
+3. It goes on until so many tokens are sampled, or enough slots are free to be filled again.
 4. A pass may also take tokens that are guessed to come next (lookup.py): as many as equal what is
-   then drawn are kept.
+   then sampled are kept.
 5. What is where (tables of pages, slots, limits) is decided between calls by the host, and comes in
    as arrays: shapes never change.
 """
@@ -37,9 +38,9 @@ class State:
 
     Attributes:
       pages: the pool; page 0 belongs to nobody, and rows without a task write there.
-      prompt_hidden: [R, D], the last token's hidden state of resident prompts.
+      prompt_hidden: [R, D], the last token's hidden state of prefilled prompts.
       hidden: for each lane [N, D], that of each slot's last token.
-      own: for each lane int32 [N, S], tokens that each slot has drawn, as many as its count (what
+      own: for each lane int32 [N, S], tokens that each slot has sampled, as many as its count (what
         is behind means nothing); () where nothing is guessed.
     """
 
@@ -59,7 +60,7 @@ class PromptPages:
       length: int32 [B], tokens of the prompt in the page; 0: no task.
       page: int32 [B], where keys and values go.
       table: int32 [B, J], the prompt's pages in order, this one included.
-      resident: int32 [B], whose prompt ends here; R: it goes on.
+      prefilled: int32 [B], whose prompt ends here; R: it goes on.
     """
 
     tokens: Array
@@ -67,7 +68,7 @@ class PromptPages:
     length: Array
     page: Array
     table: Array
-    resident: Array
+    prefilled: Array
 
 
 @flax.struct.dataclass
@@ -75,11 +76,12 @@ class Slots:
     """N slots and their M rows of G cells, each row a prompt's siblings.
 
     Attributes:
-      resident: int32 [N], the prompt whose hidden state a new sibling begins from; -1: it goes on.
+      prefilled: int32 [N], the prompt whose hidden state a new sample_index begins from; -1: it
+        goes on.
       prompt_length: int32 [N].
-      count, limit: int32 [N], tokens drawn so far, and the number at which to stop; alike: the slot
-        rests.
-      key: uint32 [N, 2], of the request; sibling: int32 [N], folded into it.
+      count, limit: int32 [N], tokens sampled so far, and the number at which to stop; alike: the
+        slot rests.
+      key: uint32 [N, 2], of the request; sample_index: int32 [N], folded into it.
       row, cell: int32 [N], the slot's place among rows.
       slot: int32 [M, G], its inverse; N: an empty cell.
       prompt_table, prompt_visible: int32 [M, J] and [M, G], pages of the row's prompt and how many
@@ -91,12 +93,12 @@ class Slots:
         guessed.
     """
 
-    resident: Array
+    prefilled: Array
     prompt_length: Array
     count: Array
     limit: Array
     key: Array
-    sibling: Array
+    sample_index: Array
     row: Array
     cell: Array
     slot: Array
@@ -109,20 +111,20 @@ class Slots:
 
 
 @flax.struct.dataclass
-class Drawn:
+class Sampled:
     """What a call of `decode` drew.
 
     Attributes:
       tokens: int32 [N, steps], of each slot the first `new`.
-      log_probs: float32 [N, steps].
-      new: int32 [N], tokens drawn.
+      logprobs: float32 [N, steps].
+      new: int32 [N], tokens sampled.
       stopped: bool [N], whether the last one is a stop token.
       busy: int32 [N], passes of the loop that drew for the slot.
       steps: int32, passes of the loop.
     """
 
     tokens: jax.Array
-    log_probs: jax.Array
+    logprobs: jax.Array
     new: jax.Array
     stopped: jax.Array
     busy: jax.Array
@@ -130,7 +132,7 @@ class Drawn:
 
 
 @dataclasses.dataclass(frozen=True)
-class Guessing:
+class Speculation:
     """How tokens are guessed, for lookup.guess.
 
     Attributes:
@@ -168,7 +170,7 @@ def prefill(
     )
     last = jnp.maximum(batch.length - 1, 0)
     last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    prompt_hidden = state.prompt_hidden.at[batch.resident].set(last, mode="drop")
+    prompt_hidden = state.prompt_hidden.at[batch.prefilled].set(last, mode="drop")
     return dataclasses.replace(state, pages=pages, prompt_hidden=prompt_hidden)
 
 
@@ -179,12 +181,12 @@ def decode(
     slots: Slots,
     *,
     lane: int,
-    block: int,
+    page_size: int,
     steps: int,
     stop_ids: tuple[int, ...],
-    guessing: Guessing = Guessing(),
+    speculation: Speculation = Speculation(),
     kernel: str = "auto",
-) -> tuple[State, Drawn]:
+) -> tuple[State, Sampled]:
     """Draws up to `steps` tokens in every slot that is not at its limit.
 
     Args:
@@ -192,65 +194,65 @@ def decode(
       state: is updated.
       slots: what each slot does.
       lane: whose slots they are.
-      block: C, tokens of a page.
+      page_size: C, tokens of a page.
       steps: most tokens of a slot.
       stop_ids: tokens that end an answer.
-      guessing: how tokens are guessed; it changes none that is drawn.
+      speculation: how tokens are guessed; it changes none that is sampled.
       kernel: see paged.attend.
     """
-    fresh = (slots.resident >= 0)[:, None]
-    hidden = jnp.where(fresh, state.prompt_hidden[slots.resident], state.hidden[lane])
-    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key), slots.sibling)
+    fresh = (slots.prefilled >= 0)[:, None]
+    hidden = jnp.where(fresh, state.prompt_hidden[slots.prefilled], state.hidden[lane])
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key), slots.sample_index)
     draw = functools.partial(_draw, config, params, keys, slots.sampling)
-    forward = functools.partial(_forward, config, params, slots, block, kernel)
+    forward = functools.partial(_forward, config, params, slots, page_size, kernel)
 
-    def room(drawn):
+    def room(sampled):
         """Tokens that each slot may still draw."""
-        left = jnp.minimum(slots.limit - slots.count, steps) - drawn.new
-        return jnp.where(drawn.stopped, 0, left)
+        left = jnp.minimum(slots.limit - slots.count, steps) - sampled.new
+        return jnp.where(sampled.stopped, 0, left)
 
     def going_on(carry):
-        *_, drawn = carry
-        active = room(drawn) > 0
+        *_, sampled = carry
+        active = room(sampled) > 0
         enough = jnp.sum((slots.count < slots.limit) & ~active) >= slots.enough
-        return (drawn.steps < steps) & ~enough & jnp.any(active)
+        return (sampled.steps < steps) & ~enough & jnp.any(active)
 
     def one_pass(carry):
-        hidden, pages, own, drawn = carry
-        left, count = room(drawn), slots.count + drawn.new
-        given, log_probs = draw(hidden[:, None], count)
+        hidden, pages, own, sampled = carry
+        left, count = room(sampled), slots.count + sampled.new
+        given, logprobs = draw(hidden[:, None], count)
         found = given
-        if guessing.tokens:
+        if speculation.tokens:
             own = _note(own, given, count)
-            given = jnp.concatenate([given, _guess(slots, own, count + 1, guessing)], axis=1)
+            given = jnp.concatenate([given, _guess(slots, own, count + 1, speculation)], axis=1)
         new, pages = forward(pages, given, count, left)
-        if guessing.tokens:
+        if speculation.tokens:
             more = draw(new[:, :-1], count + 1)
             own = _note(own, more[0], count + 1)
             found = jnp.concatenate([found, more[0]], axis=1)
-            log_probs = jnp.concatenate([log_probs, more[1]], axis=1)
+            logprobs = jnp.concatenate([logprobs, more[1]], axis=1)
         kept = _kept(given, found, left, stop_ids)
         last = jnp.maximum(jnp.sum(kept, axis=1) - 1, 0)
         new = jnp.take_along_axis(new, last[:, None, None], axis=1)[:, 0]
         hidden = jnp.where(kept[:, :1], new, hidden)
-        return hidden, pages, own, _append(drawn, found, log_probs, kept, stop_ids)
+        return hidden, pages, own, _append(sampled, found, logprobs, kept, stop_ids)
 
-    own = state.own[lane] if guessing.tokens else None
+    own = state.own[lane] if speculation.tokens else None
     carry = hidden, state.pages, own, _nothing_drawn(len(hidden), steps)
-    hidden, pages, own, drawn = jax.lax.while_loop(going_on, one_pass, carry)
+    hidden, pages, own, sampled = jax.lax.while_loop(going_on, one_pass, carry)
     state = dataclasses.replace(
         state,
         pages=pages,
         hidden=_with(state.hidden, lane, hidden),
-        own=_with(state.own, lane, own) if guessing.tokens else (),
+        own=_with(state.own, lane, own) if speculation.tokens else (),
     )
-    return state, drawn
+    return state, sampled
 
 
-def _nothing_drawn(slots: int, steps: int) -> Drawn:
-    return Drawn(
+def _nothing_drawn(slots: int, steps: int) -> Sampled:
+    return Sampled(
         tokens=jnp.zeros((slots, steps), jnp.int32),
-        log_probs=jnp.zeros((slots, steps), jnp.float32),
+        logprobs=jnp.zeros((slots, steps), jnp.float32),
         new=jnp.zeros(slots, jnp.int32),
         stopped=jnp.zeros(slots, bool),
         busy=jnp.zeros(slots, jnp.int32),
@@ -263,7 +265,7 @@ def _with(some: tuple, place: int, one: Any) -> tuple:
 
 
 def _draw(config, params, keys, sampling: nucleus.Sampling, hidden, count):
-    """Tokens and log-probs [N, T] behind hidden states [N, T, D]; the first has the number `count`
+    """Tokens and logprobs [N, T] behind hidden states [N, T, D]; the first has the number `count`
     [N] in its slot."""
     slots, time, width = hidden.shape
     number = count[:, None] + jnp.arange(time)
@@ -272,15 +274,15 @@ def _draw(config, params, keys, sampling: nucleus.Sampling, hidden, count):
     )(keys, number)
     logits = lm_head.logits(config, params, hidden.reshape(-1, width))
     sampling = jax.tree.map(lambda x: jnp.repeat(x, time), sampling)
-    token, log_prob = nucleus.draw(logits, uniform.reshape(-1), sampling)
-    return token.reshape(slots, time), log_prob.reshape(slots, time)
+    token, logprob = nucleus.draw(logits, uniform.reshape(-1), sampling)
+    return token.reshape(slots, time), logprob.reshape(slots, time)
 
 
-def _guess(slots: Slots, own, count, guessing: Guessing) -> jax.Array:
+def _guess(slots: Slots, own, count, speculation: Speculation) -> jax.Array:
     """What may follow `count` tokens of a slot's own [N, S]."""
     prompts: Any = slots.prompt_tokens  # which are there, as something is guessed
     given = prompts, slots.row, slots.prompt_length, own, count
-    return speculative.guess(*given, guessing.match, guessing.tokens)
+    return speculative.guess(*given, speculation.match, speculation.tokens)
 
 
 def _note(own: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
@@ -302,18 +304,18 @@ def _stops(tokens: jax.Array, stop_ids: tuple[int, ...]) -> jax.Array:
     return jnp.isin(tokens, jnp.asarray(stop_ids, jnp.int32))
 
 
-def _forward(config, params, slots: Slots, block: int, kernel: str, pages, tokens, count, room):
+def _forward(config, params, slots: Slots, page_size: int, kernel: str, pages, tokens, count, room):
     """Hidden states [N, T, D] of the next T tokens of each slot, the first of which has the number
     `count`; and the pool, in which `room` of them are written."""
     time = jnp.arange(tokens.shape[1])
     number = count[:, None] + time
     inside = time < room[:, None]
     table = slots.suffix_table
-    page = jnp.take_along_axis(table, number // block, axis=1, mode="clip")
+    page = jnp.take_along_axis(table, number // page_size, axis=1, mode="clip")
     # To the policy each token is a row of its own: its weights and rows are split as for one.
     context = {
         "page": jnp.where(inside, page, 0).reshape(-1),
-        "offset": (number % block).reshape(-1),
+        "offset": (number % page_size).reshape(-1),
         "visible": jnp.where(inside, number + 1, 0).reshape(-1),
         **{name: getattr(slots, name) for name in kv_cache.PLACES},
     }
@@ -326,17 +328,17 @@ def _forward(config, params, slots: Slots, block: int, kernel: str, pages, token
     return hidden.reshape(*tokens.shape, -1), pages
 
 
-def _append(drawn: Drawn, tokens, log_probs, kept, stop_ids: tuple[int, ...]) -> Drawn:
+def _append(sampled: Sampled, tokens, logprobs, kept, stop_ids: tuple[int, ...]) -> Sampled:
     """Takes in what was kept of tokens [N, T]."""
-    rows, steps = drawn.tokens.shape
-    place = drawn.new[:, None] + jnp.arange(tokens.shape[1])
+    rows, steps = sampled.tokens.shape
+    place = sampled.new[:, None] + jnp.arange(tokens.shape[1])
     place = jnp.where(kept, place, steps)  # outside: not written
     at = jnp.arange(rows)[:, None], place
-    return Drawn(
-        tokens=drawn.tokens.at[at].set(tokens, mode="drop"),
-        log_probs=drawn.log_probs.at[at].set(log_probs, mode="drop"),
-        new=drawn.new + jnp.sum(kept, axis=1),
-        stopped=drawn.stopped | jnp.any(kept & _stops(tokens, stop_ids), axis=1),
-        busy=drawn.busy + kept[:, 0],
-        steps=drawn.steps + 1,
+    return Sampled(
+        tokens=sampled.tokens.at[at].set(tokens, mode="drop"),
+        logprobs=sampled.logprobs.at[at].set(logprobs, mode="drop"),
+        new=sampled.new + jnp.sum(kept, axis=1),
+        stopped=sampled.stopped | jnp.any(kept & _stops(tokens, stop_ids), axis=1),
+        busy=sampled.busy + kept[:, 0],
+        steps=sampled.steps + 1,
     )

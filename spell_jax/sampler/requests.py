@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How the answers of a request are drawn.
+    """How the answers of a request are sampled.
 
     Attributes:
       temperature: of the softmax; 0 takes the most likely token each time.
@@ -51,15 +51,15 @@ class Request:
       prompt: token ids [P].
       group: G, siblings.
       key: uint32 [2], key data; sibling and token are folded into it.
-      options: how its answers are drawn.
-      speaker: for whom the device works on it; a name to count by.
+      options: how its answers are sampled.
+      agent: for whom the device works on it; a name to count by.
     """
 
     prompt: Sequence[int]
     group: int
     key: np.ndarray
     options: Options
-    speaker: str = ""
+    agent: str = ""
 
     def __post_init__(self):
         if not len(self.prompt):
@@ -74,13 +74,13 @@ class Sample:
 
     Attributes:
       tokens: int32 [S], stop token included.
-      log_probs: float32 [S], at the sampling temperature.
+      logprobs: float32 [S], at the sampling temperature.
       stopped: whether it ended by itself rather than at the cap.
       stop_string: the text that ended it, if one did; tokens go up to the one that completed it.
     """
 
     tokens: np.ndarray
-    log_probs: np.ndarray
+    logprobs: np.ndarray
     stopped: bool
     stop_string: str = ""
 

@@ -4,7 +4,7 @@
    threshold a row, found by bisection instead of a sort.
 2. The token is found by the inverse of the cumulative distribution in two levels: first the stretch
    of 128 weights, then the weight in it.
-3. Parameters are arrays, one value a row: rows of different requests are drawn together.
+3. Parameters are arrays, one value a row: rows of different requests are sampled together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 # Thresholds are of log-weights, between 0 and one at which a float32 weight is 0. After so many
-# halvings neighbours are as close as float32 numbers of this size.
+# halvings neighbors are as close as float32 numbers of this size.
 _LOWEST = -104.0
 _BISECTIONS = 30
 # The bisection ends at the log-weight of a token, which must be kept though it may be computed
@@ -28,7 +28,7 @@ _STRETCH = 128
 
 @flax.struct.dataclass
 class Sampling:
-    """How the next token of each row is drawn; the filters are applied in this order.
+    """How the next token of each row is sampled; the filters are applied in this order.
 
     Attributes:
       temperature: float32 [N], 0 or more; 0 takes the most likely token.
@@ -54,8 +54,8 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling) -> tuple[jax
       sampling: arrays [N].
 
     Returns:
-      int32 tokens [N], and their float32 log-probs [N]: the full-vocabulary log-softmax at the
-      row's temperature (at temperature 0: at 1), not renormalised by filters (spec section 9); NaN
+      int32 tokens [N], and their float32 logprobs [N]: the full-vocabulary log-softmax at the
+      row's temperature (at temperature 0: at 1), not renormalized by filters (spec section 9); NaN
       where the row's logits are not finite.
     """
     greedy = sampling.temperature == 0
@@ -63,8 +63,8 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling) -> tuple[jax
     below = scaled - jnp.max(scaled, axis=-1, keepdims=True)
     weights = jnp.exp(below)
     kept = jnp.where(below >= threshold(below, sampling)[:, None], weights, 0.0)
-    drawn = jnp.where(greedy, jnp.argmax(logits, axis=-1), _invert(kept, uniform))
-    tokens = drawn.astype(jnp.int32)
+    sampled = jnp.where(greedy, jnp.argmax(logits, axis=-1), _invert(kept, uniform))
+    tokens = sampled.astype(jnp.int32)
     chosen = jnp.take_along_axis(below, tokens[:, None], axis=-1)[:, 0]
     return tokens, chosen - jnp.log(jnp.sum(weights, axis=-1))
 
@@ -76,7 +76,7 @@ def threshold(below: jax.Array, sampling: Sampling) -> jax.Array:
     A sort would find the same (8 rows of 152K weights on 2 CPU cores: 459 ms against 46).
 
     Args:
-      below: float32 [N, V], log-probabilities less the row's largest.
+      below: float32 [N, V], logprobabilities less the row's largest.
       sampling: arrays [N].
     """
     weights = jnp.exp(below)

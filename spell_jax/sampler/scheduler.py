@@ -2,13 +2,13 @@
 
 1. Requests wait in a queue. One is admitted where pages and slots are to be had: it shares the
    pages of its first blocks as far as they are known, and its other pages become tasks for prefill.
-2. Once its prompt is read, its siblings take free slots, in the order in which they were admitted.
-   A sibling's own tokens get pages as it grows.
+2. Once its prompt is read, its sequences take free slots, in the order in which they were admitted.
+   A sequence's own tokens get pages as it grows.
 3. Whoever was admitted first can always go on: others get pages only while the first has enough
-   left for the longest answer that was asked for. A sibling without a page waits in its slot; when
+   left for the longest answer that was asked for. A sequence without a page waits in its slot; when
    the first ends, all that it had is there for the next. So nothing has to be thrown away.
-4. Everything follows from requests and from what was drawn, never from the clock: hosts of one run
-   plan alike. Nothing here touches a device.
+4. Everything follows from requests and from what was sampled, never from the clock: hosts of one
+   run plan alike. Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Shape:
     """Sizes of one part of the mesh's row axes, all of them fixed.
 
     Attributes:
-      block: C, tokens of a page.
+      page_size: C, tokens of a page.
       pages: of the pool.
-      slots: siblings that are decoded at once, of a lane.
-      prompts: prompts that are resident at once.
+      slots: sequences that are decoded at once, of a lane.
+      prompts: prompts that are prefilled at once.
       lanes: (cells G of a row, rows M) of each compiled decode shape, ascending; a request goes to
-        the first that has a cell for each of its siblings, or else to the last.
+        the first that has a cell for each of its sequences, or else to the last.
       tasks: pages of a prefill call.
     """
 
-    block: int
+    page_size: int
     pages: int
     slots: int
     prompts: int
@@ -46,10 +46,10 @@ class Shape:
 
     def pages_of(self, tokens: int) -> int:
         """Pages that so many tokens take."""
-        return -(-tokens // self.block)
+        return -(-tokens // self.page_size)
 
     def lane_of(self, group: int) -> int:
-        """Number of the lane for requests with so many siblings."""
+        """Number of the lane for requests with so many sequences."""
         fitting = (i for i, (cells, _) in enumerate(self.lanes) if group <= cells)
         return next(fitting, len(self.lanes) - 1)
 
@@ -60,17 +60,17 @@ class Shape:
 
 
 @dataclasses.dataclass(eq=False)
-class Resident:
+class PrefilledPrompt:
     """A prompt that is, or will be, in the pool.
 
     Attributes:
       ticket: number of the request.
       request: itself.
       tokens: int32 [P], its prompt.
-      index: its place among resident prompts.
+      index: its place among prefilled prompts.
       pages: of its blocks in order.
       unread: pages that are still to be read.
-      unfinished: siblings.
+      unfinished: sequences.
     """
 
     ticket: int
@@ -83,19 +83,19 @@ class Resident:
 
 
 @dataclasses.dataclass(eq=False)
-class Sibling:
-    """One answer that is being drawn.
+class DecodeSequence:
+    """One answer that is being sampled.
 
     Attributes:
-      resident: its prompt.
-      number: among siblings.
+      prefilled: its prompt.
+      number: among sequences.
       slot: its place in its lane, -1 while it waits.
       pages: of its own tokens.
-      count: tokens drawn so far.
+      count: tokens sampled so far.
       fresh: its first call is yet to come.
     """
 
-    resident: Resident
+    prefilled: PrefilledPrompt
     number: int
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -104,36 +104,36 @@ class Sibling:
 
     @property
     def max_tokens(self) -> int:
-        return self.resident.request.options.max_tokens
+        return self.prefilled.request.options.max_tokens
 
 
 class Lane:
-    """Slots of one compiled decode shape, and the siblings that wait for them."""
+    """Slots of one compiled decode shape, and the sequences that wait for them."""
 
     def __init__(self, cells: int, rows: int, slots: int):
         self.cells, self.rows = cells, rows
-        self.slots: list[Sibling | None] = [None] * slots
-        self.waiting: deque[Sibling] = deque()
-        self._seated: Counter[Resident] = Counter()
+        self.slots: list[DecodeSequence | None] = [None] * slots
+        self.waiting: deque[DecodeSequence] = deque()
+        self._seated: Counter[PrefilledPrompt] = Counter()
 
     @property
     def free(self) -> int:
         return self.slots.count(None)
 
     @property
-    def hungry(self) -> bool:
+    def has_free_slots(self) -> bool:
         """Whether slots will stay free when all who wait are seated."""
         return self.free > len(self.waiting)
 
-    def groups(self) -> list[tuple[Resident, list[int]]]:
-        """The decode rows: slots of siblings of one prompt, at most `cells` each."""
-        by_prompt: dict[Resident, list[int]] = {}
-        for slot, sibling in enumerate(self.slots):
-            if sibling is not None:
-                by_prompt.setdefault(sibling.resident, []).append(slot)
+    def groups(self) -> list[tuple[PrefilledPrompt, list[int]]]:
+        """The decode rows: slots of sequences of one prompt, at most `cells` each."""
+        by_prompt: dict[PrefilledPrompt, list[int]] = {}
+        for slot, sequence in enumerate(self.slots):
+            if sequence is not None:
+                by_prompt.setdefault(sequence.prefilled, []).append(slot)
         return [
-            (resident, slots[i : i + self.cells])
-            for resident, slots in by_prompt.items()
+            (prefilled, slots[i : i + self.cells])
+            for prefilled, slots in by_prompt.items()
             for i in range(0, len(slots), self.cells)
         ]
 
@@ -142,21 +142,21 @@ class Lane:
         for slot, taken in enumerate(self.slots):
             if taken is not None:
                 continue
-            if not self.waiting or self.waiting[0].resident.unread:
+            if not self.waiting or self.waiting[0].prefilled.unread:
                 return
-            resident = self.waiting[0].resident
-            opens_row = self._seated[resident] % self.cells == 0
+            prefilled = self.waiting[0].prefilled
+            opens_row = self._seated[prefilled] % self.cells == 0
             if opens_row and self._rows() == self.rows:
                 return
-            sibling = self.slots[slot] = self.waiting.popleft()
-            sibling.slot = slot
-            self._seated[resident] += 1
+            sequence = self.slots[slot] = self.waiting.popleft()
+            sequence.slot = slot
+            self._seated[prefilled] += 1
 
-    def leave(self, sibling: Sibling) -> None:
-        self.slots[sibling.slot] = None
-        self._seated[sibling.resident] -= 1
-        if not self._seated[sibling.resident]:
-            del self._seated[sibling.resident]
+    def leave(self, sequence: DecodeSequence) -> None:
+        self.slots[sequence.slot] = None
+        self._seated[sequence.prefilled] -= 1
+        if not self._seated[sequence.prefilled]:
+            del self._seated[sequence.prefilled]
 
     def _rows(self) -> int:
         return sum(-(-count // self.cells) for count in self._seated.values())
@@ -169,20 +169,20 @@ class Shard:
         self.shape = shape
         self.pool = Pool(shape.pages)
         self.lanes = [Lane(cells, rows, shape.slots) for cells, rows in shape.lanes]
-        self.tasks: deque[tuple[Resident, int]] = deque()
-        self.unfinished: dict[Sibling, None] = {}  # in the order of admission
+        self.tasks: deque[tuple[PrefilledPrompt, int]] = deque()
+        self.unfinished: dict[DecodeSequence, None] = {}  # in the order of admission
         self.reused_tokens = 0
         self._indices = list(range(shape.prompts - 1, -1, -1))
-        self._needs: Counter[int] = Counter()  # pages of the longest answer -> siblings
+        self._needs: Counter[int] = Counter()  # pages of the longest answer -> sequences
 
     def cost(self, blocks: Sequence[bytes], request: Request) -> int:
-        """What admitting a request here would cost, to compare shards: pages and siblings before
+        """What admitting a request here would cost, to compare shards: pages and sequences before
         it."""
         known = len(self._shared(blocks, request))
         return self.shape.pages_of(len(request.prompt)) - known + len(self.unfinished)
 
     def admit(self, ticket: int, request: Request, blocks: Sequence[bytes]) -> bool:
-        """Makes the request's prompt resident if there is room, and lets its siblings wait."""
+        """Makes the request's prompt prefilled if there is room, and lets its sequences wait."""
         shape, prompt = self.shape, request.prompt
         shared, total = self._shared(blocks, request), shape.pages_of(len(prompt))
         longest = shape.pages_of(request.options.max_tokens)
@@ -190,7 +190,7 @@ class Shard:
         if not self._indices or wanted > self._spare(longest):
             return False
         self.pool.hold(shared)
-        self.reused_tokens += len(shared) * shape.block
+        self.reused_tokens += len(shared) * shape.page_size
         pages = shared + [self.pool.take() for _ in range(total - len(shared))]
         for number in range(len(shared), len(blocks)):
             parent = pages[number - 1] if number else None
@@ -198,20 +198,20 @@ class Shard:
         unread = total - len(shared)
         index = self._indices.pop()
         tokens = np.asarray(prompt, np.int32)
-        resident = Resident(ticket, request, tokens, index, pages, unread, request.group)
-        self.tasks.extend((resident, number) for number in range(len(shared), total))
-        siblings = [Sibling(resident, number) for number in range(request.group)]
-        self.lanes[shape.lane_of(request.group)].waiting.extend(siblings)
-        self.unfinished |= dict.fromkeys(siblings)
+        prefilled = PrefilledPrompt(ticket, request, tokens, index, pages, unread, request.group)
+        self.tasks.extend((prefilled, number) for number in range(len(shared), total))
+        sequences = [DecodeSequence(prefilled, number) for number in range(request.group)]
+        self.lanes[shape.lane_of(request.group)].waiting.extend(sequences)
+        self.unfinished |= dict.fromkeys(sequences)
         self._needs[longest] += request.group
         return True
 
-    def take_tasks(self) -> list[tuple[Resident, int]]:
+    def take_tasks(self) -> list[tuple[PrefilledPrompt, int]]:
         """The next pages to read, as many as a call takes."""
         count = min(self.shape.tasks, len(self.tasks))
         tasks = [self.tasks.popleft() for _ in range(count)]
-        for resident, _ in tasks:
-            resident.unread -= 1
+        for prefilled, _ in tasks:
+            prefilled.unread -= 1
         return tasks
 
     @property
@@ -219,51 +219,51 @@ class Shard:
         """Whether a slot waits for a prompt that is not read."""
         for lane in self.lanes:
             ahead = list(lane.waiting)[: lane.free]
-            if any(sibling.resident.unread for sibling in ahead):
+            if any(sequence.prefilled.unread for sequence in ahead):
                 return True
         return False
 
-    def grow(self, lane: Lane, steps: int) -> dict[Sibling, int]:
-        """Gives seated siblings pages for their next tokens, the first admitted first.
+    def grow(self, lane: Lane, steps: int) -> dict[DecodeSequence, int]:
+        """Gives seated sequences pages for their next tokens, the first admitted first.
 
         Returns:
           For each the number of tokens at which it must stop; as many as it has: it has to wait.
         """
         limits = {}
         seated = set(filter(None, lane.slots))
-        for position, sibling in enumerate(self.unfinished):
-            if sibling not in seated:
+        for position, sequence in enumerate(self.unfinished):
+            if sequence not in seated:
                 continue
-            wanted = self.shape.pages_of(min(sibling.count + steps, sibling.max_tokens))
-            while len(sibling.pages) < wanted and (position == 0 or self._spare() > 0):
-                sibling.pages.append(self.pool.take())
-            limits[sibling] = min(len(sibling.pages) * self.shape.block, sibling.max_tokens)
+            wanted = self.shape.pages_of(min(sequence.count + steps, sequence.max_tokens))
+            while len(sequence.pages) < wanted and (position == 0 or self._spare() > 0):
+                sequence.pages.append(self.pool.take())
+            limits[sequence] = min(len(sequence.pages) * self.shape.page_size, sequence.max_tokens)
         return limits
 
-    def finish(self, lane: Lane, sibling: Sibling) -> bool:
-        """Takes back what a sibling had; whether it was the last of its request."""
-        lane.leave(sibling)
-        self.pool.release(sibling.pages)
-        del self.unfinished[sibling]
-        longest = self.shape.pages_of(sibling.max_tokens)
+    def finish(self, lane: Lane, sequence: DecodeSequence) -> bool:
+        """Takes back what a sequence had; whether it was the last of its request."""
+        lane.leave(sequence)
+        self.pool.release(sequence.pages)
+        del self.unfinished[sequence]
+        longest = self.shape.pages_of(sequence.max_tokens)
         self._needs[longest] -= 1
         if not self._needs[longest]:
             del self._needs[longest]
-        resident = sibling.resident
-        resident.unfinished -= 1
-        if resident.unfinished:
+        prefilled = sequence.prefilled
+        prefilled.unfinished -= 1
+        if prefilled.unfinished:
             return False
-        self.pool.release(resident.pages)
-        self._indices.append(resident.index)
+        self.pool.release(prefilled.pages)
+        self._indices.append(prefilled.index)
         return True
 
     def _shared(self, blocks: Sequence[bytes], request: Request) -> list[int]:
         """Known pages of its beginning. The last token is always read: its hidden state is what the
         answers begin from."""
-        return self.pool.find(blocks[: (len(request.prompt) - 1) // self.shape.block])
+        return self.pool.find(blocks[: (len(request.prompt) - 1) // self.shape.page_size])
 
     def _spare(self, longest: int = 0) -> int:
-        """Pages that others than the first admitted sibling may take: it, and the next when it has
+        """Pages that others than the first admitted sequence may take: it, and the next when it has
         ended, have enough for the longest answer (`longest`: of one that comes in too)."""
         first = next(iter(self.unfinished), None)
         held = len(first.pages) if first else 0
@@ -288,20 +288,20 @@ class Scheduler:
             prompt, longest = len(request.prompt), request.options.max_tokens
             raise ValueError(
                 f"request {ticket}: a prompt of {prompt} tokens and answers of up to {longest} do "
-                f"not fit into {self.shape.pages} pages of {self.shape.block} tokens"
+                f"not fit into {self.shape.pages} pages of {self.shape.page_size} tokens"
             )
-        tokens, block = np.asarray(request.prompt, np.int32), self.shape.block
-        whole = len(tokens) // block * block
-        blocks = [tokens[i : i + block].tobytes() for i in range(0, whole, block)]
+        tokens, size = np.asarray(request.prompt, np.int32), self.shape.page_size
+        whole = len(tokens) // size * size
+        blocks = [tokens[i : i + size].tobytes() for i in range(0, whole, size)]
         self.queue.append((ticket, request, blocks))
 
     @property
     def unfinished(self) -> bool:
         return bool(self.queue) or any(shard.unfinished for shard in self.shards)
 
-    def plan_prefill(self) -> list[list[tuple[Resident, int]]] | None:
+    def plan_prefill(self) -> list[list[tuple[PrefilledPrompt, int]]] | None:
         """Pages to read now, of each shard; None when no free slot waits for any."""
-        while self._admit(lambda shard, lane: shard.lanes[lane].hungry):
+        while self._admit(lambda shard, lane: shard.lanes[lane].has_free_slots):
             pass
         if not any(shard.must_read for shard in self.shards):
             return None

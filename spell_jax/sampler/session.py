@@ -3,8 +3,8 @@
 1. Each `advance` takes in what the device drew last, plans (schedule.py), and gives the device its
    next calls. It returns while they run: the host works on what came back, and may hand in more
    requests, which join at the next `advance`.
-2. What comes back when depends on what was drawn alone, never on the clock.
-3. Stop strings are looked for here, in the text of the tokens; what was drawn behind one is
+2. What comes back when depends on what was sampled alone, never on the clock.
+3. Stop strings are looked for here, in the text of the tokens; what was sampled behind one is
    forgotten.
 """
 
@@ -28,7 +28,7 @@ from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import batching, programs
 from spell_jax.sampler.requests import Options, Request, Sample
-from spell_jax.sampler.scheduler import Scheduler, Sibling
+from spell_jax.sampler.scheduler import DecodeSequence, Scheduler
 
 if TYPE_CHECKING:
     from spell_jax.sampler.engine import Sampler
@@ -48,16 +48,16 @@ class Counts:
       prompt_tokens: of requests.
       prefill_calls, prefill_pages: calls, and pages that they read.
       decode_calls, decode_steps: calls, and passes of their loops.
-      tokens: drawn.
+      tokens: sampled.
       slot_steps: slots times steps.
       busy: slot steps that drew something, one token or, guessed, more.
-      idle: slot steps that drew nothing while somebody waited for a slot.
-      cell_steps, empty_cells: cells times steps of rows that were read, and those without a
-        sibling.
-      read_tokens: of prompts, those that were not there as another's beginning.
-      waited: seconds by speaker in which there was nothing to do but wait for the device. Its calls
-        work for many speakers at once: what is waited for one is shared out by the tokens that were
-        drawn in it, and those of prompts read since the one before.
+      starved_slot_steps: slot steps that drew nothing while somebody waited for a slot.
+      group_slot_steps, padded_group_slots: cells times steps of rows that were read, and those
+        without a sequence.
+      prefilled_tokens: of prompts, those that were not there as another's beginning.
+      waited: seconds by agent in which there was nothing to do but wait for the device. Its calls
+        work for many agents at once: what is waited for one is shared out by the tokens that were
+        sampled in it, and those of prompts read since the one before.
     """
 
     prompt_tokens: int = 0
@@ -68,10 +68,10 @@ class Counts:
     tokens: int = 0
     slot_steps: int = 0
     busy: int = 0
-    idle: int = 0
-    cell_steps: int = 0
-    empty_cells: int = 0
-    read_tokens: int = 0
+    starved_slot_steps: int = 0
+    group_slot_steps: int = 0
+    padded_group_slots: int = 0
+    prefilled_tokens: int = 0
     waited: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -80,7 +80,7 @@ class _Answer:
     """An answer as it grows.
 
     Attributes:
-      tokens, log_probs: so far.
+      tokens, logprobs: so far.
       text: of the tokens, where stop strings are looked for.
       stream: makes it.
       stop_string: the one that was found.
@@ -88,16 +88,16 @@ class _Answer:
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
-    log_probs: list[float] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str = ""
     stream: Stream | None = None
     stop_string: str = ""
     stopped: bool = False
 
-    def push(self, token: int, log_prob: float, strings: Sequence[str]) -> None:
+    def push(self, token: int, logprob: float, strings: Sequence[str]) -> None:
         """One more token, and perhaps the end by a stop string."""
         self.tokens.append(token)
-        self.log_probs.append(log_prob)
+        self.logprobs.append(logprob)
         if self.stream is not None:
             begin = max(0, len(self.text) - max(map(len, strings)) + 1)
             self.text += self.stream.push(token)
@@ -107,8 +107,8 @@ class _Answer:
                 self.stopped = True
 
     def sample(self) -> Sample:
-        log_probs = np.array(self.log_probs, np.float32)
-        return Sample(np.array(self.tokens, np.int32), log_probs, self.stopped, self.stop_string)
+        logprobs = np.array(self.logprobs, np.float32)
+        return Sample(np.array(self.tokens, np.int32), logprobs, self.stopped, self.stop_string)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +116,10 @@ class _Call:
     """A decode call that is running.
 
     Attributes:
-      lane, limits: who is drawn for.
+      lane, limits: who is sampled for.
       waited: whether somebody waited for a slot.
-      cells, empty: of rows that are read, and those of them without a sibling.
-      drawn: what comes back.
+      cells, empty: of rows that are read, and those of them without a sequence.
+      sampled: what comes back.
     """
 
     lane: int
@@ -127,7 +127,7 @@ class _Call:
     waited: bool
     cells: int
     empty: int
-    drawn: programs.Drawn
+    sampled: programs.Sampled
 
 
 class Session:
@@ -142,7 +142,7 @@ class Session:
         self._scheduler = Scheduler(sampler.shape, sampler.shards)
         self._answers: dict[int, list[_Answer]] = {}
         self._running: list[_Call] = []
-        self._worked: Counter[str] = Counter()  # tokens by speaker that no wait was counted for
+        self._worked: Counter[str] = Counter()  # tokens by agent that no wait was counted for
         self._tickets = 0
 
     @property
@@ -209,7 +209,7 @@ class Session:
             yield from self.advance()
 
     def advance(self) -> list[tuple[int, list[Sample]]]:
-        """Takes in what was drawn, gives the device its next calls, and returns while they run:
+        """Takes in what was sampled, gives the device its next calls, and returns while they run:
         (ticket, answers) of requests that are finished."""
         finished = [pair for call in self._running for pair in self._collect(call)]
         self._running = []
@@ -232,32 +232,34 @@ class Session:
         batch = batching.prompt_pages(self._scheduler, tasks, self._sampler.config.max_prompt)
         self.counts.prefill_calls += 1
         self.counts.prefill_pages += sum(map(len, tasks))
-        for resident, number in (task for some in tasks for task in some):
-            start, prompt = number * self._scheduler.shape.block, resident.request.prompt
-            tokens = min(len(prompt) - start, self._scheduler.shape.block)
-            self.counts.read_tokens += tokens
-            self._worked[resident.request.speaker] += tokens
+        for prefilled, number in (task for some in tasks for task in some):
+            start, prompt = number * self._scheduler.shape.page_size, prefilled.request.prompt
+            tokens = min(len(prompt) - start, self._scheduler.shape.page_size)
+            self.counts.prefilled_tokens += tokens
+            self._worked[prefilled.request.agent] += tokens
         self._state = self._call(meshes.RULES, self._sampler.prefill, batch)
 
     def _decode(self, lane: int) -> None:
         """Gives the device one call of this lane's program."""
         scheduler, c = self._scheduler, self._sampler.config
         limits = [shard.grow(shard.lanes[lane], c.decode_tokens) for shard in scheduler.shards]
-        going = sum(sibling.count < limit for one in limits for sibling, limit in one.items())
+        going = sum(sequence.count < limit for one in limits for sequence, limit in one.items())
         waited = scheduler.waiting(lane)
         enough = max(1, going // _REFILLED) if waited else going + 1
         slots = batching.slots(scheduler, lane, limits, enough, c)
-        self._state, drawn = self._call(meshes.DECODE_RULES, self._sampler.decode, slots, lane=lane)
+        self._state, sampled = self._call(
+            meshes.DECODE_RULES, self._sampler.decode, slots, lane=lane
+        )
         rows = np.sum(np.any(slots.prompt_visible, axis=-1))
         cells = int(rows) * slots.prompt_visible.shape[-1]
         empty = cells - int(np.count_nonzero(slots.prompt_visible))
-        self._running.append(_Call(lane, limits, waited, cells, empty, drawn))
-        for sibling in (sibling for one in limits for sibling in one):
-            sibling.fresh = False
+        self._running.append(_Call(lane, limits, waited, cells, empty, sampled))
+        for sequence in (sequence for one in limits for sequence in one):
+            sequence.fresh = False
 
     def _call(self, rules: meshes.Rules, function: Callable[..., Any], batch: Any, **static) -> Any:
         mesh = self._sampler.mesh
-        placed = meshes.put(batch, batching.places(mesh, batch))
+        placed = meshes.device_put(batch, batching.shardings(mesh, batch))
         with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
             return function(self._params, self._state, placed, **static)
 
@@ -266,54 +268,54 @@ class Session:
     def _collect(self, call: _Call) -> Iterator[tuple[int, list[Sample]]]:
         """Takes in what a call drew; (ticket, answers) of requests that it finished."""
         clock = time.monotonic()
-        drawn, scheduler = jax.device_get(call.drawn), self._scheduler
+        sampled, scheduler = jax.device_get(call.sampled), self._scheduler
         waited = time.monotonic() - clock
         finished = []
         for number, limits in enumerate(call.limits):
             shard = scheduler.shards[number]
-            for sibling in limits:
-                slot = number * scheduler.shape.slots + sibling.slot
-                self._worked[sibling.resident.request.speaker] += int(drawn.new[slot])
-                if self._push(sibling, drawn, slot):
-                    ticket = sibling.resident.ticket
-                    if shard.finish(shard.lanes[call.lane], sibling):
+            for sequence in limits:
+                slot = number * scheduler.shape.slots + sequence.slot
+                self._worked[sequence.prefilled.request.agent] += int(sampled.new[slot])
+                if self._push(sequence, sampled, slot):
+                    ticket = sequence.prefilled.ticket
+                    if shard.finish(shard.lanes[call.lane], sequence):
                         finished.append(ticket)
-        self._count(call, drawn, waited)
+        self._count(call, sampled, waited)
         for ticket in finished:
             yield ticket, [answer.sample() for answer in self._answers.pop(ticket)]
 
-    def _push(self, sibling: Sibling, drawn: programs.Drawn, slot: int) -> bool:
+    def _push(self, sequence: DecodeSequence, sampled: programs.Sampled, slot: int) -> bool:
         """Adds what a slot drew to its answer; whether that is the end of it."""
-        ticket, options = sibling.resident.ticket, sibling.resident.request.options
-        answer = self._answers[ticket][sibling.number]
-        new = int(drawn.new[slot])
-        tokens, log_probs = drawn.tokens[slot, :new], drawn.log_probs[slot, :new]
-        if not np.isfinite(log_probs).all():
+        ticket, options = sequence.prefilled.ticket, sequence.prefilled.request.options
+        answer = self._answers[ticket][sequence.number]
+        new = int(sampled.new[slot])
+        tokens, logprobs = sampled.tokens[slot, :new], sampled.logprobs[slot, :new]
+        if not np.isfinite(logprobs).all():
             raise FloatingPointError(f"request {ticket}: the policy's logits are not finite")
-        for token, log_prob in zip(tokens.tolist(), log_probs.tolist(), strict=True):
-            answer.push(token, log_prob, options.stop_strings)
+        for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
+            answer.push(token, logprob, options.stop_strings)
             if answer.stop_string:
                 return True
-        sibling.count += new
-        answer.stopped = bool(drawn.stopped[slot])
-        return answer.stopped or sibling.count == options.max_tokens
+        sequence.count += new
+        answer.stopped = bool(sampled.stopped[slot])
+        return answer.stopped or sequence.count == options.max_tokens
 
-    def _count(self, call: _Call, drawn: programs.Drawn, waited: float) -> None:
-        counts, taken = self.counts, int(drawn.steps)
-        slot_steps, tokens = taken * len(drawn.new), int(drawn.new.sum())
+    def _count(self, call: _Call, sampled: programs.Sampled, waited: float) -> None:
+        counts, taken = self.counts, int(sampled.steps)
+        slot_steps, tokens = taken * len(sampled.new), int(sampled.new.sum())
         counts.decode_calls += 1
         counts.decode_steps += taken
         counts.tokens += tokens
         counts.slot_steps += slot_steps
-        busy = int(drawn.busy.sum())
+        busy = int(sampled.busy.sum())
         counts.busy += busy
-        counts.idle += (slot_steps - busy) * call.waited
-        counts.cell_steps += taken * call.cells
-        counts.empty_cells += taken * call.empty
+        counts.starved_slot_steps += (slot_steps - busy) * call.waited
+        counts.group_slot_steps += taken * call.cells
+        counts.padded_group_slots += taken * call.empty
         worked = self._worked.total() or 1
-        for speaker, tokens in self._worked.items():
-            before = counts.waited.get(speaker, 0.0)
-            counts.waited[speaker] = before + waited * tokens / worked
+        for agent, tokens in self._worked.items():
+            before = counts.waited.get(agent, 0.0)
+            counts.waited[agent] = before + waited * tokens / worked
         self._worked.clear()
 
 

@@ -1,9 +1,9 @@
 """Guesses of what comes next, looked up in the prompt: answers quote documents.
 
-1. A slot's text is its prompt and what it has drawn. Where its last tokens stand earlier in it,
+1. A slot's text is its prompt and what it has sampled. Where its last tokens stand earlier in it,
    what followed there is the guess; of several places the last.
-2. Guesses are checked, never believed: each token is drawn from the policy as always, and a guess
-   counts as long as it equals what was drawn (steps.py). So answers are those of plain decoding.
+2. Guesses are checked, never believed: each token is sampled from the policy as always, and a guess
+   counts as long as it equals what was sampled (steps.py). So answers are those of plain decoding.
 
 Source: Saxena, Prompt Lookup Decoding (2023); Leviathan et al. 2023 (arXiv 2211.17192) for checking
 several tokens in one pass.
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 
-NOTHING = -1  # no token: a guess that is never drawn
+NOTHING = -1  # no token: a guess that is never sampled
 
 
 def guess(
@@ -36,7 +36,7 @@ def guess(
       prompts: int32 [M, P], of rows, each at the end of its row.
       row: int32 [N], the slot's among those on the same device.
       length: int32 [N], of the slot's prompt.
-      own: int32 [N, S], what the slot has drawn.
+      own: int32 [N, S], what the slot has sampled.
       count: int32 [N], how many tokens that is.
       match: last tokens that must stand at the place of a guess.
       tokens: to guess.

@@ -3,7 +3,7 @@
 1. `parse_answer` finds the sections analysis, evidence, reasoning and answer; a text that is not
    made of these four alone, in this order, has a bad format.
 2. `parse_scores` reads what a reward model says of all evidence sets of a group.
-3. `normalise` sets the scores of a group in relation; `total_reward` adds format, evidence and
+3. `normalize` sets the scores of a group in relation; `total_reward` adds format, evidence and
    outcome up.
 4. `verbatim_share` and `precision_and_recall` compare quotes with documents and with the sentences
    that the answer rests on; they are logged and evaluated, never rewarded.
@@ -110,21 +110,21 @@ def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
     visible = visible_text(text)
     if visible is None:
         return None
-    labelled = _read_labelled(visible)
-    if labelled is None:
+    labeled = _read_labeled(visible)
+    if labeled is None:
         try:
             record = find_record(visible)
         except RecursionError:  # JSON nested a thousand deep
             return None
-        labelled = (record or {}).get("scores")
-    if not isinstance(labelled, list) or len(labelled) != count:
+        labeled = (record or {}).get("scores")
+    if not isinstance(labeled, list) or len(labeled) != count:
         return None
-    if not all(type(s) is int and LOWEST <= s <= HIGHEST for s in labelled):
+    if not all(type(s) is int and LOWEST <= s <= HIGHEST for s in labeled):
         return None
-    return tuple(labelled)
+    return tuple(labeled)
 
 
-def _read_labelled(text: str) -> list[int] | None:
+def _read_labeled(text: str) -> list[int] | None:
     scores, at = [], 0
     while match := _LABELLED.match(text, at):
         if int(match[1]) != len(scores) + 1:
@@ -134,7 +134,7 @@ def _read_labelled(text: str) -> list[int] | None:
     return scores if scores and at == len(text) else None
 
 
-def normalise(scores: Sequence[int] | None, count: int) -> list[float]:
+def normalize(scores: Sequence[int] | None, count: int) -> list[float]:
     """Evidence rewards [count] in [0, 1] of a group's well-formed siblings (R_e).
 
     (score - lowest) / (highest - lowest) among them; 0.5 for all where all are equal, or where the

@@ -12,7 +12,7 @@ class Entry:
     """One remembered question.
 
     `documents`: indices, in the cluster, of the documents that go with the question: all that the
-    questioner was shown, or the new ones among them (game.memory_documents).
+    questioner was shown, or the new ones among them (algorithm.memory_documents).
     `question`: as the responder saw it; `answer`: the reference.
     """
 
@@ -25,7 +25,7 @@ class QuestionMemory:
     """The last `capacity` questions of each (task, cluster), oldest first; 0 remembers nothing.
 
     A question enters when its mean responder reward lies in [low, high] and the cluster does not
-    hold it already, compared by normalised text. By default fully solved questions are stored and
+    hold it already, compared by normalized text. By default fully solved questions are stored and
     never solved ones are not (spec 12, row 2). The trainer reads it at the start of a step and
     pushes at the end of it (spec 14).
     """
@@ -94,5 +94,5 @@ class QuestionMemory:
 
 
 def _same_text(first: str, second: str) -> bool:
-    # Questions of punctuation alone normalise to nothing: compare those as they are.
+    # Questions of punctuation alone normalize to nothing: compare those as they are.
     return (normalize_answer(first) or first) == (normalize_answer(second) or second)

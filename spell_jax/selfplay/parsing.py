@@ -2,7 +2,7 @@
 
 1. `visible_text` drops the thoughts.
 2. `parse_question` finds one JSON object: the last valid fenced block, else an object at the end.
-3. It is checked by task, with three outcomes: accepted, bad format (penalised), skipped (neither).
+3. It is checked by task, with three outcomes: accepted, bad format (penalized), skipped (neither).
 4. `parse_verdict` reads YES or NO.
 
 Spec sections 2.3, 2.4 and 6, with 12 and 14. Total: any string in, a result out, in linear time.

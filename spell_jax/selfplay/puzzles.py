@@ -3,7 +3,7 @@
 1. `make_puzzle` takes K paragraphs out. <gap 1>, <gap 2>, ... stand in their places, and the
    paragraphs are shuffled options with letters. The truth is their letters in order of the gaps.
 2. `pose` makes one whose prompt is under the cap: of a long document, `cut_window` takes
-   neighbouring paragraphs first.
+   neighboring paragraphs first.
 3. `parse_order` reads the letters in the last box of an answer.
 4. `dense_reward` and `sparse_reward` compare them with the truth; `chance` is what guessing earns.
 5. `options_of` says how many paragraphs the next puzzle of a run takes: by a mixture, sorted for
@@ -96,7 +96,7 @@ def _between(border: re.Pattern[str], text: str) -> list[tuple[int, int]]:
 def cut_window(
     rng: np.random.Generator, text: str, count_tokens: CountTokens, most_tokens: int
 ) -> tuple[int, int]:
-    """[first, last) characters of neighbouring paragraphs of a text: of all, if they have at most
+    """[first, last) characters of neighboring paragraphs of a text: of all, if they have at most
     so many tokens together.
 
     Else those behind one that is drawn, as many as there is room for, and if there is room left
@@ -128,7 +128,7 @@ def make_puzzle(
 
     They are drawn evenly from those of `min_paragraph` to `max_paragraph` characters whose words
     occur once in the text: no option is equal to another one or to what stays, be it in other white
-    space. Gaps may be neighbours. At least one paragraph stays.
+    space. Gaps may be neighbors. At least one paragraph stays.
 
     Args:
       rng: of the draw and of the letters.
@@ -202,7 +202,7 @@ def pose(
     count_tokens: CountTokens,
     prompt_cap: int,
 ) -> Posed:
-    """A puzzle from a text, or from neighbouring paragraphs of it, with a prompt under the cap.
+    """A puzzle from a text, or from neighboring paragraphs of it, with a prompt under the cap.
 
     Args:
       make: text -> (puzzle, reason), as make_puzzle.

@@ -89,7 +89,7 @@ def normalize_answer(text: str) -> str:
 def is_correct(prediction: str, reference: str, task: str) -> bool:
     """Whether an extracted `prediction` agrees with an extracted `reference`.
 
-    general_qa: the normalised reference is a part of the normalised prediction (cover exact match);
+    general_qa: the normalized reference is a part of the normalized prediction (cover exact match);
     financial_math: the numbers agree (`same_number`), and what is no number is wrong;
     multiple_choice: the letters are equal. An empty side is wrong.
     """
@@ -116,7 +116,7 @@ def score(response_text: str, reference: str, task: str) -> float:
 def same_answer(first: str, second: str, task: str) -> bool:
     """Whether two extracted answers are one answer, to count the most frequent of several.
 
-    Symmetric and, unlike `is_correct`, without cover or scale: equal normalised texts, equal
+    Symmetric and, unlike `is_correct`, without cover or scale: equal normalized texts, equal
     letters, equal numbers (to 1e-9, so that sums in another order agree). What is empty or cannot
     be read is the same as nothing, not even as itself.
     """

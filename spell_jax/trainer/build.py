@@ -1,4 +1,4 @@
-"""From a config to what it names: policy folder, data, and what its game is made from."""
+"""From a config to what it names: policy folder, data, and what its algorithm is made from."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from etils import epath
 
-from spell_jax.algorithms import registry as playable
-from spell_jax.algorithms.base import Game, JudgeFunction, Materials
+from spell_jax.algorithms import registry as registry
+from spell_jax.algorithms.base import Algorithm, AlgorithmContext, JudgeFunction
 from spell_jax.algorithms.held_out import Evaluation
 from spell_jax.data import built, clusters, stream, tiny_stories, tiny_world
 from spell_jax.data.clusters import TASKS
@@ -45,7 +45,7 @@ POLICY_CHOICES = {
     "remat": REMAT_POLICIES,
     "attention": ATTENTION,
     "thinking": tuple(THINKING),
-    "stretch": ("", "linear", "yarn"),
+    "rope_scaling": ("", "linear", "yarn"),
 }
 _LEAST_OF_RUN = {
     "seed": 0,
@@ -60,7 +60,8 @@ _LEAST_OF_RUN = {
 
 
 def check(config: Config) -> None:
-    """Finds mistakes in the run's own fields and its game and data before any device is touched.
+    """Finds mistakes in the run's own fields and its algorithm and data before any device is
+    touched.
 
     Raises:
       ValueError: naming the field, its value and what would be right.
@@ -71,10 +72,10 @@ def check(config: Config) -> None:
             raise ValueError(f"{field} = {config[field]}: must be at least {least}")
     if config.staleness not in (0, 1):
         raise ValueError(f"staleness = {config.staleness}: must be 0 or 1")
-    if config.staleness and config.loss.behaviour in ("current", "recomputed"):
+    if config.staleness and config.loss.old_logprobs != "rollout" and not config.loss.tis_cap:
         raise ValueError(
-            f'loss.behaviour = "{config.loss.behaviour}": must be "truncated" or "sampler" for '
-            "staleness = 1, with which answers come from older weights"
+            f'loss.old_logprobs = "{config.loss.old_logprobs}": must be "rollout", or loss.tis_cap '
+            "above 0, for staleness = 1: answers are sampled from older weights"
         )
     if config.minibatches > 1:
         _check_minibatches(config)
@@ -85,22 +86,22 @@ def check(config: Config) -> None:
         find_checkpoint(config.init_from)
     for name in model_sections(config):
         _check_policy(config[name], name)
-    kind, fields = check_game(config.game)
+    kind, fields = check_algorithm(config.algorithm)
     check_data(config.data, kind)
     kind.evaluate(fields, _gather(config, len, config.sampler.max_prompt), config.data)
 
 
 def model_sections(config: Config) -> list[str]:
-    """Names of the sections that describe models: "policy", and what a game has besides."""
+    """Names of the sections that describe models: "policy", and what an algorithm has besides."""
     sections = ((name, value) for name, value in config.items() if hasattr(value, "items"))
     return [name for name, section in sections if "compute_dtype" in section]
 
 
 def _check_minibatches(config: Config) -> None:
-    if config.loss.behaviour == "current":
+    if config.loss.old_logprobs == "on_policy" and not config.loss.tis_cap:
         raise ValueError(
-            'loss.behaviour = "current": must be "recomputed", "sampler" or "truncated" for '
-            f"minibatches = {config.minibatches}, of which only the first is on-policy"
+            'loss.old_logprobs = "on_policy": must be "recompute" or "rollout", or loss.tis_cap '
+            f"above 0, for minibatches = {config.minibatches}: only the first is on-policy"
         )
     if config.staleness:
         raise ValueError(f"staleness = 1: must be 0 for minibatches = {config.minibatches}")
@@ -110,46 +111,50 @@ def _check_policy(policy: Config, name: str) -> None:
     for field, choices in POLICY_CHOICES.items():
         if policy[field] not in choices:
             raise ValueError(f"{name}.{field} = {policy[field]!r}: must be one of {choices}")
-    if policy.stretch and not 1 < policy.stretch_factor < math.inf:
+    if policy.rope_scaling and not 1 < policy.rope_factor < math.inf:
         raise ValueError(
-            f"{name}.stretch_factor = {policy.stretch_factor}: must be above 1, for "
-            f"{name}.stretch = {policy.stretch!r}"
+            f"{name}.rope_factor = {policy.rope_factor}: must be above 1, for "
+            f"{name}.rope_scaling = {policy.rope_scaling!r}"
         )
     if policy.lora_rank < 0:
         raise ValueError(f"{name}.lora_rank = {policy.lora_rank}: must be 0 or more")
 
 
-def check_game(game: Config) -> tuple[playable.Kind, Any]:
-    """The game's kind and its fields.
+def check_algorithm(algorithm: Config) -> tuple[registry.AlgorithmSpec, Any]:
+    """The algorithm's kind and its fields.
 
     Raises:
       ValueError: naming the field, its value and what would be right.
     """
-    if game.name not in playable.GAMES:
-        raise ValueError(f"game.name = {game.name!r}: must be one of {tuple(playable.GAMES)}")
-    kind = playable.GAMES[game.name]
-    fields = kind.read(playable.own_fields(game))
-    if game.get("rule") == "judge":
-        _check_judge(game)
+    if algorithm.name not in registry.ALGORITHMS:
+        raise ValueError(
+            f"algorithm.name = {algorithm.name!r}: must be one of {tuple(registry.ALGORITHMS)}"
+        )
+    kind = registry.ALGORITHMS[algorithm.name]
+    fields = kind.read(registry.own_fields(algorithm))
+    if algorithm.get("rule") == "judge":
+        _check_judge(algorithm)
     try:
-        prompt_sets.load(game.prompts)
+        prompt_sets.load(algorithm.prompts)
     except (FileNotFoundError, ValueError) as error:
-        raise ValueError(f"game.prompts = {game.prompts!r}: {error}") from error
+        raise ValueError(f"algorithm.prompts = {algorithm.prompts!r}: {error}") from error
     return kind, fields
 
 
-def _check_judge(game: Config) -> None:
-    if not game.judge_url.startswith(("http://", "https://")):
+def _check_judge(algorithm: Config) -> None:
+    if not algorithm.judge_url.startswith(("http://", "https://")):
         raise ValueError(
-            f"game.judge_url = {game.judge_url!r}: must be the http(s) address of a "
-            "chat-completions endpoint, for game.rule = 'judge'"
+            f"algorithm.judge_url = {algorithm.judge_url!r}: must be the http(s) address of a "
+            "chat-completions endpoint, for algorithm.rule = 'judge'"
         )
-    if not game.judge_model:
-        raise ValueError("game.judge_model = '': must name a model, for game.rule = 'judge'")
+    if not algorithm.judge_model:
+        raise ValueError(
+            "algorithm.judge_model = '': must name a model, for algorithm.rule = 'judge'"
+        )
 
 
-def check_data(data: Config, kind: playable.Kind) -> None:
-    """Finds mistakes in the data of a game of that kind.
+def check_data(data: Config, kind: registry.AlgorithmSpec) -> None:
+    """Finds mistakes in the data of an algorithm of that kind.
 
     Raises:
       ValueError: naming the field, its value and what would be right.
@@ -158,9 +163,9 @@ def check_data(data: Config, kind: playable.Kind) -> None:
         if data[field] and not pathlib.Path(data[field]).is_file():
             raise ValueError(f"data.{field} = {data[field]!r}: must be a .jsonl of questions")
     if data.questions and "questions" not in kind.plays:
-        raise ValueError(f"data.questions = {data.questions!r}: must be '', for this game")
+        raise ValueError(f"data.questions = {data.questions!r}: must be '', for this algorithm")
     if not data.questions and "clusters" not in kind.plays:
-        raise ValueError("data.questions = '': must be a .jsonl of questions, for this game")
+        raise ValueError("data.questions = '': must be a .jsonl of questions, for this algorithm")
     _check_tasks(data)
     if not data.questions:
         _check_source(data)
@@ -271,8 +276,8 @@ def shape_policy(section: Config, policy: PolicyConfig) -> PolicyConfig:
     Raises:
       ValueError: they do not go together.
     """
-    if section.stretch:
-        policy = policy.stretched(section.stretch, section.stretch_factor)
+    if section.rope_scaling:
+        policy = policy.stretched(section.rope_scaling, section.rope_factor)
     lora = None
     if section.lora_rank:
         lora = LoraConfig(section.lora_rank, section.lora_alpha, section.lora_pattern)
@@ -281,17 +286,22 @@ def shape_policy(section: Config, policy: PolicyConfig) -> PolicyConfig:
     )
 
 
-def make(config: Config, tokenizer: Tokenizer, prompt_cap: int) -> tuple[Game, Evaluation | None]:
-    """The game and its evaluation (None where there is nothing held out to ask)."""
+def make(
+    config: Config, tokenizer: Tokenizer, prompt_cap: int
+) -> tuple[Algorithm, Evaluation | None]:
+    """The algorithm and its evaluation (None where there is nothing held out to ask)."""
     room = prompt_cap - len(tokenizer.chat(""))
-    kind, materials = playable.GAMES[config.game.name], _gather(config, tokenizer.count, room)
-    fields = kind.read(playable.own_fields(config.game))
+    kind, materials = (
+        registry.ALGORITHMS[config.algorithm.name],
+        _gather(config, tokenizer.count, room),
+    )
+    fields = kind.read(registry.own_fields(config.algorithm))
     return kind.make(fields, materials), kind.evaluate(fields, materials, config.data)
 
 
-def _gather(config: Config, count_tokens: Callable[[str], int], room: int) -> Materials:
-    """What the config's game is made from; nothing is read yet but its prompts."""
-    data, prompts = config.data, prompt_sets.load(config.game.prompts)
+def _gather(config: Config, count_tokens: Callable[[str], int], room: int) -> AlgorithmContext:
+    """What the config's algorithm is made from; nothing is read yet but its prompts."""
+    data, prompts = config.data, prompt_sets.load(config.algorithm.prompts)
 
     @functools.cache
     def opened() -> tuple[clusters.Source, clusters.Source]:
@@ -300,7 +310,7 @@ def _gather(config: Config, count_tokens: Callable[[str], int], room: int) -> Ma
     def deal(source: clusters.Source) -> stream.TaskStream:
         return stream.TaskStream(source, tuple(data.tasks), tuple(data.task_weights), config.seed)
 
-    return Materials(
+    return AlgorithmContext(
         prompts=prompts,
         count_tokens=count_tokens,
         prompt_cap=room,
@@ -310,7 +320,7 @@ def _gather(config: Config, count_tokens: Callable[[str], int], room: int) -> Ma
         held_out=lambda: opened()[1],
         deal=deal,
         questions=functools.cache(lambda: _read_given(data.questions)),
-        judge=_make_judge(config.game, prompts),
+        judge=_make_judge(config.algorithm, prompts),
     )
 
 
@@ -345,8 +355,8 @@ def open_clusters(
     return source.only(train), source.only(held_out)
 
 
-def _make_judge(game: Config, prompts: prompt_sets.Prompts) -> JudgeFunction | None:
-    if game.get("rule") != "judge":
+def _make_judge(algorithm: Config, prompts: prompt_sets.Prompts) -> JudgeFunction | None:
+    if algorithm.get("rule") != "judge":
         return None
-    settings = JudgeConfig(game.judge_url, game.judge_model, os.environ.get(JUDGE_KEY))
+    settings = JudgeConfig(algorithm.judge_url, algorithm.judge_model, os.environ.get(JUDGE_KEY))
     return Judge(Endpoint(settings), prompts.judge, settings.model).judge

@@ -1,9 +1,9 @@
 """What a run is made of: its parts by its config, and its models fresh, restored, played and saved.
 
-Models are a dict by name. What is trained ("policy", and what the game says) is a training state,
-weights and optimiser; all others are weights. Of these some have a section of the config and a
-folder of their own, the rest begin as copies of the policy (the game's "anchor", the loss's
-"reference").
+Models are a dict by name. What is trained ("policy", and what the algorithm says) is a training
+state, weights and optimizer; all others are weights. Of these some have a section of the config and
+a folder of their own, the rest begin as copies of the policy (the algorithm's "reference_reader",
+the loss's "reference").
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import jax
 from etils import epath
 
 from spell_jax.algorithms import held_out
-from spell_jax.algorithms.base import Game
-from spell_jax.algorithms.rollout import Players, Voice
+from spell_jax.algorithms.base import Algorithm
+from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
 from spell_jax.learner import loss, non_finite, packing, statistics, update
 from spell_jax.policy import lora, safetensors, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
@@ -56,16 +56,16 @@ class Run:
 
     Attributes:
       own: the models with weights of their own by name, "policy" first.
-      players: the models as a game asks them.
-      game: what is played.
+      players: the models as an algorithm asks them.
+      algorithm: what is played.
       evaluation: held-out evaluation, or None where the data has no held-out questions.
       watch: where the time of its main thread goes.
     """
 
     config: Config
     own: dict[str, Model]
-    players: Players
-    game: Game
+    players: RolloutWorker
+    algorithm: Algorithm
     evaluation: held_out.Evaluation | None
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
 
@@ -84,12 +84,12 @@ class Run:
     @property
     def trained(self) -> dict[str, Model]:
         """Those that learn, the policy first."""
-        return {name: self.own[name] for name in ("policy", *self.game.trained)}
+        return {name: self.own[name] for name in ("policy", *self.algorithm.trained)}
 
     @property
     def copies(self) -> tuple[str, ...]:
         """Names of those that begin as copies of the policy and are not trained."""
-        names = (*self.game.models, *(["reference"] if self.learner.loss.kl_weight else []))
+        names = (*self.algorithm.models, *(["reference"] if self.learner.loss.kl_weight else []))
         return tuple(name for name in names if name not in self.own)
 
 
@@ -103,29 +103,29 @@ def make_run(config: Config) -> Run:
     loss_config = build(loss.LossConfig, config.loss, "loss")
     steps = {"total_steps": config.steps}
     updates = {"total_steps": config.steps * config.minibatches}
-    optimiser = build(update.OptimiserConfig, config.optimiser, "optimiser", **updates)
+    optimizer = build(update.OptimizerConfig, config.optimizer, "optimizer", **updates)
     build(update.PackingConfig, config.packing, "packing")
     catalogue.check(config)
     mesh = meshes.make_mesh(config.mesh)
-    policy = _make_model(config, "policy", sampling, optimiser, loss_config, mesh)
-    game, evaluation = catalogue.make(config, policy.tokenizer, sampling.max_prompt)
+    policy = _make_model(config, "policy", sampling, optimizer, loss_config, mesh)
+    algorithm, evaluation = catalogue.make(config, policy.tokenizer, sampling.max_prompt)
     own = {"policy": policy}
-    for name in game.models:
+    for name in algorithm.models:
         if name in config:
-            fields = config[name].optimiser
-            optimiser = build(update.OptimiserConfig, fields, f"{name}.optimiser", **steps)
+            fields = config[name].optimizer
+            optimizer = build(update.OptimizerConfig, fields, f"{name}.optimizer", **steps)
             # What it is trained on is shown to it, with advantage 1.
-            own[name] = _make_model(config, name, sampling, optimiser, loss.LossConfig(), mesh)
-    voices = {name: _give_voice(model, sampling, mesh) for name, model in own.items()}
-    players = Players(voices.pop("policy"), jax.random.key(config.seed), voices)
-    return Run(config, own, players, game, evaluation)
+            own[name] = _make_model(config, name, sampling, optimizer, loss.LossConfig(), mesh)
+    text_samplers = {name: _make_text_sampler(model, sampling, mesh) for name, model in own.items()}
+    players = RolloutWorker(text_samplers.pop("policy"), jax.random.key(config.seed), text_samplers)
+    return Run(config, own, players, algorithm, evaluation)
 
 
 def _make_model(
     config: Config,
     name: str,
     sampling: SamplerConfig,
-    optimiser: update.OptimiserConfig,
+    optimizer: update.OptimizerConfig,
     loss_config: loss.LossConfig,
     mesh: jax.sharding.Mesh,
 ) -> Model:
@@ -135,7 +135,7 @@ def _make_model(
     policy.check_length(sampling.longest)
     learner = update.Learner(
         policy,
-        optimiser,
+        optimizer,
         loss_config,
         build(update.PackingConfig, config.packing, "packing"),
         mesh,
@@ -145,24 +145,26 @@ def _make_model(
     return Model(policy, tokenizer, folder, learner)
 
 
-def _give_voice(model: Model, sampling: SamplerConfig, mesh: jax.sharding.Mesh) -> Voice:
+def _make_text_sampler(
+    model: Model, sampling: SamplerConfig, mesh: jax.sharding.Mesh
+) -> TextSampler:
     tokenizer = model.tokenizer
     sampler = Sampler(model.policy, sampling, tokenizer.stop_ids, mesh, tokenizer.stream)
-    return Voice(sampler, tokenizer)
+    return TextSampler(sampler, tokenizer)
 
 
 def host_state(
-    run: Run, game: dict[str, Any], best: float | None, metrics: list[str]
+    run: Run, algorithm: dict[str, Any], best: float | None, metrics: list[str]
 ) -> dict[str, Any]:
     """What a checkpoint holds besides arrays; all keys and draws follow from seed and step.
 
     Args:
       run: of which the config is kept.
-      game: its state_dict.
+      algorithm: its state_dict.
       best: the best score by validation so far.
       metrics: the last lines of metrics.jsonl.
     """
-    return {"config": plain(run.config), "game": game, "best": best, "metrics": metrics}
+    return {"config": plain(run.config), "algorithm": algorithm, "best": best, "metrics": metrics}
 
 
 # ------------------------------------------------------------------------------------------- Start
@@ -190,7 +192,7 @@ def begin(
     target |= dict.fromkeys(run.copies, target["policy"].params)
     models, saved = checkpoints.restore(step, target)
     check_resumed(run.config, step, saved["config"])
-    run.game.load_state_dict(saved["game"])
+    run.algorithm.load_state_dict(saved["algorithm"])
     log.info("resumed at step %d", step)
     for change in changes(run.config, saved["config"]):
         log.info("%s when it was saved", change)
@@ -224,7 +226,7 @@ def first_models(run: Run) -> dict[str, Any]:
 
 
 def first_state(config: Config, name: str, model: Model) -> update.TrainState:
-    """A new optimiser and, in this order: for the policy, the weights of config.init_from, another
+    """A new optimizer and, in this order: for the policy, the weights of config.init_from, another
     run; those of the model's folder; random ones by the seed, where that holds a config and a
     tokenizer alone.
 
@@ -271,7 +273,9 @@ def read_weights(
     if not (workdir / CHECKPOINTS_FOLDER).is_dir():
         raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: not there")
     shapes, axes = transformer.abstract_params(policy)
-    wanted, _ = lora.split(policy, meshes.placed(shapes, meshes.shardings(mesh, axes, shapes)))
+    wanted, _ = lora.split(
+        policy, meshes.with_sharding(shapes, meshes.shardings(mesh, axes, shapes))
+    )
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.newest_intact() if step is None else step
         if step is None:
@@ -295,7 +299,7 @@ def copy(params: transformer.Params) -> transformer.Params:
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), params)
 
 
-class AsPlayed(Mapping[str, transformer.Params]):
+class RolloutParams(Mapping[str, transformer.Params]):
     """Weights in the compute dtype by model name. They are made when they are looked up: who lets
     go of one model's before another's has the memory of one."""
 
@@ -319,7 +323,7 @@ class StepUpdate:
     the other models that learn.
 
     Attributes:
-      difference: (sum, weight) by name of how far the sampler's log-probs are from recomputed ones;
+      difference: (sum, weight) by name of how far the sampler's logprobs are from recomputed ones;
         an update that uses the sampler's own reports it by itself.
     """
 
@@ -329,9 +333,9 @@ class StepUpdate:
         of_model = {name: [group for group in rows if group.model == name] for name in run.trained}
         own = of_model.pop("policy")
         self.difference: Mapping[str, tuple[float, float]] = {}
-        if run.learner.loss.behaviour == "recomputed":
-            drawn, own = own, run.learner.recompute(models["policy"], own)
-            self.difference = statistics.sampler_difference(drawn, own)
+        if run.learner.loss.old_logprobs == "recompute":
+            sampled, own = own, run.learner.recompute(models["policy"], own)
+            self.difference = statistics.sampler_difference(sampled, own)
         self._parts = {"policy": packing.in_parts(own, run.config.minibatches) or [[]]}
         self._parts |= {name: packing.in_parts(groups, 1) for name, groups in of_model.items()}
         self._begun: update.Update | None = self._begin("policy", self._parts["policy"][0])
@@ -364,8 +368,8 @@ class StepUpdate:
         return found
 
 
-def refresh_anchor(config: Config, models: dict[str, Any], step: int) -> None:
-    """Renews the frozen copy every config.game.anchor_refresh steps (0 or none: never)."""
-    every = config.game.get("anchor_refresh", 0)
-    if "anchor" in models and every and step % every == 0:
-        models["anchor"] = copy(models["policy"].params)
+def refresh_reference_reader(config: Config, models: dict[str, Any], step: int) -> None:
+    """Renews the frozen copy every config.algorithm.reader_refresh steps (0 or none: never)."""
+    every = config.algorithm.get("reader_refresh", 0)
+    if "reference_reader" in models and every and step % every == 0:
+        models["reference_reader"] = copy(models["policy"].params)

@@ -1,4 +1,4 @@
-"""Demonstrations of the three roles in the tiny world: the labelled source of the warm start.
+"""Demonstrations of the three roles in the tiny world: the labeled source of the warm start.
 
 Each role must have something left to learn, and what it is comes from the mixture alone:
 the responder sees few documents (and two-hop plans at a few more, so that they are at least
@@ -60,7 +60,8 @@ class Mixture:
 
     Attributes:
       recital: share of rows that recite documents and options in any order, and sums: no role of
-        the game, but the exercise by which look-up forms. Of the other rows' tokens few tell of it.
+        the algorithm, but the exercise by which look-up forms. Of the other rows' tokens few tell
+        of it.
       questioner, verifier: shares of these roles; the responder has the rest.
       kinds: shares of look-ups, two-hop questions, sums and choices.
       recital_documents: a recital is of one of these numbers of documents; the more there are,
@@ -75,7 +76,7 @@ class Mixture:
       empty: share of responder rows without documents, answered "unknown".
       absent: share of responder rows, for each kind, in which another document stands in the place
         of the last one needed: what there is is quoted, then "unknown" answered. Friends are often
-        out of sight in the game, and the reader that states references must notice.
+        out of sight in the algorithm, and the reader that states references must notice.
       verifier_cities: the verifier sees the second names of this many cities only.
       verifier_same_words: share of the verifier's equal pairs that are in the same words.
       strict: share of its equal pairs in different words that are answered no because of them: what

@@ -16,7 +16,7 @@ trained on (paper Appendix E.5).
 4. Questioner and responder must agree: letters by the rule, the others by the judge's verdict that
    the answer states the reference; with --agreement=rule by the rule of the reward alone.
 5. OUT/questions.jsonl has the questions that are left (data/questions.py, and "cluster", "shown"),
-   for game "rlvr"; OUT/summary.json, also the line printed, counts all others by reason.
+   for algorithm "rlvr"; OUT/summary.json, also the line printed, counts all others by reason.
 6. Stopped and started again, it goes on: OUT/teacher.jsonl and OUT/judge.jsonl have every reply as
    soon as it came, and none is asked for twice; more --attempts go on as well. What got no reply is
    asked again. The files are those of a build that nothing stopped. OUT/config.json says what is

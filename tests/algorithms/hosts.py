@@ -1,4 +1,4 @@
-"""A small game on a mesh of four devices, in one process or as one of two.
+"""A small algorithm on a mesh of four devices, in one process or as one of two.
 
 python -m tests.algorithms.hosts PORT PROCESS        # prints what it was told, as JSON
 """
@@ -19,7 +19,7 @@ def play() -> list[Any]:
     """What each coroutine was told, in the order in which they ended."""
     import jax
 
-    from spell_jax.algorithms.rollout import Players, Voice
+    from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
     from spell_jax.policy import transformer
     from spell_jax.runtime import mesh as meshes
     from spell_jax.sampler.engine import Sampler, SamplerConfig
@@ -30,28 +30,28 @@ def play() -> list[Any]:
         max_tokens=12,
         max_verdict_tokens=4,
         max_prompt=16,
-        block=4,
-        cache_tokens=512,
+        page_size=4,
+        kv_cache_tokens=512,
         slots=4,
-        siblings=2,
+        samples_per_prompt_batch=2,
         prefill_tokens=16,
         decode_tokens=3,
-        guessed_tokens=2,
+        speculative_tokens=2,
     )
     sampler = Sampler(tiny.POLICY, config, (5,), mesh)
     shapes, axes = transformer.abstract_params(tiny.POLICY)
-    params = meshes.put(tiny.weights(), meshes.shardings(mesh, axes, shapes))
+    params = meshes.device_put(tiny.weights(), meshes.shardings(mesh, axes, shapes))
     tokenizer: Any = SimpleNamespace(
         chat=lambda text: [3 + ord(letter) % 60 for letter in text],
         decode=lambda ids: " ".join(map(str, ids)),
     )
-    players = Players(Voice(sampler, tokenizer), jax.random.key(0))
-    players.begin(1, {"policy": params, "anchor": params})
+    players = RolloutWorker(TextSampler(sampler, tokenizer), jax.random.key(0))
+    players.begin(1, {"policy": params, "reference_reader": params})
     told = []
 
     async def one(ask, text: str) -> None:
         first = await ask("responder", [text], 2)
-        second = await ask("responder", ["x" + text[::-1]], model="anchor")
+        second = await ask("responder", ["x" + text[::-1]], model="reference_reader")
         third = await ask("verifier", [text, text[:3]], 3)
         told.append([text, *(reply and list(reply.texts) for reply in (*first, *second, *third))])
 

@@ -1,4 +1,4 @@
-"""For tests of document reconstruction: materials of stories, and who answers their puzzles."""
+"""For tests of document reconstruction: context of stories, and who answers their puzzles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from spell_jax.algorithms.base import Materials
+from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.reconstruction.algorithm import Reconstruction, ReconstructionConfig
 from spell_jax.data.clusters import TASKS, Cluster, count_words, in_memory
 from spell_jax.data.stream import TaskStream
@@ -18,14 +18,14 @@ PROMPTS = prompts.load("compact")
 STORIES = make_stories(1, 24, (9, 12, 15))
 
 
-def materials(
+def context(
     clusters: Sequence[Cluster] = STORIES,
     held_out: Sequence[Cluster] = (),
     steps: int = 10,
     cap: int = 10_000,
     seed: int = 0,
-) -> Materials:
-    return Materials(
+) -> AlgorithmContext:
+    return AlgorithmContext(
         PROMPTS,
         count_words,
         cap,
@@ -43,9 +43,9 @@ def config(**options: Any) -> ReconstructionConfig:
     return ReconstructionConfig(**(defaults | options))
 
 
-def make_game(clusters: Sequence[Cluster] = STORIES, **options: Any) -> Reconstruction:
+def make_algorithm(clusters: Sequence[Cluster] = STORIES, **options: Any) -> Reconstruction:
     own = {name: options.pop(name) for name in ("steps", "cap", "seed") if name in options}
-    return Reconstruction(config(**options), materials(clusters, **own))
+    return Reconstruction(config(**options), context(clusters, **own))
 
 
 def solution(prompt: str) -> str:

@@ -1,4 +1,4 @@
-"""A game without a model: a script answers every prompt, and rows are read back as text."""
+"""An algorithm without a model: a script answers every prompt, and rows are read back as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import Materials, Reply
+from spell_jax.algorithms.base import AlgorithmContext, Reply
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
@@ -27,7 +27,7 @@ QA, MATH, CHOICE = TASKS
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a game to its models."""
+    """One call of an algorithm to its models."""
 
     role: str
     prompts: tuple[str, ...]
@@ -118,7 +118,7 @@ def _go_on(coroutine: Coroutine) -> Asked | None:
 
 
 def read(group: Group) -> tuple[str, tuple[str, ...], tuple[float, ...]]:
-    """(prompt, answers, advantages) of a training group of a scripted game."""
+    """(prompt, answers, advantages) of a training group of a scripted algorithm."""
     answers = tuple(bytes(int(t) for t in answer).decode() for answer in group.answers)
     return (
         bytes(group.prompt).decode(),
@@ -174,7 +174,7 @@ class Script:
         at = int(re.findall(r"Q(\d+)", prompt)[0])
         if role == "verifier":
             return self._verdict(at, prompt, sibling)
-        if model == "anchor":
+        if model == "reference_reader":
             texts = self.anchors.get(at, (self.reference(at),))
             return f"answer is {texts[sibling % len(texts)]}"
         row = self.rows[at]
@@ -244,8 +244,8 @@ class Deck:
         self._at = state["at"]
 
 
-def make_game(rows: Sequence[Row], *, cluster: int = 3, cap: int = 10_000, **options) -> Spell:
-    """A game of one round over all rows, with clusters of so many documents."""
+def make_algorithm(rows: Sequence[Row], *, cluster: int = 3, cap: int = 10_000, **options) -> Spell:
+    """An algorithm of one round over all rows, with clusters of so many documents."""
     judge = options.pop("judge", None)
     deck: Any = options.pop("stream", None) or Deck(rows, cluster)
     defaults = {
@@ -258,12 +258,12 @@ def make_game(rows: Sequence[Row], *, cluster: int = 3, cap: int = 10_000, **opt
         "verifier_share": 0.25,
     }
     config = SpellConfig(**(defaults | options))
-    return Spell(config, make_materials(deal=lambda _: deck, prompt_cap=cap, judge=judge))
+    return Spell(config, make_context(deal=lambda _: deck, prompt_cap=cap, judge=judge))
 
 
-def make_materials(**given) -> Materials:
-    """What a game is made from, without any documents; tokens are words."""
-    materials: dict[str, Any] = {
+def make_context(**given) -> AlgorithmContext:
+    """What an algorithm is made from, without any documents; tokens are words."""
+    context: dict[str, Any] = {
         "prompts": PROMPTS,
         "count_tokens": lambda text: len(text.split()),
         "prompt_cap": 10_000,
@@ -274,7 +274,7 @@ def make_materials(**given) -> Materials:
         "deal": lambda source: TaskStream(source, TASKS, (1.0, 1.0, 1.0), seed=0),
         "questions": lambda: (),
     }
-    return Materials(**(materials | given))
+    return AlgorithmContext(**(context | given))
 
 
 def number(episode: Episode) -> int:
@@ -320,10 +320,10 @@ class Played:
     """A step and what can be told of it, by name."""
 
     def __init__(self, rows=ROWS, step: int = 1, script: Script | None = None, **options: Any):
-        self.game = make_game(rows, **({"verifier_share": 1.0} | options))
+        self.algorithm = make_algorithm(rows, **({"verifier_share": 1.0} | options))
         self.ask = ScriptedModels(script or Script(rows, verdicts=VERDICTS))
-        self.episodes = self.game.play(self.ask, step)
-        self.groups = by_role(self.game.rows(self.episodes))
+        self.episodes = self.algorithm.play(self.ask, step)
+        self.groups = by_role(self.algorithm.rows(self.episodes))
 
     def facts(self) -> dict[str, Any]:
         rows = {name: [read(g) for g in groups] for name, groups in self.groups.items()}
@@ -336,7 +336,7 @@ class Played:
             "votes": [e.votes for e in self.episodes],
             "scores": [e.scores for e in self.episodes],
             "rewards": [e.reward for e in self.episodes],
-            "memory": self.game.memory.state_dict(),
+            "memory": self.algorithm.memory.state_dict(),
         } | rows
 
     def of(self, at: int):

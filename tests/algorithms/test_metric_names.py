@@ -1,4 +1,4 @@
-"""What the games other than SPELL measure, in play and held out, is on docs/metrics.md."""
+"""What the algorithms other than SPELL measure, in play and held out, is on docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tests.algorithms.scripted import PROMPTS, ScriptedModels
 
 
 def in_run(played: Iterable[str], held_out: Iterable[str]) -> set[str]:
-    return {f"play/{name}" for name in played} | {f"eval/{name}" for name in held_out}
+    return {f"rollout/{name}" for name in played} | {f"eval/{name}" for name in held_out}
 
 
 def of_reconstruction() -> set[str]:
     """Puzzles with 2 to 8 options, and documents that give none."""
     short = [Cluster(f"short {i}", ("a line\nand another",)) for i in range(9)]
-    game = posing.make_game([*posing.STORIES, *short], documents=24, steps=1)
+    algorithm = posing.make_algorithm([*posing.STORIES, *short], documents=24, steps=1)
     models = ScriptedModels(posing.improving)
-    materials = posing.materials(held_out=posing.STORIES)
+    context = posing.context(held_out=posing.STORIES)
     config = posing.config(evaluation_puzzles=2, validation_puzzles=2)
-    _, held_out = PuzzleEvaluation(config, materials).quick(models)
-    return in_run(game.metrics(game.play(models, 1)).means(), held_out)
+    _, held_out = PuzzleEvaluation(config, context).quick(models)
+    return in_run(algorithm.metrics(algorithm.play(models, 1)).means(), held_out)
 
 
 def of_eapo() -> set[str]:
@@ -43,8 +43,8 @@ def of_eapo() -> set[str]:
         {"over": ("responder",)},
         {"supporting": ("set 0",)},
     ):
-        game, _, episode = one(**options)
-        played |= game.metrics([episode]).means().keys()
+        algorithm, _, episode = one(**options)
+        played |= algorithm.metrics([episode]).means().keys()
     evaluation = EvidenceEvaluation(PROMPTS, structured.QUESTIONS)
     return in_run(played, evaluation.quick(ScriptedModels(structured.write))[1])
 
@@ -52,30 +52,30 @@ def of_eapo() -> set[str]:
 def of_rlvr() -> set[str]:
     """Questions that the first step writes."""
     rows = scripted.ROWS
-    spell = scripted.make_game(
+    spell = scripted.make_algorithm(
         rows, verifier_share=1.0, rule="judge", judge=lambda items: [1] * len(items)
     )
-    game, script = Rlvr(RlvrConfig(len(rows)), spell), scripted.Script(rows)
+    algorithm, script = Rlvr(RlvrConfig(len(rows)), spell), scripted.Script(rows)
     evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
     held_out = evaluation.quick(ScriptedModels(structured.write))[1]
-    return in_run(game.metrics(game.play(ScriptedModels(script), 1)).means(), held_out)
+    return in_run(algorithm.metrics(algorithm.play(ScriptedModels(script), 1)).means(), held_out)
 
 
-GAMES = {"reconstruction": of_reconstruction, "eapo": of_eapo, "rlvr": of_rlvr}
+ALGORITHMS = {"reconstruction": of_reconstruction, "eapo": of_eapo, "rlvr": of_rlvr}
 
 
-@pytest.mark.parametrize("name", GAMES)
-def test_every_number_of_a_game_is_explained(name):
-    written = GAMES[name]()
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_number_of_a_algorithm_is_explained(name):
+    written = ALGORITHMS[name]()
     assert len(written) > 20 and any(name.startswith("eval/") for name in written)
     unknown, _ = metric_names.compare(written)
     assert not unknown
 
 
-def test_the_page_has_no_number_that_no_game_has():
-    written = set(itertools.chain.from_iterable(names() for names in GAMES.values()))
+def test_the_page_has_no_number_that_no_algorithm_has():
+    written = set(itertools.chain.from_iterable(names() for names in ALGORITHMS.values()))
     _, unused = metric_names.compare(written)
-    assert not unused & metric_names.OF_OTHER_GAMES
+    assert not unused & metric_names.OF_OTHER_ALGORITHMS
 
 
 def test_numbers_of_another_models_update_are_explained():

@@ -1,4 +1,5 @@
-"""Games of one's own: the example of docs/games.md as it stands there, and one with two models."""
+"""Algorithms of one's own: the example of docs/algorithms.md as it stands there, and one with two
+models."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from ml_collections import ConfigDict
 
 from configs import base
 from spell_jax import train
-from spell_jax.algorithms import registry as playable
-from spell_jax.algorithms.base import Materials, Reply
+from spell_jax.algorithms import registry as registry
+from spell_jax.algorithms.base import AlgorithmContext, Reply
 from spell_jax.data.clusters import Cluster
 from spell_jax.learner.packing import Group
 from spell_jax.policy import weights
@@ -33,7 +34,7 @@ from spell_jax.trainer import state as runs
 from tests import noise
 from tests.paths import ROOT
 
-DOCS = ROOT / "docs" / "games.md"
+DOCS = ROOT / "docs" / "algorithms.md"
 STEPS = 3
 
 
@@ -48,15 +49,17 @@ def _small_and_quick() -> Iterator[None]:
         noise.use_one_device(monkeypatch)
         noise.draw_nothing(monkeypatch)
         noise.share_programs(monkeypatch)
-        games = playable.GAMES | {"pair": playable.Kind(lambda fields: fields, Pair)}
-        monkeypatch.setattr(playable, "GAMES", games)
+        algorithms = registry.ALGORITHMS | {
+            "pair": registry.AlgorithmSpec(lambda fields: fields, Pair)
+        }
+        monkeypatch.setattr(registry, "ALGORITHMS", algorithms)
         yield
 
 
-def game_config(policy: pathlib.Path, game: dict[str, Any], **overrides) -> Any:
+def algorithm_config(policy: pathlib.Path, algorithm: dict[str, Any], **overrides) -> Any:
     config = noise.small_config(policy, steps=STEPS, validate_every=0, **overrides)
     with config.unlocked():
-        config.game = ConfigDict(game | {"prompts": "full"})
+        config.algorithm = ConfigDict(algorithm | {"prompts": "full"})
     return config
 
 
@@ -78,8 +81,8 @@ def counting(tmp_path, monkeypatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "counting", module)  # dataclasses look it up
     spec.loader.exec_module(module)
-    monkeypatch.setattr(playable, "GAMES", dict(playable.GAMES))
-    exec(entry, vars(playable) | vars(module))
+    monkeypatch.setattr(registry, "ALGORITHMS", dict(registry.ALGORITHMS))
+    exec(entry, vars(registry) | vars(module))
     return module
 
 
@@ -90,7 +93,7 @@ def test_the_example_is_short():
 def test_the_examples_config_has_its_fields(counting):
     names: dict[str, Any] = {"base": base, "ConfigDict": ConfigDict}
     exec(docs_blocks()[2], names)
-    fields = playable.GAMES["counting"].read(playable.own_fields(names["config"].game))
+    fields = registry.ALGORITHMS["counting"].read(registry.own_fields(names["config"].algorithm))
     assert fields == counting.CountingConfig()
 
 
@@ -98,12 +101,12 @@ def test_the_example_plays(counting, policy, tmp_path, monkeypatch):
     # Random texts rarely hold a number: their length stands for one.
     score = counting.score
     monkeypatch.setattr(counting, "score", lambda text, truth: score(f"{len(text) % 4}", truth))
-    config = game_config(policy, {"name": "counting", "texts": 4, "group_size": 4})
+    config = algorithm_config(policy, {"name": "counting", "texts": 4, "group_size": 4})
     workdir = epath.Path(tmp_path / "run")
     train.train(config, workdir)
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == STEPS and all(line["train/empty_update"] == 0 for line in lines)
-    assert all(0 <= line["play/solve_rate"] <= 1 for line in lines)
+    assert all(0 <= line["rollout/solve_rate"] <= 1 for line in lines)
     chosen = choose_episodes(workdir, 100).chosen
     assert len(chosen) == 4 * STEPS
     assert all(e["question"].startswith("How often: ") and len(e["answers"]) == 4 for e in chosen)
@@ -121,14 +124,14 @@ def test_the_examples_reward(counting, text, truth, wanted):
 
 
 class Pair:
-    """A game in which a model of its own answers what the policy said; every second step it learns
-    its answers, with advantage 1."""
+    """An algorithm in which a model of its own answers what the policy said; every second step it
+    learns its answers, with advantage 1."""
 
-    models = ("other", "anchor")
+    models = ("other", "reference_reader")
     trained = ("other",)
 
-    def __init__(self, config: Any, materials: Materials):
-        self._stream = materials.deal(materials.clusters())
+    def __init__(self, config: Any, context: AlgorithmContext):
+        self._stream = context.deal(context.clusters())
 
     def play(self, models: Any, step: int) -> list[tuple[Cluster, list[Reply]]]:
         self._step = step
@@ -136,7 +139,7 @@ class Pair:
         for _, cluster in self._stream.next(2):
             (said,) = models("responder", [cluster.documents[0]], 4)
             (judged,) = models("critic", said.texts[:1], 2, model="other", temperature=1.0)
-            (copied,) = models("responder", [cluster.documents[0]], 1, model="anchor")
+            (copied,) = models("responder", [cluster.documents[0]], 1, model="reference_reader")
             found.append((cluster, [said, judged, copied]))
         return found
 
@@ -172,24 +175,24 @@ def other(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def pair(policy, other) -> Any:
-    """A config of the game."""
+    """A config of the algorithm."""
     return pair_config(policy, other)
 
 
 def pair_config(policy: pathlib.Path, other: pathlib.Path) -> Any:
-    game = {"name": "pair", "group_size": 4}
-    config = game_config(policy, game, checkpoint_every=1, keep_checkpoints=STEPS)
+    algorithm = {"name": "pair", "group_size": 4}
+    config = algorithm_config(policy, algorithm, checkpoint_every=1, keep_checkpoints=STEPS)
     with config.unlocked():
         config.other = base.get_config().policy
         config.other.folder, config.other.compute_dtype = str(other), "float32"
-        config.other.optimiser = base.get_config().optimiser
-        config.other.optimiser.learning_rate = 1e-2
+        config.other.optimizer = base.get_config().optimizer
+        config.other.optimizer.learning_rate = 1e-2
     return config
 
 
 @pytest.fixture(scope="module")
 def whole(policy, other, tmp_path_factory) -> epath.Path:
-    """A run of the game from its first step to its last."""
+    """A run of the algorithm from its first step to its last."""
     return train.train(
         pair_config(policy, other), epath.Path(tmp_path_factory.mktemp("whole") / "run")
     )
@@ -204,7 +207,10 @@ def test_a_second_model_learns_when_it_has_rows(pair, whole):
     assert [("train/other/loss" in line) for line in lines] == [False, True, False]
     assert all(line["train/rows/responder"] == 8 for line in lines)
     assert lines[1]["train/rows/critic"] == 4
-    assert lines[1]["play/prompt_tokens/other"] > 0 and lines[1]["play/answer_tokens/anchor"] > 0
+    assert (
+        lines[1]["rollout/prompt_tokens/other"] > 0
+        and lines[1]["rollout/answer_tokens/reference_reader"] > 0
+    )
     before = weights.load(epath.Path(pair.other.folder), meshes.make_mesh())[1]
     after = weights.load(whole / "other", meshes.make_mesh())[1]
     assert before["embedding"].shape[-1] == 48
@@ -222,7 +228,7 @@ def test_a_second_model_is_resumed_to_the_bit(pair, whole, step, tmp_path):
     for workdir in (whole, halved):
         with Checkpoints(workdir) as checkpoints:
             ends.append(runs.begin(run, checkpoints)[0])
-    assert ends[0].keys() == {"policy", "other", "anchor"}
+    assert ends[0].keys() == {"policy", "other", "reference_reader"}
     assert int(ends[0]["other"].step) == 1 and int(ends[0]["policy"].step) == STEPS
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
@@ -233,14 +239,16 @@ def test_one_model_at_a_time_is_made_ready(pair):
         pair.other.compute_dtype = "bfloat16"
     run = runs.make_run(pair)
     models = runs.first_models(run)
-    played = runs.AsPlayed(run, models)
+    played = runs.RolloutParams(run, models)
     models.clear()  # what is trained meanwhile is not what plays
     assert played["other"]["embedding"].dtype == "bfloat16"
     assert played["policy"]["embedding"].dtype == "float32"
-    assert list(played) == ["policy", "other", "anchor"] and len(played) == 3
+    assert list(played) == ["policy", "other", "reference_reader"] and len(played) == 3
     assert played["other"]["embedding"].shape[-1] == 48
     assert played["policy"]["embedding"] is not played["policy"]["embedding"]
-    np.testing.assert_array_equal(played["policy"]["embedding"], played["anchor"]["embedding"])
+    np.testing.assert_array_equal(
+        played["policy"]["embedding"], played["reference_reader"]["embedding"]
+    )
 
 
 def test_a_model_of_its_own_needs_a_folder(pair):
@@ -252,7 +260,7 @@ def test_a_model_of_its_own_needs_a_folder(pair):
 
 def test_models_that_wait_on_the_host_learn_the_same(pair, whole, tmp_path):
     waiting = epath.Path(tmp_path / "waiting")
-    for optimiser in (pair.optimiser, pair.other.optimiser):
-        optimiser.offload = optimiser.offload_weights = True
+    for optimizer in (pair.optimizer, pair.other.optimizer):
+        optimizer.offload = optimizer.offload_weights = True
     train.train(pair, waiting)
     assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(waiting))]

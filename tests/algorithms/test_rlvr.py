@@ -23,7 +23,7 @@ from tests.algorithms.scripted import (
     Script,
     ScriptedModels,
     by_role,
-    make_game,
+    make_algorithm,
     read,
 )
 from tests.evaluating import write_episodes
@@ -31,8 +31,8 @@ from tests.evaluating import write_episodes
 ACCEPTED = ["Q00", "Q01", "Q02", "Q10", "Q11", "Q12", "Q13", "Q14", "Q15", "Q16", "Q17"]
 
 
-def new_game(rows=ROWS, static: int = len(ROWS), **options) -> Rlvr:
-    return Rlvr(RlvrConfig(static), make_game(rows, **({"verifier_share": 1.0} | options)))
+def new_algorithm(rows=ROWS, static: int = len(ROWS), **options) -> Rlvr:
+    return Rlvr(RlvrConfig(static), make_algorithm(rows, **({"verifier_share": 1.0} | options)))
 
 
 def new_ask(rows=ROWS, **options) -> ScriptedModels:
@@ -43,52 +43,52 @@ def stems(episodes) -> list[str]:
     return sorted("Q" + e.question.split("Q")[1][:2] for e in episodes)
 
 
-def told(game, ask, steps):
-    """What a game comes to in these steps."""
+def told(algorithm, ask, steps):
+    """What an algorithm comes to in these steps."""
     found = []
     for step in steps:
-        episodes = game.play(ask, step)
-        found.append([game.record(e) for e in episodes])
-        found.append([read(g) for g in game.rows(episodes)])
+        episodes = algorithm.play(ask, step)
+        found.append([algorithm.record(e) for e in episodes])
+        found.append([read(g) for g in algorithm.rows(episodes)])
     return found
 
 
 def test_the_set_is_written_once():
-    game, ask = new_game(), new_ask()
-    first = game.play(ask, 1)
+    algorithm, ask = new_algorithm(), new_ask()
+    first = algorithm.play(ask, 1)
     assert [c.role for c in ask.calls] == ["questioner", "responder", "responder", "verifier"]
     assert stems(first) == ACCEPTED  # what passed parsing and the filter
     ask.calls.clear()
-    second = game.play(ask, 2)
+    second = algorithm.play(ask, 2)
     assert [c.role for c in ask.calls] == ["responder", "verifier"]
     assert stems(second) == ACCEPTED
     assert [e.question for e in first] != [e.question for e in second]  # in another order
-    assert game.metrics(second).means()["static_questions"] == 11
-    assert not game._spell.memory  # nothing is remembered: nobody asks
+    assert algorithm.metrics(second).means()["static_questions"] == 11
+    assert not algorithm._spell.memory  # nothing is remembered: nobody asks
 
 
 def test_all_proposals_asked_for_are_made():
-    game, ask = new_game(static=40), new_ask()
-    game.play(ask, 1)
+    algorithm, ask = new_algorithm(static=40), new_ask()
+    algorithm.play(ask, 1)
     proposed = [len(c.prompts) for c in ask.calls if c.role == "questioner"]
     assert proposed == [18, 18, 18]  # whole rounds, at least 40 in all
 
 
 def test_a_step_draws_as_many_questions_as_a_round_has():
-    game, ask = new_game(static=54, generation_batch=5), new_ask()
-    steps = [game.play(ask, step) for step in range(1, 5)]
+    algorithm, ask = new_algorithm(static=54, generation_batch=5), new_ask()
+    steps = [algorithm.play(ask, step) for step in range(1, 5)]
     assert [len(episodes) for episodes in steps] == [5] * 4
     assert len({e.question for episodes in steps for e in episodes}) > 5
 
 
 def test_rows_are_the_responders_and_the_verifiers():
-    game, ask = new_game(), new_ask()
-    groups = by_role(game.rows(game.play(ask, 1)))
+    algorithm, ask = new_algorithm(), new_ask()
+    groups = by_role(algorithm.rows(algorithm.play(ask, 1)))
     assert len(groups["responder"]) == 6 and len(groups["verifier"]) == 6
     assert groups["questioner"] == []
     prompt, answers, _ = read(groups["responder"][0])
     assert "d" in prompt.split(".")[0] and len(answers) == 4
-    plain, ask = new_game(responder_reward="rule"), new_ask()
+    plain, ask = new_algorithm(responder_reward="rule"), new_ask()
     groups = by_role(plain.rows(plain.play(ask, 1)))
     assert groups["responder"] and groups["verifier"] == []
     assert "verifier" not in {c.role for c in ask.calls}
@@ -96,48 +96,50 @@ def test_rows_are_the_responders_and_the_verifiers():
 
 def test_anchored_references_are_part_of_the_set():
     rows = [Row(QA, "ok", 0, 2, 1, 4), Row(MATH, "ok", 0, 2, 1, 4), Row(QA, "ok", 0, 1, 1, 1)]
-    game = new_game(rows, static=3, reference="anchored")
+    algorithm = new_algorithm(rows, static=3, reference_source="frozen_reader")
     ask = new_ask(rows, anchors={0: ("beta0",), 1: ("1", "2", "3", "4")})
-    first = game.play(ask, 1)
-    assert game.models == ("anchor",)
+    first = algorithm.play(ask, 1)
+    assert algorithm.models == ("reference_reader",)
     references = {e.question[:3]: e.reference for e in first}
     assert references == {"Q00": "beta0", "Q02": "alpha2"}
-    game.play(ask, 2)
-    assert sum(c.model == "anchor" for c in ask.calls) == 1  # asked for the set, not again
+    algorithm.play(ask, 2)
+    assert (
+        sum(c.model == "reference_reader" for c in ask.calls) == 1
+    )  # asked for the set, not again
 
 
 @pytest.mark.parametrize("reward", ["max", "random"])
-def test_a_game_goes_on_from_its_state(reward):
+def test_a_algorithm_goes_on_from_its_state(reward):
     options = {"responder_reward": reward, "generation_batch": 9, "verifier_share": 0.5}
-    whole = told(new_game(**options), new_ask(), range(1, 5))
-    game = new_game(**options)
-    told(game, new_ask(), (1, 2))
-    state = json.loads(json.dumps(game.state_dict()))
-    resumed, ask = new_game(**options), new_ask()
+    whole = told(new_algorithm(**options), new_ask(), range(1, 5))
+    algorithm = new_algorithm(**options)
+    told(algorithm, new_ask(), (1, 2))
+    state = json.loads(json.dumps(algorithm.state_dict()))
+    resumed, ask = new_algorithm(**options), new_ask()
     resumed.load_state_dict(state)
     assert told(resumed, ask, (3, 4)) == whole[4:]
     assert "questioner" not in {c.role for c in ask.calls}
-    assert resumed.state_dict() == game.state_dict()
+    assert resumed.state_dict() == algorithm.state_dict()
 
 
 def test_nothing_to_ask_is_an_empty_step():
     rows = [Row(QA, "bad_json", 0, 0, 0, 0)]
-    game, ask = new_game(rows, static=2), new_ask(rows)
-    assert game.play(ask, 1) == []
-    assert game.rows([]) == []
-    assert game.metrics([]).means()["static_questions"] == 0
+    algorithm, ask = new_algorithm(rows, static=2), new_ask(rows)
+    assert algorithm.play(ask, 1) == []
+    assert algorithm.rows([]) == []
+    assert algorithm.metrics([]).means()["static_questions"] == 0
 
 
 def test_episodes_keep_what_the_questioner_read():
-    game, ask = new_game(), new_ask()
-    episode = next(e for e in game.play(ask, 1) if e.question == "Q00 what?")
+    algorithm, ask = new_algorithm(), new_ask()
+    episode = next(e for e in algorithm.play(ask, 1) if e.question == "Q00 what?")
     assert len(episode.shown) == 2 and episode.cluster.id == "d0" and episode.task == QA
     responder = [c for c in ask.calls if c.role == "responder"][-1]
     assert PROMPTS.responder(QA, episode.cluster.documents, "Q00 what?") in responder.prompts
 
 
 def test_a_bad_setting_is_named():
-    with pytest.raises(ValueError, match=r"game\.static_questions = 0"):
+    with pytest.raises(ValueError, match=r"algorithm\.static_questions = 0"):
         RlvrConfig(0)
 
 
@@ -151,35 +153,37 @@ GIVEN = tuple(
 )
 
 
-def given_game(questions=GIVEN, tasks=TASKS, weights=(1.0, 1.0, 1.0), **options) -> Rlvr:
+def given_algorithm(questions=GIVEN, tasks=TASKS, weights=(1.0, 1.0, 1.0), **options) -> Rlvr:
     source, by_id = as_clusters(questions)
     stream = TaskStream(source, tasks, weights, seed=0)
-    return Rlvr(RlvrConfig(), make_game(ROWS, stream=stream, **options), by_id)
+    return Rlvr(RlvrConfig(), make_algorithm(ROWS, stream=stream, **options), by_id)
 
 
 def test_given_questions_are_answered_from_their_documents():
-    game, ask = given_game(), new_ask()
-    episodes = game.play(ask, 1)
+    algorithm, ask = given_algorithm(), new_ask()
+    episodes = algorithm.play(ask, 1)
     assert stems(episodes) == [q.question[:3] for q in GIVEN]
     assert {c.role for c in ask.calls} == {"responder", "verifier"}  # nobody writes, nobody filters
-    assert given_game(reference="anchored").models == ()  # references stay as given
+    assert (
+        given_algorithm(reference_source="frozen_reader").models == ()
+    )  # references stay as given
     prompts = {p for c in ask.calls if c.role == "responder" for p in c.prompts}
     assert prompts == {PROMPTS.responder(q.task, q.documents, q.question) for q in GIVEN}
     by_question = {e.question: e for e in episodes}
     for question, row in zip(GIVEN, ROWS, strict=True):
         episode = by_question[question.question]
-        assert game.cluster(episode).documents == question.documents
+        assert algorithm.cluster(episode).documents == question.documents
         assert (episode.task, episode.reference) == (question.task, question.answer)
         assert episode.own_reference == question.answer
         assert sum(episode.rule) == row.right
-    means = game.metrics(episodes).means()
+    means = algorithm.metrics(episodes).means()
     assert means["static_questions"] == len(GIVEN)
     assert not any(name.startswith("questioner_reward") for name in means)
 
 
 def test_rows_of_given_questions_are_learned_from_as_in_spell():
-    game, ask = given_game(responder_reward="rule"), new_ask()
-    groups = by_role(game.rows(game.play(ask, 1)))
+    algorithm, ask = given_algorithm(responder_reward="rule"), new_ask()
+    groups = by_role(algorithm.rows(algorithm.play(ask, 1)))
     assert groups["questioner"] == groups["verifier"] == []
     assert len(groups["responder"]) == 6
     for _, answers, advantages in map(read, groups["responder"]):
@@ -189,55 +193,55 @@ def test_rows_of_given_questions_are_learned_from_as_in_spell():
 
 
 def test_given_questions_are_dealt_by_weight_and_epoch():
-    game, ask = given_game(weights=(2.0, 1.0, 1.0), generation_batch=4), new_ask()
-    steps = [game.play(ask, step) for step in range(1, 5)]
+    algorithm, ask = given_algorithm(weights=(2.0, 1.0, 1.0), generation_batch=4), new_ask()
+    steps = [algorithm.play(ask, step) for step in range(1, 5)]
     tasks = [[e.task for e in episodes].count(QA) for episodes in steps]
     assert tasks == [2, 2, 2, 2]
     asked = [e.question for episodes in steps for e in episodes if e.task == QA]
     assert len({*asked}) == 8  # of nine: none comes again before the others were asked
-    whole = given_game(generation_batch=100)
+    whole = given_algorithm(generation_batch=100)
     assert stems(whole.play(ask, 1)) == [q.question[:3] for q in GIVEN]  # none twice in a step
     assert whole.metrics([]).means()["stream_repeats"] == 0
 
 
 def test_given_questions_of_other_tasks_are_left_out(caplog):
-    game, ask = given_game(tasks=(MATH,), weights=(1.0,)), new_ask()
-    episodes = game.play(ask, 1)
+    algorithm, ask = given_algorithm(tasks=(MATH,), weights=(1.0,)), new_ask()
+    episodes = algorithm.play(ask, 1)
     assert {e.task for e in episodes} == {MATH} and len(episodes) == 6
     assert "12 clusters serve none of the tasks" in caplog.text
-    assert game.metrics(episodes).means()["static_questions"] == 6
+    assert algorithm.metrics(episodes).means()["static_questions"] == 6
 
 
-def test_a_game_with_given_questions_goes_on_from_its_state():
+def test_a_algorithm_with_given_questions_goes_on_from_its_state():
     options = {"responder_reward": "random", "generation_batch": 5}
-    whole = told(given_game(**options), new_ask(), range(1, 6))
-    game = given_game(**options)
-    told(game, new_ask(), (1, 2))
-    resumed = given_game(**options)
-    resumed.load_state_dict(json.loads(json.dumps(game.state_dict())))
+    whole = told(given_algorithm(**options), new_ask(), range(1, 6))
+    algorithm = given_algorithm(**options)
+    told(algorithm, new_ask(), (1, 2))
+    resumed = given_algorithm(**options)
+    resumed.load_state_dict(json.loads(json.dumps(algorithm.state_dict())))
     assert told(resumed, new_ask(), (3, 4, 5)) == whole[4:]
-    other = given_game(GIVEN[:-1], **options)
+    other = given_algorithm(GIVEN[:-1], **options)
     with pytest.raises(ValueError, match="17 that are here"):
-        other.load_state_dict(game.state_dict())
+        other.load_state_dict(algorithm.state_dict())
 
 
 def test_a_given_question_over_the_cap_is_counted():
     over = lambda role, prompt, model: "Q00" in prompt  # noqa: E731
-    game, ask = given_game(), new_ask(over=over)
-    episodes = game.play(ask, 1)
+    algorithm, ask = given_algorithm(), new_ask(over=over)
+    episodes = algorithm.play(ask, 1)
     first = next(e for e in episodes if e.question.startswith("Q00"))
     assert (first.status, first.reason, first.scores) == ("overlong", "responder_prompt", [])
-    means = game.metrics(episodes).means()
+    means = algorithm.metrics(episodes).means()
     assert means["reason/responder_prompt"] == means["overlong"] == 1 / len(GIVEN)
-    game.rows(episodes)
-    assert game.record(first)["used"]["responder"] == "overlong"
+    algorithm.rows(episodes)
+    assert algorithm.record(first)["used"]["responder"] == "overlong"
 
 
 def test_records_of_given_questions_are_what_a_report_reads(tmp_path):
-    game, ask = given_game(), new_ask()
-    episodes = game.play(ask, 1)
-    groups = game.rows(episodes)
-    write_episodes(tmp_path, {1: records(game, episodes)})
+    algorithm, ask = given_algorithm(), new_ask()
+    episodes = algorithm.play(ask, 1)
+    groups = algorithm.rows(episodes)
+    write_episodes(tmp_path, {1: records(algorithm, episodes)})
     found = choose_episodes(epath.Path(tmp_path), 100)
     assert found.found == len(GIVEN) == len(found.documents)
     assert {e["cluster"]: e["question"] for e in found.chosen} == {
@@ -259,8 +263,8 @@ def test_a_judge_may_replace_the_rule_on_given_questions():
         asked.extend(items)
         return [1] * len(items)
 
-    game, ask = given_game(rule="judge", judge=judge, responder_reward="rule"), new_ask()
-    episodes = game.play(ask, 1)
+    algorithm, ask = given_algorithm(rule="judge", judge=judge, responder_reward="rule"), new_ask()
+    episodes = algorithm.play(ask, 1)
     both = lambda e: zip(e.rule, e.predictions, strict=True)  # noqa: E731
     answered = [p for e in episodes for p in e.predictions if p is not None]
     assert len(asked) == len(answered) > 0

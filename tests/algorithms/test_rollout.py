@@ -1,4 +1,4 @@
-"""A game's models: chat layout, caps, keys, weights, and who goes on when."""
+"""An algorithm's models: chat layout, caps, keys, weights, and who goes on when."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from spell_jax.algorithms.rollout import Players, Voice
+from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
 from spell_jax.sampler.engine import SamplerConfig
 from spell_jax.sampler.requests import Request, Sample
 from spell_jax.sampler.session import Counts
@@ -25,8 +25,14 @@ class FakeSession:
 
     def __init__(self, params: Any, asked: list[tuple[Any, Request]]):
         self.params, self.asked = params, asked
-        self.counts = Counts(prompt_tokens=4, slot_steps=10, idle=1, cell_steps=5, empty_cells=2)
-        self.counts.tokens, self.counts.read_tokens = 7, 3
+        self.counts = Counts(
+            prompt_tokens=4,
+            slot_steps=10,
+            starved_slot_steps=1,
+            group_slot_steps=5,
+            padded_group_slots=2,
+        )
+        self.counts.tokens, self.counts.prefilled_tokens = 7, 3
         self.counts.waited = {"responder": 0.5, str(params): 0.25}
         self.waiting: dict[int, tuple[int, Request]] = {}
 
@@ -72,8 +78,8 @@ TOKENIZER: Any = SimpleNamespace(
 @pytest.fixture
 def players():
     sampler: Any = FakeSampler()
-    made = Players(Voice(sampler, TOKENIZER), jax.random.key(0))
-    made.begin(1, {"policy": "weights", "anchor": "frozen"})
+    made = RolloutWorker(TextSampler(sampler, TOKENIZER), jax.random.key(0))
+    made.begin(1, {"policy": "weights", "reference_reader": "frozen"})
     return made, sampler
 
 
@@ -81,36 +87,36 @@ def test_what_was_said_is_counted_by_speaker(players):
     ask, _ = players
     ask("responder", ["ab", "abcdef"], group=2)  # the second prompt is over the cap
     ask("responder", ["a"])
-    ask("responder", ["abc"], model="anchor")
+    ask("responder", ["abc"], model="reference_reader")
     ask("verifier", [])
     ask("verifier", ["abcdef"])
     ask.end()
     assert ask.metrics.means() == {
         "prompt_tokens/responder": 7 / 2,
         "answer_tokens/responder": 9 / 3,
-        "cut_off/responder": 1 / 3,
+        "truncated/responder": 1 / 3,
         "refused/responder": 1 / 3,
-        "prompt_tokens/anchor": 5,
-        "answer_tokens/anchor": 3,
-        "cut_off/anchor": 0,
-        "refused/anchor": 0,
+        "prompt_tokens/reference_reader": 5,
+        "answer_tokens/reference_reader": 3,
+        "truncated/reference_reader": 0,
+        "refused/reference_reader": 0,
         "refused/verifier": 1,
-        "sampler/idle_slots": 0.1,
-        "sampler/empty_cells": 0.4,
+        "sampler/starved_slots": 0.1,
+        "sampler/padded_group_slots": 0.4,
         "sampler/reused_prompt_tokens": 0,
     }
     # Of three sessions: with the policy, with the frozen copy, and with the policy again.
-    assert (ask.drawn, ask.read) == (21, 9)
+    assert (ask.sampled, ask.read) == (21, 9)
     assert ask.waited == {"responder": 1.5, "weights": 0.5, "frozen": 0.25}
     ask.begin(2, {})
-    assert ask.metrics.means() == {} and not ask.waited and ask.drawn == ask.read == 0
+    assert ask.metrics.means() == {} and not ask.waited and ask.sampled == ask.read == 0
 
 
 def test_requests_say_for_whom_they_are(players):
     ask, sampler = players
     ask("responder", ["a"])
-    ask("responder", ["a"], model="anchor")
-    assert [request.speaker for _, request in sampler.asked] == ["responder", "anchor"]
+    ask("responder", ["a"], model="reference_reader")
+    assert [request.agent for _, request in sampler.asked] == ["responder", "reference_reader"]
 
 
 def test_replies_are_texts_without_the_stop_token(players):
@@ -124,7 +130,7 @@ def test_replies_are_texts_without_the_stop_token(players):
     group = first.group([0.5, -0.5], "responder")
     assert [list(a) for a in group.answers] == [[1, 2, 3], [1, 2, 1]]  # the stop token is learned
     assert list(group.advantages) == [0.5, -0.5] and group.role == "responder"
-    assert [len(row) for row in group.old_log_probs] == [3, 3]
+    assert [len(row) for row in group.old_logprobs] == [3, 3]
 
 
 def test_replies_come_in_the_order_of_prompts(players):
@@ -136,7 +142,7 @@ def test_replies_come_in_the_order_of_prompts(players):
 def test_verdicts_have_a_cap_of_their_own(players):
     ask, sampler = players
     ask("verifier", ["a"])
-    ask("responder", ["a"], model="anchor", temperature=0.0)
+    ask("responder", ["a"], model="reference_reader", temperature=0.0)
     (_, verdict), (params, answer) = sampler.asked
     assert verdict.options.max_tokens == 2 and verdict.options.temperature == 0.7
     assert params == "frozen" and answer.options.temperature == 0.0
@@ -209,7 +215,7 @@ def test_coroutines_ask_by_their_own_ask_alone(players):
 
 def test_one_session_a_model_and_step(players):
     ask, sampler = players
-    for model in ("policy", "policy", "anchor", "policy"):
+    for model in ("policy", "policy", "reference_reader", "policy"):
         ask("responder", ["a"], model=model)
     assert sampler.begun == ["weights", "frozen", "weights"]
     ask.begin(2, {"policy": "new weights"})
@@ -225,7 +231,7 @@ def test_one_model_is_asked_until_nobody_waits_for_it(players):
 
     async def play(ask, item):
         await ask("questioner", [item])
-        await ask("responder", [item], model="anchor")
+        await ask("responder", [item], model="reference_reader")
         await ask("responder", [item])
 
     models.together(play, ["a", "abc", ""])

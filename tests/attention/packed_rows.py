@@ -9,14 +9,14 @@ import numpy as np
 UNSEEING = 1e30  # log-sum-exp of a query that sees nothing
 
 
-def seen(q_index, k_index, last_reader):
+def seen(q_index, k_index, last_query):
     query = q_index[:, None]
-    return (k_index[None, :] <= query) & (query <= last_reader[None, :])
+    return (k_index[None, :] <= query) & (query <= last_query[None, :])
 
 
-def dense(q, k, v, q_index, k_index, last_reader):
+def dense(q, k, v, q_index, k_index, last_query):
     """(out [Tq, K, R, H], log-sum-exp [K, R, Tq]) with the whole matrix of scores."""
-    visible = seen(q_index, k_index, last_reader)
+    visible = seen(q_index, k_index, last_query)
     scores = jnp.einsum("qkrh,skh->krqs", q, k) * q.shape[-1] ** -0.5
     top = jnp.max(jnp.where(visible, scores, -1e9), axis=-1, keepdims=True)
     weights = jnp.exp(jnp.where(visible, scores - top, -1e9))
@@ -27,11 +27,11 @@ def dense(q, k, v, q_index, k_index, last_reader):
 
 
 def packed_row(rng: np.random.Generator, time: int, unit: int) -> np.ndarray:
-    """last_reader of groups of a prompt and answers, then padding.
+    """last_query of groups of a prompt and answers, then padding.
 
     Prompts have 4 to 12 units, the first 22 more; two to four answers 1 to 6 units each.
     """
-    last_reader, begin = np.full(time, -1, np.int32), 0
+    last_query, begin = np.full(time, -1, np.int32), 0
     while True:
         lowest, highest = np.array([[4, 1, 1, 1, 1], [12, 6, 6, 6, 6]]) * unit
         prompt, *answers = rng.integers(lowest, highest)
@@ -39,11 +39,11 @@ def packed_row(rng: np.random.Generator, time: int, unit: int) -> np.ndarray:
         answers = answers[: rng.integers(2, 5)]
         end = begin + prompt + sum(answers)
         if end > time - 10:
-            return last_reader
-        last_reader[begin : begin + prompt] = end - 1
+            return last_query
+        last_query[begin : begin + prompt] = end - 1
         place = begin + prompt
         for length in answers:
-            last_reader[place : place + length] = place + length - 1
+            last_query[place : place + length] = place + length - 1
             place += length
         begin = end
 
@@ -66,7 +66,7 @@ def check(forward, backward, tensors, indices) -> None:
     Args:
       forward, backward: of q, k, v and indices; backward also takes lse, out and d_out.
       tensors: q, k, v and d_out.
-      indices: q_index, k_index and last_reader.
+      indices: q_index, k_index and last_query.
     """
     *qkv, d_out = tensors
     wanted, wanted_lse, wanted_gradients = reference(tensors, indices)

@@ -28,7 +28,7 @@ ROWS = {
 TIME = 171
 
 
-def _last_reader(groups: list[tuple[int, list[int]]]) -> np.ndarray:
+def _last_query(groups: list[tuple[int, list[int]]]) -> np.ndarray:
     made = np.full(TIME, -1, np.int32)
     start = 0
     for prompt, answers in groups:
@@ -41,7 +41,7 @@ def _last_reader(groups: list[tuple[int, list[int]]]) -> np.ndarray:
     return made
 
 
-LAST_READER = jnp.asarray(np.stack([_last_reader(groups) for groups in ROWS.values()]))
+LAST_READER = jnp.asarray(np.stack([_last_query(groups) for groups in ROWS.values()]))
 INDEX = (masks.row_index(LAST_READER),) * 2
 REAL = np.asarray(LAST_READER >= 0)[..., None, None]
 
@@ -87,7 +87,7 @@ def _kernel(name: str, block: int | None = None):
         parts = (
             functools.partial(part, block=block) for part in (chunked.forward, chunked.backward)
         )
-        kernel = kernels.one_by_one(*parts)
+        kernel = kernels.row_loop(*parts)
     return functools.partial(kernels.attend, kernel)
 
 
@@ -105,23 +105,23 @@ def test_chunked_by_any_block(block: int) -> None:
     _assert_close(_both(_kernel("chunked", block), *_inputs()), _both(_reference, *_inputs()))
 
 
-def test_chunked_with_any_last_reader() -> None:
+def test_chunked_with_any_last_query() -> None:
     """Not only packed groups: whatever the array says."""
     rng = np.random.default_rng(1)
-    last_reader = jnp.asarray(rng.integers(-1, TIME, size=(2, TIME)), jnp.int32)
-    index = (masks.row_index(last_reader),) * 2
-    reads = np.asarray(masks.visible(*index, last_reader)).any(axis=-1)[..., None, None]
+    last_query = jnp.asarray(rng.integers(-1, TIME, size=(2, TIME)), jnp.int32)
+    index = (masks.row_index(last_query),) * 2
+    reads = np.asarray(masks.visible(*index, last_query)).any(axis=-1)[..., None, None]
     q, k, v = (x[:2] for x in _inputs())
-    found = _kernel("chunked", 32)(q, k, v, *index, last_reader)
-    wanted = _reference(q, k, v, *index, last_reader)
+    found = _kernel("chunked", 32)(q, k, v, *index, last_query)
+    wanted = _reference(q, k, v, *index, last_query)
     np.testing.assert_allclose(np.where(reads, found - wanted, 0), 0, atol=1e-5)
     assert not np.where(reads, 0, found).any(), "zeros where nothing is seen"
 
 
 def test_live_blocks_by_hand() -> None:
-    last_reader = jnp.array([5, 5, 3, 3, 5, 5, -1, -1])
-    index, last_reader = jnp.arange(8).reshape(4, 2), last_reader.reshape(4, 2)
-    assert masks.live_blocks(index, index, last_reader).astype(int).tolist() == [
+    last_query = jnp.array([5, 5, 3, 3, 5, 5, -1, -1])
+    index, last_query = jnp.arange(8).reshape(4, 2), last_query.reshape(4, 2)
+    assert masks.live_blocks(index, index, last_query).astype(int).tolist() == [
         [1, 0, 0, 0],
         [1, 1, 0, 0],
         [1, 0, 1, 0],
@@ -131,13 +131,13 @@ def test_live_blocks_by_hand() -> None:
 
 def test_dead_blocks_are_not_touched() -> None:
     """The first answer's block is dead for the second one's queries."""
-    last_reader = jnp.array([[11] * 4 + [7] * 4 + [11] * 4])
+    last_query = jnp.array([[11] * 4 + [7] * 4 + [11] * 4])
     q, k, v = (x[:1, :12] for x in _inputs())
-    index = (masks.row_index(last_reader),) * 2
+    index = (masks.row_index(last_query),) * 2
     run = _kernel("chunked", 4)
-    wanted = run(q, k, v, *index, last_reader)
+    wanted = run(q, k, v, *index, last_query)
     poisoned = k.at[:, 4:8].set(jnp.nan), v.at[:, 4:8].set(jnp.nan)
-    found = run(q, *poisoned, *index, last_reader)
+    found = run(q, *poisoned, *index, last_query)
     np.testing.assert_array_equal(found[:, 8:], wanted[:, 8:])
     assert np.isnan(found[:, 4:8]).all()
 
@@ -146,9 +146,9 @@ def test_memory_grows_with_the_length_not_its_square() -> None:
     def bytes_of(kernel, time: int) -> int:
         q = jax.ShapeDtypeStruct((1, time, HEADS, SIZE), jnp.float32)
         kv = jax.ShapeDtypeStruct((1, time, KV_HEADS, SIZE), jnp.float32)
-        last_reader = jax.ShapeDtypeStruct((1, time), jnp.int32)
+        last_query = jax.ShapeDtypeStruct((1, time), jnp.int32)
         gradient = jax.jit(jax.grad(lambda *x: jnp.sum(kernel(*x)), (0, 1, 2)))
-        memory = gradient.lower(q, kv, kv, *[last_reader] * 3).compile().memory_analysis()
+        memory = gradient.lower(q, kv, kv, *[last_query] * 3).compile().memory_analysis()
         return memory.temp_size_in_bytes
 
     short, long = (bytes_of(_kernel("chunked"), time) for time in (2048, 4096))
@@ -174,8 +174,8 @@ MESHES = [
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_a_mesh_equals_one_device(shape: dict[str, int]) -> None:
-    def run(q, k, v, index, _, last_reader):
-        return attend.attend(q, k, v, last_reader, index, "chunked")
+    def run(q, k, v, index, _, last_query):
+        return attend.attend(q, k, v, last_query, index, "chunked")
 
     wanted = _both(_reference, *_inputs())
     mesh = meshes.make_mesh(shape)
@@ -207,12 +207,12 @@ def test_tokens_dealt_over_devices(name: str, ring: bool, shape: dict[str, int])
             is_answer[start + prompt : start + prompt + sum(answers)] = True
             start += prompt + sum(answers)
         order.append(context_layout.order(is_answer, start, DEVICES))
-    index, last_reader = jnp.asarray(np.stack(order)), _dealt(LAST_READER, order)
+    index, last_query = jnp.asarray(np.stack(order)), _dealt(LAST_READER, order)
     back = [np.argsort(o)[:TIME] for o in order]
 
     def run(q, k, v, *_):
         dealt = (_dealt(x, order) for x in (q, k, v))
-        out = attend.attend(*dealt, last_reader, index, name, ring)
+        out = attend.attend(*dealt, last_query, index, name, ring)
         return jnp.stack([row[b] for row, b in zip(out, back, strict=True)])
 
     with jax.set_mesh(meshes.make_mesh(shape)):
@@ -223,15 +223,15 @@ def test_tokens_dealt_over_devices(name: str, ring: bool, shape: dict[str, int])
 def _collectives(ring: bool) -> list[dict[str, int]]:
     """How often each stands in the program of the forward pass, and of both."""
 
-    def total(q, k, v, last_reader):
-        return jnp.sum(attend.attend(q, k, v, last_reader, name="chunked", ring=ring))
+    def total(q, k, v, last_query):
+        return jnp.sum(attend.attend(q, k, v, last_query, name="chunked", ring=ring))
 
     shapes = [jax.ShapeDtypeStruct((2, 64, heads, SIZE), jnp.float32) for heads in (4, 2, 2)]
-    last_reader = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    last_query = jax.ShapeDtypeStruct((2, 64), jnp.int32)
     kinds = ("all_gather", "reduce_scatter", "collective_permute", "all_reduce", "all_to_all")
     with jax.set_mesh(meshes.make_mesh({"context": 8})):
         both = jax.grad(total, (0, 1, 2))
-        texts = [jax.jit(f).lower(*shapes, last_reader).as_text() for f in (total, both)]
+        texts = [jax.jit(f).lower(*shapes, last_query).as_text() for f in (total, both)]
     found = [{kind: text.count(f"stablehlo.{kind}") for kind in kinds} for text in texts]
     return [{kind: count for kind, count in counts.items() if count} for counts in found]
 
@@ -257,8 +257,8 @@ def test_kernels_of_a_context_mesh_keep_the_contract(made_of) -> None:
     kernel = attend.KERNELS["dense"]
     pad = ((0, 0), (0, 1))
     q, k, v = (jnp.pad(x, (*pad, (0, 0), (0, 0))) for x in _inputs())
-    index, last_reader = (jnp.pad(x, pad, constant_values=-1) for x in (INDEX[0], LAST_READER))
-    inputs = (q.reshape(*k.shape[:3], -1, SIZE), k, v, index, index, last_reader)
+    index, last_query = (jnp.pad(x, pad, constant_values=-1) for x in (INDEX[0], LAST_READER))
+    inputs = (q.reshape(*k.shape[:3], -1, SIZE), k, v, index, index, last_query)
     by_time = PartitionSpec(None, "context")
     with jax.set_mesh(meshes.make_mesh({"context": 4, "fsdp": 2})):
         run = jax.shard_map(
@@ -276,9 +276,9 @@ def test_kernels_of_a_context_mesh_keep_the_contract(made_of) -> None:
 
 def test_gradients_of_keys_are_summed_in_float32_where_they_arrive() -> None:
     q = jnp.zeros((1, 64, 2, SIZE), jnp.bfloat16)
-    last_reader = jnp.zeros((1, 64), jnp.int32)
+    last_query = jnp.zeros((1, 64), jnp.int32)
     with jax.set_mesh(meshes.make_mesh({"context": 8})):
-        gradient = jax.grad(lambda k: attend.attend(q, k, k, last_reader).sum())
+        gradient = jax.grad(lambda k: attend.attend(q, k, k, last_query).sum())
         made = list(programs.equations(jax.make_jaxpr(gradient)(q).jaxpr))
     arrived = [x.outvars[0].aval for x in made if x.primitive.name == "all_to_all"]
     assert [(x.shape, x.dtype) for x in arrived] == [((1, 8, 8, 2, SIZE), jnp.bfloat16)] * 2
@@ -290,13 +290,13 @@ def test_a_device_of_a_ring_never_holds_the_row() -> None:
     """Twice the devices, each with as many tokens of a row that is twice as long."""
 
     def bytes_of(devices: int, ring: bool) -> int:
-        def total(q, k, v, last_reader):
-            return jnp.sum(attend.attend(q, k, v, last_reader, name="chunked", ring=ring))
+        def total(q, k, v, last_query):
+            return jnp.sum(attend.attend(q, k, v, last_query, name="chunked", ring=ring))
 
         q = jax.ShapeDtypeStruct((8 // devices, 2048 * devices, 2, 64), jnp.float32)
-        last_reader = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
+        last_query = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
         with jax.set_mesh(meshes.make_mesh({"context": devices, "fsdp": -1})):
-            program = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, q, q, last_reader).compile()
+            program = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, q, q, last_query).compile()
         return program.memory_analysis().temp_size_in_bytes
 
     assert bytes_of(8, ring=False) > 1.3 * bytes_of(4, ring=False)
@@ -306,8 +306,8 @@ def test_a_device_of_a_ring_never_holds_the_row() -> None:
 def test_auto_takes_the_kernel_by_length_and_platform() -> None:
     def program(time: int, platform: str) -> str:
         q = jax.ShapeDtypeStruct((1, time, 2, 64), jnp.float32)
-        last_reader = jax.ShapeDtypeStruct((1, time), jnp.int32)
-        traced = jax.jit(attend.attend).trace(q, q, q, last_reader)
+        last_query = jax.ShapeDtypeStruct((1, time), jnp.int32)
+        traced = jax.jit(attend.attend).trace(q, q, q, last_query)
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
     short, long = attend.SHORT, attend.SHORT + 1
@@ -323,7 +323,7 @@ def test_auto_takes_the_kernel_by_length_and_platform() -> None:
 
 def test_training_rows_are_attended_by_the_named_kernel() -> None:
     q, k, v, *_ = _inputs()
-    packed, nothing = attend.packed("chunked")(q, k, v, None, {"last_reader": LAST_READER})
+    packed, nothing = attend.packed("chunked")(q, k, v, None, {"last_query": LAST_READER})
     assert nothing is None
     np.testing.assert_array_equal(packed, attend.attend(q, k, v, LAST_READER, name="chunked"))
     assert attend.packed("chunked") is attend.packed("chunked")

@@ -14,25 +14,25 @@ def _inputs(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     q = rng.normal(size=(ROWS, TIME, HEADS, SIZE)).astype(np.float32)
     k, v = rng.normal(size=(2, ROWS, TIME, KV_HEADS, SIZE)).astype(np.float32)
-    last_reader = rng.integers(-1, TIME, size=(ROWS, TIME)).astype(np.int32)
-    last_reader[:, -2:] = -1  # padding
-    return q, k, v, last_reader
+    last_query = rng.integers(-1, TIME, size=(ROWS, TIME)).astype(np.int32)
+    last_query[:, -2:] = -1  # padding
+    return q, k, v, last_query
 
 
-def _attend(q, k, v, last_reader) -> jax.Array:
+def _attend(q, k, v, last_query) -> jax.Array:
     """Of tokens that stand in their order."""
-    last_reader = jnp.asarray(last_reader)
-    index = masks.row_index(last_reader)
+    last_query = jnp.asarray(last_query)
+    index = masks.row_index(last_query)
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    return kernel.attend(attend.KERNELS["dense"], q, k, v, index, index, last_reader)
+    return kernel.attend(attend.KERNELS["dense"], q, k, v, index, index, last_query)
 
 
-def _query_by_query(q, k, v, last_reader) -> tuple[np.ndarray, np.ndarray]:
+def _query_by_query(q, k, v, last_query) -> tuple[np.ndarray, np.ndarray]:
     """The same in float64 loops, and which queries see any key at all."""
     out, reads = np.zeros(q.shape), np.zeros(q.shape[:2], bool)
     for row in range(ROWS):
         for query in range(TIME):
-            keys = [key for key in range(query + 1) if query <= last_reader[row, key]]
+            keys = [key for key in range(query + 1) if query <= last_query[row, key]]
             reads[row, query] = bool(keys)
             for head in range(HEADS if keys else 0):
                 shared = head // (HEADS // KV_HEADS)
@@ -53,16 +53,16 @@ def test_equals_a_loop_over_queries(seed: int) -> None:
 
 
 def test_padding_gives_finite_gradients_and_none_to_what_is_not_seen() -> None:
-    q, k, v, last_reader = _inputs(0)
-    _, reads = _query_by_query(q, k, v, last_reader)
+    q, k, v, last_query = _inputs(0)
+    _, reads = _query_by_query(q, k, v, last_query)
 
     def total(k, v):
-        out = _attend(q, k, v, last_reader)
+        out = _attend(q, k, v, last_query)
         return jnp.sum(jnp.where(reads[..., None, None], out, 0.0) ** 2)
 
     for gradient in jax.grad(total, (0, 1))(jnp.asarray(k), jnp.asarray(v)):
         assert np.isfinite(gradient).all()
-        np.testing.assert_array_equal(gradient[last_reader == -1], 0.0)
+        np.testing.assert_array_equal(gradient[last_query == -1], 0.0)
         assert np.abs(gradient).max() > 1e-3
 
 

@@ -7,13 +7,13 @@ import numpy as np
 from spell_jax.attention import masks
 
 
-def _visible(last_reader: jax.Array) -> jax.Array:
-    index = masks.row_index(last_reader)
-    return masks.visible(index, index, last_reader)
+def _visible(last_query: jax.Array) -> jax.Array:
+    index = masks.row_index(last_query)
+    return masks.visible(index, index, last_query)
 
 
 def test_example_of_the_module() -> None:
-    last_reader = jnp.array([[4, 4, 3, 3, 4, -1]], jnp.int32)
+    last_query = jnp.array([[4, 4, 3, 3, 4, -1]], jnp.int32)
     wanted = [
         [1, 0, 0, 0, 0, 0],  # the prompt sees itself
         [1, 1, 0, 0, 0, 0],
@@ -22,7 +22,7 @@ def test_example_of_the_module() -> None:
         [1, 1, 0, 0, 1, 0],  # the second does not see the first
         [0, 0, 0, 0, 0, 0],  # padding sees nothing, and nobody sees it
     ]
-    np.testing.assert_array_equal(_visible(last_reader)[0], np.array(wanted, bool))
+    np.testing.assert_array_equal(_visible(last_query)[0], np.array(wanted, bool))
 
 
 def test_rows_are_masked_one_by_one() -> None:

@@ -346,7 +346,7 @@ def test_a_prompt_written_page_by_page_is_read_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("queries", [6, 9, 24])
-def test_neighbours_with_one_table_are_read_as_one(queries: int) -> None:
+def test_neighbors_with_one_table_are_read_as_one(queries: int) -> None:
     """Pages of some prompts in their order, as in prefill, and rows that read nothing."""
     q, pages, _, _ = _case(9, 3)
     rng = np.random.default_rng(4)
@@ -367,14 +367,14 @@ def test_neighbours_with_one_table_are_read_as_one(queries: int) -> None:
 
 def _int8(pages: Pages) -> tuple[Pages, Pages]:
     """The pool in eight bits, and what its numbers stand for."""
-    (keys, key_scales), (values, value_scales) = map(paged.quantise, (pages.keys, pages.values))
+    (keys, key_scales), (values, value_scales) = map(paged.quantize, (pages.keys, pages.values))
     meant = Pages(keys * key_scales[..., None], values * value_scales[..., None])
     return Pages(keys, values, key_scales, value_scales), meant
 
 
 def test_numbers_of_eight_bits_are_right_to_half_a_scale() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 16)), jnp.float32).at[1, 2].set(0)
-    found, scale = paged.quantise(x)
+    found, scale = paged.quantize(x)
     assert found.dtype == jnp.int8 and scale.shape == (5, 3)
     assert np.max(np.abs(found)) == 127 and not np.any(found[1, 2])
     error = np.abs(np.asarray(x) - np.asarray(found * scale[..., None]))

@@ -142,8 +142,8 @@ def _in_int8(pages: Pages) -> tuple[Pages, Pages]:
     another, or none, is far off."""
     size = 2.0 ** np.random.default_rng(0).integers(-3, 2, size=(*pages.keys.shape[:4], 1))
     size = size.astype(np.float32)
-    keys, key_scales = paged.quantise(pages.keys * size)
-    values, value_scales = paged.quantise(pages.values * size[:, ::-1])
+    keys, key_scales = paged.quantize(pages.keys * size)
+    values, value_scales = paged.quantize(pages.values * size[:, ::-1])
     whole = Pages(keys * key_scales[..., None], values * value_scales[..., None])
     return Pages(keys, values, key_scales, value_scales), whole
 

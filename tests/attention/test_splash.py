@@ -26,15 +26,15 @@ def _tensors(rng, queries: int, keys: int, size: int):
 
 
 @functools.partial(jax.jit, static_argnames="blocks")
-def _forward(q, k, v, q_index, k_index, last_reader, blocks=BLOCKS):
-    return splash.forward(q, k, v, q_index, k_index, last_reader, blocks=blocks)
+def _forward(q, k, v, q_index, k_index, last_query, blocks=BLOCKS):
+    return splash.forward(q, k, v, q_index, k_index, last_query, blocks=blocks)
 
 
 @functools.partial(jax.jit, static_argnames="blocks")
-def _backward(q, k, v, q_index, k_index, last_reader, lse, out, d_out, blocks=BLOCKS):
+def _backward(q, k, v, q_index, k_index, last_query, lse, out, d_out, blocks=BLOCKS):
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta = delta.transpose(1, 2, 0)
-    indices = (q_index, k_index, last_reader)
+    indices = (q_index, k_index, last_query)
     return splash.backward(q, k, v, *indices, lse, delta, d_out, blocks=blocks)
 
 
@@ -46,58 +46,58 @@ def _check(tensors, indices, blocks=BLOCKS) -> None:
 @pytest.mark.parametrize(("size", "seed"), [(64, 0), (64, 3), (128, 11)])
 def test_packed_rows_equal_dense(size: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    index, last_reader = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
-    assert len(np.unique(last_reader)) > 5 and last_reader[0] == last_reader[255]  # full pairs
-    _check(_tensors(rng, TIME, TIME, size), (index, index, last_reader))
+    index, last_query = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
+    assert len(np.unique(last_query)) > 5 and last_query[0] == last_query[255]  # full pairs
+    _check(_tensors(rng, TIME, TIME, size), (index, index, last_query))
 
 
 def test_a_part_of_the_row_with_queries_in_any_order() -> None:
     rng = np.random.default_rng(3)
-    last_reader, first = packed_rows.packed_row(rng, 600, UNIT)[150:450], 150
+    last_query, first = packed_rows.packed_row(rng, 600, UNIT)[150:450], 150
     q_index = rng.permutation(600)[:200].astype(np.int32)
     k_index = first + np.arange(300, dtype=np.int32)
-    seen = np.any(packed_rows.seen(q_index, k_index, last_reader), axis=1)
+    seen = np.any(packed_rows.seen(q_index, k_index, last_query), axis=1)
     assert seen.any() and not seen.all()
     tensors = _tensors(rng, 200, 300, 64)
-    _check(tensors, (q_index, k_index, last_reader))
+    _check(tensors, (q_index, k_index, last_query))
 
 
 def test_keys_in_any_order() -> None:
     rng = np.random.default_rng(4)
     order = rng.permutation(TIME).astype(np.int32)
     tensors = _tensors(rng, 200, TIME, 64)
-    q_index, last_reader = (
+    q_index, last_query = (
         np.arange(250, 450, dtype=np.int32),
         packed_rows.packed_row(rng, TIME, UNIT)[order],
     )
-    _check(tensors, (q_index, order, last_reader), UNEQUAL_BLOCKS)
+    _check(tensors, (q_index, order, last_query), UNEQUAL_BLOCKS)
 
 
 def test_nothing_to_see_at_all() -> None:
     rng = np.random.default_rng(5)
     q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
-    index, last_reader = np.arange(TIME, dtype=np.int32), np.full(TIME, -1, np.int32)
-    out, lse = _forward(q, k, v, index, index, last_reader)
+    index, last_query = np.arange(TIME, dtype=np.int32), np.full(TIME, -1, np.int32)
+    out, lse = _forward(q, k, v, index, index, last_query)
     assert not np.any(out) and np.all(lse == UNSEEING)
-    for gradient in _backward(q, k, v, index, index, last_reader, lse, out, d_out):
+    for gradient in _backward(q, k, v, index, index, last_query, lse, out, d_out):
         assert not np.any(gradient)
 
 
 def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
     rng = np.random.default_rng(6)
     q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
-    index, last_reader = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
-    whole, whole_lse = _forward(q, k, v, index, index, last_reader)
+    index, last_query = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
+    whole, whole_lse = _forward(q, k, v, index, index, last_query)
     halves = [slice(0, TIME // 2), slice(TIME // 2, TIME)]
 
     def part(half):
-        return (q, k[half], v[half], index, index[half], last_reader[half])
+        return (q, k[half], v[half], index, index[half], last_query[half])
 
     parts = [_forward(*part(half)) for half in halves]
     out, lse = packed_rows.merge(parts)
     packed_rows.close(out, whole)
     np.testing.assert_allclose(lse, whole_lse, rtol=1e-5, atol=1e-5)
-    wanted = _backward(q, k, v, index, index, last_reader, whole_lse, whole, d_out)
+    wanted = _backward(q, k, v, index, index, last_query, whole_lse, whole, d_out)
     found = [_backward(*part(half), lse, out, d_out) for half in halves]
     packed_rows.close(found[0][0] + found[1][0], wanted[0])
     for n in (1, 2):
@@ -107,12 +107,12 @@ def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
 def test_bfloat16_is_close() -> None:
     rng = np.random.default_rng(7)
     tensors = _tensors(rng, TIME, TIME, 64)
-    index, last_reader = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
-    out, lse = _forward(*tensors[:3], index, index, last_reader)
-    wanted = _backward(*tensors[:3], index, index, last_reader, lse, out, tensors[3])
+    index, last_query = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
+    out, lse = _forward(*tensors[:3], index, index, last_query)
+    wanted = _backward(*tensors[:3], index, index, last_query, lse, out, tensors[3])
     low = [x.astype(jnp.bfloat16) for x in tensors]
-    low_out, low_lse = _forward(*low[:3], index, index, last_reader)
-    found = _backward(*low[:3], index, index, last_reader, low_lse, low_out, low[3])
+    low_out, low_lse = _forward(*low[:3], index, index, last_query)
+    found = _backward(*low[:3], index, index, last_query, low_lse, low_out, low[3])
     assert low_lse.dtype == jnp.float32
     for x, y in zip((low_out, *found), (out, *wanted), strict=True):
         assert x.dtype == jnp.bfloat16
@@ -124,9 +124,9 @@ def test_what_lies_in_dead_blocks_is_never_read() -> None:
     q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
     index = np.arange(TIME, dtype=np.int32)
     # A prompt, two answers and padding, each of whole blocks.
-    last_reader = np.repeat([383, 255, 383, -1], [128, 128, 128, TIME - 384]).astype(np.int32)
-    out, lse = _forward(q, k, v, index, index, last_reader)
-    gradients = _backward(q, k, v, index, index, last_reader, lse, out, d_out)
+    last_query = np.repeat([383, 255, 383, -1], [128, 128, 128, TIME - 384]).astype(np.int32)
+    out, lse = _forward(q, k, v, index, index, last_query)
+    gradients = _backward(q, k, v, index, index, last_query, lse, out, d_out)
 
     def spoil(x, *spans):
         for span in spans:
@@ -135,13 +135,13 @@ def test_what_lies_in_dead_blocks_is_never_read() -> None:
 
     # The first answer's keys are spoiled too: only its own queries may notice.
     spans = (slice(128, 256), slice(384, TIME))
-    spoiled, _ = _forward(q, spoil(k, *spans), spoil(v, *spans), index, index, last_reader)
+    spoiled, _ = _forward(q, spoil(k, *spans), spoil(v, *spans), index, index, last_query)
     others = np.r_[0:128, 256:TIME]
     np.testing.assert_array_equal(spoiled[others], out[others])
     assert np.isnan(spoiled[128:256]).all()
     # Backward: queries and keys of the padding, which nothing sees.
     dirty = [spoil(x, spans[1]) for x in (q, k, v, d_out)]
-    found = _backward(*dirty[:3], index, index, last_reader, lse, out, dirty[3])
+    found = _backward(*dirty[:3], index, index, last_query, lse, out, dirty[3])
     for x, y in zip(found, gradients, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -149,11 +149,11 @@ def test_what_lies_in_dead_blocks_is_never_read() -> None:
 @pytest.mark.parametrize("by_keys", [False, True])
 def test_the_list_holds_the_live_pairs_in_runs(by_keys: bool) -> None:
     rng = np.random.default_rng(9)
-    index, last_reader = np.arange(1024, dtype=np.int32), packed_rows.packed_row(rng, 1024, UNIT)
-    last_reader[600:] = -1
-    pairs = splash.list_pairs(index, index, last_reader, 64, 128, by_keys)
+    index, last_query = np.arange(1024, dtype=np.int32), packed_rows.packed_row(rng, 1024, UNIT)
+    last_query[600:] = -1
+    pairs = splash.list_pairs(index, index, last_query, 64, 128, by_keys)
     words = [int(word) for word in np.asarray(pairs.words)[: int(pairs.count)]]
-    seen = packed_rows.seen(index, index, last_reader).reshape(16, 64, 8, 128).transpose(0, 2, 1, 3)
+    seen = packed_rows.seen(index, index, last_query).reshape(16, 64, 8, 128).transpose(0, 2, 1, 3)
     some, every = seen.any(axis=(2, 3)), seen.all(axis=(2, 3))
     assert every.any()
     places = [(word >> 17, word >> 4 & 8191) for word in words]
@@ -187,8 +187,8 @@ def test_rows_of_different_masks_under_lax_map() -> None:
         )
 
     out, _ = rows(readers)
-    for row, last_reader in zip(out, readers, strict=True):
-        packed_rows.close(row, packed_rows.dense(q, k, v, index, index, last_reader)[0])
+    for row, last_query in zip(out, readers, strict=True):
+        packed_rows.close(row, packed_rows.dense(q, k, v, index, index, last_query)[0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -196,12 +196,12 @@ def test_lowers_for_tpu_without_one(dtype) -> None:
     q = jax.ShapeDtypeStruct((4096, KV_HEADS, 7, 64), dtype)
     k = jax.ShapeDtypeStruct((8192, KV_HEADS, 64), dtype)
     numbers = jax.ShapeDtypeStruct((KV_HEADS, 7, 4096), jnp.float32)
-    q_index, last_reader = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (4096, 8192))
+    q_index, last_query = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (4096, 8192))
 
     def lowered(f, *args) -> str:
         f = jax.jit(functools.partial(f, interpret=False))
         return (
-            f.trace(q, k, k, q_index, last_reader, last_reader, *args)
+            f.trace(q, k, k, q_index, last_query, last_query, *args)
             .lower(lowering_platforms=("tpu",))
             .as_text()
         )

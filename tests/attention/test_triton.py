@@ -20,7 +20,7 @@ LONG = 131072
 
 
 def _row(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q_index, k_index and last_reader of TIME tokens in their order."""
+    """q_index, k_index and last_query of TIME tokens in their order."""
     index = np.arange(TIME, dtype=np.int32)
     return index, index, packed_rows.packed_row(np.random.default_rng(seed), TIME, UNIT)
 
@@ -37,9 +37,9 @@ _forward = jax.jit(triton.forward, static_argnames="tiles")
 
 
 @functools.partial(jax.jit, static_argnames="tiles")
-def _backward(q, k, v, q_index, k_index, last_reader, lse, out, d_out, tiles=None):
+def _backward(q, k, v, q_index, k_index, last_query, lse, out, d_out, tiles=None):
     delta = jnp.einsum("qkrh,qkrh->krq", d_out.astype(jnp.float32), out.astype(jnp.float32))
-    given = (q, k, v, q_index, k_index, last_reader, lse, delta, d_out)
+    given = (q, k, v, q_index, k_index, last_query, lse, delta, d_out)
     return triton.backward(*given, tiles=tiles)
 
 
@@ -62,18 +62,18 @@ def _check(tensors, indices, tiles: Tiles | None = None) -> None:
 )
 def test_packed_rows_equal_dense(size: int, kv_heads: int, heads: int, seed: int) -> None:
     indices = _row(seed)
-    last_reader = indices[2]
-    assert len(np.unique(last_reader)) > 5 and last_reader[-1] == -1
-    assert last_reader[0] == last_reader[64] >= 128  # full pairs
+    last_query = indices[2]
+    assert len(np.unique(last_query)) > 5 and last_query[-1] == -1
+    assert last_query[0] == last_query[64] >= 128  # full pairs
     _check(_tensors(kv_heads=kv_heads, heads=heads, size=size, seed=seed), indices)
 
 
 def test_queries_and_keys_dealt_out_in_any_order() -> None:
     rng = np.random.default_rng(4)
-    last_reader = packed_rows.packed_row(rng, TIME, UNIT)
+    last_query = packed_rows.packed_row(rng, TIME, UNIT)
     q_index = rng.permutation(TIME)[:170].astype(np.int32)
     k_index = rng.permutation(TIME)[:230].astype(np.int32)
-    indices = (q_index, k_index, last_reader[k_index])
+    indices = (q_index, k_index, last_query[k_index])
     seen = np.any(packed_rows.seen(*indices), axis=1)
     assert seen.any() and not seen.all()
     _check(_tensors(170, 230, seed=4), indices, UNEQUAL)
@@ -91,18 +91,18 @@ def test_nothing_to_see_at_all() -> None:
 
 def test_two_parts_of_the_keys_merge_to_the_whole() -> None:
     q, k, v, d_out = _tensors(seed=6)
-    q_index, k_index, last_reader = _row(6)
-    whole, whole_lse = _forward(q, k, v, q_index, k_index, last_reader)
+    q_index, k_index, last_query = _row(6)
+    whole, whole_lse = _forward(q, k, v, q_index, k_index, last_query)
     order = np.random.default_rng(6).permutation(TIME)
     halves = np.sort(order[:150]), order[150:]
-    parts = [(q, k[h], v[h], q_index, k_index[h], last_reader[h]) for h in halves]
+    parts = [(q, k[h], v[h], q_index, k_index[h], last_query[h]) for h in halves]
     found = [_forward(*part) for part in parts]
     seen = [lse < UNSEEING / 2 for _, lse in found]
     assert not np.all(seen[0] == seen[1])
     out, lse = packed_rows.merge(found)
     packed_rows.close(out, whole)
     np.testing.assert_allclose(lse, whole_lse, rtol=1e-5, atol=1e-5)
-    wanted = _backward(q, k, v, q_index, k_index, last_reader, whole_lse, whole, d_out)
+    wanted = _backward(q, k, v, q_index, k_index, last_query, whole_lse, whole, d_out)
     shares = [_backward(*part, lse, out, d_out) for part in parts]
     packed_rows.close(shares[0][0] + shares[1][0], wanted[0])
     for n in (1, 2):
@@ -127,8 +127,8 @@ def test_dead_blocks_are_never_touched() -> None:
     q, k, v, d_out = _tensors(seed=8)
     index, _, _ = _row()
     # A prompt, two answers and padding, each of whole blocks.
-    last_reader = np.repeat([191, 127, 191, -1], [64, 64, 64, TIME - 192]).astype(np.int32)
-    indices = (index, index, last_reader)
+    last_query = np.repeat([191, 127, 191, -1], [64, 64, 64, TIME - 192]).astype(np.int32)
+    indices = (index, index, last_query)
     out, lse = _forward(q, k, v, *indices)
     wanted = _backward(q, k, v, *indices, lse, out, d_out)
 
@@ -162,14 +162,14 @@ def test_full_pairs_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("by_keys", [False, True])
 def test_lists_hold_the_live_pairs(by_keys: bool) -> None:
-    index, last_reader = (
+    index, last_query = (
         np.arange(1024, dtype=np.int32),
         packed_rows.packed_row(np.random.default_rng(9), 1024, UNIT),
     )
-    last_reader[600:] = -1
+    last_query[600:] = -1
     block_q, block_k = 16, 32
-    pairs = np.asarray(triton.list_pairs(index, index, last_reader, block_q, block_k, by_keys))
-    seen = packed_rows.seen(index, index, last_reader).reshape(64, 16, 32, 32)
+    pairs = np.asarray(triton.list_pairs(index, index, last_query, block_q, block_k, by_keys))
+    seen = packed_rows.seen(index, index, last_query).reshape(64, 16, 32, 32)
     some, every = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
     if by_keys:
         some, every = some.T, every.T

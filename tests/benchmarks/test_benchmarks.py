@@ -38,7 +38,7 @@ def test_update_prints_a_line_with_both_layouts() -> None:
 
 def test_sampling_prints_a_line_with_all_kinds() -> None:
     flags = ["--prompt=40", "--response=6", "--group=3", "--layers=1", "--width=64", "--vocab=96"]
-    flags += ["--block=16", "--prefill=32", "--repeats=1", "--transformers=1"]
+    flags += ["--page_size=16", "--prefill=32", "--repeats=1", "--transformers=1"]
     line = commands.run(commands.parse(["sample", *flags]))
     page = 16 * 2 * 1 * 1 * 64 * 4  # tokens, keys and values, layers, key heads, size, bytes
     assert line["shared_kv_bytes"] == (3 + 3 * 1) * page
@@ -64,7 +64,7 @@ def test_a_report_of_a_long_run_is_bounded_and_opens() -> None:
 
 def test_evaluating_draws_the_same_together_and_alone() -> None:
     flags = ["--questions=2", "--prompt=24", "--response=4", "--group=3", "--slots=6", "--layers=1"]
-    flags += ["--width=64", "--vocab=96", "--block=8", "--prefill=32"]
+    flags += ["--width=64", "--vocab=96", "--page_size=8", "--prefill=32"]
     line = commands.run(commands.parse(["evaluate", *flags]))
     assert line["bench"] == "evaluate" and line["samples"] == 6
     for kind in ("together", "alone"):
@@ -72,7 +72,7 @@ def test_evaluating_draws_the_same_together_and_alone() -> None:
     assert line["ratio"] == pytest.approx(line["alone_s"] / line["together_s"])
 
 
-TINY = ["--group=3", "--layers=1", "--width=64", "--vocab=96", "--block=8", "--prefill=32"]
+TINY = ["--group=3", "--layers=1", "--width=64", "--vocab=96", "--page_size=8", "--prefill=32"]
 
 
 @pytest.fixture
@@ -95,7 +95,9 @@ def test_refill_draws_the_lengths_that_it_forces() -> None:
         assert line[f"{kind}_filled"] == pytest.approx(lengths.sum() / (6 * line[f"{kind}_steps"]))
     assert line["ratio"] == pytest.approx(line["fixed_s"] / line["refill_s"])
     assert 1 < line["step_ratio"] == line["fixed_steps"] / line["refill_steps"]
-    assert line["idle"] == 0 and 0 < line["empty_cells"] < 1  # as many rows as slots: none rests
+    assert (
+        line["idle"] == 0 and 0 < line["padded_group_slots"] < 1
+    )  # as many rows as slots: none rests
 
 
 def test_refill_wants_slots_for_a_group() -> None:
@@ -173,7 +175,7 @@ def test_verifier_rows_have_the_papers_share() -> None:
 
 
 SIDES = ["--group=2", "--groups=2", "--prompt=24", "--response=4", "--layers=1", "--width=64"]
-SIDES += ["--vocab=96", "--block=16", "--prefill=32", "--steps=2"]
+SIDES += ["--vocab=96", "--page_size=16", "--prefill=32", "--steps=2"]
 
 
 def test_a_step_beside_trl() -> None:

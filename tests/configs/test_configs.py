@@ -19,7 +19,7 @@ from spell_jax.algorithms.rlvr import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.learner.loss import LossConfig
-from spell_jax.learner.update import OptimiserConfig
+from spell_jax.learner.update import OptimizerConfig
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.runtime.config import build
 from spell_jax.sampler.engine import SamplerConfig
@@ -40,15 +40,15 @@ def load(name: str) -> tuple[Any, ConfigDict]:
     return module, module.get_config()
 
 
-def has_game(name: str) -> bool:
-    return "game" in load(name)[1]
+def has_algorithm(name: str) -> bool:
+    return "algorithm" in load(name)[1]
 
 
 def test_there_are_configs():
     assert {"base", "tiny", "tiny_warm_start"} <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if has_game(name)])
+@pytest.mark.parametrize("name", [name for name in NAMES if has_algorithm(name)])
 def test_a_runs_config_fits(name, tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
     _, config = load(name)
@@ -62,7 +62,7 @@ def test_a_runs_config_fits(name, tmp_path, monkeypatch):
             train.make_run(config)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not has_game(name)])
+@pytest.mark.parametrize("name", [name for name in NAMES if not has_algorithm(name)])
 def test_a_warm_starts_config_fits(name, monkeypatch):
     noise.use_one_device(monkeypatch)
     _, config = load(name)
@@ -80,7 +80,7 @@ SFT_FIELDS = ("folder", "tokenizer", "compute_dtype")
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "base"])
 def test_a_docstring_gives_the_command(name):
     module, config = load(name)
-    entry = "train" if "game" in config else "sft"
+    entry = "train" if "algorithm" in config else "sft"
     assert f"python -m spell_jax.{entry} --config=configs/{name}.py" in module.__doc__
     assert "--workdir=" in module.__doc__
 
@@ -103,14 +103,14 @@ def test_flags_override_any_field_of_a_locked_config(read_flags):
     tiny_file = "--config=configs/tiny.py"
     config = read_flags(
         tiny_file,
-        "--config.game.group_size=4",
-        "--config.game.documents=(2,3)",
+        "--config.algorithm.group_size=4",
+        "--config.algorithm.documents=(2,3)",
         "--config.policy.folder=runs/x",
     )
-    assert (config.game.group_size, config.game.documents) == (4, (2, 3))
+    assert (config.algorithm.group_size, config.algorithm.documents) == (4, (2, 3))
     assert config.policy.folder == "runs/x" and config.is_locked
     with pytest.raises(AttributeError, match="group_sice"):
-        read_flags(tiny_file, "--config.game.group_sice=4")
+        read_flags(tiny_file, "--config.algorithm.group_sice=4")
     with pytest.raises(flags.IllegalFlagValueError, match=r"config\.steps=many"):
         read_flags(tiny_file, "--config.steps=many")
 
@@ -118,8 +118,12 @@ def test_flags_override_any_field_of_a_locked_config(read_flags):
 def test_base_has_the_papers_values_and_every_field():
     config = base.get_config()
     for section, cls, others in (
-        ("game", SpellConfig, {"name", "prompts", "judge_url", "judge_model", "static_questions"}),
-        ("optimiser", OptimiserConfig, set()),
+        (
+            "algorithm",
+            SpellConfig,
+            {"name", "prompts", "judge_url", "judge_model", "static_questions"},
+        ),
+        ("optimizer", OptimizerConfig, set()),
         ("loss", LossConfig, set()),
     ):
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
@@ -129,8 +133,12 @@ def test_base_has_the_papers_values_and_every_field():
     sampling = build(SamplerConfig, config.sampler, "sampler")
     assert (sampling.temperature, sampling.top_p) == (0.7, 0.95)
     assert sampling.max_prompt == 18_000
-    assert (config.game.questions, config.game.group_size, config.game.memory) == (128, 8, 3)
-    assert config.game.prompts == "full"
+    assert (config.algorithm.questions, config.algorithm.group_size, config.algorithm.memory) == (
+        128,
+        8,
+        3,
+    )
+    assert config.algorithm.prompts == "full"
 
 
 def test_demonstrations_fit_the_demos_caps():
@@ -141,7 +149,7 @@ def test_demonstrations_fit_the_demos_caps():
     for row in itertools.islice(stream, 600):
         cap = config.sampler.max_tokens
         if row.role == "reciter":
-            continue  # no role of the game
+            continue  # no role of the algorithm
         if row.role == "verifier":
             cap = config.sampler.max_verdict_tokens
         assert tokenizer.count(row.completion) + 1 <= cap, row
@@ -150,30 +158,34 @@ def test_demonstrations_fit_the_demos_caps():
 
 # ------------------------------------------------------------------------------------- ablations
 
-PAPER = {"game.reference": "questioner"}
-STATIC = {"game.name": "rlvr", "game.static_questions": 12}
+PAPER = {"algorithm.reference_source": "questioner"}
+STATIC = {"algorithm.name": "rlvr", "algorithm.static_questions": 12}
 ABLATIONS = {
     "the demo": {},
     "the paper's recipe": PAPER,
-    "no memory": PAPER | {"game.memory": 0},
-    "frozen questioner": PAPER | {"game.train_questioner": False},
-    "frozen questioner, anchored": {"game.train_questioner": False},
-    "no format penalty": PAPER | {"game.format_penalty": False},
-    "no grounding filter": PAPER | {"game.grounding_samples": 0},
-    "no verifier": PAPER | {"game.responder_reward": "rule"},
-    "frozen verifier": PAPER | {"game.train_verifier": False},
-    "single verdict": PAPER | {"game.verifier_group_size": 1},
-    "no consistency gate": PAPER | {"game.consistency_gate": False},
-    "azr": PAPER | {"game.mapping": "azr"},
-    "r_zero": PAPER | {"game.mapping": "r_zero"},
-    "narrow": PAPER | {"game.sigma": 0.5 / 6},
-    "wide": PAPER | {"game.sigma": 0.5 / 2},
-    "G = 4": PAPER | {"game.group_size": 4},
-    "G = 16": PAPER | {"game.group_size": 16},
-    "random rewards": PAPER | {"game.responder_reward": "random"},
+    "no memory": PAPER | {"algorithm.memory": 0},
+    "frozen questioner": PAPER | {"algorithm.train_questioner": False},
+    "frozen questioner, anchored": {"algorithm.train_questioner": False},
+    "no format penalty": PAPER | {"algorithm.format_penalty": False},
+    "no grounding filter": PAPER | {"algorithm.grounding_samples": 0},
+    "no verifier": PAPER | {"algorithm.responder_reward": "rule"},
+    "frozen verifier": PAPER | {"algorithm.train_verifier": False},
+    "single verdict": PAPER | {"algorithm.verifier_group_size": 1},
+    "no consistency gate": PAPER | {"algorithm.consistency_gate": False},
+    "azr": PAPER | {"algorithm.mapping": "azr"},
+    "r_zero": PAPER | {"algorithm.mapping": "r_zero"},
+    "narrow": PAPER | {"algorithm.sigma": 0.5 / 6},
+    "wide": PAPER | {"algorithm.sigma": 0.5 / 2},
+    "G = 4": PAPER | {"algorithm.group_size": 4},
+    "G = 16": PAPER | {"algorithm.group_size": 16},
+    "random rewards": PAPER | {"algorithm.responder_reward": "random"},
     "an external judge": PAPER
-    | {"game.rule": "judge", "game.judge_url": "http://localhost:1/v1", "game.judge_model": "m"},
-    "static questions": PAPER | STATIC | {"game.responder_reward": "rule"},
+    | {
+        "algorithm.rule": "judge",
+        "algorithm.judge_url": "http://localhost:1/v1",
+        "algorithm.judge_model": "m",
+    },
+    "static questions": PAPER | STATIC | {"algorithm.responder_reward": "rule"},
     "static questions, anchored": STATIC,
 }
 
@@ -188,31 +200,37 @@ def wavering(role: str, prompt: str, sibling: int, model: str) -> str:
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_an_ablation_plays_a_step(name, monkeypatch):
     overrides = {
-        "game.questions": 6,
-        "game.generation_batch": 9,
+        "algorithm.questions": 6,
+        "algorithm.generation_batch": 9,
         "data.tiny.clusters": 12,
     } | ABLATIONS[name]
     config = noise.small_config(catalogue.TINY_POLICY, **overrides)
-    config.game.group_size = overrides.get("game.group_size", 8)
+    config.algorithm.group_size = overrides.get("algorithm.group_size", 8)
     monkeypatch.setattr(
         "spell_jax.selfplay.judge.Judge.judge",
         lambda self, items: [int(prediction == reference) for _, prediction, reference in items],
     )
     catalogue.check(config)
     tokenizer = tokenizers.load(catalogue.TINY_POLICY)
-    game, evaluation = catalogue.make(config, tokenizer, prompt_cap=384)
-    assert isinstance(game, Rlvr if config.game.name == "rlvr" else Spell) and evaluation
-    assert game.models == (("anchor",) if config.game.reference == "anchored" else ())
+    algorithm, evaluation = catalogue.make(config, tokenizer, prompt_cap=384)
+    assert isinstance(algorithm, Rlvr if config.algorithm.name == "rlvr" else Spell) and evaluation
+    assert algorithm.models == (
+        ("reference_reader",) if config.algorithm.reference_source == "frozen_reader" else ()
+    )
     ask = ScriptedModels(wavering)
-    episodes = game.play(ask, 1)
-    groups = game.rows(episodes)
+    episodes = algorithm.play(ask, 1)
+    groups = algorithm.rows(episodes)
     roles = {group.role for group in groups}
     assert "responder" in roles
-    assert all(len(g.answers) == config.game.group_size for g in groups if g.role == "responder")
-    assert ("questioner" in roles) == (config.game.train_questioner and config.game.name == "spell")
+    assert all(
+        len(g.answers) == config.algorithm.group_size for g in groups if g.role == "responder"
+    )
+    assert ("questioner" in roles) == (
+        config.algorithm.train_questioner and config.algorithm.name == "spell"
+    )
     asked = {call.role for call in ask.calls}
-    assert ("verifier" in asked) == (config.game.responder_reward not in ("rule", "random"))
-    assert any(call.model == "anchor" for call in ask.calls) == bool(game.models)
-    assert 0 < game.metrics(episodes).means()["solve_rate"] <= 1
-    assert all(game.record(episode)["task"] for episode in episodes)
-    game.play(ask, 2)
+    assert ("verifier" in asked) == (config.algorithm.responder_reward not in ("rule", "random"))
+    assert any(call.model == "reference_reader" for call in ask.calls) == bool(algorithm.models)
+    assert 0 < algorithm.metrics(episodes).means()["solve_rate"] <= 1
+    assert all(algorithm.record(episode)["task"] for episode in episodes)
+    algorithm.play(ask, 2)

@@ -16,7 +16,7 @@ from configs import folder as folder_config
 from data_pipeline.output import OutputConfig, write_output
 from data_pipeline.records import SCHEMAS, make_document
 from data_pipeline.stages import Stages
-from spell_jax.algorithms import registry as playable
+from spell_jax.algorithms import registry as registry
 from spell_jax.data.built import Built, is_built, open_source
 from spell_jax.data.clusters import TASKS, Cluster, count_words, split_held_out
 from spell_jax.data.stream import TaskStream
@@ -202,7 +202,7 @@ def test_a_config_may_name_a_build(folder: Path) -> None:
     config.data.source, config.data.held_out = str(folder), 0.2
     config.data.max_document_tokens = 24
     config.data.validation = ""
-    catalogue.check_data(config.data, playable.GAMES["spell"])
+    catalogue.check_data(config.data, registry.ALGORITHMS["spell"])
     source, apart = catalogue.open_clusters(config, count_words)
     train, held_out = split_held_out(sorted(CLUSTERS), 0.2)
     assert list(source.tasks) == train and list(apart.tasks) == held_out and len(held_out) == 4

@@ -345,7 +345,7 @@ def test_what_is_unconverged_is_counted():
     """After one round node n of a chain a-b-c-... points to n-2 or further, not all to a."""
     chain = [bytes([i]) for i in range(9)]
     edges = list(itertools.pairwise(chain))
-    # Large stars: node n's larger neighbour n+1 moves to n-1. Small stars: so do n+1 and n-1.
+    # Large stars: node n's larger neighbor n+1 moves to n-1. Small stars: so do n+1 and n-1.
     children = [(chain[max(0, i - 2)], chain[i]) for i in range(1, 9)]
     event = ("components unconverged", "")
     check_stars(edges, 1, children, [event] * 6)
@@ -361,7 +361,7 @@ def test_a_node_between_two_stars_is_counted():
 
 
 def test_unconverged_documents_are_counted_and_nothing_is_lost(tmp_path):
-    """Windows of a long text, each near its neighbours alone: a chain of 30 documents."""
+    """Windows of a long text, each near its neighbors alone: a chain of 30 documents."""
     words = some_text(1, 400).split()
     documents = [document(" ".join(words[6 * i : 6 * i + 100]), f"{i:02d}") for i in range(30)]
     kept, removed, counts = run(tmp_path / "1", documents, DedupConfig(rounds=1))

@@ -138,7 +138,7 @@ def test_map_names_its_topics_alone(page):
     assert sorted(picture(page, "map")) == ["books (8)", "web (4)", "whale"]
 
 
-def test_map_has_a_colour_for_nine_labels(content):
+def test_map_has_a_color_for_nine_labels(content):
     labels = [f"s{number:02}" for number in range(11)] + ["s00"]
     many = dataclasses.replace(
         EMPTY, map_ids=content.map_ids, map_labels=labels, map_vectors=content.map_vectors
@@ -353,7 +353,7 @@ def test_few_points_are_placed_by_pca():
         assert (parts[largest, [0, 1]] > 0).all()
 
 
-def test_many_points_are_placed_by_neighbourhood():
+def test_many_points_are_placed_by_neighborhood():
     generator = np.random.default_rng(2)
     group = np.arange(60) % 10
     # Ten groups in ten directions: no plane shows them apart.

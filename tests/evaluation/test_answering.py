@@ -49,7 +49,7 @@ def load(name: str) -> Benchmark:
 
 def made(names=("text", "number"), limits=(24, 40), sampling=None, done=()) -> Parrot:
     policy = Parrot()
-    questions = answering.tokenise(policy, list(map(load, names)), max(limits))
+    questions = answering.tokenize(policy, list(map(load, names)), max(limits))
     for limit in limits:
         drawn = answering.draw(sampling or Sampling(2), policy, questions, limit, set(done))
         policy.rows = [row for _, rows in drawn for row in rows]
@@ -89,7 +89,7 @@ def test_a_row_tells_how_it_was_drawn():
 
 def test_what_does_not_fit_is_known_before_anything_is_drawn():
     policy = Parrot()
-    questions = answering.tokenise(policy, [evaluating.load("text", "")], 59)
+    questions = answering.tokenize(policy, [evaluating.load("text", "")], 59)
     answering.check_context(Sampling(), policy, questions)  # 59 tokens and 5
     with pytest.raises(ValueError, match=r"have 65 tokens together.* = 64"):
         answering.check_context(Sampling(max_tokens=6), policy, questions)
@@ -104,7 +104,7 @@ def test_a_prompt_that_the_layout_does_not_take_is_named():
     benchmark, policy = evaluating.load("text", ""), Parrot()
     policy.tokenizer = SimpleNamespace(chat=chat)
     with pytest.raises(ValueError, match="text: text-1: no such turn"):
-        answering.tokenise(policy, [benchmark], 9)
+        answering.tokenize(policy, [benchmark], 9)
 
 
 def row(name: str, sample: int, limit: int = 24) -> dict:

@@ -147,19 +147,19 @@ def test_a_summary_keeps_limits_and_questions_apart():
     rows[2] |= {"judge": "malformed", "prediction": None, "tokens_in": 4}
     rows += [sample("frames", 20, 0, judge=0, truncated=True, stopped=False)] * 3
     rows += [sample("frames", 20, 0, judge="unanswered", truncated=True, stopped=False)]
-    first, second = protocol.summarise(rows, ["frames"], [10, 20], 2, {}, 0)
+    first, second = protocol.summarize(rows, ["frames"], [10, 20], 2, {}, 0)
     assert (first["max_input"], second["max_input"]) == (10, 20)
     found = first["benchmarks"]["frames"]
     assert found["pass@1"]["mean"] == 0.75 and found["pass@2"]["mean"] == 1.0
     assert (found["questions"], found["judged"], found["malformed"]) == (2, 2, 1)
     assert (found["no_prediction"], found["tokens_in"], found["truncated"]) == (0.25, 7, 0)
     found = second["benchmarks"]["frames"]
-    assert found["pass@2"]["mean"] == 0 and found["truncated"] == found["cut_off"] == 1
+    assert found["pass@2"]["mean"] == 0 and found["truncated"] == found["answers_truncated"] == 1
     assert (found["judged"], found["malformed"], found["unanswered"]) == (4, 0, 1)
 
 
 def test_questions_are_told_apart():
-    """By both fields, ascending; questions of a cell are not neighbours."""
+    """By both fields, ascending; questions of a cell are not neighbors."""
     cells = [(2, "b"), (1, "b"), (2, "a"), (2, "b")]
     finals = [(1, 0), (0, 0), (1, 1), (0, 0)]
     rows = [
@@ -168,7 +168,7 @@ def test_questions_are_told_apart():
         for final in pair
     ]
     rows += [sample("frames", 10, 1)] * 2
-    ((found),) = protocol.summarise(rows, ["needle", "frames"], [10], 2, {}, 0)
+    ((found),) = protocol.summarize(rows, ["needle", "frames"], [10], 2, {}, 0)
     assert "by" not in found["benchmarks"]["frames"]
     parts = found["benchmarks"]["needle"]["by"]
     assert [(p["length"], p["kind"], p["questions"]) for p in parts] == [

@@ -32,13 +32,13 @@ MESHES = ({"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context
 def small_config(**overrides: Any) -> Any:
     config = base.get_config()
     config.policy.compute_dtype = "float32"
-    config.game.group_size = GROUP
+    config.algorithm.group_size = GROUP
     config.sampler.max_tokens = ANSWER
     config.sampler.max_verdict_tokens = ANSWER
-    config.sampler.block = 8
-    config.sampler.cache_tokens = 8 * 64
+    config.sampler.page_size = 8
+    config.sampler.kv_cache_tokens = 8 * 64
     config.sampler.slots = 8 * GROUP
-    config.sampler.siblings = GROUP
+    config.sampler.samples_per_prompt_batch = GROUP
     config.sampler.prefill_tokens = 8 * 16
     config.packing.token_budget = 8 * (LENGTH + GROUP * ANSWER)
     config.packing.buckets = ((LENGTH + GROUP * ANSWER, GROUP * ANSWER),)
@@ -59,7 +59,7 @@ def test_every_phase_has_its_programs():
     assert names == {
         "prefill": ["prefill"],
         "decode": ["decode"],
-        "log_prob": ["log_prob"],
+        "logprob": ["logprob"],
         "update": ["accumulate", "apply"],
     }
     assert [one.name for one in programs.of("all")] == [
@@ -67,13 +67,13 @@ def test_every_phase_has_its_programs():
     ]
     shapes = {one.name: one.tokens for one in programs.of("all")}
     assert shapes["prefill"] == (16, 8) and shapes["decode"] == (8 * GROUP, 1)
-    assert shapes["log_prob"] == shapes["accumulate"] == (8, LENGTH + GROUP * ANSWER)
+    assert shapes["logprob"] == shapes["accumulate"] == (8, LENGTH + GROUP * ANSWER)
 
 
 KINDS = {
     "plain": (tiny.POLICY, {}),
     "remat": (
-        dataclasses.replace(tiny.POLICY, remat="block"),
+        dataclasses.replace(tiny.POLICY, remat="page_size"),
         {"policy.compute_dtype": "bfloat16"},
     ),
     "experts": (dataclasses.replace(tiny.POLICY, experts=4, experts_per_token=2), {}),
@@ -142,20 +142,23 @@ def test_a_run_calls_what_is_compiled(mesh):
 
 
 def test_what_is_held_beside_the_arguments():
-    """Masters and optimiser are 12 bytes a weight, another model 4: one at a time is played."""
+    """Masters and optimizer are 12 bytes a weight, another model 4: one at a time is played."""
     weights = make().trained
     copy = aot.bytes_per_chip(weights)
     by_name = {one.name: one.resident for one in make().of("all")}
-    counts = 4 * 4  # of updates: the state's, skipped ones, the optimiser's, the schedule's
+    counts = 4 * 4  # of updates: the state's, skipped ones, the optimizer's, the schedule's
     assert by_name["prefill"] == by_name["decode"] == 3 * copy + counts
-    assert by_name["log_prob"] == by_name["accumulate"] == 3 * copy + counts
+    assert by_name["logprob"] == by_name["accumulate"] == 3 * copy + counts
     assert by_name["apply"] == 0
-    anchored = {one.name: one.resident for one in make(**{"game.reference": "anchored"}).of("all")}
+    anchored = {
+        one.name: one.resident
+        for one in make(**{"algorithm.reference_source": "frozen_reader"}).of("all")
+    }
     more = {name: (anchored[name] - by_name[name]) // copy for name in by_name}
     assert more == dict.fromkeys(by_name, 1)
     other = make()
-    with other.config.unlocked():  # a game whose references are given
-        del other.config.game.reference
+    with other.config.unlocked():  # an algorithm whose references are given
+        del other.config.algorithm.reference_source
     assert {one.name: one.resident for one in other.of("all")} == by_name
     adapted = make(dataclasses.replace(tiny.POLICY, lora=LoraConfig(2)))
     trained, frozen = lora.split(adapted.policy, adapted.played)
@@ -292,7 +295,7 @@ def test_the_policy_is_the_configs(tmp_path):
     policy = aot.read_policy(config, str(path), layers=3)
     assert (policy.layers, policy.remat, policy.width) == (3, "dots", tiny.POLICY.width)
     assert policy.lora == LoraConfig(2, config.policy.lora_alpha, config.policy.lora_pattern)
-    config = small_config(**{"policy.stretch": "linear", "policy.stretch_factor": 2.0})
+    config = small_config(**{"policy.rope_scaling": "linear", "policy.rope_factor": 2.0})
     assert aot.read_policy(config, str(path)).max_positions == 512
     config.policy.folder = "tiny"
     assert aot.read_policy(config).layers > 0
@@ -338,7 +341,7 @@ def test_every_phase_compiles_for_a_slice(tmp_path, flags: list[str], scattered:
     assert [line["program"] for line in lines] == [
         "prefill",
         "decode",
-        "log_prob",
+        "logprob",
         "accumulate",
         "apply",
     ]

@@ -19,7 +19,7 @@ import pytest
 
 from configs import base
 from launch import check
-from spell_jax.algorithms import registry as playable
+from spell_jax.algorithms import registry as registry
 from spell_jax.learner import packing
 from spell_jax.learner.update import PackingConfig
 from spell_jax.policy import tokenizer as tokenizers
@@ -32,7 +32,7 @@ from spell_jax.sampler.engine import SamplerConfig
 from spell_jax.trainer import build as catalogue
 from spell_jax.trainer.build import TINY_POLICY
 from tests import noise, tiny
-from tests.configs.test_configs import NAMES, has_game
+from tests.configs.test_configs import NAMES, has_algorithm
 from tests.paths import ROOT
 
 # What every line begins with: a field, and mostly its value.
@@ -91,7 +91,7 @@ def fields_of(found: check.Checked) -> list[str]:
 
 # ----------------------------------------------------------------------------------------- Configs
 
-RUNS = [name for name in NAMES if has_game(name)]
+RUNS = [name for name in NAMES if has_algorithm(name)]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -102,7 +102,7 @@ def test_a_config_says_what_is_still_to_be_given(name: str) -> None:
         folder = config[model].folder
         if folder != "tiny" and not (folder and pathlib.Path(folder).is_dir()):
             missing.add(f"{model}.folder")
-    data, kind = config.data, playable.GAMES[config.game.name]
+    data, kind = config.data, registry.ALGORITHMS[config.algorithm.name]
     if "clusters" not in kind.plays:
         named = [field for field in ("questions", "validation") if data[field]]
         absent = [field for field in named if not pathlib.Path(data[field]).is_file()]
@@ -123,7 +123,7 @@ def test_a_config_passes_with_it(
             kind = "experts" if config.mesh.expert > 1 else "dense"
             config[model].folder = str(folders[kind])
             config[model].thinking = ""  # their chat layout has none
-            config[model].stretch = ""  # they are of a short context by themselves
+            config[model].rope_scaling = ""  # they are of a short context by themselves
     if config.data.source not in catalogue.GENERATED:
         noise.give_data(config, tmp_path)
         config.data.documents_per_cluster = 1
@@ -136,7 +136,7 @@ def test_a_config_passes_with_it(
 def test_a_warm_start_is_told_where_it_is_checked() -> None:
     config = importlib.import_module("configs.tiny_warm_start").get_config()
     found = check.check(config)
-    assert fields_of(found) == ["game"] and "spell_jax.sft" in found.mistakes[0]
+    assert fields_of(found) == ["algorithm"] and "spell_jax.sft" in found.mistakes[0]
 
 
 # ---------------------------------------------------------------------------------------- Mistakes
@@ -144,7 +144,7 @@ def test_a_warm_start_is_told_where_it_is_checked() -> None:
 CONTEXT = {"mesh.fsdp": 1, "mesh.context": 4}
 MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"steps": 0}, "", r"steps = 0: must be at least 1"),
-    ({"staleness": 1}, "", r'loss.behaviour = "current": must be "truncated" or "sampler"'),
+    ({"staleness": 1}, "", r'loss.old_logprobs = "on_policy": must be "rollout"'),
     ({"profile_steps": ("a",)}, "", r"profile_steps = \('a',\): must be steps from 1 on"),
     ({"policy.remat": "all"}, "", r"policy.remat = 'all': must be one of"),
     (
@@ -155,8 +155,8 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"policy.folder": ""}, "", r"policy.folder = '': must be a Hugging Face folder"),
     ({"policy.folder": "no/such"}, "", r"policy.folder = 'no/such': must be a Hugging Face folder"),
     ({"policy.thinking": "on"}, "", r"policy.folder = .*: thinking = True: .* must be None"),
-    ({"game.group_size": 1}, "", r"game.group_size = 1: must be at least 2"),
-    ({"game.prompts": "no/such"}, "", r"game.prompts = 'no/such': .*"),
+    ({"algorithm.group_size": 1}, "", r"algorithm.group_size = 1: must be at least 2"),
+    ({"algorithm.prompts": "no/such"}, "", r"algorithm.prompts = 'no/such': .*"),
     (
         {"data.source": "no/such"},
         "",
@@ -166,9 +166,9 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"data.tiny.evaluation.per_cell": 0}, "", r"data.tiny.evaluation.per_cell = 0: must be"),
     ({"loss.clip_low": -1.0}, "", r"loss.clip_low = -1.0: must be 0 or more"),
     (
-        {"optimiser.schedule": "linear", "optimiser.warmup_steps": 3},
+        {"optimizer.schedule": "linear", "optimizer.warmup_steps": 3},
         "",
-        r"optimiser.total_steps = 3: must be above warmup_steps = 3",
+        r"optimizer.total_steps = 3: must be above warmup_steps = 3",
     ),
     ({"sampler.top_p": 1.5}, "", r"sampler.top_p = 1.5: must be in \(0, 1\]"),
     ({"sampler.no_such": 1}, "", r"sampler.no_such: no such field, must be one of"),
@@ -178,11 +178,15 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
         r"sampler: the longest prompt and answer have 1128 tokens together, must be at most",
     ),
     (
-        {"sampler.cache_tokens": 128},
+        {"sampler.kv_cache_tokens": 128},
         "",
-        r"sampler.cache_tokens = 128: a prompt of 128 tokens and an answer of 6 must fit",
+        r"sampler.kv_cache_tokens = 128: a prompt of 128 tokens and an answer of 6 must fit",
     ),
-    ({"sampler.block": 30} | CONTEXT, "cpu:4", r"sampler.block = 30: must be a multiple of mesh"),
+    (
+        {"sampler.page_size": 30} | CONTEXT,
+        "cpu:4",
+        r"sampler.page_size = 30: must be a multiple of mesh",
+    ),
     (
         {"packing.token_budget": 100},
         "",
@@ -233,18 +237,18 @@ def test_mistakes_of_all_sections_are_told_at_once(tmp_path: pathlib.Path) -> No
     mistakes = {
         "steps": 0,
         "policy.compute_dtype": "float16",
-        "game.group_size": 1,
+        "algorithm.group_size": 1,
         "data.tasks": (),
         "sampler.top_p": 1.5,
         "packing.token_budget": 100,
         "loss.clip_low": -1.0,
-        "optimiser.b1": 2.0,
+        "optimizer.b1": 2.0,
         "mesh.fsdp": 3,
     }
     found = check.check(small(**mistakes), "cpu:8", str(tmp_path / "file"))
     fields = fields_of(found)
     assert sorted(fields) == sorted({*mistakes, "workdir", "mesh"} - {"mesh.fsdp"})
-    for other in ({"data.source": "no/such"}, {"sampler.cache_tokens": 128}):
+    for other in ({"data.source": "no/such"}, {"sampler.kv_cache_tokens": 128}):
         two = check.check(small(**{"loss.clip_low": -1.0} | other))
         assert fields_of(two) == ["loss.clip_low", *other]
 
@@ -292,7 +296,7 @@ def test_weights_are_of_the_architecture(tmp_path: pathlib.Path) -> None:
 
 def test_what_does_not_fit_into_memory_says_what_takes_most() -> None:
     cases = {
-        "sampler.cache_tokens": {"sampler.cache_tokens": 2**26},
+        "sampler.kv_cache_tokens": {"sampler.kv_cache_tokens": 2**26},
         "packing.token_budget": {"packing.token_budget": 2**21},
     }
     for field, fields in cases.items():
@@ -311,7 +315,7 @@ def test_memory_is_that_of_the_runs_own_rows() -> None:
     assert _trained(found) == (8, 256)
     assert "rows of 256 tokens" in check.describe(found)
     # A prompt with all of its answers, 512 tokens, is trained on in parts.
-    found = check.check(small(**{"game.group_size": 64, "packing.token_budget": 160}))
+    found = check.check(small(**{"algorithm.group_size": 64, "packing.token_budget": 160}))
     assert _trained(found) == (1, 160)
 
 
@@ -331,7 +335,7 @@ def test_a_build_that_is_not_whole_is_told(tmp_path: pathlib.Path) -> None:
     line = f"data.source = '{tmp_path}': {tmp_path}/manifest.json: is missing"
     (told,) = check.check(small(**source)).mistakes
     assert told.startswith(line)
-    for other in ({"policy.folder": ""}, {"game.group_size": 1}):
+    for other in ({"policy.folder": ""}, {"algorithm.group_size": 1}):
         found = check.check(small(**source, **other))
         assert fields_of(found) == [*other, "data.source"]
         assert found.mistakes[1].startswith(line)
@@ -388,7 +392,7 @@ def test_the_papers_step() -> None:
     counts = packing.count_answers(groups)
     assert counts == {"responder": 1024, "questioner": 256, "verifier": 128}
     assert {group.tokens for group in groups} == {18_000 + 8 * 4096, 18_000 + 4096}
-    config.game.train_verifier = config.game.train_questioner = False
+    config.algorithm.train_verifier = config.algorithm.train_questioner = False
     assert packing.count_answers(check.longest_groups(config, sampling)) == {"responder": 1024}
 
 
@@ -401,7 +405,7 @@ def test_rows_are_counted_as_they_are_packed(shared: bool) -> None:
     fitting, _ = packing.split_groups(alone, buckets[-1])
     packed: dict[int, int] = {}
     for batch in packing.pack(fitting, buckets, layout.token_budget):
-        rows = int(np.sum(np.any(batch.last_reader >= 0, axis=1)))
+        rows = int(np.sum(np.any(batch.last_query >= 0, axis=1)))
         packed[batch.tokens.shape[1]] = packed.get(batch.tokens.shape[1], 0) + rows
     rows = check.rows_by_bucket(groups, layout)
     assert {bucket.length: count for bucket, count in rows.items()} == packed
@@ -409,14 +413,18 @@ def test_rows_are_counted_as_they_are_packed(shared: bool) -> None:
 
 
 def test_remarks_are_no_mistakes() -> None:
-    found = check.check(small(**{"sampler.slots": 14, "sampler.siblings": 2}), "cpu:4")
+    found = check.check(
+        small(**{"sampler.slots": 14, "sampler.samples_per_prompt_batch": 2}), "cpu:4"
+    )
     assert found.mistakes == []
     first, second = found.remarks
     assert first.startswith("sampler.slots = 14: becomes 16")
-    assert second.startswith("sampler.siblings = 2: a prompt is read for 2 answers at once")
-    found = check.check(small(**{"sampler.siblings": 6}))
+    assert second.startswith(
+        "sampler.samples_per_prompt_batch = 2: a prompt is read for 2 answers at once"
+    )
+    found = check.check(small(**{"sampler.samples_per_prompt_batch": 6}))
     assert ["2 of 6 places" in line for line in found.remarks] == [True]
-    assert "remark   sampler.siblings = 6" in check.describe(found)
+    assert "remark   sampler.samples_per_prompt_batch = 6" in check.describe(found)
 
 
 def test_the_table_says_what_a_step_is() -> None:
@@ -432,7 +440,7 @@ def test_the_table_says_what_a_step_is() -> None:
         "config.json, metrics.jsonl",
     ):
         assert part in said, said
-    static = check.describe(check.check(small(**{"game.name": "rlvr"})))
+    static = check.describe(check.check(small(**{"algorithm.name": "rlvr"})))
     assert "9 of 960 questions, written once" in static and "proposals" not in static
 
 

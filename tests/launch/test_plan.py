@@ -38,7 +38,7 @@ POLICIES = {
     ),
 }
 LENGTHS = {"16K": 16_384, "128K": 131_072, "1M": 1_048_576}
-PROGRAMS = ("prefill", "decode", "log_prob", "accumulate", "apply")
+PROGRAMS = ("prefill", "decode", "logprob", "accumulate", "apply")
 
 
 def _rows() -> list[list[str]]:
@@ -105,7 +105,7 @@ def test_what_is_given_is_exact() -> None:
 
 
 def test_a_plan_that_does_not_fit_says_what_helps() -> None:
-    pool = {"sampler.cache_tokens": 2**21}
+    pool = {"sampler.kv_cache_tokens": 2**21}
     made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.fsdp=8 mesh.context=2", **pool)
     assert not made.fits
     before = made.config.to_dict()
@@ -113,9 +113,9 @@ def test_a_plan_that_does_not_fit_says_what_helps() -> None:
     assert made.config.to_dict() == before, "one change at a time"
     moved = helpful["--config.mesh.fsdp=1 --config.mesh.context=16"]
     assert moved.fits and dict(moved.programs.mesh.shape)["context"] == 16
-    offloaded = helpful["--config.optimiser.offload=True"]
+    offloaded = helpful["--config.optimizer.offload=True"]
     masters = made.needs[3].parts["masters"]
-    saved = made.needs[3].parts["optimiser"] - offloaded.needs[3].parts["optimiser"]
+    saved = made.needs[3].parts["optimizer"] - offloaded.needs[3].parts["optimizer"]
     assert saved == 2 * masters
     # While the weights change the moments are there, as they were and as they will be.
     assert offloaded.needs[4].total - made.needs[4].total == pytest.approx(2 * masters, rel=1e-6)
@@ -128,7 +128,7 @@ def test_the_largest_batches_fit_and_no_larger_ones() -> None:
     largest = made.largest()
     # A row, or a prompt with its eight answers, on each of two parts of the mesh.
     row = 16_384 + 8 * 4096
-    rows = {"packing.token_budget": 2 * row, "sampler.cache_tokens": 2 * row}
+    rows = {"packing.token_budget": 2 * row, "sampler.kv_cache_tokens": 2 * row}
     assert set(largest) == set(rows)
     for field, tokens in largest.items():
         assert tokens > 0 and tokens % rows[field] == 0
@@ -143,7 +143,7 @@ def test_the_largest_batches_fit_and_no_larger_ones() -> None:
     ("fields", "part"),
     [
         ({"policy.remat": "offload"}, "activations"),
-        ({"optimiser.offload": True}, "optimiser"),
+        ({"optimizer.offload": True}, "optimizer"),
         ({"policy.ring": True}, "activations"),
     ],
 )
@@ -154,7 +154,7 @@ def test_what_saves_memory_does_in_the_plan(fields: dict[str, Any], part: str) -
 
 
 def test_what_the_backward_pass_keeps_by_remat() -> None:
-    names = ("offload", "block", "attention", "dots", "none")
+    names = ("offload", "page_size", "attention", "dots", "none")
     made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16")
     kept = [made.changed(policy__remat=name).needs[3].parts["activations"] for name in names]
     assert kept == sorted(set(kept))
@@ -167,7 +167,7 @@ def test_adapters_have_small_gradients() -> None:
     policy = dataclasses.replace(whole.policy, lora=LoraConfig(16))
     small = plan.Plan(whole.config, policy, whole.topology, whole.length)
     parts, all_parts = small.needs[3].parts, whole.needs[3].parts
-    for part in ("masters", "optimiser", "gradients"):
+    for part in ("masters", "optimizer", "gradients"):
         assert 0 < parts[part] < all_parts[part] / 10
     assert parts["weights"] > all_parts["weights"]
 

@@ -31,10 +31,14 @@ TINY = "configs/tiny.py"
 
 
 def test_a_sweep_is_fields_with_their_values():
-    texts = ["seed=0,1,2", "game.documents=(2,),(2,3)", "packing.buckets=((320,224),(640,448)),1"]
+    texts = [
+        "seed=0,1,2",
+        "algorithm.documents=(2,),(2,3)",
+        "packing.buckets=((320,224),(640,448)),1",
+    ]
     assert xmanager.parse_sweep(texts) == {
         "seed": ["0", "1", "2"],
-        "game.documents": ["(2,)", "(2,3)"],
+        "algorithm.documents": ["(2,)", "(2,3)"],
         "packing.buckets": ["((320,224),(640,448))", "1"],
     }
 
@@ -56,20 +60,20 @@ def test_a_bad_sweep_is_refused(texts, message):
 
 
 def test_work_units_are_the_product_each_with_plain_flags_and_a_workdir():
-    sweep = {"seed": ["0", "1"], "optimiser.learning_rate": ["1e-6", "2e-6", "3e-6"]}
+    sweep = {"seed": ["0", "1"], "optimizer.learning_rate": ["1e-6", "2e-6", "3e-6"]}
     units = xmanager.work_units(TINY, "/gcs/b/w/", sweep, ["--config.steps=9"])
     assert len(units) == 6
     assert units[1] == WorkUnit(
-        "001-seed=0-optimiser.learning_rate=2e-6",
+        "001-seed=0-optimizer.learning_rate=2e-6",
         (
             "--config=configs/tiny.py",
-            "--workdir=/gcs/b/w/001-seed=0-optimiser.learning_rate=2e-6",
+            "--workdir=/gcs/b/w/001-seed=0-optimizer.learning_rate=2e-6",
             "--config.steps=9",
             "--config.seed=0",
-            "--config.optimiser.learning_rate=2e-6",
+            "--config.optimizer.learning_rate=2e-6",
         ),
     )
-    assert units[5].flags[-2:] == ("--config.seed=1", "--config.optimiser.learning_rate=3e-6")
+    assert units[5].flags[-2:] == ("--config.seed=1", "--config.optimizer.learning_rate=3e-6")
     assert len({unit.flags[1] for unit in units}) == 6
 
 
@@ -79,9 +83,9 @@ def test_without_a_sweep_there_is_one_unit():
 
 
 def test_names_are_those_of_folders():
-    sweep = {"data.source": ["/a b/../c"], "game.documents": ["(2,3)"], "x": ["y" * 300]}
+    sweep = {"data.source": ["/a b/../c"], "algorithm.documents": ["(2,3)"], "x": ["y" * 300]}
     [unit] = xmanager.work_units(TINY, "w", sweep, [])
-    assert unit.name.startswith("000-data.source=_a_b_.._c-game.documents=_2_3_-x=yyy")
+    assert unit.name.startswith("000-data.source=_a_b_.._c-algorithm.documents=_2_3_-x=yyy")
     assert len(unit.name) == 120
     assert "--config.data.source=/a b/../c" in unit.flags
 
@@ -101,17 +105,17 @@ def one_unit(*overrides: str, config: str = TINY) -> WorkUnit:
 
 
 def test_a_units_config_is_what_its_flags_say():
-    unit = one_unit("game.documents=(2,3)", "optimiser.learning_rate=3e-6", "policy.folder=x")
+    unit = one_unit("algorithm.documents=(2,3)", "optimizer.learning_rate=3e-6", "policy.folder=x")
     config = xmanager.read_config(unit)
-    assert config.game.documents == (2, 3) and config.optimiser.learning_rate == 3e-6
+    assert config.algorithm.documents == (2, 3) and config.optimizer.learning_rate == 3e-6
     assert config.policy.folder == "x" and config.steps == 120
 
 
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("optimiser.lr=3", r"optimiser\.lr = 3: no such field.*learning_rate"),
-        ("optimizer.b1=3", r"optimizer\.b1 = 3: no such field.*optimiser"),
+        ("optimizer.lr=3", r"optimizer\.lr = 3: no such field.*learning_rate"),
+        ("optimizer.b1=3", r"optimizer\.b1 = 3: no such field.*optimizer"),
         ("seed.x=3", r"seed\.x = 3: no such field in the config$"),
         ("steps=many", r"steps=many"),
     ],
@@ -131,11 +135,11 @@ def test_a_missing_config_is_named():
     "override",
     [
         "steps=0",
-        "optimiser.schedule=never",
+        "optimizer.schedule=never",
         "sampler.top_p=3.",
         "loss.aggregation=sum",
         "packing.token_budget=0",
-        "game.group_size=0",
+        "algorithm.group_size=0",
         "data.tasks=('essay',)",
     ],
 )
@@ -146,7 +150,7 @@ def test_every_section_is_checked(executor, override):
 
 def test_a_warm_start_is_refused():
     config = xmanager.read_config(one_unit(config="configs/tiny_warm_start.py"))
-    with pytest.raises(ValueError, match="game: is missing"):
+    with pytest.raises(ValueError, match="algorithm: is missing"):
         xmanager.check(config, "local")
 
 
@@ -331,21 +335,21 @@ needs_xmanager = pytest.mark.skipif(
 def test_the_local_executor_trains_and_goes_on_after_a_failure(tmp_path):
     workdir = tmp_path / "sweep"
     workdir.mkdir()
-    (workdir / "000-seed=0-game.documents=_1_").write_text("a file where a folder shall be")
+    (workdir / "000-seed=0-algorithm.documents=_1_").write_text("a file where a folder shall be")
     command = [sys.executable, "-m", "launch.xmanager", "--executor=local", f"--config={TINY}"]
-    sweep = ("--sweep=seed=0,1", "--sweep=game.documents=(1,)", f"--workdir={workdir}")
+    sweep = ("--sweep=seed=0,1", "--sweep=algorithm.documents=(1,)", f"--workdir={workdir}")
     small = ("steps=1", "evaluate=False", "validate_every=0", "data.tiny.clusters=9")
-    small += ("game.questions=3", "game.generation_batch=3")
+    small += ("algorithm.questions=3", "algorithm.generation_batch=3")
     command += [*sweep, *(f"--config.{override}" for override in small)]
     # XManager keeps a database of experiments in the home folder.
     environment = os.environ | {"XLA_FLAGS": "", "HOME": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "000-seed=0-game.documents=_1_ failed: " in done.stderr
+    assert "000-seed=0-algorithm.documents=_1_ failed: " in done.stderr
     assert "1 of 2 work units are done" in done.stdout
-    trained = workdir / "001-seed=1-game.documents=_1_"
+    trained = workdir / "001-seed=1-algorithm.documents=_1_"
     config = json.loads((trained / "config.json").read_text())
-    assert (config["seed"], config["game"]["documents"]) == (1, [1])
+    assert (config["seed"], config["algorithm"]["documents"]) == (1, [1])
     assert [record["step"] for record in read_metrics(trained)] == [1]
 
 

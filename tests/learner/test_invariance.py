@@ -20,7 +20,7 @@ import pytest
 
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.packing import Bucket
-from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig
+from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig
 from spell_jax.policy import lora
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
@@ -57,9 +57,9 @@ REMAT = ("none", "block", "attention", "dots", "offload")
 CHOICES = (tuple(POLICIES), tuple(PACKINGS), tuple(PLACES), KERNELS, REMAT)
 GROUPS = tiny.groups(7, seed=1)
 # With this epsilon a step is a smooth function of the gradient, not nearly its sign.
-SMOOTH = OptimiserConfig(learning_rate=0.01, epsilon=0.1, weight_decay=0.1)
+SMOOTH = OptimizerConfig(learning_rate=0.01, epsilon=0.1, weight_decay=0.1)
 # A loss in which everything is: a ratio that is not 1, clipping, the entropy's gradient.
-LOSS = LossConfig(behaviour="sampler", entropy_weight=0.1)
+LOSS = LossConfig(old_logprobs="rollout", entropy_weight=0.1)
 BOUNDS = {"dense": 1e-5, "chunked": 1e-5, "splash": 5e-5, "triton": 5e-5}
 
 
@@ -99,7 +99,7 @@ def _step(policy: PolicyConfig, layout: PackingConfig, mesh: jax.sharding.Mesh, 
     state = learner.init(tiny.weights(base))
     params = jax.device_put(_trained(name), learner.param_shardings)
     state, numbers = learner.update(state.replace(params=params), GROUPS)
-    return jax.device_get((state.params, optax.tree.get(state.optimiser, "mu"))), numbers
+    return jax.device_get((state.params, optax.tree.get(state.optimizer, "mu"))), numbers
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The vocabulary head: log-probs and entropies by hand, its gradients, meshes, sizes, precision."""
+"""The vocabulary head: logprobs and entropies by hand, its gradients, meshes, sizes, precision."""
 
 import dataclasses
 import functools
@@ -36,21 +36,21 @@ class Head:
     hidden: jax.Array
     source: jax.Array
     target: jax.Array
-    to_log_prob: jax.Array
+    to_logprob: jax.Array
     to_entropy: jax.Array
 
     def total(self, table: jax.Array, hidden: jax.Array, **options: Any):
-        """A number of which these are the gradients, and log-probs and entropies."""
+        """A number of which these are the gradients, and logprobs and entropies."""
         params = {"embedding": jnp.zeros_like(table), "unembedding": table}
         scores = score_tokens(UNTIED, params, hidden, self.source, self.target, 0.7, **options)
-        return jnp.sum(self.to_log_prob * scores[0] + self.to_entropy * scores[1]), scores
+        return jnp.sum(self.to_logprob * scores[0] + self.to_entropy * scores[1]), scores
 
     def by_hand(self, table: jax.Array, hidden: jax.Array):
         picked = jnp.take_along_axis(hidden, self.source[..., None], axis=1)
         every = jax.nn.log_softmax(picked @ table.T / 0.7)
         chosen = jnp.take_along_axis(every, self.target[..., None], axis=-1)[..., 0]
         scores = chosen, -jnp.sum(jnp.exp(every) * every, axis=-1)
-        return jnp.sum(self.to_log_prob * scores[0] + self.to_entropy * scores[1]), scores
+        return jnp.sum(self.to_logprob * scores[0] + self.to_entropy * scores[1]), scores
 
 
 @functools.cache
@@ -114,10 +114,10 @@ def test_probabilities_of_nothing_have_gradients() -> None:
     head, wanted = _head(641, scale=30.0), _wanted(641, scale=30.0)
     both = jax.value_and_grad(head.total, (0, 1), has_aux=True)
     found = both(head.table, head.hidden, numbers_at_once=SMALLEST)
-    (_, (log_probs, entropy)), gradients = found
-    assert float(log_probs.min()) < -500 and float(entropy.min()) >= 0
-    # A log-prob is the difference of numbers in the hundreds.
-    _assert_close(((log_probs, entropy), gradients), (wanted[0][1], wanted[1]), 1e-4)
+    (_, (logprobs, entropy)), gradients = found
+    assert float(logprobs.min()) < -500 and float(entropy.min()) >= 0
+    # A logprob is the difference of numbers in the hundreds.
+    _assert_close(((logprobs, entropy), gradients), (wanted[0][1], wanted[1]), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +263,10 @@ def _many(vocab: int, states: int, answers: int, width: int = WIDTH) -> Head:
 
 
 def _exact(head: Head) -> tuple[np.ndarray, np.ndarray]:
-    """Gradients of table and hidden states in float64, for gradients of log-probs alone."""
+    """Gradients of table and hidden states in float64, for gradients of logprobs alone."""
     table, hidden = (np.asarray(x).astype(float) for x in (head.table, head.hidden))
     source, target = np.asarray(head.source)[0], np.asarray(head.target)[0]
-    picked, weights = hidden[0, source], np.asarray(head.to_log_prob, float)[0]
+    picked, weights = hidden[0, source], np.asarray(head.to_logprob, float)[0]
     logits = picked @ table.T / 0.7
     every = np.exp(logits - logits.max(-1, keepdims=True))
     of_logits = -every / every.sum(-1, keepdims=True)

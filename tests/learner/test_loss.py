@@ -70,7 +70,7 @@ def _policy_loss(case: dict):
         clip_high=case["in"]["clip_high"],
         dual_clip=case["in"]["clip_c"],
     )
-    numbers = (given[name] for name in ("log_prob", "old_log_prob", "advantages"))
+    numbers = (given[name] for name in ("logprob", "old_logprob", "advantages"))
     return policy_loss(*numbers, weights, config)
 
 
@@ -101,21 +101,21 @@ def test_reference_kl_of_other_estimators() -> None:
     cases = [case for case in read("kl_penalty") if case["in"]["kind"] in names]
     assert len(cases) == 7
     for case in cases:
-        log_probs = (jnp.array(case["in"][name]) for name in ("logprob", "ref_logprob"))
-        found = kl_estimate(*log_probs, names[case["in"]["kind"]])
+        logprobs = (jnp.array(case["in"][name]) for name in ("logprob", "ref_logprob"))
+        found = kl_estimate(*logprobs, names[case["in"]["kind"]])
         np.testing.assert_allclose(found, case["out"], rtol=1e-5, atol=1e-6)
 
 
 def test_on_policy_the_gradient_is_the_plain_one() -> None:
-    log_probs = jnp.array([-0.5, -2.0, -1.0])
+    logprobs = jnp.array([-0.5, -2.0, -1.0])
     advantages, weights = jnp.array([1.0, -2.0, 3.0]), jnp.array([0.5, 0.5, 0.0])
 
-    def value(log_probs):
-        old = jax.lax.stop_gradient(log_probs)
-        return policy_loss(log_probs, old, advantages, weights)[0]
+    def value(logprobs):
+        old = jax.lax.stop_gradient(logprobs)
+        return policy_loss(logprobs, old, advantages, weights)[0]
 
-    np.testing.assert_allclose(value(log_probs), -0.5 * 1.0 + 0.5 * 2.0, rtol=1e-6)
-    np.testing.assert_allclose(jax.grad(value)(log_probs), -advantages * weights, rtol=1e-6)
+    np.testing.assert_allclose(value(logprobs), -0.5 * 1.0 + 0.5 * 2.0, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(value)(logprobs), -advantages * weights, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_on_policy_the_gradient_is_the_plain_one() -> None:
     ],
 )
 def test_gradient_of_the_clipped_loss(ratio: float, advantage: float, gradient: float) -> None:
-    def value(log_prob):
-        return policy_loss(log_prob, jnp.zeros(()), jnp.array(advantage), jnp.ones(()))[0]
+    def value(logprob):
+        return policy_loss(logprob, jnp.zeros(()), jnp.array(advantage), jnp.ones(()))[0]
 
     assert float(jax.grad(value)(jnp.log(ratio))) == pytest.approx(gradient, rel=1e-5)
 
@@ -147,7 +147,7 @@ def test_extreme_ratios_stay_finite() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"behaviour": "old"}, r"loss\.behaviour = 'old': must be one of \('current', "),
+        ({"behavior": "old"}, r"loss\.behavior = 'old': must be one of \('current', "),
         ({"importance_cap": 0.9}, r"loss\.importance_cap = 0\.9: must be at least 1"),
         ({"aggregation": "mean"}, r"loss\.aggregation = 'mean': must be one of"),
         ({"kl_weight": -0.1}, r"loss\.kl_weight = -0\.1: must be 0 or more"),

@@ -17,7 +17,7 @@ from spell_jax.learner import non_finite, packing
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.non_finite import MOST_ROWS, NonFinite
 from spell_jax.learner.packing import Bucket, Group
-from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig, TrainState
+from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig, TrainState
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from tests import tiny
@@ -27,7 +27,7 @@ GROUPS = tiny.groups(7, seed=1)
 OTHERS = tiny.groups(5, seed=2)
 PACKING = PackingConfig((Bucket(48, 32),), token_budget=96)
 ON_POLICY = LossConfig()
-OPTIMISER = OptimiserConfig(learning_rate=0.01, weight_decay=0.1)
+OPTIMISER = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
 EIGHT = (("fsdp", 8),)
 BAD = Group([3, 4], [[5], [6, 7], [8]], [0.5, NAN, -0.5], "verifier")
 BAD_ANSWER = dataclasses.replace(BAD, answers=[[6, 7]], advantages=[NAN])
@@ -36,7 +36,7 @@ BAD_ANSWER = dataclasses.replace(BAD, answers=[[6, 7]], advantages=[NAN])
 @functools.cache
 def _learner(
     mesh: tuple[tuple[str, int], ...] = (),
-    optimiser: OptimiserConfig = OPTIMISER,
+    optimizer: OptimizerConfig = OPTIMISER,
     loss: LossConfig = ON_POLICY,
     policy=tiny.POLICY,
     compute_dtype: str = "float32",
@@ -44,7 +44,7 @@ def _learner(
     """A learner on one device, or on the eight of a mesh."""
     devices = None if mesh else jax.devices()[:1]
     placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices)
-    return Learner(policy, optimiser, loss, PACKING, placed, 0.7, compute_dtype)
+    return Learner(policy, optimizer, loss, PACKING, placed, 0.7, compute_dtype)
 
 
 def _begin(learner: Learner) -> TrainState:
@@ -54,8 +54,8 @@ def _begin(learner: Learner) -> TrainState:
 
 
 def _bits(state: TrainState) -> list[bytes]:
-    """Of weights, moments, the optimiser's counts and the step."""
-    kept = state.params, state.optimiser, state.step
+    """Of weights, moments, the optimizer's counts and the step."""
+    kept = state.params, state.optimizer, state.step
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(jax.device_get(kept))]
 
 
@@ -132,8 +132,8 @@ def test_a_reference_that_is_not_finite_is_named() -> None:
 def test_a_float32_weight_that_bfloat16_does_not_hold() -> None:
     """3.4e38 rounds to infinity. It is the embedding of one token: rows without it are good."""
     policy = dataclasses.replace(tiny.POLICY, tied_embeddings=False)
-    optimiser = dataclasses.replace(OPTIMISER, max_skipped=1)
-    learner = _learner(optimiser=optimiser, policy=policy, compute_dtype="bfloat16")
+    optimizer = dataclasses.replace(OPTIMISER, max_skipped=1)
+    learner = _learner(optimizer=optimizer, policy=policy, compute_dtype="bfloat16")
     state = learner.init(tiny.weights(policy))
     state.params["embedding"] = state.params["embedding"].at[2].set(3.4e38)
     assert np.isfinite(state.params["embedding"]).all()
@@ -173,7 +173,7 @@ def test_three_in_a_row_end_the_run(tmp_path) -> None:
     restored = checkpoints.restore(6, {"policy": learner.abstract_state()})[0]["policy"]
     checkpoints.close()
     programs = learner.accumulate._cache_size()
-    with pytest.raises(NonFinite, match=r"3 updates in a row \(optimiser.max_skipped\)") as error:
+    with pytest.raises(NonFinite, match=r"3 updates in a row \(optimizer.max_skipped\)") as error:
         learner.update(restored, bad)
     assert "the last by 1 of its rows" in str(error.value)
     assert error.value.skipped == 3 and error.value.tensors == []
@@ -191,16 +191,16 @@ def test_what_cannot_be_repeated_is_said_and_all_rows_are_kept() -> None:
         def _apply(self, state, gradients, loss):
             return super()._apply(state, gradients, loss + NAN)
 
-    optimiser = dataclasses.replace(OPTIMISER, max_skipped=1)
-    learner = Broken(tiny.POLICY, optimiser, ON_POLICY, PACKING, _learner().mesh, 0.7)
+    optimizer = dataclasses.replace(OPTIMISER, max_skipped=1)
+    learner = Broken(tiny.POLICY, optimizer, ON_POLICY, PACKING, _learner().mesh, 0.7)
     with pytest.raises(NonFinite, match="finite when it was run again") as error:
         learner.update(learner.init(tiny.weights()), GROUPS)
     assert _answers(error.value.rows) == _answers(GROUPS)
 
 
 def test_the_number_in_a_row_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"optimiser\.max_skipped = 0: must be at least 1"):
-        OptimiserConfig(max_skipped=0)
+    with pytest.raises(ValueError, match=r"optimizer\.max_skipped = 0: must be at least 1"):
+        OptimizerConfig(max_skipped=0)
 
 
 # ------------------------------------------------------------------------------------- Which rows
@@ -262,7 +262,7 @@ def test_rows_are_written_with_all_that_was_learned_from(tmp_path) -> None:
         "answer_tokens": [5, 6],
         "advantage": "inf",
         "weight": 0.2,
-        "old_log_probs": [-0.5, "-inf"],
+        "old_logprobs": [-0.5, "-inf"],
     }
-    assert (records[1]["advantage"], records[1]["old_log_probs"]) == (0.5, ["nan"])
-    assert (records[2]["advantage"], records[2]["old_log_probs"]) == ("nan", None)
+    assert (records[1]["advantage"], records[1]["old_logprobs"]) == (0.5, ["nan"])
+    assert (records[2]["advantage"], records[2]["old_logprobs"]) == ("nan", None)

@@ -23,13 +23,13 @@ def _written(batches: list[MicroBatch]) -> Counter:
     """All weighted tokens: (what the predicting position sees, target, advantage, weight, old)."""
     found: Counter = Counter()
     for batch in batches:
-        seen = np.asarray(visible(batch.index, batch.index, batch.last_reader))
+        seen = np.asarray(visible(batch.index, batch.index, batch.last_query))
         for row, slot in np.argwhere(batch.weight):
             source = batch.source[row, slot]
             context = np.flatnonzero(seen[row, source])
             context = context[np.argsort(batch.index[row, context])]
             np.testing.assert_array_equal(batch.positions[row, context], np.arange(len(context)))
-            numbers = (batch.advantage, batch.weight, batch.old_log_prob)
+            numbers = (batch.advantage, batch.weight, batch.old_logprob)
             found[
                 tuple(batch.tokens[row, context].tolist()),
                 int(batch.target[row, slot]),
@@ -44,7 +44,7 @@ def _wanted(groups: list[Group]) -> Counter:
         for i, answer in enumerate(group.answers):
             for at, token in enumerate(answer):
                 context = (*map(int, group.prompt), *map(int, answer[:at]))
-                old = group.old_log_probs[i][at] if group.old_log_probs else 0.0
+                old = group.old_logprobs[i][at] if group.old_logprobs else 0.0
                 assert group.weights is not None
                 numbers = (group.advantages[i], group.weights[i], old)
                 wanted[context, int(token), *(float(np.float32(x)) for x in numbers)] += 1
@@ -52,17 +52,17 @@ def _wanted(groups: list[Group]) -> Counter:
 
 
 def test_layout_of_a_row() -> None:
-    group = Group([11, 12], [[21, 22], [31]], [0.5, -1.0], old_log_probs=[[-1, -2], [-3]])
+    group = Group([11, 12], [[21, 22], [31]], [0.5, -1.0], old_logprobs=[[-1, -2], [-3]])
     (batch,), refused = _pack([group], [Bucket(6, 4)], 6)
     assert not refused
     np.testing.assert_array_equal(batch.tokens, [[11, 12, 21, 22, 31, 0]])
     np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 2, 0]])
-    np.testing.assert_array_equal(batch.last_reader, [[4, 4, 3, 3, 4, -1]])
+    np.testing.assert_array_equal(batch.last_query, [[4, 4, 3, 3, 4, -1]])
     np.testing.assert_array_equal(batch.source, [[1, 2, 1, 0]])
     np.testing.assert_array_equal(batch.target, [[21, 22, 31, 0]])
     np.testing.assert_array_equal(batch.advantage, [[0.5, 0.5, -1.0, 0]])
     np.testing.assert_allclose(batch.weight, [[1 / 3, 1 / 3, 1 / 3, 0]], rtol=1e-6)
-    np.testing.assert_array_equal(batch.old_log_prob, [[-1, -2, -3, 0]])
+    np.testing.assert_array_equal(batch.old_logprob, [[-1, -2, -3, 0]])
     np.testing.assert_array_equal(batch.answer, [[0, 0, 1, -1]])
 
 
@@ -70,7 +70,7 @@ def test_two_groups_in_a_row_do_not_meet() -> None:
     groups = [Group([1, 2], [[3]], [1.0]), Group([4], [[5]], [2.0])]
     (batch,), _ = _pack(groups, [Bucket(8, 4)], 8)
     np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 4, 5, 0, 0, 0]])
-    np.testing.assert_array_equal(batch.last_reader, [[2, 2, 2, 4, 4, -1, -1, -1]])
+    np.testing.assert_array_equal(batch.last_query, [[2, 2, 2, 4, 4, -1, -1, -1]])
     np.testing.assert_array_equal(batch.source, [[1, 3, 0, 0]])
     np.testing.assert_array_equal(batch.answer, [[0, 1, -1, -1]])
 
@@ -221,7 +221,7 @@ def test_parts_have_the_roles_of_the_whole() -> None:
     devices=st.integers(1, 3),
     shared=st.booleans(),
 )
-def test_answers_are_told_apart_and_log_probs_find_them(
+def test_answers_are_told_apart_and_logprobs_find_them(
     seed, count, length, answers, devices, shared
 ) -> None:
     """An answer's tokens have one number in their row, which no other answer has; values of tokens
@@ -240,13 +240,13 @@ def test_answers_are_told_apart_and_log_probs_find_them(
             pairs = set(zip(row[real].tolist(), told[real].tolist(), strict=True))
             assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
             assert {a for a, _ in pairs} == set(range(len(pairs)))
-    found = packing.with_log_probs(groups, batches, [-np.float32(b.target) for b in batches])
+    found = packing.with_logprobs(groups, batches, [-np.float32(b.target) for b in batches])
     assert len(found) == len(groups)
     nowhere = {group.advantages[0] for group in refused}
     numbers = iter(range(10_000))
     for group, given_back in zip(groups, found, strict=True):
         assert given_back.advantages == group.advantages and given_back.role == group.role
-        for answer, old in zip(group.answers, given_back.old_log_probs or [], strict=True):
+        for answer, old in zip(group.answers, given_back.old_logprobs or [], strict=True):
             is_refused = next(numbers) in nowhere
             wanted = np.full(len(answer), np.nan) if is_refused else -np.float32(answer)
             np.testing.assert_array_equal(old, wanted)
@@ -279,8 +279,8 @@ def test_mistakes_are_named() -> None:
         ({"answers": [[1], []]}, "group.answers: .* at least 1 token"),
         ({"advantages": [1.0]}, "group.advantages: 1 of them, but 2 answers"),
         (
-            {"old_log_probs": [[0.0], [0.0]]},
-            r"group.old_log_probs: of lengths \[1, 1\], .*\[1, 2\]",
+            {"old_logprobs": [[0.0], [0.0]]},
+            r"group.old_logprobs: of lengths \[1, 1\], .*\[1, 2\]",
         ),
     ],
 )

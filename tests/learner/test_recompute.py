@@ -1,4 +1,4 @@
-"""Recomputed log-probs, several updates by one batch, and variants of the loss through the Learner:
+"""Recomputed logprobs, several updates by one batch, and variants of the loss through the Learner:
 the same however groups are packed and on whatever devices."""
 
 import dataclasses
@@ -14,21 +14,21 @@ import pytest
 from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.packing import Bucket, Group
-from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig
+from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig
 from spell_jax.policy import lora, transformer
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.runtime import mesh as meshes
 from tests import tiny
 
 # With this epsilon a step is a smooth function of the gradient, not nearly its sign.
-SMOOTH = OptimiserConfig(learning_rate=0.05, epsilon=0.1, weight_decay=0.1)
+SMOOTH = OptimizerConfig(learning_rate=0.05, epsilon=0.1, weight_decay=0.1)
 TEMPERATURE = 0.7
 REPEATED = PackingConfig((Bucket(48, 32),), 192, shared_prefix=False)
 SHARED = PackingConfig((Bucket(48, 32),), 192)
 SPLIT = PackingConfig((Bucket(20, 8), Bucket(24, 8)), 48)
 WIDE = PackingConfig((Bucket(160, 96),), 160)
 GROUPS = tiny.groups(7, seed=1)
-RECOMPUTED = LossConfig(behaviour="recomputed")
+RECOMPUTED = LossConfig(old_logprobs="recompute")
 Mesh = tuple[tuple[str, int], ...]
 
 
@@ -39,9 +39,9 @@ class Counted(Learner):
         self.traces: list[tuple[int, ...]] = []
         super().__init__(*args, **kwargs)
 
-    def _log_probs(self, params, frozen, batch):
+    def _logprobs(self, params, frozen, batch):
         self.traces.append(batch.tokens.shape)
-        return super()._log_probs(params, frozen, batch)
+        return super()._logprobs(params, frozen, batch)
 
 
 @functools.cache
@@ -58,18 +58,18 @@ def learner(
 
 
 @jax.jit
-def _every_log_prob(params: transformer.Params, tokens: jax.Array) -> jax.Array:
+def _every_logprob(params: transformer.Params, tokens: jax.Array) -> jax.Array:
     logits = transformer.logits(tiny.POLICY, params, tokens)[:, :-1] / TEMPERATURE
     return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
 
 
-def log_probs(params: transformer.Params, groups: list[Group]) -> list[list[np.ndarray]]:
+def logprobs(params: transformer.Params, groups: list[Group]) -> list[list[np.ndarray]]:
     """Of answer tokens, by hand: every answer behind its prompt in a row of its own."""
     pairs = [(list(group.prompt), list(a)) for group in groups for a in group.answers]
     tokens = np.zeros((len(pairs), 64), np.int32)
     for row, (prompt, answer) in enumerate(pairs):
         tokens[row, : len(prompt) + len(answer)] = prompt + answer
-    every = iter(np.asarray(_every_log_prob(params, tokens)))
+    every = iter(np.asarray(_every_logprob(params, tokens)))
     return [
         [next(every)[len(g.prompt) - 1 :][: len(answer)] for answer in g.answers] for g in groups
     ]
@@ -81,7 +81,7 @@ def fresh(made: Learner):
 
 def moments(state) -> Any:
     """Adam's first moment: after one step it is the clipped gradient times 1 - b1."""
-    return jax.device_get(optax.tree.get(state.optimiser, "mu"))
+    return jax.device_get(optax.tree.get(state.optimizer, "mu"))
 
 
 def assert_close(found: Any, wanted: Any, relative: float) -> None:
@@ -106,16 +106,16 @@ def assert_close(found: Any, wanted: Any, relative: float) -> None:
     ],
     ids=str,
 )
-def test_recomputed_log_probs_are_those_by_hand(layout: PackingConfig, mesh: Mesh) -> None:
+def test_recomputed_logprobs_are_those_by_hand(layout: PackingConfig, mesh: Mesh) -> None:
     made = learner(layout, mesh=mesh)
     state = fresh(made)
     found = made.recompute(state, GROUPS)
     assert len(found) == len(GROUPS)
-    for group, after, wanted in zip(GROUPS, found, log_probs(tiny.weights(), GROUPS), strict=True):
-        assert dataclasses.replace(after, old_log_probs=None) == dataclasses.replace(
-            group, old_log_probs=None
+    for group, after, wanted in zip(GROUPS, found, logprobs(tiny.weights(), GROUPS), strict=True):
+        assert dataclasses.replace(after, old_logprobs=None) == dataclasses.replace(
+            group, old_logprobs=None
         )
-        for old, expected in zip(after.old_log_probs or [], wanted, strict=True):
+        for old, expected in zip(after.old_logprobs or [], wanted, strict=True):
             np.testing.assert_allclose(old, expected, rtol=1e-5, atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), tiny.weights())
 
@@ -128,19 +128,19 @@ def test_of_adapters_too() -> None:
     state = state.replace(params=jax.device_put(trained, made.param_shardings))
     _, whole = made.export(state.params)
     (found,) = made.recompute(state, GROUPS[:1])
-    (wanted,) = log_probs(whole, GROUPS[:1])
-    for old, expected in zip(found.old_log_probs or [], wanted, strict=True):
+    (wanted,) = logprobs(whole, GROUPS[:1])
+    for old, expected in zip(found.old_logprobs or [], wanted, strict=True):
         np.testing.assert_allclose(old, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_in_the_compute_dtype_as_the_update_reads_them() -> None:
-    made = learner(loss=LossConfig(behaviour="sampler"), compute_dtype="bfloat16")
+    made = learner(loss=LossConfig(old_logprobs="rollout"), compute_dtype="bfloat16")
     state = fresh(made)
     _, numbers = made.update(state, made.recompute(state, GROUPS))
     assert numbers["sampler_difference"] < 1e-4
     (found, *_) = made.recompute(fresh(made), GROUPS)
-    (wanted, *_) = log_probs(tiny.weights(), GROUPS)
-    pairs = zip(found.old_log_probs or [], wanted, strict=True)
+    (wanted, *_) = logprobs(tiny.weights(), GROUPS)
+    pairs = zip(found.old_logprobs or [], wanted, strict=True)
     assert max(np.abs(a - b).max() for a, b in pairs) > 1e-3  # than in float32
 
 
@@ -149,34 +149,36 @@ def test_refused_answers_have_none_and_are_refused_again() -> None:
     long = Group([3] * 40, [[4] * 3, [4] * 20, [5]], [1.0, 1.0, -1.0])
     state = fresh(made)
     *others, found = made.recompute(state, [*GROUPS, long])
-    first, second, third = found.old_log_probs or []
+    first, second, third = found.old_logprobs or []
     assert np.isnan(second).all() and len(second) == 20
-    wanted = log_probs(tiny.weights(), [dataclasses.replace(long, answers=[[4] * 3, [4], [5]])])
+    wanted = logprobs(tiny.weights(), [dataclasses.replace(long, answers=[[4] * 3, [4], [5]])])
     np.testing.assert_allclose(first, wanted[0][0], atol=1e-5)
     np.testing.assert_allclose(third, wanted[0][2], atol=1e-5)
-    assert all(np.isfinite(old).all() for group in others for old in group.old_log_probs or [])
+    assert all(np.isfinite(old).all() for group in others for old in group.old_logprobs or [])
     state, numbers = made.update(state, [*others, found])
     assert numbers["refused_answers"] == 1 and np.isfinite(numbers["loss"])
     assert numbers["skipped_update"] == 0 and int(state.step) == 1
     nothing = Group([3] * 60, [[4]], [1.0])
     (found,) = made.recompute(state, [nothing])
-    assert np.isnan((found.old_log_probs or [])[0]).all()
+    assert np.isnan((found.old_logprobs or [])[0]).all()
     assert made.recompute(state, []) == []
 
 
 def test_the_groups_must_have_been_recomputed() -> None:
     made = learner()
-    unknown = [dataclasses.replace(group, old_log_probs=None) for group in GROUPS]
-    with pytest.raises(ValueError, match=r"loss\.behaviour = 'recomputed': needs the old_log_"):
+    unknown = [dataclasses.replace(group, old_logprobs=None) for group in GROUPS]
+    with pytest.raises(
+        ValueError, match=r"loss\.old_logprobs = 'recompute'.*need the old_logprobs"
+    ):
         made.update(fresh(made), unknown)
 
 
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 @pytest.mark.parametrize("objective", ["clip", "cispo"])
-def test_one_update_by_recomputed_log_probs_is_the_current_one(objective: str, ratio: str) -> None:
+def test_one_update_by_recomputed_logprobs_is_the_current_one(objective: str, ratio: str) -> None:
     fields = {"objective": objective, "ratio": ratio, "aggregation": "sequence_mean"}
     current = learner(loss=LossConfig(**fields))
-    again = learner(loss=LossConfig(behaviour="recomputed", **fields))
+    again = learner(loss=LossConfig(old_logprobs="recompute", **fields))
     state = fresh(again)
     state, numbers = again.update(state, again.recompute(state, GROUPS))
     wanted, wanted_numbers = current.update(fresh(current), GROUPS)
@@ -194,7 +196,7 @@ def test_one_update_by_recomputed_log_probs_is_the_current_one(objective: str, r
 
 
 def test_the_second_of_two_updates_has_a_ratio() -> None:
-    """Against log-probs and loss by hand, with the weights before and after the first."""
+    """Against logprobs and loss by hand, with the weights before and after the first."""
     made = learner()
     state = fresh(made)
     first, second = packing.in_parts(made.recompute(state, GROUPS), 2)
@@ -205,7 +207,7 @@ def test_the_second_of_two_updates_has_a_ratio() -> None:
     _, numbers = made.update(state, second)
     losses, differences, clipped = [], [], 0
     for group, old, new in zip(
-        second, log_probs(before, second), log_probs(now, second), strict=True
+        second, logprobs(before, second), logprobs(now, second), strict=True
     ):
         for advantage, was, is_now in zip(group.advantages, old, new, strict=True):
             for x, y in zip(was, is_now, strict=True):
@@ -236,14 +238,14 @@ def test_one_forward_program_a_bucket_compiled_at_the_start() -> None:
                 groups = made.recompute(state, tiny.groups(count, seed=count))
                 for part in packing.in_parts(groups, 2):
                     state, _ = made.update(state, part)
-            assert made.traces == wanted and made.log_probs._cache_size() == len(wanted)
+            assert made.traces == wanted and made.logprobs._cache_size() == len(wanted)
 
 
 # -------------------------------------------------- Variants: packing and placing change nothing
 
 VARIANTS = {
     "EAPO": {"ratio": "sequence", "clip_high": 0.28, "aggregation": "sequence_mean"},
-    "GSPO, truncated": {"ratio": "sequence_mean", "behaviour": "truncated"},
+    "GSPO, TIS": {"ratio": "sequence_mean", "old_logprobs": "on_policy", "tis_cap": 1.1},
     "CISPO, Dr. GRPO": {
         "objective": "cispo",
         "clip_low": 1.0,
@@ -269,19 +271,17 @@ def test_the_constant_of_sums_is_the_configs() -> None:
 
 @functools.cache
 def off_policy() -> list[Group]:
-    """Groups whose old log-probs are near: most ratios of answers are in bounds, some are not."""
+    """Groups whose old logprobs are near: most ratios of answers are in bounds, some are not."""
     rng = np.random.default_rng(0)
     return [
-        dataclasses.replace(
-            group, old_log_probs=[x + 0.15 * rng.normal(size=len(x)) for x in found]
-        )
-        for group, found in zip(GROUPS, log_probs(tiny.weights(), GROUPS), strict=True)
+        dataclasses.replace(group, old_logprobs=[x + 0.15 * rng.normal(size=len(x)) for x in found])
+        for group, found in zip(GROUPS, logprobs(tiny.weights(), GROUPS), strict=True)
     ]
 
 
 def step(name: str, layout: PackingConfig, mesh: Mesh):
     """(Weights and moments, numbers) after an update."""
-    fields = {"behaviour": "sampler", "entropy_weight": 0.1, "importance_cap": 1.1}
+    fields = {"old_logprobs": "rollout", "entropy_weight": 0.1}
     made = learner(layout, LossConfig(**fields | VARIANTS[name]), mesh)
     state, numbers = made.update(fresh(made), off_policy())
     return (jax.device_get(state.params), moments(state)), numbers
@@ -300,5 +300,5 @@ def test_a_variant_is_the_same_step(name: str, layout: PackingConfig, mesh: Mesh
     for key in ("loss", "gradient_norm", "entropy", "clip_share", "approx_kl", "answer_tokens"):
         assert numbers[key] == pytest.approx(wanted_numbers[key], rel=1e-4, abs=1e-6), key
     assert numbers["refused_answers"] == 0
-    if "truncated" not in name:
+    if "TIS" not in name:
         assert wanted_numbers["clip_share"] > 0

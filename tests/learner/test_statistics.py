@@ -46,10 +46,10 @@ def test_answers_may_differ_in_length():
     assert statistics.operations(policy, prompt, answers) == pytest.approx(wanted)
 
 
-def test_utilisation_is_of_all_devices_and_of_known_ones():
-    assert statistics.utilisation(989e12, [device("NVIDIA H200")] * 4) == pytest.approx(0.25)
-    assert statistics.utilisation(197e11, [device("TPU v5 lite")]) == pytest.approx(0.1)
-    assert statistics.utilisation(1e12, [device("cpu")]) is None
+def test_utilization_is_of_all_devices_and_of_known_ones():
+    assert statistics.utilization(989e12, [device("NVIDIA H200")] * 4) == pytest.approx(0.25)
+    assert statistics.utilization(197e11, [device("TPU v5 lite")]) == pytest.approx(0.1)
+    assert statistics.utilization(1e12, [device("cpu")]) is None
 
 
 def test_speed_is_by_the_updates_seconds():
@@ -63,7 +63,7 @@ def learner(**layout: Any) -> update.Learner:
     config = update.PackingConfig((packing.Bucket(48, 32),), 96, **layout)
     return update.Learner(
         tiny.POLICY,
-        update.OptimiserConfig(learning_rate=0.0),
+        update.OptimizerConfig(learning_rate=0.0),
         update.losses.LossConfig(),
         config,
         update.meshes.make_mesh(None, update.jax.devices()[:1]),
@@ -102,8 +102,8 @@ def test_entropy_is_told_by_role():
 
 
 def test_how_far_the_sampler_is_from_what_was_recomputed():
-    before = [Group([1], [[2, 3], [4]], [1.0, 1.0], old_log_probs=[[-1.0, -2.0], [-3.0]])]
+    before = [Group([1], [[2, 3], [4]], [1.0, 1.0], old_logprobs=[[-1.0, -2.0], [-3.0]])]
     again = [np.float32([-1.5, -1.75]), np.float32([np.nan])]  # the second answer was refused
-    after = [dataclasses.replace(before[0], old_log_probs=again)]
+    after = [dataclasses.replace(before[0], old_logprobs=again)]
     assert statistics.sampler_difference(before, after) == {"sampler_difference": (0.75, 2)}
     assert statistics.sampler_difference([], []) == {"sampler_difference": (0.0, 0)}

@@ -62,11 +62,11 @@ def padded(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def by_trl(fields: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
-    """The loss and its gradient of each answer's log-probs; no model is run."""
+    """The loss and its gradient of each answer's logprobs; no model is run."""
     torch = pytest.importorskip("torch", reason="extra 'test'")
     trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="extra 'test'")
     fields = {"importance_sampling_level": "token", "epsilon": 0.2, "beta": 0.0} | fields
-    log_probs = torch.tensor(padded(LOG_PROBS), requires_grad=True)
+    logprobs = torch.tensor(padded(LOG_PROBS), requires_grad=True)
     mask = torch.tensor(padded([np.ones(n) for n in LENGTHS]))
     trainer = mock.Mock(
         loss_type=fields["loss_type"],
@@ -82,7 +82,7 @@ def by_trl(fields: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
         use_vllm=False,
         _entropy_bonus_enabled=False,
         _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, log_probs.detach(), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, logprobs.detach(), None),
     )
     trainer.args = mock.Mock(delta=None, steps_per_generation=1, use_bias_correction_kl=False)
     trainer.accelerator = mock.Mock(
@@ -100,20 +100,20 @@ def by_trl(fields: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
     }
     loss = trainers.GRPOTrainer._compute_loss(trainer, mock.Mock(training=True), inputs)
     loss.backward()
-    gradients = [row[:n].numpy() for row, n in zip(log_probs.grad, LENGTHS, strict=True)]
+    gradients = [row[:n].numpy() for row, n in zip(logprobs.grad, LENGTHS, strict=True)]
     return loss.item(), gradients
 
 
 def by_us(config: LossConfig) -> tuple[float, np.ndarray]:
     """The same, the answers one behind the other."""
-    group = Group([1], [[2] * n for n in LENGTHS], ADVANTAGES, old_log_probs=OLD)
+    group = Group([1], [[2] * n for n in LENGTHS], ADVANTAGES, old_logprobs=OLD)
     weighed = packing.weigh([group], config.aggregation, config.sequence_tokens)
     (batch,) = packing.pack(weighed, [Bucket(1 + sum(LENGTHS), sum(LENGTHS))], 1)
     reference = jnp.concatenate(REFERENCE)[None]
 
-    def value(log_probs):
+    def value(logprobs):
         given = reference if config.kl_weight else None
-        return losses.batch_loss(log_probs, jnp.zeros_like(log_probs), batch, config, given)[0]
+        return losses.batch_loss(logprobs, jnp.zeros_like(logprobs), batch, config, given)[0]
 
     loss, gradient = jax.value_and_grad(value)(jnp.concatenate(LOG_PROBS)[None])
     return float(loss), np.asarray(gradient)[0]
@@ -122,7 +122,7 @@ def by_us(config: LossConfig) -> tuple[float, np.ndarray]:
 @pytest.mark.parametrize("name", CASES)
 def test_trl_has_the_same_loss_and_gradient(name: str) -> None:
     loss, gradients = by_trl(CASES[name].trl)
-    config = LossConfig(behaviour="sampler", dual_clip=0.0, **CASES[name].ours)
+    config = LossConfig(old_logprobs="rollout", dual_clip=0.0, **CASES[name].ours)
     found, gradient = by_us(config)
     assert found == pytest.approx(loss, rel=1e-5, abs=1e-6)
     np.testing.assert_allclose(gradient, np.concatenate(gradients), rtol=1e-4, atol=1e-6)

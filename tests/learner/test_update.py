@@ -12,7 +12,7 @@ import pytest
 from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.packing import Bucket, Group
-from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig, TrainState
+from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig, TrainState
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
@@ -22,7 +22,7 @@ BUCKETS = (Bucket(32, 24), Bucket(48, 32))
 ON_POLICY = LossConfig()
 PACKING = PackingConfig(BUCKETS[1:], token_budget=192)
 # With this epsilon a step is a smooth function of the gradient, not nearly its sign.
-SMOOTH = OptimiserConfig(learning_rate=0.01, epsilon=1e-3, weight_decay=0.1)
+SMOOTH = OptimizerConfig(learning_rate=0.01, epsilon=1e-3, weight_decay=0.1)
 RELATIVE = 1e-5  # of a tensor's largest element, for what is the same up to the order of sums
 
 
@@ -72,7 +72,7 @@ def _step(learner: Learner, groups: list[Group], reference=None) -> tuple[TrainS
 
 def _moments(state: TrainState):
     """Adam's first moment: after one step it is the clipped gradient times 1 - b1."""
-    return optax.tree.get(state.optimiser, "mu")
+    return optax.tree.get(state.optimizer, "mu")
 
 
 def _assert_close(found, wanted, relative: float = RELATIVE) -> None:
@@ -86,7 +86,7 @@ def _assert_close(found, wanted, relative: float = RELATIVE) -> None:
 def _assert_same_step(found, wanted, relative: float = RELATIVE) -> None:
     _assert_close(found[0].params, wanted[0].params, relative)
     _assert_close(_moments(found[0]), _moments(wanted[0]), relative)
-    for name in ("loss", "gradient_norm", "entropy", "mean_log_prob", "answer_tokens"):
+    for name in ("loss", "gradient_norm", "entropy", "mean_logprob", "answer_tokens"):
         assert found[1][name] == pytest.approx(wanted[1][name], rel=relative, abs=1e-6), name
 
 
@@ -107,8 +107,8 @@ def _rows(groups: list[Group]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @jax.jit
-def _log_probs(params: transformer.Params, tokens: jax.Array) -> jax.Array:
-    """Log-prob [rows, 18] of each token behind those before it in its row; 0 for the first."""
+def _logprobs(params: transformer.Params, tokens: jax.Array) -> jax.Array:
+    """Logprob [rows, 18] of each token behind those before it in its row; 0 for the first."""
     logits = transformer.logits(tiny.POLICY, params, tokens)[:, :-1] / TEMPERATURE
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
     return jnp.pad(chosen[..., 0], ((0, 0), (1, 0)))
@@ -117,7 +117,7 @@ def _log_probs(params: transformer.Params, tokens: jax.Array) -> jax.Array:
 @jax.jit
 @jax.grad
 def _surrogate_gradient(params, tokens, weights):
-    return -jnp.sum(_log_probs(params, tokens) * weights)
+    return -jnp.sum(_logprobs(params, tokens) * weights)
 
 
 @functools.cache
@@ -171,9 +171,7 @@ def test_shared_prefixes_save_tokens() -> None:
     group = Group([3] * 20, [[5, 6]] * 4, [1.0, -1.0, 0.5, 0.0])
     shared, _ = _learner().pack([group])
     separate, _ = _learner(PackingConfig(BUCKETS[1:], 192, shared_prefix=False)).pack([group])
-    count = [
-        sum(int((b.last_reader >= 0).sum()) for b in batches) for batches in (shared, separate)
-    ]
+    count = [sum(int((b.last_query >= 0).sum()) for b in batches) for batches in (shared, separate)]
     assert count == [20 + 8, 4 * 22]
 
 
@@ -203,7 +201,7 @@ def test_numbers_are_means_whatever_the_weights_add_up_to() -> None:
     twice = [*groups, *(dataclasses.replace(group, role="verifier") for group in groups)]
     _, wanted = _step(_learner(), groups)
     _, found = _step(_learner(loss=LossConfig(aggregation="role_mean")), twice)
-    for name in ("mean_log_prob", "entropy", "clip_share", "approx_kl"):
+    for name in ("mean_logprob", "entropy", "clip_share", "approx_kl"):
         assert found[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-7), name
 
 
@@ -228,10 +226,10 @@ def test_remat_and_kernel_give_the_same_gradient(remat: str, attention: str) -> 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("mesh", [(), (("fsdp", 4), ("context", 2))], ids=str)
 def test_what_waits_on_the_host_changes_nothing(mesh: tuple, weights: bool) -> None:
-    optimiser = dataclasses.replace(SMOOTH, offload=True, offload_weights=weights)
+    optimizer = dataclasses.replace(SMOOTH, offload=True, offload_weights=weights)
     devices = None if mesh else jax.devices()[:1]
     placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices)
-    learner = Learner(tiny.POLICY, optimiser, ON_POLICY, PACKING, placed, TEMPERATURE)
+    learner = Learner(tiny.POLICY, optimizer, ON_POLICY, PACKING, placed, TEMPERATURE)
     state = learner.init(tiny.weights())
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(_moments(state))}
     assert kinds == {"pinned_host"}
@@ -246,8 +244,8 @@ def test_what_waits_on_the_host_changes_nothing(mesh: tuple, weights: bool) -> N
 
 def test_what_waits_on_the_host_comes_back_from_a_checkpoint(tmp_path) -> None:
     mesh = meshes.make_mesh({"fsdp": 4, "context": 2})
-    optimiser = dataclasses.replace(SMOOTH, offload=True, offload_weights=True)
-    learner = Learner(tiny.POLICY, optimiser, ON_POLICY, PACKING, mesh, TEMPERATURE)
+    optimizer = dataclasses.replace(SMOOTH, offload=True, offload_weights=True)
+    learner = Learner(tiny.POLICY, optimizer, ON_POLICY, PACKING, mesh, TEMPERATURE)
     state, _ = learner.update(learner.init(tiny.weights()), SMALL)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"policy": state}, {}, force=True)
@@ -263,7 +261,7 @@ def test_bfloat16_is_close_and_keeps_float32_masters() -> None:
     state, numbers = _step(_learner(compute_dtype="bfloat16"), GROUPS)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
     assert numbers["gradient_norm"] == pytest.approx(_wanted()[1]["gradient_norm"], rel=0.05)
-    assert numbers["mean_log_prob"] == pytest.approx(_wanted()[1]["mean_log_prob"], rel=0.02)
+    assert numbers["mean_logprob"] == pytest.approx(_wanted()[1]["mean_logprob"], rel=0.02)
 
 
 # ------------------------------------------------------------------------------- Steps that are not
@@ -295,13 +293,13 @@ def test_refused_answers_are_counted() -> None:
     assert numbers == {"empty_update": 1.0, "refused_answers": 1.0}
 
 
-# ------------------------------------------------------------------------- Reference and behaviour
+# ----------------------------------------------------------------------- Reference and old logprobs
 
 
 def _difference(params) -> np.ndarray:
-    """Log-probs of SMALL's three answer tokens under these weights, less the tiny ones'."""
+    """Logprobs of SMALL's three answer tokens under these weights, less the tiny ones'."""
     tokens, answers = _rows(SMALL)
-    change = _log_probs(params, tokens) - _log_probs(tiny.weights(), tokens)
+    change = _logprobs(params, tokens) - _logprobs(tiny.weights(), tokens)
     return np.asarray(change)[answers > 0]
 
 
@@ -333,13 +331,13 @@ def test_a_reference_is_there_if_and_only_if_it_is_needed() -> None:
 
 
 def test_ratio_against_the_sampler() -> None:
-    learner = _learner(loss=LossConfig(behaviour="sampler"))
+    learner = _learner(loss=LossConfig(old_logprobs="rollout"))
     tokens, answers = _rows(SMALL)
-    current = np.asarray(_log_probs(tiny.weights(), tokens))[answers > 0]
+    current = np.asarray(_logprobs(tiny.weights(), tokens))[answers > 0]
     shift = np.array([0.1, -0.5, 0.15])
 
     def with_old(old: np.ndarray) -> list[Group]:
-        return [dataclasses.replace(SMALL[0], old_log_probs=[old[:2], old[2:]])]
+        return [dataclasses.replace(SMALL[0], old_logprobs=[old[:2], old[2:]])]
 
     _, numbers = _step(learner, with_old(current - shift))
     ratios, advantages = np.exp(shift), np.array([0.5, 0.5, -1.5])
@@ -348,18 +346,18 @@ def test_ratio_against_the_sampler() -> None:
     assert numbers["sampler_difference"] == pytest.approx(np.abs(shift).mean(), rel=1e-3)
     assert numbers["approx_kl"] == pytest.approx(-shift.mean(), rel=1e-3)
     _assert_same_step(_step(learner, with_old(current)), _step(_learner(), SMALL), 1e-4)
-    with pytest.raises(ValueError, match=r"loss\.behaviour = 'sampler': needs the old_log_probs"):
+    with pytest.raises(ValueError, match=r"loss\.old_logprobs = 'rollout'.*need the old_logprobs"):
         _step(learner, SMALL)
 
 
 def test_truncated_importance_weights() -> None:
     """A constant factor of each token's share, of which the gradient knows nothing."""
-    learner = _learner(loss=LossConfig(behaviour="truncated", importance_cap=1.5))
+    learner = _learner(loss=LossConfig(tis_cap=1.5))
     tokens, answers = _rows(SMALL)
-    current = np.asarray(_log_probs(tiny.weights(), tokens))[answers > 0]
+    current = np.asarray(_logprobs(tiny.weights(), tokens))[answers > 0]
     shift = np.array([0.1, -0.5, 0.9])
     old = current - shift
-    groups = [dataclasses.replace(SMALL[0], old_log_probs=[old[:2], old[2:]])]
+    groups = [dataclasses.replace(SMALL[0], old_logprobs=[old[:2], old[2:]])]
     state, numbers = _step(learner, groups)
     share = np.array([0.5, 0.5, -1.5]) * np.minimum(np.exp(shift), 1.5) / 3
     assert numbers["loss"] == pytest.approx(-share.sum(), rel=1e-4)
@@ -371,9 +369,9 @@ def test_truncated_importance_weights() -> None:
     assert numbers["gradient_norm"] == pytest.approx(norm, rel=1e-4)
     clipped = jax.tree.map(lambda g: g * min(1.0, SMOOTH.clip_norm / norm), gradient)
     _assert_close(_moments(state), jax.tree.map(lambda g: g * (1 - SMOOTH.b1), clipped))
-    fresh = [dataclasses.replace(SMALL[0], old_log_probs=[current[:2], current[2:]])]
+    fresh = [dataclasses.replace(SMALL[0], old_logprobs=[current[:2], current[2:]])]
     _assert_same_step(_step(learner, fresh), _step(_learner(), SMALL), 1e-4)
-    with pytest.raises(ValueError, match=r"loss\.behaviour = 'truncated': needs the old_log_"):
+    with pytest.raises(ValueError, match=r"loss\.tis_cap = 1\.5: need the old_logprobs"):
         _step(learner, SMALL)
 
 
@@ -453,7 +451,7 @@ def test_updates_learn() -> None:
         state, _ = learner.update(state, [group])
     tokens, answers = _rows([group])
     before, after = (
-        np.sum(_log_probs(params, tokens) * answers, axis=1)
+        np.sum(_logprobs(params, tokens) * answers, axis=1)
         for params in (tiny.weights(), state.params)
     )
     assert after[0] > before[0] + 1.0 and after[1] < before[1] - 1.0
@@ -471,7 +469,7 @@ def test_updates_learn() -> None:
     ],
 )
 def test_schedules(schedule: str, wanted: dict[int, float]) -> None:
-    config = OptimiserConfig(
+    config = OptimizerConfig(
         learning_rate=2.0, schedule=schedule, warmup_steps=4, total_steps=12, final_fraction=0.2
     )
     found = {step: float(config.rate()(step)) / 2.0 for step in wanted}
@@ -479,7 +477,7 @@ def test_schedules(schedule: str, wanted: dict[int, float]) -> None:
 
 
 def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
-    assert float(OptimiserConfig(learning_rate=0.5).rate()(0)) == 0.5
+    assert float(OptimizerConfig(learning_rate=0.5).rate()(0)) == 0.5
     assert _wanted()[1]["learning_rate"] == pytest.approx(SMOOTH.learning_rate)
 
 

@@ -22,7 +22,13 @@ ANSWER = np.array(
         [0, 0, 1, 1, 1, 1, 1, 1, 2, 3, 3, -1],
     ]
 )
-CHOICES = itertools.product(losses.OBJECTIVES, losses.RATIOS, losses.BEHAVIOURS)
+CORRECTIONS = {
+    "on_policy": {},
+    "rollout": {"old_logprobs": "rollout"},
+    "tis": {"tis_cap": 1.3},
+    "recompute": {"old_logprobs": "recompute"},
+}
+CHOICES = itertools.product(losses.OBJECTIVES, losses.RATIOS, CORRECTIONS)
 # A KL estimator and a dual clip for each, in turn.
 TURNS = itertools.cycle(itertools.product(losses.KL_ESTIMATORS, (0.0, 1.5)))
 VARIANTS = [(*choice, *turn) for choice, turn in zip(CHOICES, TURNS, strict=False)]
@@ -30,9 +36,9 @@ VARIANTS = [(*choice, *turn) for choice, turn in zip(CHOICES, TURNS, strict=Fals
 
 @functools.cache
 def given() -> tuple[MicroBatch, dict[str, np.ndarray]]:
-    """A micro-batch as the loss reads it, and log-probs, reference log-probs, entropies."""
+    """A micro-batch as the loss reads it, and logprobs, reference logprobs, entropies."""
     rng = np.random.default_rng(40)
-    log_probs = -rng.exponential(1.5, ANSWER.shape)
+    logprobs = -rng.exponential(1.5, ANSWER.shape)
     real = ANSWER >= 0
     # One advantage and one weight an answer: numbers by row and answer.
     row, slot = np.arange(2)[:, None], np.maximum(ANSWER, 0)
@@ -41,18 +47,18 @@ def given() -> tuple[MicroBatch, dict[str, np.ndarray]]:
     tokens = {name: np.zeros((2, 1), np.int32) for name in ("tokens", "positions", "index")}
     batch = MicroBatch(
         **tokens,
-        last_reader=tokens["index"],
+        last_query=tokens["index"],
         source=np.zeros_like(ANSWER),
         target=np.zeros_like(ANSWER),
         advantage=advantage.astype(np.float32),
         weight=weight.astype(np.float32),
-        old_log_prob=((log_probs - 0.25 * rng.normal(size=ANSWER.shape)) * real).astype(np.float32),
+        old_logprob=((logprobs - 0.25 * rng.normal(size=ANSWER.shape)) * real).astype(np.float32),
         role=np.zeros_like(ANSWER),
         answer=ANSWER,
     )
     numbers = {
-        "log_probs": log_probs.astype(np.float32),
-        "reference": (log_probs + 0.7 * rng.normal(size=ANSWER.shape)).astype(np.float32),
+        "logprobs": logprobs.astype(np.float32),
+        "reference": (logprobs + 0.7 * rng.normal(size=ANSWER.shape)).astype(np.float32),
         "entropy": rng.exponential(1.0, ANSWER.shape).astype(np.float32),
     }
     return batch, numbers
@@ -77,24 +83,24 @@ def _kl(estimator: str, policy: float, reference: float) -> float:
 
 
 def by_hand(config: LossConfig, moved: np.ndarray) -> dict[str, float]:
-    """The loss and its sums at log-probs `moved`, of which constants of the gradient do not know.
+    """The loss and its sums at logprobs `moved`, of which constants of the gradient do not know.
 
     Written out answer by answer and token by token.
     """
     batch, numbers = given()
-    here = numbers["log_probs"].astype(float)
+    here = numbers["logprobs"].astype(float)
     sums = dict.fromkeys(("loss", "clip_share", "dual_clip_share", "approx_kl", "kl"), 0.0)
     for row in range(2):
-        sampled = batch.old_log_prob[row].astype(float)
-        old = sampled if config.behaviour in ("sampler", "recomputed") else here[row]
+        sampled = batch.old_logprob[row].astype(float)
+        old = sampled if config.old_logprobs != "on_policy" else here[row]
         for answer in range(4):
             tokens = [t for t in range(12) if batch.answer[row, t] == answer]
             for t in tokens:
                 advantage, share = float(batch.advantage[row, t]), float(batch.weight[row, t])
                 weight = share
-                if config.behaviour == "truncated":
+                if config.tis_cap:
                     since = _ratio(config.ratio, here[row], sampled, tokens, t)
-                    weight *= min(since, config.importance_cap)
+                    weight *= min(since, config.tis_cap)
                 ratio = _ratio(config.ratio, moved[row], old, tokens, t)
                 fixed = _ratio(config.ratio, here[row], old, tokens, t)
                 low, high = 1 - config.clip_low, 1 + config.clip_high
@@ -119,7 +125,7 @@ def by_hand(config: LossConfig, moved: np.ndarray) -> dict[str, float]:
 
 def slope(config: LossConfig) -> np.ndarray:
     """The gradient [2, 12] of by_hand by central differences."""
-    at, found = given()[1]["log_probs"].astype(float), np.zeros(ANSWER.shape)
+    at, found = given()[1]["logprobs"].astype(float), np.zeros(ANSWER.shape)
     for place in np.ndindex(*ANSWER.shape):
         step = np.zeros(ANSWER.shape)
         step[place] = 1e-6
@@ -134,38 +140,37 @@ def found(config: LossConfig):
 
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
-    def value(log_probs):
+    def value(logprobs):
         return losses.batch_loss(
-            log_probs, jnp.array(numbers["entropy"]), batch, config, jnp.array(numbers["reference"])
+            logprobs, jnp.array(numbers["entropy"]), batch, config, jnp.array(numbers["reference"])
         )
 
-    return value(jnp.array(numbers["log_probs"]))
+    return value(jnp.array(numbers["logprobs"]))
 
 
-@pytest.mark.parametrize(("objective", "ratio", "behaviour", "kl", "dual_clip"), VARIANTS)
+@pytest.mark.parametrize(("objective", "ratio", "correction", "kl", "dual_clip"), VARIANTS)
 def test_value_sums_and_gradient(
-    objective: str, ratio: str, behaviour: str, kl: str, dual_clip: float
+    objective: str, ratio: str, correction: str, kl: str, dual_clip: float
 ) -> None:
     config = LossConfig(
         objective=objective,
         ratio=ratio,
-        behaviour=behaviour,
+        **CORRECTIONS[correction],
         dual_clip=dual_clip,
         clip_low=0.2,
         clip_high=0.28,
-        importance_cap=1.3,
         kl_weight=0.3,
         kl_estimator=kl,
         entropy_weight=0.1,
     )
     (value, sums), gradient = found(config)
-    wanted = by_hand(config, given()[1]["log_probs"].astype(float))
+    wanted = by_hand(config, given()[1]["logprobs"].astype(float))
     assert float(value) == pytest.approx(wanted["loss"], rel=1e-5)
     for name, number in wanted.items():
         assert float(sums[name]) == pytest.approx(number, rel=1e-5, abs=1e-6), name
     np.testing.assert_allclose(gradient, slope(config), rtol=1e-4, atol=1e-6)
     assert set(sums) == {*config.sums, *losses.ROLE_SUMS}
-    if behaviour in ("sampler", "recomputed"):  # something is clipped, and something is not
+    if correction in ("rollout", "recompute"):  # something is clipped, and something is not
         assert 0 < wanted["clip_share"] < 0.9 * float(sums["weight"])
         is_live = bool(dual_clip) and objective == "clip" and ratio != "sequence_mean"
         assert bool(wanted["dual_clip_share"]) == is_live
@@ -181,10 +186,10 @@ def test_the_first_equation_of_eapo_and_its_gradient() -> None:
     logs = [[-1.0, -2.0, -0.5], [-0.3, -0.7], [-1.1], [-2.0, -1.0]]
     olds = [[-1.2, -1.9, -0.6], [-0.9, -0.4], [-0.7], [-2.1, -1.4]]
     advantages = [1.0, 1.0, -1.0, -0.5]
-    group = Group([1], [[2] * len(x) for x in logs], advantages, old_log_probs=olds)
+    group = Group([1], [[2] * len(x) for x in logs], advantages, old_logprobs=olds)
     config = LossConfig(
         ratio="sequence",
-        behaviour="sampler",
+        old_logprobs="rollout",
         clip_high=0.28,
         aggregation="sequence_mean",
         dual_clip=0.0,
@@ -193,8 +198,8 @@ def test_the_first_equation_of_eapo_and_its_gradient() -> None:
     (batch,) = packing.pack(weighed, [Bucket(9, 8)], 9)
     flat = jnp.array([[x for log in logs for x in log]])
 
-    def value(log_probs):
-        return losses.batch_loss(log_probs, jnp.zeros_like(log_probs), batch, config)[0]
+    def value(logprobs):
+        return losses.batch_loss(logprobs, jnp.zeros_like(logprobs), batch, config)[0]
 
     ratios = [math.exp(sum(log) - sum(old)) for log, old in zip(logs, olds, strict=True)]
     pairs = list(zip(ratios, advantages, strict=True))
@@ -211,11 +216,11 @@ def test_the_first_equation_of_eapo_and_its_gradient() -> None:
 def test_the_gradient_of_gspo() -> None:
     """s_i A_i / |y_i| for every token of an answer, s_i its geometric mean ratio."""
     batch, numbers = given()
-    gradient = _gradient(ratio="sequence_mean", behaviour="sampler", clip_low=9, clip_high=99)
+    gradient = _gradient(ratio="sequence_mean", old_logprobs="rollout", clip_low=9, clip_high=99)
     for row, answer in itertools.product(range(2), range(4)):
         mine = batch.answer[row] == answer
         if mine.any():
-            s = np.exp(np.mean((numbers["log_probs"] - batch.old_log_prob)[row, mine]))
+            s = np.exp(np.mean((numbers["logprobs"] - batch.old_logprob)[row, mine]))
             share = batch.weight[row, mine].sum()  # of the answer in the loss; 1 / G in the paper
             wanted = -share * s * batch.advantage[row, mine] / mine.sum()
             np.testing.assert_allclose(gradient[row, mine], wanted, rtol=1e-5)
@@ -224,12 +229,12 @@ def test_the_gradient_of_gspo() -> None:
 
 def test_no_token_of_cispo_loses_its_gradient() -> None:
     batch, numbers = given()
-    gradient = _gradient(objective="cispo", behaviour="sampler", clip_low=1.0, clip_high=0.28)
-    ratios = np.exp(numbers["log_probs"] - batch.old_log_prob)
+    gradient = _gradient(objective="cispo", old_logprobs="rollout", clip_low=1.0, clip_high=0.28)
+    ratios = np.exp(numbers["logprobs"] - batch.old_logprob)
     wanted = -batch.weight * np.minimum(ratios, 1.28) * batch.advantage
     np.testing.assert_allclose(gradient, wanted, rtol=1e-5)
     assert gradient[batch.answer >= 0].all()
-    assert not _gradient(behaviour="sampler")[batch.answer >= 0].all()
+    assert not _gradient(old_logprobs="rollout")[batch.answer >= 0].all()
 
 
 @pytest.mark.parametrize("ratio", losses.RATIOS)
@@ -248,10 +253,10 @@ def test_truncated_weighs_an_answer_by_the_ratio_of_the_answer() -> None:
     batch, numbers = given()
     for ratio in ("sequence", "sequence_mean"):
         plain = _gradient(ratio=ratio)
-        weighed = _gradient(ratio=ratio, behaviour="truncated", importance_cap=1.3)
+        weighed = _gradient(ratio=ratio, tis_cap=1.3)
         for row, answer in ((0, 2), (1, 1), (1, 3)):
             mine = batch.answer[row] == answer
-            far = (numbers["log_probs"] - batch.old_log_prob)[row, mine]
+            far = (numbers["logprobs"] - batch.old_logprob)[row, mine]
             far = far.sum() if ratio == "sequence" else far.mean()
             np.testing.assert_allclose(
                 weighed[row, mine], plain[row, mine] * min(np.exp(far), 1.3), rtol=1e-5
@@ -262,10 +267,10 @@ def test_truncated_weighs_an_answer_by_the_ratio_of_the_answer() -> None:
 @pytest.mark.parametrize("objective", losses.OBJECTIVES)
 def test_extreme_ratios_stay_finite(objective: str, ratio: str) -> None:
     batch, _ = given()
-    config = LossConfig(objective=objective, ratio=ratio, behaviour="sampler", clip_high=1e9)
-    for log_prob, old in ((0.0, -1e4), (-1e4, 0.0)):
-        extreme = batch.replace(old_log_prob=np.full(ANSWER.shape, old, np.float32))
-        at = jnp.full(ANSWER.shape, log_prob)
+    config = LossConfig(objective=objective, ratio=ratio, old_logprobs="rollout", clip_high=1e9)
+    for logprob, old in ((0.0, -1e4), (-1e4, 0.0)):
+        extreme = batch.replace(old_logprob=np.full(ANSWER.shape, old, np.float32))
+        at = jnp.full(ANSWER.shape, logprob)
         loss = functools.partial(losses.batch_loss, batch=extreme, config=config)
         (value, _), gradient = jax.value_and_grad(
             lambda x, loss=loss: loss(x, jnp.zeros_like(x)), has_aux=True

@@ -18,7 +18,7 @@ BIASED = tiny.POLICY
 QWEN3 = dataclasses.replace(tiny.POLICY, qkv_bias=False, qk_norm=True)
 LLAMA = dataclasses.replace(tiny.POLICY, qkv_bias=False, rope=RopeConfig(5e5, "linear", 4.0))
 MOE = dataclasses.replace(
-    QWEN3, experts=8, experts_per_token=2, normalised_router=False, tied_embeddings=False
+    QWEN3, experts=8, experts_per_token=2, normalized_router=False, tied_embeddings=False
 )
 TYPES = {"qwen2": BIASED, "qwen3": QWEN3, "llama": LLAMA, "qwen3_moe": MOE}
 
@@ -151,7 +151,7 @@ def test_a_stretched_context() -> None:
     longer.check_length(4 * tiny.POLICY.max_positions)
     with pytest.raises(ValueError, match=r"have 1025 tokens .* max_position_embeddings = 1024"):
         longer.check_length(1025)
-    with pytest.raises(ValueError, match=r"policy\.stretch = 'yarn': .* is 'linear' already"):
+    with pytest.raises(ValueError, match=r"policy\.rope_scaling = 'yarn': .* is 'linear' already"):
         LLAMA.stretched("yarn", 2.0)
 
 

@@ -65,8 +65,8 @@ def test_sixty_four_greedy_tokens_equal_transformers(family: str, both) -> None:
         max_tokens=64,
         max_verdict_tokens=64,
         max_prompt=32,
-        block=16,
-        cache_tokens=512,
+        page_size=16,
+        kv_cache_tokens=512,
     )
     sampler = Sampler(config, settings, (), meshes.make_mesh(devices=jax.devices()[:1]))
     found = sampler.sample(params, prompts, 1, jax.random.key(0))
@@ -95,17 +95,17 @@ def test_a_padded_row_equals_the_row_alone(family: str, both) -> None:
 
 @every_family
 def test_gradients_equal_autograd(family: str, both, tmp_path) -> None:
-    """Of the summed log-prob of a short text, for every tensor, relative to its largest entry."""
+    """Of the summed logprob of a short text, for every tensor, relative to its largest entry."""
     model, config, params = both(family)
     import torch
 
     text = TOKENS[:, :16]
 
-    def log_prob(params):
+    def logprob(params):
         every = jax.nn.log_softmax(transformer.logits(config, params, text))[:, :-1]
         return jnp.sum(jnp.take_along_axis(every, text[:, 1:, None], axis=-1))
 
-    ours = jax.jit(jax.grad(log_prob))(params)
+    ours = jax.jit(jax.grad(logprob))(params)
     model.zero_grad()
     ids = torch.tensor(text, dtype=torch.long)
     every = model(ids).logits.log_softmax(-1)[:, :-1]

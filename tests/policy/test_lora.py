@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.packing import Bucket
-from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig
+from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig
 from spell_jax.policy import lora, transformer, weights
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.runtime import mesh as meshes
@@ -37,7 +37,7 @@ def _learner(policy=POLICY, **mesh: int) -> Learner:
     devices = None if mesh else jax.devices()[:1]
     return Learner(
         policy,
-        OptimiserConfig(learning_rate=0.01),
+        OptimizerConfig(learning_rate=0.01),
         LossConfig(),
         PackingConfig((Bucket(48, 32),), 192),
         meshes.make_mesh(mesh or {"fsdp": 1}, devices),
@@ -128,7 +128,7 @@ def test_an_update_trains_the_adapters_alone(mesh) -> None:
     state = dataclasses.replace(state, params=jax.device_put(start, learner.param_shardings))
     state, numbers = learner.update(state, groups)
     assert _names(state.params) == _names(start)
-    assert {leaf.shape for leaf in jax.tree.leaves(state.optimiser)} <= {
+    assert {leaf.shape for leaf in jax.tree.leaves(state.optimizer)} <= {
         leaf.shape for leaf in jax.tree.leaves(start)
     } | {()}
     for before, after in zip(jax.tree.leaves(start), jax.tree.leaves(state.params), strict=True):
@@ -153,7 +153,13 @@ def _gradient_norm() -> float:
 
 def test_the_sampler_plays_with_the_adapters() -> None:
     config = SamplerConfig(
-        0.0, max_tokens=8, max_verdict_tokens=8, max_prompt=24, block=8, cache_tokens=256, slots=2
+        0.0,
+        max_tokens=8,
+        max_verdict_tokens=8,
+        max_prompt=24,
+        page_size=8,
+        kv_cache_tokens=256,
+        slots=2,
     )
     mesh = meshes.make_mesh(devices=jax.devices()[:1])
     params = tiny.weights(POLICY)
@@ -183,7 +189,7 @@ def test_equals_peft(family: str, tmp_path) -> None:
     assert written["target_modules"] == ["down_proj", "gate_proj", "o_proj", "q_proj"]
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapters", is_trainable=True)
 
-    def log_prob(adapters):
+    def logprob(adapters):
         every = jax.nn.log_softmax(transformer.logits(config, lora.join(adapters, base), TOKENS))
         return jnp.sum(jnp.take_along_axis(every[:, :-1], TOKENS[:, 1:, None], axis=-1))
 
@@ -196,7 +202,7 @@ def test_equals_peft(family: str, tmp_path) -> None:
 
     every = wanted.log_softmax(-1)[:, :-1]
     every.gather(-1, ids[:, 1:, None]).sum().backward()
-    lora.save(tmp_path / "gradients", config, jax.jit(jax.grad(log_prob))(adapters))
+    lora.save(tmp_path / "gradients", config, jax.jit(jax.grad(logprob))(adapters))
     ours = safetensors.numpy.load_file(tmp_path / "gradients" / "adapter_model.safetensors")
     named = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
     assert len(named) == len(ours) == config.layers * 8

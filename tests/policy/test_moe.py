@@ -13,7 +13,7 @@ import pytest
 
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.packing import Bucket
-from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig
+from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig
 from spell_jax.policy import moe, transformer
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
@@ -66,10 +66,10 @@ def _loss(mix):
 
 def test_router_weights() -> None:
     logits = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
-    weights, chosen = moe.route(logits, 2, normalised=False)
+    weights, chosen = moe.route(logits, 2, normalized=False)
     assert chosen.tolist() == [1, 3]
     np.testing.assert_allclose(weights, [0.4, 0.3], rtol=1e-6)
-    weights, _ = moe.route(logits, 2, normalised=True)
+    weights, _ = moe.route(logits, 2, normalized=True)
     np.testing.assert_allclose(weights, [4 / 7, 3 / 7], rtol=1e-6)
 
 
@@ -286,7 +286,7 @@ def _update(mesh: tuple[tuple[str, int], ...]):
     devices = None if mesh else jax.devices()[:1]
     learner = Learner(
         POLICY,
-        OptimiserConfig(learning_rate=0.01, epsilon=1e-3),
+        OptimizerConfig(learning_rate=0.01, epsilon=1e-3),
         LossConfig(),
         PackingConfig((Bucket(48, 32),), 384),
         meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices),
@@ -309,7 +309,7 @@ def test_router_load_is_reported() -> None:
     """Weights of zero leave a tie, which top_k gives to the first experts."""
     learner = Learner(
         POLICY,
-        OptimiserConfig(),
+        OptimizerConfig(),
         LossConfig(),
         PackingConfig((Bucket(48, 32),), 192),
         meshes.make_mesh(devices=jax.devices()[:1]),
@@ -329,10 +329,10 @@ def test_sampling_on_a_mesh_equals_one_device(mesh) -> None:
         max_tokens=10,
         max_verdict_tokens=10,
         max_prompt=16,
-        block=4,
-        cache_tokens=2048,
+        page_size=4,
+        kv_cache_tokens=2048,
         slots=24,
-        siblings=3,
+        samples_per_prompt_batch=3,
         prefill_tokens=128,
         decode_tokens=8,
     )
@@ -349,4 +349,4 @@ def test_sampling_on_a_mesh_equals_one_device(mesh) -> None:
         assert found is not None and wanted is not None
         for a, b in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
-            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)

@@ -48,7 +48,7 @@ def test_products_depend_on_the_distance_only() -> None:
     assert abs(near - np.sum(_rotate(q, [9]) * _rotate(k, [3]))) > 0.1
 
 
-def test_neighbours_differ_in_bfloat16_too() -> None:
+def test_neighbors_differ_in_bfloat16_too() -> None:
     x = jnp.ones((1, 2, 1, 8), jnp.bfloat16)
     turned = rope.rotate(x, *rope.rotary(jnp.array([[256, 257]]), 8, RopeConfig(1e4)))
     assert turned.dtype == jnp.bfloat16

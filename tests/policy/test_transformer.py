@@ -54,7 +54,7 @@ def test_an_answer_behind_its_prompt_in_a_packed_row() -> None:
     prompt, first, second = TOKENS[0, :6], TOKENS[0, 6:10], TOKENS[1, :5]
     packed = np.concatenate([prompt, first, second])[None]
     positions = jnp.array([[*range(10), *range(6, 11)]])
-    context = {"last_reader": jnp.array([[14] * 6 + [9] * 4 + [14] * 5])}
+    context = {"last_query": jnp.array([[14] * 6 + [9] * 4 + [14] * 5])}
 
     @jax.jit
     def score(params, tokens):

@@ -96,7 +96,7 @@ def main() -> None:
     policy, params = make_adapters() if adapters else make_policy(int(experts))
     shapes, axes = transformer.abstract_params(policy)
     places = meshes.shardings(meshes.make_mesh(SHAPE), axes, shapes)
-    params = meshes.put(params, places)
+    params = meshes.device_put(params, places)
     if adapters:
         lora.save(folder / f"host_{me}", policy, params)
         split = lora.split(policy, params)[0]

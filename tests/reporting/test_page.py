@@ -124,12 +124,17 @@ def test_runs_that_differ_in_the_seed_are_one_group():
     assert group_by_seed(configs) == [[0, 2], [1], [3], [4]]
 
 
-def test_panels_are_of_what_a_game_measures():
+def test_panels_are_of_what_a_algorithm_measures():
     names = [
-        *("play/solve_rate", "play/solve_rate/10", "play/solve_rate/2", "play/dense_reward"),
-        *("play/dense_reward/2", "play/dense_by_chance", "play/questioner_reward"),
-        *("play/scoring_failed", "play/evidence_score", "play/evidence_score_right"),
-        *("play/answer_tokens/responder", "play/answer_tokens/reward_model"),
+        *(
+            "rollout/solve_rate",
+            "rollout/solve_rate/10",
+            "rollout/solve_rate/2",
+            "rollout/dense_reward",
+        ),
+        *("rollout/dense_reward/2", "rollout/dense_by_chance", "rollout/questioner_reward"),
+        *("rollout/scoring_failed", "rollout/evidence_score", "rollout/evidence_score_right"),
+        *("rollout/answer_tokens/responder", "rollout/answer_tokens/reward_model"),
         *("time/seconds/reward_model", "time/seconds/start"),
         *("eval/accuracy", "eval/accuracy/2", "train/loss"),
     ]
@@ -148,7 +153,7 @@ def test_panels_are_of_what_a_game_measures():
     assert list(panels["Solve rate"])[:4] == [
         "all",
         *TASKS,
-    ]  # whose colours are the same everywhere
+    ]  # whose colors are the same everywhere
     assert choose_panels(["train/loss"]) == []
 
 
@@ -158,7 +163,7 @@ def test_tasks_of_other_games_have_no_share_and_nobody_no_reward(tmp_path):
     lines = [Writer().episode(n, task="own", **four) for n in range(2)]
     write_records(path_of(workdir, 1), [{"of": 2} | lines[0], lines[1]])
     assert [n for n in choose_episodes(workdir, 9).counted[1] if "mixed" in n] == []
-    records = [{"step": 1, "play/solve_rate": 0.25}]
+    records = [{"step": 1, "rollout/solve_rate": 0.25}]
     write_page([Measured(workdir, records, None)], epath.Path(tmp_path / "page.html"))
     overview = unpack(data_of(tmp_path / "page.html")[0])
     assert [group["mapping"] for group in overview["groups"]] == [None]
@@ -228,12 +233,12 @@ def test_without_documents_episodes_may_fill_the_page(tmp_path):
 
 def test_seeds_are_bands_and_other_configs_curves(tmp_path):
     runs = [write_run(tmp_path / name, 3, 2, seed) for name, seed in (("a", 0), ("b", 1))]
-    runs.append(write_run(tmp_path / "c", 3, 2, 0, game={"mapping": "azr"}))
+    runs.append(write_run(tmp_path / "c", 3, 2, 0, algorithm={"mapping": "azr"}))
     write_page(list(map(measured, runs)), epath.Path(tmp_path / "page.html"))
     overview = unpack(data_of(tmp_path / "page.html")[0])
     band, alone = overview["groups"]
     assert [group["name"] for group in (band, alone)] == [
-        "game.mapping=gaussian", "game.mapping=azr"
+        "algorithm.mapping=gaussian", "algorithm.mapping=azr"
     ]  # fmt: skip
     values = [[line["train/loss"] for line in measured(run).records] for run in runs[:2]]
     steps, *found = band["series"]["train/loss"]
@@ -430,11 +435,11 @@ def test_how_curves_are_drawn(page, large):
 
     one = {"name": "g", "series": {"x": [[1, 2], [0.03, 0.37]], "y": [[1, 2], [0.1, 0.35]]}}
     metrics = {"all": "x", "b": "y"}
-    # An axis begins and ends at a tick; a task's colour does not depend on the curve of all tasks.
+    # An axis begins and ends at a tick; a task's color does not depend on the curve of all tasks.
     told = drawn({"metrics": metrics}, one, what="text", of="")
     assert told[:5] == ["0", "0.1", "0.2", "0.3", "0.4"]
-    colours = drawn({"metrics": metrics}, one, of="style")
-    assert colours == ["stroke:var(--ink)", "stroke:var(--c0)"]
+    colors = drawn({"metrics": metrics}, one, of="style")
+    assert colors == ["stroke:var(--ink)", "stroke:var(--c0)"]
     assert drawn({"metrics": {"b": "y"}}, one, of="style") == ["stroke:var(--c0)"]
     # To compare, that of all tasks alone.
     assert drawn({"metrics": metrics}, one, one, of="style") == [
@@ -445,7 +450,7 @@ def test_how_curves_are_drawn(page, large):
     lower, upper = drawn({"metrics": {"a": "x", "b": "y"}, "stacked": True}, same)
     assert lower == "M46.0 102.0L410.0 102.0L410.0 196.0L46.0 196.0Z"
     assert upper == "M46.0 8.0L410.0 8.0L410.0 102.0L46.0 102.0Z"
-    # Of many steps the mean over neighbours, in front of the values; of a band its mean only.
+    # Of many steps the mean over neighbors, in front of the values; of a band its mean only.
     steps, values = list(range(120)), [float(n % 2) for n in range(120)]
     raw, smooth = drawn({"metrics": {"a": "x"}}, one | {"series": {"x": [steps, values]}})
     assert " 8.0L" in raw and " 8.0L" not in smooth
@@ -454,7 +459,7 @@ def test_how_curves_are_drawn(page, large):
     assert mean == smooth and " 8.0L" not in band
 
 
-def test_only_clear_differences_are_coloured(page, large):
+def test_only_clear_differences_are_colored(page, large):
     page.open(large)
     before, after = [0.5, 0.1, 1], [[0.71, 0.1, 1], [0.69, 0.1, 1], [0.29, 0.1, 1], None]
     rows = [{"name": ["", str(n)], "cells": [[before, cell]]} for n, cell in enumerate(after)]
@@ -557,8 +562,10 @@ def test_nothing_that_a_model_wrote_is_more_than_text(page, tmp_path):
     lines = [make(1, **(hostile | lists | accepted))]
     lines.append(make(2, **hostile, status=HOSTILE) | {"answers": [], "scores": []})
     write_records(path_of(workdir, 1), lines)
-    lines_of_metrics = [{"step": 1, f"play/{HOSTILE}/x": 1.0, HOSTILE: 2.0, "train/entropy": 1.0}]
-    config = {HOSTILE: HOSTILE, "game": {"mapping": HOSTILE}}
+    lines_of_metrics = [
+        {"step": 1, f"rollout/{HOSTILE}/x": 1.0, HOSTILE: 2.0, "train/entropy": 1.0}
+    ]
+    config = {HOSTILE: HOSTILE, "algorithm": {"mapping": HOSTILE}}
     (workdir / "config.json").write_text(json.dumps(config))
     table = {HOSTILE: {HOSTILE: {HOSTILE: [0.5, 0.1]}}}
     run = Measured(workdir, lines_of_metrics, (table, table))
@@ -578,7 +585,7 @@ def test_nothing_that_a_model_wrote_is_more_than_text(page, tmp_path):
     assert page.problems == []
 
 
-def test_a_game_without_a_questioner(page, tmp_path):
+def test_a_algorithm_without_a_questioner(page, tmp_path):
     episode = {
         "task": "own",
         "cluster": "c",
@@ -654,7 +661,9 @@ def test_what_was_taken_out_of_documents_is_marked(page, tmp_path):
 
 
 def test_runs_side_by_side(page, tmp_path):
-    runs = [write_run(tmp_path / str(n), 5, 3, n % 2, game={"sigma": n // 2 + 1}) for n in range(4)]
+    runs = [
+        write_run(tmp_path / str(n), 5, 3, n % 2, algorithm={"sigma": n // 2 + 1}) for n in range(4)
+    ]
     write_page(list(map(measured, runs)), epath.Path(tmp_path / "page.html"))
     page.open(tmp_path / "page.html")
     assert page.problems == []
@@ -663,8 +672,10 @@ def test_runs_side_by_side(page, tmp_path):
     select(page, "run", "3")
     assert len(entries(page)) == 15
     legend = page.value("document.querySelector('figure .legend').textContent")
-    assert re.fullmatch(r"step 5game\.sigma=1 [\d.]+game\.sigma=2 [\d.]+", legend)
-    assert "game.sigma=2 (2 seeds)" in page.value("document.getElementById('groups').textContent")
+    assert re.fullmatch(r"step 5algorithm\.sigma=1 [\d.]+algorithm\.sigma=2 [\d.]+", legend)
+    assert "algorithm.sigma=2 (2 seeds)" in page.value(
+        "document.getElementById('groups').textContent"
+    )
     page.value("document.querySelector('#sections details').open = true")
     page.wait("document.querySelector('#sections details svg')")
     assert page.problems == []

@@ -72,7 +72,9 @@ def test_every_plot_of_a_page_is_a_picture(tmp_path):
 
 
 def test_runs_are_compared_with_bands(tmp_path):
-    runs = [write_run(tmp_path / str(n), 3, 4, n % 2, game={"sigma": n // 2 + 1}) for n in range(4)]
+    runs = [
+        write_run(tmp_path / str(n), 3, 4, n % 2, algorithm={"sigma": n // 2 + 1}) for n in range(4)
+    ]
     made = overview(tmp_path, *runs)
     names = [path.name for path in draw_page(made, epath.Path(tmp_path / "plots"))]
     assert "evaluation_responder_by_documents.png" in names
@@ -80,9 +82,9 @@ def test_runs_are_compared_with_bands(tmp_path):
     axes = axes_of(plots._draw_curves, panel, made["groups"])
     one, other = made["groups"]
     # Of the solve rate by task, that of all tasks.
-    wanted = {g["name"]: g["series"]["play/solve_rate"][1] for g in (one, other)}
+    wanted = {g["name"]: g["series"]["rollout/solve_rate"][1] for g in (one, other)}
     assert curves_of(axes) == wanted
-    low, high = one["series"]["play/solve_rate"][2:]
+    low, high = one["series"]["rollout/solve_rate"][2:]
     assert bands_of(axes)[0] == pytest.approx([1, min(low), 3, max(high)])
     alone = axes_of(plots._draw_curves, panel, [one])
     assert list(curves_of(alone)) == ["all", "general qa", "financial math", "multiple choice"]

@@ -32,13 +32,13 @@ def mesh_of(fsdp: int, tensor: int) -> jax.sharding.Mesh:
 
 
 def state_on(mesh: jax.sharding.Mesh, offset: float = 0.0) -> dict:
-    """A model with its optimiser state (namedtuples), a bfloat16 vector and a typed random key."""
+    """A model with its optimizer state (namedtuples), a bfloat16 vector and a typed random key."""
     params = {
         "w": jnp.arange(64.0).reshape(8, 8) / 7 + offset,
         "b": jnp.full(3, 1.5 + offset, jnp.bfloat16),
     }
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    _, opt_state = optimiser.update(params, optimiser.init(params), params)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    _, opt_state = optimizer.update(params, optimizer.init(params), params)
     state = {"policy": {"params": params, "opt_state": opt_state}, "key": jax.random.key(3)}
 
     def placed(leaf: jax.Array) -> jax.Array:
@@ -251,7 +251,7 @@ def test_host_state_that_json_would_change_is_refused(tmp_path, value, error, me
 
 def test_a_part_is_restored_without_the_rest(tmp_path):
     checkpoints = Checkpoints(tmp_path)
-    saved = {"policy": {"w": jnp.arange(6.0), "mu": jnp.ones(6)}, "anchor": jnp.zeros(3)}
+    saved = {"policy": {"w": jnp.arange(6.0), "mu": jnp.ones(6)}, "reference_reader": jnp.zeros(3)}
     checkpoints.save(1, saved, {})
     place = jax.sharding.NamedSharding(
         jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), jax.sharding.PartitionSpec("x")

@@ -7,7 +7,7 @@ import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from spell_jax.learner.packing import Bucket
-from spell_jax.learner.update import OptimiserConfig, PackingConfig
+from spell_jax.learner.update import OptimizerConfig, PackingConfig
 from spell_jax.runtime.config import build, check_choice, check_least
 from spell_jax.sampler.engine import SamplerConfig
 
@@ -84,11 +84,11 @@ def test_tuples_stand_for_dataclasses_inside_a_section() -> None:
 @pytest.mark.parametrize(
     ("cls", "section", "message"),
     [
-        (OptimiserConfig, {"schedule": "cubic"}, r"optimiser\.schedule = 'cubic': must be one of"),
-        (OptimiserConfig, {"schedule": "cosine"}, r"optimiser\.total_steps = 0: must be above"),
-        (OptimiserConfig, {"learning_rate": -1.0}, r"optimiser\.learning_rate = -1\.0: must be"),
-        (OptimiserConfig, {"clip_norm": 0}, r"optimiser\.clip_norm = 0\.0: must be above 0"),
-        (OptimiserConfig, {"b2": 1.0}, r"optimiser\.b2 = 1\.0: must be in \[0, 1\)"),
+        (OptimizerConfig, {"schedule": "cubic"}, r"optimizer\.schedule = 'cubic': must be one of"),
+        (OptimizerConfig, {"schedule": "cosine"}, r"optimizer\.total_steps = 0: must be above"),
+        (OptimizerConfig, {"learning_rate": -1.0}, r"optimizer\.learning_rate = -1\.0: must be"),
+        (OptimizerConfig, {"clip_norm": 0}, r"optimizer\.clip_norm = 0\.0: must be above 0"),
+        (OptimizerConfig, {"b2": 1.0}, r"optimizer\.b2 = 1\.0: must be in \[0, 1\)"),
         (SamplerConfig, {"temperature": -0.1}, r"sampler\.temperature = -0\.1: must be 0 or more"),
         (SamplerConfig, {"top_p": 0.0}, r"sampler\.top_p = 0\.0: must be in \(0, 1\]"),
         (SamplerConfig, {"top_k": -1}, r"sampler\.top_k = -1: must be 0 \(all\) or more"),

@@ -28,13 +28,13 @@ def events(workdir) -> list[Event]:
 
 def test_tensorboard_reads_a_step_as_soon_as_it_is_written(tmp_path):
     board = TensorBoard(tmp_path)
-    board.write(3, {"train/loss": 0.5, "play/solve_rate": 0.25})
+    board.write(3, {"train/loss": 0.5, "rollout/solve_rate": 0.25})
     version, start, step = events(tmp_path)
     assert version.file_version == "brain.Event:2"
     assert start.session_log.status == SessionLog.START and start.step == 0
     assert step.step == 3
     values = {value.tag: value.simple_value for value in step.summary.value}
-    assert values == {"train/loss": 0.5, "play/solve_rate": 0.25}
+    assert values == {"train/loss": 0.5, "rollout/solve_rate": 0.25}
     board.close()
 
 

@@ -17,13 +17,13 @@ from spell_jax.runtime.metrics import (
 
 def test_means_are_weighted_and_never_averages_of_averages():
     metrics = Metrics()
-    metrics.add("play/reward", 1.0, weight=1)
-    metrics.add("play/reward", 0.0, weight=3)
+    metrics.add("rollout/reward", 1.0, weight=1)
+    metrics.add("rollout/reward", 0.0, weight=3)
     metrics.add_sum("train/loss", 6.0, 4)
     metrics.add("eval/none", float("nan"), weight=0)
     metrics.add("eval/some", float("nan"), weight=0)
     metrics.add("eval/some", 2.0)
-    assert metrics.means() == {"play/reward": 0.25, "train/loss": 1.5, "eval/some": 2.0}
+    assert metrics.means() == {"rollout/reward": 0.25, "train/loss": 1.5, "eval/some": 2.0}
 
 
 @given(

@@ -131,7 +131,7 @@ class Metadata:
 
     def __init__(self, answers: dict[str, list[tuple[int, dict[str, str], bytes]]]):
         self.asked: list[str] = []
-        self.flavours: set[str | None] = set()
+        self.flavors: set[str | None] = set()
         self._is_over = threading.Event()
         given = {key: iter(some) for key, some in answers.items()}
         last: dict[str, tuple[int, dict[str, str], bytes]] = {}
@@ -141,7 +141,7 @@ class Metadata:
             def do_GET(self) -> None:
                 key = self.path.split("?")[0].rsplit("/", 1)[1]
                 fake.asked.append(self.path)
-                fake.flavours.add(self.headers.get("Metadata-Flavor"))
+                fake.flavors.add(self.headers.get("Metadata-Flavor"))
                 last[key] = next(given[key], None) or last[key]
                 status, headers, body = last[key]
                 if body == STALL:
@@ -205,7 +205,7 @@ def test_an_event_that_ends_the_machine_is_told(by_variable: bool, monkeypatch) 
     instance = "/computeMetadata/v1/instance/"
     asked = {path for path in server.asked if path.startswith(f"{instance}maintenance-event")}
     assert asked == {f"{instance}maintenance-event?wait_for_change=true&timeout_sec=0.25"}
-    assert server.flavours == {"Google"}
+    assert server.flavors == {"Google"}
 
 
 @pytest.mark.usefixtures("_impatient")

@@ -33,7 +33,7 @@ on_meshes = pytest.mark.parametrize(
 @on_meshes
 @pytest.mark.parametrize("policy", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_no_weights_move_in_a_decode_step(policy, mesh) -> None:
-    sizes = {"sampler.slots": 8, "sampler.siblings": 4, "sampler.max_tokens": 8}
+    sizes = {"sampler.slots": 8, "sampler.samples_per_prompt_batch": 4, "sampler.max_tokens": 8}
     programs = aot.Programs(small_config(**sizes), policy, meshes.make_mesh(mesh), 16)
     (program,) = programs.of("decode")
     found = aot.collectives(program.lower().compile().as_text() or "")

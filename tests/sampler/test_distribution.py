@@ -1,6 +1,6 @@
 """What the whole sampler draws against the exact distribution: chi-square over 50,000 answers.
 
-1. All cases are drawn in one session, so that rows of different prompts and options lie next to
+1. All cases are sampled in one session, so that rows of different prompts and options lie next to
    each other. Each case is one prompt, asked 25 times for 2,000 answers of two tokens.
 2. The exact distribution is computed here in float64 from the logits of the whole model.
 3. Keys are fixed. A fair sampler is refused by one key in 1,000 for each chi-square.
@@ -37,10 +37,10 @@ CONFIG = SamplerConfig(
     max_tokens=2,
     max_verdict_tokens=2,
     max_prompt=16,
-    block=4,
-    cache_tokens=16_384,
+    page_size=4,
+    kv_cache_tokens=16_384,
     slots=2048,
-    siblings=128,
+    samples_per_prompt_batch=128,
     prefill_tokens=32,
     decode_tokens=2,
 )
@@ -67,7 +67,7 @@ def _prompt(case: str) -> list[int]:
 
 @functools.cache
 def _drawn() -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Of each case the tokens and the log-probs of all answers, both [50,000, 2]."""
+    """Of each case the tokens and the logprobs of all answers, both [50,000, 2]."""
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
     asked = Sampler(POLICY, CONFIG, (), mesh).begin(tiny.weights(POLICY))
     cases = list(CASES) * REQUESTS
@@ -78,12 +78,12 @@ def _drawn() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     found = {}
     for first, case in enumerate(CASES):
         some = [s for n in range(first, len(cases), len(CASES)) for s in answers[n]]
-        found[case] = np.stack([s.tokens for s in some]), np.stack([s.log_probs for s in some])
+        found[case] = np.stack([s.tokens for s in some]), np.stack([s.logprobs for s in some])
     return found
 
 
 @functools.cache
-def _log_probs(case: str) -> tuple[np.ndarray, np.ndarray]:
+def _logprobs(case: str) -> tuple[np.ndarray, np.ndarray]:
     """Log-softmax at the case's temperature, of the first token [V] and, whatever that was, of the
     second [V, V]: float64, of the model without cache."""
     every = np.arange(POLICY.vocab_size)
@@ -91,8 +91,8 @@ def _log_probs(case: str) -> tuple[np.ndarray, np.ndarray]:
     logits = transformer.logits(POLICY, tiny.weights(POLICY), jnp.asarray(rows))
     scaled = np.asarray(logits[:, -2:], np.float64) / CASES[case].temperature
     scaled -= scaled.max(axis=-1, keepdims=True)
-    log_probs = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
-    return log_probs[0, 0], log_probs[:, 1]
+    logprobs = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
+    return logprobs[0, 0], logprobs[:, 1]
 
 
 def _kept(probabilities: np.ndarray, options: Options) -> np.ndarray:
@@ -110,7 +110,7 @@ def _kept(probabilities: np.ndarray, options: Options) -> np.ndarray:
 
 
 def _chi_square(counts: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
-    """(statistic, degrees of freedom) of counts [V]; nothing impossible may have been drawn."""
+    """(statistic, degrees of freedom) of counts [V]; nothing impossible may have been sampled."""
     assert counts[exact == 0].sum() == 0
     expected = exact * counts.sum()
     rare = expected < FEWEST
@@ -123,7 +123,7 @@ def _chi_square(counts: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
 
 @every_case
 def test_first_tokens_are_of_the_exact_distribution(case: str) -> None:
-    first, _ = _log_probs(case)
+    first, _ = _logprobs(case)
     tokens, _ = _drawn()[case]
     assert len(tokens) == 50_000
     counts = np.bincount(tokens[:, 0], minlength=POLICY.vocab_size)
@@ -133,8 +133,8 @@ def test_first_tokens_are_of_the_exact_distribution(case: str) -> None:
 
 @every_case
 def test_second_tokens_are_of_the_exact_distribution_behind_each_first(case: str) -> None:
-    """One chi-square for each first token that was drawn often; their sum is one too."""
-    _, second = _log_probs(case)
+    """One chi-square for each first token that was sampled often; their sum is one too."""
+    _, second = _logprobs(case)
     tokens, _ = _drawn()[case]
     total, freedoms, used = 0.0, 0, 0
     for first in range(POLICY.vocab_size):
@@ -149,9 +149,9 @@ def test_second_tokens_are_of_the_exact_distribution_behind_each_first(case: str
 
 
 @every_case
-def test_log_probs_are_of_the_full_vocabulary_at_the_temperature(case: str) -> None:
+def test_logprobs_are_of_the_full_vocabulary_at_the_temperature(case: str) -> None:
     """Whatever the filters left."""
-    first, second = _log_probs(case)
-    tokens, log_probs = _drawn()[case]
+    first, second = _logprobs(case)
+    tokens, logprobs = _drawn()[case]
     wanted = np.column_stack([first[tokens[:, 0]], second[tokens[:, 0], tokens[:, 1]]])
-    np.testing.assert_allclose(log_probs, wanted, atol=2e-5)
+    np.testing.assert_allclose(logprobs, wanted, atol=2e-5)

@@ -30,10 +30,10 @@ CONFIG = SamplerConfig(
     max_tokens=10,
     max_verdict_tokens=10,
     max_prompt=16,
-    block=4,
-    cache_tokens=512,
+    page_size=4,
+    kv_cache_tokens=512,
     slots=8,
-    siblings=3,
+    samples_per_prompt_batch=3,
     prefill_tokens=32,
     decode_tokens=4,
 )
@@ -64,7 +64,7 @@ def _assert_same(found: list[list[Sample]], wanted: list[list[Sample]], atol: fl
     for a_group, b_group in zip(found, wanted, strict=True):
         for a, b in zip(a_group, b_group, strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
-            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=atol)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=atol)
             assert a.stopped == b.stopped
 
 
@@ -73,29 +73,29 @@ def _next(params, tokens, length, key, step, temperature: float) -> tuple[jax.Ar
     logits = transformer.logits(tiny.POLICY, params, tokens[None])[0, length - 1]
     uniform = jax.random.uniform(jax.random.fold_in(key, step))
     sampling = tiny.sampling(1, temperature, CONFIG.top_p)
-    token, log_prob = nucleus.draw(logits[None], uniform[None], sampling)
-    return token[0], log_prob[0]
+    token, logprob = nucleus.draw(logits[None], uniform[None], sampling)
+    return token[0], logprob[0]
 
 
-def _one_by_one(prompt: list[int], request: int, sibling: int, temperature: float) -> Sample:
+def _one_by_one(prompt: list[int], request: int, sample_index: int, temperature: float) -> Sample:
     """The answer without cache, siblings or batch: the whole model again for every token."""
-    key = jax.random.fold_in(jax.random.fold_in(KEY, request), sibling)
-    tokens, log_probs = list(prompt), []
-    while len(log_probs) < CONFIG.max_tokens:
+    key = jax.random.fold_in(jax.random.fold_in(KEY, request), sample_index)
+    tokens, logprobs = list(prompt), []
+    while len(logprobs) < CONFIG.max_tokens:
         row = np.zeros(32, np.int32)
         row[: len(tokens)] = tokens
-        step = len(log_probs)
-        token, log_prob = _next(tiny.weights(), row, len(tokens), key, step, temperature)
+        step = len(logprobs)
+        token, logprob = _next(tiny.weights(), row, len(tokens), key, step, temperature)
         tokens.append(int(token))
-        log_probs.append(float(log_prob))
+        logprobs.append(float(logprob))
         if tokens[-1] in STOPS:
             break
     answer = np.array(tokens[len(prompt) :], np.int32)
-    return Sample(answer, np.array(log_probs, np.float32), tokens[-1] in STOPS)
+    return Sample(answer, np.array(logprobs, np.float32), tokens[-1] in STOPS)
 
 
 def test_equals_one_token_at_a_time_without_cache() -> None:
-    """Shared prompts change nothing: every sibling is sampled here on its own."""
+    """Shared prompts change nothing: every sample_index is sampled here on its own."""
     wanted = [
         [_one_by_one(prompt, i, g, CONFIG.temperature) for g in range(GROUP)]
         for i, prompt in enumerate(PROMPTS)
@@ -118,10 +118,10 @@ def test_siblings_and_requests_differ() -> None:
     assert len({tuple(s.tokens.tolist()) for group in twice for s in group}) > 10
 
 
-def test_log_probs_equal_the_learners() -> None:
+def test_logprobs_equal_the_learners() -> None:
     groups = [
         packing.Group(
-            prompt, [s.tokens for s in group], [1.0] * GROUP, "", [s.log_probs for s in group]
+            prompt, [s.tokens for s in group], [1.0] * GROUP, "", [s.logprobs for s in group]
         )
         for prompt, group in zip(PROMPTS, _samples(), strict=True)
     ]
@@ -135,7 +135,7 @@ def test_log_probs_equal_the_learners() -> None:
             batch.tokens,
             batch.positions,
             attend.packed(),
-            context={"last_reader": batch.last_reader},
+            context={"last_query": batch.last_query},
         )
         return score_tokens(
             tiny.POLICY, params, hidden, batch.source, batch.target, CONFIG.temperature
@@ -144,13 +144,13 @@ def test_log_probs_equal_the_learners() -> None:
     real = np.asarray(batch.weight) > 0
     assert real.sum() == sum(len(s.tokens) for group in _samples() for s in group)
     found = np.asarray(score(tiny.weights()))
-    np.testing.assert_allclose(found[real], np.asarray(batch.old_log_prob)[real], atol=1e-4)
+    np.testing.assert_allclose(found[real], np.asarray(batch.old_logprob)[real], atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------ Independence
 
 
-def test_neighbours_change_nothing() -> None:
+def test_neighbors_change_nothing() -> None:
     others = [RNG.integers(3, 64, size=len(p) % 16 + 1).tolist() for p in PROMPTS]
     mixed = [p if i in (1, 4) else others[i] for i, p in enumerate(PROMPTS)]
     found = _present(_sampler().sample(tiny.weights(), [*mixed, *others], GROUP, KEY))
@@ -161,10 +161,10 @@ def test_neighbours_change_nothing() -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"block": 8, "siblings": 1},
-        {"slots": 3, "siblings": 2, "decode_tokens": 1},
+        {"page_size": 8, "samples_per_prompt_batch": 1},
+        {"slots": 3, "samples_per_prompt_batch": 2, "decode_tokens": 1},
         {"slots": 32, "prefill_tokens": 4, "decode_tokens": 16},
-        {"cache_tokens": 28, "slots": 5},  # a prompt and an answer of the longest just fit
+        {"kv_cache_tokens": 28, "slots": 5},  # a prompt and an answer of the longest just fit
     ],
     ids=str,
 )
@@ -175,7 +175,7 @@ def test_compiled_shapes_change_nothing(sizes: dict[str, int]) -> None:
 
 
 def test_any_order_of_requests_gives_the_same_to_the_bit() -> None:
-    """Within one compiled shape: whatever the slots, the neighbours and the time of asking."""
+    """Within one compiled shape: whatever the slots, the neighbors and the time of asking."""
     keys = session.request_keys(KEY, len(PROMPTS))
     options = CONFIG.options(CONFIG.max_tokens)
     requests = [Request(p, GROUP, k, options) for p, k in zip(PROMPTS, keys, strict=True)]
@@ -193,7 +193,7 @@ def test_any_order_of_requests_gives_the_same_to_the_bit() -> None:
         for i, samples in found.items():
             for a, b in zip(samples, _samples()[i], strict=True):
                 np.testing.assert_array_equal(a.tokens, b.tokens)
-                np.testing.assert_array_equal(a.log_probs, b.log_probs)
+                np.testing.assert_array_equal(a.logprobs, b.logprobs)
         assert len(found) == len(requests)
 
 
@@ -201,7 +201,7 @@ def test_fewer_siblings_and_tokens_are_the_beginning_of_more() -> None:
     found = _present(_sampler().sample(tiny.weights(), PROMPTS, 1, KEY, max_tokens=4))
     for (short,), (long, *_) in zip(found, _samples(), strict=True):
         np.testing.assert_array_equal(short.tokens, long.tokens[:4])
-        np.testing.assert_allclose(short.log_probs, long.log_probs[:4], atol=1e-5)
+        np.testing.assert_allclose(short.logprobs, long.logprobs[:4], atol=1e-5)
         assert short.stopped == (long.stopped and len(long.tokens) <= 4)
 
 
@@ -215,7 +215,7 @@ def test_fewer_siblings_and_tokens_are_the_beginning_of_more() -> None:
     ids=lambda mesh: " ".join(f"{axis}={size}" for axis, size in mesh),
 )
 def test_eight_devices_equal_one(mesh: tuple[tuple[str, int], ...]) -> None:
-    sampler = _sampler(dataclasses.replace(CONFIG, block=8), mesh)
+    sampler = _sampler(dataclasses.replace(CONFIG, page_size=8), mesh)
     shapes, axes = transformer.abstract_params(tiny.POLICY)
     params = jax.device_put(tiny.weights(), meshes.shardings(sampler.mesh, axes, shapes))
     found = _present(sampler.sample(params, PROMPTS, GROUP, KEY))
@@ -228,7 +228,7 @@ def test_eight_devices_equal_one(mesh: tuple[tuple[str, int], ...]) -> None:
 def test_answers_end_at_a_stop_token_or_at_the_cap() -> None:
     kinds = set()
     for sample in (s for group in _samples() for s in group):
-        assert len(sample.tokens) == len(sample.log_probs) <= CONFIG.max_tokens
+        assert len(sample.tokens) == len(sample.logprobs) <= CONFIG.max_tokens
         assert not set(sample.tokens[:-1].tolist()) & set(STOPS)
         assert sample.stopped == (int(sample.tokens[-1]) in STOPS)
         assert sample.stopped or len(sample.tokens) == CONFIG.max_tokens
@@ -259,7 +259,12 @@ def test_an_answer_ends_behind_its_first_stop_token(case, monkeypatch) -> None:
         return tokens, jnp.zeros(tokens.shape)
 
     monkeypatch.setattr(nucleus, "draw", scripted)
-    sizes = {"slots": rows, "siblings": 1, "decode_tokens": longest, "max_tokens": longest}
+    sizes = {
+        "slots": rows,
+        "samples_per_prompt_batch": 1,
+        "decode_tokens": longest,
+        "max_tokens": longest,
+    }
     config = dataclasses.replace(CONFIG, **sizes)
     sampler = Sampler(tiny.POLICY, config, stops.tolist(), _sampler().mesh)
     found = _present(sampler.sample(tiny.weights(), [[2]] * rows, 1, KEY))
@@ -298,7 +303,7 @@ def test_weights_that_are_no_numbers_are_named() -> None:
         _sampler().sample(params, PROMPTS, GROUP, KEY)
 
 
-def test_the_request_whose_log_probs_are_no_numbers_is_named() -> None:
+def test_the_request_whose_logprobs_are_no_numbers_is_named() -> None:
     """A token whose embedding is no number spoils the one prompt that has it."""
     table = tiny.weights()["embedding"].copy()
     table[63] = np.nan

@@ -22,10 +22,10 @@ WHOLE = SamplerConfig(
     max_tokens=16,
     max_verdict_tokens=1,
     max_prompt=24,
-    block=8,
-    cache_tokens=2048,
+    page_size=8,
+    kv_cache_tokens=2048,
     slots=32,
-    siblings=4,
+    samples_per_prompt_batch=4,
     prefill_tokens=64,
     decode_tokens=8,
 )
@@ -40,7 +40,7 @@ def _sampler(config: SamplerConfig, mesh: dict[str, int] | None = None) -> Sampl
 
 
 def test_first_tokens_differ_by_rounding_and_no_more() -> None:
-    """Keys and values of a prompt are read rounded: log-probs of tokens that both draw."""
+    """Keys and values of a prompt are read rounded: logprobs of tokens that both draw."""
     found, wanted = (
         _sampler(config).sample(tiny.weights(), PROMPTS, 4, KEY) for config in (INT8, WHOLE)
     )
@@ -52,7 +52,7 @@ def test_first_tokens_differ_by_rounding_and_no_more() -> None:
     same = np.array([np.array_equal(a.tokens, b.tokens) for a, b in pairs])
     assert same.mean() > 0.5  # .61; one token that differs is followed by fifteen others
     differences = [
-        a.log_probs - b.log_probs for (a, b), alike in zip(pairs, same, strict=True) if alike
+        a.logprobs - b.logprobs for (a, b), alike in zip(pairs, same, strict=True) if alike
     ]
     differences = np.concatenate(differences)
     assert 1e-6 < np.abs(differences).max() < 0.3
@@ -70,25 +70,25 @@ def test_a_pool_of_eight_bits_takes_a_quarter_and_its_scales() -> None:
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "context": 2, "tensor": 2}, {"fsdp": 8}])
 def test_on_a_mesh_equals_one_device(mesh: dict[str, int]) -> None:
-    config = dataclasses.replace(INT8, cache_tokens=8 * 1024)
+    config = dataclasses.replace(INT8, kv_cache_tokens=8 * 1024)
     found = _sampler(config, mesh).sample(tiny.weights(), PROMPTS[:9], 4, KEY)
     wanted = _sampler(INT8).sample(tiny.weights(), PROMPTS[:9], 4, KEY)
     for one, other in zip(found, wanted, strict=True):
         for a, b in zip(one or (), other or (), strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
-            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------- Weights
 
 
-def _quantise(params):
+def _quantize(params):
     return int8.joined(params, int8.small_kernels(int8.kernels(params)))
 
 
 def test_weights_are_right_to_half_a_scale() -> None:
     params = tiny.weights()
-    small = _quantise(params)
+    small = _quantize(params)
     for room, kernels in (("attention", "qkvo"), ("mlp", ("gate", "up", "down"))):
         for name in kernels:
             kernel = params["layers"][room][f"{name}_kernel"]
@@ -107,8 +107,8 @@ def test_weights_are_right_to_half_a_scale() -> None:
 
 
 def _meant(params):
-    """What quantised weights stand for, as plain ones."""
-    small = _quantise(params)
+    """What quantized weights stand for, as plain ones."""
+    small = _quantize(params)
     layers = dict(small["layers"])
     for room in ("attention", "mlp"):
         made = {}
@@ -125,17 +125,17 @@ def _meant(params):
 
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "context": 2, "tensor": 2}])
 def test_small_weights_play_as_what_they_stand_for(mesh: dict[str, int] | None) -> None:
-    plain = dataclasses.replace(WHOLE, cache_tokens=8 * 1024)
+    plain = dataclasses.replace(WHOLE, kv_cache_tokens=8 * 1024)
     small = dataclasses.replace(plain, weights_dtype="int8")
     found = _sampler(small, mesh).sample(tiny.weights(), PROMPTS[:9], 4, KEY)
     wanted = _sampler(plain).sample(_meant(tiny.weights()), PROMPTS[:9], 4, KEY)
     for one, other in zip(found, wanted, strict=True):
         for a, b in zip(one or (), other or (), strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
-            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 
 
-def test_adapters_are_not_quantised() -> None:
+def test_adapters_are_not_quantized() -> None:
     policy = dataclasses.replace(tiny.POLICY, lora=LoraConfig(2))
     config = dataclasses.replace(WHOLE, weights_dtype="int8", max_tokens=6)
     params = tiny.weights(policy)
@@ -147,7 +147,7 @@ def test_adapters_are_not_quantised() -> None:
     )
     for a, b in zip(found or (), wanted or (), strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
-        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 
 
 def test_a_mixture_of_experts_has_no_small_weights() -> None:

@@ -1,4 +1,4 @@
-"""Log-probs of the sampler against the learner's, behind prompts of 1,000 to 16,000 tokens.
+"""Logprobs of the sampler against the learner's, behind prompts of 1,000 to 16,000 tokens.
 
 The sampler reads a prompt page by page and draws behind it token by token; the learner reads the
 prompt and all of its answers at once, as one packed row. Weights and activations are float32.
@@ -16,7 +16,7 @@ from flax import linen as nn
 
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.packing import Bucket, Group
-from spell_jax.learner.update import Learner, OptimiserConfig, PackingConfig
+from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
 from spell_jax.runtime import mesh as meshes
@@ -77,7 +77,7 @@ def _prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def _sampled(policy: PolicyConfig, size: str, temperature: float) -> list[Group]:
-    """Prompts, answers and their log-probs as the sampler has them."""
+    """Prompts, answers and their logprobs as the sampler has them."""
     lengths, block = SIZES[size]
     config = SamplerConfig(
         temperature=temperature,
@@ -85,10 +85,10 @@ def _sampled(policy: PolicyConfig, size: str, temperature: float) -> list[Group]
         max_tokens=ANSWER,
         max_verdict_tokens=ANSWER,
         max_prompt=max(lengths),
-        block=block,
-        cache_tokens=2 * sum(lengths),
+        page_size=block,
+        kv_cache_tokens=2 * sum(lengths),
         slots=4,
-        siblings=2,
+        samples_per_prompt_batch=2,
         prefill_tokens=1024,
         decode_tokens=8,
     )
@@ -99,19 +99,19 @@ def _sampled(policy: PolicyConfig, size: str, temperature: float) -> list[Group]
     groups = []
     for prompt, samples in zip(prompts, answers, strict=True):
         assert samples is not None
-        tokens, log_probs = [s.tokens for s in samples], [s.log_probs for s in samples]
-        groups.append(Group(prompt, tokens, [1.0] * SIBLINGS, old_log_probs=log_probs))
+        tokens, logprobs = [s.tokens for s in samples], [s.logprobs for s in samples]
+        groups.append(Group(prompt, tokens, [1.0] * SIBLINGS, old_logprobs=logprobs))
     return groups
 
 
 def _scored(
     policy: PolicyConfig, groups: list[Group], temperature: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(the sampler's log-probs, the learner's) of all answer tokens."""
+    """(the sampler's logprobs, the learner's) of all answer tokens."""
     answers = SIBLINGS * ANSWER
     bucket = Bucket(max(len(group.prompt) for group in groups) + answers, answers)
     layout = PackingConfig((bucket,), bucket.length)
-    learner = Learner(policy, OptimiserConfig(), LossConfig(), layout, _mesh(), temperature)
+    learner = Learner(policy, OptimizerConfig(), LossConfig(), layout, _mesh(), temperature)
     batches, refused = learner.pack(groups)
     assert not refused and len(batches) == len(groups)
     score = jax.jit(learner.score)
@@ -120,9 +120,9 @@ def _scored(
         for batch in batches:
             real = batch.weight > 0
             assert real.sum() == answers
-            log_probs, *_ = score(tiny.weights(policy), batch)
-            wanted.append(np.asarray(log_probs)[real])
-            found.append(batch.old_log_prob[real])
+            logprobs, *_ = score(tiny.weights(policy), batch)
+            wanted.append(np.asarray(logprobs)[real])
+            found.append(batch.old_logprob[real])
     return np.concatenate(found), np.concatenate(wanted)
 
 

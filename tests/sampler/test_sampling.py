@@ -1,4 +1,4 @@
-"""Drawing tokens: the kept set, the frequencies, and the recorded log-probs."""
+"""Drawing tokens: the kept set, the frequencies, and the recorded logprobs."""
 
 import jax
 import jax.numpy as jnp
@@ -149,19 +149,19 @@ def test_no_token_outside_the_nucleus_whatever_the_rounding() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
-def test_log_probs_are_of_the_full_vocabulary(temperature: float) -> None:
+def test_logprobs_are_of_the_full_vocabulary(temperature: float) -> None:
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(40, 30)) * 2, jnp.float32)
     uniform = jax.random.uniform(jax.random.key(0), (40,))
-    tokens, log_probs = nucleus.draw(logits, uniform, tiny.sampling(40, temperature, 0.5))
+    tokens, logprobs = nucleus.draw(logits, uniform, tiny.sampling(40, temperature, 0.5))
     every = jax.nn.log_softmax(logits / (temperature or 1.0))
     wanted = np.take_along_axis(np.asarray(every), np.asarray(tokens)[:, None], 1)[:, 0]
-    np.testing.assert_allclose(log_probs, wanted, atol=1e-6)
+    np.testing.assert_allclose(logprobs, wanted, atol=1e-6)
     if temperature == 0:
         np.testing.assert_array_equal(tokens, jnp.argmax(logits, axis=-1))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_logits_that_are_no_numbers_give_no_log_prob(temperature: float) -> None:
+def test_logits_that_are_no_numbers_give_no_logprob(temperature: float) -> None:
     sampling = tiny.sampling(1, temperature, 0.9)
-    tokens, log_probs = nucleus.draw(jnp.full((1, 5), jnp.nan), jnp.array([0.3]), sampling)
-    assert 0 <= int(tokens[0]) < 5 and np.isnan(log_probs[0])
+    tokens, logprobs = nucleus.draw(jnp.full((1, 5), jnp.nan), jnp.array([0.3]), sampling)
+    assert 0 <= int(tokens[0]) < 5 and np.isnan(logprobs[0])

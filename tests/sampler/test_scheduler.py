@@ -1,4 +1,4 @@
-"""Plans of pages and slots, on the host alone: what is drawn comes from a random generator."""
+"""Plans of pages and slots, on the host alone: what is sampled comes from a random generator."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 
 from spell_jax.sampler.requests import Options, Request
-from spell_jax.sampler.scheduler import Lane, Resident, Scheduler, Shape, Shard, Sibling
+from spell_jax.sampler.scheduler import (
+    DecodeSequence,
+    Lane,
+    PrefilledPrompt,
+    Scheduler,
+    Shape,
+    Shard,
+)
 
-SHAPE = Shape(block=4, pages=20, slots=6, prompts=8, lanes=((1, 6), (3, 3)), tasks=4)
+SHAPE = Shape(page_size=4, pages=20, slots=6, prompts=8, lanes=((1, 6), (3, 3)), tasks=4)
 
 
 def _request(prompt: int | Sequence[int], group: int = 1, max_tokens: int = 8) -> Request:
@@ -34,25 +41,27 @@ def _fill(scheduler: Scheduler) -> list[list[list[tuple[int, int]]]]:
     """Reads and seats until no free slot waits for a page: the plans, as tickets and numbers."""
     plans = []
     while (plan := scheduler.plan_prefill()) is not None:
-        plans.append([[(resident.ticket, number) for resident, number in one] for one in plan])
+        plans.append([[(prefilled.ticket, number) for prefilled, number in one] for one in plan])
         scheduler.seat()
     scheduler.seat()
     return plans
 
 
 def _seated(lane: Lane) -> list[tuple[int, int] | None]:
-    """Of each slot the ticket and the number of its sibling."""
-    return [sibling and (sibling.resident.ticket, sibling.number) for sibling in lane.slots]
+    """Of each slot the ticket and the number of its sequence."""
+    return [sequence and (sequence.prefilled.ticket, sequence.number) for sequence in lane.slots]
 
 
-def _sibling(shard: Shard, ticket: int, number: int = 0) -> Sibling:
-    (found,) = (s for s in shard.unfinished if (s.resident.ticket, s.number) == (ticket, number))
+def _sibling(shard: Shard, ticket: int, number: int = 0) -> DecodeSequence:
+    (found,) = (s for s in shard.unfinished if (s.prefilled.ticket, s.number) == (ticket, number))
     return found
 
 
 def _finish(shard: Shard, ticket: int, number: int = 0) -> bool:
-    sibling = _sibling(shard, ticket, number)
-    return shard.finish(shard.lanes[shard.shape.lane_of(sibling.resident.request.group)], sibling)
+    sequence = _sibling(shard, ticket, number)
+    return shard.finish(
+        shard.lanes[shard.shape.lane_of(sequence.prefilled.request.group)], sequence
+    )
 
 
 # ------------------------------------------------------------------------------------------- Sizes
@@ -101,7 +110,7 @@ def test_admitted_prompts_share_pages() -> None:
     )
     (shard,) = scheduler.shards
     assert _fill(scheduler) == [[[(0, 0), (0, 1), (0, 2), (1, 2)]], [[(2, 0), (2, 1), (2, 2)]]]
-    first, second, third = (_sibling(shard, ticket).resident.pages for ticket in range(3))
+    first, second, third = (_sibling(shard, ticket).prefilled.pages for ticket in range(3))
     assert second[:2] == first[:2]
     assert len({*first, *second, *third}) == 7
     assert shard.pool.available == SHAPE.pages - 7
@@ -123,18 +132,18 @@ def test_the_page_of_the_last_token_is_always_read(length: int, reused: int) -> 
     wanted = [(0, number) for number in range(last + 1)]
     assert plans == wanted + [(1, number) for number in range(reused, last + 1)]
     assert shard.reused_tokens == reused * SHAPE.block
-    assert _sibling(shard, 0).resident.pages[-1] != _sibling(shard, 1).resident.pages[-1]
+    assert _sibling(shard, 0).prefilled.pages[-1] != _sibling(shard, 1).prefilled.pages[-1]
 
 
 def test_pages_of_requests_that_are_finished_are_shared_too() -> None:
     scheduler = _scheduler(_request(12))
     (shard,) = scheduler.shards
     _fill(scheduler)
-    pages = _sibling(shard, 0).resident.pages
+    pages = _sibling(shard, 0).prefilled.pages
     assert _finish(shard, 0)
     scheduler.submit(1, _request(12))
     assert _fill(scheduler) == [[[(1, 2)]]]
-    assert _sibling(shard, 1).resident.pages[:2] == pages[:2]
+    assert _sibling(shard, 1).prefilled.pages[:2] == pages[:2]
     assert shard.reused_tokens == 8
 
 
@@ -179,12 +188,12 @@ def test_so_many_prompts_are_resident_and_no_more() -> None:
     scheduler = _scheduler(*(_request(_other(i)) for i in range(5)), prompts=2)
     (shard,) = scheduler.shards
     _fill(scheduler)
-    assert [s.resident.ticket for s in shard.unfinished] == [0, 1]
-    assert {s.resident.index for s in shard.unfinished} == {0, 1}
+    assert [s.prefilled.ticket for s in shard.unfinished] == [0, 1]
+    assert {s.prefilled.index for s in shard.unfinished} == {0, 1}
     _finish(shard, 0)
     _fill(scheduler)
-    assert [s.resident.ticket for s in shard.unfinished] == [1, 2]
-    assert {s.resident.index for s in shard.unfinished} == {0, 1}
+    assert [s.prefilled.ticket for s in shard.unfinished] == [1, 2]
+    assert {s.prefilled.index for s in shard.unfinished} == {0, 1}
 
 
 def test_requests_are_admitted_in_their_order() -> None:
@@ -211,7 +220,7 @@ def test_nothing_is_planned_while_no_slot_is_free() -> None:
     assert scheduler.waiting(1) and not scheduler.waiting(0)
     _finish(scheduler.shards[0], 0, 1)
     assert _fill(scheduler) == [[[(1, 0)]]]
-    assert scheduler.waiting(1), "its second sibling"
+    assert scheduler.waiting(1), "its second sequence"
     _finish(scheduler.shards[0], 0, 0)
     _fill(scheduler)
     assert not scheduler.waiting(1)
@@ -221,13 +230,13 @@ def test_a_request_goes_to_the_shard_with_its_pages_or_with_less_to_do() -> None
     begin = _other(1, 12)
     scheduler = _scheduler(
         _request(_other(0, 12)),
-        _request(begin, 2),  # 0 has one sibling
-        _request([*begin, 7]),  # 0 has fewer siblings, but not these pages
+        _request(begin, 2),  # 0 has one sequence
+        _request([*begin, 7]),  # 0 has fewer sequences, but not these pages
         _request(_other(3), 2),
         shards=2,
     )
     _fill(scheduler)
-    tickets = [{s.resident.ticket for s in shard.unfinished} for shard in scheduler.shards]
+    tickets = [{s.prefilled.ticket for s in shard.unfinished} for shard in scheduler.shards]
     assert tickets == [{0, 3}, {1, 2}]
     assert [shard.reused_tokens for shard in scheduler.shards] == [0, 12]
 
@@ -238,7 +247,7 @@ def test_a_request_goes_to_another_shard_if_the_cheaper_has_no_room() -> None:
     for pages, tickets in ((9, [[0, 1], []]), (8, [[0], [1]])):
         scheduler = _scheduler(*requests, shards=2, pages=pages, tasks=8)
         _fill(scheduler)
-        found = [[s.resident.ticket for s in shard.unfinished] for shard in scheduler.shards]
+        found = [[s.prefilled.ticket for s in shard.unfinished] for shard in scheduler.shards]
         assert found == tickets
 
 
@@ -297,9 +306,9 @@ def test_siblings_are_seated_in_the_order_of_admission() -> None:
     _finish(scheduler.shards[0], 1, 0)
     _fill(scheduler)
     assert _seated(lane) == [(0, 0), (0, 1), (0, 2), (2, 1), (1, 1), (2, 0)]
-    assert [(sibling.slot, sibling.number) for sibling in lane.waiting] == [(-1, 2)]
-    for slot, sibling in enumerate(lane.slots):
-        assert sibling is not None and sibling.slot == slot
+    assert [(sequence.slot, sequence.number) for sequence in lane.waiting] == [(-1, 2)]
+    for slot, sequence in enumerate(lane.slots):
+        assert sequence is not None and sequence.slot == slot
 
 
 def test_rows_are_of_one_prompt_and_no_more_than_the_lane_has() -> None:
@@ -310,7 +319,7 @@ def test_rows_are_of_one_prompt_and_no_more_than_the_lane_has() -> None:
     lane = shard.lanes[1]
 
     def rows() -> list[tuple[int, list[int]]]:
-        return [(resident.ticket, slots) for resident, slots in lane.groups()]
+        return [(prefilled.ticket, slots) for prefilled, slots in lane.groups()]
 
     _fill(scheduler)
     assert rows() == [(0, [0, 1, 2]), (0, [3])]
@@ -362,11 +371,11 @@ def test_pages_come_for_the_next_tokens_and_end_with_the_answer() -> None:
     scheduler = _scheduler(_request(4, 1, 10))
     (shard,) = scheduler.shards
     _fill(scheduler)
-    sibling = _sibling(shard, 0)
+    sequence = _sibling(shard, 0)
     for count, pages, limit in ((0, 1, 4), (1, 1, 4), (2, 2, 8), (6, 3, 10), (9, 3, 10)):
-        sibling.count = count
-        assert shard.grow(shard.lanes[0], 3) == {sibling: limit}
-        assert len(sibling.pages) == pages
+        sequence.count = count
+        assert shard.grow(shard.lanes[0], 3) == {sequence: limit}
+        assert len(sequence.pages) == pages
     assert shard.grow(shard.lanes[1], 3) == {}
 
 
@@ -377,12 +386,12 @@ def test_the_first_admitted_goes_on_and_others_wait_when_pages_run_out() -> None
     (shard,) = scheduler.shards
     lane = shard.lanes[0]
     _fill(scheduler)
-    first, second, third = siblings = [_sibling(shard, ticket) for ticket in range(3)]
+    first, second, third = sequences = [_sibling(shard, ticket) for ticket in range(3)]
     wanted = [(4, 4, 0), (8, 4, 0), (12, 4, 0), (16, 4, 0), (16, 4, 0)]
     for limits in wanted:
         assert tuple(shard.grow(lane, 4).values()) == limits
-        for sibling, limit in zip(siblings, limits, strict=True):
-            sibling.count = limit
+        for sequence, limit in zip(sequences, limits, strict=True):
+            sequence.count = limit
     assert shard.pool.available == 0
     _finish(shard, 0)
     for limits in ((8, 4), (12, 8), (16, 8), (16, 8)):  # the first one's prompt is a page more
@@ -415,7 +424,7 @@ def test_seats_that_are_refilled_do_not_pass_those_admitted_before() -> None:
     _fill(scheduler)
     assert _seated(lane) == [(3, 0), (1, 0), (2, 0)]
     limits = shard.grow(lane, 8)
-    assert {s.resident.ticket: limit for s, limit in limits.items()} == {1: 8, 2: 8, 3: 0}
+    assert {s.prefilled.ticket: limit for s, limit in limits.items()} == {1: 8, 2: 8, 3: 0}
 
 
 # -------------------------------------------------------------------------------------- Simulation
@@ -427,10 +436,10 @@ class _Decoder:
     def __init__(self, scheduler: Scheduler, seed: int, steps: int):
         self.scheduler, self.steps = scheduler, steps
         self.rng = np.random.default_rng(seed)
-        self.lengths: dict[Sibling, int] = {}
+        self.lengths: dict[DecodeSequence, int] = {}
         self.finished: list[int] = []
         self.history: list = []
-        self.waited = 0  # turns of siblings without a page
+        self.waited = 0  # turns of sequences without a page
         # Of each shard's pages the tokens up to their end, as far as prefill has read them.
         self.read: list[dict[int, tuple[int, ...]]] = [{} for _ in scheduler.shards]
 
@@ -444,8 +453,8 @@ class _Decoder:
             if not self.scheduler.unfinished:
                 return
             progress = self._prefill()
-            drawn = self._decode()
-            assert progress + drawn, "a turn without progress"
+            sampled = self._decode()
+            assert progress + sampled, "a turn without progress"
         raise AssertionError("it does not come to an end")
 
     def _prefill(self) -> int:
@@ -461,18 +470,18 @@ class _Decoder:
         self._check()
         return pages
 
-    def _read(self, number: int, tasks: list[tuple[Resident, int]]) -> None:
+    def _read(self, number: int, tasks: list[tuple[PrefilledPrompt, int]]) -> None:
         """A call: all of its pages are written, and then each reads all before it."""
-        read, block = self.read[number], self.scheduler.shape.block
+        read, block = self.read[number], self.scheduler.shape.page_size
         self.history.append([(number, r.ticket, r.pages[i], i) for r, i in tasks])
-        for resident, i in tasks:
-            read[resident.pages[i]] = tuple(resident.request.prompt[: (i + 1) * block])
-        for resident, i in tasks:
-            self._check_read(number, resident, i + 1)
+        for prefilled, i in tasks:
+            read[prefilled.pages[i]] = tuple(prefilled.request.prompt[: (i + 1) * block])
+        for prefilled, i in tasks:
+            self._check_read(number, prefilled, i + 1)
 
-    def _check_read(self, number: int, resident: Resident, pages: int) -> None:
-        prompt, block = resident.request.prompt, self.scheduler.shape.block
-        for i, page in enumerate(resident.pages[:pages]):
+    def _check_read(self, number: int, prefilled: PrefilledPrompt, pages: int) -> None:
+        prompt, block = prefilled.request.prompt, self.scheduler.shape.page_size
+        for i, page in enumerate(prefilled.pages[:pages]):
             assert self.read[number].get(page) == tuple(prompt[: (i + 1) * block])
 
     def _decode(self) -> int:
@@ -489,33 +498,33 @@ class _Decoder:
                 assert limit >= min(first.count + self.steps, first.max_tokens)
         return sum(self._draw(*one) for one in limits)
 
-    def _draw(self, number: int, lane: int, limits: dict[Sibling, int]) -> int:
-        shard, drawn = self.scheduler.shards[number], 0
-        for sibling, limit in limits.items():
-            self.history.append((number, sibling.resident.ticket, sibling.number, limit))
-            assert sibling.count <= limit <= sibling.max_tokens
-            assert limit <= len(sibling.pages) * self.scheduler.shape.block
-            for page in sibling.pages:
+    def _draw(self, number: int, lane: int, limits: dict[DecodeSequence, int]) -> int:
+        shard, sampled = self.scheduler.shards[number], 0
+        for sequence, limit in limits.items():
+            self.history.append((number, sequence.prefilled.ticket, sequence.number, limit))
+            assert sequence.count <= limit <= sequence.max_tokens
+            assert limit <= len(sequence.pages) * self.scheduler.shape.page_size
+            for page in sequence.pages:
                 self.read[number].pop(page, None)
-            longest = int(self.rng.integers(1, sibling.max_tokens, endpoint=True))
-            length = self.lengths.setdefault(sibling, longest)
-            most = min(limit - sibling.count, self.steps)
+            longest = int(self.rng.integers(1, sequence.max_tokens, endpoint=True))
+            length = self.lengths.setdefault(sequence, longest)
+            most = min(limit - sequence.count, self.steps)
             self.waited += not most
             new = min(int(self.rng.integers(min(most, 1), most, endpoint=True)), length)
-            new = min(new, length - sibling.count)
-            sibling.count += new
-            drawn += new
-            if sibling.count == length and shard.finish(shard.lanes[lane], sibling):
-                self.finished.append(sibling.resident.ticket)
-        return drawn
+            new = min(new, length - sequence.count)
+            sequence.count += new
+            sampled += new
+            if sequence.count == length and shard.finish(shard.lanes[lane], sequence):
+                self.finished.append(sequence.prefilled.ticket)
+        return sampled
 
     def _check(self) -> None:
         """What must be true at any time."""
         shape = self.scheduler.shape
         for number, shard in enumerate(self.scheduler.shards):
-            residents = {sibling.resident: None for sibling in shard.unfinished}
-            of_prompts = {page for resident in residents for page in resident.pages}
-            of_answers = [page for sibling in shard.unfinished for page in sibling.pages]
+            residents = {sequence.prefilled: None for sequence in shard.unfinished}
+            of_prompts = {page for prefilled in residents for page in prefilled.pages}
+            of_answers = [page for sequence in shard.unfinished for page in sequence.pages]
             assert len({*of_prompts, *of_answers}) == len(of_prompts) + len(of_answers)
             used = len(of_prompts) + len(of_answers)
             assert used <= shape.pages and {*of_prompts, *of_answers} <= {
@@ -532,10 +541,10 @@ class _Decoder:
                 assert len(rows) <= lane.rows
                 assert all(len(slots) <= lane.cells for _, slots in rows)
                 slots = sorted(slot for _, some in rows for slot in some)
-                assert slots == [i for i, sibling in enumerate(lane.slots) if sibling]
-                for resident, some in rows:
-                    assert {s.resident for s in lane.slots if s and s.slot in some} == {resident}
-                    self._check_read(number, resident, len(resident.pages))
+                assert slots == [i for i, sequence in enumerate(lane.slots) if sequence]
+                for prefilled, some in rows:
+                    assert {s.prefilled for s in lane.slots if s and s.slot in some} == {prefilled}
+                    self._check_read(number, prefilled, len(prefilled.pages))
 
 
 def _random_requests(rng: np.random.Generator, count: int, shape: Shape) -> list[Request]:
@@ -558,7 +567,7 @@ def _simulate(shape: Shape, shards: int, seed: int, steps: int, count: int = 40)
     decoder.run(requests)
     assert sorted(decoder.finished) == list(range(count))
     assert sum(request.group for request in requests) == len(decoder.lengths)
-    assert all(sibling.count == length for sibling, length in decoder.lengths.items())
+    assert all(sequence.count == length for sequence, length in decoder.lengths.items())
     for shard in scheduler.shards:
         assert shard.pool.available == shape.pages
         assert not shard._needs and not shard.unfinished and not shard.tasks
@@ -578,7 +587,7 @@ def test_all_requests_are_answered_in_any_pool(pages: int, steps: int, shards: i
         reused += sum(shard.reused_tokens for shard in decoder.scheduler.shards)
         waited += decoder.waited
     assert reused > 0
-    assert (waited > 0) == (pages < 20), "the case should have siblings that wait for pages"
+    assert (waited > 0) == (pages < 20), "the case should have sequences that wait for pages"
 
 
 @pytest.mark.parametrize(

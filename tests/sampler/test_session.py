@@ -19,10 +19,10 @@ CONFIG = SamplerConfig(
     max_tokens=12,
     max_verdict_tokens=12,
     max_prompt=32,
-    block=4,
-    cache_tokens=1024,
+    page_size=4,
+    kv_cache_tokens=1024,
     slots=8,
-    siblings=4,
+    samples_per_prompt_batch=4,
     prefill_tokens=32,
     decode_tokens=4,
 )
@@ -80,7 +80,7 @@ def _alone(request: Request, config: SamplerConfig = CONFIG) -> list[Sample]:
 def _assert_identical(found: list[Sample], wanted: list[Sample]) -> None:
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
-        np.testing.assert_array_equal(a.log_probs, b.log_probs)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
         assert (a.stopped, a.stop_string) == (b.stopped, b.stop_string)
 
 
@@ -93,7 +93,7 @@ def test_requests_with_different_options_answer_as_they_would_alone() -> None:
 
 
 def test_each_request_is_drawn_by_its_own_options() -> None:
-    """By the rank and the share of the most likely token's probability of all that was drawn."""
+    """By the rank and the share of the most likely token's probability of all that was sampled."""
     found = _answer(_sampler().begin(tiny.weights()), _requests((8, 8, 8, 8)))
     ranks, shares = [], []
     for prompt, options, samples in zip(PROMPTS, OPTIONS, found, strict=True):
@@ -102,9 +102,9 @@ def test_each_request_is_drawn_by_its_own_options() -> None:
             row[: len(prompt) + len(sample.tokens)] = [*prompt, *sample.tokens]
         behind = np.arange(options.max_tokens) + len(prompt)
         logits = np.asarray(transformer.logits(tiny.POLICY, tiny.weights(), rows))[:, behind - 1]
-        drawn = np.take_along_axis(logits, rows[:, behind, None], axis=-1)
-        ranks.append(int(np.sum(logits > drawn, axis=-1).max()))
-        below = (drawn[..., 0] - logits.max(axis=-1)) / (options.temperature or 1.0)
+        sampled = np.take_along_axis(logits, rows[:, behind, None], axis=-1)
+        ranks.append(int(np.sum(logits > sampled, axis=-1).max()))
+        below = (sampled[..., 0] - logits.max(axis=-1)) / (options.temperature or 1.0)
         shares.append(float(np.exp(below).min()))
     assert ranks[1] == 0 and 1 <= ranks[2] <= 3 and 0.2 <= shares[3] < 0.6
     assert ranks[0] > 3 and ranks[3] > 3 and shares[0] < 0.2
@@ -123,15 +123,15 @@ def test_shared_beginnings_are_read_once_and_change_nothing() -> None:
 
 
 def test_a_pool_with_room_for_one_answer_gives_the_same() -> None:
-    small = dataclasses.replace(CONFIG, cache_tokens=CONFIG.longest)
+    small = dataclasses.replace(CONFIG, kv_cache_tokens=CONFIG.longest)
     requests, asked = _requests(), _sampler(small).begin(tiny.weights())
     for request, samples in zip(requests, _answer(asked, requests), strict=True):
         for a, b in zip(samples, _alone(request), strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
-            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
-def test_a_straggler_does_not_hold_its_neighbours_slots() -> None:
+def test_a_straggler_does_not_hold_its_neighbors_slots() -> None:
     options = [Options(max_tokens=12), *[Options(max_tokens=2)] * 11]
     keys = session.request_keys(KEY, 12)
     requests = [Request([5, 6, n], 1, keys[n], options[n]) for n in range(12)]
@@ -140,22 +140,22 @@ def test_a_straggler_does_not_hold_its_neighbours_slots() -> None:
     _answer(asked, requests)
     # Two slots: one draws 12 tokens, the other 22 in its turn, and then some rest.
     assert asked.counts.tokens == 12 + 22 and asked.counts.decode_steps <= 26
-    assert asked.counts.idle <= 0.05 * asked.counts.slot_steps
+    assert asked.counts.starved_slot_steps <= 0.05 * asked.counts.slot_steps
 
 
 def test_empty_cells_and_slots_are_counted_apart() -> None:
     asked = _sampler().begin(tiny.weights())
     _answer(asked, [_requests((3, 1, 3, 3))[2]])  # three siblings in a row of four cells
     counts = asked.counts
-    assert counts.decode_steps == 9 and counts.tokens == 27 and counts.idle == 0
-    assert (counts.slot_steps, counts.cell_steps, counts.empty_cells) == (72, 36, 9)
+    assert counts.decode_steps == 9 and counts.tokens == 27 and counts.starved_slot_steps == 0
+    assert (counts.slot_steps, counts.group_slot_steps, counts.padded_group_slots) == (72, 36, 9)
 
 
 # ------------------------------------------------------------------------------------ Stop strings
 
 
 def test_stop_strings_end_an_answer_wherever_tokens_begin() -> None:
-    """A string of two tokens' parts; what is drawn behind it is forgotten, whatever the calls."""
+    """A string of two tokens' parts; what is sampled behind it is forgotten, whatever the calls."""
     (request,) = _requests()[:1]
     plain = _alone(request)
     text = Letters().decode(plain[0].tokens[:9].tolist())
@@ -166,7 +166,7 @@ def test_stop_strings_end_an_answer_wherever_tokens_begin() -> None:
         found = _alone(dataclasses.replace(request, options=options), config)
         assert found[0].stopped and found[0].stop_string == string
         np.testing.assert_array_equal(found[0].tokens, plain[0].tokens[:first])
-        np.testing.assert_allclose(found[0].log_probs, plain[0].log_probs[:first], atol=1e-6)
+        np.testing.assert_allclose(found[0].logprobs, plain[0].logprobs[:first], atol=1e-6)
         assert found[0].content == found[0].tokens.tolist()
         assert found[0].text(Letters().decode) == text[: text.index(string)]
         others = [s for s in found[1:] if string not in Letters().decode(s.tokens)]
@@ -201,8 +201,8 @@ def test_what_cannot_be_answered_is_an_error_at_once() -> None:
 
 
 def test_a_pool_that_is_too_small_is_an_error_before_any_device_is_used() -> None:
-    with pytest.raises(ValueError, match=r"sampler\.cache_tokens = 40: a prompt of 32 tokens"):
-        Sampler(tiny.POLICY, dataclasses.replace(CONFIG, cache_tokens=40), (), _sampler().mesh)
+    with pytest.raises(ValueError, match=r"sampler\.kv_cache_tokens = 40: a prompt of 32 tokens"):
+        Sampler(tiny.POLICY, dataclasses.replace(CONFIG, kv_cache_tokens=40), (), _sampler().mesh)
 
 
 def test_refused_prompts_are_logged_with_lengths_and_cap(caplog) -> None:
@@ -245,23 +245,23 @@ def seconds(monkeypatch) -> list[float]:
 
 def test_what_is_waited_for_is_shared_out_among_speakers(seconds):
     asked = _sampler().begin(tiny.weights())
-    speakers = ("questioner", "responder", "responder", "verifier")
+    agents = ("questioner", "responder", "responder", "verifier")
     requests = [
-        dataclasses.replace(request, speaker=speaker)
-        for request, speaker in zip(_requests(), speakers, strict=True)
+        dataclasses.replace(request, agent=agent)
+        for request, agent in zip(_requests(), agents, strict=True)
     ]
     answers = _answer(asked, requests)
     counts = asked.counts
-    assert counts.read_tokens == counts.prompt_tokens - asked.reused_tokens > 0
+    assert counts.prefilled_tokens == counts.prompt_tokens - asked.reused_tokens > 0
     assert asked.reused_tokens > 0
-    assert counts.waited.keys() == set(speakers)
+    assert counts.waited.keys() == set(agents)
     assert sum(counts.waited.values()) == pytest.approx(seconds[0])
     assert seconds[0] == counts.decode_calls
-    # Alone, a speaker has all of it.
+    # Alone, a agent has all of it.
     alone = _sampler().begin(tiny.weights())
     _answer(alone, [requests[3]])
     assert alone.counts.waited == {"verifier": pytest.approx(alone.counts.decode_calls)}
-    assert alone.counts.read_tokens == len(requests[3].prompt)
+    assert alone.counts.prefilled_tokens == len(requests[3].prompt)
     assert len(answers[3]) == 6
 
 
@@ -269,9 +269,9 @@ def test_a_call_is_shared_by_what_was_drawn_and_read(seconds):
     """The first call reads both prompts and draws four tokens to each, the second is b's."""
     asked = _sampler().begin(tiny.weights())
     key = np.zeros(2, np.uint32)
-    for prompt, tokens, speaker in (([5] * 10, 4, "a"), ([6] * 30, 8, "b")):
+    for prompt, tokens, agent in (([5] * 10, 4, "a"), ([6] * 30, 8, "b")):
         options = Options(temperature=0.0, max_tokens=tokens)
-        asked.submit(Request(prompt, 1, key, options, speaker))
+        asked.submit(Request(prompt, 1, key, options, agent))
     list(asked.results())
     assert seconds == [2.0]
     assert asked.counts.waited == pytest.approx({"a": 14 / 48, "b": 34 / 48 + 1})

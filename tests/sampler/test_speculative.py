@@ -23,10 +23,10 @@ PLAIN = SamplerConfig(
     max_tokens=40,
     max_verdict_tokens=1,
     max_prompt=24,
-    block=8,
-    cache_tokens=4096,
+    page_size=8,
+    kv_cache_tokens=4096,
     slots=12,
-    siblings=3,
+    samples_per_prompt_batch=3,
     prefill_tokens=64,
     decode_tokens=8,
 )
@@ -96,7 +96,7 @@ def _assert_same(found: list[list[Sample]], wanted: list[list[Sample]]) -> None:
     for one, other in zip(found, wanted, strict=True):
         for a, b in zip(one, other, strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
-            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
             assert a.stopped == b.stopped
 
 
@@ -105,8 +105,8 @@ def _assert_same(found: list[list[Sample]], wanted: list[list[Sample]]) -> None:
 )
 def test_answers_equal_plain_decoding(tokens: int, match: int, temperature: float) -> None:
     plain = dataclasses.replace(PLAIN, temperature=temperature)
-    guessing = dataclasses.replace(plain, guessed_tokens=tokens, guess_match=match)
-    (found, counts), (wanted, plain_counts) = _answers(guessing), _answers(plain)
+    speculation = dataclasses.replace(plain, speculative_tokens=tokens, speculative_ngram=match)
+    (found, counts), (wanted, plain_counts) = _answers(speculation), _answers(plain)
     _assert_same(found, wanted)
     assert counts.tokens == plain_counts.tokens == plain_counts.busy
     assert counts.busy < 0.9 * counts.tokens  # guesses were right now and then
@@ -114,8 +114,8 @@ def test_answers_equal_plain_decoding(tokens: int, match: int, temperature: floa
 
 def test_stop_tokens_end_an_answer_inside_a_guess() -> None:
     stops = tuple(range(0, 64, 7))
-    guessing = dataclasses.replace(PLAIN, guessed_tokens=4, guess_match=1)
-    (found, _), (wanted, _) = _answers(guessing, stops), _answers(PLAIN, stops)
+    speculation = dataclasses.replace(PLAIN, speculative_tokens=4, speculative_ngram=1)
+    (found, _), (wanted, _) = _answers(speculation, stops), _answers(PLAIN, stops)
     _assert_same(found, wanted)
     answers = [answer for some in found for answer in some]
     assert any(a.stopped for a in answers) and any(not a.stopped for a in answers)
@@ -125,15 +125,15 @@ def test_stop_tokens_end_an_answer_inside_a_guess() -> None:
 
 @pytest.mark.parametrize("mesh", [(("data", 2), ("context", 2), ("tensor", 2)), (("fsdp", 8),)])
 def test_on_a_mesh(mesh) -> None:
-    guessing = dataclasses.replace(PLAIN, guessed_tokens=3, cache_tokens=8 * 1024)
-    (found, _), (wanted, _) = _answers(guessing, (), mesh), _answers(PLAIN)
+    speculation = dataclasses.replace(PLAIN, speculative_tokens=3, kv_cache_tokens=8 * 1024)
+    (found, _), (wanted, _) = _answers(speculation, (), mesh), _answers(PLAIN)
     for one, other in zip(found, wanted, strict=True):
         for a, b in zip(one, other, strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
-            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize(("field", "value"), [("guessed_tokens", -1), ("guess_match", 0)])
+@pytest.mark.parametrize(("field", "value"), [("speculative_tokens", -1), ("speculative_ngram", 0)])
 def test_bad_sizes_are_named(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"sampler.{field} = {value}: must be"):
         dataclasses.replace(PLAIN, **{field: value})

@@ -1,7 +1,7 @@
 """Greedy answers of every family, by pages of several sizes, against transformers' generate().
 
 Prompts of many lengths are answered twice each in one session with few slots, by answers of
-several lengths: slots are freed and filled again while their neighbours go on.
+several lengths: slots are freed and filled again while their neighbors go on.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _combinations() -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize(("family", "block"), _combinations())
+@pytest.mark.parametrize(("family", "page_size"), _combinations())
 def test_greedy_answers_equal_transformers(family: str, block: int, model) -> None:
     config, params, wanted = model(family)
     longest_prompt, longest = (max(column) for column in zip(*LENGTHS, strict=True))
@@ -76,10 +76,10 @@ def test_greedy_answers_equal_transformers(family: str, block: int, model) -> No
         max_tokens=longest,
         max_verdict_tokens=longest,
         max_prompt=longest_prompt,
-        block=block,
-        cache_tokens=8 * 128,
+        page_size=block,
+        kv_cache_tokens=8 * 128,
         slots=3,
-        siblings=GROUP,
+        samples_per_prompt_batch=GROUP,
         prefill_tokens=128,
         decode_tokens=7,
     )
@@ -93,5 +93,5 @@ def test_greedy_answers_equal_transformers(family: str, block: int, model) -> No
     for ticket, answer in enumerate(wanted):
         for sample in found[ticket]:
             assert sample.tokens.tolist() == answer, f"prompt of {len(PROMPTS[ticket])} tokens"
-    drawn = GROUP * sum(tokens for _, tokens in LENGTHS)
-    assert asked.counts.decode_steps < 1.2 * drawn / sizes.slots, "slots should not rest"
+    sampled = GROUP * sum(tokens for _, tokens in LENGTHS)
+    assert asked.counts.decode_steps < 1.2 * sampled / sizes.slots, "slots should not rest"

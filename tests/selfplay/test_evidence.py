@@ -161,18 +161,18 @@ def test_every_vector_of_scores_is_read_as_it_is_written():
     for size in (1, 2, 3):
         for scores in itertools.product(range(7), repeat=size):
             wanted = scores if set(scores) <= {1, 2, 3, 4, 5} else None
-            labelled = "\n".join(f"{i} {score}" for i, score in enumerate(scores, 1))
-            assert parse_scores(labelled, size) == wanted
+            labeled = "\n".join(f"{i} {score}" for i, score in enumerate(scores, 1))
+            assert parse_scores(labeled, size) == wanted
             assert parse_scores(json.dumps({"scores": scores}), size) == wanted
 
 
-def test_normalised_scores():
-    assert evidence.normalise((5, 1, 3), 3) == [1.0, 0.0, 0.5]
-    assert evidence.normalise((2, 3, 2), 3) == [0.0, 1.0, 0.0]
-    assert evidence.normalise((4, 4), 2) == [0.5, 0.5]
-    assert evidence.normalise(None, 3) == [0.5] * 3
-    assert evidence.normalise((4,), 1) == [0.5]
-    assert evidence.normalise(None, 0) == evidence.normalise((), 0) == []
+def test_normalized_scores():
+    assert evidence.normalize((5, 1, 3), 3) == [1.0, 0.0, 0.5]
+    assert evidence.normalize((2, 3, 2), 3) == [0.0, 1.0, 0.0]
+    assert evidence.normalize((4, 4), 2) == [0.5, 0.5]
+    assert evidence.normalize(None, 3) == [0.5] * 3
+    assert evidence.normalize((4,), 1) == [0.5]
+    assert evidence.normalize(None, 0) == evidence.normalize((), 0) == []
 
 
 def test_total_reward():

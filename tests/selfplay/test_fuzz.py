@@ -32,7 +32,7 @@ import pytest
 
 from benchmarks import parsers
 from benchmarks.parsers import FAMILIES, PARSERS
-from spell_jax import evaluation, selfplay, sft
+from spell_jax import algorithms, evaluation, selfplay, sft, warm_start
 from spell_jax.algorithms.base import Reply
 from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell.config import SpellConfig
@@ -54,40 +54,43 @@ LARGEST = 1_000_000
 
 # Modules of which no function is given what a model wrote, and functions of the others.
 NO_READERS = {
-    *("selfplay.story_rows", "evaluation.reconstruction", "puzzles.pose"),
+    *("warm_start.story_rows", "algorithms.reconstruction_evaluation", "puzzles.pose"),
     *("puzzles.gap", "puzzles.chance", "puzzles.options_of"),
     *("puzzles.dense_reward", "puzzles.sparse_reward"),  # of what parse_order has read
     *(
-        "selfplay.demonstrations",
-        "selfplay.evidence_rows",
+        "warm_start.demonstrations",
+        "warm_start.evidence_rows",
         "selfplay.rewards",
         "selfplay.selection",
-        "evaluation.scoring",
+        "algorithms.scoring",
     ),
     # Of benchmarks these read files, make questions, ask and average.
-    *("evaluation.answering", "evaluation.benchmarks", "evaluation.generated", "evaluation.names"),
-    *("evaluation.needle", "evaluation.own_questions", "evaluation.pictures", "evaluation.ruler"),
-    *("evaluation.protocol", "evaluation.published", "evaluation.sampling"),
+    *("evaluation.answering", "warm_start.rlvr_questions"),
+    *("algorithms.base", "algorithms.rollout", "algorithms.registry", "algorithms.algorithm"),
+    *("algorithms.config", "algorithms.episode", "algorithms.rlvr", "algorithms.evidence_tree"),
+    *("evaluation.registry", "evaluation.base", "evaluation.generated", "evaluation.names"),
+    *("evaluation.needle", "evaluation.own_questions", "evaluation.figures", "evaluation.ruler"),
+    *("evaluation.protocol", "evaluation.published", "evaluation.policy_sampler"),
     *("evaluation.helmet_labels", "haystack.Draft.item", "haystack.Pile.take", "haystack.bury"),
     *("haystack.Source.noise", "haystack.Source.priced", "haystack.Source.prose", "haystack.fit"),
     *("haystack.Source.of", "haystack.split_sentences", "math_equal.check_installed"),
-    *("math_equal.end_workers", "evaluation.judging"),
+    *("math_equal.end_workers", "evaluation.judge"),
     *(f"long_documents.load_{name}" for name in ("docmath", "frames", "longbench")),
     *("long_documents.load_longbench_v2", "short.load_math", "short.load_mmlu_pro"),
     *(f"retrieval.load_{name}" for name in ("icl", "infbench_sum", "mrcr", "multi_lexsum", "rag")),
     *("rules.check_task", "rules.code_points", "rules.brace_steps", "rules.first_balance"),
     *("numbers.same_number", "numbers.number_text", "prompts.load"),
-    *("evidence.normalise", "evidence.total_reward"),
+    *("evidence.normalize", "evidence.total_reward"),
     # These read answers by functions that are listed.
-    *("evidence.EvidenceEvaluation.full", "evidence.EvidenceEvaluation.quick"),
+    *("eapo_evaluation.EvidenceEvaluation.full", "eapo_evaluation.EvidenceEvaluation.quick"),
     *("folder_rows.make_rows", "folder_rows.make_questions", "folder_rows.main"),
     *("folder_rows.RowMaker.question", "folder_rows.RowMaker.row"),
     *("memory.QuestionMemory.get", "memory.QuestionMemory.state_dict"),
-    *("held_out.Evaluation.full", "held_out.Evaluation.quick", "tiny_world.task_kind"),
+    *("held_out.Evaluation.full", "held_out.Evaluation.quick", "spell_evaluation.task_kind"),
     # These read answers by functions that are listed.
     *("held_out.HeldOutQuestions.full", "held_out.HeldOutQuestions.quick"),
-    *("tiny_world.TinyEvaluation.full", "tiny_world.TinyEvaluation.quick"),
-    "tiny_world.TinyEvaluation.make_items",
+    *("spell_evaluation.TinyEvaluation.full", "spell_evaluation.TinyEvaluation.quick"),
+    "spell_evaluation.TinyEvaluation.make_items",
 }
 # Readers of files and replies, with a test of their own below.
 ELSEWHERE = {
@@ -157,7 +160,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "evidence.as_sentence": _is_text,
     "evidence.parse_scores": _are_scores,
     "evidence.find_quotes": _are_texts,
-    "evidence.judge_answer": lambda numbers: all(map(_is_share, numbers.values())),
+    "eapo_evaluation.judge_answer": lambda numbers: all(map(_is_share, numbers.values())),
     "evidence.searchable": _is_text,
     "evidence.verbatim_share": _is_share,
     "evidence.precision_and_recall": lambda pair: all(map(_is_share, pair)),
@@ -194,8 +197,8 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "folder_rows.means_the_same": _is_truth,
     "folder_rows.other_forms": lambda forms: all(map(_is_text, forms)),
     "memory.QuestionMemory.push": _is_truth,
-    "tiny_world.true_answer": _is_text_or_none,
-    "tiny_world.is_true": _is_truth,
+    "spell_evaluation.true_answer": _is_text_or_none,
+    "spell_evaluation.is_true": _is_truth,
     "prompts.Prompts.questioner": _is_text,
     "prompts.Prompts.responder": _is_text,
     "prompts.Prompts.verifier": _is_text,
@@ -219,21 +222,28 @@ def feed(text: str) -> None:
         assert EXPECTED[name.partition(" ")[0]](result), (name, text[:200], result)
 
 
+def short_name(module: str) -> str:
+    """ "spell_evaluation" of spell_jax.algorithms.spell.evaluation, else the last part."""
+    *_, folder, name = module.split(".")
+    return f"{folder}_{name}" if name == "evaluation" else name
+
+
 def public_functions() -> Iterator[str]:
     """ "module.function" and "module.Class.method" of what reads texts, less whole NO_READERS."""
-    for package in (selfplay, evaluation):
-        for found in pkgutil.iter_modules(package.__path__):
-            if f"{package.__name__.rpartition('.')[2]}.{found.name}" in NO_READERS:
+    for package in (selfplay, warm_start, evaluation, algorithms):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            label = short_name(found.name)
+            if found.ispkg or f"{found.name.split('.')[1]}.{label}" in NO_READERS:
                 continue
-            module = importlib.import_module(f"{package.__name__}.{found.name}")
+            module = importlib.import_module(found.name)
             for name, value in vars(module).items():
                 if name.startswith("_") or getattr(value, "__module__", "") != module.__name__:
                     continue
                 if inspect.isfunction(value):
-                    yield f"{found.name}.{name}"
+                    yield f"{label}.{name}"
                 elif inspect.isclass(value):
                     methods = (key for key, f in vars(value).items() if inspect.isfunction(f))
-                    yield from (f"{found.name}.{name}.{m}" for m in methods if m[0] != "_")
+                    yield from (f"{label}.{name}.{m}" for m in methods if m[0] != "_")
 
 
 def test_no_parser_is_forgotten() -> None:

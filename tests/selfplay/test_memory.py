@@ -43,7 +43,7 @@ def test_only_solvable_questions_enter(reward, stored):
     assert len(memory) == stored
 
 
-def test_duplicates_are_found_by_normalised_text():
+def test_duplicates_are_found_by_normalized_text():
     memory = filled("What is the rate?")
     assert not memory.push("general_qa", "c1", entry("what is  a rate"), 0.5)
     assert memory.push("general_qa", "c1", entry("?"), 0.5)

@@ -43,7 +43,7 @@ def test_reference_is_number(cases):
         (text,) = case["in"]
         expected = case["is_number"]["out"] or case["is_scientific_number"]["out"]
         if not text.isascii():
-            expected = False  # its own normaliser fails on these digits all the same
+            expected = False  # its own normalizer fails on these digits all the same
         assert (parse_number(text) is not None) == expected, text
 
 

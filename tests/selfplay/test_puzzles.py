@@ -96,10 +96,10 @@ def test_all_orders_and_all_paragraphs_are_drawn_alike():
     assert len(orders) == 6 and min(orders.values()) > 400
     taken = Counter(first for puzzle in drawn for first, _ in puzzle.spans)
     assert len(taken) == 7 and min(taken.values()) > 1150  # of 9000 / 7
-    neighbours = sum(
+    neighbors = sum(
         any(b[0] - a[1] == 2 for a, b in itertools.pairwise(puzzle.spans)) for puzzle in drawn
     )
-    assert neighbours == pytest.approx(3000 * 25 / 35, rel=0.05)  # 10 of 35 triples have none
+    assert neighbors == pytest.approx(3000 * 25 / 35, rel=0.05)  # 10 of 35 triples have none
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_text_that_fits_is_left_whole():
         assert windows(text, count_words(text)) == {text}
 
 
-def test_a_window_is_as_many_neighbours_as_fit():
+def test_a_window_is_as_many_neighbors_as_fit():
     found = windows(TEXT, 7)  # three of two words each
     paragraphs = TEXT.split("\n\n")
     assert found == {"\n\n".join(paragraphs[i : i + 3]) for i in range(5)}

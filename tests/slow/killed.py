@@ -35,7 +35,7 @@ STEP = 4  # in which runs are ended
 
 def make_config(policy: pathlib.Path, **settings):
     """Each step is saved and one checkpoint kept (and the best); the fourth renews the anchor."""
-    options = {"checkpoint_every": 1, "keep_checkpoints": 1, "game.anchor_refresh": 4}
+    options = {"checkpoint_every": 1, "keep_checkpoints": 1, "algorithm.reader_refresh": 4}
     return noise.small_config(policy, **({"steps": STEPS} | options | settings))
 
 
@@ -51,19 +51,21 @@ def models_of(config, workdir: pathlib.Path) -> tuple[dict[str, Any], dict[str, 
     checkpoints = Checkpoints(workdir)
     step = checkpoints.newest_intact()
     assert step is not None
-    others = [*run.game.models, *(["reference"] if config.loss.kl_weight else [])]
+    others = [*run.algorithm.models, *(["reference"] if config.loss.kl_weight else [])]
     target = {"policy": abstract} | dict.fromkeys(others, abstract.params)
     models, state = checkpoints.restore(step, target)
     checkpoints.close()
-    return models, {name: state[name] for name in ("game", "best")} | {"step": step}
+    return models, {name: state[name] for name in ("algorithm", "best")} | {"step": step}
 
 
 def assert_same_state(config, workdir: pathlib.Path, other: pathlib.Path) -> None:
-    """Weights, optimiser, anchor, memory, data position and best score of the newest checkpoints,
+    """Weights, optimizer, anchor, memory, data position and best score of the newest checkpoints,
     to the bit."""
     (models, state), (wanted, wanted_state) = (models_of(config, run) for run in (workdir, other))
     assert state == wanted_state, "host state"
-    assert state["game"]["memory"]["clusters"], "a memory that holds nothing is easily the same"
+    assert state["algorithm"]["memory"]["clusters"], (
+        "a memory that holds nothing is easily the same"
+    )
     found, _ = jax.tree_util.tree_flatten_with_path(models)
     for (path, array), want in zip(found, jax.tree.leaves(wanted), strict=True):
         name = jax.tree_util.keystr(path)

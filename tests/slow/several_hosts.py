@@ -35,7 +35,11 @@ def make_config(policy: pathlib.Path):
         policy,
         steps=STEPS,
         checkpoint_every=1,
-        **{"game.rule": "judge", "game.judge_url": "http://judge", "game.judge_model": "noise"},
+        **{
+            "algorithm.rule": "judge",
+            "algorithm.judge_url": "http://judge",
+            "algorithm.judge_model": "noise",
+        },
     )
 
 
@@ -67,7 +71,7 @@ def tune(policy: str, workdir: pathlib.Path, source: str) -> None:
         "rows_per_step": 2,
         "log_every": 1,
         "checkpoint_every": 2,
-        "optimiser.warmup_steps": 1,
+        "optimizer.warmup_steps": 1,
         "packing.buckets": ((64, 24),),
         "packing.token_budget": 128,
     }

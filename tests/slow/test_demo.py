@@ -67,7 +67,7 @@ def test_the_questioner_keeps_its_share_of_right_references(tables, task):
 
 def test_random_rewards_teach_nothing(tmp_path):
     """The control: what the gains are made of is the rewards."""
-    workdir = play(tmp_path / "random", "--config.game.responder_reward=random")
+    workdir = play(tmp_path / "random", "--config.algorithm.responder_reward=random")
     tables = [report.read_evaluation(workdir)]
     assert mean_gain(tables, *RESPONDER, "8") < 0.05
     assert mean_gain(tables, *RESPONDER, "12") < 0.05

@@ -43,7 +43,7 @@ def warm(documents, tmp_path_factory) -> pathlib.Path:
     config = folder_warm_start.get_config()
     config.source, config.policy.tokenizer = str(out / "rows.jsonl"), str(out)
     config.steps, config.rows_per_step = 3, 8
-    config.optimiser.warmup_steps = 1
+    config.optimizer.warmup_steps = 1
     config.policy.width, config.policy.layers, config.policy.head_size = 32, 1, 8
     config.policy.feed_forward = 48
     config.packing.buckets, config.packing.token_budget = ((320, 160),), 640
@@ -59,8 +59,12 @@ def folder_config(documents: pathlib.Path, warm: pathlib.Path, steps: int):
     config.policy.folder = str(warm / "policy")
     config.data.source, config.data.validation = str(documents), str(warm / "questions.jsonl")
     config.data.max_document_tokens, config.data.held_out = 48, 0.3
-    config.game.questions, config.game.generation_batch, config.game.max_generations = 3, 6, 1
-    config.game.group_size = config.game.verifier_group_size = 4
+    (
+        config.algorithm.questions,
+        config.algorithm.generation_batch,
+        config.algorithm.max_generations,
+    ) = 3, 6, 1
+    config.algorithm.group_size = config.algorithm.verifier_group_size = 4
     config.sampler.max_prompt, config.sampler.prefill_tokens = 320, 1280
     config.sampler.slots, config.sampler.max_tokens = 16, 6
     config.packing.buckets, config.packing.token_budget = ((384, 32),), 768
@@ -79,7 +83,7 @@ def test_a_folder_is_played_and_the_run_goes_on(documents, warm, meaning, tmp_pa
     lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
-        assert sum(line[f"play/{status}"] for status in STATUSES) == pytest.approx(1)
+        assert sum(line[f"rollout/{status}"] for status in STATUSES) == pytest.approx(1)
         assert 0 <= line["eval/all"] <= 1
     updated = [line for line in lines if not line["train/empty_update"]]
     assert bool(updated) == meaning

@@ -156,7 +156,7 @@ def test_supervised_tuning_goes_on_in_a_bucket(policy, tmp_path):
         config = tiny_warm_start.get_config()
         config.policy.folder, config.source = str(policy), str(source)
         config.steps, config.rows_per_step, config.checkpoint_every = steps, 2, 1
-        config.optimiser.schedule, config.log_every = "constant", 1
+        config.optimizer.schedule, config.log_every = "constant", 1
         config.packing.buckets, config.packing.token_budget = ((64, 24),), 128
         call_main(sft, config, str(workdir))
         assert [line["step"] for line in read_metrics(workdir)] == list(range(1, steps + 1))

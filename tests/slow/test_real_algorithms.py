@@ -1,8 +1,8 @@
-"""Every game on real documents, for two updates: what is counted is what the records say.
+"""Every algorithm on real documents, for two updates: what is counted is what the records say.
 
 Policies have a real family's shape and tokenizer, and are random and narrow. They never say
 anything right; where rewards are to differ, what they said is replaced by texts that are made for
-the question, while tokens, log-probs and updates stay those of the sampler.
+the question, while tokens, logprobs and updates stay those of the sampler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from data_pipeline import long_questions
 from data_pipeline.question_rows import LAYOUTS, Draft, read_row
 from launch import random_policy
 from spell_jax import train
-from spell_jax.algorithms.rollout import Players
+from spell_jax.algorithms.rollout import RolloutWorker
 from spell_jax.data.clusters import ROLES
 from spell_jax.data.questions import Question, as_record, read_questions
 from spell_jax.policy import tokenizer as tokenizers
@@ -149,14 +149,14 @@ def config_of(config: ConfigDict, policy: pathlib.Path, **changes: Any) -> Confi
         "policy.folder": str(policy),
         "policy.compute_dtype": "float32",
         "policy.remat": "none",
-        "policy.stretch": "",
-        "optimiser.warmup_steps": 0,
+        "policy.rope_scaling": "",
+        "optimizer.warmup_steps": 0,
         "mesh.context": 1,
-        "game.group_size": GROUP,
+        "algorithm.group_size": GROUP,
         "sampler.max_prompt": CAP,
-        "sampler.cache_tokens": 8 * CAP,
+        "sampler.kv_cache_tokens": 8 * CAP,
         "sampler.slots": 16,
-        "sampler.siblings": GROUP,
+        "sampler.samples_per_prompt_batch": GROUP,
         "sampler.prefill_tokens": CAP,
         "sampler.decode_tokens": 8,
         "sampler.max_tokens": MOST_TOKENS,
@@ -174,22 +174,22 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> list[tuple[Record, list[Re
     assert [line["step"] for line in lines] == [1, 2]
     found = [(line, [e for step, e in episodes if step == line["step"]]) for line in lines]
     for line, some in found:
-        assert line["play/sampler/reused_prompt_tokens"] >= 0
+        assert line["rollout/sampler/reused_prompt_tokens"] >= 0
         assert [e["number"] for e in some] == list(range(1, some[0]["of"] + 1))
     return found
 
 
 def check_tokens(
-    line: Record, said: Sequence[str], speaker: str, model: pathlib.Path, most: int = MOST_TOKENS
+    line: Record, said: Sequence[str], agent: str, model: pathlib.Path, most: int = MOST_TOKENS
 ) -> None:
     """The tokens of a step's prompts to a model, counted again, and of its answers to them."""
     tokenizer = tokenizers.load(model)
     lengths = [len(tokenizer.chat(prompt)) for prompt in said]
-    assert max(lengths) <= CAP and line[f"play/refused/{speaker}"] == 0
-    assert line[f"play/prompt_tokens/{speaker}"] == pytest.approx(np.mean(lengths))
-    assert line[f"play/answer_tokens/{speaker}"] <= most
-    if line[f"play/cut_off/{speaker}"] == 1:
-        assert line[f"play/answer_tokens/{speaker}"] == most
+    assert max(lengths) <= CAP and line[f"rollout/refused/{agent}"] == 0
+    assert line[f"rollout/prompt_tokens/{agent}"] == pytest.approx(np.mean(lengths))
+    assert line[f"rollout/answer_tokens/{agent}"] <= most
+    if line[f"rollout/truncated/{agent}"] == 1:
+        assert line[f"rollout/answer_tokens/{agent}"] == most
 
 
 def with_documents(record: Record) -> str:
@@ -212,10 +212,10 @@ def reconstruction_config(qwen, documents: pathlib.Path, keep_equal: bool) -> Co
         "evaluate": True,
         "data.source": str(documents),
         "data.held_out": 0.2,
-        "game.evaluation_puzzles": 1,
-        "game.validation_puzzles": 1,
-        "game.documents": 4,
-        "game.keep_equal": keep_equal,
+        "algorithm.evaluation_puzzles": 1,
+        "algorithm.validation_puzzles": 1,
+        "algorithm.documents": 4,
+        "algorithm.keep_equal": keep_equal,
     }
     return config_of(reconstruction.get_config(), qwen, **fields)
 
@@ -233,18 +233,20 @@ def test_reconstruction(spell_data, qwen, source, keep_equal, tmp_path, monkeypa
     for (line, episodes), ks in zip(steps, RISING, strict=True):
         posed = [e for e in episodes if e["status"] == "accepted"]
         assert [e["options"] for e in posed] == ks
-        assert line["play/accepted"] == pytest.approx(len(posed) / len(episodes))
+        assert line["rollout/accepted"] == pytest.approx(len(posed) / len(episodes))
         reasons = Counter(e["reason"] for e in episodes if e["reason"])
         assert sum(reasons.values()) == len(episodes) - len(posed)
-        shares = {n: v for n, v in line.items() if n.startswith("play/reason/")}
-        wanted = {f"play/reason/{name}": n / len(episodes) for name, n in reasons.items()}
+        shares = {n: v for n, v in line.items() if n.startswith("rollout/reason/")}
+        wanted = {f"rollout/reason/{name}": n / len(episodes) for name, n in reasons.items()}
         assert shares == pytest.approx(wanted)
         check_tokens(line, [check_puzzle(e, files) for e in posed], "responder", qwen)
-        assert line["play/options"] == np.mean(ks)
-        assert line["play/dense_by_chance"] == pytest.approx(np.mean([1 / k for k in ks]))
+        assert line["rollout/options"] == np.mean(ks)
+        assert line["rollout/dense_by_chance"] == pytest.approx(np.mean([1 / k for k in ks]))
         guesses = [1 / math.factorial(k) for k in ks]
-        assert line["play/sparse_by_chance"] == pytest.approx(np.mean(guesses))
-        assert line["play/permutation"] == line["play/solve_rate"] == line["play/mixed"] == 0
+        assert line["rollout/sparse_by_chance"] == pytest.approx(np.mean(guesses))
+        assert (
+            line["rollout/permutation"] == line["rollout/solve_rate"] == line["rollout/mixed"] == 0
+        )
         # All rewards are equal: kept, such groups make an update that teaches nothing.
         assert line["train/empty_update"] == (not keep_equal)
         assert line.get("train/rows/responder") == (4 * GROUP if keep_equal else None)
@@ -300,8 +302,8 @@ def eapo_config(qwen, llama, questions: pathlib.Path) -> ConfigDict:
         "reward_model.remat": "none",
         "data.questions": str(questions),
         "data.validation": "",
-        "game.questions": 4,
-        "game.refresh_every": 1,
+        "algorithm.questions": 4,
+        "algorithm.refresh_every": 1,
     }
     return config_of(eapo.get_config(), qwen, **fields)
 
@@ -319,9 +321,9 @@ def test_eapo_of_a_policy_without_format(qwen, llama, questions, tmp_path, monke
             assert e["scoring"] is None and e["used"] == {"responder": "equal_rewards"}
         check_tokens(line, [with_documents(e) for e in episodes], "responder", qwen)
         for name in ("well_formed", "outcome_reward", "total_reward", "mixed", "kept_scorings"):
-            assert line[f"play/{name}"] == 0
-        assert "play/prompt_tokens/reward_model" not in line  # there was nothing to compare
-        assert line["play/refreshed_scorings"] == 0
+            assert line[f"rollout/{name}"] == 0
+        assert "rollout/prompt_tokens/reward_model" not in line  # there was nothing to compare
+        assert line["rollout/refreshed_scorings"] == 0
         assert line["train/empty_update"] and "train/reward_model/empty_update" not in line
     assert not has_changed(qwen, tmp_path / "policy")
     assert not has_changed(llama, tmp_path / "reward_model")
@@ -350,15 +352,15 @@ class Script:
         return ['{"scores": [5, 1, 2]}' if tries >= place % 3 else "the first is best"]
 
     def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        said = Players._reply
+        said = RolloutWorker._reply
 
-        def reply(players: Players, model: str, prompt: list[int], samples: Sequence[Any]):
+        def reply(players: RolloutWorker, model: str, prompt: list[int], samples: Sequence[Any]):
             found = said(players, model, prompt, samples)
-            texts = self.write(model, players._voice_of(model).tokenizer.decode(prompt))
+            texts = self.write(model, players._text_sampler_of(model).tokenizer.decode(prompt))
             found.texts[:] = texts
             return found
 
-        monkeypatch.setattr(Players, "_reply", reply)
+        monkeypatch.setattr(RolloutWorker, "_reply", reply)
 
 
 def answers_to(asked: Question) -> list[str]:
@@ -402,11 +404,16 @@ def test_eapo_scores_retries_and_refreshes(qwen, llama, questions, tmp_path, mon
         tries = sum(2 if kind else 1 for kind in kinds)
         prompts, asked = script.prompts[asked : asked + tries], asked + tries
         assert len(prompts) == tries
-        assert line["play/well_formed"] == 0.75 and line["play/outcome_reward"] == 0.25
-        assert line["play/scoring_failed"] == 1 / 4 and line["play/scoring_consistent"] == 3 / 4
-        assert line["play/scoring_retried"] == np.mean([kind > 0 for kind in kinds])
-        assert line["play/evidence_score_right"] == 5 and line["play/evidence_score_wrong"] == 1.5
-        assert line["play/kept_scorings"] == 0 and line["play/refreshed_scorings"] == 3
+        assert line["rollout/well_formed"] == 0.75 and line["rollout/outcome_reward"] == 0.25
+        assert (
+            line["rollout/scoring_failed"] == 1 / 4 and line["rollout/scoring_consistent"] == 3 / 4
+        )
+        assert line["rollout/scoring_retried"] == np.mean([kind > 0 for kind in kinds])
+        assert (
+            line["rollout/evidence_score_right"] == 5
+            and line["rollout/evidence_score_wrong"] == 1.5
+        )
+        assert line["rollout/kept_scorings"] == 0 and line["rollout/refreshed_scorings"] == 3
         assert line["train/rows/responder"] == 4 * GROUP and line["train/rows/reward_model"] == 3
         assert not line["train/empty_update"] and not line["train/reward_model/empty_update"]
         assert line["train/reward_model/gradient_norm"] > 0
@@ -421,7 +428,7 @@ def test_eapo_scores_retries_and_refreshes(qwen, llama, questions, tmp_path, mon
 def test_rlvr_on_long_questions(qwen, questions, tmp_path, monkeypatch) -> None:
     noise.use_one_device(monkeypatch)
     for line, _ in check_rlvr(qwen, questions, tmp_path):
-        assert line["play/solve_rate"] == 0 and line["train/empty_update"]
+        assert line["rollout/solve_rate"] == 0 and line["train/empty_update"]
     assert not has_changed(qwen, tmp_path / "policy")
 
 
@@ -430,7 +437,7 @@ def test_rlvr_on_questions_as_they_are(qwen, short_questions, tmp_path, monkeypa
     monkeypatch.setattr(rules, "score", lambda text, *_: zlib.crc32(text.encode()) % 2)
     for line, episodes in check_rlvr(qwen, short_questions, tmp_path):
         mixed = [e for e in episodes if len(set(e["scores"])) > 1]
-        assert mixed and line["play/mixed"] == len(mixed) / len(episodes)
+        assert mixed and line["rollout/mixed"] == len(mixed) / len(episodes)
         assert line["train/rows/responder"] == GROUP * len(mixed)
         assert line["train/gradient_norm"] > 0 and line["train/sampler_difference"] < 1e-4
     assert has_changed(qwen, tmp_path / "policy")
@@ -442,9 +449,9 @@ def check_rlvr(
     """Two steps on given questions, and that they are those of the file."""
     fields = {
         "data.questions": str(path),
-        "game.questions": 4,
-        "game.generation_batch": 4,
-        "game.max_generations": 1,
+        "algorithm.questions": 4,
+        "algorithm.generation_batch": 4,
+        "algorithm.max_generations": 1,
     }
     known = {q.question: q for q in read_questions(path, "data.questions")}
     fill = prompts.load("full").responder
@@ -452,14 +459,14 @@ def check_rlvr(
     asked = [e["question"] for _, episodes in steps for e in episodes]
     assert len(asked) == len(set(asked)) == 8  # of an epoch no question twice
     for line, episodes in steps:
-        assert line["play/static_questions"] == len(known)
+        assert line["rollout/static_questions"] == len(known)
         for e in episodes:
             assert e["reference"] == known[e["question"]].answer
             assert tuple(e["documents"]) == known[e["question"]].documents
         said = [fill(e["task"], e["documents"], e["question"]) for e in episodes]
         check_tokens(line, said, "responder", qwen)
-        assert line["play/solve_rate"] == np.mean([np.mean(e["scores"]) for e in episodes])
-        assert "play/prompt_tokens/questioner" not in line
+        assert line["rollout/solve_rate"] == np.mean([np.mean(e["scores"]) for e in episodes])
+        assert "rollout/prompt_tokens/questioner" not in line
     return steps
 
 
@@ -491,14 +498,14 @@ def test_spell_on_filings(spell_data, qwen, meaning, tmp_path, monkeypatch) -> N
         "data.documents_per_cluster": 3,
         "data.max_document_tokens": 1024,
         "data.held_out": 0.1,
-        "game.questions": 4,
-        "game.generation_batch": 6,
-        "game.max_generations": 1,
-        "game.verifier_group_size": GROUP,
-        "game.grounding_samples": 2,
-        "game.grounding_threshold": 2,
-        "game.documents": (2,),
-        "game.verifier_share": 1.0,  # of few rows the paper's eighth is none
+        "algorithm.questions": 4,
+        "algorithm.generation_batch": 6,
+        "algorithm.max_generations": 1,
+        "algorithm.verifier_group_size": GROUP,
+        "algorithm.grounding_samples": 2,
+        "algorithm.grounding_threshold": 2,
+        "algorithm.documents": (2,),
+        "algorithm.verifier_share": 1.0,  # of few rows the paper's eighth is none
     }
     steps = run(config_of(qwen2_5_7b_instruct.get_config(), qwen, **fields), tmp_path)
     filings = "\n".join(path.read_text("utf-8-sig") for path in sorted(folder.glob("*.txt")))
@@ -507,7 +514,7 @@ def test_spell_on_filings(spell_data, qwen, meaning, tmp_path, monkeypatch) -> N
         assert len(episodes) == 6
         statuses = Counter(e["status"] for e in episodes)
         for status in ("accepted", "bad_format", "skipped", "ungrounded", "overlong"):
-            assert line[f"play/{status}"] == pytest.approx(statuses[status] / 6)
+            assert line[f"rollout/{status}"] == pytest.approx(statuses[status] / 6)
         for e in episodes:
             assert all(text in filings for text in e["documents"])
             assert len(e["documents"]) == 3 and len(e["shown"]) == 2
@@ -546,8 +553,8 @@ def check_answers(line: Record, episodes: Sequence[Record], qwen: pathlib.Path) 
         assert e["scores"] == [max(pair) for pair in zip(e["rule"], verdicts, strict=True)]
         off = np.mean(e["scores"]) - 0.5
         assert e["reward"] == pytest.approx(np.exp(-18 * off**2) if e in mixed else 0)
-    assert line["play/solve_rate"] == pytest.approx(np.mean([e["scores"] for e in solved]))
-    assert line["play/mixed"] == pytest.approx(len(mixed) / len(solved))
+    assert line["rollout/solve_rate"] == pytest.approx(np.mean([e["scores"] for e in solved]))
+    assert line["rollout/mixed"] == pytest.approx(len(mixed) / len(solved))
     used = [e["used"] for e in episodes]
     rows = {
         "questioner": sum(use["questioner"] == "used" for use in used),

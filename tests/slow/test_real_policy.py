@@ -90,18 +90,18 @@ def config_of(policy: pathlib.Path, documents: pathlib.Path, **changes):
         "data.documents_per_cluster": 3,
         "data.max_document_tokens": 128,
         "data.held_out": 0.0,
-        "game.questions": 4,
-        "game.generation_batch": 8,  # by chance all answers to four questions score alike
-        "game.max_generations": 1,
-        "game.group_size": 4,
-        "game.verifier_group_size": 4,
-        "game.grounding_samples": 2,  # coins: one of two is right too often
-        "game.grounding_threshold": 2,
-        "game.documents": (2,),
+        "algorithm.questions": 4,
+        "algorithm.generation_batch": 8,  # by chance all answers to four questions score alike
+        "algorithm.max_generations": 1,
+        "algorithm.group_size": 4,
+        "algorithm.verifier_group_size": 4,
+        "algorithm.grounding_samples": 2,  # coins: one of two is right too often
+        "algorithm.grounding_threshold": 2,
+        "algorithm.documents": (2,),
         "sampler.max_prompt": 1536,
-        "sampler.cache_tokens": 32_768,
+        "sampler.kv_cache_tokens": 32_768,
         "sampler.slots": 16,
-        "sampler.siblings": 4,
+        "sampler.samples_per_prompt_batch": 4,
         "sampler.prefill_tokens": 2048,
         "sampler.decode_tokens": 8,
         "sampler.max_tokens": 6,
@@ -123,15 +123,15 @@ def test_play_learn_resume_and_export(policy, documents, meaning, tmp_path, monk
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
-        assert sum(line[f"play/{status}"] for status in STATUSES) == pytest.approx(1)
+        assert sum(line[f"rollout/{status}"] for status in STATUSES) == pytest.approx(1)
         # Real prompts: the full templates with two documents, in the chat layout.
-        assert 500 < line["play/prompt_tokens/questioner"] < 1536
+        assert 500 < line["rollout/prompt_tokens/questioner"] < 1536
         if meaning:
-            assert line["play/accepted"] > 0 and not line["train/empty_update"]
+            assert line["rollout/accepted"] > 0 and not line["train/empty_update"]
             assert line["train/sampler_difference"] < 1e-4
             assert line["train/gradient_norm"] > 0
         else:
-            assert line["play/bad_format"] == 1 and line["train/empty_update"]
+            assert line["rollout/bad_format"] == 1 and line["train/empty_update"]
     _, before = weights.load(policy)
     written = train_and_export(run, tmp_path / "exported")
     assert written == EXPORTED

@@ -41,12 +41,12 @@ def config(tmp_path_factory) -> Iterator[Any]:
         "reward_model.folder": str(noise.save_policy(folder / "reward_model", width=48)),
         "data.questions": str(folder / "train.jsonl"),
         "data.validation": str(folder / "held_out.jsonl"),
-        "game.questions": 8,
-        "game.group_size": 3,
-        "game.refresh_every": REFRESH,
-        "game.agreeing_share": 0.3,
+        "algorithm.questions": 8,
+        "algorithm.group_size": 3,
+        "algorithm.refresh_every": REFRESH,
+        "algorithm.agreeing_share": 0.3,
         "sampler.max_prompt": 128,
-        "sampler.cache_tokens": 4096,
+        "sampler.kv_cache_tokens": 4096,
         "sampler.slots": 16,
         "sampler.prefill_tokens": 512,
         "sampler.decode_tokens": 4,
@@ -81,12 +81,12 @@ def end_of(config: Any, workdir: epath.Path) -> dict[str, Any]:
 def test_a_refresh_learns_from_what_was_kept_since_the_last(whole):
     first, second = lines_of(whole)
     assert all(line["train/rows/responder"] > 0 for line in (first, second))
-    assert first["play/kept_scorings"] > 0 and first["play/refreshed_scorings"] == 0
-    assert second["play/refreshed_scorings"] >= first["play/kept_scorings"]
-    assert second["play/kept_scorings"] == 0
+    assert first["rollout/kept_scorings"] > 0 and first["rollout/refreshed_scorings"] == 0
+    assert second["rollout/refreshed_scorings"] >= first["rollout/kept_scorings"]
+    assert second["rollout/kept_scorings"] == 0
     assert "train/reward_model/loss" not in first
-    assert second["train/rows/reward_model"] == second["play/refreshed_scorings"]
-    assert second["play/prompt_tokens/reward_model"] > 0
+    assert second["train/rows/reward_model"] == second["rollout/refreshed_scorings"]
+    assert second["rollout/prompt_tokens/reward_model"] > 0
 
 
 def test_a_refresh_moves_the_reward_model(config, whole):

@@ -26,13 +26,13 @@ SMALL = {
     "steps": 2,
     "validate_every": 2,
     "data.tiny.clusters": 8,
-    "game.evaluation_puzzles": 2,
-    "game.validation_puzzles": 1,
-    "game.documents": 4,
-    "game.group_size": 4,
-    "sampler.cache_tokens": 4096,
+    "algorithm.evaluation_puzzles": 2,
+    "algorithm.validation_puzzles": 1,
+    "algorithm.documents": 4,
+    "algorithm.group_size": 4,
+    "sampler.kv_cache_tokens": 4096,
     "sampler.slots": 16,
-    "sampler.siblings": 4,
+    "sampler.samples_per_prompt_batch": 4,
     "sampler.prefill_tokens": 384,
     "sampler.decode_tokens": 4,
     "sampler.max_tokens": 6,
@@ -68,13 +68,13 @@ def test_both_steps_learn_from_puzzles(workdir):
     lines = read_metrics(workdir)
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
-        assert line["play/accepted"] == 1
+        assert line["rollout/accepted"] == 1
         assert line["train/empty_update"] == 0 and line["train/rows/responder"] > 0
         assert line["train/sampler_difference"] < 1e-4
-        assert 0 <= line["play/sparse_reward"] <= line["play/dense_reward"] < 1
-        assert line["play/mixed"] > 0
+        assert 0 <= line["rollout/sparse_reward"] <= line["rollout/dense_reward"] < 1
+        assert line["rollout/mixed"] > 0
     (first, second) = lines
-    assert 2 <= first["play/options"] < second["play/options"] <= 4, "a curriculum"
+    assert 2 <= first["rollout/options"] < second["rollout/options"] <= 4, "a curriculum"
     assert "eval/dense_reward/4" in second and "eval/dense_reward/4" not in first
 
 

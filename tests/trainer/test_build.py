@@ -74,8 +74,8 @@ def test_first_its_own_checkpoint_then_the_next(policy, other, tmp_path, caplog)
     models, step = begin(config, empty)
     assert step == 0 and f"the weights of {other}, step {STEPS} (init_from)" in caplog.text
     assert_equal(models["policy"].params, last)
-    assert_equal(models["anchor"], last)
-    assert not any(np.any(x) for x in jax.tree.leaves(models["policy"].optimiser))
+    assert_equal(models["reference_reader"], last)
+    assert not any(np.any(x) for x in jax.tree.leaves(models["policy"].optimizer))
 
     caplog.clear()
     config.init_from = ""

@@ -88,7 +88,7 @@ class Finished:
     def checkpoint(self, *others: str) -> tuple[dict, dict]:
         """(models, the host's state) of the last checkpoint."""
         checkpoints = Checkpoints(self.workdir)
-        names = (*self.run.game.models, *others)
+        names = (*self.run.algorithm.models, *others)
         abstract = self.run.learner.abstract_state()
         target = {"policy": abstract} | dict.fromkeys(names, abstract.params)
         step = checkpoints.latest_step()
@@ -139,7 +139,7 @@ def test_a_run_writes_all_its_files(whole):
     results = json.loads((folder / "evaluation.json").read_text())
     assert results.keys() == {"before", "after"}
     assert "verifier accuracy, by pair" in results["after"]
-    assert json.loads((folder / "config.json").read_text())["game"]["group_size"] == 4
+    assert json.loads((folder / "config.json").read_text())["algorithm"]["group_size"] == 4
 
 
 def test_the_policy_folder_holds_the_last_weights(whole, policy):
@@ -161,9 +161,9 @@ def test_metrics_tell_what_was_played_and_learned(whole):
     assert roles <= {name for line in updates for name in line}
     for line in updates:
         assert line["train/gradient_norm"] > 0 and line["train/skipped_update"] == 0
-        # Sampler and learner agree on the log-prob of what was sampled.
+        # Sampler and learner agree on the logprob of what was sampled.
         assert line["train/sampler_difference"] < 1e-4
-    assert all(line["play/accepted"] + line["play/bad_format"] <= 1 for line in lines)
+    assert all(line["rollout/accepted"] + line["rollout/bad_format"] <= 1 for line in lines)
     assert ["eval/responder" in line for line in lines] == [False, True, False, True]
 
 
@@ -183,7 +183,7 @@ def test_every_number_is_explained(whole):
         "process/device_peak_mib",
         "non_finite",
     }
-    others = metric_names.OF_OTHER_GAMES | metric_names.OF_OTHER_MODELS
+    others = metric_names.OF_OTHER_ALGORITHMS | metric_names.OF_OTHER_MODELS
     assert unused - others == more and unused >= metric_names.OF_OTHER_MODELS
 
 
@@ -192,8 +192,8 @@ def test_the_parts_of_a_step_are_its_wall_time(whole):
         parts = {n: v for n, v in line.items() if n.startswith("time/seconds/")}
         assert sum(parts.values()) == pytest.approx(line["time/step_seconds"])
         assert all(seconds >= 0 for seconds in parts.values())
-        assert parts["time/seconds/questioner"] > 0 and parts["time/seconds/play"] > 0
-        assert line["time/tokens_per_second/drawn"] > 0 < line["time/tokens_per_second/read"]
+        assert parts["time/seconds/questioner"] > 0 and parts["time/seconds/rollout"] > 0
+        assert line["time/tokens_per_second/sampled"] > 0 < line["time/tokens_per_second/prefilled"]
 
 
 def test_every_step_has_random_numbers_of_its_own(whole):
@@ -219,15 +219,17 @@ def test_a_resumed_run_is_the_same_run(whole, resumed):
     assert len({(folder / model).read_bytes() for folder in saved}) == 1
     (models, state), (other_models, other_state) = whole.checkpoint(), resumed.checkpoint()
     jax.tree.map(np.testing.assert_array_equal, models, other_models)
-    for name in ("game", "best"):
+    for name in ("algorithm", "best"):
         assert state[name] == other_state[name]
-    assert state["game"]["memory"]["clusters"], "a memory that holds nothing is easily the same"
+    assert state["algorithm"]["memory"]["clusters"], (
+        "a memory that holds nothing is easily the same"
+    )
 
 
 def test_the_frozen_copy_is_in_the_checkpoint(whole, policy):
     models, _ = whole.checkpoint()
     _, first = weights.load(policy)
-    jax.tree.map(np.testing.assert_array_equal, models["anchor"], first)
+    jax.tree.map(np.testing.assert_array_equal, models["reference_reader"], first)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def test_noise_makes_empty_updates_and_time_ends_a_run(policy, tmp_path):
     lines = run.metrics()
     assert 1 <= len(lines) < 100_000
     assert all(line["train/empty_update"] == 1 for line in lines)
-    assert all(line["play/bad_format"] + line["play/skipped"] == 1 for line in lines)
+    assert all(line["rollout/bad_format"] + line["rollout/skipped"] == 1 for line in lines)
     models, _ = run.checkpoint()
     _, first = weights.load(policy)
     jax.tree.map(np.testing.assert_array_equal, models["policy"].params, first)
@@ -274,7 +276,7 @@ def test_noise_makes_empty_updates_and_time_ends_a_run(policy, tmp_path):
 
 
 def test_reference_and_renewed_anchor_go_on_from_a_checkpoint(policy, tmp_path):
-    options = {"loss.kl_weight": 0.5, "game.anchor_refresh": 2, "validate_every": 0}
+    options = {"loss.kl_weight": 0.5, "algorithm.reader_refresh": 2, "validate_every": 0}
     first = Finished(noise.small_config(policy, steps=2, **options), tmp_path)
     run = Finished(noise.small_config(policy, steps=4, **options), tmp_path)
     _, kept = weights.load(policy)
@@ -286,8 +288,8 @@ def test_reference_and_renewed_anchor_go_on_from_a_checkpoint(policy, tmp_path):
     models, _ = run.checkpoint("reference")
     jax.tree.map(np.testing.assert_array_equal, models["reference"], kept)
     # Renewed behind step 4, so that it is the policy of that step.
-    jax.tree.map(np.testing.assert_array_equal, models["anchor"], models["policy"].params)
-    assert (models["anchor"]["embedding"] != kept["embedding"]).any()
+    jax.tree.map(np.testing.assert_array_equal, models["reference_reader"], models["policy"].params)
+    assert (models["reference_reader"]["embedding"] != kept["embedding"]).any()
 
 
 def test_a_step_on_eight_devices_equals_one(policy, tmp_path):
@@ -310,7 +312,7 @@ def test_a_step_on_eight_devices_equals_one(policy, tmp_path):
     jax.tree.map(equal, models["policy"].params, wanted["policy"].params)
     places = [
         model["layers"]["mlp"]["up_kernel"].sharding
-        for model in (models["anchor"], models["policy"].params)
+        for model in (models["reference_reader"], models["policy"].params)
     ]
     assert places[0] == places[1] == run.run.learner.param_shardings["layers"]["mlp"]["up_kernel"]
     assert run.traces[-1]["accumulate"] == run.traces[-1]["apply"] == 1
@@ -320,7 +322,7 @@ def test_a_step_on_eight_devices_equals_one(policy, tmp_path):
 
 
 def test_a_step_may_be_played_while_the_one_before_is_learned(policy, tmp_path):
-    options = {"staleness": 1, "loss.behaviour": "truncated", "checkpoint_every": 3}
+    options = {"staleness": 1, "loss.tis_cap": 2.0, "checkpoint_every": 3}
     run = Finished(noise.small_config(policy, steps=5, **options), tmp_path / "whole")
     assert [step for step in run.begun if step] == [1, 2, 3, 4, 5]
     lines = run.metrics()
@@ -336,13 +338,13 @@ def test_a_step_may_be_played_while_the_one_before_is_learned(policy, tmp_path):
     assert resumed.metrics() == lines
     (found, state), (wanted, wanted_state) = resumed.checkpoint(), run.checkpoint()
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    for name in ("game", "best"):
+    for name in ("algorithm", "best"):
         assert state[name] == wanted_state[name]
 
 
 def test_rows_of_numbers_that_go_wrong_are_written(policy, tmp_path, monkeypatch):
     noise.lose_numbers(monkeypatch)
-    config = noise.small_config(policy, validate_every=0, **{"optimiser.max_skipped": 2})
+    config = noise.small_config(policy, validate_every=0, **{"optimizer.max_skipped": 2})
     with pytest.raises(NonFinite, match="2 updates in a row") as error:
         Finished(config, tmp_path, alone=True)
     path = tmp_path / "non_finite" / "2.jsonl"
@@ -360,8 +362,8 @@ def test_the_chosen_step_is_profiled(whole):
 
 BAD = [
     ("staleness", 2),
-    ("staleness", 1),  # of loss.behaviour "current"
-    ("loss.importance_cap", 0.5),
+    ("staleness", 1),  # of loss.old_logprobs "on_policy"
+    ("loss.tis_cap", 0.5),
     ("seed", -1),
     ("steps", 0),
     ("validate_every", -1),
@@ -390,18 +392,18 @@ BAD = [
     ("data.tiny.documents", (2.5,)),
     ("data.tiny.evaluation.per_cell", 0),
     ("data.tiny.evaluation.documents", (1,)),
-    ("game.name", "chess"),
-    ("game.prompts", "no/such/folder"),
-    ("game.group_size", 1),
-    ("game.mapping", "linear"),
-    ("game.sigma", math.nan),
-    ("game.negatives", math.inf),
-    ("game.memory_low", -1.0),
-    ("game.static_questions", 0),
+    ("algorithm.name", "chess"),
+    ("algorithm.prompts", "no/such/folder"),
+    ("algorithm.group_size", 1),
+    ("algorithm.mapping", "linear"),
+    ("algorithm.sigma", math.nan),
+    ("algorithm.negatives", math.inf),
+    ("algorithm.memory_low", -1.0),
+    ("algorithm.static_questions", 0),
     ("sampler.top_p", 0.0),
-    ("sampler.cache_tokens", 64),
-    ("optimiser.learning_rate", -1.0),
-    ("optimiser.schedule", "zigzag"),
+    ("sampler.kv_cache_tokens", 64),
+    ("optimizer.learning_rate", -1.0),
+    ("optimizer.schedule", "zigzag"),
     ("loss.aggregation", "median"),
     ("loss.kl_weight", -1.0),
     ("packing.buckets", ((64,),)),
@@ -436,15 +438,15 @@ def test_a_bad_value_is_named_before_any_device_work(field, value, policy, monke
 
 
 def test_the_judge_needs_an_address_and_a_model(policy, monkeypatch):
-    judge = {"game.rule": "judge"}
-    with pytest.raises(ValueError, match=r"game\.judge_url = ''"):
+    judge = {"algorithm.rule": "judge"}
+    with pytest.raises(ValueError, match=r"algorithm\.judge_url = ''"):
         train.make_run(noise.small_config(policy, **judge))
-    judge["game.judge_url"] = "http://localhost:1/v1"
-    with pytest.raises(ValueError, match=r"game\.judge_model = ''"):
+    judge["algorithm.judge_url"] = "http://localhost:1/v1"
+    with pytest.raises(ValueError, match=r"algorithm\.judge_model = ''"):
         train.make_run(noise.small_config(policy, **judge))
     monkeypatch.setenv("SPELL_JUDGE_KEY", "secret")
-    run = train.make_run(noise.small_config(policy, **judge, **{"game.judge_model": "m"}))
-    assert run.game._judge.__self__._ask.config.api_key == "secret"
+    run = train.make_run(noise.small_config(policy, **judge, **{"algorithm.judge_model": "m"}))
+    assert run.algorithm._judge.__self__._ask.config.api_key == "secret"
     assert "secret" not in str(run.config)
 
 
@@ -457,7 +459,7 @@ def test_the_tiny_world_needs_its_fields(policy):
 
 def test_the_parts_of_a_run_fit(policy):
     run = train.make_run(noise.small_config(policy))
-    assert isinstance(run.game, Spell)
+    assert isinstance(run.algorithm, Spell)
     # Two tokens of a prompt's room are the chat's.
-    assert run.game._cap == 128 - len(run.tokenizer.chat("")) == 126
+    assert run.algorithm._cap == 128 - len(run.tokenizer.chat("")) == 126
     assert len(run.tokenizer.chat("x" * 5)) == len(run.tokenizer.encode("x" * 5)) + 2

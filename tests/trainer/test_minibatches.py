@@ -24,7 +24,11 @@ from spell_jax.trainer import build as catalogue
 from spell_jax.trainer import state as runs
 from tests import noise
 
-BEHAVIOURS = ("recomputed", "sampler", "truncated")
+CORRECTIONS = {
+    "recompute": {"old_logprobs": "recompute"},
+    "rollout": {"old_logprobs": "rollout"},
+    "tis": {"tis_cap": 2.0},
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +46,12 @@ def _small_and_quick() -> Iterator[None]:
         yield
 
 
-def make_config(policy: pathlib.Path, behaviour: str, **overrides) -> Any:
-    fields = {"minibatches": 2, "loss.behaviour": behaviour, "validate_every": 0}
+def make_config(policy: pathlib.Path, correction: str, **overrides) -> Any:
+    fields = {
+        "minibatches": 2,
+        **{f"loss.{k}": v for k, v in CORRECTIONS[correction].items()},
+        "validate_every": 0,
+    }
     return noise.small_config(policy, **(fields | overrides))
 
 
@@ -54,15 +62,15 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def played(policy) -> train.Played:
     """A step: how it is learned from is no matter."""
-    run = runs.make_run(make_config(policy, "sampler"))
+    run = runs.make_run(make_config(policy, "rollout"))
     played = train.play(run, runs.first_models(run), 1)
     assert played and len(played.rows) > 2
     return played
 
 
-@pytest.mark.parametrize("behaviour", BEHAVIOURS)
-def test_a_step_in_parts_is_as_by_hand(policy, played, tmp_path, behaviour):
-    run = runs.make_run(make_config(policy, behaviour))
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_a_step_in_parts_is_as_by_hand(policy, played, tmp_path, correction):
+    run = runs.make_run(make_config(policy, correction))
     models = runs.first_models(run)
     begun = runs.copy(models["policy"].params)
     numbers = runs.StepUpdate(run, models, played.rows).finish(epath.Path(tmp_path), 1)
@@ -71,7 +79,7 @@ def test_a_step_in_parts_is_as_by_hand(policy, played, tmp_path, behaviour):
 
     learner, rows = run.learner, played.rows
     state = learner.start(begun)
-    if behaviour == "recomputed":
+    if correction == "recompute":
         rows = learner.recompute(state, rows)
     by_hand = []
     for part in packing.in_parts(rows, 2):
@@ -80,8 +88,8 @@ def test_a_step_in_parts_is_as_by_hand(policy, played, tmp_path, behaviour):
     jax.tree.map(np.testing.assert_array_equal, models["policy"].params, state.params)
     assert numbers["policy"] == by_hand
     # What was drawn before the first update is no longer on-policy in the second.
-    assert by_hand[1]["approx_kl"] != 0 or behaviour == "truncated"
-    if behaviour == "recomputed":
+    assert by_hand[1]["approx_kl"] != 0 or correction == "tis"
+    if correction == "recompute":
         assert abs(by_hand[0]["approx_kl"]) < 1e-6
 
 
@@ -91,13 +99,13 @@ NOWHERE, BROKEN = epath.Path("unused"), [7]
 class Recorded:
     """A learner that writes down what its updates are begun with; a state is their number."""
 
-    def __init__(self, behaviour: str):
-        self.loss = LossConfig(behaviour=behaviour)
+    def __init__(self, correction: str):
+        self.loss = LossConfig(**CORRECTIONS[correction])
         self.begun: list[tuple[int, list[list[int]], Any]] = []
         self.gone_on = 0
 
     def recompute(self, state: int, groups: list[Group]) -> list[Group]:
-        return [dataclasses.replace(g, old_log_probs=[np.full(1, -2.0)]) for g in groups]
+        return [dataclasses.replace(g, old_logprobs=[np.full(1, -2.0)]) for g in groups]
 
     def begin(self, state: int, groups: list[Group], reference: Any = None) -> Any:
         self.begun.append((state, [list(group.prompt) for group in groups], reference))
@@ -113,18 +121,18 @@ class Recorded:
         return state + 1, {"groups": len(groups)}
 
 
-def learn(rows: list[Group], behaviour: str = "recomputed", workdir: epath.Path = NOWHERE) -> Any:
+def learn(rows: list[Group], correction: str = "recompute", workdir: epath.Path = NOWHERE) -> Any:
     """(Learners, models, the update, its numbers) of a step in two parts with two models."""
     own = {
         name: SimpleNamespace(
-            learner=Recorded(behaviour),
+            learner=Recorded(correction),
             tokenizer=SimpleNamespace(decode=lambda ids, name=name: f"{name} {ids}"),
         )
         for name in ("policy", "other")
     }
     config = SimpleNamespace(minibatches=2)
     run: Any = SimpleNamespace(
-        own=own, trained=own, config=config, learner=own["policy"].learner, game=None
+        own=own, trained=own, config=config, learner=own["policy"].learner, algorithm=None
     )
     models = {"policy": 0, "other": 10, "reference": "frozen"}
     step = runs.StepUpdate(run, models, rows)
@@ -135,7 +143,7 @@ def learn(rows: list[Group], behaviour: str = "recomputed", workdir: epath.Path 
 
 
 def one(prompt: int, model: str) -> Group:
-    return Group([prompt], [[5]], [1.0], old_log_probs=[np.full(1, -1.0)], model=model)
+    return Group([prompt], [[5]], [1.0], old_logprobs=[np.full(1, -1.0)], model=model)
 
 
 def test_each_model_learns_its_own_rows() -> None:
@@ -149,7 +157,7 @@ def test_each_model_learns_its_own_rows() -> None:
     assert learners["policy"].gone_on == 1, "of the first part, while it is the newest"
     difference, weight = step.difference["sampler_difference"]
     assert difference / weight == pytest.approx(1.0)
-    assert not learn(rows, "sampler")[2].difference
+    assert not learn(rows, "rollout")[2].difference
 
 
 def test_without_rows_the_policys_update_is_empty() -> None:
@@ -166,7 +174,7 @@ def test_rows_that_go_wrong_are_told_in_their_models_words(tmp_path) -> None:
 
 
 def test_a_run_in_parts_is_resumed_to_the_bit(policy, tmp_path):
-    config = make_config(policy, "recomputed")
+    config = make_config(policy, "recompute")
     whole = train.train(config, epath.Path(tmp_path / "whole"))
     halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), 2)
     train.train(config, halved)
@@ -184,10 +192,13 @@ def test_a_run_in_parts_is_resumed_to_the_bit(policy, tmp_path):
     "overrides, message",
     [
         ({"minibatches": 0}, r"minibatches = 0: must be at least 1"),
-        ({"loss.behaviour": "current"}, r'loss\.behaviour = "current": must be "recomputed"'),
+        (
+            {"loss.old_logprobs": "on_policy"},
+            r'loss\.old_logprobs = "on_policy": must be "recompute"',
+        ),
         ({"staleness": 1}, r"staleness = 1: must be 0 for minibatches = 2"),
     ],
 )
 def test_what_does_not_go_is_said(policy, overrides, message):
     with pytest.raises(ValueError, match=message):
-        catalogue.check(make_config(policy, "sampler", **overrides))
+        catalogue.check(make_config(policy, "rollout", **overrides))

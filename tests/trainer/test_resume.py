@@ -79,7 +79,7 @@ def test_on_other_meshes_a_run_goes_on_with_the_same_losses(policy, tmp_path) ->
 def test_a_step_that_was_played_ahead_is_played_again(policy, tmp_path, monkeypatch) -> None:
     """Told to stop while step 4 is played ahead of step 3's update, a run leaves what one of three
     steps leaves, in which nothing was played ahead of the last."""
-    fields = {"staleness": 1, "loss.behaviour": "truncated", "checkpoint_every": 100}
+    fields = {"staleness": 1, "loss.tis_cap": 2.0, "checkpoint_every": 100}
     make = functools.partial(killed.make_config, policy, **fields)
     play(make(steps=3), tmp_path / "three")
     questions = len(list(read_episodes(tmp_path / "three")))
@@ -103,7 +103,7 @@ def test_a_step_that_is_left_is_played_again_alike(policy, monkeypatch) -> None:
     noise.give_meaning(monkeypatch)
     run = make_run(killed.make_config(policy))
     state = run.learner.init(weights.load(policy)[1])
-    models = {"policy": state, "anchor": copy(state.params)}
+    models = {"policy": state, "reference_reader": copy(state.params)}
     calls: list[None] = []
 
     def record(step: int, stop_at: int = -1):
@@ -113,16 +113,16 @@ def test_a_step_that_is_left_is_played_again_alike(policy, monkeypatch) -> None:
 
         calls.clear()
         played = train.play(run, models, step, should_stop)
-        return played and [json.dumps(run.game.record(e)) for e in played.episodes]
+        return played and [json.dumps(run.algorithm.record(e)) for e in played.episodes]
 
     record(1)
-    before = json.dumps(run.game.state_dict())
-    wanted, after, asked = record(2), json.dumps(run.game.state_dict()), len(calls)
+    before = json.dumps(run.algorithm.state_dict())
+    wanted, after, asked = record(2), json.dumps(run.algorithm.state_dict()), len(calls)
     assert wanted and after != before and asked > 4
-    run.game.load_state_dict(json.loads(before))
+    run.algorithm.load_state_dict(json.loads(before))
     assert record(2, stop_at=asked // 2) is None and len(calls) == asked // 2
-    assert json.dumps(run.game.state_dict()) == before
-    assert record(2) == wanted and json.dumps(run.game.state_dict()) == after
+    assert json.dumps(run.algorithm.state_dict()) == before
+    assert record(2) == wanted and json.dumps(run.algorithm.state_dict()) == after
 
 
 def count_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:

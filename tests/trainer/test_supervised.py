@@ -53,8 +53,8 @@ def small_config(policy: pathlib.Path | str, source: pathlib.Path | str, **overr
     config.source = str(source)
     config.steps, config.rows_per_step = 8, 2
     config.log_every = config.checkpoint_every = 1
-    config.optimiser.learning_rate = 0.01
-    config.optimiser.warmup_steps = 2
+    config.optimizer.learning_rate = 0.01
+    config.optimizer.warmup_steps = 2
     config.packing.buckets = ((64, 24),)
     config.packing.token_budget = 128
     config.update(overrides)
@@ -69,7 +69,7 @@ def test_loss_falls_and_the_result_loads(policy, source, tmp_path):
     config = small_config(policy, source, steps=40, rows_per_step=3, checkpoint_every=100)
     folder = sft.run(config, tmp_path / "run")
     # The loss itself is that of the policy gradient: advantage 1 and ratio 1, so -1 throughout.
-    losses = [-line["train/mean_log_prob"] for line in read_metrics(tmp_path / "run")]
+    losses = [-line["train/mean_logprob"] for line in read_metrics(tmp_path / "run")]
     assert len(losses) == 40
     assert losses[-1] < 0.5 < 4 < losses[0]
     shape, params = weights.load(folder)
@@ -131,7 +131,7 @@ def test_a_run_that_loses_its_machine_saves_and_goes_on(policy, source, tmp_path
 def test_rows_of_numbers_that_go_wrong_are_written(policy, source, tmp_path, monkeypatch):
     noise.lose_numbers(monkeypatch)
     config = small_config(policy, source)
-    config.optimiser.max_skipped = 2
+    config.optimizer.max_skipped = 2
     with pytest.raises(NonFinite) as error:
         sft.run(config, tmp_path)
     path = tmp_path / "non_finite" / "2.jsonl"
@@ -236,7 +236,7 @@ def test_a_policy_from_nothing_gets_a_tokenizer_of_its_own(monkeypatch):
         ("log_every", 0),
         ("checkpoint_every", 0),
         ("packing.token_budget", 1),
-        ("optimiser.b1", 2.0),
+        ("optimizer.b1", 2.0),
         ("policy.folder", "no/such/folder"),
         ("source", "no/such/file"),
     ],

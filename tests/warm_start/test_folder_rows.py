@@ -1,4 +1,5 @@
-"""Rows made by rules: their facts are true and unique, and the game's own parsers accept them."""
+"""Rows made by rules: their facts are true and unique, and the algorithm's own parsers accept
+them."""
 
 import json
 from collections import Counter

@@ -30,7 +30,7 @@ from spell_jax.trainer.build import TINY_POLICY
 from spell_jax.warm_start import rlvr_questions
 from spell_jax.warm_start.rlvr_questions import PolicyTeacher, Settings, Teacher
 from tests import noise
-from tests.algorithms.scripted import ScriptedModels, make_materials
+from tests.algorithms.scripted import ScriptedModels, make_context
 from tests.selfplay.test_judge import Answer, Server, completion, server
 
 __all__ = ["server"]  # the fixture
@@ -337,16 +337,16 @@ def test_the_set_is_played(server, tmp_path):
     source, by_id = as_clusters(read_questions(tmp_path / "questions.jsonl", "x"))
     config = SpellConfig(responder_reward="rule", generation_batch=4, group_size=2)
     dealt = TaskStream(source, TASKS, (1.0,) * 3, seed=0)
-    spell = Spell(config, make_materials(prompts=COMPACT, deal=lambda _: dealt))
-    game = Rlvr(RlvrConfig(), spell, by_id)
+    spell = Spell(config, make_context(prompts=COMPACT, deal=lambda _: dealt))
+    algorithm = Rlvr(RlvrConfig(), spell, by_id)
 
     def write(role, prompt, sibling, model):
         at = int(re.findall(r"Q(\d+)", prompt)[0])
         return f"The answer is {reference(at)}" if sibling else "no idea"
 
-    episodes = game.play(ScriptedModels(write), 1)
+    episodes = algorithm.play(ScriptedModels(write), 1)
     assert [e.scores for e in episodes] == [[0.0, 1.0]] * 4
-    assert len(game.rows(episodes)) == 4
+    assert len(algorithm.rows(episodes)) == 4
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_a_judge_goes_with_its_agreement(tmp_path):
 
 def test_a_policys_replies_depend_on_attempt_and_turn_alone(tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
-    sizes = Sizes(cache_tokens=512, slots=8, prefill_tokens=128, block=16)
+    sizes = Sizes(kv_cache_tokens=512, slots=8, prefill_tokens=128, page_size=16)
     policy = Policy(noise.save_policy(tmp_path / "noise"), sizes=sizes)
     ask = PolicyTeacher(policy, Options(1.0, max_tokens=6), 0)
     prompts = ["- Arvo Oslo 34 12 Bela\nask general"] * 4
@@ -434,7 +434,7 @@ def test_an_endpoint_from_the_command_line(server, tmp_path):
 
 TINY = [f"--teacher_policy={TINY_POLICY}", "--source=tiny", "--tiny_clusters=24", "--attempts=24"]
 TINY += ["--batch=24", "--documents=2", "--prompt_set=compact", "--teacher_max_tokens=48"]
-TINY += ["--cache_tokens=8192", "--slots=24", "--prefill_tokens=1536"]
+TINY += ["--kv_cache_tokens=8192", "--slots=24", "--prefill_tokens=1536"]
 
 
 def test_the_tiny_policy_from_the_command_line(tmp_path):

@@ -27,9 +27,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from spell_jax.algorithms.base import (
+    AlgorithmContext,
     Answered,
     Ask,
-    Materials,
     Models,
     Reply,
     ask_judge,
@@ -50,17 +50,17 @@ RETRY_TEMPERATURE = 1.0  # where the first reply was greedy, and would be the sa
 
 
 class Eapo:
-    """The game; `play` makes a step's episodes and `rows` its training groups."""
+    """The algorithm; `play` makes a step's episodes and `rows` its training groups."""
 
-    def __init__(self, config: EapoConfig, materials: Materials):
+    def __init__(self, config: EapoConfig, context: AlgorithmContext):
         self.config = config
         has, learns = config.reward_model != "none", config.reward_model == "co_evolving"
         self.models: tuple[str, ...] = (REWARD_MODEL,) if has else ()
         self.trained: tuple[str, ...] = (REWARD_MODEL,) if learns else ()
-        self._prompts = materials.prompts
-        self._judge = choose_judge(config.rule, materials)
-        clusters, self._questions = as_clusters(materials.questions())
-        self._stream = materials.deal(clusters)
+        self._prompts = context.prompts
+        self._judge = choose_judge(config.rule, context)
+        clusters, self._questions = as_clusters(context.questions())
+        self._stream = context.deal(clusters)
         self._kept: list[dict[str, Any]] = []  # since the last refresh, oldest first
         self._refresh: list[dict[str, Any]] = []  # of this step, if it has one
 
@@ -136,7 +136,7 @@ class Eapo:
         """Evidence in relation to the siblings', and the total (Eq. 2)."""
         e = episode
         well_formed = [answer is not None for answer in e.answers]
-        shares = iter(evidence.normalise(e.scores, sum(well_formed)))
+        shares = iter(evidence.normalize(e.scores, sum(well_formed)))
         e.evidence = [next(shares) if formed else None for formed in well_formed]
         parts = zip(well_formed, e.evidence, e.outcomes, strict=True)
         weights = self.config.weights

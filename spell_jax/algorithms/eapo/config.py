@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from spell_jax.algorithms.base import RULES, Demand
+from spell_jax.algorithms.base import RULES, RolloutBudget
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.selfplay import evidence
 
@@ -14,7 +14,7 @@ REWARD_MODELS = ("co_evolving", "static", "none")
 
 @dataclasses.dataclass(frozen=True)
 class EapoConfig:
-    """Every switch of the game; the defaults are the paper's where it has them.
+    """Every switch of the algorithm; the defaults are the paper's where it has them.
 
     Attributes:
       questions: of a step [paper: batch size].
@@ -48,23 +48,25 @@ class EapoConfig:
     divide_by_deviation: bool = True
 
     def __post_init__(self):
-        check_choice(self, "game.", reward_model=REWARD_MODELS, rule=RULES)
-        check_least(self, "game.", questions=1, group_size=2, refresh_every=1, most_rollouts=1)
-        check_least(self, "game.", format_weight=0, evidence_weight=0, outcome_weight=0)
-        check_least(self, "game.", scoring_temperature=0, retries=0)
+        check_choice(self, "algorithm.", reward_model=REWARD_MODELS, rule=RULES)
+        check_least(self, "algorithm.", questions=1, group_size=2, refresh_every=1, most_rollouts=1)
+        check_least(self, "algorithm.", format_weight=0, evidence_weight=0, outcome_weight=0)
+        check_least(self, "algorithm.", scoring_temperature=0, retries=0)
         if not 0 < self.agreeing_share <= 1:
             raise ValueError(
-                f"game.agreeing_share = {self.agreeing_share}: must be above 0 and at most 1"
+                f"algorithm.agreeing_share = {self.agreeing_share}: must be above 0 and at most 1"
             )
 
-    def demands(self) -> list[Demand]:
+    def budgets(self) -> list[RolloutBudget]:
         """Of a step; a refresh learns from what was kept since the last one."""
-        answers = Demand("answers", "responder", self.questions, self.group_size, self.questions)
+        answers = RolloutBudget(
+            "answers", "responder", self.questions, self.group_size, self.questions
+        )
         if self.reward_model == "none":
             return [answers]
         asked = self.questions * (1 + self.retries)
         kept = self.most_rollouts if self.reward_model == "co_evolving" else 0
-        return [answers, Demand("scorings", REWARD_MODEL, asked, 1, kept, REWARD_MODEL)]
+        return [answers, RolloutBudget("scorings", REWARD_MODEL, asked, 1, kept, REWARD_MODEL)]
 
     @property
     def weights(self) -> evidence.Weights:

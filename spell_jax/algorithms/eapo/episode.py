@@ -1,4 +1,5 @@
-"""One question of EAPO and all that became of it: as the game plays it, on disk, in metrics."""
+"""One question of EAPO and all that became of it: as the algorithm plays it, on disk, in
+metrics."""
 
 from __future__ import annotations
 

@@ -72,14 +72,14 @@ class Branch:
       tokens: ids without a stop token.
       text: what they say, up to the closing tag that ended it.
       sections: as evidence.parse_sections has them, from the first one on; None for a bad format.
-      log_prob: sum over its tokens, in nats.
+      logprob: sum over its tokens, in nats.
       score: larger is better; None where it was not scored.
     """
 
     tokens: list[int]
     text: str
     sections: tuple[str, ...] | None
-    log_prob: float
+    logprob: float
     score: float | None = None
 
 
@@ -212,9 +212,9 @@ class Tree:
         text = self.policy.tokenizer.decode([*before, *sample.content])
         if sample.stop_string:
             text = text[: text.rindex(end) + len(end)]
-        log_prob = math.fsum(map(float, sample.log_probs))
+        logprob = math.fsum(map(float, sample.logprobs))
         parsed = evidence.parse_sections(text, sections)
-        return Branch([*before, *sample.content], text, parsed, log_prob)
+        return Branch([*before, *sample.content], text, parsed, logprob)
 
     def _rank_by_likeness(self, items: Sequence[tuple[_Node, list[Branch]]]) -> None:
         """Scores from -1 to 1: cosines of the vectors of question and evidence."""
@@ -276,7 +276,7 @@ def _described(branch: Branch, is_chosen: bool) -> Record:
         "text": branch.text,
         "well_formed": branch.sections is not None,
         "score": branch.score,
-        "log_prob": branch.log_prob,
+        "logprob": branch.logprob,
         "tokens": len(branch.tokens),
         "chosen": is_chosen,
     }

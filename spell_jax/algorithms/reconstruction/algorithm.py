@@ -1,7 +1,7 @@
 """Document reconstruction: paragraphs go back to where they were (one prompt, G answers, a rule).
 
 1. pose    K paragraphs of a document are taken out, and shown as options in mixed order. K rises
-           over the run (curriculum). Of a document over the cap, neighbouring paragraphs are taken.
+           over the run (curriculum). Of a document over the cap, neighboring paragraphs are taken.
 2. answer  the policy answers each puzzle G times with the order of the options.
 3. reward  the share of right places, or whether all are right: dense and sparse (1, 2).
 4. rows    groups whose rewards differ are trained on, with advantages over the group (GRPO).
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import Demand, Materials, Models, Reply
+from spell_jax.algorithms.base import AlgorithmContext, Models, Reply, RolloutBudget
 from spell_jax.data import clusters
 from spell_jax.data.clusters import Cluster
 from spell_jax.learner.advantages import group_advantages
@@ -39,7 +39,7 @@ ROUNDS = 4  # of drawing documents, at most, where some give no puzzle
 
 @dataclasses.dataclass(frozen=True)
 class ReconstructionConfig:
-    """Every switch of the game; the defaults are the paper's.
+    """Every switch of the algorithm; the defaults are the paper's.
 
     Attributes:
       documents: of a step, one puzzle each [paper: prompt batch size].
@@ -76,31 +76,35 @@ class ReconstructionConfig:
     validation_puzzles: int = 32
 
     def __post_init__(self):
-        check_choice(self, "game.", reward=tuple(REWARDS), selection=clusters.SELECTIONS)
-        check_least(self, "game.", documents=1, group_size=2, most_documents=0, min_paragraph=1)
-        check_least(self, "game.", evaluation_puzzles=1, validation_puzzles=1)
+        check_choice(self, "algorithm.", reward=tuple(REWARDS), selection=clusters.SELECTIONS)
+        check_least(
+            self, "algorithm.", documents=1, group_size=2, most_documents=0, min_paragraph=1
+        )
+        check_least(self, "algorithm.", evaluation_puzzles=1, validation_puzzles=1)
         ks, weights = self.options, self.option_weights
         are_options = all(FEWEST_OPTIONS <= k <= MOST_OPTIONS for k in ks)
         are_weights = len(weights) == len(ks) and all(0 < w < math.inf for w in weights)
         if not are_options or len({*ks}) != len(ks) or not ks:
             raise ValueError(
-                f"game.options = {ks}: must be different numbers from {FEWEST_OPTIONS} to "
+                f"algorithm.options = {ks}: must be different numbers from {FEWEST_OPTIONS} to "
                 f"{MOST_OPTIONS}"
             )
         if not are_weights:
             raise ValueError(
-                f"game.option_weights = {weights}: must be a positive number for each of "
-                f"game.options = {ks}"
+                f"algorithm.option_weights = {weights}: must be a positive number for each of "
+                f"algorithm.options = {ks}"
             )
         if self.max_paragraph < self.min_paragraph:
             raise ValueError(
-                f"game.max_paragraph = {self.max_paragraph}: must be at least game.min_paragraph = "
-                f"{self.min_paragraph}"
+                f"algorithm.max_paragraph = {self.max_paragraph}: must be at least "
+                f"algorithm.min_paragraph = {self.min_paragraph}"
             )
 
-    def demands(self) -> list[Demand]:
+    def budgets(self) -> list[RolloutBudget]:
         """Of a step."""
-        return [Demand("answers", "responder", self.documents, self.group_size, self.documents)]
+        return [
+            RolloutBudget("answers", "responder", self.documents, self.group_size, self.documents)
+        ]
 
 
 @dataclasses.dataclass
@@ -140,7 +144,7 @@ def pose(
     cluster: Cluster,
     options: int,
     config: ReconstructionConfig,
-    materials: Materials,
+    context: AlgorithmContext,
 ) -> Posed:
     """A puzzle of K options from a cluster's documents, or why there is none."""
     make = functools.partial(
@@ -151,22 +155,22 @@ def pose(
         max_paragraph=config.max_paragraph,
     )
     text = "\n\n".join(cluster.documents)
-    ask, count = materials.prompts.reconstruction, materials.count_tokens
-    return puzzles.pose(make, ask, rng, text, count, materials.prompt_cap)
+    ask, count = context.prompts.reconstruction, context.count_tokens
+    return puzzles.pose(make, ask, rng, text, count, context.prompt_cap)
 
 
 class Reconstruction:
-    """The game; `play` makes a step's episodes and `rows` its training groups."""
+    """The algorithm; `play` makes a step's episodes and `rows` its training groups."""
 
     models = ()
     trained = ()
 
-    def __init__(self, config: ReconstructionConfig, materials: Materials):
+    def __init__(self, config: ReconstructionConfig, context: AlgorithmContext):
         self.config = config
-        self._materials = materials
-        self.stream = materials.deal(
+        self._materials = context
+        self.stream = context.deal(
             clusters.select(
-                materials.clusters(), config.selection, config.most_documents, materials.seed
+                context.clusters(), config.selection, config.most_documents, context.seed
             )
         )
 

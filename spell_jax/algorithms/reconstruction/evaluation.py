@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spell_jax.algorithms.base import Materials, Models
+from spell_jax.algorithms.base import AlgorithmContext, Models
 from spell_jax.algorithms.reconstruction.algorithm import ReconstructionConfig, pose
 from spell_jax.algorithms.scoring import Report, share
 from spell_jax.selfplay import puzzles
@@ -28,8 +28,8 @@ class PuzzleEvaluation:
     where there are few, one gives several.
     """
 
-    def __init__(self, config: ReconstructionConfig, materials: Materials):
-        self._config, self._materials = config, materials
+    def __init__(self, config: ReconstructionConfig, context: AlgorithmContext):
+        self._config, self._materials = config, context
         self._made: dict[tuple[int, int], tuple[Posed, ...]] = {}
 
     def full(self, ask: Models) -> Report:
@@ -67,7 +67,7 @@ class PuzzleEvaluation:
             (k, posed) for k in sorted(self._config.options) for posed in self._puzzles(k, count)
         ]
         if not asked:
-            raise ValueError("held-out documents: none gives a puzzle; see game.min_paragraph")
+            raise ValueError("held-out documents: none gives a puzzle; see algorithm.min_paragraph")
         replies = ask("responder", [posed.prompt for _, posed in asked], temperature=0.0)
         outcomes: dict[str, list[Sequence[float]]] = {"all": []}
         for (k, posed), reply in zip(asked, replies, strict=True):

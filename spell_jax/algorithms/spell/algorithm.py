@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from spell_jax.algorithms.base import (
+    AlgorithmContext,
     Answered,
     Ask,
-    Materials,
     Models,
     Reply,
     ask_judge,
@@ -49,20 +49,20 @@ from spell_jax.selfplay.memory import Entry, QuestionMemory
 
 
 class Spell:
-    """The game; `play` makes a step's episodes and `rows` its training groups."""
+    """The algorithm; `play` makes a step's episodes and `rows` its training groups."""
 
     trained = ()
 
-    def __init__(self, config: SpellConfig, materials: Materials):
+    def __init__(self, config: SpellConfig, context: AlgorithmContext):
         self.config = config
-        self.prompts = materials.prompts
-        self.stream = materials.deal(materials.clusters())
+        self.prompts = context.prompts
+        self.stream = context.deal(context.clusters())
         self.memory = QuestionMemory(config.memory, config.memory_low, config.memory_high)
-        self.models = ("anchor",) if config.reference == "anchored" else ()
-        self._count = materials.count_tokens
-        self._cap = materials.prompt_cap
-        self.seed = materials.seed
-        self._judge = choose_judge(config.rule, materials)
+        self.models = ("reference_reader",) if config.reference_source == "frozen_reader" else ()
+        self._count = context.count_tokens
+        self._cap = context.prompt_cap
+        self.seed = context.seed
+        self._judge = choose_judge(config.rule, context)
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -95,7 +95,7 @@ class Spell:
         await self.propose(ask, episode)
         fault_injection.point("proposed")
         await self.filter(ask, episode)
-        await self.anchor(ask, episode)
+        await self.read_reference(ask, episode)
 
     async def solve(self, ask: Ask, episode: Episode) -> None:
         """Answers and verdicts."""
@@ -137,7 +137,7 @@ class Spell:
     async def propose(self, ask: Ask, episode: Episode) -> None:
         """A question with its reference from m new documents and what was asked before."""
         c = self.config
-        (reply,) = await ask("questioner", [episode.invitation])
+        (reply,) = await ask("questioner", [episode.questioner_prompt])
         if reply is None:
             episode.reason = "questioner_prompt"
             return
@@ -170,21 +170,21 @@ class Spell:
 
     # 3. (Option) a frozen copy of the first policy reads the reference.
 
-    async def anchor(self, ask: Ask, episode: Episode) -> None:
+    async def read_reference(self, ask: Ask, episode: Episode) -> None:
         """Replaces the reference by the frozen copy's, where it agrees with itself."""
-        if episode.status != "accepted" or self.config.reference != "anchored":
+        if episode.status != "accepted" or self.config.reference_source != "frozen_reader":
             return
         documents = [episode.cluster.documents[i] for i in episode.shown]
         text = self.prompts.responder(episode.task, documents, episode.question)
-        samples = self.config.anchor_samples
-        (reply,) = await ask("responder", [text], samples, model="anchor")
+        samples = self.config.reader_samples
+        (reply,) = await ask("responder", [text], samples, model="reference_reader")
         if reply is None:
-            episode.status, episode.reason = "overlong", "anchor_prompt"
+            episode.status, episode.reason = "overlong", "reader_prompt"
             return
         found = [rules.extract_answer(text, episode.task) for text in reply.texts]
         answer, count = most_frequent(found, episode.task)
         if answer is None or count < 2 or 2 * count <= samples:
-            self._reject(episode, "anchor_disagrees")
+            self._reject(episode, "reader_disagrees")
             return
         episode.reference = answer
         same = [b is not None and rules.same_answer(answer, b, episode.task) for b in episode.blind]
@@ -294,7 +294,7 @@ class Spell:
         )
 
     def _questioner_rows(self, good: Sequence[Episode], episodes: Sequence[Episode]) -> list[Group]:
-        """The kept questions and as many bad ones (reward 0 or below), normalised per task."""
+        """The kept questions and as many bad ones (reward 0 or below), normalized per task."""
         if not self.config.train_questioner:
             return []
         pool = [e for e in episodes if e.reward is not None and e.reward <= 0 and not e.mixed]

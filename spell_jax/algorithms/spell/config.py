@@ -6,18 +6,18 @@ import dataclasses
 
 import numpy as np
 
-from spell_jax.algorithms.base import RULES, Demand
+from spell_jax.algorithms.base import RULES, RolloutBudget
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.selfplay import rewards, selection
 
-REFERENCES = ("questioner", "anchored")
+REFERENCE_SOURCES = ("questioner", "frozen_reader")
 RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
 REMEMBERED = ("shown", "new")
 
 
 @dataclasses.dataclass(frozen=True)
 class SpellConfig:
-    """Every switch of the game; the defaults are the paper's (its ablations are the others).
+    """Every switch of the algorithm; the defaults are the paper's (its ablations are the others).
 
     Attributes:
       questions: questions with mixed rewards that an update wants [paper: batch size].
@@ -39,12 +39,13 @@ class SpellConfig:
         paper's text; its code leaves them out).
       grounding_samples: answers without documents to a question; 0: no grounding filter.
       grounding_threshold: right ones among them that make a question ungrounded.
-      reference: "questioner", or "anchored": the most frequent of `anchor_samples` answers of a
-        frozen copy of the starting policy to the question behind the questioner's documents. A
-        question without an answer given at least twice and by more than half is ungrounded, and so
-        is one whose answer is given without documents as well, be it only "unknown".
-      anchor_samples: K.
-      anchor_refresh: the frozen copy is renewed every so many steps; 0: never.
+      reference_source: "questioner", or "frozen_reader": the most frequent of `reader_samples`
+        answers of a frozen copy of the starting policy to the question behind the questioner's
+        documents. A question without an answer given at least twice and by more than half is
+        ungrounded, and so is one whose answer is given without documents as well, be it only
+        "unknown".
+      reader_samples: K.
+      reader_refresh: the frozen copy is renewed every so many steps; 0: never.
       responder_reward: how rule and majority combine: "max" (6); "rule" asks no verifier; "random"
         is a control that must destroy the policy.
       rule: "match" compares texts, numbers, letters; "judge" asks an external judge.
@@ -78,9 +79,9 @@ class SpellConfig:
     skip_penalty: bool = False
     grounding_samples: int = 1
     grounding_threshold: int = 1
-    reference: str = "questioner"
-    anchor_samples: int = 4
-    anchor_refresh: int = 0
+    reference_source: str = "questioner"
+    reader_samples: int = 4
+    reader_refresh: int = 0
     responder_reward: str = "max"
     rule: str = "match"
     train_questioner: bool = True
@@ -94,28 +95,35 @@ class SpellConfig:
     keep_surplus: bool = False
 
     def __post_init__(self):
-        check_choice(self, "game.", mapping=rewards.MAPPINGS, memory_documents=REMEMBERED)
-        check_choice(self, "game.", reference=REFERENCES, responder_reward=RESPONDER_REWARDS)
-        check_choice(self, "game.", rule=RULES)
-        check_least(self, "game.", questions=1, generation_batch=1, max_generations=1)
-        check_least(self, "game.", group_size=2, verifier_group_size=1, verifier_share=0)
-        check_least(self, "game.", grounding_samples=0, grounding_threshold=1)
-        check_least(self, "game.", anchor_samples=2, anchor_refresh=0)
-        check_least(self, "game.", memory=0, max_answer_tokens=1, sigma=1e-6, negatives=0)
+        check_choice(self, "algorithm.", mapping=rewards.MAPPINGS, memory_documents=REMEMBERED)
+        check_choice(
+            self,
+            "algorithm.",
+            reference_source=REFERENCE_SOURCES,
+            responder_reward=RESPONDER_REWARDS,
+        )
+        check_choice(self, "algorithm.", rule=RULES)
+        check_least(self, "algorithm.", questions=1, generation_batch=1, max_generations=1)
+        check_least(self, "algorithm.", group_size=2, verifier_group_size=1, verifier_share=0)
+        check_least(self, "algorithm.", grounding_samples=0, grounding_threshold=1)
+        check_least(self, "algorithm.", reader_samples=2, reader_refresh=0)
+        check_least(self, "algorithm.", memory=0, max_answer_tokens=1, sigma=1e-6, negatives=0)
         if not 0 <= self.memory_low <= self.memory_high:
             raise ValueError(
-                f"game.memory_low = {self.memory_low}: must be from 0 to game.memory_high = "
-                f"{self.memory_high}"
+                f"algorithm.memory_low = {self.memory_low}: must be from 0 to "
+                f"algorithm.memory_high = {self.memory_high}"
             )
         if not self.documents or min(self.documents) < 1:
-            raise ValueError(f"game.documents = {self.documents}: must be numbers of at least 1")
+            raise ValueError(
+                f"algorithm.documents = {self.documents}: must be numbers of at least 1"
+            )
         if 0 < self.grounding_samples < self.grounding_threshold:
             raise ValueError(
-                f"game.grounding_threshold = {self.grounding_threshold}: must not be above "
-                f"game.grounding_samples = {self.grounding_samples}"
+                f"algorithm.grounding_threshold = {self.grounding_threshold}: must not be above "
+                f"algorithm.grounding_samples = {self.grounding_samples}"
             )
 
-    def demands(self, writes: bool = True) -> list[Demand]:
+    def budgets(self, writes: bool = True) -> list[RolloutBudget]:
         """Of a round, which is learned from with all others of its step.
 
         Args:
@@ -131,12 +139,16 @@ class SpellConfig:
             learned = (good + len(bad)) * self.train_questioner
             blind = self.grounding_samples
             found = [
-                Demand("questions", "questioner", batch, 1, learned),
-                Demand("answers without documents", "responder", batch, blind),
+                RolloutBudget("questions", "questioner", batch, 1, learned),
+                RolloutBudget("answers without documents", "responder", batch, blind),
             ]
-            if self.reference == "anchored":
-                found.append(Demand("answers of the anchor", "anchor", batch, self.anchor_samples))
-        found.append(Demand("answers", "responder", batch, self.group_size, good))
+            if self.reference_source == "frozen_reader":
+                found.append(
+                    RolloutBudget(
+                        "answers of the anchor", "reference_reader", batch, self.reader_samples
+                    )
+                )
+        found.append(RolloutBudget("answers", "responder", batch, self.group_size, good))
         if self.responder_reward not in ("rule", "random"):
             size, answers = self.verifier_group_size, self.group_size
             chosen = selection.verifier_groups(
@@ -148,5 +160,5 @@ class SpellConfig:
                 balance=self.balance_verdicts,
             )
             learned = len(chosen) * self.train_verifier
-            found.append(Demand("verdicts", "verifier", batch * answers, size, learned))
+            found.append(RolloutBudget("verdicts", "verifier", batch * answers, size, learned))
         return found

@@ -1,4 +1,5 @@
-"""One question of SPELL and all that became of it: as the game plays it, on disk, in metrics."""
+"""One question of SPELL and all that became of it: as the algorithm plays it, on disk, in
+metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Episode:
       history: remembered questions that it was shown.
       dropped: documents and remembered questions left out of its prompt to keep it under the cap.
       letter: of the right option of the choice that the questioner was asked for.
-      invitation: its prompt.
+      questioner_prompt: its prompt.
       proposal: the questioner's reply.
       status: "accepted", or where it ended: "overlong" (a prompt over the cap), "bad_format",
         "skipped", "ungrounded".
@@ -53,7 +54,7 @@ class Episode:
     history: tuple[Entry, ...]
     dropped: int = 0
     letter: str | None = None
-    invitation: str = ""
+    questioner_prompt: str = ""
     proposal: Reply | None = None
     status: str = "overlong"
     reason: str = ""
@@ -111,7 +112,7 @@ def record(e: Episode, config: SpellConfig, prompts: Prompts) -> dict[str, Any]:
     whether it learned from the episode, or why not (for the verifier an answer).
     """
     texts = [f"{{documents[{i}]}}" for i in e.shown]
-    asked = e.invitation and prompts.questioner(e.task, texts, e.history, e.letter)
+    asked = e.questioner_prompt and prompts.questioner(e.task, texts, e.history, e.letter)
     return {
         "task": e.task,
         "cluster": e.cluster.id,

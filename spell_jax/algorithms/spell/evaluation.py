@@ -1,8 +1,9 @@
 """Held-out evaluation in the tiny world, against the oracle's true answers.
 
 1. Responder: greedy answers to generated questions of each kind behind n documents.
-2. Verifier: greedy verdicts on labelled pairs of answers, by what makes the pair hard.
-3. Questioner: sampled questions about held-out clusters, behind as many documents as in the game,
+2. Verifier: greedy verdicts on labeled pairs of answers, by what makes the pair hard.
+3. Questioner: sampled questions about held-out clusters, behind as many documents as in the
+   algorithm,
    without and with a known question: are they accepted, do the documents answer them, and is the
    reference right?
 """
@@ -42,8 +43,9 @@ class TinyEvaluation:
 
     Attributes:
       prompts: the prompt set.
-      game: says how many documents the questioner reads and which of its questions are accepted.
-      count_tokens: tokens of a text, for the game's limit on references.
+      algorithm: says how many documents the questioner reads and which of its questions are
+        accepted.
+      count_tokens: tokens of a text, for the algorithm's limit on references.
       seed: of all items; other than that of the training clusters.
       per_cell: questions for each kind and number of documents, and questions to be written for
         each task; twice as many pairs for the verifier.
@@ -52,7 +54,7 @@ class TinyEvaluation:
     """
 
     prompts: Prompts
-    game: SpellConfig
+    algorithm: SpellConfig
     count_tokens: Callable[[str], int]
     seed: int = 10_000
     per_cell: int = 128
@@ -70,10 +72,10 @@ class TinyEvaluation:
                 raise ValueError(
                     f"data.tiny.evaluation.{field} = {counts}: must be of 2 to {most} documents"
                 )
-        if 2 * max(self.game.documents) > most:
+        if 2 * max(self.algorithm.documents) > most:
             raise ValueError(
-                f"game.documents = {self.game.documents}: the tiny world has {most} documents, of "
-                "which a questioner with a known question reads twice as many"
+                f"algorithm.documents = {self.algorithm.documents}: the tiny world has {most} "
+                "documents, of which a questioner with a known question reads twice as many"
             )
 
     @property
@@ -166,7 +168,7 @@ class TinyEvaluation:
         tasks = tuple(dict.fromkeys(world.TASK_OF_KIND.values()))
         rng = np.random.default_rng([self.seed, 2])
         asked, texts = [], []
-        for known in (0, 1) if self.game.memory else (0,):
+        for known in (0, 1) if self.algorithm.memory else (0,):
             for task in tasks:
                 row = f"{task}, one known" if known else task
                 for _ in range(self.per_cell):
@@ -180,8 +182,8 @@ class TinyEvaluation:
                 "" if reply is None else reply.texts[0],
                 task,
                 self.count_tokens,
-                self.game.max_answer_tokens,
-                self.game.distinct_options,
+                self.algorithm.max_answer_tokens,
+                self.algorithm.distinct_options,
             )
             accepted.append(parsed.status == "accepted")
             if accepted[-1]:
@@ -199,7 +201,7 @@ class TinyEvaluation:
         self, rng: np.random.Generator, task: str, known: int
     ) -> tuple[tuple[str, ...], str]:
         """The questioner's documents, m new ones and m of each known question, and its prompt."""
-        shown = max(self.game.documents)
+        shown = max(self.algorithm.documents)
         count = shown * (known + 1)
         documents = world.make_documents(rng, max(count, self._usual_documents))[:count]
         history = []

@@ -1,4 +1,4 @@
-"""The five labelled data sets of HELMET's in-context learning, from their authors' files.
+"""The five labeled data sets of HELMET's in-context learning, from their authors' files.
 
     task          files                                        train   test  labels
     trec_coarse   train_5500.label, TREC_10.label               5452    500       6
@@ -30,7 +30,7 @@ _ANNOTATION = re.compile(r"\[[^\[\]:]*:+([^\[\]]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
-class Labelled:
+class Labeled:
     """Texts with their labels, to be shown and to be asked for."""
 
     train: Sequence[tuple[str, str]]
@@ -47,14 +47,14 @@ class Task:
       shots: examples for `retrieval.LENGTHS`; HELMET's configs/icl_short.yaml and icl.yaml.
     """
 
-    reader: Callable[[Folder], Labelled]
+    reader: Callable[[Folder], Labeled]
     train: int
     test: int
     labels: int
     shots: tuple[int, int, int, int, int]
 
 
-def read(task: str, folder: Folder, whole: bool) -> Labelled:
+def read(task: str, folder: Folder, whole: bool) -> Labeled:
     """The texts of one of `TASKS`; if `whole`, as many as are published.
 
     Raises:
@@ -97,11 +97,11 @@ def balanced(by_label: Mapping[str, Sequence[str]], count: int, rng: random.Rand
     return examples[:count]
 
 
-def _trec(fine: bool, folder: Folder) -> Labelled:
+def _trec(fine: bool, folder: Folder) -> Labeled:
     """Lines "DESC:manner How did ...", in Latin-1."""
     names = ["train_5500.label", "TREC_10.label"]
     train, test = (_trec_file(path, fine) for path in published.locate(folder, [names]))
-    return Labelled(train, test)
+    return Labeled(train, test)
 
 
 def _trec_file(path: Path, fine: bool) -> Pairs:
@@ -117,16 +117,16 @@ def _trec_file(path: Path, fine: bool) -> Pairs:
     return pairs
 
 
-def _banking77(folder: Folder) -> Labelled:
+def _banking77(folder: Folder) -> Labeled:
     paths = published.locate(folder, [["train.csv", "test.csv"]])
     train, test = (
         [(row.text("text"), row.text("category")) for row in published.rows_of(path)]
         for path in paths
     )
-    return Labelled(train, test)
+    return Labeled(train, test)
 
 
-def _clinic150(folder: Folder) -> Labelled:
+def _clinic150(folder: Folder) -> Labeled:
     """{"train": [[text, label], ...], "oos_train": ..., "val": ..., "oos_val": ..., ...}."""
     name = "data_oos_plus.json"
     (path,) = published.locate(folder, [[name], [f"data/{name}"]])
@@ -137,10 +137,10 @@ def _clinic150(folder: Folder) -> Labelled:
         if not all(isinstance(p, list) and list(map(type, p)) == [str, str] for p in pairs):
             raise whole.wrong(part, "a list of [text, label]")
         parts[part] = [(text, label) for text, label in pairs]
-    return Labelled(parts["train"] + parts["oos_train"], parts["val"] + parts["oos_val"])
+    return Labeled(parts["train"] + parts["oos_train"], parts["val"] + parts["oos_val"])
 
 
-def _nlu(folder: Folder) -> Labelled:
+def _nlu(folder: Folder) -> Labeled:
     """Semicolons between columns; scenario and intent are the label; "null" stands for no text.
 
     As in Hugging Face's nlu_evaluation_data, which HELMET reads, texts are those of
@@ -162,14 +162,14 @@ def _nlu(folder: Folder) -> Labelled:
         (rest if label in seen else first).append((text, label))
         seen.add(label)
     held_out = -(-len(pairs) // 10)
-    return Labelled(first + rest[held_out:], rest[:held_out])
+    return Labeled(first + rest[held_out:], rest[:held_out])
 
 
-def _coarse(folder: Folder) -> Labelled:
+def _coarse(folder: Folder) -> Labeled:
     return _trec(False, folder)
 
 
-def _fine(folder: Folder) -> Labelled:
+def _fine(folder: Folder) -> Labeled:
     return _trec(True, folder)
 
 

@@ -3,8 +3,8 @@
 1. A run's folder has its episodes (runtime/episodes.py), those of some clusters with the documents.
    Accepted questions whose documents are there are asked; the others are counted.
 2. The policy that answers is an external responder: it reads all documents of the cluster, in the
-   words of the run (its game.prompts; "full" where there is no config.json), and is scored by the
-   task's rule against the reference. A judge is asked about all but letters.
+   words of the run (its algorithm.prompts; "full" where there is no config.json), and is scored by
+   the task's rule against the reference. A judge is asked about all but letters.
 3. Answers are averaged by step. Difficulty is 1 - pass@1 (paper section 4.3, Figure 4).
 """
 
@@ -84,9 +84,11 @@ def _words(config: epath.Path) -> prompts.Prompts:
     if not config.exists():
         return prompts.load("full")
     try:
-        name = json.loads(config.read_text())["game"]["prompts"]
+        name = json.loads(config.read_text())["algorithm"]["prompts"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{config}: must be a run's, with game.prompts ({error!r})") from error
+        raise ValueError(
+            f"{config}: must be a run's, with algorithm.prompts ({error!r})"
+        ) from error
     return prompts.load(name)
 
 

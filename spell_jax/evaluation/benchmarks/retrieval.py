@@ -5,8 +5,8 @@
     helmet_nq, _trivia, _pop           600  a reference is part of the reply (RAG)
     helmet_hotpot                      300  a reference is part of the reply (RAG)
     helmet_trec_coarse, ...            500  the label (ICL)
-    helmet_infbench_sum                100  ROUGE-L F1 (summarisation)
-    helmet_multi_lexsum                100  ROUGE-L F1 (summarisation)
+    helmet_infbench_sum                100  ROUGE-L F1 (summarization)
+    helmet_multi_lexsum                100  ROUGE-L F1 (summarization)
 
 1. MRCR is a conversation in which the same is asked for several times; the model repeats one reply,
    behind a random string. Here it is one user turn in which each message is headed "User:" or
@@ -77,12 +77,12 @@ _ICL_PROMPT = (
     'label of the last text. Write only "label: [number]".\n\n{examples}\n\n{question}\nlabel:'
 )
 _BOOK_PROMPT = (
-    "Summarise the book below in 1000 to 1200 words. Tell the plot and who takes part in it, and "
+    "Summarize the book below in 1000 to 1200 words. Tell the plot and who takes part in it, and "
     "leave out themes, background and opinions.\n\n{examples}{text}\n\nNow write the summary, "
     'behind the word "Summary:".'
 )
 _LAW_PROMPT = (
-    "Below are the documents of a civil rights lawsuit. Summarise the case in one paragraph of 200 "
+    "Below are the documents of a civil rights lawsuit. Summarize the case in one paragraph of 200 "
     "to 250 words: background, parties, outcomes.\n\n{examples}Documents of the case:\n{text}\n\n"
     'Now write the summary, behind the word "Summary:".'
 )
@@ -191,7 +191,7 @@ def load_rag(
 
 
 def score_rag(text: str, item: Item) -> float:
-    """1.0 where a normalised reference is part of the normalised reply (HELMET's sub-EM)."""
+    """1.0 where a normalized reference is part of the normalized reply (HELMET's sub-EM)."""
     reply = normalize_answer(visible_text(text) or "")
     wanted = map(normalize_answer, item.references)
     return float(any(reference and reference in reply for reference in wanted))
@@ -318,7 +318,7 @@ def load_infbench_sum(folder: Folder, limit: int | None = None) -> Benchmark:
         others = [answers[0] for i, answers in enumerate(summaries) if i != number]
         examples = _summary_examples(others, str(number))
         prompt = _BOOK_PROMPT.format(examples=examples, text=rows[number].text("context"))
-        items.append(Item(str(number), prompt, "Summarise the book.", tuple(summaries[number])))
+        items.append(Item(str(number), prompt, "Summarize the book.", tuple(summaries[number])))
     return _summary_benchmark("helmet_infbench_sum", "HELMET InfBench Sum", items)
 
 
@@ -350,7 +350,7 @@ def load_multi_lexsum(folder: Folder, limit: int | None = None) -> Benchmark:
         name = str(row.get("case_id", (str, int), "an id"))
         prompt = _LAW_PROMPT.format(examples=_summary_examples(shown, name), text=text)
         reference = row.text("summary/short")
-        items.append(Item(name, prompt, "Summarise the case.", (reference,)))
+        items.append(Item(name, prompt, "Summarize the case.", (reference,)))
     return _summary_benchmark("helmet_multi_lexsum", "HELMET Multi-LexSum", items)
 
 
@@ -383,7 +383,7 @@ def rouge_l(text: str, reference: str) -> float:
 
 
 def _drawn_summaries(what: str, rows: int, of: int, limit: int | None) -> list[int]:
-    """Places of the texts to summarise among `rows`; `of` are published."""
+    """Places of the texts to summarize among `rows`; `of` are published."""
     if limit is None:
         published.check_count(what, rows, of, limit)
     numbers = _drawn(range(rows), _SUMMARIES)[:limit]

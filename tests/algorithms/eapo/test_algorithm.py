@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from spell_jax.algorithms.base import Materials, records
+from spell_jax.algorithms.base import AlgorithmContext, records
 from spell_jax.algorithms.eapo.algorithm import Eapo, is_consistent
 from spell_jax.algorithms.eapo.config import EapoConfig
 from spell_jax.algorithms.eapo.episode import Episode
@@ -34,10 +34,10 @@ def ask_about(at: int, task: str = QA) -> Question:
     return Question(task, (f"d{at}.0 text", f"d{at}.1 text"), f"Q{at:02d} what?", answer)
 
 
-def make_game(known: Sequence[Question], judge=None, seed: int = 0, **options: Any) -> Eapo:
+def make_algorithm(known: Sequence[Question], judge=None, seed: int = 0, **options: Any) -> Eapo:
     fields: dict[str, Any] = {"questions": len(known), "group_size": 4} | options
     config = EapoConfig(**fields)
-    materials = Materials(
+    context = AlgorithmContext(
         PROMPTS,
         len,
         10_000,
@@ -49,7 +49,7 @@ def make_game(known: Sequence[Question], judge=None, seed: int = 0, **options: A
         lambda: tuple(known),
         judge,
     )
-    return Eapo(config, materials)
+    return Eapo(config, context)
 
 
 @dataclasses.dataclass
@@ -84,7 +84,7 @@ class Script:
         return text if well_formed else text.replace("</evidence>", "")
 
 
-def labelled(scores: Sequence[int]) -> str:
+def labeled(scores: Sequence[int]) -> str:
     return "\n".join(f"{i} {score}" for i, score in enumerate(scores, 1))
 
 
@@ -92,20 +92,20 @@ HALF = ((True, True), (True, False), (False, True), (True, True))
 
 
 def one(plan: Plan = HALF, said: Sequence[str] = ("1 5\n2 1\n3 3",), step: int = 1, **options):
-    """(game, models, the episode) of a step of one question."""
+    """(algorithm, models, the episode) of a step of one question."""
     questions = [dataclasses.replace(ask_about(0), evidence=options.pop("supporting", ()))]
     judge, over = options.pop("judge", None), options.pop("over", ())
-    game = make_game(questions, judge, **({"group_size": len(plan)} | options))
+    algorithm = make_algorithm(questions, judge, **({"group_size": len(plan)} | options))
     models = ScriptedModels(Script(questions, {0: plan}, {0: said}, over))
-    (episode,) = game.play(models, step)
-    return game, models, episode
+    (episode,) = algorithm.play(models, step)
+    return algorithm, models, episode
 
 
 # ------------------------------------------------------------------------------ Who is asked what
 
 
 def test_a_question_goes_to_the_policy_and_its_evidence_to_the_reward_model():
-    game, models, episode = one()
+    algorithm, models, episode = one()
     first, second = models.calls
     assert (first.role, first.model, first.group) == ("responder", "policy", 4)
     assert first.prompts == ("d0.0 text\nd0.1 text\nQ00 what?\nquote",)
@@ -119,7 +119,7 @@ def test_a_question_goes_to_the_policy_and_its_evidence_to_the_reward_model():
     assert episode.totals == pytest.approx([1.0, 0.1, 0.0, 0.85])
     assert episode.verbatim == [pytest.approx(9 / 14), pytest.approx(9 / 14), None, 9 / 14]
     assert episode.predictions == ["alpha0", "999", None, "alpha0"]
-    (group,) = game.rows([episode])
+    (group,) = algorithm.rows([episode])
     assert group.role == "responder" and group.model == "policy"
     wanted = tuple(round(float(a), 4) for a in group_advantages(episode.totals))
     assert read(group)[2] == wanted
@@ -127,16 +127,16 @@ def test_a_question_goes_to_the_policy_and_its_evidence_to_the_reward_model():
 
 
 def test_a_malformed_scoring_is_retried_once_in_another_way_and_then_neutral():
-    game, models, episode = one(said=("what?", "1 5\n2 1\n3 3"))
+    algorithm, models, episode = one(said=("what?", "1 5\n2 1\n3 3"))
     assert [call.temperature for call in models.calls[1:]] == [0.0, 1.0]
     assert episode.scores == (5, 1, 3) and episode.asked == 2
-    means = game.metrics([episode]).means()
+    means = algorithm.metrics([episode]).means()
     assert (means["scoring_retried"], means["scoring_failed"]) == (1, 0)
-    game, models, episode = one(said=("what?", "1 5\n2 6\n3 3", "1 5\n2 1\n3 3"))
+    algorithm, models, episode = one(said=("what?", "1 5\n2 6\n3 3", "1 5\n2 1\n3 3"))
     assert episode.scores is None and episode.asked == 2
     assert episode.evidence == [0.5, 0.5, None, 0.5]
     assert episode.totals == pytest.approx([0.85, 0.25, 0.0, 0.85])
-    assert game.metrics([episode]).means()["scoring_failed"] == 1
+    assert algorithm.metrics([episode]).means()["scoring_failed"] == 1
     assert not episode.consistent
     _, models, _ = one(said=("what?",), retries=3, scoring_temperature=0.7)
     assert [call.temperature for call in models.calls[1:]] == [0.7] * 4
@@ -145,11 +145,11 @@ def test_a_malformed_scoring_is_retried_once_in_another_way_and_then_neutral():
 
 
 def test_quotes_and_scores_are_held_against_the_supporting_sentences():
-    game, _, episode = one(said=("1 3\n2 1\n3 1",), supporting=("set 0", "d0.0 text"))
+    algorithm, _, episode = one(said=("1 3\n2 1\n3 1",), supporting=("set 0", "d0.0 text"))
     halves = pytest.approx((9 / 14, 0.5))
     assert episode.supported == [(1.0, 1.0), halves, None, halves]
     assert episode.ordered() == [1.0, 1.0]  # the other two are equal
-    means = game.metrics([episode]).means()
+    means = algorithm.metrics([episode]).means()
     assert means["evidence_recall"] == pytest.approx(2 / 3)
     assert means["evidence_precision"] == pytest.approx((1 + 18 / 14) / 3)
     assert means["scoring_order"] == means[f"scoring_order/{QA}"] == 1.0
@@ -157,9 +157,9 @@ def test_quotes_and_scores_are_held_against_the_supporting_sentences():
     assert episode.ordered() == [0.5, 0.0]
     episode.scores = None
     assert episode.ordered() == []
-    game, _, episode = one()  # a question without its evidence
+    algorithm, _, episode = one()  # a question without its evidence
     assert episode.supported == [None] * 4 and episode.ordered() == []
-    assert not {"evidence_recall", "scoring_order"} & game.metrics([episode]).means().keys()
+    assert not {"evidence_recall", "scoring_order"} & algorithm.metrics([episode]).means().keys()
 
 
 def test_one_well_formed_answer_is_compared_with_nothing():
@@ -171,9 +171,9 @@ def test_one_well_formed_answer_is_compared_with_nothing():
 
 
 def test_prompts_over_the_cap():
-    game, models, episode = one(over=("responder",))
-    assert episode.status == "overlong" and game.rows([episode]) == []
-    assert len(models.calls) == 1 and game.metrics([episode]).means()["overlong"] == 1
+    algorithm, models, episode = one(over=("responder",))
+    assert episode.status == "overlong" and algorithm.rows([episode]) == []
+    assert len(models.calls) == 1 and algorithm.metrics([episode]).means()["overlong"] == 1
     _, models, episode = one(over=("reward_model",))
     assert len(models.calls) == 2  # the same prompt would be refused again
     assert episode.evidence == [0.5, 0.5, None, 0.5] and episode.scoring is None
@@ -190,17 +190,17 @@ def test_prompts_over_the_cap():
 def test_which_models_there_are(how, models, trained):
     options = {"reward_model": how, "refresh_every": 1}
     plan = ((True, True), (True, False))
-    game, asked, episode = one(plan, ("1 5\n2 1",), **options)
-    assert (game.models, game.trained) == (models, trained)
+    algorithm, asked, episode = one(plan, ("1 5\n2 1",), **options)
+    assert (algorithm.models, algorithm.trained) == (models, trained)
     assert any(call.model == "reward_model" for call in asked.calls) == bool(models)
-    roles = [(group.role, group.model) for group in game.rows([episode])]
+    roles = [(group.role, group.model) for group in algorithm.rows([episode])]
     learned = [("reward_model", "reward_model")] if trained else []
     assert roles == [("responder", "policy"), *learned]
     assert episode.consistent == bool(models)
-    assert len(game.state_dict()["kept"]) == 0
+    assert len(algorithm.state_dict()["kept"]) == 0
     if how == "none":  # by the outcome alone; its weight is .6 + .3
         assert episode.totals == pytest.approx([1.0, 0.1])
-        assert "scoring_failed" not in game.metrics([episode]).means()
+        assert "scoring_failed" not in algorithm.metrics([episode]).means()
 
 
 def test_the_judge_is_asked_about_well_formed_answers_and_replaces_the_rule():
@@ -210,14 +210,14 @@ def test_the_judge_is_asked_about_well_formed_answers_and_replaces_the_rule():
         asked.extend(items)
         return [0, 1, -1][: len(items)]
 
-    game, _, episode = one(judge=judge, rule="judge")
+    algorithm, _, episode = one(judge=judge, rule="judge")
     assert asked == [("Q00 what?", said, "alpha0") for said in ("alpha0", "999", "alpha0")]
     assert episode.outcomes == [0, 1, 0, 1]  # without a verdict the rule's stays
-    assert game.metrics([episode]).means()["judge_failed"] == pytest.approx(1 / 3)
+    assert algorithm.metrics([episode]).means()["judge_failed"] == pytest.approx(1 / 3)
     asked.clear()
     one(judge=judge)
     assert not asked
-    with pytest.raises(ValueError, match=r'game.rule = "judge"'):
+    with pytest.raises(ValueError, match=r'algorithm.rule = "judge"'):
         one(rule="judge")
 
 
@@ -242,19 +242,19 @@ def brute_force(
     return found
 
 
-def rewarded(game: Eapo, formed, scores, right) -> list[float]:
+def rewarded(algorithm: Eapo, formed, scores, right) -> list[float]:
     answer = Structured("a", "e", "r", "x")
     episode = Episode(QA, Cluster("c", ("d",)), ask_about(0))
     episode.answers = [answer if f else None for f in formed]
     episode.outcomes = [float(r and f) for r, f in zip(right, formed, strict=True)]
     if scores is not None:
         episode.scores = tuple(s for s, f in zip(scores, formed, strict=True) if f)
-    game.reward(episode)
+    algorithm.reward(episode)
     return episode.totals
 
 
 def test_rewards_of_every_combination_up_to_four_siblings():
-    game, cases = make_game([ask_about(0)]), 0
+    algorithm, cases = make_algorithm([ask_about(0)]), 0
     for size in (2, 3, 4):
         flags = list(itertools.product((False, True), repeat=size))
         vectors = [None, *itertools.product(range(1, 6), repeat=size)]
@@ -263,7 +263,7 @@ def test_rewards_of_every_combination_up_to_four_siblings():
                 continue  # an answer of bad format has no score to vary
             for right in flags:
                 wanted = [float(x) for x in brute_force(formed, scores, right)]
-                assert rewarded(game, formed, scores, right) == pytest.approx(wanted), (
+                assert rewarded(algorithm, formed, scores, right) == pytest.approx(wanted), (
                     formed,
                     scores,
                     right,
@@ -273,23 +273,23 @@ def test_rewards_of_every_combination_up_to_four_siblings():
 
 
 def test_rewards_of_random_groups_up_to_eight():
-    game, rng = make_game([ask_about(0)]), np.random.default_rng(0)
+    algorithm, rng = make_algorithm([ask_about(0)]), np.random.default_rng(0)
     for _ in range(3000):
         size = int(rng.integers(2, 9))
         formed, right = (rng.random((2, size)) < rng.random((2, 1))).tolist()
         scores = None if rng.random() < 0.1 else rng.integers(1, 6, size).tolist()
         wanted = [float(x) for x in brute_force(formed, scores, right)]
-        found = rewarded(game, formed, scores, right)
+        found = rewarded(algorithm, formed, scores, right)
         assert found == pytest.approx(wanted), (formed, scores, right)
         assert all(total == 0 for total, f in zip(found, formed, strict=True) if not f)
 
 
 def test_groups_without_spread_are_not_trained_on():
-    game, _, episode = one(plan=((True, True),) * 3, said=("1 4\n2 4\n3 4",))
-    assert episode.totals == [episode.totals[0]] * 3 and game.rows([episode]) == []
-    assert game.record(episode)["used"] == {"responder": "equal_rewards"}
-    game, _, episode = one(divide_by_deviation=False)
-    (group,) = game.rows([episode])
+    algorithm, _, episode = one(plan=((True, True),) * 3, said=("1 4\n2 4\n3 4",))
+    assert episode.totals == [episode.totals[0]] * 3 and algorithm.rows([episode]) == []
+    assert algorithm.record(episode)["used"] == {"responder": "equal_rewards"}
+    algorithm, _, episode = one(divide_by_deviation=False)
+    (group,) = algorithm.rows([episode])
     centred = np.array(episode.totals) - np.mean(episode.totals)
     assert np.asarray(group.advantages) == pytest.approx(centred, abs=1e-6)
 
@@ -318,20 +318,20 @@ def test_consistency_by_brute_force():
     assert kept > 1000
 
 
-def campaign(steps: Sequence[int], game: Eapo | None = None, **options: Any):
-    """(game, rows of each step): three questions a step, of which the middle one is scored against
-    the outcomes in even steps."""
+def campaign(steps: Sequence[int], algorithm: Eapo | None = None, **options: Any):
+    """(algorithm, rows of each step): three questions a step, of which the middle one is scored
+    against the outcomes in even steps."""
     questions = [ask_about(i) for i in range(3)] + [ask_about(3, MATH)]
     plan = ((True, True), (True, False), (True, True))
-    game = game or make_game(questions, group_size=3, **({"questions": 4} | options))
+    algorithm = algorithm or make_algorithm(questions, group_size=3, **({"questions": 4} | options))
     found = []
     for step in steps:
         middle = (1, 5, 3) if step % 2 == 0 else (4, 2, 3)
         scores = {0: (5, 1, 4), 1: middle, 2: (3, 3, 5), 3: (5, 2, 5 - step % 2)}
-        said = {i: [labelled(some)] for i, some in scores.items()}
+        said = {i: [labeled(some)] for i, some in scores.items()}
         models = ScriptedModels(Script(questions, dict.fromkeys(range(4), plan), said))
-        found.append([*map(read, game.rows(game.play(models, step)))])
-    return game, found
+        found.append([*map(read, algorithm.rows(algorithm.play(models, step)))])
+    return algorithm, found
 
 
 def refreshes(found) -> list[int]:
@@ -340,10 +340,10 @@ def refreshes(found) -> list[int]:
 
 
 def test_the_reward_model_learns_every_twenty_steps_from_consistent_scorings():
-    game, found = campaign(range(1, 46))
+    algorithm, found = campaign(range(1, 46))
     # Of four scorings a step two are consistent, and the middle one in odd steps.
     assert refreshes(found) == [0] * 19 + [50] + [0] * 19 + [50] + [0] * 5
-    assert len(game.state_dict()["kept"]) == 13
+    assert len(algorithm.state_dict()["kept"]) == 13
     learned = [row for row in found[19] if row[0].endswith("scores")]
     assert {advantages for _, _, advantages in learned} == {(1.0,)}
     assert [answers for prompt, answers, _ in learned if "Q01" in prompt] == [
@@ -354,23 +354,23 @@ def test_the_reward_model_learns_every_twenty_steps_from_consistent_scorings():
 
 def test_rows_are_the_same_when_they_are_made_twice():
     questions = [ask_about(0)]
-    game = make_game(questions, group_size=2, refresh_every=1)
+    algorithm = make_algorithm(questions, group_size=2, refresh_every=1)
     plan = ((True, True), (True, False))
     models = ScriptedModels(Script(questions, {0: plan}, {0: ["1 5\n2 1"]}))
-    episodes = game.play(models, 1)
-    first, again = ([*map(read, game.rows(episodes))] for _ in range(2))
+    episodes = algorithm.play(models, 1)
+    first, again = ([*map(read, algorithm.rows(episodes))] for _ in range(2))
     assert first == again and len(first) == 2
-    (group,) = (group for group in game.rows(episodes) if group.model == "reward_model")
-    assert group.old_log_probs is None  # it is shown, not drawn
+    (group,) = (group for group in algorithm.rows(episodes) if group.model == "reward_model")
+    assert group.old_logprobs is None  # it is shown, not drawn
 
 
 def test_the_oldest_scorings_go_first():
-    game, found = campaign(range(1, 8), most_rollouts=5, refresh_every=7)
+    algorithm, found = campaign(range(1, 8), most_rollouts=5, refresh_every=7)
     assert refreshes(found)[-1] == 5
     newest = [row for row in found[-1] if row[0].endswith("scores")]
     *_, last = (row[1] for row in newest if "Q03" in row[0])
     assert last == ("1 5\n2 2\n3 4",)  # of step 7
-    assert game.state_dict()["kept"] == []
+    assert algorithm.state_dict()["kept"] == []
 
 
 @pytest.mark.parametrize("stop", [3, 7, 8])
@@ -392,19 +392,19 @@ def test_a_resumed_run_repeats_the_rows(stop):
 
 def test_the_record_is_json_and_the_page_reads_it(tmp_path):
     questions = [ask_about(0), ask_about(1), ask_about(2, MATH)]
-    game = make_game(questions)
+    algorithm = make_algorithm(questions)
     plans = {0: HALF, 1: ((False, False),) * 4, 2: ((True, True),) * 4}
     said: dict[int, Sequence[str]] = {0: ["no"], 2: ["1 5\n2 5\n3 5\n4 5"]}
-    episodes = game.play(ScriptedModels(Script(questions, plans, said)), 1)
+    episodes = algorithm.play(ScriptedModels(Script(questions, plans, said)), 1)
     episodes.append(one(over=("responder",))[2])
-    game.rows(episodes)
-    for record in map(game.record, episodes):
+    algorithm.rows(episodes)
+    for record in map(algorithm.record, episodes):
         assert json.loads(json.dumps(record)) == record
-    by_task = {game.record(e)["question"][:3]: game.record(e) for e in episodes[:3]}
+    by_task = {algorithm.record(e)["question"][:3]: algorithm.record(e) for e in episodes[:3]}
     assert by_task["Q00"]["prompt"] == "{documents[0]}\n{documents[1]}\nQ00 what?\nquote"
     assert by_task["Q00"]["used"]["responder"] == "used"
     assert by_task["Q00"]["scoring"] == "no" and by_task["Q00"]["evidence_scores"] is None
-    EpisodeWriter(tmp_path, 10_000).write(1, records(game, episodes))
+    EpisodeWriter(tmp_path, 10_000).write(1, records(algorithm, episodes))
     page = report_episodes.choose_episodes(epath.Path(tmp_path), 10)
     assert page.found == 4 and len(page.chosen) == 4
     outcomes = {e["question"][:3]: e["outcome"] for e in page.chosen if e["answers"]}
@@ -414,8 +414,10 @@ def test_the_record_is_json_and_the_page_reads_it(tmp_path):
 
 def test_the_record_has_a_measure_for_each_answer():
     said = ("1 5\n2 1\n3 4",)
-    game, _, episode = one(said=said, rule="judge", judge=lambda items: [1, 0, -1][: len(items)])
-    record = game.record(episode)
+    algorithm, _, episode = one(
+        said=said, rule="judge", judge=lambda items: [1, 0, -1][: len(items)]
+    )
+    record = algorithm.record(episode)
     assert record["judge"] == [1, 0, None, -1]  # the third one is of bad format
     assert record["measures"] == {
         "well_formed": [True, True, False, True],
@@ -430,8 +432,8 @@ def test_the_record_has_a_measure_for_each_answer():
 
 
 def test_metrics_of_a_step():
-    game, _, episode = one(said=("1 5\n2 1\n3 4",))
-    means = game.metrics([episode]).means()
+    algorithm, _, episode = one(said=("1 5\n2 1\n3 4",))
+    means = algorithm.metrics([episode]).means()
     assert means["solve_rate"] == means["outcome_reward"] == 0.5
     assert means["well_formed"] == 0.75
     assert means["total_reward"] == pytest.approx(np.mean(episode.totals))
@@ -462,5 +464,5 @@ def test_metrics_of_a_step():
     ],
 )
 def test_a_bad_field_is_named(field, value):
-    with pytest.raises(ValueError, match=rf"game\.{field} = "):
+    with pytest.raises(ValueError, match=rf"algorithm\.{field} = "):
         EapoConfig(**{field: value})

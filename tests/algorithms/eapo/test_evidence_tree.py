@@ -123,7 +123,7 @@ def test_plain_answers_draw_one_branch():
     (found,) = first["branches"]
     assert found["text"] == branch("Bela") and found["verbatim"] == 1.0
     assert found["tokens"] == len(branch("Bela")) and found["score"] is None
-    assert found["log_prob"] == -0.5 * found["tokens"]
+    assert found["logprob"] == -0.5 * found["tokens"]
     assert first["reasonings"][0]["text"] == branch("Bela") + rest("b", "Rome")
     assert second["prediction"] is None and second["reasonings"] == []
     assert "right" not in second and chosen(second["branches"]) == []

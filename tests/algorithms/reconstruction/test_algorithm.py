@@ -25,7 +25,7 @@ from tests.algorithms.posing import (
     config,
     guessing,
     improving,
-    make_game,
+    make_algorithm,
     perfect,
     silent,
     solution,
@@ -36,8 +36,8 @@ SHORT = Cluster("short", ("a line\nand another",))
 
 
 def play(write=improving, step: int = 1, **options):
-    game, ask = make_game(**options), ScriptedModels(write)
-    return game, ask, game.play(ask, step)
+    algorithm, ask = make_algorithm(**options), ScriptedModels(write)
+    return algorithm, ask, algorithm.play(ask, step)
 
 
 # ------------------------------------------------------------------------------------ What is posed
@@ -56,16 +56,18 @@ def test_a_step_asks_once_for_all_puzzles():
 
 
 def test_options_rise_over_the_run():
-    game = make_game(documents=7, steps=20, options=(2, 4, 6, 8), option_weights=(3, 3, 3, 5))
-    by_step = [[e.options for e in game.invite(step)] for step in range(1, 21)]
+    algorithm = make_algorithm(
+        documents=7, steps=20, options=(2, 4, 6, 8), option_weights=(3, 3, 3, 5)
+    )
+    by_step = [[e.options for e in algorithm.invite(step)] for step in range(1, 21)]
     everything = [k for ks in by_step for k in ks]
     assert everything == [2] * 30 + [4] * 30 + [6] * 30 + [8] * 50
-    assert {e.options for e in game.invite(21)} == {8}  # of a run that is made longer
+    assert {e.options for e in algorithm.invite(21)} == {8}  # of a run that is made longer
 
 
 def test_the_shuffled_variant_mixes_options_in_every_part():
-    game = make_game(documents=24, steps=20, curriculum=False)
-    parts = [Counter(e.options for e in game.invite(step)) for step in range(1, 21)]
+    algorithm = make_algorithm(documents=24, steps=20, curriculum=False)
+    parts = [Counter(e.options for e in algorithm.invite(step)) for step in range(1, 21)]
     assert all(len(part) > 2 for part in parts)
     everything = sum(parts, Counter())
     assert everything[8] == pytest.approx(480 * 5 / 14, rel=0.15)
@@ -73,7 +75,7 @@ def test_the_shuffled_variant_mixes_options_in_every_part():
 
 
 def test_a_puzzle_depends_on_seed_and_step_alone():
-    first, again, other = (make_game(seed=seed) for seed in (3, 3, 4))
+    first, again, other = (make_algorithm(seed=seed) for seed in (3, 3, 4))
     prompts = [e.posed.prompt for e in first.invite(1)]
     assert prompts == [e.posed.prompt for e in again.invite(1)]
     assert prompts != [e.posed.prompt for e in other.invite(1)]
@@ -84,33 +86,33 @@ def test_a_puzzle_depends_on_seed_and_step_alone():
 
 def test_others_are_drawn_for_documents_without_a_puzzle():
     many = [dataclasses.replace(SHORT, id=f"short {i}") for i in range(12)]
-    game, ask, episodes = play(clusters=[*STORIES[:12], *many], steps=1)
+    algorithm, ask, episodes = play(clusters=[*STORIES[:12], *many], steps=1)
     posed = [e for e in episodes if e.posed.puzzle]
     refused = [e for e in episodes if not e.posed.puzzle]
     assert len(posed) == len(ask.calls[0].prompts) == 6 < len(episodes)
     assert sorted(e.options for e in posed) == [2, 4, 4, 6, 8, 8]  # the mixture is that of a run
     assert {(e.status, e.posed.reason) for e in refused} == {("skipped", puzzles.FEW_PARAGRAPHS)}
-    means = game.metrics(episodes).means()
+    means = algorithm.metrics(episodes).means()
     assert means["reason/few_paragraphs"] == means["skipped"] == len(refused) / len(episodes)
     assert means["accepted"] == 6 / len(episodes) and "cut_documents" in means
 
 
 def test_documents_without_any_puzzle_end_the_search():
-    game, ask, episodes = play(clusters=[SHORT])
-    assert len(episodes) == ROUNDS * 6 and game.rows(episodes) == []
-    assert ask.calls[0].prompts == () and game.metrics(episodes).means()["skipped"] == 1
-    assert game.metrics(episodes).means()["stream_repeats"] > 0
+    algorithm, ask, episodes = play(clusters=[SHORT])
+    assert len(episodes) == ROUNDS * 6 and algorithm.rows(episodes) == []
+    assert ask.calls[0].prompts == () and algorithm.metrics(episodes).means()["skipped"] == 1
+    assert algorithm.metrics(episodes).means()["stream_repeats"] > 0
 
 
 def test_long_documents_are_cut_at_paragraphs():
     stories = make_stories(2, 12, (23,))
-    game, _, episodes = play(clusters=stories, cap=60, options=(3,), option_weights=(1,))
+    algorithm, _, episodes = play(clusters=stories, cap=60, options=(3,), option_weights=(1,))
     for e in episodes:
         (text,) = e.cluster.documents
         assert e.posed.cut and len(e.posed.prompt.split()) <= 60
         first, last = e.posed.window
         assert {text[:first][-1:], text[last:][:1]} <= {"\n", " ", ""}
-    assert game.metrics(episodes).means()["cut_documents"] == 1
+    assert algorithm.metrics(episodes).means()["cut_documents"] == 1
     assert len({e.posed.window for e in episodes}) > 1
 
 
@@ -130,22 +132,22 @@ def test_documents_of_a_cluster_follow_each_other():
 
 
 def test_what_is_over_the_samplers_cap_is_counted():
-    game, _, episodes = play(lambda *_: None)
-    assert {e.status for e in episodes} == {"overlong"} and game.rows(episodes) == []
-    means = game.metrics(episodes).means()
+    algorithm, _, episodes = play(lambda *_: None)
+    assert {e.status for e in episodes} == {"overlong"} and algorithm.rows(episodes) == []
+    means = algorithm.metrics(episodes).means()
     assert means["overlong"] == 1 and means["accepted"] == 0 and "dense_reward" not in means
-    record = game.record(episodes[0])
+    record = algorithm.record(episodes[0])
     assert record["answers"] == [] and record["used"] == {"responder": "overlong"}
     assert record["reference"] and record["status"] == "overlong"
 
 
 def test_documents_are_selected_by_length():
-    longest = make_game(most_documents=8, selection="longest")
-    shortest = make_game(most_documents=8, selection="shortest")
+    longest = make_algorithm(most_documents=8, selection="longest")
+    shortest = make_algorithm(most_documents=8, selection="shortest")
     sizes = {c.id: len(c.documents[0]) for c in STORIES}
     played = [
-        {e.cluster.id for step in range(1, 13) for e in game.invite(step)}
-        for game in (longest, shortest)
+        {e.cluster.id for step in range(1, 13) for e in algorithm.invite(step)}
+        for algorithm in (longest, shortest)
     ]
     assert all(len(ids) == 8 for ids in played)
     assert min(sizes[i] for i in played[0]) > max(sizes[i] for i in played[1])
@@ -156,8 +158,8 @@ def test_documents_are_selected_by_length():
 
 @pytest.mark.parametrize("reward", ["dense", "sparse"])
 def test_rewards_and_rows(reward):
-    game, _, episodes = play(reward=reward, documents=24, steps=1)
-    rows = {read(group)[0]: (group, read(group)) for group in game.rows(episodes)}
+    algorithm, _, episodes = play(reward=reward, documents=24, steps=1)
+    rows = {read(group)[0]: (group, read(group)) for group in algorithm.rows(episodes)}
     partly = 0
     for e in episodes:
         assert e.reply
@@ -181,16 +183,16 @@ def test_rewards_and_rows(reward):
 
 def test_equal_groups_teach_nothing():
     for write in (perfect, silent):
-        game, _, episodes = play(write)
-        assert game.rows(episodes) == [] and not any(e.advantages for e in episodes)
-        game, _, episodes = play(write, keep_equal=True)
-        rows = game.rows(episodes)
+        algorithm, _, episodes = play(write)
+        assert algorithm.rows(episodes) == [] and not any(e.advantages for e in episodes)
+        algorithm, _, episodes = play(write, keep_equal=True)
+        rows = algorithm.rows(episodes)
         assert len(rows) == 6 and not any(any(read(group)[2]) for group in rows)
 
 
 def test_advantages_without_deviation():
-    game, _, episodes = play(divide_by_deviation=False)
-    for group, e in zip(game.rows(episodes), episodes, strict=True):
+    algorithm, _, episodes = play(divide_by_deviation=False)
+    for group, e in zip(algorithm.rows(episodes), episodes, strict=True):
         mean = sum(e.scores) / len(e.scores)
         assert list(group.advantages) == pytest.approx([s - mean for s in e.scores], abs=1e-6)
 
@@ -200,25 +202,25 @@ def test_advantages_without_deviation():
 
 def test_metrics_of_players():
     chances = {"dense_by_chance": 0.5, "sparse_by_chance": 0.5}
-    game, _, episodes = play(perfect, options=(2,), option_weights=(1,))
-    means = game.metrics(episodes).means()
+    algorithm, _, episodes = play(perfect, options=(2,), option_weights=(1,))
+    means = algorithm.metrics(episodes).means()
     everything = ("permutation", "dense_reward", "sparse_reward", "solve_rate", "fully_solved")
     assert {means[name] for name in everything} == {1.0} and means["options"] == 2
     assert means["unsolved"] == means["mixed"] == means["cut_documents"] == 0
     assert {name: means[name] for name in chances} == chances
     assert {name: means[f"{name}/2"] for name in chances} == chances
-    game, _, episodes = play(silent)
-    means = game.metrics(episodes).means()
+    algorithm, _, episodes = play(silent)
+    means = algorithm.metrics(episodes).means()
     assert {means[name] for name in everything} == {0.0} and means["unsolved"] == 1
-    game, _, episodes = play(improving)
-    assert game.metrics(episodes).means()["permutation"] == 0.75  # one of four says A, A
+    algorithm, _, episodes = play(improving)
+    assert algorithm.metrics(episodes).means()["permutation"] == 0.75  # one of four says A, A
 
 
 def test_a_guess_earns_what_chance_says():
-    game, _, episodes = play(
+    algorithm, _, episodes = play(
         guessing, documents=24, group_size=60, steps=1, reward="sparse", option_weights=(1,) * 4
     )
-    means = game.metrics(episodes).means()
+    means = algorithm.metrics(episodes).means()
     for k in (2, 4, 6, 8):
         assert means[f"dense_reward/{k}"] == pytest.approx(1 / k, abs=0.05)
         assert means[f"sparse_reward/{k}"] == pytest.approx(puzzles.chance(k)[1], abs=0.06)
@@ -229,11 +231,11 @@ def test_a_guess_earns_what_chance_says():
 
 
 def test_records():
-    game, _, episodes = play()
-    unused = game.record(episodes[0])
+    algorithm, _, episodes = play()
+    unused = algorithm.record(episodes[0])
     assert unused["used"] == {"responder": "equal_rewards"} and unused["advantages"] == {}
-    game.rows(episodes)
-    for e, record in zip(episodes, records(game, episodes), strict=True):
+    algorithm.rows(episodes)
+    for e, record in zip(episodes, records(algorithm, episodes), strict=True):
         assert json.loads(json.dumps(record)) == record
         assert record["documents"] == list(e.cluster.documents)
         assert record["predictions"][:2] == [record["reference"], "A, A"]
@@ -252,18 +254,18 @@ def prompt_again(record) -> str:
 
 @pytest.mark.parametrize("cap", [50, 1000])
 def test_prompts_can_be_made_again_from_records(cap):
-    game, _, episodes = play(clusters=make_stories(2, 12, (23,)), cap=cap)
+    algorithm, _, episodes = play(clusters=make_stories(2, 12, (23,)), cap=cap)
     assert all(e.posed.cut == (cap == 50) for e in episodes)
-    for e, record in zip(episodes, records(game, episodes), strict=True):
+    for e, record in zip(episodes, records(algorithm, episodes), strict=True):
         assert prompt_again(record) == e.posed.prompt != record["prompt"]
 
 
 def test_books_are_made_whole_again(spell_data):
     paths = sorted((spell_data / "books" / "dev").glob("*.txt"))
     books = [Cluster(path.name, (path.read_text(encoding="utf-8"),)) for path in paths]
-    game = make_game(books, documents=16, steps=2, cap=12_000, min_paragraph=80)
+    algorithm = make_algorithm(books, documents=16, steps=2, cap=12_000, min_paragraph=80)
     for step in (1, 2):
-        posed = [e for e in game.invite(step) if e.posed.puzzle]
+        posed = [e for e in algorithm.invite(step) if e.posed.puzzle]
         assert len(posed) == 16 and any(e.posed.cut for e in posed)
         for e in posed:
             assert e.posed.puzzle and len(e.posed.prompt.split()) <= 12_000
@@ -274,13 +276,13 @@ def test_books_are_made_whole_again(spell_data):
 
 
 def test_the_report_shows_puzzles(tmp_path):
-    game = make_game([*STORIES, SHORT], documents=24, steps=2)
+    algorithm = make_algorithm([*STORIES, SHORT], documents=24, steps=2)
     writer, measured = EpisodeWriter(tmp_path, 10**6), MetricsWriter(tmp_path)
     for step, write in ((1, improving), (2, perfect)):
-        episodes = game.play(ScriptedModels(write), step)
-        game.rows(episodes)
-        writer.write(step, records(game, episodes))
-        measured.write(step, game.metrics(episodes))
+        episodes = algorithm.play(ScriptedModels(write), step)
+        algorithm.rows(episodes)
+        writer.write(step, records(algorithm, episodes))
+        measured.write(step, algorithm.metrics(episodes))
     chosen = choose_episodes(tmp_path, 50)
     assert {e["outcome"] for e in chosen.chosen} >= {"mixed", "solved", "skipped"}
     assert {e["task"] for e in chosen.chosen} == {"reconstruction"}
@@ -290,16 +292,16 @@ def test_the_report_shows_puzzles(tmp_path):
     assert (tmp_path / "page.html").stat().st_size > 10_000
 
 
-def test_a_resumed_game_goes_on():
-    game = make_game()
-    game.play(ScriptedModels(guessing), 1)
-    state = json.loads(json.dumps(game.state_dict()))
-    other = make_game()
+def test_a_resumed_algorithm_goes_on():
+    algorithm = make_algorithm()
+    algorithm.play(ScriptedModels(guessing), 1)
+    state = json.loads(json.dumps(algorithm.state_dict()))
+    other = make_algorithm()
     other.load_state_dict(state)
     for step in (2, 3):
-        wanted = game.play(ScriptedModels(guessing), step)
+        wanted = algorithm.play(ScriptedModels(guessing), step)
         found = other.play(ScriptedModels(guessing), step)
-        assert [game.record(e) for e in wanted] == [other.record(e) for e in found]
+        assert [algorithm.record(e) for e in wanted] == [other.record(e) for e in found]
         assert [e.cluster for e in wanted] == [other.cluster(e) for e in found]
 
 
@@ -322,11 +324,11 @@ def test_a_resumed_game_goes_on():
         ("most_documents", -1, "at least 0"),
         ("selection", "best", r"one of \('longest', 'random', 'shortest'\)"),
         ("min_paragraph", 0, "at least 1"),
-        ("max_paragraph", 79, "at least game.min_paragraph = 80"),
+        ("max_paragraph", 79, "at least algorithm.min_paragraph = 80"),
     ],
 )
 def test_bad_fields_are_named(field, value, wanted):
-    with pytest.raises(ValueError, match=rf"game\.{field} = .*: must be {wanted}"):
+    with pytest.raises(ValueError, match=rf"algorithm\.{field} = .*: must be {wanted}"):
         ReconstructionConfig(**{field: value})
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
 from spell_jax.data.tiny_stories import make_stories
-from tests.algorithms.posing import config, guessing, materials, perfect, silent
+from tests.algorithms.posing import config, context, guessing, perfect, silent
 from tests.algorithms.scripted import ScriptedModels
 
 HELD_OUT = make_stories(9, 5, (9, 11))
@@ -18,7 +18,7 @@ SECTION = "reconstruction, by number of options"
 def make(held_out=HELD_OUT, cap: int = 10_000, **options) -> PuzzleEvaluation:
     sizes = {"evaluation_puzzles": 12, "validation_puzzles": 7} | options
     rising = config(options=(4, 2), option_weights=(1, 1), **sizes)
-    return PuzzleEvaluation(rising, materials(held_out=held_out, cap=cap))
+    return PuzzleEvaluation(rising, context(held_out=held_out, cap=cap))
 
 
 def test_a_perfect_player():
@@ -99,5 +99,5 @@ def test_no_puzzle_at_all_is_an_error(held_out):
 
 @pytest.mark.parametrize("field", ["evaluation_puzzles", "validation_puzzles"])
 def test_sizes_are_checked(field):
-    with pytest.raises(ValueError, match=rf"game\.{field} = 0: must be at least 1"):
+    with pytest.raises(ValueError, match=rf"algorithm\.{field} = 0: must be at least 1"):
         make(**{field: 0})

@@ -167,7 +167,7 @@ def test_without_the_deviation_advantages_are_distances_from_the_mean():
         assert advantages == pytest.approx(right - right.mean(), abs=1e-4)
 
 
-def test_questioner_rows_are_normalised_by_task():
+def test_questioner_rows_are_normalized_by_task():
     played = Played()
     written = {e.proposal.texts[0]: e for e in played.episodes}
     rows = [read(group) for group in played.groups["questioner"]]
@@ -254,7 +254,7 @@ def test_a_switch_of_one_role_leaves_the_draws_of_another():
 
 def test_rows_do_not_depend_on_how_often_they_are_asked_for():
     played = Played()
-    again = by_role(played.game.rows(played.episodes))
+    again = by_role(played.algorithm.rows(played.episodes))
     assert [read(g) for g in again["questioner"]] == [read(g) for g in played.groups["questioner"]]
     assert [read(g) for g in again["verifier"]] == [read(g) for g in played.groups["verifier"]]
 
@@ -272,8 +272,8 @@ def test_rows_do_not_depend_on_how_often_they_are_asked_for():
 )
 def test_a_step_without_usable_rows_gives_no_groups(row):
     played = Played([row] * 3)
-    assert played.game.rows(played.episodes) == []
-    assert played.game.metrics(played.episodes).means()["bad_format"] in (0.0, 1.0)
+    assert played.algorithm.rows(played.episodes) == []
+    assert played.algorithm.metrics(played.episodes).means()["bad_format"] in (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_a_step_without_usable_rows_gives_no_groups(row):
         ({"grounding_samples": -1}, "grounding_samples"),
         ({"grounding_samples": 1, "grounding_threshold": 2}, "grounding_threshold"),
         ({"reference": "oracle"}, "reference"),
-        ({"anchor_samples": 1}, "anchor_samples"),
+        ({"reader_samples": 1}, "reader_samples"),
         ({"responder_reward": "sum"}, "responder_reward"),
         ({"rule": "gpt"}, "rule"),
         ({"negatives": -1}, "negatives"),
@@ -302,5 +302,5 @@ def test_a_step_without_usable_rows_gives_no_groups(row):
     ],
 )
 def test_a_bad_setting_is_named(options, field):
-    with pytest.raises(ValueError, match=rf"game\.{field} = "):
+    with pytest.raises(ValueError, match=rf"algorithm\.{field} = "):
         SpellConfig(**options)

@@ -26,7 +26,7 @@ def count_words(text: str) -> int:
 
 def make(**settings) -> TinyEvaluation:
     return TinyEvaluation(
-        **{"prompts": PROMPTS, "game": GAME, "count_tokens": count_words} | settings
+        **{"prompts": PROMPTS, "algorithm": GAME, "count_tokens": count_words} | settings
     )
 
 
@@ -161,14 +161,14 @@ def questioner_prompts(evaluation: TinyEvaluation) -> list[str]:
     return call.prompts
 
 
-def test_the_questioner_reads_as_much_as_in_the_game():
+def test_the_questioner_reads_as_much_as_in_the_algorithm():
     fresh, known = 3 * 12, 3 * 12
     prompts = questioner_prompts(SMALL)
     assert [len(documents_of(p)) for p in prompts] == fresh * [2] + known * [4]
     for prompt in prompts[fresh:]:
         facts = world.read_facts(documents_of(prompt)[:2])
         assert [name for name, _ in facts if name in prompt.partition("known")[2]], prompt
-    forgetful = make(**SETTINGS, game=SpellConfig(documents=(2,), memory=0))
+    forgetful = make(**SETTINGS, algorithm=SpellConfig(documents=(2,), memory=0))
     assert questioner_prompts(forgetful) == prompts[:fresh]
 
 
@@ -180,7 +180,7 @@ def test_the_questioner_reads_as_much_as_in_the_game():
     ],
     ids=["a long reference", "two equal options"],
 )
-def test_what_the_game_refuses_is_not_accepted(spoil, task):
+def test_what_the_algorithm_refuses_is_not_accepted(spoil, task):
     def spoilt(role, prompt, sibling, model):
         text = perfect(role, prompt, sibling, model)
         return spoil(text) if role == "questioner" else text
@@ -227,5 +227,5 @@ def test_a_bad_setting_is_named(options, field):
 
 
 def test_more_documents_than_the_world_has_are_refused():
-    with pytest.raises(ValueError, match=r"game\.documents = \(2, 25\)"):
-        make(game=SpellConfig(documents=(2, 25)))
+    with pytest.raises(ValueError, match=r"algorithm\.documents = \(2, 25\)"):
+        make(algorithm=SpellConfig(documents=(2, 25)))

@@ -25,7 +25,7 @@ from tests.algorithms.scripted import (
     Row,
     Script,
     ScriptedModels,
-    make_game,
+    make_algorithm,
     read,
 )
 
@@ -77,7 +77,7 @@ def test_memory_is_read_as_of_the_start_of_a_step():
     assert [len(e.history) for e in played.episodes] == [
         0
     ] * 8  # although cluster 0 came up 4 times
-    second = played.game.play(played.ask, step=2)
+    second = played.algorithm.play(played.ask, step=2)
     assert [len(e.history) for e in second] == [1, 0] * 4
     known = played.of(0)
     assert second[0].history == (Entry(known.shown, known.question, known.reference),)
@@ -101,9 +101,11 @@ def test_memory_holds_the_last_questions_and_their_documents(kept, shown):
             return "[[NO]]"
         return f"answer is {'alpha' if sibling == 0 and 'Empty' not in prompt else 'beta'}"
 
-    game = make_game([Row(QA, "ok", 0, 0, 0, 0)], cluster=7, memory=2, memory_documents=kept)
+    algorithm = make_algorithm(
+        [Row(QA, "ok", 0, 0, 0, 0)], cluster=7, memory=2, memory_documents=kept
+    )
     ask = ScriptedModels(write)
-    steps = [game.play(ask, step)[0] for step in range(1, 6)]
+    steps = [algorithm.play(ask, step)[0] for step in range(1, 6)]
     assert [len(e.history) for e in steps] == [0, 1, 2, 2, 2]
     assert [len(e.shown) for e in steps] == shown
     assert steps[2].new == tuple(sorted(set(steps[2].shown) - set(steps[1].shown)))
@@ -123,7 +125,7 @@ def test_a_questioner_prompt_over_the_cap_is_counted_and_no_more():
     assert (episode.status, episode.reason) == ("overlong", "questioner_prompt")
     assert episode.reward is None and episode.response is None
     assert len(played.ask.calls[1].prompts) == 12
-    assert played.game.metrics(played.episodes).means()["overlong"] == pytest.approx(1 / 18)
+    assert played.algorithm.metrics(played.episodes).means()["overlong"] == pytest.approx(1 / 18)
 
 
 def test_a_responder_prompt_over_the_cap_is_counted_and_no_more():
@@ -134,7 +136,7 @@ def test_a_responder_prompt_over_the_cap_is_counted_and_no_more():
     texts = [read(group)[1][0] for group in played.groups["questioner"]]
     assert played.of(10).proposal.texts[0] not in texts
     assert played.of(11).proposal.texts[0] in texts  # as all other bad ones are
-    clusters = [row["cluster"] for row in played.game.memory.state_dict()["clusters"]]
+    clusters = [row["cluster"] for row in played.algorithm.memory.state_dict()["clusters"]]
     assert "d10" not in clusters and "d13" in clusters
 
 
@@ -143,9 +145,9 @@ def test_an_answer_whose_verdict_prompt_is_over_the_cap_is_judged_by_the_rule():
     played = Played(script=Script(ROWS, over=over("verifier", "alpha0"), verdicts=VERDICTS))
     assert played.of(0).votes == [[], [], [], []]  # the reference stands in all of its prompts
     assert played.of(0).scores == [1, 1, 0, 0] != plain.of(0).scores
-    means = played.game.metrics(played.episodes).means()
+    means = played.algorithm.metrics(played.episodes).means()
     assert means["unjudged"] == pytest.approx(3 / 44)
-    assert plain.game.metrics(plain.episodes).means()["unjudged"] == 0
+    assert plain.algorithm.metrics(plain.episodes).means()["unjudged"] == 0
 
 
 def test_a_question_too_long_for_the_filter_passes_it():
@@ -156,11 +158,11 @@ def test_a_question_too_long_for_the_filter_passes_it():
 
 def test_new_documents_are_dropped_first_then_the_oldest_history():
     def shown(cap: int):
-        game = make_game([Row(QA, "ok", 0, 1, 0, 0)], cluster=9, documents=(4,), cap=cap)
-        game.memory.push(QA, "d0", Entry((0, 1), "old", "a"), 0.5)
-        game.memory.push(QA, "d0", Entry((1, 2), "new", "b"), 0.5)
+        algorithm = make_algorithm([Row(QA, "ok", 0, 1, 0, 0)], cluster=9, documents=(4,), cap=cap)
+        algorithm.memory.push(QA, "d0", Entry((0, 1), "old", "a"), 0.5)
+        algorithm.memory.push(QA, "d0", Entry((1, 2), "new", "b"), 0.5)
         ask = ScriptedModels(lambda *_: "no JSON")
-        (episode,) = game.play(ask, 1)
+        (episode,) = algorithm.play(ask, 1)
         count = len(ask.calls[0].prompts[0].split())
         assert count <= cap or (len(episode.shown) == 1 and not episode.history)
         return len(episode.shown), [e.question for e in episode.history], episode.dropped
@@ -192,15 +194,17 @@ def test_an_external_judge_takes_the_place_of_the_rule():
     predictions = [p for e in played.episodes for p in e.predictions if p is not None]
     assert len(asked) == len(predictions)
     failed = sum(p not in ("alpha0", "beta0") for p in predictions) / len(predictions)
-    assert played.game.metrics(played.episodes).means()["judge_failed"] == pytest.approx(failed)
+    assert played.algorithm.metrics(played.episodes).means()["judge_failed"] == pytest.approx(
+        failed
+    )
     assert Played(rule="judge", judge=judge, responder_reward="rule").of(0).scores == [0, 0, 1, 0]
-    with pytest.raises(ValueError, match=r"game\.rule"):
-        make_game(ROWS, rule="judge")
+    with pytest.raises(ValueError, match=r"algorithm\.rule"):
+        make_algorithm(ROWS, rule="judge")
 
 
 def anchored(anchors, rows=ROWS, **options) -> Played:
     script = Script(rows, anchors=anchors, verdicts=VERDICTS, over=options.pop("over", never))
-    return Played(rows, script=script, reference="anchored", **options)
+    return Played(rows, script=script, reference_source="frozen_reader", **options)
 
 
 def never(role: str, prompt: str, model: str) -> bool:
@@ -209,8 +213,8 @@ def never(role: str, prompt: str, model: str) -> bool:
 
 def test_the_frozen_copy_reads_the_questioners_documents():
     played = anchored({})
-    assert played.game.models == ("anchor",) and Played().game.models == ()
-    (call,) = [c for c in played.ask.calls if c.model == "anchor"]
+    assert played.algorithm.models == ("reference_reader",) and Played().algorithm.models == ()
+    (call,) = [c for c in played.ask.calls if c.model == "reference_reader"]
     assert (call.role, call.group) == ("responder", 4)
     accepted = [e for e in played.episodes if e.response is not None]
     assert len(call.prompts) == len(accepted) == 11
@@ -229,8 +233,8 @@ def test_the_most_frequent_answer_of_the_frozen_copy_is_the_reference():
     assert episode.rule == [0.0, 0.0, 1.0, 0.0]
     verifier = next(c for c in played.ask.calls if c.role == "verifier")
     assert "two: Beta0" in verifier.prompts[0]
-    assert played.game.memory.get(QA, "d0")[0].answer == "Beta0"
-    means = played.game.metrics(played.episodes).means()
+    assert played.algorithm.memory.get(QA, "d0")[0].answer == "Beta0"
+    means = played.algorithm.metrics(played.episodes).means()
     assert means["reference_replaced"] == pytest.approx(1 / 11)
 
 
@@ -247,7 +251,7 @@ def test_a_frozen_copy_that_disagrees_makes_a_question_ungrounded(answers, statu
     episode = anchored({0: answers}).of(0)
     assert episode.status == status
     if status == "ungrounded":
-        assert (episode.reason, episode.reward) == ("anchor_disagrees", -0.5)
+        assert (episode.reason, episode.reward) == ("reader_disagrees", -0.5)
         assert episode.response is None
 
 
@@ -263,14 +267,16 @@ def test_what_the_frozen_copy_says_without_documents_too_is_ungrounded():
 
 def test_agreement_takes_two():
     rows = [Row(QA, "ok", 0, 2, 0, 0)]
-    assert anchored({0: ("x", "y")}, rows, anchor_samples=2).of(0).status == "ungrounded"
-    assert anchored({0: ("x", "y", "x")}, rows, anchor_samples=3).of(0).status == "accepted"
+    assert anchored({0: ("x", "y")}, rows, reader_samples=2).of(0).status == "ungrounded"
+    assert anchored({0: ("x", "y", "x")}, rows, reader_samples=3).of(0).status == "accepted"
 
 
 def test_an_anchor_prompt_over_the_cap_punishes_nobody():
-    played = anchored({}, over=lambda r, prompt, model: model == "anchor" and "Q00" in prompt)
+    played = anchored(
+        {}, over=lambda r, prompt, model: model == "reference_reader" and "Q00" in prompt
+    )
     episode = played.of(0)
-    assert (episode.status, episode.reason) == ("overlong", "anchor_prompt")
+    assert (episode.status, episode.reason) == ("overlong", "reader_prompt")
     assert episode.reward is None
 
 
@@ -309,18 +315,18 @@ def write_anything(role: str, prompt: str, sibling: int, model: str) -> str:
     return f"answer is {'ABCD'[at % 4]}" if "(A)" in prompt else f"answer is {1 + at % 9}"
 
 
-def play_on(game: Spell, steps) -> list[Any]:
+def play_on(algorithm: Spell, steps) -> list[Any]:
     ask, told = ScriptedModels(write_anything), []
     for step in steps:
-        episodes = game.play(ask, step)
-        told.append([game.record(e) for e in episodes])
-        told.append([read(g) for g in game.rows(episodes)])
-        told.append(game.metrics(episodes).means())
+        episodes = algorithm.play(ask, step)
+        told.append([algorithm.record(e) for e in episodes])
+        told.append([read(g) for g in algorithm.rows(episodes)])
+        told.append(algorithm.metrics(episodes).means())
     return told
 
 
-def new_game(seed: int = 0, **options) -> Spell:
-    game = make_game(
+def new_algorithm(seed: int = 0, **options) -> Spell:
+    algorithm = make_algorithm(
         MANY,
         stream=real_stream(seed),
         generation_batch=9,
@@ -329,34 +335,34 @@ def new_game(seed: int = 0, **options) -> Spell:
         max_generations=3,
         **options,
     )
-    game.seed = seed
-    return game
+    algorithm.seed = seed
+    return algorithm
 
 
 def test_a_step_is_a_function_of_seed_and_step():
-    first = play_on(new_game(), (1, 2, 3))
-    assert first == play_on(new_game(), (1, 2, 3))
-    assert first != play_on(new_game(seed=1), (1, 2, 3))
-    assert play_on(new_game(), (1,))[0] != play_on(new_game(), (2,))[0]
+    first = play_on(new_algorithm(), (1, 2, 3))
+    assert first == play_on(new_algorithm(), (1, 2, 3))
+    assert first != play_on(new_algorithm(seed=1), (1, 2, 3))
+    assert play_on(new_algorithm(), (1,))[0] != play_on(new_algorithm(), (2,))[0]
     assert any(rows for rows in first[1::3])
 
 
 @pytest.mark.parametrize("reward", ["max", "random"])
-def test_a_game_goes_on_from_its_state(reward):
-    whole = play_on(new_game(responder_reward=reward), range(1, 7))
-    game = new_game(responder_reward=reward)
-    play_on(game, range(1, 4))
-    state = json.loads(json.dumps(game.state_dict()))
-    resumed = new_game(responder_reward=reward)
+def test_a_algorithm_goes_on_from_its_state(reward):
+    whole = play_on(new_algorithm(responder_reward=reward), range(1, 7))
+    algorithm = new_algorithm(responder_reward=reward)
+    play_on(algorithm, range(1, 4))
+    state = json.loads(json.dumps(algorithm.state_dict()))
+    resumed = new_algorithm(responder_reward=reward)
     resumed.load_state_dict(state)
-    assert resumed.state_dict() == game.state_dict()
+    assert resumed.state_dict() == algorithm.state_dict()
     assert play_on(resumed, range(4, 7)) == whole[9:]
     assert len(resumed.memory) > 0
 
 
 def test_records_are_json_and_hold_what_happened():
     played = Played()
-    records = [json.loads(json.dumps(played.game.record(e))) for e in played.episodes]
+    records = [json.loads(json.dumps(played.algorithm.record(e))) for e in played.episodes]
     assert records[0]["answers"][0] == "answer is alpha0"
     assert records[0]["scores"] == [1, 1, 1, 0] and records[0]["votes"][3] == []
     assert records[3]["proposal"] == "Q03 but no JSON" and records[3]["answers"] == []
@@ -364,7 +370,7 @@ def test_records_are_json_and_hold_what_happened():
 
 def test_metrics_are_shares_of_what_happened():
     played = Played()
-    means = played.game.metrics(played.episodes).means()
+    means = played.algorithm.metrics(played.episodes).means()
     expected = {
         "accepted": 11 / 18,
         "bad_format": 2 / 18,
@@ -401,9 +407,9 @@ def test_metrics_are_shares_of_what_happened():
     for name, value in expected.items():
         if name != "memory_entries":
             assert means[name] == pytest.approx(value), name
-    assert means["memory_entries"] == len(played.game.memory) == 10
+    assert means["memory_entries"] == len(played.algorithm.memory) == 10
     mild = Played(malformed_penalty=False)
-    reward = mild.game.metrics(mild.episodes).means()["verifier_reward"]
+    reward = mild.algorithm.metrics(mild.episodes).means()["verifier_reward"]
     assert reward == pytest.approx(np.mean([max(r, 0.0) for r in rewarded]))
 
 
@@ -416,8 +422,8 @@ def test_the_filter_counts_right_answers_of_several():
         return Script(rows)(role, prompt, sibling, model)
 
     for threshold, status in ((2, "ungrounded"), (3, "accepted")):
-        game = make_game(rows, grounding_samples=4, grounding_threshold=threshold)
-        assert game.play(ScriptedModels(write), 1)[0].status == status
+        algorithm = make_algorithm(rows, grounding_samples=4, grounding_threshold=threshold)
+        assert algorithm.play(ScriptedModels(write), 1)[0].status == status
 
 
 def test_questions_are_parsed_with_the_games_own_limits(monkeypatch):

@@ -16,20 +16,20 @@ EVERYTHING = {"verifier_share": 9.0, "negatives": 9}
 
 
 def records(played: Played) -> list[dict[str, Any]]:
-    return [played.game.record(episode) for episode in played.episodes]
+    return [played.algorithm.record(episode) for episode in played.episodes]
 
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_the_prompt_is_there_but_for_the_documents(step):
     played = Played()
     if step == 2:  # the memory holds questions
-        played.episodes = played.game.play(played.ask, 2)
+        played.episodes = played.algorithm.play(played.ask, 2)
     for episode, record in zip(played.episodes, records(played), strict=True):
         documents = episode.cluster.documents
         filled = record["prompt"]
         for i, document in enumerate(documents):
             filled = filled.replace(f"{{documents[{i}]}}", document)
-        assert filled == episode.invitation != record["prompt"]
+        assert filled == episode.questioner_prompt != record["prompt"]
         assert not any(document in record["prompt"] for document in documents)
     assert any(episode.history for episode in played.episodes) == (step == 2)
 
@@ -97,18 +97,20 @@ def test_a_prompt_over_the_cap_has_no_proposal():
     played = Played(rows, script=Script(rows))
     episode = played.episodes[0]
     episode.proposal, episode.status, episode.response = None, "overlong", None
-    played.game.rows(played.episodes)
-    use = played.game.record(episode)["used"]
+    played.algorithm.rows(played.episodes)
+    use = played.algorithm.record(episode)["used"]
     assert use["questioner"] == "no_proposal" and use["responder"] == "overlong"
 
 
 def test_rows_forget_what_they_said_before():
     played = Played(**EVERYTHING)
     first = records(played)
-    played.game.rows(played.episodes)
+    played.algorithm.rows(played.episodes)
     assert records(played) == first
-    played.game.config = dataclasses.replace(played.game.config, questions=1, verifier_share=0.0)
-    played.game.rows(played.episodes)
+    played.algorithm.config = dataclasses.replace(
+        played.algorithm.config, questions=1, verifier_share=0.0
+    )
+    played.algorithm.rows(played.episodes)
     again = records(played)
     assert [r["used"]["responder"] for r in again].count("used") == 1
     assert all("used" not in r["used"]["verifier"] for r in again)

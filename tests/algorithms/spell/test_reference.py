@@ -1,4 +1,5 @@
-"""The game against recorded steps of the paper's own code (tests/reference_cases/README.md)."""
+"""The algorithm against recorded steps of the paper's own code
+(tests/reference_cases/README.md)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.algorithms.scripted import (
     Script,
     ScriptedModels,
     by_role,
-    make_game,
+    make_algorithm,
     number,
     read,
 )
@@ -41,7 +42,7 @@ def cases(name: str) -> list[dict]:
 
 
 class Replay:
-    """A recorded step, played by our game."""
+    """A recorded step, played by our algorithm."""
 
     def __init__(self, case: dict):
         given = case["in"]
@@ -56,7 +57,7 @@ class Replay:
             else r
             for r in self.rows
         ]
-        self.game = make_game(
+        self.algorithm = make_algorithm(
             self.rows,
             questions=given["train_bs"],
             group_size=given["n"],
@@ -69,8 +70,8 @@ class Replay:
             responder_reward=given.get("combine", "max"),
         )
         self.ask = ScriptedModels(Script(script, votes=given["gv"]))
-        self.episodes = self.game.play(self.ask, step=1)
-        self.groups = by_role(self.game.rows(self.episodes))
+        self.episodes = self.algorithm.play(self.ask, step=1)
+        self.groups = by_role(self.algorithm.rows(self.episodes))
 
 
 @pytest.fixture(scope="module", params=cases("pipeline"), ids=lambda case: case["name"])
@@ -141,7 +142,7 @@ def test_memory(replay):
         f"{names[row['task']]}_{row['cluster']}": [
             [len(documents), question, answer] for documents, question, answer in row["entries"]
         ]
-        for row in played.game.memory.state_dict()["clusters"]
+        for row in played.algorithm.memory.state_dict()["clusters"]
     }
     # Which two of three documents were shown is another draw.
     expected = {
@@ -179,14 +180,14 @@ def test_what_the_verifier_is_asked():
         task = TASKS[given["task"]]
         if given["gt"] is None or given["task"] not in given["judged_tasks"]:
             continue
-        game = make_game([Row(task, "ok", 0, 1, 0, 0)], verifier_group_size=8)
+        algorithm = make_algorithm([Row(task, "ok", 0, 1, 0, 0)], verifier_group_size=8)
         ask = ScriptedModels(
             lambda role, prompt, sibling, model, v=given["votes"]: VOTES[v[sibling]]
         )
-        (task, cluster), *_ = game.stream.next(1)
+        (task, cluster), *_ = algorithm.stream.next(1)
         episode = Episode(task, cluster, (0, 1), (), reference=given["gt"])
         episode.predictions = [given["pred"]]
-        ask.together(game.verify, [episode])
+        ask.together(algorithm.verify, [episode])
         majority = rewards.majority(episode.votes[0]) if episode.votes[0] else -100
         assert majority == out["llm_reward"]
         rule = 1.0  # the recorded runs had the rule agree
@@ -204,11 +205,11 @@ def test_documents_shown_to_the_questioner():
         documents = tuple(given["m_choices"].get(source, [3]))
         task = TASKS[given["task"]]
         rows = [Row(task, "ok", 0, 1, 0, 0)]
-        game = make_game(rows, cluster=given["n_docs"], documents=documents)
+        algorithm = make_algorithm(rows, cluster=given["n_docs"], documents=documents)
         for shown, question, answer in given["history"]:
-            game.memory.push(task, "d0", Entry(tuple(shown), question, answer), 0.5)
+            algorithm.memory.push(task, "d0", Entry(tuple(shown), question, answer), 0.5)
         ask = ScriptedModels(lambda *_: "no JSON")
-        (episode,) = game.play(ask, step=given["seed"])
+        (episode,) = algorithm.play(ask, step=given["seed"])
         forced = {i for shown, _, _ in given["history"] for i in shown}
         assert list(episode.shown) == sorted(set(episode.shown)), case
         assert forced <= set(episode.shown)
@@ -229,9 +230,9 @@ def test_what_a_proposal_earns():
     outcomes = Counter()
     for case in cases("questioner_get_record"):
         (text,), out = case["in"], case["out"]
-        game = make_game([Row("general_qa", "ok", 0, 1, 0, 0)])
-        (episode,) = episodes = game.invite()
-        ScriptedModels(lambda *_, text=text: text).together(game.propose, episodes)
+        algorithm = make_algorithm([Row("general_qa", "ok", 0, 1, 0, 0)])
+        (episode,) = episodes = algorithm.invite()
+        ScriptedModels(lambda *_, text=text: text).together(algorithm.propose, episodes)
         outcomes[episode.status] += 1
         if "Empty" in out:
             assert (episode.status, episode.reward) == ("skipped", None), text

@@ -60,13 +60,13 @@ def test_questions_with_their_documents_are_asked(tmp_path: Path, caplog):
 def test_the_words_are_those_of_the_run(tmp_path: Path):
     write_episodes(tmp_path, {1: [record("a", 0, documents=["x"])]})
     config = tmp_path / "config.json"
-    config.write_text('{"game": {"prompts": "compact"}}')
+    config.write_text('{"algorithm": {"prompts": "compact"}}')
     (item,) = benchmarks.load("own_questions", tmp_path).items
     assert item.prompt == prompts.load("compact").responder("general_qa", ["x"], "Q0?")
     config.write_text('{"hidden_size": 3}')
-    with pytest.raises(ValueError, match=r"config\.json: must be a run's, with game\.prompts"):
+    with pytest.raises(ValueError, match=r"config\.json: must be a run's, with algorithm\.prompts"):
         benchmarks.load("own_questions", tmp_path)
-    config.write_text('{"game": {"prompts": "nowhere"}}')
+    config.write_text('{"algorithm": {"prompts": "nowhere"}}')
     with pytest.raises(FileNotFoundError, match="prompts='nowhere'"):
         benchmarks.load("own_questions", tmp_path)
 
