@@ -42,6 +42,9 @@ setup(
         "safetensors>=0.8.0",
         "tokenizers>=0.23.3",
         "jinja2>=3.1.6",
+        # The external judge: client of OpenAI-compatible endpoints, retries.
+        "openai>=3.54.0",
+        "tenacity>=9.1.4",
         "ml-collections>=1.1.0",
         "absl-py>=2.5.1",
         "matplotlib>=3.11.2",

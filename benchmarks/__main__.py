@@ -1,4 +1,4 @@
-"""python -m benchmarks NAME [--options]: see commands.py."""
+"""Entry point of `python -m benchmarks NAME [--options]`; commands.py lists the benchmarks."""
 
 from benchmarks.commands import main
 

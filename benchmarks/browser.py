@@ -1,4 +1,4 @@
-"""A page in headless Chromium, spoken to through a pipe in the words of its developer tools."""
+"""Control of a page in headless Chromium by the DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OPTIONS = (
 
 
 class Browser:
-    """One browser with one page.
-
-    Raises:
-      FileNotFoundError: there is no Chromium.
+    """A browser with one page.
 
     Attributes:
-      problems: what the page's console was told of warnings and errors, uncaught ones included.
+      problems: console messages of the page other than plain logs, and uncaught errors.
+
+    Raises:
+      FileNotFoundError: if Chromium is not installed.
     """
 
     def __init__(self, profile: pathlib.Path):
@@ -38,7 +38,7 @@ class Browser:
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
         command = [PROGRAM, *_OPTIONS.split(), f"--user-data-dir={profile}", "about:blank"]
-        # It reads from descriptor 3 and writes to 4.
+        # Chromium reads commands from file descriptor 3 and writes answers to 4.
         shell = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
         self._process = subprocess.Popen(
             ["bash", "-c", shell, "bash", *command],
@@ -65,7 +65,7 @@ class Browser:
         os.close(self._write)
 
     def show(self, width: int, height: int, scheme: str = "light") -> None:
-        """The window's size, and whether the user likes "light" or "dark"."""
+        """Set the window's size in pixels and the preferred color scheme, "light" or "dark"."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -77,22 +77,30 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[scheme_feature])
 
     def open(self, path: pathlib.Path, fragment: str = "") -> None:
-        """Opens a page and waits until it says that it is ready; its problems are those so far."""
+        """Open a page, clear `problems` and wait until the page sets data-ready on its body."""
         self.call("Page.navigate", url="about:blank")
         self.problems.clear()
         self.call("Page.navigate", url=path.as_uri() + fragment)
         self.wait("document.body?.dataset.ready === 'true'")
 
     def wait(self, condition: str) -> None:
-        """Until an expression is true."""
+        """Wait until a JavaScript expression is true.
+
+        Raises:
+          TimeoutError: if it is not true within 120 s.
+        """
         end = time.monotonic() + _LIMIT_S
-        while not self.value(f"!!({condition})"):  # an element by value would be {}
+        while not self.value(f"!!({condition})"):  # !! because a DOM element by value is {}
             if time.monotonic() > end:
                 raise TimeoutError(f"not true: {condition}; problems: {self.problems}")
             time.sleep(0.02)
 
     def value(self, expression: str) -> Any:
-        """What an expression comes to in the page, a promise's result included."""
+        """Evaluate a JavaScript expression in the page, awaiting a promise.
+
+        Raises:
+          RuntimeError: if the expression throws.
+        """
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -101,18 +109,23 @@ class Browser:
         return answer["result"].get("value")
 
     def press(self, key: str) -> None:
-        """A key goes down and up."""
+        """Press and release a key."""
         text = {"text": key} if len(key) == 1 else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def picture(self, path: pathlib.Path) -> None:
-        """What the window shows, as PNG."""
+        """Write a screenshot of the window as PNG."""
         answer = self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command of the DevTools protocol and its result; events before it are looked at."""
+        """Send a DevTools command and return its result; record problems reported meanwhile.
+
+        Raises:
+          RuntimeError: if the command fails.
+          TimeoutError: if Chromium does not answer within 120 s.
+        """
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:

@@ -1,21 +1,21 @@
-"""Benchmarks: python -m benchmarks NAME [--options], one JSON line a measure.
+"""Command line of the benchmarks: python -m benchmarks NAME [--options] prints one JSON line.
 
-update   seconds of one optimizer update with shared and with repeated prompts
-sample   tokens a second of answers to one prompt, and each to a prompt of its own
-refill   tokens a second of answers of many lengths: slots filled again, and fixed batches
-verify   prompts a second of the verifier, with and without beginnings that are read once
-spell    seconds of one whole step of self-play, by phase
-evaluate samples a second of a benchmark's questions: together, and one request at a time
-quality  answers sampled with eight bits against those without: KL, equal greedy tokens
-report   seconds until the page of a long run is written, and until a browser has opened it
-soak     growth of memory and programs compiled in a long run of the demo's config
+update   seconds of one optimizer update, with shared and with repeated prompts
+sample   tokens/s of sampling G answers to one prompt, and to G different prompts
+refill   tokens/s with answers of many lengths: continuous batching against fixed batches
+verify   verifier prompts/s, with and without a shared prefix
+spell    seconds of one whole SPELL step, by phase
+evaluate samples/s on a benchmark's questions: batched, and one request at a time
+quality  int8 sampling against the compute dtype: KL, equal greedy tokens
+report   seconds to write the report page of a long run, and to open it in a browser
+soak     growth of memory and compiled programs in a long run of the demo's config
 trl      seconds and memory of a GRPO step, here and in TRL (extra "test")
 scoring  seconds to score 100,000 samples by the benchmarks' rules (extra "eval")
-parsers  seconds of the parsers and rules on the worst texts of up to 100 KB
-dedup    documents a second and memory of the data pipeline's filter and dedup (extra "data")
-lsh      pairs that its bands find, against all near pairs of a folder's texts
-corpus   a build from real documents: time, memory, planted copies and contamination found, and how
-         much alike a cluster's documents are
+parsers  seconds of the parsers and rules on adversarial texts of up to 100 KB
+dedup    documents/s and memory of the data pipeline's filter and dedup (extra "data")
+lsh      near-duplicate pairs found by the LSH bands, against all near pairs of a folder's texts
+corpus   build from real documents: time, memory, planted copies and contamination found, and
+         similarity of the documents in a cluster
 """
 
 from __future__ import annotations
@@ -57,13 +57,18 @@ from spell_jax.runtime import setup as start
 
 
 def bench_update(options: argparse.Namespace) -> dict[str, Any]:
-    """One update on the same groups, packed as [prompt | G answers] and as G separate rows.
+    """Time one update on the same groups, packed as [prompt | G answers] and as G separate rows.
 
-    Both layouts get the same token budget and a bucket that fits them; times are the best of
-    `repeats` after compilation. Peak bytes are the compiler's for a micro-batch that holds one
-    group, weights and gradient included. "mfu" is the model's operations (count_flops) a second of
-    the shared layout, over those that all devices could do in bfloat16; null where a device's peak
-    is not in measures.PEAKS.
+    Both layouts get the same token budget and a bucket that fits them. Times are the best of
+    `repeats` after compilation. Peak bytes are the compiler's for a micro-batch of one group,
+    weights and gradient included. "mfu" is the model's FLOP/s (count_flops) in the shared layout
+    divided by the bfloat16 peak of all devices; null if the peak is not in statistics.PEAKS.
+
+    Args:
+      options: parsed options of "update".
+
+    Returns:
+      The measurements, JSON-able.
     """
     policy = dataclasses.replace(
         _policy(options),
@@ -109,7 +114,7 @@ def bench_update(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _policy(options: argparse.Namespace) -> PolicyConfig:
-    """A shape by the options, or that of a config.json."""
+    """Architecture from a config.json if one is given, else from the options."""
     if options.policy:
         policy = PolicyConfig.from_hf(pathlib.Path(options.policy))
     else:
@@ -126,8 +131,17 @@ def _policy(options: argparse.Namespace) -> PolicyConfig:
 
 
 def count_flops(policy: PolicyConfig, prompt: int, response: int, group: int) -> dict[str, float]:
-    """Operations of the update of a group of G answers of S tokens, shared and repeated: P + G S
-    tokens, or G (P + S). See measures.operations."""
+    """Count the floating-point operations of a group's update (statistics.operations).
+
+    Args:
+      policy: the architecture.
+      prompt: prompt tokens P.
+      response: tokens S of an answer.
+      group: answers G of the prompt.
+
+    Returns:
+      Operations of "shared" rows (P + G S tokens) and "repeated" rows (G (P + S) tokens).
+    """
     return {
         "shared": statistics.operations(policy, prompt, [response] * group),
         "repeated": group * statistics.operations(policy, prompt, [response]),
@@ -149,13 +163,13 @@ def _random_groups(options: argparse.Namespace, vocab: int) -> list[packing.Grou
 def _measure(
     policy: PolicyConfig, options: argparse.Namespace, bucket: packing.Bucket
 ) -> dict[str, float]:
-    """The best seconds of an update, its gradient's norm, the bytes of a group's micro-batch."""
+    """Measure one layout: best seconds of an update, gradient norm, peak bytes of one group."""
     groups = _random_groups(options, policy.vocab_size)
     shared = bucket.answers > options.response
-    rows = 1 if shared else options.group  # of a group
+    rows = 1 if shared else options.group  # rows of one group
 
     def make_learner(budget: int) -> update.Learner:
-        layout = update.PackingConfig((bucket,), max(budget, bucket.length), shared)
+        layout = packing.PackingConfig((bucket,), max(budget, bucket.length), shared)
         return update.Learner(
             policy,
             update.OptimizerConfig(),
@@ -165,7 +179,7 @@ def _measure(
             compute_dtype=options.dtype,
         )
 
-    # No row of a micro-batch is all padding.
+    # Limit the budget to the data so that no row of a micro-batch is all padding.
     learner = make_learner(min(options.budget, bucket.length * rows * len(groups)))
     seconds, norms = [], []
     state = learner.init(jax.random.key(0))
@@ -176,7 +190,7 @@ def _measure(
     short = dataclasses.replace(
         first, prompt=first.prompt[:1], answers=[answer[:1] for answer in first.answers]
     )
-    state, _ = learner.update(state, [short])  # compiles what the updates below run
+    state, _ = learner.update(state, [short])  # compiles the programs of the updates below
     for _ in range(options.repeats):
         clock = time.perf_counter()
         state, numbers = learner.update(state, groups)
@@ -184,7 +198,7 @@ def _measure(
         seconds.append(time.perf_counter() - clock)
         norms.append(numbers["gradient_norm"])
     memory = aot.memory_of(whole)
-    # Not the compiler's own peak, which leaves the temporaries of a CPU's program out.
+    # The compiler's own peak omits the temporaries of a CPU program.
     peak = memory["arguments"] + memory["temporaries"] + memory["outputs"] - memory["aliased"]
     return {"seconds": min(seconds), "norm": norms[0], "peak_bytes": peak}
 
@@ -372,7 +386,7 @@ _BENCHES = {
 
 
 def _data() -> Any:
-    """Needs Beam, which the other benches do without."""
+    """Import benchmarks.data on demand because it needs Beam, unlike the other benchmarks."""
     return importlib.import_module("benchmarks.data")
 
 
@@ -392,7 +406,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """The measures of one bench, JSON-able."""
+    """Run the benchmark options.name and return its measurements, JSON-able."""
     return _BENCHES[options.name](options)
 
 

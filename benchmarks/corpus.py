@@ -1,14 +1,15 @@
-"""A build from real documents, with planted copies and contamination.
+"""Benchmark of a data build from real documents with planted copies and contamination.
 
-1. The sources of configs/data/mixed.py are read once. Of a share of their documents edited copies
+1. The sources of configs/data/mixed.py are read once. Edited copies of a share of their documents
    are planted as another source, at Jaccard similarities from 0.85 to 0.95.
-2. So are texts of the benchmark: edited copies of its documents, and documents into which one of
-   its questions was put.
-3. All of it is built. A copy is found if not both it and its original stay, a planted text of the
-   benchmark if it does not stay. Whatever else went as a near duplicate or as contaminated is
-   named, with its similarity to what it fell to.
-4. Clusters are compared with random ones of the same sizes and pools: cosine of their documents,
-   years between speeches, and how often two filings are of one company.
+2. Contamination is planted too: edited copies of the benchmark's documents, and documents with one
+   of the benchmark's questions inserted.
+3. Everything is built. A copy counts as found if it or its original was removed. A contaminated
+   text counts as found if it was removed.
+4. All other removed near duplicates are listed with their similarity to the text that caused the
+   removal, and all other removed contaminated documents with the benchmark item that caused it.
+5. Clusters are compared with random clusters of the same sizes and pools: cosine similarity of the
+   documents, years between speeches, and how often two filings are from the same company.
 """
 
 from __future__ import annotations
@@ -32,13 +33,20 @@ from data_pipeline.dedup import DedupConfig
 from data_pipeline.records import digest, is_sized, order
 from data_pipeline.stages import Stages
 
-SHORTEST, LONGEST = 300, 20_000  # characters of what is copied
-Key = tuple[str, str, int]  # source, place, part
+SHORTEST, LONGEST = 300, 20_000  # characters of a document that is copied or edited
+Key = tuple[str, str, int]  # (source, place, part)
 Records = Sequence[Mapping[str, Any]]
 
 
 def bench_corpus(options: argparse.Namespace) -> dict[str, Any]:
-    """The measures as one JSON-able line; seconds are of the build, planting excluded."""
+    """Run the benchmark and return its measurements; the seconds exclude planting.
+
+    Args:
+      options: parsed options of "corpus".
+
+    Returns:
+      The measurements, JSON-able.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config = mixed.get_config(options.source)
         plan, stages = build.make_plan(config), Stages(f"{folder}/plain")
@@ -71,7 +79,7 @@ def bench_corpus(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plant_copies(documents: Records, share: float, folder: Path) -> dict[str, Key]:
-    """File -> the document that it is a copy of."""
+    """Write edited copies of a share of the documents; return file name -> original document."""
     folder.mkdir()
     usable = [d for d in documents if SHORTEST <= len(d["text"]) <= LONGEST]
     usable.sort(key=lambda d: digest("copy", d["id"]))
@@ -85,7 +93,7 @@ def _plant_copies(documents: Records, share: float, folder: Path) -> dict[str, K
 
 
 def _plant_items(items: Iterable[Any], documents: Records, number: int, folder: Path) -> None:
-    """`number` files document-*.txt and as many question-*.txt."""
+    """Write up to `number` files document-*.txt and as many question-*.txt."""
     folder.mkdir()
     chosen = sorted(items, key=lambda item: digest("item", item.id))
     texts = [i.text for i in chosen if i.kind == "document" and SHORTEST <= len(i.text) <= LONGEST]
@@ -142,7 +150,10 @@ def _is_planted(removed: Mapping[str, Any]) -> bool:
 
 
 def _nearest(removed: Mapping[str, Any], by_place: Mapping[str, Records]) -> float:
-    """Jaccard similarity to the text that it fell to; the name of that says no part."""
+    """Jaccard similarity of a removed text to the one that caused its removal.
+
+    The recorded cause does not name a part, so this is the maximum over all parts of that place.
+    """
     words = DedupConfig().shingle_words
     mine = by_place[f"{removed['source']}:{removed['place']}"]
     (text,) = [d["text"] for d in mine if d["part"] == removed["part"]]
@@ -164,7 +175,7 @@ def _key(record: Mapping[str, Any]) -> Key:
 
 
 def _alike(stages: Stages, seed: int) -> dict[str, Any]:
-    """How much alike documents of a cluster are, and those of random clusters."""
+    """Similarity of documents in the same cluster, for the made clusters and for random ones."""
     vectors = {
         d["id"]: np.frombuffer(d["vector"], np.float32)
         for d in stages.read("embed/documents", ["id", "vector"])
@@ -201,7 +212,7 @@ def _alike(stages: Stages, seed: int) -> dict[str, Any]:
 
 
 def _mean_of_pairs(clusters: Iterable[Records], measure: Callable[[Any, Any], Any]) -> float:
-    """Over all pairs of documents in a cluster that the measure says something of."""
+    """Mean over all pairs of documents in the same cluster for which the measure is not None."""
     values = [measure(a, b) for cluster in clusters for a, b in itertools.combinations(cluster, 2)]
     return float(np.mean([value for value in values if value is not None]))
 

@@ -1,11 +1,11 @@
-"""How fast and how well near duplicates are found.
+"""Benchmarks of the speed and accuracy of near-duplicate detection.
 
-1. `bench_dedup` writes synthetic documents of 80 to 120 words, sampled by Zipf's law. Every
-   twentieth one is a copy of another, edited at random places. The filter and the dedup stage run
-   on them as in a build; time, memory, copies found and other documents lost are the measures.
-2. `bench_lsh` takes documents of a folder and edited copies of them. Every pair that shares a
-   shingle is compared exactly; the measures are how many pairs over the threshold share a band, and
-   how many that share a band are over the threshold.
+1. `bench_dedup` writes synthetic documents of 80 to 120 words sampled by Zipf's law. One in twenty
+   is a randomly edited copy of another. It runs the filter and dedup stages as in a build, and
+   measures time, memory, copies found and other documents removed.
+2. `bench_lsh` takes documents from a folder and edited copies of them. It compares every pair that
+   shares a shingle exactly. It measures the share of pairs at or over the threshold that share a
+   band, and the share of pairs with a common band that reach the threshold.
 """
 
 from __future__ import annotations
@@ -34,19 +34,25 @@ from data_pipeline.stages import Stages
 
 VOCABULARY = 50_000
 COPY_EVERY, COPY_OF = 20, 10  # document 20 n + 19 is a copy of document 20 n + 9
-COPIES = (0.85, 0.95)  # their Jaccard similarities
-CHUNK = 10_000  # documents written at once
-SHORTEST_PIECE = 300  # characters of a piece of a file
+COPIES = (0.85, 0.95)  # limits of a copy's Jaccard similarity to its original
+CHUNK = 10_000  # documents written at once, to bound memory
+SHORTEST_PIECE = 300  # characters of the shortest piece of a file that counts as a text
 
 
 def bench_dedup(options: argparse.Namespace) -> dict[str, Any]:
-    """Filter and dedup of `options.documents` synthetic documents on Beam's local runner.
+    """Filter and deduplicate synthetic documents on Beam's local runner.
 
-    Seconds are of both stages, their reading and writing of Parquet included; the filter does not
-    look at languages, as the words are none's. "peak_bytes" is the most that the process has ever
-    had in memory, "added_bytes" that over what it had before the stages.
-    "planted_recall" is the share of copies of which exactly the copy or its original went, because
-    of the other; "false_removals" are near duplicates removed beside those.
+    The seconds cover both stages, including reading and writing Parquet. The filter ignores the
+    language, because the words belong to none. "peak_bytes" is the peak resident memory of the
+    process, and "added_bytes" is that peak minus the memory before the stages. "planted_recall" is
+    the share of copies for which exactly one of copy and original was removed because of the other.
+    "false_removals" counts all other documents removed as near duplicates.
+
+    Args:
+      options: parsed options of "dedup".
+
+    Returns:
+      The measurements, JSON-able.
     """
     with tempfile.TemporaryDirectory() as folder:
         stages = Stages(folder)
@@ -82,16 +88,22 @@ def bench_dedup(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench_lsh(options: argparse.Namespace) -> dict[str, Any]:
-    """Pairs found by bands against all pairs of `options.documents` texts of `options.source`.
+    """Compare the pairs found by LSH bands with all near pairs of a folder's texts.
 
-    The source is a folder with .txt or .md files; if there are too few, pieces of them between
-    blank lines are taken. A quarter of the texts are edited copies of others, of similarities from
-    0.7 to 0.95. "recall" is the share of pairs at or over the threshold that share a band, and
-    "expected_recall" what the theory of bands says of these pairs; "precision" is of what the exact
-    comparison lets through, "candidate_precision" of pairs that share a band.
+    The source is a folder with .txt or .md files. If there are too few files, pieces between blank
+    lines are used instead. A quarter of the texts are edited copies of others, with similarities
+    from 0.7 to 0.95. "recall" is the share of pairs at or over the threshold that share a band, and
+    "expected_recall" is the probability of that by the theory of bands. "precision" is measured on
+    the pairs that pass the exact comparison, "candidate_precision" on all pairs that share a band.
+
+    Args:
+      options: parsed options of "lsh".
+
+    Returns:
+      The measurements, JSON-able.
 
     Raises:
-      ValueError: the source has too few texts.
+      ValueError: if the source has too few texts.
     """
     config = DedupConfig()
     texts = _source_texts(Path(options.source), options.documents - options.documents // 4)
@@ -117,15 +129,20 @@ def bench_lsh(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def edited_copy(text: str, low: float, high: float, seed: int, shingle_words: int = 5) -> str:
-    """A text with words replaced, dropped and put in, at random places.
+    """Make a copy of a text with words replaced, deleted and inserted at random places.
 
     Args:
-      text: its words are what blanks divide; without a blank, its characters.
-      low, high: limits of the copy's exact Jaccard similarity to the text.
-      seed: copies of equal arguments are equal.
+      text: original text. It is edited by words if it has a blank, else by characters.
+      low: lower limit of the copy's exact Jaccard similarity to the text.
+      high: upper limit of that similarity.
+      seed: random seed; equal arguments give equal copies.
+      shingle_words: number of tokens in a shingle.
+
+    Returns:
+      The edited text.
 
     Raises:
-      ValueError: no such copy was found; of short texts every edit may change too much.
+      ValueError: if no such copy was found; in a short text every edit may change too much.
     """
     rng = random.Random(seed)
     blank = " " if " " in text else ""
@@ -152,7 +169,7 @@ def edited_copy(text: str, low: float, high: float, seed: int, shingle_words: in
 
 
 def _write_documents(folder: str, number: int) -> None:
-    """A table "documents" of `number` texts, of which few are in memory at any time."""
+    """Write a table "documents" of `number` texts in chunks, to bound memory."""
     os.makedirs(folder)
     schema = SCHEMAS["documents"]
     with pq.ParquetWriter(f"{folder}/documents-0.parquet", schema) as writer:
@@ -177,13 +194,13 @@ def _words(number: int) -> str:
 
 @functools.cache
 def _zipf() -> np.ndarray:
-    """Cumulative probabilities of words by rank: float64 [VOCABULARY]."""
+    """Cumulative probabilities of words by rank, float64 [VOCABULARY]."""
     weights = 1 / np.arange(1, VOCABULARY + 1)
     return np.cumsum(weights / weights.sum())
 
 
 def memory(name: str) -> int:
-    """Bytes of this process: "VmRSS" now, "VmHWM" at its most."""
+    """Resident memory of this process in bytes: "VmRSS" is the current value, "VmHWM" the peak."""
     status = Path("/proc/self/status").read_text()
     (kilobytes,) = re.findall(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
     return int(kilobytes) * 1024
@@ -204,7 +221,7 @@ def _source_texts(folder: Path, number: int) -> list[str]:
 
 
 def _all_pairs(sets: Sequence[np.ndarray]) -> dict[tuple[int, int], float]:
-    """Exact similarities of all pairs (i < j) that share a shingle."""
+    """Exact Jaccard similarities of all pairs (i < j) that share a shingle."""
     holders = defaultdict(list)
     for i, found in enumerate(sets):
         for shingle in found.tolist():
@@ -214,7 +231,7 @@ def _all_pairs(sets: Sequence[np.ndarray]) -> dict[tuple[int, int], float]:
 
 
 def _candidates(sets: Sequence[np.ndarray], config: DedupConfig) -> set[tuple[int, int]]:
-    """Pairs (i < j) that share the key of a band."""
+    """Pairs (i < j) that share a band key."""
     groups = defaultdict(list)
     for i, found in enumerate(sets):
         made = signatures.signature(found, config.permutations, config.seed)

@@ -1,10 +1,11 @@
-"""How fast a benchmark is sampled: all questions in one session, and one request at a time.
+"""Benchmark of evaluation sampling: all questions in one session, and one request at a time.
 
-1. Both draw as many tokens: every question is answered G times, and nothing ends before its cap.
-2. "together" is what spell_jax.evaluate does: a question's prompt is read once for its G samples,
-   and freed slots take the next ones. "alone" is the plain loop: one prompt, one answer, then the
-   next, by a sampler with a single slot.
-3. Times are the best of some runs of each, behind one that compiles.
+1. Both variants sample the same number of tokens: G answers to every question, each of which ends
+   only at its cap.
+2. "together" is what spell_jax.evaluate does: a question's prompt is prefilled once for its G
+   answers, and freed slots take the next sequences. "alone" is the plain loop: one prompt and one
+   answer at a time, by a sampler with a single slot.
+3. Times are the best of `repeats` runs of each variant, after one run that compiles.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from spell_jax.sampler.requests import Options, Request
 
 
 def bench_evaluate(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """The measures as one JSON-able line; "ratio" is together's samples a second over alone's."""
+    """Run the benchmark; "ratio" is the samples/s of "together" over that of "alone".
+
+    Args:
+      policy: architecture of the policy; its weights are random.
+      options: parsed options of "evaluate".
+
+    Returns:
+      The measurements, JSON-able.
+    """
     policy = dataclasses.replace(policy, max_positions=options.prompt + options.response)
     mesh = meshes.make_mesh()
     params = random_params(policy, mesh, options.dtype)

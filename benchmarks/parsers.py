@@ -1,11 +1,12 @@
-"""How long the parsers and rules of self-play need for the worst texts that we can think of.
+"""Benchmark of the self-play parsers and rules on adversarial texts.
 
-1. `PARSERS` has every function that reads a model's text, made a function of one text. One that
-   reads two is there for each place, and for both with half of the text in each.
-2. `FAMILIES` has texts of any length that are bad for some way of parsing: repeated openings,
-   nesting, escapes, figures without end, and well-formed answers blown up.
-3. `bench_parsers` times each parser on each family at four lengths up to 100 KB, and fits the
-   exponent with which time grows. Linear is 1; below 100 KB constant costs make it smaller.
+1. `PARSERS` has every function that reads a model's text, as a function of one text. A function of
+   two texts has one entry for each argument, and one that gives half of the text to each.
+2. `FAMILIES` has families of texts, of any length, that are hard for some way of parsing: repeated
+   openings, nesting, escapes, endless numbers, and well-formed answers blown up.
+3. `bench_parsers` times each parser on each family at four lengths up to 100 KB and fits the
+   exponent with which time grows. Linear time has exponent 1; constant costs make it smaller below
+   100 KB.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from spell_jax.selfplay import evidence, judge, memory, numbers, parsing, prompt
 from spell_jax.warm_start import folder_rows
 
 SIZES = (12_500, 25_000, 50_000, 100_000)  # bytes of UTF-8
-LIMIT_S = 0.010  # of one text of SIZES[-1]
-# These read a user's documents, at about 2 us a word: linear, without a limit.
+LIMIT_S = 0.010  # seconds for one text of SIZES[-1] bytes
+# Exempt from the limit: these read a user's documents, in linear time of about 2 us per word.
 UNLIMITED = (
     "folder_rows.find_facts",
     "puzzles.split_paragraphs",
@@ -45,7 +46,7 @@ Parser = Callable[[str], Any]
 
 
 def _push(text: str) -> bool:
-    """Asks a memory that holds a question whether it knows another."""
+    """Push a question into a memory that has one, which compares the two."""
     known = memory.QuestionMemory(2)
     half = len(text) // 2
     known.push("general_qa", "a", memory.Entry((0,), text[:half], "1"), 0.5)
@@ -98,12 +99,12 @@ def _full_prompts() -> prompts.Prompts:
 def _find_record(text: str) -> dict[str, Any] | None:
     try:
         return parsing.find_record(text)
-    except RecursionError:  # as it says
+    except RecursionError:  # documented behavior for deep nesting
         return None
 
 
 def _by_section() -> dict[str, Parser]:
-    """Structured answers and what is said of them."""
+    """Parsers of structured answers and of their scores."""
     documents = evidence.searchable(["Arvo lives in Oslo. " * 100])
     parsers: dict[str, Parser] = {
         "evidence.parse_answer": evidence.parse_answer,
@@ -130,7 +131,7 @@ def _by_section() -> dict[str, Parser]:
 
 
 def _by_prompt() -> dict[str, Parser]:
-    """Prompts that hold the text in all places at once."""
+    """Prompt builders, with the text in all fields at once."""
     parsers: dict[str, Parser] = {
         "prompts.Prompts.verifier": lambda text: _full_prompts().verifier(text, text, text),
         "prompts.Prompts.judge": lambda text: _full_prompts().judge(text, text, text),
@@ -156,7 +157,7 @@ def _by_prompt() -> dict[str, Parser]:
 
 
 def _by_benchmark() -> dict[str, Parser]:
-    """Rules of benchmarks; short.score_math asks a process of its own about what it extracts."""
+    """Scoring rules of benchmarks, without short.score_math, which scores in a worker process."""
     item = Item("0", "", "", ("Paris", "B"), {"options": 10, "prefix": ""})
     readers = {
         "haystack.extract": haystack.extract,
@@ -180,7 +181,7 @@ def _by_benchmark() -> dict[str, Parser]:
     return parsers | {"retrieval.rouge_l halves": _in_halves(retrieval.rouge_l)}
 
 
-# "module.function", and what is particular about the call behind a blank.
+# Keys: "module.function", then after a blank the variant of the call.
 PARSERS: dict[str, Parser] = {
     **_by_task(),
     **_by_section(),
@@ -215,7 +216,7 @@ def _around(before: str, piece: str, after: str, size: int) -> str:
     return before + _fill(piece, max(rest, 0)) + after
 
 
-# Each: what stands once before, what is repeated, what stands once behind.
+# Values: (prefix, repeated piece, suffix).
 _SHAPES: dict[str, tuple[str, str, str]] = {
     "letters": ("", "a", "!"),
     "capitals": ("", "A", ""),
@@ -303,13 +304,13 @@ def _family(shape: tuple[str, str, str], size: int) -> str:
 
 
 def _choice(size: int) -> str:
-    """A good multiple choice whose options fill the text."""
+    """A valid multiple-choice question whose options fill the text."""
     options = {letter: letter + "y " * (size // 8 - 12) for letter in LETTERS}
     return json.dumps({"question": "Which?", "options": options, "answer": "B"})
 
 
 def _nested(size: int) -> str:
-    """Objects as deep as the JSON module reads, as many as fit."""
+    """As many objects as fit, each nested 400 deep, which the JSON module can still read."""
     deep = '{"a":' * 400 + "1" + "}" * 400
     return _around('{"question": [', deep + ",", "1]}", size)
 
@@ -322,13 +323,19 @@ FAMILIES: dict[str, Callable[[int], str]] = {
 
 
 def bench_parsers(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of every parser on every family at SIZES bytes, the best of `options.repeats`.
+    """Time every parser on every family at SIZES bytes, as the best of `options.repeats`.
 
-    Seconds are this thread's on a processor: other work on the machine is not counted. "parsers"
-    has for each its worst family, with seconds by size and the exponent, the slope of log seconds
-    over log bytes. "worst" is what takes longest at the largest size, "over" all that take longer
-    than LIMIT_S there, both less the UNLIMITED. "steepest" has the largest exponent of all that
-    take over 1 ms; what takes less is mostly constant cost and noise.
+    Seconds are CPU time of this thread, so other work on the machine does not count. "parsers" has
+    the worst family of each parser, with its seconds by size and its exponent (the slope of log
+    seconds over log bytes). "worst" is the slowest pair of parser and family at the largest size,
+    and "over" lists all pairs above LIMIT_S there; both leave the UNLIMITED parsers out. "steepest"
+    has the largest exponent among pairs above 1 ms; below that, constant cost and noise dominate.
+
+    Args:
+      options: parsed options of "parsers".
+
+    Returns:
+      The measurements, JSON-able.
     """
     rows = [
         {"parser": name, "family": family, **_measure(parse, make, options.repeats)}
@@ -372,5 +379,5 @@ def _time(parse: Parser, text: str, repeats: int) -> float:
 
 
 def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """The slope of a line through log seconds over log sizes."""
+    """Least-squares slope of log seconds over log sizes."""
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])

@@ -1,12 +1,13 @@
-"""What small numbers cost: answers of the policy that ships, sampled with eight bits and without.
+"""Benchmark of the quality loss of int8 sampling, with the policy that ships.
 
 1. Prompts are held-out questions of the generated world, of every kind.
-2. "kl" estimates KL(int8 || whole) of the next token, in nats: the mean of exp(d) - d - 1 over
-   tokens that are sampled with eight bits, at temperature 1, d their logprob by the whole policy
-   less that with eight bits.
-3. "equal_answers" and "equal_tokens" compare greedy answers: how many are the same to the end, and
-   the share of tokens before the first that differs.
-4. "tokens_per_pass" is what guessed tokens save, for the answers of (2) and greedy ones.
+2. "kl" estimates the KL divergence KL(int8 || full) of the next token, in nats. It is the mean of
+   exp(d) - d - 1 over tokens sampled with int8 at temperature 1, where d is the token's logprob
+   under the full-precision policy minus its logprob under int8.
+3. "equal_answers" and "equal_tokens" compare greedy answers: the share of answers that are equal to
+   the end, and the share of tokens before the first difference.
+4. "tokens_per_pass" is the number of tokens per forward pass and slot with speculative decoding,
+   for the answers of (2); "greedy_tokens_per_pass" is the same for greedy answers.
 """
 
 from __future__ import annotations
@@ -28,15 +29,23 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from spell_jax.sampler.requests import Request, Sample
 from spell_jax.sampler.session import request_keys
-from spell_jax.trainer import state as runs
+from spell_jax.trainer import build as runs
+from spell_jax.trainer import state
 
-_ROWS = 64  # scored at once
+_ROWS = 64  # rows scored at once
 
 
 def bench_quality(options: argparse.Namespace) -> dict[str, Any]:
-    """The measures as one JSON-able line."""
+    """Run the benchmark with the policy of the demo's config.
+
+    Args:
+      options: parsed options of "quality".
+
+    Returns:
+      The measurements, JSON-able.
+    """
     run = runs.make_run(tiny.get_config())
-    params = run.learner.cast(runs.load_weights(run.own["policy"]))
+    params = run.learner.cast(state.load_weights(run.own["policy"]))
     prompts = _prompts(run, options)
     whole = dataclasses.replace(run.players.sampler.config, top_p=1.0)
     small = dataclasses.replace(
@@ -88,7 +97,7 @@ def _prompts(run: runs.Run, options: argparse.Namespace) -> list[list[int]]:
 def _answers(
     run: runs.Run, config: SamplerConfig, params, prompts: Sequence[list[int]], temperature: float
 ) -> tuple[list[Sample], float]:
-    """An answer to each prompt, and how many tokens a pass drew for a slot."""
+    """Sample an answer to each prompt; also return the tokens per pass and busy slot."""
     sampler = Sampler(run.policy, config, run.tokenizer.stop_ids, run.learner.mesh)
     session = sampler.begin(params)
     how = config.options(config.max_tokens, temperature=temperature)
@@ -102,7 +111,7 @@ def _answers(
 def _score(
     policy: PolicyConfig, params, prompts: Sequence[list[int]], samples: Sequence[Sample]
 ) -> list[np.ndarray]:
-    """Logprobs of answers by the whole policy, at temperature 1."""
+    """Logprobs [S] of each answer under the full-precision policy, at temperature 1."""
 
     @jax.jit
     def logprobs(params, tokens):
@@ -122,7 +131,7 @@ def _score(
 
 
 def _before_difference(found: np.ndarray, wanted: np.ndarray) -> int:
-    """How many tokens are alike before the first that is not."""
+    """Number of equal tokens before the first difference."""
     shorter = min(len(found), len(wanted))
     differing = np.flatnonzero(found[:shorter] != wanted[:shorter])
     return int(differing[0]) if len(differing) else shorter

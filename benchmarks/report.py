@@ -1,9 +1,9 @@
-"""How soon the report's page of a long run is written and opened, and how large it is.
+"""Benchmark of the report page of a long run: time to write and to open it, and its size.
 
-1. The run is made up: metrics in the trainer's names, and episodes of the size that the options
-   give, in which answers quote their documents. Clusters come back, as in a run of several epochs.
-2. The page is written once, and opened several times in headless Chromium; the shortest time counts
-   of which the page itself tells: from the navigation to the first frame with everything sampled.
+1. The run is synthetic. It has metrics under the trainer's names, and episodes of the given size
+   whose answers quote their documents. Clusters recur, as in a run of several epochs.
+2. The page is written once and opened several times in headless Chromium. The page itself reports
+   the time from navigation to the first fully rendered frame; the shortest one counts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 from etils import epath
 
 from benchmarks import browser
-from spell_jax.report import EVALUATION_FILE, read_evaluation
 from spell_jax.reporting.page import PAGE, Measured, write_page
+from spell_jax.reporting.tables import EVALUATION_FILE, read_evaluation
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.runtime.jsonl import write_json, write_records
 from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
@@ -38,26 +38,40 @@ _METRICS = ("solve_rate", "mixed", "accepted", "bad_format", "verdict_differs_fr
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """documents: of a cluster; the next two: characters of one text; answers: G; votes: on each."""
+    """Sizes of a synthetic run.
+
+    Attributes:
+      documents: documents of a cluster.
+      document: characters of a document.
+      answer: characters of an answer.
+      answers: answers G to a question.
+      votes: verifier votes on each answer.
+      clusters: distinct clusters of the run.
+    """
 
     documents: int = 4
     document: int = 300
     answer: int = 40
     answers: int = 4
     votes: int = 3
-    clusters: int = 1_000_000  # of the run
+    clusters: int = 1_000_000
 
 
 @dataclasses.dataclass
 class Writer:
-    """Makes up a run's texts; all of it follows from the seed."""
+    """Generator of a run's texts and metrics, deterministic given the seed.
+
+    Attributes:
+      seed: random seed.
+      sizes: sizes of the run.
+    """
 
     seed: int = 0
     sizes: Sizes = Sizes()
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
-        # As in real texts few words are frequent, so that they can be compressed as far as those.
+        # Few words are frequent, as in real text, so that the text compresses as well as real text.
         words = ["".join(self.draw.choices(_LETTERS, k=2 + n % 9)) for n in range(_WORDS)]
         weights = [1 / (n + 5) for n in range(_WORDS)]
         self._prose = " ".join(self.draw.choices(words, weights, k=300_000))
@@ -67,11 +81,16 @@ class Writer:
         return self._prose[start : start + characters].strip() + "."
 
     def episode(self, number: int, **changes: Any) -> dict[str, Any]:
-        """An episode as the algorithm records one, with answers that quote its document 2."""
+        """Make an episode as the algorithm records it; its answers quote the second document.
+
+        Args:
+          number: number of the episode in the run; its cluster follows from it.
+          **changes: fields to replace.
+        """
         sizes, draw = self.sizes, self.draw
         port = number % sizes.clusters
         year = 1800 + port
-        kept, self.draw = draw, random.Random(port)  # a cluster's documents are always the same
+        kept, self.draw = draw, random.Random(port)  # a cluster always has the same documents
         documents = [
             f"Document {n} of {port}. {self.prose(sizes.document)}" for n in range(sizes.documents)
         ]
@@ -118,7 +137,7 @@ class Writer:
         return episode | changes
 
     def metrics(self, step: int) -> dict[str, float]:
-        """A line of metrics in the trainer's names."""
+        """Make a line of metrics under the trainer's names."""
         draw = self.draw
         line: dict[str, float] = {"step": step}
         for suffix in ("", *(f"/{task}" for task in TASKS)):
@@ -143,7 +162,19 @@ def write_run(
     sizes: Sizes = Sizes(),
     algorithm: Mapping[str, Any] | None = None,
 ) -> epath.Path:
-    """A made-up run's folder: config, metrics, so many episodes a step, and an evaluation."""
+    """Write the folder of a synthetic run: config, metrics, episodes and an evaluation.
+
+    Args:
+      workdir: folder to write.
+      steps: steps of the run.
+      episodes: episodes of a step.
+      seed: random seed.
+      sizes: sizes of the run.
+      algorithm: fields of config.algorithm to replace or add.
+
+    Returns:
+      The folder.
+    """
     workdir.mkdir(parents=True, exist_ok=True)
     writer = Writer(seed, sizes)
     write_json(
@@ -162,15 +193,21 @@ def write_run(
 
 
 def measured(workdir: epath.Path) -> Measured:
-    """What the page is told of a run."""
+    """Read a run's folder into the page's input."""
     return Measured(workdir, read_metrics(workdir), read_evaluation(workdir))
 
 
 def bench_report(options: argparse.Namespace) -> dict[str, Any]:
-    """The measures as one JSON-able line.
+    """Write and open the report page of a synthetic run.
+
+    Args:
+      options: parsed options of "report".
+
+    Returns:
+      The measurements, JSON-able.
 
     Raises:
-      FileNotFoundError: there is no Chromium.
+      FileNotFoundError: if Chromium is not installed.
     """
     sizes = Sizes(
         documents=options.documents,

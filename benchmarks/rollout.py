@@ -1,14 +1,14 @@
-"""How fast rollouts are: slots that are filled again, prompts that begin alike, a whole SPELL step.
+"""Benchmarks of rollout speed: continuous batching, prefix sharing, and a whole SPELL step.
 
-1. Weights and tokens are random. How long an answer is, is forced: no token ends one.
-2. `refill` ends every answer at a length of its own, on the device and without the plan's
-   knowledge, as a stop token would. All requests go in at once, or wave by wave, as many as there
-   are slots, each when the one before has ended.
-3. `verify` asks for verdicts on many answers: prompts that begin with the same template, and the
-   same prompts with beginnings of their own.
-4. `spell` plays the phases of a step one after the other in one session, then updates on what was
-   said, and carries each phase's seconds a question on to the paper's number of questions.
-5. Times are of one run, after one that compiles; verify's are the best of `repeats`.
+1. Weights and tokens are random. Answer lengths are forced: no token ends an answer.
+2. `refill` ends every answer at a length of its own, on the device and unknown to the scheduler, as
+   a stop token would. Either all requests are submitted at once, or in waves that fill the slots,
+   each after the one before has ended.
+3. `verify` samples verdicts on many answers, once with prompts that share a prefix and once with
+   the same prompts made to differ at the start.
+4. `spell` runs the phases of a step one after another in one session and updates on the answers. It
+   extrapolates the seconds per question of each phase to the paper's number of questions.
+5. Times are from one run after one that compiles; those of `verify` are the best of `repeats`.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ Prompts = list[list[int]]
 
 
 def _pages(options: argparse.Namespace, prompt: int, response: int) -> int:
-    """Pages of the pool: by `--cache`, or so many that no slot ever waits for one."""
+    """Pages of the pool: as --cache says, or enough that no slot ever lacks one."""
     if options.cache:
         return options.cache // options.page_size
     return options.slots * sum(-(-tokens // options.page_size) for tokens in (prompt, response))
 
 
 def _sizes(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """The options and the policy's shape, as a line says them."""
+    """Fields of the output line for the options and the policy's architecture."""
     line = {name: value for name, value in vars(options).items() if name != "name"}
     shape = {"layers": policy.layers, "width": policy.width, "vocab": policy.vocab_size}
     return {"bench": options.name, **line, **shape}
 
 
 def _warm_up(session: Session, asked: Sequence[tuple[int, int]]) -> None:
-    """Compiles what requests of these (groups, prompts) need: reading, drawing, keys."""
+    """Compile prefill, decode and key programs for requests of these (group, prompts) sizes."""
     for group, prompts in asked:
         request_keys(jax.random.key(0), prompts)
         session.sample([[0]], group, jax.random.key(0), Options(**HOW, max_tokens=1))
@@ -61,7 +61,10 @@ def _warm_up(session: Session, asked: Sequence[tuple[int, int]]) -> None:
 
 
 class _ForcedShard(Shard):
-    """Gives the device limits at which answers end; plans are made for the cap, as ever."""
+    """Shard that makes answers end at forced lengths on the device.
+
+    The scheduler still plans for the cap, as it does when a stop token may end an answer.
+    """
 
     def __init__(self, shape: Shape, lengths: dict[tuple[int, int], int]):
         super().__init__(shape)
@@ -73,7 +76,7 @@ class _ForcedShard(Shard):
 
 
 class ForcedSession(Session):
-    """A session whose answers have given lengths, each of a group its own."""
+    """Session with a forced length for each answer of each request."""
 
     def __init__(self, sampler: Sampler, params: Any):
         super().__init__(sampler, params)
@@ -83,7 +86,15 @@ class ForcedSession(Session):
         self._scheduler.shards = shards
 
     def ask(self, request: Request, lengths: Sequence[int]) -> int:
-        """Puts a request into the queue, with as many lengths as sequences; its ticket."""
+        """Queue a request.
+
+        Args:
+          request: request for G answers.
+          lengths: length in tokens of each of the G answers.
+
+        Returns:
+          The request's ticket.
+        """
         ticket = self.submit(request)
         self._lengths |= {(ticket, i): int(length) for i, length in enumerate(lengths)}
         return ticket
@@ -98,17 +109,25 @@ def _name(sequence: DecodeSequence) -> tuple[int, int]:
 
 
 def bench_refill(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """The same answers with slots that are filled again ("refill") and in fixed batches ("fixed").
+    """Sample the same answers with refilled slots ("refill") and in fixed batches ("fixed").
 
-    "..._tokens_per_s" are answer tokens, reading prompts included; "..._steps" are passes, whose
-    seconds grow with the answers that are sampled in them. "ideal_ratio" follows from the lengths
-    alone: steps of fixed batches (the sum of their longest answers) over the fewest steps in which
-    all slots draw. "..._filled" is the share of slot steps that drew a token, the end of the run,
-    when too few are left for all slots, included; "idle" those of refill that drew none while
-    somebody waited; "padded_group_slots" its cells without a sequence, of the rows that were read.
+    "..._tokens_per_s" is answer tokens over the whole time, prefill included. "..._steps" counts
+    decode passes; a pass takes longer the more answers it samples. "ideal_ratio" follows from the
+    lengths alone: the steps of fixed batches (sum of their longest answers) over the fewest steps
+    with all slots busy. "..._filled" is the share of slot steps that sampled a token. It includes
+    the end of the run, when there are fewer sequences than slots. Two shares are for refill only:
+    "idle" of slot steps that sampled nothing while requests were queued, and "padded_group_slots"
+    of places without a sequence in the decoded group rows.
+
+    Args:
+      policy: architecture of the policy; its weights are random.
+      options: parsed options of "refill".
+
+    Returns:
+      The measurements, JSON-able.
 
     Raises:
-      ValueError: fewer slots than a group has sequences.
+      ValueError: if there are fewer slots than answers in a group.
     """
     policy = dataclasses.replace(policy, max_positions=options.prompt + options.cap)
     rng = np.random.default_rng(options.seed)
@@ -156,7 +175,11 @@ def bench_refill(policy: PolicyConfig, options: argparse.Namespace) -> dict[str,
 def _answer_in_parts(
     sampler: Sampler, params, prompts: Prompts, lengths, parts: Sequence[range], cap: int
 ) -> tuple[float, ForcedSession]:
-    """Seconds of all answers, asked for part by part, and the session that gave them."""
+    """Sample all answers, one part of the prompts after another.
+
+    Returns:
+      The seconds, and the session with its counts.
+    """
     keys = request_keys(jax.random.key(1), len(prompts))
     session, found = ForcedSession(sampler, params), {}
     clock = time.perf_counter()
@@ -177,8 +200,10 @@ def _answer_in_parts(
 def verifier_prompts(
     rng: np.random.Generator, vocab: int, options: argparse.Namespace, questions: int
 ) -> Prompts:
-    """A prompt for each of `options.group` answers to each question: the template, the question,
-    and what is the answer's own."""
+    """Make a random verifier prompt for each of `options.group` answers to each question.
+
+    A prompt is the common template, then the question, then the answer's own tokens.
+    """
 
     def draw(count: int) -> list[int]:
         return rng.integers(vocab, size=count).tolist()
@@ -191,11 +216,19 @@ def verifier_prompts(
 
 
 def bench_verify(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """Verdicts on G answers to each question, `votes` each.
+    """Sample `votes` verdicts on each of G answers to each question.
 
-    "shared" prompts begin with the same template, and those of a question go on alike; "apart" they
-    differ in their first two tokens, so that nothing is shared. "..._prompts_per_s" are requests
-    answered, each with its votes; "..._reused_tokens" prompt tokens that were not read again.
+    "shared" prompts start with the same template, and those of a question also share the question.
+    "apart" prompts differ in their first two tokens, so that no page is shared. "..._prompts_per_s"
+    counts finished requests, each with all its votes. "..._reused_tokens" counts prompt tokens that
+    were found in the KV cache and not prefilled again.
+
+    Args:
+      policy: architecture of the policy; its weights are random.
+      options: parsed options of "verify".
+
+    Returns:
+      The measurements, JSON-able.
     """
     longest = options.template + options.question + options.answer
     policy = dataclasses.replace(policy, max_positions=longest + options.verdict)
@@ -236,7 +269,7 @@ def bench_verify(policy: PolicyConfig, options: argparse.Namespace) -> dict[str,
 def _ask(
     session: Session, prompts: Prompts, group: int, key: jax.Array, how: Options
 ) -> tuple[list[list[Sample]], int]:
-    """Answers of the forced length, and prompt tokens that were not read again for them."""
+    """Sample answers of the forced length; also return the number of reused prompt tokens."""
     before = session.reused_tokens
     answers = [some for some in session.sample(prompts, group, key, how) if some is not None]
     assert len(answers) == len(prompts)
@@ -246,7 +279,7 @@ def _ask(
 
 # ------------------------------------------------------------------------------------------ Spell
 
-# Phase -> (answers to a prompt, tokens of an answer), by options' names.
+# Phase -> names of the options with the answers per prompt (None: one) and the answer's tokens.
 _PHASES = {
     "questioner": (None, "response"),
     "grounding": (None, "response"),
@@ -256,15 +289,22 @@ _PHASES = {
 
 
 def bench_spell(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """One SPELL step, phase by phase: a question each, all of them accepted and trained on.
+    """Time one SPELL step phase by phase; all `questions` are accepted and trained on.
 
-    "begin_s" is the cast of the weights and the pool; "..._s" are seconds of a phase, and
-    "..._s_per_question" the same over `questions`. "extrapolated_s" = begin_s +
-    extrapolated_questions times the sum of these: an open extrapolation, at this run's lengths, of
-    a step in which nothing is refused, on this machine. A pass of the sampler costs about as much
-    for few slots as for all, so that it is too high where `questions` leave slots empty (those of
-    the questioner have one answer each). The update has all responder and questioner rows and the
-    paper's share of verifier rows, at least one group.
+    "begin_s" is the time to cast the weights and allocate the pool. "..._s" is the time of a phase,
+    and "..._s_per_question" is that time divided by `questions`. "extrapolated_s" = begin_s +
+    extrapolated_questions times the sum of the latter. It is an open extrapolation to a step in
+    which nothing is refused, at this run's lengths and on this machine. A decode pass costs about
+    as much for few slots as for all. The extrapolation is therefore too high if `questions` leave
+    slots empty; the questioner has only one answer per question. The update has all responder and
+    questioner rows and the paper's share of verifier rows, at least one group.
+
+    Args:
+      policy: architecture of the policy; its weights are random.
+      options: parsed options of "spell".
+
+    Returns:
+      The measurements, JSON-able.
     """
     mesh = meshes.make_mesh()
     policy = dataclasses.replace(policy, remat=options.remat)
@@ -312,7 +352,7 @@ def _group(options: argparse.Namespace, phase: str) -> int:
 
 
 def _extrapolate(line: dict[str, Any], questions: int) -> dict[str, Any]:
-    """Seconds of the step, of each phase a question, and of the paper's number of questions."""
+    """Seconds of the step, of each phase per question, and extrapolated to the paper's step."""
     phases, wanted = (*_PHASES, "update"), SpellConfig().questions
     each = {f"{phase}_s_per_question": line[f"{phase}_s"] / questions for phase in phases}
     return each | {
@@ -344,12 +384,12 @@ def _spell_sampler(policy: PolicyConfig, options: argparse.Namespace, mesh) -> S
 
 
 def _spell_learner(policy: PolicyConfig, options: argparse.Namespace, mesh) -> update.Learner:
-    """One whose rows hold a responder's group; a micro-batch has no more of them than groups."""
+    """Learner whose rows hold one responder group; a micro-batch has at most `questions` rows."""
     answers = max(options.group * options.response, options.votes * options.verdict)
     length = -(-(_longest_prompt(options) + answers) // 128) * 128
     bucket = packing.Bucket(length, length)
     budget = max(length, min(options.budget, options.questions * length))
-    layout = update.PackingConfig((bucket,), budget)
+    layout = packing.PackingConfig((bucket,), budget)
     return update.Learner(
         policy,
         update.OptimizerConfig(),
@@ -364,8 +404,11 @@ def _spell_learner(policy: PolicyConfig, options: argparse.Namespace, mesh) -> u
 def _spell_prompts(
     rng: np.random.Generator, vocab: int, options: argparse.Namespace
 ) -> dict[str, Prompts]:
-    """The prompts of each phase. A responder's question stands behind its documents, so that
-    questions about the same ones share them; a questioner's prompt begins otherwise."""
+    """Make random prompts for each phase.
+
+    A responder's question comes after its documents, so that questions about the same documents
+    share that prefix. Questioner prompts share no prefix with them.
+    """
 
     def draw(count: int) -> list[int]:
         return rng.integers(vocab, size=count).tolist()
@@ -389,7 +432,7 @@ def _spell_groups(
     said: dict[str, list[list[Sample]]],
     options: argparse.Namespace,
 ) -> list[packing.Group]:
-    """What the step is trained on, with random rewards."""
+    """Training groups of the step, with random rewards."""
     verdicts = options.questions * options.group * SpellConfig().verifier_share
     counts = {
         "responder": options.questions,

@@ -1,12 +1,12 @@
-"""How fast answers are sampled: G siblings behind one prompt, and each behind a prompt of its own.
+"""Benchmark of sampling speed: G answers to one prompt, and one answer to each of G prompts.
 
-1. Both kinds go through the same sampler, with the same slots, pages and compiled programs' sizes:
-   one request for G answers, and G requests for one answer to different prompts of the same length.
-2. Nothing ends before its cap, so that all answers have S tokens.
-3. Reading the prompts is timed by answers of one token, the whole by answers of S; decoding is the
-   difference. Each is the best of `repeats`, after a short call that compiles.
-4. With transformers (the test extra), its `generate` answers the same prompt G times from the same
-   weights, in the same process.
+1. "shared" is one request for G answers. "repeated" is G requests for one answer, with different
+   prompts of the same length. The samplers of both have equal slots, pages and program sizes.
+2. No answer ends before its cap, so all answers have S tokens.
+3. Prefill is timed with answers of one token, the whole with answers of S tokens; decoding is the
+   difference. Each time is the best of `repeats`, after a short call that compiles.
+4. With --transformers=1 (the test extra), its `generate` also samples G answers to the same prompt,
+   with the same weights in the same process.
 """
 
 from __future__ import annotations
@@ -30,11 +30,18 @@ from spell_jax.sampler.session import request_keys
 
 
 def bench_sample(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """The measures as one JSON-able line.
+    """Run the benchmark.
 
-    "..._tokens_per_s" are of the whole call, "..._decode_tokens_per_s" without reading prompts;
-    "ratio" and "decode_ratio" are shared over repeated. "..._kv_bytes" are those of the pages that
-    prompts and answers take.
+    "..._tokens_per_s" is answer tokens over the whole time, "..._decode_tokens_per_s" excludes
+    prefill. "ratio" and "decode_ratio" are shared over repeated. "..._kv_bytes" is the size of the
+    KV cache pages of prompts and answers.
+
+    Args:
+      policy: architecture of the policy; its weights are random.
+      options: parsed options of "sample".
+
+    Returns:
+      The measurements, JSON-able.
     """
     policy = dataclasses.replace(policy, max_positions=options.prompt + options.response)
     mesh = meshes.make_mesh()
@@ -60,17 +67,17 @@ def bench_sample(policy: PolicyConfig, options: argparse.Namespace) -> dict[str,
 
 
 _SHAPE = ("prompt", "response", "group", "dtype", "page_size", "prefill")
-# How tokens are sampled wherever speed alone is looked at.
+# Sampling parameters of all benchmarks that measure speed alone.
 HOW: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
 
 
 def devices() -> dict[str, Any]:
-    """What a line says of the machine."""
+    """Fields of the output line for the machine: number and kind of devices."""
     return {"devices": jax.device_count(), "device": jax.devices()[0].device_kind}
 
 
 def random_params(policy: PolicyConfig, mesh, dtype: str) -> transformer.Params:
-    """Weights of a policy, on the mesh."""
+    """Random weights of a policy in `dtype`, sharded over the mesh."""
     shapes, axes = transformer.abstract_params(policy)
 
     def make(key):
@@ -82,13 +89,14 @@ def random_params(policy: PolicyConfig, mesh, dtype: str) -> transformer.Params:
 
 
 def make_sampler(policy: PolicyConfig, mesh, options, pages: int, **sizes: Any) -> Sampler:
-    """A sampler whose answers end at their caps alone.
+    """Make a sampler without stop tokens, so that answers end only at their caps.
 
     Args:
-      policy, mesh: what it samples, and where.
-      options: `block` and `prefill`, of the command line.
-      pages: of the pool of each part of the mesh's rows.
-      **sizes: other sizes of SamplerConfig.
+      policy: architecture of the policy.
+      mesh: mesh to sample on.
+      options: parsed options with `page_size` and `prefill`.
+      pages: pages of the pool on each row shard of the mesh.
+      **sizes: other fields of SamplerConfig.
     """
     config = SamplerConfig(
         **HOW,
@@ -101,7 +109,7 @@ def make_sampler(policy: PolicyConfig, mesh, options, pages: int, **sizes: Any) 
 
 
 def _sampler(policy: PolicyConfig, options, mesh, group: int) -> Sampler:
-    """One whose slots and pages are those that `options.group` answers need."""
+    """Make a sampler with slots and pages for `options.group` answers to separate prompts."""
     pages = sum(-(-tokens // options.page_size) for tokens in (options.prompt, options.response))
     return make_sampler(
         policy,
@@ -118,7 +126,7 @@ def _sampler(policy: PolicyConfig, options, mesh, group: int) -> Sampler:
 
 
 def _measure(kind, sampler: Sampler, params, prompts, group: int, options) -> dict[str, Any]:
-    """Seconds, tokens a second and bytes of one kind."""
+    """Measure the seconds, tokens/s and KV cache bytes of one kind of request."""
 
     def ask(tokens: int, length: int) -> None:
         session = sampler.begin(params)
@@ -170,7 +178,10 @@ def _measure_transformers(policy, params, prompt: list[int], options) -> dict[st
 
 
 def _seconds(ask: Callable[[int, int], None], options: argparse.Namespace) -> tuple[float, float]:
-    """Of the fastest calls that draw one token and all, after a short one that compiles."""
+    """Seconds of the fastest call with one-token answers and of the fastest with full answers.
+
+    A short call before them compiles.
+    """
     ask(1, 1)
     seconds = []
     for tokens in (1, options.response):

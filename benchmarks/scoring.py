@@ -1,13 +1,13 @@
-"""How fast the benchmarks' rules are: seconds to score 100,000 samples in one process.
+"""Benchmark of scoring speed: seconds to score 100,000 samples by the benchmarks' rules.
 
-1. Samples are divided among the benchmarks as in a run that answers every question of each equally
-   often. Lengths of retrieval benchmarks other than the paper's have the same rules and are left
-   out; of RULER there are 13 tasks of 500 questions.
-2. Replies are made up: text of 500 to 20,000 characters, evenly on a logarithmic scale, in half of
-   them as thoughts, and behind it an answer that is right in half of them. The text has the
-   letters of English in their shares, on which the time of difflib depends.
-3. `Benchmark.score` is timed as evaluate calls it, a reply after the other. Nothing is scored
-   beforehand: the worker processes of Math-Verify start within the time.
+1. Samples are divided among the benchmarks as in a run that answers every question equally often.
+   Lengths of retrieval benchmarks other than the paper's are left out because they have the same
+   rules. RULER has 13 tasks of 500 questions.
+2. Replies are synthetic: text of 500 to 20,000 characters (log-uniform), followed by an answer. In
+   half of them the text is inside <think> tags, and in half of them the answer is right. Letters
+   have the frequencies of English, because the time of difflib depends on them.
+3. `Benchmark.score` is timed in one process as evaluate calls it, one reply after another. Nothing
+   is scored before, so the time includes the start of Math-Verify's worker processes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from spell_jax.evaluation.generated import haystack
 
 LIMIT_S = 60.0
 
-_BOOK = 2_000_000  # characters that all texts are pieces of
+_BOOK = 2_000_000  # characters of the text that all replies are cut from
 _WORDS = 20_000
-# Letters of English text with their shares in 1,000, those about as frequent together.
+# Letters -> frequency of each in English text, per 1,000; letters of similar frequency are grouped.
 _SHARES = {"e": 127, "t": 91, "a": 82, "oin": 71, "shr": 62, "dl": 42, "cumwfgypb": 23}
 _SHARES |= {"vk": 9, "jxqz": 1.5}
 _LETTERS = {letter: share for letters, share in _SHARES.items() for letter in letters}
 
 
 class Writer:
-    """Random texts, the same for a seed."""
+    """Generator of random texts, deterministic given the seed."""
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
@@ -57,31 +57,31 @@ class Writer:
         return self.rng.choices(list(shares), list(shares.values()), k=count)
 
     def phrase(self) -> str:
-        """One to five words."""
+        """Return one to five words in title case."""
         at = self.rng.randrange(len(self.words) - 5)
         return " ".join(self.words[at : at + self.rng.randint(1, 5)]).title()
 
     def text(self, least: int, most: int) -> str:
-        """A piece of the book; its length is even on a logarithmic scale."""
+        """Cut a text of log-uniform length, from `least` to `most` characters."""
         size = round(math.exp(self.rng.uniform(math.log(least), math.log(most))))
         at = self.rng.randrange(len(self.book) - size)
         return self.book[at : at + size]
 
     def reply(self, answer: str) -> str:
-        """A reply that ends with the answer, half of them behind thoughts."""
+        """Make a reply that ends with the answer; in half of them, thoughts precede it."""
         text = self.text(500, 20_000)
         return f"<think>{text}</think>{answer}" if self.rng.random() < 0.5 else f"{text}\n{answer}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Benchmarks with one rule.
+    """Benchmarks that share a scoring rule.
 
     Attributes:
-      questions: benchmark -> how many it has.
-      item: a question.
-      sample: (writer, question, whether it shall be right) -> a reply.
-      score: the rule.
+      questions: benchmark -> number of its questions.
+      item: function that makes a question.
+      sample: function (writer, question, whether the reply is right) -> reply.
+      score: the rule, a function (reply, question) -> score.
     """
 
     questions: Mapping[str, int]
@@ -143,7 +143,7 @@ def _message(writer: Writer) -> Item:
 
 
 def _message_said(writer: Writer, item: Item, right: bool) -> str:
-    """Right, or in equal parts another message, one with other words, or one without its end."""
+    """Right reply, or one of three wrong ones: another text, changed words, or the first half."""
     prefix, (answer,) = item.fields["prefix"], item.references
     if right:
         return answer
@@ -172,7 +172,7 @@ def _summary_said(writer: Writer, item: Item, right: bool) -> str:
 
 
 def _kinds() -> dict[str, Kind]:
-    """Rule -> its benchmarks."""
+    """All kinds, by the name of their rule."""
     rule = functools.partial
     whole, formula = rule(_boxed, _whole), rule(_boxed, _formula)
     phrases = {"frames": 824, **dict.fromkeys(long_documents.LONGBENCH_TITLES, 200)}
@@ -206,11 +206,17 @@ KINDS = _kinds()
 
 
 def bench_scoring(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds to score options.samples replies, in all and by benchmark.
+    """Measure the seconds to score options.samples replies, in total and by benchmark.
 
-    "benchmarks" has for each the number of its samples, their mean characters and score, and the
-    seconds, which are of the clock and include waiting for Math-Verify's workers. "processor_s" is
-    what scoring took of processors, workers included, whatever else the machine does.
+    "benchmarks" has the number of samples, mean characters, mean score and seconds of each. Seconds
+    are wall-clock time and include waiting for Math-Verify's workers. "processor_s" is the CPU time
+    of scoring, workers included, which does not depend on other load of the machine.
+
+    Args:
+      options: parsed options of "scoring".
+
+    Returns:
+      The measurements, JSON-able.
     """
     writer = Writer(options.seed)
     total = sum(sum(kind.questions.values()) for kind in KINDS.values())
@@ -253,6 +259,6 @@ def _measure(writer: Writer, kind: Kind, questions: int, count: int) -> dict[str
 
 
 def _of_children() -> float:
-    """Processor seconds of the processes that this one started and that have ended."""
+    """CPU seconds of this process's children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

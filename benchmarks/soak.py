@@ -1,9 +1,9 @@
-"""A long run of the demo's config: whether memory grows, and whether anything compiles on the way.
+"""Soak test: memory growth and late compilation in a long run of the demo's config.
 
-1. Nothing is measured from outside: what is said stands in the run's metrics.jsonl.
-2. XLA's temporary buffers on a CPU, some 300 MB here, are freed a moment sooner or later than a
-   step ends, and glibc keeps what is freed. So it is told to give blocks back at once (which makes
-   this run slower), and the least of many steps counts: what stays.
+1. All measurements come from the run's own metrics.jsonl.
+2. On a CPU, XLA frees its temporary buffers (some 300 MB here) shortly before or after a step ends,
+   and glibc keeps freed memory. The benchmark therefore tells glibc to return blocks at once, which
+   slows the run, and takes the minimum memory over many steps, which is what stays allocated.
 """
 
 from __future__ import annotations
@@ -22,16 +22,23 @@ from configs import tiny
 from spell_jax import train
 from spell_jax.runtime.metrics import read_metrics
 
-SETTLED = 50  # updates after which a run has seen all that it does
-WINDOW = 50  # updates of which the least memory counts
-_M_MMAP_THRESHOLD, _BLOCK = -3, 4 << 20  # blocks from so many bytes on are given back when freed
+SETTLED = 50  # updates after which a run has executed every kind of work at least once
+WINDOW = 50  # updates over which the minimum memory is taken
+# mallopt's parameter, and the size in bytes from which freed blocks go back to the system at once.
+_M_MMAP_THRESHOLD, _BLOCK = -3, 4 << 20
 
 
 def bench_soak(options: argparse.Namespace) -> dict[str, Any]:
-    """Plays the run, or goes on with the one in options.workdir, and returns its `measures`.
+    """Run training, or resumes the run in options.workdir, and return its `measures`.
+
+    Args:
+      options: parsed options of "soak".
+
+    Returns:
+      The measurements, JSON-able.
 
     Raises:
-      ValueError: fewer updates than SETTLED and two windows.
+      ValueError: if there are fewer updates than SETTLED + 2 WINDOW.
     """
     if options.steps < SETTLED + 2 * WINDOW:
         raise ValueError(f"steps = {options.steps}: must be at least {SETTLED + 2 * WINDOW}")
@@ -51,16 +58,20 @@ def bench_soak(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measures(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How a run went on after it had settled.
+    """Compute memory growth and compilation counts of a run.
 
     Args:
-      lines: its metrics, of one process from start to end; SETTLED + 2 WINDOW at least.
+      lines: lines of metrics from the run's start to its end, all from one process; at least
+        SETTLED + 2 WINDOW.
 
     Returns:
-      "updates", of them "empty" ones; "resident_mib", the least of the first window behind SETTLED,
-      "last_mib", that of the last window, and "growth" from one to the other as a share; "most_mib"
-      behind SETTLED; "programs" built in all, "last_built", the step in which the last one was;
-      "hours".
+      "updates": number of updates; "empty": number of empty updates among them.
+      "resident_mib": minimum resident MiB of the first window after SETTLED.
+      "last_mib": minimum resident MiB of the last window.
+      "growth": relative growth from the former to the latter.
+      "most_mib": maximum resident MiB after SETTLED.
+      "programs": number of programs compiled; "last_built": step of the last compilation.
+      "hours": total time of the steps.
     """
     resident = [line["process/resident_mib"] for line in lines[SETTLED:]]
     first, last = min(resident[:WINDOW]), min(resident[-WINDOW:])

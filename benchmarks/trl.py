@@ -1,12 +1,11 @@
-"""A GRPO step here and in TRL: the same policy, the same numbers of tokens, on CPUs, in float32.
+"""Benchmark of a GRPO step against TRL, with the same policy and token counts, in float32 on CPUs.
 
-1. A Qwen2-shaped policy of random weights is written as a Hugging Face folder, from which both
-   sides begin.
-2. Each side is a process of its own (bench_trl_side.py is TRL's), one after the other, so that
-   peaks of memory are apart: the process's high-water mark, libraries and compilation included.
-3. A step: G answers of S tokens to each prompt, random rewards, one AdamW step. Neither side
-   recomputes activations or shards anything; a micro-batch has the same groups on both.
-4. Seconds are the median of all steps but the first, which compiles here and warms up there.
+1. A Qwen2-shaped policy of random weights is written as a Hugging Face folder. Both sides load it.
+2. Each side runs in its own process (trl_side.py is TRL's), one after the other, to separate peak
+   memory. That is the process's high-water mark, libraries and compilation included.
+3. A step is G answers of S tokens to each prompt, random rewards, and one AdamW step. Neither side
+   recomputes activations or shards anything. Micro-batches have the same groups on both sides.
+4. Seconds are the median over all steps but the first, which compiles here and warms up in TRL.
 """
 
 from __future__ import annotations
@@ -40,14 +39,21 @@ _SIZES = ("prompt", "response", "group", "groups", "micro", "steps", "page_size"
 
 
 def bench_trl(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """The measures as one JSON-able line.
+    """Run both sides and compare them.
 
-    "..._s" are seconds of a step, "..._generate_s" and "..._update_s" of its two parts,
-    "..._peak_bytes" the process's high-water mark; "ratio" and "peak_ratio" are TRL's over ours.
+    "..._s" is the seconds of a step, "..._generate_s" and "..._update_s" those of its two parts.
+    "..._peak_bytes" is the process's peak memory. "ratio" and "peak_ratio" are TRL's over ours.
+
+    Args:
+      policy: architecture of the policy; its weights are random.
+      options: parsed options of "trl".
+
+    Returns:
+      The measurements, JSON-able.
 
     Raises:
-      ModuleNotFoundError: TRL is not installed.
-      ValueError: fewer than two steps; micro-batches that do not divide the groups.
+      ModuleNotFoundError: if TRL is not installed.
+      ValueError: if there are fewer than two steps, or `micro` does not divide `groups`.
     """
     if importlib.util.find_spec("trl") is None:
         raise ModuleNotFoundError("bench trl needs TRL: pip install -e '.[test]'")
@@ -81,13 +87,14 @@ def bench_trl(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, An
 
 
 def _run(module: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What one side prints last, as a process of its own without any accelerator.
+    """Run one side in its own process without accelerators; return its last line of output.
 
     Raises:
-      RuntimeError: it failed; with what it said.
+      RuntimeError: if the process failed; the message has its stderr.
     """
     command = [sys.executable, "-m", module, json.dumps(given)]
-    # An accelerator would be ours alone, and so would a JAX that TRL's libraries find.
+    # TRL runs on the CPU, so our side may not use an accelerator either. USE_JAX=0 keeps TRL's
+    # libraries from importing JAX.
     place = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "CUDA_VISIBLE_DEVICES": "", "USE_JAX": "0"}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | place)
     if done.returncode:
@@ -96,12 +103,19 @@ def _run(module: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Times of `steps` steps, on our side."""
+    """Time `steps` GRPO steps on our side.
+
+    Args:
+      options: sizes of the benchmark, and `folder` of the policy.
+
+    Returns:
+      "generate_s" and "update_s" of each step, number of parameters, peak memory and devices.
+    """
     mesh = meshes.make_mesh()
     policy, params = weights.load(options.folder, mesh)
     answers = options.group * options.response
     bucket = packing.Bucket(options.prompt + answers, answers)
-    layout = update.PackingConfig((bucket,), options.micro * bucket.length)
+    layout = packing.PackingConfig((bucket,), options.micro * bucket.length)
     learner = update.Learner(
         policy, update.OptimizerConfig(), loss.LossConfig(), layout, mesh, temperature=1.0
     )
@@ -120,7 +134,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         decode_tokens=options.response,
     )
     state = learner.init(params)
-    del params  # donated
+    del params  # init donated them
     rng = np.random.default_rng(0)
     seconds: dict[str, list[float]] = {"generate_s": [], "update_s": []}
     for step in range(options.steps):
@@ -136,7 +150,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generate(learner, sampler, state, rng, options, step: int) -> list[packing.Group]:
-    """Answers to new prompts, with random rewards."""
+    """Sample answers to random prompts and give them random rewards."""
     shape = (options.groups, options.prompt)
     prompts = rng.integers(sampler.policy.vocab_size, size=shape).tolist()
     session = sampler.begin(learner.cast(state.params))

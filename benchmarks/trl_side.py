@@ -1,14 +1,13 @@
-"""The side of `python -m benchmarks trl` that is not ours: TRL's GRPOTrainer, in a process of its
-own, without JAX.
+"""TRL's side of `python -m benchmarks trl`: GRPOTrainer in its own process, without JAX.
 
     python -m benchmarks.trl_side JSON
 
-1. JSON holds the options of the bench and `folder`, the policy in Hugging Face form. The last line
-   of the output is JSON too: seconds, parameters and peak memory.
-2. There is no network: the tokenizer has a word for each number below V, the prompts are such
-   words, rewards are random.
-3. No gradient checkpointing, no vLLM, no reference model; all answers have S tokens; one optimizer
-   step for what was generated.
+1. JSON has the options of the benchmark and `folder`, the policy's Hugging Face folder. The last
+   line of output is JSON too: seconds, parameters and peak memory.
+2. No network is needed: the tokenizer has one word for each number below V, prompts consist of
+   such words, and rewards are random.
+3. There is no gradient checkpointing, no vLLM and no reference model. All answers have S tokens.
+   Each generated batch gets one optimizer step.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from typing import Any
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had (getrusage would count its parent's too)."""
+    """Peak resident memory of this process in bytes (getrusage would include its parent's)."""
     status = pathlib.Path("/proc/self/status").read_text()
     field = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(field.split()[1]) * 1024
 
 
 def make_tokenizer(vocab: int) -> Any:
-    """Words "0" to "V - 1", of which the last three are special."""
+    """Make a tokenizer with the words "0" to "V - 1"; the last three are special tokens."""
     import tokenizers
     import transformers
 
@@ -46,12 +45,19 @@ def make_tokenizer(vocab: int) -> Any:
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Times of `steps` steps."""
+    """Time `steps` GRPO steps of TRL.
+
+    Args:
+      options: sizes of the benchmark, and `folder` of the policy.
+
+    Returns:
+      "generate_s" and "update_s" of each step, number of parameters, peak memory and TRL's version.
+    """
     import datasets
     import numpy as np
     import transformers
 
-    trl: Any = importlib.import_module("trl")  # what it exports is unknown to type checkers
+    trl: Any = importlib.import_module("trl")  # type checkers do not know its exports
 
     rng = np.random.default_rng(0)
     words = rng.integers(options.vocab - 3, size=(options.groups * options.steps, options.prompt))
@@ -90,7 +96,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def settings(options: argparse.Namespace, out: str) -> dict[str, Any]:
-    """Of GRPOConfig."""
+    """Fields of GRPOConfig."""
     return {
         "output_dir": out,
         "model_init_kwargs": {"dtype": "float32"},

@@ -16,29 +16,26 @@ benchmarks 53.2 before, 53.8 by outcome alone (algorithm.reward_model=none), 55.
 
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from configs import base
+from spell_jax.config import default_config, extra_model
 
 
 def get_config() -> Any:  # a ConfigDict, whose fields have no static types
-    config = base.get_config()
+    config = default_config("eapo")
     config.steps = 73  # of 64: 4,664 questions once
     config.minibatches = 2  # of 32 questions
     config.policy.folder = "models/Qwen3-14B"
     config.policy.rope_scaling = "yarn"
     config.policy.rope_factor = 4.0
 
-    config.reward_model = base.get_config().policy
+    with config.unlocked():
+        config.reward_model = extra_model()
     config.reward_model.folder = "models/Qwen3-30B-A3B-Thinking-2507"
-    config.reward_model.optimizer = base.get_config().optimizer
     for optimizer in (config.optimizer, config.reward_model.optimizer):
         optimizer.offload = optimizer.offload_weights = True
 
     config.data.tasks = ("general_qa", "financial_math")
     config.data.task_weights = (1.0, 1.0)
 
-    config.algorithm = algorithm()
     config.sampler.temperature = 1.0
     config.sampler.top_p = 1.0
     config.sampler.max_prompt = 122_880
@@ -54,26 +51,3 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.packing.token_budget = 131_072
     config.mesh.context = 8
     return config
-
-
-def algorithm() -> Any:
-    """algorithms/eapo/config.py says what each field means."""
-    algorithm: Any = ConfigDict()
-    algorithm.name = "eapo"
-    algorithm.prompts = "full"
-    algorithm.judge_url = ""
-    algorithm.judge_model = ""
-    algorithm.rule = "match"  # or "judge", as in the paper
-    algorithm.questions = 64
-    algorithm.group_size = 6
-    algorithm.format_weight = 0.1
-    algorithm.evidence_weight = 0.3
-    algorithm.outcome_weight = 0.6
-    algorithm.reward_model = "co_evolving"  # or "static", "none"
-    algorithm.refresh_every = 20
-    algorithm.agreeing_share = 0.5
-    algorithm.most_rollouts = 1280
-    algorithm.scoring_temperature = 0.0
-    algorithm.retries = 1
-    algorithm.divide_by_deviation = True
-    return algorithm

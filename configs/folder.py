@@ -8,16 +8,16 @@
 
 With --config.data.validation=runs/folder_rows/questions.jsonl the run is also measured before and
 after, on questions about clusters that neither the warm start nor self-play has seen. Another
-policy is named by --config.policy.folder; for a real model take configs/base.py's sizes.
+policy is named by --config.policy.folder; for a real model use the sizes of configs/paper.py.
 """
 
-from ml_collections import ConfigDict
+from typing import Any
 
-from configs import base
+from spell_jax.config import default_config
 
 
-def get_config() -> ConfigDict:
-    config = base.get_config()
+def get_config() -> Any:  # a ConfigDict, whose fields have no static types
+    config = default_config()
     config.steps = 30
     config.evaluate = True
     config.validate_every = 10

@@ -15,13 +15,11 @@ Expected, as the paper reports (Table 1; nothing of it was run with this code): 
 
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from configs import base
+from spell_jax.config import default_config
 
 
 def get_config() -> Any:  # a ConfigDict, whose fields have no static types
-    config = base.get_config()
+    config = default_config("reconstruction")
     config.steps = 109  # of 128: 14,000 documents once
     config.policy.folder = "models/Qwen2.5-7B-Instruct-1M"
 
@@ -32,7 +30,6 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.data.tasks = ("general_qa",)
     config.data.task_weights = (1.0,)
 
-    config.algorithm = algorithm()
     # 64K together. The paper names no temperature; all of the distribution is verl's default.
     config.sampler.temperature = 1.0
     config.sampler.top_p = 1.0
@@ -44,27 +41,3 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.packing.buckets = ((16_384, 8192), (32_768, 16_384), (65_536, 32_768))
     config.packing.token_budget = 65_536
     return config
-
-
-def algorithm() -> Any:
-    """algorithms/reconstruction/algorithm.py says what each field means."""
-    algorithm: Any = ConfigDict()
-    algorithm.name = "reconstruction"
-    algorithm.prompts = "full"
-    algorithm.documents = 128
-    algorithm.group_size = 8
-    algorithm.reward = "dense"  # or "sparse"
-    # The paper prints 3:3:5 for four values; its 14,000 documents and its ablation of these ratios
-    # suggest 3:3:3:5.
-    algorithm.options = (2, 4, 6, 8)
-    algorithm.option_weights = (3.0, 3.0, 3.0, 5.0)
-    algorithm.curriculum = True
-    algorithm.most_documents = 0  # all
-    algorithm.selection = "longest"  # "shortest" or "random", if most_documents is not 0
-    algorithm.min_paragraph = 80
-    algorithm.max_paragraph = 4000
-    algorithm.divide_by_deviation = True
-    algorithm.keep_equal = False
-    algorithm.evaluation_puzzles = 125  # of each number of options: 500
-    algorithm.validation_puzzles = 32
-    return algorithm

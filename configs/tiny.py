@@ -11,13 +11,11 @@ rewards) instead of playing rounds until it has so many.
 
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from configs import base
+from spell_jax.config import default_config
 
 
 def get_config() -> Any:  # a ConfigDict, whose fields have no static types
-    config = base.get_config()
+    config = default_config()
     config.steps = 120
     config.evaluate = True
     config.validate_every = 20
@@ -29,10 +27,6 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.policy.remat = "none"
 
     config.data.source = "tiny"
-    config.data.tiny = ConfigDict()
-    config.data.tiny.clusters = 768
-    config.data.tiny.documents = (8, 12)
-    config.data.tiny.evaluation = ConfigDict({"per_cell": 128, "quick_per_cell": 32})
 
     config.algorithm.prompts = "compact"
     config.algorithm.questions = 48

@@ -13,7 +13,8 @@ is in docs/algorithms.md, and why the three are equal here.
 
 from typing import Any
 
-from configs import base, eapo, tiny
+from configs import tiny
+from spell_jax.config import default_config, extra_model
 
 
 def get_config() -> Any:  # a ConfigDict, whose fields have no static types
@@ -25,19 +26,20 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.max_minutes = 0.0
 
     config.policy.folder = "runs/tiny_eapo_policy/policy"
-    config.reward_model = tiny.get_config().policy
+    with config.unlocked():
+        config.reward_model = extra_model()
     config.reward_model.folder = "runs/tiny_eapo_reward/policy"
-    config.reward_model.optimizer = base.get_config().optimizer
+    config.reward_model.compute_dtype = "float32"
+    config.reward_model.remat = "none"
     config.reward_model.optimizer.learning_rate = 1e-4
 
-    del config.data.tiny
     config.data.source = ""
     config.data.questions = "runs/evidence_rows/train.jsonl"
     config.data.validation = "runs/evidence_rows/held_out.jsonl"
     config.data.tasks = ("general_qa",)
     config.data.task_weights = (1.0,)
 
-    config.algorithm = eapo.algorithm()
+    config.algorithm = default_config("eapo").algorithm
     config.algorithm.prompts = "compact"
     config.algorithm.questions = 24
     config.algorithm.group_size = 4  # of the reward model's warm start, at most

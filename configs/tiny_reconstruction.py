@@ -18,7 +18,8 @@ The ablations end within .02 of these means over all.
 
 from typing import Any
 
-from configs import reconstruction, tiny
+from configs import tiny
+from spell_jax.config import default_config
 from spell_jax.data.tiny_stories import SHORTEST_LINE
 
 
@@ -34,7 +35,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.data.tasks = ("general_qa",)
     config.data.task_weights = (1.0,)
 
-    config.algorithm = reconstruction.algorithm()
+    config.algorithm = default_config("reconstruction").algorithm
     config.algorithm.prompts = "compact"
     config.algorithm.evaluation_puzzles = 128
     config.algorithm.documents = 16

@@ -1,1 +1,1 @@
-"""From raw text to clusters of documents, on Apache Beam: python -m data_pipeline.build."""
+"""Apache Beam pipeline from raw text to clusters of documents: python -m data_pipeline.build."""

@@ -1,19 +1,19 @@
-"""From raw text to clusters of documents (the paper's Appendix E.1), stage after stage:
+"""Builds clusters of documents from raw text (Appendix E.1 of the paper), stage by stage.
 
     python -m data_pipeline.build --config=configs/data/NAME.py --out=DIR [Beam's own flags]
 
-1. read           files of all sources become documents; the filter keeps good ones of fit length.
-2. dedup          of equal and nearly equal documents one stays.
-3. decontaminate  what an evaluation benchmark has, or asks, goes.
-4. cut            long documents become pieces; tokens are counted.
-5. embed          each document becomes a vector.
-6. cluster        levels of k-means, then clusters within the limit of tokens.
-7. tasks          each task gets the same number of clusters.
-8. output         report.html, ArrayRecord shards, and manifest.json, written last.
+1. read           reads the files of all sources and filters documents by quality and length.
+2. dedup          keeps one document of each set of equal or nearly equal ones.
+3. decontaminate  removes documents that contain a text or a question of an evaluation benchmark.
+4. cut            cuts long documents into pieces and counts tokens.
+5. embed          computes one vector per document.
+6. cluster        runs levels of k-means, then makes clusters within the token limit.
+7. tasks          gives each task the same number of clusters.
+8. output         writes report.html, ArrayRecord shards and, last, manifest.json.
 
-A build that was stopped is started again by the same command and goes on behind its last finished
-stage (stages.py). With --check nothing is run: sources and benchmarks are looked at, and the graph
-of every stage is built for the runner.
+The same command resumes an interrupted build after its last finished stage (stages.py). With
+--check nothing runs: sources and benchmarks are listed, and the graph of every stage is built for
+the runner.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import apache_beam as beam
-from absl import app, flags
+from absl import flags
 from apache_beam.io.filesystems import FileSystems
 from ml_collections import config_flags
 
@@ -43,9 +43,10 @@ from data_pipeline.sources import SourceConfig
 from data_pipeline.stages import Done, Stages
 from data_pipeline.tasks import TasksConfig
 from spell_jax.runtime import config as settings
+from spell_jax.runtime import entry
 from spell_jax.runtime.config import Config
 
-# Whose version may change what comes out.
+# Packages whose version may change the output.
 PACKAGES = ("spell_jax", "apache-beam", "array-record", "datasketch", "jax", "numpy", "py3langid")
 PACKAGES += ("pyarrow", "pypdf", "scikit-learn", "scipy", "tensorflow-datasets", "tokenizers")
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A build's config, checked; seeds are in the sections that draw."""
+    """Validated config of a build; sections that use randomness hold a copy of the seed."""
 
     sources: Mapping[str, SourceConfig]
     filter: FilterConfig
@@ -68,15 +69,15 @@ class Plan:
 
     @property
     def pools(self) -> dict[str, str]:
-        """Source -> what its documents may be clustered with: those that serve the same tasks."""
+        """Source -> pool: its sorted task names, joined by "+"; clusters never mix pools."""
         return {name: "+".join(sorted(source.tasks)) for name, source in self.sources.items()}
 
 
 def make_plan(config: Config) -> Plan:
-    """Checks a config; nothing is read.
+    """Validate a config without reading any file.
 
     Raises:
-      ValueError: naming the field, its value and what would be right.
+      ValueError: if a field is invalid; names the field, its value and the valid range.
     """
     if not config.sources:
         raise ValueError("sources = {}: must have at least one source; see configs/data/folder.py")
@@ -108,14 +109,16 @@ def make_plan(config: Config) -> Plan:
 
 
 def build(config: Config, out: str, options: Sequence[str] = ()) -> dict[str, Any]:
-    """Runs what is not done yet and returns the manifest.
+    """Run all unfinished stages and return the manifest.
 
     Args:
-      out: folder of the result; local, or of any file system that Beam knows (gs://, s3://, ...).
+      config: The build's configuration; fields in configs/data/base.py.
+      out: Output folder, local or on any file system that Beam supports (gs://, s3://, ...).
       options: Beam's own flags.
 
     Raises:
-      ValueError, FileNotFoundError: naming the field, its value and what would be right.
+      ValueError: if a field is invalid; names the field, its value and the valid range.
+      FileNotFoundError: if a source has no files.
     """
     plan = make_plan(config)
     stages = Stages(FileSystems.join(out, "stages"), options)
@@ -132,10 +135,11 @@ def build(config: Config, out: str, options: Sequence[str] = ()) -> dict[str, An
 
 
 def check(config: Config, out: str, options: Sequence[str] = ()) -> None:
-    """Lists the sources and builds the graph of every stage for the runner; runs nothing.
+    """List the sources and build the graph of every stage for the runner, without running it.
 
     Raises:
-      ValueError, FileNotFoundError: naming the field, its value and what would be right.
+      ValueError: if a field is invalid; names the field, its value and the valid range.
+      FileNotFoundError: if a source has no files.
     """
     stages = Stages(FileSystems.join(out, "stages"), options, only_check=True)
     run_stages(make_plan(config), stages)
@@ -146,9 +150,10 @@ def check(config: Config, out: str, options: Sequence[str] = ()) -> None:
 
 
 def run_stages(plan: Plan, stages: Stages) -> tuple[list[Done], dict[str, dict[str, str]]]:
-    """All stages before the output, and source -> file -> hash."""
+    """Run all stages before the output; return them, and source -> file -> hash."""
     listed = [f for name, source in plan.sources.items() for f in sources.list_files(name, source)]
     items = decontaminate.read_benchmarks(plan.benchmarks)
+    entry.setup_done()
     done = [read(plan, stages, listed)]
     made = functools.partial(dedup.make_dedup, config=plan.dedup)
     done.append(_run(stages, "dedup", plan.dedup, made, done, "read/documents"))
@@ -178,7 +183,7 @@ def run_stages(plan: Plan, stages: Stages) -> tuple[list[Done], dict[str, dict[s
 
 
 def read(plan: Plan, stages: Stages, listed: Sequence[sources.Listed]) -> Done:
-    """Sources and filter; made again when a file has another size, time or name."""
+    """Run the read stage; it reruns when the size, time or name of a file changes."""
     made_from = {
         "files": list(listed),
         "sources": {name: dataclasses.asdict(source) for name, source in plan.sources.items()},
@@ -192,7 +197,7 @@ def read(plan: Plan, stages: Stages, listed: Sequence[sources.Listed]) -> Done:
 
 
 def share_out(plan: Plan, stages: Stages, clustered: Done) -> Done:
-    """Tasks of clusters."""
+    """Run the stage that assigns tasks to clusters."""
     pools = {c["id"]: c["pool"] for c in stages.read("cluster/clusters", ["id", "pool"])}
     assignment = {} if stages.only_check else tasks.assign_tasks(pools, plan.tasks)[0]
     make = functools.partial(tasks.make_tasks, assignment=assignment)
@@ -202,7 +207,7 @@ def share_out(plan: Plan, stages: Stages, clustered: Done) -> Done:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that the result depends on."""
+    """Return the versions of Python and of PACKAGES."""
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **found}
 
@@ -210,7 +215,7 @@ def versions() -> dict[str, str]:
 def _run(
     stages: Stages, name: str, section: Any, make: Any, done: Sequence[Done], documents: str, **more
 ) -> Done:
-    """A stage of one section, from the documents of the stage before it."""
+    """Run a stage with one config section on the documents of the previous stage."""
     made_from = dataclasses.asdict(section) | more
     return stages.run(name, made_from, make, done[-1:], documents=documents)
 
@@ -245,5 +250,5 @@ if __name__ == "__main__":
     flags.DEFINE_string("out", None, "The result's folder.")
     flags.DEFINE_bool("check", False, "Build the graph of every stage, and run nothing.")
     flags.mark_flags_as_required(["config", "out"])
-    # Flags that are not ours are Beam's.
-    app.run(main, flags_parser=lambda argv: flags.FLAGS(argv, known_only=True))
+    # Unknown flags are passed on to Beam.
+    entry.run_main(main, lambda argv: flags.FLAGS(argv, known_only=True))

@@ -1,17 +1,17 @@
-"""Groups documents into clusters by their vectors, level by level.
+"""Hierarchical clustering of documents by their vectors.
 
-1. Documents are clustered with those that may serve the same tasks: their pool. All of a pool is
-   one node at first; a document's place in the tree is kept with its vector as a "point". Of some
-   sources the pieces of each document are a node of their own.
-2. A level splits every node of more than `node_documents`: centroids are found from a sample of it,
-   then each point goes to the nearest. This takes two stages, so that points only stream by.
-3. Between stages the driver sees how many documents each node has. It stops when none is too large,
-   or after `levels` levels.
-4. Each node is then finished in the memory of one worker (kmeans.make_leaves), and its clusters are
-   joined with their texts.
+1. A pool is the set of documents that serve the same tasks. Clusters never mix pools. Each pool
+   starts as one root node of a tree. Sources with `together` get one root node per document.
+2. A "point" is a document's id, token count and vector with the node it belongs to.
+3. A level splits every node with more than `node_documents` documents: one stage fits centroids to
+   a sample of the node, a second stage moves each point to its nearest centroid.
+4. Between stages the driver reads the document count of each node. It stops when no node is too
+   large, or after `levels` levels.
+5. One worker then clusters each node in memory (kmeans.make_leaves).
+6. The clusters are joined with their texts.
 
-No step holds more than `fit_documents` vectors of a node above the limit: samples are those of the
-smallest ids, which are hashes.
+When a node is over the limit, no split step holds more than about `fit_documents` of its vectors:
+its sample is the documents with the smallest ids, which are hashes.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from data_pipeline.kmeans import ClusterConfig
 from data_pipeline.records import Cluster, Document, digest, make_removed, order, sized
 from data_pipeline.stages import Done, Stages
 
-MAX_CHILDREN = 64  # of a node: 1 MB of centroids of 4096 dimensions
-LENGTH_ERROR = 0.01  # of a vector of length 1
+MAX_CHILDREN = 64  # per node: 1 MB of centroids with 4096 dimensions
+LENGTH_ERROR = 0.01  # allowed deviation of a vector's length from 1
 IN_NODE = "documents in node"
-PIECES = "/of "  # in a node of one document's pieces
+PIECES = "/of "  # marks the name of a node that holds the pieces of one document
 log = logging.getLogger(__name__)
 
 
 class Point(TypedDict):
-    """What clustering needs of a document.
+    """Clustering data of one document.
 
     Attributes:
-      id: of the document.
-      tokens: of the document.
-      vector: float32 [D] as bytes, of length 1.
-      node: the pool, and behind each "/" the child of a level.
+      id: Document id.
+      tokens: Token count of the document.
+      vector: Unit vector, float32 [D] as bytes.
+      node: Path in the tree: the pool, then "/" and the child number of each level.
     """
 
     id: str
@@ -56,11 +56,11 @@ class Point(TypedDict):
 
 
 class Centroids(TypedDict):
-    """Where the children of a node are.
+    """Centroids of the children of one node.
 
     Attributes:
-      node: that is split.
-      vectors: float32 [K, D] as bytes, row after row, of length 1.
+      node: Path of the node that is split.
+      vectors: Unit vectors of the K children, float32 [K, D] as row-major bytes.
     """
 
     node: str
@@ -68,11 +68,11 @@ class Centroids(TypedDict):
 
 
 class Member(TypedDict):
-    """Which cluster a document is in.
+    """Assignment of a document to a cluster.
 
     Attributes:
-      id: of the document.
-      cluster: id of the cluster.
+      id: Document id.
+      cluster: Cluster id.
     """
 
     id: str
@@ -90,19 +90,24 @@ def cluster(
     pools: Mapping[str, str],
     together: Sequence[str] = (),
 ) -> Done:
-    """Runs all stages of clustering; the last, "cluster", has "clusters" and "removed".
+    """Run all clustering stages; the last one, "cluster", writes "clusters" and "removed".
 
     Args:
-      documents: "STAGE/TABLE" of Documents with tokens and vectors, every id once.
-      after: the stages that it comes from.
-      pools: source -> sorted names of its tasks, joined by "+".
-      together: sources whose documents' pieces are clustered with each other alone.
+      stages: Runner of the stages.
+      documents: "STAGE/TABLE" of Documents with tokens and vectors; every id occurs once.
+      after: Stages that produced `documents`.
+      config: Limits and sizes.
+      pools: Source -> sorted names of its tasks, joined by "+".
+      together: Sources whose pieces are clustered only with pieces of the same document.
 
     Returns:
-      The last stage, with the seconds of all and these counts: ("clusters", pool), ("cluster size =
-      N", pool), ("small clusters", pool) of less than min_documents, ("nodes over the
-      limit", pool) that were finished although they have more than node_documents, ("documents
-      clustered", source), ("documents removed: REASON", source).
+      The last stage, with the total seconds of all clustering stages and these counts:
+        ("clusters", pool);
+        ("cluster size = N", pool);
+        ("small clusters", pool): clusters with fewer than min_documents documents;
+        ("nodes over the limit", pool): nodes still over node_documents when they were clustered;
+        ("documents clustered", source);
+        ("documents removed: REASON", source).
     """
     fields = dataclasses.asdict(config)
 
@@ -116,7 +121,7 @@ def cluster(
     done = [last]
     for level in range(1, config.levels + 1):
         large = large_nodes(last, config)
-        if stages.only_check and level == 1:  # which stands for all
+        if stages.only_check and level == 1:  # the graphs of all levels are alike
             large = dict.fromkeys(pools.values(), 1)
         if not large:
             break
@@ -163,7 +168,7 @@ def cluster(
 
 
 def large_nodes(done: Done, config: ClusterConfig) -> dict[str, int]:
-    """Nodes of too many documents, with their numbers, after "cluster-points" or a level."""
+    """Return node -> document count for nodes over `node_documents`, from the counts of a stage."""
     return {
         count["source"]: count["number"]
         for count in done.counts
@@ -180,10 +185,10 @@ def make_points(
     together: Sequence[str],
     max_cluster_tokens: int,
 ) -> dict[str, beam.PCollection]:
-    """Points in the root nodes, without documents that no cluster can hold (`why_not`).
+    """Make a point in a root node for every document that a cluster can hold (`why_not`).
 
-    Those are reported by make_clusters. Events: ("documents in node", node), but for nodes of one
-    document's pieces.
+    make_clusters reports the other documents. Events: ("documents in node", node), except for nodes
+    that hold the pieces of one document.
 
     Returns:
       PCollections by table: "points", "counts".
@@ -196,12 +201,14 @@ def make_points(
 def make_centroids(
     points: beam.PCollection, large: Mapping[str, int], config: ClusterConfig
 ) -> dict[str, beam.PCollection]:
-    """Centroids of the children of large nodes.
+    """Fit the centroids of the children of large nodes.
 
     Events: ("nodes split", pool).
 
     Args:
-      large: node -> number of its documents.
+      points: All points, of the type Point.
+      large: Node -> its document count, for every node over the limit.
+      config: Sample size, limits and seed.
 
     Returns:
       PCollections by table: "centroids", "counts".
@@ -219,7 +226,7 @@ def make_centroids(
 def make_level(
     points: beam.PCollection, centroids: beam.PCollection
 ) -> dict[str, beam.PCollection]:
-    """Points one level down, if their node has centroids.
+    """Move points to the nearest child, if their node has centroids.
 
     Events: ("documents in node", node).
 
@@ -232,7 +239,7 @@ def make_level(
 
 
 def make_members(points: beam.PCollection, config: ClusterConfig) -> dict[str, beam.PCollection]:
-    """The cluster of each document: every node is finished in memory.
+    """Assign every document to a cluster; each node is clustered in memory.
 
     Events: ("nodes over the limit", pool).
 
@@ -255,10 +262,10 @@ def make_clusters(
     max_cluster_tokens: int,
     min_documents: int,
 ) -> dict[str, beam.PCollection]:
-    """Clusters with their documents.
+    """Join clusters with their documents.
 
     Returns:
-      PCollections by table: "clusters", "removed", "counts" (`cluster` names the events).
+      PCollections by table: "clusters", "removed", "counts" (events listed in `cluster`).
     """
     joined: Any = (
         {
@@ -288,17 +295,17 @@ def make_clusters(
 
 
 def pool_of(node: str) -> str:
-    """The pool that a node is of."""
+    """Return the pool of a node."""
     return node.partition("/")[0]
 
 
 def why_not(document: Document, pools: Mapping[str, str], max_cluster_tokens: int) -> str:
-    """Why no cluster can hold a document; "" if one can."""
+    """Return the reason why no cluster can hold a document, or "" if one can."""
     if document["source"] not in pools:
         return "source without tasks"
     data = document["vector"]
     length = np.linalg.norm(np.frombuffer(data, np.float32)) if len(data) % 4 == 0 else math.nan
-    if not abs(length - 1) <= LENGTH_ERROR:  # not a number is neither
+    if not abs(length - 1) <= LENGTH_ERROR:  # written this way so that NaN fails too
         return "no vector of length 1"
     if document["tokens"] > max_cluster_tokens:
         return "more tokens than a cluster may have"
@@ -324,7 +331,7 @@ def _point(
 
 
 def _in_node(point: Point) -> Iterator[tuple[str, str]]:
-    # One document's pieces are few, such nodes many.
+    # Nodes of one document are small and numerous: they never need a split.
     if PIECES not in point["node"]:
         yield IN_NODE, point["node"]
 
@@ -332,10 +339,10 @@ def _in_node(point: Point) -> Iterator[tuple[str, str]]:
 def _sample(
     point: Point, large: Mapping[str, int], fit_documents: int
 ) -> Iterator[tuple[str, tuple[str, bytes]]]:
-    """A point's id and vector, by node, if it is in a sample.
+    """Yield (node, (id, vector)) if a point belongs to the sample of a large node.
 
-    Ids are even, so a threshold gives the right number but for its square root or so, and no node
-    needs to be gathered to find its smallest.
+    Ids are uniformly distributed, so a threshold on the id gives the wanted sample size to within
+    about its square root. No node has to be gathered to find its smallest ids.
     """
     number = large.get(point["node"])
     if number and int(point["id"][:16], 16) * number < fit_documents << 64:
@@ -347,10 +354,11 @@ def _fit(
     large: Mapping[str, int],
     config: ClusterConfig,
 ) -> Centroids:
-    """Twice the children that would do if all were equal: few are then still too large.
+    """Fit the centroids of one node to its sample.
 
-    A child of less than min_documents of the sample is none: its points go to its neighbors. So
-    every child has as many documents, for the sample is part of them.
+    Asks for twice the children that would suffice at equal sizes, so that few children are still
+    too large. A child with fewer than min_documents sampled documents is dropped, and its points go
+    to neighboring children. Every child therefore has at least min_documents documents.
     """
     node, sample = group
     k = min(MAX_CHILDREN, math.ceil(2 * large[node] / config.node_documents))
@@ -376,7 +384,7 @@ def _leaves(group: tuple[str, Iterable[Point]], config: ClusterConfig) -> Iterat
     vectors = _stack(point["vector"] for point in members)
     tokens = np.array([point["tokens"] for point in members], np.int64)
     for leaf in kmeans.make_leaves(vectors, tokens, config, _seed(config, node)):
-        ids = [members[index]["id"] for index in leaf]  # ascending, as the members are
+        ids = [members[index]["id"] for index in leaf]  # ascending, because `members` is sorted
         for name in ids:
             yield Member(id=name, cluster=digest(*ids))
 

@@ -1,12 +1,12 @@
-"""Cuts long documents and counts tokens.
+"""Cuts long documents into pieces and counts tokens.
 
-1. A document over the limit is cut at paragraphs, or at smaller borders where a paragraph is too
-   long by itself, into pieces that each fit. All others are one piece.
-2. Tokens are the policy's, or white-space separated words where no tokenizer is set.
-3. A piece keeps source, place and quality. Its `part` sorts it behind the pieces that stand before
-   it in the text, and its id is the digest of its own text.
-4. Of equal pieces, such as the same imprint at the end of many books, the first by source and
-   place stays. Pieces of too few tokens, such as a lone heading, are removed.
+1. A document over the limit is cut into pieces that fit: at paragraphs, or at lines, sentences,
+   words or characters inside a paragraph that is too long. Every other document is one piece.
+2. Tokens are counted by the policy's tokenizer, or as white-space separated words if none is set.
+3. A piece keeps source, place and quality. Its `part` gives its order in the text, and its id is
+   the digest of its own text.
+4. Of equal pieces, such as the same imprint at the end of many books, only the first by source and
+   place is kept. Pieces with too few tokens, such as a lone heading, are removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from apache_beam.pvalue import TaggedOutput
 from data_pipeline.records import Document, Removed, digest, order, rounded, sized
 from spell_jax.data import clusters
 
-MAX_PIECES = 10_000  # of one document: 32 million tokens in pieces of 3200
+MAX_PIECES = 10_000  # per document: 32 million tokens in pieces of 3200
 TOO_FEW = "too few tokens"
 TOO_MANY = f"over {MAX_PIECES} pieces"
 REPEATED = "repeated piece"
@@ -30,13 +30,13 @@ REPEATED = "repeated piece"
 
 @dataclass(frozen=True)
 class CutConfig:
-    """How documents are cut.
+    """Settings of the cut stage.
 
     Attributes:
-      tokenizer: folder of the policy's tokenizer, Hugging Face or SentencePiece, on every worker;
-        "": tokens are words.
-      max_document_tokens: limit of a piece.
-      min_tokens: pieces of fewer are removed.
+      tokenizer: Folder of the policy's tokenizer (Hugging Face or SentencePiece), present on every
+        worker. If "", white-space separated words are counted.
+      max_document_tokens: Largest number of tokens of a piece.
+      min_tokens: Least number of tokens of a piece; smaller pieces are removed.
     """
 
     tokenizer: str = ""
@@ -59,13 +59,17 @@ class CutConfig:
 
 
 def make_cut(documents: beam.PCollection, config: CutConfig) -> dict[str, beam.PCollection]:
-    """Cuts documents and counts their tokens.
+    """Cut documents and count their tokens.
 
-    Events of "counts": ("documents cut", source), ("pieces", source) and ("tokens = N",
-    source), N rounded down, for each piece that stays, and ("documents removed: REASON", source).
+    Events of "counts":
+      ("documents cut", source);
+      ("pieces", source) and ("tokens = N", source), N rounded down: one each per kept piece;
+      ("documents removed: REASON", source).
 
     Args:
-      documents: Document; a `part` above 0 is kept: piece i of part p is p * MAX_PIECES + i.
+      documents: PCollection of Document. Piece i of a document with part p gets the part
+        p * MAX_PIECES + i.
+      config: Tokenizer and limits.
 
     Returns:
       PCollections by table: "documents" with `tokens`, every id once; "removed"; "counts".
@@ -89,7 +93,7 @@ def make_cut(documents: beam.PCollection, config: CutConfig) -> dict[str, beam.P
 
 
 class Cut(beam.DoFn):
-    """Document -> its pieces; "removed" and "counts" beside them."""
+    """Map from a document to its pieces, with the side outputs "removed" and "counts"."""
 
     def __init__(self, config: CutConfig):
         self.config = config
@@ -97,13 +101,13 @@ class Cut(beam.DoFn):
     def setup(self) -> None:
         self.count_tokens = clusters.count_words
         if self.config.tokenizer:
-            from spell_jax.policy import tokenizer  # its libraries take a second to load
+            from spell_jax.policy import tokenizer  # imported here: it takes a second to load
 
             self.count_tokens = tokenizer.load(self.config.tokenizer).count
 
     def process(self, document: Document) -> Iterator[Any]:
         limit = self.config.max_document_tokens
-        # A text of nothing but white space has no pieces: it counts as one of 0 tokens.
+        # A text of white space only has no pieces. It counts as one piece of 0 tokens.
         pieces = clusters.cut_document(document["text"], self.count_tokens, limit) or [("", 0)]
         if len(pieces) > 1:
             yield TaggedOutput("counts", ("documents cut", document["source"]))
@@ -115,16 +119,18 @@ class Cut(beam.DoFn):
                 continue
             yield document | {"id": digest(text), "text": text, "part": part, "tokens": tokens}
         if len(pieces) > MAX_PIECES:
-            # One record for all of them: their parts would be those of the next part's pieces.
+            # One record for all of them: their own part numbers would collide with those of the
+            # next part's pieces.
             left = f"{len(pieces) - MAX_PIECES} more pieces"
             removed = _removed(document, document["part"] * MAX_PIECES, TOO_MANY, left)
             yield TaggedOutput("removed", removed)
 
 
 def keep_first(_: str, pieces: Iterable[Document]) -> Iterator[Any]:
-    """The first of equal pieces; the others as "removed".
+    """Yield the first of equal pieces, and the others as "removed".
 
-    The group is gone through twice and never held: an imprint may stand in a million books.
+    Iterates over the group twice and never holds it in memory: a million books may share an
+    imprint.
     """
     first = min(pieces, key=order)
     kept = False

@@ -1,13 +1,13 @@
-"""Documents that a benchmark has, or that ask what it asks, go.
+"""Removes documents that occur in a benchmark or contain one of its questions.
 
-1. The files of each benchmark are searched for texts under the names of fields that hold documents
-   or questions, however deep they lie. The passages between a document's blank lines count as
-   documents too: a long context is never near the one text of the corpus that is in it.
-2. A text of the corpus goes if it is near a benchmark's text, found and compared as near
-   duplicates are (signatures.py).
-3. It goes as well if it holds a question: at least `question_threshold` of its shingles. This is
-   our addition, because by Jaccard similarity a long text is never near a short one.
-4. All texts of benchmarks are looked up in memory, so documents are not shuffled.
+1. The files of each benchmark are searched for the fields that hold documents or questions, at any
+   depth. The passages between the blank lines of a benchmark document count as documents too:
+   a long context is never a near duplicate of a single text inside it.
+2. A document of the corpus is removed if it is a near duplicate of a benchmark text. Candidates are
+   found and compared as in dedup (signatures.py).
+3. It is also removed if it contains at least `question_threshold` of a question's shingles. This
+   check is our addition: by Jaccard similarity a long text is never near a short one.
+4. All benchmark texts are held in memory, so documents are not shuffled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from data_pipeline.records import Document, digest, make_removed
 
 SUFFIXES = (".json", ".jsonl", ".txt")
 SHORTEST_PASSAGE = 100  # characters
-# Shorter questions are compared as a whole alone: texts hold their words by chance.
+# Shorter questions are only compared as whole texts: a document may contain their words by chance.
 SHORTEST_QUESTION = 8  # tokens
 _BLANK_LINE = re.compile(r"\n\s*\n")
 log = logging.getLogger(__name__)
@@ -37,13 +37,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BenchmarkConfig:
-    """Where a benchmark's texts are.
+    """Location of a benchmark's texts.
 
     Attributes:
-      path: a file, a folder (searched to its bottom) or a pattern; of any file system that fsspec
-        knows. Files that are not .json, .jsonl or .txt are passed over; a .txt is one document.
-      document_fields, question_fields: names of JSON fields, wherever they lie. Which texts are
-        under them layouts.field_texts says.
+      path: File, folder (searched recursively) or glob on any file system that fsspec supports.
+        Only .json, .jsonl and .txt files are read; a .txt file is one document.
+      document_fields: Names of JSON fields, at any depth, that hold documents. layouts.field_texts
+        defines the texts of a field.
+      question_fields: Names of JSON fields, at any depth, that hold questions.
     """
 
     path: str
@@ -62,11 +63,12 @@ class BenchmarkConfig:
 
 @dataclass(frozen=True)
 class DecontaminateConfig:
-    """What counts as contaminated, beside near duplicates as DedupConfig has them.
+    """Settings of the question check; DedupConfig has those of the near-duplicate check.
 
     Attributes:
-      question_threshold: the least share of a question's shingles that a document must hold. Their
-        width is `dedup.shingle_words`; a question has at least as many tokens, and at least 8.
+      question_threshold: Share of a question's shingles, above 0 and at most 1. A document with at
+        least this share is contaminated. A shingle has `dedup.shingle_words` tokens. Questions
+        shorter than a shingle, or than 8 tokens, are not checked this way.
     """
 
     question_threshold: float = 0.8
@@ -80,11 +82,13 @@ class DecontaminateConfig:
 
 
 class Item(NamedTuple):
-    """A text of a benchmark.
+    """Text of a benchmark.
 
     Attributes:
+      benchmark: Name of the benchmark.
       kind: "document" or "question".
       id: records.digest of the text.
+      text: The text, stripped.
     """
 
     benchmark: str
@@ -94,14 +98,17 @@ class Item(NamedTuple):
 
 
 def read_benchmarks(benchmarks: Mapping[str, BenchmarkConfig]) -> list[Item]:
-    """All texts of the benchmarks, sorted, each once a benchmark and kind.
+    """Read all texts of the benchmarks.
 
     Args:
-      benchmarks: by name.
+      benchmarks: Benchmark name -> where its texts are.
+
+    Returns:
+      Sorted items; a text occurs once per benchmark and kind.
 
     Raises:
-      ValueError: a benchmark has no files or one that is not UTF-8 or JSON, or none of its files
-        has a text under the document fields, or under the question fields, that it names.
+      ValueError: if a benchmark has no files, if a file is not UTF-8 or not JSON, or if no file has
+        a text in the named document fields or in the named question fields.
     """
     items: set[Item] = set()
     for name, config in benchmarks.items():
@@ -122,7 +129,7 @@ def read_benchmarks(benchmarks: Mapping[str, BenchmarkConfig]) -> list[Item]:
 
 
 def fingerprint(items: Sequence[Item]) -> str:
-    """32 hexadecimal digits that say which texts of which benchmarks these are."""
+    """Return a hash of the items' benchmarks, kinds and ids: 32 hexadecimal digits."""
     return digest(*(part for item in items for part in item[:3]))
 
 
@@ -132,19 +139,23 @@ def make_decontaminate(
     dedup: DedupConfig,
     config: DecontaminateConfig,
 ) -> dict[str, beam.PCollection]:
-    """The documents that fall to no benchmark.
+    """Remove documents that match a benchmark.
 
-    A document that falls to several is counted for the first by name. Events of "counts":
-    ("documents read", source), ("documents kept", source) and
-    ("documents removed: contaminated by BENCHMARK", source).
+    A document that matches several benchmarks is counted for the first one by name. Events of
+    "counts":
+      ("documents read", source);
+      ("documents kept", source);
+      ("documents removed: contaminated by BENCHMARK", source).
 
     Args:
-      documents: of records.Document.
-      items: of read_benchmarks; they travel to the workers inside the pipeline's graph.
+      documents: PCollection of records.Document.
+      items: Result of read_benchmarks; sent to the workers inside the pipeline's graph.
+      dedup: Settings of the near-duplicate check.
+      config: Settings of the question check.
 
     Returns:
-      PCollections by table: "documents", "removed" with the reason "contaminated" because of
-      "BENCHMARK:document" or "BENCHMARK:question", "counts".
+      PCollections by table: "documents"; "removed", with the reason "contaminated" and the cause
+      "BENCHMARK:document" or "BENCHMARK:question"; "counts".
     """
     done: Any = documents | "look up documents" >> beam.ParDo(
         _LookUp(tuple(items), dedup, config)
@@ -156,14 +167,15 @@ def make_decontaminate(
 
 
 class Index:
-    """Texts of benchmarks by the keys of their bands, and questions by their shingles."""
+    """In-memory index: band key -> benchmark texts, and shingle -> benchmark questions."""
 
     def __init__(self, items: Sequence[Item], dedup: DedupConfig, config: DecontaminateConfig):
         self.items, self.dedup, self.config = items, dedup, config
         self.sets = [signatures.shingles(item.text, dedup.shingle_words) for item in items]
         self.bands = _Postings([self._bands(found) for found in self.sets])
-        # What is no such question has no postings, and so is never found to be held. Nor is one of
-        # fewer tokens than a shingle: longer texts have no shingle of so few.
+        # Only questions of at least SHORTEST_QUESTION tokens have postings, so only they are found
+        # inside a document. A question with fewer tokens than a shingle is one short shingle, which
+        # no longer text has.
         nothing = np.empty(0, np.uint64)
         self.questions = _Postings(
             [
@@ -176,7 +188,10 @@ class Index:
         )
 
     def find(self, text: str) -> Item | None:
-        """The first item, in the order of read_benchmarks, that a text is near to or holds."""
+        """Return the first item that the text nearly duplicates, or whose question it contains.
+
+        Items are in the order of read_benchmarks. Returns None if no item matches.
+        """
         found = signatures.shingles(text, self.dedup.shingle_words)
         near = np.unique(self.bands.owners(self._bands(found)))
         hits = [
@@ -198,7 +213,7 @@ class Index:
 
 
 class _Postings:
-    """Which of some arrays of uint64 a value is in."""
+    """Inverted index from a uint64 value to the arrays that contain it."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         keys = np.concatenate([np.empty(0, np.uint64), *arrays])
@@ -207,7 +222,7 @@ class _Postings:
         self._keys, self._owners = keys[by_key], owners[by_key]
 
     def owners(self, values: np.ndarray) -> np.ndarray:
-        """Numbers of the arrays, one for each value that one has: int64 [n]."""
+        """Return the array numbers of all (value, array that contains it) pairs: int64 [n]."""
         firsts = np.searchsorted(self._keys, values, "left")
         lasts = np.searchsorted(self._keys, values, "right")
         hit = np.flatnonzero(lasts > firsts)
@@ -242,7 +257,7 @@ class _LookUp(beam.DoFn):
 
 
 def _read(where: str, config: BenchmarkConfig) -> Iterator[tuple[str, str, str]]:
-    """(kind, id, text) of a benchmark's files."""
+    """Yield (kind, id, text) for the texts of a benchmark's files."""
     for path, data in _files(where, config.path):
         try:
             content = data.decode("utf-8-sig")
@@ -262,7 +277,7 @@ def _read(where: str, config: BenchmarkConfig) -> Iterator[tuple[str, str, str]]
 
 
 def _files(where: str, pattern: str) -> Iterator[tuple[str, bytes]]:
-    """(path, bytes) of the files, in the order of their paths."""
+    """Yield (path, content in bytes) for the files, sorted by path."""
     system, path = fsspec.core.url_to_fs(pattern)
     if system.isdir(path):
         found = system.find(path)
@@ -278,7 +293,7 @@ def _files(where: str, pattern: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _texts(value: Any, config: BenchmarkConfig) -> Iterator[tuple[str, str]]:
-    """(kind, text) of what lies under the fields, anywhere in a JSON value."""
+    """Yield (kind, text) for the texts of the configured fields, at any depth of a JSON value."""
     fields = (*config.document_fields, *config.question_fields)
     for field, strings in layouts.field_texts(value, fields):
         kind = "document" if field in config.document_fields else "question"

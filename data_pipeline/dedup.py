@@ -1,19 +1,22 @@
-"""Documents that repeat another one go: equal texts, and near-equal ones by MinHash.
+"""Removes duplicate documents: equal texts, and near-equal texts found by MinHash.
 
-1. A text is a node: 24 bytes whose order says which one of near-equal texts stays: the one of
-   higher quality, then the longer one, then the one of the smaller id.
-2. Nodes are grouped by the keys of their signatures' bands. What shares a group is a candidate
-   pair; of a group over `largest_group` all pairs of its first nodes are, and each further node
-   with the first one alone. Such groups are counted.
-3. The shingles of candidates are compared exactly; pairs of at least `threshold` are edges.
-4. Edges become components in `rounds` rounds of large-star and small-star steps (Kiveris et al.
-   2014): by each node's larger, then by its smaller neighbors, all move to the smallest one.
-5. The first node of a component stays. Every other one is removed as its near duplicate, and of
-   equal texts every one but the first as an exact duplicate.
+1. A text is a node of a graph, with a 24-byte sort key. Of near-equal texts the smallest node is
+   kept: the text of higher quality, then the longer one, then the one with the smaller id.
+2. Nodes are grouped by the band keys of their signatures. Two nodes in a group are a candidate
+   pair. In a group of more than `largest_group` nodes, all pairs of the first `largest_group` nodes
+   are candidates, and every further node is paired with the first node only. Such groups are
+   counted.
+3. The shingle sets of candidates are compared exactly. A pair with a Jaccard similarity of at least
+   `threshold` is an edge.
+4. Edges become connected components in `rounds` rounds of large-star and small-star steps (Kiveris
+   et al. 2014). A large-star step links a node's larger neighbors to the smallest node of its
+   neighborhood. A small-star step does the same with the node and its smaller neighbors.
+5. The smallest node of a component is kept; the others are removed as near duplicates of it. Of
+   equal texts, all but the first are removed as exact duplicates.
 
-There is no step over all pairs. Bands travel packed: a value has the 32-byte rows (key of the band,
-node) of up to 2,048 documents for one of 256 parts of the keys. Texts are shuffled twice: to meet
-those that ask for their shingles, and to meet what removes them.
+No step compares all pairs. Bands are shuffled in packed form: a value holds the 32-byte rows (band
+key, node) of up to 2,048 documents for one of 256 partitions of the keys. Texts are shuffled twice:
+once to join the requests for their shingles, once to join the removals.
 """
 
 from __future__ import annotations
@@ -32,26 +35,28 @@ from apache_beam.transforms.window import GlobalWindows
 from data_pipeline import signatures
 from data_pipeline.records import Document, make_removed, order, sized
 
-# A part of 1,000,000 documents' bands has 2 MB at 16 bands, one of 100,000,000 has 200 MB.
+# Partitions of the band keys. With 16 bands a partition has 2 MB for 1,000,000 documents, and
+# 200 MB for 100,000,000.
 PARTS = 256
-PACKED = 2048
-NODE = 24
-RANK = 8  # bytes of a node in front of its document's id
+PACKED = 2048  # documents whose bands are packed into one value
+NODE = 24  # bytes
+RANK = 8  # bytes of a node before the document's id
 
 
 @dataclass(frozen=True)
 class DedupConfig:
-    """How near-equal texts are found.
+    """Settings of the dedup stage.
 
     Attributes:
-      permutations: values of a signature.
-      bands: that a signature is cut into; more find more, and compare more in vain.
-      threshold: the least Jaccard similarity of near duplicates.
-      shingle_words: tokens in a shingle.
-      largest_group: nodes of a band's group of which all pairs are compared.
-      rounds: of large-star and small-star steps. 8 settle chains of up to 200 texts whatever their
-        order, of about 1,000 in a random one; what is not settled is counted.
-      seed: of the permutations.
+      permutations: Number of values in a MinHash signature.
+      bands: Number of bands of a signature; divides `permutations`. More bands find more near
+        duplicates, and compare more pairs in vain.
+      threshold: Least Jaccard similarity of near duplicates, above 0 and at most 1.
+      shingle_words: Number of tokens in a shingle.
+      largest_group: Largest band group in which all pairs are compared, in nodes.
+      rounds: Number of large-star and small-star rounds. 8 rounds settle chains of up to 200 texts
+        in any order, and of about 1,000 texts in random order. Unsettled texts are counted.
+      seed: Seed of the permutations, from 0 to 2^32 - 1.
     """
 
     permutations: int = 128
@@ -79,20 +84,25 @@ class DedupConfig:
 
 
 def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, beam.PCollection]:
-    """One document of each component of near-equal texts.
+    """Keep one document of each component of near-equal texts.
 
-    Events of "counts", of source "" where a source is not said:
-      ("documents read", source), ("documents kept", source),
-      ("documents removed: exact duplicate", source), ("...: near duplicate", source);
-      ("groups capped", ""), ("documents beyond the cap", ""): see `largest_group`; once a band;
-      ("candidate pairs", ""), ("pairs above the threshold", ""), of texts that are not equal;
-      ("component size = N", ""): N texts, the one that stayed with them;
+    Events of "counts":
+      ("documents read", source);
+      ("documents kept", source);
+      ("documents removed: exact duplicate", source);
+      ("documents removed: near duplicate", source);
+      ("groups capped", ""): band groups over `largest_group`;
+      ("documents beyond the cap", ""): nodes beyond `largest_group`, once per band;
+      ("candidate pairs", ""): compared pairs of texts that are not equal;
+      ("pairs above the threshold", ""): candidate pairs with at least `threshold` similarity;
+      ("component size = N", ""): components of N texts, the kept one included;
       ("components unconverged", ""): texts whose component was not settled after `rounds` rounds.
-      Such a text goes as a duplicate of its smallest neighbor, which may go itself. The first text
-      of a component stays in any case.
+        Such a text is removed as a duplicate of its smallest neighbor, which may be removed itself.
+        The first text of a component is always kept.
 
     Args:
-      documents: of records.Document.
+      documents: PCollection of records.Document.
+      config: Settings of the stage.
 
     Returns:
       PCollections by table: "documents", "removed", "counts".
@@ -128,19 +138,21 @@ def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, be
 
 
 def node_of(document: Document) -> bytes:
-    """24 bytes: the smaller ones' documents stay.
+    """Return the document's node, a sort key of 24 bytes; smaller nodes are kept.
 
-    Quality in float32, falling, a missing one behind all others; length in characters, falling;
-    id.
+    The parts are: quality as float32, descending, missing quality last; length in characters,
+    descending; id.
     """
     return _rank(document["quality"], len(document["text"])) + bytes.fromhex(document["id"])
 
 
 def _rank(quality: float | None, length: int) -> bytes:
-    score = -math.inf if quality is None or math.isnan(quality) else quality + 0.0  # no -0.0
-    with np.errstate(over="ignore"):  # beyond float32's range: infinite
+    # Adding 0.0 turns -0.0 into 0.0.
+    score = -math.inf if quality is None or math.isnan(quality) else quality + 0.0
+    with np.errstate(over="ignore"):  # a score beyond float32's range becomes infinite
         bits = int(np.float32(score).view(np.uint32))
-    # The bits of floats rise with them from 0 up and fall below; these fall everywhere.
+    # As integers, the bits of positive floats rise with the value and those of negative floats
+    # fall. `falling` falls with the value everywhere.
     falling = bits if bits >> 31 else 0x7FFFFFFF - bits
     return struct.pack(">II", falling, max(0, 2**32 - 1 - length))
 
@@ -149,7 +161,7 @@ def _rank(quality: float | None, length: int) -> bytes:
 
 
 class _PackBands(beam.DoFn):
-    """Document -> (part of the keys, rows of 32 bytes: the key of a band and the node)."""
+    """Map from a document to (key partition, 32-byte rows of band key and node)."""
 
     def __init__(self, config: DedupConfig):
         self.config = config
@@ -187,7 +199,7 @@ class _PackBands(beam.DoFn):
 
 
 def _pairs(part: tuple[int, Iterable[bytes]], largest: int) -> Iterator[Any]:
-    """(smaller node, larger node) of the documents that share the key of a band."""
+    """Yield (smaller node, larger node) for documents that share a band key."""
     data = b"".join(part[1])
     rows = np.frombuffer(data, ">u8").reshape(-1, 1 + NODE // 8).astype(np.uint64)
     rows = rows[np.lexsort(rows.T[::-1])]
@@ -207,7 +219,7 @@ def _pairs(part: tuple[int, Iterable[bytes]], largest: int) -> Iterator[Any]:
 
 
 def _distinct_texts(nodes: bytes) -> list[bytes]:
-    """Of sorted nodes the first one of each id: equal texts may have come with other qualities."""
+    """Return the first node of each id; equal texts may differ in quality. Input is sorted."""
     first: dict[bytes, bytes] = {}
     for start in range(0, len(nodes), NODE):
         node = nodes[start : start + NODE]
@@ -218,9 +230,11 @@ def _distinct_texts(nodes: bytes) -> list[bytes]:
 def _compare(
     documents: beam.PCollection, pairs: beam.PCollection, config: DedupConfig
 ) -> tuple[Any, Any]:
-    """Outputs "shingles" with "names", and "edges" with "events".
+    """Compare the shingles of candidate pairs.
 
-    names: (node, "SOURCE:PLACE") of every candidate; edges: (smaller node, larger node).
+    Returns:
+      Outputs "shingles" and "names", and outputs "edges" and "events". "names" has (node,
+      "SOURCE:PLACE") for every candidate, "edges" has (smaller node, larger node).
     """
     texts = documents | "key texts" >> beam.Map(_text_by_id)
     asked = pairs | "ask for both" >> beam.FlatMapTuple(_ask)
@@ -274,16 +288,17 @@ def _edge(compared: tuple[bytes, Iterable[bytes]], threshold: float) -> Iterator
 
 
 def connect(edges: Any, rounds: int) -> Any:
-    """Stars of the components of a graph.
+    """Turn the connected components of a graph into stars.
 
     Args:
-      edges: (node, other node); nodes are bytes.
+      edges: PCollection of (node, other node); nodes are bytes.
+      rounds: Number of large-star and small-star rounds.
 
     Returns:
-      Outputs "children", (center, other node of its component), and "events": one
-      ("components unconverged", "") for each node that has more than a center, or has others around
-      it and is not the smallest of its neighbors. Without them every component is one star around
-      its smallest node. With them some centres are nodes of another star.
+      Output "children": (center, other node of its component). Output "events": one
+      ("components unconverged", "") for each node that has a smaller neighbor and at least one more
+      neighbor. Without such events, every component is one star around its smallest node. With
+      them, some centers are nodes of another star.
     """
     for number in range(1, rounds + 1):
         edges = (
@@ -308,14 +323,14 @@ def _both(a: bytes, b: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _large_star(node: bytes, others: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """Larger neighbors move to the smallest of all: (larger node, smallest)."""
+    """Link larger neighbors to the smallest node of the neighborhood: (larger node, smallest)."""
     near = sorted(set(others))
     least = min(node, near[0])
     return ((other, least) for other in near if other > node)
 
 
 def _small_star(node: bytes, smaller: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """A node and its smaller neighbors move to the smallest: (larger node, smallest)."""
+    """Link a node and its smaller neighbors to the smallest of them: (larger node, smallest)."""
     least, *others = sorted(set(smaller))
     return ((other, least) for other in [*others, node])
 
@@ -334,7 +349,7 @@ def _centre(node: bytes, others: Iterable[bytes]) -> Iterator[Any]:
 
 
 def _name(_: bytes, groups: dict[str, Iterable]) -> Iterator[Any]:
-    """(id of a near duplicate, "SOURCE:PLACE" of what stayed)."""
+    """Yield (id of a near duplicate, "SOURCE:PLACE" of the kept text)."""
     children = sorted(groups["children"])
     if not children:
         return
@@ -349,7 +364,7 @@ def _by_id(document: Document) -> tuple[bytes, Document]:
 
 
 def _keep(_: bytes, groups: dict[str, Iterable]) -> Iterator[Any]:
-    """Of equal texts the first one, if no near duplicate goes before it."""
+    """Yield the first of equal texts, unless it is a near duplicate; the others as "removed"."""
     best, *copies = sorted(groups["documents"], key=_order)
     name = f"{best['source']}:{best['place']}"
     near = [("near duplicate", best, because) for because in groups["because"]]

@@ -1,23 +1,25 @@
-"""Vectors of documents, by which they are then clustered.
+"""Computes document vectors for clustering.
 
-"tfidf", which needs no weights and no accelerator:
+Method "tfidf" needs no weights and no accelerator:
 1. A document's words are hashed to `features` numbers and counted. A Chinese or Japanese character
-   is a word; there is no list of stop words, because step 3 knows them in any language.
-2. The `fit_documents` documents with the smallest ids are a sample: an id is a hash.
-3. In the sample, a word of d of n documents weighs log((1 + n) / (1 + d)): what all of them have
-   weighs nothing. What one alone has tells nothing about others and is left out.
+   is a word. There is no stop-word list, because step 3 finds stop words in any language.
+2. The sample is the `fit_documents` documents with the smallest ids, which are hashes.
+3. A word that occurs in d of the n sampled documents has the weight log((1 + n) / (1 + d)). A word
+   in all documents has no weight. A word in only one document is dropped: it relates to no other.
 4. A truncated SVD of the sample gives at most `dimensions` - 1 directions in the space of words.
-5. A document's vector is its weights, of 1 + log(count) each, in these directions, of length 1. The
-   last axis is for documents without any telling word: they are like each other and no others.
+5. A document's word counts, damped to 1 + log(count) and weighted, are projected onto the
+   directions and scaled to length 1. Documents without any informative word get the last axis, so
+   they are similar only to each other.
 
-"policy", for embedding models such as Qwen3-Embedding:
-1. Documents are dealt to `shards` groups by id, and sorted by length within each: batches are the
-   same whatever the workers.
-2. Each process loads the model once, on all devices that it has (spell_jax/policy/embedder.py).
+Method "policy" uses an embedding model such as Qwen3-Embedding:
+1. Documents are split by id into `shards` groups and sorted by length within each group, so the
+   batches do not depend on the workers.
+2. Each process loads the model once, on all of its devices (spell_jax/policy/embedder.py).
 
-Vectors are float32; D is what came of step 4 (a small collection has fewer directions), or the
-policy's width. They are the same bits whatever the number of workers and, with "tfidf", of cores;
-with "policy" they are those of a worker's kind and number of devices.
+Vectors are float32 [D]. D is the number of directions plus 1 (a small collection has fewer
+directions), or the policy's width. Vectors are bit-identical for any number of workers and, with
+"tfidf", for any number of cores. With "policy" they depend on a worker's kind and number of
+devices.
 """
 
 from __future__ import annotations
@@ -41,25 +43,25 @@ DTYPES = ("float32", "bfloat16")
 EMBEDDED = "documents embedded"
 TRUNCATED = "documents truncated for embedding"
 WORDLESS = "documents without telling words"
-# Chinese and Japanese, which put no space between words: their characters are words. Other words
-# have two letters or digits at least.
+# Chinese and Japanese put no spaces between words, so each of their characters is a word. Other
+# words have at least two letters or digits.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 WORD = f"[{_CJK}]|[^\\W{_CJK}]{{2,}}"
-# Power iterations of the SVD; with 2, 4 and 7 as many of 381 pieces of speeches (77 to 79 %) have
-# their nearest neighbor within ten years of them.
+# Power iterations of the SVD. With 2, 4 and 7 iterations equally many of 381 speech pieces (77 to
+# 79 %) have their nearest neighbor within ten years.
 ROUNDS = 4
-# Of the largest singular value: directions below are rounding errors.
+# Share of the largest singular value; directions below it are rounding errors.
 NEGLIGIBLE = 1e-4
-BLOCK_BYTES = 4 << 20  # in which the directions travel: runners limit the size of an element
-TOGETHER = 1024  # documents whose tokens and vectors are held at once
+BLOCK_BYTES = 4 << 20  # the directions are split into such blocks: runners limit an element's size
+TOGETHER = 1024  # documents whose tokens and vectors are in memory at once
 
-Words = tuple[str, bytes, bytes]  # a document's id, hashed words (int32), how often each (float32)
+Words = tuple[str, bytes, bytes]  # document id, hashed words (int32), their counts (float32)
 Block = tuple[int, bytes, bytes]  # number, hashed words (int32 [n]), their rows (float32 [n, k])
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """How a worker's devices are laid out; -1, on one axis at most, takes those that are left."""
+    """Mesh axis sizes of a worker's devices; at most one axis may be -1: all remaining devices."""
 
     data: int = 1
     fsdp: int = -1
@@ -78,22 +80,22 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class EmbedConfig:
-    """How documents become vectors.
+    """Settings of the embed stage. Each field below `method` belongs to the method in brackets.
 
     Attributes:
       method: "tfidf" or "policy".
-      seed: of tfidf's SVD.
-      features: tfidf: numbers that words are hashed to.
-      dimensions: tfidf: D at most.
-      fit_documents: tfidf: documents that the directions are found in. Their words are held in
-        memory at once, half as large as their texts.
-      folder: policy: a Hugging Face folder, at the same local path on every worker.
-      max_tokens: policy: of a document; what is over does not count.
-      token_budget: policy: tokens of a batch, padding included.
-      compute_dtype: policy: "float32" or "bfloat16".
-      mesh: policy: a worker's devices.
-      shards: policy: groups that documents are dealt to. One is the least that a worker takes and
-        is held in memory at once; few documents need few shards, for full batches.
+      seed: [tfidf] Seed of the SVD.
+      features: [tfidf] Number of hash values of words.
+      dimensions: [tfidf] Largest D.
+      fit_documents: [tfidf] Number of sampled documents for the SVD. All of their words are in
+        memory at once and take half the size of the texts.
+      folder: [policy] Hugging Face folder, at the same local path on every worker.
+      max_tokens: [policy] Number of tokens at which a document is truncated.
+      token_budget: [policy] Number of tokens in a batch, padding included.
+      compute_dtype: [policy] "float32" or "bfloat16".
+      mesh: [policy] Mesh of a worker's devices.
+      shards: [policy] Number of groups of documents. A worker processes whole groups and holds one
+        in memory at a time. Use few shards for few documents, so that batches are full.
     """
 
     method: str = "tfidf"
@@ -138,15 +140,15 @@ class EmbedConfig:
 def make_embed(
     documents: beam.PCollection, total: int, config: EmbedConfig
 ) -> dict[str, beam.PCollection]:
-    """The stage.
+    """Add vectors to documents.
 
     Args:
-      documents: those to embed.
-      total: how many they are; the share of them that is a sample follows from it.
-      config: how.
+      documents: PCollection of Document.
+      total: Number of documents; determines the share that is sampled.
+      config: Settings of the stage.
 
     Returns:
-      "documents" with their vectors, and "counts".
+      PCollections by table: "documents" with vectors, and "counts".
     """
     if config.method == "tfidf":
         blocks: Any = (
@@ -173,12 +175,12 @@ def make_embed(
 
 
 class _CountWords:
-    """Hashed words of a text, ascending, and how often each is there (int32 [n], float32 [n])."""
+    """Function from a text to its hashed words, ascending, and counts: int32 [n], float32 [n]."""
 
     def __init__(self, features: int):
         from sklearn.feature_extraction.text import HashingVectorizer  # slow to import
 
-        make: Any = HashingVectorizer  # whose types lack norm=None
+        make: Any = HashingVectorizer  # its type stubs lack norm=None
         self._vectorizer = make(
             n_features=features, alternate_sign=False, norm=None, token_pattern=WORD
         )
@@ -189,10 +191,11 @@ class _CountWords:
 
 
 class _SampleWords(beam.DoFn):
-    """Documents with small ids -> (0, Words): a few more than the sample has."""
+    """Map from documents with small ids to (0, Words); gives slightly more than the sample."""
 
     def __init__(self, total: int, config: EmbedConfig):
-        # Ids are random: so many more (4 standard deviations) that there are enough.
+        # The number of ids below a threshold is random. A margin of 4 standard deviations makes
+        # sure that there are enough.
         wanted = config.fit_documents + 4 * config.fit_documents**0.5 + 16
         self._below = min(1.0, wanted / max(total, 1))
         self._features = config.features
@@ -207,7 +210,7 @@ class _SampleWords(beam.DoFn):
 
 
 def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Iterator[Block]:
-    """What each telling word of the sample adds to the k directions, its weight included."""
+    """Yield blocks of the weighted projection: one row of k values per informative word."""
     from scipy.sparse import csr_array
     from sklearn.decomposition import TruncatedSVD
     from sklearn.preprocessing import normalize
@@ -228,7 +231,7 @@ def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Ite
     table = normalize(table[:, telling] * weights)
     most = min(config.dimensions - 1, *table.shape)
     svd: Any = TruncatedSVD(most, n_iter=ROUNDS, random_state=config.seed)
-    with threadpool_limits(1):  # sums of several threads depend on how many there are
+    with threadpool_limits(1):  # the result of a multi-threaded sum depends on the thread count
         svd.fit(table)
     kept = svd.singular_values_ > NEGLIGIBLE * svd.singular_values_[0]
     rows = np.ascontiguousarray((svd.components_[kept] * weights).T, np.float32)
@@ -239,30 +242,30 @@ def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Ite
 
 
 def _damped(counts: np.ndarray) -> np.ndarray:
-    """Ten times the same word is not ten times the meaning."""
+    """Return 1 + log(count), because a word that occurs ten times does not matter ten times."""
     return 1 + np.log(counts)
 
 
 class _Directions:
-    """Blocks put together."""
+    """Projection from word counts to a vector, assembled from its blocks."""
 
     def __init__(self, blocks: Iterable[Block], features: int):
         blocks = sorted(blocks)
         words = np.frombuffer(b"".join(words for _, words, _ in blocks), np.int32)
         rows = np.frombuffer(b"".join(rows for *_, rows in blocks), np.float32)
         self._rows = rows.reshape(len(words), -1) if len(words) else np.zeros((0, 0), np.float32)
-        self._number = np.full(features, -1, np.int32)  # of a word's row
+        self._number = np.full(features, -1, np.int32)  # hashed word -> row; -1: not informative
         self._number[words] = np.arange(len(words))
 
     def vector(self, words: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, bool]:
-        """float32 [k + 1] of length 1, and whether the document has a telling word."""
+        """Return a unit vector, float32 [k + 1], and whether any word is informative."""
         from scipy.sparse import csr_array
 
         numbers = self._number[words]
         known = numbers >= 0
         row = _damped(counts[known]), numbers[known], [0, np.count_nonzero(known)]
         vector = np.zeros(self._rows.shape[1] + 1, np.float32)
-        # A sparse product, which goes word by word: BLAS would divide it among threads.
+        # A sparse product sums word by word; BLAS would split the sum among threads.
         vector[:-1] = (csr_array(row, shape=(1, len(self._rows))) @ self._rows)[0]
         length = np.sqrt(np.sum(vector * vector))
         if length > 0:
@@ -272,11 +275,11 @@ class _Directions:
 
 
 class _EmbedByWords(beam.DoFn):
-    """Documents -> documents with vectors, and events."""
+    """Map from documents to documents with TF-IDF vectors, and events."""
 
     def __init__(self, config: EmbedConfig):
         self._features = config.features
-        self._directions = Shared()  # one copy a process
+        self._directions = Shared()  # one copy per process
 
     def setup(self):
         self._count = _CountWords(self._features)
@@ -300,10 +303,9 @@ def _with_shard(document: Document, shards: int) -> tuple[int, Document]:
 
 
 class _Lent:
-    """An Embedder for all threads of a process that need one; released with the last of them.
+    """Embedder shared by the threads of a process; freed when the last user gives it back.
 
-    It works for one thread at a time: two programs at once on the same devices may wait for each
-    other for ever.
+    A lock lets one thread at a time use it: two programs at once on the same devices may deadlock.
     """
 
     def __init__(self):
@@ -311,7 +313,7 @@ class _Lent:
         self._users, self._embedder = 0, None
 
     def borrow(self, config: EmbedConfig) -> None:
-        from spell_jax.policy.embedder import Embedder  # takes seconds, and only this method's
+        from spell_jax.policy.embedder import Embedder  # takes seconds; "tfidf" does not need it
         from spell_jax.runtime.mesh import make_mesh
 
         with self._lock:
@@ -333,7 +335,7 @@ class _Lent:
                 self._embedder = None
 
     def embed(self, documents: list[Document]) -> tuple[np.ndarray, list[bool]]:
-        """Vectors float32 [B, D], and which documents were cut."""
+        """Return vectors, float32 [B, D], and for each document whether it was truncated."""
         with self._lock:
             assert self._embedder is not None, "embed() goes between borrow() and give_back()"
             encoded = [self._embedder.encode(document["text"]) for document in documents]
@@ -341,7 +343,7 @@ class _Lent:
 
 
 class _EmbedByPolicy(beam.DoFn):
-    """(shard, its documents) -> documents with vectors, and events."""
+    """Map from (shard, its documents) to documents with the policy's vectors, and events."""
 
     def __init__(self, config: EmbedConfig):
         self._config = config
@@ -355,7 +357,7 @@ class _EmbedByPolicy(beam.DoFn):
         self._lent.give_back()
 
     def process(self, shard):
-        # By length, so that batches are full; the rest makes the order certain.
+        # Sorted by length, so that batches are full. The other keys make the order unique.
         documents = sorted(shard[1], key=lambda d: (d["tokens"], d["id"], order(d)))
         for start in range(0, len(documents), TOGETHER):
             some = documents[start : start + TOGETHER]

@@ -1,11 +1,11 @@
-"""Which documents stay: score, length, language, and a test of one's own.
+"""Filters documents by score, length, language and a user-defined predicate.
 
-1. A document that came with a score needs a good one; one that came without is not asked for any.
+1. A document with a score needs at least the minimum score. A document without one passes.
 2. It must be neither too short nor too long.
-3. It must be written in one of the languages. Its first characters are enough to tell.
-4. A function named in the config may refuse it. What that function raises is counted as well.
-5. The first of these that a document fails is its reason; documents that go are only counted, for
-   there may be a billion of them.
+3. It must be written in one of the languages, which its first characters show.
+4. A function named in the config may reject it. An exception in that function rejects it too.
+5. The first check that fails is the reason. Rejected documents are only counted, because there may
+   be a billion of them; those whose predicate raised are also listed.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from apache_beam.pvalue import TaggedOutput
 
 from data_pipeline.records import Document, make_removed, rounded, sized
 
-LANGUAGE_CHARACTERS = 2_000  # classified in 0.2 ms; a text's language shows long before that
+LANGUAGE_CHARACTERS = 2_000  # classified in 0.2 ms, and more than enough to tell the language
 LANGUAGE_CODE = re.compile(r"[a-z]{2}")
 
-Predicate = Callable[[Document], Any]  # its truth counts
+Predicate = Callable[[Document], Any]  # the truth value of its result is used
 
 
 @dataclass(frozen=True)
 class FilterConfig:
-    """What a document must be like to stay.
+    """Conditions on the documents that are kept.
 
     Attributes:
-      min_quality: least score of a document that has one.
-      min_characters, max_characters: of its text; both are still allowed.
-      languages: ISO 639-1 codes that py3langid knows; (): any language.
-      predicate: "package.module:function", called with a Document and true if it stays; "": none.
-        Workers import it too, so it must be installed there.
+      min_quality: Least score; ignored for documents without a score.
+      min_characters: Least length of the text in characters, inclusive.
+      max_characters: Largest length of the text in characters, inclusive.
+      languages: ISO 639-1 codes that py3langid knows; () allows any language.
+      predicate: "package.module:function" from a Document to true if it is kept; "" for none.
+        Workers import it, so it must be installed there.
     """
 
     min_quality: float = 1.0
@@ -63,7 +64,15 @@ class FilterConfig:
 
 
 def check_languages(field: str, languages: tuple[str, ...]) -> None:
-    """Raises ValueError for a code that no text would ever be classified as."""
+    """Check that the classifier knows every language code.
+
+    Args:
+      field: Name of the config field, for the error message.
+      languages: ISO 639-1 codes.
+
+    Raises:
+      ValueError: if the classifier never returns a code.
+    """
     if not languages:
         return
     known = sorted(code for code in _identifier().labels if LANGUAGE_CODE.fullmatch(code))
@@ -73,7 +82,7 @@ def check_languages(field: str, languages: tuple[str, ...]) -> None:
 
 
 def why_not(document: Document, config: FilterConfig) -> tuple[str, str] | None:
-    """None for a document that stays, else (reason, the predicate's error or "")."""
+    """Return None if the document is kept, else (reason, the predicate's error or "")."""
     quality, characters = document["quality"], len(document["text"])
     if quality is not None and not math.isfinite(quality):
         return "bad score", ""
@@ -89,7 +98,7 @@ def why_not(document: Document, config: FilterConfig) -> tuple[str, str] | None:
         return None
     predicate = _predicate(config.predicate)
     try:
-        # A copy: what a function does to its argument must not reach the next stage.
+        # Passes a copy, so that a predicate cannot change the document.
         stays = bool(predicate(Document(**document)))
     except Exception as error:
         return "predicate failed", describe(error)
@@ -97,12 +106,12 @@ def why_not(document: Document, config: FilterConfig) -> tuple[str, str] | None:
 
 
 def language(text: str) -> str:
-    """The ISO 639-1 code of the text's language, or py3langid's own where there is none."""
+    """Return the ISO 639-1 code of the text's language, or py3langid's own code if none exists."""
     return _identifier().classify(text[:LANGUAGE_CHARACTERS])[0]
 
 
 def describe(error: Exception) -> str:
-    """Type and message, at most 500 characters, fit to be written as UTF-8."""
+    """Return type and message of an error as valid UTF-8, at most 500 characters."""
     text = f"{type(error).__name__}: {error}"[:500]
     return text.encode("utf-8", "replace").decode("utf-8")
 
@@ -110,15 +119,16 @@ def describe(error: Exception) -> str:
 def filter_documents(
     documents: beam.PCollection, configs: Mapping[str, FilterConfig]
 ) -> dict[str, beam.PCollection]:
-    """Documents that stay, with the events and the few Removed of those that do not.
+    """Filter documents by the conditions of their source.
 
     Args:
-      documents: Document.
-      configs: source -> what its documents must be like.
+      documents: PCollection of Document.
+      configs: Source -> conditions on its documents.
 
     Returns:
-      "documents", "removed" (predicate failed), "counts": "documents kept", "documents removed:
-      REASON", "characters read = N", "characters kept = N".
+      PCollections by table: "documents" that are kept; "removed", only those whose predicate
+      raised; "counts", the events "documents kept", "documents removed: REASON", "characters
+      read = N" and "characters kept = N".
     """
     sorted_out: Any = documents | "filter documents" >> beam.FlatMap(
         _sort_out, dict(configs)
@@ -144,7 +154,7 @@ def _sort_out(document: Any, configs: Mapping[str, FilterConfig]) -> Iterator[An
 
 @cache
 def _identifier() -> Any:
-    """py3langid's model: 0.6 s to load, so once a process."""
+    """Load py3langid's model, once per process because it takes 0.6 s."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE)

@@ -1,13 +1,12 @@
-"""The arithmetic of clustering: arrays in, arrays out, and the same bits whatever else runs.
+"""Numerics of clustering: deterministic functions from arrays to arrays.
 
-1. `fit_centroids` places centroids by k-means, from k-means++ starts, and brings them to length 1.
-   Rows are expected in an order of their own, such as by id.
-2. `assign` gives a row to the centroid of largest cosine. Its result is that of exact products
-   added up in float64 in a fixed order, so it does not depend on the rows beside it.
-3. `make_leaves` finishes a node: k-means with a cluster for every `documents_per_cluster` of its
-   documents, then a cluster over a limit is halved along its first principal direction, as often
-   as it needs.
-4. A cluster of less than `min_documents` joins the nearest one that has room for all of it.
+1. `fit_centroids` runs k-means from a k-means++ start and scales the centroids to length 1. The
+   rows must come in a reproducible order, such as by id.
+2. `assign` maps a row to the centroid of largest cosine. Close calls are decided by exact products
+   summed in float64 in a fixed order, so the result does not depend on the other rows.
+3. `make_leaves` clusters one node: k-means with one cluster per `documents_per_cluster` documents.
+   A cluster over a limit is then halved along its first principal direction until it fits.
+4. A cluster of fewer than `min_documents` documents joins the nearest one with room for all of it.
 """
 
 from __future__ import annotations
@@ -22,27 +21,29 @@ from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 
 BLOCK = 1024  # rows whose cosines are in memory at once: 1.6 MB for 410 centroids
-MAX_PASSES = 30  # of k-means, which mostly stands still after 10
-ROUNDS = 16  # of the power method: enough to halve along a direction of large spread
-HALF_ULP = 2.0**-24  # of float32
-TINY = 1e-6  # a mean this short points nowhere
+MAX_PASSES = 30  # k-means iterations; it mostly converges after 10
+ROUNDS = 16  # power iterations: enough to find a direction of large spread
+HALF_ULP = 2.0**-24  # relative, of float32
+TINY = 1e-6  # a mean shorter than this has no direction
 
 _one_at_a_time = threading.RLock()
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """How documents become clusters.
+    """Settings of clustering.
 
     Attributes:
-      documents_per_cluster: what k-means aims at; a cluster never has more than twice as many.
-      min_documents: smaller clusters are merged with others where there is room.
-      max_cluster_tokens: limit of a cluster, so that the policy can read it as one prompt; must be
-        no less than cut.max_document_tokens.
-      node_documents: a node of at most so many documents is finished in the memory of one worker.
-      fit_documents: sample of a larger node that its children are found from.
-      levels: how often large nodes are split, at most.
-      seed: of k-means.
+      documents_per_cluster: Average number of documents in a cluster that k-means aims at. No
+        cluster has more than twice as many.
+      min_documents: Least size of a cluster in documents. Smaller clusters are merged with others
+        that have room.
+      max_cluster_tokens: Largest number of tokens in a cluster, so that the policy can read it as
+        one prompt; at least cut.max_document_tokens.
+      node_documents: Largest number of documents in a node that one worker clusters in memory.
+      fit_documents: Number of documents of a larger node that its centroids are fitted to.
+      levels: Largest number of times that large nodes are split.
+      seed: Seed of k-means.
     """
 
     documents_per_cluster: int = 20
@@ -80,27 +81,27 @@ class ClusterConfig:
 
     @property
     def max_documents(self) -> int:
-        """Limit of a cluster."""
+        """Largest number of documents in a cluster."""
         return 2 * self.documents_per_cluster
 
 
 def fit_centroids(vectors: np.ndarray, k: int, seed: int, at_least: int = 1) -> np.ndarray:
-    """Centroids of vectors by k-means, which for rows of length 1 goes by cosine.
+    """Fit centroids by k-means; for unit vectors the distance orders like the cosine.
 
     Args:
-      vectors: float32 [n, D], n >= 1, rows of length 1, in an order that is theirs.
-      k: how many are tried.
-      seed: 0 to 2**32 - 1.
-      at_least: a centroid that is nearest to fewer rows is dropped, and with it all equals of
-        another but the first. (Where some are dropped the others only gain rows.) If none has as
-        many, the one with most stays.
+      vectors: Unit vectors, float32 [n, D], n >= 1, in a reproducible order.
+      k: Number of centroids to fit.
+      seed: Random seed, 0 to 2**32 - 1.
+      at_least: Least number of rows nearest to a centroid; centroids with fewer are dropped.
+        Repetitions of a centroid have no rows of their own, so they are dropped too. (The remaining
+        centroids can only gain rows.) If no centroid has as many, the largest is kept.
 
     Returns:
-      float32 [1 to k, D], rows of length 1.
+      Unit vectors, float32 [1 to k, D].
     """
     k = min(k, len(vectors))
-    # Whole passes, for a sample is small: with mini-batches of it (10 rows a centroid) 8192 rows of
-    # 410 mixed Gaussians had purity 0.958 after 15 s; with whole passes it is 0.969 after 13 s.
+    # Full-batch k-means, because the sample is small. On 8192 rows of 410 mixed Gaussians,
+    # mini-batches (10 rows per centroid) gave purity 0.958 in 15 s, full batches 0.969 in 13 s.
     fit = KMeans(k, max_iter=MAX_PASSES, random_state=seed)
     with one_thread():
         centroids = fit.fit(vectors).cluster_centers_.astype(np.float64)
@@ -114,18 +115,18 @@ def fit_centroids(vectors: np.ndarray, k: int, seed: int, at_least: int = 1) -> 
 
 
 def assign(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """The centroid of largest cosine for each row, of equals the first.
+    """Return the index of the centroid of largest cosine for each row; the first on ties.
 
     Args:
-      vectors: float32 [n, D], rows of length 1 (within 1%).
-      centroids: float32 [k, D], rows of length 1.
+      vectors: Unit vectors (length within 1%), float32 [n, D].
+      centroids: Unit vectors, float32 [k, D].
 
     Returns:
-      int32 [n].
+      Centroid indices, int32 [n].
     """
-    # A matrix product is quick, but its last bits depend on its shape and on the processor. So it
-    # only says which centroids can be nearest: its error is at most D half-ulps, twice in a
-    # difference. Among these the exact products decide, summed in float64.
+    # A matrix product is fast, but its last bits depend on its shape and on the processor. So it
+    # only selects the centroids that can be nearest: its error is at most D half-ulps, and a
+    # difference has it twice. Exact products summed in float64 decide among these.
     margin = 2.1 * (vectors.shape[1] + 8) * HALF_ULP
     labels = np.empty(len(vectors), np.int32)
     for start in range(0, len(vectors), BLOCK):
@@ -143,17 +144,18 @@ def assign(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
 def make_leaves(
     vectors: np.ndarray, tokens: np.ndarray, config: ClusterConfig, seed: int
 ) -> list[np.ndarray]:
-    """Groups the documents of a node.
+    """Group the documents of a node into clusters.
 
     Args:
-      vectors: float32 [n, D], n >= 1, rows of length 1, in an order that is theirs.
-      tokens: int64 [n], each at most config.max_cluster_tokens.
-      seed: 0 to 2**32 - 1.
+      vectors: Unit vectors, float32 [n, D], n >= 1, in a reproducible order.
+      tokens: Token counts, int64 [n], each at most config.max_cluster_tokens.
+      config: Sizes and limits.
+      seed: Random seed, 0 to 2**32 - 1.
 
     Returns:
-      Ascending indices for each group, by the first of them; every index is in one group. No group
-      is over config.max_documents or config.max_cluster_tokens. One of less than
-      config.min_documents had nowhere to go.
+      Ascending indices of each group, groups sorted by their first index; every index is in exactly
+      one group. No group exceeds config.max_documents or config.max_cluster_tokens. A group has
+      fewer than config.min_documents only if no other group had room for it.
     """
     count = max(1, round(len(vectors) / config.documents_per_cluster))
     labels = assign(vectors, fit_centroids(vectors, count, seed))
@@ -169,9 +171,9 @@ def make_leaves(
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, matrix products use one thread: their bits must not depend on the number of cores.
+    """Limit matrix products to one thread, so that their bits do not depend on the core count.
 
-    The limit is the whole process's, so of a worker's threads one is inside at a time.
+    The limit applies to the whole process, so a lock admits one thread of the worker at a time.
     """
     with _one_at_a_time, threadpool_limits(1):
         yield
@@ -180,7 +182,7 @@ def one_thread() -> Iterator[None]:
 def _split(
     group: np.ndarray, vectors: np.ndarray, tokens: np.ndarray, config: ClusterConfig
 ) -> Iterator[np.ndarray]:
-    """Halves a group by documents or by tokens, whichever is over, until all of it fits."""
+    """Halve a group, by documents or by tokens depending on the limit exceeded, until it fits."""
     waiting = [group]
     while waiting:
         group = waiting.pop()
@@ -197,7 +199,7 @@ def _split(
 
 
 def _spread(vectors: np.ndarray) -> np.ndarray:
-    """[n] places of rows along their first principal direction, by the power method."""
+    """Project rows onto their first principal direction, by power iteration; [n]."""
     centred = vectors - vectors.mean(axis=0, keepdims=True)
     direction = centred[np.argmax((centred**2).sum(axis=1))]
     for _ in range(ROUNDS):
@@ -211,7 +213,7 @@ def _spread(vectors: np.ndarray) -> np.ndarray:
 def _merge(
     groups: Sequence[np.ndarray], vectors: np.ndarray, tokens: np.ndarray, config: ClusterConfig
 ) -> list[np.ndarray]:
-    """Lets small groups, the smallest first, join the nearest group that has room for them."""
+    """Merge small groups, the smallest first, into the nearest group that has room for them."""
     groups = list(groups)
     means = np.stack([vectors[group].sum(axis=0, dtype=np.float64) for group in groups])
     documents = np.array([len(group) for group in groups])
@@ -226,7 +228,7 @@ def _merge(
         room = there & (documents + documents[one] <= config.max_documents)
         room &= total + total[one] <= config.max_cluster_tokens
         room[one] = False
-        if not room.any():  # nor will there be later: groups only grow
+        if not room.any():  # there will be none later either, because groups only grow
             may_move[one] = False
             continue
         lengths = np.maximum(np.linalg.norm(means, axis=1), TINY)

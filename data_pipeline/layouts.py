@@ -1,13 +1,13 @@
-"""What the files of a source say: bytes in, rows out.
+"""File formats: parsers from the bytes of a source's file to rows.
 
-1. A format that is read whole (.txt, .md, .html, .pdf, .json) is a function from bytes to rows; one
-   that holds millions of rows (.jsonl, .parquet) is read from an open file, row by row.
-2. A row has a text and perhaps a score, or it says why it is of no use.
-3. A file of no use at all raises Unusable, with the reason that it is counted under.
-4. Line ends become newlines. Other control characters but the tab become a space each, so that
-   no two words are joined; lone surrogates, which UTF-8 cannot write, become U+FFFD. The rest of a
-   text is left as it was.
-5. A text may be cut at its chapter headings. All of it is kept.
+1. Small formats (.txt, .md, .html, .pdf, .json) are parsed by a function from bytes to rows.
+   Formats with millions of rows (.jsonl, .parquet) are streamed from an open file.
+2. A row has a text and possibly a score, or the reason why it is unusable.
+3. An unusable file raises Unusable with the reason that it is counted under.
+4. All line ends become newlines. Other control characters except the tab become spaces, so that no
+   two words are joined. Lone surrogates, which UTF-8 cannot encode, become U+FFFD. The rest of a
+   text is unchanged.
+5. `chapters` cuts a text at its chapter headings and keeps all of it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import pyarrow.parquet as pq
 
 from data_pipeline.filter import describe
 
-BATCH_ROWS = 256  # of a row group that are in memory at a time
+BATCH_ROWS = 256  # rows of a row group that are in memory at a time
 
 _CONTROLS = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0)), " ")
-# Vertical tab, form feed and next line end a line.
+# Vertical tab, form feed and "next line" (U+0085) end a line too.
 _CONTROLS |= {0x09: "\t", 0x0A: "\n", 0x0B: "\n", 0x0C: "\n", 0x85: "\n"}
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
-# "head" is not among them: its end may be left out, and the page would be taken for a part of it.
+# Without "head": its end tag is optional, and without one the whole page would be hidden.
 _UNSEEN = (
     *("title", "script", "style", "noscript", "template", "nav", "svg", "iframe", "object"),
-    "ix:header",  # of inline XBRL: facts for machines
+    "ix:header",  # machine-readable facts of inline XBRL
 )
 _ENDLESS = (
     *("body", "br", "col", "dd", "dt", "embed", "head", "hr", "html", "img", "input", "li", "link"),
@@ -52,13 +52,14 @@ _LINES = (
     *("summary", "td", "th", "tr"),
 )
 _SPACES = re.compile(r"\s+")
-_TWO_BREAKS = re.compile(r"\v\s*\v")  # "\v" stands for <br>, "\f" for the border of a paragraph
+_TWO_BREAKS = re.compile(r"\v\s*\v")  # "\v" encodes <br>, "\f" a paragraph border
 
 _TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
 _ONES = "one|two|three|four|five|six|seven|eight|nine"
 _TEENS = "ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen"
 _NUMBER = rf"(?:\d{{1,4}}|[ivxlcdm]{{1,9}}|(?:{_TENS})(?:[- ](?:{_ONES}))?|{_TEENS}|{_ONES})"
-# A number stands alone, or a sign or a capital follows: "Chapter 3 tells how" is no heading.
+# After the number the line ends, or punctuation or a capital follows. So "Chapter 3 tells how" is
+# not a heading.
 _TITLE = r"(?:[ \t]*[.:–—-].{0,100}|[ \t]+[\"“'‘]?[A-Z].{0,100})?"
 _CHAPTER = re.compile(rf"[ \t]*(?i:chapter[ \t]+{_NUMBER}){_TITLE}[ \t]*")
 _MARKDOWN = re.compile(r"#{1,2}[ \t]+\S.*")
@@ -66,11 +67,11 @@ _LETTER = re.compile(r"[^\W_]")
 
 
 class Unusable(Exception):
-    """Nothing of a file, or nothing further, can be read.
+    """Error: nothing of a file, or nothing more of it, can be read.
 
     Attributes:
-      reason: a few words, to be counted.
-      because: what was met.
+      reason: Category that the file is counted under, in a few words.
+      because: Details, such as the error.
     """
 
     def __init__(self, reason: str, because: str):
@@ -80,13 +81,13 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One of a file's rows, or all of a file.
+    """Row of a file, or a whole file.
 
     Attributes:
-      number: 0, 1, ... in the file; None: the file has no rows.
-      text: clean and stripped; may be empty.
-      quality: None: no score; NaN: one that is not a number.
-      problem: why it has no text; "": it has one.
+      number: Row number in the file, from 0; None if the row is the whole file.
+      text: Text after `clean`; may be empty.
+      quality: Score; None if there is none, NaN if it is not a number.
+      problem: Reason why the row has no text; "" if it has one.
     """
 
     number: int | None
@@ -96,7 +97,7 @@ class Row:
 
 
 def clean(text: str) -> str:
-    """A text with newlines as its line ends, without control characters, stripped."""
+    """Return the text stripped, with newlines as line ends and without control characters."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").translate(_CONTROLS)
     return _SURROGATE.sub("\ufffd", text).strip()
 
@@ -105,42 +106,42 @@ def clean(text: str) -> str:
 
 
 def read_text(data: bytes) -> list[Row]:
-    """The text of a .txt or .md file.
+    """Parse a .txt or .md file.
 
     Raises:
-      Unusable: "binary", "not UTF-8".
+      Unusable: if the file is "binary" or "not UTF-8".
     """
     return [Row(None, clean(_decode(data)))]
 
 
 def read_html(data: bytes) -> list[Row]:
-    """What a browser would show, in lines; a table's rows as "| a | b |".
+    """Extract the text that a browser would show, in lines; table rows become "| a | b |".
 
     Raises:
-      Unusable: "binary", "not UTF-8", "damaged".
+      Unusable: if the file is "binary", "not UTF-8" or "damaged".
     """
     text = _decode(data)
     try:
         page = _Page()
         page.feed(text)
         page.close()
-    except AssertionError as error:  # how the parser says that it gives up
+    except AssertionError as error:  # raised by HTMLParser when it cannot parse a page
         raise Unusable("damaged", describe(error)) from error
     return [Row(None, clean(_in_paragraphs("".join(page.parts))))]
 
 
 def read_pdf(data: bytes) -> list[Row]:
-    """The text of a PDF's pages, blank lines between them.
+    """Extract the text of a PDF's pages, separated by blank lines.
 
     Raises:
-      Unusable: "encrypted", "damaged".
+      Unusable: if the file is "encrypted" or "damaged".
     """
     from pypdf import PdfReader
     from pypdf.errors import DependencyError
 
     try:
         reader = PdfReader(io.BytesIO(data))
-        # Many are encrypted against printing only: an empty password opens them.
+        # Many PDFs are encrypted only to forbid printing. An empty password opens them.
         if reader.is_encrypted and not reader.decrypt(""):
             raise Unusable("encrypted", "it needs a password")
         pages = [page.extract_text().strip() for page in reader.pages]
@@ -154,10 +155,10 @@ def read_pdf(data: bytes) -> list[Row]:
 
 
 def read_docmath(data: bytes) -> list[Row]:
-    """The documents of DocMath-Eval's JSON, a row a question; questions and answers are dropped.
+    """Parse DocMath-Eval's JSON: one row per question, with its documents only.
 
     Raises:
-      Unusable: "binary", "not UTF-8", "damaged", "another layout".
+      Unusable: if the file is "binary", "not UTF-8", "damaged" or of "another layout".
     """
     try:
         rows = json.loads(_decode(data))
@@ -174,10 +175,14 @@ def read_docmath(data: bytes) -> list[Row]:
 
 
 def read_fields(data: bytes, field: str) -> list[Row]:
-    """The texts under a field, wherever it lies in a JSON value or in the values of JSON's lines.
+    """Parse the texts of a field, at any depth, in a JSON value or in JSON lines.
+
+    Args:
+      data: Content of the file.
+      field: Name of the field.
 
     Raises:
-      Unusable: "binary", "not UTF-8", "damaged", "another layout".
+      Unusable: if the file is "binary", "not UTF-8", "damaged" or of "another layout".
     """
     try:
         values = json_values(_decode(data))
@@ -190,10 +195,10 @@ def read_fields(data: bytes, field: str) -> list[Row]:
 
 
 def json_values(content: str) -> list[Any]:
-    """The JSON value that a text is, or else those of its lines.
+    """Parse a text as one JSON value, or else as JSON lines.
 
     Raises:
-      ValueError: it is neither; names the first line that is none.
+      ValueError: if the text is neither; names the first line that is not JSON.
     """
     try:
         return [json.loads(content)]
@@ -208,11 +213,11 @@ def json_values(content: str) -> list[Any]:
 
 
 def field_texts(value: Any, fields: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(field, the strings of a text) of what lies under the fields, anywhere in a JSON value.
+    """Yield (field, strings of one text) for the named fields, at any depth of a JSON value.
 
-    Under a field a string is a text; so is a list of strings as a whole; lists and objects around
-    them are walked through. A string that has lists beside it, as a title in HotpotQA's "context",
-    is none.
+    Within a field, a string is a text, and a list of strings is one text. Other lists and objects
+    are searched for texts. A string in a list that also has other values is not a text, such as a
+    title in HotpotQA's "context".
     """
     if isinstance(value, list):
         for part in value:
@@ -260,19 +265,20 @@ def _decode(data: bytes) -> str:
 
 
 class _Page(HTMLParser):
-    """Hears tags and texts one after the other, which is linear in the page however deep it nests.
+    """HTML parser that collects the visible text, in linear time at any nesting depth.
 
-    `parts` is the text so far. What turns out to be unseen, or a row of a table, is known by where
-    in `parts` it began, and taken out or put in order when it ends.
+    `parts` holds the text so far. For a hidden element or a table row, the parser remembers the
+    index in `parts` where it began. At its end, the hidden text is deleted, or the cells of the row
+    are joined into one line.
     """
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
         self._preformatted = 0
-        self._unseen = ("", 0, 0)  # tag, how many of it are open, where it began
-        # Of each open table where its row's cells began; None: a row that has a table in it, which
-        # gives order to a page and not to numbers.
+        self._unseen = ("", 0, 0)  # tag, number of open elements of this tag, start in `parts`
+        # For each open table, the starts of the cells in the current row. None: the row contains
+        # another table, so the table serves page layout and holds no data.
         self._tables: list[list[int] | None] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -337,7 +343,7 @@ class _Page(HTMLParser):
 def _is_unseen(tag: str, attributes: Mapping[str, str | None]) -> bool:
     if tag in _UNSEEN:
         return True
-    # The end of these may be left out, so where they stop being hidden is not known.
+    # The end tags of these are optional, so the end of the hidden part is unknown.
     if tag in _ENDLESS:
         return False
     style = (attributes.get("style") or "").replace(" ", "").lower()
@@ -345,7 +351,7 @@ def _is_unseen(tag: str, attributes: Mapping[str, str | None]) -> bool:
 
 
 def _in_paragraphs(text: str) -> str:
-    """Lines of one paragraph follow each other, a blank line is between two."""
+    """Format the text as paragraphs: no blank lines within, one blank line between."""
     paragraphs = []
     for paragraph in _TWO_BREAKS.sub("\f", text).replace("\v", "\n").split("\f"):
         lines = [line.strip() for line in paragraph.split("\n")]
@@ -357,15 +363,18 @@ def _in_paragraphs(text: str) -> str:
 
 
 def json_rows(stream: BinaryIO, text: str, quality: str, limit: int) -> Iterator[Row]:
-    """The rows of a .jsonl file: strings, or objects with a text; blank lines are passed over.
+    """Stream the rows of a .jsonl file: strings, or objects with a text. Blank lines are skipped.
 
     Args:
-      stream: buffered; the file's bytes, not compressed.
-      text, quality: names of an object's fields; "text" is used where `text` is missing.
-      limit: bytes of a line, which is held in memory; a longer one is a row without a text.
+      stream: Uncompressed bytes of the file, buffered.
+      text: Name of the field with the text; an object without it must have a field "text".
+      quality: Name of the field with the score.
+      limit: Largest number of bytes in a line, which is held in memory. A longer line gives a row
+        without text.
 
     Raises:
-      Unusable: "not UTF-8" (UTF-16), "breaks off": the rows before were good.
+      Unusable: if the file is "not UTF-8" (UTF-16), or if it "breaks off"; rows yielded before
+        that are valid.
     """
     number = -1
     while line := _line(stream, limit + 1, number):
@@ -407,7 +416,7 @@ def _line(stream: BinaryIO, limit: int, last: int) -> bytes:
 
 
 def as_quality(value: Any) -> float | None:
-    """A score as float; None: there is none; NaN: it is not a number."""
+    """Convert a score to float: None if there is none, NaN if it is not a number."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
@@ -421,17 +430,19 @@ def as_quality(value: Any) -> float | None:
 def parquet_groups(
     file: BinaryIO, text: str, quality: str, strict: bool
 ) -> tuple[list[str], list[int]]:
-    """Which columns of a Parquet file to read, and how many rows its row groups have.
+    """Find the columns of a Parquet file to read, and the row counts of its row groups.
 
     Args:
-      text, quality: names of columns; "text" is used where `text` is missing.
-      strict: both must be there by these names.
+      file: The open file.
+      text: Name of the column with the text; if it is missing, "text" is used.
+      quality: Name of the column with the score.
+      strict: Whether both columns must exist under these names.
 
     Returns:
-      [text column], or [text column, quality column]; and the rows of each group.
+      [text column] or [text column, quality column], and the number of rows of each group.
 
     Raises:
-      Unusable: "damaged"; "another layout".
+      Unusable: if the file is "damaged" or of "another layout".
     """
     try:
         parquet = pq.ParquetFile(file)
@@ -450,15 +461,17 @@ def parquet_groups(
 def parquet_rows(
     file: BinaryIO, columns: Sequence[str], group: int, first: int, strict: bool
 ) -> Iterator[Row]:
-    """The rows of one row group, a few hundred in memory at a time.
+    """Stream the rows of one row group, with at most BATCH_ROWS in memory at a time.
 
     Args:
-      columns: as `parquet_groups` gives them.
-      first: number of the group's first row in the file.
-      strict: a row without a score has one that is not a number.
+      file: The open file.
+      columns: Columns to read, from `parquet_groups`.
+      group: Number of the row group.
+      first: Number of the group's first row in the file.
+      strict: Whether a row without a score gets the score NaN.
 
     Raises:
-      Unusable: "breaks off": the rows before were good.
+      Unusable: if the file "breaks off"; rows yielded before that are valid.
     """
     number = first
     try:
@@ -490,12 +503,15 @@ def parquet_rows(
 
 
 def chapters(text: str) -> list[str]:
-    """A text in order, cut in front of its chapter headings; whole where it has none.
+    """Cut a text before its chapter headings; a text without headings stays whole.
 
     Headings are Markdown's "# ..." and "## ...", and lines such as "CHAPTER IV" or "Chapter 12.
-    Title" that do not follow a line of words. Headings with no words between them, such as a title,
-    an author and "CHAPTER I", open one chapter together. Nothing but white space at the cuts is
+    Title" that do not directly follow a line of words. Headings with no words between them, such as
+    a title, an author and "CHAPTER I", open one chapter together. Only white space at the cuts is
     lost.
+
+    Returns:
+      The chapters in order.
     """
     pieces: list[str] = []
     start = position = 0

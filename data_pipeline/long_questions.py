@@ -1,25 +1,28 @@
-"""Turns published questions into long ones, for training (EAPO, section 4 "Training Dataset"):
+"""Pads published questions with distractors to long ones (EAPO, section 4 "Training Dataset").
 
     python -m data_pipeline.long_questions --layout=musique --rows=DIR/musique*.jsonl
         --tokenizer=FOLDER --out=FILE.jsonl [--min_tokens=32768 --max_tokens=131072 --seed=0]
 
 1. Rows of one layout are read (question_rows.py). Bad rows are logged with file and row, counted
-   and skipped; so is a question that is of no use, with the reason.
-2. Documents of all rows form a pool, each text once. Tokens are counted once for each of them, with
-   the line break that joins it to the next in a prompt.
-3. A question's target is drawn evenly between --min_tokens and --max_tokens. To its own documents
-   distractors are added, in random order, until the target is reached; never over the maximum. A
-   distractor that holds the answer (or another name of it) as words is left out and counted: it
-   might be another support. Answers that are numbers, yes or no may stand anywhere.
-4. All are shuffled and written in the layout of data/questions.py, with the evidence; the last line
-   printed, also in FILE.summary.json, has all counts. Each draw depends on seed and question alone.
+   and skipped. Unusable questions are counted by reason and skipped.
+2. The documents of all rows form a pool, each text once. The tokens of each are counted once,
+   including the line break that follows it in a prompt.
+3. A target length is sampled uniformly from --min_tokens to --max_tokens for each question.
+   Distractors are added to its own documents in random order until the target is reached, but never
+   over the maximum.
+4. A distractor that contains the answer (or an alias) as words is skipped and counted, because it
+   might support the answer. If the answer is a number, yes or no, any distractor is allowed.
+5. The documents are shuffled. Questions are written in the layout of spell_jax/data/questions.py,
+   with their evidence.
+6. The last line printed, also in FILE.summary.json, has all counts.
 
-Documents alone are counted: leave room for the prompt's words and the answer, or lower
---max_tokens. Give rows of training splits: whether a benchmark has them is not looked at here. The
-paper's other half, questions that a model writes about tables and prose of Wikipedia's pages, is
-made by `python -m spell_jax.warm_start.rlvr_questions` over clusters of such pages
-(data_pipeline/layouts.py keeps a page's tables as "| a | b |" lines). The paper does not tell its
-distractors: these are the other rows' paragraphs.
+Random choices for a question depend only on the seed and its number. Only documents are counted:
+leave room for the rest of the prompt and the answer, or lower --max_tokens. Use rows of training
+splits: nothing here checks for benchmark data. The other half of the paper's data, questions that a
+model writes about tables and prose of Wikipedia pages, is made by
+`python -m spell_jax.warm_start.rlvr_questions` from clusters of such pages
+(data_pipeline/layouts.py keeps a page's tables as "| a | b |" lines). The paper does not state its
+distractors; these are the other rows' documents.
 """
 
 from __future__ import annotations
@@ -35,25 +38,27 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from data_pipeline.question_rows import LAYOUTS, Draft, read_row
 from spell_jax.data.questions import Question, as_record
 from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.runtime import entry
 from spell_jax.runtime.jsonl import read_records, write_json, write_records
 from spell_jax.selfplay.rules import normalize_answer
 
-log = logging.getLogger("data_pipeline.long_questions")  # __name__ is __main__ as the entry
+log = logging.getLogger("data_pipeline.long_questions")  # __name__ may be "__main__"
 
 
 @dataclasses.dataclass(frozen=True)
 class LongConfig:
-    """How long questions become.
+    """Lengths of the padded questions.
 
     Attributes:
-      min_tokens, max_tokens: of all documents of a question together; the target is drawn between
-        them, both included [paper: 32K to 128K].
-      seed: of targets, distractors and order.
+      min_tokens: Least number of tokens of a question's documents together [paper: 32K]. The target
+        is sampled from `min_tokens` to `max_tokens`, both included.
+      max_tokens: Largest number of tokens of a question's documents together [paper: 128K].
+      seed: Seed of targets, distractors and document order.
     """
 
     min_tokens: int = 32_768
@@ -67,12 +72,12 @@ class LongConfig:
 
 
 class Pool:
-    """Documents of all rows, each text once whatever its case and white space.
+    """Documents of all rows; texts that differ only in case and white space are stored once.
 
     Attributes:
-      texts: the documents.
-      tokens: of each, with the line break behind it.
-      repeated: documents that were there already.
+      texts: Documents in the order they were added.
+      tokens: Token count of each document, including the line break after it.
+      repeated: Number of added documents that were already present.
     """
 
     def __init__(self, count_tokens: Callable[[str], int]):
@@ -84,7 +89,7 @@ class Pool:
         self._count = count_tokens
 
     def add(self, text: str) -> int:
-        """The place of a document."""
+        """Add a document if it is new, and return its index in `texts`."""
         key = " ".join(text.lower().split())
         if key in self._places:
             self.repeated += 1
@@ -96,16 +101,19 @@ class Pool:
         return self._places[key]
 
     def holds(self, place: int, words: Sequence[str]) -> bool:
-        """Whether a document has any of these normalized words."""
+        """Return whether document `place` contains any of these normalized phrases."""
         return any(f" {some} " in self._words[place] for some in words)
 
 
 class Builder:
-    """Reads rows, then makes long questions of them; `summary` tells what became of everything.
+    """Builder of long questions: call `read`, then `questions`, then `summary`.
 
-    `counts`: rows, bad_rows; questions that were drafted; with_answer (distractors left out),
-    distractors (added), short_of_target, without_evidence, unquoted_evidence (dropped).
-    `left_out`: reason -> questions.
+    Attributes:
+      config: Lengths and seed.
+      pool: Documents of all rows.
+      counts: Counts of rows, bad_rows, questions (drafted ones), with_answer (distractors skipped),
+        distractors (added), short_of_target, without_evidence, unquoted_evidence (dropped).
+      left_out: Reason -> number of unusable questions.
     """
 
     def __init__(self, config: LongConfig, count_tokens: Callable[[str], int]):
@@ -118,11 +126,15 @@ class Builder:
         self._drafts: list[tuple[Draft, tuple[int, ...]]] = []
 
     def read(self, path: str | os.PathLike[str], layout: str) -> None:
-        """Takes the rows of a .json list or of JSON lines in the layout of that name.
+        """Read the rows of a .json list or of JSON lines.
+
+        Args:
+          path: The file.
+          layout: Key of question_rows.LAYOUTS.
 
         Raises:
-          FileNotFoundError: there is no such file.
-          ValueError: a .json file is no list.
+          FileNotFoundError: if the file does not exist.
+          ValueError: if a .json file is not a list.
         """
 
         def parse(row: Any) -> list[Draft | str]:
@@ -143,7 +155,7 @@ class Builder:
                     self._take(draft)
 
     def _take(self, draft: Draft) -> None:
-        """Keeps a draft, its documents by their places in the pool."""
+        """Store a draft, with its documents as indices into the pool."""
         kept = tuple(q for q in draft.evidence if any(q in text for text in draft.documents))
         self.counts["unquoted_evidence"] += len(draft.evidence) - len(kept)
         self.counts["without_evidence"] += not kept
@@ -151,7 +163,7 @@ class Builder:
         self._drafts.append((dataclasses.replace(draft, documents=(), evidence=kept), places))
 
     def questions(self) -> Iterator[Question]:
-        """The long questions, one after the other, in the order of the rows."""
+        """Yield the long questions in the order of the rows."""
         for number, (draft, own) in enumerate(self._drafts):
             rng = np.random.default_rng([self.config.seed, number])
             places, total, reason = self._pad(draft, own, rng)
@@ -167,7 +179,12 @@ class Builder:
     def _pad(
         self, draft: Draft, own: Sequence[int], rng: np.random.Generator
     ) -> tuple[list[int], int, str]:
-        """(places of all documents, their tokens, "" or why the question is left out)."""
+        """Add distractors to the question's own documents.
+
+        Returns:
+          Pool indices of all documents, their total tokens, and "" or the reason why the question
+          is left out.
+        """
         config, pool = self.config, self.pool
         target = int(rng.integers(config.min_tokens, config.max_tokens + 1))
         places, total = list(own), sum(pool.tokens[place] for place in own)
@@ -190,7 +207,7 @@ class Builder:
         return places, total, ""
 
     def summary(self) -> dict[str, Any]:
-        """All counts as JSON; behind the last of `questions`."""
+        """Return all counts, JSON-serializable; call it after `questions` is exhausted."""
         lengths = self._lengths or [0]
         return {
             **{name: self.counts[name] for name in ("rows", "bad_rows", "questions")},
@@ -214,7 +231,7 @@ class Builder:
 def _read_list(
     path: pathlib.Path, parse: Callable[[Any], list[Draft | str]]
 ) -> tuple[list[list[Draft | str]], int]:
-    """As read_records, of a file that is one JSON list."""
+    """Parse a file that is one JSON list; like read_records, return (rows, number of bad rows)."""
     try:
         values = json.loads(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -238,14 +255,18 @@ def build(
     config: LongConfig,
     count_tokens: Callable[[str], int],
 ) -> dict[str, Any]:
-    """Reads, pads and writes; returns the summary.
+    """Read rows, pad their questions, write them, and return the summary.
 
     Args:
-      patterns: files, or patterns of them; each file is read once, in the order of its name.
+      patterns: Files or globs. Each file is read once, in the order of the names.
+      layout: Key of question_rows.LAYOUTS.
+      out: JSONL file to write; the summary goes to `out`.summary.json.
+      config: Lengths and seed.
+      count_tokens: Text -> number of tokens.
 
     Raises:
-      FileNotFoundError: a pattern matches no file.
-      ValueError: no question can be made; see Builder.read.
+      FileNotFoundError: if a pattern matches no file.
+      ValueError: if no question can be made, or if a .json file is not a list.
     """
     builder = Builder(config, count_tokens)
     for path in _files(patterns):
@@ -285,4 +306,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("min_tokens", LongConfig.min_tokens, "Of a question's documents.")
     flags.DEFINE_integer("max_tokens", LongConfig.max_tokens, "Of a question's documents.")
     flags.DEFINE_integer("seed", 0, "Of targets, distractors and order.")
-    app.run(main)
+    entry.run_main(main)

@@ -1,17 +1,19 @@
-"""The finished data set: clusters in ArrayRecord shards that tfds reads without TensorFlow.
+"""Writes the finished data set: clusters in ArrayRecord shards that tfds reads without TensorFlow.
 
-1. Whatever says that a build is complete is deleted first: manifest.json and dataset_info.json.
-2. Clusters are sorted by id. The shards are ranges of this order, equal in number but for one.
-3. A Beam stage writes a shard as a file on the worker's disk, stores it under another name and
-   renames it: a file with a shard's name is whole, and the same bytes whatever the workers.
-4. Then come features.json and dataset_info.json, written by tfds itself, index.jsonl (what each
-   record is), and last of all manifest.json with size and hash of every file.
-5. An output that is complete and made from the same is left as it is.
+1. A complete output with the same fingerprint is kept. Otherwise all of its files are deleted,
+   beginning with the markers of a complete build: manifest.json and dataset_info.json.
+2. Clusters are sorted by id. Shards are consecutive ranges, whose sizes differ by at most one.
+3. A Beam stage writes each shard to the worker's disk, uploads it under a temporary name and
+   renames it. So a file with a shard's name is complete. Its bytes do not depend on the workers.
+4. tfds writes features.json and dataset_info.json. index.jsonl lists id, task and size of each
+   record.
+5. manifest.json is written last, with size and hash of every file.
+
+To read the records:
 
     tfds.builder_from_directory(OUT).as_data_source(split="train")
 
-gives the records; where OUT is DIR/clusters/1.0.0, also
-tfds.data_source("clusters", data_dir=DIR, split="train").
+If OUT is DIR/clusters/1.0.0, tfds.data_source("clusters", data_dir=DIR, split="train") works too.
 """
 
 from __future__ import annotations
@@ -53,28 +55,33 @@ MANIFEST, INFO, FEATURES, INDEX = (
 )
 _FORMAT = tfds.core.FileFormat.ARRAY_RECORD
 _SHARDS = f"{NAME}-{SPLIT}.{_FORMAT.file_suffix}-"
-_UNFINISHED = "unfinished-"  # begins the name of what is not yet renamed
+_UNFINISHED = "unfinished-"  # prefix of temporary names
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputConfig:
-    """How the output is written.
+    """Settings of the output.
 
     Attributes:
-      shards: files; as many as there are clusters, if these are fewer. A worker holds one in
-        memory.
+      shards: Number of shard files, 1 to 99,999; at most one per cluster. A worker holds a whole
+        shard in memory.
     """
 
     shards: int = 8
 
     def __post_init__(self) -> None:
-        if not 1 <= self.shards < 100_000:  # tfds' names have five digits
+        if not 1 <= self.shards < 100_000:  # shard numbers in tfds file names have five digits
             raise ValueError(f"output.shards = {self.shards}: must be from 1 to 99999")
 
 
 class Shard(NamedTuple):
-    """A range of the sorted clusters: id of the first, how many."""
+    """Range of the sorted clusters.
+
+    Attributes:
+      first: Id of the first cluster.
+      length: Number of clusters.
+    """
 
     first: str
     length: int
@@ -88,22 +95,23 @@ def write_output(
     config: OutputConfig,
     manifest: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Writes the data set, or finds it done.
+    """Write the data set, unless it is already complete.
 
     Args:
-      stages: with the finished stage of the clusters; its runner writes the shards.
+      stages: Stages with the finished clusters; their runner writes the shards.
       clusters: "STAGE/TABLE" of Cluster with "task".
-      after: the stages that they come from.
-      folder: of the output, of any file system that Beam knows. Other files in it stay.
-      manifest: JSON-able; what is to be said of the build, the same for equal builds.
+      after: Stages that produced the clusters.
+      folder: Output folder, on any file system that Beam supports. Other files in it are kept.
+      config: Number of shards.
+      manifest: Description of the build, JSON-serializable and equal for equal builds.
 
     Returns:
-      What manifest.json holds: `manifest`, and "clusters" (task -> number), "files" (name ->
-      {"size": bytes, "hash": blake2b-128, hexadecimal}), "fingerprint" (of all that it was made
-      from).
+      The content of manifest.json: `manifest`, "clusters" (task -> number of clusters), "files"
+      (name -> {"size": bytes, "hash": blake2b-128, hexadecimal}) and "fingerprint" (hash of all
+      inputs and settings).
 
     Raises:
-      ValueError: there is no cluster, or an id twice.
+      ValueError: if there is no cluster, or if an id occurs twice.
     """
     made_from = [manifest, dataclasses.asdict(config), [done.fingerprint for done in after]]
     fingerprint = digest("output", json.dumps(made_from, sort_keys=True))
@@ -135,12 +143,16 @@ def write_output(
 
 
 def read_index(stages: Stages, clusters: str) -> list[dict[str, Any]]:
-    """{"id", "task", "tokens", "documents": how many} of all clusters, sorted by id.
+    """Read {"id", "task", "tokens", "documents": number} of all clusters, sorted by id.
 
-    No text is read: some 100 bytes a document are held in memory.
+    Reads no texts; needs about 100 bytes of memory per document.
+
+    Args:
+      stages: Stages with the finished clusters.
+      clusters: "STAGE/TABLE" of Cluster with "task".
 
     Raises:
-      ValueError: there is no cluster, or an id twice.
+      ValueError: if there is no cluster, or if an id occurs twice.
     """
     columns = ["id", "task", "tokens", "documents.list.element.part"]
     index: list[dict[str, Any]] = []
@@ -160,7 +172,7 @@ def read_index(stages: Stages, clusters: str) -> list[dict[str, Any]]:
 
 
 def plan_shards(ids: Sequence[str], count: int) -> list[Shard]:
-    """Ranges of sorted ids, at most `count`, whose lengths differ by one at most."""
+    """Split sorted ids into at most `count` ranges whose lengths differ by at most one."""
     count = min(count, len(ids))
     starts = [number * len(ids) // count for number in range(count + 1)]
     return [Shard(ids[a], b - a) for a, b in itertools.pairwise(starts)]
@@ -169,10 +181,12 @@ def plan_shards(ids: Sequence[str], count: int) -> list[Shard]:
 def make_shards(
     clusters: beam.PCollection, shards: Sequence[Shard], folder: str
 ) -> beam.PCollection:
-    """Writes the shards; gives the name of each file that is written.
+    """Write the shards, and return a PCollection of the names of the files written.
 
     Args:
-      clusters: Cluster with "task", those that the shards were planned for.
+      clusters: PCollection of Cluster with "task"; the clusters that `shards` was planned for.
+      shards: Result of `plan_shards`.
+      folder: Output folder.
     """
     firsts, lengths = [shard.first for shard in shards], [shard.length for shard in shards]
     examples = clusters | "make examples" >> beam.ParDo(_MakeExample(firsts))
@@ -182,12 +196,12 @@ def make_shards(
 
 
 def shard_name(number: int, count: int) -> str:
-    """tfds' name of a shard."""
+    """Return the file name that tfds expects for a shard."""
     return f"{_SHARDS}{number:05d}-of-{count:05d}"
 
 
 def make_features() -> tfds.features.FeaturesDict:
-    """What a record holds. `sources` and `places` are one each for a document."""
+    """Return the tfds features of a record; `sources` and `places` have one entry per document."""
     text, texts = tfds.features.Text, tfds.features.Sequence
     return tfds.features.FeaturesDict(
         {
@@ -202,7 +216,7 @@ def make_features() -> tfds.features.FeaturesDict:
 
 
 class _MakeExample(beam.DoFn):
-    """Cluster with "task" -> (shard, (id, serialized tf.train.Example))."""
+    """Map from a cluster with "task" to (shard number, (id, serialized tf.train.Example))."""
 
     def __init__(self, firsts: Sequence[str]):
         self._firsts = firsts
@@ -225,7 +239,7 @@ class _MakeExample(beam.DoFn):
                 "tokens": cluster["tokens"],
             }
         )
-        # The order of a protobuf map is another one in every process, unless it is asked for.
+        # Without `deterministic`, the order of a protobuf map differs between processes.
         data = self._serializer.get_tf_example(example).SerializeToString(deterministic=True)
         yield bisect.bisect_right(self._firsts, cluster["id"]) - 1, (cluster["id"], data)
 
@@ -242,7 +256,7 @@ def _write_shard(
     name = shard_name(number, len(lengths))
     with tempfile.TemporaryDirectory() as scratch:
         path = os.path.join(scratch, name)
-        writer = ArrayRecordWriter(path, "group_size:1")  # a group is what one access reads
+        writer = ArrayRecordWriter(path, "group_size:1")  # one access reads one whole group
         for _, data in ordered:
             writer.write(data)
         writer.close()
@@ -252,7 +266,7 @@ def _write_shard(
 
 
 def _write_info(folder: str, shards: Sequence[Shard], size: int) -> None:
-    """features.json and dataset_info.json; `size` is that of all shards, in bytes."""
+    """Write features.json and dataset_info.json; `size` is the bytes of all shards together."""
     identity = dataset_info.DatasetIdentity(
         name=NAME, version=tfds.core.Version(VERSION), data_dir=folder, module_name=__name__
     )
@@ -286,7 +300,7 @@ def _write_info(folder: str, shards: Sequence[Shard], size: int) -> None:
 
 
 def _store(folder: str, name: str, data: BinaryIO) -> None:
-    """A file that is there as a whole or not at all."""
+    """Write a file atomically: under a temporary name, then renamed."""
     unfinished = FileSystems.join(folder, f"{_UNFINISHED}{uuid.uuid4().hex}-{name}")
     with FileSystems.create(unfinished) as file:
         shutil.copyfileobj(data, file, 1 << 20)
@@ -294,7 +308,7 @@ def _store(folder: str, name: str, data: BinaryIO) -> None:
 
 
 def _measure(folder: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Size and hash of files, as they are stored."""
+    """Return name -> size and hash of stored files."""
     files = {}
     for name in names:
         size, mixed = 0, hashlib.blake2b(digest_size=16)
@@ -307,7 +321,7 @@ def _measure(folder: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _find(folder: str, fingerprint: str) -> dict[str, Any] | None:
-    """The manifest, if it is of this fingerprint and all of its files have their sizes."""
+    """Return the manifest if its fingerprint matches and all its files have the listed sizes."""
     path = FileSystems.join(folder, MANIFEST)
     if not FileSystems.exists(path):
         return None
@@ -324,7 +338,7 @@ def _find(folder: str, fingerprint: str) -> dict[str, Any] | None:
 
 
 def _empty(folder: str) -> None:
-    """Deletes an older output: first what says that it is complete."""
+    """Delete an older output, beginning with the files that mark it as complete."""
     for pattern in (MANIFEST, INFO, FEATURES, INDEX, f"{_SHARDS}*", f"{_UNFINISHED}*"):
         if found := _files(folder, pattern):
             FileSystems.delete([file.path for file in found])

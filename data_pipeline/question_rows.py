@@ -1,17 +1,18 @@
-"""What published rows ask: layouts of multi-hop questions, and of questions over tables and prose.
+"""Parsers of published question sets: multi-hop questions, and questions over tables and prose.
 
-1. A row of a layout becomes drafts: a question, its answer, the row's own documents, and what the
-   layout says that the answer rests on. MuSiQue and HotpotQA (2WikiMultihopQA has its layout) are
-   one question a row; a TAT-QA row is a report with several, a ConvFinQA row a conversation of
-   which the last question is asked.
+1. A row becomes drafts: a question, its answer, the row's own documents and the evidence that the
+   layout names. MuSiQue and HotpotQA (2WikiMultihopQA has the same layout) have one question per
+   row. A TAT-QA row is a report with several questions. A ConvFinQA row is a conversation whose
+   last question is asked.
 2. Evidence is quoted from the documents: MuSiQue's supporting paragraphs, HotpotQA's supporting
-   sentences, the paragraphs that TAT-QA names, ConvFinQA's gold rows and sentences. TAT-QA names no
-   rows: those that have a figure or a name of the derivation or the answer are taken, or else the
-   whole table.
-3. "What were sales in 2019?" means nothing among fifty reports: a report's first line is its name,
-   and the question begins with that.
-4. Numbers are asked as financial_math, texts as general_qa. What the reward's rule could never
-   score, such as a list of several spans, is left out with a reason.
+   sentences, the paragraphs that TAT-QA names, ConvFinQA's gold rows and sentences.
+3. TAT-QA names no table rows. The rows that contain a figure or a name of the derivation or the
+   answer are used, or else the whole table.
+4. "What were sales in 2019?" is ambiguous among fifty reports. So a report's first line is its
+   name, and the question begins with that name.
+5. Questions with numeric answers get the task financial_math, others general_qa.
+6. Questions that the reward's rule could never score, such as a list of several spans, are left out
+   with a reason.
 
 Sources: MuSiQue (Trivedi et al. 2022), HotpotQA (Yang et al. 2018), 2WikiMultihopQA (Ho et al.
 2020), TAT-QA (Zhu et al. 2021), ConvFinQA (Chen et al. 2022).
@@ -27,10 +28,10 @@ from typing import Any
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.numbers import number_text
 
-# Words of an answer that any text may hold.
+# Answers that any text may contain by chance.
 _COMMON = ("yes", "no")
 _FIGURE = re.compile(r"[0-9][0-9,]*(?:\.[0-9]+)?")
-_NO_PAGE = re.compile(r"\A(?:Single|Double)_|-[0-9]+\Z")  # of an id of ConvFinQA
+_NO_PAGE = re.compile(r"\A(?:Single|Double)_|-[0-9]+\Z")  # prefix and suffix of a ConvFinQA id
 _SENTENCE_END = re.compile(r"(?<= \.) ")
 _UNITS = {name: f" State it in {name}s." for name in ("thousand", "million", "billion")}
 _UNITS |= {"": "", "percent": " State it in percent."}
@@ -38,14 +39,16 @@ _UNITS |= {"": "", "percent": " State it in percent."}
 
 @dataclass(frozen=True)
 class Draft:
-    """A question as its row has it.
+    """Question of a published row, before it is padded.
 
     Attributes:
-      task, question, answer: see data/questions.py.
-      documents: of the row; some may be distractors already.
-      evidence: what the answer rests on; not yet checked to be quoted.
-      giveaways: normalized words that no added document may hold: the answer and its other names.
-        None for numbers and "yes", which may stand anywhere.
+      task: One of TASKS in spell_jax/data/clusters.py.
+      question: Text of the question.
+      answer: Reference answer.
+      documents: Documents of the row; some may already be distractors.
+      evidence: Passages that support the answer; not yet checked to be quotes of the documents.
+      giveaways: Normalized phrases that no added document may contain: the answer and its aliases.
+        Empty for numbers, yes and no, which may occur anywhere.
     """
 
     task: str
@@ -56,16 +59,23 @@ class Draft:
     giveaways: tuple[str, ...] = ()
 
 
-# A row -> its drafts; in the place of a question that is of no use, the reason. What is not as the
-# layout says raises KeyError, TypeError, AttributeError or ValueError.
+# Parser of a row: yields a draft per question, or the reason why a question is unusable. Raises
+# KeyError, TypeError, AttributeError or ValueError if the row does not match the layout.
 Reader = Callable[[Mapping[str, Any]], Iterator[Draft | str]]
 
 
 def read_row(reader: Reader, row: Any) -> list[Draft | str]:
-    """All drafts of a row, or why there is none; what has an answer is known to be scorable.
+    """Parse a row and check that the reward's rule can score each answer.
+
+    Args:
+      reader: Parser of the row's layout.
+      row: JSON value.
+
+    Returns:
+      For each question, its draft or the reason why it is unusable.
 
     Raises:
-      ValueError, KeyError, TypeError, AttributeError: the row is not as its layout says.
+      ValueError, KeyError, TypeError, AttributeError: if the row does not match its layout.
     """
     if not isinstance(row, dict):
         raise TypeError(f"must be an object, is {type(row).__name__}")
@@ -76,7 +86,7 @@ def _checked(draft: Draft | str) -> Draft | str:
     if isinstance(draft, str):
         return draft
     texts = (draft.question, draft.answer, *draft.documents, *draft.evidence)
-    "".join(texts).encode()  # lone surrogates cannot be asked
+    "".join(texts).encode()  # raises on lone surrogates, which UTF-8 cannot encode
     if not all(text.strip() for text in texts):
         raise ValueError("question, answer, documents and evidence must not be blank")
     said = f"The correct answer is {draft.answer}"
@@ -84,8 +94,11 @@ def _checked(draft: Draft | str) -> Draft | str:
 
 
 def musique(row: Mapping[str, Any]) -> Iterator[Draft | str]:
-    """MuSiQue: {"paragraphs": [{"title", "paragraph_text", "is_supporting"}], "question", "answer",
-    "answer_aliases", "answerable"}."""
+    """Parse a MuSiQue row.
+
+    Layout: {"paragraphs": [{"title", "paragraph_text", "is_supporting"}], "question", "answer",
+    "answer_aliases", "answerable"}.
+    """
     if row.get("answerable", True) is not True:
         yield "unanswerable"
         return
@@ -97,11 +110,12 @@ def musique(row: Mapping[str, Any]) -> Iterator[Draft | str]:
 
 
 def hotpotqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
-    """HotpotQA and 2WikiMultihopQA: {"context", "supporting_facts", "question", "answer"}.
+    """Parse a row of HotpotQA or 2WikiMultihopQA.
 
-    "context" is [[title, [sentence, ...]], ...] or {"title": [...], "sentences": [[...], ...]}, and
-    "supporting_facts" [[title, number], ...] or {"title": [...], "sent_id": [...]}. A fact whose
-    sentence is not there, of which HotpotQA has some, is passed over.
+    Layout: {"context", "supporting_facts", "question", "answer"}. "context" is
+    [[title, [sentence, ...]], ...] or {"title": [...], "sentences": [[...], ...]}.
+    "supporting_facts" is [[title, number], ...] or {"title": [...], "sent_id": [...]}. Facts whose
+    sentence does not exist are skipped; HotpotQA has some.
     """
     context = _pairs(row["context"], "title", "sentences")
     sentences = {_text(title): [_text(s).strip() for s in some] for title, some in context}
@@ -129,9 +143,12 @@ def _multi_hop(
 
 
 def tatqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
-    """TAT-QA: {"table": {"uid", "table": [[cell, ...], ...]}, "paragraphs": [{"order", "text"}],
+    """Parse a TAT-QA row.
+
+    Layout: {"table": {"uid", "table": [[cell, ...], ...]}, "paragraphs": [{"order", "text"}],
     "questions": [{"question", "answer", "answer_type", "answer_from", "rel_paragraphs", "scale",
-    "derivation"}]}."""
+    "derivation"}]}.
+    """
     name = _text(row["table"]["uid"])[:8]
     paragraphs = {str(p["order"]): _text(p["text"]).strip() for p in row["paragraphs"]}
     cells = [[_text(cell).strip() for cell in line] for line in row["table"]["table"]]
@@ -159,7 +176,7 @@ def tatqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
 
 
 def _rows_of(table: Mapping[str, Sequence[str]], clues: Sequence[str]) -> list[str]:
-    """Lines of a table that have a figure of the clues, or a cell that is one; else all."""
+    """Return the table lines with a figure of the clues or a cell equal to a clue, else all."""
     figures = {figure for clue in clues for figure in _figures(clue)}
     names = {name.strip().lower() for clue in clues for name in clue.split("##")} - {""}
     found = [
@@ -175,8 +192,11 @@ def _figures(text: str) -> list[str]:
 
 
 def convfinqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
-    """ConvFinQA as Program of Thoughts has it: {"id", "questions": [...], "answer", "text",
-    "table", "golden_text", "golden_table"}; tables are lines of "a | b"."""
+    """Parse a ConvFinQA row in the layout of Program of Thoughts.
+
+    Layout: {"id", "questions": [...], "answer", "text", "table", "golden_text", "golden_table"}.
+    Tables are lines of "a | b".
+    """
     name = _NO_PAGE.sub("", _text(row["id"]))
     text, table = _text(row["text"]).strip(), _text(row["table"]).strip()
     document = f"Report {name}\n{text}\n{table}"
@@ -205,7 +225,7 @@ LAYOUTS: dict[str, Reader] = {
 
 
 def _giveaways(*answers: str) -> tuple[str, ...]:
-    """Of answers with letters; the others, such as a year, stand in every other document."""
+    """Return the normalized answers that have letters; others, such as years, are too common."""
     normal = (rules.normalize_answer(_text(answer)) for answer in answers)
     kept = [text for text in normal if re.search(r"[^\W\d_]", text) and text not in _COMMON]
     return tuple(dict.fromkeys(kept))
@@ -226,7 +246,7 @@ def _number(value: Any) -> str:
 
 
 def _pairs(value: Any, first: str, second: str) -> list[tuple[Any, Any]]:
-    """Pairs, which some files have as two lists."""
+    """Return a list of pairs; some files store them as two parallel lists."""
     if isinstance(value, dict):
         return list(zip(value[first], value[second], strict=True))
     return [(one, other) for one, other, *_ in value]

@@ -1,5 +1,7 @@
-"""Records that stages hand to each other: plain dicts, which every Beam runner codes by itself, and
-the Parquet schemas of the tables that they are kept in."""
+"""Records that stages exchange, and the Parquet schemas of their tables.
+
+Records are plain dicts, because every Beam runner has a coder for them.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,18 @@ import pyarrow as pa
 
 
 class Document(TypedDict):
-    """A text and where it came from.
+    """Text and its origin.
 
     Attributes:
-      id: `digest` of the text, so equal texts have equal ids.
-      text: without white space at its ends.
-      source: name of the source in the config.
-      place: file, relative to the source's path, and "#" row where a file holds many; unique within
-        a source.
-      part: 0, 1, ... of a text that was cut; their order is the text's.
-      quality: a score that came with it; None: none did.
-      tokens: of the policy's tokenizer; -1 before they are counted.
-      vector: float32 [D] as bytes, of length 1; empty before it is embedded.
+      id: `digest` of the text; equal texts have equal ids.
+      text: The text, stripped.
+      source: Name of the source in the config.
+      place: File path relative to the source's path, followed by "#" and the row number if the file
+        has rows; unique within a source.
+      part: Number of the part, from 0, in the order of the text, if the text was cut.
+      quality: Score from the source; None if there is none.
+      tokens: Token count by the policy's tokenizer; -1 before tokens are counted.
+      vector: Unit vector, float32 [D] as bytes; empty before the document is embedded.
     """
 
     id: str
@@ -37,12 +39,15 @@ class Document(TypedDict):
 
 
 class Removed(TypedDict):
-    """A file or document that goes no further.
+    """Record of a file, row or document that was removed.
 
     Attributes:
-      reason: a few words, to be counted.
-      source, place, part: of the document; of a file part is 0.
-      because: what it equals ("SOURCE:PLACE"), the benchmark it fell to, or the error; may be "".
+      reason: Category that the removal is counted under, in a few words.
+      source: Name of the source in the config.
+      place: Location within the source, as in Document.
+      part: Part of the document; 0 for a file.
+      because: Location of the equal text ("SOURCE:PLACE"), benchmark that it matched, or error; may
+        be "".
     """
 
     reason: str
@@ -53,12 +58,13 @@ class Removed(TypedDict):
 
 
 class File(TypedDict):
-    """A file that was read.
+    """File that was read.
 
     Attributes:
-      place: relative to the source's path.
-      size: bytes.
-      hash: blake2b-128 of its bytes, hexadecimal.
+      source: Name of the source in the config.
+      place: Path relative to the source's path.
+      size: Size in bytes.
+      hash: blake2b-128 of the content, hexadecimal.
     """
 
     source: str
@@ -68,7 +74,7 @@ class File(TypedDict):
 
 
 class Count(TypedDict):
-    """How many documents or files of a source met with something in a stage."""
+    """Number of events of one kind in a stage, such as "documents kept", for one source."""
 
     what: str
     source: str
@@ -76,14 +82,14 @@ class Count(TypedDict):
 
 
 class Cluster(TypedDict):
-    """Documents to be played together.
+    """Related documents that a rollout uses together.
 
     Attributes:
       id: `digest` of the ids of its documents.
-      pool: names of the tasks that it may serve, in order, joined by "+".
-      documents: by source, place and part, without their vectors.
-      tokens: of all documents together.
-      vector: float32 [D] as bytes: the mean of its documents' vectors.
+      pool: Sorted names of the tasks that it may serve, joined by "+".
+      documents: Documents sorted by source, place and part, without their vectors.
+      tokens: Token count of all documents together.
+      vector: Mean of the documents' vectors, float32 [D] as bytes.
     """
 
     id: str
@@ -129,7 +135,8 @@ _POINT = [
     ("vector", pa.binary()),
     ("node", pa.string()),
 ]
-# By table. Points, centroids and members are of cluster.py; "tasks" are clusters that got one.
+# Schemas by table. cluster.py defines points, centroids and members. The table "tasks" has the
+# clusters that were assigned a task.
 SCHEMAS = {
     "documents": pa.schema(_DOCUMENT),
     "removed": pa.schema(_REMOVED),
@@ -143,7 +150,7 @@ SCHEMAS = {
 }
 
 
-# The first whole number of each tenth of a decade, to 10^18.
+# Smallest integer of each tenth of a decade, up to 10^18.
 _TENTHS = sorted({math.ceil(10 ** (tenth / 10)) for tenth in range(181)})
 
 
@@ -151,7 +158,7 @@ _SIZED = " = "
 
 
 def sized(what: str, number: int) -> str:
-    """What is counted where numbers have a distribution; Done.histogram reads it."""
+    """Return "WHAT = NUMBER", the event name for a value of a distribution (Done.histogram)."""
     return f"{what}{_SIZED}{number}"
 
 
@@ -160,17 +167,17 @@ def is_sized(what: str) -> bool:
 
 
 def size_of(what: str) -> int:
-    """The number of `sized`."""
+    """Return the number in an event name made by `sized`."""
     return int(what.rpartition(_SIZED)[2])
 
 
 def rounded(number: int) -> int:
-    """Rounded down to a tenth of a decade, or 0: few sizes stand for all."""
+    """Round down to a tenth of a decade, or to 0, so that a distribution has few distinct sizes."""
     return _TENTHS[bisect.bisect_right(_TENTHS, number) - 1] if number > 0 else 0
 
 
 def digest(*texts: str) -> str:
-    """32 hexadecimal digits (128 bits) that say what the texts are; evenly distributed."""
+    """Hash a sequence of texts to 32 hexadecimal digits (128 bits), uniformly distributed."""
     mixed = hashlib.blake2b(digest_size=16)
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
@@ -182,7 +189,7 @@ def digest(*texts: str) -> str:
 def make_document(
     text: str, source: str, place: str, part: int = 0, quality: float | None = None
 ) -> Document:
-    """A document that is neither counted nor embedded yet."""
+    """Make a document whose tokens and vector are not computed yet."""
     return Document(
         id=digest(text),
         text=text,
@@ -196,7 +203,7 @@ def make_document(
 
 
 def make_removed(document: Document, reason: str, because: str = "") -> Removed:
-    """That a document goes no further."""
+    """Make the record of a removed document."""
     return Removed(
         reason=reason,
         source=document["source"],
@@ -207,5 +214,5 @@ def make_removed(document: Document, reason: str, because: str = "") -> Removed:
 
 
 def order(document: Document) -> tuple[str, str, int, str]:
-    """Sorts documents as their sources have them, whatever order a runner brings them in."""
+    """Return a sort key that restores source order; a runner may deliver documents in any order."""
     return document["source"], document["place"], document["part"], document["id"]

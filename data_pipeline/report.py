@@ -1,12 +1,12 @@
-"""What a build did, as one HTML page that anybody can open: report.html.
+"""HTML report of a build: report.html, one self-contained page.
 
-1. The driver fills a `Content` with numbers, names and a few texts; nothing here reads a table or
-   runs a pipeline.
-2. Lengths, near-duplicates, cluster sizes and the map become SVG inside the page, so it is one
-   file that needs no network and no scripts. Ink is the page's own color, for light and dark.
-3. The words that tell a cluster from other documents are those of highest TF-IDF.
-4. The map puts clusters with similar vectors close to each other: PCA, then t-SNE.
-5. Every text is escaped, and what has no order is sorted: same content, same bytes.
+1. The driver fills a `Content` with numbers, names and a few texts. This module reads no tables and
+   runs no pipelines.
+2. Plots of lengths, near-duplicate groups, cluster sizes and the cluster map are inline SVG, so the
+   page needs no network and no scripts. Lines use the page's text color, in light and dark mode.
+3. Clusters are labeled with their words of highest TF-IDF.
+4. The map places clusters with similar vectors near each other, by PCA and then t-SNE.
+5. All text is escaped and unordered data is sorted, so equal content gives equal bytes.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from threadpoolctl import threadpool_limits
 from data_pipeline.records import Cluster, Count, Removed
 
 REPORT = "report.html"
-MAP_POINTS = 2000  # clusters on the map: t-SNE of so many takes 7 s on one core
-NAMES_SHOWN = 200  # of a reason or a benchmark; the others are only counted
-EXAMPLE_DOCUMENTS = 3  # of a cluster
-EXAMPLE_CHARACTERS = 200  # of a document
+MAP_POINTS = 2000  # clusters on the map: t-SNE of 2000 points takes 7 s on one core
+NAMES_SHOWN = 200  # names listed per reason or benchmark; the others are only counted
+EXAMPLE_DOCUMENTS = 3  # documents shown per example cluster
+EXAMPLE_CHARACTERS = 200  # characters shown per document
 
-_TSNE_FROM = 50  # clusters; with fewer, neighborhoods are too small and PCA is shown
-_PCA_SIZE = 50  # dimensions that t-SNE gets
+_TSNE_FROM = 50  # clusters; with fewer, neighborhoods are too small for t-SNE and PCA is shown
+_PCA_SIZE = 50  # input dimensions of t-SNE
 _GREY = "C7"
-# Of the labels on the map; those beyond them share gray.
+# Colors of the most frequent labels on the map; all other labels share gray.
 _COLOURS = tuple(f"C{number}" for number in range(10) if f"C{number}" != _GREY)
-_LABEL_CHARACTERS = 32  # of a name in a plot
-_SMALL, _LARGE = (5.0, 3.1), (9.6, 6.4)  # inches; a small one is half the page wide
-_INK = "#010203"  # becomes currentColor; a color that no plot has
+_LABEL_CHARACTERS = 32  # largest length of a name in a plot
+_SMALL, _LARGE = (5.0, 3.1), (9.6, 6.4)  # inches; a small plot is half as wide as the page
+_INK = "#010203"  # replaced by currentColor, so it must be a color that no plot uses
 _STYLE = {
     "svg.hashsalt": "spell",
-    "svg.fonttype": "none",  # text stays text: small, and in the browser's fonts
-    "text.parse_math": False,  # a "$" in a name is a "$"
+    "svg.fonttype": "none",  # keeps text as text: small files, and the browser's fonts
+    "text.parse_math": False,  # a "$" in a name does not start a formula
     "font.size": 9,
     "grid.color": _INK,
     "grid.alpha": 0.15,
@@ -65,27 +65,28 @@ _STYLE = {
     ),
 }
 
-# Marks are parts of words, though \w has none of them: accents, Hebrew, Arabic, Indic, Thai, Lao.
+# Combining marks are parts of words, but \w does not match them: accents, Hebrew, Arabic, Indic,
+# Thai, Lao.
 _LETTER = r"(?:[^\W\d_]|[\u0300-\u036f\u0591-\u05c7\u064b-\u065f\u0900-\u0dff\u0e00-\u0eff])"
 _WORD = re.compile(_LETTER + r"{2,}")
 # Chinese characters and kana.
 _SPACELESS = re.compile(
     r"([\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]+)"
 )
-_LONGEST_WORD = 30  # letters; longer runs are sentences without spaces, or no words
-# English stop words, and what an apostrophe leaves of others.
+_LONGEST_WORD = 30  # letters; longer runs are sentences without spaces, or not words
+# English stop words, and the fragments that an apostrophe leaves of contractions.
 _STOP = ENGLISH_STOP_WORDS | {"ll", "ve", "don", "doesn", "didn", "isn", "wasn", "wouldn", "couldn"}
 
 
 class Topic(NamedTuple):
-    """What a cluster is about.
+    """Topic of a cluster.
 
     Attributes:
-      cluster: its id.
-      task: or pool.
-      sources: of its documents.
-      documents: how many.
-      terms: best first.
+      cluster: Cluster id.
+      task: Task or pool of the cluster.
+      sources: Sources of its documents.
+      documents: Number of documents.
+      terms: Most characteristic words, best first.
     """
 
     cluster: str
@@ -97,32 +98,33 @@ class Topic(NamedTuple):
 
 @dataclass(frozen=True)
 class Content:
-    """What the page shows. An empty field is shown as such, or its plot is left out.
+    """Content of the page. An empty field is shown as empty, or its plot is left out.
 
-    Order matters in `stages`, `funnel`, `topics` and `examples` alone.
+    Only `stages`, `funnel`, `topics` and `examples` are ordered. Sizes in histograms may be rounded
+    down to tenths of a decade (records.rounded).
 
     Attributes:
-      title: one line.
-      config: JSON-able, nested.
-      versions: package or file -> version or hash.
-      seed: of the build.
-      stages: (name, its counts); a table each, a line for each `what`, a column for each source.
-        "documents read", "documents removed: ..." and "documents kept" come first.
-      funnel: (what, documents): those read, then those left after each stage.
-      lengths_before, lengths_after: characters -> how many documents that were read or kept have
-        so many; may be rounded down to tenths of a decade, as below (records.rounded).
-      document_tokens: tokens -> how many documents.
-      components: size of a group of near-duplicates -> how many groups.
-      cluster_sizes: pool -> int [clusters], documents.
-      cluster_tokens: tokens -> how many clusters.
-      clusters_by_task: task -> clusters that it may use.
-      skipped: files (or documents) that were left out; listed by reason.
-      contamination: benchmark -> names of the documents that fell to it.
-      topics: a few clusters with their `top_terms`.
-      map_ids: n ids of clusters, at most MAP_POINTS; those of `topics` are named on the map.
-      map_labels: n names of what their color says: main source, or pool.
-      map_vectors: float [n, D].
-      examples: a few clusters; their first documents' beginnings are shown.
+      title: Title of the page, one line.
+      config: Config of the build, nested and JSON-serializable.
+      versions: Package or file -> version or hash.
+      seed: Seed of the build.
+      stages: (stage name, its counts). Each stage is a table with a line per `what` and a column
+        per source; "documents read", "documents removed: ..." and "documents kept" come first.
+      funnel: (name, number of documents): documents read, then documents left after each stage.
+      lengths_before: Histogram of the documents read: characters -> number of documents.
+      lengths_after: Histogram of the documents kept: characters -> number of documents.
+      document_tokens: Histogram: tokens -> number of documents.
+      components: Histogram: size of a near-duplicate group -> number of groups.
+      cluster_sizes: Pool -> documents of each cluster, int [clusters].
+      cluster_tokens: Histogram: tokens -> number of clusters.
+      clusters_by_task: Task -> number of clusters.
+      skipped: Files and documents that were left out; listed by reason.
+      contamination: Benchmark -> names of the documents that matched it.
+      topics: A few clusters with their `top_terms`.
+      map_ids: Ids of the n clusters on the map, n <= MAP_POINTS; those in `topics` are labeled.
+      map_labels: Names of the n clusters' colors: main source, or pool.
+      map_vectors: Vectors of the n clusters, float [n, D].
+      examples: A few clusters; the beginnings of their first documents are shown.
     """
 
     title: str
@@ -148,12 +150,12 @@ class Content:
 
 
 class Names(NamedTuple):
-    """A line of a list that may be long.
+    """List of names under one heading, possibly shortened.
 
     Attributes:
-      what: a reason or a benchmark.
-      number: of all names.
-      shown: the first names, sorted.
+      what: Reason or benchmark.
+      number: Number of all names.
+      shown: First names in sorted order, at most NAMES_SHOWN.
     """
 
     what: str
@@ -162,11 +164,12 @@ class Names(NamedTuple):
 
 
 def write_report(path_or_folder: str, content: Content) -> None:
-    """Writes the page, in UTF-8.
+    """Write the page in UTF-8.
 
     Args:
-      path_or_folder: a path that ends in .html, or a folder, which gets report.html; local, or of
-        any file system that Beam knows (gs://, s3://, ...).
+      path_or_folder: Path that ends in .html, or folder for report.html; local or on any file
+        system that Beam supports (gs://, s3://, ...).
+      content: Content of the page.
     """
     path = path_or_folder
     if not path.endswith(".html"):
@@ -177,7 +180,7 @@ def write_report(path_or_folder: str, content: Content) -> None:
 
 
 def render(content: Content) -> str:
-    """The page."""
+    """Render the page as HTML."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -203,19 +206,19 @@ def render(content: Content) -> str:
 def top_terms(
     clusters: Sequence[Sequence[str]], background: Sequence[str], count: int
 ) -> list[list[str]]:
-    """The words that tell a cluster from other documents, by TF-IDF.
+    """Find the words that distinguish each cluster from other documents, by TF-IDF.
 
-    A word is two letters or more, in lower case. English stop words, numbers and runs of over 30
-    letters are none. Chinese characters and kana, which have no spaces, are taken in pairs.
+    A word has at least two letters and is lower-cased. English stop words, numbers and runs of over
+    30 letters are ignored. Chinese characters and kana, which have no spaces, are taken in pairs.
 
     Args:
-      clusters: the texts of each cluster.
-      background: a sample of all texts; how rare a word is in these and in the clusters.
-      count: terms a cluster, at most.
+      clusters: Texts of each cluster.
+      background: Sample of all texts. Document frequencies are counted in it and in the clusters.
+      count: Largest number of terms per cluster.
 
     Returns:
-      Terms of each cluster, best first; equals in the order of the alphabet. A cluster without
-      words has none.
+      Terms of each cluster, best first, ties in alphabetical order; empty for a cluster without
+      words.
     """
     grouped = [[word for text in texts for word in _words(text)] for texts in clusters]
     if not any(grouped):
@@ -233,30 +236,30 @@ def top_terms(
 
 
 def place_points(vectors: np.ndarray) -> np.ndarray:
-    """A place in the plane for each vector, close where vectors are similar.
+    """Project vectors to the plane so that similar vectors are close.
 
-    From 50 vectors on by t-SNE, which starts from the PCA; fewer by PCA alone. One thread, so that
-    sums have one order.
+    Uses t-SNE, initialized with PCA, for at least 50 vectors, and PCA alone for fewer. Runs in one
+    thread, so that sums have a fixed order.
 
     Args:
-      vectors: float [n, D], n and D from 0.
+      vectors: float [n, D]; n and D may be 0.
 
     Returns:
-      float [n, 2].
+      Coordinates, float [n, 2].
     """
     if not np.size(vectors):
         return np.zeros((len(vectors), 2))
     with threadpool_limits(1):
         centred = np.asarray(vectors, np.float64) - np.mean(vectors, axis=0, keepdims=True)
         left, sizes, right = np.linalg.svd(centred, full_matrices=False)
-        # An axis and its opposite are equally good; take the one whose largest part is positive.
+        # The sign of an axis is arbitrary; makes its largest component positive.
         largest = np.abs(right).argmax(axis=1, keepdims=True)
         reduced = left * sizes * np.sign(np.take_along_axis(right, largest, axis=1)).T
-        # scikit-learn's t-SNE crashes where all vectors are equal but for rounding.
+        # scikit-learn's t-SNE crashes if all vectors are equal up to rounding.
         equal = sizes[0] <= 1e-6 * np.linalg.norm(vectors)
         if len(reduced) < _TSNE_FROM or len(sizes) < 2 or equal:
             return np.pad(reduced, ((0, 0), (0, 2)))[:, :2]
-        perplexity = min(30, len(reduced) // 5)  # neighbors that count
+        perplexity = min(30, len(reduced) // 5)  # effective number of neighbors
         tsne = TSNE(init="pca", perplexity=perplexity, random_state=0)
         return tsne.fit_transform(reduced[:, :_PCA_SIZE])
 
@@ -272,7 +275,7 @@ def _words(text: str) -> list[str]:
 
 
 def _facts(content: Content) -> list[tuple[str, int]]:
-    """What stands first on the page."""
+    """Return the key figures at the top of the page."""
     return [
         ("documents read", sum(content.lengths_before.values())),
         ("documents kept", sum(content.lengths_after.values())),
@@ -284,8 +287,12 @@ def _facts(content: Content) -> list[tuple[str, int]]:
 
 
 def _stage_table(counts: Iterable[Count]) -> tuple[list[str], list[tuple[str, list[int]]]]:
-    """Sources, and for each `what` its number in each of them and in all; the source "" is part of
-    all alone."""
+    """Make the table of a stage.
+
+    Returns:
+      Sorted sources, and for each `what` its number per source and in total. Counts of source ""
+      appear only in the total.
+    """
     numbers: dict[str, Counter[str]] = defaultdict(Counter)
     for count in counts:
         numbers[count["what"]][count["source"]] += count["number"]
@@ -320,7 +327,10 @@ def _names(what: str, names: Sequence[str]) -> Names:
 
 
 def _beginning(text: str) -> str:
-    """On one line; a few times the length is looked at, as white space may be long."""
+    """Return the beginning of a text on one line.
+
+    Looks at 5 times the characters shown, because runs of white space shrink.
+    """
     return _cut(" ".join(text[: 5 * EXAMPLE_CHARACTERS].split()), EXAMPLE_CHARACTERS)
 
 
@@ -329,7 +339,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def _plots(content: Content) -> dict[str, Markup]:
-    """Name -> SVG, of what there is to draw."""
+    """Return name -> SVG for the plots that have data."""
     before, after = content.lengths_before, content.lengths_after
     plots: dict[str, Callable[[Axes], None]] = {}
     if content.funnel:
@@ -355,17 +365,17 @@ def _plots(content: Content) -> dict[str, Markup]:
 
 
 def _svg(draw: Callable[[Axes], None], size: tuple[float, float], name: str) -> Markup:
-    """A picture as an <svg> element without a size of its own; the same wherever it is drawn."""
+    """Draw a plot as an <svg> element without a fixed size; the bytes do not vary between runs."""
     buffer = io.StringIO()
     with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
-        # Text is measured in DejaVu Sans, which lacks some letters that the browser's fonts have.
+        # matplotlib measures text in DejaVu Sans, which lacks some letters of the browser's fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.add_subplot())
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     svg = buffer.getvalue().replace(_INK, "currentColor")
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # the same in every picture, and of no use
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # ids would repeat between the plots of the page
     view = re.search(r'viewBox="[^"]*"', svg)
     head = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {view and view[0]} role="img"'
     body = svg[svg.index(">", svg.index("<svg")) :]
@@ -386,7 +396,7 @@ def _draw_funnel(axes: Axes, funnel: Sequence[tuple[str, int]]) -> None:
 
 
 def _draw_log(axes: Axes, series: Mapping[str, Mapping[int, int]], x: str, y: str) -> None:
-    """Histograms over whole decades, ten bins each; zeros count as 1."""
+    """Draw histograms with log bins, ten per decade over whole decades; zeros count as 1."""
     found = {name: numbers for name, numbers in series.items() if numbers}
     values = {name: np.maximum(list(numbers), 1) for name, numbers in found.items()}
     first = int(np.floor(np.log10(min(numbers.min() for numbers in values.values()))))
@@ -404,7 +414,7 @@ def _draw_log(axes: Axes, series: Mapping[str, Mapping[int, int]], x: str, y: st
 
 
 def _draw_components(axes: Axes, components: Mapping[int, int]) -> None:
-    """Bars for sizes of 1, 2, 3 to 4, 5 to 8 and so on; heights on a log axis."""
+    """Draw bars for sizes 1, 2, 3 to 4, 5 to 8 and so on, with heights on a log axis."""
     heights: Counter[int] = Counter()
     for size, number in components.items():
         heights[(size - 1).bit_length()] += number
@@ -426,7 +436,7 @@ def _draw_components(axes: Axes, components: Mapping[int, int]) -> None:
 
 
 def _draw_sizes(axes: Axes, cluster_sizes: Mapping[str, np.ndarray]) -> None:
-    """A bar a size, or 30 bars over wide ranges; pools upon each other."""
+    """Draw one bar per size, or at most 30 bars for wide ranges, with the pools stacked."""
     pools = sorted(pool for pool, sizes in cluster_sizes.items() if len(sizes))
     sizes = [np.asarray(cluster_sizes[pool]) for pool in pools]
     first, last = min(s.min() for s in sizes), max(s.max() for s in sizes)
@@ -448,13 +458,13 @@ def _count_axis(axes: Axes, name: str) -> None:
 
 
 def _legend(axes: Axes, names: int) -> None:
-    """Below the plot, where it hides nothing; one name needs none."""
+    """Add a legend below the plot, where it hides nothing, if there are several names."""
     if names > 1 and axes.figure is not None:
         axes.figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
 
 
 def _draw_map(axes: Axes, content: Content) -> None:
-    """A point a cluster; the commonest labels first, with colors, the others gray."""
+    """Draw one point per cluster; the most common labels get colors, the others are gray."""
     rows = sorted(range(len(content.map_ids)), key=lambda row: content.map_ids[row])
     ids = [content.map_ids[row] for row in rows]
     labels = np.asarray([content.map_labels[row] for row in rows])
@@ -479,8 +489,10 @@ def _draw_map(axes: Axes, content: Content) -> None:
 def _name_points(
     axes: Axes, ids: Sequence[str], points: np.ndarray, topics: Sequence[Topic]
 ) -> None:
-    """Rings around the points of topics, with their first terms; from the top, each term is moved
-    down until it is a line below those beside it."""
+    """Draw rings around the points of topics, labeled with their first terms.
+
+    From the top, each label is moved down until it is one line below the labels next to it.
+    """
     terms = {topic.cluster: topic.terms[0] for topic in topics if topic.terms}
     width, line = np.ptp(points, axis=0) * (0.16, 0.032)
     named = [(points[row], terms[id]) for row, id in enumerate(ids) if id in terms]

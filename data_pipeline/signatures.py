@@ -1,14 +1,14 @@
-"""What near-equal texts have in common: shingles, MinHash signatures and the keys of their bands.
+"""MinHash: shingles, signatures and band keys, which find near-equal texts.
 
-1. A text is lower-cased and cut into tokens: runs of letters, digits and "_"; each Han, kana or
+1. A text is lower-cased and cut into tokens: runs of letters, digits and "_". Each Han, kana or
    Hangul character is a token of its own, because such texts have no spaces.
-2. Its shingles are the 64-bit hashes of all runs of W consecutive tokens. Two texts are as near as
-   the Jaccard similarity of their sets of shingles.
-3. A signature has the least value of the set under each of P random permutations (datasketch). In
-   a place two signatures are equal with a probability that is the Jaccard similarity J.
-4. Cut into B bands of R = P / B rows, two signatures share a band with probability
-   1 - (1 - J^R)^B: 0.99 for 16 bands of 8 rows at J = 0.85. Texts that share the key of a band are
-   candidates, to be compared exactly.
+2. Its shingles are the 64-bit hashes of all runs of W consecutive tokens. The similarity of two
+   texts is the Jaccard similarity J of their sets of shingles.
+3. A signature holds the minimum of the set under each of P random permutations (datasketch). Two
+   signatures agree at a position with probability J.
+4. A signature is cut into B bands of R = P / B values. Two signatures share a band with probability
+   1 - (1 - J^R)^B: 0.99 for 16 bands of 8 values at J = 0.85.
+5. Texts that share a band key are candidates and are compared exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _CJK = (
     "\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff66-\uffdc\U00020000-\U000323af"
 )
 _TOKEN = re.compile(rf"[^\W{_CJK}]+|(?=\w)[{_CJK}]")
-# Odd numbers with as many ones as zeros; multiplying by one mixes low bits into high ones.
+# Odd numbers with as many one bits as zero bits. Multiplication by them mixes low bits into high
+# bits.
 _MIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 _SHIFT = np.uint64(32)
 # A signature's intermediate array is [shingles, permutations]: 512 KiB at 128 permutations.
@@ -33,21 +34,22 @@ _CHUNK = 1024
 
 
 def tokens(text: str) -> list[str]:
-    """The lower-cased tokens of a text, in order."""
+    """Return the lower-cased tokens of a text, in order."""
     return _TOKEN.findall(text.lower())
 
 
 def shingles(text: str, words: int) -> np.ndarray:
-    """The set of a text's shingles.
+    """Compute the set of a text's shingles.
 
-    A text of fewer than `words` tokens is one shingle of them all; one without a token (of signs
-    alone) is one shingle of its characters.
+    A text of fewer than `words` tokens has one shingle of all its tokens. A text without tokens,
+    such as punctuation only, has one shingle of its characters.
 
     Args:
-      words: consecutive tokens in a shingle, at least 1.
+      text: The text.
+      words: Number of consecutive tokens in a shingle, at least 1.
 
     Returns:
-      uint64 [n], sorted, without repetitions, n >= 1.
+      Shingles, uint64 [n], sorted and distinct, n >= 1.
     """
     hashes = np.array([_hash(token) for token in tokens(text) or [text]], np.uint64)
     width = min(words, len(hashes))
@@ -59,9 +61,17 @@ def shingles(text: str, words: int) -> np.ndarray:
 
 
 def signature(shingles: np.ndarray, permutations: int, seed: int) -> np.ndarray:
-    """The MinHash signature of a set of shingles: uint32 [permutations].
+    """Compute the MinHash signature of a set of shingles.
 
-    The shingles' upper 32 bits are what is permuted.
+    The upper 32 bits of each shingle are permuted.
+
+    Args:
+      shingles: Result of `shingles`, uint64 [n].
+      permutations: Number of permutations.
+      seed: Seed of the permutations.
+
+    Returns:
+      Signature, uint32 [permutations].
     """
     made = MinHash(
         permutations,
@@ -77,11 +87,14 @@ def signature(shingles: np.ndarray, permutations: int, seed: int) -> np.ndarray:
 
 
 def band_keys(signature: np.ndarray, bands: int) -> np.ndarray:
-    """A hash of each band of a signature, and of the band's number: uint64 [bands].
+    """Hash each band of a signature together with the band's number.
 
     Args:
-      signature: uint32 [permutations].
-      bands: a divisor of the number of permutations.
+      signature: Result of `signature`, uint32 [permutations].
+      bands: Number of bands; divides the number of permutations.
+
+    Returns:
+      Band keys, uint64 [bands].
     """
     rows = signature.reshape(bands, -1).astype(np.uint64)
     mixed = np.arange(bands, dtype=np.uint64)
@@ -91,13 +104,13 @@ def band_keys(signature: np.ndarray, bands: int) -> np.ndarray:
 
 
 def jaccard(a: np.ndarray, b: np.ndarray) -> float:
-    """Size of the intersection over that of the union of two sorted arrays without repetitions."""
+    """Compute the Jaccard similarity of two sets: arrays [n] and [m] of distinct values."""
     both = len(np.intersect1d(a, b, assume_unique=True))
     return both / (len(a) + len(b) - both)
 
 
 def _step(mixed: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Takes one more value into each hash; one-to-one in either argument."""
+    """Mix one more value into each hash; one-to-one in either argument."""
     mixed = (mixed ^ values) * _MIX[0]
     mixed = (mixed ^ (mixed >> _SHIFT)) * _MIX[1]
     return (mixed ^ (mixed >> _SHIFT)) * _MIX[2]

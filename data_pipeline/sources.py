@@ -1,14 +1,14 @@
-"""Reading: from files wherever they lie to filtered documents.
+"""Reads files of local or remote sources and yields filtered documents.
 
-1. The driver lists the files of each source, in the order of their places. A listing says what a
-   build was made from.
-2. Workers take a file each; a Parquet file is shared out by its row groups, so that one file of
-   millions of rows keeps many of them busy.
-3. A file's text, or each of its rows, is a document, or several where a source is cut at chapters.
-   Files of many rows are streamed: a line, or some rows of a row group, are in memory at a time.
-4. Files and rows of no use are counted with their reason, and named. Nothing that a file holds
-   stops a build.
-5. What was read is filtered at once, so what goes is never written.
+1. The driver lists the files of each source, sorted by place. The listing records the inputs of a
+   build.
+2. A worker reads one file at a time. Parquet files are split into row groups, so that one file with
+   millions of rows keeps many workers busy.
+3. A file's text, or each of its rows, is one document, or several if the source is cut at chapters.
+   Files with many rows are streamed: one line, or some rows of a row group, are in memory at once.
+4. Unusable files and rows are counted by reason and listed by place. No content of a file stops a
+   build.
+5. Documents are filtered in the same stage, so that rejected ones are never written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WHOLE: Mapping[str, Callable[[bytes], list[Row]]] = {
     ".pdf": layouts.read_pdf,
     ".json": layouts.read_docmath,
 }
-LINES = {".jsonl": "", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}  # with their compression
+LINES = {".jsonl": "", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}  # suffix -> compression
 LAYOUTS = {
     "folder": (".txt", ".md", ".html", ".htm", ".pdf", *LINES, ".parquet"),
     "ultra_fineweb": (".parquet",),
@@ -49,33 +49,36 @@ LAYOUTS = {
     "json": (".json", ".jsonl"),
 }
 SPLITS = ("", "chapters")
-NAMED_ROWS = 100  # of no use, of a file or row group, that are named; all are counted
-CHUNK = 1 << 20  # bytes that are hashed at a time
-# What a file system says of a file's version, best first: of its bytes, then of its time.
+NAMED_ROWS = 100  # unusable rows listed per file or row group; all of them are counted
+CHUNK = 1 << 20  # bytes hashed at a time
+# Keys of fsspec's file info that give a file's version, best first: content hash, then time.
 VERSIONS = ("md5Hash", "etag", "ETag", "generation", "mtime", "updated", "LastModified", "created")
 
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """Where documents come from, and what they are for.
+    """Source of documents.
 
     Attributes:
-      path: a file, a folder (searched to its leaves; links to folders are not followed) or a glob;
-        local or any URL that fsspec opens ("gs://...", "s3://...").
-      layout: "folder": every .txt, .md, .html, .pdf, .jsonl (also .gz, .zst) and .parquet file;
-        "ultra_fineweb": Parquet with the columns `text` and `quality`, both needed; "docmath":
-        DocMath-Eval's JSON, the paragraphs of each question; "json": .json and .jsonl files of any
-        nesting, every text in a field `text` (layouts.field_texts).
-      tasks: one or more of TASKS that its documents may serve.
-      split: "chapters": a text is cut at its chapter headings; "": it stays whole.
-      together: the pieces of a document are clustered with each other alone, so that a cluster is
-        (part of) one report, as DocMath's are in the paper.
-      text, quality: fields of a row that hold its text ("text" is used where there is none of this
-        name) and its score.
-      max_file_bytes: of files that are read whole, and of a line of a .jsonl file; larger ones are
-        counted and passed over.
-      max_characters: instead of the filter's; 0: the filter's.
-      min_quality, languages: instead of the filter's; None: the filter's.
+      path: File, folder (searched recursively; links to folders are not followed) or glob; local or
+        any URL that fsspec opens ("gs://...", "s3://...").
+      layout: Format of the files:
+        "folder": every .txt, .md, .html, .pdf, .jsonl (also .gz, .zst) and .parquet file;
+        "ultra_fineweb": Parquet with the columns `text` and `quality`, both required;
+        "docmath": DocMath-Eval's JSON, the paragraphs of each question;
+        "json": .json and .jsonl files of any nesting, every text in a field `text`
+          (layouts.field_texts).
+      tasks: Tasks that the documents may serve, one or more of TASKS.
+      split: "chapters" to cut a text at its chapter headings, "" to keep it whole.
+      together: Whether the pieces of a document are clustered only with each other. A cluster is
+        then (part of) one report, as for DocMath in the paper.
+      text: Name of the field or column with a row's text; if it is missing, "text" is used.
+      quality: Name of the field or column with a row's score.
+      max_file_bytes: Largest size in bytes of a file that is read whole, and of a line of a .jsonl
+        file. Larger ones are counted and skipped.
+      max_characters: Override of the filter's max_characters; 0 for none.
+      min_quality: Override of the filter's min_quality; None for none.
+      languages: Override of the filter's languages; None for none.
     """
 
     path: str
@@ -113,14 +116,14 @@ class SourceConfig:
 
     @property
     def strict(self) -> bool:
-        """Whether every row needs a score."""
+        """Whether every row must have a score."""
         return self.layout == "ultra_fineweb"
 
     def filter(self, base: FilterConfig) -> FilterConfig:
-        """`base` with what this source has instead.
+        """Return `base` with this source's overrides.
 
         Raises:
-          ValueError: the two do not go together.
+          ValueError: if an override is invalid together with `base`.
         """
         instead: dict[str, Any] = {}
         if self.max_characters:
@@ -133,14 +136,14 @@ class SourceConfig:
 
 
 class Listed(TypedDict):
-    """A file to be read.
+    """File to read.
 
     Attributes:
-      source: name in the config.
-      url: what fsspec opens.
-      place: relative to the source's path.
-      size: bytes; 0 where the file system does not say.
-      version: changes when the file does; "" where the file system does not say.
+      source: Name of the source in the config.
+      url: URL that fsspec opens.
+      place: Path relative to the source's path.
+      size: Size in bytes; 0 if the file system does not report it.
+      version: String that changes when the file changes; "" if the file system reports none.
     """
 
     source: str
@@ -151,11 +154,13 @@ class Listed(TypedDict):
 
 
 class Piece(TypedDict):
-    """Work for one worker: a file, or a row group of a Parquet file.
+    """Unit of work: a file, or a row group of a Parquet file.
 
     Attributes:
-      columns: of the Parquet file, as layouts.parquet_groups has them; []: it is another file.
-      group, first: number of the row group, and of its first row in the file.
+      file: The file.
+      columns: Columns of the Parquet file, from layouts.parquet_groups; [] for other files.
+      group: Number of the row group.
+      first: Number of the group's first row in the file.
     """
 
     file: Listed
@@ -168,19 +173,25 @@ class Piece(TypedDict):
 
 
 def list_files(name: str, source: SourceConfig) -> list[Listed]:
-    """The files of a source, by place. Files of other types are among them, hidden ones are not.
+    """List the files of a source, sorted by place.
+
+    Includes files of unsupported types, which are counted later, but no hidden files.
+
+    Args:
+      name: Name of the source in the config.
+      source: The source.
 
     Raises:
-      FileNotFoundError: there is nothing at its path.
-      ValueError: no file can be read in its layout; or its path, or a folder below it, cannot be
-        opened, be it for want of a package or of permission.
+      FileNotFoundError: if no file exists at the path.
+      ValueError: if no file has a type of the layout, or if the path or a folder below it cannot be
+        opened, such as for lack of a package or of permission.
     """
     where = f"sources.{name}.path = {source.path!r}"
     try:
         system, path = fsspec.url_to_fs(source.path)
         system.invalidate_cache()
         root, found = _find(system, path)
-    except Exception as error:  # each file system has its own
+    except Exception as error:  # each file system raises its own exceptions
         raise ValueError(f"{where}: cannot be opened, {describe(error)}") from error
     if not found:
         raise FileNotFoundError(f"{where}: no such file, or no file in it")
@@ -206,7 +217,7 @@ def list_files(name: str, source: SourceConfig) -> list[Listed]:
 
 
 def _find(system: Any, path: str) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The folder that places are relative to, and path -> info of the files."""
+    """Return the folder that places are relative to, and path -> file info."""
     if system.isfile(path):
         return path.rpartition("/")[0], {path: system.info(path)}
     if system.isdir(path):
@@ -220,9 +231,9 @@ def _find(system: Any, path: str) -> tuple[str, dict[str, dict[str, Any]]]:
 def _below(system: Any, path: str) -> dict[str, dict[str, Any]]:
     if not isinstance(system, LocalFileSystem):
         return system.find(path, detail=True)
-    # `find` would pass over a local folder that may not be read in silence.
+    # `find` silently skips local folders without read permission.
     found, folders = {}, [path]
-    for folder in folders:  # grows
+    for folder in folders:  # the list grows during the loop
         for info in system.ls(folder, detail=True):
             if info["type"] != "directory":
                 found[info["name"]] = info
@@ -232,18 +243,21 @@ def _below(system: Any, path: str) -> dict[str, dict[str, Any]]:
 
 
 def _is_meant(file: str, root: str, info: Mapping[str, Any]) -> bool:
-    """Neither hidden nor a folder, nor a pipe, which would be waited for without end."""
+    """Return whether to read a path: not hidden, no folder, and no pipe, which would block."""
     hidden = any(part.startswith(".") for part in file.removeprefix(root).split("/"))
     return not hidden and (info["type"] == "file" or bool(info.get("islink")))
 
 
 def _writable(text: str) -> str:
-    """A name that is no UTF-8 is changed: its file will be counted as unreadable, and named."""
+    """Replace characters that UTF-8 cannot encode.
+
+    A file whose name changes is later counted and listed as unreadable.
+    """
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _suffix(place: str) -> str:
-    """Of .jsonl.gz both parts."""
+    """Return the lower-cased suffix of a file, with both parts of .jsonl.gz and .jsonl.zst."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(place).suffixes]
     both = "".join(suffixes[-2:])
     return both if both in LINES else "".join(suffixes[-1:])
@@ -258,18 +272,20 @@ def make_read(
     sources: Mapping[str, SourceConfig],
     filter: FilterConfig,
 ) -> dict[str, beam.PCollection]:
-    """Files to filtered documents.
+    """Read files and filter their documents.
 
     Args:
-      listed: of all sources together.
-      sources: by the names in `listed`.
-      filter: for all sources; each may have some of it otherwise.
+      pipeline: Pipeline to extend.
+      listed: Files of all sources.
+      sources: Source name -> source.
+      filter: Conditions on documents, before the overrides of each source.
 
     Returns:
-      "documents"; "files" that were read; "removed": files, rows, and documents whose predicate
-      failed; "counts": events (what, source), what being "files read", "files skipped: REASON",
-      "row groups skipped: REASON", "rows skipped: REASON", "documents read", "documents kept",
-      "documents removed: REASON".
+      PCollections by table: "documents"; "files" that were read; "removed", with unusable files and
+      rows, and documents whose predicate raised; "counts", events (what, source), where `what` is
+      "files read", "files skipped: REASON", "row groups skipped: REASON", "rows skipped: REASON",
+      "documents read", "documents kept", "documents removed: REASON", "characters read = N" or
+      "characters kept = N".
     """
     configs = {name: source.filter(filter) for name, source in sources.items()}
     split = (
@@ -301,7 +317,7 @@ def make_read(
 
 
 def _split(listed: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
-    """Pieces of a file; a Parquet file is hashed here, for it has many readers."""
+    """Yield the pieces of a file; a Parquet file is hashed here, because many workers read it."""
     source, suffix = sources[listed["source"]], _suffix(listed["place"])
     if suffix not in LAYOUTS[source.layout]:
         yield from _skip(listed, "of another type", suffix or "no suffix")
@@ -327,7 +343,7 @@ def _split(listed: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
 
 
 def _read(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
-    """Documents of a piece."""
+    """Yield the documents of a piece."""
     listed = piece["file"]
     source, suffix = sources[listed["source"]], _suffix(listed["place"])
     try:
@@ -342,7 +358,7 @@ def _read(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
                 hashed = _Hashed(file)
                 lines = _uncompressed(hashed, LINES[suffix])
                 rows = layouts.json_rows(lines, source.text, source.quality, source.max_file_bytes)
-                yield from _documents(rows, listed, source)  # to the last byte
+                yield from _documents(rows, listed, source)  # hashes to the last byte
             yield from hashed.record(listed)
         else:
             data = _fetch(listed, source.max_file_bytes)
@@ -396,11 +412,12 @@ def _removed(reason: str, source: str, place: str, because: str) -> TaggedOutput
 
 @contextmanager
 def _open(listed: Listed) -> Iterator[BinaryIO]:
-    # The file system is named rather than found by the URL: "::" in a name would be a chain to it.
+    # Selects the file system by protocol, because fsspec.open takes "::" in a file name for a chain
+    # of file systems.
     try:
         system = fsspec.filesystem(listed["url"].partition("://")[0])
         file = system.open(listed["url"], "rb")
-    except Exception as error:  # each file system has its own
+    except Exception as error:  # each file system raises its own exceptions
         raise Unusable("unreadable", describe(error)) from error
     with file:
         yield file
@@ -420,13 +437,16 @@ def _fetch(listed: Listed, limit: int) -> bytes:
 
 
 def _uncompressed(stream: io.RawIOBase, compression: str) -> BinaryIO:
-    """Buffered; Arrow's streams refuse what breaks off, which others take for the end."""
+    """Return a buffered, decompressed stream.
+
+    Uses Arrow because its streams raise on a truncated file; others take it for the end.
+    """
     raw: Any = pa.CompressedInputStream(stream, compression) if compression else stream
     return io.BufferedReader(raw, CHUNK)
 
 
 class _Hashed(io.RawIOBase):
-    """A stream that knows the hash of what was read from it."""
+    """Stream that hashes the bytes read from it."""
 
     def __init__(self, stream: BinaryIO):
         self._stream = stream
@@ -444,7 +464,7 @@ class _Hashed(io.RawIOBase):
         return len(data)
 
     def drain(self) -> None:
-        """Reads what is left."""
+        """Read and hash the remaining bytes."""
         buffer = memoryview(bytearray(CHUNK))
         try:
             while self.readinto(buffer):
@@ -453,7 +473,7 @@ class _Hashed(io.RawIOBase):
             raise Unusable("unreadable", describe(error)) from error
 
     def record(self, listed: Listed) -> Iterator[TaggedOutput]:
-        """That the file was read."""
+        """Yield the outputs that record the file as read: an event and a File."""
         yield TaggedOutput("counts", ("files read", listed["source"]))
         record = File(
             source=listed["source"],

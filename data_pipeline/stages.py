@@ -1,13 +1,13 @@
-"""Stages: one Beam pipeline after the other, each from finished tables to finished tables.
+"""Resumable stages: a sequence of Beam pipelines from finished tables to finished tables.
 
-1. A stage has a folder OUT/stages/NAME. Its tables are Parquet files; done.json, written last, says
-   that they are complete, what they were made from (`fingerprint`) and what was counted.
-2. A stage whose done.json has the right fingerprint is not run again: a build that was stopped goes
-   on behind its last finished stage, and one with another setting begins at the first stage that
-   the setting is about.
-3. Any other folder is emptied first, so nothing of an unfinished run is ever read.
-4. Between stages nothing is held in memory. On one machine that is what bounds the memory that
-   FnApiRunner, which shuffles in memory, needs.
+1. A stage has a folder OUT/stages/NAME. Its tables are Parquet files. done.json, written last,
+   marks them as complete; it has the `fingerprint` of inputs and settings, and the counts.
+2. A stage whose done.json has the right fingerprint is skipped. So an interrupted build resumes
+   after its last finished stage, and a build with a changed setting starts at the first stage that
+   uses the setting.
+3. The folder of any other stage is emptied first, so files of an unfinished run are never read.
+4. No data stays in memory between stages. On one machine this bounds the memory of FnApiRunner,
+   which shuffles in memory.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from apache_beam.runners.portability.portable_runner import PortableRunner
 from data_pipeline.records import SCHEMAS, Count, digest, is_sized, size_of, sized
 
 DONE = "done.json"
-BATCH = 256  # records of a table that are looked at at once: some 20 MB of clusters
+BATCH = 256  # records of a table in memory at once: about 20 MB of clusters
 Tables = dict[str, Any]  # PCollections by table name
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Done:
-    """A finished stage.
+    """Finished stage.
 
     Attributes:
-      counts: sorted by what was counted, then by source.
-      seconds: that it took; 0.0 if it was there already.
+      name: Name of the stage.
+      fingerprint: Hash of its settings and inputs.
+      counts: Event counts, sorted by event, then by source.
+      seconds: Wall time of the stage; 0.0 if it was already finished.
     """
 
     name: str
@@ -50,18 +52,18 @@ class Done:
     seconds: float
 
     def count(self, what: str, source: str | None = None) -> int:
-        """Sum over sources, or of one."""
+        """Return the number of events `what`, for one source or summed over all."""
         return sum(
             c["number"] for c in self.counts if c["what"] == what and source in (None, c["source"])
         )
 
     @property
     def plain_counts(self) -> tuple[Count, ...]:
-        """Those that are no part of a distribution."""
+        """Counts that are not part of a distribution."""
         return tuple(count for count in self.counts if not is_sized(count["what"]))
 
     def histogram(self, what: str, source: str | None = None) -> dict[int, int]:
-        """Of what was counted by records.sized: number -> how often, in order."""
+        """Return value -> count, sorted by value, for events named by records.sized."""
         found: dict[int, int] = {}
         for count in self.counts:
             if is_sized(count["what"]) and source in (None, count["source"]):
@@ -72,14 +74,16 @@ class Done:
 
 
 class Stages:
-    """Runs stages in one folder with one runner."""
+    """Executor of stages in one folder with one Beam runner."""
 
     def __init__(self, folder: str, options: Sequence[str] = (), only_check: bool = False):
-        """Args:
-        folder: OUT/stages; local, or of any file system that Beam knows (gs://, s3://, ...).
-        options: Beam's own flags. "--runner=DirectRunner", the default, is FnApiRunner.
-        only_check: nothing is run or written: `run` builds a stage's graph for the runner, `read`
-          finds nothing.
+        """Store the folder and the options; run nothing.
+
+        Args:
+          folder: OUT/stages, local or on any file system that Beam supports (gs://, s3://, ...).
+          options: Beam's own flags. "--runner=DirectRunner", the default, is FnApiRunner.
+          only_check: Whether to run and write nothing. `run` then only builds a stage's graph for
+            the runner, and `read` returns no records.
         """
         self.folder = folder
         self.options = tuple(options)
@@ -93,15 +97,19 @@ class Stages:
         after: Sequence[Done] = (),
         **inputs: str,
     ) -> Done:
-        """Runs a stage, or finds it done.
+        """Run a stage, unless it is already finished.
 
         Args:
-          settings: JSON-able; all that the result depends on beside the stages before it.
-          make: called with a PCollection for each input, or where there is none with `pipeline`;
-            returns PCollections by table name (of records.SCHEMAS). "counts" are (what, source)
-            events, counted here.
-          after: the stages that the inputs come from.
-          inputs: argument of `make` -> "STAGE/TABLE".
+          name: Name of the stage and of its folder.
+          settings: All settings that the result depends on, JSON-serializable.
+          make: Function that builds the stage's graph. It gets one PCollection per input, or
+            `pipeline` if there are no inputs, and returns PCollections by table name (keys of
+            records.SCHEMAS). Its "counts" are (what, source) events, which are counted here.
+          after: Stages that the inputs come from.
+          **inputs: Argument name of `make` -> "STAGE/TABLE".
+
+        Returns:
+          The finished stage.
         """
         made_from = json.dumps([settings, [done.fingerprint for done in after]], sort_keys=True)
         fingerprint = digest(name, made_from)
@@ -127,18 +135,18 @@ class Stages:
         return Done(name, fingerprint, tuple(counts), seconds)
 
     def pipeline(self, name: str) -> beam.Pipeline:
-        """An empty pipeline for the runner of the options."""
+        """Create an empty pipeline for the runner in the options."""
         options = PipelineOptions([*self.options, f"--job_name=spell-{name}"])
         named = options.view_as(StandardOptions).runner
-        # The DirectRunner would first try to fetch another runner from the network.
+        # Beam's DirectRunner would first try to fetch another runner from the network.
         local = named is None or named.rpartition(".")[-1] == "DirectRunner"
         return beam.Pipeline(runner=FnApiRunner() if local else named, options=options)
 
     def check(self, pipeline: beam.Pipeline, name: str) -> None:
-        """Translates a graph as for a runner on other machines, and reads it back.
+        """Serialize a graph as for a remote runner, and parse it back.
 
-        Whatever cannot travel there (a function that cannot be pickled, a coder of no runner) is an
-        error here.
+        Raises an error if part of the graph cannot be sent to another machine, such as a function
+        that cannot be pickled or a coder that no runner has.
         """
         whole = pipeline.to_runner_api()
         beam.Pipeline.from_runner_api(whole, FnApiRunner(), PipelineOptions([]))
@@ -151,7 +159,7 @@ class Stages:
     def construct(
         self, pipeline: beam.Pipeline, name: str, make: Callable[..., Tables], inputs: Mapping
     ) -> None:
-        """Adds a stage to a pipeline: its inputs, what `make` does, its tables."""
+        """Add a stage to a pipeline: read its inputs, apply `make`, write its tables."""
         given: dict[str, Any] = {} if inputs else {"pipeline": pipeline}
         for argument, table in inputs.items():
             pattern = self._path(*table.split("/")) + "-*.parquet"
@@ -178,12 +186,13 @@ class Stages:
         columns: Sequence[str] | None = None,
         ids: Container[str] | None = None,
     ) -> list[dict[str, Any]]:
-        """Records of a finished "STAGE/TABLE", in any order; for what fits into memory.
+        """Read the records of a finished table into memory, in any order.
 
         Args:
-          columns: those that are wanted, also parts of one ("documents.list.element.source"); None:
+          table: "STAGE/TABLE".
+          columns: Columns to read, or parts of them ("documents.list.element.source"); None for
             all.
-          ids: those of the records that are wanted; None: all.
+          ids: Ids of the records to keep; None for all.
         """
         records = []
         for path in [] if self.only_check else self.files(table):
@@ -197,7 +206,7 @@ class Stages:
         return records
 
     def files(self, table: str) -> list[str]:
-        """The Parquet files of a "STAGE/TABLE", sorted."""
+        """Return the sorted paths of the Parquet files of a "STAGE/TABLE"."""
         pattern = self._path(*table.split("/")) + "-*.parquet"
         return sorted(found.path for found in FileSystems.match([pattern])[0].metadata_list)
 
@@ -209,7 +218,7 @@ class Stages:
             with FileSystems.open(path) as file:
                 record = json.loads(file.read())
             same = record["fingerprint"] == fingerprint
-        except (ValueError, KeyError, TypeError):  # it was being written when the build stopped
+        except (ValueError, KeyError, TypeError):  # incomplete: the build stopped while writing it
             return None
         return Done(name, fingerprint, tuple(record["counts"]), 0.0) if same else None
 

@@ -1,8 +1,9 @@
-"""Fills the report from finished stages: numbers from their counts, and a few clusters' texts.
+"""Fills the report from finished stages: their counts, and the texts of a few clusters.
 
-1. Counts give the tables, the funnel and all distributions, so that nothing large is read.
-2. The clusters on the map are those with the smallest ids, which are hashes: an even sample.
-3. Of each task the first few of these are shown with their terms and the beginnings of their texts.
+1. Tables, funnel and distributions come from the counts, so that no large table is read.
+2. The clusters on the map are those with the smallest ids. Ids are hashes, so this is a uniform
+   sample.
+3. The first few clusters of each task are shown with their terms and the beginnings of their texts.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from data_pipeline.records import Cluster, Removed
 from data_pipeline.report import MAP_POINTS, Content, Topic, top_terms, write_report
 from data_pipeline.stages import Done, Stages
 
-TOPICS = 8  # clusters of a task that are shown with their terms
-BACKGROUND = 200  # other clusters that tell how common a word is
+TOPICS = 8  # clusters per task that are shown with their terms
+BACKGROUND = 200  # other clusters, in which document frequencies of words are counted
 TERMS = 8
 
 
 def write(
     stages: Stages, done: Sequence[Done], clusters: str, out: str, manifest: Mapping[str, Any]
 ) -> None:
-    """Writes OUT/report.html.
+    """Write OUT/report.html.
 
     Args:
-      done: all stages that made the clusters, in order.
+      stages: Stages with all finished tables.
+      done: All stages that made the clusters, in order.
       clusters: "STAGE/TABLE" of Cluster with "task".
-      manifest: of the build.
+      out: Output folder of the build.
+      manifest: Manifest of the build, with "config" and "versions".
     """
     by_name = {stage.name: stage for stage in done}
     index = output.read_index(stages, clusters)
@@ -67,7 +70,7 @@ def write(
 def _topics(
     stages: Stages, clusters: str, index: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Topic], list[Cluster]]:
-    """The first clusters of each task by id, with what tells them from others."""
+    """Return the first clusters of each task by id: their topics, and the clusters themselves."""
     chosen: dict[str, list[str]] = defaultdict(list)
     for record in index:
         if len(chosen[record["task"]]) < TOPICS:
@@ -118,7 +121,7 @@ def _contamination(stages: Stages, done: Mapping[str, Done]) -> dict[str, list[s
 
 
 def _main_source(point: Mapping[str, Any]) -> str:
-    """The source of most documents; of equals the first by name."""
+    """Return the source of most documents of a cluster; the first by name on ties."""
     counts = Counter(document["source"] for document in point["documents"])
     return min(counts, key=lambda source: (-counts[source], source))
 

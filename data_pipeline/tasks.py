@@ -1,10 +1,10 @@
-"""Gives every task the same number of clusters.
+"""Assigns the same number of clusters to every task.
 
-1. A cluster may serve the tasks of its pool. `assign_tasks` finds the largest number that all tasks
-   can have at once, over all ways to share the pools out.
-2. How many clusters each pool gives to each task is a maximum flow from pools to tasks.
-3. Which clusters these are is decided by a hash of seed and id, whatever their order.
-4. All other clusters are left over: counted and removed.
+1. A cluster may serve the tasks of its pool. `assign_tasks` finds the largest number of clusters
+   that every task can get at once, over all ways to divide the pools.
+2. A maximum flow from pools to tasks gives the number of clusters per pool and task.
+3. A hash of seed and id selects the clusters, so their order does not matter.
+4. All other clusters are left over: they are counted and removed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TasksConfig:
-    """How clusters are shared out.
+    """Settings of the tasks stage.
 
     Attributes:
-      clusters_per_task: at most so many for each task; 0: as many as there are.
-      seed: of the choice of clusters.
-      tasks: that are wanted.
+      clusters_per_task: Largest number of clusters for each task; 0 for as many as possible.
+      seed: Seed of the selection of clusters.
+      tasks: Tasks to assign, some of TASKS.
     """
 
     clusters_per_task: int = 0
@@ -56,17 +56,18 @@ class TasksConfig:
 def assign_tasks(
     clusters: Mapping[str, str], config: TasksConfig
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """Shares clusters out to tasks.
+    """Assign clusters to tasks.
 
     Args:
-      clusters: id -> pool, which is names of tasks joined by "+".
+      clusters: Cluster id -> pool: task names joined by "+".
+      config: Number of clusters, seed and tasks.
 
     Returns:
-      id -> task, the same number for each task that has any cluster; and pool -> number of clusters
-      that are left over.
+      Cluster id -> task, with the same number of clusters for each task that any pool can serve;
+      and pool -> number of clusters left over.
 
     Raises:
-      ValueError: there are no clusters for any task, or too few for each task to have one.
+      ValueError: if no cluster serves any task, or if there are too few to give each task one.
     """
     sizes = Counter(clusters.values())
     pools = sorted(sizes)
@@ -94,7 +95,7 @@ def assign_tasks(
             for name, its_pool in clusters.items()
             if its_pool == pool
         )
-        chosen = np.repeat(tasks, row).tolist()  # the names, each as often as its share says
+        chosen = np.repeat(tasks, row).tolist()  # task names, repeated by their number of clusters
         assignment |= {name: task for (_, name), task in zip(ids, chosen, strict=False)}
         left_over[pool] = len(ids) - len(chosen)
     return assignment, left_over
@@ -103,18 +104,19 @@ def assign_tasks(
 def make_tasks(
     clusters: beam.PCollection, assignment: Mapping[str, str]
 ) -> dict[str, beam.PCollection]:
-    """Clusters that are used, with their task.
+    """Add the task to assigned clusters and remove the others.
 
-    Events of "counts": ("clusters", task), ("documents", source) of these; ("clusters left over",
-    pool), ("documents removed: left over", source).
+    Events of "counts":
+      ("clusters", task) and ("documents", source): assigned clusters and their documents;
+      ("clusters left over", pool) and ("documents removed: left over", source): the others.
 
     Args:
-      clusters: Cluster.
-      assignment: id -> task, of `assign_tasks`.
+      clusters: PCollection of Cluster.
+      assignment: Cluster id -> task, from `assign_tasks`.
 
     Returns:
-      PCollections by table: "tasks", which is Cluster with "task"; "removed", one for each document
-      of the others; "counts".
+      PCollections by table: "tasks", Cluster with "task"; "removed", one record per document of the
+      other clusters; "counts".
     """
     named: Any = clusters | "name tasks" >> beam.FlatMap(_name, dict(assignment)).with_outputs(
         "removed", "counts", main="tasks"
@@ -123,10 +125,10 @@ def make_tasks(
 
 
 def _most(sizes: Mapping[str, int], tasks: Sequence[str]) -> int:
-    """The largest number that all tasks can have at once.
+    """Return the largest number of clusters that every task can get at once.
 
-    By Hall's theorem it is limited by some set of tasks: by the clusters that can serve any of the
-    set, divided by the number of tasks in it.
+    By Hall's theorem it is the minimum over all sets of tasks of: the number of clusters that can
+    serve any task of the set, divided by the number of tasks in the set, rounded down.
     """
     limits = [
         sum(number for pool, number in sizes.items() if set(some) & set(pool.split("+")))
@@ -140,9 +142,12 @@ def _most(sizes: Mapping[str, int], tasks: Sequence[str]) -> int:
 def _shares(
     sizes: Sequence[int], pools: Sequence[str], tasks: Sequence[str], each: int
 ) -> np.ndarray:
-    """[pools, tasks]: how many clusters a pool gives to a task; columns sum to `each`.
+    """Compute the number of clusters that each pool gives to each task.
 
-    A flow from node 0 through pools, then tasks, to the last node.
+    Solves a maximum flow from node 0 through the pools, then the tasks, to the last node.
+
+    Returns:
+      int [pools, tasks]; columns sum to `each`.
     """
     first_task = 1 + len(pools)
     sink = first_task + len(tasks)

@@ -1,27 +1,27 @@
-"""Compiles what a run executes, for a TPU slice that is not there: does it fit, what does it move?
+"""Compile a run's programs for a TPU slice without having one; report memory and collectives.
 
-    python -m launch.aot --config=configs/qwen2_5_7b_instruct.py --topology=v5e-16 \
+    python -m launch.aot --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-16 \
         [--length=16384] [--phase=all] --policy=CONFIG.json [--layers=2] [--config.X=Y ...]
 
-1. The policy's shape is that of a Hugging Face config.json; there are no weights, and no array is
-   made: every argument is a shape with a placement.
-2. The trainer's own Learner and Sampler are built on the config's mesh, laid over the slice's
-   devices (topologies.py), and their jitted functions are lowered for prompts of --length tokens:
-   P = --length, with G = config.algorithm.group_size answers of S = config.sampler.max_tokens each,
-   so that a training row has P + G S tokens.
-3. Phases: "prefill", "decode", "logprob" (the learner's forward pass alone) and "update", which
-   is two programs, "accumulate" and "apply".
-4. Each is compiled, on any CPU, and described by one line of JSON. Bytes are per chip. What the
-   trainer holds beside a program's arguments (while it samples: masters and optimizer) is
-   "resident"; a program fits if it compiles and its peak and that go into the chip's memory
-   together. Collectives are counted as they stand in the program, with the bytes of their results
-   on one chip; those "in_loops" (the scan over layers, the tokens of an answer) are moved once a
-   pass of the loop.
-5. Copies of the policy (an anchor, a reference) count as resident; a model that has a section of
-   the config of its own (as reward_model) does not, nor are its programs compiled.
-6. The exit status is 0 if all fit, and 1 if one did not, after all were tried.
+1. The policy's architecture comes from a Hugging Face config.json. No weights are read and no
+   array is allocated: every argument is a shape with a sharding.
+2. The trainer's own Learner and Sampler are built on the config's mesh over the slice's devices
+   (topologies.py). Their jitted functions are lowered for P = --length prompt tokens and
+   G = config.algorithm.group_size answers of S = config.sampler.max_tokens tokens each. A training
+   row has P + G S tokens.
+3. The phases are "prefill", "decode", "logprob" (the learner's forward pass alone) and "update"
+   (two programs, "accumulate" and "apply").
+4. Each program is compiled, on any CPU, and described by one line of JSON, with bytes per chip.
+   "resident" is memory that the trainer holds besides the program's arguments, such as float32
+   master weights and optimizer state during sampling. A program fits if it compiles and its peak
+   plus "resident" is at most the chip's memory.
+5. Collectives are counted once per occurrence in the program, with the bytes of their results on
+   one chip. Those "in_loops" (the scan over layers, the tokens of an answer) run every iteration.
+6. Copies of the policy (frozen reader, KL reference) count as resident. A model with its own config
+   section, such as reward_model, is not counted and its programs are not compiled.
 
-Everything here was compiled only: nothing says how fast it runs.
+All programs are tried. The exit status is 0 if all fit, else 1. Programs are only compiled, so
+nothing here measures speed.
 """
 
 from __future__ import annotations
@@ -39,27 +39,28 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
 from launch import topologies
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy import int8, lora, transformer
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.model import find_folder, shape_policy
+from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, build
 from spell_jax.sampler import batching
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from spell_jax.sampler.scheduler import Scheduler
-from spell_jax.trainer import build as catalogue
 
 log = logging.getLogger("launch.aot")  # __name__ is __main__ when this is the entry
 
 PHASES = ("prefill", "decode", "logprob", "update")
-_SAID = 400  # letters of an error: a compiler's first words say how much memory was missing
+_SAID = 400  # characters kept of an error: the start of a compiler's message has the memory figures
 
 
-# ------------------------------------------------------------------------------- What is compiled
+# --------------------------------------------------------------------------------------- Programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +68,15 @@ class Program:
     """One jitted function with its abstract arguments.
 
     Attributes:
-      phase: one of PHASES.
-      name: the same, or the part of it.
-      tokens: shape of the token array that it reads, [rows, tokens].
-      resident: bytes per chip that the trainer holds meanwhile and that are not among `arguments`.
-      function: jitted.
-      arguments, options: positional ones (trees of jax.ShapeDtypeStruct) and static ones.
-      mesh: where it runs.
-      rules: logical axes, as the trainer sets them around the call.
+      phase: phase name, one of PHASES.
+      name: program name: the phase, or "accumulate" or "apply".
+      tokens: shape [rows, tokens] of the token array that the program reads.
+      resident: bytes per chip that the trainer holds meanwhile, not counting `arguments`.
+      function: jitted function.
+      arguments: positional arguments, trees of jax.ShapeDtypeStruct.
+      options: static keyword arguments.
+      mesh: mesh that the program runs on.
+      rules: logical axis rules that the trainer sets around the call.
     """
 
     phase: str
@@ -88,27 +90,31 @@ class Program:
     rules: meshes.Rules = meshes.RULES
 
     def trace(self) -> Any:
-        """jax.stages.Traced, as the trainer would trace it."""
+        """Trace the function under the trainer's mesh and axis rules (a jax.stages.Traced)."""
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(self.rules):
             return self.function.trace(*self.arguments, **self.options)
 
     def lower(self, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
-        """Lowered for the mesh's devices, or for other platforms ("tpu", from a CPU)."""
+        """Lower for the mesh's devices, or for other platforms (for example "tpu" from a CPU)."""
         traced = self.trace()
         with jax.set_mesh(self.mesh):
             return traced.lower(lowering_platforms=platforms)
 
 
 def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig:
-    """The policy's architecture as config.policy changes it, without tokenizer and weights.
+    """Read the policy's architecture, without tokenizer and weights, and apply config.policy.
 
     Args:
-      config: the run's.
-      path: a Hugging Face config.json; "": that of the folder config.policy.folder.
-      layers: another number of layers, above 0.
+      config: config of the run.
+      path: path of a Hugging Face config.json; "" means the one in config.policy.folder.
+      layers: number of layers L that replaces the policy's own; 0 keeps it.
+
+    Returns:
+      The architecture.
 
     Raises:
-      ValueError, FileNotFoundError: the file is not there or not understood.
+      ValueError: if a field of the file, or `layers`, is invalid.
+      FileNotFoundError: if the folder or the file does not exist.
     """
     section = config.policy
     if not path and section.folder != "tiny" and not pathlib.Path(section.folder).is_dir():
@@ -116,18 +122,18 @@ def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig
             f"policy.folder = {section.folder!r}: is no folder here; name a Hugging Face "
             "config.json by --policy, no weights are needed"
         )
-    file = pathlib.Path(path) if path else catalogue.find_policy(config) / "config.json"
+    file = pathlib.Path(path) if path else find_folder(config.policy) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"policy = {str(file)!r}: must be a Hugging Face config.json")
     policy = PolicyConfig.from_hf(file)
     if layers < 0:
         raise ValueError(f"layers = {layers}: must be 1 or more, or 0 for the policy's own")
-    policy = catalogue.shape_policy(section, policy)
+    policy = shape_policy(section, policy)
     return dataclasses.replace(policy, layers=layers or policy.layers)
 
 
 class Programs:
-    """The programs of a run, with shapes and placements in place of arrays."""
+    """The jitted programs of a run, with abstract sharded arguments instead of arrays."""
 
     def __init__(
         self,
@@ -137,17 +143,22 @@ class Programs:
         length: int,
         bucket: packing.Bucket | None = None,
     ):
-        """Checks the config's sections and builds Learner and Sampler.
+        """Check the config's sections and build Learner and Sampler.
 
-        Args: `bucket` is of training rows; None: a prompt of `length` tokens with its answers.
+        Args:
+          config: config of the run.
+          policy: architecture of the policy.
+          mesh: mesh over the slice's devices; may be abstract.
+          length: prompt tokens P, at least 1.
+          bucket: shape of the training rows; None means one prompt of P tokens with its answers.
 
         Raises:
-          ValueError: naming the field, its value and what would be right.
+          ValueError: if a field is invalid; the message has its name, its value and the remedy.
         """
         if length < 1:
             raise ValueError(f"length = {length}: must be 1 or more prompt tokens")
         sampling = build(SamplerConfig, config.sampler, "sampler")
-        layout = build(update.PackingConfig, config.packing, "packing")
+        layout = build(packing.PackingConfig, config.packing, "packing")
         optimizer = build(
             update.OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps
         )
@@ -166,7 +177,7 @@ class Programs:
             sampling.temperature,
             config.policy.compute_dtype,
         )
-        # Which tokens stop an answer does not change the program.
+        # Any stop token will do: which one it is does not change the program.
         self.sampler = Sampler(policy, dataclasses.replace(sampling, max_prompt=length), (0,), mesh)
         self.lane = self.sampler.shape.lane_of(self.group)
         shapes, axes = transformer.abstract_params(policy)
@@ -178,10 +189,13 @@ class Programs:
         self.state = self.learner.abstract_state()
 
     def of(self, phase: str) -> list[Program]:
-        """The programs of "all" or of one of PHASES.
+        """Return the programs of one phase.
+
+        Args:
+          phase: one of PHASES, or "all".
 
         Raises:
-          ValueError: there is no such phase.
+          ValueError: if the phase is unknown.
         """
         if phase != "all" and phase not in PHASES:
             raise ValueError(f"phase = {phase!r}: must be 'all' or one of {PHASES}")
@@ -203,7 +217,7 @@ class Programs:
         return [dataclasses.replace(made, options={"lane": self.lane}, rules=meshes.DECODE_RULES)]
 
     def _sampling(self, name: str, tokens: tuple[int, ...], function, batch) -> Program:
-        """A program of the sampler: weights, state, and the arrays of a call."""
+        """A sampler program; its arguments are weights, sampler state and the call's arrays."""
         state = jax.eval_shape(lambda: self.sampler.make_empty(self.learner.compute_dtype))
         state = meshes.with_sharding(state, self.sampler.shardings)
         played = self.sampler.abstract_params(self.played)
@@ -213,7 +227,7 @@ class Programs:
             meshes.with_sharding(batch, batching.shardings(self.mesh, batch)),
         )
         held = self._others() + bytes_per_chip(self.state)
-        if played is not self.played:  # whole kernels stay beside small ones
+        if played is not self.played:  # the full-precision kernels stay resident as well
             held += bytes_per_chip(int8.kernels(self.played))
         return self._program(name, name, tokens, function, arguments, held)
 
@@ -260,18 +274,21 @@ class Programs:
             tree, jax.tree.map(lambda _: meshes.replicated(self.mesh), tree)
         )
 
-    # --------------------------------------------------------- What else is held (train.py)
+    # ------------------------------------------------------------------- Resident memory
 
     def _others(self) -> int:
-        """Copies of the policy: float32 weights each. In the compute dtype there is only the model
-        that is asked, which is among a program's arguments (run.RolloutParams)."""
+        """Bytes per chip of the float32 copies of the policy (frozen reader, KL reference).
+
+        Only the model that answers exists in the compute dtype, and it is among a program's
+        arguments (RolloutParams in trainer/state.py).
+        """
         has_frozen_reader = self.config.algorithm.get("reference") == "frozen_reader"
         others = bool(self.learner.loss.kl_weight) + has_frozen_reader
         return others * bytes_per_chip(self.state.params)
 
 
 def bytes_per_chip(tree: Any) -> int:
-    """Bytes of a tree of placed shapes in one device's own memory."""
+    """Bytes of a tree of sharded shapes in one device's memory; host-offloaded leaves count 0."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -279,7 +296,7 @@ def bytes_per_chip(tree: Any) -> int:
     )
 
 
-# ------------------------------------------------------------------------------- What it moves
+# ------------------------------------------------------------------------------------ Collectives
 
 _KINDS = (
     "all-gather",
@@ -296,35 +313,48 @@ _CALLEE = re.compile(r"(calls|to_apply|body|condition|\w+_computation)=%?([\w.\-
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _LAYOUT_OR_COMMENT = re.compile(r"\{[^{}]*\}|/\*.*?\*/")
 _SHAPE = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
-# The fusions of a TPU program beside which a collective goes on, which name it again.
+# TPU fusions that overlap with a running collective. Their text names the collective again.
 _ONGOING = ("async_collective_fusion", "AsyncCollectiveDone")
 
 
 @dataclasses.dataclass
 class _Computation:
-    """One function of an HLO text."""
+    """One computation of an HLO text.
+
+    Attributes:
+      name: name of the computation.
+      collectives: (kind, bytes of the result on one device) of each collective in it.
+      callees: names of computations that it calls, loops apart.
+      loops: names of the bodies and conditions of its while loops.
+      result: bytes of its root on one device.
+      starts: whether an asynchronous collective starts in it.
+      goes_on: whether a collective that started elsewhere is named in it.
+    """
 
     name: str
-    collectives: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # kind, bytes
+    collectives: list[tuple[str, int]] = dataclasses.field(default_factory=list)
     callees: set[str] = dataclasses.field(default_factory=set)
-    loops: set[str] = dataclasses.field(default_factory=set)  # bodies and conditions it runs
+    loops: set[str] = dataclasses.field(default_factory=set)
     result: int = 0
     starts: bool = False
     goes_on: bool = False
 
 
 def collectives(text: str) -> dict[str, dict[str, int]]:
-    """Collectives of a compiled program's HLO text, by kind.
+    """Count the collectives in a compiled program's HLO text, by kind.
 
-    1. An asynchronous one counts once, where it starts. A TPU program names it again in every
-       fusion that runs meanwhile.
-    2. A TPU program may write a reduce-scatter as a fusion, named all-reduce-scatter, of an
-       all-reduce and a slice: it counts as what it is, with the bytes of the slice. Where the two
-       stand apart it is an all-reduce, as which it is run.
+    1. An asynchronous collective counts once, where it starts. A TPU program names it again in
+       every fusion that runs meanwhile.
+    2. A TPU program may express a reduce-scatter as a fusion, named all-reduce-scatter, of an
+       all-reduce and a slice. It counts as a reduce-scatter with the bytes of the slice. An
+       all-reduce followed by a separate slice runs, and counts, as an all-reduce.
+
+    Args:
+      text: HLO text of the compiled program.
 
     Returns:
-      For each kind: "count", "bytes" (of the results on one device) and "in_loops" (how many of
-      the count stand in a loop, or in what a loop calls).
+      Kind -> "count", "bytes" (of the results on one device) and "in_loops" (the part of the count
+      inside a loop or in a computation that a loop calls).
     """
     computations = _read(text)
     looped = _called(computations, set().union(*(c.loops for c in computations.values())))
@@ -343,7 +373,7 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
 
 
 def _read(text: str) -> dict[str, _Computation]:
-    """Computations by name."""
+    """Parse an HLO text into its computations, by name."""
     current = _Computation("")
     computations = {current.name: current}
     for line in text.splitlines():
@@ -367,7 +397,7 @@ def _read(text: str) -> dict[str, _Computation]:
 
 
 def _called(computations: dict[str, _Computation], names: set[str]) -> set[str]:
-    """These computations and all that they call, directly or not."""
+    """Return these computations and all that they call, directly or indirectly."""
     called, todo = set(names), list(names)
     while todo:
         one = computations.get(todo.pop())
@@ -378,14 +408,17 @@ def _called(computations: dict[str, _Computation], names: set[str]) -> set[str]:
 
 
 def _result_bytes(type_text: str, kind: str, starts: bool) -> int:
-    """Bytes of a collective's result; what starts one returns (operands, results, ...)."""
+    """Bytes of a collective's result.
+
+    An asynchronous start, all-reduce apart, returns a tuple (operands, results, ...).
+    """
     if not starts or kind == "all-reduce":
         return _type_bytes(type_text)
     return _type_bytes(_parts(type_text)[1])
 
 
 def _parts(tuple_text: str) -> list[str]:
-    """The elements of "(a, (b, c), d)"."""
+    """Split a tuple such as "(a, (b, c), d)" into its top-level elements."""
     parts, depth = [""], 0
     for letter in tuple_text[1:-1]:
         depth += {"(": 1, ")": -1, "[": 1, "]": -1}.get(letter, 0)
@@ -397,7 +430,7 @@ def _parts(tuple_text: str) -> list[str]:
 
 
 def _type_bytes(type_text: str) -> int:
-    """Bytes of all arrays named in a type, such as (bf16[2,8], f32[])."""
+    """Total bytes of the arrays in an HLO type such as (bf16[2,8], f32[])."""
     total = 0
     for name, bits, dims in _SHAPE.findall(type_text):
         sizes = [int(size.strip("<=")) for size in dims.split(",") if size]
@@ -405,15 +438,19 @@ def _type_bytes(type_text: str) -> int:
     return total
 
 
-# ------------------------------------------------------------------------------- What is printed
+# ----------------------------------------------------------------------------------------- Report
 
 
 def describe(program: Program, hbm: int) -> dict[str, Any]:
-    """Compiles a program; the line about it.
+    """Compile a program and describe it.
 
     Args:
-      program: what.
+      program: program to compile.
       hbm: bytes of a chip's memory that programs may use.
+
+    Returns:
+      A JSON-able line: phase, shapes, seconds, "fits", bytes per chip and collectives; or the
+      compiler's error.
     """
     line: dict[str, Any] = {"phase": program.phase, "program": program.name}
     line |= {"tokens": program.tokens, "fits": False}
@@ -423,7 +460,7 @@ def describe(program: Program, hbm: int) -> dict[str, Any]:
         line["lower_seconds"] = round(time.monotonic() - clock, 1)
         clock = time.monotonic()
         compiled = lowered.compile()
-    except Exception as error:  # whatever a compiler throws: the other phases are still tried
+    except Exception as error:  # compilers raise many types; the other programs must be tried
         if not isinstance(error, jax.errors.JaxRuntimeError):
             log.exception("%s", program.name)
         line["compile_seconds"] = round(time.monotonic() - clock, 1)
@@ -437,13 +474,13 @@ def describe(program: Program, hbm: int) -> dict[str, Any]:
 
 
 def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes on one chip; "peak" is the most that is there at once, arguments included."""
+    """Bytes on one chip by use; "peak" is the maximum at any time, arguments included."""
     stats: Any = compiled.memory_analysis()
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
     temporaries, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
     total = arguments + temporaries + outputs - aliased
-    # The compiler's own peak counts fast memory on the chip too, and the sum counts buffers that
-    # never live together: the smaller one is nearer.
+    # Both overestimate: the compiler's peak includes fast on-chip memory, and the sum includes
+    # buffers that are never live together. Take the smaller one.
     peak = min(getattr(stats, "peak_memory_in_bytes", 0) or total, total)
     return {
         "arguments": arguments,
@@ -455,7 +492,13 @@ def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
 
 
 def report(programs: list[Program], hbm: int, where: dict[str, Any]) -> bool:
-    """Prints a line a program, each with `where`; whether all of them fit."""
+    """Print one JSON line per program and return whether all programs fit.
+
+    Args:
+      programs: programs to compile.
+      hbm: bytes of a chip's memory that programs may use.
+      where: fields added to each line.
+    """
     fit = True
     for program in programs:
         line = describe(program, hbm)
@@ -465,15 +508,15 @@ def report(programs: list[Program], hbm: int, where: dict[str, Any]) -> bool:
 
 
 def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mesh:
-    """The config's mesh over the slice's devices, as the trainer would make it there.
+    """Make the config's mesh over the slice's devices, as the trainer would on that slice.
 
     Raises:
-      ValueError: it cannot be laid out.
+      ValueError: if the mesh axes do not map onto the slice's physical axes.
     """
     devices = topologies.devices(topology)
     try:
         return meshes.make_mesh(config.mesh, devices)
-    except NotImplementedError as error:  # jax.make_mesh's
+    except NotImplementedError as error:  # raised by jax.make_mesh
         raise ValueError(
             f"mesh = {dict(config.mesh)}: each axis must be a product of physical ones of "
             f"{topology.name}, which are {topology.shape}"
@@ -481,13 +524,15 @@ def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mes
 
 
 def prompt_length(config: Config, given: int | None) -> int:
-    """Prompt tokens P: those given, or the sampler's cap."""
+    """Prompt tokens P: `given`, or the sampler's cap if it is None."""
     return config.sampler.max_prompt if given is None else given
 
 
 def define_flags() -> None:
-    """What says which run on which slice. Called by an entry, so that one process may import
-    several."""
+    """Define the flags for a run on a slice.
+
+    Each entry point calls this, so that one process can import several of them.
+    """
     config_flags.DEFINE_config_file("config", None, "The run's configuration.")
     flags.DEFINE_string("topology", None, "The slice, such as v5e-16; topologies.py lists them.")
     flags.DEFINE_integer("length", None, "Prompt tokens P; by default the sampler's cap.")
@@ -500,16 +545,17 @@ def main(_) -> None:
     given = flags.FLAGS
     topology = topologies.find(given.topology)
     policy = read_policy(given.config, given.policy, given.layers)
-    # Such programs are not found again in the cache, and are large.
+    # These programs are large, and a later run would not hit them in the cache.
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = make_mesh(given.config, topology)
     length = prompt_length(given.config, given.length)
     programs = Programs(given.config, policy, mesh, length)
     where = {"topology": topology.name, "mesh": dict(mesh.shape), "layers": policy.layers}
+    entry.setup_done()
     sys.exit(0 if report(programs.of(given.phase), topology.hbm, where) else 1)
 
 
 if __name__ == "__main__":
     define_flags()
     flags.DEFINE_enum("phase", "all", ("all", *PHASES), "What is compiled.")
-    app.run(main)
+    entry.run_main(main)

@@ -1,20 +1,20 @@
-"""Would a run start, and what would it do? Said before any accelerator is asked for.
+"""Check a run's config and describe the run, before any accelerator is used.
 
     python -m launch.check --config=configs/NAME.py [--config.a.b=value ...] \
         [--topology=v5e-16] [--workdir=DIR]
 
-1. Every section of the config goes through the functions that the trainer checks it with, each for
-   itself: a mistake in one hides none in another.
-2. What several sections make together is looked at where they are right: policy, tokenizer and the
-   headers of its weights, the mesh over the topology's devices, sampler and rows on that mesh,
-   memory (plan.py), algorithm and data, and what is in the workdir.
-3. A topology is a slice of topologies.py, or cpu:N or gpu:N: N devices whose memory is not known.
-   Without one the mesh is laid over the fewest devices that it takes.
-4. A line a mistake says field, value and what would be right; the exit status is 1. If there is
-   none, a table says what the run would do; then come remarks on what is allowed, but perhaps not
-   meant; the exit status is 0.
+1. Each section of the config is checked on its own by the trainer's functions, so that a mistake
+   in one section does not hide a mistake in another.
+2. Sections that are valid are then checked together: policy, tokenizer and weight headers, the mesh
+   over the topology's devices, sampler and training rows on that mesh, memory (plan.py), algorithm
+   and data, and the contents of the workdir.
+3. A topology is a slice of topologies.py, or cpu:N or gpu:N for N devices of unknown memory. If
+   none is given, the mesh is laid over the fewest devices that it can use.
+4. Each mistake is printed as one line (field, value, remedy), and the exit status is 1.
+5. Without mistakes, a table describes the run, remarks point out settings that are allowed but may
+   be unintended, and the exit status is 0.
 
-What is computed for shapes is computed on this machine's CPU. Nothing is written.
+Shapes are computed on this machine's CPU. No file is written.
 """
 
 from __future__ import annotations
@@ -31,36 +31,41 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-from absl import app, flags
+from absl import flags
 from etils import epath
 from jax.sharding import AbstractMesh, AxisType
 from ml_collections import config_flags
 
 from configs import tiny
 from launch import plan, topologies
-from spell_jax import report
+from spell_jax import config as configs
 from spell_jax.algorithms import registry as registry
-from spell_jax.algorithms.base import RolloutBudget
+from spell_jax.algorithms.base import AlgorithmConfig, RolloutBudget
+from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data import built
+from spell_jax.data.config import GENERATED, DataConfig
 from spell_jax.learner import loss, packing, update
 from spell_jax.policy import int8, lora, safetensors, transformer, weights
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.runtime import hashes, paths
+from spell_jax.policy.model import find_folder, read_model
+from spell_jax.reporting.tables import EVALUATION_FILE
+from spell_jax.runtime import entry, hashes, paths
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.runtime.config import Config, build, changes
 from spell_jax.sampler import kv_cache
 from spell_jax.sampler.engine import SamplerConfig
-from spell_jax.trainer import build as catalogue
 from spell_jax.trainer import state as runs
+from spell_jax.trainer.build import make_algorithm, make_context
 
 T = TypeVar("T")
 
-# What a run's own functions raise over a config, over files, and where a library is missing.
+# Exceptions whose messages are meant for users: invalid config, file errors, missing library. Any
+# other exception of _MISTAKES is printed with its type.
 _SAID = (ValueError, OSError, ImportError)
 _MISTAKES = (*_SAID, TypeError, LookupError, AttributeError)
-# Of a device whose memory is not known.
+# Stands for the memory of a device of unknown memory.
 _ANY_MEMORY = sys.maxsize
 
 
@@ -68,10 +73,10 @@ _ANY_MEMORY = sys.maxsize
 
 
 class Attempts:
-    """Calls a run's own functions and keeps what they say against the config.
+    """Collector of the errors that the trainer's functions raise about a config.
 
     Attributes:
-      mistakes: "field = value: must be ...", in the order of the calls.
+      mistakes: lines such as "field = value: must be ...", in the order of the calls.
     """
 
     def __init__(self, config: Config):
@@ -79,8 +84,17 @@ class Attempts:
         self._config = config
 
     def __call__(self, field: str, make: Callable[..., T], *given: Any) -> T | None:
-        """make(*given); None where it raises, or where something given is None, for then the
-        mistake was before. `field` is at fault where a message does not begin with one."""
+        """Call make(*given) and record the error if it raises.
+
+        Args:
+          field: field to blame if the error message does not begin with one.
+          make: function to call.
+          *given: its arguments. A None argument means that an earlier step failed; `make` is then
+            not called.
+
+        Returns:
+          The result, or None if the call failed or was skipped.
+        """
         if any(value is None for value in given):
             return None
         try:
@@ -88,7 +102,7 @@ class Attempts:
         except _MISTAKES as error:
             said = str(error) if isinstance(error, _SAID) else repr(error)
             line = self._with_field(field, said)
-            if line not in self.mistakes:  # two functions may look at the same field
+            if line not in self.mistakes:  # two functions may check the same field
                 self.mistakes.append(line)
             return None
 
@@ -100,7 +114,7 @@ class Attempts:
 
 
 def _named(config: Config, field: str) -> str:
-    """A field by its dotted name with its value; a section without."""
+    """Format a field as "dotted.name = value", and a section as its name alone."""
     value = config
     for name in field.split("."):
         value = value.get(name, {})
@@ -109,19 +123,20 @@ def _named(config: Config, field: str) -> str:
 
 @dataclasses.dataclass
 class Checked:
-    """What was found out about a config; None where a mistake was in the way.
+    """Results of checking a config. A field is None if a mistake prevented its computation.
 
     Attributes:
-      config: as given.
-      mistakes: what would keep the run from starting, or from learning; lines.
-      remarks: what is allowed, but perhaps not meant; lines.
+      config: the given config.
+      mistakes: lines about errors that would stop the run from starting or from training.
+      remarks: lines about settings that are allowed but may be unintended.
       topology: devices that the mesh was laid over.
-      mesh: without devices.
-      sampling, layout: sections of the config.
-      policy: architecture, as the config changes it.
-      plan: memory, with the largest micro-batches that the run has.
-      workdir: None if none was given.
-      step: of the checkpoint that the run would resume; None: it would begin.
+      mesh: abstract mesh, without devices.
+      sampling: the config's sampler section.
+      layout: the config's packing section.
+      policy: architecture, with the config's changes.
+      plan: memory plan for the run's largest micro-batches.
+      workdir: folder of the run; None if none was given.
+      step: step of the checkpoint that the run would resume; None means a fresh start.
     """
 
     config: Config
@@ -130,47 +145,48 @@ class Checked:
     topology: topologies.Topology | None = None
     mesh: Any = None
     sampling: SamplerConfig | None = None
-    layout: update.PackingConfig | None = None
+    layout: packing.PackingConfig | None = None
     policy: PolicyConfig | None = None
     plan: plan.Plan | None = None
     workdir: epath.Path | None = None
     step: int | None = None
 
 
-# ------------------------------------------------------------------------------- What is looked at
+# ----------------------------------------------------------------------------------------- Checks
 
 
 def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
-    """Looks at a run's config and folders; touches no accelerator.
+    """Check a run's config and folders without touching an accelerator.
 
     Args:
-      config: as spell_jax.train takes it.
-      topology: such as "v5e-16", "cpu:8" or "gpu:8"; "": the fewest devices that the mesh takes.
-      workdir: the run's; "": there is none yet.
+      config: config for spell_jax.train.
+      topology: devices, such as "v5e-16", "cpu:8" or "gpu:8"; "" means the fewest devices that the
+        mesh can use.
+      workdir: folder of the run; "" means none yet.
+
+    Returns:
+      The mistakes, and everything that could be computed.
     """
     attempt = Attempts(config)
     found = Checked(config, attempt.mistakes)
     if "algorithm" not in config:
-        attempt.mistakes.append(
-            "algorithm: is missing; must be there in a config of spell_jax.train "
-            "(spell_jax.sft checks a warm start's itself)"
-        )
+        attempt("algorithm", configs.read, config)
         return found
     found.workdir = attempt("workdir", _open_workdir, workdir or None)
     found.step = attempt("workdir", newest_step, found.workdir)
     attempt("steps", _check_resumed, config, found.workdir, found.step)
     before = len(attempt.mistakes)
     found.sampling = attempt("sampler", build, SamplerConfig, config.sampler, "sampler")
-    found.layout = attempt("packing", build, update.PackingConfig, config.packing, "packing")
+    found.layout = attempt("packing", build, packing.PackingConfig, config.packing, "packing")
     attempt("loss", build, loss.LossConfig, config.loss, "loss")
     optimizer, steps = update.OptimizerConfig, {"total_steps": config.steps}
     attempt("optimizer", lambda: build(optimizer, config.optimizer, "optimizer", **steps))
     fields = [name for name, value in config.items() if not hasattr(value, "items")]
-    # With the loss, which does not go with every staleness.
+    # The loss goes along because not every loss allows every staleness.
     run = attempt("steps", _check_alone, config, (*fields, "loss"))
-    algorithm = attempt("algorithm", catalogue.check_algorithm, config.algorithm)
+    algorithm = attempt("algorithm", registry.read_algorithm, config.algorithm)
     tokenizer = _check_policy(found, attempt)
-    for name in catalogue.model_sections(config):
+    for name in configs.model_sections(config):
         attempt(name, _check_alone, config, (name,))
         if name != "policy":
             _check_other(config, name, attempt)
@@ -180,37 +196,56 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     if len(attempt.mistakes) == before:
         found.plan = attempt("mesh", _plan, found)
         attempt("mesh", _check_memory, found.plan)
-    kind = registry.ALGORITHMS.get(config.algorithm.name, registry.ALGORITHMS["spell"])
-    data = attempt("data", lambda: catalogue.check_data(config.data, kind) or True)
-    attempt("data.source", _make, config, found.sampling, tokenizer, run, algorithm, data)
-    if data and built.is_built(config.data.source):  # whatever else is wrong
+    data = attempt("data", _check_data, config.data, algorithm or SpellConfig())
+    attempt("data.source", _make, config, tokenizer, found.sampling, run, algorithm, data)
+    if data and built.is_built(config.data.source):  # checked despite other mistakes
         attempt("data.source", built.Built, config.data.source)
     if not attempt.mistakes:
         found.remarks += _remarks(found)
     return found
 
 
+def _check_data(section: Config, algorithm: AlgorithmConfig) -> bool:
+    """Check the section `data` for an algorithm; return True.
+
+    Raises:
+      ValueError: if a field is invalid, or of a kind that the algorithm does not take.
+    """
+    data = build(DataConfig, section, "data")
+    data.check()
+    registry.check_inputs(algorithm, data)
+    return True
+
+
 def _check_alone(config: Config, names: Sequence[str]) -> bool:
-    """catalogue.check of some fields, in a config that is right otherwise; it stops at the first
-    mistake. True if there is none."""
+    """Check only the named fields, by putting them into an otherwise valid config.
+
+    This is needed because spell_jax.config.read stops at the first mistake.
+
+    Returns:
+      True.
+
+    Raises:
+      ValueError: if one of the fields is invalid.
+    """
     right = tiny.get_config()
     with right.unlocked():
         for name in names:
             right[name] = config[name]
-    catalogue.check(right)
+    configs.read(right)
     return True
 
 
 def _check_policy(found: Checked, attempt: Attempts) -> Any:
-    """Policy and weights; the tokenizer."""
+    """Check the policy and the headers of its weights; return the tokenizer."""
     config, sampling = found.config, found.sampling
-    folder = attempt("policy.folder", catalogue.find_policy, config)
-    read = attempt("policy.folder", catalogue.read_policy, config, folder)
+    folder = attempt("policy.folder", find_folder, config.policy)
+    read = attempt("policy.folder", read_model, config.policy, folder)
     if read is None:
         return None
     policy, tokenizer = read
     found.policy = policy
-    # As run.begin, which reads no weights otherwise.
+    # Same condition as at a run's start in trainer/state.py, which otherwise reads no weights.
     if (found.step is None and not config.init_from) or policy.lora:
         attempt("policy.folder", _check_weights, policy, folder)
     if sampling is not None:
@@ -221,9 +256,9 @@ def _check_policy(found: Checked, attempt: Attempts) -> Any:
 
 
 def _check_other(config: Config, name: str, attempt: Attempts) -> None:
-    """A model of its own that an algorithm has besides the policy."""
-    folder = attempt(f"{name}.folder", catalogue.find_policy, config, name)
-    read = attempt(f"{name}.folder", catalogue.read_policy, config, folder, name)
+    """Check a model other than the policy that has its own config section."""
+    folder = attempt(f"{name}.folder", find_folder, config[name], name)
+    read = attempt(f"{name}.folder", read_model, config[name], folder)
     if folder and read:
         attempt(f"{name}.folder", _check_weights, read[0], folder)
     fields = config[name].get("optimizer", {})
@@ -232,15 +267,20 @@ def _check_other(config: Config, name: str, attempt: Attempts) -> None:
 
 
 def _check_weights(policy: PolicyConfig, folder: pathlib.Path) -> None:
-    """Raises ValueError where headers have a tensor too few, too many or of a wrong shape; without
-    weights the run begins with random ones."""
+    """Check tensor names and shapes in the weight headers.
+
+    A folder without weights passes: the run then starts from random weights.
+
+    Raises:
+      ValueError: if a tensor is missing, unexpected or of the wrong shape.
+    """
     if not safetensors.has_weights(folder):
         return
     weights.match(policy, *safetensors.scan(folder))
 
 
 def _check_rows(found: Checked, attempt: Attempts) -> None:
-    """What is split over devices, and whether rows hold what is played."""
+    """Check that sizes split over the devices and that training rows hold the longest answer."""
     attempt("packing", _check_longest, found.layout, found.sampling)
     attempt("mesh", _check_heads, found.policy, found.mesh)
     attempt("mesh", _check_experts, found.policy, found.mesh)
@@ -252,20 +292,31 @@ def _check_rows(found: Checked, attempt: Attempts) -> None:
         attempt("sampler", found.sampling.shape, found.mesh)
 
 
-def _make(config: Config, sampling: SamplerConfig, tokenizer: Any, *right: bool) -> None:
-    """The algorithm with its data, of sections that are right each for itself."""
-    catalogue.check(config)
-    catalogue.make(config, tokenizer, sampling.max_prompt)
+def _make(config: Config, tokenizer: Any, *right: Any) -> None:
+    """Build the algorithm and its data.
+
+    `right` is unused: it lets Attempts skip the call if an earlier check failed.
+    """
+    read = configs.read(config)
+    make_algorithm(read, make_context(read, tokenizer))
 
 
 # ------------------------------------------------------------------------------ Devices and rows
 
 
 def find_topology(name: str, mesh: Mapping[str, int]) -> topologies.Topology:
-    """The slice of that name, or cpu:N or gpu:N; "": the fewest devices that a mesh takes.
+    """Find the devices of a name.
+
+    Args:
+      name: name of a slice in topologies.py, cpu:N or gpu:N; "" means the fewest devices that the
+        mesh can use.
+      mesh: axis name -> size of the config's mesh.
+
+    Returns:
+      The topology.
 
     Raises:
-      ValueError: there is none.
+      ValueError: if the name is unknown.
     """
     if not name:
         sizes = [size for size in mesh.values() if isinstance(size, int) and size > 0]
@@ -279,7 +330,7 @@ def find_topology(name: str, mesh: Mapping[str, int]) -> topologies.Topology:
 
 
 def _devices(name: str, count: int) -> topologies.Topology:
-    """So many devices of which no more is known."""
+    """A topology of `count` devices of unknown kind and memory."""
     return topologies.Topology(name, "", count, (count,), _ANY_MEMORY, "")
 
 
@@ -310,9 +361,14 @@ def _check_experts(policy: PolicyConfig, mesh: Any) -> None:
         )
 
 
-def _check_longest(layout: update.PackingConfig, sampling: SamplerConfig) -> None:
-    """Raises ValueError where packing would leave out the longest answer, alone behind its prompt;
-    a group that is too long only with all of its answers is split."""
+def _check_longest(layout: packing.PackingConfig, sampling: SamplerConfig) -> None:
+    """Check that the largest bucket holds the longest prompt followed by one longest answer.
+
+    A group that is too long only with all its answers is no mistake: packing splits it.
+
+    Raises:
+      ValueError: if packing would leave the longest answer out.
+    """
     prompt, largest = sampling.max_prompt, layout.buckets[-1]
     tokens = sampling.max_tokens
     _, refused = packing.split_groups([_group(prompt, tokens, 1, "responder")], largest)
@@ -325,14 +381,14 @@ def _check_longest(layout: update.PackingConfig, sampling: SamplerConfig) -> Non
 
 
 def _group(prompt: int, tokens: int, answers: int, role: str) -> packing.Group:
-    """A group of so many answers, of which only the lengths matter."""
+    """A dummy group with the given prompt and answer lengths."""
     return packing.Group(range(prompt), [range(tokens)] * answers, [0.0] * answers, role)
 
 
 def longest_groups(config: Config, sampling: SamplerConfig) -> list[packing.Group]:
-    """The most that an update can be made of: every prompt and answer as long as its cap."""
+    """Groups of the largest possible update, with every prompt and answer at its token cap."""
     groups = []
-    for demand in _demands(config)[1]:
+    for demand in _budgets(config)[1]:
         is_verdict = demand.role == "verifier"
         tokens = sampling.max_verdict_tokens if is_verdict else sampling.max_tokens
         group = _group(sampling.max_prompt, tokens, demand.replies, demand.role)
@@ -340,17 +396,16 @@ def longest_groups(config: Config, sampling: SamplerConfig) -> list[packing.Grou
     return groups
 
 
-def _demands(config: Config) -> tuple[str, Sequence[RolloutBudget]]:
-    """What the algorithm says of a step, and what it asks for."""
-    kind = registry.ALGORITHMS[config.algorithm.name]
-    fields = kind.read(registry.own_fields(config.algorithm))
-    return kind.says(fields), kind.budgets(fields)
+def _budgets(config: Config) -> tuple[str, Sequence[RolloutBudget]]:
+    """The algorithm's description of a step, and its rollout budgets."""
+    algorithm = registry.read_algorithm(config.algorithm)
+    return algorithm.budget_summary(), algorithm.budgets()
 
 
 def rows_by_bucket(
-    groups: Sequence[packing.Group], layout: update.PackingConfig
+    groups: Sequence[packing.Group], layout: packing.PackingConfig
 ) -> Counter[packing.Bucket]:
-    """Packed rows of each bucket."""
+    """Count the packed rows of each bucket."""
     if not layout.shared_prefix:
         groups = packing.separate_answers(groups)
     fitting, _ = packing.split_groups(groups, layout.buckets[-1])
@@ -362,7 +417,7 @@ def rows_by_bucket(
 
 
 def _plan(found: Checked) -> plan.Plan:
-    """plan.py's, but of the run's own micro-batches: those of the bucket with the most tokens."""
+    """Plan memory (plan.py) for the run's own bucket with the most tokens per micro-batch."""
     config, policy, layout, topology = found.config, found.policy, found.layout, found.topology
     assert policy and layout and topology
     budget, shards = layout.token_budget, meshes.row_shards(found.mesh)
@@ -373,7 +428,8 @@ def _plan(found: Checked) -> plan.Plan:
     return plan.Plan(config, policy, topology, config.sampler.max_prompt, bucket)
 
 
-# What makes a part smaller, of the program that takes most.
+# Part of memory (plan.PARTS) -> field whose change makes it smaller, and the right direction. Used
+# for the largest part of the program that takes the most memory.
 _SMALLER = {
     "weights": ("mesh.fsdp", "more, or mesh.context or mesh.tensor"),
     "masters": ("mesh.fsdp", "more, or mesh.context, or policy.lora_rank above 0"),
@@ -403,7 +459,11 @@ def _check_memory(made: plan.Plan) -> None:
 
 
 def _open_workdir(workdir: str) -> epath.Path:
-    """A local folder that files can be made in, now or once it is made; others are not tried."""
+    """Check that a local workdir is writable, or can be created; a remote one is not tried.
+
+    Raises:
+      ValueError: if no file can be created there.
+    """
     path = epath.Path(workdir)
     if paths.is_remote(workdir):
         return path
@@ -420,28 +480,37 @@ def _open_workdir(workdir: str) -> epath.Path:
 
 
 def newest_step(workdir: epath.Path) -> int | None:
-    """The last finished checkpoint's step, or None. A start also hashes its files, and takes the
-    one before if they are damaged."""
+    """Find the step of the last finished checkpoint, or None.
+
+    Unlike a real start, this does not hash the files. A real start uses the previous checkpoint if
+    the last one is damaged.
+    """
     found = (workdir / CHECKPOINTS_FOLDER).glob(f"*/{hashes.FILE}")
     names = [path.parent.name for path in found]
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 def _check_resumed(config: Config, workdir: epath.Path, step: int) -> None:
-    """What run.begin refuses, as far as WORKDIR/config.json tells."""
+    """Check that the run can resume with this config, as far as WORKDIR/config.json tells.
+
+    Raises:
+      ValueError: if the checkpoint is past the config's last step, or has another seed.
+    """
     runs.check_resumed(config, step, _ran_with(workdir))
 
 
 def _ran_with(workdir: epath.Path) -> dict[str, Any]:
-    """The config that a workdir was last started with; empty where none is to be read: the run
-    writes it anew."""
+    """Read the config that the workdir was last started with.
+
+    An unreadable file gives an empty dict: the run would write it anew.
+    """
     try:
         return json.loads((workdir / start.CONFIG_FILE).read_text())
     except (OSError, ValueError):
         return {}
 
 
-# ------------------------------------------------------------------------------- What is printed
+# ------------------------------------------------------------------------------------ Description
 
 
 def _remarks(found: Checked) -> list[str]:
@@ -467,13 +536,13 @@ def _remarks(found: Checked) -> list[str]:
             f"algorithm.group_size = {group} would fill all"
         )
     if found.workdir is not None and found.step is not None:
-        changed = changes(config, _ran_with(found.workdir))
+        changed = changes(configs.to_dict(configs.read(config)), _ran_with(found.workdir))
         lines += [f"{change} when last started" for change in changed]
     return lines
 
 
 def describe(found: Checked) -> str:
-    """What a run without mistakes would do."""
+    """Describe a run without mistakes, as lines of text."""
     rows = {
         "policy": _describe_policy(found),
         "devices": _describe_devices(found),
@@ -511,7 +580,7 @@ def _describe_devices(found: Checked) -> list[str]:
 
 def _describe_step(found: Checked) -> list[str]:
     assert found.sampling
-    said, budgets = _demands(found.config)
+    said, budgets = _budgets(found.config)
     lines = [f"{said}, at most, with prompts of up to {found.sampling.max_prompt:,} tokens"]
     for demand in budgets:
         count = demand.prompts * demand.replies
@@ -550,10 +619,10 @@ def _describe_files(found: Checked) -> list[str]:
     config, names = found.config, [start.CONFIG_FILE, "metrics.jsonl", "tensorboard/"]
     names += ["episodes/"] * bool(config.episode_characters)
     names += [f"{CHECKPOINTS_FOLDER}/ (every {config.checkpoint_every} steps)"]
-    is_generated = config.data.source in catalogue.GENERATED
+    is_generated = config.data.source in GENERATED
     if is_generated or config.data.validation or config.algorithm.name == "reconstruction":
         names += ["best/"] * bool(config.validate_every)
-        names += [report.EVALUATION_FILE] * config.evaluate
+        names += [EVALUATION_FILE] * config.evaluate
     return [f"{found.workdir or 'WORKDIR'}: {', '.join([*names, 'policy/', 'plots/'])}"]
 
 
@@ -562,9 +631,9 @@ def _describe_start(found: Checked) -> list[str]:
     if found.workdir is not None and found.step is not None:
         folder = found.workdir / CHECKPOINTS_FOLDER
         return [f"resumes step {found.step} of {folder}, up to {config.steps}"]
-    folder = catalogue.find_policy(config)
+    folder = find_folder(config.policy)
     if config.init_from:
-        path, step = catalogue.find_checkpoint(config.init_from)
+        path, step = configs.find_checkpoint(config.init_from)
         source = f"the weights of {path}, {'its newest step' if step is None else f'step {step}'}"
     elif safetensors.has_weights(folder):
         source = f"the weights of {folder}"
@@ -574,13 +643,14 @@ def _describe_start(found: Checked) -> list[str]:
 
 
 def main(_) -> None:
-    # Shapes need a key and a count or two: those go to the CPU, and no TPU is taken for them.
+    # Computing shapes creates a few small arrays. They go to the CPU so that no TPU is claimed.
     jax.config.update("jax_platforms", "cpu")
     given = flags.FLAGS
     found = check(given.config, given.topology, given.workdir)
     if found.mistakes:
         print("\n".join(found.mistakes))
         sys.exit(1)
+    entry.setup_done()
     print(describe(found))
 
 
@@ -589,4 +659,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("topology", "", "The devices: v5e-16, v5p-32, ..., cpu:N or gpu:N.")
     flags.DEFINE_string("workdir", "", "The run's folder, if there is one yet.")
     flags.mark_flag_as_required("config")
-    app.run(main)
+    entry.run_main(main)

@@ -1,15 +1,15 @@
-"""What a run needs of each chip, before anything is compiled; and what to change if it is too much.
+"""Estimate a run's memory per chip without compiling, and suggest changes if it does not fit.
 
-    python -m launch.plan --config=configs/qwen2_5_7b_instruct.py --topology=v5e-64 \
+    python -m launch.plan --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-64 \
         --length=131072 --policy=CONFIG.json [--config.X=Y ...]
 
-1. The programs are those of aot.py, built on a mesh without devices: libtpu is not needed.
-2. What goes into a program, and what is held beside it, is exact: the bytes of placed shapes.
-3. What a program makes for itself is estimated from shapes (`_made`). The factors were fitted to
-   what the compiler said of the rows in docs/long_context.md; tests/launch/test_plan.py holds every
-   program's peak against theirs, within 25 %.
-4. If all fits, the largest batches that still do are printed; if not, the changes that help.
-5. The exit status is 0 if all fits, else 1.
+1. The programs are those of aot.py, built on an abstract mesh, so libtpu is not needed.
+2. A program's arguments and the memory resident besides them are exact: bytes of sharded shapes.
+3. A program's temporaries are estimated from shapes (`_made`). The factors were fitted to compiler
+   results for the rows in docs/long_context.md. tests/launch/test_plan.py checks that every
+   program's peak is within 25 % of them.
+4. If everything fits, the largest batches that fit are printed, else the changes that help.
+5. The exit status is 0 if everything fits, else 1.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from jax.sharding import AbstractMesh, AxisType
 
 from launch import aot, topologies
 from spell_jax.learner import packing
 from spell_jax.policy import moe
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
 
 GIB = 2**30
 PARTS = ("weights", "masters", "optimizer", "gradients", "activations", "KV cache", "logits")
-_MOST_ROWS = 4096  # where the search for the largest batch ends
+_MOST_ROWS = 4096  # bound of the search for the largest batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Need:
     """Bytes on one chip while a program runs.
 
     Attributes:
-      program: its name, as in aot.py.
-      parts: by PARTS.
-      resident: how many of them are neither arguments nor made by the program.
+      program: name of the program, as in aot.py.
+      parts: bytes of each of PARTS.
+      resident: bytes among them that are neither arguments nor temporaries of the program.
     """
 
     program: str
@@ -54,8 +55,24 @@ class Need:
 
 
 class _Sizes:
-    """Bytes on one chip of what a program makes that reads [rows, tokens]; `n` is how many of
-    these tokens are the chip's own."""
+    """Estimated sizes of the temporaries of a program that reads [rows, tokens], per chip.
+
+    Sizes are in bytes if not stated otherwise.
+
+    Attributes:
+      number: bytes of a number in the compute dtype.
+      policy: architecture of the policy.
+      context: number of shards along the mesh's context axis.
+      rows: rows B on this chip.
+      row: tokens T of a row, over all context shards.
+      n: tokens on this chip.
+      group: size of the mesh's expert axis.
+      heads: query heads N on this chip.
+      kv_heads: key/value heads K on this chip.
+      wide: feed-forward width F on this chip.
+      vocab: vocabulary entries V on this chip.
+      overlapped: whether the compiler splits products with weights to overlap their all-gathers.
+    """
 
     def __init__(self, programs: aot.Programs, tokens: tuple[int, ...]):
         c, mesh = programs.policy, programs.mesh
@@ -71,52 +88,51 @@ class _Sizes:
             for size in (c.heads, c.kv_heads, c.feed_forward, c.vocab_size)
         )
         shards = mesh.shape["fsdp"] * self.context
-        # Products with weights whose parts are whole registers are split, to overlap the gathers.
+        # A product is split if each weight shard is a multiple of 16 wide, that is whole registers.
         self.overlapped = c.width % shards == 0 and c.width // shards % 16 == 0
 
     def per_token(self, count: float) -> int:
-        """So many numbers for each of the chip's tokens."""
+        """Bytes of `count` numbers for each token on the chip."""
         return int(self.n * count * self.number)
 
     @property
     def layer(self) -> int:
-        """A layer's weights, gathered, experts apart."""
+        """Bytes of a layer's all-gathered weights, without experts."""
         c = self.policy
         attention = c.width * c.head_size * 2 * (self.heads + self.kv_heads)
         return (attention + 3 * c.width * self.wide * (not c.experts)) * self.number
 
     @property
     def experts(self) -> int:
-        """The experts of a layer that a chip multiplies with, gathered."""
+        """Bytes of the all-gathered experts of a layer that one chip multiplies with."""
         c = self.policy
         return 3 * c.experts // self.group * c.width * self.wide * self.number
 
     def pairs(self, numbers: int) -> int:
-        """So many numbers for each pair of a token and an expert in a chunk."""
+        """Bytes of `numbers` numbers for each (token, expert) pair in a chunk."""
         tokens = min(moe.CHUNK, self.n * self.group)
         return tokens * self.policy.experts_per_token * numbers * self.number
 
     @property
     def keys(self) -> int:
-        """Keys and values that a chip meets at once: of the row, or of two shards of a ring."""
+        """Bytes of the keys and values on a chip at once: a whole row, or two shards of a ring."""
         c = self.policy
         share = 2 / self.context if c.ring and self.context > 1 else 1
         rows = self.rows if self.context > 1 else 1
         return int(rows * self.row * share) * 2 * self.kv_heads * c.head_size * self.number
 
     def reading(self) -> int:
-        """What a prefill call has at once: queries of all devices of `context`, and what they
-        found, in float32."""
+        """Peak of a prefill call: queries of all context shards and float32 attention outputs."""
         heads = self.heads * self.policy.head_size
         return self.rows * self.row * heads * (2 * self.number + 4)
 
     def saved(self) -> int:
-        """What the backward pass keeps of all layers."""
+        """Bytes of the activations that all layers save for the backward pass."""
         c, heads = self.policy, self.heads * self.policy.head_size
         products = heads + 2 * self.kv_heads * c.head_size + 2 * c.width + 2 * self.wide
         by_remat = {
             "offload": 0.0,
-            "page_size": c.width,
+            "block": c.width,
             "attention": c.width + heads + self.heads * 4 / self.number,
             "dots": c.width + products,
             "none": 2 * c.width + 2 * heads + 2 * products + 2 * self.wide,
@@ -124,7 +140,7 @@ class _Sizes:
         return c.layers * self.per_token(by_remat[c.remat])
 
     def forward(self) -> int:
-        """The most that the forward pass of a layer has at once."""
+        """Peak temporaries of a layer's forward pass."""
         c, heads = self.policy, self.heads * self.policy.head_size
         attention = self.keys + self.per_token(3 * heads) + self.layer // 3
         if c.experts:
@@ -133,10 +149,10 @@ class _Sizes:
         return max(attention, self.per_token(wide) + self.layer // 3)
 
     def backward(self) -> int:
-        """The same of the backward pass, which has computed the layer again."""
+        """Peak temporaries of a layer's backward pass, including the recomputed forward pass."""
         c, heads = self.policy, self.heads * self.policy.head_size
         kept = self.per_token(2 * heads + 4 * c.width)
-        # Keys, turned keys, their gradients in the compute dtype and, to be summed, in float32.
+        # Keys, keys after RoPE, and gradients in the compute dtype and (to be summed) in float32.
         attention = kept + 3 * self.keys + 8 * self.keys // self.number + self.per_token(6 * heads)
         if c.experts:
             totals = self.experts * 4 // self.number
@@ -146,21 +162,21 @@ class _Sizes:
         return max(attention, kept + self.per_token(5 * self.wide) + self.layer + widest)
 
     def head(self, answers: int) -> int:
-        """Picked states, a slice of the vocabulary's logits and of its weights, both ways."""
+        """Peak of the LM head: answer states, one slice of logits and weights, and gradients."""
         own = self.rows * answers // self.context
         slices = 3 * min(2**26, max(own * self.vocab, 128 * own)) * 4
         return slices + (self.rows * answers + 3 * own) * self.policy.width * self.number
 
 
 def _made(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
-    """What a program makes for itself, by PARTS; an estimate."""
+    """Estimate the bytes of a program's temporaries, by PARTS."""
     if program.name == "apply":
-        # Two moments of each weight come from the host, and go back.
+        # The optimizer's two moments of each weight are copied from the host and back.
         offloaded = programs.config.optimizer.offload
         return {"optimizer": 4 * aot.bytes_per_chip(programs.state.params) if offloaded else 0}
     sizes = _Sizes(programs, program.tokens)
     if program.name == "decode":
-        # Of all slots whose rows the devices of `fsdp` compute together: partial sums, and sums.
+        # Devices along fsdp compute their rows together: logits as partial sums and as sums.
         sharing = programs.mesh.shape["data"] * programs.mesh.shape[meshes.EXPERT]
         sampled = program.tokens[0] * (1 + programs.sampler.config.speculative_tokens)
         return {"logits": 2 * sampled // sharing * sizes.vocab * 4}
@@ -169,7 +185,7 @@ def _made(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
     head = sizes.head(programs.bucket.answers)
     if program.name == "logprob":
         return {"activations": sizes.forward(), "logits": max(0, head // 2 - sizes.forward())}
-    # The gradient of a micro-batch, before it is added to the others.
+    # The gradient of one micro-batch, before it is added to the accumulated one.
     gradients = aot.bytes_per_chip(programs.trained)
     layers = gradients + sizes.backward()
     made = {"gradients": gradients, "activations": sizes.saved() + sizes.backward()}
@@ -177,7 +193,7 @@ def _made(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
 
 
 def _given(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
-    """What a program is given and what is held beside it, by PARTS; exact."""
+    """Compute the exact bytes of a program's arguments and of resident memory, by PARTS."""
     count, state = aot.bytes_per_chip, programs.state
     counts = state.step, state.skipped
     masters, optimizer = count(state.params), count((state.optimizer, counts))
@@ -202,7 +218,7 @@ def _given(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
 
 
 def needs(programs: aot.Programs) -> list[Need]:
-    """What each program needs, in the order of aot.PHASES."""
+    """Memory that each program needs, in the order of aot.PHASES."""
     found = []
     for program in programs.of("all"):
         given, made = _given(programs, program), _made(programs, program)
@@ -211,11 +227,11 @@ def needs(programs: aot.Programs) -> list[Need]:
     return found
 
 
-# ------------------------------------------------------------------------- What could be changed
+# ------------------------------------------------------------------------------------------- Plan
 
 
 class Plan:
-    """A run on a slice: what it needs, what would still fit, what would help."""
+    """Memory plan of a run on a slice: needs, largest batches that fit, and changes that help."""
 
     def __init__(
         self,
@@ -225,14 +241,25 @@ class Plan:
         length: int,
         bucket: packing.Bucket | None = None,
     ):
-        """Args: see aot.Programs, which raises ValueError; so does a mesh that cannot be laid
-        out."""
+        """Build the run's programs on an abstract mesh over the slice.
+
+        Args:
+          config: config of the run.
+          policy: architecture of the policy.
+          topology: slice that the run uses.
+          length: prompt tokens P.
+          bucket: shape of the training rows; see aot.Programs.
+
+        Raises:
+          ValueError: if a field is invalid (see aot.Programs) or the mesh does not match the slice.
+        """
         self.config, self.policy, self.topology, self.length = config, policy, topology, length
         self.bucket = bucket
         sizes = meshes.axis_sizes(config.mesh, topology.chips)
         types = (AxisType.Auto,) * len(sizes)
         mesh: Any = AbstractMesh(sizes, meshes.AXES, axis_types=types)
         self.programs = aot.Programs(config, policy, mesh, length, bucket)
+        entry.setup_done()
         self.needs = needs(self.programs)
 
     @property
@@ -240,7 +267,7 @@ class Plan:
         return all(need.total <= self.topology.hbm for need in self.needs)
 
     def changed(self, **fields: Any) -> Plan:
-        """The plan with fields of the config changed, by dotted names (two underscores here)."""
+        """Return the plan with config fields changed: `a__b=value` changes config.a.b."""
         config: Any = self.config.copy_and_resolve_references()
         with config.unlocked():
             config.update_from_flattened_dict({k.replace("__", "."): v for k, v in fields.items()})
@@ -249,17 +276,17 @@ class Plan:
         return Plan(config, policy, self.topology, self.length, self.bucket)
 
     def largest(self) -> dict[str, int]:
-        """The most rows that fit, by the field of the config that bounds them."""
+        """Largest values that fit of the fields that bound the batch: dotted name -> tokens."""
         bucket, shards = self.programs.bucket, meshes.row_shards(self.programs.mesh)
         found = {}
         for field, tokens, names in (
-            ("sampler__cache_tokens", self._cached, ("prefill", "decode")),
+            ("sampler__kv_cache_tokens", self._cached, ("prefill", "decode")),
             ("packing__token_budget", bucket.length, ("accumulate",)),
         ):
             rows = 0
             while rows + shards <= _MOST_ROWS:
                 fields: dict[str, Any] = {field: (rows + shards) * tokens}
-                # The bucket that is asked about, whatever others the config has.
+                # Only the planned bucket: the config's other buckets may be larger than the budget.
                 fields["packing__buckets"] = ((bucket.length, bucket.answers),)
                 tried = self.changed(**fields)
                 wanted = [need for need in tried.needs if need.program in names]
@@ -271,18 +298,18 @@ class Plan:
 
     @property
     def _cached(self) -> int:
-        """Tokens in the pool of a prompt with its answers, in whole pages."""
+        """KV cache tokens of one prompt with its G answers, in whole pages."""
         shape, sampler = self.programs.sampler.shape, self.programs.sampler.config
         answers = self.programs.group * shape.pages_of(sampler.longest_answer)
         return (shape.pages_of(self.length) + answers) * shape.page_size
 
     def helpful(self) -> Iterator[tuple[str, Plan]]:
-        """Changes, one at a time, that lower what the hungriest program needs."""
+        """Yield (flags, plan) of single changes that lower the largest program's memory."""
         worst = max(need.total for need in self.needs)
         for flag, fields in self._options():
             try:
                 tried = self.changed(**fields)
-            except ValueError:  # a mesh that the rows or buckets cannot be dealt out over
+            except ValueError:  # rows or buckets do not divide over the changed mesh
                 continue
             if max(need.total for need in tried.needs) < worst:
                 yield flag, tried
@@ -296,7 +323,7 @@ class Plan:
             section, field = name.split(".")
             if c[section][field] >= tokens + shards:
                 yield f"--config.{name}={tokens}", {f"{section}__{field}": tokens}
-        if c.policy.remat not in ("page_size", "offload"):
+        if c.policy.remat not in ("block", "offload"):
             yield "--config.policy.remat=block", {"policy__remat": "block"}
         if c.policy.remat != "offload":
             yield "--config.policy.remat=offload", {"policy__remat": "offload"}
@@ -312,11 +339,11 @@ class Plan:
                     yield flag, {f"mesh__{axis}": less, "mesh__context": more}
 
 
-# ------------------------------------------------------------------------------- What is printed
+# ----------------------------------------------------------------------------------------- Report
 
 
 def table(plan: Plan) -> str:
-    """A line a program, in GiB a chip."""
+    """Format one line per program, in GiB per chip."""
     lines = ["".join([f"{'':12}", *(f"{name:>13}" for name in PARTS), f"{'total':>10}"])]
     for need in plan.needs:
         cells = [f"{need.parts[name] / GIB:13.2f}" for name in PARTS]
@@ -326,7 +353,7 @@ def table(plan: Plan) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """All that is printed about a plan."""
+    """Format the whole report of a plan."""
     mesh = " ".join(f"{k}={v}" for k, v in plan.programs.mesh.shape.items() if v > 1)
     hbm = plan.topology.hbm / GIB
     lines = [
@@ -360,4 +387,4 @@ def main(_) -> None:
 
 if __name__ == "__main__":
     aot.define_flags()
-    app.run(main)
+    entry.run_main(main)

@@ -1,12 +1,11 @@
-"""A policy of random weights with a real model's shape and tokenizer: what a run needs but for
-sense.
+"""Write a policy of random weights with a real model's architecture and tokenizer.
 
     python -m launch.random_policy --shape=CONFIG.json --tokenizer=FOLDER --out=DIR \
         [--set hidden_size=64 num_hidden_layers=2 ...]
 
-CONFIG.json is a Hugging Face config; --set changes fields of it. Whether a config compiles and fits
-a machine, how fast it is, and whether it counts, checkpoints and exports as it should, shows
-without the model's download.
+CONFIG.json is a Hugging Face config; --set changes fields of it. Such a policy can test a config
+without downloading the model: whether it compiles and fits a machine, how fast it is, and whether
+metrics, checkpoints and export work.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import jax
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import setup as start
 
@@ -33,19 +33,23 @@ def make(
     dtype: str = "bfloat16",
     seed: int = 0,
 ) -> int:
-    """Writes the folder; returns the number of parameters.
+    """Write a policy folder with random weights.
 
     Args:
-      shape: a config.json.
-      tokenizer: a folder with tokenizer files.
-      out: a new folder.
-      changes: FIELD=VALUE, with a JSON value.
-      dtype: of the written weights.
-      seed: of the weights.
+      shape: path of a Hugging Face config.json.
+      tokenizer: folder with tokenizer files.
+      out: new folder to write.
+      changes: changes of the config, each FIELD=VALUE with a JSON value.
+      dtype: dtype of the written weights.
+      seed: random seed of the weights.
+
+    Returns:
+      The number of parameters.
 
     Raises:
-      FileNotFoundError, ValueError: a file is missing or not understood, a change is not
-        FIELD=VALUE with a field of the config, or `out` is there already.
+      FileNotFoundError: if a file is missing.
+      ValueError: if a file is invalid, a change is not FIELD=VALUE with a field of the config, or
+        `out` exists.
     """
     if out.exists():
         raise ValueError(f"out = {str(out)!r}: is there already; must be a new folder")
@@ -59,12 +63,14 @@ def make(
         except ValueError as error:
             raise ValueError(f"set = {change!r}: its value is not JSON ({error})") from error
     policy, mesh = PolicyConfig.from_hf(raw), meshes.make_mesh()
+    words = tokenizers.load(tokenizer)
+    entry.setup_done()
     shapes, axes = transformer.abstract_params(policy)
     init = jax.jit(
         lambda key: transformer.init(policy, key),
         out_shardings=meshes.shardings(mesh, axes, shapes),
     )
-    weights.save(out, policy, init(jax.random.key(seed)), tokenizers.load(tokenizer), dtype)
+    weights.save(out, policy, init(jax.random.key(seed)), words, dtype)
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
@@ -86,4 +92,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with entry.user_errors():
+        main()

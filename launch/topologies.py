@@ -1,11 +1,11 @@
-"""TPU slices that programs are compiled for, by the name that one rents them under.
+"""TPU slices to compile for, by the name under which they are rented.
 
-1. A name is a chip's generation and a number: of chips for v5e and v6e, of TensorCores, two a chip,
+1. A name is a chip generation and a count: of chips for v5e and v6e, of TensorCores (two per chip)
    for v4 and v5p.
-2. The table gives the arrangement of a slice's chips and what one chip's memory leaves to a
-   program, as the compiler says it ("exceeds available HBM (15.75G)").
-3. devices() asks libtpu (`pip install -e '.[tpu]'`) for the slice's devices. They can be compiled
-   for, on any CPU, but hold no arrays and run nothing.
+2. The table has the arrangement of a slice's chips and the memory of one chip that a program can
+   use, as the compiler reports it ("exceeds available HBM (15.75G)").
+3. devices() gets the slice's devices from libtpu (`pip install -e '.[tpu]'`). Programs can be
+   compiled for them on any CPU, but they hold no arrays and run nothing.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice.
+    """A TPU slice.
 
     Attributes:
-      name: as it is rented, "v5e-16".
-      layout: as jax.experimental.topologies wants it, "v5e:4x4".
-      chips: how many; each is one JAX device.
-      shape: chips along each physical axis.
+      name: name under which it is rented, such as "v5e-16".
+      layout: name in jax.experimental.topologies, such as "v5e:4x4".
+      chips: number of chips; each is one JAX device.
+      shape: number of chips along each physical axis.
       hbm: bytes of a chip's memory that a program may use.
-      accelerator: as Google Cloud's virtual machines call it, "v5litepod-16".
-      options: further ones of get_topology_desc.
+      accelerator: accelerator type of Google Cloud's virtual machines, such as "v5litepod-16".
+      options: additional (name, value) options of get_topology_desc.
     """
 
     name: str
@@ -46,7 +46,15 @@ class Topology:
 
 @dataclasses.dataclass(frozen=True)
 class _Generation:
-    """What a generation's slices share; names count `counted` to a chip."""
+    """Properties shared by the slices of a generation.
+
+    Attributes:
+      accelerator: prefix of Google Cloud's accelerator type.
+      counted: units per chip that slice names count: 1 (chips) or 2 (TensorCores).
+      hbm_gib: GiB of a chip's memory that a program may use.
+      shapes: chips along each physical axis, of every slice.
+      options: additional options of get_topology_desc.
+    """
 
     accelerator: str
     counted: int
@@ -58,7 +66,7 @@ class _Generation:
 _FLAT = ((2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8))
 _GENERATIONS = {
-    # Without the option libtpu makes two devices of a v4 chip, and a program sees half its memory.
+    # Without the option, libtpu splits a v4 chip into two devices with half the memory each.
     "v4": _Generation("v4", 2, 30.75, _CUBES, (("chip_config_name", "megacore"),)),
     "v5e": _Generation("v5litepod", 1, 15.75, _FLAT),
     "v5p": _Generation("v5p", 2, 95.74, _CUBES),
@@ -86,10 +94,10 @@ TOPOLOGIES = {topology.name: topology for topology in _slices()}
 
 
 def find(name: str) -> Topology:
-    """The slice of that name.
+    """Return the slice of that name.
 
     Raises:
-      ValueError: there is none; the message lists those that there are.
+      ValueError: if the name is unknown; the message lists the known ones.
     """
     if name not in TOPOLOGIES:
         raise ValueError(f"topology = {name!r}: must be one of {', '.join(TOPOLOGIES)}")
@@ -97,20 +105,20 @@ def find(name: str) -> Topology:
 
 
 def devices(topology: Topology) -> list[Any]:
-    """The slice's devices, to compile for; for a process that has not used libtpu before.
+    """Get the slice's devices to compile for; the process must not have used libtpu before.
 
     Raises:
-      ModuleNotFoundError: libtpu is not installed.
+      ModuleNotFoundError: if libtpu is not installed.
     """
-    # Read by libtpu when it is loaded: no server is asked what this machine is, and a second
-    # process that compiles at the same time is not ended for the first one's lock file.
+    # libtpu reads these when it is loaded. With them it does not query the metadata server about
+    # this machine, and a second process that compiles meanwhile does not abort on the lock file.
     os.environ.update(
         TPU_ACCELERATOR_TYPE=topology.accelerator,
         TPU_SKIP_MDS_QUERY="1",
         TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     )
-    # What runs here (random keys, constants) runs on the CPU, though libtpu is there.
+    # Random keys and constants must be computed on the CPU although libtpu is installed.
     jax.config.update("jax_platforms", "cpu")
     try:
         import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]

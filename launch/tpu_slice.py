@@ -1,9 +1,9 @@
-"""One TPU slice of Google Cloud by its name: the calls of gcloud that tpu_vm.py is made of.
+"""gcloud calls for one named TPU slice on Google Cloud, used by tpu_vm.py.
 
-1. A call is an argument list, printed before it is made; in a dry run it is only printed. One that
-   fails is shown whole, with what was being done.
+1. A call is an argument list. It is printed before it is made; in a dry run it is only printed.
+   The error of a failed call has its purpose, the whole command and its output.
 2. The slice is a queued resource with one node of the same name.
-3. What is done on the workers is a shell script to all of them, which tells its success in a line.
+3. Work on the workers is a shell script run on all of them. It prints one line when it succeeds.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import Any
 
 from launch import topologies
 
-# Google's images for JAX by generation (cloud.google.com/tpu/docs/runtimes).
+# Google's JAX image for each generation (cloud.google.com/tpu/docs/runtimes).
 _RUNTIMES = {
     "v4": "tpu-ubuntu2204-base",
     "v5e": "v2-alpha-tpuv5-lite",
     "v5p": "v2-alpha-tpuv5",
     "v6e": "v2-alpha-tpuv6e",
 }
-# States after which a request or a node never works again. Those not named pass by themselves.
+# States from which a request or a node never becomes usable. All other states are temporary.
 _QUEUE_KINDS = {"FAILED": "lost", "SUSPENDED": "lost", "DELETING": "deleting"}
 _LOST_NODE = ("PREEMPTED", "TERMINATED", "STOPPED")
 
-# Seconds that a call may take. gcloud itself tries ten times to reach a worker.
+# Time limits of a call, in seconds. gcloud itself tries ten times to reach a worker.
 _SHORT, _LONG = 300, 1800
 
-# ------------------------------------------------------------------------------ On every worker
-# Shell scripts, run in the home folder. spell_jax/ is the code, spell_jax_venv/ its Python,
-# spell_jax_run/ the command's files: lock (held as long as it runs, whoever started it: it cannot
-# be forgotten, as a pid file can), command, pid, log and, once it has exited, status. Each script
-# ends with a line by which its success is known.
+# ---------------------------------------------------------------------------- Scripts for workers
+# Shell scripts that run in a worker's home folder. spell_jax/ has the code and spell_jax_venv/ its
+# Python. spell_jax_run/ has the command's files: lock, command, pid, log and, after the command has
+# exited, status. The lock is held while the command runs; unlike a pid file it cannot go stale.
+# Each script ends by printing a line that marks success.
 
 _MARK = "spell_jax_worker"
 
@@ -73,8 +73,8 @@ setsid nohup bash -c "$inner" >>../spell_jax_run/log 2>&1 </dev/null &
 echo "spell_jax_worker $(hostname) started"
 """
 
-# A SIGTERM to all processes, as at shutdown, must not end this shell before the trainer, whose
-# status it writes; `:` and not '', which the trainer would inherit.
+# At shutdown every process gets a SIGTERM. This shell must outlive the trainer to write its exit
+# status. The trap is `:` because the trainer would inherit an empty one.
 _INNER = """trap : TERM
 echo $$ >../spell_jax_run/pid
 PYTHONUNBUFFERED=1 ../spell_jax_venv/bin/python %s
@@ -82,7 +82,7 @@ echo $? >../spell_jax_run/status.new
 mv ../spell_jax_run/status.new ../spell_jax_run/status
 """
 
-# The lock is tried before status is read: who let go of it has written his status.
+# The lock is tested before status is read, because status is written before the lock is released.
 _REPORT = """cd
 mkdir -p spell_jax_run
 cd spell_jax_run
@@ -98,30 +98,33 @@ _TAIL = "tail -n 100 -F spell_jax_run/log"
 
 
 class CallError(RuntimeError):
-    """A program that was called failed or took too long; says what for."""
+    """Error of a called program that failed or timed out; the message says what it was for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """Calls programs by argument lists, each printed first as a line for a shell.
+    """Runner of programs given as argument lists; prints each one first as a shell command.
 
     Attributes:
-      dry_run: only print.
+      dry_run: whether calls are only printed.
     """
 
     dry_run: bool = False
 
     def call(self, doing: str, arguments: Sequence[str], timeout: float) -> str:
-        """What the program wrote to stdout ("" in a dry run).
+        """Run a program to its end.
 
         Args:
-          doing: what for, in messages.
-          arguments: the program and its arguments.
-          timeout: seconds; the program and all that it started are then killed.
+          doing: purpose of the call, for messages.
+          arguments: program and its arguments.
+          timeout: time limit in seconds; the program and its children are then killed.
+
+        Returns:
+          The program's stdout; "" in a dry run.
 
         Raises:
-          CallError: it failed or took longer; with all that it wrote.
-          RuntimeError: there is no such program.
+          CallError: if the program failed (the message has its output) or exceeded the limit.
+          RuntimeError: if the program could not be started.
         """
         print(shlex.join(arguments), flush=True)
         if self.dry_run:
@@ -130,7 +133,7 @@ class Caller:
             try:
                 out, error = process.communicate(timeout=timeout)
             except BaseException as why:
-                # The whole group: ssh, which gcloud has started, would go on alone.
+                # Kill the whole group: otherwise the ssh process started by gcloud would survive.
                 os.killpg(process.pid, signal.SIGKILL)
                 if isinstance(why, subprocess.TimeoutExpired):
                     raise _error(doing, f"took longer than {timeout:g} s", arguments) from why
@@ -141,7 +144,14 @@ class Caller:
         return out
 
     def stream(self, doing: str, arguments: Sequence[str]) -> int:
-        """The program's exit status; what it writes is seen as it comes, for as long as it runs."""
+        """Run a program with its output on the terminal, without a time limit.
+
+        Returns:
+          The program's exit status; 0 in a dry run.
+
+        Raises:
+          RuntimeError: if the program could not be started.
+        """
         print(shlex.join(arguments), flush=True)
         if self.dry_run:
             return 0
@@ -174,15 +184,19 @@ def _error(doing: str, what: str, arguments: Sequence[str], wrote: str = "") -> 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is asked of Google Cloud.
+    """Parameters of a slice request to Google Cloud.
 
     Attributes:
-      name: of the slice: its request and its node have the same.
-      zone, project: where; without a project that of gcloud's configuration.
-      topology: a name of launch/topologies.py.
-      runtime_version: the image of the machines; "" is the generation's own.
-      capacity: "spot" (cheap, may be taken away), "reserved", or "" for on demand.
-      valid_until_duration: how long the request may wait, such as "6h"; "" is without limit.
+      name: name of the slice, used for both the queued resource and its node.
+      zone: Google Cloud zone, such as us-west4-a.
+      project: Google Cloud project; "" means gcloud's configured one.
+      topology: name of a slice in launch/topologies.py.
+      runtime_version: image of the machines; "" means the generation's default.
+      capacity: "spot" (cheap, can be preempted), "reserved", or "" for on demand.
+      valid_until_duration: time limit of the request in the queue, such as "6h"; "" means none.
+
+    Raises:
+      ValueError: if a field is malformed or the topology is unknown.
     """
 
     name: str
@@ -209,7 +223,7 @@ class Request:
         topologies.find(self.topology)
 
     def flags(self) -> list[str]:
-        """What `queued-resources create` is told besides name and place."""
+        """Flags of `queued-resources create`, apart from name, zone and project."""
         topology = topologies.find(self.topology)
         runtime = self.runtime_version or _RUNTIMES[self.topology.partition("-")[0]]
         flags = [f"--node-id={self.name}", f"--accelerator-type={topology.accelerator}"]
@@ -223,13 +237,13 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """How a slice stands.
+    """State of a slice.
 
     Attributes:
-      kind: "absent" (never asked for, or deleted), "waiting" (for a machine, or for a change that
-        comes by itself), "deleting", "ready" or "lost" (it never works again).
-      text: Google Cloud's words for it.
-      workers: machines of a ready slice.
+      kind: "absent" (never requested, or deleted), "waiting" (in the queue, or in a temporary
+        state), "deleting", "ready" or "lost" (for good).
+      text: Google Cloud's description of the state.
+      workers: number of machines of a ready slice.
     """
 
     kind: str
@@ -239,13 +253,13 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one worker says of the command.
+    """State of the command on one worker.
 
     Attributes:
-      host: its name.
-      state: "idle" (none was started, or it is gone without a status), "running", "exited".
-      status: exit status, if it has exited.
-      digest: of the command that was started last.
+      host: host name of the worker.
+      state: "idle" (never started, or gone without an exit status), "running" or "exited".
+      status: exit status of a command that has exited, else 0.
+      digest: digest() of the command that was started last.
     """
 
     host: str
@@ -256,26 +270,31 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A slice under its name. All methods raise CallError where a call fails."""
+    """A named slice. All methods raise CallError if a call fails.
+
+    Attributes:
+      request: parameters of the slice.
+      caller: runner of the gcloud calls.
+    """
 
     request: Request
     caller: Caller
 
     @property
     def archive(self) -> pathlib.Path:
-        """The packed code, in the checkout."""
+        """Path of the packed code, relative to the checkout."""
         return pathlib.Path("runs", "launch", f"{self.request.name}.tar.gz")
 
     def create(self) -> None:
-        """Puts a request for the slice into the queue."""
+        """Request the slice as a queued resource."""
         self._gcloud("queueing the slice", "queued-resources", "create", *self.request.flags())
 
     def delete(self) -> None:
-        """Deletes the slice with its machines, or its request if it still waits."""
+        """Delete the slice with its machines, or its request if that is still queued."""
         self._gcloud("deleting the slice", "queued-resources", "delete", "--force", timeout=_LONG)
 
     def look(self) -> Seen:
-        """How the slice stands."""
+        """Query the state of the slice."""
         queued = self._describe("asking for the request's state", "queued-resources")
         state = queued.get("state", {}).get("state", "absent")
         node: dict[str, Any] = {}
@@ -294,10 +313,11 @@ class Slice:
         return Seen("ready", text, len(node["networkEndpoints"]))
 
     def pack(self) -> None:
-        """Packs the files of the last commit.
+        """Pack the files of the last commit.
 
         Raises:
-          ValueError: there are changes that are not committed: what runs could not be told later.
+          ValueError: if there are uncommitted changes, because the running code could then not be
+            identified later.
         """
         changed = self.caller.call(
             "looking for changes that are not committed",
@@ -313,7 +333,11 @@ class Slice:
         self.caller.call("packing the code", command, _SHORT)
 
     def copy(self, workers: int) -> None:
-        """Sends what pack() packed to so many workers, all, unpacks and installs it there."""
+        """Copy the packed code to all workers and install it there.
+
+        Args:
+          workers: number of workers of the slice.
+        """
         there = f"{self.request.name}:spell_jax.tar.gz"
         self._gcloud(
             "copying the code",
@@ -326,13 +350,25 @@ class Slice:
         self._on_all("installing the code", _UNPACK, workers, _LONG)
 
     def run(self, command: Sequence[str], workers: int) -> None:
-        """Starts Python with these arguments on so many workers, all, and leaves it there."""
+        """Start Python on all workers, detached from the connection.
+
+        Args:
+          command: arguments of Python.
+          workers: number of workers of the slice.
+        """
         arguments = shlex.join(command)
         values = f"command={shlex.quote(arguments)}\ninner={shlex.quote(_INNER % arguments)}\n"
         self._on_all("starting the command", values + _START, workers, _SHORT)
 
     def reports(self, workers: int) -> list[Report]:
-        """What each of so many workers, all, says."""
+        """Query the state of the command on all workers.
+
+        Args:
+          workers: number of workers of the slice.
+
+        Returns:
+          One report per worker, in order of host name (shorter names first).
+        """
         reports = []
         for host, state, told in self._on_all("asking the workers", _REPORT, workers, _SHORT):
             name, _, status = state.partition(":")
@@ -340,7 +376,7 @@ class Slice:
         return reports
 
     def logs(self, worker: int) -> int:
-        """Shows the last lines of a worker's log and all that come, until it is interrupted."""
+        """Follow a worker's log until interrupted; return the exit status of gcloud."""
         arguments = self._arguments(
             "tpu-vm", "ssh", f"--worker={worker}", f"--command={_TAIL}", positional=()
         )
@@ -349,13 +385,20 @@ class Slice:
     def _on_all(
         self, doing: str, script: str, workers: int, timeout: float
     ) -> list[tuple[str, ...]]:
-        """The words of each worker's last line, in the order of the workers."""
+        """Run a script on all workers.
+
+        Returns:
+          The words of each worker's success line, sorted by host name (shorter names first).
+
+        Raises:
+          CallError: if the call failed or a worker did not print its success line.
+        """
         out = self._gcloud(
             doing, "tpu-vm", "ssh", "--worker=all", f"--command={script}", timeout=timeout
         )
         found = (line.split() for line in out.splitlines())
         lines = [tuple(words[1:]) for words in found if words[:1] == [_MARK]]
-        # Not left to gcloud's exit status alone, which its manual says nothing of.
+        # gcloud's exit status is not enough: its manual does not define it.
         if len(lines) != workers and not self.caller.dry_run:
             raise CallError(f"{doing}: {len(lines)} of {workers} workers have done it\n{out}")
         return sorted(lines, key=lambda line: (len(line[0]), line))
@@ -390,5 +433,5 @@ class Slice:
 
 
 def digest(command: Sequence[str]) -> str:
-    """By which a worker says what it runs."""
+    """Short SHA-256 of a command, by which a worker reports what it runs (12 hex digits)."""
     return hashlib.sha256(shlex.join(command).encode()).hexdigest()[:12]

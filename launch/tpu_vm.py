@@ -1,19 +1,21 @@
-"""A TPU slice of Google Cloud: rented, given the code, started, watched, started again when lost.
+"""Rent a TPU slice on Google Cloud, run a command on it, and restart it when the slice is lost.
 
     python -m launch.tpu_vm watch --name=spell --zone=us-west4-a --topology=v5e-16 --spot \
-        -- -m spell_jax.train --config=configs/qwen2_5_7b_instruct.py --workdir=gs://BUCKET/run
+        -- -m spell_jax.train --config=configs/paper.py:qwen2.5-7b-instruct --workdir=gs://BUCKET/run
 
-1. create puts a request for the slice into Google Cloud's queue.
-2. copy packs the committed files, sends them to all workers, unpacks and installs them there.
-3. run starts what stands behind `--` with Python on all workers, detached from the connection; a
-   worker on which it runs refuses to start it twice. logs and status look at it, delete ends all.
-4. watch does 1 to 3, then asks the workers every --poll_seconds. If the slice or a worker is lost,
-   or the command exits with 75 (what a preempted trainer does), it deletes the slice and begins
-   again at 1; the trainer goes on from its workdir. It ends when the command has exited on all
-   workers, with its exit status. Started again, it goes on watching what runs.
+1. `create` queues a request for the slice at Google Cloud.
+2. `copy` packs the committed files, copies them to all workers and installs them there.
+3. `run` starts Python with the arguments after `--` on all workers, detached from the connection. A
+   worker refuses to start a second command. `logs` and `status` inspect it. `delete` deletes the
+   slice.
+4. `watch` does 1 to 3 and then polls the workers every --poll_seconds. If the slice or a worker is
+   lost, or the command exits with 75 (a preempted trainer), it deletes the slice and starts over.
+   The trainer resumes from its workdir.
+5. `watch` ends with the command's exit status when the command has exited on all workers. If it is
+   started again, it continues to watch the running command.
 
-Every call is printed before it is made, for copy and paste; with --dry_run none is made. What has
-to be done outside (gcloud, permissions, buckets) is in docs/launching.md.
+Every call is printed before it is made, ready to paste into a shell. With --dry_run none is made.
+The required setup (gcloud, permissions, buckets) is in docs/launching.md.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from spell_jax.runtime.preemption import EXIT_CODE
 
 COMMANDS = ("create", "copy", "run", "logs", "status", "watch", "delete")
 
-_PATIENCE = 3  # failures in a row that watch takes for passing ones
-# Seconds before a lost slice is asked for again: the first, doubled for every slice in a row that
-# was lost within _QUICK seconds, up to the last.
+_PATIENCE = 3  # consecutive failures after which they no longer count as transient
+# Back-off in seconds before a lost slice is requested again. It starts at _FIRST_WAIT, doubles for
+# every consecutive slice that was lost within _QUICK seconds, and stops at _LONGEST_WAIT.
 _FIRST_WAIT, _LONGEST_WAIT, _QUICK = 30, 1800, 600
 
 
@@ -41,14 +43,15 @@ _FIRST_WAIT, _LONGEST_WAIT, _QUICK = 30, 1800, 600
 
 @dataclasses.dataclass
 class Watch:
-    """Keeps a command running on a slice until it has exited.
+    """Loop that keeps a command running on a slice until the command has exited.
 
     Attributes:
-      slice: the slice; pack() was called.
-      command: Python's arguments.
-      max_restarts: how often a lost slice is asked for again.
-      poll_seconds: between two looks.
-      sleep, clock: time.sleep and time.monotonic.
+      slice: slice to use; its pack() must have been called.
+      command: arguments of Python.
+      max_restarts: number of times that a lost slice is requested again.
+      poll_seconds: seconds between two polls.
+      sleep: time.sleep or a replacement.
+      clock: time.monotonic or a replacement.
     """
 
     slice: Slice
@@ -64,11 +67,15 @@ class Watch:
         self._since = self.clock()
 
     def run(self) -> int:
-        """The command's exit status: that of the first worker where it is not 0.
+        """Watch until the command has exited on all workers.
+
+        Returns:
+          The first nonzero exit status among the workers, or 0.
 
         Raises:
-          CallError: several calls in a row failed.
-          RuntimeError: too many restarts, another command runs there, or somebody has deleted it.
+          CallError: if 3 polls in a row failed.
+          RuntimeError: if max_restarts is exceeded, a worker runs another command, or the slice was
+            deleted by someone else.
         """
         failures = 0
         while True:
@@ -86,7 +93,7 @@ class Watch:
             self.sleep(self.poll_seconds)
 
     def rehearse(self) -> None:
-        """For a dry run: the calls of a run that is lost once."""
+        """Make the calls of a run whose slice is lost once; for a dry run."""
         self.slice.look()
         self.slice.create()
         _say("once it is ready, if the command does not run yet:")
@@ -100,10 +107,10 @@ class Watch:
         self.slice.delete()
 
     def _turn(self) -> int | None:
-        """Does what the slice's state asks for; the exit status if all is over."""
+        """Act on the slice's state; return the exit status at the end, else None."""
         seen = self.slice.look()
         if seen.kind == "absent":
-            if self._requested:  # a preempted one stays in the queue as SUSPENDED
+            if self._requested:  # not a preemption: a preempted slice stays queued as SUSPENDED
                 raise RuntimeError(f"{self.slice.request.name}: somebody has deleted it")
             self.slice.create()
             self._requested = True
@@ -150,13 +157,13 @@ class Watch:
             return None
         statuses = [report.status for report in reports]
         if EXIT_CODE in statuses:
-            # The others' statuses are what losing their peer made of them.
+            # Other workers may have failed with other statuses because they lost this peer.
             self._restart(f"the command was preempted (exit status {EXIT_CODE})")
             return None
         return next((status for status in statuses if status), 0)
 
     def _restart(self, why: str) -> None:
-        """Deletes the slice, so that the next turn asks for it again."""
+        """Delete the slice and wait, so that the next turn requests it again."""
         if self._restarts == self.max_restarts:
             raise RuntimeError(
                 f"{self.slice.request.name}: given up after {self._restarts} restarts "
@@ -180,19 +187,20 @@ def _state(report: Report) -> str:
 
 
 def _say(text: str) -> None:
-    """Lines that a shell takes for comments, between the calls."""
+    """Print text as shell comments, so that the whole output can be pasted into a shell."""
     stamp = time.strftime("%H:%M:%S")
     print("\n".join(f"# {stamp} {line}" for line in text.splitlines()), flush=True)
 
 
-# ---------------------------------------------------------------------------------------- Entry
+# --------------------------------------------------------------------------------- Command line
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options, and the command behind `--`.
+    """Parse the command line into options and the command after `--`.
 
     Raises:
-      ValueError: a command is missing where one is needed, or is there where none is.
+      ValueError: if the action needs a command and has none or the reverse, or an option is out of
+        range.
     """
     parser = argparse.ArgumentParser(
         prog="python -m launch.tpu_vm",
@@ -235,7 +243,17 @@ def act(
     sleep: Callable[[float], object],
     clock: Callable[[], float],
 ) -> int:
-    """Does what parse() understood; the exit status."""
+    """Perform the action of the parsed options.
+
+    Args:
+      given: parsed options.
+      command: arguments of Python, for "run" and "watch".
+      sleep: time.sleep or a replacement.
+      clock: time.monotonic or a replacement.
+
+    Returns:
+      The exit status.
+    """
     fields = [field.name for field in dataclasses.fields(Request)]
     request = Request(**{name: getattr(given, name) or "" for name in fields})
     tpu = Slice(request, Caller(given.dry_run))
@@ -290,8 +308,12 @@ def main(
     sleep: Callable[[float], object] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """The exit status: 2 for a mistake in the options, 1 for what went wrong, of `watch` and `logs`
-    else that of the command that they are about, 130 when interrupted (the slice goes on)."""
+    """Run the command line.
+
+    Returns:
+      2 for invalid options, 1 for a failure, 130 if interrupted (the slice keeps running); else 0,
+      or for `watch` the exit status of the command and for `logs` that of gcloud.
+    """
     try:
         return act(*parse(sys.argv[1:] if arguments is None else arguments), sleep, clock)
     except ValueError as error:

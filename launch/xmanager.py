@@ -1,24 +1,24 @@
-"""A sweep over config fields as an XManager experiment, on this machine or on Vertex AI.
+"""Run a sweep over config fields as an XManager experiment, on this machine or on Vertex AI.
 
     pip install -e '.[xmanager]'
     python -m launch.xmanager --executor=local --config=configs/tiny.py --workdir=runs/sweep \
         --sweep=seed=0,1,2 --sweep=optimizer.learning_rate=1e-4,2e-4 [--config.steps=20 ...]
     python -m launch.xmanager --executor=vertex --accelerator=a100=8 --workdir=/gcs/BUCKET/sweep ...
 
-1. Every --sweep gives a field its values, apart by commas (those inside brackets belong to a value:
-   --sweep=algorithm.documents=(2,),(2,3)). Each choice of a value a field is a work unit.
+1. Each --sweep lists the values of one field, separated by commas. Commas inside brackets belong to
+   a value: --sweep=algorithm.documents=(2,),(2,3). The work units are the Cartesian product.
 2. A work unit is `python -m spell_jax.train` with plain --config.a.b=value flags and a workdir of
-   its own, WORKDIR/NNN-field=value. Started again, it goes on where its checkpoint stands.
+   its own, WORKDIR/NNN-field=value. If it is started again, it resumes from its checkpoint.
 3. The config of every unit is checked before anything starts: fields, types, ranges.
-4. local: the units run on this machine, one after another, for they may want all of its devices.
-   The exit status is 1 if one failed; the others run all the same.
-5. vertex: the files that git tracks are put into an image, on --base_image, with the extra of the
-   accelerator; the units are handed to Vertex AI and not waited for. Its disks do not outlive a
-   job: workdir and folders must lie in buckets, which are mounted under /gcs/.
+4. local: the units run on this machine one after another, because each may need all devices. If a
+   unit fails, the others still run and the exit status is 1.
+5. vertex: the files tracked by git go into an image based on --base_image, with the accelerator's
+   pip extra. The launcher does not wait for the units. Vertex AI's disks do not outlive a job, so
+   the workdir and all folders must be in buckets, which are mounted under /gcs/.
 
-`xmanager launch` finds a script by its file's name, which here is that of the package itself:
-start this one as a module, as above. XManager's own flags (--xm_...) can be given too. What Vertex
-AI does not rent through XManager, newer TPUs for one, is what tpu_vm.py is for.
+Start this file as a module, as above: `xmanager launch` finds a script by its file name, which here
+equals the name of the xmanager package. XManager's own flags (--xm_...) are accepted. For machines
+that XManager cannot rent from Vertex AI, such as newer TPUs, use tpu_vm.py.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
 from configs import tiny
-from spell_jax.learner import loss, update
-from spell_jax.runtime.config import Config, build
-from spell_jax.sampler.engine import SamplerConfig
-from spell_jax.trainer import build as catalogue
+from spell_jax import config as configs
+from spell_jax.algorithms import registry
+from spell_jax.data.config import GENERATED
+from spell_jax.policy.model import find_folder
+from spell_jax.runtime import entry
+from spell_jax.runtime.config import Config
 
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
-# What is true of a work unit that has not failed.
+# Executor -> final state of a work unit that did not fail, for the summary line.
 EXECUTORS = {"local": "done", "vertex": "handed to Vertex AI"}
 MOUNT = "/gcs/"  # where Vertex AI mounts buckets
-# What XManager 0.8.5 finds a machine for, and the extra that JAX needs there. Of others it either
-# knows no machine (TPUs from v4 on) or asks for one that does not have them (H100 in an N1).
+# Accelerators that XManager 0.8.5 can find a machine for, and the pip extra that JAX needs there.
+# For others it knows no machine (TPUs from v4 on) or requests one without them (H100 in an N1).
 EXTRAS = {
     **dict.fromkeys(("tpu_v2", "tpu_v3"), "tpu"),
     **dict.fromkeys(("p100", "v100", "t4", "l4_24th", "a100"), "gpu"),
@@ -65,8 +67,8 @@ class WorkUnit:
     """One training run of the experiment.
 
     Attributes:
-      name: of its workdir, such as "001-seed=1".
-      flags: of `python -m spell_jax.train`.
+      name: name of its workdir, such as "001-seed=1".
+      flags: flags of `python -m spell_jax.train`.
     """
 
     name: str
@@ -77,10 +79,14 @@ class WorkUnit:
 
 
 def parse_sweep(texts: Sequence[str]) -> dict[str, list[str]]:
-    """["seed=0,1", "algorithm.documents=(2,),(2,3)"] as field -> values, all texts, in this order.
+    """Parse sweeps such as ["seed=0,1", "algorithm.documents=(2,),(2,3)"].
+
+    Returns:
+      Field -> values as texts, in the given order.
 
     Raises:
-      ValueError: a text is not FIELD=VALUE,VALUE..., or a field or one of its values comes twice.
+      ValueError: if a text is not FIELD=VALUE,VALUE..., a value is empty, or a field or a value
+        occurs twice.
     """
     sweep: dict[str, list[str]] = {}
     for text in texts:
@@ -96,7 +102,7 @@ def parse_sweep(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _split(values: str) -> list[str]:
-    """At the commas that stand outside of brackets."""
+    """Split at the commas outside of brackets."""
     parts, depth = [""], 0
     for character in values:
         depth += (character in "([{") - (character in ")]}")
@@ -110,16 +116,16 @@ def _split(values: str) -> list[str]:
 def work_units(
     config: str, workdir: str, sweep: Mapping[str, Sequence[str]], overrides: Sequence[str]
 ) -> list[WorkUnit]:
-    """The Cartesian product of the sweep; its last field changes fastest.
+    """Make the work units: the Cartesian product of the sweep, last field fastest.
 
     Args:
-      config: file of a config.
-      workdir: the experiment's.
+      config: path of a config file.
+      workdir: folder of the experiment.
       sweep: field -> values.
-      overrides: --config.a.b=value flags of all units.
+      overrides: --config.a.b=value flags for all units.
 
     Raises:
-      ValueError: an override is something else, or of a field that is swept.
+      ValueError: if an override has another form or sets a swept field.
     """
     for override in overrides:
         found = _OVERRIDE.fullmatch(override)
@@ -142,10 +148,10 @@ def work_units(
 
 
 def read_config(unit: WorkUnit) -> Config:
-    """The config as `spell_jax.train` will have it.
+    """Build the config that `spell_jax.train` will get from the unit's flags.
 
     Raises:
-      ValueError: naming the field that is unknown or of the wrong type, or the file.
+      ValueError: if the file does not exist, or a field is unknown or of the wrong type.
     """
     first, *others = (flag for flag in unit.flags if flag.startswith("--config"))
     file = first.removeprefix("--config=")
@@ -174,47 +180,47 @@ def _parse(*given: str) -> Config:
 
 
 def check(config: Config, executor: str) -> None:
-    """Finds mistakes that can be found without devices; on Vertex AI, buckets are not looked into.
+    """Check everything that can be checked without devices; buckets (vertex) are not read.
 
     Raises:
-      ValueError, FileNotFoundError: naming the field, its value and what would be right.
+      ValueError: if a field is invalid; the message has its name, its value and the remedy.
+      FileNotFoundError: if a folder or a file does not exist.
     """
     if "algorithm" not in config:
         raise ValueError("algorithm: is missing; must be a config of spell_jax.train")
-    build(SamplerConfig, config.sampler, "sampler")
-    build(update.PackingConfig, config.packing, "packing")
-    build(loss.LossConfig, config.loss, "loss")
-    build(update.OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps)
     if executor == "local":
-        catalogue.check(config)
-        catalogue.find_policy(config)
+        find_folder(configs.read(config).policy)
         return
     paths = {f"data.{name}": config.data[name] for name in ("source", "questions", "validation")}
-    paths |= {f"{name}.folder": config[name].folder for name in catalogue.model_sections(config)}
+    paths |= {f"{name}.folder": config[name].folder for name in configs.model_sections(config)}
     for field, path in paths.items():
-        if path not in ("", "tiny", *catalogue.GENERATED) and not path.startswith(MOUNT):
+        if path not in ("", "tiny", *GENERATED) and not path.startswith(MOUNT):
             raise ValueError(f"{field} = {path!r}: must be below {MOUNT}, for executor = 'vertex'")
     if missing := [field for field, path in paths.items() if field.endswith("folder") and not path]:
         raise ValueError(f"{missing[0]} = '': must be 'tiny' or below {MOUNT}")
     if not config.data.source and not config.data.questions:
         raise ValueError(f"data.source = '': must be 'tiny' or below {MOUNT}")
-    catalogue.check_algorithm(config.algorithm)
+    registry.read_algorithm(config.algorithm)
     if any(path.startswith(MOUNT) for path in paths.values()):
-        with config.unlocked():  # what can be looked at here is the rest
+        with config.unlocked():  # data is in buckets: check the rest with valid data
             config.data, config.algorithm = tiny.get_config().data, tiny.get_config().algorithm
-    catalogue.check(config)
+    configs.read(config)
 
 
 def requirements(executor: str, accelerator: str, cpu: int, ram_gib: int) -> dict[str, int]:
-    """What a work unit asks of its machine, as XManager names it (RAM in bytes).
+    """Machine requirements of a work unit.
 
     Args:
       executor: one of EXECUTORS.
-      accelerator: NAME=COUNT with a name of EXTRAS; "": none.
-      cpu, ram_gib: at least so much; 0: as it comes.
+      accelerator: NAME=COUNT with a name of EXTRAS; "" means none.
+      cpu: minimum number of cores; 0 means no requirement.
+      ram_gib: minimum memory in GiB; 0 means no requirement.
+
+    Returns:
+      Resource -> amount, in XManager's names; RAM in bytes.
 
     Raises:
-      ValueError: it is not known, or asked of this machine.
+      ValueError: if the accelerator is unknown, or there is any requirement for a local run.
     """
     if executor == "local":
         for field, value in {"accelerator": accelerator, "cpu": cpu, "ram_gib": ram_gib}.items():
@@ -237,20 +243,20 @@ def requirements(executor: str, accelerator: str, cpu: int, ram_gib: int) -> dic
 
 @contextlib.contextmanager
 def copied_checkout() -> Iterator[pathlib.Path]:
-    """A folder with the files that git tracks, as they are now: no runs, no environments."""
+    """Yield a temporary copy of the files tracked by git, with their current contents."""
     command = ["git", "-C", str(CHECKOUT), "ls-files", "-z"]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0")
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "spell_jax_checkout"
         for name in filter(None, names):
-            if (CHECKOUT / name).is_file():  # else: removed, but not yet in git's index
+            if (CHECKOUT / name).is_file():  # False if it was deleted but is still in git's index
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(CHECKOUT / name, copy / name)
         yield copy
 
 
 def program(xm: Any, xm_local: Any) -> Any:
-    """The trainer under this Python, for XManager to package."""
+    """An XManager packageable that runs the trainer with this Python."""
     return xm.Packageable(
         executable_spec=xm.Binary(path=sys.executable),
         executor_spec=xm_local.Local.Spec(),
@@ -259,12 +265,20 @@ def program(xm: Any, xm_local: Any) -> Any:
 
 
 def image(xm: Any, xm_local: Any, checkout: pathlib.Path, base_image: str, extra: str) -> Any:
-    """The trainer in an image, for XManager to package; `extra` is one of setup.py's, or ""."""
+    """An XManager packageable with the trainer in an image.
+
+    Args:
+      xm: module xmanager.xm.
+      xm_local: module xmanager.xm_local.
+      checkout: folder whose files go into the image.
+      base_image: name of the image to build on.
+      extra: pip extra of setup.py to install, or "".
+    """
     package = f".[{extra}]" if extra else "."
     spec = xm.PythonContainer(
         path=str(checkout),
         base_image=base_image,
-        # The entry point is put into the last WORKDIR, and so starts where configs/ is.
+        # XManager puts the entry point into the last WORKDIR, so that it starts next to configs/.
         docker_instructions=[
             f"COPY {checkout.name}/ /{checkout.name}",
             f"WORKDIR /{checkout.name}",
@@ -278,15 +292,16 @@ def image(xm: Any, xm_local: Any, checkout: pathlib.Path, base_image: str, extra
 async def launch(
     experiment: Any, job: Any, units: Sequence[WorkUnit], wait: bool
 ) -> list[tuple[str, str]]:
-    """Adds every unit to an open experiment; `wait`: each is over before the next one begins.
+    """Add every unit to an open experiment.
 
     Args:
-      experiment: of XManager.
-      job: makes XManager's job of a unit's flags.
-      units: in the order of their start.
+      experiment: open XManager experiment.
+      job: function from a unit's flags to an XManager job.
+      units: work units, started in this order.
+      wait: whether each unit must end before the next one starts.
 
     Returns:
-      (name, error) of the units that failed; [] without waiting.
+      (name, error) of each unit that failed; empty if `wait` is False.
     """
     failed = []
     for unit in units:
@@ -295,7 +310,7 @@ async def launch(
         if wait:
             try:
                 await added.wait_until_complete()
-            except Exception as error:  # XManager gives on what the executor raised
+            except Exception as error:  # XManager passes on whatever the executor raised
                 failed.append((unit.name, str(error)))
     return failed
 
@@ -303,8 +318,19 @@ async def launch(
 async def run(
     title: str, executor: str, units: Sequence[WorkUnit], wanted: dict[str, int], base_image: str
 ) -> list[tuple[str, str]]:
-    """The whole experiment; returns the (name, error) of the units that failed."""
-    # By name, because the extra need not be installed where types are checked.
+    """Package the trainer and run the experiment.
+
+    Args:
+      title: title of the experiment.
+      executor: one of EXECUTORS.
+      units: work units.
+      wanted: machine requirements, from requirements().
+      base_image: name of the image to build on (vertex).
+
+    Returns:
+      (name, error) of each unit that failed.
+    """
+    # Imported by name because the extra may be missing where types are checked.
     xm: Any = importlib.import_module("xmanager.xm")
     xm_local: Any = importlib.import_module("xmanager.xm_local")
     machine = {"local": xm_local.Local, "vertex": xm_local.Vertex}[executor]
@@ -325,16 +351,17 @@ async def run(
 
             failed += await launch(experiment, job, units, wait=executor == "local")
     except Exception:
-        if not failed:  # what a unit raised is raised once more when the experiment is left
+        if not failed:  # leaving the experiment raises a unit's error again
             raise
     return failed
 
 
 def plan(given: Any, overrides: Sequence[str]) -> tuple[list[WorkUnit], dict[str, int]]:
-    """The checked work units and what each asks of its machine, from the launcher's flags.
+    """Make and check the work units and their machine requirements from the launcher's flags.
 
     Raises:
-      ValueError, FileNotFoundError: naming the field, its value and what would be right.
+      ValueError: if a field is invalid; the message has its name, its value and the remedy.
+      FileNotFoundError: if a folder or a file does not exist.
     """
     if given.executor == "vertex" and not given.workdir.startswith(MOUNT):
         raise ValueError(
@@ -348,10 +375,8 @@ def plan(given: Any, overrides: Sequence[str]) -> tuple[list[WorkUnit], dict[str
 
 def main(argv: Sequence[str]) -> None:
     given = flags.FLAGS
-    try:
-        units, wanted = plan(given, argv[1:])
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(str(error))
+    units, wanted = plan(given, argv[1:])
+    entry.setup_done()
     title = f"{pathlib.Path(given.config).stem} {' '.join(given.sweep)}".strip()
     failed = asyncio.run(run(title, given.executor, units, wanted, given.base_image))
     for name, error in failed:
@@ -360,18 +385,30 @@ def main(argv: Sequence[str]) -> None:
     sys.exit(bool(failed))
 
 
+def import_xmanager() -> None:
+    """Import XManager, which defines its flags.
+
+    Raises:
+      ImportError: if it is not installed; names the extra.
+    """
+    try:
+        importlib.import_module("xmanager.xm_local")
+    except ImportError as error:
+        raise ImportError(
+            f"XManager is not installed ({error}): pip install -e '.[xmanager]'"
+        ) from error
+
+
 def parse_flags(argv: Sequence[str]) -> list[str]:
-    """Reads the launcher's and XManager's flags; those of the config are left for the units."""
+    """Parse the launcher's and XManager's flags; --config.* flags are left for the units."""
     of_config = [flag for flag in argv if flag.startswith("--config.")]
     others = [flag for flag in argv if not flag.startswith("--config.")]
     return flags.FLAGS(others) + of_config
 
 
 if __name__ == "__main__":
-    try:
-        importlib.import_module("xmanager.xm_local")  # defines its flags
-    except ImportError as error:
-        sys.exit(f"XManager is not installed ({error}): pip install -e '.[xmanager]'")
+    with entry.user_errors():
+        import_xmanager()
     flags.DEFINE_enum("executor", None, list(EXECUTORS), "Where the work units run.", required=True)
     flags.DEFINE_string("config", None, "File of the config.", required=True)
     flags.DEFINE_string("workdir", None, "The experiment's folder.", required=True)
@@ -380,4 +417,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("cpu", 0, "Cores of a machine, at least.", lower_bound=0)
     flags.DEFINE_integer("ram_gib", 0, "Memory of a machine in GiB, at least.", lower_bound=0)
     flags.DEFINE_string("base_image", "python:3.11", "What the image is made on.")
-    app.run(main, flags_parser=parse_flags)
+    entry.run_main(main, parse_flags)

@@ -131,7 +131,7 @@ def make_learner(config: Config, policy: PolicyConfig) -> update.Learner:
         policy,
         build(update.OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps),
         loss.LossConfig(),
-        build(update.PackingConfig, config.packing, "packing"),
+        build(packing.PackingConfig, config.packing, "packing"),
         meshes.make_mesh(config.mesh),
         compute_dtype=config.policy.compute_dtype,
     )
@@ -170,7 +170,7 @@ def _run(
 ) -> update.TrainState:
     """All steps; the state behind the last one."""
     if jax.process_index() == 0:
-        start.write_config(config, workdir)
+        start.write_config(plain(config), workdir)
     done = checkpoints.newest_intact() or 0
     if done:
         state, _ = checkpoints.restore(done, learner.abstract_state())

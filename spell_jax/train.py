@@ -26,22 +26,22 @@ from ml_collections import config_flags
 
 from spell_jax import report
 from spell_jax.algorithms.base import records
+from spell_jax.config import RunConfig, to_dict
 from spell_jax.learner import packing, statistics
 from spell_jax.runtime import distributed, fault_injection, paths
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.runtime.config import Config, plain
+from spell_jax.runtime.config import Config
 from spell_jax.runtime.jsonl import write_json
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.runtime.preemption import Preempted, Preemption
 from spell_jax.runtime.run_logger import Recorder
+from spell_jax.trainer.build import Run, make_run
 from spell_jax.trainer.state import (
     RolloutParams,
-    Run,
     StepUpdate,
     begin,
     host_state,
-    make_run,
     refresh_reference_reader,
     save_model,
 )
@@ -61,7 +61,7 @@ class Played:
 # -------------------------------------------------------------------------------------------- Loop
 
 
-def train(config: Config, workdir: epath.Path) -> epath.Path:
+def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
     """Plays and learns for config.steps updates; returns the workdir.
 
     Written there: metrics.jsonl and TensorBoard events, episodes/, checkpoints/, policy/ and best/
@@ -72,6 +72,7 @@ def train(config: Config, workdir: epath.Path) -> epath.Path:
       NonFinite: the numbers of too many updates were; the rows are in non_finite/.
     """
     run = make_run(config)
+    config = run.config
     workdir.mkdir(parents=True, exist_ok=True)
     with (
         Preemption(config.preemption_limit_s) as preemption,
@@ -87,7 +88,7 @@ def _train(
     is_writer = jax.process_index() == 0
     models, step, best, tail = begin(run, checkpoints)
     if is_writer:
-        start.write_config(config, workdir)
+        start.write_config(to_dict(config), workdir)
     for name, model in run.trained.items():
         model.learner.compile(models[name], models.get("reference") if name == "policy" else None)
     recorder = Recorder(workdir, config.steps, step, tail, watch=run.watch, **recorded(config))
@@ -155,10 +156,10 @@ def _train(
     return workdir
 
 
-def recorded(config: Config) -> dict[str, Any]:
+def recorded(config: RunConfig) -> dict[str, Any]:
     """What the recorder is told of a config."""
     fields = {"episodes": config.episode_characters, "wandb": config.wandb}
-    return fields | {"config": plain(config)}
+    return fields | {"config": to_dict(config)}
 
 
 class Stopped(Exception):
@@ -229,7 +230,7 @@ def step_metrics(
     return metrics
 
 
-def plays_ahead(config: Config, step: int) -> bool:
+def plays_ahead(config: RunConfig, step: int) -> bool:
     """Whether the step behind this one is played while this one is learned from.
 
     Not behind a checkpoint, which has no older weights: a resumed run plays as this one does (one

@@ -35,6 +35,13 @@ def _in_repository_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks everything in tests/slow as slow."""
+    for item in items:
+        if (ROOT / "tests" / "slow") in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
 MAPS = Path("/proc/self/maps")
 MOST_MAPS = 20_000
 

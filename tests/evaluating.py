@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import pytest
 
-from spell_jax import evaluate
 from spell_jax.evaluation import judge as judging
+from spell_jax.evaluation import runner
 from spell_jax.evaluation.answering import Sampling
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
 from spell_jax.evaluation.policy_sampler import Policy, PolicyJudge, Sizes
@@ -79,10 +79,11 @@ def write_episodes(workdir: pathlib.Path, steps: Mapping[int, Sequence[Any]]) ->
     return workdir
 
 
-def settings(policy: pathlib.Path, **changes: Any) -> evaluate.Settings:
+def config(policy: pathlib.Path, **changes: Any) -> runner.EvaluationConfig:
     sampling = Sampling(SAMPLES, 1.0, 1.0)
     common = {"benchmarks": ("number", "text"), "data": "nowhere", "max_input": LIMITS}
-    return evaluate.Settings(**({"policy": str(policy), "sampling": sampling} | common | changes))
+    given = {"policy": str(policy), "sampling": sampling} | common | changes
+    return runner.EvaluationConfig(**given)
 
 
 def make_judge(out: pathlib.Path, ask: Any = reply) -> Judge:
@@ -93,7 +94,7 @@ def make_judge(out: pathlib.Path, ask: Any = reply) -> Judge:
 def run(policy: pathlib.Path, out: pathlib.Path, ask: Any = reply, **changes: Any) -> dict:
     """Under pytest's patches: see main."""
     judge = make_judge(out, ask)
-    return evaluate.run(settings(policy, **changes), out, "noise", judge, SIZES)
+    return runner.run(config(policy, **changes), out, "noise", judge, SIZES)
 
 
 def main() -> None:
@@ -101,7 +102,7 @@ def main() -> None:
     jax.config.update("jax_disable_most_optimizations", True)  # less to compile
     start.setup()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(evaluate.registry, "load", load)
+        monkeypatch.setattr(runner.registry, "load", load)
         ask = PolicyJudge(Policy(judge[0], sizes=SIZES), 4) if judge else reply
         run(policy, out, ask)
 

@@ -29,12 +29,13 @@ from spell_jax.learner import update
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.model import TINY_POLICY
+from spell_jax.reporting import run_report
 from spell_jax.runtime import mesh
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.sampler.engine import Sampler
 from spell_jax.selfplay import evidence, parsing, rules
-from spell_jax.trainer import state as runs
-from spell_jax.trainer.build import TINY_POLICY
+from spell_jax.trainer import build
 
 _UNSTEADY = ("time/", "process/")
 
@@ -121,12 +122,12 @@ def give_data(config: Any, folder: pathlib.Path) -> None:
         (folder / f"{name}.txt").write_text(f"{text}\n")
     question = {"task": "general_qa", "documents": ["A"], "question": "B?", "answer": "C"}
     (folder / "questions.jsonl").write_text(json.dumps(question))
-    plays, data = registry.ALGORITHMS[config.algorithm.name].plays, config.data
-    if plays == ("questions",) and not pathlib.Path(data.questions).is_file():
+    inputs, data = registry.ALGORITHMS[config.algorithm.name].inputs, config.data
+    if inputs == ("questions",) and not pathlib.Path(data.questions).is_file():
         data.questions = str(folder / "questions.jsonl")
     if data.validation and not pathlib.Path(data.validation).is_file():
         data.validation = str(folder / "questions.jsonl")
-    if "clusters" in plays and not data.source:
+    if "clusters" in inputs and not data.source:
         data.source = str(folder)
 
 
@@ -138,7 +139,8 @@ def use_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets runs end without plots, which take half of their time."""
-    monkeypatch.setattr(report, "plot_run", lambda workdir: ())
+    for module in (report, run_report):  # train.py has it from either
+        monkeypatch.setattr(module, "plot_run", lambda workdir: (), raising=False)
 
 
 _cached_learner = functools.cache(update.Learner)
@@ -161,7 +163,7 @@ def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(update, "Learner", _shared_learner)
     monkeypatch.setattr(
-        runs,
+        build,
         "Sampler",
         lambda policy, config, stop_ids, mesh, stream: _shared_sampler(
             policy, config, tuple(stop_ids), mesh

@@ -1,6 +1,6 @@
-"""The fields of a build of clusters with the paper's values (its Appendix E.1).
+"""Base config of data_pipeline.build, with the paper's values (Appendix E.1).
 
-Not a build by itself: it has no sources. See folder.py, mixed.py and paper.py.
+It has no sources, so it cannot be built by itself. See folder.py, long.py, mixed.py and paper.py.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 
-def get_config() -> Any:  # a ConfigDict, whose fields have no static types
+def get_config() -> Any:  # a ConfigDict; Any because its fields have no static types
     config: Any = ConfigDict()
     config.seed = 0
     config.sources = ConfigDict()  # name -> source()
@@ -16,37 +16,37 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.dedup = _dedup()
     config.decontaminate = ConfigDict()
     config.decontaminate.benchmarks = ConfigDict()  # name -> benchmark()
-    config.decontaminate.question_threshold = 0.8  # share of a question found in a document
+    config.decontaminate.question_threshold = 0.8  # share of a question's shingles in a document
     config.cut = _cut()
     config.embed = _embed()
     config.cluster = _cluster()
     config.tasks = ConfigDict()
-    config.tasks.clusters_per_task = 0  # 0: as many as the task with the fewest has
+    config.tasks.clusters_per_task = 0  # 0: as many as all tasks can get
     config.output = ConfigDict({"shards": 8})
     return config
 
 
 def source(path: str, tasks: tuple[str, ...], **fields: Any) -> Any:
-    """Files to read; data_pipeline/sources.py says what each field means."""
+    """Return the config of a source; SourceConfig in data_pipeline/sources.py has the fields."""
     result: Any = ConfigDict()
     result.path = path
     result.tasks = tasks
     result.layout = "folder"
     result.split = ""  # or "chapters"
-    result.together = False  # True: a cluster is of one document's pieces
-    result.max_characters = 0  # 0: as the filter has it
+    result.together = False  # True: a cluster has pieces of one document only
+    result.max_characters = 0  # 0: use filter.max_characters
     result.update(fields)
     return result
 
 
 def benchmark(path: str, documents: tuple[str, ...], questions: tuple[str, ...]) -> Any:
-    """An evaluation set: the names of its fields that hold documents and questions."""
+    """Return the config of a benchmark: its files, and their fields of documents and questions."""
     return ConfigDict({"path": path, "document_fields": documents, "question_fields": questions})
 
 
 def _filter() -> Any:
     config: Any = ConfigDict()
-    config.min_quality = 1.0  # of documents that come with a score
+    config.min_quality = 1.0  # ignored for documents without a score
     config.min_characters = 100
     config.max_characters = 32_768
     config.languages = ("en",)  # (): any
@@ -55,20 +55,20 @@ def _filter() -> Any:
 
 
 def _dedup() -> Any:
-    """MinHash LSH; decontamination has the same signatures."""
+    """Return the settings of MinHash LSH; decontamination uses the same signatures."""
     config: Any = ConfigDict()
     config.permutations = 128
     config.bands = 16
     config.threshold = 0.8  # Jaccard similarity of shingles
     config.shingle_words = 5
-    config.largest_group = 64  # documents of a band that are compared with each other
-    config.rounds = 8  # of connected components
+    config.largest_group = 64  # largest band group in which all pairs are compared
+    config.rounds = 8  # iterations of the connected-components search
     return config
 
 
 def _cut() -> Any:
     config: Any = ConfigDict()
-    config.tokenizer = ""  # the policy's folder; "": white-space words are counted
+    config.tokenizer = ""  # folder of the policy's tokenizer; "": count white-space separated words
     config.max_document_tokens = 3200
     return config
 
@@ -77,7 +77,7 @@ def _embed() -> Any:
     config: Any = ConfigDict()
     config.method = "tfidf"  # or "policy"
     config.dimensions = 256
-    config.folder = ""  # of method "policy", in Qwen3-Embedding's layout
+    config.folder = ""  # model of method "policy", in Qwen3-Embedding's layout
     return config
 
 

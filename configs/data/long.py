@@ -1,20 +1,21 @@
-"""Long documents, each a cluster of its own: books, papers and code for document reconstruction.
+"""Long documents for document reconstruction: books, papers and code, each a cluster of its own.
 
     python -m data_pipeline.build --config=configs/data/long.py:PATH --out=runs/long
     python -m spell_jax.train --config=configs/reconstruction.py --workdir=DIR \
         --config.data.source=runs/long
 
-PATH has the folders books (.txt files), papers and code (.jsonl or .parquet; "text" and "content"
-are the fields that hold a document, as in RedPajama's arXiv and in The Stack). The paper keeps the
-longest 8,000, 3,000 and 3,000 of them: give as many, or say algorithm.most_documents.
+PATH has the folders books (.txt files), papers and code (.json or .jsonl files). The text of a
+paper is in the field "text", as in RedPajama's arXiv, and that of a code file in "content", as in
+The Stack. The authors keep the longest 8,000 books, 3,000 papers and 3,000 code files. Provide that
+many, or set algorithm.most_documents.
 """
 
 from typing import Any
 
 from configs.data import base
 
-ANY = ("general_qa",)  # reconstruction asks no questions
-LONG = 100_000_000  # characters, and tokens of a document, that are above any
+ANY = ("general_qa",)  # any task works, because reconstruction asks no questions
+LONG = 100_000_000  # characters or tokens; more than any document has
 
 
 def get_config(path: str = "") -> Any:

@@ -1,9 +1,9 @@
-"""Filings, books by chapter, speeches, encyclopedia articles and multi-hop contexts of one folder.
+"""Mixed corpus: filings, books by chapter, speeches, encyclopedia articles, multi-hop contexts.
 
     python -m data_pipeline.build --config=configs/data/mixed.py:PATH --out=runs/mixed
 
-PATH has the folders edgar, books, gov_speeches, xquad and multihop (HotpotQA's, 2WikiMultihopQA's
-and MuSiQue's rows). HotpotQA stands for the benchmarks that are kept out of training.
+PATH has the folders edgar, books, gov_speeches, xquad and multihop (rows of HotpotQA,
+2WikiMultihopQA and MuSiQue). HotpotQA represents the benchmarks that are kept out of training.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from configs.data import base
 
 GENERAL = ("general_qa", "multiple_choice")
-LONG = 100_000_000  # characters: such a text is cut into documents
+LONG = 100_000_000  # characters; longer texts than the filter's limit are cut into documents
 
 
 def get_config(path: str = "") -> Any:

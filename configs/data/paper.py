@@ -1,4 +1,4 @@
-"""The paper's corpus: Ultra-FineWeb and DocMath, 2,150 clusters a task (Appendix E.1).
+"""Corpus of the paper: Ultra-FineWeb and DocMath, 2,150 clusters per task (Appendix E.1).
 
     python -m data_pipeline.build --config=configs/data/paper.py --out=gs://BUCKET/clusters \
         --config.sources.web.path=gs://BUCKET/Ultra-FineWeb/data/ultrafineweb_en \
@@ -7,10 +7,10 @@
         --config.cut.tokenizer=Qwen2.5-7B-Instruct --config.embed.folder=Qwen3-Embedding-8B \
         --runner=DataflowRunner ...
 
-All paths are the user's copies of what Hugging Face has as openbmb/Ultra-FineWeb,
-yale-nlp/DocMath-Eval, Qwen/Qwen3-Embedding-8B, and of the benchmarks: LongBench-v2, LongBench's
-hotpotqa, 2wikimqa and musique, Frames as JSON, DocMath-Eval's testmini. Every path must be given.
-Never run at this size: no figure of it is measured.
+All paths are your own copies. From Hugging Face: openbmb/Ultra-FineWeb, yale-nlp/DocMath-Eval and
+Qwen/Qwen3-Embedding-8B. Benchmarks: LongBench-v2, LongBench's hotpotqa, 2wikimqa and musique,
+Frames as JSON, and DocMath-Eval's testmini. Every path is required. This config was never run at
+full size, and nothing about it was measured.
 """
 
 from typing import Any

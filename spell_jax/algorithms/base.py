@@ -11,14 +11,59 @@ from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import Group
 from spell_jax.runtime import distributed
+from spell_jax.runtime.config import check_choice
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.requests import Sample
+from spell_jax.selfplay import prompts
 from spell_jax.selfplay.prompts import Prompts
 
 Item = TypeVar("Item")
 # (question, prediction, reference) triples -> 1, 0 or -1 (no verdict).
 JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
 RULES = ("match", "judge")  # texts are compared, or an external judge is asked
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmConfig:
+    """Fields of config.algorithm that every algorithm has; a subclass adds its own.
+
+    Attributes:
+      name: name of the algorithm in the registry.
+      prompts: set of prompt templates, a name or a folder (selfplay/prompts.py).
+      judge_url: address of an OpenAI-compatible endpoint, for rule = "judge".
+      judge_model: name of the judge's model there.
+      rule: "match" compares texts, numbers and letters; "judge" asks the external judge.
+    """
+
+    name: str = ""
+    prompts: str = "full"
+    judge_url: str = ""
+    judge_model: str = ""
+    rule: str = "match"
+
+    def __post_init__(self):
+        check_choice(self, "algorithm.", rule=RULES)
+        if self.rule == "judge" and not self.judge_url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"algorithm.judge_url = {self.judge_url!r}: must be the http(s) address of a "
+                "chat-completions endpoint, for algorithm.rule = 'judge'"
+            )
+        if self.rule == "judge" and not self.judge_model:
+            raise ValueError(
+                "algorithm.judge_model = '': must name a model, for algorithm.rule = 'judge'"
+            )
+        try:
+            prompts.load(self.prompts)
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(f"algorithm.prompts = {self.prompts!r}: {error}") from error
+
+    def budgets(self) -> Sequence[RolloutBudget]:
+        """Upper bounds of what a step, or a round of it, samples; launch.check prints them."""
+        return ()
+
+    def budget_summary(self) -> str:
+        """Words that introduce the budgets."""
+        return "a step asks for"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,16 @@
-"""The algorithms by name: what each reads from a config, how it is made and how it is evaluated.
+"""Algorithms by name: the config, constructor, held-out evaluation and inputs of each.
 
-A new algorithm is a file in algorithms/ and an entry here; docs/algorithms.md makes one.
+To add an algorithm, write a file in algorithms/ and an entry here; docs/algorithms.md has a
+complete example. Sampler, learner and trainer know no algorithm.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from spell_jax.algorithms.base import Algorithm, AlgorithmContext, RolloutBudget
+from spell_jax.algorithms.base import Algorithm, AlgorithmConfig, AlgorithmContext
 from spell_jax.algorithms.eapo.algorithm import Eapo
 from spell_jax.algorithms.eapo.config import EapoConfig
 from spell_jax.algorithms.eapo.evaluation import EvidenceEvaluation
@@ -20,12 +21,9 @@ from spell_jax.algorithms.rlvr import Rlvr, RlvrConfig
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import TinyEvaluation
+from spell_jax.data.config import DataConfig
 from spell_jax.data.questions import as_clusters, read_questions
-from spell_jax.runtime.config import Config, build
-
-# Fields of config.algorithm that are not the algorithm's own: they say which it is, and what it is
-# given.
-COMMON = ("name", "prompts", "judge_url", "judge_model")
+from spell_jax.runtime.config import build
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,105 +31,70 @@ class AlgorithmSpec:
     """An algorithm as a config names it.
 
     Attributes:
-      read: config.algorithm without COMMON -> the algorithm's fields; raises ValueError.
-      make: fields, context -> the algorithm.
-      evaluate: fields, context, config.data -> its held-out evaluation, or None where the data
-        has nothing held out. What is large is read when it is first asked.
-      budgets: fields -> what a step asks for (launch.check tells it before a run).
-      says: fields -> words before that.
-      plays: what it may be given, of "clusters" (data.source) and "questions" (data.questions).
+      config: dataclass of the section `algorithm`.
+      make: constructor (config, context) -> algorithm.
+      evaluate: constructor (config, context, data) -> held-out evaluation, or None where the data
+        holds nothing out. It reads large files only when it is first asked.
+      inputs: what the algorithm may be given, of "clusters" (data.source) and "questions"
+        (data.questions).
     """
 
-    read: Callable[[Config], Any]
+    config: type[AlgorithmConfig]
     make: Callable[[Any, AlgorithmContext], Algorithm]
-    evaluate: Callable[[Any, AlgorithmContext, Config], Evaluation | None] = lambda *_: None
-    budgets: Callable[[Any], Sequence[RolloutBudget]] = lambda fields: ()
-    says: Callable[[Any], str] = lambda fields: "a step asks for"
-    plays: tuple[str, ...] = ("clusters",)
+    evaluate: Callable[[Any, AlgorithmContext, DataConfig], Evaluation | None] = lambda *_: None
+    inputs: tuple[str, ...] = ("clusters",)
 
 
-def reader_of(fields: type) -> Callable[[Config], Any]:
-    """Reads config.algorithm as a dataclass."""
-    return lambda section: build(fields, section, "algorithm")
+def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:
+    """The section `algorithm` of a config as the dataclass of its algorithm.
+
+    Raises:
+      ValueError: naming the field, its value and the remedy.
+    """
+    name = section.get("name", "")
+    if name not in ALGORITHMS:
+        raise ValueError(f"algorithm.name = {name!r}: must be one of {tuple(ALGORITHMS)}")
+    return build(ALGORITHMS[name].config, section, "algorithm")
 
 
-def own_fields(algorithm: Config) -> dict[str, Any]:
-    """config.algorithm without the fields that all algorithms have."""
-    return {name: value for name, value in algorithm.items() if name not in COMMON}
+def check_inputs(config: AlgorithmConfig, data: DataConfig) -> None:
+    """Raises ValueError if the data is of a kind that the algorithm does not take."""
+    inputs = ALGORITHMS[config.name].inputs
+    if data.questions and "questions" not in inputs:
+        raise ValueError(f"data.questions = {data.questions!r}: must be '', for this algorithm")
+    if not data.questions and "clusters" not in inputs:
+        raise ValueError("data.questions = '': must be a .jsonl of questions, for this algorithm")
 
 
-# --------------------------------------------------------------------------------- SPELL and RLVR
-
-
-@dataclasses.dataclass(frozen=True)
-class _SpellFields:
-    """Of SPELL, and of RLVR, which plays SPELL's second half."""
-
-    spell: SpellConfig
-    rlvr: RlvrConfig
-
-
-def _read_spell(fields: Config) -> _SpellFields:
-    fields = dict(fields)
-    rlvr = RlvrConfig(fields.pop("static_questions", RlvrConfig.static_questions))
-    return _SpellFields(build(SpellConfig, fields, "algorithm"), rlvr)
-
-
-def _make_spell(fields: _SpellFields, context: AlgorithmContext) -> Spell:
-    return Spell(fields.spell, context)
-
-
-def _make_rlvr(fields: _SpellFields, context: AlgorithmContext) -> Rlvr:
+def _make_rlvr(config: RlvrConfig, context: AlgorithmContext) -> Rlvr:
     questions = context.questions()
     if not questions:
-        return Rlvr(fields.rlvr, Spell(fields.spell, context))
+        return Rlvr(config, Spell(config, context))
     source, given = as_clusters(questions)
     context = dataclasses.replace(context, clusters=lambda: source)
-    return Rlvr(fields.rlvr, Spell(fields.spell, context), given)
+    return Rlvr(config, Spell(config, context), given)
 
 
 def _evaluate_spell(
-    fields: _SpellFields, context: AlgorithmContext, data: Config
+    config: SpellConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
     if data.source == "tiny" and not data.questions:
-        return build(
-            TinyEvaluation,
-            data.tiny.evaluation,
-            "data.tiny.evaluation",
-            prompts=context.prompts,
-            algorithm=fields.spell,
-            count_tokens=context.count_tokens,
-        )
+        sizes = data.tiny.evaluation
+        return TinyEvaluation(context.prompts, config, context.count_tokens, sizes)
     if data.validation:
         questions = read_questions(data.validation, "data.validation")
         return HeldOutQuestions(context.prompts, questions)
     return None
 
 
-def _say_rounds(fields: _SpellFields) -> str:
-    c = fields.spell
-    return (
-        f"up to {c.max_generations} rounds of {c.generation_batch} proposals, until {c.questions} "
-        "questions have mixed rewards; a round asks for"
-    )
-
-
-def _say_static(fields: _SpellFields) -> str:
-    batch, static = fields.spell.generation_batch, fields.rlvr.static_questions
-    return f"{batch} of {static} questions, written once (or of those given); a step asks for"
-
-
-# ----------------------------------------------------------------------------- The other algorithms
-
-
 def _evaluate_reconstruction(
-    fields: ReconstructionConfig, context: AlgorithmContext, data: Config
+    config: ReconstructionConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
-    return PuzzleEvaluation(fields, context) if data.held_out else None
+    return PuzzleEvaluation(config, context) if data.held_out else None
 
 
 def _evaluate_eapo(
-    fields: EapoConfig, context: AlgorithmContext, data: Config
+    config: EapoConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
     if not data.validation:
         return None
@@ -140,32 +103,8 @@ def _evaluate_eapo(
 
 
 ALGORITHMS: dict[str, AlgorithmSpec] = {
-    "spell": AlgorithmSpec(
-        _read_spell,
-        _make_spell,
-        _evaluate_spell,
-        budgets=lambda fields: fields.spell.budgets(),
-        says=_say_rounds,
-    ),
-    "rlvr": AlgorithmSpec(
-        _read_spell,
-        _make_rlvr,
-        _evaluate_spell,
-        budgets=lambda fields: fields.spell.budgets(writes=False),
-        says=_say_static,
-        plays=("clusters", "questions"),
-    ),
-    "reconstruction": AlgorithmSpec(
-        reader_of(ReconstructionConfig),
-        Reconstruction,
-        _evaluate_reconstruction,
-        budgets=ReconstructionConfig.budgets,
-    ),
-    "eapo": AlgorithmSpec(
-        reader_of(EapoConfig),
-        Eapo,
-        _evaluate_eapo,
-        budgets=EapoConfig.budgets,
-        plays=("questions",),
-    ),
+    "spell": AlgorithmSpec(SpellConfig, Spell, _evaluate_spell),
+    "rlvr": AlgorithmSpec(RlvrConfig, _make_rlvr, _evaluate_spell, ("clusters", "questions")),
+    "reconstruction": AlgorithmSpec(ReconstructionConfig, Reconstruction, _evaluate_reconstruction),
+    "eapo": AlgorithmSpec(EapoConfig, Eapo, _evaluate_eapo, ("questions",)),
 }

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import Models
+from spell_jax.algorithms.base import Models, RolloutBudget
 from spell_jax.algorithms.spell.algorithm import Spell
+from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import Question
@@ -31,14 +32,29 @@ _NOTHING_GIVEN: Mapping[str, Question] = {}
 
 
 @dataclasses.dataclass(frozen=True)
-class RlvrConfig:
-    """static_questions: proposals made for the set, of which those that pass the filters stay;
-    unused where questions are given."""
+class RlvrConfig(SpellConfig):
+    """SPELL's fields, of which those of the questioner matter only where questions are written.
 
+    Attributes:
+      static_questions: proposals for the static set; those that pass the filters stay. Unused with
+        given questions.
+    """
+
+    name: str = "rlvr"
     static_questions: int = 960
 
     def __post_init__(self):
+        super().__post_init__()
         check_least(self, "algorithm.", static_questions=1)
+
+    def budgets(self) -> list[RolloutBudget]:
+        return self.round_budgets(writes=False)
+
+    def budget_summary(self) -> str:
+        return (
+            f"{self.generation_batch} of {self.static_questions} questions, written once (or of "
+            "those given); a step asks for"
+        )
 
 
 class Rlvr:

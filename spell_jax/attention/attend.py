@@ -1,15 +1,16 @@
-"""One attend() for training rows: several kernels behind one contract.
+"""Attention of packed training rows: several kernels with one interface.
 
-1. The mask is one int32 a key (masks.py), whatever the kernel.
-2. A kernel is named by PolicyConfig.attention: "dense" (the reference: all scores at once),
-   "chunked" (blocks; memory linear in T, nothing is computed where nothing is seen; any device),
-   "splash" or "triton" (the same in Pallas, for TPUs and for NVIDIA GPUs; interpreted elsewhere,
-   for tests). "auto" takes dense for rows of up to SHORT tokens; for longer ones what is made for
-   the platform of the program, else chunked.
-3. Kernels with loops of their own are not for the partitioner: on a mesh each device runs them on
-   its own rows and heads (shard_map).
-4. Where the tokens of a row are split over `context`, each device keeps its queries and meets the
-   keys of the others by gathering them or around a ring (context.py).
+1. Every kernel takes the mask as one int32 per key (masks.py).
+2. PolicyConfig.attention names the kernel. "dense" is the reference and computes all scores at
+   once. "chunked" works block by block on any device: memory is linear in T, and block pairs
+   without a visible key are skipped. "splash" (TPU) and "triton" (NVIDIA GPU) do the same in
+   Pallas; on other devices they run in the interpreter, for tests.
+3. "auto" uses dense for rows of up to SHORT tokens. For longer rows it uses the Pallas kernel of
+   the platform the program is lowered for, else chunked.
+4. The SPMD partitioner cannot split kernels that contain their own loops. On a mesh, each device
+   therefore runs the kernel on its own rows and heads (shard_map).
+5. Where the tokens of a row are sharded over `context`, each device keeps its queries, and keys
+   are all-gathered or passed around a ring (context.py).
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ KERNELS = {
 
 
 def _by_platform(part: str) -> Callable[..., Any]:
-    """Decided when the program is lowered, which may be for another platform than this one."""
+    """Dispatch to the kernel of the platform the program is lowered for.
+
+    That platform may differ from the one of this process.
+    """
 
     def compiled(module):
         return functools.partial(getattr(module, part), interpret=False)
@@ -51,7 +55,7 @@ def _by_platform(part: str) -> Callable[..., Any]:
 
 _LONG = kernels.Kernel(_by_platform("forward"), _by_platform("backward"))
 NAMES = ("auto", *KERNELS)
-# Up to here all scores of a row and head take 1 MiB or less, and dense has no loop to set up.
+# Up to this length the scores of one row and head take at most 1 MiB; dense needs no loop.
 SHORT = 512
 
 
@@ -64,18 +68,19 @@ def attend(
     name: str = "auto",
     ring: bool = False,
 ) -> jax.Array:
-    """Softmax attention of packed rows on the mesh that is set.
+    """Softmax attention of packed rows on the current mesh.
 
     Args:
-      q: [B, T, N, H].
-      k, v: [B, T, K, H]; query head n reads key head n // (N / K).
-      last_query: int32 [B, T], see masks.py.
-      index: int32 [B, T], row indices of the tokens; None: they stand in their order.
-      name: the kernel, one of NAMES.
-      ring: how keys on other devices of `context` are met: around a ring, or gathered.
+      q: queries [B, T, N, H].
+      k: keys [B, T, K, H]; query head n reads key head n // (N / K).
+      v: values [B, T, K, H].
+      last_query: the mask, int32 [B, T]; see masks.py.
+      index: row index of each token, int32 [B, T]; None if tokens are in order.
+      name: kernel name, one of NAMES.
+      ring: whether keys sharded over `context` travel around a ring (True) or are all-gathered.
 
     Returns:
-      [B, T, N, H] in q's dtype; zeros for a query that sees nothing (padding).
+      [B, T, N, H] in q's dtype, with zeros for queries that see no key (padding).
     """
     index = masks.row_index(last_query) if index is None else index
     short = name == "auto" and q.shape[1] <= SHORT
@@ -88,7 +93,7 @@ def attend(
     heads, kv_heads, split = q.shape[2], k.shape[2], mesh.shape[meshes.TENSOR]
     tensor = meshes.TENSOR if heads % split == 0 else None
     if tensor and kv_heads % split:
-        # Each device needs the key heads of its own query heads.
+        # The tensor axis does not divide K: give each device the keys of its own query heads.
         repeats = heads // kv_heads
         k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
     by_heads = PartitionSpec(meshes.ROWS, meshes.CONTEXT, tensor)
@@ -106,7 +111,7 @@ def _packed(name: str, ring: bool, q, k, v, cache: Any, given: dict[str, jax.Arr
     return attend(q, k, v, given["last_query"], given.get("index"), name, ring), None
 
 
-@functools.cache  # one object a kernel, so that what is compiled for it is found again
+@functools.cache  # one object per kernel, so that jit finds its compiled program again
 def packed(name: str = "auto", ring: bool = False) -> Callable[..., Any]:
-    """The policy's `Attend` for packed training rows; it keeps nothing."""
+    """The policy's `Attend` for packed training rows; it uses no cache."""
     return functools.partial(_packed, name, ring)

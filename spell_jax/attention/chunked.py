@@ -1,12 +1,12 @@
-"""Attention in blocks: any length, memory linear in it, on any device.
+"""Blockwise attention for rows of any length on any device, with memory linear in the length.
 
-1. A row is cut into blocks of queries and of keys. Which pairs of blocks hold anything to see
-   follows from minima and maxima of last_query over blocks (masks.live_blocks); others are never
-   touched, so that causality and siblings' blindness save time, not only results.
-2. Forward: a block of queries meets its live blocks of keys one after the other, with a running
-   maximum and sum (online softmax). It keeps the output and one log-sum-exp a query and head.
-3. Backward: a block of keys meets its live blocks of queries; scores are computed again and turned
-   into weights by the log-sum-exp.
+1. A row is cut into blocks of queries and blocks of keys. Minima and maxima of last_query over the
+   blocks tell which pairs of blocks contain a visible key (masks.live_blocks). Other pairs are
+   skipped, so that causality and the mutual invisibility of a group's answers save time.
+2. Forward: each block of queries loops over its live blocks of keys with a running maximum and sum
+   (online softmax). It returns the output and one log-sum-exp per query and head.
+3. Backward: each block of keys loops over its live blocks of queries. Scores are recomputed, and
+   the log-sum-exp turns them into weights.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from spell_jax.attention import masks
 from spell_jax.attention.dense import MASKED
 
 BLOCK = 256
-_BEHIND = 1 << 30  # a row index behind all others
+_BEHIND = 1 << 30  # row index of padding, after all others
 
 
 class _Blocks(NamedTuple):
-    """The arrays of a row, padded to whole blocks and cut: [blocks, block, ...]."""
+    """Arrays of a row, padded to whole blocks and reshaped to [blocks, block, ...]."""
 
     q: jax.Array
     k: jax.Array
@@ -41,7 +41,7 @@ def _cut(x: jax.Array, block: int, padding: float = 0) -> jax.Array:
 
 
 def _cut_row(q, k, v, q_index, k_index, last_query, block: int) -> tuple[_Blocks, jax.Array]:
-    """The blocks, and which pairs of them are live [blocks of queries, blocks of keys]."""
+    """Cut a row into blocks; also return the live pairs, bool [query blocks, key blocks]."""
     q_block, k_block = min(block, len(q)), min(block, len(k))
     row = _Blocks(
         _cut(q, q_block),
@@ -55,12 +55,12 @@ def _cut_row(q, k, v, q_index, k_index, last_query, block: int) -> tuple[_Blocks
 
 
 def _live_first(live: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of a boolean [n, m]: for each row the columns with the true ones first, and their count."""
+    """Column numbers of each row of bool [n, m], True ones first, and the count of True ones."""
     return jnp.argsort(~live, axis=1), jnp.sum(live, axis=1)
 
 
 def _scores(row: _Blocks, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Scaled float32 scores [K, R, queries, keys] of two blocks, and which of them are seen."""
+    """Scaled float32 scores [K, R, queries, keys] of two blocks, and their mask [queries, keys]."""
     q, k = row.q[i], row.k[j]
     scores = jnp.einsum("qkrh,skh->krqs", q, k, preferred_element_type=jnp.float32)
     seen = masks.visible(row.q_index[i], row.k_index[j], row.last_query[j])
@@ -76,7 +76,7 @@ def forward(
     last_query: jax.Array,
     block: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array]:
-    """What dense.forward computes, by blocks of `block` queries and keys."""
+    """Compute dense.forward in blocks of `block` queries and keys."""
     row, live = _cut_row(q, k, v, q_index, k_index, last_query, block)
     order, count = _live_first(live)
 
@@ -121,7 +121,7 @@ def backward(
     d_out: jax.Array,
     block: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What dense.backward computes, by blocks of `block` queries and keys."""
+    """Compute dense.backward in blocks of `block` queries and keys."""
     row, live = _cut_row(q, k, v, q_index, k_index, last_query, block)
     order, count = _live_first(live.T)
     d_outs, lses, deltas = (

@@ -1,13 +1,14 @@
-"""Attention where the tokens of a row are split over the mesh's `context` axis.
+"""Attention of rows whose tokens are sharded over the mesh's `context` axis.
 
-Every device keeps its queries. Two ways to meet the keys of the others, each a kernel made of
-another one, for use inside shard_map:
+Every device keeps its queries. Two wrappers turn a kernel into one that also reads the keys of the
+other devices. Both are used inside shard_map.
 
-1. gathered: each device gets the keys and values of the whole row; backward gathers them again
-   (instead of keeping them), and sends each device the gradients of its own keys, which it sums.
-2. ring: each device's keys and values travel around the axis, one neighbor at a time, and are
-   met on the way; the next shard is under way while the kernel works on this one. Parts are merged
-   by their log-sum-exp. Backward, the gradients of a shard travel with it, in float32. No device
+1. gathered: each device all-gathers the keys and values of the row. The backward pass gathers them
+   again instead of storing them. It then sends the gradients of all keys to the devices that own
+   them, which sum them.
+2. ring: keys and values travel around the axis from neighbor to neighbor. The transfer of the next
+   shard overlaps with the kernel on the current one. Partial outputs are merged by their
+   log-sum-exp. In the backward pass, the float32 gradients of a shard travel with it. No device
    ever holds more than two shards.
 """
 
@@ -24,9 +25,9 @@ from spell_jax.attention.kernel import Kernel
 from spell_jax.runtime.mesh import CONTEXT
 
 
-@functools.cache  # one object a kernel, so that what is compiled for it is found again
+@functools.cache  # one object per kernel, so that jit finds its compiled program again
 def gathered(kernel: Kernel) -> Kernel:
-    """`kernel` on all keys of the row."""
+    """Wrap a kernel to attend to all keys of the row, all-gathered over `context`."""
 
     def whole(shards):
         return tuple(jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in shards)
@@ -46,7 +47,7 @@ def gathered(kernel: Kernel) -> Kernel:
 
 @functools.cache
 def ring(kernel: Kernel) -> Kernel:
-    """`kernel` on one device's keys after the other's."""
+    """Wrap a kernel to attend to the keys of one device after the other, passed around a ring."""
 
     def forward(q, k, v, q_index, k_index, last_query):
         def meet(held, merged):
@@ -74,7 +75,7 @@ def ring(kernel: Kernel) -> Kernel:
 
         def hop(state, _):
             held, dq, gradients = state
-            # The sums of the devices before are on their way while this one's share is computed.
+            # The sums of earlier devices travel while this device computes its contribution.
             dq, *gradients = meet(held, dq, _pass_on(gradients))
             return (_pass_on(held), dq, tuple(gradients)), None
 
@@ -83,17 +84,18 @@ def ring(kernel: Kernel) -> Kernel:
         state, _ = jax.lax.scan(hop, state, length=jax.lax.axis_size(CONTEXT) - 1)
         held, dq, gradients = state
         dq, *gradients = meet(held, dq, _pass_on(gradients))
-        dk, dv = _pass_on(gradients)  # home again
+        dk, dv = _pass_on(gradients)  # back to the owner of the keys
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
     return Kernel(forward, backward)
 
 
 def _shares(x: jax.Array) -> jax.Array:
-    """The sum over devices of [B, T, K, H], of which each keeps its part of T.
+    """Sum [B, T, K, H] over devices; each device keeps the sum of its own part of T.
 
-    By an all-to-all and a float32 sum of what arrives: a reduce-scatter in float32 moves twice as
-    much, and libtpu 0.0.42.1 writes some as an all-reduce (v5e) or ends itself over it (v5p-32).
+    Implemented as an all-to-all and a float32 sum of the received parts. A reduce-scatter in
+    float32 moves twice as many bytes, and libtpu 0.0.42.1 compiles some to an all-reduce (v5e) or
+    aborts on them (v5p-32).
     """
     rows, _, *head = x.shape
     parts = x.reshape(rows, jax.lax.axis_size(CONTEXT), -1, *head)
@@ -102,7 +104,7 @@ def _shares(x: jax.Array) -> jax.Array:
 
 
 def _pass_on(shard: Any) -> Any:
-    """Each device's arrays to the next device of the axis."""
+    """Send each device's arrays to the next device of the axis."""
     size = jax.lax.axis_size(CONTEXT)
     to_next = [(i, (i + 1) % size) for i in range(size)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, to_next), shard)
@@ -111,8 +113,16 @@ def _pass_on(shard: Any) -> Any:
 def _merge(
     merged: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """(outputs [B, Tq, K, R, H], lse [B, K, R, Tq]) over two sets of keys, of which the first is
-    float32 with -1e30 where nothing was seen so far, into those over both."""
+    """Merge the attention over two disjoint sets of keys.
+
+    Args:
+      merged: float32 outputs [B, Tq, K, R, H] and lse [B, K, R, Tq] so far; an lse of -1e30 marks
+        queries that have seen no key.
+      part: outputs and lse of a kernel, which marks such queries by an lse of 1e30.
+
+    Returns:
+      Outputs and lse over both sets, in the format of `merged`.
+    """
     (out, lse), (part_out, part_lse) = merged, part
     part_lse = jnp.where(part_lse > -MASKED / 2, MASKED, part_lse)
     both = jnp.logaddexp(lse, part_lse)

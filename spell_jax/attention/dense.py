@@ -1,4 +1,4 @@
-"""Dense attention of a row: all scores at once. The reference for every other kernel."""
+"""Dense attention of one row, all scores at once: the reference for every other kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from spell_jax.attention import masks
 
-# Finite, so that differences of masked scores are no NaN.
+# Finite, so that differences of masked scores are not NaN.
 MASKED = -1e30
 
 
@@ -19,17 +19,19 @@ def forward(
     k_index: jax.Array,
     last_query: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Softmax attention with grouped queries, statistics in float32; the contract of kernel.py.
+    """Softmax attention with grouped queries and float32 statistics; see kernel.Kernel.
 
     Args:
-      q: [Tq, K, R, H], R query heads a key head.
-      k, v: [Tk, K, H].
-      q_index: int32 [Tq], row indices of the queries.
-      k_index, last_query: int32 [Tk], of the keys; see masks.py.
+      q: queries [Tq, K, R, H], with R query heads per key head.
+      k: keys [Tk, K, H].
+      v: values [Tk, K, H].
+      q_index: row indices of the queries, int32 [Tq].
+      k_index: row indices of the keys, int32 [Tk].
+      last_query: the mask, int32 [Tk]; see masks.py.
 
     Returns:
-      out [Tq, K, R, H] in q's dtype, zeros for a query that sees nothing; and the log-sum-exp of
-      its scores, float32 [K, R, Tq], 1e30 for a query that sees nothing.
+      out [Tq, K, R, H] in q's dtype, and the log-sum-exp of the scores, float32 [K, R, Tq]. A query
+      that sees no key gets output 0 and log-sum-exp 1e30.
     """
     scores, seen = _scores(q, k, q_index, k_index, last_query)
     top = jnp.max(jnp.where(seen, scores, MASKED), axis=-1, keepdims=True)
@@ -37,7 +39,7 @@ def forward(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.maximum(total, 1e-30)
     out = jnp.einsum("krqs,skh->qkrh", weights.astype(v.dtype), v)
-    # A query that sees nothing: no key has weight in the backward pass either.
+    # 1e30 for a query that sees no key makes all its weights 0 in the backward pass.
     lse = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), -MASKED)
     return out, lse[..., 0]
 
@@ -53,13 +55,18 @@ def backward(
     delta: jax.Array,
     d_out: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients, or these keys' share of them if they are a part of what is attended.
+    """Gradients of attention, or the contribution of these keys to them.
 
     Args:
-      q, k, v, q_index, k_index, last_query: as in forward.
-      lse, delta: float32 [K, R, Tq], over all keys of all parts; delta is sum over H of
-        d_out * out.
-      d_out: [Tq, K, R, H].
+      q: queries [Tq, K, R, H].
+      k: keys [Tk, K, H].
+      v: values [Tk, K, H].
+      q_index: row indices of the queries, int32 [Tq].
+      k_index: row indices of the keys, int32 [Tk].
+      last_query: the mask, int32 [Tk]; see masks.py.
+      lse: log-sum-exp of each query's scores over all keys it attends to, float32 [K, R, Tq].
+      delta: sum over H of d_out * out, with the output over all keys, float32 [K, R, Tq].
+      d_out: gradient of the output [Tq, K, R, H].
 
     Returns:
       dq [Tq, K, R, H], dk and dv [Tk, K, H] in the dtypes of q, k and v.
@@ -79,6 +86,6 @@ def backward(
 
 
 def _scores(q, k, q_index, k_index, last_query):
-    """Scaled float32 scores [K, R, Tq, Tk], and which of them are seen [Tq, Tk]."""
+    """Scaled float32 scores [K, R, Tq, Tk], and the mask, bool [Tq, Tk]."""
     scores = jnp.einsum("qkrh,skh->krqs", q, k, preferred_element_type=jnp.float32)
     return scores * q.shape[-1] ** -0.5, masks.visible(q_index, k_index, last_query)

@@ -1,11 +1,11 @@
-"""What an attention kernel is, and the one gradient rule around any of them.
+"""Attention kernel interface, and the one custom VJP used around every kernel.
 
-1. A kernel is a pair of functions. `forward` gives the output and the log-sum-exp of each query's
-   scores; `backward` takes the merged log-sum-exp of all parts, so that the keys it is given may be
-   a part of what the queries see.
-2. Kernels compose: what is made of one and meets the keys of other devices too (context.py) is
-   a kernel again.
-3. No kernel differentiates its own log-sum-exp: the rule here is the only one.
+1. A kernel is a pair of functions. `forward` returns the output and the log-sum-exp of each
+   query's scores. `backward` takes the log-sum-exp merged over all keys, so that it also works on
+   a part of the keys that the queries see.
+2. Kernels compose: a kernel wrapped to also read the keys of other devices (context.py) is again
+   a kernel.
+3. No kernel differentiates its own log-sum-exp. The gradient rule in this file is the only one.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-KEPT = "attention"  # what remat policies call the output and its log-sum-exp
+KEPT = "attention"  # checkpoint name of the output and its log-sum-exp
 
 
 class Kernel(NamedTuple):
-    """Attention of packed rows on one device; R = N / K query heads a key head.
+    """Forward and backward functions of attention for packed rows on one device.
+
+    Shapes use R = N / K, the query heads per key head.
 
     Attributes:
-      forward: (q [B, Tq, K, R, H], k, v [B, Tk, K, H], q_index [B, Tq], k_index, last_query
-        [B, Tk]) -> (out as q, lse float32 [B, K, R, Tq]). A query that sees nothing gets zeros, and
-        an lse of 1e30.
-      backward: (the same six, lse, delta float32 [B, K, R, Tq], d_out as q) -> (dq, dk, dv), these
-        keys' share; delta is the sum over H of d_out * out.
+      forward: function of (q [B, Tq, K, R, H], k [B, Tk, K, H], v [B, Tk, K, H], q_index [B, Tq],
+        k_index [B, Tk], last_query [B, Tk]) that returns (out like q, lse float32 [B, K, R, Tq]).
+        A query that sees no key gets output 0 and lse 1e30.
+      backward: function of (the same six arrays, lse, delta float32 [B, K, R, Tq], d_out like q)
+        that returns (dq, dk, dv), the contribution of these keys. delta is the sum over H of
+        d_out * out.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -37,18 +40,17 @@ class Kernel(NamedTuple):
 
 
 def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function for one row applied to one after the other."""
+    """Apply a single-row function to the rows of a batch one after the other."""
     return lambda *rows: jax.lax.map(lambda row: function(*row), rows)
 
 
 def vmapped(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
-    """A kernel of functions for one row: the rows are one batch."""
+    """Make a kernel from single-row functions by vmap."""
     return Kernel(jax.vmap(forward), jax.vmap(backward))
 
 
 def row_loop(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
-    """A kernel of functions for one row: one row after the other, as their loops differ in
-    length."""
+    """Make a kernel from single-row functions by a loop, for rows whose loop lengths differ."""
     return Kernel(over_rows(forward), over_rows(backward))
 
 
@@ -62,24 +64,26 @@ def attend(
     k_index: jax.Array,
     last_query: jax.Array,
 ) -> jax.Array:
-    """What kernel.forward computes, differentiable by q, k and v.
+    """Differentiable attention: kernel.forward, with gradients for q, k and v.
 
     Args:
-      kernel: which one; one object, or compiled programs are not found again.
-      q: [B, Tq, N, H]; query head n reads key head n // (N / K).
-      k, v: [B, Tk, K, H].
-      q_index: int32 [B, Tq], row indices of the queries.
-      k_index, last_query: int32 [B, Tk], of the keys; see masks.py.
+      kernel: the kernel. Pass the same object every time, or jit compiles the program again.
+      q: queries [B, Tq, N, H]; query head n reads key head n // (N / K).
+      k: keys [B, Tk, K, H].
+      v: values [B, Tk, K, H].
+      q_index: row indices of the queries, int32 [B, Tq].
+      k_index: row indices of the keys, int32 [B, Tk].
+      last_query: the mask, int32 [B, Tk]; see masks.py.
 
     Returns:
-      [B, Tq, N, H] in q's dtype; zeros for a query that sees nothing.
+      [B, Tq, N, H] in q's dtype, with zeros for queries that see no key.
     """
     return _forward(kernel, q, k, v, q_index, k_index, last_query)[0]
 
 
 def _forward(kernel: Kernel, q, k, v, *indices):
     out, lse = kernel.forward(_grouped(q, k), k, v, *indices)
-    # Named here, so that a remat policy that keeps them need not run the kernel again.
+    # A remat policy that saves these names need not run the kernel again.
     out, lse = checkpoint_name(out.reshape(q.shape), KEPT), checkpoint_name(lse, KEPT)
     return out, (q, k, v, *indices, out, lse)
 
@@ -93,7 +97,7 @@ def _backward(kernel: Kernel, kept, d_out):
 
 
 def _grouped(x: jax.Array, k: jax.Array) -> jax.Array:
-    """[B, T, N, H] as [B, T, K, R, H]."""
+    """Reshape [B, T, N, H] to [B, T, K, R, H]."""
     rows, time, _, size = x.shape
     return x.reshape(rows, time, k.shape[2], -1, size)
 

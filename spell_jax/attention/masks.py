@@ -1,15 +1,15 @@
-"""The mask of a packed row is one int32 a key (design: `last_query`).
+"""Attention mask of a packed row, stored as one int32 per key: `last_query`.
 
-Query q sees key k iff k <= q <= last_query[k], all row indices. A prompt key's last reader is
-the end of its group, an answer key's the end of its answer, padding has -1: packing, siblings and
-padding are all this one array.
+Query q sees key k iff k <= q <= last_query[k], all row indices. last_query is the end of the group
+for a prompt key, the end of the answer for an answer key, and -1 for padding. This one array
+expresses packing, the answers of a group and padding.
 
 Example, one group with a prompt of 2 tokens and answers of 2 and 1 tokens, then padding:
 
     row index     0  1 | 2  3 | 4 | 5
-    last_query   4  4 | 3  3 | 4 | -1
+    last_query    4  4 | 3  3 | 4 | -1
 
-Where the tokens of a row are dealt out over devices, those of a device carry their row indices.
+Where the tokens of a row are sharded over devices, each shard carries its row indices.
 """
 
 from __future__ import annotations
@@ -19,27 +19,36 @@ import jax.numpy as jnp
 
 
 def row_index(last_query: jax.Array) -> jax.Array:
-    """int32 [B, T]: row indices of tokens that stand in their order."""
+    """Row indices of tokens that are in order, int32 [B, T]."""
     index = jnp.arange(last_query.shape[-1], dtype=jnp.int32)
     return jnp.broadcast_to(index, last_query.shape)
 
 
 def visible(q_index: jax.Array, k_index: jax.Array, last_query: jax.Array) -> jax.Array:
-    """Boolean [..., queries, keys] from int32 row indices [..., queries] and [..., keys], and
-    last_query [..., keys]."""
+    """Pairwise mask of queries and keys.
+
+    Args:
+      q_index: row indices of the queries, int32 [..., queries].
+      k_index: row indices of the keys, int32 [..., keys].
+      last_query: last query of each key, int32 [..., keys].
+
+    Returns:
+      Whether each query sees each key, bool [..., queries, keys].
+    """
     query = q_index[..., :, None]
     return (k_index[..., None, :] <= query) & (query <= last_query[..., None, :])
 
 
 def live_blocks(q_index: jax.Array, k_index: jax.Array, last_query: jax.Array) -> jax.Array:
-    """Which blocks of queries may see anything of which blocks of keys.
+    """Pairs of blocks in which a query may see a key.
 
     Args:
-      q_index: int32 [n, queries of a block], of one row.
-      k_index, last_query: int32 [m, keys of a block].
+      q_index: row indices of one row's queries, int32 [n, queries per block].
+      k_index: row indices of the keys, int32 [m, keys per block].
+      last_query: last query of each key, int32 [m, keys per block].
 
     Returns:
-      Boolean [n, m].
+      bool [n, m]; False where no query of the block sees any key of the other.
     """
     begun = jnp.min(k_index, axis=1)[None, :] <= jnp.max(q_index, axis=1)[:, None]
     return begun & (jnp.min(q_index, axis=1)[:, None] <= jnp.max(last_query, axis=1)[None, :])

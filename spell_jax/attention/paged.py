@@ -1,15 +1,15 @@
-"""Attention of queries to keys that lie in pages, as the sampler keeps them.
+"""Attention of queries to keys in the pages of the sampler's KV cache.
 
-1. One pool holds the keys and values of all layers in pages of C tokens. A row's table names its
-   pages in order, so that page j holds positions j C to (j + 1) C - 1 of what the row reads; rows
-   that begin alike name the same pages.
-2. The mask is one number a query: it sees that many leading keys of its row. A prompt's tokens see
-   one more each; the siblings behind a prompt all see the whole of it.
-3. Rows are sorted by how much they read and taken a few at a time, pages too, with a running
-   maximum and sum (online softmax): what is computed follows what is there, not the shapes.
-4. Output and log-sum-exp come out, so that parts (prompt, suffix) can be merged.
-5. TPUs and NVIDIA GPUs have kernels that read pages where they lie (paged_tpu.py, paged_triton.py);
-   what is here gathers a few at a time, for CPUs and for shapes that these do not take.
+1. One pool holds the keys and values of all layers, in pages of C tokens. A row's page table lists
+   its pages in order: page j holds positions j C to (j + 1) C - 1. Rows with a common prefix share
+   pages.
+2. The mask is one number per query, the number of leading keys it sees. Within a prompt it grows
+   by one per token; all samples of a prompt see the whole prompt.
+3. Rows are sorted by length and processed a few rows and a few pages at a time, with a running
+   maximum and sum (online softmax). Cost follows the keys present, not the padded shapes.
+4. The log-sum-exp is returned with the output, so that parts (prompt, suffix) can be merged.
+5. TPUs and NVIDIA GPUs have kernels that read pages in place (paged_tpu.py, paged_triton.py). The
+   code here gathers a few pages at a time. It serves CPUs and shapes the kernels do not support.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from spell_jax.attention.dense import MASKED
 
 
 class Sizes(NamedTuple):
-    """What is computed at once.
+    """Limits on the work done in one step of `attend_in_steps`.
 
     Attributes:
-      scores: float32 numbers; a row takes at most a quarter of them.
-      keys: of each row; numbers: of all of these keys.
-      rows: of large ones, with an eighth of the scores or more a page, one in so many of all. Rows
-        that read nothing cost as much as others next to them, and most rows of a call may be such.
-      queries: of rows with an eighth of it or more each, such as pages of one prompt. So many of
-        neighbors that have one table meet as many keys in one product.
+      scores: float32 scores of a step; one row uses at most a quarter of them.
+      keys: keys of each row in a step.
+      numbers: elements of the keys of all rows in a step.
+      rows: divisor for large rows, those with at least an eighth of `scores` per page: a step takes
+        M / rows of all M rows. Empty rows cost as much as the others in their step, and most rows
+        of a call may be empty.
+      queries: queries in a step for rows that each have at least an eighth of it, such as pages of
+        one prompt. Neighboring rows with the same table share one product of this many queries and
+        this many keys.
     """
 
     scores: int
@@ -45,37 +48,39 @@ class Sizes(NamedTuple):
     queries: int
 
 
-# A CPU's caches hold little: of 2^13 to 2^18 scores 2^15 was fastest (256 slots of the policy that
-# ships). On accelerators: 64 MiB of scores. A prompt of 4,096 tokens, in pages of 128 that meet
-# keys one by one, is read in 3.0 s on 2 CPU cores, in fours in 2.1 (8 layers, width 512).
+# CPU caches are small: of 2^13 to 2^18 scores, 2^15 was fastest (256 slots of the bundled tiny
+# policy). On accelerators: 64 MiB of scores. Prefill of 4,096 tokens in pages of 128 queries takes
+# 3.0 s one page at a time and 2.1 s four at a time (2 CPU cores, 8 layers, width 512).
 ON_CPU = Sizes(2**15, 256, 2**19, 8, 512)
 ON_ACCELERATORS = Sizes(2**24, 2048, 2**30, 1, 512)
-UNSEEN = MASKED  # the log-sum-exp of a query that sees nothing: it weighs nothing in a merge
+UNSEEN = MASKED  # log-sum-exp of a query that sees no key: weight 0 in a merge
 
 
 @flax.struct.dataclass
 class Pages:
-    """The pool of Z pages of C tokens.
+    """Pool of Z pages of C tokens.
 
     Attributes:
-      keys, values: [L, Z, K, C, H].
-      key_scales, value_scales: float32 [L, Z, K, C] where keys and values are int8, which stand for
-        so many times themselves; else None.
+      keys: keys [L, Z, K, C, H].
+      values: values [L, Z, K, C, H].
+      key_scales: scales of int8 keys, float32 [L, Z, K, C]; None for other dtypes. A key is its
+        int8 vector times its scale.
+      value_scales: scales of int8 values, likewise.
     """
 
-    keys: Any  # an array, or its placement or shape
+    keys: Any  # an array, or its sharding or shape
     values: Any
     key_scales: Any = None
     value_scales: Any = None
 
     @property
     def block(self) -> int:
-        """C, tokens of a page."""
+        """Tokens per page, C."""
         return self.keys.shape[3]
 
 
 def empty(layers: int, pages: int, kv_heads: int, block: int, size: int, dtype) -> Pages:
-    """A pool of zeros."""
+    """Make a pool of zeros; `block` is C and `size` is H."""
     shape = (layers, pages, kv_heads, block, size)
     made = Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
     if made.keys.dtype != jnp.int8:
@@ -96,17 +101,18 @@ def attend(
     """Softmax attention of rows of queries to the pages of each row.
 
     Args:
-      q: [M, T, N, H].
+      q: queries [M, T, N, H].
       pages: the pool.
-      layer: int32 scalar, whose keys and values.
-      table: int32 [M, J], pages of each row in order.
-      visible: int32 [M, T], how many leading keys of its row a query sees.
+      layer: layer number, int32 scalar.
+      table: pages of each row in order, int32 [M, J].
+      visible: number of leading keys of its row that each query sees, int32 [M, T].
       share: (i, n) if the pool holds only the i-th of n equal parts of every page.
-      kernel: "auto", the one for the platform where there is one for these shapes, or "xla".
+      kernel: "auto" for the platform's kernel if it supports these shapes, or "xla" for
+        attend_in_steps.
 
     Returns:
-      float32 out [M, T, N, H], zeros for a query that sees nothing, and log-sum-exp [M, T, N],
-      UNSEEN there.
+      out float32 [M, T, N, H] and log-sum-exp float32 [M, T, N]. A query that sees no key gets
+      output 0 and log-sum-exp UNSEEN.
     """
 
     def choice(function, **options):
@@ -130,7 +136,7 @@ def attend(
 def attend_in_steps(
     q, pages: Pages, layer, table, visible, share, sizes: Sizes
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend` with bounds of what is computed at once."""
+    """Compute `attend` in plain XLA, in steps limited by `sizes`."""
     rows, time, heads, size = q.shape
     kv_heads, (part, parts) = pages.keys.shape[2], share
     of_a_page = time * heads * pages.block
@@ -146,13 +152,13 @@ def attend_in_steps(
     if are_many:
         fitting = sizes.queries // time
     together = max(1, min(fitting, rows))
-    span = width * pages.block * parts  # positions that are passed at once
+    span = width * pages.block * parts  # positions passed in one step, on all shares
     within = jnp.arange(width)[:, None] * parts + part
     within = (within * pages.block + jnp.arange(pages.block)).reshape(-1)
     longest = jnp.max(visible, axis=1)
-    order = jnp.argsort(longest == 0 if are_many else -longest)  # neighbors stay neighbors
+    order = jnp.argsort(longest == 0 if are_many else -longest)  # many queries: keep order
     order = jnp.pad(order, (0, -rows % together), mode="edge")
-    # [M, T, N, H] as [M, K, T R, H]: the queries of a key head meet it in one product.
+    # [M, T, N, H] to [M, K, T R, H]: one product per key head.
     queries = q.reshape(rows, time, kv_heads, -1, size).swapaxes(1, 2)
     queries = queries.reshape(rows, kv_heads, -1, size) * size**-0.5
     seen = jnp.repeat(visible, heads // kv_heads, axis=1)
@@ -181,7 +187,7 @@ def attend_in_steps(
 
 
 def _read_as_one(read, queries, table, visible):
-    """`_read` of rows [W, K, Q, H] whose tables are the same."""
+    """Run `read` on rows [W, K, Q, H] with identical tables as one row with all their queries."""
     rows, kv_heads, many, size = queries.shape
     one = queries.swapaxes(0, 1).reshape(1, kv_heads, rows * many, size)
     out, lse = read(one, table[:1], visible.reshape(1, -1))
@@ -192,14 +198,27 @@ def _read_as_one(read, queries, table, visible):
 
 
 def _read(queries, table, visible, *, pages: Pages, layer, steps, within, span: int):
-    """Out [W, K, Q, H] and lse [W, K, Q] of queries [W, K, Q, H] of a few rows, some pages at a
-    time, whose keys stand at positions `within` a span."""
+    """Attend from the queries of a few rows to their pages, a few pages at a time.
+
+    Args:
+      queries: scaled queries [W, K, Q, H].
+      table: pages of each row, int32 [W, J].
+      visible: number of leading keys that each query sees, int32 [W, Q].
+      pages: the pool.
+      layer: layer number, int32 scalar.
+      steps: number of loop steps, int32 scalar.
+      within: positions within a span of the keys read in one step, int32 [keys].
+      span: positions passed in one step.
+
+    Returns:
+      out float32 [W, K, Q, H] and log-sum-exp float32 [W, K, Q].
+    """
     rows, kv_heads = queries.shape[:2]
     keys_at_once = len(within)
     width = keys_at_once // pages.block
 
     def fetch(pool, which) -> Any:
-        """[W, K, keys, ...] of pages [W, width]."""
+        """Gather pages [W, width] of a pool as [W, K, keys, ...]."""
         if pool is None:
             return None
         found = pool[layer, which].swapaxes(1, 2)
@@ -230,7 +249,7 @@ def _read(queries, table, visible, *, pages: Pages, layer, steps, within, span: 
         return out * shrink[..., None] + more, new_top, total
 
     shape = queries.shape[:3]
-    # Masked scores weigh nothing behind any real one: the running maximum begins above them.
+    # The running maximum starts above MASKED, so that masked scores always have weight 0.
     start = jnp.zeros(queries.shape, jnp.float32), jnp.full(shape, MASKED / 2), jnp.zeros(shape)
     out, top, total = jax.lax.fori_loop(0, steps, meet, start)
     positive = jnp.maximum(total, 1e-30)
@@ -239,7 +258,7 @@ def _read(queries, table, visible, *, pages: Pages, layer, steps, within, span: 
 
 
 def merge(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Attention to all keys, of (out [..., H], log-sum-exp [...]) by parts of them."""
+    """Merge attention (out [..., H], log-sum-exp [...]) over disjoint sets of keys."""
     lses = jnp.stack([lse for _, lse in parts])
     top = jnp.max(lses, axis=0)
     weights = jnp.exp(lses - top)
@@ -252,7 +271,7 @@ def merge(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
 def write_pages(
     pages: Pages, layer: jax.Array, page: jax.Array, keys: jax.Array, values: jax.Array
 ) -> Pages:
-    """The pool with whole pages [B] written: keys and values [B, C, K, H]."""
+    """Write whole pages [B] with keys and values [B, C, K, H]. Returns the new pool."""
 
     def write(pool, new):
         return pool.at[layer, page].set(new.swapaxes(1, 2))
@@ -268,10 +287,12 @@ def write_tokens(
     keys: jax.Array,
     values: jax.Array,
 ) -> Pages:
-    """The pool with a token [N] written at offsets in pages: keys and values [N, K, H].
+    """Write tokens (keys and values [N, K, H]) at `offset` [N] of `page` [N].
 
-    Rows of H numbers are written into the pool seen as a matrix: indexed by its own axes, XLA for
-    TPUs turns the whole pool around, twice a layer.
+    Returns the new pool.
+
+    The pool is indexed as a matrix with rows of H elements. If it is indexed by its own axes, XLA
+    for TPUs transposes the whole pool, twice per layer.
     """
     _, count, kv_heads, block, _ = pages.keys.shape
     head = jnp.arange(kv_heads)
@@ -285,7 +306,7 @@ def write_tokens(
 
 
 def _write(pages: Pages, keys: jax.Array, values: jax.Array, write) -> Pages:
-    """Writes keys, values and their scales each by write(pool, new)."""
+    """Write keys, values and (for int8 pools) their scales with write(pool, new)."""
     if pages.key_scales is None:
         dtype = pages.keys.dtype
         written = (keys.astype(dtype), None), (values.astype(dtype), None)
@@ -297,7 +318,7 @@ def _write(pages: Pages, keys: jax.Array, values: jax.Array, write) -> Pages:
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """int8 [..., H] and float32 scales [...] whose product is x [..., H], to half a scale."""
+    """Quantize x [..., H] to int8 [..., H] and float32 scales [...]; error at most half a scale."""
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / 127
     return jnp.round(x / jnp.maximum(scale, 1e-30)[..., None]).astype(jnp.int8), scale

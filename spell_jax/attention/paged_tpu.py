@@ -1,25 +1,25 @@
-"""Attention to pages on TPU: a Pallas kernel that fetches the pages of a row while it computes.
+"""Paged attention on TPU: a Pallas kernel that overlaps page fetches with compute.
 
-XLA gathers pages into a new array before it multiplies by them, and cuts rows and keys by fixed
-sizes. Here the pool stays where it is, in HBM, and is read once:
+XLA would gather pages into a new array before multiplying, in steps of fixed size. Here the pool
+stays in HBM and each page is read once.
 
-1. A step of the grid is one row, or one block of its queries. The T queries of the N / K query
-   heads that share a key head are the rows of one product with that head's keys.
-2. How many pages a step's queries see is counted outside and prefetched to scalar memory. No other
-   page is fetched, and a step that sees none multiplies nothing.
-3. Pages come in chunks of about 2 MiB by asynchronous copies, all key heads of a page in one, into
-   one of two buffers. While a chunk is computed with, the next one arrives: of this row, or the
-   first of the next step's row, so that short rows overlap too.
-4. A row's table lies in scalar memory while its step runs, and that of the next step's row beside
-   it. All tables at once would not fit: 512 rows of 1024 pages are 2 MiB, and there is 1 MiB.
-5. A chunk is computed with in pieces of about 512 keys, as many as hold fetched pages, with a
-   running maximum and sum (online softmax) in float32.
-6. Keys and values in int8 become the queries' type here. Scores are multiplied by the keys' scales
-   and weights by the values': one number a key, not H.
-7. Odd and even steps may go to the two cores of a chip that has two (v4, v5p): the grid's first
-   axis. Each core prefetches for itself.
+1. A grid step is one row, or one block of its queries. The queries of the R = N / K query heads of
+   a key head are the rows of one product with that head's keys.
+2. The number of pages that a step's queries see is computed outside and prefetched to scalar
+   memory. No other page is fetched, and a step that sees none does no product.
+3. Asynchronous copies fetch pages in chunks of about 2 MiB, all key heads at once, into one of two
+   buffers. While one chunk is used, the next one is fetched: of this row, or the first chunk of
+   the next step's row, so that short rows overlap too.
+4. Scalar memory holds the page tables of the current row and the next. All tables would not fit:
+   512 rows of 1024 pages take 2 MiB, and there is 1 MiB.
+5. A chunk is used in pieces of about 512 keys, as many as hold fetched pages, with a running
+   maximum and sum (online softmax) in float32.
+6. int8 keys and values are cast to the queries' dtype in the kernel. Scores are multiplied by the
+   key scales and weights by the value scales: one multiplication per key, not H.
+7. The first grid axis splits odd and even steps over the two cores of a v4 or v5p chip. Each core
+   prefetches for itself.
 
-It was compiled for v5e and v5p, and interpreted; it has not run on a TPU.
+Compiled for v5e and v5p, and run in the interpreter; never run on a TPU.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from spell_jax.attention.dense import MASKED
 if TYPE_CHECKING:  # paged.py calls this module
     from spell_jax.attention.paged import Pages
 
-# With these, kernels for shapes that fit take 4 to 12 of the 16 MiB of VMEM that they may use.
+# With these limits, kernels for shapes that fit use 4 to 12 of the available 16 MiB of VMEM.
 _CHUNK = 2**21  # bytes of keys and values, in each of two buffers
-# Bytes of a step's queries [K, queries, H], and of the weights [queries, keys] of a head and piece.
+# Bytes of a step's queries [K, queries, H], and of one head's weights [queries, keys] of a piece.
 _STEP = 2**19
-_PIECE = 512  # keys of a product
-_MOST_PAGES = 2**15  # of a row: two rows' tables, in two buffers each, are 512 KiB
+_PIECE = 512  # keys per product
+_MOST_PAGES = 2**15  # per row: the tables of two rows, double-buffered, take 512 KiB
 
 
 class _Cut(NamedTuple):
-    """How the work is cut.
+    """Block sizes of the kernel.
 
     Attributes:
-      queries: rows of a product, whole tiles.
-      blocks: so many of them hold a row's queries.
-      piece: pages of a product.
-      chunk: pages that are fetched at once, whole pieces.
+      queries: rows of one product, a multiple of the tile height.
+      blocks: query blocks per row.
+      piece: pages per product.
+      chunk: pages fetched at once, a multiple of `piece`.
     """
 
     queries: int
@@ -72,21 +72,27 @@ def attend(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged.attend`, for TPUs; where it `fits`. Inside shard_map this needs check_vma=False.
+    """Compute `paged.attend` on TPU, for shapes that `fits` accepts.
+
+    Inside shard_map this needs check_vma=False.
 
     Args:
-      q, pages, layer, table, visible, share: as there; keys and values meet the queries in q's
-        dtype.
-      interpret: run by an interpreter, on any device.
+      q: queries [M, T, N, H]; keys and values are cast to their dtype.
+      pages: the pool.
+      layer: layer number, int32 scalar.
+      table: pages of each row in order, int32 [M, J].
+      visible: number of leading keys that each query sees, int32 [M, T].
+      share: (i, n) if the pool holds only the i-th of n equal parts of every page.
+      interpret: whether to run in the Pallas interpreter, on any device.
 
     Returns:
-      float32 out [M, T, N, H] and log-sum-exp [M, T, N], as there.
+      out float32 [M, T, N, H] and log-sum-exp float32 [M, T, N], as paged.attend.
     """
     rows, time, heads, size = q.shape
     kv_heads, (part, parts) = pages.keys.shape[2], share
     cut = _cut_up(q, pages, table.shape[1])
     padded = cut.queries * cut.blocks - time * heads // kv_heads
-    # [M, T, N, H] as [M, K, T R, H]: the queries of a key head meet it in one product.
+    # [M, T, N, H] to [M, K, T R, H]: one product per key head.
     queries = q.reshape(rows, time, kv_heads, -1, size).swapaxes(1, 2)
     queries = queries.reshape(rows, kv_heads, -1, size) * size**-0.5
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padded), (0, 0)))
@@ -100,13 +106,13 @@ def attend(
 
 
 def fits(q: jax.Array, pages: Pages, table: jax.Array) -> bool:
-    """Whether the kernel takes these shapes: any may be interpreted, not any compiled for a TPU.
+    """Whether the kernel compiles for these shapes; the interpreter takes any.
 
-    1. Two pages, in q's dtype, fit VMEM (of 4 key heads of 128 numbers: 1024 tokens in bfloat16),
-       and the tables of two rows scalar memory.
-    2. Pages hold whole tiles, which XLA lays out as the kernel reads them: heads of a multiple of
-       128 numbers; a multiple of 8 tokens of 4 bytes, 16 of 2, and of 128 in int8 for their scales.
-       Else it would copy the pool.
+    1. VMEM must hold two pages in q's dtype (with 4 key heads of size 128: 1024 tokens in
+       bfloat16), and scalar memory the tables of two rows.
+    2. Pages must consist of whole tiles, laid out by XLA as the kernel reads them: a head size that
+       is a multiple of 128, and pages of a multiple of 8 tokens for 4-byte dtypes, 16 for 2-byte
+       dtypes and 128 for int8 (because of the scales). Otherwise XLA would copy the pool.
     """
     kv_heads, block, size = pages.keys.shape[2:]
     kept = pages.keys.dtype.itemsize
@@ -119,7 +125,7 @@ def _cut_up(q: jax.Array, pages: Pages, table: int) -> _Cut:
     kv_heads, block, size = pages.keys.shape[2:]
     page = 2 * kv_heads * block * size * pages.keys.dtype.itemsize
     tile = 32 // q.dtype.itemsize
-    count = pl.cdiv(q.shape[1] * q.shape[2] // kv_heads, tile)  # tiles of a key head's queries
+    count = pl.cdiv(q.shape[1] * q.shape[2] // kv_heads, tile)  # query tiles per key head
     piece = max(1, min(_PIECE // block, table, _CHUNK // page))
     most = _STEP // q.dtype.itemsize // max(kv_heads * size, piece * block, _PIECE)
     blocks = pl.cdiv(count, max(1, most // tile))
@@ -130,8 +136,22 @@ def _cut_up(q: jax.Array, pages: Pages, table: int) -> _Cut:
 def _call(
     queries, pages: Pages, layer, table, seen, part, parts: int, cut: _Cut, interpret
 ) -> tuple[jax.Array, jax.Array]:
-    """Out [M, K, blocks * queries, H] and lse [M, blocks, K, queries] of queries [M, K, blocks *
-    queries, H] that see `seen` [M, blocks, 1, queries] keys."""
+    """Run the kernel.
+
+    Args:
+      queries: scaled queries [M, K, blocks * queries, H].
+      pages: the pool.
+      layer: layer number, int32 scalar.
+      table: pages of each row, int32 [M, J].
+      seen: number of leading keys that each query sees, int32 [M, blocks, 1, queries].
+      part: index of this device's part of every page.
+      parts: number of equal parts of every page.
+      cut: block sizes.
+      interpret: whether to run in the interpreter.
+
+    Returns:
+      out float32 [M, K, blocks * queries, H] and log-sum-exp float32 [M, blocks, K, queries].
+    """
     rows, kv_heads, _, size = queries.shape
     block = pages.keys.shape[3]
     longest = jnp.max(seen, axis=(2, 3)).reshape(-1)
@@ -156,7 +176,7 @@ def _call(
     pools = [pages.keys, pages.values]
     if pages.key_scales is not None:
         pools += [pages.key_scales, pages.value_scales]
-    if not interpret:  # what VMEM could hold, as scales, XLA would copy there before every layer
+    if not interpret:  # XLA would copy small pools (scales) to VMEM before every layer
         pools = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in pools]
     state = pltpu.VMEM((kv_heads, cut.queries, 1), jnp.float32)
     buffers = [pltpu.VMEM((2, cut.chunk, *x.shape[2:]), x.dtype) for x in pools]
@@ -198,15 +218,18 @@ def _call(
     return run(counts.astype(jnp.int32), where, tables, tables, within, seen, queries, *pools)
 
 
-# The kernel: (pages.keys, pages.values, key_scales, value_scales) are `pools` in HBM, and `buffers`
-# [2, pages of a chunk, ...] in VMEM.
+# The kernel. `pools` in HBM are keys, values and (int8) their scales; `buffers` in VMEM have shape
+# [2, pages per chunk, ...].
 
 
 def _kernel(
     counts, where, table, next_table, within, seen, queries, *rest, cut: _Cut, apart: int
 ) -> None:
-    """Grid [cores, steps]; queries and out [K, queries, H], seen [1, queries], lse [K, queries];
-    top and total [K, queries, 1]; `first` says which buffer gets the row's first chunk."""
+    """Kernel body, grid [cores, steps].
+
+    Shapes: queries and out [K, queries, H], seen [1, queries], lse [K, queries], top and total
+    [K, queries, 1]. `first` is the number of the buffer for the row's first chunk.
+    """
     count = (len(rest) - 6) // 2
     pools, (out, lse, top, total, first, arrived, *buffers) = rest[:count], rest[count:]
     cores, step = pl.num_programs(0), pl.program_id(1)
@@ -229,12 +252,12 @@ def _kernel(
     @pl.when(step == 0)
     def _():
         first[0] = 0
-        # A weight of 0 times what nobody wrote (not a number) would not be 0.
+        # Uninitialized values may be NaN, and a weight of 0 times NaN would not be 0.
         for buffer in buffers[1::2]:
             buffer[...] = jnp.zeros(buffer.shape, buffer.dtype)
         fetch(table, mine, 0, 0)
 
-    # Masked scores weigh nothing behind any real one: the running maximum begins above them.
+    # The running maximum starts above MASKED, so that masked scores always have weight 0.
     top[...] = jnp.full(top.shape, MASKED / 2, jnp.float32)
     total[...] = jnp.zeros(total.shape, jnp.float32)
     out[...] = jnp.zeros(out.shape, jnp.float32)
@@ -274,14 +297,23 @@ def _kernel(
 
 
 def _ceil(count, size: int):
-    """How many of `size` hold `count`, not negative: Mosaic knows no other rounding than lax.div's
-    where it is compiled without a TPU."""
+    """Divide a non-negative count by `size`, rounded up.
+
+    Uses lax.div because Mosaic supports no other rounding when compiled without a TPU.
+    """
     return lax.div(count + (size - 1), jnp.int32(size))
 
 
 def _meet(queries, buffers, some, visible, state) -> None:
-    """Adds what queries [K, queries, H] see of some pages, whose keys are `visible` [queries, keys]
-    to them, to out [K, queries, H], top and total [K, queries, 1]."""
+    """Add some pages to the running softmax state.
+
+    Args:
+      queries: scaled queries [K, queries, H].
+      buffers: fetched keys and values, and their scales if int8.
+      some: index of the pages in the buffers.
+      visible: mask, bool [queries, keys].
+      state: out [K, queries, H], top and total [K, queries, 1], updated in place.
+    """
     out, top, total = state
     keys, values, *scales = buffers
     for head in range(len(queries)):
@@ -302,7 +334,7 @@ def _meet(queries, buffers, some, visible, state) -> None:
 
 
 def _tokens(buffer, some, head: int, q: jax.Array) -> jax.Array:
-    """[keys, H] in q's dtype, of some pages [pages, C, H]."""
+    """Keys or values of some pages [pages, C] as [keys, H] in q's dtype."""
     return buffer[*some, head].reshape(-1, q.shape[1]).astype(q.dtype)
 
 
@@ -313,7 +345,10 @@ def _row(buffer, some, head: int) -> jax.Array:
 
 
 def _dot(a: jax.Array, b: jax.Array, turned: bool = False) -> jax.Array:
-    """a [m, n] by b [n, p] (turned: [p, n]) in float32; float32 inputs keep their precision."""
+    """Multiply a [m, n] by b [n, p] (turned: [p, n]) into float32.
+
+    float32 inputs are multiplied at full precision.
+    """
     return lax.dot_general(
         a,
         b,

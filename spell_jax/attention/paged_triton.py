@@ -1,27 +1,29 @@
-"""Attention to pages on NVIDIA GPUs: Pallas kernels (Triton) with the contract of paged.attend.
+"""Paged attention on NVIDIA GPUs: Pallas (Triton) kernels with the interface of paged.attend.
 
-1. A token's keys are read once for all queries of a row: the T R queries that share a key head (of
-   R query heads each) are the rows of one product, at least 16, at most 128 of them: a unit.
-   Prefill cuts its queries into many units, siblings behind a prompt are one.
-2. Pages are looked up in the row's table inside the kernel, block by block of keys: nothing is
-   gathered into memory first.
-3. What a device sees of a row is a number of leading keys of its own, whatever its share of each
-   page is. So the kernels know nothing of shares, and a unit's work is a number of blocks.
-4. One list for all units cuts that work into jobs, pieces of nearly equal length, so that long rows
-   among short ones do not keep the GPU waiting (`list_jobs`). How many programs there are depends
-   on shapes alone: PROGRAMS and one a unit; those behind the end of the list end at once. Where few
-   rows are long, each becomes many jobs (flash decoding).
-5. A job leaves its output and log-sum-exp; a second kernel merges those of each unit, whose number
-   only the list knows, always in the same order.
-6. int8 keys become the queries' dtype in the kernel. Their scales multiply scores, those of values
-   multiply weights.
+1. Keys are read once for all queries of a unit: 16 to 128 of the T R queries of a row that share a
+   key head (R query heads each), as the rows of one product. Prefill cuts its queries into many
+   units; in decode all samples of a prompt form one unit.
+2. The kernel looks up pages in the row's table block by block. Nothing is gathered beforehand.
+3. The keys of a row that a device sees are the leading ones of its own part, whatever that part
+   is. The kernels therefore know nothing of shares; a unit's work is a number of key blocks.
+4. `list_jobs` cuts the work of all units into jobs of nearly equal length, so that long rows among
+   short ones do not leave the GPU idle. The number of programs depends only on shapes: PROGRAMS
+   plus one per unit; those after the end of the list exit at once. If few rows are long, each
+   becomes many jobs (flash decoding).
+5. Each job stores its output and log-sum-exp. A second kernel merges the jobs of each unit, always
+   in the same order.
+6. int8 keys and values are cast to the queries' dtype in the kernel. Key scales multiply scores,
+   value scales multiply weights.
 
-Limits: pages are a power of two of at least 16 tokens of a device; head sizes up to 256, no powers
-of two among them by loads under a mask, since a pool cannot be padded at each call. Offsets have 64
-bits in arrays above 4 GiB, else 32 with a sign (Pallas decides by the array's bytes): of numbers of
-one byte, more than 2^31 in at most 4 GiB cannot be reached and are refused.
+Limits:
+- The part of a page on a device must be a power of two of at least 16 tokens.
+- The head size is at most 256. Sizes that are not powers of two use masked loads, because the pool
+  cannot be padded at each call.
+- Pallas uses 64-bit offsets for arrays above 4 GiB, else signed 32-bit offsets. Arrays of 1-byte
+  elements with more than 2^31 elements in at most 4 GiB are therefore refused.
 
-Scores are kept in base 2 inside (a GPU's exponential is 2**x), the log-sum-exp outside is natural.
+Scores inside the kernels are in base 2, because the GPU's native exponential is 2**x. The returned
+log-sum-exp is natural.
 """
 
 from __future__ import annotations
@@ -42,23 +44,23 @@ from spell_jax.attention.triton import LARGEST_HEAD, SMALLEST
 if TYPE_CHECKING:
     from spell_jax.attention.paged import Pages
 
-# Four for each of the H200's 132 multiprocessors, where two or more run at a time: the end evens
-# out. Of 8 prompts of 16K tokens a job of 64 queries then leaves a sixteenth of what it read.
+# Four per multiprocessor of the H200 (132), where two or more run at a time: the ends even out.
+# With 8 prompts of 16K tokens, a job of 64 queries writes a sixteenth of the bytes it reads.
 PROGRAMS = 528
-FEWEST = 4  # blocks of a job: of one, 64 queries would leave as much as they read
-_MERGED_ROWS, _MERGED_JOBS = 4, 8  # queries of a program that merges; jobs that it reads at once
+FEWEST = 4  # blocks per job; with 1, a job of 64 queries would write as much as it reads
+_MERGED_ROWS, _MERGED_JOBS = 4, 8  # queries per merge program; jobs it reads at once
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _LOG2_E = math.log2(math.e)
 
 
 class Tile(NamedTuple):
-    """How the kernel is cut.
+    """Block sizes and launch parameters of the kernel.
 
     Attributes:
-      queries: of a unit, query heads counted; a power of two from SMALLEST on.
-      keys: of a block, likewise.
-      warps: of 32 threads, that share a program.
-      stages: blocks that are in shared memory or on their way to it.
+      queries: queries per unit, counted over query heads; a power of two, at least SMALLEST.
+      keys: keys per block; a power of two, at least SMALLEST.
+      warps: warps of 32 threads per program.
+      stages: pipeline stages, the blocks in shared memory or in transfer to it.
     """
 
     queries: int
@@ -67,14 +69,18 @@ class Tile(NamedTuple):
     stages: int
 
 
-# The largest by bytes of the pool's numbers (4 wherever products are of float32) and head size; a
-# tile of at most 64 queries has 4 warps. Compiled for the H200 (sm_90a) with jaxlib 0.10.2's Triton
-# and CUDA 12.9's ptxas, never run: at most 128 of 227 KiB of shared memory; no registers spill but
-# with int8 keys and float32 queries (284 bytes a thread). For heads of 128, siblings (64 queries)
-# take 112 KiB and 168 registers, one query a row 70 KiB and 72: 2 and 3 programs share a
-# multiprocessor, each with 64 KiB on their way. Of int8 it is 82 KiB and 187 registers, 56 KiB and
-# 96, with 48 KiB on their way. Products of two-byte numbers are in the tensor cores, from 64
-# queries on by wgmma; those of float32 are for tests. Which tiles are the fastest is not measured.
+# Largest tile by element size of the pool in bytes (4 if products are in float32) and head size. A
+# tile of at most 64 queries uses 4 warps.
+# Compiled for the H200 (sm_90a) with jaxlib 0.10.2's Triton and CUDA 12.9's ptxas, never run. At
+# most 128 of 227 KiB of shared memory are used. Registers spill only with int8 keys and float32
+# queries (284 bytes per thread). Shared memory and registers of a program, with head size 128:
+#   2-byte pool, 64 queries (samples of a prompt): 112 KiB, 168 registers, 2 per multiprocessor
+#   2-byte pool, 1 query per row:                   70 KiB,  72 registers, 3 per multiprocessor
+#   int8 pool, 64 queries:                          82 KiB, 187 registers
+#   int8 pool, 1 query per row:                     56 KiB,  96 registers
+# Loads in flight per program: 64 KiB (2-byte) or 48 KiB (int8). Products of 2-byte inputs run on
+# the tensor cores, with wgmma from 64 queries on. float32 is for tests. Tile speeds were not
+# measured.
 TILES = {
     (1, 128): Tile(128, 64, 8, 4),
     (1, 256): Tile(64, 32, 4, 3),
@@ -86,7 +92,7 @@ TILES = {
 
 
 def unsupported(q: Any, pages: Pages) -> str | None:
-    """Why `attend` takes no arrays of these shapes and dtypes, or None."""
+    """Explain why `attend` does not support these shapes and dtypes; None if it does."""
     keys, block, size = pages.keys, pages.keys.shape[3], q.shape[-1]
     if block < SMALLEST or block & (block - 1):
         return f"block: pages of {block} tokens a device; want a power of two from {SMALLEST} on"
@@ -116,12 +122,24 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Softmax attention of rows of queries to the pages of each row; not differentiable.
 
-    Arguments and results are those of paged.attend. Inside shard_map this needs check_vma=False.
+    Inside shard_map this needs check_vma=False.
 
     Args:
-      share: its part may be traced.
-      tile: None: from TILES.
-      interpret: run by the interpreter; None: unless the default backend is a GPU.
+      q: queries [M, T, N, H].
+      pages: the pool.
+      layer: layer number, int32 scalar.
+      table: pages of each row in order, int32 [M, J].
+      visible: number of leading keys that each query sees, int32 [M, T].
+      share: (i, n) if the pool holds only the i-th of n equal parts of every page; i may be traced.
+      tile: block sizes; None takes them from TILES.
+      interpret: whether to run in the Pallas interpreter; None does so unless the default backend
+        is a GPU.
+
+    Returns:
+      out float32 [M, T, N, H] and log-sum-exp float32 [M, T, N], as paged.attend.
+
+    Raises:
+      ValueError: if `unsupported` gives a reason.
     """
     why = unsupported(q, pages)
     if why:
@@ -136,7 +154,8 @@ def attend(
     most = pl.cdiv(table.shape[1] * pages.block, tile.keys)
     blocks = pl.cdiv(jnp.max(seen, axis=1), tile.keys)
     jobs, spans = list_jobs(blocks, len(seen) // rows, most, max(1, PROGRAMS // kv_heads))
-    # Whole blocks and one more, which is looked up ahead; behind a row's end may be no page.
+    # Whole blocks plus one, because the kernel looks up one block ahead. Entries after a row's end
+    # may be invalid, hence the clip.
     of_block = max(1, tile.keys // pages.block)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % of_block + of_block)))
     table = jnp.clip(table, 0, pool.shape[1] - 1)
@@ -147,7 +166,7 @@ def attend(
     out, lse = _merge_jobs(spans, outs, lses, time * heads // kv_heads, interpret)
 
     def from_units(x):
-        """[U, K, queries, ...] to [M, T, N, ...]."""
+        """Reshape [U, K, queries, ...] to [M, T, N, ...]."""
         x = x.reshape(rows, -1, *x.shape[1:]).swapaxes(1, 2)
         x = x.reshape(rows, kv_heads, -1, *x.shape[4:])[:, :, : time * heads // kv_heads]
         x = x.reshape(rows, kv_heads, time, -1, *x.shape[3:]).swapaxes(1, 2)
@@ -159,21 +178,21 @@ def attend(
 def list_jobs(
     blocks: jax.Array, units_of_row: int, most: int, pieces: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Cuts the blocks of all units into pieces of nearly equal length.
+    """Cut the key blocks of all units into jobs of nearly equal length.
 
     Args:
-      blocks: int32 [U], of keys that a unit has to meet.
-      units_of_row: units that share a row's table.
-      most: bound of `blocks`.
-      pieces: how many there would be if all were equally long and no unit ended.
+      blocks: number of key blocks of each unit, int32 [U].
+      units_of_row: number of units that share a row's table.
+      most: upper bound of `blocks`.
+      pieces: number of jobs if all had equal length and no unit ended with a shorter one.
 
     Returns:
-      jobs int32 [E, 4]: unit, row, first block and the one behind the last; behind the end of the
-      list no blocks. And spans int32 [U, 2]: of each unit the first of its jobs and the one behind
-      the last.
+      jobs: unit, row, first block and end (exclusive) of each job, int32 [E, 4]; entries after the
+        end of the list have no blocks.
+      spans: first job and end (exclusive) of each unit, int32 [U, 2].
     """
     units = len(blocks)
-    # Each unit has one piece that is not full, and no piece is shorter than FEWEST but such ones.
+    # Each unit has at most one shorter job, its last. All others have at least FEWEST blocks.
     count = min(units + pieces, units * pl.cdiv(most, FEWEST))
     length = jnp.maximum(pl.cdiv(jnp.sum(blocks), pieces), FEWEST)
     of_unit = pl.cdiv(blocks, length)
@@ -188,11 +207,11 @@ def list_jobs(
     return jobs, jnp.stack([begins, ends], axis=1)
 
 
-# From the caller's arrays to the kernels'.
+# Conversion from the caller's arrays to those of the kernels.
 
 
 def _default_tile(q: jax.Array, pages: Pages) -> Tile:
-    """No larger than the queries of a row and key head."""
+    """Tile from TILES, no larger than the queries of one row and key head."""
     wanted = q.shape[1] * q.shape[2] // pages.keys.shape[2]
     count = 4 if q.dtype == jnp.float32 else pages.keys.dtype.itemsize
     tile = TILES[count, max(_power(q.shape[-1]), 128)]
@@ -201,20 +220,25 @@ def _default_tile(q: jax.Array, pages: Pages) -> Tile:
 
 
 def _power(number: int) -> int:
-    """The next power of two from SMALLEST on."""
+    """Smallest power of two that is at least `number` and SMALLEST."""
     return max(SMALLEST, pl.next_power_of_2(number))
 
 
 def _own(visible: jax.Array, block: int, part: jax.Array | int, parts: int) -> jax.Array:
-    """How many of the device's own keys are among so many leading keys of a row: of page j it has
-    positions (j parts + part) C to (j parts + part + 1) C - 1."""
+    """Number of the device's own keys among the leading `visible` keys of a row.
+
+    Of page j the device holds positions (j parts + part) C to (j parts + part + 1) C - 1.
+    """
     whole, rest = visible // (block * parts), visible % (block * parts)
     return whole * block + jnp.clip(rest - part * block, 0, block)
 
 
 def _units(q: jax.Array, seen: jax.Array, kv_heads: int, together: int) -> list[jax.Array]:
-    """[U, K, queries, H], H padded, of q [M, T, N, H], and [U, queries] of what they see [M, T]:
-    queries of padding see nothing."""
+    """Split queries [M, T, N, H] and their visible counts [M, T] into units.
+
+    Returns:
+      Queries [U, K, queries, H] with H padded, and visible counts [U, queries], 0 for padding.
+    """
     rows, time, heads, size = q.shape
     q = q.reshape(rows, time, kv_heads, -1, size).swapaxes(1, 2)
     q = q.reshape(rows, kv_heads, -1, size)
@@ -227,7 +251,7 @@ def _units(q: jax.Array, seen: jax.Array, kv_heads: int, together: int) -> list[
 
 
 def _whole(x: jax.Array, *own: int) -> pl.BlockSpec:
-    """All of an array but, of axes `own`, what the program's key head (grid axis 1) has."""
+    """Block spec of a whole array, except that axes `own` hold only the program's key head."""
     axes = range(x.ndim)
     shape = tuple(None if n in own else x.shape[n] for n in axes)
     return pl.BlockSpec(shape, lambda e, h: tuple(h if n in own else 0 for n in axes))
@@ -241,8 +265,20 @@ def _run_jobs(
     tile: Tile,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Out [E, K, queries, H] and log-sum-exp [E, K, queries] of each job; empty ones leave none.
-    Indices: jobs [E, 4], layer [1], table [M, J], seen [U, queries]."""
+    """Run the job kernel.
+
+    Args:
+      indices: jobs [E, 4], layer [1], table [M, J] and visible counts [U, queries], all int32.
+      queries: queries of the units [U, K, queries, padded H].
+      pages: the pool.
+      size: head size H.
+      tile: block sizes.
+      interpret: whether to run in the interpreter.
+
+    Returns:
+      Output [E, K, queries, padded H] and log-sum-exp [E, K, queries] of each job, float32; not
+      written for empty jobs.
+    """
     count, (_, kv_heads, together, padded) = len(indices[0]), queries.shape
     pools = jax.tree.leaves((pages.keys, pages.values, pages.key_scales, pages.value_scales))
     shapes = (count, kv_heads, together, padded), (count, kv_heads, together)
@@ -268,8 +304,12 @@ def _run_jobs(
 def _merge_jobs(
     spans: jax.Array, outs: jax.Array, lses: jax.Array, queries: int, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Out [U, K, queries, H] and log-sum-exp [U, K, queries] of all jobs of each unit; where a
-    row's queries are one unit, its padding is left out."""
+    """Merge the jobs of each unit.
+
+    Returns:
+      Output [U, K, queries, padded H] and log-sum-exp [U, K, queries], float32. If a unit holds all
+      queries of a row, its padding is dropped (up to a multiple of _MERGED_ROWS).
+    """
     (count, kv_heads, together, size), some = outs.shape, _MERGED_ROWS
     together = min(together, pl.cdiv(queries, some) * some)
     shapes = (len(spans), kv_heads, together, size), (len(spans), kv_heads, together)
@@ -291,18 +331,20 @@ def _merge_jobs(
     )(spans, outs, lses)
 
 
-# The kernels, of static numbers and of references.
+# The kernels. Leading arguments are static, the others are references.
 
 
 def _nothing(queries: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What was gathered [queries, H], the top score and the total weight [queries] before any key:
-    the top is above MASKED, so that masked scores have no weight then either."""
+    """Initial softmax state: sum [queries, H], top score [queries] and total weight [queries].
+
+    The top score starts above MASKED, so that masked scores always have weight 0.
+    """
     gathered, total = jnp.zeros((queries, size), jnp.float32), jnp.zeros((queries,), jnp.float32)
     return gathered, jnp.full_like(total, MASKED / 2), total
 
 
 def _page(table, row, number, block_k: int, block: int) -> jax.Array:
-    """The page of a block of keys, or of each of its keys if it takes several pages."""
+    """Page of a block of keys, or one page per key if the block spans several pages."""
     if block_k <= block:
         return table[row, lax.div(number, block // block_k)]
     place = lax.iota(jnp.int32, block_k)
@@ -310,7 +352,7 @@ def _page(table, row, number, block_k: int, block: int) -> jax.Array:
 
 
 def _tokens(number, block_k: int, block: int) -> Any:
-    """Where a block of keys lies in its page: a slice, or places in several pages."""
+    """Location of a block of keys in its page: a slice, or one offset per key for several pages."""
     if block_k <= block:
         return pl.ds(lax.rem(number, block // block_k) * block_k, block_k)
     place = lax.iota(jnp.int32, block_k)
@@ -318,7 +360,7 @@ def _tokens(number, block_k: int, block: int) -> Any:
 
 
 def _fetch(pool, layer, page, token, size: int, padded: int, dtype) -> jax.Array:
-    """Keys or values [keys, H] of some tokens."""
+    """Load keys or values [keys, H] at some tokens of the pool."""
     if size == padded:
         return pool[layer, page, token, :].astype(dtype)
     if isinstance(token, pl.Slice):
@@ -334,11 +376,14 @@ def _fetch(pool, layer, page, token, size: int, padded: int, dtype) -> jax.Array
 def _job_kernel(
     block_k, block, size, job, layer, table, seen, q, keys, values, *scales_and_results
 ) -> None:
-    """Grid [E, K]; q [U, queries, H]; keys and values [L, Z, C, H]; scales [L, Z, C], if any;
-    out [queries, H]; lse [queries]."""
+    """Job kernel, grid [E, K].
+
+    Shapes: q [U, queries, H]; keys and values [L, Z, C, H]; scales [L, Z, C], for int8 only;
+    out [queries, H]; lse [queries].
+    """
     *scales, out, lse = scales_and_results
     unit, row, begin, end = (job[n] for n in range(4))
-    dot = functools.partial(plgpu.dot, allow_tf32=False)  # summed in float32
+    dot = functools.partial(plgpu.dot, allow_tf32=False)  # float32 accumulation
 
     @pl.when(begin < end)
     def _():
@@ -361,8 +406,9 @@ def _job_kernel(
             if scales:
                 weights *= scales[1][which, page, token][None, :]
             more = dot(weights.astype(q.dtype), fetch(values))
-            # Looked up where it is used, the page would take up the stages of the copies that wait
-            # for it: compiled so, a program waits for the block that it has just begun to fetch.
+            # Looked up one iteration ahead. A lookup next to its use would take the pipeline stages
+            # of the copies that depend on it: compiled that way, a program waits for the block it
+            # has just started to fetch.
             page = _page(table, row, number + 1, block_k, block)
             return gathered * shrink[:, None] + more, new_top, total, page
 
@@ -374,15 +420,17 @@ def _job_kernel(
 
 
 def _merge_kernel(span, outs, lses, out, lse) -> None:
-    """Grid [pieces of units, K, U]; outs [E, queries, H]; lses [E, queries]; out [queries, H];
-    lse [queries]."""
+    """Merge kernel, grid [query pieces of a unit, K, U].
+
+    Shapes: outs [E, queries, H]; lses [E, queries]; out [queries, H]; lse [queries].
+    """
     begin, end = span[0], span[1]
 
     def step(number, state):
         gathered, top, total = state
         job = begin + number * _MERGED_JOBS + lax.iota(jnp.int32, _MERGED_JOBS)
         live = (job < end)[:, None]
-        # Behind the end is what nobody wrote.
+        # Jobs after the end were never written.
         job = jnp.minimum(job, end - 1)
         found = jnp.where(live, lses[job, :], MASKED)
         new_top = jnp.maximum(top, jnp.max(found, axis=0))

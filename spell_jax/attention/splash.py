@@ -1,23 +1,25 @@
-"""Attention on TPU: Pallas flash kernels that know a packed row's mask and skip dead blocks.
+"""Flash attention on TPU: Pallas kernels for the mask of packed rows that skip dead block pairs.
 
-The stock splash kernels cannot compare a query's index with a number a key (`last_query`), so
-these are our own, for one row on one device. What a device holds may be a part of the row: queries
-in any order, some of the keys. The parts' outputs are merged by their log-sum-exp.
+The stock splash kernels cannot compare a query's index with one number per key (`last_query`).
+These kernels can. They work on one row on one device, which may hold only a part of the row:
+queries in any order and some of the keys. Partial outputs are merged by their log-sum-exp.
 
-1. Queries and keys are cut into blocks. Minima and maxima of q_index and last_query tell which
-   pairs of blocks are dead, full (everything is seen) or partial; the live ones are written into a
-   list of words, one a pair (`list_pairs`). The device does this; nothing depends on the host.
-2. The grid of a kernel runs over that list: its length is a runtime number, its words are
-   prefetched to scalar memory and say which blocks to load next. Dead pairs cost no step and no
-   load; full pairs are not masked.
-3. Forward: runs of pairs with the same block of queries, a running maximum and sum (online
-   softmax); output and log-sum-exp are written at the end of the run.
-4. Backward, two kernels, so that nothing larger than the gradients is stored: dq over the same
-   kind of list, dk and dv over runs with the same block of keys, all R query heads of a pair one
-   after the other. Scores are computed again and turned into weights by the log-sum-exp.
+1. Queries and keys are cut into blocks. Minima and maxima of q_index and last_query classify each
+   pair of blocks as dead, full (all visible) or partial. `list_pairs` writes the live pairs into a
+   list, one word per pair, on the device.
+2. The grid of a kernel runs over that list. Its length is a runtime value; its words are prefetched
+   to scalar memory and select the blocks to load. Dead pairs cost no step and no load. Full pairs
+   are not masked.
+3. Forward: a run is all pairs with the same block of queries. A running maximum and sum (online
+   softmax) go through the run; output and log-sum-exp are written at its end.
+4. Backward: two kernels, so that nothing larger than the gradients is stored. One computes dq over
+   the same runs. The other computes dk and dv over runs with the same block of keys, with all R
+   query heads of a pair in turn. Scores are recomputed, and the log-sum-exp turns them into
+   weights.
 
-Inside, queries lie along lanes: scores are [keys, queries], so that every number a query (maximum,
-sum, log-sum-exp, delta) is a plain row, and a head size of 64 wastes no lanes of queries or output.
+In the kernels queries lie along lanes and scores are [keys, queries]. Per-query numbers (maximum,
+sum, log-sum-exp, delta) are then plain rows, and a head size of 64 wastes no lanes of queries or
+output.
 """
 
 from __future__ import annotations
@@ -34,24 +36,24 @@ from jax.experimental.pallas import tpu as pltpu
 
 from spell_jax.attention.dense import MASKED
 
-LANES = 128  # a block is a multiple of it
-# A list of pairs has to fit scalar memory: at most so many words (512 KiB).
+LANES = 128  # block sizes are multiples of this
+# Longest list of pairs, in words: it must fit scalar memory (512 KiB).
 MOST_PAIRS = 2**17
-_BITS = 13  # of a block's number, so that a pair is one word
+_BITS = 13  # bits of a block number, so that a pair fits one word
 _MOST = 2**_BITS
 _DEAD, _PARTIAL, _FULL = 0, 1, 2
 
 
 class Blocks(NamedTuple):
-    """At most so many (queries, keys) of a block, for each kernel; multiples of 128."""
+    """Upper limits (queries, keys) of the block size of each kernel; multiples of 128."""
 
     forward: tuple[int, int]
     dq: tuple[int, int]
     dkv: tuple[int, int]
 
 
-# By the bytes of a number. Compiled for v5e with head sizes 64 and 128, every kernel fits 8 MiB of
-# the 16 MiB of VMEM that it may use.
+# By element size in bytes. Compiled for v5e with head sizes 64 and 128, every kernel uses at most
+# 8 MiB of the 16 MiB of VMEM available.
 DEFAULT_BLOCKS = {
     2: Blocks(forward=(1024, 1024), dq=(1024, 1024), dkv=(1024, 1024)),
     4: Blocks(forward=(512, 512), dq=(512, 512), dkv=(512, 512)),
@@ -69,23 +71,31 @@ def forward(
     blocks: Blocks | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of some queries of a row to some keys of it; not differentiable by itself.
+    """Attention of some queries of a row to some of its keys; not differentiable by itself.
 
-    Rows go one after the other (lax.map, not vmap: their lists differ in length). Inside shard_map
-    this needs check_vma=False.
+    Use lax.map, not vmap, over rows, because their lists differ in length. Inside shard_map this
+    needs check_vma=False.
 
     Args:
-      q: [Tq, K, R, H].
-      k, v: [Tk, K, H], of q's dtype.
-      q_index: int32 [Tq], row indices of the queries, in any order.
-      k_index, last_query: int32 [Tk]; query q sees key j iff k_index[j] <= q_index[q] <=
-        last_query[j].
-      blocks: None: DEFAULT_BLOCKS. A row is cut into as few equal blocks as these allow.
-      interpret: run by the interpreter; None: unless the default backend is a TPU.
+      q: queries [Tq, K, R, H].
+      k: keys [Tk, K, H], in q's dtype.
+      v: values [Tk, K, H], in q's dtype.
+      q_index: row indices of the queries, int32 [Tq], in any order.
+      k_index: row indices of the keys, int32 [Tk].
+      last_query: the mask, int32 [Tk]: query q sees key j iff
+        k_index[j] <= q_index[q] <= last_query[j].
+      blocks: block size limits; None takes DEFAULT_BLOCKS. A row is cut into as few equal blocks as
+        the limits allow.
+      interpret: whether to run in the Pallas interpreter; None does so unless the default backend
+        is a TPU.
 
     Returns:
-      out [Tq, K, R, H] in q's dtype, zeros for a query that sees nothing, and the log-sum-exp of
-      the scaled scores, float32 [K, R, Tq], 1e30 for a query that sees nothing.
+      out [Tq, K, R, H] in q's dtype, and the log-sum-exp of the scaled scores, float32 [K, R, Tq].
+      A query that sees no key gets output 0 and log-sum-exp 1e30.
+
+    Raises:
+      ValueError: if a block size is not a positive multiple of 128, or if there are too many pairs
+        of blocks for scalar memory.
     """
     time, kv_heads, heads, size = q.shape
     block = (blocks or DEFAULT_BLOCKS[q.dtype.itemsize]).forward
@@ -118,16 +128,26 @@ def backward(
     blocks: Blocks | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of attention, or these keys' share of them if they are a part of what is attended.
+    """Gradients of attention, or the contribution of these keys to them.
 
     Args:
-      q, k, v, q_index, k_index, last_query, blocks, interpret: as in forward.
-      lse: float32 [K, R, Tq], the log-sum-exp over all keys of all parts.
-      delta: float32 [K, R, Tq], sum over H of d_out * out, out that of all parts.
-      d_out: [Tq, K, R, H].
+      q: queries [Tq, K, R, H].
+      k: keys [Tk, K, H], in q's dtype.
+      v: values [Tk, K, H], in q's dtype.
+      q_index: row indices of the queries, int32 [Tq].
+      k_index: row indices of the keys, int32 [Tk].
+      last_query: the mask, int32 [Tk].
+      lse: log-sum-exp of each query's scores over all keys it attends to, float32 [K, R, Tq].
+      delta: sum over H of d_out * out, with the output over all keys, float32 [K, R, Tq].
+      d_out: gradient of the output [Tq, K, R, H].
+      blocks: block size limits, as in forward.
+      interpret: as in forward.
 
     Returns:
       dq [Tq, K, R, H], dk and dv [Tk, K, H] in the dtypes of q, k and v.
+
+    Raises:
+      ValueError: as in forward.
     """
     blocks = blocks or DEFAULT_BLOCKS[q.dtype.itemsize]
     kept = (q, k, v, q_index, k_index, last_query)
@@ -182,19 +202,20 @@ def _backward_keys(kept, lse, delta, d_out, block, interpret) -> tuple[jax.Array
     return dk[:, :time].transpose(1, 0, 2), dv[:, :time].transpose(1, 0, 2)
 
 
-# Which pairs of blocks are worked on, and in which order.
+# Selection and order of block pairs.
 
 
 class Pairs(NamedTuple):
-    """The live pairs of blocks as a kernel reads them.
+    """Live pairs of blocks in the format that the kernels read.
 
     Attributes:
-      words: int32 [queries' blocks * keys' blocks]; of a pair, from the highest bit: the block of
-        queries, the block of keys, whether it is the first and whether the last of its run, and
-        its kind (dead, partial, full).
-      count: int32 scalar, how many words hold.
-      block_q, block_k: queries and keys of a block.
-      by_keys: whether a run has its block of keys in common, or of queries.
+      words: int32 [query blocks * key blocks]. Each word encodes a pair, from the highest bit:
+        query block, key block, whether the pair is the first of its run, whether it is the last,
+        and its kind (dead, partial, full).
+      count: number of valid words, int32 scalar.
+      block_q: queries per block.
+      block_k: keys per block.
+      by_keys: whether the pairs of a run share their block of keys (True) or of queries (False).
     """
 
     words: jax.Array
@@ -212,15 +233,21 @@ def list_pairs(
     block_k: int,
     by_keys: bool,
 ) -> Pairs:
-    """Lists the live pairs, run by run.
+    """List the live pairs of blocks, run by run.
 
-    A block that has no live pair still gets one, marked dead: its output must be written.
+    A block without any live pair still gets one pair, marked dead, because its output must be
+    written.
 
     Args:
-      q_index: int32 [Tq].
-      k_index, last_query: int32 [Tk].
-      block_q, block_k: divide Tq and Tk.
-      by_keys: see Pairs.
+      q_index: row indices of the queries, int32 [Tq].
+      k_index: row indices of the keys, int32 [Tk].
+      last_query: the mask, int32 [Tk].
+      block_q: queries per block; divides Tq.
+      block_k: keys per block; divides Tk.
+      by_keys: whether runs share their block of keys, see Pairs.
+
+    Raises:
+      ValueError: if there are too many blocks for scalar memory.
     """
     queries = q_index.reshape(-1, block_q)
     keys, readers = (x.reshape(-1, block_k) for x in (k_index, last_query))
@@ -249,7 +276,7 @@ def list_pairs(
 
 
 def _blocks_of(word):
-    """The block of queries and the block of keys."""
+    """Decode the query block and the key block of a word."""
     return word >> (_BITS + 4), (word >> 4) & (_MOST - 1)
 
 
@@ -265,18 +292,21 @@ def _kind(word):
     return word & 3
 
 
-# From the caller's arrays to the kernels'.
+# Conversion from the caller's arrays to those of the kernels.
 
 
 class _Data(NamedTuple):
-    """What the kernels read, padded to whole blocks.
+    """Arrays that the kernels read, padded to whole blocks.
 
     Attributes:
-      q_index: [1, Tq].
-      k_index, last_query: [1, Tk].
-      q: [K, R, H, Tq].
-      k, v: [K, Tk, H].
-      k_turned, v_turned: [K, H, Tk].
+      q_index: row indices of the queries [1, Tq].
+      k_index: row indices of the keys [1, Tk].
+      last_query: the mask [1, Tk].
+      q: transposed queries [K, R, H, Tq].
+      k: keys [K, Tk, H].
+      v: values [K, Tk, H].
+      k_turned: transposed keys [K, H, Tk].
+      v_turned: transposed values [K, H, Tk].
     """
 
     q_index: jax.Array
@@ -292,8 +322,8 @@ class _Data(NamedTuple):
 def _prepare(kept, block: tuple[int, int], by_keys: bool) -> tuple[Pairs, _Data]:
     q, k, v, q_index, k_index, last_query = kept
     block_q, block_k = _block(block[0], len(q)), _block(block[1], len(k))
-    # A padded query or key repeats the last index, which changes no limits of its block. Such a
-    # query's output is cut off and its d_out and delta are zero; such a key has no reader.
+    # Padding repeats the last index, so it does not change the limits of its block. The outputs of
+    # padded queries are cut off, their d_out and delta are 0. No query sees a padded key.
     queries = jnp.pad(q_index, (0, -len(q) % block_q), mode="edge")
     keys = jnp.pad(k_index, (0, -len(k) % block_k), mode="edge")
     readers = _pad(last_query, 0, block_k, -1)
@@ -305,7 +335,7 @@ def _prepare(kept, block: tuple[int, int], by_keys: bool) -> tuple[Pairs, _Data]
 
 
 def _block(wanted: int, time: int) -> int:
-    """The smallest multiple of LANES that cuts the row into as few blocks as `wanted` does."""
+    """Smallest multiple of LANES that cuts `time` into as few blocks as `wanted` does."""
     if wanted <= 0 or wanted % LANES:
         raise ValueError(f"a block of {wanted} is no positive multiple of {LANES}")
     return pl.cdiv(pl.cdiv(time, pl.cdiv(time, wanted)), LANES) * LANES
@@ -318,17 +348,17 @@ def _pad(x: jax.Array, axis: int, block: int, value: float = 0) -> jax.Array:
 
 
 def _turn_queries(x: jax.Array, block: int) -> jax.Array:
-    """[Tq, K, R, H] to [K, R, H, whole blocks of queries]."""
+    """Transpose [Tq, K, R, H] to [K, R, H, Tq], padded to whole blocks."""
     return _pad(x.transpose(1, 2, 3, 0), 3, block)
 
 
 def _turn_numbers(x: jax.Array, block: int) -> jax.Array:
-    """Float32 numbers a query [K, R, Tq] to [K, R, 1, whole blocks of queries]."""
+    """Convert per-query numbers [K, R, Tq] to float32 [K, R, 1, Tq], padded to whole blocks."""
     return _pad(x.astype(jnp.float32)[:, :, None], 3, block)
 
 
 def _specs(pairs: Pairs, size: int) -> dict[str, pl.BlockSpec]:
-    """By the kind of an array: which part of it a step of the grid holds in VMEM."""
+    """Block specs by kind of array: the part that a grid step holds in VMEM."""
 
     def spec(shape, index):
         def index_map(kv_head, second, third, words):
@@ -357,13 +387,15 @@ def _call(
     scratch: list[tuple[int, int]],
     interpret: bool | None,
 ) -> list[jax.Array]:
-    """Runs a kernel over the pairs: grid [K, R, pairs], or [K, pairs, R] if sorted by keys.
+    """Run a kernel over the pairs: grid [K, R, pairs], or [K, pairs, R] if `pairs.by_keys`.
 
     Args:
-      kernel: gets words, q_index, k_index, last_query, inputs, outputs, scratch (float32).
-      pairs, data: what _prepare gives.
-      inputs, outputs: their kind (see _specs), and the array or one of its shape and dtype.
-      scratch: shapes.
+      kernel: kernel body; receives words, q_index, k_index, last_query, inputs, outputs, scratch.
+      pairs: live pairs from _prepare.
+      data: arrays from _prepare.
+      inputs: (kind, array) of each input; kinds are the keys of _specs.
+      outputs: (kind, array or ShapeDtypeStruct) of each output, for its shape and dtype.
+      scratch: shapes of the float32 scratch arrays.
       interpret: as in forward.
     """
     kv_heads, heads, size, _ = data.q.shape
@@ -387,7 +419,7 @@ def _call(
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         compiler_params=pltpu.CompilerParams(
-            # What is summed over (pairs, by keys also heads) goes in order, on one core.
+            # Grid axes that are summed over (pairs; by keys, also heads) run in order on one core.
             dimension_semantics=(
                 "parallel",
                 "arbitrary" if pairs.by_keys else "parallel",
@@ -404,7 +436,10 @@ def _call(
 
 
 def _dot(a: jax.Array, b: jax.Array, b_turned: bool = False) -> jax.Array:
-    """a [m, n] by b [n, p] (turned: [p, n]) in float32; float32 inputs keep their precision."""
+    """Multiply a [m, n] by b [n, p] (turned: [p, n]) into float32.
+
+    float32 inputs are multiplied at full precision.
+    """
     return lax.dot_general(
         a,
         b,
@@ -415,7 +450,7 @@ def _dot(a: jax.Array, b: jax.Array, b_turned: bool = False) -> jax.Array:
 
 
 def _scores(q, k, indices, masked: bool) -> jax.Array:
-    """Scaled scores [keys, queries] of two blocks, MASKED where the query does not see the key."""
+    """Scaled scores [keys, queries] of two blocks, MASKED where a query does not see a key."""
     scores = _dot(k[...], q[...]) * k.shape[1] ** -0.5
     if not masked:
         return scores
@@ -425,7 +460,7 @@ def _scores(q, k, indices, masked: bool) -> jax.Array:
 
 
 def _when_live(word, step: Callable[[bool], None]) -> None:
-    """Runs step(masked) if the pair is live; a full pair needs no mask."""
+    """Run step(masked) if the pair is live, with masked=False for a full pair."""
     pl.when(_kind(word) == _PARTIAL)(functools.partial(step, True))
     pl.when(_kind(word) == _FULL)(functools.partial(step, False))
 
@@ -433,12 +468,15 @@ def _when_live(word, step: Callable[[bool], None]) -> None:
 def _forward_kernel(
     words, q_index, k_index, last_query, q, k, v_turned, out, lse, top, total, gathered
 ) -> None:
-    """Grid [K, R, pairs]; out [H, queries]; top and total [1, queries], gathered [H, queries]."""
+    """Forward kernel, grid [K, R, pairs].
+
+    Shapes: out and gathered [H, queries]; lse, top and total [1, queries].
+    """
     word = words[pl.program_id(2)]
 
     @pl.when(_begins(word))
     def _():
-        # Above MASKED, so that a masked score has weight 0 also before any key was seen.
+        # Above MASKED, so that masked scores always have weight 0.
         top[...] = jnp.full(top.shape, MASKED / 2, jnp.float32)
         total[...] = jnp.zeros(total.shape, jnp.float32)
         gathered[...] = jnp.zeros(gathered.shape, jnp.float32)
@@ -459,14 +497,17 @@ def _forward_kernel(
     def _():
         positive = jnp.maximum(total[...], 1e-30)
         out[...] = (gathered[...] / positive).astype(out.dtype)
-        # A query that sees nothing: no key has weight in the backward pass either.
+        # 1e30 for a query that sees no key makes all its weights 0 in the backward pass.
         lse[...] = jnp.where(total[...] > 0, top[...] + jnp.log(positive), -MASKED)
 
 
 def _dq_kernel(
     words, q_index, k_index, last_query, q, k, k_turned, v, d_out, lse, delta, dq, gathered
 ) -> None:
-    """Grid [K, R, pairs]; dq and gathered [H, queries]."""
+    """Backward kernel for dq, grid [K, R, pairs].
+
+    Shapes: dq and gathered [H, queries].
+    """
     word = words[pl.program_id(2)]
 
     @pl.when(_begins(word))
@@ -489,7 +530,10 @@ def _dq_kernel(
 def _dkv_kernel(
     words, q_index, k_index, last_query, q, k, v, d_out, lse, delta, dk, dv, gathered_k, gathered_v
 ) -> None:
-    """Grid [K, pairs, R]; dk, dv and what is gathered [keys, H], summed over the R heads."""
+    """Backward kernel for dk and dv, grid [K, pairs, R], summed over the R heads.
+
+    Shapes: dk, dv, gathered_k and gathered_v [keys, H].
+    """
     word = words[pl.program_id(1)]
     head = pl.program_id(2)
 

@@ -1,33 +1,36 @@
-"""Attention on NVIDIA GPUs: Pallas flash kernels (Triton) that know a packed row's mask.
+"""Flash attention on NVIDIA GPUs: Pallas (Triton) kernels for the mask of packed rows.
 
-For one row on one device. What a device holds may be a part of the row, in any order: queries and
-keys carry their row indices. The parts' outputs are merged by their log-sum-exp.
+The kernels work on one row on one device, which may hold only a part of the row, in any order:
+queries and keys carry their row indices. Partial outputs are merged by their log-sum-exp.
 
-1. Queries and keys are cut into blocks. Minima and maxima of indices and last readers tell which
-   pairs of blocks are dead, full (everything is seen) or partial. For each block of queries, the
-   device lists its blocks of keys: full ones first, then partial ones (`list_pairs`).
-2. Forward: a program is a block of queries of one head. It walks down its list, first through full
-   pairs without a mask, then through partial ones, with a running maximum and sum (online softmax).
-   Dead pairs are behind the end of the walk: they cost nothing.
-3. Backward, two kernels, so that nothing larger than the gradients is stored: dq by the same walk;
-   dk and dv by programs that hold a block of keys and walk through the blocks of queries that see
-   it, all R query heads of each. Scores are computed again and turned into weights by the
-   log-sum-exp.
+1. Queries and keys are cut into blocks. Minima and maxima of q_index and last_query classify each
+   pair of blocks as dead, full (all visible) or partial. For each block of queries, the device
+   lists its blocks of keys: full ones first, then partial ones (`list_pairs`).
+2. Forward: a program handles one block of queries of one head. It walks through its list, first
+   through full pairs without a mask, then through partial ones, with a running maximum and sum
+   (online softmax). Dead pairs come after the end of the walk and cost nothing.
+3. Backward: two kernels, so that nothing larger than the gradients is stored. One computes dq by
+   the same walk. In the other, a program holds one block of keys and walks through the blocks of
+   queries that see it, all R query heads of each, for dk and dv. Scores are recomputed, and the
+   log-sum-exp turns them into weights.
 
-Why lists, and no loop over all blocks with a test of their limits: in a row of short groups nearly
-all pairs are dead, and to test each may take longer than to work on the others; and Triton
-fetches the next blocks ahead (num_stages) only in loops without branches (compiled with a branch,
-the forward kernel has no asynchronous copy left). A list costs at most one int32 a pair of blocks:
-at 131,072 queries and keys 8 MiB a kernel in bfloat16 (up to 256 MiB in the small blocks of
-float32), as much again while it is sorted, shared by all heads. A program reads its own few KiB of
-it, a word a step. It lies in ordinary memory, not in a TPU's scalar memory: nothing else limits its
-size.
+Reasons for lists instead of a loop that tests every pair of blocks:
+- In a row of short groups nearly all pairs are dead. Testing them all may take longer than the work
+  on the others.
+- Triton prefetches the next blocks (num_stages) only in loops without branches. Compiled with a
+  branch, the forward kernel has no asynchronous copies left.
 
-Limits: offsets are counted in elements, with 32 bits, or with 64 in arrays above 4 GiB (Pallas
-decides by the array's bytes), so no array that fits the memory overflows. Head sizes other than 16,
-32, 64, 128 and 256 are padded to the next of them, lengths to whole blocks.
+A list costs at most one int32 per pair of blocks, shared by all heads: for 131,072 queries and keys
+8 MiB per kernel in bfloat16 (up to 256 MiB with the small blocks of float32), and the same again
+while it is sorted. A program reads its own few KiB of it, one word per step. Lists are in global
+memory, unlike the scalar memory of a TPU, so nothing else limits their size.
 
-Scores are kept in base 2 inside (a GPU's exponential is 2**x), the log-sum-exp outside is natural.
+Limits: offsets count elements. Pallas uses 64-bit offsets for arrays above 4 GiB, else 32-bit ones,
+so no array that fits in memory overflows. Head sizes are padded to 16, 32, 64, 128 or 256, lengths
+to whole blocks.
+
+Scores inside the kernels are in base 2, because the GPU's native exponential is 2**x. The returned
+log-sum-exp is natural.
 """
 
 from __future__ import annotations
@@ -45,19 +48,20 @@ from jax.experimental.pallas import triton as plgpu
 
 from spell_jax.attention.dense import MASKED
 
-SMALLEST = 16  # of a side of Triton's products; all sides are powers of two
+SMALLEST = 16  # smallest side of a product in Triton; all sides are powers of two
 LARGEST_HEAD = 256
 _LOG2_E = math.log2(math.e)
-_COUNTS = 2  # words before a list: how many pairs are full, how many are live
+_COUNTS = 2  # words before a list: number of full pairs, number of live pairs
 
 
 class Tile(NamedTuple):
-    """How a kernel is cut.
+    """Block sizes and launch parameters of a kernel.
 
     Attributes:
-      queries, keys: of a block, at most; powers of two from SMALLEST on.
-      warps: of 32 threads, that share a program.
-      stages: blocks of a walk that are in shared memory or on their way to it.
+      queries: most queries per block; a power of two, at least SMALLEST.
+      keys: most keys per block; a power of two, at least SMALLEST.
+      warps: warps of 32 threads per program.
+      stages: pipeline stages, the blocks in shared memory or in transfer to it.
     """
 
     queries: int
@@ -67,18 +71,17 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """One for each kernel."""
+    """One tile for each kernel."""
 
     forward: Tile
     dq: Tile
     dkv: Tile
 
 
-# By the bytes of a number and the head size. Compiled for the H200 (sm_90a) with jaxlib 0.10.2's
-# Triton and CUDA 12.9's ptxas: at most 193 of 227 KiB of shared memory, at most 64 bytes a thread
-# of spilled registers; products of two-byte numbers in the tensor cores (wgmma), of float32 by
-# ordinary multiply-adds, for tests rather than for speed. Which tiles are the fastest is estimated,
-# not measured.
+# By element size in bytes and head size. Compiled for the H200 (sm_90a) with jaxlib 0.10.2's Triton
+# and CUDA 12.9's ptxas: at most 193 of 227 KiB of shared memory, at most 64 bytes of spilled
+# registers per thread. Products of 2-byte inputs run on the tensor cores (wgmma), those of float32
+# as ordinary multiply-adds, for tests. The choice of tiles is estimated, not measured.
 DEFAULT_TILES = {
     (2, 64): Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
     (2, 128): Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
@@ -100,23 +103,29 @@ def forward(
     tiles: Tiles | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of some queries of a row to some keys of it; not differentiable by itself.
+    """Attention of some queries of a row to some of its keys; not differentiable by itself.
 
-    Rows may be one batch (vmap): a program walks as far as its own list goes. Inside shard_map this
-    needs check_vma=False.
+    May be vmapped over rows, because a program walks only as far as its own list. Inside shard_map
+    this needs check_vma=False.
 
     Args:
-      q: [Tq, K, R, H], float32, bfloat16 or float16.
-      k, v: [Tk, K, H], of q's dtype.
-      q_index: int32 [Tq], row indices of the queries, in any order.
-      k_index, last_query: int32 [Tk], in any order; query q sees key j iff
+      q: queries [Tq, K, R, H], float32, bfloat16 or float16.
+      k: keys [Tk, K, H], in q's dtype.
+      v: values [Tk, K, H], in q's dtype.
+      q_index: row indices of the queries, int32 [Tq], in any order.
+      k_index: row indices of the keys, int32 [Tk], in any order.
+      last_query: the mask, int32 [Tk]: query q sees key j iff
         k_index[j] <= q_index[q] <= last_query[j].
-      tiles: None: DEFAULT_TILES.
-      interpret: run by the interpreter; None: unless the default backend is a GPU.
+      tiles: block sizes; None takes DEFAULT_TILES.
+      interpret: whether to run in the Pallas interpreter; None does so unless the default backend
+        is a GPU.
 
     Returns:
-      out [Tq, K, R, H] in q's dtype, zeros for a query that sees nothing, and the log-sum-exp of
-      the scaled scores, float32 [K, R, Tq], 1e30 for a query that sees nothing.
+      out [Tq, K, R, H] in q's dtype, and the log-sum-exp of the scaled scores, float32 [K, R, Tq].
+      A query that sees no key gets output 0 and log-sum-exp 1e30.
+
+    Raises:
+      ValueError: if the dtypes differ or are not supported, H exceeds 256, or a tile is invalid.
     """
     time, kv_heads, heads, size = q.shape
     kept = (q, k, v, q_index, k_index, last_query)
@@ -148,16 +157,26 @@ def backward(
     tiles: Tiles | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of attention, or these keys' share of them if they are a part of what is attended.
+    """Gradients of attention, or the contribution of these keys to them.
 
     Args:
-      q, k, v, q_index, k_index, last_query, tiles, interpret: as in forward.
-      lse: float32 [K, R, Tq], the log-sum-exp over all keys of all parts.
-      delta: float32 [K, R, Tq], sum over H of d_out * out, out that of all parts.
-      d_out: [Tq, K, R, H].
+      q: queries [Tq, K, R, H].
+      k: keys [Tk, K, H], in q's dtype.
+      v: values [Tk, K, H], in q's dtype.
+      q_index: row indices of the queries, int32 [Tq].
+      k_index: row indices of the keys, int32 [Tk].
+      last_query: the mask, int32 [Tk].
+      lse: log-sum-exp of each query's scores over all keys it attends to, float32 [K, R, Tq].
+      delta: sum over H of d_out * out, with the output over all keys, float32 [K, R, Tq].
+      d_out: gradient of the output [Tq, K, R, H].
+      tiles: block sizes, as in forward.
+      interpret: as in forward.
 
     Returns:
       dq [Tq, K, R, H], dk and dv [Tk, K, H] in q's dtype.
+
+    Raises:
+      ValueError: as in forward.
     """
     kept = (q, k, v, q_index, k_index, last_query)
     given = (lse, delta, d_out.astype(q.dtype))
@@ -203,18 +222,21 @@ def list_pairs(
     block_k: int,
     by_keys: bool,
 ) -> jax.Array:
-    """For each block the blocks of the other side that it has to meet.
+    """List for each block the blocks of the other side to visit.
 
     Args:
-      q_index: int32 [Tq].
-      k_index, last_query: int32 [Tk].
-      block_q, block_k: divide Tq and Tk.
-      by_keys: a list for each block of keys, of blocks of queries; or the other way round.
+      q_index: row indices of the queries, int32 [Tq].
+      k_index: row indices of the keys, int32 [Tk].
+      last_query: the mask, int32 [Tk].
+      block_q: queries per block; divides Tq.
+      block_k: keys per block; divides Tk.
+      by_keys: whether to list blocks of queries for each block of keys (True), or blocks of keys
+        for each block of queries (False).
 
     Returns:
-      int32 [lists, 2 + n] where n blocks are on the other side. Of a list: how many of its pairs
-      are full, how many are live (full or partial), then the numbers of those blocks: full ones,
-      partial ones, and (never read) dead ones, each in their order.
+      int32 [lists, 2 + n], with n blocks on the other side. A list holds the number of full pairs,
+      the number of live (full or partial) pairs, then block numbers: full, partial, and dead (never
+      read), each in ascending order.
     """
     queries = q_index.reshape(-1, block_q)
     keys, readers = (x.reshape(-1, block_k) for x in (k_index, last_query))
@@ -225,24 +247,26 @@ def list_pairs(
         live, full = live.T, full.T
     others = live.shape[1]
     place = jnp.arange(others, dtype=jnp.int32)
-    # One sort of one word a pair.
+    # One sort with one word per pair.
     behind = jnp.where(full, 0, jnp.where(live, others, 2 * others)).astype(jnp.int32)
     order = jnp.sort(behind + place, axis=1) % others
     counts = [jnp.sum(x, axis=1, dtype=jnp.int32)[:, None] for x in (full, live)]
     return jnp.concatenate([*counts, order], axis=1)
 
 
-# From the caller's arrays to the kernels'.
+# Conversion from the caller's arrays to those of the kernels.
 
 
 class _Data(NamedTuple):
-    """What the kernels read, padded to whole blocks and the head size to a power of two.
+    """Arrays that the kernels read, padded to whole blocks and H to a power of two.
 
     Attributes:
-      q_index: [Tq].
-      k_index, last_query: [Tk].
-      q: [Tq, K, R, H].
-      k, v: [Tk, K, H].
+      q_index: row indices of the queries [Tq].
+      k_index: row indices of the keys [Tk].
+      last_query: the mask [Tk].
+      q: queries [Tq, K, R, H].
+      k: keys [Tk, K, H].
+      v: values [Tk, K, H].
     """
 
     q_index: jax.Array
@@ -254,7 +278,7 @@ class _Data(NamedTuple):
 
 
 def _prepare(kept, tiles: Tiles | None, kernel: str) -> tuple[Tile, jax.Array, _Data]:
-    """The tile as it fits the row, list_pairs, and the padded arrays."""
+    """Choose the tile that fits the row, list the pairs and pad the arrays."""
     q, k, v, q_index, k_index, last_query = kept
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(
@@ -266,8 +290,8 @@ def _prepare(kept, tiles: Tiles | None, kernel: str) -> tuple[Tile, jax.Array, _
         raise ValueError(f"a head size of {q.shape[-1]}; at most {LARGEST_HEAD}")
     tiles = tiles or DEFAULT_TILES[q.dtype.itemsize, max(size, 64)]
     tile = _fit(getattr(tiles, kernel), len(q), len(k))
-    # A padded query or key repeats the last index, which changes no limits of its block. Such a
-    # query's output is cut off and its d_out and delta are zero; such a key has no reader.
+    # Padding repeats the last index, so it does not change the limits of its block. The outputs of
+    # padded queries are cut off, their d_out and delta are 0. No query sees a padded key.
     queries = jnp.pad(q_index, (0, -len(q) % tile.queries), mode="edge")
     keys = jnp.pad(k_index, (0, -len(k) % tile.keys), mode="edge")
     readers = _pad(last_query, 0, tile.keys, jnp.iinfo(jnp.int32).min)
@@ -279,12 +303,12 @@ def _prepare(kept, tiles: Tiles | None, kernel: str) -> tuple[Tile, jax.Array, _
 
 
 def _power(number: int) -> int:
-    """The next power of two from SMALLEST on."""
+    """Smallest power of two that is at least `number` and SMALLEST."""
     return max(SMALLEST, pl.next_power_of_2(number))
 
 
 def _fit(tile: Tile, queries: int, keys: int) -> Tile:
-    """No larger than the row."""
+    """Shrink a tile to the size of the row."""
     for side in tile[:2]:
         if side < SMALLEST or side & (side - 1):
             raise ValueError(f"a block of {side} is no power of two from {SMALLEST} on")
@@ -300,12 +324,12 @@ def _pad(x: jax.Array, axis: int, block: int, value: float = 0) -> jax.Array:
 
 
 def _query_specs(tile: Tile, data: _Data) -> dict[str, pl.BlockSpec]:
-    """Grid [R, blocks of queries, K]: what a program sees of an array of some kind.
+    """Block specs by kind of array for programs on grid [R, query blocks, K].
 
-    The R heads of a block of queries run at the same time and share what they read of the keys.
+    The R heads of a block of queries run at the same time and share the keys they read.
     """
     time, _, size = data.k.shape
-    # Of tokens in their order, later queries see more: they go first, and short programs fill up
+    # Of tokens in order, later queries see more keys. They run first, so that short programs fill
     # the end.
     last = len(data.q) // tile.queries - 1
     return {
@@ -321,7 +345,7 @@ def _query_specs(tile: Tile, data: _Data) -> dict[str, pl.BlockSpec]:
 
 
 def _key_specs(tile: Tile, data: _Data) -> dict[str, pl.BlockSpec]:
-    """Grid [blocks of keys, K]: what a program sees of an array of some kind."""
+    """Block specs by kind of array for programs on grid [key blocks, K]."""
     time, _, heads, size = data.q.shape
     return {
         "pairs": pl.BlockSpec((None, _COUNTS + time // tile.queries), lambda j, h: (j, 0)),
@@ -334,7 +358,7 @@ def _key_specs(tile: Tile, data: _Data) -> dict[str, pl.BlockSpec]:
 
 
 def _inputs(specs, data: _Data, given=()) -> list[tuple[pl.BlockSpec, jax.Array]]:
-    """Of all kernels; backward's also have `given`: lse, delta and d_out, not yet padded."""
+    """Inputs of a kernel; backward kernels also get `given`: lse, delta and d_out, unpadded."""
     found = [
         (specs["query_index"], data.q_index),
         (specs["key_index"], data.k_index),
@@ -362,7 +386,7 @@ def _call(
     outputs: list[tuple[pl.BlockSpec, Any]],
     interpret: bool | None,
 ) -> list[jax.Array]:
-    """Runs a kernel; outputs are told by arrays of their shape and dtype."""
+    """Run a kernel; `outputs` give the shape and dtype of each output."""
     run = pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in outputs],
@@ -375,12 +399,16 @@ def _call(
     return run(*(x for _, x in inputs))
 
 
-# The kernels, of static numbers (the other side's block, what scores are multiplied by) and of
-# references. A program's own block is loaded once; `step` meets one block of the other side.
+# The kernels. Leading arguments are static (block size of the other side, scale of the scores), the
+# others are references. A program loads its own block once; `step` handles one block of the other
+# side.
 
 
 def _dot(a: jax.Array, b: jax.Array, b_turned: bool = False) -> jax.Array:
-    """a [m, n] by b [n, p] (turned: [p, n]) in float32; float32 inputs keep their precision."""
+    """Multiply a [m, n] by b [n, p] (turned: [p, n]) into float32.
+
+    float32 inputs are multiplied at full precision.
+    """
     return lax.dot_general(
         a,
         b,
@@ -391,19 +419,22 @@ def _dot(a: jax.Array, b: jax.Array, b_turned: bool = False) -> jax.Array:
 
 
 def _mask(scores, query, key, reader) -> jax.Array:
-    """MASKED where the query does not see the key; indices of queries or of keys are columns."""
+    """Set scores to MASKED where a query does not see a key; the arguments broadcast."""
     return jnp.where((key <= query) & (query <= reader), scores, MASKED)
 
 
 def _walk(pairs, step: Callable[..., Any], state: Any, repeats: int = 1) -> Any:
-    """step(masked, n, state) for each live pair; `repeats` values of n a pair."""
+    """Fold step(masked, n, state) over the live pairs, with `repeats` values of n per pair."""
     full, live = pairs[0] * repeats, pairs[1] * repeats
     state = lax.fori_loop(0, full, functools.partial(step, False), state)
     return lax.fori_loop(full, live, functools.partial(step, True), state)
 
 
 def _forward_kernel(block_k, scale, pairs, q_index, k_index, last_query, q, k, v, out, lse) -> None:
-    """Grid [R, blocks of queries, K]; q and out [queries, H]; k and v [Tk, H]."""
+    """Forward kernel, grid [R, query blocks, K].
+
+    Shapes: q and out [queries, H]; k and v [Tk, H]; lse [queries].
+    """
     queries, query = q[...], q_index[...][:, None]
 
     def step(masked: bool, n, state):
@@ -419,7 +450,7 @@ def _forward_kernel(block_k, scale, pairs, q_index, k_index, last_query, q, k, v
         values = v[place, :]
         return gathered * shrink[:, None] + _dot(weights.astype(v.dtype), values), new_top, total
 
-    # The top is above MASKED, so that a masked score has weight 0 also before any key was seen.
+    # The top score starts above MASKED, so that masked scores always have weight 0.
     start = (
         jnp.zeros(queries.shape, jnp.float32),
         jnp.full(queries.shape[:1], MASKED / 2, jnp.float32),
@@ -428,14 +459,17 @@ def _forward_kernel(block_k, scale, pairs, q_index, k_index, last_query, q, k, v
     gathered, top, total = _walk(pairs, step, start)
     positive = jnp.maximum(total, 1e-30)
     out[...] = (gathered / positive[:, None]).astype(out.dtype)
-    # A query that sees nothing: no key has weight in the backward pass either.
+    # 1e30 for a query that sees no key makes all its weights 0 in the backward pass.
     lse[...] = jnp.where(total > 0, (top + jnp.log2(positive)) / _LOG2_E, -MASKED)
 
 
 def _dq_kernel(
     block_k, scale, pairs, q_index, k_index, last_query, q, k, v, lse, delta, d_out, dq
 ) -> None:
-    """Grid [R, blocks of queries, K]; q, d_out and dq [queries, H]; k and v [Tk, H]."""
+    """Backward kernel for dq, grid [R, query blocks, K].
+
+    Shapes: q, d_out and dq [queries, H]; k and v [Tk, H]; lse and delta [queries].
+    """
     queries, query = q[...], q_index[...][:, None]
     lse2, own_delta, d_outs = lse[...][:, None] * _LOG2_E, delta[...][:, None], d_out[...]
 
@@ -456,9 +490,10 @@ def _dq_kernel(
 def _dkv_kernel(
     block_q, scale, pairs, q_index, k_index, last_query, q, k, v, lse, delta, d_out, dk, dv
 ) -> None:
-    """Grid [blocks of keys, K]; k, v, dk and dv [keys, H]; q and d_out [Tq, R, H].
+    """Backward kernel for dk and dv, grid [key blocks, K].
 
-    Scores lie turned, [keys, queries]: as the products for dk and dv take them.
+    Shapes: k, v, dk and dv [keys, H]; q and d_out [Tq, R, H]; lse and delta [R, Tq]. Scores are
+    transposed, [keys, queries], as the products for dk and dv need them.
     """
     keys, values = k[...], v[...]
     key, reader = k_index[...][:, None], last_query[...][:, None]
@@ -466,7 +501,7 @@ def _dkv_kernel(
 
     def step(masked: bool, n, state):
         gathered_k, gathered_v = state
-        # All heads of a block of queries before the next: they lie side by side in memory.
+        # All heads of a query block before the next block: they are adjacent in memory.
         head = lax.rem(n, heads)
         place = pl.ds(pairs[_COUNTS + lax.div(n, heads)] * block_q, block_q)
         queries, d_outs = q[place, head, :], d_out[place, head, :]

@@ -1,10 +1,11 @@
-"""Clusters that data_pipeline built: thousands, kept in storage until they are played.
+"""Clusters built by data_pipeline: kept in storage and read when they are dealt.
 
 1. A finished build is a folder with ArrayRecord shards, index.jsonl (id and task of each record, in
-   the order of the records) and, written last, manifest.json with the size of every file.
-2. Opening it reads the index and compares sizes: an unfinished or damaged build is refused at once.
-3. Records are read by number through tfds' data source, those of a batch when it is dealt.
-4. With several hosts each reads every n-th cluster of a batch, and they exchange the texts.
+   record order) and manifest.json (size of every file), which is written last.
+2. Opening a build reads the index and compares file sizes, so that an unfinished or damaged build
+   is rejected at once.
+3. The records of a batch are read by number, through the tfds data source, when the batch is dealt.
+4. With several hosts, each host reads every n-th cluster of a batch, and the hosts exchange texts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def is_built(path: str | Path) -> bool:
-    """Whether this is a folder that data_pipeline wrote to, finished or not."""
+    """Return whether the path is a folder written by data_pipeline, finished or not."""
     folder = Path(path)
     return (folder / INDEX).is_file() or any(folder.glob(SHARDS))
 
@@ -50,15 +51,15 @@ def open_source(
     documents_per_cluster: int,
     grouping: str,
 ) -> Source:
-    """The clusters of a built folder, a folder of texts or a JSONL file.
+    """Open the clusters of a built folder, a folder of texts or a JSONL file.
 
-    Those of a built folder are read when they are asked for, and their documents, most of which the
-    build cut already, are cut in place where they are over the limit. Others are read at once
-    (clusters.read_clusters, with the same arguments and errors).
+    Clusters of a built folder are read on demand. Their documents are cut in place if they exceed
+    the limit; the build has already cut most of them. Other sources are read at once by
+    clusters.read_clusters, with the same arguments and errors.
 
     Raises:
-        FileNotFoundError, ValueError: as `Built` and `read_clusters` do.
-        ImportError: a built folder needs tensorflow_datasets and array_record.
+        FileNotFoundError, ValueError: see `Built` and `read_clusters`.
+        ImportError: if a built folder is opened without tensorflow_datasets and array_record.
     """
     if not is_built(source):
         found, _ = read_clusters(
@@ -75,19 +76,19 @@ def open_source(
 
 
 class Built:
-    """A finished build's clusters by id.
+    """A finished build: its clusters by id.
 
     Attributes:
-        tasks: id -> (its task,), in the order of the records.
+        tasks: id -> (task,), in record order.
     """
 
     def __init__(self, path: str | Path):
-        """Reads index and manifest, and compares the files with it.
+        """Read index and manifest, and compare the files with the manifest.
 
         Raises:
-            FileNotFoundError: the manifest or a file that it names is not there.
-            ValueError: a file is not what the manifest says; names the file.
-            ImportError: tensorflow_datasets or array_record is not installed.
+            FileNotFoundError: if the manifest or a file named in it is missing.
+            ValueError: if a file differs from the manifest; the message names the file.
+            ImportError: if tensorflow_datasets or array_record is not installed.
         """
         self._folder = Path(path)
         self._check()
@@ -105,11 +106,11 @@ class Built:
         log.info("%s: %d clusters, %s", self._folder, len(index), dict(sorted(counts.items())))
 
     def read(self, ids: Sequence[str]) -> list[Cluster]:
-        """The clusters with these ids, in their order.
+        """Read the clusters with these ids, in the given order.
 
         Raises:
-            KeyError: there is no such id.
-            ValueError: a record cannot be read, or is another one than the index says.
+            KeyError: if an id is unknown.
+            ValueError: if a record cannot be read, or its id differs from the index.
         """
         return [self._read_one(name) for name in ids]
 
@@ -119,7 +120,7 @@ class Built:
             record = self._records[number]
             found = record["id"].decode()
             documents = tuple(text.decode() for text in record["documents"])
-        except Exception as error:  # array_record raises what riegeli says, of several types
+        except Exception as error:  # array_record passes on riegeli errors of several types
             raise ValueError(
                 f"{self._folder}: record {number} (cluster {name}) is damaged, build it again: "
                 f"{error}"
@@ -163,10 +164,10 @@ class Built:
 
 
 def share_reading(source: Source) -> Source:
-    """The same clusters, each read by one host and told to the others.
+    """Wrap a source so that each cluster is read by one host and sent to the others.
 
-    Every host must ask for the same ids at the same time, and gets all of them. An error on one is
-    a RuntimeError on all.
+    Every host must request the same ids at the same time and gets all of them. An error on one host
+    raises a RuntimeError on all.
     """
     return replace(source, read=functools.partial(_read_shared, source.read))
 
@@ -203,7 +204,7 @@ def _cut(cluster: Cluster, count_tokens: CountTokens, limit: int) -> Cluster:
 
 
 def _open_records(folder: Path) -> Any:
-    """tfds' data source of a folder; TensorFlow is not needed."""
+    """Open the tfds data source of a folder; does not need TensorFlow."""
     try:
         import tensorflow_datasets as tfds  # slow to import, rarely needed
 

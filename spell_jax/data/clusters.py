@@ -1,16 +1,16 @@
-"""Clusters of documents, and how they come from a file or from a folder of texts.
+"""Clusters of documents, read from a JSONL file or made from a folder of texts.
 
-1. A JSONL file holds a cluster a line: {"id": "a", "documents": ["...", "..."], "tasks":
-   ["general_qa"]}, "tasks" being optional. Bad lines are counted, logged with file and line, and
+1. A JSONL file has one cluster per line: {"id": "a", "documents": ["...", "..."], "tasks":
+   ["general_qa"]}, where "tasks" is optional. Bad lines are counted, logged with file and line, and
    skipped.
-2. A folder is searched for .txt and .md files, in the order of their paths. Unreadable or empty
-   files are counted, logged and skipped.
-3. Documents longer than `max_document_tokens` are cut at paragraphs; only inside a paragraph that
-   is too long by itself at lines, then sentences, words, characters. Nothing but white space at the
-   cuts is lost (spec section 14).
-4. A folder's documents are grouped by order, or by TF-IDF similarity: the first free document and
-   its nearest free neighbors form a cluster. Which clusters are held out depends on ids alone.
-5. Whoever plays clusters sees a `Source`: ids and tasks at once, texts when they are asked for.
+2. A folder is searched for .txt and .md files, in path order. Unreadable or empty files are
+   counted, logged and skipped.
+3. Documents longer than `max_document_tokens` are cut at paragraphs. Only a paragraph that is too
+   long is cut at lines, then sentences, words, characters. Only white space at the cuts is lost
+   (spec section 14).
+4. Documents of a folder are grouped by order, or by TF-IDF similarity: the first free document and
+   its nearest free neighbors form a cluster. The held-out split depends only on cluster ids.
+5. Users of clusters get a `Source`: ids and tasks at once, texts on demand.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ from typing import Any, TypeGuard
 from spell_jax.runtime.jsonl import read_records
 
 TASKS = ("general_qa", "financial_math", "multiple_choice")
-ROLES = ("questioner", "responder", "verifier")  # of a policy that plays with itself
-LETTERS = ("A", "B", "C", "D")  # of the options of a multiple choice
+ROLES = ("questioner", "responder", "verifier")  # of the policy in SPELL self-play
+LETTERS = ("A", "B", "C", "D")  # labels of multiple-choice options
 SUFFIXES = (".txt", ".md")
 SMALLEST_LIMIT = 16
 GROUPINGS = ("order", "similarity")
 SELECTIONS = ("longest", "random", "shortest")
 
-# The borders of units, coarse to fine, matched in linear time; a unit keeps the border behind it.
+# Borders of units, coarse to fine, matched in linear time. A unit includes the border after it.
 BORDERS = tuple(
     re.compile(pattern)
     for pattern in (
@@ -44,7 +44,7 @@ BORDERS = tuple(
     )
 )
 
-_READ_AT_ONCE = 256  # clusters, to learn their lengths
+_READ_AT_ONCE = 256  # clusters per read while measuring lengths
 
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 
@@ -55,12 +55,12 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Related documents, played together.
+    """Related documents that are used together.
 
     Attributes:
         id: unique among the clusters of a run.
         documents: n texts in corpus order, n >= 1.
-        tasks: the tasks it may serve; None: any.
+        tasks: tasks that the cluster may serve; None allows any.
     """
 
     id: str
@@ -70,23 +70,28 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Source:
-    """Clusters whose texts may be in storage until they are needed.
+    """Clusters whose texts may stay in storage until they are needed.
 
     Attributes:
-        tasks: id -> the tasks that the cluster may serve (None: any), one entry a cluster.
-        read: ids of `tasks`, any of them more than once -> their clusters, in the order of the ids.
+        tasks: id -> tasks that the cluster may serve (None: any), one entry per cluster.
+        read: function from ids of `tasks`, which may repeat, to their clusters in the order of the
+            ids.
     """
 
     tasks: Mapping[str, tuple[str, ...] | None]
     read: Callable[[Sequence[str]], list[Cluster]]
 
     def only(self, ids: Sequence[str]) -> "Source":
-        """The clusters with these ids alone."""
+        """Return a source restricted to the given ids."""
         return replace(self, tasks={name: self.tasks[name] for name in ids})
 
 
 def in_memory(clusters: Sequence[Cluster]) -> Source:
-    """A source of clusters that are read already; ValueError if two have the same id."""
+    """Make a source of clusters that are in memory.
+
+    Raises:
+        ValueError: if two clusters have the same id.
+    """
     by_id = {cluster.id: cluster for cluster in clusters}
     if len(by_id) != len(clusters):
         raise ValueError("clusters: ids must be unique")
@@ -96,15 +101,17 @@ def in_memory(clusters: Sequence[Cluster]) -> Source:
 
 @dataclass
 class ClusterReport:
-    """What reading a source came to. Tokens are those of the handed-in counter.
+    """Statistics of reading a source. Tokens are counted by the caller's function.
 
     Attributes:
-        read: files (of a folder) or lines (of a JSONL file) that were used.
-        skipped: reason -> how many files or lines.
-        cut: documents that were over the limit.
-        documents: documents after cutting.
-        clusters: clusters.
-        tokens_min, tokens_mean, tokens_max: tokens per document after cutting.
+        read: number of files (folder) or lines (JSONL file) used.
+        skipped: reason -> number of files or lines.
+        cut: number of documents over the limit.
+        documents: number of documents after cutting.
+        clusters: number of clusters.
+        tokens_min: fewest tokens of a document after cutting.
+        tokens_mean: mean tokens of a document after cutting.
+        tokens_max: most tokens of a document after cutting.
     """
 
     read: int = 0
@@ -117,7 +124,7 @@ class ClusterReport:
     tokens_max: int = 0
 
     def summary(self) -> str:
-        """One line for people."""
+        """Format the statistics as one line of text."""
         skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()))
         return (
             f"read {self.read}, skipped {self.skipped.total()} ({skipped or 'none'}), "
@@ -127,7 +134,7 @@ class ClusterReport:
 
 
 def count_words(text: str) -> int:
-    """The token counter used where none is handed in: white-space separated words."""
+    """Count white-space separated words: the default token counter."""
     return len(text.split())
 
 
@@ -139,21 +146,24 @@ def read_clusters(
     documents_per_cluster: int = 8,
     grouping: str = "order",
 ) -> tuple[list[Cluster], ClusterReport]:
-    """Reads a JSONL file of clusters, or makes clusters from a folder's .txt and .md files.
+    """Read a JSONL file of clusters, or make clusters from a folder's .txt and .md files.
 
-    The documents of a JSONL cluster stay together: those over the limit are cut in place.
+    The documents of a JSONL cluster stay together; those over the limit are cut in place.
 
     Args:
-        source: the file or folder.
-        count_tokens: text -> number of tokens; called on short texts, in all a few times the
-            source's length.
-        max_document_tokens: limit per document, at least 16.
-        documents_per_cluster: for folders; the last cluster may have fewer.
-        grouping: for folders; "order" or "similarity".
+        source: path of the file or folder.
+        count_tokens: function that returns the number of tokens of a text. It is called on short
+            texts, in total a few times the source's length.
+        max_document_tokens: maximum tokens per document, at least 16.
+        documents_per_cluster: cluster size for folders; the last cluster may have fewer.
+        grouping: grouping for folders, "order" or "similarity".
+
+    Returns:
+        (clusters, report).
 
     Raises:
-        FileNotFoundError: there is no such source.
-        ValueError: a setting out of range, or a source without any usable text.
+        FileNotFoundError: if the source does not exist.
+        ValueError: if a setting is out of range, or the source contains no usable text.
     """
     source = Path(source)
     if max_document_tokens < SMALLEST_LIMIT:
@@ -195,12 +205,12 @@ def read_clusters(
 
 
 def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[str]]:
-    """Splits ids of clusters into (training, held-out) by their hashes, whatever order or seed.
+    """Split cluster ids into (training, held-out) by their hashes, independent of order and seed.
 
-    A share above 0 holds out at least one cluster and leaves at least one.
+    A share above 0 holds out at least one cluster and leaves at least one for training.
 
     Raises:
-        ValueError: share outside [0, 1), or too few clusters to split.
+        ValueError: if share is outside [0, 1), or there are too few clusters to split.
     """
     if not 0 <= share < 1:
         raise ValueError(f"held-out share={share}: must be at least 0 and below 1")
@@ -214,16 +224,16 @@ def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[st
 
 
 def select(source: Source, selection: str, most: int, seed: int) -> Source:
-    """At most so many clusters: the longest or shortest by characters, or random ones.
+    """Keep at most `most` clusters: the longest or shortest by characters, or random ones.
 
-    Lengths are read once, a few clusters at a time, if they are needed; of equal lengths the first
-    ids are taken.
+    Lengths are read once, a few clusters at a time, and only if needed. Ties are resolved in id
+    order.
 
     Args:
-        source: of the clusters.
+        source: the clusters.
         selection: one of SELECTIONS.
-        most: clusters to keep; 0: all.
-        seed: of random ones.
+        most: number of clusters to keep; 0 keeps all.
+        seed: seed of the random selection.
     """
     ids = sorted(source.tasks)
     if not most or most >= len(ids):
@@ -242,11 +252,11 @@ def select(source: Source, selection: str, most: int, seed: int) -> Source:
 
 
 def cut_document(text: str, count_tokens: CountTokens, limit: int) -> list[tuple[str, int]]:
-    """Cuts a text into (piece, tokens), at most `limit` tokens each, at the coarsest borders.
+    """Cut a text into (piece, tokens) of at most `limit` tokens each, at the coarsest borders.
 
-    The pieces, stripped of outer white space, cover the text. A text is counted unit by unit and
-    the pieces once more, so the cost is linear in its length (for byte-fallback tokenizers, at most
-    4 tokens a character, limit >= 16).
+    The pieces, stripped of outer white space, cover the text. Tokens are counted for each unit and
+    once more for each piece, so the cost is linear in the text's length. For byte-fallback
+    tokenizers this assumes at most 4 tokens per character and limit >= 16.
     """
     units = list(_units(text, count_tokens, limit, 0))
     pieces: list[tuple[str, int]] = []
@@ -256,9 +266,9 @@ def cut_document(text: str, count_tokens: CountTokens, limit: int) -> list[tuple
 
 
 def _units(text: str, count: CountTokens, limit: int, level: int) -> Iterator[tuple[str, int]]:
-    """Yields (unit, tokens): paragraphs, and smaller units only where one is over the limit."""
+    """Yield (unit, tokens): paragraphs, and smaller units only inside those over the limit."""
     if level == len(BORDERS):
-        size = limit // 8  # a character has at most 4 bytes: such a slice always fits
+        size = limit // 8  # a character has at most 4 bytes, so the slice always fits
         for start in range(0, len(text), size):
             yield text[start : start + size], count(text[start : start + size])
         return
@@ -276,7 +286,7 @@ def _units(text: str, count: CountTokens, limit: int, level: int) -> Iterator[tu
 
 
 def _packed(counts: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Yields [first, last) ranges of neighbors, as long as their counts fit into the limit."""
+    """Yield [first, last) ranges of adjacent units whose counts fit into the limit."""
     first, total = 0, 0
     for index, tokens in enumerate(counts):
         if total + tokens > limit and index > first:
@@ -288,7 +298,7 @@ def _packed(counts: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
 
 
 def _checked(units: Sequence[str], count: CountTokens, limit: int) -> Iterator[tuple[str, int]]:
-    """Joins the units; halves them in the rare case that they have more tokens together."""
+    """Join the units; split them in half in the rare case that the joined text is too long."""
     piece = "".join(units).strip()
     if not piece:
         return
@@ -338,17 +348,17 @@ def _grouped(documents: Sequence[str], size: int, grouping: str) -> list[Cluster
 
 
 def _similar_groups(documents: Sequence[str], size: int) -> Iterator[list[int]]:
-    """Yields groups of indices: the first free document and its nearest free neighbors.
+    """Yield groups of indices: the first free document and its nearest free neighbors.
 
-    Ties go to the earlier document; within a group the corpus order is kept.
+    Ties go to the earlier document. Each group is in corpus order.
     """
     import numpy as np
     from sklearn.feature_extraction.text import TfidfVectorizer  # slow to import, rarely needed
 
-    # Every text that is not blank has a word or a sign, so the vocabulary is never empty.
+    # Every non-blank text has a word or a symbol, so the vocabulary is never empty.
     words = TfidfVectorizer(token_pattern=r"\w+|[^\w\s]", sublinear_tf=True)
     vectors = words.fit_transform(documents).tocsr()
-    postings = vectors.T.tocsr()  # by word: a document meets those that share words with it
+    postings = vectors.T.tocsr()  # inverted index: word -> documents
     free = np.ones(len(documents), dtype=bool)
     for seed in range(len(documents)):
         if not free[seed]:
@@ -396,7 +406,7 @@ def _parse_cluster(record: Any) -> Cluster:
 
 
 def _is_text(value: object) -> TypeGuard[str]:
-    """A string with something in it, and free of lone surrogates, which UTF-8 cannot write."""
+    """Return whether the value is a non-blank string without lone surrogates (invalid UTF-8)."""
     if not isinstance(value, str) or not value.strip():
         return False
     return SURROGATE.search(value) is None

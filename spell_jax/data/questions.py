@@ -1,7 +1,7 @@
-"""Questions with known answers about given documents, from a JSONL file.
+"""Questions with known answers about given documents, read from a JSONL file.
 
-A line is {"task", "documents", "question", "answer"}, and may have "evidence": the sentences of the
-documents that the answer rests on.
+Each line is {"task", "documents", "question", "answer"}, with an optional "evidence": the sentences
+of the documents that support the answer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from spell_jax.runtime.jsonl import read_records
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question with its answer, and the documents that it is about.
+    """A question with its documents and its answer.
 
     Attributes:
       task: one of TASKS.
-      evidence: what the answer rests on, quoted from the documents; may be empty.
+      documents: texts that the question is about.
+      question: the question text.
+      answer: the reference answer.
+      evidence: supporting sentences, quoted from the documents; may be empty.
     """
 
     task: str
@@ -32,15 +35,15 @@ class Question:
 
 
 def read_questions(path: str | pathlib.Path, field: str) -> tuple[Question, ...]:
-    """The questions of a file; bad lines are logged and skipped.
+    """Read the questions of a JSONL file; bad lines are logged and skipped.
 
     Args:
-      path: of the file.
-      field: of the config that names it.
+      path: path of the file.
+      field: name of the config field that holds the path, for error messages.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: no line of it is a question.
+      FileNotFoundError: if the file does not exist.
+      ValueError: if no line is a valid question.
     """
     questions, skipped = read_records(path, _parse_question)
     if not questions:
@@ -62,18 +65,21 @@ def _parse_question(record: Any) -> Question:
     texts = (*question.documents, *question.evidence, question.question, question.answer)
     if question.task not in TASKS or not all(isinstance(t, str) for t in texts):
         raise ValueError(f"task must be one of {TASKS}, the rest texts")
-    "".join(texts).encode()  # lone surrogates cannot be asked
+    "".join(texts).encode()  # raises on lone surrogates, which no tokenizer takes
     return question
 
 
 def as_record(question: Question) -> dict[str, Any]:
-    """A question as its line of a file has it."""
+    """Return the JSON record of a question."""
     return dataclasses.asdict(question)
 
 
 def as_clusters(questions: Sequence[Question]) -> tuple[Source, Mapping[str, Question]]:
-    """Questions as what a TaskStream deals: each a cluster of its documents, that serves its task
-    alone; and the question of each cluster by its id."""
+    """Wrap each question in a cluster that serves only its task, as input for a TaskStream.
+
+    Returns:
+      (source, questions): a source with one cluster per question, and cluster id -> question.
+    """
     by_id = {f"question {index}": question for index, question in enumerate(questions)}
     made = [Cluster(name, q.documents, (q.task,)) for name, q in by_id.items()]
     return in_memory(made), by_id

@@ -1,17 +1,16 @@
-"""The endless stream of (task, cluster) pairs, one batch after the other (spec section 1).
+"""Endless stream of batches of (task, cluster) pairs (spec section 1).
 
-1. Once, every cluster is assigned to exactly one task that it may serve: in shuffled order, those
-   with the fewest choices first, each to the task that has the fewest so far. One source of
-   clusters is thus split into equal parts.
-2. A batch is shared out by weight: the floor of each task's share, clipped to the clusters it has,
-   then the remainder one by one, heaviest task first.
-3. Each task deals from its own shuffled deck. When fewer cards are left than needed, they are
-   thrown away and the next epoch's deck is dealt from, so no cluster repeats within a batch, unless
-   the batch has more items than there are clusters: then whole decks are dealt, and the repeats
-   counted.
-4. The batch is shuffled, and only then are its clusters' texts read.
-5. The assignment is a function of the seed and the ids, a deck of the seed, its task and its epoch,
-   the order of a batch of the seed and its number. So a few numbers say where the stream stands.
+1. At the start, every cluster is assigned to exactly one task that it may serve. Clusters are
+   shuffled, those with the fewest allowed tasks go first, and each goes to the task with the fewest
+   clusters so far. Clusters that may serve any task are thus split into equal parts.
+2. A batch is divided among tasks by weight: the floor of each task's share, at most its number of
+   clusters. The remainder is assigned one by one, heaviest task first.
+3. Each task deals from its own shuffled deck. If fewer clusters are left than needed, they are
+   discarded and the deck of the next epoch is used, so no cluster repeats within a batch. A batch
+   larger than the data deals whole decks, and the repeats are counted.
+4. The batch is shuffled. Only then are the texts of its clusters read.
+5. The assignment depends only on the seed and the ids, a deck on the seed, its task and its epoch,
+   and a batch's order on the seed and its number. A few numbers are therefore the whole state.
 """
 
 import hashlib
@@ -32,15 +31,18 @@ log = logging.getLogger(__name__)
 def batch_counts(
     batch: int, weights: Mapping[str, float], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Items per task in a batch: floors of the shares, then the remainder heaviest task first.
+    """Divide a batch among tasks: floors of the shares, then the remainder heaviest task first.
 
     Args:
-        batch: items wanted, at most the sum of sizes.
-        weights: task -> positive weight; they need not sum to 1. Ties go to the task listed first.
-        sizes: task -> items at hand.
+        batch: number of items, at most the sum of sizes.
+        weights: task -> positive weight; need not sum to 1. Ties go to the task listed first.
+        sizes: task -> number of available items.
+
+    Returns:
+        task -> number of items.
 
     Raises:
-        ValueError: batch is below 0 or above the sum of sizes.
+        ValueError: if batch is below 0 or above the sum of sizes.
     """
     if not 0 <= batch <= sum(sizes.values()):
         raise ValueError(f"batch={batch}: must be between 0 and {sum(sizes.values())}")
@@ -57,28 +59,28 @@ def batch_counts(
 
 
 class TaskStream:
-    """Deals batches of (task, cluster) for ever.
+    """Endless dealer of batches of (task, cluster).
 
     Attributes:
-        repeats: how often a cluster was dealt again within a batch, because the batch was larger
-            than the data.
+        repeats: number of times that a cluster was dealt again within a batch, because the batch
+            was larger than the data.
     """
 
     def __init__(
         self, source: Source, tasks: Sequence[str], weights: Sequence[float], seed: int
     ) -> None:
-        """Assigns the clusters to the tasks.
+        """Assign the clusters to the tasks.
 
         Args:
-            source: of the clusters; what is not dealt is not read. Those that may serve none of the
+            source: the clusters; texts are read only when dealt. Clusters that serve none of the
                 tasks are left out, with a warning.
-            tasks: the tasks of the run.
-            weights: one positive number a task.
-            seed: of the assignment and of all shuffles, at least 0.
+            tasks: tasks of the run.
+            weights: one positive weight per task.
+            seed: seed of the assignment and of all shuffles, at least 0.
 
         Raises:
-            ValueError: no task, a task named twice, weights that do not match or are not positive,
-                or no cluster for any task.
+            ValueError: if there is no task, a task is named twice, the weights do not match the
+                tasks or are not positive, or no task has a cluster.
         """
         if not tasks or len(set(tasks)) != len(tasks):
             raise ValueError(f"tasks={tuple(tasks)}: must be one or more different tasks")
@@ -98,19 +100,19 @@ class TaskStream:
         self._decks = {task: self._deck(task) for task in tasks}
 
     def __len__(self) -> int:
-        """Clusters that are dealt: those that serve one of the tasks."""
+        """Return the number of clusters that serve one of the tasks."""
         return sum(map(len, self._assigned.values()))
 
     def next(self, batch: int) -> list[tuple[str, Cluster]]:
-        """The next `batch` (task, cluster) pairs, in shuffled order.
+        """Return the next `batch` (task, cluster) pairs, in shuffled order.
 
         Raises:
-            ValueError: batch is below 1.
+            ValueError: if batch is below 1.
         """
         if batch < 1:
             raise ValueError(f"batch={batch}: must be at least 1")
         sizes = {task: len(ids) for task, ids in self._assigned.items()}
-        copies = -(-batch // sum(sizes.values()))  # above 1 only if the batch exceeds the data
+        copies = -(-batch // sum(sizes.values()))  # > 1 only if the batch is larger than the data
         room = {task: size * copies for task, size in sizes.items()}
         counts = batch_counts(batch, self._weights, room)
         pairs = [(task, name) for task, count in counts.items() for name in self._deal(task, count)]
@@ -121,9 +123,9 @@ class TaskStream:
         return [(pairs[i][0], cluster) for i, cluster in zip(order, clusters, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every task stands in its decks, as plain JSON values; as small for any data.
+        """Return the stream's position as plain JSON values; its size does not depend on the data.
 
-        "data" tells data, tasks and seed apart: of others, the same numbers mean other clusters.
+        "data" is a digest of clusters, tasks and seed. A state is valid only for the same digest.
         """
         return {
             "epochs": dict(self._epochs),
@@ -135,10 +137,11 @@ class TaskStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on exactly where the stream that gave the state stood.
+        """Resume exactly at the position of the stream that returned the state.
 
         Raises:
-            ValueError: the state is of other tasks, clusters or another seed, or no such state.
+            ValueError: if the state belongs to other tasks, clusters or another seed, or is
+                malformed.
         """
         fields = self.state_dict().keys()
         if missing := sorted(fields - state.keys()):
@@ -164,7 +167,7 @@ class TaskStream:
 
     def _assign(self, tasks: Mapping[str, tuple[str, ...] | None]) -> dict[str, list[str]]:
         assigned: dict[str, list[str]] = {task: [] for task in self._weights}
-        names = sorted(tasks)  # whatever order the source has them in
+        names = sorted(tasks)  # independent of the source's order
         choices = []
         for index in self._random("assignment").permutation(len(names)):
             allowed = tasks[names[index]]

@@ -1,15 +1,16 @@
-"""The generated world of the demo: small documents with facts, and an oracle for evaluation only.
+"""Generated documents for the demo: small registers of facts, and an oracle for evaluation.
 
-1. A document is a line of a register, "- Arvo Oslo 34 12 Bela": a person's name, city, sales, costs
-   and friend. A cluster is n documents whose friends are all inside the cluster.
+1. A document is one line of a register, "- Arvo Oslo 34 12 Bela": a person's name, city, sales,
+   costs and friend. A cluster is n documents whose friends are all people of the cluster.
 2. Questions are of four kinds: look-up ("city of Arvo"), two-hop ("city of friend of Arvo"), sums
-   ("sales of Arvo plus costs of Bela") and four-way choices of a friend.
-   "sales of Arvo versus costs of Bela" asks how far apart they are: nobody who writes a question
-   knows yet which figure is the larger.
-3. Values have several surface forms: a city has two names (documents use either), names and
-   figures may be decorated ("Mr Bela", "34 dollars"). A rule that compares strings misses some.
-4. The oracle reads documents and question by their grammar and knows every truth. Self-play never
-   calls it: it is for warm-start demonstrations (a labeled source) and for held-out evaluation.
+   ("sales of Arvo plus costs of Bela") and four-way choices of a friend. The sum "sales of Arvo
+   versus costs of Bela" asks for the absolute difference, because whoever writes the question does
+   not know yet which figure is larger.
+3. Values have several surface forms. A city has two names (documents use either), and names and
+   figures may be decorated ("Mr Bela", "34 dollars"). A string comparison misses some matches.
+4. The oracle parses documents and questions by their grammar and knows every true answer. Self-play
+   never calls it. It is used for warm-start demonstrations (a labeled source) and for held-out
+   evaluation.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ _NAMES = """
 Arvo Bela Cato Dina Edda Faro Gita Hugo Ines Jaro Kuno Lida Mika Nilo Odra Pavo Quin Rufa Sami
 Tova Udo Vera Wim Xena
 """
-# The two names of each city; neither contains the other, so that a string rule cannot match them.
+# The two names of each city. Neither contains the other, so the string rule cannot match them.
 _CITIES = """
 Oslo/Fjordton Paris/Seinham Rome/Sevenhills Cairo/Nileport Lima/Pacifica Quito/Andesby
 Delhi/Yamuna Tokyo/Edoville Seoul/Hanyang Perth/Swanside
 """
-# Few values, because look-up forms the later the more there are: each must be seen often.
+# Few values: with more of them look-up is learned later, because each must be seen often.
 NAMES = tuple(_NAMES.split())
 CITIES = tuple(tuple(pair.split("/")) for pair in _CITIES.split())
-ATTRIBUTES = ("city", "sales", "costs", "friend")  # in the order of a line
+ATTRIBUTES = ("city", "sales", "costs", "friend")  # in the order of a document line
 FIGURES = range(10, 25)
 TOWN, TITLE, UNIT = "town", "Mr", "dollars"
 
@@ -58,12 +59,12 @@ Facts = dict[tuple[str, str], str]
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question of the world's grammar with its evidence and answer, as the oracle sees them.
+    """A question of the world's grammar with its evidence and its true answer.
 
     Attributes:
       kind: one of KINDS.
       text: the question, without choices.
-      evidence: the lines that lead to the answer, and for a sum the sum itself.
+      evidence: the lines that lead to the answer; for a sum, also the sum itself.
       answer: the value as the documents state it (a number for "math").
     """
 
@@ -74,10 +75,10 @@ class Question:
 
 
 def make_documents(rng: np.random.Generator, count: int) -> tuple[str, ...]:
-    """`count` documents about distinct people, each a friend of somebody in the cluster.
+    """Generate `count` documents about distinct people, each with a friend in the cluster.
 
     Raises:
-      ValueError: when there are not as many names.
+      ValueError: if `count` is below 1 or above the number of names.
     """
     if not 1 <= count <= len(NAMES):
         raise ValueError(f"documents = {count}: must be 1 to {len(NAMES)} (one name each)")
@@ -100,11 +101,11 @@ def _figure(rng: np.random.Generator) -> str:
 def make_clusters(
     seed: int, count: int, documents: Sequence[int], prefix: str = "tiny"
 ) -> list[Cluster]:
-    """Seeded clusters; their sizes cycle through `documents`."""
+    """Generate seeded clusters; their sizes cycle through `documents`."""
     clusters = []
     for index in range(count):
-        # numpy reads [seed, index] as [seed, index, 0], which an algorithm draws from in step
-        # `index`.
+        # The 4 separates this random stream from that of an algorithm. numpy treats [seed, index]
+        # like [seed, index, 0], which an algorithm uses in step `index`.
         rng = np.random.default_rng([seed, index, 4])
         texts = make_documents(rng, documents[index % len(documents)])
         clusters.append(Cluster(id=f"{prefix}-{seed}-{index}", documents=texts, tasks=None))
@@ -112,7 +113,7 @@ def make_clusters(
 
 
 def read_facts(documents: Sequence[str]) -> Facts:
-    """(name, attribute) -> value as stated."""
+    """Parse documents into (name, attribute) -> value as stated."""
     return {
         (line[1], attribute): value
         for text in documents
@@ -122,16 +123,16 @@ def read_facts(documents: Sequence[str]) -> Facts:
 
 
 def line_of(facts: Facts, name: str) -> str:
-    """What the documents say of a person, as they say it."""
+    """Return the line about a person, as the documents state it."""
     return " ".join([name, *(facts[name, attribute] for attribute in ATTRIBUTES)])
 
 
 def draw_question(rng: np.random.Generator, documents: Sequence[str], kind: str) -> Question:
-    """A random question of a kind that these documents answer.
+    """Sample a question of the given kind that the documents answer.
 
-    A choice asks for a friend: names are what a small model matches first, and matching is all that
-    finding the option's letter takes. A two-hop question needs a friend whose document is there;
-    where there is none, a look-up is drawn instead.
+    A choice asks for a friend. A small model learns to match names first, and matching is all that
+    is needed to find the option's letter. A two-hop question needs a friend with a document;
+    without one, a look-up is sampled instead.
     """
     facts = read_facts(documents)
     names = sorted({name for name, _ in facts})
@@ -154,19 +155,19 @@ def draw_question(rng: np.random.Generator, documents: Sequence[str], kind: str)
 
 
 def _draw_sum(rng: np.random.Generator, facts: Facts, names: list[str]) -> Question:
-    people = rng.choice(names, size=2, replace=len(names) < 2)  # two documents to find
+    people = rng.choice(names, size=2, replace=len(names) < 2)  # distinct: two documents to find
     a, b = ((str(name), ("sales", "costs")[rng.integers(2)]) for name in people)
     word = SUMS[rng.integers(len(SUMS))]
     x, y = int(facts[a]), int(facts[b])
     if x == y:
-        word = "plus"  # a difference of zero is not a question that the parser accepts
+        word = "plus"  # the parser rejects questions with the answer zero
     text = f"{a[1]} of {a[0]} {word} {b[1]} of {b[0]}"
     lines = dict.fromkeys((line_of(facts, a[0]), line_of(facts, b[0])))
     return Question("math", text, (*lines, _stated(x, word, y)), str(add_up(x, word, y)))
 
 
 def add_up(x: int, word: str, y: int) -> int:
-    """x plus y, or how far apart they are."""
+    """Return x + y for "plus", |x - y| for "versus"."""
     return x + y if word == "plus" else abs(x - y)
 
 
@@ -175,15 +176,15 @@ def _stated(x: int, word: str, y: int) -> str:
 
 
 def draw_sum(rng: np.random.Generator, word: str) -> str:
-    """A sum of two figures by one of SUMS, as evidence states it."""
+    """Sample a sum of two figures with a word of SUMS, worded as in evidence."""
     return _stated(int(_figure(rng)), word, int(_figure(rng)))
 
 
 def draw_options(rng: np.random.Generator, answer: str, letter: str) -> dict[str, str]:
-    """Four different options of the answer's sort, the right one under `letter`.
+    """Sample four distinct options of the answer's type, with the answer at `letter`.
 
-    Wrong options come from the whole world: among the few values of its documents, a small policy
-    that writes questions would repeat some option nearly always.
+    Wrong options come from the whole world. The documents hold few values, so a small questioner
+    restricted to them would nearly always repeat an option.
     """
     if answer.isdigit():
         world = [str(n) for n in FIGURES]
@@ -196,7 +197,7 @@ def draw_options(rng: np.random.Generator, answer: str, letter: str) -> dict[str
 
 
 def surface_forms(value: str) -> tuple[str, ...]:
-    """Ways to write a value, the plain one first."""
+    """Return the ways to write a value, the plain one first."""
     if value.isdigit():
         return value, f"{value} {UNIT}"
     if value in _ALIAS:
@@ -205,7 +206,7 @@ def surface_forms(value: str) -> tuple[str, ...]:
 
 
 def canonical(text: str) -> str:
-    """One spelling for all surface forms of a value; unknown text comes back lower-case."""
+    """Map all surface forms of a value to one spelling; unknown text is only lower-cased."""
     words = [
         w for w in re.findall(r"[a-z0-9]+", text.lower()) if w not in ("town", "mr", "dollars")
     ]
@@ -214,9 +215,9 @@ def canonical(text: str) -> str:
 
 
 def oracle(question: str, documents: Sequence[str]) -> str | None:
-    """The true canonical answer of a question in the grammar, or None.
+    """Return the true canonical answer of a question in the grammar, or None.
 
-    None means that the question is not of the grammar or that the documents do not answer it.
+    None means that the question is not in the grammar or that the documents do not answer it.
     Choices after the question are ignored (see oracle_choice).
     """
     facts = read_facts(documents)
@@ -236,8 +237,10 @@ def oracle(question: str, documents: Sequence[str]) -> str | None:
 
 
 def oracle_choice(question: str, documents: Sequence[str]) -> str | None:
-    """The letter of the one option that holds the true answer; None if there is not just one, or
-    more options than letters."""
+    """Return the letter of the one option that holds the true answer.
+
+    None if no option or several options hold it, or if there are more options than letters.
+    """
     truth = oracle(question, documents)
     options = re.findall(r"\(([A-D])\) *([^\n]*)", question)
     if len(options) > 4:
@@ -247,7 +250,7 @@ def oracle_choice(question: str, documents: Sequence[str]) -> str | None:
 
 
 def question_kind(question: str) -> str:
-    """The kind of a question text, "other" outside the grammar."""
+    """Return the kind of a question text; "other" if it is not in the grammar."""
     if "(A)" in question:
         return "choice"
     if _MATH.search(question):

@@ -1,9 +1,10 @@
-"""A benchmark's answers, from tokens to rows: cut and sampled, found again on disk, scored, judged.
+"""Benchmark answers as result rows: sampling, resuming from disk, scoring and judging.
 
-A row is one sample: {"max_input", "benchmark", "id", "sample", "text", "tokens_in", "truncated",
-"tokens_out", "stopped"} as it is sampled; "prediction", "rule", "judge" and "final" are added in
-the end, also to rows from an earlier start, so that a corrected rule counts. So is "by" where a
-benchmark tells its questions apart: {field: value}.
+1. A row is one sample. Sampling writes {"max_input", "benchmark", "id", "sample", "text",
+   "tokens_in", "truncated", "tokens_out", "stopped"}.
+2. Scoring adds "prediction", "rule", "judge" and "final". It also adds "by": {field: value} if the
+   benchmark has a breakdown by fields of its questions.
+3. Scoring runs at the end, on the rows of earlier starts too, so a corrected rule applies to all.
 """
 
 from __future__ import annotations
@@ -37,13 +38,17 @@ Place = tuple[int, str, str]  # limit, benchmark, question
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled. Mistakes raise ValueError.
+    """Sampling options of an evaluation.
 
     Attributes:
-      samples: answers to each question [G].
-      temperature, top_p: see Options.
-      max_tokens: cap of an answer; 0: each benchmark's own.
-      seed: of draws and of intervals.
+      samples: answers per question, G, at least 1.
+      temperature: softmax temperature; see `Options`.
+      top_p: probability mass of the nucleus; see `Options`.
+      max_tokens: maximum answer length in tokens; 0 uses the maximum of each benchmark.
+      seed: seed of the sampling keys and of the bootstrap intervals.
+
+    Raises:
+      ValueError: if a value is out of range.
     """
 
     samples: int = 8
@@ -57,19 +62,20 @@ class Sampling:
         Options(self.temperature, self.top_p)
 
     def options(self, benchmark: Benchmark) -> Options:
-        """Of a benchmark's questions."""
+        """Sampler options for the questions of a benchmark."""
         cap = self.max_tokens or benchmark.max_tokens
         return Options(self.temperature, self.top_p, max_tokens=cap)
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A benchmark's question as tokens.
+    """A benchmark question as tokens.
 
     Attributes:
-      benchmark, item: whose it is.
-      ids: int32, its prompt in the chat layout, cut to the largest limit.
-      length: tokens that it had before.
+      benchmark: benchmark that the question belongs to.
+      item: question as text.
+      ids: prompt token ids in the chat layout, int32 [P], truncated to the largest prompt limit.
+      length: number of prompt tokens before truncation.
     """
 
     benchmark: Benchmark
@@ -79,15 +85,17 @@ class Question:
 
     @property
     def judged(self) -> bool:
-        """Whether a judge is asked about answers that the rule gives less than 1."""
+        """Whether a judge is asked about answers with a rule score below 1."""
         return self.benchmark.judged and self.item.judged
 
 
 def tokenize(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> list[Question]:
-    """All questions, cut to the largest limit: uncut, some documents have millions of tokens.
+    """Tokenize all questions and truncate each prompt to `longest` tokens.
+
+    Prompts are truncated here because some documents have millions of tokens.
 
     Raises:
-      ValueError: the policy's chat layout does not take a prompt; names benchmark and question.
+      ValueError: if the chat layout rejects a prompt; names the benchmark and the question.
     """
     questions = []
     for benchmark in benchmarks:
@@ -102,15 +110,20 @@ def tokenize(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> l
 
 
 def check_context(sampling: Sampling, policy: Policy, questions: Sequence[Question]) -> None:
-    """Raises ValueError if the longest prompt and answer exceed the policy's context: at the start,
-    not when hours later that limit has its turn."""
+    """Check that the longest prompt and answer fit into the policy's context.
+
+    The check runs before any sampling, so that a limit that is too large does not fail hours later.
+
+    Raises:
+      ValueError: if they do not fit.
+    """
     longest = max(len(one.ids) for one in questions)
     cap = max(sampling.options(one.benchmark).max_tokens for one in questions)
     policy.config.check_length(longest + cap)
 
 
 def fingerprint(benchmark: Benchmark) -> str:
-    """Tells a benchmark's prompts from others: a hash of them in their order."""
+    """Hash of a benchmark's question ids and prompts in their order, as hexadecimal digits."""
     made = hashlib.blake2b(digest_size=16)
     for item in benchmark.items:
         made.update(json.dumps([item.id, item.prompt]).encode())
@@ -124,10 +137,21 @@ def draw(
     limit: int,
     done: set[tuple[Any, ...]],
 ) -> Iterator[tuple[Place, list[Row]]]:
-    """The samples of each question that is not done, as they come, without scores.
+    """Sample answers to every question that is not in `done`.
 
-    A question's key is folded from the seed by limit, benchmark and id; sibling and token are the
-    sampler's. (The paper's code gives all samples of a question one seed; spec section 11.)
+    The key of a question is folded from the seed with the limit, the benchmark and the question id.
+    The sampler folds in the sample and token indices. (The paper's code uses one seed for all
+    samples of a question; spec section 11.)
+
+    Args:
+      sampling: sampling options.
+      policy: policy that answers.
+      questions: all questions, answered ones included.
+      limit: maximum prompt length in tokens.
+      done: (limit, benchmark, question id) of the questions to skip.
+
+    Yields:
+      (limit, benchmark, question id) and the G unscored rows of a question, in order of completion.
     """
     places = [(limit, one.benchmark.name, one.item.id) for one in questions]
     wanted = [i for i, place in enumerate(places) if place not in done]
@@ -157,7 +181,15 @@ def _describe(number: int, text: str, sample: Sample) -> Row:
 
 
 def read_finished(path: pathlib.Path, samples: int) -> dict[Place, list[Row]]:
-    """Rows of the questions all of whose samples are in a file; others are dropped from it."""
+    """Read the rows of completely sampled questions, and remove all other lines from the file.
+
+    Args:
+      path: file of rows, one JSON object per line; it may be missing.
+      samples: samples per question, G.
+
+    Returns:
+      (limit, benchmark, question id) -> the G rows in sample order.
+    """
     if not path.exists():
         return {}
     fields = ("max_input", "benchmark", "id")
@@ -174,7 +206,7 @@ def read_finished(path: pathlib.Path, samples: int) -> dict[Place, list[Row]]:
 
 
 def score(question: Question, row: Row) -> None:
-    """Adds what the rule says."""
+    """Add the extracted prediction, the rule score and the breakdown fields to a row."""
     row["prediction"] = question.benchmark.extract(row["text"], question.item)
     row["rule"] = row["final"] = float(question.benchmark.score(row["text"], question.item))
     row["judge"] = None
@@ -183,8 +215,11 @@ def score(question: Question, row: Row) -> None:
 
 
 def ask_judge(ordered: Sequence[tuple[Question, Row]], judge: Judge | None) -> None:
-    """Verdicts on answers that the rule did not give 1; all processes come here, the rows are those
-    of process 0. The judge is shown the first reference, as the paper's is."""
+    """Ask the judge about answers with a rule score below 1, and add its verdicts to their rows.
+
+    All processes must call this together; only process 0 has rows. The judge sees the first
+    reference only, like the judge of the paper.
+    """
     if judge is None:
         if any(question.judged for question, _ in ordered):
             log.warning("no judge is given: free text is scored by the rule alone")

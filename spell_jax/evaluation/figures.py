@@ -1,7 +1,8 @@
-"""Pictures of what a benchmark tells apart: accuracy by step, or by length and depth of a needle.
+"""Plots of a benchmark's breakdown, such as accuracy by step or by a needle's length and depth.
 
-A picture has a panel for each limit of prompts. One field is a line with its 95 % intervals as a
-band; two fields are a heat map, the first from left to right, the second from top to bottom.
+A plot has one panel per prompt limit. A breakdown by one field is a line with its 95 % intervals as
+a band. A breakdown by two fields is a heat map: the first field on the x axis, the second on the y
+axis.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ _PANEL_SIZE = (5.0, 3.6)  # inches
 
 
 def draw(path: pathlib.Path, title: str, panels: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
-    """Writes a PNG file.
+    """Write the plot of a benchmark as a PNG file.
 
     Args:
-      path: of the file.
-      title: of the benchmark.
-      panels: max_input -> the "by" of protocol.summarize, of one field or two.
+      path: file to write.
+      title: title of the benchmark.
+      panels: max_input -> the "by" list of protocol.summarize, with one or two fields.
     """
     width, height = _PANEL_SIZE
     figure = Figure(figsize=(width * len(panels), height), layout="constrained")
@@ -40,7 +41,7 @@ def draw(path: pathlib.Path, title: str, panels: Mapping[int, Sequence[Mapping[s
 
 
 def fields_of(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The fields by which questions are told apart."""
+    """Names of the breakdown fields: the keys before "questions"."""
     names = list(parts[0])
     return names[: names.index("questions")]
 
@@ -54,7 +55,7 @@ def _draw_line(axes: Axes, parts: Sequence[Mapping[str, Any]], field: str) -> No
     axes.set_ylabel(f"accuracy, {KIND}", fontsize=8)
     axes.set_ylim(-0.02, 1.02)
     axes.grid(alpha=0.3)
-    # The paper draws this one (Figure 4).
+    # Difficulty is the quantity of the paper's Figure 4.
     other = axes.secondary_yaxis("right", functions=(_one_minus, _one_minus))
     other.set_ylabel(f"difficulty, 1 - {KIND}", fontsize=8)
     other.tick_params(labelsize=7)

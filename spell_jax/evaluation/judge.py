@@ -1,4 +1,4 @@
-"""The judge that a command line asks for: an endpoint, or a policy of our own in its place."""
+"""The judge that the command line selects: a chat endpoint or a policy of our own."""
 
 from __future__ import annotations
 
@@ -18,17 +18,25 @@ REPLIES = "judge.jsonl"
 
 
 def make_judge(given: Any, out: pathlib.Path, sizes: Sizes) -> Judge | None:
-    """The judge that the flags ask for; it keeps its replies in OUT/judge.jsonl.
+    """Build the judge that the flags select; its replies are kept in OUT/judge.jsonl.
+
+    Args:
+      given: parsed flags; see `define_flags`.
+      out: output folder.
+      sizes: sampler sizes, used if the judge is a policy.
+
+    Returns:
+      The judge, or None if the flags select none.
 
     Raises:
-      UsageError: half of an endpoint, or both kinds.
+      UsageError: if only one of --judge_url and --judge_model is set, or an endpoint and a policy.
       FileNotFoundError, ValueError: see JudgeConfig and weights.identify.
     """
     if bool(given.judge_url) != bool(given.judge_model) or (given.judge_url and given.judge_policy):
         raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")
     if not (given.judge_url or given.judge_policy):
         return None
-    # Of several processes the first alone keeps replies.
+    # Only process 0 writes the file of replies.
     kept = out / REPLIES if jax.process_index() == 0 else None
     if given.judge_policy:
         policy = Policy(given.judge_policy, given.dtype, sizes=sizes)
@@ -43,7 +51,7 @@ def make_judge(given: Any, out: pathlib.Path, sizes: Sizes) -> Judge | None:
                 os.environ.get(JUDGE_KEY),
                 max_tokens=given.judge_max_tokens,
                 timeout_s=600.0,  # a reasoning judge may write thousands of tokens
-                attempts=8,  # two minutes of back-off: a server that is started again
+                attempts=8,  # two minutes of back-off, enough for a server restart
                 workers=given.judge_workers,
                 requests_per_s=given.judge_rate,
             )
@@ -52,12 +60,12 @@ def make_judge(given: Any, out: pathlib.Path, sizes: Sizes) -> Judge | None:
 
 
 def read_sizes(given: Any) -> Sizes:
-    """The sampler's sizes as the flags say."""
+    """Sampler sizes from the flags."""
     return Sizes(given.kv_cache_tokens, given.slots, given.prefill_tokens)
 
 
 def define_flags() -> None:
-    """Flags of the judge, and of policies that are asked."""
+    """Define the flags of the judge and of the policies that are sampled."""
     flags.DEFINE_string("judge_url", "", "A chat-completions address.")
     flags.DEFINE_string("judge_model", "", "The model's name there.")
     flags.DEFINE_string("judge_policy", "", "A policy's folder, for the judge.")

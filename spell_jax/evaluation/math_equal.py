@@ -1,13 +1,14 @@
-"""Whether two answers are mathematically equal, by the library Math-Verify and never for long.
+"""Mathematical equality of two answers, decided by the library Math-Verify under a time limit.
 
-1. Equal texts and whole numbers are compared here; all else goes to a worker.
-2. A worker is a process of its own (`python -m spell_jax.evaluation.math_equal`) that answers one
-   JSON line with another. SymPy may loop or grow without end: the worker sets a timer before each
-   question, and the kernel ends it when that runs out, wherever it is. That is "not equal".
-3. Any number of threads may ask: each takes an idle worker or starts one, up to `WORKERS`, waits
-   where all are busy, and puts it back.
-4. Model text is never evaluated. Math-Verify's reader of plain expressions calls Python's eval
-   (through sympy.parse_expr), so only its LaTeX reader, a grammar, is used.
+1. Equal texts and whole numbers are compared in this process. All other pairs go to a worker.
+2. A worker is a separate process (`python -m spell_jax.evaluation.math_equal`) that answers each
+   JSON line with one JSON line.
+3. SymPy may run forever or exhaust memory, so the worker sets a timer before each pair. When the
+   timer runs out, the kernel kills the worker, and the pair counts as not equal.
+4. Any number of threads may call `equal`. Each takes an idle worker or starts one, up to `WORKERS`.
+   If all are busy, the thread blocks until one is returned.
+5. Model text is never evaluated. Math-Verify's parser of plain expressions calls Python's eval
+   (through sympy.parse_expr), so only its LaTeX parser, a grammar, is used.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import sys
 import threading
 
 MODULE = "spell_jax.evaluation.math_equal"
-SECONDS = 5.0  # of a worker, for one question
-MAX_CHARACTERS = 1000  # no answer needs more
-MEMORY = 4 * 2**30  # bytes of a worker's address space
+SECONDS = 5.0  # time limit of a worker for one pair
+MAX_CHARACTERS = 1000  # longer texts are never equal; no answer needs more
+MEMORY = 4 * 2**30  # bytes; limit of a worker's address space
 WORKERS = min(4, os.cpu_count() or 1)
 
 log = logging.getLogger(__name__)
@@ -39,21 +40,25 @@ _places = threading.Semaphore(WORKERS)
 
 
 def check_installed() -> None:
-    """Raises ImportError, with what to install, where Math-Verify is missing."""
+    """Raise ImportError, with the install command, if Math-Verify is missing."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("mathematical benchmarks need Math-Verify: pip install 'spell_jax[eval]'")
 
 
 @functools.lru_cache(maxsize=100_000)
 def equal(prediction: str, reference: str) -> bool:
-    """Whether an answer equals the reference; False also where either cannot be read in time.
+    """Whether an answer equals the reference; False if either cannot be parsed in time.
 
-    Both are LaTeX without dollar signs, or plain numbers. Total: any string in, within some
-    seconds; a judgement is remembered, as the samples of a question repeat their answers.
+    Any string is accepted, and the call returns within seconds. Results are cached, because the
+    samples of a question often repeat an answer.
+
+    Args:
+      prediction: answer, as LaTeX without dollar signs or as a plain number.
+      reference: correct answer, in the same form.
 
     Raises:
-      ImportError: Math-Verify is not installed.
-      RuntimeError: a worker ended before it began.
+      ImportError: if Math-Verify is not installed.
+      RuntimeError: if a worker exits before it is ready.
     """
     if max(len(prediction), len(reference)) > MAX_CHARACTERS:
         return False
@@ -76,11 +81,11 @@ def _whole(digits: str) -> int:
 
 
 class _Worker:
-    """One process. `ask` -> True, False, or None: it ended over the question."""
+    """A worker process. `ask` returns True or False, or None if the worker died on the pair."""
 
     def __init__(self) -> None:
         check_installed()
-        # Without multiprocessing: a fork copies JAX's threads, a spawn runs the main script.
+        # Not multiprocessing: a fork would copy JAX's threads, a spawn would run the main script.
         self.process = subprocess.Popen(
             [sys.executable, "-m", MODULE],
             stdin=subprocess.PIPE,
@@ -123,11 +128,11 @@ def _ask(prediction: str, reference: str) -> bool:
 
 
 def _take() -> _Worker:
-    """An idle worker that lives, else a new one."""
+    """An idle worker that is still alive, else a new one."""
     while not _idle.empty():
         try:
             worker = _idle.get_nowait()
-        except queue.Empty:  # another thread was faster
+        except queue.Empty:  # another thread took it
             break
         if worker.process.poll() is None:
             return worker
@@ -136,20 +141,23 @@ def _take() -> _Worker:
 
 @atexit.register
 def end_workers() -> None:
-    """Ends the idle workers; the next question starts another."""
+    """Kill the idle workers; the next pair starts a new one."""
     while not _idle.empty():
         _idle.get().end()
 
 
 def _work() -> None:
-    """The worker: says that it is ready; then a line [prediction, reference, seconds] in, true or
-    false out, until the end."""
+    """Main loop of a worker process.
+
+    It writes a line when it is ready. It then reads lines [prediction, reference, seconds] and
+    writes true or false for each, until its input ends.
+    """
     import resource
     import signal
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # keeps the output of libraries out of the answers
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.disable()
@@ -157,18 +165,18 @@ def _work() -> None:
 
     @functools.lru_cache(maxsize=1000)  # a reference is compared with many answers
     def read(text: str) -> list:
-        # Without their own time limit, which needs the main thread's signals.
+        # Their own time limit is off: it needs the main thread's signals.
         return parse(f"\\boxed{{{text}}}", targets, parsing_timeout=None)  # type: ignore[arg-type]
 
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    read("\\frac{1}{2}")  # the first takes long: tables are built
+    read("\\frac{1}{2}")  # warm-up: the first call builds tables, which takes long
     print("true", file=answers, flush=True)
     for line in sys.stdin:
         prediction, reference, seconds = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             found = verify(read(reference), read(prediction), timeout_seconds=None)
-        except Exception:  # of SymPy anything may come; it could not be read
+        except Exception:  # SymPy may raise anything; the text could not be parsed
             found = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(bool(found)), file=answers, flush=True)

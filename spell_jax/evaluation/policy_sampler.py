@@ -1,4 +1,4 @@
-"""A policy on disk, asked by the project's own sampler: many prompts, each answered G times."""
+"""A policy on disk with the project's own sampler: many prompts, G answers to each."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the sampler, as far as a machine's memory sets them; see SamplerConfig.
+    """Sampler sizes that depend on the machine's memory; see SamplerConfig.
 
     Attributes:
-      kv_cache_tokens: of the pool of each part of the mesh, besides the longest prompt and answer.
-      slots: answers drawn at once, over all devices.
-      prefill_tokens: of prompts that are read in one call.
-      page_size: tokens of a page.
+      kv_cache_tokens: tokens in the KV cache pool of each row shard of the mesh, in addition to the
+        longest prompt and answer.
+      slots: maximum number of answers decoded at once, over all devices.
+      prefill_tokens: maximum number of prompt tokens in one prefill call.
+      page_size: tokens per page of the KV cache.
     """
 
     kv_cache_tokens: int = 65_536
@@ -38,7 +39,7 @@ class Sizes:
 
 
 class Policy:
-    """A policy's folder. Its weights are read when it is first asked, and held until `release`."""
+    """A policy folder. The weights are loaded at the first use and kept until `release`."""
 
     def __init__(
         self,
@@ -47,7 +48,17 @@ class Policy:
         thinking: bool | None = None,
         sizes: Sizes | None = None,
     ):
-        """Raises FileNotFoundError or ValueError: see weights.identify."""
+        """Read the architecture and the tokenizer, but not the weights.
+
+        Args:
+          folder: Hugging Face folder of the policy.
+          dtype: dtype of the weights.
+          thinking: thinking mode of the chat template; see `tokenizer.load`.
+          sizes: sampler sizes; None uses the defaults.
+
+        Raises:
+          FileNotFoundError, ValueError: see weights.identify.
+        """
         self.folder = pathlib.Path(folder)
         self.config, self.tokenizer = weights.identify(folder, thinking)
         self.sizes = sizes or Sizes()
@@ -55,11 +66,11 @@ class Policy:
         self._params: transformer.Params | None = None
 
     def fingerprint(self) -> str:
-        """Tells its weights from others at the same place; read by process 0."""
+        """Hash that identifies the weights in the folder; process 0 reads and broadcasts it."""
         return distributed.broadcast(lambda: hashes.fingerprint(epath.Path(self.folder)))
 
     def release(self) -> None:
-        """Lets go of the weights."""
+        """Free the weights."""
         self._params = None
 
     def draw(
@@ -70,18 +81,22 @@ class Policy:
         options: Sequence[Options],
         wanted: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, list[Sample]]]:
-        """(place, G samples) of prompts, as they are finished.
+        """Sample G answers to each prompt.
 
         Args:
-          prompts: token ids int32 [P] of each.
-          group: G.
-          keys: uint32 [prompts, 2]; sibling and token are folded into them.
-          options: of each.
-          wanted: places of those to answer; all, if not given. The compiled shapes are those of
-            all prompts whichever are wanted, so that answers do not depend on it.
+          prompts: token ids of each prompt, int32 [P].
+          group: samples per prompt, G.
+          keys: key data of each prompt, uint32 [prompts, 2]; the sampler folds in the sample and
+            token indices.
+          options: sampling options of each prompt.
+          wanted: indices of the prompts to answer; None answers all. The compiled shapes follow
+            from all prompts, so that an answer does not depend on `wanted`.
+
+        Yields:
+          (index of the prompt, its G samples), in order of completion.
 
         Raises:
-          ValueError: the longest prompt and answer exceed the policy's context.
+          ValueError: if the longest prompt and answer exceed the policy's context.
         """
         places = range(len(prompts)) if wanted is None else wanted
         if not places:
@@ -118,12 +133,18 @@ class Policy:
     def reply(
         self, prompts: Sequence[str], keys: np.ndarray, options: Options
     ) -> Iterator[tuple[int, str | None]]:
-        """(place, reply) of prompts as texts, one to each, as they come; then releases the weights.
+        """Sample one reply to each prompt, then release the weights.
 
-        A prompt that does not fit into the context has None. All processes call it with the same.
+        All processes must call this with the same arguments.
 
         Args:
-          keys: uint32 [prompts, 2].
+          prompts: user turns as texts.
+          keys: key data of each prompt, uint32 [prompts, 2].
+          options: sampling options of all prompts.
+
+        Yields:
+          (index of the prompt, reply text), in order of completion. The reply is None if the prompt
+          does not fit into the context.
         """
         room = self.config.max_positions - options.max_tokens
         ids = [np.array(self.tokenizer.chat(prompt), np.int32) for prompt in prompts]
@@ -137,8 +158,16 @@ class Policy:
 
 
 def check_room(policy: Policy, max_tokens: int, name: str) -> None:
-    """Raises ValueError where replies of so many tokens leave no room for a prompt; `name` is what
-    the policy is asked as."""
+    """Check that replies of `max_tokens` leave room for a prompt in the policy's context.
+
+    Args:
+      policy: policy that replies.
+      max_tokens: maximum reply length in tokens.
+      name: role of the policy, for the error message.
+
+    Raises:
+      ValueError: if they leave no room.
+    """
     positions = policy.config.max_positions
     if not 0 < max_tokens < positions:
         raise ValueError(
@@ -149,9 +178,14 @@ def check_room(policy: Policy, max_tokens: int, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyJudge:
-    """A policy of our own in the place of a judge's endpoint: greedy replies.
+    """A policy of our own as the judge, with greedy replies.
 
-    All processes call it together; the prompts are those of process 0, and all get its replies.
+    All processes must call it together. The prompts of process 0 count, and every process gets the
+    replies.
+
+    Attributes:
+      policy: policy that replies.
+      max_tokens: maximum reply length in tokens.
     """
 
     policy: Policy
@@ -161,9 +195,9 @@ class PolicyJudge:
         check_room(self.policy, self.max_tokens, "judge")
 
     def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-        """See judge.Ask; a prompt that does not fit into the context has no reply."""
+        """Yield (prompt, reply); the reply is None if the prompt does not fit. See judge.Ask."""
         prompts = distributed.broadcast(lambda: list(prompts))
-        keys = np.zeros((len(prompts), 2), np.uint32)  # greedy: nothing is drawn
+        keys = np.zeros((len(prompts), 2), np.uint32)  # unused: decoding is greedy
         options = Options(temperature=0.0, max_tokens=self.max_tokens)
         for place, reply in self.policy.reply(prompts, keys, options):
             yield prompts[place], reply

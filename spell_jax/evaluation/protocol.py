@@ -1,11 +1,11 @@
-"""How benchmarks are asked and averaged: the paper's protocol (section 4.1, spec section 11), pure.
+"""The paper's evaluation protocol (section 4.1, spec section 11) as pure functions.
 
 1. A prompt longer than the limit loses its middle (`truncate`).
-2. Each question has n scores in [0, 1]. pass@1 is their mean; pass@k the mean of the best of k of
-   them, over all ways to choose k (`best_of`), which for scores of 0 and 1 is Eq. 11.
-3. A benchmark's score is the mean over its questions, with a bootstrap interval over them.
+2. Each question has n scores in [0, 1]. pass@1 is their mean. pass@k is the best of k scores,
+   averaged over all ways to choose k of the n (`best_of`); for scores of 0 and 1 that is Eq. 11.
+3. A benchmark's score is the mean over its questions, with a bootstrap interval over questions.
 4. Columns are those of Table 1, where the three sets from LongBench share one. "Avg." is the mean
-   of the columns; the mean of all benchmarks is told beside it.
+   of the columns. The mean of all benchmarks is reported beside it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ import numpy as np
 
 T = TypeVar("T")
 
-DRAWS = 2000  # bootstrap samples: the ends of an interval are then known to about 3 % of its width
-TAILS = (2.5, 97.5)  # percentiles between which the interval lies
-ATTEMPTS = (1, 2, 4, 8)  # k of pass@k, as far as there are samples
+DRAWS = 2000  # bootstrap samples: the ends of an interval are accurate to about 3 % of its width
+TAILS = (2.5, 97.5)  # percentiles at the ends of the interval
+ATTEMPTS = (1, 2, 4, 8)  # k of pass@k, at most the number of samples
 
-Columns = Mapping[str, Sequence[str]]  # title -> the benchmarks whose mean it is
+Columns = Mapping[str, Sequence[str]]  # title -> benchmarks that the column averages
 
 
 def truncate(ids: np.ndarray, limit: int) -> np.ndarray:
-    """At most `limit` tokens of a prompt [P]: its first limit // 2 and its last ones.
+    """Truncate a prompt [P] in the middle: keep its first limit // 2 tokens and its last tokens.
 
-    Cutting to a limit and then to a smaller one is cutting to the smaller one.
+    Truncating to a limit and then to a smaller one equals truncating to the smaller one.
+
+    Args:
+      ids: token ids [P].
+      limit: maximum number of tokens to keep.
 
     Raises:
-      ValueError: limit is below 1.
+      ValueError: if limit is below 1.
     """
     if limit < 1:
         raise ValueError(f"max_input = {limit}: must be at least 1")
@@ -43,47 +47,52 @@ def truncate(ids: np.ndarray, limit: int) -> np.ndarray:
 
 
 def best_of(scores: Sequence[float], k: int) -> float:
-    """The mean of the best of k scores over all choices of k of them, none twice.
+    """Best of k scores, averaged over all choices of k scores without replacement.
 
-    With c of n scores 1 and the others 0 that is Eq. 11: 1 - C(n - c, k) / C(n, k).
+    If c of n scores are 1 and the others 0, this is Eq. 11: 1 - C(n - c, k) / C(n, k).
 
     Raises:
-      ValueError: k is not between 1 and the number of scores.
+      ValueError: if k is not between 1 and the number of scores.
     """
     n = len(scores)
     if not 1 <= k <= n:
         raise ValueError(f"k = {k}: must be between 1 and the {n} scores of a question")
-    # The i-th smallest is the best of as many choices as have their others among those before it.
+    # The i-th smallest score is the best of C(i, k - 1) choices: the others are among the i below.
     ways = [math.comb(i, k - 1) for i in range(n)]
     return math.fsum(w * s for w, s in zip(ways, sorted(scores), strict=True)) / math.comb(n, k)
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A mean over questions.
+    """A mean over questions with its bootstrap distribution.
 
     Attributes:
-      value: of the questions that there are.
-      draws: of bootstrap samples of them [DRAWS].
+      value: mean over the questions.
+      draws: means over bootstrap samples of the questions, float [DRAWS].
     """
 
     value: float
     draws: np.ndarray
 
     def record(self) -> dict[str, float]:
-        """The mean and its 95 % interval."""
+        """The mean and its 95 % interval, as {"mean", "low", "high"}."""
         low, high = np.percentile(self.draws, TAILS).tolist()
         return {"mean": self.value, "low": low, "high": high}
 
 
 def estimate(values: Sequence[float], name: str, seed: int) -> Estimate:
-    """The mean of a value a question.
+    """Mean of one value per question, with its bootstrap distribution.
 
-    The same questions are drawn for a benchmark of the same name and size in every run, so that
+    Every run resamples the same questions of a benchmark of the same name and size, so that the
     intervals of two policies differ by their answers alone.
 
+    Args:
+      values: one value per question.
+      name: benchmark name; it is part of the bootstrap seed.
+      seed: bootstrap seed.
+
     Raises:
-      ValueError: there are no values.
+      ValueError: if there are no values.
     """
     if not values:
         raise ValueError(f"{name}: has no questions")
@@ -93,15 +102,18 @@ def estimate(values: Sequence[float], name: str, seed: int) -> Estimate:
 
 
 def mean(estimates: Iterable[Estimate]) -> Estimate:
-    """The plain mean of independent estimates; at least one."""
+    """Unweighted mean of independent estimates, at least one."""
     some = list(estimates)
     value = math.fsum(one.value for one in some) / len(some)
     return Estimate(value, np.mean([one.draws for one in some], axis=0))
 
 
 def columns(names: Iterable[str], shared: Columns) -> dict[str, Sequence[str]]:
-    """Title or name -> its benchmarks; those that share a column have it where the first of them
-    stood, if all of them are there."""
+    """Column title or benchmark name -> names of its benchmarks.
+
+    A shared column is used only if all its benchmarks are present. It takes the position of the
+    first of them.
+    """
     there = list(names)
     whole = {title: some for title, some in shared.items() if set(some) <= set(there)}
     title_of = {name: title for title, some in whole.items() for name in some}
@@ -111,19 +123,19 @@ def columns(names: Iterable[str], shared: Columns) -> dict[str, Sequence[str]]:
 def aggregate(
     scores: Mapping[str, Sequence[Sequence[float]]], shared: Columns, seed: int
 ) -> dict[str, Any]:
-    """What Table 1 says of a policy at one limit.
+    """Compute the numbers of Table 1 for a policy at one prompt limit.
 
     Args:
       scores: benchmark -> question -> n scores in [0, 1].
-      shared: columns that several benchmarks have together.
-      seed: of bootstrap samples.
+      shared: columns that average several benchmarks.
+      seed: bootstrap seed.
 
     Returns:
       {"benchmarks" | "columns": {name: {"pass@k": {"mean", "low", "high"}}},
-      "average" | "task_mean": {"pass@k": ...}}, JSON-able; k only up to n.
+      "average" | "task_mean": {"pass@k": ...}}, JSON-serializable; k is at most n.
 
     Raises:
-      ValueError: a benchmark has no questions, or there is none.
+      ValueError: if there is no benchmark, or a benchmark has no questions.
     """
     if not scores:
         raise ValueError("benchmarks = (): must name one at least")
@@ -154,16 +166,19 @@ def summarize(
     shared: Columns,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """What is told of each limit: {"max_input"} | aggregate(), with counts for each benchmark.
+    """Summarize each prompt limit: {"max_input"} | aggregate(), with counts for each benchmark.
+
+    If the rows of a benchmark have "by", its summary also has "by": [{field: value, "questions",
+    "pass@k": {"mean", "low", "high"}}], with one entry per combination of field values, sorted by
+    these values.
 
     Args:
-      rows: all samples (see answering), those of a question one after the other. Where they have
-        "by", the benchmark also has "by": [{field: value, "questions", "pass@k": {"mean", "low",
-        "high"}}], of the questions that are alike in these fields, by their values.
-      names: of benchmarks, in their order.
-      limits: of prompts, in tokens.
-      samples: of a question.
-      shared, seed: see aggregate.
+      rows: all samples (see answering); the samples of a question are adjacent.
+      names: benchmark names, in output order.
+      limits: prompt limits in tokens.
+      samples: samples per question, G.
+      shared: columns that average several benchmarks.
+      seed: bootstrap seed.
     """
     made = []
     for limit in limits:
@@ -187,7 +202,7 @@ def summarize(
 def _parts(
     rows: Sequence[Mapping[str, Any]], samples: int, name: str, seed: int
 ) -> list[dict[str, Any]]:
-    """Means over the questions that are alike in the fields by which they are told apart."""
+    """Means over the questions with equal breakdown fields ("by")."""
     scores: dict[tuple[Any, ...], list[list[float]]] = {}
     for group in _batches(rows, samples):
         if "by" in group[0]:
@@ -204,7 +219,7 @@ def _parts(
 
 
 def kinds(samples: int) -> list[tuple[int, str]]:
-    """(k, its name) of each pass@k that so many samples allow."""
+    """(k, "pass@k") for each k that this number of samples allows."""
     return [(k, f"pass@{k}") for k in ATTEMPTS if k <= max(1, samples)]
 
 
@@ -213,7 +228,7 @@ def _batches(rows: Sequence[T], size: int) -> list[Sequence[T]]:
 
 
 def _counts(rows: Sequence[Mapping[str, Any]], samples: int) -> dict[str, Any]:
-    """What else is told of a benchmark: counts, and means over its samples."""
+    """Further statistics of a benchmark: counts, and means over its samples."""
 
     def share(values: Iterable[float]) -> float:
         return sum(values) / len(rows)
@@ -234,11 +249,11 @@ def _counts(rows: Sequence[Mapping[str, Any]], samples: int) -> dict[str, Any]:
 
 
 def table(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown like Table 1, one table for each pass@k: a row for each limit and policy.
+    """Format summaries as Markdown like Table 1: a table per pass@k, a row per limit and policy.
 
     Args:
-      summaries: {"policy", "titles": {benchmark: title}, "rows": [{"max_input"} | aggregate()]}.
-        Columns are those of the first one; what another one lacks is left empty.
+      summaries: {"policy", "titles": {benchmark: title}, "rows": [{"max_input"} | aggregate()]} of
+        each evaluation. The first one determines the columns; missing values are left empty.
     """
     first = summaries[0]
     titles, names = first["titles"], list(first["rows"][0]["columns"])
@@ -246,7 +261,7 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> str:
     heads = ["Max input", "Model", *(titles.get(name, name) for name in names), "Avg."]
     heads += ["Mean of benchmarks"] * shared
     rows = [(row["max_input"], one["policy"], row) for one in summaries for row in one["rows"]]
-    rows.sort(key=lambda some: some[0])  # stable: policies stay in their order
+    rows.sort(key=lambda some: some[0])  # stable: policies keep their order
     parts = []
     for kind in first["rows"][0]["average"]:
         lines = [heads, ["---", "---", *["---:"] * (len(heads) - 2)]]
@@ -267,8 +282,8 @@ def _cell(found: Mapping[str, float] | None) -> str:
 
 
 def _limit(tokens: int) -> str:
-    """16384 -> "16K", 100000 -> "100K", as the paper has them; other numbers stay."""
-    for unit in (1000, 1024):  # 128000, which both divide, is 128K
+    """Format a limit as in the paper: 16384 -> "16K", 100000 -> "100K", others unchanged."""
+    for unit in (1000, 1024):  # 1000 first: both divide 128000, which is 128K
         if tokens % unit == 0:
             return f"{tokens // unit}K"
     return str(tokens)

@@ -1,10 +1,11 @@
-"""How the tokens of a packed row are dealt out over the devices of the `context` axis.
+"""Layout of a packed row's tokens over the devices of the `context` axis.
 
-1. Of n devices, number i gets chunks i and 2n-1-i of the row's prompt tokens, cut into 2n chunks
-   (zig-zag): late tokens read more than early ones, so each device has some of both.
-2. The answers' tokens, each of which reads a whole prompt, are dealt out in equal shares, cut
-   anywhere; padding fills up.
-3. Every slot carries the row index that its token had (masks.py), so the mask does not change.
+1. The prompt tokens of a row are cut into 2n chunks for n devices. Device i gets chunks i and
+   2n-1-i (zig-zag): late tokens attend to more keys than early ones, so each device has some of
+   both.
+2. Answer tokens all attend to a whole prompt. They are split into equal shares, cut anywhere;
+   padding fills the rest.
+3. Every token carries its original row index (attention/masks.py), so the mask does not change.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import numpy as np
 
 
 def order(is_answer: np.ndarray, used: int, devices: int) -> np.ndarray:
-    """Which token stands at each slot of a row, the devices' equal shares one after the other.
+    """Token at each place of a row, with the devices' equal shares one after the other.
 
     Args:
-      is_answer: bool [T], T a multiple of `devices`.
-      used: tokens of the row that are no padding; the rest is.
-      devices: n.
+      is_answer: whether each token belongs to an answer, bool [T]; T is a multiple of `devices`.
+      used: number of leading tokens that are not padding.
+      devices: number of devices n.
 
     Returns:
-      int [T], a permutation.
+      int32 [T], a permutation.
     """
     share = len(is_answer) // devices
     prompt = np.flatnonzero(~is_answer[:used])

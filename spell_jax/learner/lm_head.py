@@ -1,13 +1,13 @@
-"""Logprobs by slices of the vocabulary: its head is written out, forward and backward.
+"""Logprobs and entropies in slices of the vocabulary, with a hand-written backward pass.
 
-1. On a mesh hidden states of answer tokens move to the device that scores them (over `context`);
-   the vocabulary stays split over `tensor`.
-2. A loop over slices of a device's share of the vocabulary gathers the slice's weights over the
-   axes of their width, and has logits of all tokens for that slice alone. Neither logits [A, V]
-   nor the whole table [V, D] exist anywhere.
-3. The backward pass is the same loop. A slice's gradient is complete after one product over all
-   tokens of a device, in float32; it is summed over devices in float32, at once, and rounded to the
-   table's dtype once. Gradients of hidden states are summed in float32 too.
+1. On a mesh, hidden states of answer tokens move to the device that scores them (over `context`).
+   The vocabulary stays sharded over `tensor`.
+2. A loop runs over slices of a device's share of the vocabulary. It gathers the slice's weights
+   over the axes that shard their width, and computes logits of all tokens for that slice only.
+   Neither the logits [A, V] nor the whole table [V, D] ever exist.
+3. The backward pass is the same loop. One product over all tokens of a device gives a slice's
+   gradient in float32. It is summed over devices in float32 at once and rounded to the table's
+   dtype once. Gradients of hidden states are summed in float32 too.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 
-_LANES = 128  # of a TPU's registers: an array's last axis is stored in such pieces
-_LOWEST = -1e20  # a logit of no weight; finite, so that 0 times it is 0
+_LANES = 128  # TPUs store the last axis of an array in tiles of 128
+_LOWEST = -1e20  # logit without weight; finite, so that 0 * _LOWEST is 0
 
 
 def score_tokens(
@@ -37,18 +37,18 @@ def score_tokens(
     temperature: float,
     numbers_at_once: int = 2**26,
 ) -> tuple[jax.Array, jax.Array]:
-    """Logprob and entropy of answer tokens; logits exist only for a slice of the vocabulary.
+    """Logprobs and entropies of answer tokens.
 
     Args:
-      config: the architecture.
+      config: architecture of the policy.
       params: parameters in the compute dtype.
-      hidden: [B, T, D].
-      source: int32 [B, A], which hidden state on axis T predicts each answer token.
-      target: int32 [B, A].
-      temperature: sampling temperature; 0 (greedy) scores at 1.
-      numbers_at_once: bounds a slice of the vocabulary: a device holds at most so many float32
-        logits of it, and so many of its weights and their gradient; 2**26 are 256 MiB. A slice
-        has at least 128 rows of the table, whatever the bound.
+      hidden: hidden states [B, T, D].
+      source: index on axis T of the hidden state that predicts each answer token, int32 [B, A].
+      target: answer tokens, int32 [B, A].
+      temperature: sampling temperature; 0 (greedy) is scored at 1.
+      numbers_at_once: bound on the size of a vocabulary slice. A device holds at most this many
+        float32 logits of the slice, and at most this many of its weights and of their gradient;
+        2**26 is 256 MiB. A slice always has at least 128 rows of the table.
 
     Returns:
       float32 logprobs [B, A] under the full vocabulary at that temperature (no top-p
@@ -59,35 +59,35 @@ def score_tokens(
     return _head(_pick(hidden, source, layout), table, target, layout)
 
 
-# ------------------------------------------------------------------------- The vocabulary head
+# ------------------------------------------------------------------------------- Vocabulary head
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layout(collectives.Split):
-    """How the head is split, over devices (its leading axis is V) and in time.
+    """Split of the head over devices (the leading axis is V) and over time.
 
     Attributes:
-      size: rows of a slice, of a device's share of the table.
-      temperature: above 0.
+      size: rows of a slice of a device's share of the table.
+      temperature: sampling temperature, above 0.
     """
 
     size: int = 0
     temperature: float = 1.0
 
     def shard(self, function, specs_in, specs_out):
-        """The function of shards, as a function of whole arrays."""
+        """Turns a function of shards into a function of whole arrays."""
         return collectives.on_shards(self.mesh, function, specs_in, specs_out)
 
     @property
     def dealt(self) -> int:
-        """Devices over which the tokens of a row are dealt out."""
+        """Number of devices over which the tokens of a row are split."""
         return self.count(self.time)
 
 
 def _lay_out(
     table: tuple[int, int], tokens: tuple[int, ...], temperature: float, numbers_at_once: int
 ) -> _Layout:
-    """The layout of a table [V, D] and tokens [B, A] on the mesh that is set."""
+    """Layout of a table [V, D] and tokens [B, A] on the current mesh."""
     rows, width = table
     layout = _Layout.of(tokens, rows, width, over=meshes.TENSOR, temperature=temperature)
     widest = max(math.prod(tokens) // layout.count(layout.rows + layout.time), width)
@@ -96,8 +96,10 @@ def _lay_out(
 
 
 def _slice_size(rows: int, widest: int, numbers_at_once: int) -> int:
-    """Rows of a slice: as few slices as the bound allows, alike, of a multiple of 128 rows or
-    all."""
+    """Rows of a slice.
+
+    There are as few slices as the bound allows, of equal size: a multiple of 128 rows, or all rows.
+    """
     most = max(numbers_at_once // widest // _LANES, 1) * _LANES
     if rows <= most:
         return rows
@@ -106,15 +108,17 @@ def _slice_size(rows: int, widest: int, numbers_at_once: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _pick(hidden: jax.Array, source: jax.Array, layout: _Layout) -> jax.Array:
-    """Hidden states [B, A, D] of answer tokens, out of [B, T, D]: on a mesh each goes to the device
-    that scores it."""
+    """Hidden states [B, A, D] of answer tokens, selected from [B, T, D].
+
+    On a mesh each one moves to the device that scores it.
+    """
     return _pick_forward(hidden, source, layout)[0]
 
 
 def _pick_forward(hidden, source, layout: _Layout):
     spec = layout.tokens_spec
     run = functools.partial(_pick_on_device, layout=layout)
-    saved = source, jnp.zeros((0, hidden.shape[1]))  # nothing, which keeps T
+    saved = source, jnp.zeros((0, hidden.shape[1]))  # an empty array that records T
     return layout.shard(run, (spec, spec), spec)(hidden, source), saved
 
 
@@ -129,8 +133,11 @@ _pick.defvjp(_pick_forward, _pick_backward)
 
 
 def _slots(source, time: int, layout: _Layout):
-    """Where a device has the hidden states that answers of its rows need, those of other devices
-    included: int32 [B, A], and `time`, one too many, where it has not."""
+    """Local index of the hidden state of each answer token in this device's rows, int32 [B, A].
+
+    Covers answer tokens scored by other `context` devices as well. The index is `time` (out of
+    bounds) if another device holds the hidden state.
+    """
     if layout.dealt == 1:
         return source
     source = jax.lax.all_gather(source, meshes.CONTEXT, axis=1, tiled=True)
@@ -139,14 +146,17 @@ def _slots(source, time: int, layout: _Layout):
 
 
 def _pick_on_device(hidden, source, *, layout: _Layout):
-    """One device's hidden states: each device lays out those that it has, for all answers of its
-    rows, with zeros elsewhere, and the sum is scattered."""
+    """One device's hidden states of answer tokens.
+
+    Each device contributes the hidden states that it holds, for all answers of its rows, with zeros
+    elsewhere. The sum is scattered.
+    """
     rows, time, width = hidden.shape
     slots = _slots(source, time, layout)[..., None]
     picked = jnp.take_along_axis(hidden, slots, axis=1, mode="fill", fill_value=0)
     if layout.dealt == 1:
         return picked
-    # In two dimensions, or XLA for TPUs writes an all-reduce of the whole.
+    # In two dimensions: otherwise XLA for TPUs compiles this to an all-reduce of the whole array.
     picked = picked.swapaxes(0, 1).reshape(-1, rows * width)
     return (
         collectives.sum_scatter(picked, (meshes.CONTEXT,)).reshape(-1, rows, width).swapaxes(0, 1)
@@ -154,11 +164,11 @@ def _pick_on_device(hidden, source, *, layout: _Layout):
 
 
 def _put_back_on_device(gradient, source, *, time: int, layout: _Layout):
-    """One device's gradient [B, T, D], of that of picked states [B, A, D].
+    """One device's gradient [B, T, D] from that of the selected states [B, A, D].
 
-    The first tokens of G answers share a hidden state: its gradients are summed in float32, a
-    sixteenth of the answers at a time, as float32 copies of all (0.5 GB at A = 32,768 and
-    D = 3,584) would take more memory than the head.
+    The first tokens of G answers share a hidden state. Its gradients are summed in float32, a
+    sixteenth of the answers at a time: float32 copies of all (0.5 GB at A = 32,768 and D = 3,584)
+    would take more memory than the head.
     """
     slots = _slots(source, time, layout)
     if layout.dealt > 1:
@@ -179,8 +189,7 @@ def _put_back_on_device(gradient, source, *, time: int, layout: _Layout):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _head(picked: jax.Array, table: jax.Array, target: jax.Array, layout: _Layout):
-    """Logprobs and entropies [B, A] of targets [B, A] from hidden states [B, A, D] and the table
-    [V, D]."""
+    """Logprobs and entropies [B, A] from hidden states [B, A, D], table [V, D], targets [B, A]."""
     return _head_forward(picked, table, target, layout)[0]
 
 
@@ -203,14 +212,14 @@ _head.defvjp(_head_forward, _head_backward)
 
 
 def _read_slice(step, picked, table, layout: _Layout):
-    """The step's slice of a device's share [V', D'] of the table.
+    """Reads one slice of a device's share [V', D'] of the table and computes its logits.
 
-    The last slice begins where it still fits, so that nothing is padded. Columns that an earlier
-    slice had weigh nothing, and are no token's.
+    The last slice is shifted back to fit, so nothing is padded. Its columns that belong to an
+    earlier slice get the lowest logit and token -1.
 
     Returns:
-      Its first row; its weights [slice, D], gathered; logits [B, A, slice] in float32; the token of
-      each column, int32 [slice].
+      Its first row; its gathered weights [slice, D]; its logits [B, A, slice] in float32; the token
+      of each column, int32 [slice].
     """
     size = layout.size
     first = jnp.minimum(step * size, len(table) - size)
@@ -226,7 +235,7 @@ def _read_slice(step, picked, table, layout: _Layout):
 
 
 def _scores_on_device(picked, table, target, *, layout: _Layout):
-    """One device's logprobs, entropies and log masses [B, A], of its shards."""
+    """One device's logprobs, entropies and log masses [B, A], from its shards."""
 
     def one_slice(carry, step):
         top, mass, moment, chosen = carry
@@ -254,7 +263,7 @@ def _scores_on_device(picked, table, target, *, layout: _Layout):
 
 
 def _lower(mass, moment, by):
-    """sum(exp(x)) and sum(exp(x) x) as they are for x + by."""
+    """Sums of exp(x) and exp(x) x, updated for x + by."""
     scale = jnp.exp(by)
     return scale * mass, scale * (moment + by * mass)
 
@@ -262,7 +271,7 @@ def _lower(mass, moment, by):
 def _gradients_on_device(
     picked, table, target, log_mass, entropy, to_logprob, to_entropy, *, layout: _Layout
 ):
-    """One device's gradients, of its hidden states [B, A, D] and its share of the table."""
+    """Gradients of one device's hidden states [B, A, D] and its share of the table."""
 
     def one_slice(carry, step):
         of_picked, of_table = carry
@@ -271,18 +280,18 @@ def _gradients_on_device(
         down = to_logprob[..., None] + to_entropy[..., None] * (logprobs + entropy[..., None])
         up = jnp.where(token == target[..., None], to_logprob[..., None], 0.0)
         of_logits = (up - jnp.exp(logprobs) * down) / layout.temperature
-        # Products read the compute dtype, as in the forward pass, and sum in float32.
+        # Products take inputs in the compute dtype and sum in float32, as in the forward pass.
         of_logits = of_logits.astype(picked.dtype)
         of_picked += jnp.einsum(
             "bav,vd->bad", of_logits, weights, preferred_element_type=jnp.float32
         )
-        # Turned, [D, slice]: scattered over columns, 224 of them a device, XLA for TPUs would write
-        # an all-reduce of the whole where it writes a reduce-scatter over rows.
+        # Transposed, [D, slice]: over rows XLA for TPUs compiles a reduce-scatter. Over columns,
+        # 224 per device, it would compile an all-reduce of the whole array.
         part = jnp.einsum("bav,bad->dv", of_logits, picked, preferred_element_type=jnp.float32)
         part = collectives.sum_scatter(part, layout.width)
         if layout.summed:
             part = jax.lax.psum(part, layout.summed)
-        # Rows that an earlier slice had get zeros here: every row is rounded once.
+        # Rows of an earlier slice get zeros here, so every row is rounded once.
         part = collectives.rounded(part, table.dtype).T
         part += jax.lax.dynamic_slice_in_dim(of_table, first, layout.size)
         return (of_picked, jax.lax.dynamic_update_slice_in_dim(of_table, part, first, 0)), None

@@ -1,12 +1,11 @@
-"""The policy-gradient loss of a micro-batch, and its variants.
+"""Policy-gradient loss of a micro-batch, and its variants.
 
-1. Of every answer token there is a log-ratio: how much more likely it is now than under the
-   behavior policy; `ratio` says whether it is the token's own or that of its whole answer.
-2. `objective` makes a loss of ratio and advantage: "clip" (PPO's, which GRPO, DAPO and GSPO have)
-   or "cispo".
+1. Each answer token has a log-ratio between the current policy and the behavior policy. `ratio`
+   selects the token's own ratio or that of its whole answer.
+2. `objective` combines ratio and advantage: "clip" (PPO, also GRPO, DAPO and GSPO) or "cispo".
 3. With `tis_cap`, truncated importance weights correct for samples of older weights.
-4. Token losses are added with the weights that packing.weigh gave them; estimates of the KL to a
-   reference model and an entropy bonus are added with the same.
+4. Token losses are summed with the weights from packing.weigh. KL estimates to a reference model
+   and an entropy bonus are added with the same weights.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ OLD_LOGPROBS = ("on_policy", "rollout", "recompute")
 OBJECTIVES = ("clip", "cispo")
 RATIOS = ("token", "sequence", "sequence_mean")
 KL_ESTIMATORS = ("k1", "k2", "k3")
-_FARTHEST = 20.0  # log-ratios are kept within it, so that nothing overflows
+_FARTHEST = 20.0  # log-ratios are clipped to +-20, so that exp does not overflow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,32 +31,34 @@ class LossConfig:
     """Hyper-parameters of the loss (paper section E.3; spec section 9).
 
     Attributes:
-      objective: "clip": the pessimistic one of the ratio and the clipped ratio, times the advantage
-        (paper Eq. 2). "cispo": the clipped ratio, a constant, times advantage and logprob, so that
-        no token loses its gradient (CISPO of MiniMax-M1, arXiv 2506.13585; in effect it has no
-        lower bound, which clip_low = 1 is).
-      ratio: "token": of each token by itself. "sequence": of an answer, the product over its
-        tokens (EAPO Eq. 1). "sequence_mean": its geometric mean over them (GSPO, arXiv 2507.18071),
-        so that clip_low and clip_high of 3e-4 and 4e-4 are usual. All tokens of an answer then have
-        one ratio, of which each has a gradient. Both papers average over answers: aggregation
-        "sequence_mean"; any other weighs an answer's loss by its length as well.
-      clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; a higher clip_high
-        is DAPO's clip-higher (arXiv 2503.14476).
-      dual_clip: with a negative advantage the loss is at most dual_clip * |advantage| (objective
-        "clip" only); 0: no such bound.
+      objective: "clip": the advantage times the ratio or the clipped ratio, whichever is more
+        pessimistic (paper Eq. 2). "cispo": the clipped ratio, a constant, times advantage and
+        logprob, so that no token loses its gradient (CISPO of MiniMax-M1, arXiv 2506.13585; in
+        effect it has no lower bound, which corresponds to clip_low = 1).
+      ratio: "token": the ratio of each token. "sequence": the ratio of the answer, the product over
+        its tokens (EAPO Eq. 1). "sequence_mean": the geometric mean over its tokens (GSPO, arXiv
+        2507.18071); clip_low and clip_high of 3e-4 and 4e-4 are usual for it. With the last two,
+        all tokens of an answer share one ratio and each of them receives a gradient. Both papers
+        average over answers, which is aggregation "sequence_mean"; any other aggregation also
+        weights an answer's loss by its length.
+      clip_low: lower clipping constant; the ratio is clipped to [1 - clip_low, 1 + clip_high].
+      clip_high: upper clipping constant; a value above clip_low is DAPO's clip-higher (arXiv
+        2503.14476).
+      dual_clip: for negative advantages the loss is at most dual_clip * |advantage| (objective
+        "clip" only); 0 disables this bound.
       kl_weight: weight of an estimate of KL(policy || reference); 0 needs no reference model.
-      kl_estimator: see kl_estimate.
+      kl_estimator: name of the estimator, see kl_estimate.
       entropy_weight: weight of the entropy bonus.
-      old_logprobs: denominator of the ratio. "on_policy": the current logprobs, so that the ratio
-        is exactly 1 and no extra pass runs. "rollout": the logprobs recorded while sampling.
-        "recompute": the logprobs of the weights before the step (one forward pass, needed when a
-        step has several mini-batches).
-      tis_cap: cap C of truncated importance sampling, 0 to switch it off. Each token's loss is
-        weighted by min(pi / pi_rollout, C), a constant of the gradient; `ratio` says whether pi is
-        of the token or of its answer. Requires old_logprobs = "on_policy" and C >= 1; 2 is usual.
-      aggregation: see packing.weigh.
-      sequence_tokens: the constant of aggregation "sequence_sum", in tokens; the longest answer
-        that may be sampled is usual.
+      old_logprobs: denominator of the ratio. "on_policy": the current logprobs, so the ratio is
+        exactly 1 and no extra pass runs. "rollout": the logprobs recorded while sampling.
+        "recompute": the logprobs of the weights before the step (one forward pass, needed if a step
+        has several mini-batches).
+      tis_cap: cap C of truncated importance sampling; 0 disables it. Each token's loss is weighted
+        by min(pi / pi_rollout, C), a constant for the gradient; `ratio` says whether pi is of the
+        token or of its answer. Requires old_logprobs = "on_policy" and C >= 1; 2 is usual.
+      aggregation: name of the loss aggregation, see packing.weigh.
+      sequence_tokens: constant of aggregation "sequence_sum", in tokens; usually the maximum answer
+        length.
     """
 
     objective: str = "clip"
@@ -92,19 +93,19 @@ class LossConfig:
 
     @property
     def uses_rollout_logprobs(self) -> bool:
-        """Whether the loss accounts for samples of other weights than the current ones."""
+        """Whether the loss needs the logprobs recorded while sampling."""
         return self.old_logprobs == "rollout" or bool(self.tis_cap)
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """Names of the numbers that batch_loss sums up over a micro-batch's tokens."""
+        """Names of the quantities that batch_loss sums over a micro-batch's tokens."""
         names = ["loss", "weight", "tokens", "entropy", "mean_logprob"]
         names += ["clip_share", "dual_clip_share", "approx_kl"]
         names += ["sampler_difference"] if self.old_logprobs != "recompute" else []
         return (*names, "kl") if self.kl_weight else tuple(names)
 
 
-ROLE_SUMS = ("role_tokens", "role_entropy")  # as LossConfig.sums, but one a role
+ROLE_SUMS = ("role_tokens", "role_entropy")  # like LossConfig.sums, but one value per role
 
 
 def batch_loss(
@@ -114,17 +115,18 @@ def batch_loss(
     config: LossConfig,
     reference_logprobs: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of a micro-batch with all its terms.
+    """Loss of a micro-batch with all its terms.
 
     Args:
-      logprobs: float32 [B, A], of the policy that is trained.
-      entropy: float32 [B, A], in nats.
-      batch: whose logprobs these are.
-      config: the loss.
-      reference_logprobs: float32 [B, A], of the reference model, if kl_weight is not 0.
+      logprobs: logprobs under the policy that is trained, float32 [B, A].
+      entropy: entropies in nats, float32 [B, A].
+      batch: micro-batch that these belong to.
+      config: hyper-parameters.
+      reference_logprobs: logprobs under the reference model, float32 [B, A]; needed if kl_weight is
+        not 0.
 
     Returns:
-      The scalar loss; LossConfig.sums and ROLE_SUMS by name.
+      The scalar loss, and the sums named in LossConfig.sums and ROLE_SUMS.
     """
     old, weight = jax.lax.stop_gradient(logprobs), batch.weight
     if config.old_logprobs != "on_policy":
@@ -166,17 +168,19 @@ def policy_loss(
     """Surrogate loss, summed with token weights (paper Eq. 2 without KL; spec section 9).
 
     Args:
-      logprobs: float32, any shape, of the policy that is trained.
-      old_logprobs: float32, same shape, of the policy that sampled.
+      logprobs: logprobs under the policy that is trained, float32, any shape.
+      old_logprobs: logprobs under the policy that sampled, float32, same shape.
       advantages: float32, same shape.
-      weights: float32, same shape; sums to 1 over a batch for a token mean, 0 masks a token.
+      weights: token weights, float32, same shape; for a token mean they sum to 1 over a batch. 0
+        masks a token.
       config: objective, ratio and clipping constants.
-      answer: int32, same shape, which is then [B, A]: see MicroBatch; needed for the ratio of a
-        sequence.
+      answer: answer index of each token, int32 [B, A], see MicroBatch; needed for sequence ratios.
+        All shapes are then [B, A].
 
     Returns:
-      The scalar loss, and weighted sums: clipped share (of objective "cispo": of tokens whose ratio
-      is not in bounds), dual-clipped share, approximate KL (of tokens, whatever the ratio is of).
+      The scalar loss and weighted sums: share of clipped tokens (for "cispo": tokens whose ratio is
+      out of bounds), share of dual-clipped tokens, and approximate KL (always of tokens, whatever
+      `ratio` is).
     """
     tokens = log_ratio(logprobs, old_logprobs)
     far = log_ratio(logprobs, old_logprobs, config.ratio, answer)
@@ -208,18 +212,19 @@ def log_ratio(
     ratio: str = "token",
     answer: jax.Array | None = None,
 ) -> jax.Array:
-    """log(pi / pi_old) of tokens, or of the answers that they are in.
+    """log(pi / pi_old) of each token, or of the answer that it belongs to.
 
     Args:
-      logprobs, old_logprobs: float32, any shape; [B, A] unless the ratio is of tokens.
+      logprobs: float32, any shape; [B, A] for sequence ratios.
+      old_logprobs: float32, same shape.
       ratio: "token"; "sequence": the sum over the token's answer; "sequence_mean": the mean.
-      answer: int32 [B, A], see MicroBatch; needed unless the ratio is of tokens.
+      answer: answer index of each token, int32 [B, A], see MicroBatch; needed for sequence ratios.
 
     Returns:
-      float32, same shape; of an answer's ratio 0 where padded.
+      float32, same shape; for sequence ratios 0 where padded.
 
     Raises:
-      ValueError: the answers are not given, and needed.
+      ValueError: if `answer` is needed and not given.
     """
     tokens = logprobs - old_logprobs
     if ratio == "token":
@@ -233,13 +238,13 @@ def log_ratio(
 
 
 def importance(log_ratio: jax.Array, cap: float) -> jax.Array:
-    """Truncated importance weights min(pi / pi_old, cap), a constant of the gradient.
+    """Truncated importance weights min(pi / pi_old, cap), constants for the gradient.
 
     Source: Espeholt et al. 2018 (arXiv 1802.01561), the truncation of IMPALA.
 
     Args:
-      log_ratio: float32, any shape, log(pi / pi_old).
-      cap: at least 1.
+      log_ratio: log(pi / pi_old), float32, any shape.
+      cap: upper bound, at least 1.
     """
     return jax.lax.stop_gradient(jnp.exp(jnp.minimum(log_ratio, math.log(cap))))
 
@@ -247,18 +252,19 @@ def importance(log_ratio: jax.Array, cap: float) -> jax.Array:
 def kl_estimate(
     logprobs: jax.Array, reference_logprobs: jax.Array, estimator: str = "k3"
 ) -> jax.Array:
-    """An estimate of KL(policy || reference) per token, of tokens that the policy drew.
+    """Estimate of KL(policy || reference) per token, for tokens sampled from the policy.
 
     With d = log reference - log policy (Schulman 2020, "Approximating KL divergence"):
 
-      k1 = -d: unbiased, and often negative. As a term of a loss it does nothing but add noise: the
-        mean of its gradient is 0. It is here because others offer it.
+      k1 = -d: unbiased, often negative. As a loss term it only adds noise, because the mean of its
+        gradient is 0. It is here because other libraries offer it.
       k2 = d^2 / 2: biased, but the mean of its gradient is that of KL(policy || reference).
       k3 = exp(d) - d - 1: unbiased and never negative; the mean of its gradient is that of
-        KL(reference || policy). It is at most 10, beyond which it has no gradient.
+        KL(reference || policy). It is clipped to at most 10, beyond which it has no gradient.
 
     Args:
-      logprobs, reference_logprobs: float32, same shape.
+      logprobs: float32, any shape.
+      reference_logprobs: float32, same shape.
       estimator: one of KL_ESTIMATORS.
     """
     difference = reference_logprobs - logprobs

@@ -1,10 +1,10 @@
-"""When an update's numbers are not finite too often: which rows and which tensors it was.
+"""Diagnosis of non-finite updates: the rows and tensors that cause them.
 
-1. Half of the groups is tried, then the other half; a half that is not finite is halved again, down
-   to single answers. One bad row among n costs about two updates and 2 log n micro-batches.
-2. Tensors that the policy reads are tested as they are in the compute dtype: a float32 weight may
-   be finite where its bfloat16 copy is not.
-3. NonFinite carries both; `rows_written` puts the rows under the run's folder.
+1. If an update is not finite, its groups are bisected: any half that is not finite is halved again,
+   down to single answers. One bad row among n costs about two updates and 2 log n micro-batches.
+2. Weights are tested in the compute dtype, as the policy reads them: a float32 weight may be finite
+   where its bfloat16 copy is not.
+3. NonFinite carries both; `rows_written` writes the rows to the run's folder.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from spell_jax.learner import packing
 from spell_jax.runtime.jsonl import write_records
 
 FOLDER = "non_finite"
-MOST_ROWS = 16  # where weights are damaged every row is bad; a few show it
+MOST_ROWS = 16  # with damaged weights every row is bad; a few are enough
 
 
 class NonFinite(RuntimeError):
-    """Too many updates in a row had a loss or a gradient that is not finite; all were skipped.
+    """Too many updates in a row had a non-finite loss or gradient and were skipped.
 
     Attributes:
-      skipped: how many.
-      rows: groups with their weights. If `alone`, MOST_ROWS at most of those groups (or single
-        answers of them) of the last update that are not finite by themselves; else all of it, for
-        it was finite when it was run again.
-      tensors: paths of the weights that are not finite in the compute dtype.
+      skipped: number of updates skipped in a row.
+      rows: groups with their weights. If `alone`, at most MOST_ROWS groups (or single answers) of
+        the last update that are not finite by themselves. Otherwise all groups of that update,
+        because it was finite when run again.
+      tensors: paths of weights that are not finite in the compute dtype.
+      alone: whether single rows were found to be the cause.
     """
 
     def __init__(
@@ -56,11 +57,11 @@ class NonFinite(RuntimeError):
 def find_rows(
     groups: Sequence[packing.Group], is_finite: Callable[[Sequence[packing.Group]], bool]
 ) -> list[packing.Group]:
-    """The smallest sets of groups or single answers that are not finite, MOST_ROWS groups at most.
+    """Smallest sets of groups or single answers that are not finite, at most MOST_ROWS groups.
 
     Args:
-      groups: of a whole update.
-      is_finite: whether the loss and gradient of some of them are.
+      groups: all groups of an update.
+      is_finite: whether the loss and gradient of the given groups are finite.
     """
     return list(itertools.islice(_search(groups, is_finite), MOST_ROWS))
 
@@ -78,12 +79,12 @@ def _search(groups, is_finite) -> Iterator[packing.Group]:
         for group in _search(part, is_finite):
             found = True
             yield group
-    if not found:  # its parts are finite each, only their sum is not
+    if not found:  # each part is finite, only their sum is not
         yield from groups
 
 
 def find_tensors(tree: Any, replicated: jax.sharding.Sharding) -> list[str]:
-    """Paths of a tree's arrays that hold a number that is not finite."""
+    """Paths of a tree's arrays that hold a non-finite number."""
 
     @jax.jit
     def test(leaf):
@@ -101,7 +102,7 @@ def find_tensors(tree: Any, replicated: jax.sharding.Sharding) -> list[str]:
 def rows_written(
     workdir: epath.Path, step: int, decode: Callable[[Sequence[int]], str]
 ) -> Iterator[None]:
-    """Where the block raises NonFinite, process 0 writes the rows (`write_rows`)."""
+    """Lets process 0 write the rows (`write_rows`) if the block raises NonFinite."""
     try:
         yield
     except NonFinite as error:
@@ -116,17 +117,20 @@ def write_rows(
     step: int,
     decode: Callable[[Sequence[int]], str],
 ) -> epath.Path:
-    """Writes WORKDIR/non_finite/STEP.jsonl, one answer a line, and names it in the error's notes.
+    """Writes WORKDIR/non_finite/STEP.jsonl, one answer per line, and adds a note to the error.
 
     A line has "role", "prompt" and "answer" (texts), "prompt_tokens" and "answer_tokens" (ids),
-    "advantage", "weight" (share of each token in the loss) and "old_logprobs" (null where none
-    were recorded). Numbers that JSON does not know are "nan", "inf" and "-inf".
+    "advantage", "weight" (share of each token in the loss) and "old_logprobs" (null if none were
+    recorded). Numbers that JSON cannot represent are written as "nan", "inf" and "-inf".
 
     Args:
-      error: what Update.finish raised.
-      workdir: the run's folder.
-      step: of the run.
-      decode: token ids to text.
+      error: exception raised by Update.finish.
+      workdir: folder of the run.
+      step: step of the run.
+      decode: function from token ids to text.
+
+    Returns:
+      The path of the file.
     """
     path = workdir / FOLDER / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +141,7 @@ def write_rows(
 
 
 def _record(group: packing.Group, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """A group of one answer as what JSON knows."""
+    """Converts a group of one answer to a JSON-able dict."""
     prompt, answer = ([int(token) for token in ids] for ids in (group.prompt, group.answers[0]))
     old = None if group.old_logprobs is None else [_number(x) for x in group.old_logprobs[0]]
     return {

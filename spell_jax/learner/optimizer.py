@@ -1,4 +1,4 @@
-"""AdamW, its schedule, and the clipping of gradients by their global norm."""
+"""AdamW with a learning-rate schedule and clipping by the global gradient norm."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ class OptimizerConfig:
     """AdamW and its learning-rate schedule (paper section E.3; spec section 9).
 
     Attributes:
-      learning_rate: peak rate.
+      learning_rate: peak learning rate.
       schedule: "constant", or "cosine" / "linear" decay to `final_fraction` at `total_steps`.
-      warmup_steps: linear warm-up from 0.
+      warmup_steps: updates of linear warm-up from 0.
       total_steps: updates of the run, for the decaying schedules.
-      final_fraction: rate at the end as a share of the peak.
-      b1, b2, epsilon, weight_decay: AdamW.
-      clip_norm: gradients are scaled down to this global norm.
-      offload: whether AdamW's two moments wait in the host's memory from one step to the next.
-      offload_weights: whether the float32 weights do; then those in the compute dtype alone, of a
-        model that is asked or trained, take the device's memory.
-      max_skipped: so many updates in a row whose numbers are not finite end the run.
+      final_fraction: final learning rate as a share of the peak.
+      b1: decay of the first moment, in [0, 1).
+      b2: decay of the second moment, in [0, 1).
+      epsilon: constant in the denominator of AdamW.
+      weight_decay: decoupled weight decay.
+      clip_norm: maximum global gradient norm; larger gradients are scaled down to it.
+      offload: whether AdamW's moments stay in host memory between updates.
+      offload_weights: whether the float32 weights stay there too. Device memory then holds only the
+        weights in the compute dtype of the model that is sampled or trained.
+      max_skipped: number of non-finite updates in a row that ends the run.
     """
 
     learning_rate: float = 2e-6

@@ -85,7 +85,7 @@ class MicroBatch:
     Attributes:
       tokens: int32 [B, T], 0 where padded.
       positions: int32 [B, T], rotary positions.
-      index: int32 [B, T], row indices; in order, unless tokens are dealt out (dealing.py).
+      index: int32 [B, T], row indices; in order, unless tokens are dealt out (context_layout.py).
       last_query: int32 [B, T], the mask (attention/masks.py), in row indices.
       source: int32 [B, A], slot on axis T of the hidden state that predicts answer token a.
       target: int32 [B, A], the answer token.
@@ -123,6 +123,50 @@ class Bucket:
                 f"packing.buckets: ({self.length}, {self.answers}) must be (length, answers) with "
                 "1 <= answers <= length"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class PackingConfig:
+    """Shapes of micro-batches.
+
+    Attributes:
+      buckets: compiled row shapes (tokens T, of which answer tokens A), lengths ascending.
+      token_budget: tokens of a micro-batch, rows * T.
+      shared_prefix: whether the answers of a group share one copy of their prompt.
+    """
+
+    buckets: tuple[Bucket, ...] = (
+        Bucket(8192, 4096),
+        Bucket(24_576, 16_384),
+        Bucket(51_200, 32_768),
+    )
+    token_budget: int = 51_200
+    shared_prefix: bool = True
+
+    def __post_init__(self):
+        pairs = list(zip(self.buckets, self.buckets[1:], strict=False))
+        if not self.buckets or any(
+            low.length >= high.length or low.answers > high.answers for low, high in pairs
+        ):
+            raise ValueError(
+                f"packing.buckets = {self.buckets}: must be one or more, lengths ascending and "
+                "answers not falling"
+            )
+        if self.token_budget < self.buckets[-1].length:
+            raise ValueError(
+                f"packing.token_budget = {self.token_budget}: must be at least the length of the "
+                f"largest bucket, {self.buckets[-1].length}"
+            )
+
+    def check_splits(self, devices: int) -> None:
+        """Raises ValueError if a bucket cannot be split into equal shares for the devices of the
+        context axis."""
+        for bucket in self.buckets:
+            if bucket.length % devices or bucket.answers % devices:
+                raise ValueError(
+                    f"packing.buckets: ({bucket.length}, {bucket.answers}) must be multiples of "
+                    f"mesh.context = {devices}"
+                )
 
 
 def count_answers(groups: Sequence[Group]) -> dict[str, int]:

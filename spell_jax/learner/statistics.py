@@ -1,4 +1,4 @@
-"""What an update says of itself: means of what was added up, operations, and how fast it was."""
+"""Metrics of an update: means of its sums, floating-point operations, and speed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from spell_jax.data.clusters import ROLES
 from spell_jax.learner.packing import Group
 from spell_jax.policy.config import PolicyConfig
 
-# Floating-point operations a second of one device, dense, bfloat16, as its maker states them: for
-# NVIDIA's in their data sheets, without sparsity; for TPUs in Google Cloud's "System architecture"
-# pages of v4, v5e ("v5 lite"), v5p ("v5") and v6e ("v6 lite").
+# Dense bfloat16 floating-point operations per second of one device, as stated by its maker: in
+# NVIDIA's data sheets (without sparsity), and in Google Cloud's "System architecture" pages of TPU
+# v4, v5e ("v5 lite"), v5p ("v5") and v6e ("v6 lite").
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
@@ -31,11 +31,11 @@ PEAKS = {
 
 
 def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]:
-    """What an update reports: the loss as it is, the rest a token or by the loss's weights.
+    """Metrics of an update: the loss, and other sums divided by token count or loss weight.
 
-    Of experts: "router_max_load", the tokens of a layer's busiest expert over their mean (1: all
-    alike; E / k: all tokens go to the same ones), the mean over layers; and "router_idle", the
-    share of experts that got none. Of roles: "entropy/ROLE", of those that have tokens.
+    For experts: "router_max_load" is the busiest expert's tokens over the mean, averaged over
+    layers (1: balanced; E / k: all tokens go to the same k experts), and "router_idle" is the share
+    of experts without tokens. For roles: "entropy/ROLE" for each role that has tokens.
     """
     sums = dict(sums)
     more = {}
@@ -57,8 +57,10 @@ def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]
 
 
 def advantages(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
-    """(sum, count) of answers by name: "advantage/ROLE", and "advantage_size/ROLE" of their
-    absolute values."""
+    """(sum, count) over answers of each role's advantages.
+
+    The names are "advantage/ROLE", and "advantage_size/ROLE" for absolute values.
+    """
     found: dict[str, list[float]] = {}
     for group in groups:
         found.setdefault(group.role, []).extend(group.advantages)
@@ -70,12 +72,16 @@ def advantages(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
 def sampler_difference(
     sampled: Sequence[Group], recomputed: Sequence[Group]
 ) -> dict[str, tuple[float, int]]:
-    """(sum, count) of answer tokens: how far logprobs that the learner computed are from those of
-    the sampler, absolute, as "sampler_difference". An update does not see both.
+    """Absolute difference between logprobs of the learner and the sampler.
+
+    An update cannot report it, because it does not see both.
 
     Args:
       sampled: groups with the sampler's old_logprobs.
-      recomputed: the same groups from Learner.recompute; where they have NaN nothing is counted.
+      recomputed: the same groups from Learner.recompute; answers with NaN are not counted.
+
+    Returns:
+      (sum, count) over answer tokens, as "sampler_difference".
     """
     total, count = 0.0, 0
     for before, after in zip(sampled, recomputed, strict=True):
@@ -89,16 +95,16 @@ def sampler_difference(
 def operations(policy: PolicyConfig, prompt: int, answers: Iterable[int]) -> float:
     """Floating-point operations of a group's update, [prompt | answers], without recomputation.
 
-    A matrix product with weights costs 2 a weight and token forward and twice that backward, or
-    once where only adapters are trained (theirs are not counted); of experts those of a token
-    count. Attention's two products cost 4 N H a pair of query and key forward and twice that
-    backward. The head is asked for answer tokens only. Of P prompt tokens and answers of S_i there
-    are P^2 / 2 + sum(P S_i + S_i^2 / 2) pairs.
+    A matrix product with weights costs 2 operations per weight and token forward, and twice that
+    backward (once if only adapters are trained; the adapters themselves are not counted). Of the
+    experts only those used by a token count. Attention's two products cost 4 N H per query-key pair
+    forward and twice that backward. The head is computed for answer tokens only. P prompt tokens
+    and answers of length S_i make P^2 / 2 + sum(P S_i + S_i^2 / 2) pairs.
 
     Args:
-      policy: the architecture.
-      prompt: P.
-      answers: S_i, the length of each.
+      policy: architecture of the policy.
+      prompt: prompt length P, in tokens.
+      answers: answer lengths S_i, in tokens.
     """
     c, lengths = policy, list(answers)
     attention = c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads)
@@ -114,13 +120,15 @@ def operations(policy: PolicyConfig, prompt: int, answers: Iterable[int]) -> flo
 def speed(
     updates: Sequence[Mapping[str, float]], seconds: float, devices: Sequence[Any]
 ) -> dict[str, tuple[float, float]]:
-    """(sum, weight) by name: tokens a second of updates, prompts included, and "mfu", where the
-    devices' peak is known.
+    """Speed of updates as (sum, weight) by name.
+
+    "tokens_per_second/trained" counts prompt and answer tokens. "mfu" (model FLOP utilization) is
+    included if the peak of the devices is known.
 
     Args:
-      updates: what each reports.
-      seconds: that they took.
-      devices: that made them.
+      updates: metrics of each update.
+      seconds: total duration of the updates.
+      devices: devices that ran them.
     """
     tokens, operations = (
         sum(update[name] for update in updates) for name in ("trained_tokens", "operations")
@@ -131,7 +139,9 @@ def speed(
 
 
 def utilization(operations_a_second: float, devices: Sequence[Any]) -> float | None:
-    """The share of what the devices, all of a kind, could do in bfloat16; None where their maker's
-    figure is not in PEAKS."""
+    """Share of the devices' bfloat16 peak that is used; None if it is not in PEAKS.
+
+    All devices are of one kind.
+    """
     peak = PEAKS.get(devices[0].device_kind)
     return operations_a_second / (peak * len(devices)) if peak else None

@@ -15,7 +15,6 @@ compute dtype, and belong to the Learner.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,39 +47,6 @@ class TrainState:
     optimizer: Any
     step: Any
     skipped: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class PackingConfig:
-    """Micro-batches: compiled shapes, tokens of one, and whether siblings share their prompt."""
-
-    buckets: tuple[packing.Bucket, ...]
-    token_budget: int
-    shared_prefix: bool = True
-
-    def __post_init__(self):
-        pairs = list(zip(self.buckets, self.buckets[1:], strict=False))
-        if not self.buckets or any(
-            low.length >= high.length or low.answers > high.answers for low, high in pairs
-        ):
-            raise ValueError(
-                f"packing.buckets = {self.buckets}: must be one or more, lengths ascending and "
-                "answers not falling"
-            )
-        if self.token_budget < self.buckets[-1].length:
-            raise ValueError(
-                f"packing.token_budget = {self.token_budget}: must be at least the length of the "
-                f"largest bucket, {self.buckets[-1].length}"
-            )
-
-    def check_splits(self, devices: int) -> None:
-        """Raises ValueError where a bucket cannot be dealt out in equal shares."""
-        for bucket in self.buckets:
-            if bucket.length % devices or bucket.answers % devices:
-                raise ValueError(
-                    f"packing.buckets: ({bucket.length}, {bucket.answers}) must be multiples of "
-                    f"mesh.context = {devices}"
-                )
 
 
 class Update:
@@ -200,7 +166,7 @@ class Learner:
         policy: PolicyConfig,
         optimizer: OptimizerConfig,
         loss: losses.LossConfig,
-        packing_config: PackingConfig,
+        packing_config: packing.PackingConfig,
         mesh: jax.sharding.Mesh,
         temperature: float = 1.0,
         compute_dtype: str = "float32",

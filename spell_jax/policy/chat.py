@@ -1,21 +1,21 @@
-"""Chat templates of Hugging Face folders, rendered so that no content can write a token.
+"""Chat templates of Hugging Face folders, rendered so that message content cannot inject tokens.
 
-1. A template is a Jinja program that turns messages into one text; the texts of added tokens in it
-   (`<|im_start|>`) stand for these tokens.
-2. Before it runs, every place of a content at which the text of an added token begins is escaped:
-   its first character becomes noncharacters of Unicode. The rest is as it was, so the template's
-   own logic (trim, startswith, split) sees the true content but for the texts of tokens.
-3. What the template wrote is cut at the added tokens: these are the template's own.
-4. The segments between are unescaped. They are text, whatever they say, and the caller encodes
-   them with all added tokens switched off.
+1. A template is a Jinja program that turns messages into one text. The text of an added token in it
+   (`<|im_start|>`) stands for that token.
+2. Before rendering, each place in the contents where the text of an added token starts is escaped:
+   its first character is replaced by Unicode noncharacters. The rest is unchanged, so that the
+   template's own logic (trim, startswith, split) sees the true contents, except for token texts.
+3. The rendered text is split at added tokens. All of them were written by the template itself.
+4. The segments in between are unescaped. They are plain text, and the caller encodes them with all
+   added tokens disabled.
 
-So a template that looks for `</think>` in an assistant's content finds none where `</think>` is an
-added token: the content is data and stays as it is, as text. Transformers cuts the reasoning out
-there. Who wants this gives content and reasoning apart ({"content", "reasoning_content"}, which
-Qwen3's template knows): the ids are those of transformers then.
+A template that looks for `</think>` in an assistant's content therefore finds nothing if `</think>`
+is an added token: the content stays unchanged, as text. Transformers would cut the reasoning out
+there. To get the same ids as transformers, pass content and reasoning separately ({"content",
+"reasoning_content"}, which Qwen3's template supports).
 
-What stays open: a template that deletes or rewrites parts inside a content could make a token's
-text from its remains.
+Known gap: a template that deletes or rewrites parts inside a content could assemble the text of a
+token from the remains.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ import jinja2.sandbox
 
 Messages = str | Sequence[Mapping[str, str]]
 
-# Templates paste roles into their markup (`<|` + role + `|>`), so roles are no free text.
+# Templates paste roles into their markup (`<|` + role + `|>`), so roles must not be free text.
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIELDS = ("role", "content", "reasoning_content")
 
-# An escape is ESCAPE and a code point in six digits, of the sixteen noncharacters before it.
+# An escape is ESCAPE and a code point in six digits. The digits are the 16 noncharacters before it.
 ESCAPE = "\ufde0"
 DIGITS = "".join(map(chr, range(0xFDD0, 0xFDE0)))
 _RESERVED = f"[{DIGITS[0]}-{ESCAPE}]"
@@ -49,10 +49,14 @@ _ESCAPED = re.compile(f"{ESCAPE}((?:{DIGITS[0]}{_HEX}|{DIGITS[1]}{DIGITS[0]}){_H
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """An added token: where its text stands in a rendered template, its id is meant.
+    """An added token; its text in a rendered template stands for its id.
 
-    lstrip and rstrip: it swallows the white space before or behind it. single_word: it is none
-    where it touches a letter, digit or underscore.
+    Attributes:
+      id: token id.
+      text: text that stands for the token.
+      lstrip: whether the token absorbs white space before it.
+      rstrip: whether the token absorbs white space after it.
+      single_word: whether its text is plain text where it touches a letter, digit or underscore.
     """
 
     id: int
@@ -63,11 +67,11 @@ class Token:
 
 
 def read_messages(messages: Messages) -> list[dict[str, str]]:
-    """The messages of a chat; a text is one turn of the user.
+    """Validate the messages of a chat; a string becomes one user message.
 
     Raises:
-      ValueError: a message has an unknown role or field, or one that is not a text; or there is no
-        message.
+      ValueError: if there is no message, or a message has an unknown role or field, or a field that
+        is not a string.
     """
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
@@ -84,35 +88,36 @@ def read_messages(messages: Messages) -> list[dict[str, str]]:
 
 
 class Template:
-    """A chat template together with the tokens that it may write."""
+    """A chat template and the tokens it may write."""
 
     def __init__(
         self, source: str, place: str, variables: Mapping[str, Any], tokens: Iterable[Token]
     ):
-        """Compiles the template.
+        """Compile the template.
 
         Args:
-          source: the Jinja text.
-          place: the file it is from, for messages of errors.
-          variables: what it may name besides the messages (bos_token, enable_thinking, ...).
-          tokens: the added tokens whose text stands for them.
+          source: Jinja source.
+          place: file the template is from, for error messages.
+          variables: variables besides the messages (bos_token, enable_thinking, ...).
+          tokens: added tokens that the template may write as text.
 
         Raises:
-          ValueError: it is no template, or a token has the characters that escapes are made of.
+          ValueError: if the source does not compile, or the text of a token contains a character
+            used for escapes.
         """
         self._place = place
         self._variables = dict(variables)
         self._cut = _Cut(tokens, place)
         try:
             self._template = _environment().from_string(source)
-        except Exception as error:  # besides syntax errors, whatever Python says of odd templates
+        except Exception as error:  # syntax errors, and any Python error of odd templates
             raise ValueError(f"{place}: not a chat template ({error})") from error
 
     def parts(self, messages: Messages) -> list[int | str]:
-        """A chat up to where the assistant begins to answer: ids of tokens, and texts between.
+        """Render a chat up to the start of the assistant's answer, as ids and the texts between.
 
         Raises:
-          ValueError: the template refuses the messages or fails on them; or as read_messages.
+          ValueError: if the template refuses the messages or fails on them, or as read_messages.
         """
         chat = [
             {
@@ -125,18 +130,18 @@ class Template:
             text = self._template.render(
                 messages=chat,
                 add_generation_prompt=True,
-                # As in transformers, where templates find both defined.
+                # Transformers defines both, so templates may expect them.
                 tools=None,
                 documents=None,
                 **self._variables,
             )
-        except Exception as error:  # a template is a program: it can fail in any way
+        except Exception as error:  # a template is a program and can raise anything
             raise ValueError(f"{self._place}: fails on these messages ({error})") from error
         return self._cut.split(text)
 
 
 class _Cut:
-    """Finds added tokens in texts: those to escape in contents, those that a template wrote."""
+    """Escapes the text of added tokens in contents, and finds the tokens a template wrote."""
 
     def __init__(self, tokens: Iterable[Token], place: str):
         self._tokens = {token.text: token for token in tokens}
@@ -146,7 +151,7 @@ class _Cut:
                 raise ValueError(
                     f"{place}: token {text!r} has characters that are used for escapes"
                 )
-        # The longest of the tokens that begin at one place, as the tokenizers package has it.
+        # Of tokens that start at one place the longest matches, as in the tokenizers package.
         self._any = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         self._begin = re.compile("|".join([_RESERVED, *_beginnings(texts)]))
         self._longest = len(texts[0]) if texts else 0
@@ -154,7 +159,7 @@ class _Cut:
         self._tails = {text[n:] for text in texts for n in range(1, len(text))}
 
     def escape(self, content: str) -> str:
-        """The content without the text of any token; split() undoes it."""
+        """Escape the text of every token in a content; split() reverts it."""
         places = {match.start() for match in self._begin.finditer(content)} | self._edges(content)
         pieces, done = [], 0
         for place in sorted(places):
@@ -164,9 +169,9 @@ class _Cut:
         return "".join([*pieces, content[done:]])
 
     def _edges(self, content: str) -> set[int]:
-        """Places where a content could complete a token that the template's text begins or ends.
+        """Places where a content could complete a token together with the template's adjacent text.
 
-        A template that writes `<` + content + `>` is one.
+        Example: a template that writes `<` + content + `>`.
         """
         body = content.strip()
         if not body:
@@ -184,7 +189,7 @@ class _Cut:
         return places
 
     def split(self, text: str) -> list[int | str]:
-        """Ids of the tokens in a rendered text, and the unescaped texts between (none is empty)."""
+        """Split a rendered text into token ids and the (non-empty, unescaped) texts between."""
         parts: list[int | str] = []
         done = 0
         for match in self._any.finditer(text):
@@ -203,7 +208,7 @@ class _Cut:
 
 
 def _beginnings(texts: Sequence[str]) -> list[str]:
-    """Patterns of one character each, where one of the texts begins; overlapping ones are found."""
+    """Patterns that match one character where a text starts, so that overlaps are found."""
     rests: dict[str, list[str]] = {}
     for text in texts:
         rests.setdefault(text[0], []).append(re.escape(text[1:]))
@@ -215,9 +220,9 @@ def _unescape(text: str) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, by which training tools mark what the assistant says: its body stands."""
+    """Tag `{% generation %}`, which marks assistant text for training tools; renders its body."""
 
-    tags = {"generation"}  # noqa: RUF012 (so declared by Jinja)
+    tags = {"generation"}  # noqa: RUF012 (declared like this by Jinja)
 
     def parse(self, parser):
         next(parser.stream)
@@ -226,10 +231,11 @@ class _Generation(jinja2.ext.Extension):
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """What chat templates are written for.
+    """Jinja environment that chat templates expect.
 
-    There is no strftime_now, though some templates ask for it: a prompt must not depend on the day
-    (they fall back to a fixed date). Nor is there Jinja's chance (random, lipsum).
+    strftime_now is missing, though some templates ask for it, because a prompt must not depend on
+    the date (they fall back to a fixed one). Jinja's random functions (random, lipsum) are removed
+    too.
     """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
@@ -241,7 +247,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """JSON as it is; Jinja's own filter writes it for HTML."""
+    """Serialize to plain JSON; Jinja's own filter escapes it for HTML."""
     options.setdefault("ensure_ascii", False)
     return json.dumps(value, **options)
 

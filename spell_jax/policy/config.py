@@ -1,4 +1,4 @@
-"""Shape of a policy: one frozen dataclass, read from and written to a Hugging Face config.json."""
+"""Architecture of a policy, converted from and to a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ _POSITIVE = (
 class PolicyConfig:
     """Architecture of a decoder-only transformer.
 
-    Attributes (letter code of the shapes in brackets):
-      vocab_size: tokens in the embedding [V].
+    Letters in brackets are those of the shape code.
+
+    Attributes:
+      vocab_size: rows of the embedding table [V].
       width: model width [D].
       layers: number of blocks [L].
       heads: query heads [N].
-      kv_heads: key/value heads [K]; N must be a multiple of K.
+      kv_heads: key/value heads [K]; must divide N.
       head_size: size of one head [H].
-      feed_forward: hidden width of the SwiGLU, of each expert where there are experts [F].
-      rope: how positions become angles.
-      max_positions: longest context that the weights were made for, in tokens.
-      norm_epsilon: added to the mean square inside RMSNorm.
-      qkv_bias: whether q, k and v projections have a bias (Qwen2).
-      qk_norm: whether each q and k head goes through an RMSNorm (Qwen3).
-      tied_embeddings: whether the output projection is the embedding.
-      experts: experts of a layer [E]; 0: one dense SwiGLU.
-      experts_per_token: how many of them a token goes to.
-      normalized_router: whether the weights of those sum to 1.
-      lora: the adapters that alone are trained; None: every parameter is.
-      attention: the kernel for training rows and prompts, see attention/attend.py.
-      ring: where the tokens of a row are split over devices, whether keys and values travel around
-        a ring or are gathered, see attention/context.py.
-      remat: what the backward pass recomputes: "none"; "block" (everything inside a block);
-        "attention" (everything but the attention's output); "dots" (everything but the results of
-        matrix products with weights); "offload" (as "block", and what a block begins with waits in
-        the host's memory).
+      feed_forward: hidden width of the SwiGLU, or of each expert in a mixture of experts [F].
+      rope: rotary position embedding.
+      max_positions: longest context the weights were trained for, in tokens.
+      norm_epsilon: constant added to the mean square inside RMSNorm.
+      qkv_bias: whether the q, k and v projections have a bias (Qwen2).
+      qk_norm: whether each q and k head is normalized by RMSNorm (Qwen3).
+      tied_embeddings: whether the output projection shares the embedding table.
+      experts: experts per layer [E]; 0 means one dense SwiGLU.
+      experts_per_token: experts that process each token; 0 without experts.
+      normalized_router: whether the router weights of a token's experts are scaled to sum to 1.
+      lora: LoRA adapters, the only trained parameters; None trains every parameter.
+      attention: attention kernel for training rows and prompts, see attention/attend.py.
+      ring: whether keys and values travel around a ring (True) or are all-gathered (False) when the
+        tokens of a row are sharded over devices, see attention/context.py.
+      remat: values that the backward pass recomputes: "none"; "block" (everything inside a block);
+        "attention" (everything but the attention output); "dots" (everything but the products with
+        weights); "offload" (like "block", with block inputs offloaded to host memory).
     """
 
     vocab_size: int
@@ -102,7 +103,14 @@ class PolicyConfig:
             adapters.targets(self)
 
     def check_length(self, tokens: int) -> None:
-        """Raises ValueError if a prompt and its answer of so many tokens exceed the context."""
+        """Check that a prompt and its answer fit the context.
+
+        Args:
+          tokens: length of the longest prompt and answer together.
+
+        Raises:
+          ValueError: if `tokens` exceeds max_positions.
+        """
         if tokens > self.max_positions:
             raise ValueError(
                 f"sampler: the longest prompt and answer have {tokens} tokens together, must be at "
@@ -111,10 +119,17 @@ class PolicyConfig:
             )
 
     def stretched(self, kind: str, factor: float) -> PolicyConfig:
-        """This policy with a context that is `factor` times as long.
+        """Extend the context by RoPE scaling.
+
+        Args:
+          kind: one of rope.KINDS.
+          factor: ratio of the new context length to the old one, at least 1.
+
+        Returns:
+          This config with the new rope and with max_positions times `factor`.
 
         Raises:
-          ValueError: an unknown kind, a factor below 1, or the rope is stretched already.
+          ValueError: if `kind` is unknown, `factor` is below 1, or the rope is scaled already.
         """
         if self.rope.kind != "default":
             raise ValueError(
@@ -127,10 +142,10 @@ class PolicyConfig:
 
     @property
     def model_type(self) -> str:
-        """The Hugging Face architecture that has these parts.
+        """Hugging Face model type with the same parts.
 
         Raises:
-          ValueError: there is none.
+          ValueError: if there is none.
         """
         parts = (self.qkv_bias, self.qk_norm, self.experts > 0)
         if parts not in _MODEL_TYPES:
@@ -142,11 +157,11 @@ class PolicyConfig:
 
     @classmethod
     def from_hf(cls, source: str | pathlib.Path | dict[str, Any]) -> PolicyConfig:
-        """Reads a Hugging Face config (a path to config.json, or its content).
+        """Read a Hugging Face config (a path to config.json, or its parsed content).
 
         Raises:
-          ValueError: naming the field, when it is missing, of the wrong type, or asks for something
-            that is not implemented.
+          ValueError: if a field is missing, has the wrong type, or asks for something that is not
+            implemented. The message names the field.
         """
         if isinstance(source, dict):
             return _from_hf(source)
@@ -157,10 +172,10 @@ class PolicyConfig:
             raise ValueError(f"{path}: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that transformers reads for this policy.
+        """Convert to the config.json that transformers reads.
 
         Raises:
-          ValueError: when no Hugging Face architecture has its parts.
+          ValueError: if no Hugging Face architecture has these parts.
         """
         architecture = _ARCHITECTURES[self.model_type]
         fields = {
@@ -193,7 +208,7 @@ class PolicyConfig:
         return fields
 
 
-# (biases on q, k and v; norms on q and k; experts) -> architecture.
+# (qkv_bias, qk_norm, has experts) -> model type.
 _MODEL_TYPES = {
     (True, False, False): "qwen2",
     (False, True, False): "qwen3",
@@ -206,7 +221,8 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "llama": "LlamaForCausalLM",
 }
-# What every supported model has in these fields, if it has them; other values change the function.
+# Values that every supported model has in these fields, where present. Other values would change
+# the function that the model computes.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "hidden_act": ("silu",),
@@ -234,12 +250,12 @@ def _from_hf(raw: dict[str, Any]) -> PolicyConfig:
         raise ValueError(f"layer_types = {kinds!r}: must all be 'full_attention'")
     heads, width = _whole(raw, "num_attention_heads"), _whole(raw, "hidden_size")
     max_positions = _whole(raw, "max_position_embeddings")
-    # What transformers puts in for a missing field depends on the class, so few may be missing.
+    # The default of a missing field in transformers depends on the class, so few may be missing.
     kv_heads = _whole(raw, "num_key_value_heads", heads if model_type == "llama" else None)
     head_size = _whole(raw, "head_dim", None if model_type == "qwen3" else width // heads)
     experts = {}
     if model_type == "qwen3_moe":
-        # transformers 5 writes num_local_experts for what it reads as num_experts.
+        # transformers 5 writes num_local_experts but reads num_experts.
         field = "num_experts" if "num_experts" in raw else "num_local_experts"
         experts = {
             "experts": _whole(raw, field),

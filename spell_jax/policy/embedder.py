@@ -1,11 +1,11 @@
-"""Vectors of texts from a policy: an embedding model such as Qwen3-Embedding, run by our own model.
+"""Text embeddings from a policy: embedding models such as Qwen3-Embedding, run by our transformer.
 
-1. A text is framed as its folder's tokenizer.json frames it (Qwen3-Embedding puts <|endoftext|>
-   behind it; there is no instruction), and cut if it is too long: the frame stays.
-2. Texts of like length share a batch: its shape is [rows, T], T from a short list of buckets and
-   rows * T about a budget of tokens. A shape compiles when it is first met, and only then.
-3. A text's vector is the hidden state of its last token behind the last norm, of length 1
-   (transformer.embed). It does not depend on the other texts of its batch.
+1. A text is framed as in its folder's tokenizer.json (Qwen3-Embedding appends <|endoftext|>; no
+   instruction is added). Texts that are too long are truncated inside the frame.
+2. Texts of similar length share a batch of shape [rows, T]. T is from a short list of buckets, and
+   rows * T is about the token budget. Each shape compiles when it is first used.
+3. The embedding is the hidden state of the last token after the final norm, scaled to length 1
+   (transformer.embed). It does not depend on the other texts in the batch.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from spell_jax.policy.hf_tokenizer import HF_FILE
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import mesh as meshes
 
-SMALLEST = 128  # tokens; below, a batch's time goes into reading the weights
+SMALLEST = 128  # tokens; shorter batches are bound by reading the weights
 
 
 class Embedder:
-    """A policy on its devices, and what it takes to embed texts with it.
+    """An embedding model on its devices.
 
     Attributes:
-      width: D, of a vector.
-      buckets: lengths T of batches, ascending.
+      width: size of an embedding, D.
+      buckets: batch lengths T in tokens, ascending.
     """
 
     def __init__(
@@ -43,19 +43,20 @@ class Embedder:
         token_budget: int,
         dtype: str = "bfloat16",
     ):
-        """Reads a Hugging Face folder.
+        """Load a Hugging Face folder.
 
         Args:
-          folder: local; for weights.load.
-          mesh: where weights and batches go: rows are split over data, fsdp and expert, tokens of a
-            row over context.
-          max_tokens: of a text with its frame; what is over is cut off.
-          token_budget: of a batch; one of a row for each part of the rows may have more.
-          dtype: of weights and activations, one of weights.DTYPES.
+          folder: local folder, see weights.load.
+          mesh: device mesh. Rows are sharded over data, fsdp and expert, the tokens of a row over
+            context.
+          max_tokens: maximum length of a framed text in tokens; longer texts are truncated.
+          token_budget: tokens per batch. A batch has at least one row per row shard, even if that
+            exceeds the budget.
+          dtype: dtype of weights and activations, one of weights.DTYPES.
 
         Raises:
-          FileNotFoundError: a file is missing.
-          ValueError: the folder is damaged, or max_tokens is out of range.
+          FileNotFoundError: if a file is missing.
+          ValueError: if the folder is damaged, or max_tokens is out of range.
         """
         config, self._tokenizer = weights.identify(folder)
         self._prefix, self._suffix = _frame(pathlib.Path(folder), self._tokenizer)
@@ -65,7 +66,7 @@ class Embedder:
                 f"embed.max_tokens = {max_tokens}: must be from {fewest} to the policy's "
                 f"max_position_embeddings = {config.max_positions}"
             )
-        # The folder may lack its output projection: load() says then that there is none.
+        # load() marks the embeddings as tied if the folder has no output projection.
         config, self._params = weights.load(folder, mesh, dtype)
         self._mesh, self._max_tokens, self._token_budget = mesh, max_tokens, token_budget
         self.width = config.width
@@ -73,19 +74,19 @@ class Embedder:
         self._program = jax.jit(functools.partial(transformer.embed, config))
 
     def encode(self, text: str) -> tuple[list[int], bool]:
-        """A text's tokens in their frame, at most max_tokens, and whether some were cut off."""
+        """Tokenize and frame a text, at most max_tokens; also return whether it was truncated."""
         room = self._max_tokens - len(self._prefix) - len(self._suffix)
         ids = self._tokenizer.encode(text)
         return [*self._prefix, *ids[:room], *self._suffix], len(ids) > room
 
     def embed(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Vectors of texts.
+        """Embed texts.
 
         Args:
-          texts: B of them, as `encode` makes them: of 1 to max_tokens tokens.
+          texts: B token lists from `encode`, of 1 to max_tokens tokens each.
 
         Returns:
-          float32 [B, D], each of length 1, in the order of the texts.
+          Unit vectors, float32 [B, D], in the order of the texts.
         """
         vectors = np.zeros((len(texts), self.width), np.float32)
         for length, chosen in self._batches([len(text) for text in texts]):
@@ -93,7 +94,7 @@ class Embedder:
         return vectors
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-        """Yields (T, indices of texts), so that every text is in one batch."""
+        """Yield (T, indices of texts) so that every text is in exactly one batch."""
         by_length = np.argsort(np.asarray(lengths, np.int64), kind="stable").tolist()
         shortest = 0
         for bucket in self.buckets:
@@ -108,10 +109,10 @@ class Embedder:
         return max(1, self._token_budget // (length * parts)) * parts
 
     def _run(self, length: int, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Vectors float32 [len(texts), D] of at most `_rows(length)` texts."""
+        """Embed at most `_rows(length)` texts; float32 [len(texts), D]."""
         rows = self._rows(length)
         tokens = np.full((rows, length), self._tokenizer.pad_id, np.int32)
-        lengths = np.ones(rows, np.int32)  # a row without a text is one padding token
+        lengths = np.ones(rows, np.int32)  # an empty row is one padding token
         for row, text in enumerate(texts):
             tokens[row, : len(text)] = text
             lengths[row] = len(text)
@@ -123,7 +124,7 @@ class Embedder:
 
 
 def _buckets(max_tokens: int, parts: int) -> tuple[int, ...]:
-    """Halves of halves of max_tokens down to SMALLEST, ascending; multiples of `parts`."""
+    """Halve max_tokens repeatedly down to SMALLEST; ascending multiples of `parts`."""
     lengths = [max_tokens]
     while lengths[-1] >= 2 * SMALLEST:
         lengths.append(-(-lengths[-1] // 2))
@@ -131,10 +132,10 @@ def _buckets(max_tokens: int, parts: int) -> tuple[int, ...]:
 
 
 def _frame(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Tokens that stand before and behind every text.
+    """Tokens before and after every text.
 
-    Those that tokenizer.json puts there; where it puts none, eos behind the text: the vector is
-    the last token's, and should be that of a token which closes whatever came before.
+    These are the tokens that tokenizer.json adds. If it adds none, the frame is eos after the text:
+    the embedding is the hidden state of the last token, which should be one that ends any text.
     """
     path = folder / HF_FILE
     if path.is_file():

@@ -1,13 +1,13 @@
-"""The rows of the embedding that belong to tokens, on the mesh that is set.
+"""Token embedding lookup on the current mesh.
 
-1. On a mesh the table [V, D] stays where it lies: the vocabulary over `tensor`, the width over
-   `fsdp` and `context`. Each device gets the tokens (int32) of all n devices that split the width,
-   takes its own D / n numbers of each, and an all-to-all gives every device its own tokens with all
-   of D. No device holds [V, D].
-2. The gradient goes the same way back, and is added up in float32: in bfloat16 a frequent token's
-   256th addition and all after it would change nothing. It is rounded at the end.
-3. Both passes are written out, each in one shard_map, so that all that is summed over devices
-   stands here.
+1. On a mesh the table [V, D] is never gathered: the vocabulary is sharded over `tensor`, the width
+   over `fsdp` and `context`. Each device receives the tokens (int32) of all n devices that shard
+   the width and looks up its D / n columns of each. An all-to-all then gives every device its own
+   tokens with all of D.
+2. The gradient takes the same path back and is summed in float32, rounded at the end. In bfloat16
+   the 256th addition for a frequent token, and all after it, would change nothing.
+3. Both passes are written by hand, each in one shard_map, so that every sum over devices is visible
+   here.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from spell_jax.runtime.collectives import Split
 
 
 def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows [B, T, D] of tokens, in the table's dtype.
+    """Look up the embeddings of tokens.
 
     Args:
-      table: [V, D].
-      tokens: int32 [B, T], in [0, V).
+      table: embedding table [V, D].
+      tokens: token ids, int32 [B, T], in [0, V).
+
+    Returns:
+      [B, T, D] in the table's dtype.
     """
     return _lookup(Split.of(tokens.shape, *table.shape, over=meshes.TENSOR), table, tokens)
 
@@ -55,14 +58,14 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def _forward(split: Split, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """One device's part of `lookup`; arguments are its shards."""
+    """One device's part of `lookup`, on its shards."""
     place, here = _places(split, tokens, len(table))
     found = jnp.take(table, place, axis=0, mode="clip")
-    if split.leading:  # one device has the row, of the others come zeros
+    if split.leading:  # one device has the row, the others add zeros
         found = jax.lax.psum(jnp.where(here[..., None], found, 0), split.leading)
     if not split.width:
         return found
-    # [n b, T, D / n], tokens of device after device -> [b, T, D]
+    # [n b, T, D / n], ordered by device -> [b, T, D]
     return jax.lax.all_to_all(found, split.width, split_axis=0, concat_axis=2, tiled=True)
 
 
@@ -73,7 +76,7 @@ def _backward(split: Split, held: int, tokens: jax.Array, to_out: jax.Array) -> 
     if split.width:
         given = jax.lax.all_to_all(given, split.width, split_axis=2, concat_axis=0, tiled=True)
     total = jnp.zeros((held, given.shape[-1]), jnp.float32)
-    # Of a row behind the last one nothing is added.
+    # Row `held` is out of range, so mode="drop" ignores the tokens of other devices.
     total = total.at[jnp.where(here, place, held)].add(given.astype(jnp.float32), mode="drop")
     if split.summed:
         total = jax.lax.psum(total, split.summed)
@@ -81,8 +84,17 @@ def _backward(split: Split, held: int, tokens: jax.Array, to_out: jax.Array) -> 
 
 
 def _places(split: Split, tokens: jax.Array, held: int) -> tuple[jax.Array, jax.Array]:
-    """Of the tokens of all devices that split the width [n b, T]: their rows in the device's part
-    of the table, int32, and whether they are among the rows that it holds."""
+    """Rows of tokens in this device's part of the table.
+
+    Args:
+      split: the sharding.
+      tokens: this device's tokens, int32 [b, T].
+      held: number of table rows on this device.
+
+    Returns:
+      Row numbers int32 [n b, T] for the tokens of all n devices that shard the width, and whether
+      this device holds that row.
+    """
     if split.width:
         tokens = jax.lax.all_gather(tokens, split.width, axis=0, tiled=True)
     first = jax.lax.axis_index(split.leading) * held if split.leading else 0

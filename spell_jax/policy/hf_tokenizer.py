@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: tokenizer.json by the `tokenizers` package, with a chat template."""
+"""Hugging Face tokenizers: tokenizer.json, run by the `tokenizers` package, and a chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spell_jax.policy.tokenizer_base import Tokenizer
 HF_FILE = "tokenizer.json"
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 GENERATION, ARCHITECTURE = "generation_config.json", "config.json"
-# What makes up a tokenizer on disk; saved as it was read.
+# Files of a tokenizer; saved byte for byte.
 HF_FILES = (
     HF_FILE,
     CONFIG,
@@ -28,31 +28,31 @@ HF_FILES = (
     "tokenizer.model",
     GENERATION,
 )
-NAMED = ("eos_token", "bos_token", "pad_token", "unk_token")  # of tokenizer_config.json
+NAMED = ("eos_token", "bos_token", "pad_token", "unk_token")  # fields of tokenizer_config.json
 
 
 class HfTokenizer(Tokenizer):
     """A Hugging Face tokenizer and its chat template.
 
-    Ids of `chat` are those of transformers' apply_chat_template, as long as no content says the
-    text of an added token; if one does, it stays text (chat.py). Ids of `encode` are those of
-    transformers with split_special_tokens, and no other added token matched either. (So a model
-    that has added tokens for runs of white space reads these as its base vocabulary does.)
+    `chat` returns the ids of transformers' apply_chat_template, unless a content contains the text
+    of an added token, which stays text (chat.py). `encode` returns the ids of transformers with
+    split_special_tokens, except that it matches no other added token either. A model with added
+    tokens for runs of white space therefore encodes such runs with its base vocabulary.
     """
 
     def __init__(
         self, files: Mapping[str, bytes], folder: pathlib.Path, thinking: bool | None = None
     ):
-        """Builds it from the contents of its files.
+        """Build the tokenizer from the contents of its files.
 
         Args:
-          files: name -> bytes, of HF_FILES and config.json those that there are.
-          folder: where they are from, for messages of errors.
-          thinking: what the template finds as enable_thinking; None: it is undefined.
+          files: name -> bytes of the existing files among HF_FILES and config.json.
+          folder: folder of the files, for error messages.
+          thinking: value of enable_thinking in the template; None leaves it undefined.
 
         Raises:
-          ValueError: a file is damaged, or they do not fit together, or the template does not know
-            thinking; it names file and field.
+          ValueError: if a file is damaged, the files contradict each other, or the template does
+            not support `thinking`. The message names file and field.
         """
         self._files = {name: files[name] for name in HF_FILES if name in files}
         self._folder = folder
@@ -80,15 +80,15 @@ class HfTokenizer(Tokenizer):
         self.pad_id = named.get("pad_token", self.eos_id)
 
     def _prepare_text(self, description: Mapping[str, Any], named: Mapping[str, int]) -> None:
-        """Makes the tokenizers of texts: the same model, without added tokens and frames.
+        """Build the tokenizers for plain text: the same model without added tokens and frames.
 
-        Decoding is done by the one with everything.
+        Decoding uses the full tokenizer.
         """
         added = self._all.get_added_tokens_decoder()
-        # White space is text: no turn is made of it, and templates trim it.
+        # White space is text: it marks no turns, and templates trim it.
         self._added = {i: t for i, t in added.items() if t.special or t.content.strip()}
         self._hidden = {i for i, token in added.items() if token.special}
-        # Some models have added tokens in their vocabulary too, where plain pieces may reach them.
+        # Some models also have added tokens in their vocabulary, where plain text can produce them.
         self._reserved = {*self._added, *self.stop_ids}
         self._unknown = _unknown_id(description["model"], self._all)
         self._keeps_unknown = self._unknown not in (*self.stop_ids, named.get("bos_token"))
@@ -154,11 +154,11 @@ class HfTokenizer(Tokenizer):
         return super().shows(token_id) and token_id not in self._hidden
 
     def waits(self, token_id: int) -> bool:
-        # A run of byte tokens is one text if all of it is UTF-8, else one U+FFFD each.
+        # A run of byte tokens decodes to its text if all of it is UTF-8, else to one U+FFFD each.
         return token_id in self._bytes
 
     def _encode(self, tokenizer: hf.Tokenizer, text: str) -> list[int]:
-        text.encode()  # lone surrogates have no ids
+        text.encode()  # raises ValueError for lone surrogates
         with _named_errors(self._place, "cannot encode"):
             found = tokenizer.encode(text, add_special_tokens=False)
             if self._reserved.isdisjoint(found.ids):
@@ -169,17 +169,17 @@ class HfTokenizer(Tokenizer):
             return ids
 
     def _spell(self, token_id: int, piece: str, covered: str) -> list[int]:
-        """Ids of a piece; one that is an added token is spelled out, character by character.
+        """Ids of a piece; a piece that is an added token is spelled character by character.
 
-        Characters that the vocabulary lacks are the unknown token, or nothing where this token
-        begins or ends turns as well.
+        Characters missing from the vocabulary become the unknown token, or nothing if that token
+        also begins or ends turns.
         """
         unknown = [self._unknown] if self._unknown is not None and self._keeps_unknown else []
         if token_id not in self._reserved:
             return [token_id]
         if token_id == self._unknown:
             name = self._all.id_to_token(token_id) or ""
-            # Most models name the unknown piece by its token; unigrams show what it stands for.
+            # Most models name the unknown piece by its token; unigram models give the covered text.
             piece = covered if piece == name else piece
             if name not in piece:
                 return unknown
@@ -189,7 +189,7 @@ class HfTokenizer(Tokenizer):
 
 
 def read(folder: pathlib.Path, thinking: bool | None = None) -> HfTokenizer:
-    """The tokenizer of a folder with tokenizer.json; see tokenizer.load."""
+    """Load the tokenizer of a folder with tokenizer.json; see tokenizer.load."""
     paths = [folder / name for name in (*HF_FILES, ARCHITECTURE)]
     files = {path.name: path.read_bytes() for path in paths if path.is_file()}
     return HfTokenizer(files, folder, thinking)
@@ -197,9 +197,9 @@ def read(folder: pathlib.Path, thinking: bool | None = None) -> HfTokenizer:
 
 @contextlib.contextmanager
 def _named_errors(place: pathlib.Path, what: str) -> Iterator[None]:
-    """Turns whatever the tokenizers package raises into a ValueError that names the file.
+    """Convert anything the tokenizers package raises to a ValueError that names the file.
 
-    It raises bare Exceptions, and Rust's panics arrive as a BaseException.
+    It raises bare Exceptions, and panics in its Rust code arrive as a BaseException.
     """
     try:
         yield
@@ -210,13 +210,13 @@ def _named_errors(place: pathlib.Path, what: str) -> Iterator[None]:
 
 
 def _read_object(files: Mapping[str, bytes], name: str, folder: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in a file, empty without the file."""
+    """JSON object in a file; empty if there is no such file."""
     if name not in files:
         return {}
     try:
         text = files[name].decode()
         value = json.loads(text)
-        if "\\ud" in text.lower():  # escapes can smuggle in lone surrogates
+        if "\\ud" in text.lower():  # escapes can contain lone surrogates
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / name}: not a complete JSON file ({error})") from error
@@ -226,25 +226,25 @@ def _read_object(files: Mapping[str, bytes], name: str, folder: pathlib.Path) ->
 
 
 def _build(content: bytes, description: Mapping[str, Any], place: pathlib.Path) -> hf.Tokenizer:
-    """The tokenizer of a tokenizer.json, always the same on the same text."""
+    """Build the tokenizer of a tokenizer.json, without random dropout of merges."""
     with _named_errors(place, "not a tokenizer"):
         tokenizer = hf.Tokenizer.from_str(content.decode())
     with _named_errors(place, "added_tokens"):
         for entry in description.get("added_tokens") or ():
             _check_id(tokenizer, entry["content"], entry["id"])
     if getattr(tokenizer.model, "dropout", None):
-        tokenizer.model.dropout = None  # leaves out merges at random, meant for training
+        tokenizer.model.dropout = None  # skips merges at random, for training
     return tokenizer
 
 
 def _check_id(tokenizer: hf.Tokenizer, text: str, wanted: int) -> None:
-    """The package counts on where ids have a hole, and says nothing."""
+    """Check the id of a token; the package silently renumbers if ids have gaps."""
     if (found := tokenizer.token_to_id(text)) != wanted:
         raise ValueError(f"{text!r} has id {wanted} there, but gets {found}")
 
 
 def _named_tokens(config: Mapping[str, Any], folder: pathlib.Path) -> dict[str, str]:
-    """Field -> text for eos_token and the like, those that there are."""
+    """Texts of the existing named tokens (eos_token and others), by field."""
     names = {}
     for field, value in config.items():
         if not field.endswith("_token") or value is None:
@@ -263,12 +263,13 @@ def _add_tokens(
     names: Mapping[str, str],
     folder: pathlib.Path,
 ) -> dict[str, int]:
-    """Adds what tokenizer_config.json has over tokenizer.json, as transformers does.
+    """Add what tokenizer_config.json defines beyond tokenizer.json, as transformers does.
 
-    These are added tokens, each of the id that the file says; and eos and the like are special.
+    Adds its added tokens with the ids it gives, and makes eos_token and the other named tokens
+    special.
 
     Returns:
-      Ids of eos and the like, by field.
+      Ids of the named tokens, by field.
     """
     with _named_errors(folder / CONFIG, "added_tokens_decoder"):
         decoder = config.get("added_tokens_decoder") or {}
@@ -299,7 +300,7 @@ def _added_token(entry: Mapping[str, Any]) -> hf.AddedToken:
 def _read_end_ids(
     files: Mapping[str, bytes], name: str, folder: pathlib.Path, vocab_size: int
 ) -> list[int]:
-    """eos_token_id of a file, which may be missing, one id or a list."""
+    """Read eos_token_id of a file, which may be missing, one id or a list."""
     value = _read_object(files, name, folder).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
@@ -312,7 +313,7 @@ def _read_end_ids(
 def _read_template(
     files: Mapping[str, bytes], config: Mapping[str, Any], folder: pathlib.Path
 ) -> tuple[str | None, str]:
-    """The chat template, None if there is none, and where it is from."""
+    """Chat template (None if there is none) and its location, for error messages."""
     if TEMPLATE in files:
         place = folder / TEMPLATE
         try:
@@ -332,15 +333,15 @@ def _read_template(
 
 
 def _unknown_id(model: Mapping[str, Any], tokenizer: hf.Tokenizer) -> int | None:
-    """The id that stands for text that the vocabulary lacks, if there is one."""
+    """Id for text that the vocabulary lacks; None if there is none."""
     text = model.get("unk_token")
     return tokenizer.token_to_id(text) if isinstance(text, str) else model.get("unk_id")
 
 
 def _without_first(part: Any) -> Any:
-    """A pre-tokenizer's description for segments that are not the first of a text.
+    """Description of a pre-tokenizer for segments that are not the first of a text.
 
-    Metaspace may mark the beginning of a text only; transformers counts that over the whole chat.
+    Metaspace may mark only the start of a text, and transformers treats the whole chat as one text.
     """
     if isinstance(part, list):
         return [_without_first(item) for item in part]

@@ -1,8 +1,8 @@
-"""Weights of eight bits, to play with: half the bytes that bfloat16 kernels are read with.
+"""int8 weights for rollouts: half the bytes of bfloat16 kernels.
 
-Kernels of attention and MLP become int8, with a float32 scale for each output beside them
-(NAME_kernel, NAME_scale), by its largest weight. A product takes them as they are and multiplies
-its outputs by the scales (transformer.py). Embeddings, norms, biases and adapters stay as they are.
+The kernels of attention and MLP become int8 (NAME_kernel), with one float32 scale per output
+(NAME_scale) set by its largest weight. A product multiplies by the int8 kernel and scales its
+outputs (transformer.py). Embeddings, norms, biases and adapters are unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ _ROOMS = ("attention", "mlp")
 
 
 def check(config: PolicyConfig) -> None:
-    """Raises ValueError for policies whose kernels this does not take."""
+    """Check that a policy's kernels can be quantized.
+
+    Raises:
+      ValueError: if the policy is a mixture of experts.
+    """
     if config.experts:
         raise ValueError(
             "sampler.weights_dtype = 'int8': a mixture of experts has no weights of eight bits; "
@@ -29,7 +33,7 @@ def check(config: PolicyConfig) -> None:
 
 
 def kernels(tree: dict[str, Any]) -> dict[str, Any]:
-    """What becomes int8, of params or a tree like them, by room and name."""
+    """Select the kernels to quantize from params (or a tree like it), by module and name."""
     layers = tree["layers"]
     return {
         room: {name: leaf for name, leaf in layers[room].items() if name.endswith("_kernel")}
@@ -38,13 +42,16 @@ def kernels(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(tree: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
-    """The tree with `small_kernels` in place of its kernels; all else is the same arrays."""
+    """Replace the kernels of a tree by the result of `small_kernels`; other leaves are shared."""
     layers = tree["layers"]
     return tree | {"layers": layers | {room: layers[room] | small[room] for room in _ROOMS}}
 
 
 def small_kernels(whole: dict[str, Any]) -> dict[str, Any]:
-    """int8 kernels and their scales, of `kernels`; to be jitted with `placements`."""
+    """Quantize the result of `kernels` to int8 kernels and float32 scales.
+
+    Jit this with the shardings from `placements`.
+    """
 
     def split(kernel: jax.Array, inputs: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         kernel = kernel.astype(jnp.float32)
@@ -56,7 +63,7 @@ def small_kernels(whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def placements(places: dict[str, Any]) -> dict[str, Any]:
-    """Those of `small_kernels`, by those of `kernels`: outputs lie as before."""
+    """Shardings of `small_kernels` from those of `kernels`; outputs keep their sharding."""
 
     def split(place: NamedSharding, inputs: tuple[int, ...]) -> tuple[NamedSharding, NamedSharding]:
         outputs = [axis for i, axis in enumerate(place.spec) if i not in inputs]
@@ -68,10 +75,10 @@ def placements(places: dict[str, Any]) -> dict[str, Any]:
 def _map_kernels(
     whole: dict[str, Any], split: Callable[[Any, tuple[int, ...]], tuple[Any, Any]]
 ) -> dict[str, Any]:
-    """(kernel, scale) = split(kernel, its axes of inputs) for each kernel, by room and name.
+    """Apply split(kernel, input axes) -> (kernel, scale) to each kernel, by module and name.
 
-    Kernels have their layers in front, then inputs: a head and its numbers for the output of
-    attention, else one axis.
+    Axis 0 of a kernel is the layer. Input axes follow: heads and head size for the attention output
+    (o_kernel), one axis for all others.
     """
     found: dict[str, Any] = {room: {} for room in whole}
     for room, some in whole.items():

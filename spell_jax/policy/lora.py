@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): x W + x A B * alpha / rank.
 
-1. PolicyConfig.lora says which linear layers have adapters; transformer.py then declares, beside
-   NAME_kernel [*into, *out], NAME_lora_a [*into, R] and NAME_lora_b [R, *out]. A begins random, B
-   zero, so that the policy begins as its base model.
-2. `split` takes a tree of parameters apart into what is trained and what stays as it is. Only the
-   trained part has gradients and optimizer state, and is in checkpoints.
-3. `merge` adds the adapters to the kernels; `save` writes them alone, as PEFT does.
+1. PolicyConfig.lora selects the adapted linear layers. Next to NAME_kernel [*into, *out],
+   transformer.py then declares NAME_lora_a [*into, R] and NAME_lora_b [R, *out]. A starts random
+   and B zero, so that the policy starts as its base model.
+2. `split` separates trained from frozen parameters. Only the trained ones have gradients and
+   optimizer state, and only they are in checkpoints.
+3. `merge` adds the adapters to the kernels. `save` writes the adapters alone, in PEFT's format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spell_jax.runtime.jsonl import write_json
 if TYPE_CHECKING:
     from spell_jax.policy.config import PolicyConfig
 
-# Our linear layers by the room they are in, with the Hugging Face names that patterns match.
+# Our linear layers by module, with the Hugging Face names that `pattern` is matched against.
 _ROOMS = {
     "attention": {name: f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")},
     "mlp": {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
@@ -37,13 +37,13 @@ _ADAPTER = re.compile(r".*_lora_[ab]")
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Which linear layers are adapted, and how.
+    """LoRA hyper-parameters.
 
     Attributes:
-      rank: R, columns of A and rows of B.
-      alpha: A B is scaled by alpha / rank.
-      pattern: a regular expression that is searched for in names such as self_attn.q_proj and
-        mlp.gate_proj; the layers that it is found in have adapters. Experts have none.
+      rank: columns of A and rows of B, R; at least 1.
+      alpha: numerator of the scale alpha / rank of A B; above 0.
+      pattern: regular expression searched for in names such as self_attn.q_proj and mlp.gate_proj;
+        matching layers get adapters. Experts have none.
     """
 
     rank: int = 16
@@ -74,7 +74,7 @@ def targets(config: PolicyConfig) -> dict[str, str]:
     """Path of each adapted kernel, such as attention/q -> its Hugging Face name.
 
     Raises:
-      ValueError: the pattern is in none of the names.
+      ValueError: if the pattern matches no name.
     """
     rooms = {"attention": _ROOMS["attention"]} if config.experts else _ROOMS
     assert config.lora is not None
@@ -87,11 +87,14 @@ def targets(config: PolicyConfig) -> dict[str, str]:
 
 
 def split(config: PolicyConfig, params: Any) -> tuple[Any, Any]:
-    """(what is trained, what stays): everything and nothing, or the adapters and the rest.
+    """Separate trained from frozen parameters.
 
     Args:
-      config: its `lora` decides.
-      params: tree of dicts with parameters, or anything in their places, as leaves.
+      config: the architecture. Without `lora`, all parameters are trained.
+      params: nested dict with parameters (or anything in their places) as leaves.
+
+    Returns:
+      (trained, frozen): the adapters and the rest, or everything and an empty dict.
     """
     if config.lora is None:
         return params, {}
@@ -108,7 +111,7 @@ def split(config: PolicyConfig, params: Any) -> tuple[Any, Any]:
 
 
 def join(first: Any, second: Any) -> Any:
-    """The tree that `split` took apart."""
+    """Join the two trees from `split`."""
     joined = dict(first)
     for name, value in second.items():
         joined[name] = join(joined[name], value) if name in joined else value
@@ -116,7 +119,12 @@ def join(first: Any, second: Any) -> Any:
 
 
 def merge(config: PolicyConfig, params: Any) -> tuple[PolicyConfig, Any]:
-    """The same function without adapters: (config, float32 parameters); as given without any."""
+    """Merge the adapters into the kernels.
+
+    Returns:
+      The config without `lora`, and float32 kernels that compute the same function. Without
+      adapters, the arguments are returned unchanged.
+    """
     if config.lora is None:
         return config, params
     adapters, merged = split(config, params)
@@ -130,21 +138,22 @@ def merge(config: PolicyConfig, params: Any) -> tuple[PolicyConfig, Any]:
 
 @jax.jit
 def _add(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """Kernel [L, *into, *out] plus A [L, *into, R] B [L, R, *out], float32."""
+    """Add A [L, *into, R] B [L, R, *out] * scale to a kernel [L, *into, *out], in float32."""
     product = jax.vmap(lambda a, b: jnp.tensordot(a, b, axes=1))
     update = product(a.astype(jnp.float32), b.astype(jnp.float32))
     return kernel.astype(jnp.float32) + update * scale
 
 
 def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base: str = "") -> None:
-    """Writes the adapters alone: adapter_model.safetensors and adapter_config.json of PEFT. Of
-    several hosts process 0 writes, but every one calls this.
+    """Write the adapters as PEFT's adapter_model.safetensors and adapter_config.json.
+
+    With several hosts, every process must call this; process 0 writes.
 
     Args:
-      folder: appears whole or not at all; one that is there is replaced.
-      config: has `lora`.
-      params: tree with the adapters; other parameters are left out.
-      base: the folder or name of the base model, for those who load the adapters.
+      folder: output folder. It appears complete or not at all; an existing one is replaced.
+      config: architecture with `lora`.
+      params: nested dict that contains the adapters; other parameters are ignored.
+      base: folder or name of the base model, recorded for users of the adapters.
     """
     assert config.lora is not None
     adapters, _ = split(config, params)
@@ -156,7 +165,7 @@ def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base
                 np.float32
             )
             for layer, part in enumerate(value):
-                # PEFT: A [R, in] and B [out, R], as torch's linear layers.
+                # PEFT stores A [R, in] and B [out, R], the layout of torch linear layers.
                 flat = part.reshape(-1, part.shape[-1]) if x == "a" else part.reshape(len(part), -1)
                 key = f"base_model.model.model.layers.{layer}.{name}.lora_{letter}.weight"
                 tensors[key] = np.ascontiguousarray(flat.T)

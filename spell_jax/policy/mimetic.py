@@ -1,12 +1,12 @@
-"""Random weights that begin with the parts of look-up: equal tokens are copied, places are told.
+"""Mimetic initialization: attention heads start by copying equal tokens at preferred distances.
 
-1. A query head begins as the key head of its group, and its output as the value head transposed:
-   each head looks for equal tokens and copies them (mimetic initialization, Trockman and Kolter
-   2023, arXiv:2305.09828).
-2. Biases of queries and keys begin large. Rotated, a pair of them is a score that depends on the
-   distance alone: each head begins with a taste for some distances.
-3. Without biases nothing would ever tell the query heads of a group apart: such weights stay as
-   they are.
+1. Each query head starts equal to the key head of its group, and its output projection as the
+   transposed value head. Each head then attends to equal tokens and copies them (mimetic
+   initialization, Trockman and Kolter 2023, arXiv:2305.09828).
+2. The q and k biases start large. After rotation, their product is a score that depends only on the
+   distance, so each head starts with a preference for some distances.
+3. Without these biases, nothing would ever distinguish the query heads of a group. Such weights are
+   left unchanged.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ import jax.numpy as jnp
 
 from spell_jax.policy.config import PolicyConfig
 
-# Size of the biases.
+# Standard deviation of the q and k biases.
 TASTE = 2.0
-# Which distances a head of the tiny policy prefers decides, with the seed of its other weights,
-# when look-up forms in its warm start. This draw has local heads in the first two layers.
+# The preferred distances and the seed of the other weights decide when token lookup emerges in the
+# tiny policy's warm start. This key gives local heads in the first two layers.
 TASTE_KEY = 7
 
 
 def attention_weights(
     config: PolicyConfig, attention: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Those of the attention's parameters, stacked over layers, that mimetic weights replace: none
-    where queries and keys have no biases.
+    """Mimetic replacements for attention parameters; empty if q and k have no biases.
 
     Args:
       config: the architecture.
-      attention: float32 k_kernel, v_kernel [L,D,K,H], q_kernel [L,D,N,H], o_kernel [L,N,H,D], and
-        where there are biases q_bias [L,N,H], k_bias [L,K,H].
+      attention: float32 attention parameters, stacked over layers: k_kernel and v_kernel [L,D,K,H],
+        q_kernel [L,D,N,H], o_kernel [L,N,H,D], and with biases q_bias [L,N,H] and k_bias [L,K,H].
+
+    Returns:
+      New float32 q_kernel, o_kernel, q_bias and k_bias.
     """
     if not config.qkv_bias:
         return {}

@@ -1,17 +1,17 @@
-"""Mixture of experts: every token goes through the few SwiGLUs that its router chooses.
+"""Mixture of experts: each token is processed by the k of E SwiGLU experts that its router selects.
 
-1. The router scores all E experts for a token; the best k, with weights from a float32 softmax,
-   are its experts (Qwen3-MoE: k = 8 of 128, the k weights scaled to sum 1).
-2. The (token, expert) pairs are sorted by expert and multiplied in one ragged matrix product a
-   kernel: each expert's rows meet its own matrix. No token is dropped.
-3. Where experts are split over the mesh's `expert` axis, so are the tokens of all other layers.
-   The tokens of an expert group are gathered, each device computes the pairs of its own experts,
-   and partial sums are scattered back to where the tokens came from.
-4. Tokens go in chunks of at most CHUNK, forward and backward: 163,840 tokens at once would be 1.3
-   million pairs, 5.4 GB for one copy of their rows at a width of 2048.
-5. Both passes are written out, each in one shard_map, so that all that is summed over devices
-   stands here. A layer gathers its kernels once a pass, before the chunks, in their own dtype.
-   Their gradients are summed over chunks and devices in float32 and rounded at the end.
+1. The router scores all E experts in a float32 softmax. Each token uses the best k, with their
+   probabilities as weights (Qwen3-MoE: k = 8 of 128, weights scaled to sum to 1).
+2. The (token, expert) pairs are sorted by expert and multiplied in one ragged matrix product per
+   kernel. No token is dropped.
+3. If experts are sharded over the mesh's `expert` axis, so are the tokens of all other layers. The
+   tokens of an expert group are gathered, each device computes the pairs of its own experts, and
+   the partial sums are scattered back.
+4. Both passes process tokens in chunks of at most CHUNK. 163,840 tokens at once would be 1.3
+   million pairs, and one copy of their rows 5.4 GB at a width of 2048.
+5. Both passes are written by hand, each in one shard_map, so that every sum over devices is visible
+   here. A layer gathers its kernels once per pass, before the chunks, in their own dtype. Their
+   gradients are summed over chunks and devices in float32 and rounded at the end.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from spell_jax.runtime.collectives import Axes
 
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
 
-# Tokens that a device multiplies with kernels at once; an expert group of 8 devices brings 512 of
-# each. With k = 8 and D = 2048 a copy of their rows takes 134 MB in bfloat16.
+# Tokens that a device processes at once. In an expert group of 8 devices each contributes 512. With
+# k = 8 and D = 2048, one copy of their rows takes 134 MB in bfloat16.
 CHUNK = 4096
-_WIDTH_AXIS = (1, 1, 2)  # where D stands in gate and up [E, D, F] and in down [E, F, D]
+_WIDTH_AXIS = (1, 1, 2)  # axis of D in gate and up [E, D, F] and in down [E, F, D]
 
 
 def route(logits: jax.Array, count: int, normalized: bool) -> tuple[jax.Array, jax.Array]:
-    """The experts of each token.
+    """Select the experts of each token.
 
     Args:
-      logits: [..., E], any dtype.
-      count: k, experts of a token.
-      normalized: whether the k weights are scaled to sum 1.
+      logits: router logits [..., E], any dtype.
+      count: experts per token, k.
+      normalized: whether to scale the k weights to sum to 1.
 
     Returns:
-      float32 weights [..., k], and int32 experts [..., k].
+      Weights float32 [..., k] and expert numbers int32 [..., k].
     """
     weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), count)
     if normalized:
@@ -56,39 +56,45 @@ def route(logits: jax.Array, count: int, normalized: bool) -> tuple[jax.Array, j
 
 
 def load(chosen: jax.Array, experts: int, real: jax.Array) -> jax.Array:
-    """Tokens that each expert got, float32 [E].
+    """Count the tokens routed to each expert.
 
     Args:
-      chosen: int32 [B, T, k].
-      experts: E.
-      real: bool [B, T]; padding does not count.
+      chosen: experts of each token, int32 [B, T, k].
+      experts: number of experts, E.
+      real: False for padding, which is not counted, bool [B, T].
+
+    Returns:
+      float32 [E].
     """
     counted = jnp.broadcast_to(real[..., None], chosen.shape).astype(jnp.float32)
     return jnp.zeros(experts).at[chosen.reshape(-1)].add(counted.reshape(-1))
 
 
 def mix(x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Kernels) -> jax.Array:
-    """Weighted sum of the outputs of each token's experts [B, T, D], on the mesh that is set.
+    """Weighted sum of the outputs of each token's experts, on the current mesh.
 
     Args:
-      x: [B, T, D].
-      weights: [B, T, k].
-      chosen: int32 [B, T, k].
-      kernels: gate and up [E, D, F], down [E, F, D], in x's dtype.
+      x: inputs [B, T, D].
+      weights: expert weights [B, T, k].
+      chosen: experts of each token, int32 [B, T, k].
+      kernels: gate and up [E, D, F] and down [E, F, D], in x's dtype.
+
+    Returns:
+      [B, T, D] in x's dtype.
     """
     return _mix(_split(x.shape, kernels[0].shape), x, weights, chosen, kernels)
 
 
-# ------------------------------------------------------------------------- What is split how
+# ---------------------------------------------------------------------------------- Sharding
 
 
 @dataclasses.dataclass(frozen=True)
 class _Split(collectives.Split):
-    """Over which mesh axes tokens and kernels (leading axis E) are split, and how tokens go.
+    """Sharding of tokens and kernels (leading axis E), and the chunk size.
 
     Attributes:
-      hidden: mesh axes of kernels' F.
-      chunk: tokens of a device that are computed on at once.
+      hidden: mesh axes that shard the kernels' F.
+      chunk: this device's tokens per chunk.
     """
 
     hidden: Axes = ()
@@ -102,7 +108,7 @@ class _Split(collectives.Split):
 
 
 def _split(tokens: tuple[int, ...], kernel: tuple[int, ...]) -> _Split:
-    """The split of tokens [B, T, D] and kernels [E, D, F] on the mesh that is set."""
+    """Sharding of tokens [B, T, D] and kernels [E, D, F] on the current mesh."""
     experts, width, hidden = kernel
     split = _Split.of(tokens, experts, width, over=meshes.EXPERT, chunk=CHUNK)
     if split.mesh is None:
@@ -150,8 +156,8 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _forward(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
-    """One device's part of `mix`; arguments are its shards."""
-    if x.shape[1] == 1 and not split.time:  # one token a row, not one of a row's on each device
+    """One device's part of `mix`, on its shards."""
+    if x.shape[1] == 1 and not split.time:  # decode: one token per row, T not sharded
         return _decode(split, x, weights, chosen, kernels)
     gate, up, down = _whole(split, kernels)
 
@@ -170,8 +176,11 @@ def _forward(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
 
 
 def _decode(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
-    """`_forward` for few tokens, with kernels where they are: the devices that share a kernel's
-    width have all tokens of each other, and each multiplies its part of the width."""
+    """Compute `_forward` for few tokens without gathering kernels.
+
+    The devices that share a kernel's width exchange their tokens, and each multiplies its own part
+    of the width.
+    """
     gate, up, down = kernels
     together = tuple(axis for axis in split.rows if axis in split.leading + split.width)
     tokens, weights, chosen = (_gather(part, together) for part in _flat(x, weights, chosen))
@@ -191,8 +200,10 @@ def _decode(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
 
 
 def _backward(split: _Split, x, weights, chosen, kernels: Kernels, to_out):
-    """One device's gradients of x, weights and kernels; what a device got of the whole output's
-    gradient is `to_out`. Nothing of the forward pass is kept: a chunk is computed again."""
+    """One device's gradients of x, weights and kernels, given its shard of the output gradient.
+
+    Nothing of the forward pass is stored; each chunk is recomputed.
+    """
     gate, up, down = _whole(split, kernels)
 
     def one_chunk(totals, chunk):
@@ -205,7 +216,7 @@ def _backward(split: _Split, x, weights, chosen, kernels: Kernels, to_out):
         to_gate, to_up, to_shares = pull(_product(to_rows_out, down, pairs, over=2))
         new = ((rows, to_gate), (rows, to_up), (to_rows_out, hidden))
         totals = tuple(t + _outer(*both, pairs) for t, both in zip(totals, new, strict=True))
-        # Rows are done with before gradients of rows, as large, are there.
+        # Frees the rows before the equally large gradients of rows are computed.
         totals, to_gate, to_up = jax.lax.optimization_barrier((totals, to_gate, to_up))
         to_rows = _product(to_gate, gate, pairs, over=2) + _product(to_up, up, pairs, over=2)
         to_weights = _take(to_shares, pairs.place).reshape(weights.shape)
@@ -214,8 +225,8 @@ def _backward(split: _Split, x, weights, chosen, kernels: Kernels, to_out):
             _sum(collectives.sum_scatter(g, split.leading), split.hidden) for g in given
         )
 
-    # That of down is summed as [E, D, F] too, so that all are scattered over rows: with 64 columns
-    # a device XLA for TPUs would write an all-reduce.
+    # The gradient of down is summed as [E, D, F] too, so that all are scattered over rows. With 64
+    # columns per device, XLA for TPUs would emit an all-reduce.
     totals = tuple(jnp.zeros(gate.shape, jnp.float32) for _ in kernels)
     totals, (to_x, to_weights) = _in_chunks(
         split, one_chunk, totals, _flat(x, weights, chosen, to_out)
@@ -231,7 +242,7 @@ def _backward(split: _Split, x, weights, chosen, kernels: Kernels, to_out):
 
 
 def _whole(split: _Split, kernels: Kernels) -> Kernels:
-    """The kernels of a device's experts with all of their width."""
+    """Gather the full width of the kernels of this device's experts."""
     gate, up, down = (
         _gather(kernel, split.width, axis)
         for kernel, axis in zip(kernels, _WIDTH_AXIS, strict=True)
@@ -240,17 +251,19 @@ def _whole(split: _Split, kernels: Kernels) -> Kernels:
 
 
 def _flat(*tensors: jax.Array) -> tuple[jax.Array, ...]:
-    """[B, T, ...] as [B T, ...]."""
+    """Reshape each [B, T, ...] to [B T, ...]."""
     return tuple(x.reshape(-1, x.shape[-1]) for x in tensors)
 
 
 def _in_chunks(split: _Split, one_chunk: Callable[..., Any], totals: Any, tensors: Any):
-    """one_chunk(totals, parts [n, ...]) -> (totals, results [n, ...]), over parts of `tensors`
-    [N, ...] one after the other: as few as the split allows, alike, and therefore with fewer tokens
-    of padding (which no expert has) than parts."""
+    """Scan one_chunk(totals, parts [n, ...]) -> (totals, results [n, ...]) over `tensors` [N, ...].
+
+    Uses as few chunks as the split allows, all of one size, so that there are fewer padding tokens
+    (which no expert processes) than chunks.
+    """
     count = len(tensors[0])
     steps = -(-count // split.chunk)
-    if steps <= 1:  # decoding: no loop, no padding
+    if steps <= 1:  # e.g. decode: no loop, no padding
         return one_chunk(totals, tensors)
     size = -(-count // steps)
 
@@ -267,14 +280,15 @@ def _in_chunks(split: _Split, one_chunk: Callable[..., Any], totals: Any, tensor
 
 
 class _Pairs(NamedTuple):
-    """(token, expert) pairs in the order of the held experts; those of others stand behind, where a
-    ragged product leaves zeros.
+    """(token, expert) pairs sorted by this device's experts.
+
+    Pairs of other devices' experts come last, where a ragged product leaves zeros.
 
     Attributes:
-      order: int32 [n k], the pair n k + j at each place.
-      place: int32 [n k], the place of each pair.
-      sizes: int32 [held], pairs of each held expert.
-      count: k.
+      order: pair (token * k + j) at each place, int32 [n k].
+      place: place of each pair, int32 [n k].
+      sizes: pairs of each expert on this device, int32 [held].
+      count: experts per token, k.
     """
 
     order: jax.Array
@@ -284,7 +298,7 @@ class _Pairs(NamedTuple):
 
 
 def _pairs(split: _Split, chosen: jax.Array, held: int) -> _Pairs:
-    """The pairs of tokens with experts [n, k] on the device that holds so many."""
+    """Sort the pairs of tokens and experts [n, k] on a device that holds `held` experts."""
     first = jax.lax.axis_index(split.leading) * held if split.leading else 0
     expert = chosen.reshape(-1) - first
     expert = jnp.where((expert >= 0) & (expert < held), expert, held)
@@ -294,42 +308,48 @@ def _pairs(split: _Split, chosen: jax.Array, held: int) -> _Pairs:
 
 
 def _take(x: jax.Array, places: jax.Array) -> jax.Array:
-    """x[places]; places outside are not looked for, which would take a copy of all that is taken
-    (134 MB a chunk)."""
+    """Index x[places] with indices clipped to the valid range.
+
+    The default mode would look for places out of range, at the cost of a copy of the result (134 MB
+    per chunk).
+    """
     return jnp.take(x, places, axis=0, mode="clip")
 
 
 def _spread(tokens: jax.Array, pairs: _Pairs) -> jax.Array:
-    """Rows [n k, D] of tokens [n, D]."""
+    """Copy tokens [n, D] to the rows of their pairs [n k, D]."""
     return _take(tokens, pairs.order // pairs.count)
 
 
 def _shares(weights: jax.Array, pairs: _Pairs) -> jax.Array:
-    """Weights [n k] of rows, of those of tokens [n, k]."""
+    """Reorder token weights [n, k] to the rows of their pairs [n k]."""
     return _take(weights.reshape(-1), pairs.order)
 
 
 def _collect(rows: jax.Array, pairs: _Pairs) -> jax.Array:
-    """Tokens [n, D], each the sum of its rows [n k, D]; the transpose of `_spread`."""
+    """Sum the rows of each token, [n k, D] to [n, D]; the transpose of `_spread`."""
     by_token = _take(rows, pairs.place).reshape(-1, pairs.count, rows.shape[-1])
     return jnp.sum(by_token, axis=1)
 
 
 def _hidden(gate: jax.Array, up: jax.Array, shares: jax.Array) -> jax.Array:
-    """silu(gate) * up [n k, F], times the weight of the row, which down only passes on: at F
-    numbers a row that is cheaper than behind it, and no backward pass needs down's results."""
+    """Compute silu(gate) * up [n k, F], times the weight of the row.
+
+    `down` is linear, so the weight can be applied before it. That is cheaper (F numbers per row,
+    not D), and the backward pass then does not need the results of `down`.
+    """
     gate32, up32, shares32 = (x.astype(jnp.float32) for x in (gate, up, shares))
     return (nn.silu(gate32) * up32 * shares32[:, None]).astype(gate.dtype)
 
 
 def _product(rows: jax.Array, kernels: jax.Array, pairs: _Pairs, over: int = 1) -> jax.Array:
-    """Each row [n k, a] times its expert's matrix, summed over axis `over` of [held, ..., ...]."""
+    """Multiply each row [n k, a] by its expert's matrix, over axis `over` of [held, ..., ...]."""
     dimensions = jax.lax.RaggedDotDimensionNumbers((([1], [over]), ([], [])), [0], [0])
     return jax.lax.ragged_dot_general(rows, kernels, pairs.sizes, dimensions)
 
 
 def _outer(rows: jax.Array, others: jax.Array, pairs: _Pairs) -> jax.Array:
-    """Sums of outer products by expert, float32 [held, a, b] of [n k, a] and [n k, b]."""
+    """Sum outer products of [n k, a] and [n k, b] by expert, float32 [held, a, b]."""
     dimensions = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
     return jax.lax.ragged_dot_general(
         rows, others, pairs.sizes, dimensions, preferred_element_type=jnp.float32

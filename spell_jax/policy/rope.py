@@ -1,12 +1,13 @@
-"""Rotary position embeddings, with a float32 angle table, and the ways to stretch them.
+"""Rotary position embeddings with float32 angles, and context extension by RoPE scaling.
 
-1. A head's pair i turns by position * frequency[i]; the frequencies fall from 1 to about 1 / theta.
-2. A stretched context slows some pairs down: all of them ("linear"), or those that turn too seldom
-   in the original context to tell places apart ("llama3", "yarn"). "yarn" also scales cosines and
-   sines, so that scores grow by the square of its attention factor.
-3. Frequencies are a constant of the compiled program, so that trainer, prefill and decoding turn
-   by the same bits. (That is why there is no "dynamic" kind: its frequencies depend on the length
-   of the text so far, and keys in a cache were turned by older ones.)
+1. Pair i of a head is rotated by position * frequency[i]. The frequencies fall from 1 to about
+   1 / theta.
+2. RoPE scaling lowers some frequencies: all of them ("linear"), or those of pairs that turn too
+   rarely in the original context to distinguish positions ("llama3", "yarn"). "yarn" also scales
+   cosines and sines, so that scores grow by the square of its attention factor.
+3. Frequencies are compile-time constants, so that training, prefill and decode rotate by the same
+   bits. A "dynamic" kind is not supported: its frequencies depend on the current text length, but
+   keys in the KV cache were rotated with older ones.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """How positions become angles.
+    """Rotary position embedding and its scaling.
 
     Attributes:
-      theta: base of the angles.
-      kind: one of KINDS.
-      factor: how many times longer the context becomes.
-      original_positions: context in tokens before stretching ("llama3", "yarn").
-      low_frequency, high_frequency: "llama3": pairs that turn less than low_frequency times in the
-        original context are slowed down by `factor`, those above high_frequency not at all.
-      beta_slow, beta_fast: "yarn": the same two bounds, in turns.
-      attention_factor: "yarn": scale of cosines and sines; None: 0.1 ln(factor) + 1.
+      theta: base of the frequencies, above 1.
+      kind: scaling method, one of KINDS.
+      factor: ratio of the scaled to the original context length, at least 1.
+      original_positions: context length before scaling, in tokens ("llama3", "yarn").
+      low_frequency: "llama3": pairs with fewer turns than this in the original context are slowed
+        down by `factor`.
+      high_frequency: "llama3": pairs with more turns than this are unchanged.
+      beta_slow: "yarn": the lower bound in turns, like low_frequency.
+      beta_fast: "yarn": the upper bound in turns, like high_frequency.
+      attention_factor: "yarn": scale of cosines and sines; None means 0.1 ln(factor) + 1.
       truncate: "yarn": whether the bounds are rounded to whole pairs.
     """
 
@@ -77,7 +80,7 @@ class RopeConfig:
 
     @property
     def scale(self) -> float:
-        """What cosines and sines are multiplied with (YaRN, arXiv:2309.00071, Eq. 22)."""
+        """Factor of cosines and sines (YaRN, arXiv:2309.00071, Eq. 22)."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -112,15 +115,15 @@ _REQUIRED = {
 
 
 def from_hf(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Reads a config.json's rope_theta and rope_scaling, or its newer rope_parameters.
+    """Read rope_theta and rope_scaling (or the newer rope_parameters) from a config.json.
 
     Args:
-      raw: the content of config.json.
-      max_positions: its max_position_embeddings, the original context where none is given (as in
-        transformers).
+      raw: content of config.json.
+      max_positions: its max_position_embeddings, the original context length if none is given (as
+        in transformers).
 
     Raises:
-      ValueError: naming the field that is unknown, missing or out of range.
+      ValueError: if a field is unknown, missing or out of range. The message names the field.
     """
     field = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     scaling = raw.get(field) or {}
@@ -136,7 +139,7 @@ def from_hf(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
         if scaling.get(name) is None:
             raise ValueError(f"{field}.{name}: is missing, rope_type {kind!r} needs it")
     known = {"rope_type", "type", "rope_theta", *_HF_FIELDS[kind]}
-    # Some files give a default rope a factor or an original context, which then mean nothing.
+    # Some files give a default rope a factor or an original context, which are then ignored.
     for name in sorted(set(scaling) - known if kind != "default" else ()):
         if scaling[name] is not None:
             raise ValueError(f"{field}.{name} = {scaling[name]!r}: is not implemented")
@@ -164,7 +167,7 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """The fields rope_theta and rope_scaling, which old and new versions of transformers read."""
+    """Fields rope_theta and rope_scaling of a config.json, for any version of transformers."""
     if rope.kind == "default":
         return {"rope_theta": rope.theta, "rope_scaling": None}
     values = {hf: getattr(rope, ours) for hf, ours in _HF_FIELDS[rope.kind].items()}
@@ -173,10 +176,11 @@ def to_hf(rope: RopeConfig) -> dict[str, Any]:
 
 
 def frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
-    """Radians that each of the H/2 pairs turns by from one position to the next: float32 [H/2].
+    """Rotation of each of the H/2 pairs per position, in radians, float32 [H/2].
 
-    Powers are rounded once, from float64, then every operation is float32 as in transformers: at
-    position 131,071 one unit in the last place of a frequency is up to 0.008 radians.
+    Powers are computed in float64 and rounded once. Every other operation is float32, as in
+    transformers: at position 131,071 one unit in the last place of a frequency is up to 0.008
+    radians.
 
     Sources: Su et al. (arXiv:2104.09864), Eq. 15; Peng et al. (YaRN, arXiv:2309.00071), section 3;
     Llama 3.1's smooth interpolation by wavelength.
@@ -202,12 +206,12 @@ def frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
 
 
 def _slow_share(rope: RopeConfig, head_size: int) -> np.ndarray:
-    """YaRN's ramp: 0 for pairs that turn often in the original context, 1 for the slow ones."""
+    """YaRN's ramp [H/2]: 0 for fast pairs, 1 for slow ones, by turns in the original context."""
     original = rope.original_positions
     assert original is not None
 
     def pair(turns: float) -> float:
-        """The pair, as a real number, that turns so often in the original context."""
+        """Pair number, as a real number, with this many turns in the original context."""
         radians = original / (turns * 2 * math.pi)
         return head_size * math.log(radians) / (2 * math.log(rope.theta))
 
@@ -224,22 +228,23 @@ def _slow_share(rope: RopeConfig, head_size: int) -> np.ndarray:
 def rotary(positions: jax.Array, head_size: int, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of the rotary angles.
 
-    Positions stay integers until they meet float32 frequencies: bfloat16 cannot tell 256 from 257.
+    Positions stay integers until they are multiplied by float32 frequencies, because bfloat16
+    cannot tell 256 from 257.
 
     Args:
       positions: int32 [B, T].
-      head_size: H.
-      rope: how positions become angles.
+      head_size: head size, H.
+      rope: rotary position embedding.
 
     Returns:
-      Two float32 arrays [B, T, 1, H/2].
+      Cosines and sines, float32 [B, T, 1, H/2] each.
     """
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies(rope, head_size)
     return jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale
 
 
 def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
-    """Rotates the pairs (i, i + H/2) of x [B, T, heads, H], as Hugging Face weights expect."""
+    """Rotate the pairs (i, i + H/2) of x [B, T, heads, H], the layout of Hugging Face weights."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate(
         [first * cosines - second * sines, second * cosines + first * sines], axis=-1

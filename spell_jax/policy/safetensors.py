@@ -1,12 +1,12 @@
-"""Folders of safetensors files: one model.safetensors, or shards behind an index.
+"""Folders of safetensors files: one model.safetensors, or shards with an index.
 
-1. `scan` reads every header, and no data, and refuses whatever is not exactly as it should be.
+1. `scan` reads all headers but no data, and rejects any inconsistency.
 2. `Tensor.read` reads a slice. It opens the file each time: the library maps it into memory, and
-   only closing lets go of the pages that were touched.
-3. `write` takes tensors one after the other and holds one shard of them.
-4. `replacing` makes a folder appear whole or not at all.
+   only closing it releases the touched pages.
+3. `write` consumes tensors one by one and holds one shard of them.
+4. `replacing` makes a folder appear complete or not at all.
 
-What the tensors mean is the business of weights.py.
+weights.py knows the meaning of the tensors.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from spell_jax.runtime.jsonl import write_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# How files end that hold weights, in this format or in others.
+# Suffixes of weight files, in this format or in others.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
-CONFIGS = ("config.json", "adapter_config.json")  # a folder without one of them is none
+CONFIGS = ("config.json", "adapter_config.json")  # copied last: a folder without one is incomplete
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Tensor:
     """A tensor in a file.
 
     Attributes:
-      path: the file.
-      name: its name there.
-      dtype: the format's word for it ("F32", "BF16", ...).
-      shape: its axes.
+      path: path of the file.
+      name: name of the tensor in the file.
+      dtype: dtype in the format's notation ("F32", "BF16", ...).
+      shape: shape.
     """
 
     path: pathlib.Path
@@ -58,10 +58,13 @@ class Tensor:
         return f"{self.path}: tensor {self.name}"
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice (start and stop an axis) as an array of its own, in the file's dtype.
+        """Read a slice as a new array in the file's dtype.
+
+        Args:
+          index: one slice per axis, with start and stop.
 
         Raises:
-          ValueError: the file has changed since its header was read.
+          ValueError: if the file changed after its header was read.
         """
         try:
             with safetensors.safe_open(self.path, "numpy") as file:
@@ -74,20 +77,20 @@ class Tensor:
 
 
 def has_weights(folder: pathlib.Path) -> bool:
-    """Whether a folder holds weights, or what must be some in a format that is not read."""
+    """Whether a folder contains weights, including formats that are not supported."""
     return any(path.suffix in _WEIGHTS or path.name == INDEX for path in folder.iterdir())
 
 
 def scan(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Tensor]]:
-    """Reads the headers of all weights of a folder.
+    """Read the headers of all weights in a folder.
 
     Returns:
-      (the file that says what there is: the single file or the index; tensors by name).
+      Path of the single file or the index, and the tensors by name.
 
     Raises:
-      FileNotFoundError: there are no weights, or a shard is missing.
-      ValueError: a file is damaged, a tensor is there twice or in another shard than the index
-        says, or there are weights that the index does not name; the message names the file.
+      FileNotFoundError: if there are no weights, or a shard is missing.
+      ValueError: if a file is damaged, a tensor occurs twice or in another shard than the index
+        says, or there are weights that the index does not name. The message names the file.
     """
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file() and index.is_file():
@@ -118,13 +121,13 @@ def scan(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Tensor]]:
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:
-    """The index's map from tensors to file names."""
+    """Map of tensor names to file names, from the index."""
     content = _parse_json(path, path.read_bytes())
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{path}: weight_map must be an object with tensors and their files")
     for name, shard in places.items():
-        # Tested as text: in the Hub's cache the files themselves are links to other folders.
+        # Checked as text, because files in the Hub's cache are links to other folders.
         if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]+\.safetensors", shard):
             raise ValueError(
                 f"{path}: tensor {name} is in {shard!r}: must be a .safetensors of this folder"
@@ -133,7 +136,10 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
 
 
 def _read_header(path: pathlib.Path) -> list[Tensor]:
-    """The tensors of a file, none twice; the library checks offsets and the file's length."""
+    """Tensors of a file, without duplicates.
+
+    The library checks the offsets and the length of the file.
+    """
     try:
         with safetensors.safe_open(path, "numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -144,7 +150,7 @@ def _read_header(path: pathlib.Path) -> list[Tensor]:
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a complete safetensors file ({error})") from error
     with path.open("rb") as file:
-        # The library takes the last of two tensors of a name where both have the same bytes.
+        # If a name occurs twice with the same bytes, the library silently takes the last.
         _parse_json(path, file.read(int.from_bytes(file.read(8), "little")))
     return tensors
 
@@ -170,13 +176,13 @@ def _parse_json(path: pathlib.Path, text: bytes) -> Any:
 def write(
     folder: pathlib.Path, sizes: Mapping[str, int], tensors: Iterable[np.ndarray], shard_bytes: int
 ) -> None:
-    """Writes tensors to model.safetensors, or to shards and their index where they are too large.
+    """Write tensors to model.safetensors, or to shards and an index if they are too large.
 
     Args:
-      folder: where to; it exists.
-      sizes: bytes of each tensor by name, in the order of `tensors`.
-      tensors: what to write, made one after the other; those of one shard are held together.
-      shard_bytes: bytes of a shard at most, unless a single tensor has more.
+      folder: output folder, which must exist.
+      sizes: size of each tensor in bytes by name, in the order of `tensors`.
+      tensors: tensors to write, consumed one by one; those of one shard are held together.
+      shard_bytes: maximum size of a shard in bytes, unless a single tensor is larger.
     """
     shards: list[list[str]] = [[]]
     room = shard_bytes
@@ -202,28 +208,28 @@ def write(
 
 
 def save_file(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
-    """One safetensors file, as transformers marks its own."""
+    """Write one safetensors file, with the same metadata as transformers."""
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # the library lets its owner alone read it
+    path.chmod(0o644)  # the library makes it readable by its owner only
 
 
 @contextlib.contextmanager
 def replacing(folder: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """An empty folder to fill, that takes the given folder's place when the block is through.
+    """Context manager that yields an empty folder, which replaces `folder` when the block ends.
 
-    After an error nothing has changed. After a sudden death the folder is as it was, or missing
-    with its old content beside it, which the next call brings back; what else lies there of dead
-    calls is removed. One process at a time may replace a folder.
+    After an exception nothing has changed. After a crash the folder is unchanged, or missing with
+    its old content next to it; the next call restores it and removes other leftovers. Only one
+    process at a time may replace a folder.
 
-    Buckets cannot rename folders: one of theirs is filled in the system's temporary folder and then
-    copied; after a death on the way its config.json is missing.
+    Buckets cannot rename folders. There the yielded folder is a temporary local one, copied at the
+    end; after a crash during the copy, config.json is missing.
     """
     if paths.is_remote(folder):
         with tempfile.TemporaryDirectory() as scratch:
             yield pathlib.Path(scratch)
             paths.replace_folder(pathlib.Path(scratch), epath.Path(folder), last=CONFIGS)
         return
-    folder = pathlib.Path(folder).resolve()  # of a link, the target is replaced
+    folder = pathlib.Path(folder).resolve()  # replaces the target of a link
     folder.parent.mkdir(parents=True, exist_ok=True)
     _tidy(folder)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -246,7 +252,7 @@ def replacing(folder: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 
 def _tidy(folder: pathlib.Path) -> None:
-    """Brings back or removes what dead calls of `replacing` left beside the folder."""
+    """Restore or remove what crashed calls of `replacing` left next to the folder."""
     pattern = re.compile(rf"\.{re.escape(folder.name)}-[a-z0-9_]{{8}}(-old)?")
     for path in sorted(folder.parent.iterdir()):
         if found := pattern.fullmatch(path.name):

@@ -1,8 +1,8 @@
-"""Tokenizers behind one small interface: SentencePiece models, and Hugging Face folders.
+"""Tokenizers with one interface: SentencePiece models and Hugging Face folders.
 
-`load` reads a folder: one with tokenizer.json is a Hugging Face tokenizer with its chat template
-(hf_tokenizer.py), one with tokenizer.model a SentencePiece model, such as `train` makes.
-tokenizer_base.py says what both promise.
+`load` reads a folder. With tokenizer.json it is a Hugging Face tokenizer with a chat template
+(hf_tokenizer.py), with tokenizer.model a SentencePiece model, such as `train` makes.
+tokenizer_base.py defines the interface.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from spell_jax.policy.tokenizer_base import Tokenizer
 
 MODEL_FILE = "tokenizer.model"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
-# As configs and flags say it -> the `thinking` of load().
+# Value in configs and flags -> `thinking` of load().
 THINKING = {"": None, "on": True, "off": False}
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, and the chat layout `<|user|> text <|assistant|>`.
+    """A SentencePiece model with the chat layout `<|user|> text <|assistant|>`.
 
-    The two turn markers are control symbols: encode() never produces them, whatever a document
-    says, so no text can open or close a turn. An assistant's earlier turn ends with eos. A model
-    without them has no chat.
+    The two turn markers are control symbols. encode() never produces them, so no text can open or
+    close a turn. An earlier assistant turn ends with eos. A model without these symbols does not
+    support chat.
     """
 
     def __init__(self, model: bytes):
@@ -74,16 +74,16 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
-    """Reads the tokenizer of a folder; tokenizer.json is preferred to tokenizer.model.
+    """Load the tokenizer of a folder; tokenizer.json is preferred to tokenizer.model.
 
     Args:
-      folder: a Hugging Face folder, or one with a SentencePiece model.
-      thinking: whether the assistant shall think first, for chat templates that let one choose
-        (enable_thinking); None: the template's own choice.
+      folder: a Hugging Face folder, or a folder with a SentencePiece model.
+      thinking: whether the assistant should think first, for chat templates with enable_thinking;
+        None leaves the choice to the template.
 
     Raises:
-      FileNotFoundError: the folder has no tokenizer.
-      ValueError: a file of it is damaged, or its layout has no thinking to choose.
+      FileNotFoundError: if the folder has no tokenizer.
+      ValueError: if a file is damaged, or the layout does not support `thinking`.
     """
     folder = pathlib.Path(folder)
     if (folder / hf_tokenizer.HF_FILE).is_file():
@@ -104,14 +104,14 @@ def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
 def train(
     texts: Iterable[str], vocab_size: int, symbols: Sequence[str] = ()
 ) -> SentencePieceTokenizer:
-    """Trains a BPE SentencePiece model with byte fallback.
+    """Train a BPE SentencePiece model with byte fallback.
 
-    Lossless on any text, but for U+2581, which SentencePiece reads as a space.
+    It is lossless on any text, except that SentencePiece reads U+2581 as a space.
 
     Args:
       texts: training sentences.
-      vocab_size: pieces in all, an upper bound where the texts do not hold as many.
-      symbols: strings that are always one piece, wherever they stand.
+      vocab_size: number of pieces; an upper bound if the texts yield fewer.
+      symbols: strings that are always a single piece, wherever they occur.
     """
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

@@ -1,8 +1,8 @@
-"""What every tokenizer is, and how ids that come one by one become text.
+"""Tokenizer interface, and incremental decoding.
 
-1. A text is data: `encode` makes no special token and no other added token, whatever it says.
-2. Turns are made by `chat` alone, from the markers of the layout and the contents' encodings.
-3. `decode` is total: special tokens and ids without a token are left out.
+1. Text is data: `encode` never produces special or other added tokens.
+2. Only `chat` creates turns, from the markers of the layout and the encoded contents.
+3. `decode` accepts any ids: special tokens and ids without a token are skipped.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from spell_jax.policy import chat as chats
 
 
 class Tokenizer(abc.ABC):
-    """Text to ids and back.
+    """Conversion of text to ids and back.
 
     Attributes:
-      vocab_size: the highest id + 1.
-      eos_id: the token that ends a turn.
-      pad_id: the token that fills rows up.
-      stop_ids: tokens that end an answer, eos_id first, each once.
+      vocab_size: highest id + 1.
+      eos_id: id of the token that ends a turn.
+      pad_id: id of the padding token.
+      stop_ids: ids of the tokens that end an answer, eos_id first, without duplicates.
     """
 
     vocab_size: int
@@ -31,67 +31,67 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; none of them is a special or other added token.
+        """Tokenize a text, without special or other added tokens.
 
         Raises:
-          ValueError: the text has lone surrogates.
+          ValueError: if the text has lone surrogates.
         """
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens; ids that have no token are left out."""
+        """Convert ids to text; special tokens and ids without a token are skipped."""
 
     @abc.abstractmethod
     def chat(self, messages: chats.Messages) -> list[int]:
-        """Ids of a chat, ready for the assistant's answer.
+        """Tokenize a chat up to the start of the assistant's answer.
 
         Args:
-          messages: one turn of the user, or a list of {"role", "content"}.
+          messages: one user message, or a list of {"role", "content"}.
 
         Raises:
-          ValueError: the layout does not take these messages.
+          ValueError: if the layout does not support these messages.
         """
 
     @abc.abstractmethod
     def save(self, folder: str | pathlib.Path) -> None:
-        """Writes the tokenizer's files into a folder that exists."""
+        """Write the tokenizer's files to an existing folder."""
 
     def count(self, text: str) -> int:
         """Number of tokens of a text."""
         return len(self.encode(text))
 
     def stream(self) -> Stream:
-        """A decoder of ids that come one by one."""
+        """Make an incremental decoder."""
         return Stream(self)
 
     def shows(self, token_id: int) -> bool:
-        """False: decode leaves this id out before it looks at anything else."""
+        """Whether `decode` uses this id; it skips others before anything else."""
         return 0 <= token_id < self.vocab_size
 
     def waits(self, token_id: int) -> bool:
-        """True: what this id and those before it say may depend on all of the ids behind it."""
+        """Whether the text of this id and those before it may depend on ids after it."""
         return False
 
 
 class Stream:
-    """Decodes ids one by one, and gives out only what later ids cannot change.
+    """Incremental decoder that emits only text that later ids cannot change.
 
-    What comes out, with finish() at the end, is together what decode says of all the ids.
+    The concatenated output, with that of finish(), equals `decode` of all ids.
 
-    Decoded is a window of the last ids, never all: the cost is linear. The window's older part is
-    there for decoders that treat the beginning of a text differently.
+    Only a window of the last ids is decoded, so the cost is linear. The older part of the window
+    serves decoders that treat the beginning of a text differently.
     """
 
-    _LONGEST, _KEPT = 16, 8  # ids in a window, before and after it is cut
-    _OPEN = 3  # bytes of a character that a later id may complete; each may decode to U+FFFD
+    _LONGEST, _KEPT = 16, 8  # window size in ids, before and after a cut
+    _OPEN = 3  # bytes of an incomplete character, each of which may decode to U+FFFD
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._given = 0  # characters of the window's text that are out
+        self._given = 0  # characters of the window's text already emitted
 
     def push(self, token_id: int) -> str:
-        """The text that has become certain with this id."""
+        """Add an id; returns the text that it makes final."""
         token_id = int(token_id)
         if not self._tokenizer.shows(token_id):
             return ""
@@ -107,7 +107,7 @@ class Stream:
         return new
 
     def finish(self) -> str:
-        """What is left; the stream starts anew."""
+        """Return the remaining text and reset the stream."""
         text = self._tokenizer.decode(self._window)[self._given :]
         self._window, self._given = [], 0
         return text
@@ -115,6 +115,6 @@ class Stream:
     def _cut(self, held: int) -> None:
         tail = self._window[-self._KEPT :]
         length = len(self._tokenizer.decode(tail))
-        # If nothing of the tail is seen but what is held back, the start of the text is near.
+        # Keep the window if the tail decodes to nothing but the characters held back.
         if length > held:
             self._window, self._given = tail, length - held

@@ -1,13 +1,13 @@
-"""The policy: a decoder-only transformer in Flax linen, one for training, prefill and decoding.
+"""Decoder-only transformer in Flax linen, shared by training, prefill and decode.
 
-1. A block is RMSNorm, attention, RMSNorm, SwiGLU (or a mixture of them, moe.py), with residuals;
-   the L blocks are scanned.
-2. How queries meet keys is handed in as `attend`, so that packed training rows, prefill and
-   decoding behind a shared prompt use the same parameters and the same block.
-3. Every parameter is declared once, with logical axes; a table (runtime/mesh.py) maps those to a
-   mesh. Boxes are removed at init: params are a plain nested dict.
-4. Hidden states come out; projecting them to the vocabulary is the caller's business, because
-   prompt positions never need it.
+1. A block is RMSNorm, attention, RMSNorm and SwiGLU (or a mixture of experts, moe.py), with
+   residual connections. The L blocks are scanned.
+2. The caller passes the attention as `attend`. Packed training rows, prefill and decode after a
+   shared prompt therefore use the same parameters and the same block.
+3. Every parameter is declared once, with its logical axes. A table in runtime/mesh.py maps these
+   axes to a mesh. Boxes are removed at init, so params are a plain nested dict.
+4. The model returns hidden states. The caller projects them to the vocabulary, because prompt
+   positions never need logits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spell_jax.runtime import collectives
 Params = dict[str, Any]
 _HIDDEN = ("rows", "time", "width")  # logical axes of hidden states [B, T, D]
 _BLOCK_INPUT = "block input"
-# What the backward pass keeps of a block, by the name in PolicyConfig.remat.
+# Checkpoint policy of a block by PolicyConfig.remat: the values saved for the backward pass.
 _KEPT = {
     "block": jax.checkpoint_policies.nothing_saveable,
     "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION),
@@ -47,10 +47,11 @@ _KEPT = {
 
 
 class Attend(Protocol):
-    """How queries meet keys: (q [B,T,N,H], k, v [B,T,K,H], cache, context) -> (out, cache).
+    """Attention: (q [B,T,N,H], k, v [B,T,K,H], cache, context) -> (out [B,T,N,H], cache).
 
-    `cache` goes from layer to layer and back to the caller (the sampler's pages; None in training);
-    `context` is shared by all layers, but for its "layer", an int32 scalar.
+    `cache` passes from layer to layer and back to the caller. It holds the pages of the sampler's
+    KV cache, and is None in training. `context` is a dict shared by all layers, except for "layer",
+    the layer number (int32 scalar).
     """
 
     def __call__(
@@ -59,7 +60,7 @@ class Attend(Protocol):
 
 
 def _kernel(axes: tuple[str, ...], inputs: int) -> Any:
-    """An initializer of variance 1 / inputs, whose values come in a box with their axes."""
+    """Boxed normal initializer of variance 1 / inputs, with logical axes."""
     return nn.with_logical_partitioning(nn.initializers.normal(inputs**-0.5), axes)
 
 
@@ -69,12 +70,12 @@ def _constant(initializer, *axes: str) -> Any:
 
 @jax.custom_vjp
 def _float32(parameter: jax.Array) -> jax.Array:
-    """A parameter in float32, in which its gradient is then summed, over devices too."""
+    """Cast a parameter to float32, so that its gradient is summed in float32, also over devices."""
     return parameter.astype(jnp.float32)
 
 
 def _float32_forward(parameter: jax.Array):
-    return _float32(parameter), jnp.zeros(0, parameter.dtype)  # nothing, which keeps the dtype
+    return _float32(parameter), jnp.zeros(0, parameter.dtype)  # empty, carries the dtype
 
 
 def _float32_backward(like: jax.Array, gradient: jax.Array):
@@ -85,7 +86,7 @@ _float32.defvjp(_float32_forward, _float32_backward)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale, the statistics in float32."""
+    """Root-mean-square norm, x / rms(x) * scale, with float32 statistics."""
 
     epsilon: float
     axis: str = "embed"
@@ -100,16 +101,16 @@ class RMSNorm(nn.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x: jax.Array, kernel: jax.Array, into: int) -> jax.Array:
-    """x [..., *into] times a kernel [*into, *out]: [..., *out], where `into` counts axes.
+    """Multiply x [..., *into] by a kernel [*into, *out] -> [..., *out]; `into` is a number of axes.
 
-    The kernel's gradient is a sum over tokens, which lie on many devices: it stays float32 until it
-    is summed over these too, whatever the dtype of the kernel.
+    The gradient of the kernel is a sum over tokens, which are sharded over devices. It stays
+    float32 until it has also been summed over the devices, whatever the dtype of the kernel.
     """
     return jnp.tensordot(x, kernel, axes=into)
 
 
 def _product_forward(x: jax.Array, kernel: jax.Array, into: int):
-    # Not by way of _product, into which a remat policy that keeps products would not look.
+    # Inlined: a remat policy that saves products does not look into the custom_vjp _product.
     return jnp.tensordot(x, kernel, axes=into), (x, kernel)
 
 
@@ -133,15 +134,22 @@ def _project(
     out: dict[str, int],
     lora: LoraConfig | None,
 ) -> jax.Array:
-    """x [..., *into] times the module's parameter NAME_kernel [*into, *out], and its adapters.
+    """Apply the linear layer `name` and its LoRA adapters to x [..., *into] -> [..., *out].
 
-    `into` and `out` are sizes by logical axis. A kernel of int8 has NAME_scale [*out] beside it.
+    Args:
+      module: Flax module that holds the parameter NAME_kernel [*into, *out]. If that is int8, the
+        module also holds NAME_scale [*out].
+      name: name of the layer, such as "q".
+      x: inputs [..., *into].
+      into: size of each input axis by logical axis name.
+      out: size of each output axis by logical axis name.
+      lora: adapter config, or None for no adapters.
     """
     inputs = math.prod(into.values())
     shape = (*into.values(), *out.values())
     kernel: Any = module.param(f"{name}_kernel", _kernel((*into, *out), inputs), shape)
     projected: jax.Array
-    if kernel.dtype == jnp.int8:  # int8.py; of what is played only: there is no gradient
+    if kernel.dtype == jnp.int8:  # int8.py; rollouts only, without gradient
         scale: Any = module.get_variable("params", f"{name}_scale")
         small: jax.Array = _product(x, kernel.astype(x.dtype), len(into))
         projected = (small.astype(jnp.float32) * scale).astype(x.dtype)
@@ -150,7 +158,7 @@ def _project(
     if lora is None or not lora.adapts(name):
         return projected
 
-    def uniform(key, shape, dtype=jnp.float32):  # of variance 1 / (3 inputs), as PEFT begins
+    def uniform(key, shape, dtype=jnp.float32):  # variance 1 / (3 inputs), as in PEFT
         return jax.random.uniform(key, shape, dtype, -(inputs**-0.5), inputs**-0.5)
 
     a = module.param(
@@ -197,7 +205,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """Gated feed-forward layer, down(silu(gate(x)) * up(x))."""
 
     config: PolicyConfig
 
@@ -211,7 +219,10 @@ class SwiGLU(nn.Module):
 
 
 class Experts(nn.Module):
-    """A router and its experts; see moe.py. Also returns how many tokens each expert got [E]."""
+    """Mixture of experts with its router; see moe.py.
+
+    Returns the output [B, T, D] and the number of tokens routed to each expert, float32 [E].
+    """
 
     config: PolicyConfig
 
@@ -231,7 +242,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer; the signature (carry, scanned layer number, broadcast context) is nn.scan's."""
+    """One transformer layer, with the signature of nn.scan: carry, layer number, context."""
 
     config: PolicyConfig
     attend: Attend
@@ -255,7 +266,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token embedding, L scanned blocks, final norm."""
+    """Token embedding, L scanned blocks and the final norm."""
 
     config: PolicyConfig
     attend: Attend
@@ -267,13 +278,13 @@ class Transformer(nn.Module):
         c = self.config
         table_shape = (c.vocab_size, c.width)
         table = self.param("embedding", _kernel(("vocab", "embed"), c.width), table_shape)
-        if not c.tied_embeddings:  # declared here so that init makes it; read by unembed()
+        if not c.tied_embeddings:  # created by init, used by unembed()
             self.param("unembedding", _kernel(("vocab", "embed"), c.width), table_shape)
         x = spmd.with_logical_constraint(embedding.lookup(table, tokens), _HIDDEN)
         block = Block
         if c.remat != "none":
             block = nn.remat(Block, prevent_cse=False, policy=_KEPT[c.remat])
-        in_axes: Any = (0, nn.broadcast)  # flax declares an int, and takes one an argument
+        in_axes: Any = (0, nn.broadcast)  # Flax types this as int but accepts one per argument
         layers = nn.scan(
             block,
             variable_axes={"params": 0},
@@ -289,7 +300,7 @@ class Transformer(nn.Module):
 
 
 def boxed_init(config: PolicyConfig, key: jax.Array) -> Any:
-    """Random float32 parameters (see mimetic.py), each in a box that carries its logical axes."""
+    """Initialize random float32 parameters (see mimetic.py), each boxed with its logical axes."""
     token = jnp.zeros((1, 1), jnp.int32)
     context = _context(config, token, {"last_query": token})
     model = Transformer(config, kernels.packed())
@@ -301,14 +312,18 @@ def boxed_init(config: PolicyConfig, key: jax.Array) -> Any:
 
 
 def init(config: PolicyConfig, key: jax.Array) -> Params:
-    """Random float32 parameters as a plain nested dict."""
+    """Initialize random float32 parameters as a plain nested dict."""
     return nn.unbox(boxed_init(config, key))
 
 
 @functools.cache
 def abstract_params(config: PolicyConfig) -> tuple[Params, Params]:
-    """(shapes, logical axes): trees of jax.ShapeDtypeStruct and of PartitionSpec of axis names."""
-    # The key is traced too: no device is asked for one.
+    """Shapes and logical axes of all parameters.
+
+    Returns:
+      A tree of jax.ShapeDtypeStruct, and a tree of PartitionSpec of logical axis names.
+    """
+    # The key is created inside the trace, so that no device is touched.
     boxed = jax.eval_shape(lambda: boxed_init(config, jax.random.key(0)))
     return nn.unbox(boxed), nn.get_partition_spec(boxed)
 
@@ -331,20 +346,22 @@ def hidden_states(
     cache: Any = None,
     context: dict[str, Any] | None = None,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
-    """Runs the blocks.
+    """Run the embedding, the blocks and the final norm.
 
     Args:
       config: the architecture.
       params: parameters in the compute dtype.
-      tokens: int32 [B, T].
-      positions: int32 [B, T], rotary positions (not row indices).
-      attend: how queries meet keys.
-      cache: pytree that `attend` gets and gives back, layer after layer.
-      context: dict handed to `attend` in every layer.
+      tokens: token ids, int32 [B, T].
+      positions: rotary positions (not row indices), int32 [B, T].
+      attend: the attention function.
+      cache: pytree that `attend` receives and returns in every layer.
+      context: dict that `attend` receives in every layer. "last_query" (int32 [B, T], negative at
+        padding) excludes padding from the token counts of the experts.
 
     Returns:
-      Final hidden states [B, T, D] in the compute dtype; the cache as the last layer left it; and,
-      of a mixture of experts, how many tokens (padding apart) each expert got, float32 [L, E].
+      Final hidden states [B, T, D] in the compute dtype; the cache after the last layer; and for a
+      mixture of experts the number of tokens (without padding) routed to each expert, float32
+      [L, E], else None.
     """
     variables, full = {"params": params}, _context(config, positions, context or {})
     result: Any = Transformer(config, attend).apply(variables, tokens, cache, full)
@@ -352,27 +369,28 @@ def hidden_states(
 
 
 def unembed(config: PolicyConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """Float32 logits [..., V] of hidden states [..., D]."""
+    """Project hidden states [..., D] to float32 logits [..., V]."""
     table = params["embedding"] if config.tied_embeddings else params["unembedding"]
     return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
 
 
 def logits(config: PolicyConfig, params: Params, tokens: jax.Array) -> jax.Array:
-    """Float32 logits [B, T, V] of plain causal rows [B, T]; for small inputs and tests."""
+    """Compute float32 logits [B, T, V] of plain causal rows [B, T]; for small inputs and tests."""
     rows, length = tokens.shape
     return unembed(config, params, _causal(config, params, tokens, jnp.full(rows, length)))
 
 
 def embed(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Embeddings of whole texts, as of Qwen3-Embedding: the last token's hidden state.
+    """Embed whole texts by the hidden state of their last token, as Qwen3-Embedding does.
 
     Args:
-      config, params: the model.
-      tokens: int32 [B, T], padded behind `lengths`.
-      lengths: int32 [B], at least 1.
+      config: the architecture.
+      params: parameters in the compute dtype.
+      tokens: token ids, int32 [B, T], padded after `lengths` tokens.
+      lengths: tokens of each text, int32 [B], at least 1.
 
     Returns:
-      float32 [B, D], of length 1.
+      Unit vectors, float32 [B, D].
     """
     hidden = _causal(config, params, tokens, lengths)
     last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]
@@ -381,7 +399,7 @@ def embed(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: jax.
 
 
 def _causal(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: jax.Array):
-    """Hidden states [B, T, D] of plain rows, padded behind their lengths [B]."""
+    """Hidden states [B, T, D] of plain causal rows, padded after their lengths [B]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     last_query = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
     context = {"last_query": last_query}

@@ -1,12 +1,12 @@
-"""Hugging Face folders in and out: one table a family, read in both directions.
+"""Import and export of Hugging Face folders: one table per model family, used in both directions.
 
-1. The table says for each of our parameters what its tensors are called there, and which axes both
-   have; names, shapes and the way from one layout to the other follow from it.
-2. `load` checks all names, shapes and types before it reads any data. It then reads block by block
-   and puts each layer straight to its place, so that little more is ever held than what stays;
-   on a mesh each host reads only what its own devices hold.
-3. `save` goes the same way back, one shard at a time; of weights that several hosts hold together,
-   layer by layer to process 0, which writes.
+1. The table maps each of our parameters to the name of its Hugging Face tensors and the axes of
+   both. Names, shapes and the conversion between the layouts follow from it.
+2. `load` checks all names, shapes and dtypes before it reads data. It then reads block by block and
+   puts each layer directly into its final place, so that memory stays close to the size of the
+   parameters. On a mesh each host reads only the parts that its devices hold.
+3. `save` converts back, one shard at a time. Weights sharded over hosts are sent layer by layer to
+   process 0, which writes.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from spell_jax.runtime.jsonl import write_json
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-# Name -> (numpy type, the same bits as whole numbers, the bits that are all set in infinities and
-# in what is not a number).
+# Name -> (numpy dtype, unsigned integer type of the same size, mask of the exponent bits, which are
+# all set in infinities and NaN).
 DTYPES = {
     "float32": (np.dtype(np.float32), np.uint32, 0x7F80_0000),
     "bfloat16": (np.dtype(ml_dtypes.bfloat16), np.uint16, 0x7F80),
 }
 READ_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # dtypes that files may have, and their bytes
-BLOCK_BYTES = 8 << 20  # what is read at once
-# Transposing in strips as wide as two cache lines is five times faster than all at once.
+BLOCK_BYTES = 8 << 20  # bytes per read
+# Transposing in strips two cache lines wide is five times faster than all at once.
 STRIP_ROWS = 64
 
 Index = tuple[slice, ...]
@@ -55,16 +55,17 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One of our parameters in a Hugging Face file.
+    """Mapping of one parameter to its Hugging Face tensors.
 
-    Letters are axes, as everywhere: L layers, E experts, D width, F feed-forward, N and K heads,
-    H head size, V vocabulary.
+    Letters are axes: L layers, E experts, D width, F feed-forward, N query heads, K key/value
+    heads, H head size, V vocabulary.
 
     Attributes:
-      name: of the tensor; "{layer}" and "{expert}" stand for numbers, there is one tensor for each.
-      theirs: axes of one tensor; those in one word are flattened together ("NH D" is a matrix).
-      ours: our axes of one tensor, in our order, by default as in `theirs`. Our parameter has L
-        before them if there is a tensor a layer, and E if there is one an expert.
+      name: name of the tensor; "{layer}" and "{expert}" stand for numbers, with one tensor for
+        each.
+      theirs: axes of one tensor; axes in one word are flattened together ("NH D" is a matrix).
+      ours: our axes of one tensor, in our order; by default those of `theirs`. Our parameter starts
+        with L if there is one tensor per layer, then E if there is one per expert.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Entry:
 
     @property
     def letters(self) -> str:
-        """Axes of one tensor, in their order, none flattened."""
+        """Unflattened axes of one tensor, in their order."""
         return self.theirs.replace(" ", "")
 
     @property
@@ -98,7 +99,7 @@ class Entry:
         return tuple(sizes[axis] for axis in self.axes)
 
     def in_their_order(self, ours: np.ndarray) -> np.ndarray:
-        """A view of our axes of one tensor, in their order, none flattened."""
+        """Transpose our axes of one tensor to their order, unflattened; a view."""
         return ours.transpose([(self.ours or self.letters).index(axis) for axis in self.letters])
 
 
@@ -133,8 +134,8 @@ _EXPERTS = {
     "layers/moe/up_kernel": Entry("mlp.experts.{expert}.up_proj.weight", "F D", "DF"),
     "layers/moe/down_kernel": Entry("mlp.experts.{expert}.down_proj.weight", "D F", "FD"),
 }
-# Model type -> our parameter path -> Hugging Face tensors. What begins with "layers/" is called
-# "model.layers.{layer}." and so on there.
+# Model type -> our parameter path -> Hugging Face tensors. Entries under "layers/" get the prefix
+# "model.layers.{layer}.".
 TABLES: dict[str, dict[str, Entry]] = {
     family: {
         path: dataclasses.replace(entry, name="model.layers.{layer}." + entry.name)
@@ -152,10 +153,10 @@ TABLES: dict[str, dict[str, Entry]] = {
 
 
 def table(config: PolicyConfig) -> dict[str, Entry]:
-    """Every parameter of a policy, by its path.
+    """Entries of all parameters of a policy, by parameter path.
 
     Raises:
-      ValueError: no Hugging Face architecture has its parts.
+      ValueError: if no Hugging Face architecture has its parts.
     """
     entries = dict(TABLES[config.model_type])
     if config.tied_embeddings:
@@ -177,7 +178,7 @@ def _sizes(config: PolicyConfig) -> dict[str, int]:
 
 
 def _parts(config: PolicyConfig) -> Iterator[tuple[str, int | None, list[str]]]:
-    """(path, layer, names of its tensors: one, or one an expert), in the order of the files."""
+    """Yield (path, layer, tensor names) in file order, with one name, or one per expert."""
     entries = table(config)
     for path, entry in entries.items():
         if not entry.layered:
@@ -213,15 +214,16 @@ def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 def identify(
     folder: str | pathlib.Path, thinking: bool | None = None
 ) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
-    """Architecture and tokenizer of a Hugging Face folder, without its weights.
+    """Read the architecture and the tokenizer of a Hugging Face folder, without weights.
 
     Args:
       folder: as for `load`.
       thinking: see `tokenizer.load`.
 
     Raises:
-      FileNotFoundError, ValueError: as `tokenizer.load`; there is no config.json, or none that is
-        understood; or the tokenizer has more tokens than the embedding has rows.
+      FileNotFoundError: if there is no config.json or no tokenizer.
+      ValueError: if config.json is not supported, as `tokenizer.load`, or if the tokenizer has more
+        tokens than the embedding has rows.
     """
     folder = pathlib.Path(folder)
     config = _read_config(folder)
@@ -237,23 +239,24 @@ def identify(
 def load(
     folder: str | pathlib.Path, mesh: jax.sharding.Mesh | None = None, dtype: str = "float32"
 ) -> tuple[PolicyConfig, transformer.Params]:
-    """Reads config.json and the weights of a Hugging Face folder.
+    """Read config.json and the weights of a Hugging Face folder.
 
     Args:
-      folder: holds model.safetensors, or shards and model.safetensors.index.json. Names may stand
-        without their "model.", as in Qwen3-Embedding, which may lack an output projection.
-      mesh: where the parameters go; every process of the mesh calls this.
-      dtype: of the parameters, one of DTYPES; files may be F32, F16 or BF16.
+      folder: folder with model.safetensors, or shards and model.safetensors.index.json. Tensor
+        names may lack the prefix "model.", as in Qwen3-Embedding, which may also lack an output
+        projection.
+      mesh: device mesh of the parameters; every process of the mesh must call this.
+      dtype: dtype of the parameters, one of DTYPES; files may be F32, F16 or BF16.
 
     Returns:
-      The architecture and the parameters: numpy arrays without a mesh, else jax arrays placed by
+      The architecture and the parameters: numpy arrays without a mesh, else jax arrays sharded by
       meshes.shardings.
 
     Raises:
-      FileNotFoundError: a file is missing.
-      ValueError: a file is damaged; a tensor is unknown, missing, there twice, of a wrong shape or
-        type (all that before any data is read), or holds a value that is not finite. The message
-        names tensor and file.
+      FileNotFoundError: if a file is missing.
+      ValueError: if a file is damaged; if a tensor is unknown, missing, duplicated, or has a wrong
+        shape or dtype (all checked before any data is read); or if a value is not finite. The
+        message names tensor and file.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: must be one of {tuple(DTYPES)}")
@@ -261,7 +264,7 @@ def load(
     config = _read_config(folder)
     path, found = files.scan(folder)
     if _is_bare(found) and _COMMON["unembedding"].name not in found:
-        # Qwen3-Embedding: a model without output projection, whatever its config says.
+        # Qwen3-Embedding has no output projection, whatever its config says.
         config = dataclasses.replace(config, tied_embeddings=True)
     source = _Source(config, *match(config, path, found), dtype)
     source.check_tied()
@@ -271,7 +274,7 @@ def load(
         shapes, axes = transformer.abstract_params(config)
         places = _flatten(meshes.shardings(mesh, axes, shapes))
     flat = {}
-    # What is read in the largest pieces goes first, while little else is held.
+    # Largest pieces first, while little else is in memory.
     for path in sorted(source.entries, key=source.piece_size, reverse=True):
         place = places.get(path)
         flat[path] = _to_host(source, path) if place is None else _to_mesh(source, path, place)
@@ -286,23 +289,23 @@ def _read_config(folder: pathlib.Path) -> PolicyConfig:
 
 
 def _is_bare(names: Iterable[str]) -> bool:
-    """Whether tensors are named without their "model."."""
+    """Whether tensor names lack the prefix "model."."""
     return not any(name.startswith("model.") for name in names)
 
 
 def match(
     config: PolicyConfig, source: pathlib.Path, found: dict[str, files.Tensor]
 ) -> tuple[dict[str, files.Tensor], files.Tensor | None]:
-    """Finds the tensor of each name of the table.
+    """Match the tensors of a folder to the names of the table.
 
     Returns:
-      (tensors by the table's names; the output projection, if a tied policy has one all the same).
+      Tensors by the table's names, and the output projection if a tied policy has one anyway.
 
     Raises:
-      ValueError: one is missing, of a wrong shape or type, or there are others.
+      ValueError: if a tensor is missing, unknown, or of a wrong shape or dtype.
     """
     entries, sizes = table(config), _sizes(config)
-    # Old Llama files hold the rotary frequencies, which follow from the config.
+    # Old Llama files contain the rotary frequencies, which follow from the config.
     left = {name: t for name, t in found.items() if not name.endswith(".rotary_emb.inv_freq")}
     is_bare = _is_bare(left)
     matched = {}
@@ -333,9 +336,9 @@ class _Source:
 
     Attributes:
       config: the architecture.
-      tensors: by the table's names.
-      copy: a second copy of a tied policy's embedding, or None.
-      dtype: of what is read, one of DTYPES.
+      tensors: tensors by the table's names.
+      copy: second copy of a tied policy's embedding, or None.
+      dtype: dtype of the returned arrays, one of DTYPES.
     """
 
     config: PolicyConfig
@@ -355,11 +358,15 @@ class _Source:
         return self.entries[path].our_shape(self.sizes)
 
     def piece_size(self, path: str) -> int:
-        """How many values `fill` reads at most: one layer of a parameter."""
+        """Maximum number of values that `fill` reads: one layer of a parameter."""
         return math.prod(self.shape(path)[self.entries[path].layered :])
 
     def check_tied(self) -> None:
-        """Raises ValueError where the copy of the embedding is not one, to the bit."""
+        """Check that the second copy of the embedding is identical.
+
+        Raises:
+          ValueError: if the two differ in any bit.
+        """
         if self.copy is None:
             return
         embedding = self.tensors[self.entries["embedding"].name]
@@ -374,16 +381,16 @@ class _Source:
                 raise ValueError(message)
 
     def fill(self, out: np.ndarray, path: str, layer: int, index: Index) -> None:
-        """Reads a part of one layer of a parameter.
+        """Read a part of one layer of a parameter.
 
         Args:
-          out: where to; its axes are the parameter's without L.
-          path: which parameter.
-          layer: which layer, where there are layers.
-          index: which part, with start and stop for each axis of `out`.
+          out: output array, with the parameter's axes except L.
+          path: path of the parameter.
+          layer: layer number; ignored for parameters without layers.
+          index: part to read, one slice with start and stop per axis of `out`.
 
         Raises:
-          ValueError: a value of it is not finite.
+          ValueError: if a value is not finite.
         """
         entry = self.entries[path]
         if not entry.expertwise:
@@ -395,11 +402,12 @@ class _Source:
             self._fill_one(part, entry, name, tuple(rest))
 
     def _fill_one(self, out: np.ndarray, entry: Entry, name: str, index: Index) -> None:
-        """`fill` from one tensor, block by block of its rows."""
+        """Do `fill` from one tensor, in blocks of rows."""
         tensor = self.tensors[name]
         parts = dict(zip(entry.ours or entry.letters, index, strict=True))
-        # Of a flattened word, such as NH, its first axis is cut while reading: one step of it is a
-        # step of all the others' sizes in the file. The others are read whole and cut afterwards.
+        # The first axis of a flattened word (N of NH) is sliced while reading; one step along it is
+        # the product of the other sizes in the file. The other axes are read whole and sliced
+        # afterwards.
         words = entry.theirs.split()
         steps = [math.prod(self.sizes[axis] for axis in word[1:]) for word in words]
         spans = [
@@ -435,14 +443,14 @@ def _length(part: slice) -> int:
 
 
 def _copy_strips(target: np.ndarray, source: np.ndarray) -> None:
-    """target[:] = source, both with a tensor's rows as first axis, one of them transposed."""
+    """Copy source to target in strips of axis 0 (the tensor's rows); one array is transposed."""
     step = max(1, STRIP_ROWS // math.prod(source.shape[1:-1]))
     for start in range(0, len(source), step):
         target[start : start + step] = source[start : start + step]
 
 
 def _to_host(source: _Source, path: str) -> np.ndarray:
-    """A whole parameter as a numpy array."""
+    """Read a whole parameter into a numpy array."""
     shape = source.shape(path)
     out = np.empty(shape, DTYPES[source.dtype][0])
     layered = source.entries[path].layered
@@ -453,7 +461,7 @@ def _to_host(source: _Source, path: str) -> np.ndarray:
 
 
 def _to_mesh(source: _Source, path: str, place: NamedSharding) -> jax.Array:
-    """A whole parameter as a jax array, of which each host reads what its devices hold."""
+    """Read a whole parameter into a jax array; each host reads the parts its devices hold."""
     shape, dtype = source.shape(path), DTYPES[source.dtype][0]
     if not source.entries[path].layered:
         return _piece(source, path, 0, shape, place)
@@ -462,22 +470,22 @@ def _to_mesh(source: _Source, path: str, place: NamedSharding) -> jax.Array:
     place_of_layer = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
     for layer in range(shape[0]):
         piece = _piece(source, path, layer, shape[1:], place_of_layer)
-        # Waiting keeps pieces from piling up.
+        # Block, so that pieces do not pile up in memory.
         stack = insert(stack, piece, np.int32(layer)).block_until_ready()
     return stack
 
 
 def _insert(stack: jax.Array, piece: jax.Array, layer: jax.Array) -> jax.Array:
-    """The stack [L, ...] with the piece [...] as one layer."""
+    """Set one layer of a stack [L, ...] to a piece [...]."""
     return jax.lax.dynamic_update_index_in_dim(stack, piece, layer, 0)
 
 
 def _piece(
     source: _Source, path: str, layer: int, shape: tuple[int, ...], place: NamedSharding
 ) -> jax.Array:
-    """One layer of a parameter on its devices."""
+    """Read one layer of a parameter onto its devices."""
     dtype = DTYPES[source.dtype][0]
-    done: dict[tuple, np.ndarray] = {}  # devices that hold the same part share one reading
+    done: dict[tuple, np.ndarray] = {}  # devices with the same part share one read
 
     def read(index: Any) -> np.ndarray:
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
@@ -501,24 +509,24 @@ def save(
     dtype: str = "float32",
     shard_bytes: int = 2 << 30,
 ) -> None:
-    """Writes a Hugging Face folder: config.json, weights, tokenizer files.
+    """Write a Hugging Face folder: config.json, weights and tokenizer files.
 
-    The folder appears whole or not at all; one that is there is replaced. Of several hosts process
-    0 writes, but every one calls this, with what it holds of the parameters.
+    The folder appears complete or not at all; an existing one is replaced. With several hosts,
+    every process must call this with its shards of the parameters; process 0 writes.
 
     Args:
-      folder: where to.
+      folder: output folder.
       config: the architecture.
-      params: numpy or jax arrays, split over devices or not.
-      tokenizer: goes into the folder too, its end and padding tokens into the configs.
-      dtype: of the file, one of DTYPES.
-      shard_bytes: weights that are larger go into several files of at most this size (or of one
-        tensor); about so much is held in memory.
+      params: numpy or jax arrays, sharded or not.
+      tokenizer: tokenizer to save with the weights; its eos and padding ids go into the configs.
+      dtype: dtype of the files, one of DTYPES.
+      shard_bytes: maximum size of a file in bytes, unless a single tensor is larger; also about the
+        memory needed.
 
     Raises:
-      ValueError: the architecture has no Hugging Face form, or the parameters are not its; nothing
-        is written.
-      RuntimeError: with several hosts, on each of them: writing failed.
+      ValueError: if no Hugging Face architecture has these parts, or the parameters do not match
+        the architecture. Nothing is written.
+      RuntimeError: on every host, if there are several and writing failed.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: must be one of {tuple(DTYPES)}")
@@ -542,14 +550,14 @@ def save(
                     _write_others(scratch, fields, tokenizer)
         finally:
             if jax.process_count() > 1:
-                for _ in tensors:  # who does not write, or cannot, still helps to gather
+                for _ in tensors:  # every process must take part in every gather
                     pass
 
 
 def _write_others(
     folder: pathlib.Path, fields: dict[str, Any], tokenizer: tokenizers.Tokenizer | None
 ) -> None:
-    """config.json with these fields, and the tokenizer's files."""
+    """Write config.json with these fields, and the tokenizer's files."""
     write_json(folder / CONFIG_FILE, fields, indent=2)
     if tokenizer is None:
         return
@@ -576,7 +584,7 @@ def _check_params(config: PolicyConfig, flat: Mapping[str, Any]) -> None:
 def _their_tensors(
     config: PolicyConfig, flat: Mapping[str, Any], dtype: str
 ) -> Iterator[np.ndarray]:
-    """The tensors of a file in the order of `_parts`, each made when it is asked for."""
+    """Yield the Hugging Face tensors in the order of `_parts`, each built when it is needed."""
     entries, sizes = table(config), _sizes(config)
     for path, layer, _ in _parts(config):
         entry = entries[path]

@@ -1,6 +1,7 @@
-"""What the report's page takes of a run's episodes: some of them, and what all of them tell.
+"""Selection of a run's episodes for the report page, and statistics over all of them.
 
-They are chosen evenly over steps, tasks and outcomes; of the same files always the same.
+Episodes are chosen evenly over steps, tasks and outcomes. The same files always give the same
+choice.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from etils import epath
 from spell_jax.data.clusters import ROLES, TASKS
 from spell_jax.runtime.episodes import episode_files, read_episodes
 
-# What an episode's line has for the page, with what stands in where it does not.
+# Fields of an episode's line that the page uses, with their defaults.
 _FIELDS: dict[str, Any] = {
     "task": "",
     "cluster": "",
@@ -50,15 +51,15 @@ _FIELDS: dict[str, Any] = {
 
 @dataclass
 class Episodes:
-    """What is taken from a run's episodes.
+    """Chosen episodes of a run and statistics over all its episodes.
 
     Attributes:
-      chosen: episodes for the page with "step", "outcome" and "roles", in the order of their steps.
-      documents: cluster -> texts, of the chosen ones that have them on disk.
-      played: episodes of the steps on disk, with those that the run did not keep.
-      counted: step -> metrics that follow from its episodes (episodes/...).
-      points: (mean score, questioner's reward) -> episodes.
-      found: readable episodes on disk.
+      chosen: episodes for the page, ordered by step, with "step", "outcome" and "roles" added.
+      documents: cluster -> texts, for chosen episodes whose documents are on disk.
+      counted: step -> metrics computed from its episodes (episodes/...).
+      points: (mean score, questioner's reward) -> number of episodes.
+      played: number of episodes in the steps on disk, including those that the run did not store.
+      found: number of readable episodes on disk.
     """
 
     chosen: list[dict[str, Any]] = field(default_factory=list)
@@ -70,7 +71,7 @@ class Episodes:
 
 
 def choose_episodes(workdir: epath.Path, limit: int) -> Episodes:
-    """Reads all of WORKDIR/episodes, a step at a time, and keeps at most so many episodes."""
+    """Read all of WORKDIR/episodes, one step at a time, and keep at most `limit` episodes."""
     result = Episodes()
     steps = evenly(list(episode_files(workdir)), limit)
     shares = dict(zip(steps, shares_of(limit, len(steps)), strict=True))
@@ -100,11 +101,19 @@ def choose(
     known: set[str],
     taken: collections.Counter[tuple[str, str]],
 ) -> list[int]:
-    """Places of at most `wanted` episodes, ascending.
+    """Choose at most `wanted` episodes of a step.
 
-    One after the other is of the task and outcome of which least was taken so far, `taken`, which
-    they are added to; of its kind it is the first one, but those of `known` clusters come before
-    others.
+    Each choice takes the (task, outcome) that was taken least often so far. Among its episodes,
+    those of `known` clusters come first, then those that come first in `episodes`.
+
+    Args:
+      episodes: episodes of the step.
+      wanted: maximum number of episodes to choose.
+      known: clusters whose documents are on disk.
+      taken: (task, outcome) -> number of episodes taken so far; updated here.
+
+    Returns:
+      Indices of the chosen episodes, ascending.
     """
     kinds: dict[tuple[str, str], list[int]] = {}
     for place, e in enumerate(episodes):
@@ -121,7 +130,7 @@ def choose(
 
 
 def outcome(scores: Sequence[float], status: str) -> str:
-    """An answered question by its scores; another by the status in which it ended."""
+    """Outcome of an episode: by the scores of its answers, or its status if it has none."""
     if not scores:
         return status
     if len(set(scores)) > 1:
@@ -130,7 +139,7 @@ def outcome(scores: Sequence[float], status: str) -> str:
 
 
 def _episode(line: Any) -> dict[str, Any]:
-    """A line of a file as the page has it; TypeError where something is of another kind."""
+    """Check and convert a line for the page; raises TypeError for a value of another type."""
     if not isinstance(line, dict):
         raise TypeError("not an object")
     episode = {name: line.get(name, default) for name, default in _FIELDS.items()}
@@ -152,7 +161,7 @@ def _episode(line: Any) -> dict[str, Any]:
 
 
 def _counted(episodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Shares of tasks among questions with mixed rewards, and how many answers each role gave."""
+    """Task shares among questions with mixed rewards, and the number of answers of each role."""
     tasks = [e["task"] for e in episodes if e["outcome"] == "mixed"]
     mixed = collections.Counter(task for task in tasks if task in TASKS)
     counted = {f"mixed/{task}": mixed[task] / mixed.total() for task in TASKS if mixed}
@@ -163,12 +172,12 @@ def _counted(episodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def shares_of(total: int, parts: int) -> list[int]:
-    """`total` in so many whole parts, as even as can be."""
+    """Split `total` into `parts` whole numbers that are as even as possible."""
     return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
 
 
 def evenly(items: Sequence[int], limit: int) -> list[int]:
-    """At most `limit` of the items, evenly, the first and the last one among them."""
+    """Choose at most `limit` items, evenly spaced, with the first and the last one."""
     if len(items) <= limit:
         return list(items)
     return [items[i * (len(items) - 1) // max(limit - 1, 1)] for i in range(limit)]

@@ -1,15 +1,16 @@
-"""What runs did, as one HTML page that needs no network: curves, evaluation, episodes to browse.
+"""One HTML page about one or more runs, without network access: curves, evaluation, episodes.
 
-1. Runs whose configs differ in nothing but the seed are one group: a curve of its means, and a band
-   from the smallest value to the largest.
-2. Episodes are chosen evenly over steps, tasks and outcomes, of the same files always the same. One
-   comes with the documents that it was about, if the run kept them; a text that several share is
-   stored once. Of a page that gets full, half is kept free for documents; what then stays out is
-   spread evenly, too, and the page says how much that is.
-3. All that a run wrote is data. It goes into report.html as lines of base64, in which nothing can
-   end a script: line 0 is the overview, the last one the index of episodes, and between them are
-   episodes and documents, each unpacked when it is looked at. A line is JSON, compressed by gzip.
-4. report.html draws it; text gets into its elements as textContent only.
+1. Runs whose configs differ only in the seed form a group. The group has a curve of its means and a
+   band from the smallest to the largest value.
+2. Episodes are chosen evenly over steps, tasks and outcomes; the same files always give the same
+   choice. An episode has its documents, if the run stored them. A shared text is stored once.
+3. If the page gets full, half of it is reserved for documents. Omitted episodes and documents are
+   spread evenly, and the page states their number.
+4. Everything that a run wrote is data. It is embedded in report.html as lines of base64, which
+   cannot end a script. Each line is JSON, compressed by gzip.
+5. Line 0 is the overview and the last line is the index of episodes. The lines between them are
+   episodes and documents, each unpacked when it is viewed.
+6. report.html draws the page; text enters its elements as textContent only.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ from spell_jax.runtime.setup import CONFIG_FILE
 from spell_jax.selfplay import rewards
 
 PAGE = "report.html"
-COMPARISON = "comparison.html"  # of several runs, in the folder of the first
-EPISODES = 2000  # on a page, of all runs
-POINTS = 1000  # steps of a curve; of more, as many evenly
+COMPARISON = "comparison.html"  # page of several runs, in the folder of the first
+EPISODES = 2000  # maximum number on a page, over all runs
+POINTS = 1000  # maximum number of steps in a curve, evenly spaced
 PAGE_BYTES = 50_000_000
 
 _FORM = pathlib.Path(__file__).with_name(PAGE)
 _DATA = "@DATA@"
-_PLACE_BYTES = 24  # of a document in the index, at most
-_MISSES = 20  # so many things in a row that do not fit: the page is full
-_TITLE_CHARACTERS = 100  # of a question in the index
-_LABEL_FIELDS = 3  # a group that more fields than these tell apart goes by its folder
+_PLACE_BYTES = 24  # maximum size of a document's entry in the index
+_MISSES = 20  # consecutive values that do not fit before the page counts as full
+_TITLE_CHARACTERS = 100  # maximum length of a question in the index
+_LABEL_FIELDS = 3  # if groups differ in more fields, their labels are folders
 _GOLDEN = (5**0.5 - 1) / 2
-QUESTIONER = "rollout/questioner_reward"  # of runs in which somebody asks
+QUESTIONER = "rollout/questioner_reward"  # only in runs with a questioner
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the page is told of a run.
+    """Measurements of a run, the input of the page.
 
     Attributes:
-      workdir: its folder.
-      records: the lines of its metrics.
-      evaluation: (before, after) tables {section: {row: {column: [mean, half_width]}}}, if any.
+      workdir: folder of the run.
+      records: lines of the run's metrics.
+      evaluation: (before, after) tables {section: {row: {column: [mean, half_width]}}}, or None.
     """
 
     workdir: epath.Path
@@ -71,13 +72,19 @@ class Measured:
 def write_page(
     runs: Sequence[Measured], path: epath.Path, size: int = PAGE_BYTES, episodes: int = EPISODES
 ) -> dict[str, Any]:
-    """Writes the page of some runs, with at most so many episodes and bytes.
+    """Write the page of one or more runs.
+
+    Args:
+      runs: measurements of the runs.
+      path: file to write.
+      size: maximum size of the page in bytes.
+      episodes: maximum number of episodes, over all runs.
 
     Returns:
-      All that is on it but the episodes.
+      The overview: everything on the page except the episodes.
 
     Raises:
-      ValueError: the curves alone are more than so many bytes; compare fewer runs.
+      ValueError: if the curves alone exceed `size`; compare fewer runs.
     """
     read = [
         choose_episodes(run.workdir, part)
@@ -98,14 +105,14 @@ def write_page(
 
 
 def _episode_lines(read: Sequence[Episodes], room: int) -> list[str]:
-    """Lines of episodes and documents while there is room, and the index of those."""
+    """Lines of the episodes and documents that fit into `room` bytes, then their index."""
     every = [(run, episode) for run, some in enumerate(read) for episode in some.chosen]
     texts = [read[run].documents.get(episode["cluster"], []) for run, episode in every]
-    entries = [_entry(run, episode) for run, episode in every]  # of the index
-    # The beginning of this order is spread evenly, for the case that the page gets full.
+    entries = [_entry(run, episode) for run, episode in every]  # entries of the index
+    # Every prefix of this order is spread evenly over the episodes, in case the page gets full.
     order = sorted(range(len(every)), key=lambda i: i * _GOLDEN % 1)
     lines = _Lines(room)
-    places: dict[str, tuple[int, int]] = {}  # a text -> its line, and where in it
+    places: dict[str, tuple[int, int]] = {}  # text -> (line, index in the line)
 
     def add_episodes(keep_free: int) -> None:
         lines.begin(keep_free)
@@ -135,19 +142,19 @@ def _episode_lines(read: Sequence[Episodes], room: int) -> list[str]:
 
 
 def _entry(run: int, episode: Mapping[str, Any]) -> dict[str, Any]:
-    """What the index says of an episode; "at" is its line, None until it has one."""
+    """Index entry of an episode; "at" is its line number, None until it has a line."""
     kinds = {name: episode[name] for name in ("step", "task", "outcome", "roles")}
     title = episode["question"][:_TITLE_CHARACTERS]
     return {"at": None, "run": run, "title": title, "documents": []} | kinds
 
 
 def _index_bytes(entry: Mapping[str, Any]) -> int:
-    """So much of the index is an entry at most: its JSON, not compressed, in base64."""
+    """Upper bound of an entry's bytes in the index: its uncompressed JSON in base64."""
     return (len(json.dumps(entry)) + 8) * 4 // 3
 
 
 class _Lines:
-    """The page's lines behind the overview, while there is room for so many bytes."""
+    """Lines of the page after the overview, with at most `room` bytes."""
 
     def __init__(self, room: int):
         self.packed: list[str] = []
@@ -155,12 +162,15 @@ class _Lines:
         self.begin(0)
 
     def begin(self, keep_free: int) -> None:
-        """From now on so many bytes are left for what comes later."""
+        """Start a pass over the episodes that leaves `keep_free` bytes for later passes."""
         self._keep_free, self._misses = keep_free, 0
 
     def add(self, value: Any, extra: int = 0) -> int | None:
-        """Takes the room of a value's line and of so many bytes elsewhere; returns the number of
-        the line, or None where that does not fit."""
+        """Append a value as a line, and reserve `extra` bytes elsewhere on the page.
+
+        Returns:
+          The line number, or None if the value does not fit.
+        """
         if self._misses == _MISSES:
             return None
         line = _packed(value)
@@ -178,7 +188,7 @@ class _Lines:
 
 
 def _overview(runs: Sequence[Measured], read: Sequence[Episodes]) -> dict[str, Any]:
-    """All that is drawn without looking at an episode."""
+    """Data of the page except the episodes."""
     configs = [_config(run.workdir) for run in runs]
     groups = group_by_seed(configs)
     labels = _labels(groups, configs, [str(run.workdir) for run in runs])
@@ -213,8 +223,8 @@ def _overview(runs: Sequence[Measured], read: Sequence[Episodes]) -> dict[str, A
 
 
 def group_by_seed(configs: Sequence[Mapping[str, Any] | None]) -> list[list[int]]:
-    """Places of runs whose configs are alike but for the seed; one without a config is alone."""
-    groups: dict[str, list[int]] = {}  # by the config, or the place of one without
+    """Indices of runs by equal config except the seed; a run without a config is alone."""
+    groups: dict[str, list[int]] = {}  # key: config, or the index of a run without one
     for place, config in enumerate(configs):
         rest = None if config is None else {k: v for k, v in config.items() if k != "seed"}
         groups.setdefault(json.dumps(rest or place, sort_keys=True), []).append(place)
@@ -226,7 +236,7 @@ def _labels(
     configs: Sequence[Mapping[str, Any] | None],
     names: Sequence[str],
 ) -> list[str]:
-    """What tells groups apart: a few fields of their configs, else their folders."""
+    """Labels of the groups: the config fields that differ, or folders if these are too many."""
     fields = [dict(flat(configs[members[0]] or {})) for members in groups]
     all_names = dict.fromkeys(name for some in fields for name in some if name != "seed")
     differing = [n for n in all_names if len({json.dumps(some.get(n)) for some in fields}) > 1]
@@ -252,7 +262,7 @@ def _config(workdir: epath.Path) -> dict[str, Any] | None:
 
 
 def _with_counted(records: Sequence[Mapping[str, Any]], episodes: Episodes) -> list[dict[str, Any]]:
-    """The lines of metrics with what was counted in the step's episodes."""
+    """Lines of metrics, extended by the metrics computed from the episodes of the step."""
     lines = []
     for record in records:
         line = {**record, **episodes.counted.get(record["step"], {})}
@@ -268,7 +278,7 @@ def _with_counted(records: Sequence[Mapping[str, Any]], episodes: Episodes) -> l
 def _series(
     runs: Sequence[Sequence[Mapping[str, Any]]], names: Mapping[str, Any]
 ) -> dict[str, list[list[float]]]:
-    """Metric -> [steps, means], and for several runs [..., smallest, largest values], too."""
+    """Metric -> [steps, means], followed by [minima, maxima] if there are several runs."""
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for records in runs:
         for record in records:
@@ -289,7 +299,7 @@ def _series(
 
 
 def _mapping(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The questioner's reward over the mean reward of answers, as the config has it."""
+    """Curve of the questioner's reward over the mean answer reward, from the config."""
     algorithm = (config or {}).get("algorithm", {})
     try:
         name, mu, sigma = (algorithm[key] for key in ("mapping", "mu", "sigma"))
@@ -301,7 +311,7 @@ def _mapping(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _points(read: Sequence[Episodes]) -> list[list[float]]:
-    """[mean score, questioner's reward, how many episodes]."""
+    """List of [mean score, questioner's reward, number of episodes]."""
     points: collections.Counter[tuple[float, float]] = collections.Counter()
     for episodes in read:
         points.update(episodes.points)
@@ -311,8 +321,11 @@ def _points(read: Sequence[Episodes]) -> list[list[float]]:
 def _evaluation(
     groups: Sequence[Sequence[int]], tables: Sequence[tuple[Mapping, Mapping] | None]
 ) -> list[dict[str, Any]]:
-    """Sections of rows {"name", "cells"}, with [before, after] a group: [mean, half_width, runs] or
-    None. The half-width of several runs is half the way from the smallest mean to the largest."""
+    """Evaluation tables of all groups, one per section, with rows {"name", "cells"}.
+
+    A row has one pair [before, after] per group, each [mean, half_width, runs] or None. The
+    half-width of several runs is half the range of their means.
+    """
     sections: dict[str, dict[tuple[str, str], None]] = {}
     for table in (table for pair in tables if pair for table in pair):
         for section, rows in table.items():
@@ -348,11 +361,11 @@ def _evaluation(
     ]
 
 
-# ------------------------------------------------------------------------------------------- Small
+# ----------------------------------------------------------------------------------------- Helpers
 
 
 def _packed(value: Any) -> str:
-    """JSON, compressed, in base64; the same for the same value."""
+    """Encode a value as JSON, gzip and base64; deterministic."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 

@@ -1,9 +1,9 @@
-"""Which metrics of a run the report's page draws together, whatever was played.
+"""Panels of the report page: groups of metrics that are drawn together, for any algorithm.
 
-1. A panel lists its metrics by name, or takes all that an algorithm has of a kind: by task or
-   another division, by who speaks, rewards, held-out measures.
-2. A panel of which nothing was measured is not there.
-3. What is in no panel is among the page's other metrics.
+1. A panel lists its metrics by name, or takes all metrics of a kind: by task or another breakdown,
+   by agent, rewards, held-out measures.
+2. A panel without any measured metric is left out.
+3. Metrics that are in no panel are among the page's other metrics.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from spell_jax.data.clusters import ROLES, TASKS
 
-# Behind the time in which the host waits for answers; "play" is the rest of playing.
+# Phases after the waiting times of the agents; "play" is the rest of the rollout's time.
 _PHASES = ("play", "update", "validate", "write", "save")
 _STATUSES = ("accepted", "bad_format", "skipped", "ungrounded", "overlong")
 _SPEAKERS = (*ROLES, "reference_reader")
@@ -22,14 +22,14 @@ _SPEAKERS = (*ROLES, "reference_reader")
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture of curves.
+    """A plot of one or more curves.
 
     Attributes:
-      section: "Learning" or "Time".
-      title: what is before a colon is its name.
-      metrics: label -> metric; those that come first have the same colors in all panels. What the
-        run has not measured may be among them.
-      stacked: whether the values add up to something.
+      section: section of the page, "Learning" or "Time".
+      title: heading; the part before a colon is the name.
+      metrics: label -> metric. Colors follow this order, so equal first labels have equal colors in
+        all panels. Metrics that the run has not measured are allowed.
+      stacked: whether the values are parts of a sum, drawn as stacked areas.
     """
 
     section: str
@@ -39,7 +39,7 @@ class Panel:
 
 
 def choose_panels(names: Collection[str]) -> list[Panel]:
-    """The panels of a run that has measured these."""
+    """Choose the panels of a run that has measured the metrics `names`."""
     known = set(names)
     panels = [*_learning(known), *_time(known)]
     return [panel for panel in panels if known & set(panel.metrics.values())]
@@ -63,7 +63,7 @@ def _learning(names: Collection[str]) -> Iterator[Panel]:
         {task: f"episodes/mixed/{task}" for task in TASKS},
         True,
     )
-    # The questioner's has a panel of its own.
+    # The questioner's reward has a panel of its own.
     rewards = r"play/(?!questioner_)(\w+_(?:reward|by_chance))"
     yield panel("Rewards: means, and what a guess earns", _matching(names, rewards))
     yield panel(
@@ -116,13 +116,13 @@ def _time(names: Collection[str]) -> Iterator[Panel]:
 
 
 def _parts(names: Collection[str], name: str, first: tuple[str, ...]) -> dict[str, str]:
-    """Label -> name/LABEL: of `first`, and of whatever else was measured, numbers by size."""
+    """Label -> name/LABEL: the labels `first`, then other measured ones, numbers by size."""
     others = _matching(names, rf"{re.escape(name)}/(\w+)")
     labels = dict.fromkeys((*first, *sorted(others, key=lambda label: (len(label), label))))
     return {label: f"{name}/{label}" for label in labels}
 
 
 def _matching(names: Collection[str], pattern: str) -> dict[str, str]:
-    """Label -> name, of the names that are of a form; its group is the label."""
+    """Label -> name, for the names that match a pattern; its first group is the label."""
     found = ((re.fullmatch(pattern, name), name) for name in sorted(names))
     return {match[1]: name for match, name in found if match}

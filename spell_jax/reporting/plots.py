@@ -1,10 +1,11 @@
-"""The plots of the report's page as pictures for papers, one a file, by matplotlib.
+"""Plots of the report page as PNG files for papers, one plot per file, by matplotlib.
 
-1. They are drawn from what the page is drawn from (report_page.write_page returns it), with its
-   colors: curves, areas on top of each other, bands of seeds, the questioner's reward.
-2. As on the page, of more than MANY steps the mean over neighbors is drawn, the values behind it.
-3. A file's name is its plot's title up to a colon: "Solve rate: ..." is solve_rate.png; the page's
-   other metrics go by their own names, train_grad_norm.png.
+1. Plots use the data of the page (returned by `page.write_page`) and its colors: curves, stacked
+   areas, bands over seeds, the questioner's reward.
+2. As on the page, curves of more than MANY steps are smoothed over neighboring steps. A single
+   run's values are drawn faintly under its curve.
+3. A file is named by the title of its plot up to a colon: "Solve rate: ..." is solve_rate.png. The
+   page's other metrics have their own names, such as train_grad_norm.png.
 """
 
 from __future__ import annotations
@@ -38,14 +39,18 @@ _NAME_CHARACTERS = 80
 
 
 def draw_page(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Path]:
-    """Draws all plots of a page into a folder, which is made if it is missing.
+    """Draw all plots of a page into a folder, which is created if it is missing.
+
+    Args:
+      overview: return value of `page.write_page`.
+      folder: folder of the plots.
 
     Returns:
-      The files: the page's panels, then the questioner's reward, the evaluation (of several groups
-      of runs, whose pictures plot_run does not draw), and the other metrics.
+      Paths of the files: the page's panels, the questioner's reward, the evaluation and the other
+      metrics. The evaluation is drawn only for several groups of runs; plot_run draws it for one.
     """
     groups = overview["groups"]
-    plots: list[tuple] = [  # title, what draws it, and its height if it is another one
+    plots: list[tuple] = [  # title, drawing function, and height if not the default
         (panel["title"], lambda axes, panel=panel: _draw_curves(axes, panel, groups))
         for panel in overview["panels"]
     ]
@@ -66,7 +71,7 @@ def draw_page(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Pat
 
 
 def file_names(titles: Sequence[str]) -> list[str]:
-    """What a file system takes of each title, all of them different."""
+    """File names without suffix for the titles, all different."""
     names: list[str] = []
     for title in titles:
         plain = title.partition(":")[0].lower().replace("'", "")
@@ -77,7 +82,7 @@ def file_names(titles: Sequence[str]) -> list[str]:
 
 
 def _other_panels(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Title -> {label: metric}: "a/b/c" and "a/b/d" are two curves of "a/b"."""
+    """Title -> {label: metric}: "a/b/c" and "a/b/d" are two curves of the plot "a/b"."""
     panels: dict[str, dict[str, str]] = {}
     for name in names:
         *beginning, last = name.split("/")
@@ -102,8 +107,11 @@ def _draw(
 
 
 def _draw_curves(axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping]) -> None:
-    """A curve a metric and group; of one group, where values add up, areas. To compare groups,
-    what is over all tasks."""
+    """Draw one curve per metric and group.
+
+    A single group with stacked values is drawn as areas. Several groups are compared by the metric
+    over all tasks, if there is one.
+    """
     metrics, several = panel["metrics"], len(groups) > 1
     overall = several and any(metrics.get("all") in group["series"] for group in groups)
     if overall:
@@ -148,7 +156,7 @@ def _draw_curves(axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping]
 
 
 def _stack(axes: Axes, found: Sequence[tuple[str, int, Sequence]]) -> None:
-    """The curves of one group on top of each other; what a curve does not have is 0."""
+    """Draw the curves of one group as stacked areas; missing values count as 0."""
     steps = sorted({step for _, _, (some, *_) in found for step in some})
     heights = []
     for _, _, (some, mean, *_) in found:
@@ -162,14 +170,14 @@ def _stack(axes: Axes, found: Sequence[tuple[str, int, Sequence]]) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """The mean over so many neighbors that a sixtieth of the values is on either side."""
+    """Moving average with a sixtieth of the values on either side."""
     half = len(values) // 60
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(some) / len(some) for some in windows]
 
 
 def _draw_mapping(axes: Axes, groups: Sequence[Mapping]) -> None:
-    """The questioner's reward over the mean reward of answers; circles by how many questions."""
+    """Draw the questioner's reward over the mean answer reward; circle area counts questions."""
     most = max([1, *(count for group in groups for *_, count in group["points"])])
     for g, group in enumerate(groups):
         color = _COLOURS[g % len(_COLOURS)]
@@ -187,7 +195,7 @@ def _draw_mapping(axes: Axes, groups: Sequence[Mapping]) -> None:
 
 
 def _draw_table(axes: Axes, table: Mapping[str, Any], groups: Sequence[Mapping]) -> None:
-    """Means with their intervals, a line a row: what each group of runs began and ended with."""
+    """Draw means with intervals, one line per row: before and after training, for each group."""
     rows = table["rows"]
     kinds = [(g, when) for g in range(len(groups)) for when in (0, 1)]
     for place, (g, when) in enumerate(kinds):
@@ -207,10 +215,10 @@ def _draw_table(axes: Axes, table: Mapping[str, Any], groups: Sequence[Mapping])
         )
     names = [_plain(" ".join(row["name"])) for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=6)
-    axes.set_ylim(len(rows) - 0.4, -0.6)  # from top to bottom
+    axes.set_ylim(len(rows) - 0.4, -0.6)  # first row at the top
     axes.legend(fontsize=6)
 
 
 def _plain(text: str) -> str:
-    """Text that matplotlib does not take for mathematics or for something to leave out."""
+    """Escape "$" (math in matplotlib) and replace "_" (a leading one would hide a label)."""
     return text.replace("$", r"\$").lstrip("_").replace("_", " ")

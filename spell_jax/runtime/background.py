@@ -1,4 +1,4 @@
-"""Writing beside the work: one thread does what it is given, in order, while its caller goes on."""
+"""Background work on one thread, in the order of submission."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-# So many things may wait; behind a slower disk the caller waits too, before memory is full.
+# Queue length. If the disk is slower, the caller blocks before memory is full.
 WAITING = 8
 
 
 class Background:
-    """A thread for work whose result nobody waits for; a context, at whose end all of it is done.
+    """A thread for work whose result is not needed; a context that ends when all work is done.
 
-    The first error of it is raised by every `submit` and `flush` behind it, and at the end of the
-    context unless that is left by another one. What is handed in is tried all the same.
+    The first error is raised by every later `submit` and `flush`, and at the end of the context
+    unless another error ends it. Work submitted after an error still runs.
 
     Args:
-      waiting: how much may wait at once; `submit` waits while there is more. At least 1.
+      waiting: maximum number of queued items, at least 1; `submit` blocks while the queue is full.
     """
 
     def __init__(self, waiting: int = WAITING) -> None:
@@ -37,13 +37,16 @@ class Background:
             self._raise()
 
     def submit(self, work: Callable[..., Any], *given: Any) -> None:
-        """Hands in work(*given), which must not ask a device: programs of several hosts would run
-        in other orders."""
+        """Queues work(*given).
+
+        The work must not use a device: programs of several hosts would then run in different
+        orders.
+        """
         self._queue.put(lambda: work(*given))
         self._raise()
 
     def flush(self) -> None:
-        """Waits until all that was handed in is done."""
+        """Waits until all submitted work is done."""
         self._queue.join()
         self._raise()
 

@@ -1,17 +1,18 @@
-"""Checkpoints: everything needed to go on, whole and unharmed or not at all.
+"""Checkpoints: everything needed to resume, complete and verified by hashes.
 
 1. A checkpoint is a pytree of arrays (weights and optimizer state by model name) and a JSON-able
    dict (seed of all keys, data position, question memory, best score).
-2. `save` returns when the arrays are on the host; Orbax writes them to WORKDIR/checkpoints/STEP in
+2. `save` returns when the arrays are on the host. Orbax writes them to WORKDIR/checkpoints/STEP in
    the background and marks the folder as complete.
-3. hashes.txt is written into it last: the size and hash of every file. A step without it was not
-   finished; only when it is there are older steps deleted (the latest few and the best stay).
-4. What fails is tried again with the arrays at hand, at last in another folder, which is named.
-5. `newest_intact` hashes the files again, names what is damaged and takes the step before.
-6. `restore` takes the shapes, dtypes and shardings that the program wants now. They are compared
-   with what was saved before anything is read; the mesh may be another one.
+3. hashes.txt, with the size and hash of every file, is written last; a step without it is
+   unfinished. Only then are older steps deleted (the latest few and the best stay).
+4. A failed save is retried with the arrays at hand, at last in a fallback folder named in the
+   error.
+5. `newest_intact` verifies the hashes, logs damaged steps and falls back to the step before.
+6. `restore` takes the shapes, dtypes and shardings that the program wants now. It compares them
+   with the saved ones before reading anything; the mesh may differ.
 
-Process 0 hashes, deletes and decides; the others are told.
+Process 0 hashes, deletes and decides; it broadcasts the results to the other processes.
 """
 
 from __future__ import annotations
@@ -41,16 +42,23 @@ _MOST_NAMED = 10
 
 
 class SaveError(RuntimeError):
-    """A step could not be saved; the message says where it is instead, if anywhere."""
+    """A step could not be saved; the message names the fallback folder, if it was saved there."""
 
 
 class DamagedError(RuntimeError):
-    """There are checkpoints, but none can be used."""
+    """Checkpoints exist, but none can be used."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    """A step that is being written, and what is deleted when it is whole."""
+    """A step that is being written.
+
+    Attributes:
+      step: step number.
+      score: score of the weights, or None.
+      surplus: older steps to delete when this one is complete.
+      job: background job that finishes the step.
+    """
 
     step: int
     score: float | None
@@ -59,21 +67,21 @@ class _Pending:
 
 
 class Checkpoints:
-    """The checkpoints of one run; every process of it makes and calls one, with equal arguments.
+    """Checkpoints of one run. Every process makes one and calls it with equal arguments.
 
     Args:
-      workdir: the run's folder, local or gs://.
-      keep: how many checkpoints stay, the latest ones, besides the best; >= 1.
-      every: `save` writes at the steps that this divides; >= 1.
-      retries: how often a save that failed is tried again; >= 0.
+      workdir: folder of the run, local or gs://.
+      keep: number of latest checkpoints to keep besides the best; >= 1.
+      every: `save` writes at steps that are multiples of this; >= 1.
+      retries: number of retries after a failed save; >= 0.
       backoff_s: seconds before the first retry, doubled for each further one; >= 0.
-      fallback: where a folder NAME_stepSTEP is made for a step that could not be saved; by default
-        the system's temporary folder (with several hosts nowhere: they do not share theirs).
-      sleep: waits so many seconds.
+      fallback: folder in which NAME_stepSTEP is made for a step that could not be saved. By default
+        the system's temporary folder; none with several hosts, because they do not share one.
+      sleep: function that waits for a number of seconds.
 
     Raises:
-      ValueError: keep, every, retries or backoff_s is too small.
-      OSError: the folder cannot be made or read (RuntimeError with several hosts).
+      ValueError: if keep, every, retries or backoff_s is too small.
+      OSError: if the folder cannot be made or read (RuntimeError with several hosts).
 
     Source: design.md section 3.11.
     """
@@ -106,7 +114,7 @@ class Checkpoints:
         found = distributed.broadcast(
             lambda: [(step, *hashes.score(self._folder(step))) for step in self._on_disk()]
         )
-        # Scores of the finished steps, and steps whose folder holds nothing that can be used.
+        # Scores of finished steps, and steps whose folder is unusable.
         self._scores: dict[int, float | None] = {s: score for s, done, score in found if done}
         self._unusable = {step for step, done, _ in found if not done}
 
@@ -118,28 +126,28 @@ class Checkpoints:
         force: bool = False,
         score: float | None = None,
     ) -> bool:
-        """Saves if `every` divides the step or `force` is set, and the step is not there yet.
+        """Saves if `every` divides the step or `force` is set, unless the step is already saved.
 
-        The arrays may be donated or deleted right after. They are written in the background;
-        whether that went well is known at the next step that is saved, which is then written with
-        retries before this returns. With `force` it is known at once: nothing is left to wait for.
+        The arrays may be donated or deleted right after. They are written in the background. A
+        failure shows at the next saved step, which is then written with retries before this
+        returns. With `force` this waits until the step is complete.
 
         Args:
-          step: updates done, >= 0.
+          step: number of updates done, >= 0.
           arrays: pytree of jax arrays, any shapes, dtypes and shardings.
-          host_state: what JSON gives back unchanged: dicts with string keys, lists, strings, finite
-            numbers, booleans, None.
-          force: save whatever the step, and wait, as at the end of a run.
-          score: how good the weights are, the higher the better; the best step is not deleted.
+          host_state: values that JSON returns unchanged: dicts with string keys, lists, strings,
+            finite numbers, booleans, None.
+          force: whether to save at any step and wait for it, as at the end of a run.
+          score: quality of the weights, higher is better; the best step is not deleted.
 
         Returns:
           Whether a checkpoint was written.
 
         Raises:
-          TypeError, ValueError: something in host_state would not come back; names its path.
-          ValueError: the score is not finite, or there is a later checkpoint, which the next resume
-            would prefer.
-          SaveError: all tries failed; names the fallback folder, which now has the step.
+          TypeError, ValueError: if JSON would change something in host_state; names its path.
+          ValueError: if the score is not finite, or if there is a later checkpoint, which the next
+            resume would prefer.
+          SaveError: if all tries failed; names the fallback folder, which now holds the step.
         """
         latest = self.latest_step()
         if latest is not None and step < latest:
@@ -160,7 +168,7 @@ class Checkpoints:
             arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host_state)
         )
         waits = force or earlier is not None
-        # A manager keeps errors of a failed save and the list of steps that it saw at first.
+        # A manager remembers the error of a failed save and its initial list of steps: replace it.
         renews = earlier is not None or step in self._unusable
         failure = None
         for attempt in range(self._retries + 1):
@@ -177,33 +185,33 @@ class Checkpoints:
         ) from failure
 
     def wait(self) -> None:
-        """Returns when the last save is whole; on all hosts.
+        """Waits until the last save is complete on all hosts.
 
         Raises:
-          SaveError: it failed; names the step.
+          SaveError: if it failed; names the step.
         """
         failure = self._settle()
         if failure is not None:
             raise SaveError(str(failure)) from failure
 
     def latest_step(self) -> int | None:
-        """The step of the latest finished checkpoint, or of the one being written, or None."""
+        """Step of the latest finished checkpoint or of the one being written, or None."""
         steps = [*self._scores, *([self._pending.step] if self._pending else [])]
         return max(steps, default=None)
 
     def best_step(self) -> int | None:
-        """The finished step of the highest score, of equal ones the first, or None."""
+        """Finished step with the highest score (the first of equal ones), or None."""
         return _best(self._scores)
 
     def newest_intact(self) -> int | None:
-        """The newest step whose files are all as they were written; None if there is nothing.
+        """Newest step whose files all match their hashes; None if there is no checkpoint.
 
-        Newer ones are named in the log with their damage, left where they are, and from now on
-        neither `latest_step` nor `restore` knows them. Reads whole checkpoints.
+        Newer steps are logged with their damage and left on disk, and `latest_step` and `restore`
+        ignore them from now on. This reads whole checkpoints.
 
         Raises:
-          DamagedError: there are steps, but none is intact; names each and what it lacks. (A single
-            step that was not finished is the first save of a run that was killed: None.)
+          DamagedError: if there are steps but none is intact; names each with its damage. (A single
+            unfinished step is the first save of a run that was killed: it gives None.)
           SaveError: as `wait`.
         """
         self.wait()
@@ -226,18 +234,18 @@ class Checkpoints:
         """Reads the checkpoint of a step.
 
         Args:
-          step: one that was saved, such as `latest_step()`.
-          abstract: the saved tree with jax.ShapeDtypeStruct (or arrays) as leaves; each
-            leaf's `sharding` says where it goes, on the mesh it was saved from or any other.
+          step: a saved step, such as `latest_step()`.
+          abstract: saved tree with jax.ShapeDtypeStruct (or arrays) as leaves. Each leaf's
+            `sharding` is its destination, on the mesh it was saved from or any other.
 
         Returns:
           (arrays, host_state).
 
         Raises:
-          FileNotFoundError: there is no complete checkpoint of that step.
+          FileNotFoundError: if there is no complete checkpoint of that step.
           SaveError: as `wait`.
-          ValueError: tensors are missing, left over, of another shape or dtype, or want a sharding;
-            names their paths.
+          ValueError: if tensors are missing, superfluous, of another shape or dtype, or without a
+            sharding; names their paths.
         """
         self._check(step, abstract, whole=True)
         restored = self._manager.restore(
@@ -250,18 +258,18 @@ class Checkpoints:
         return restored["arrays"], restored["host"]
 
     def restore_part(self, step: int, abstract: Any) -> Any:
-        """Reads some of a checkpoint's arrays, such as the weights without the optimizer.
+        """Reads some arrays of a checkpoint, such as the weights without the optimizer.
 
         Args:
-          step: one that was saved.
-          abstract: dicts with a part of the saved tree's paths, as for `restore`; a dataclass was
+          step: a saved step.
+          abstract: dicts with a part of the saved tree's paths, as for `restore`. A dataclass is
             saved as a dict of its fields.
 
         Returns:
-          That part.
+          The requested part.
 
         Raises:
-          FileNotFoundError, ValueError: as `restore`, for the part that is asked for.
+          FileNotFoundError, ValueError: as `restore`, for the requested part.
         """
         self._check(step, abstract, whole=False)
         part = abstract_arrays(abstract)
@@ -273,7 +281,7 @@ class Checkpoints:
             )
 
     def _check(self, step: int, abstract: Any, whole: bool) -> None:
-        """Raises the errors of `restore`; arrays that are not wanted are one if `whole`."""
+        """Raises the errors of `restore`; with `whole`, superfluous saved arrays are an error."""
         self.wait()
         if step not in self._scores:
             raise FileNotFoundError(
@@ -293,8 +301,11 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, *_) -> None:
-        """Closes. Behind an error a host does not ask the others, which may wait elsewhere, and
-        what fails then is passed over."""
+        """Closes.
+
+        After an error this host does not synchronize with the others, which may be elsewhere in the
+        program, and further failures are ignored.
+        """
         if kind is None:
             return self.close()
         if self._pending is not None:
@@ -315,14 +326,18 @@ class Checkpoints:
             _end(self._manager)
 
     def _open(self) -> ocp.CheckpointManager:
-        """Orbax names, lists and writes the steps. Its own policies would delete an old step before
-        the hashes of the new one are there, so it keeps all."""
-        # One host alone makes folders at once: a failure in the background leaves threads behind
-        # that wait minutes for the folder. Several would wait for the host that failed.
+        """Opens the Orbax manager, which names, lists and writes the steps.
+
+        It keeps all steps: its own policies would delete an old step before the hashes of the new
+        one are written.
+        """
+        # A single host creates folders synchronously: a failure in the background would leave
+        # threads that wait minutes for the folder. Several hosts do not, because all of them would
+        # wait for a host that failed.
         several = jax.process_count() > 1
         return ocp.CheckpointManager(
             self._directory,
-            # Lightweight: a step with damaged metadata must not keep the others from being read.
+            # Lightweight: a step with damaged metadata must not prevent reading the others.
             options=ocp.CheckpointManagerOptions(
                 enable_async_checkpointing=True,
                 lightweight_initialize=True,
@@ -337,7 +352,7 @@ class Checkpoints:
     def _write(
         self, step: int, args: Any, score: float | None, waits: bool, renews: bool = False
     ) -> Exception | None:
-        """Begins to write a step, once; returns what failed, on any host."""
+        """Starts writing a step, without retries; returns the failure of any host, or None."""
         failure = _together(lambda: self._begin(step, args, score, renews))
         if failure is not None:
             if self._pending is not None:
@@ -361,7 +376,7 @@ class Checkpoints:
         self._pending = _Pending(step, score, surplus, job)
 
     def _commit(self, step: int, score: float | None, surplus: list[int]) -> None:
-        """In the background: waits for Orbax (on every host), then finishes the step."""
+        """Background job: waits for Orbax (on every host), then finishes the step."""
         fault_injection.point("saving")
         self._manager.wait_until_finished()
         fault_injection.point("written")
@@ -370,14 +385,14 @@ class Checkpoints:
         hashes.write(self._folder(step), score)
         fault_injection.point("saved")
         for old in surplus:
-            try:  # First the hashes: what is half deleted is not taken for a step.
+            try:  # Hashes first: a half-deleted folder must not look like a finished step.
                 (self._folder(old) / hashes.FILE).unlink(missing_ok=True)
                 self._folder(old).rmtree(missing_ok=True)
             except OSError as error:
                 log.warning("%s could not be deleted: %s", self._folder(old), error)
 
     def _settle(self) -> Exception | None:
-        """Waits for the step that is being written; returns what failed, on any host."""
+        """Waits for the step being written; returns the failure of any host, or None."""
         if self._pending is None:
             return None
         pending, self._pending = self._pending, None
@@ -392,7 +407,7 @@ class Checkpoints:
         return None
 
     def _save_elsewhere(self, step: int, args: Any, score: float | None) -> str:
-        """Saves a step in a new folder below the fallback; says where, or why not."""
+        """Saves a step to a new fallback folder; returns a text with its place or the failure."""
         if self._fallback is None:
             return f"no fallback folder is given, the last step saved is {self.latest_step()}"
         name = _absolute(self._fallback) / f"{self._workdir.name}_step{step}"
@@ -411,12 +426,12 @@ class Checkpoints:
         return self._directory / str(step)
 
     def _on_disk(self) -> list[int]:
-        """Steps with a folder, whatever is in it; the newest first."""
+        """Steps that have a folder, whatever it contains; newest first."""
         names = [path.name for path in paths.entries(self._directory)]
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _inspect(self) -> tuple[int | None, list[tuple[int, str]]]:
-        """(newest intact step, newer ones with their damage, from the newest)."""
+        """(newest intact step, newer steps with their damage), newest first."""
         damages: list[tuple[int, str]] = []
         for step in self._on_disk():
             damage = hashes.damage(self._folder(step))
@@ -427,20 +442,20 @@ class Checkpoints:
 
 
 def abstract_arrays(arrays: Any) -> Any:
-    """The tree with each array replaced by its jax.ShapeDtypeStruct, sharding included."""
+    """Tree with each array replaced by its jax.ShapeDtypeStruct, including the sharding."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
     )
 
 
 def _absolute(path: str | os.PathLike[str]) -> epath.Path:
-    """As given; a local one absolute, as Orbax wants it (a URL would become a local path)."""
+    """Absolute path of a local folder, as Orbax requires; a URL is left unchanged."""
     path = epath.Path(path)
     return path if paths.is_remote(path) else path.absolute()
 
 
 def _unused(folder: epath.Path) -> epath.Path:
-    """The folder, or with the first number behind its name that makes it a new one."""
+    """The folder, or its name with the first numeric suffix that is not in use."""
     found, number = folder, 1
     while found.exists():
         number += 1
@@ -449,13 +464,13 @@ def _unused(folder: epath.Path) -> epath.Path:
 
 
 def _best(scores: dict[int, float | None]) -> int | None:
-    """Step of the highest score, of equal ones the first."""
+    """Step of the highest score (the first of equal ones), or None."""
     scored = [(score, -step) for step, score in scores.items() if score is not None]
     return -max(scored)[1] if scored else None
 
 
 def _end(manager: ocp.CheckpointManager) -> None:
-    """Closes a manager; its errors were told by `_settle`."""
+    """Closes a manager; its errors were already reported by `_settle`."""
     with contextlib.suppress(Exception):
         manager.wait_until_finished()
     with contextlib.suppress(Exception):
@@ -463,8 +478,11 @@ def _end(manager: ocp.CheckpointManager) -> None:
 
 
 def _together(do: Callable[[], None]) -> Exception | None:
-    """Does it on all hosts; returns on all what failed on any. Disks fail in many ways (TensorStore
-    tells of a full one with a ValueError), so every exception counts."""
+    """Runs `do` on all hosts; returns the failure of any host on all hosts, or None.
+
+    Disks fail in many ways (TensorStore reports a full one by a ValueError), so every exception
+    counts.
+    """
 
     def make() -> list[bytes]:
         do()
@@ -478,7 +496,7 @@ def _together(do: Callable[[], None]) -> Exception | None:
 
 
 def _check_json(value: Any, path: str) -> None:
-    """Refuses what JSON would change or drop: a resumed run has to see the very same values."""
+    """Rejects values that JSON would change or drop: a resumed run must see the same values."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -496,7 +514,7 @@ def _check_json(value: Any, path: str) -> None:
 
 
 def _differences(saved: Any, abstract: Any, whole: bool) -> list[str]:
-    """One line for each tensor of which saved and wanted form differ."""
+    """Returns one line for each tensor whose saved and requested form differ."""
     has, wants = _by_path(saved), _by_path(abstract)
     left = [path for path in has if path not in wants] if whole else []
     lines = [f"{path}: in the checkpoint, not wanted" for path in left]
@@ -516,7 +534,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def _form(leaf: Any) -> str:
-    """Dtype and shape as stored, such as float32[3,4]; a typed random key is its raw words."""
+    """Dtype and shape as stored, such as float32[3,4]; a typed PRNG key counts as raw words."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"

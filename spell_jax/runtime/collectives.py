@@ -1,7 +1,7 @@
-"""What programs written out for a mesh (shard_map) share: splits, and sums over devices.
+"""Shared parts of programs written with shard_map: splits, and sums over devices.
 
-libtpu 0.0.42.1 (compiled, not run) writes sums over devices that are not what was asked for:
-`sum_scatter` and `rounded` say where, and what makes it write them.
+libtpu 0.0.42.1 (compiled, not run) does not always compile a sum over devices as requested.
+`sum_scatter` and `rounded` describe the cases and the workarounds.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from spell_jax.runtime import mesh as meshes
 
 Axes = tuple[str, ...]
 
-# Over axes of up to 8 devices a reduce-scatter is compiled as one, over 16, 32 or 64 often as an
-# all-reduce of the whole.
+# Over axes of up to 8 devices a reduce-scatter is compiled as such. Over 16, 32 or 64 it is often
+# compiled as an all-reduce of the whole array.
 _ONE_STAGE = 8
 
 
 def current_mesh() -> AbstractMesh | None:
-    """The mesh that is set; None if there is none, or one device."""
+    """The current mesh; None if there is none or it has a single device."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.size == 1 else mesh
 
 
 def splitting(mesh: AbstractMesh, names: Axes, size: int) -> Axes:
-    """The mesh axes of these that split this size; as in mesh.shardings, what they do not divide
-    is on all of their devices."""
+    """Those of the given mesh axes that split a dimension of this size.
+
+    As in mesh.shardings, a dimension that the axes do not divide is replicated.
+    """
     if size % math.prod(mesh.shape[name] for name in names):
         return ()
     return tuple(name for name in names if mesh.shape[name] > 1)
@@ -41,12 +43,15 @@ def splitting(mesh: AbstractMesh, names: Axes, size: int) -> Axes:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Over which mesh axes a layer's tokens and weights are split; no axes on a single device.
+    """Mesh axes over which a layer's tokens and weights are split; all empty on a single device.
 
     Attributes:
-      mesh: None on a single device.
-      rows, time: of tokens, B and T; `context` splits T, but not the siblings of a group.
-      leading, width: of weights, the axis that comes first (V of a table, E of experts), and D.
+      mesh: current mesh; None on a single device.
+      rows: axes that split the rows B of tokens.
+      time: axes that split the time T of tokens; `context` splits T, but not the samples of a
+        group.
+      leading: axes that split the first dimension of weights (V of a table, E of experts).
+      width: axes that split the width D of weights.
     """
 
     mesh: AbstractMesh | None = None
@@ -57,12 +62,13 @@ class Split:
 
     @classmethod
     def of(cls, tokens: tuple[int, ...], leading: int, width: int, over: str, **more: Any) -> Self:
-        """That of tokens [B, T, ...] and of weights on the mesh that is set.
+        """Split of tokens [B, T, ...] and of weights on the current mesh.
 
         Args:
-          tokens: shape.
-          leading, width: sizes of the weights' axes.
-          over: the mesh axis that splits the leading one.
+          tokens: shape of the tokens.
+          leading: size of the weights' first dimension.
+          width: size of the weights' width.
+          over: mesh axis that splits the first dimension.
           **more: fields of a subclass.
         """
         mesh = current_mesh()
@@ -78,45 +84,48 @@ class Split:
         )
 
     def count(self, axes: Axes) -> int:
-        """Parts that these axes split a size into."""
+        """Number of parts that these axes split a dimension into."""
         return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh else 1
 
     @property
     def tokens_spec(self) -> PartitionSpec:
-        """Of arrays [B, T, ...]."""
+        """PartitionSpec of arrays [B, T, ...]."""
         return PartitionSpec(self.rows or None, self.time or None)
 
     @property
     def table_spec(self) -> PartitionSpec:
-        """Of weights [leading, width]."""
+        """PartitionSpec of weights [leading, width]."""
         return PartitionSpec(self.leading or None, self.width or None)
 
     @property
     def summed(self) -> Axes:
-        """Axes that split tokens but not weights: a gradient of weights is summed over them."""
+        """Axes that split tokens but not weights; weight gradients are summed over them."""
         weights = self.leading + self.width
         return tuple(axis for axis in self.rows + self.time if axis not in weights)
 
     @property
     def copies(self) -> int:
-        """How many devices that share a gradient's sum hold the same tokens: those of `context`
-        where it splits the width but not the siblings of a group."""
+        """Number of devices in a gradient's sum that hold the same tokens.
+
+        These are the devices of `context` if it splits the width but not the samples of a group.
+        """
         tokens = self.rows + self.time
         return self.count(tuple(axis for axis in self.width if axis not in tokens))
 
 
 def on_shards(mesh: AbstractMesh | None, run: Callable[..., Any], in_specs: Any, out_specs: Any):
-    """A function of shards as one of whole arrays; without a mesh they are the same."""
+    """Turns a function of shards into a function of whole arrays; the identity without a mesh."""
     if mesh is None:
         return run
     return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def sum_scatter(x: jax.Array, axes: Axes, dimension: int = 0) -> jax.Array:
-    """The sum over mesh axes, of which each device keeps its part of a dimension.
+    """Sums over mesh axes and scatters one dimension (reduce-scatter).
 
-    Over more than 8 devices in two stages. Also an all-reduce is: one that scatters the last
-    dimension by parts that are no multiple of 128, or a dimension of an array of three.
+    Over more than 8 devices it runs in two stages, because XLA for TPUs often compiles a single
+    stage as an all-reduce. It also compiles an all-reduce when scattering the last dimension in
+    parts that are not a multiple of 128, or a dimension of a three-dimensional array.
     """
     for axis in axes:
         for groups in _stages(jax.lax.axis_size(axis)):
@@ -127,7 +136,7 @@ def sum_scatter(x: jax.Array, axes: Axes, dimension: int = 0) -> jax.Array:
 
 
 def _stages(count: int) -> list[list[list[int]] | None]:
-    """Groups of so many devices for reduce-scatters one after the other; None: all of them."""
+    """Device groups of consecutive reduce-scatters over `count` devices; None means all."""
     outer = max(i for i in range(1, math.isqrt(count) + 1) if count % i == 0)
     if count <= _ONE_STAGE or outer == 1:
         return [None]
@@ -136,7 +145,10 @@ def _stages(count: int) -> list[list[list[int]] | None]:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """float32 in another dtype, rounded here: a cast alone is moved to before a sum over devices,
-    which then adds in bfloat16 (an optimization_barrier does not keep it)."""
+    """Rounds float32 to another dtype in place of a cast.
+
+    XLA moves a plain cast before a sum over devices, which then adds in bfloat16 (an
+    optimization_barrier does not prevent it).
+    """
     kept = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, kept.nexp, kept.nmant).astype(dtype)

@@ -1,4 +1,9 @@
-"""From a locked ConfigDict to typed dataclasses: mistakes name field, value and what is right."""
+"""Config sections as dataclasses: a dataclass declares a section, a locked ConfigDict carries it.
+
+1. `section` makes the ml_collections ConfigDict of a dataclass, with its defaults.
+2. Config files and flags change it.
+3. `build` makes the dataclass from it again. A mistake names the field, its value and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,40 @@ import typing
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
+from ml_collections import ConfigDict
+
 T = TypeVar("T")
 Config = Any  # an ml_collections.ConfigDict: its fields have no static types
+DERIVED = {"derived": True}  # metadata of a field that is computed, not configured
+
+
+def section(fields: Any) -> Config:
+    """The ConfigDict of a section, with the values of a dataclass or its defaults.
+
+    Args:
+      fields: a dataclass whose fields all have defaults, or an instance. Fields with the metadata
+        DERIVED are left out. A dataclass inside becomes a section of its own; inside a tuple it
+        becomes a tuple of its values.
+    """
+    made: Config = ConfigDict()
+    instance = fields() if isinstance(fields, type) else fields
+    for field in dataclasses.fields(instance):
+        if field.metadata.get("derived"):
+            continue
+        value = getattr(instance, field.name)
+        if dataclasses.is_dataclass(value):
+            value = section(value)
+        elif isinstance(value, tuple):
+            value = tuple(
+                dataclasses.astuple(part) if _is_instance(part) else part for part in value
+            )
+        if value is not None:
+            made[field.name] = value
+    return made
+
+
+def _is_instance(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) -> T:
@@ -20,13 +57,14 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
 
     Args:
       cls: a dataclass; its own __post_init__ checks ranges and raises ValueError.
-      section: mapping with fields of the dataclass; lists become tuples, and a tuple or a mapping
+      section: mapping with fields of the dataclass. Lists become tuples; a tuple or a mapping
         stands for a dataclass inside them.
-      where: the section's name in messages ("optimizer").
-      extra: fields that do not come from the config.
+      where: the section's name in messages ("optimizer"). Messages of __post_init__ that name the
+        usual section (the class attribute SECTION) name this one instead.
+      extra: values of fields that do not come from the config.
 
     Raises:
-      ValueError: a field is unknown, missing, of the wrong type, not finite or out of range.
+      ValueError: if a field is unknown, missing, of the wrong type, not finite or out of range.
     """
     fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls)) if f.name not in extra}
     hints = typing.get_type_hints(cls)
@@ -42,7 +80,13 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
         )
         if required and name not in values:
             raise ValueError(f"{where}.{name}: is missing, must be {_name(hints[name])}")
-    return cls(**values, **extra)
+    try:
+        return cls(**values, **extra)
+    except ValueError as error:
+        usual = getattr(cls, "SECTION", where)
+        if usual == where:
+            raise
+        raise ValueError(str(error).replace(f"{usual}.", f"{where}.")) from error
 
 
 def check_least(fields: Any, where: str, **least: float) -> None:
@@ -75,17 +119,17 @@ def flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
             yield f"{before}{name}", value
 
 
-def changes(config: Config, before: Mapping[str, Any]) -> list[str]:
+def changes(config: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """A line for every field whose value differs from that in an earlier config.
 
     Args:
-      config: as it is now.
-      before: as plain values (`plain`); a field that it lacks is no change.
+      config: nested dicts of JSON values.
+      before: the earlier config; a field that it lacks counts as unchanged.
     """
     then = dict(flat(before))
     return [
         f"{name} = {value!r}: was {then[name]!r}"
-        for name, value in flat(plain(config))
+        for name, value in flat(config)
         if name in then and then[name] != value
     ]
 

@@ -1,13 +1,13 @@
-"""Several hosts as one run: how they find each other, and what they tell each other besides what
-devices compute.
+"""Multi-host runs: joining processes, and exchange of host data.
 
-1. `join` reads from the environment whether this process is one of several, says so, waits for the
-   others up to a limit, and lets all stop when one of them is lost.
-2. Each process runs the same program on the same data. `gather_bytes` exchanges bytes: sizes, then
-   the parts, padded to one size, in two collectives over all devices.
-3. What process 0 alone may do (ask a judge) goes through `broadcast`: the others get what it got.
-4. An error of one is an error of all (`make_together`, `fail_together`): none waits for one that
-   will never come.
+1. `join` reads from the environment whether this process is one of several, and waits for the
+   others up to a limit. If one process is lost later, all stop.
+2. Every process runs the same program on the same data. `gather_bytes` exchanges bytes in two
+   collectives over all devices: the sizes, then the parts padded to one size.
+3. Work that only process 0 may do (asking a judge) goes through `broadcast`; the others receive its
+   result.
+4. An error on one process becomes an error on all (`make_together`, `fail_together`), so none waits
+   for a process that will never arrive.
 
 All processes must call these functions in the same order.
 """
@@ -26,31 +26,31 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import clusters  # nothing public tells what initialize() would find
+from jax._src import clusters  # no public API reports what initialize() would detect
 from jax.experimental import multihost_utils
 
 from spell_jax.runtime import rendezvous
 
-_SMALLEST = 1024  # bytes that are exchanged at least, so that small parts share a program
+_SMALLEST = 1024  # minimum size of an exchange in bytes, so that small parts share a program
 
-# Where this process stands among others; all three or none.
+# Environment variables with the position of this process; all three are set or none.
 COORDINATOR, PROCESSES, PROCESS = "SPELL_COORDINATOR", "SPELL_PROCESSES", "SPELL_PROCESS"
-# Seconds, whole numbers from 1: how long to wait for the others at the start, and for a process
-# that gives no sign of life before it counts as lost. A process lives on through compiling and
-# writing, which its heartbeats do not wait for; 100 s is what a machine's migration may take.
+# Environment variables with timeouts in seconds, whole numbers from 1: for the other processes to
+# join, and until a process without heartbeats counts as lost. Heartbeats continue while a process
+# compiles or writes; 100 s is what a machine's migration may take.
 JOIN_SECONDS, LOST_SECONDS = "SPELL_JOIN_SECONDS", "SPELL_LOST_SECONDS"
 _DEFAULT_SECONDS = {JOIN_SECONDS: 300, LOST_SECONDS: 100}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A process among others.
+    """Position of a process among others.
 
     Attributes:
-      address: host:port at which process 0 is met.
-      count: of processes.
-      index: of this one, from 0.
-      devices: which of the machine's devices are its own; None: all.
+      address: host:port of process 0.
+      count: number of processes.
+      index: index of this process, from 0.
+      devices: ids of the machine's devices that belong to it; None for all.
     """
 
     address: str
@@ -60,18 +60,21 @@ class _Place:
 
 
 def join() -> None:
-    """Makes this process one of several where the environment says so; called before any device is
-    touched. Called again, or on a single host, it does nothing.
+    """Joins a multi-process run if the environment describes one.
 
-    The environment says so by SPELL_COORDINATOR (host:port of process 0), SPELL_PROCESSES and
-    SPELL_PROCESS (0 to SPELL_PROCESSES - 1), or as jax knows it: a TPU slice of several hosts,
-    Slurm, Open MPI. It waits SPELL_JOIN_SECONDS (300) for the others. After that, one that fails,
-    is killed or cut off ends all others within SPELL_LOST_SECONDS (100): those that talk with it
-    when the connection breaks by an error, the others by an abort (SIGABRT) that names it.
+    Must be called before any device is touched. A second call, or a call on a single host, does
+    nothing.
+
+    The environment is described by SPELL_COORDINATOR (host:port of process 0), SPELL_PROCESSES and
+    SPELL_PROCESS (0 to SPELL_PROCESSES - 1), or by a cluster that jax recognizes: a TPU slice of
+    several hosts, Slurm, Open MPI. The call waits SPELL_JOIN_SECONDS (300) for the others.
+    Afterwards a process that fails, is killed or loses its connection ends all others within
+    SPELL_LOST_SECONDS (100): those that communicate with it get an error when the connection
+    breaks, the others abort (SIGABRT) with a message that names it.
 
     Raises:
-      ValueError: a variable is missing or out of range.
-      TimeoutError: not all came in time; names those that did not.
+      ValueError: if a variable is missing or out of range.
+      TimeoutError: if not all processes came in time; names the missing ones.
     """
     if jax.distributed.is_initialized():
         return
@@ -101,15 +104,26 @@ def join() -> None:
 
 
 def _leave_if_failed(place: _Place) -> None:
-    """Ends a process that an error has ended, without jax's shutdown: in that it would wait for the
-    others, which wait for it, for minutes."""
+    """Ends a failed process without jax's shutdown.
+
+    That shutdown would wait minutes for the other processes, which wait for this one.
+    """
     if hasattr(sys, "last_value"):
         _say(
             f"process {place.index} of {place.count} stops by the error above; if that is a broken "
             "connection, another process died first"
         )
+        leave(1)
+
+
+def leave(status: int) -> None:
+    """Ends this process at once with an exit status, if it is one of several; else does nothing.
+
+    The others stop by its loss (`join`), without the wait of jax's shutdown.
+    """
+    if jax.distributed.is_initialized():
         sys.stdout.flush()
-        os._exit(1)
+        os._exit(status)
 
 
 def _say(text: str) -> None:
@@ -128,7 +142,7 @@ def _number(name: str, least: int) -> int:
 
 
 def _given_place() -> _Place | None:
-    """As SPELL_COORDINATOR, SPELL_PROCESSES and SPELL_PROCESS say; None without them."""
+    """Position given by SPELL_COORDINATOR, SPELL_PROCESSES and SPELL_PROCESS; None without them."""
     names = (COORDINATOR, PROCESSES, PROCESS)
     missing = [name for name in names if name not in os.environ]
     if len(missing) == len(names):
@@ -145,7 +159,7 @@ def _given_place() -> _Place | None:
 
 
 def _found_place(limit: int) -> _Place | None:
-    """As jax finds it in what a cluster's software has set; None on a single host."""
+    """Position that jax detects from a cluster's environment; None on a single host."""
     find = clusters.ClusterEnv.auto_detect_unset_distributed_params
     address, count, index, devices = find(None, None, None, None, None, limit)
     if address is None or count is None or index is None:
@@ -154,25 +168,25 @@ def _found_place(limit: int) -> _Place | None:
 
 
 def gather_bytes(mine: Sequence[bytes]) -> list[list[bytes]]:
-    """The items of every host, in the order of the hosts; with one host nothing is exchanged.
+    """Items of every host, in host order; a single host exchanges nothing.
 
     Args:
-      mine: this host's items; other hosts may have more or fewer.
+      mine: items of this host; other hosts may have more or fewer.
     """
     if jax.process_count() == 1:
         return [list(mine)]
-    # Numbers travel as bytes: without jax_enable_x64 int64 would be cut to 32 bits.
+    # Numbers are sent as bytes: without jax_enable_x64, int64 would be truncated to 32 bits.
     lengths = np.array([len(mine), *map(len, mine)], "<i8").tobytes()
     part = np.frombuffer(lengths + b"".join(mine), np.uint8)
     sizes = _gather(np.array([part.size], "<i8").view(np.uint8)).view("<i8")
-    # A power of two: otherwise every batch would compile a program of its own.
+    # A power of two: otherwise each new size would compile another program.
     padded = np.zeros(max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length()), np.uint8)
     padded[: part.size] = part
     return [_items(row.tobytes()) for row in _gather(padded)]
 
 
 def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
-    """What `make` returns on every host, in the order of the hosts.
+    """Results of `make` on every host, in host order.
 
     Raises:
       RuntimeError: on all hosts, if it raised on any; names them and their errors.
@@ -181,7 +195,7 @@ def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
     mine: Sequence[bytes] = ()
     try:
         mine = make()
-    except Exception as error:  # whatever it is: the others wait in the collective
+    except Exception as error:  # any kind: the others wait in the collective
         failure = error
     status = "" if failure is None else f"{type(failure).__name__}: {failure}"
     parts = gather_bytes([status.encode("utf-8", "replace"), *mine])
@@ -192,13 +206,13 @@ def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
 
 
 def broadcast(make: Callable[[], Any]) -> Any:
-    """What `make` returns on process 0, which alone calls it, on all; with one host just that.
+    """Calls `make` on process 0 only and returns its result on all processes.
 
     Args:
-      make: returns what JSON gives back unchanged.
+      make: function whose result JSON returns unchanged.
 
     Raises:
-      RuntimeError: on all hosts, if it raised, with its error; with one host that error itself.
+      RuntimeError: on all hosts, if it raised, with its error; on a single host the error itself.
     """
     if jax.process_count() == 1:
         return make()
@@ -209,10 +223,10 @@ def broadcast(make: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """What fails in the block on one host fails on all, when all are through.
+    """Context that fails on all hosts if its block fails on one, after all have left the block.
 
     Raises:
-      RuntimeError: on all hosts, if the block raised on any; with one host its error itself.
+      RuntimeError: on all hosts, if the block raised on any; on a single host the error itself.
     """
     failure: Exception | None = None
     try:
@@ -231,15 +245,17 @@ def fail_together() -> Iterator[None]:
 
 
 def whole(array: Any) -> np.ndarray:
-    """All of a numpy or jax array; the part that other hosts hold is fetched from them, for which
-    every device holds all of it for a moment."""
+    """A numpy or jax array as one numpy array.
+
+    Parts on other hosts are fetched; for that, every device briefly holds the whole array.
+    """
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)
 
 
 def _gather(row: np.ndarray) -> np.ndarray:
-    """uint8 [n] of each host -> [hosts, n]."""
+    """Gathers uint8 [n] of each host into [hosts, n]."""
     return np.ascontiguousarray(multihost_utils.process_allgather(row))
 
 

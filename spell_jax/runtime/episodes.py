@@ -1,11 +1,11 @@
-"""A step's episodes on disk: what was asked, answered, judged and learned from.
+"""Episodes of each step on disk: questions, answers, verdicts and training groups.
 
-1. WORKDIR/episodes/step_000012.jsonl.gz has an episode a line, in the order in which they were
-   played. The record of one is its algorithm's; "number" and "of" are added: its place among the
-   step's episodes, counted from 1, and how many there were.
-2. A file holds a bounded number of characters, before compression. Records that do not fit are left
-   out, which the numbers of the others show; it is logged, too. What is left goes to "documents":
-   the texts of a cluster are in the first record of it, if they fit.
+1. WORKDIR/episodes/step_000012.jsonl.gz holds one episode per line, in rollout order. The algorithm
+   defines the record. Two fields are added: "number", its index in the step, counted from 1, and
+   "of", the number of episodes in the step.
+2. A file holds a bounded number of characters before compression. Records that do not fit are left
+   out and logged; the numbers of the others show the gaps. Remaining space goes to "documents": the
+   first record of a cluster has its texts, if they fit.
 3. As with metrics, only one process writes, and a run resumed at step s first drops what was
    written after s. The same episodes give the same bytes.
 """
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def a_record(line: Any) -> dict[str, Any]:
-    """A line as it is; TypeError where it is no JSON object."""
+    """Returns a line unchanged; raises TypeError if it is not a JSON object."""
     if not isinstance(line, dict):
         raise TypeError(f"an episode is an object, not {type(line).__name__}")
     return line
@@ -41,10 +41,10 @@ def a_record(line: Any) -> dict[str, Any]:
 def read_episodes(
     workdir: str | os.PathLike[str], parse: Callable[[Any], T] = a_record
 ) -> Iterator[tuple[int, T]]:
-    """(step, episode) of all that is in WORKDIR/episodes, in the order in which they were played.
+    """Yields (step, episode) for everything in WORKDIR/episodes, in rollout order.
 
-    A file at a time is in memory. Bad lines, and what `parse` refuses, are logged with their place
-    and skipped (jsonl.read_records). Nothing where there are no files.
+    One file at a time is in memory. Bad lines, and those that `parse` rejects, are logged with
+    their place and skipped (jsonl.read_records). Yields nothing if there are no files.
     """
     for step, path in episode_files(workdir).items():
         for episode in read_records(path, parse)[0]:
@@ -52,7 +52,7 @@ def read_episodes(
 
 
 def episode_files(workdir: str | os.PathLike[str]) -> dict[int, epath.Path]:
-    """Step -> its file, by steps; nothing where there is no folder."""
+    """Episode file of each step, in order of steps; empty if there is no folder."""
     files = {}
     for path in paths.entries(epath.Path(workdir) / EPISODES_FOLDER):
         if found := re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name):
@@ -61,12 +61,12 @@ def episode_files(workdir: str | os.PathLike[str]) -> dict[int, epath.Path]:
 
 
 class EpisodeWriter:
-    """Writes a step's episodes.
+    """Writer of the episode files.
 
     Args:
-      workdir: the run's folder; made if it is missing.
-      characters: of a step's file, at most, before compression; with 0 nothing is written.
-      resume_step: the last step that counts; files of later steps are removed. None removes all.
+      workdir: folder of the run; made if it is missing.
+      characters: maximum size of a step's file before compression, in characters; 0 writes nothing.
+      resume_step: last step to keep; files of later steps are removed. None removes all.
       is_writer: whether this process writes (process 0 only).
     """
 
@@ -86,13 +86,16 @@ class EpisodeWriter:
                 path.unlink()
 
     def write(self, step: int, episodes: Iterable[Mapping[str, Any]]) -> epath.Path | None:
-        """Writes a step's episodes, as records with "cluster" and "documents" (or without), and
-        returns the file's path.
+        """Writes a step's episodes; returns the path of the file, or None if nothing is written.
 
-        Numbers that are not finite become null. None where nothing is written.
+        Non-finite numbers become null.
+
+        Args:
+          step: step of the run.
+          episodes: records, with or without "cluster" and "documents".
 
         Raises:
-          TypeError: an episode holds something without a JSON form.
+          TypeError: if an episode holds something without a JSON form.
         """
         if not self._characters:
             return None
@@ -113,7 +116,7 @@ class EpisodeWriter:
 
 
 def _bounded(episodes: list[Mapping[str, Any]], room: int) -> list[dict[str, Any]]:
-    """Those that fit into so many characters, then documents as far as they fit."""
+    """Records that fit into `room` characters, then their documents as far as they fit."""
     kept, documents = [], {}
     for number, episode in enumerate(episodes, 1):
         record, _ = finite_or_none({"number": number, "of": len(episodes), **episode})

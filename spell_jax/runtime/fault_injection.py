@@ -1,10 +1,10 @@
-"""Named places at which a test ends the process.
+"""Fault injection: named points at which a test ends the process.
 
     SPELL_FAULT="saving:2" python -m spell_jax.train ...
 
-1. `point(name)` stands where a run may be killed; without SPELL_FAULT it does nothing.
-2. NAME:COUNT kills the process (SIGKILL) at the COUNT-th passing of that point, counted from 1.
-3. NAME:COUNT:term sends it SIGTERM instead, and NAME:COUNT:raise raises Fault.
+1. `point(name)` marks a place where a run may be killed. Without SPELL_FAULT it does nothing.
+2. NAME:COUNT kills the process (SIGKILL) when it passes that point for the COUNT-th time.
+3. NAME:COUNT:term sends SIGTERM instead, and NAME:COUNT:raise raises Fault.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ import signal
 
 VARIABLE = "SPELL_FAULT"
 TRAINING_POINTS = (
-    "proposed",  # a question was written (one passing a question)
+    "proposed",  # a question was written (passed once per question)
     "answered",  # a question was answered
-    "verified",  # the answers to a question were judged
-    "played",  # the step was played, nothing is learned from it yet
-    "updated",  # the weights are new, nothing is written yet
+    "verified",  # the answers to a question were verified
+    "played",  # the rollouts of a step are done, the update has not begun
+    "updated",  # the weights are updated, nothing is written yet
     "saving",  # a checkpoint is being written, in the background
-    "written",  # it is there but for what makes it complete
-    "saved",  # a checkpoint is complete, older ones are not deleted yet
+    "written",  # its files are written, its hashes are not
+    "saved",  # it is complete, older ones are not deleted yet
 )
 POINTS = (
     *TRAINING_POINTS,
-    "sampled",  # a benchmark's question was answered, its samples are on disk
-    "taught",  # a teacher has replied, and what it said is on disk
-    "judged",  # a judge has replied, and what it said is on disk if it is kept there
+    "sampled",  # a benchmark question was answered, its samples are on disk
+    "taught",  # a teacher has replied, its reply is on disk
+    "judged",  # a judge has replied, its reply is on disk if replies are kept
 )
 _FORM = re.compile(rf"({'|'.join(POINTS)}):([1-9][0-9]*)(:term|:raise)?", re.ASCII)
 _passed: collections.Counter[str] = collections.Counter()
 
 
 class Fault(RuntimeError):
-    """What NAME:COUNT:raise raises."""
+    """Exception raised by NAME:COUNT:raise."""
 
 
 def point(name: str) -> None:
-    """Passes one of POINTS; ends the process there if SPELL_FAULT says so.
+    """Passes one of POINTS; ends the process there if SPELL_FAULT requests it.
 
     Raises:
-      ValueError: SPELL_FAULT is of another form.
-      Fault: it says raise.
+      ValueError: if SPELL_FAULT is malformed.
+      Fault: if SPELL_FAULT requests it.
     """
     if not (wanted := os.environ.get(VARIABLE)):
         return

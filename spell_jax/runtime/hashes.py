@@ -1,7 +1,8 @@
-"""Hashes of a folder's files, in a file of their own: written last, they say that the folder is
-whole, and later that it still is what it was.
+"""Hashes of a folder's files, to detect unfinished and damaged folders.
 
-The file has two lines: a hash of the second; a score and [bytes, hash] by path of every other file.
+They are kept in a file of their own, which is written last: its presence marks the folder as
+complete. It has two lines: a hash of the second line; a JSON object with a score and [bytes, hash]
+by path of every other file.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from etils import epath
 
 FILE = "hashes.txt"
 UNFINISHED = f"{FILE}: missing (the save did not end, or the file was removed)"
-_CHUNK = 1 << 20  # bytes that are read at once for a hash
+_CHUNK = 1 << 20  # bytes per read
 
 
 def write(folder: epath.Path, score: float | None) -> None:
-    """Hashes all files of a folder; the score is kept with them."""
+    """Hashes all files of a folder and stores the score with the hashes."""
     names = _files(folder)
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing lets other threads run
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing releases the GIL
         found = dict(zip(names, pool.map(lambda name: _hash(folder / name), names), strict=True))
     content = json.dumps({"score": score, "files": found}).encode()
     head = _blake2b(content).hexdigest().encode()
@@ -30,11 +31,11 @@ def write(folder: epath.Path, score: float | None) -> None:
 
 
 def _read(folder: epath.Path) -> dict[str, Any]:
-    """What `write` wrote.
+    """Reads the content written by `write`.
 
     Raises:
-      FileNotFoundError: it is not there.
-      ValueError: it is there, but not as it was written.
+      FileNotFoundError: if the file does not exist.
+      ValueError: if the file was truncated or altered.
     """
     head, _, content = (folder / FILE).read_bytes().partition(b"\n")
     if _blake2b(content).hexdigest().encode() != head:
@@ -43,7 +44,7 @@ def _read(folder: epath.Path) -> dict[str, Any]:
 
 
 def score(folder: epath.Path) -> tuple[bool, float | None]:
-    """(whether a folder is finished, its score)."""
+    """Whether a folder is finished, and its score."""
     try:
         return True, _read(folder)["score"]
     except (FileNotFoundError, ValueError):
@@ -51,7 +52,7 @@ def score(folder: epath.Path) -> tuple[bool, float | None]:
 
 
 def damage(folder: epath.Path) -> str:
-    """What is wrong with a folder's files, each with its name; empty if nothing is."""
+    """Description of the damaged files of a folder, by name; empty if there are none."""
     try:
         files = _read(folder)["files"]
     except FileNotFoundError:
@@ -73,10 +74,10 @@ def damage(folder: epath.Path) -> str:
 
 
 def fingerprint(folder: epath.Path) -> str:
-    """32 hex digits that tell the weights of two folders apart, without reading all of them.
+    """32 hex digits that identify the weights in a folder without reading them all.
 
-    Of each file the name, the size and the last MiB count: an update changes every tensor, and
-    reading 60 GB of a large policy would take a minute.
+    The name, size and last MiB of each file are hashed. That suffices because an update changes
+    every tensor; reading 60 GB of a large policy would take a minute.
     """
     digest = _blake2b()
     for name in sorted(_files(folder)):
@@ -88,9 +89,9 @@ def fingerprint(folder: epath.Path) -> str:
 
 
 def _files(folder: epath.Path) -> list[str]:
-    """Paths of all files below a folder, relative to it."""
+    """Paths of all files in a folder and its subfolders, relative to it."""
     walked = [(os.fspath(parent), names) for parent, _, names in folder.walk()]
-    top = walked[0][0]  # not `folder`: behind gs://, etils 1.15 leaves the scheme out
+    top = walked[0][0]  # not `folder`: for gs://, etils 1.15 drops the scheme
     return [os.path.relpath(f"{parent}/{name}", top) for parent, names in walked for name in names]
 
 

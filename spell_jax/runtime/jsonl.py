@@ -1,7 +1,8 @@
-"""JSON on disk: a user's JSONL is read line by line, bad lines logged with their place, counted and
-skipped; what is written appears whole or not at all, and what is appended line by line.
+"""JSON and JSONL files: tolerant reading, atomic writing, safe appending.
 
-A file whose name ends in .gz is compressed; the same lines always give the same bytes.
+1. Reading a user's JSONL logs bad lines with their place, counts and skips them.
+2. A written file appears completely or not at all; records can also be appended line by line.
+3. A file whose name ends in .gz is compressed; the same lines always give the same bytes.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ log = logging.getLogger(__name__)
 
 
 def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], int]:
-    """Parses every line of a file; empty lines are passed over, and where a compressed file is
-    damaged, the rest of it counts as one bad line.
+    """Parses every line of a file.
+
+    Empty lines are ignored. If a compressed file is damaged, the rest of it counts as one bad line.
 
     Args:
-      path: UTF-8 text (it may be in a bucket, and compressed), with or without a byte order mark, a
-        JSON value a line; only line feeds end a line.
-      parse: JSON value -> record; raises ValueError, KeyError, TypeError or AttributeError where
-        the value is not what it should be.
+      path: UTF-8 text with one JSON value per line, with or without a byte order mark; may be
+        compressed or in a bucket. Only line feeds end a line.
+      parse: function from JSON value to record; raises ValueError, KeyError, TypeError or
+        AttributeError for a malformed value.
 
     Returns:
-      (records in file order, lines skipped).
+      (records in file order, number of lines skipped).
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: if there is no such file.
     """
     records, skipped, number = [], 0, 0
     with epath.Path(path).open("rb") as file, _compressed(path, file, "rb") as lines:
@@ -59,19 +61,19 @@ def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tup
 
 
 def write_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None:
-    """Writes records as JSON lines, whole or not at all.
+    """Writes records as JSON lines, atomically.
 
-    Half of a surrogate pair, which text from a model may hold, has no UTF-8 form: such a character
-    is written as its JSON escape.
+    Half of a surrogate pair, which text from a model may contain, has no UTF-8 form. Such a
+    character is written as its JSON escape.
     """
     write_lines(path, (json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def append_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None:
-    """Adds JSON lines to the end of a local file, in one write; it is made where there is none.
+    """Appends JSON lines to a local file in one write; creates the file if needed.
 
-    A process that is killed in here leaves at most one torn line. The next call ends that line
-    first, so that `read_records` skips it alone.
+    A process killed during the write leaves at most one torn line. The next call ends that line
+    first, so that `read_records` skips only that one.
     """
     with pathlib.Path(path).open("a+b") as file:
         if file.tell():
@@ -82,15 +84,15 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None
 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: int = 1) -> None:
-    """Writes one value, indented, whole or not at all; ValueError if a number is not finite."""
+    """Writes one indented value, atomically; raises ValueError for a non-finite number."""
     write_lines(path, [json.dumps(value, indent=indent, allow_nan=False) + "\n"])
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
-    """Writes lines, which end with their line break, whole or not at all.
+    """Writes lines, which include their line breaks, atomically.
 
-    On a disk they are written under another name, which then takes the file's place; an object of a
-    bucket appears when it is closed, and is not opened before all lines are there.
+    On a disk they are written under another name, which then replaces the file. An object in a
+    bucket appears when it is closed; it is opened only after all lines are produced.
     """
     if paths.is_remote(path):
         content = io.BytesIO()
@@ -98,7 +100,7 @@ def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
         epath.Path(path).write_bytes(content.getvalue())
         return
     path = pathlib.Path(path)
-    # A terminal or a pipe (/dev/stdout) is written to, a link's target replaced.
+    # A terminal or pipe (/dev/stdout) is written directly; for a link, its target is replaced.
     is_stream = path.exists() and not path.is_file()
     target = path if is_stream else path.resolve()
     unfinished = target if is_stream else target.with_name(target.name + ".tmp")
@@ -116,8 +118,8 @@ def _write(path: str | os.PathLike[str], file: IO[bytes], lines: Iterable[str]) 
 def _compressed(
     path: str | os.PathLike[str], file: IO[bytes], mode: str
 ) -> contextlib.AbstractContextManager[Any]:
-    """What the lines of an open file are read from or written to, by the end of its name."""
+    """Wraps an open file in gzip if its name ends in .gz."""
     if not os.fspath(path).endswith(".gz"):
         return contextlib.nullcontext(file)
-    # Neither a name nor a time goes into it.
+    # No name and no time in the header, so that equal lines give equal bytes.
     return gzip.GzipFile("", mode, compresslevel=6, fileobj=file, mtime=0)

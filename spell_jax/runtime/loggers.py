@@ -1,4 +1,4 @@
-"""Where metrics are looked at besides metrics.jsonl: TensorBoard's files, and Weights & Biases."""
+"""Metric loggers besides metrics.jsonl: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from etils import epath
 from tensorboardX.event_file_writer import EventsWriter
 
-# Made when they are imported: pyright does not see them.
+# Generated at import: pyright does not see them.
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 from tensorboardX.record_writer import directory_check
@@ -20,12 +20,12 @@ from tensorboardX.record_writer import directory_check
 from spell_jax.runtime import paths
 
 TENSORBOARD_FOLDER = "tensorboard"
-WANDB_FILE = "wandb_id"  # of a run's folder: which of wandb's runs it is
+WANDB_FILE = "wandb_id"  # file in a run's folder with the id of its wandb run
 log = logging.getLogger(__name__)
 
 
 class Board(Protocol):
-    """Somewhere that takes a step's numbers."""
+    """A logger that takes the metrics of a step."""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
@@ -33,15 +33,15 @@ class Board(Protocol):
 
 
 class TensorBoard:
-    """Events in WORKDIR/tensorboard, a file a process, up to date behind each write.
+    """Event files in WORKDIR/tensorboard, one per process, flushed after each write.
 
-    Not by tensorboardX's SummaryWriter: an error ends the thread that it writes with, unseen, and
-    what writes on then waits for ever.
+    tensorboardX's SummaryWriter is not used: an error silently ends its writer thread, and later
+    writes then block forever.
 
     Args:
-      workdir: the run's folder.
-      resume_step: the last step that counts: TensorBoard is told to forget what an earlier process
-        wrote behind it. None: all of it.
+      workdir: folder of the run.
+      resume_step: last step to keep; TensorBoard is told to discard later steps of an earlier
+        process. None discards all.
     """
 
     def __init__(self, workdir: epath.Path, resume_step: int | None = None) -> None:
@@ -63,22 +63,22 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases, the same one when the run of a folder goes on.
+    """A run of Weights & Biases, continued when the training run is resumed.
 
     wandb reads its own environment variables (WANDB_API_KEY, WANDB_MODE=offline, ...). Steps that
-    are played again behind a checkpoint are there twice, with the same numbers, at the same place
-    of the axis "step". If it fails in mid-run, that is logged and nothing more goes there: the run
-    does not end for it.
+    are repeated after a checkpoint appear twice, with the same numbers and the same value of the
+    axis "step". If wandb fails in mid-run, the failure is logged and nothing more is sent; the
+    training run continues.
 
     Args:
-      project: of wandb.
-      workdir: the run's folder, by whose name the run goes.
-      resume_step: None begins a new run of wandb.
-      config: what the run was started with.
+      project: project of wandb.
+      workdir: folder of the run; its name is the name of the wandb run.
+      resume_step: step to resume from; None starts a new wandb run.
+      config: config of the run.
 
     Raises:
       ImportError: as `check_wandb`.
-      wandb.Error: there is no key, no such project, or no network.
+      wandb.Error: if there is no key, no such project, or no network.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Wandb:
             resume="allow",
             config=dict(config or {}),
             dir=None if paths.is_remote(workdir) else os.fspath(workdir),
-            # What the terminal shows is ours, and rewritten several times a second.
+            # The terminal shows our progress line, which is redrawn several times a second.
             settings=wandb.Settings(console="off"),
         )
         self._run.define_metric("step")
@@ -113,7 +113,7 @@ class Wandb:
             return
         try:
             self._run.log({"step": step, **numbers})
-        except Exception as error:  # of its own kinds, or of the network's
+        except Exception as error:  # wandb's own errors, or network errors
             log.warning("wandb: %s; from step %d on nothing is written there", error, step)
             self._run = None
 
@@ -123,10 +123,10 @@ class Wandb:
 
 
 def check_wandb(project: str) -> None:
-    """Whether a project ("": none) can be written to.
+    """Checks that wandb is installed if a project is given ("": none).
 
     Raises:
-      ImportError: wandb (extra "wandb") is not installed.
+      ImportError: if wandb (extra "wandb") is not installed.
     """
     if project and importlib.util.find_spec("wandb") is None:
         raise ImportError(

@@ -1,8 +1,8 @@
-"""Device mesh and the table that maps logical axes to it.
+"""Device mesh, and the table that maps logical axes to mesh axes.
 
-One table says how every tensor of the program is split, so that no other module names a mesh
-axis. Parameters are split over `fsdp` and `context` and gathered layer by layer, rows (packed
-groups, or requests) over `data`, `fsdp` and `expert`, the tokens of a row over `context`.
+One table defines how every tensor of the program is sharded, so no other module names a mesh axis.
+Parameters are sharded over `fsdp` and `context` and gathered layer by layer. Rows (packed groups,
+or requests) are sharded over `data`, `fsdp` and `expert`, and the tokens of a row over `context`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ AXES = ("data", "fsdp", CONTEXT, TENSOR, EXPERT)
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
-ROWS = ("data", "fsdp", EXPERT)  # what the batch axis of activations is split over
-EMBED = ("fsdp", CONTEXT)  # what the model width of parameters is split over
+ROWS = ("data", "fsdp", EXPERT)  # mesh axes of the batch axis of activations
+EMBED = ("fsdp", CONTEXT)  # mesh axes of the model width of parameters
 # Logical axis -> mesh axes, for training and prefill. `rows`, `time` and `width` are axes of
-# activations, the rest name weight axes.
+# activations; the others are axes of weights.
 RULES: Rules = (
     ("rows", ROWS),
     ("time", CONTEXT),
@@ -39,8 +39,8 @@ RULES: Rules = (
     ("rank", None),
     ("layers", None),
 )
-# In decoding, where a row is one token, weights stay in place and activations go to them: each
-# device multiplies all rows by its part of the width.
+# In decoding a row is one token. Weights stay in place and activations move to them: each device
+# multiplies all rows by its part of the width.
 _IN_DECODING = {"rows": "data", "time": None, "width": EMBED}
 DECODE_RULES: Rules = tuple((name, _IN_DECODING.get(name, axes)) for name, axes in RULES)
 
@@ -48,15 +48,16 @@ DECODE_RULES: Rules = tuple((name, _IN_DECODING.get(name, axes)) for name, axes 
 def make_mesh(
     shape: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None
 ) -> jax.sharding.Mesh:
-    """A mesh over all devices.
+    """Makes a mesh over all devices.
 
     Args:
-      shape: devices along each axis of AXES; missing axes are 1; -1 (one axis at most) takes the
-        devices that are left. The default puts every device on `fsdp`.
-      devices: which ones (jax.Device), by default jax.devices().
+      shape: number of devices along each axis of AXES. Missing axes are 1; -1 (at most one axis)
+        takes the remaining devices. The default puts every device on `fsdp`.
+      devices: devices to use (jax.Device), by default jax.devices().
 
     Raises:
-      ValueError: unknown axis, or sizes whose product is not the number of devices.
+      ValueError: if an axis is unknown, or if the product of the sizes is not the number of
+        devices.
     """
     count = jax.device_count() if devices is None else len(devices)
     sizes = axis_sizes(shape, count)
@@ -64,7 +65,7 @@ def make_mesh(
 
 
 def axis_sizes(shape: Mapping[str, int] | None, count: int) -> tuple[int, ...]:
-    """Devices along each axis of AXES, of so many; arguments and errors as of make_mesh."""
+    """Sizes of AXES for `count` devices; arguments and errors as in make_mesh."""
     shape = dict(shape or {"fsdp": -1})
     if unknown := set(shape) - set(AXES):
         raise ValueError(f"mesh.{min(unknown)}: not a mesh axis, must be one of {AXES}")
@@ -82,22 +83,23 @@ def axis_sizes(shape: Mapping[str, int] | None, count: int) -> tuple[int, ...]:
 
 
 def row_shards(mesh: jax.sharding.Mesh) -> int:
-    """How many parts the row axis is split into; batches have a multiple of it as rows."""
+    """Number of shards of the row axis; the rows of a batch are a multiple of it."""
     return _axis_size(mesh, ROWS)
 
 
 def context_shards(mesh: jax.sharding.Mesh) -> int:
-    """How many parts the tokens of a row are split into."""
+    """Number of shards of the tokens of a row."""
     return mesh.shape[CONTEXT]
 
 
 def shardings(mesh: jax.sharding.Mesh, axes, shapes):
-    """Placements of a tree of tensors.
+    """Shardings of a tree of tensors.
 
-    An axis that the mesh does not divide (2 key/value heads on 4-way `tensor`) is replicated.
+    A dimension that the mesh axis does not divide (2 key/value heads on 4-way `tensor`) is
+    replicated.
 
     Args:
-      mesh: the mesh.
+      mesh: device mesh.
       axes: tree of PartitionSpec of logical axis names.
       shapes: tree of arrays or jax.ShapeDtypeStruct.
     """
@@ -114,8 +116,7 @@ def shardings(mesh: jax.sharding.Mesh, axes, shapes):
 
 
 def with_sharding(tree: Any, places: Any, dtype: Any = None) -> Any:
-    """The shapes of a tree of arrays (jax.ShapeDtypeStruct) with placements, and perhaps another
-    dtype."""
+    """Abstract arrays (jax.ShapeDtypeStruct) of a tree, with shardings and optionally a dtype."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=where),
         tree,
@@ -124,9 +125,9 @@ def with_sharding(tree: Any, places: Any, dtype: Any = None) -> Any:
 
 
 def device_put(tree: Any, places: Any) -> Any:
-    """Arrays of numpy that every host has alike, on the devices of their placements.
+    """Puts numpy arrays that are equal on every host onto devices.
 
-    jax.device_put compares them between hosts first, which waits for what the devices are at.
+    jax.device_put would first compare them between hosts, which waits for running device work.
     """
 
     def put_one(x: np.ndarray, place: NamedSharding) -> jax.Array:
@@ -147,10 +148,10 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def by_rows(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Placement of host batches [rows, ...]."""
+    """Sharding of host batches [rows, ...]."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 def by_rows_and_time(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Placement of packed rows [rows, time]."""
+    """Sharding of packed rows [rows, time]."""
     return NamedSharding(mesh, PartitionSpec(ROWS, CONTEXT))

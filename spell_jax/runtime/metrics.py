@@ -1,12 +1,12 @@
 """Metrics on disk.
 
-1. Whatever measures something adds a (sum, weight) pair to a `Metrics`; pairs from micro-batches,
-   algorithms and validation merge by addition, so no average is ever averaged.
-2. Once a step the trainer turns them into means and `MetricsWriter` writes one line, to disk by a
-   thread of its own (recorder.py).
+1. Every source of metrics adds (sum, weight) pairs to a `Metrics`. Pairs from micro-batches,
+   algorithms and validation merge by addition, so an average is never averaged again.
+2. Once a step the trainer turns them into means, and `MetricsWriter` writes one line. A background
+   thread does the writing (background.py).
 3. Only one process writes; on the others the writer does nothing.
-4. A run resumed at step s first drops everything written after s, so its files equal those of a run
-   that was never stopped (design.md section 3.11).
+4. A run resumed at step s first drops everything written after s, so its files equal those of an
+   uninterrupted run (design.md section 3.11).
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from spell_jax.runtime.jsonl import write_lines
 from spell_jax.runtime.loggers import Board, TensorBoard
 
 METRICS_FILE = "metrics.jsonl"
-TAIL = 1000  # lines of metrics.jsonl that a checkpoint keeps
+TAIL = 1000  # lines of metrics.jsonl kept in a checkpoint
 
 
 class Metrics:
-    """Named (sum, weight) pairs, float on the host; a pair becomes a mean only when it is printed.
+    """Named (sum, weight) pairs of host floats; a pair becomes a mean only when it is reported.
 
     Source: design.md section 2. Adding a device scalar waits for the device.
     """
@@ -36,18 +36,18 @@ class Metrics:
         self._pairs: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, value: Any, weight: Any = 1.0) -> None:
-        """Adds a mean `value` (scalar) over `weight` (scalar >= 0) things.
+        """Adds a mean `value` (scalar) over `weight` (scalar >= 0) items.
 
-        Nothing is said about zero things: with weight 0 the value, even NaN, does not count.
+        With weight 0 the value is ignored, even NaN.
 
         Raises:
-          ValueError: the weight is negative or not finite.
+          ValueError: if the weight is negative or not finite.
         """
         weight = float(weight)
         self.add_sum(name, float(value) * weight if weight else 0.0, weight)
 
     def add_sum(self, name: str, total: Any, weight: Any) -> None:
-        """Adds a `total` (scalar) over `weight` (scalar >= 0) things; ValueError as in `add`."""
+        """Adds a `total` (scalar) over `weight` (scalar >= 0) items; ValueError as in `add`."""
         total, weight = float(total), float(weight)
         if not 0 <= weight < math.inf:
             raise ValueError(f"metric {name!r}: weight is {weight}, want a finite number >= 0")
@@ -55,23 +55,23 @@ class Metrics:
         self._pairs[name] = (old_total + total, old_weight + weight)
 
     def merge(self, pairs: "Metrics | Mapping[str, Sequence[Any]]", prefix: str = "") -> None:
-        """Adds another `Metrics`, or a mapping name -> (sum, weight), its names after `prefix`."""
+        """Adds another `Metrics` or a mapping name -> (sum, weight), with `prefix` before names."""
         items = pairs._pairs if isinstance(pairs, Metrics) else pairs
         for name, (total, weight) in list(items.items()):
             self.add_sum(prefix + name, total, weight)
 
     def means(self) -> dict[str, float]:
-        """Name -> sum / weight. Names without weight are left out: there is no mean of nothing."""
+        """Name -> sum / weight; names with weight 0 are left out."""
         return {name: total / weight for name, (total, weight) in self._pairs.items() if weight}
 
 
 def finite_or_none(value: Any) -> tuple[Any, int]:
-    """`value` as plain JSON, and how many numbers in it were not finite (they become None).
+    """Converts `value` to plain JSON; counts its non-finite numbers, which become None.
 
-    Takes dataclasses, mappings, sequences, and numpy or jax numbers and arrays.
+    Accepts dataclasses, mappings, sequences, and numpy or jax numbers and arrays.
 
     Raises:
-      TypeError: something in it has no JSON form; the message names its type.
+      TypeError: if something in it has no JSON form; names its type.
     """
     if value is None or isinstance(value, str | bool | int):
         return value, 0
@@ -94,13 +94,14 @@ def finite_or_none(value: Any) -> tuple[Any, int]:
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of WORKDIR/metrics.jsonl as dicts, in file order.
+    """Lines of WORKDIR/metrics.jsonl as dicts, in file order.
 
-    A last line without its line break, as a copy that was cut off has it, is dropped.
+    A last line without a line break, as in a truncated copy, is dropped.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: a whole line is not a JSON object with an integer "step"; names file and line.
+      FileNotFoundError: if there is no such file.
+      ValueError: if a complete line is not a JSON object with an integer "step"; names file and
+        line.
     """
     path = epath.Path(workdir) / METRICS_FILE
     if not path.exists():
@@ -114,7 +115,7 @@ def _read_lines(path: epath.Path) -> list[str]:
 
 
 def _parse(place: Any, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """(record, line) of each line; the ValueError of `read_metrics` names the place."""
+    """Yields (record, line) for each line; the ValueError of `read_metrics` names `place`."""
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
@@ -128,28 +129,28 @@ def _parse(place: Any, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], s
 
 
 def at_once(work: Callable[..., Any], *given: Any) -> None:
-    """Does work(*given) here and now, where Background.submit does it later."""
+    """Runs work(*given) immediately; the synchronous alternative to Background.submit."""
     work(*given)
 
 
 class MetricsWriter:
-    """Writes WORKDIR/metrics.jsonl, one line {"step": int, name: number, ...} a step, and the same
-    numbers to boards: TensorBoard's files beside it, and others.
+    """Writes metrics.jsonl, and the same numbers to TensorBoard and other loggers.
 
-    Buckets have no appending, so the lines are held, and every write puts the whole file there.
+    WORKDIR/metrics.jsonl has one line {"step": int, name: number, ...} per step. Buckets cannot
+    append, so all lines are held in memory and every write replaces the whole file.
 
     Args:
-      workdir: the run's folder; made if it is missing.
-      resume_step: the last step that counts. Later lines are dropped, in TensorBoard too. None
-        starts the file anew.
+      workdir: folder of the run; made if it is missing.
+      resume_step: last step to keep. Later lines are dropped, in TensorBoard too. None starts a new
+        file.
       is_writer: whether this process writes (process 0 only); elsewhere all methods do nothing.
-      tail: lines that the checkpoint of resume_step kept (see the method). Those of steps that the
-        file does not have (it is lost, older, or of another folder) are put in.
-      submit: takes what is to be done on disk, as Background.submit.
-      boards: others than TensorBoard.
+      tail: lines kept by the checkpoint of resume_step (see the method). They supply steps that the
+        file lacks because it is lost, older, or of another folder.
+      submit: function that runs disk work, as Background.submit.
+      boards: loggers besides TensorBoard.
 
     Raises:
-      ValueError: the file to resume, or the tail, is damaged (see `read_metrics`).
+      ValueError: if the file to resume or the tail is damaged (see `read_metrics`).
     """
 
     def __init__(
@@ -172,20 +173,20 @@ class MetricsWriter:
         if resume_step is not None:
             there = _read_lines(self._path) if self._path.exists() else []
             found = (*_parse("tail of the checkpoint", tail), *_parse(self._path, there))
-            lines = {record["step"]: line for record, line in found}  # the file's before the tail's
+            lines = {record["step"]: line for record, line in found}  # the file overrides the tail
             self._lines = {step: lines[step] for step in sorted(lines) if step <= resume_step}
         self._put(list(self._lines.values()))
         self._boards = [TensorBoard(folder, resume_step), *boards]
 
     def write(self, step: int, metrics: Metrics | Mapping[str, Any]) -> None:
-        """Writes the step's line, which `tail` has when this returns, also if the disk is full.
+        """Writes the line of a step; `tail` includes it on return, even if the disk is full.
 
-        Numbers that are not finite become null, are counted in the line's "non_finite", and are
-        logged by name.
+        Non-finite numbers become null, are counted in the line's "non_finite", and are logged by
+        name.
 
         Raises:
-          ValueError: the step is not later than the last one written, or a name is taken.
-          OSError: it cannot be written, or one before it could not (as `submit` has it).
+          ValueError: if the step is not later than the last one written, or if a name is reserved.
+          OSError: if this or an earlier line could not be written (as reported by `submit`).
         """
         if not self._is_writer:
             return
@@ -204,7 +205,7 @@ class MetricsWriter:
             record["non_finite"] = non_finite
         self._lines[step] = json.dumps({"step": step, **record})
         shown = {name: value for name, value in record.items() if value is not None}
-        # The lines as they are now: more may have come when it is their turn.
+        # A copy: more lines may be added before the work runs.
         self._submit(self._put_step, list(self._lines.values()), step, shown)
 
     def _put_step(self, lines: Sequence[str], step: int, numbers: Mapping[str, float]) -> None:
@@ -216,12 +217,14 @@ class MetricsWriter:
         write_lines(self._path, (line + "\n" for line in lines))
 
     def tail(self) -> list[str]:
-        """The last TAIL lines, without line breaks, for a checkpoint to keep; on other processes
-        none."""
+        """The last TAIL lines, without line breaks, to be kept in a checkpoint.
+
+        Empty on processes that do not write.
+        """
         return list(self._lines.values())[-TAIL:]
 
     def close(self) -> None:
-        """Closes the boards, when all that was submitted is done."""
+        """Closes the loggers; call it after all submitted work is done."""
         if self._is_writer:
             for board in self._boards:
                 board.close()

@@ -1,7 +1,7 @@
-"""Where a run's files are: a folder on a disk or in a bucket (gs://BUCKET/PATH), by etils.epath.
+"""Paths of a run's files: a folder on disk or in a bucket (gs://BUCKET/PATH), by etils.epath.
 
-A file of a bucket appears whole, when it is closed, and a folder is no more than the beginning of
-names: it is not made, and is there as long as a file is.
+A file in a bucket appears as a whole when it is closed. A folder in a bucket is only a name prefix:
+it cannot be made, and it exists as long as it contains a file.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from etils import epath
 
 
 def open_folder(path: str | os.PathLike[str]) -> epath.Path:
-    """A run's folder by its name, which stays as it is; nothing is read or made there.
+    """Path of a run's folder, with its name unchanged; nothing is read or made.
 
     Raises:
-      ImportError: it is in a bucket, and gcsfs is not installed.
+      ImportError: if it is in a bucket and gcsfs is not installed.
     """
     if os.fspath(path).startswith("gs://"):
         if importlib.util.find_spec("gcsfs") is None:
             raise ImportError(f"{path}: gs:// needs gcsfs; pip install 'spell_jax[gcs]'")
-        # gcsfs keeps listings for good, but TensorStore and other hosts write there as well.
+        # gcsfs caches listings forever, but TensorStore and other hosts write there as well.
         fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     return epath.Path(path)
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is one for epath alone; pathlib would take it for a local one."""
+    """Whether only epath can handle a path; pathlib would treat it as a local one."""
     return "://" in os.fspath(path)
 
 
 def entries(folder: epath.Path) -> list[epath.Path]:
-    """What is in a folder; nothing if it is not there, as one of a bucket before its first file."""
+    """Contents of a folder; empty if it does not exist, such as a bucket folder without files."""
     try:
         return list(folder.iterdir())
     except FileNotFoundError:
@@ -43,12 +43,12 @@ def entries(folder: epath.Path) -> list[epath.Path]:
 
 
 def replace_folder(source: pathlib.Path, target: epath.Path, last: Collection[str]) -> None:
-    """Copies the files of a folder to one of a bucket, whose old content goes first.
+    """Copies the files of a local folder to a bucket folder, after deleting its old content.
 
     Args:
-      source: local, without folders of its own.
-      target: in a bucket; while it is not whole, the files of `last` are missing.
-      last: names of files that are copied behind all others.
+      source: local folder without subfolders.
+      target: folder in a bucket; until it is complete, the files in `last` are missing.
+      last: names of the files to copy after all others.
     """
     target.rmtree(missing_ok=True)
     for path in sorted(source.iterdir(), key=lambda path: (path.name in last, path.name)):

@@ -1,13 +1,15 @@
-"""A machine that is taken away: the run saves, and ends with a code that says "start me again".
+"""Preemption: the run saves, then exits with a code that asks for a restart.
 
-1. SIGTERM, or a notice of the cloud's metadata server, is noted at once, whatever the process does.
-2. At the end of a phase every host asks `should_stop`; all get the same answer, for they exchange
-   their notices. The trainer then saves and raises Preempted.
-3. Who has not left the Preemption context `limit_s` seconds after the first SIGTERM is ended with
-   the same code, and so is, at once, who gets a second SIGTERM: the last checkpoint counts.
+1. SIGTERM, or a notice from the cloud's metadata server, is recorded at once, whatever the process
+   is doing.
+2. At the end of a phase every host calls `should_stop`. All hosts get the same answer, because they
+   exchange their notices. The trainer then saves and raises Preempted.
+3. A process that has not left the Preemption context `limit_s` seconds after the first SIGTERM is
+   ended with the same code; a second SIGTERM ends it at once. The run then resumes from the last
+   checkpoint.
 
-Signals are read by a thread of their own, from a pipe that the interpreter's C code writes: a
-handler in Python waits until the main thread is back from the device.
+A separate thread reads signals from a pipe that the interpreter's C code writes to: a Python
+handler would not run until the main thread returns from the device.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ from collections.abc import Callable
 
 from spell_jax.runtime import distributed
 
-EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, try again
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, try again
 METADATA_HOST = "metadata.google.internal"
 METADATA_VARIABLE = "GCE_METADATA_HOST"  # HOST or HOST:PORT, as Google's own libraries read it
 
-# What the metadata server says, by key, when this machine goes away. A maintenance event that
-# migrates the machine (MIGRATE_ON_HOST_MAINTENANCE) does not stop it.
+# Values of metadata keys that announce a preemption. A maintenance event that migrates the machine
+# (MIGRATE_ON_HOST_MAINTENANCE) does not stop it.
 _NOTICES = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
-_WAIT_S = 10  # the server answers after so long, if nothing changes before
-_PAUSE_S = 10.0  # after an answer that was none
-_LONGEST_ANSWER = 1024  # bytes; a good one has 29 at most
+_WAIT_S = 10  # the server answers after this time if the value does not change before
+_PAUSE_S = 10.0  # pause after a failed request
+_LONGEST_ANSWER = 1024  # bytes; a valid answer has at most 29
 
-_CLOSE, _ELSEWHERE = b"\xff", b"\xfe"  # no numbers of signals
+_CLOSE, _ELSEWHERE = b"\xff", b"\xfe"  # control bytes; not signal numbers
 log = logging.getLogger(__name__)
 
 
 class Preempted(SystemExit):
-    """The run has saved because its machine is taken away; the process ends with EXIT_CODE."""
+    """The run has saved because its machine is preempted; the process exits with EXIT_CODE."""
 
     def __init__(self, why: str):
         super().__init__(EXIT_CODE)
@@ -52,20 +54,20 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """Within this context the process learns that its machine is taken away.
+    """Context in which the process detects that its machine is preempted.
 
-    Entered in the main thread, after jax.distributed.initialize (which sets a handler of SIGTERM
-    too); left when everything is saved. What stood before is then restored.
+    Enter it in the main thread, after jax.distributed.initialize (which also sets a SIGTERM
+    handler), and leave it when everything is saved. The previous handlers are then restored.
 
     Args:
-      limit_s: seconds from the first SIGTERM, here or (once `should_stop` has told) on another
-        host, until the process is ended.
-      metadata: HOST or HOST:PORT of the metadata server; by default $GCE_METADATA_HOST, or
-        Google's name for it where that name resolves, which it does on their machines only.
-      end: ends the process with a code; replaced in tests.
+      limit_s: seconds until the process is ended, counted from the first SIGTERM on this host, or
+        on another host once `should_stop` has reported it.
+      metadata: HOST or HOST:PORT of the metadata server. By default $GCE_METADATA_HOST, or Google's
+        host name if it resolves, which it does on Google's machines only.
+      end: function that ends the process with a code; replaced in tests.
 
     Raises:
-      ValueError: limit_s is not above 0, or not finite.
+      ValueError: if limit_s is not above 0, or not finite.
     """
 
     def __init__(
@@ -79,13 +81,13 @@ class Preemption:
         self._limit = limit_s
         self._metadata = metadata or os.environ.get(METADATA_VARIABLE)
         self._end = end
-        self._notice = ""  # of this host, the first one
+        self._notice = ""  # first notice of this host
         self._is_closed = threading.Event()
         self.why = ""
 
     def __enter__(self) -> Preemption:
         self._reads, self._writes = socket.socketpair()
-        self._writes.setblocking(False)  # or a full pipe could hold the interpreter up
+        self._writes.setblocking(False)  # otherwise a full pipe could block the interpreter
         self._old_descriptor = signal.set_wakeup_fd(self._writes.fileno())
         self._old_handler = signal.signal(signal.SIGTERM, self._handle)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
@@ -104,9 +106,10 @@ class Preemption:
         self._writes.close()
 
     def should_stop(self) -> bool:
-        """Whether any host has a notice, `why` being all of them; the same on all hosts.
+        """Whether any host has a notice; the same on all hosts. Sets `why` to all notices.
 
-        A collective: all hosts ask at the same points of the program, the ends of its phases.
+        A collective: all hosts must call it at the same points of the program, the ends of its
+        phases.
         """
         notices = [part[0].decode() for part in distributed.gather_bytes([self._notice.encode()])]
         told = [f"host {host}: {notice}" for host, notice in enumerate(notices) if notice]
@@ -116,17 +119,20 @@ class Preemption:
         return bool(told)
 
     def _handle(self, number, frame) -> None:
-        """So that a signal which the main thread sends itself is there when it asks next."""
+        """Records SIGTERM in the main thread.
+
+        A signal that this thread sends to itself is then known at its next `should_stop`.
+        """
         self._notice = "SIGTERM"
 
     def _note(self, notice: str) -> None:
         log.warning("%s: will stop at the end of this phase", notice)
-        # A SIGTERM is told even behind a notice that came before it: it limits the others' time.
+        # SIGTERM replaces an earlier notice, because it starts the time limit on the other hosts.
         if not self._notice or notice == "SIGTERM":
             self._notice = notice
 
     def _watch(self) -> None:
-        """Reads what came, a byte each, until the context is left or time is up."""
+        """Reads signals, one byte each, until the context is left or the time limit is reached."""
         deadline, signals = math.inf, 0
         while True:
             left = deadline - time.monotonic()
@@ -143,7 +149,7 @@ class Preemption:
                     return self._give_up("a second SIGTERM")
                 self._note("SIGTERM")
             elif came != _ELSEWHERE:
-                continue  # another signal of the process
+                continue  # another signal
             deadline = min(deadline, time.monotonic() + self._limit)
 
     def _give_up(self, why: str) -> None:
@@ -151,13 +157,13 @@ class Preemption:
         self._end(EXIT_CODE)
 
     def _poll(self, key: str) -> None:
-        """Asks the metadata server for a key until it says that the machine goes away."""
+        """Polls a key of the metadata server until it announces a preemption."""
         server = self._metadata or METADATA_HOST
         if not self._metadata:
             try:
                 socket.getaddrinfo(server, 80)
             except OSError:
-                return  # not on Google's machines
+                return  # not a Google machine
         failures = 0
         while not self._is_closed.is_set():
             try:
@@ -173,12 +179,13 @@ class Preemption:
 
 
 def _ask(server: str, key: str) -> str:
-    """The value of a key when it changes, or as it is after _WAIT_S seconds.
+    """Value of a metadata key when it changes, or its current value after _WAIT_S seconds.
 
     Raises:
-      OSError, http.client.HTTPException, ValueError: there is no answer, or it is another one's.
+      OSError, http.client.HTTPException, ValueError: if there is no answer, or if it is not from a
+        metadata server.
     """
-    # Not through urllib, which would ask a proxy.
+    # Not urllib, which would use a proxy.
     connection = http.client.HTTPConnection(server, timeout=2 * _WAIT_S)
     with contextlib.closing(connection):
         path = f"/computeMetadata/v1/instance/{key}?wait_for_change=true&timeout_sec={_WAIT_S}"

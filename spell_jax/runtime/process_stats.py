@@ -1,6 +1,6 @@
-"""What a process takes as it goes on: memory, its own and its devices', and programs it has built.
+"""Resource use of a process: host memory, device memory, and compiled programs.
 
-A run that leaks, or that compiles in the middle, shows it in its own metrics.
+Memory leaks and compilation in mid-run become visible in the run's metrics.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import jax
 
 _BUILT = "/jax/core/compile/backend_compile_duration"
-_STATUS = pathlib.Path("/proc/self/statm")  # Linux; the second number is resident pages
+_STATUS = pathlib.Path("/proc/self/statm")  # Linux; the second number counts resident pages
 
 
 class Footprint:
-    """Counts the programs that XLA builds, or reads from its cache, from here on."""
+    """Counts the programs that XLA compiles or loads from its cache, starting now."""
 
     def __init__(self) -> None:
         self._programs = 0
@@ -29,8 +29,12 @@ class Footprint:
         self._programs += event == _BUILT
 
     def numbers(self) -> dict[str, float]:
-        """resident_mib: of this process, now (where there is no /proc: at most so far);
-        programs: built since the start; and `device_memory`."""
+        """Current resource use of the process.
+
+        Returns:
+          "resident_mib", resident memory of this process (its peak if there is no /proc);
+          "programs", compiled since the start; and `device_memory` of the local devices.
+        """
         numbers = {"resident_mib": resident_bytes() / 2**20, "programs": float(self._programs)}
         return numbers | device_memory(jax.local_devices())
 
@@ -39,8 +43,10 @@ class Footprint:
 
 
 def device_memory(devices: Sequence[Any]) -> dict[str, float]:
-    """device_mib, in use now, and device_peak_mib, at most so far: of the fullest of the devices.
-    Nothing where they do not tell, as CPUs."""
+    """Memory use of the fullest device: device_mib (now) and device_peak_mib (peak so far).
+
+    Empty if the devices do not report memory, such as CPUs.
+    """
     stats = [device.memory_stats() or {} for device in devices]
     names = {"device_mib": "bytes_in_use", "device_peak_mib": "peak_bytes_in_use"}
     return {
@@ -51,7 +57,7 @@ def device_memory(devices: Sequence[Any]) -> dict[str, float]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM, in bytes."""
+    """Resident memory of this process, in bytes (its peak if there is no /proc)."""
     if _STATUS.exists():
         return int(_STATUS.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

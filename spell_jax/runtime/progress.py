@@ -1,7 +1,7 @@
-"""One line that says where a run is: phase, step, a few numbers, time gone, time left.
+"""Progress line: phase, step, a few numbers, elapsed and remaining time.
 
-On a terminal it stands below everything else and moves (rich); elsewhere, in a file or a pipe, a
-plain line is printed every so often.
+On a terminal it is a live line below all other output (rich). In a file or pipe, a plain line is
+printed at intervals.
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-# Weight of the newest step in the moving average of the seconds a step. One slow step (a
-# validation, a compilation) should not double the time left, and a lasting change should show in
-# ten steps.
+# Weight of the newest step in the moving average of seconds per step. One slow step (a validation,
+# a compilation) should not double the remaining time; a lasting change should show within 10 steps.
 _NEWEST_WEIGHT = 0.2
-_TIMES_A_SECOND = 4  # that the line is drawn
-_BAR = 30  # columns at most
+_TIMES_A_SECOND = 4  # redraws of the line
+_BAR = 30  # maximum width in columns
 
 
 class Progress:
-    """A progress line, at the foot of a terminal, else printed every so often.
+    """A progress line, live on a terminal, otherwise printed at intervals.
 
-    What is logged or printed on the same terminal meanwhile stands above it.
+    Other output on the same terminal appears above it.
 
     Args:
       total: steps of the whole run, > 0.
-      start: steps done before this process began (a resumed run); 0 <= start <= total.
-      stream: where it goes; standard error if not given.
-      plain_every: seconds between plain lines where there is no terminal.
-      enabled: False prints nothing (every process but the first).
-      clock: returns seconds; replaced in tests.
+      start: steps done before this process started (a resumed run); 0 <= start <= total.
+      stream: output stream; standard error by default.
+      plain_every: seconds between plain lines without a terminal.
+      enabled: whether to print; False on every process but the first.
+      clock: function that returns seconds; replaced in tests.
 
     Raises:
-      ValueError: total or start is out of range.
+      ValueError: if total or start is out of range.
     """
 
     def __init__(
@@ -69,19 +68,19 @@ class Progress:
         self._step = start
         self._first_step = start + 1
         self._seconds_a_step: float | None = None
-        self._limited: tuple[float, float] | None = None  # from when to when
+        self._limited: tuple[float, float] | None = None  # start and end of the time limit
         self._last_plain: float | None = None
         self._phase, self._numbers = "", {}
         self._spinner = Spinner("dots")
         console = Console(file=self._stream)
-        self._handlers: list[logging.StreamHandler[TextIO]] = []  # whose logs were led above it
+        self._handlers: list[logging.StreamHandler[TextIO]] = []  # redirected above the line
         self._live: Live | None = None
         if enabled and console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(
                 self,
                 console=console,
                 refresh_per_second=_TIMES_A_SECOND,
-                # What goes elsewhere, as into a file, stays as it is.
+                # Streams that are not this terminal, such as files, are not redirected.
                 redirect_stdout=sys.stdout.isatty(),
                 redirect_stderr=self._stream is sys.stderr,
             )
@@ -89,18 +88,18 @@ class Progress:
     def update(
         self, step: int, phase: str, numbers: Mapping[str, float | str] | None = None
     ) -> None:
-        """Shows the phase that is going on and the steps that are done.
+        """Shows the current phase and the number of finished steps.
 
         Args:
-          step: steps done; may repeat while the phases of the next step go by.
-          phase: a word or two, such as "play" or "learn".
+          step: number of steps done; repeats during the phases of the next step.
+          phase: name in a word or two, such as "update" or "save".
           numbers: short values to show, such as {"solved": 0.43}.
         """
         now = self._clock()
         if step > self._step:
             newest = (now - self._step_began) / (step - self._step)
             old = self._seconds_a_step
-            # The first step compiles, often for longer than ten others: the second replaces it.
+            # The first step compiles, often for longer than ten steps: the second replaces it.
             if old is None or self._step <= self._first_step:
                 self._seconds_a_step = newest
             else:
@@ -115,19 +114,22 @@ class Progress:
             self._last_plain = now
 
     def limit(self, seconds: float | None) -> None:
-        """From now on so many seconds are left, whatever the steps (None: as many as they take)."""
+        """Limits the remaining time of the run to this many seconds; None removes the limit."""
         now = self._clock()
         self._limited = None if seconds is None else (now, now + seconds)
 
     def is_over(self) -> bool:
-        """Whether they are gone, by the clock of process 0: all processes end at the same step."""
+        """Whether the time limit is reached.
+
+        Uses the clock of process 0, so that all processes end at the same step.
+        """
         if self._limited is None:
             return False
         late = np.array(self._clock() >= self._limited[1])
         return bool(multihost_utils.broadcast_one_to_all(late))
 
     def close(self) -> None:
-        """Leaves the line standing and moves to the next one."""
+        """Leaves the last line on the terminal and moves to the next one."""
         if self._live is not None:
             for handler in self._handlers:
                 handler.setStream(self._stream)
@@ -135,8 +137,10 @@ class Progress:
             self._live.stop()
 
     def _show(self, live: Live) -> None:
-        """Draws the line, and from the first time on leads above it what handlers of logs, which
-        hold the stream itself, write there."""
+        """Draws the line.
+
+        At the first call, log handlers that write to the same stream are redirected above the line.
+        """
         if not live.is_started:
             live.start()
             every = [*logging.getLogger().handlers, absl_logging.get_absl_handler().python_handler]
@@ -158,7 +162,7 @@ class Progress:
         facts = [f"{name} {_short(value)}" for name, value in self._numbers.items()]
         facts.append(f"{format_seconds(now - self._began)} gone")
         if self._seconds_a_step is not None:
-            # The current step's seconds so far are spent; at worst it ends right now.
+            # The time already spent in the current step is subtracted; the result is at least 0.
             left = self._seconds_a_step * (self._total - self._step) - (now - self._step_began)
             if self._limited is not None:
                 left = min(left, self._limited[1] - now)
@@ -166,7 +170,7 @@ class Progress:
         return facts
 
     def _share(self, now: float) -> float:
-        """Of the run that is done, by its steps or by its limited time: whichever ends it first."""
+        """Finished share of the run, by steps or by limited time, whichever is larger."""
         done = self._step / self._total
         if self._limited is not None:
             began, end = self._limited
@@ -174,7 +178,7 @@ class Progress:
         return min(done, 1.0)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The line as it is now; one line, however narrow the terminal."""
+        """Renders the current line; a single line on any terminal width."""
         now = self._clock()
         facts = "  ".join(self._facts(now))
         grid = Table.grid(padding=(0, 2, 0, 0))
@@ -190,7 +194,7 @@ class Progress:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds (>= 0) as m:ss or h:mm:ss, such as 1:05 or 2:00:00."""
+    """Formats seconds (>= 0) as m:ss or h:mm:ss, such as 1:05 or 2:00:00."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,9 +1,9 @@
-"""How processes wait for each other before they begin, and who is missing when they do not come.
+"""Rendezvous: processes wait for each other before a run, and missing ones are named.
 
-1. Process 0 listens at an address that all know; every other one calls it and says its number.
-2. When all have called they are told so, and the port is free again for what follows.
-3. When time is up they are told who is missing. (jax's own waiting ends the process instead, with
-   nobody named.)
+1. Process 0 listens at an address known to all; every other process connects and sends its index.
+2. When all have connected, process 0 tells them so and frees the port for later use.
+3. At the time limit it tells them which processes are missing. (jax's own wait ends the process
+   instead, without naming any.)
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import socket
 import time
 
 _ALL_THERE = "all there"
-_PAUSE = 0.3  # seconds between two calls at a closed door
-_PATIENCE = 5.0  # seconds for a caller to say its number, or for process 0 to say who is missing
-_LONGEST = 4096  # bytes of what is said
+_PAUSE = 0.3  # seconds between connection attempts
+_PATIENCE = 5.0  # seconds to wait for a caller's index, or for the answer of process 0
+_LONGEST = 4096  # maximum size of a message in bytes
 
 
 def meet(address: str, count: int, index: int, limit: float) -> None:
-    """Returns when all processes of a run are there; each one calls this.
+    """Waits until all processes of a run have called this.
 
     Args:
-      address: host:port of process 0, whose port is free.
-      count: of processes, at least 2.
-      index: of this one, from 0.
-      limit: seconds.
+      address: host:port of process 0; the port must be free.
+      count: number of processes, at least 2.
+      index: index of this process, from 0.
+      limit: time limit in seconds.
 
     Raises:
-      TimeoutError: time is up; says who is missing.
-      OSError: process 0 cannot listen at the port.
+      TimeoutError: if the time limit is reached; names the missing processes.
+      OSError: if process 0 cannot listen at the port.
     """
     host, port = address.rsplit(":", 1)
     deadline = time.monotonic() + limit
@@ -55,7 +55,7 @@ def _await_all(port: int, count: int, deadline: float) -> None:
             except (TimeoutError, BlockingIOError):
                 break
             name = _read(caller)
-            if name in names:  # one that calls again was started again
+            if name in names:  # a second call comes from a restarted process
                 callers[name] = caller
         missing = [name for name in names if name not in callers]
         for caller in callers.values():
@@ -72,7 +72,10 @@ def _listen(port: int) -> socket.socket:
 
 
 def _call(address: tuple[str, int], name: str, deadline: float) -> None:
-    """Calls until process 0 has answered; one that hangs up without a word may be starting anew."""
+    """Connects repeatedly until process 0 has answered.
+
+    If it closes the connection without an answer it may be restarting, so this tries again.
+    """
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(address, timeout=left) as line:
@@ -91,7 +94,7 @@ def _call(address: tuple[str, int], name: str, deadline: float) -> None:
 
 
 def _read(caller: socket.socket) -> str:
-    """What a caller says, which may be a stranger; empty if nothing."""
+    """Text sent by a caller, possibly a stranger; empty if there is none."""
     caller.settimeout(_PATIENCE)
     with contextlib.suppress(OSError):
         return caller.recv(_LONGEST).decode(errors="replace")

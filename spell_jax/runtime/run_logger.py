@@ -1,8 +1,8 @@
-"""What a run says of itself while it goes on: metrics, episodes, boards, a progress line.
+"""Logging of a run: metrics, episodes, external loggers, and a progress line.
 
-A thread writes (background.py), so that no step waits for a disk or a network. What it writes are
-numbers and texts that are on the host by then: it never asks a device. `flush` waits for it, as
-before a checkpoint: what belongs to the steps up to that is then on disk.
+A background thread writes (background.py), so no step waits for a disk or a network. It only
+handles numbers and texts that are already on the host and never uses a device. `flush` waits for
+it, as before a checkpoint: everything up to that step is then on disk.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from spell_jax.runtime.timers import Stopwatch
 class Recorder:
     """Everything that a run writes and shows between two checkpoints; a context.
 
-    Every process makes one and calls it alike; process 0 alone writes.
+    Every process makes one and calls it in the same way; only process 0 writes.
 
     Args:
-      workdir: the run's folder.
-      steps: of the whole run.
-      done: of them; what is in the folder of later ones is dropped.
-      tail: see MetricsWriter.
-      episodes: see EpisodeWriter's characters.
-      wandb: project of Weights & Biases; "": none.
-      config: of the run, which is told to it.
-      watch: of this thread, if others look at it too.
+      workdir: folder of the run.
+      steps: number of steps of the whole run.
+      done: number of steps already done; data of later steps in the folder is dropped.
+      tail: lines of metrics.jsonl from the checkpoint, see MetricsWriter.
+      episodes: maximum number of characters per step, see EpisodeWriter.
+      wandb: project of Weights & Biases; "" for none.
+      config: config of the run, sent to Weights & Biases.
+      watch: stopwatch of this thread, if others read it too.
 
     Attributes:
-      progress: the line, for its clock.
+      progress: the progress line, which also holds the time limit.
 
     Raises:
-      ValueError, ImportError: as MetricsWriter, as boards.Wandb.
+      ValueError: as MetricsWriter.
+      ImportError: as loggers.Wandb.
     """
 
     def __init__(
@@ -81,16 +82,16 @@ class Recorder:
             self._metrics.close()
 
     def enter(self, phase: str, done: int, shown: Mapping[str, float | str] | None = None) -> None:
-        """A phase of the run begins, so many steps are done, and these numbers are the newest."""
+        """Starts a phase of the run, with `done` finished steps and the newest numbers to show."""
         self._shown |= shown or {}
         self._watch.enter(phase)
         self.progress.update(done, phase, self._shown)
 
     def write(self, step: int, metrics: Metrics, episodes: Iterable[Any] = ()) -> None:
-        """A step's line, with where the time went since the last one, and its episodes.
+        """Writes a step's metrics, including the time spent since the last one, and its episodes.
 
         Raises:
-          Exception: what went wrong with something that was written before.
+          Exception: the error of an earlier background write.
         """
         seconds = self._watch.take()
         metrics.add("time/step_seconds", sum(seconds.values()))
@@ -102,9 +103,9 @@ class Recorder:
         self._background.submit(self._episodes.write, step, list(episodes))
 
     def flush(self) -> None:
-        """Waits until all of it is on disk, or raises as `write`."""
+        """Waits until everything is on disk; raises as `write`."""
         self._background.flush()
 
     def tail(self) -> list[str]:
-        """See MetricsWriter."""
+        """Last lines of the metrics, see MetricsWriter.tail."""
         return self._metrics.tail()

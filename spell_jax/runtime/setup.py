@@ -16,7 +16,6 @@ from absl import logging as absl_logging
 from etils import epath
 
 from spell_jax.runtime import distributed
-from spell_jax.runtime.config import Config
 from spell_jax.runtime.jsonl import write_json
 
 CONFIG_FILE = "config.json"
@@ -40,9 +39,9 @@ def setup() -> None:
     distributed.join()
 
 
-def write_config(config: Config, workdir: epath.Path) -> None:
-    """WORKDIR/config.json: the config as the run has it."""
-    (workdir / CONFIG_FILE).write_text(config.to_json_best_effort(indent=2) + "\n")
+def write_config(config: Mapping[str, Any], workdir: epath.Path) -> None:
+    """Writes the run's config, nested dicts of JSON values, to WORKDIR/config.json."""
+    (workdir / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def check_same(path: pathlib.Path, wanted: Mapping[str, Any], what: str) -> None:

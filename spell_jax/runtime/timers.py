@@ -1,4 +1,4 @@
-"""Where the time of one thread goes."""
+"""Timing of the activities of one thread."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 
 
 class Stopwatch:
-    """Seconds by what they were spent on: at every moment one thing is going on.
+    """Seconds by activity; at every moment exactly one activity is running.
 
     Args:
-      clock: returns seconds; replaced in tests.
+      clock: function that returns seconds; replaced in tests.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -21,23 +21,26 @@ class Stopwatch:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, name: str) -> None:
-        """What is going on from now on."""
+        """Ends the current activity and starts another one."""
         now = self._clock()
         self._seconds[self._name] += now - self._since
         self._name, self._since = name, now
 
     def spend(self, seconds: Mapping[str, float]) -> None:
-        """So many of the seconds of what is going on went to these things."""
+        """Moves seconds from the current activity to the named ones."""
         for name, some in seconds.items():
             self._seconds[name] += some
             self._seconds[self._name] -= some
 
     def spent(self, name: str) -> float:
-        """Seconds of one thing since they were taken, of what is going on without the newest."""
+        """Seconds of one activity since the last `take`.
+
+        For the current activity, the time since its last `enter` is not included.
+        """
         return self._seconds[name]
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since they were taken last, which together are all that have gone by."""
+        """Returns and resets the seconds by activity; their sum is the time since the last call."""
         self.enter(self._name)
         taken = dict(self._seconds)
         self._seconds.clear()

@@ -1,6 +1,6 @@
-"""A plan as the arrays of a call of the device, for steps.py.
+"""Conversion of the scheduler's plan to the input arrays of programs.py.
 
-The arrays have the rows of all parts of the mesh's row axes, one part behind the other.
+The arrays hold the rows of all shards of the mesh's row axes, one shard after the other.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Limits = list[dict[DecodeSequence, int]]
 
 
 def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> programs.PromptPages:
-    """The arrays of a prefill call.
+    """Input arrays of a prefill call.
 
     Args:
-      scheduler: whose shape it is.
-      tasks: of each shard (prompt, number of the page).
-      max_prompt: cap of a prompt, in tokens.
+      scheduler: scheduler that made the plan; gives the shape.
+      tasks: for each shard, its list of (prompt, page index).
+      max_prompt: maximum length of a prompt, in tokens.
     """
     shape, rows = scheduler.shape, (len(tasks), scheduler.shape.tasks)
     batch = programs.PromptPages(
@@ -59,14 +59,14 @@ def slots(
     enough: int,
     config: SamplerConfig,
 ) -> programs.Slots:
-    """The arrays of a decode call.
+    """Input arrays of a decode call.
 
     Args:
-      scheduler: who is where.
-      lane: which slots.
-      limits: of each shard what Shard.grow said.
-      enough: see steps.Slots.
-      config: for caps of prompts and answers, and whether tokens are guessed.
+      scheduler: scheduler whose lanes hold the sequences.
+      lane: index of the lane to decode.
+      limits: for each shard, the result of Shard.grow.
+      enough: number of slots that must have ended for the call to return.
+      config: maximum lengths of prompts and answers, and whether to speculate.
     """
     shape, shards = scheduler.shape, len(scheduler.shards)
     cells, rows = shape.lanes[lane]
@@ -105,20 +105,20 @@ def slots(
 
 
 def shardings(mesh: Any, batch: Any) -> Any:
-    """Where the arrays of a call go: rows over the row axes, scalars everywhere."""
+    """Shardings of a call's arrays: rows over the row axes, scalars replicated."""
     by_rows, everywhere = meshes.by_rows(mesh), meshes.replicated(mesh)
     return jax.tree.map(lambda x: by_rows if x.ndim else everywhere, batch)
 
 
 def _flat(batch: Any) -> Any:
-    """[shards, rows, ...] as [shards rows, ...]."""
+    """Merges the leading axes: [shards, rows, ...] to [shards * rows, ...]."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim else x, batch)
 
 
 def _seat(
     made: programs.Slots, at: tuple[int, int], sequence: DecodeSequence, limit: int, first: int
 ) -> None:
-    """Writes down a slot; `first` is the place of the shard's first prefilled prompt."""
+    """Fills in one slot; `first` is the index of the shard's first prompt in prompt_hidden."""
     prefilled, options = sequence.prefilled, sequence.prefilled.request.options
     if sequence.fresh:
         made.prefilled[at] = first + prefilled.index
@@ -131,7 +131,7 @@ def _seat(
 
 
 def _row_up(made: programs.Slots, number: int, shard: Shard, lane: int) -> None:
-    """Writes down the rows of a shard's lane."""
+    """Fills in the decode rows of one shard's lane."""
     for row, (prefilled, some) in enumerate(shard.lanes[lane].groups()):
         made.row[number, some], made.cell[number, some] = row, range(len(some))
         made.slot[number, row, : len(some)] = some

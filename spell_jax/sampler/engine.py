@@ -1,12 +1,13 @@
-"""The sampler: requests in, answers out, by two programs.
+"""Sampler: two jitted programs, prefill and decode, for one policy on one mesh.
 
-1. A request is a prompt with G siblings. Its prompt is read once, page by page (steps.prefill), and
-   all siblings decode behind it (steps.decode).
-2. A session (session.py) answers requests with the same weights; how pages and slots are given out
-   says schedule.py.
-3. Answers do not depend on which slots or neighbors their requests had, nor on when they came in:
-   every draw has its key by request, sibling and token.
-4. A prompt over the cap is refused; logits that are no numbers end the run, by request.
+1. A request is a prompt and a number G of samples. `programs.prefill` reads the prompt once, page
+   by page; `programs.decode` samples its G answers against the shared KV cache.
+2. A Session (session.py) serves requests with fixed weights. The scheduler (scheduler.py) assigns
+   pages and decode slots.
+3. Answers do not depend on the slot, on other requests, or on the time of submission: every token
+   has its own PRNG key, folded from request, sample and token index.
+4. A prompt above `max_prompt` is refused. Logits that are not finite end the run with an error that
+   names the request.
 """
 
 from __future__ import annotations
@@ -39,29 +40,34 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
-    """Sampling parameters and compiled shapes; sizes are over all devices.
+    """Sampling parameters and compiled shapes; sizes are totals over all devices.
 
     Attributes:
-      temperature, top_p, top_k, min_p: see Options (paper section 4.1: 0.7 and 0.95).
-      max_tokens: cap of a question or an answer, in tokens [S].
-      max_verdict_tokens: cap of a verdict.
-      max_prompt: cap of a prompt, in tokens [P].
-      page_size: C, tokens of a page; prompts share whole pages.
-      kv_cache_tokens: tokens of the pool, of prompts and answers.
-      slots: siblings decoded at once.
-      samples_per_prompt_batch: G, siblings of a prompt that meet it in one product; requests for
-        one answer have a compiled shape of their own.
-      prefill_tokens: of prompts read in one call.
-      decode_tokens: that a slot draws in one call, at most; freed slots are filled between calls.
-      speculative_tokens: that are looked up in the prompt and checked in one pass with the next; 0:
-        none. Answers are the same (with an int8 pool up to its rounding), and sooner there where
-        they quote.
-      speculative_ngram: how many last tokens must stand where a guess is looked up.
-      cache_dtype: of the pool: "compute", the weights' when they are played with, or "int8", with a
-        scale for each token and head.
-      weights_dtype: of the kernels that answers are sampled with: "compute" or "int8" (int8.py; not
-        for mixtures of experts), made when a session begins, beside those in the compute dtype.
-      attention: the kernel that reads the pool: "auto", the platform's, or "xla".
+      temperature: softmax temperature, see Options (paper section 4.1: 0.7).
+      top_p: nucleus mass, see Options (paper section 4.1: 0.95).
+      top_k: number of most likely tokens to keep, see Options.
+      min_p: least probability relative to the most likely token, see Options.
+      max_tokens: maximum length S of a question or an answer, in tokens.
+      max_verdict_tokens: maximum length of a verdict, in tokens.
+      max_prompt: maximum length P of a prompt, in tokens.
+      page_size: tokens of a page, C. Prompts share whole pages only.
+      kv_cache_tokens: capacity of the page pool in tokens, for prompts and answers together.
+      slots: number of sequences decoded at once.
+      samples_per_prompt_batch: number G of samples of one prompt that attend to it in one matrix
+        product. Requests for a single answer use a second compiled shape.
+      prefill_tokens: prompt tokens read by one prefill call.
+      decode_tokens: maximum number of tokens that a decode call samples per slot. Free slots are
+        filled between calls.
+      speculative_tokens: number of tokens proposed per decode pass by prompt lookup
+        (speculative.py); 0 disables it. Answers are unchanged (with an int8 pool up to rounding).
+        Decoding is faster where answers quote the prompt.
+      speculative_ngram: number of trailing tokens that must match at the place of a proposal.
+      cache_dtype: dtype of the pool: "compute" (the compute dtype of the weights) or "int8" with
+        one scale per token and head.
+      weights_dtype: dtype of the kernels used for sampling: "compute" or "int8" (policy/int8.py;
+        not for mixtures of experts). The int8 copy is made when a session starts and is kept beside
+        the weights in the compute dtype.
+      attention: kernel that reads the pool: "auto" (the platform's kernel) or "xla".
     """
 
     temperature: float = 0.7
@@ -105,27 +111,28 @@ class SamplerConfig:
 
     @property
     def longest_answer(self) -> int:
-        """Tokens that an answer may have, whatever a request says."""
+        """Maximum length of an answer in tokens, over all kinds of requests."""
         return max(self.max_tokens, self.max_verdict_tokens)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and the longest answer together."""
+        """Maximum length of a prompt and its answer together, in tokens."""
         return self.max_prompt + self.longest_answer
 
     def options(self, max_tokens: int, **others: Any) -> Options:
-        """The configured ones, for answers of at most so many tokens."""
+        """Configured Options, for answers of at most `max_tokens` tokens."""
         common = Options(self.temperature, self.top_p, self.top_k, self.min_p)
         return dataclasses.replace(common, max_tokens=max_tokens, **others)
 
     def shape(self, mesh: jax.sharding.Mesh) -> Shape:
-        """Sizes of one part of the mesh's row axes.
+        """Sizes of one shard of the mesh's row axes.
 
-        Slots are rounded up to a multiple of the devices, each of which draws for as many.
+        The number of slots is rounded up to a multiple of the number of devices, because each
+        device samples for an equal share of them.
 
         Raises:
-          ValueError: they cannot be split so, or the pool does not hold the longest prompt and
-            answer.
+          ValueError: if page_size is not a multiple of mesh.context, or if a shard of the pool
+            cannot hold the longest prompt and answer.
         """
         shards, parts = meshes.row_shards(mesh), meshes.context_shards(mesh)
         if self.page_size % parts:
@@ -168,10 +175,18 @@ class Sampler:
         mesh: jax.sharding.Mesh,
         stream: Callable[[], Stream] | None = None,
     ):
-        """Args: `stream` is a tokenizer's; requests with stop strings need it.
+        """Builds the jitted programs; nothing is compiled yet.
+
+        Args:
+          policy: architecture of the policy.
+          config: sampling parameters and sizes.
+          stop_ids: token ids that end an answer.
+          mesh: device mesh.
+          stream: constructor of a tokenizer's incremental decoder. Requests with stop strings need
+            it.
 
         Raises:
-          ValueError: the config's sizes do not go together, or not with the policy.
+          ValueError: if the sizes of the config do not fit together or do not fit the policy.
         """
         self.policy = policy
         self.config = config
@@ -220,11 +235,14 @@ class Sampler:
         self.empty = jax.jit(self.make_empty, static_argnums=0, out_shardings=shardings)
 
     def make_empty(self, dtype: Any) -> programs.State:
-        """What a session begins with, for `empty` and for shapes; `dtype` is the compute dtype."""
+        """Initial state of a session, with an empty pool.
+
+        Also used under `eval_shape`. `dtype` is the compute dtype.
+        """
         c, shape = self.policy, self.shape
         cached = jnp.int8 if self.config.cache_dtype == "int8" else dtype
         _, kv_heads = kv_cache.head_split(self.mesh, c.heads, c.kv_heads)
-        pages = self.shards * (shape.pages + 1)  # and nobody's
+        pages = self.shards * (shape.pages + 1)  # page 0 of each shard is scratch
         slots = self.shards * shape.slots
         return programs.State(
             paged.empty(c.layers, pages, kv_heads, shape.page_size, c.head_size, cached),
@@ -237,13 +255,17 @@ class Sampler:
         )
 
     def begin(self, params: transformer.Params) -> Session:
-        """A session with these weights (in the compute dtype); its pool is made now."""
+        """Session with the given weights (in the compute dtype); allocates its pool."""
         if self._quantized is not None:
             params = int8.joined(params, self._quantize(int8.kernels(params)))
         return Session(self, params)
 
     def abstract_params(self, params: transformer.Params) -> transformer.Params:
-        """Placed shapes of the weights that programs are given, for those that `begin` is given."""
+        """Shapes and shardings of the weights that the programs receive.
+
+        Args:
+          params: shapes with shardings of the weights that `begin` receives.
+        """
         if self._quantized is None:
             return params
         small = jax.eval_shape(int8.small_kernels, int8.kernels(params))
@@ -258,27 +280,27 @@ class Sampler:
         max_tokens: int | None = None,
         **others: Any,
     ) -> list[list[Sample] | None]:
-        """Answers every prompt `group` times.
+        """Samples `group` answers for every prompt.
 
         Args:
           params: parameters in the compute dtype.
-          prompts: token ids.
-          group: G.
-          key: PRNG key; request i and sibling g use fold_in(fold_in(key, i), g).
-          max_tokens: instead of the configured cap.
-          **others: of Options, instead of the configured ones.
+          prompts: token ids of each prompt.
+          group: number of samples per prompt, G.
+          key: PRNG key; sample g of request i uses fold_in(fold_in(key, i), g).
+          max_tokens: maximum length of an answer; by default the configured one.
+          **others: fields of Options that replace the configured ones.
 
         Returns:
-          For each prompt its G samples, or None where the prompt is over the cap.
+          For each prompt its G samples, or None if the prompt is above the cap.
 
         Raises:
-          ValueError: an empty prompt; group or an option out of range.
-          FloatingPointError: the policy's logits are not numbers.
+          ValueError: if a prompt is empty, or `group` or an option is out of range.
+          FloatingPointError: if the policy's logits are not finite.
         """
         cap = self.config.max_tokens if max_tokens is None else max_tokens
         options = self.config.options(cap, **others)
         return self.begin(params).sample(prompts, group, key, options)
 
     def fits(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt is not over the cap."""
+        """Whether a prompt is within the cap `max_prompt`."""
         return len(prompt) <= self.config.max_prompt

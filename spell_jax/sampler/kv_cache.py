@@ -1,12 +1,12 @@
-"""How prompts and slots meet the pages of the pool, on one device or a mesh.
+"""Attention of prompts and decode slots to the page pool, on one device or a mesh.
 
-1. Slots, rows of prompts and pages lie together: each part of the mesh's row axes (data, fsdp,
-   expert) has a pool of its own, and tables name pages of it.
-2. Over `context` every page is split by its tokens, so that each device has an equal part of every
-   prompt. Queries of all of its rows meet each part, and results are merged by log-sum-exp.
-3. Over `tensor` heads are split. Where there are fewer key heads than devices, each is kept as
-   often as query heads on different devices need it.
-4. All of it is one shard_map a layer: nothing of the pool ever moves.
+1. Slots, prompt rows and pages are colocated: each shard of the mesh's row axes (data, fsdp,
+   expert) has its own pool, and its tables index pages of that pool.
+2. The `context` axis splits every page by tokens, so each device holds an equal part of every
+   prompt. All queries of a shard attend to each part, and the results are merged by log-sum-exp.
+3. The `tensor` axis splits heads. If there are fewer key heads than devices, a key head is
+   replicated on the devices whose query heads read it.
+4. Each layer is one shard_map: no part of the pool ever moves between devices.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 
-# Of steps.Slots: what says where slots and their rows are.
+# Fields of programs.Slots that arrange slots in rows and list their pages.
 PLACES = ("row", "cell", "slot", "prompt_table", "prompt_visible", "suffix_table")
 
 
 def head_split(mesh: Any, heads: int, kv_heads: int) -> tuple[str | None, int]:
-    """(the mesh axis that splits heads, or None; how many key heads the pool keeps)."""
+    """Mesh axis that splits heads (or None), and the number of key heads in the pool."""
     count = 1 if mesh is None else mesh.shape[meshes.TENSOR]
     if count == 1 or heads % count or (kv_heads % count and count % kv_heads):
         return None, kv_heads
@@ -37,7 +37,7 @@ def head_split(mesh: Any, heads: int, kv_heads: int) -> tuple[str | None, int]:
 
 
 def pages_sharding(mesh: Mesh, config: PolicyConfig) -> NamedSharding:
-    """Placement of the pool's keys and values [L, Z, K, C, H], and of their scales."""
+    """Sharding of the pool's keys and values [L, Z, K, C, H], and of their scales."""
     axis, _ = head_split(mesh, config.heads, config.kv_heads)
     return NamedSharding(mesh, _pages_spec(axis))
 
@@ -49,15 +49,19 @@ def _pages_spec(axis: str | None) -> PartitionSpec:
 def attend_prompts(
     q, k, v, cache: Pages, context: dict[str, Any], kernel: str = "auto"
 ) -> tuple[jax.Array, Pages]:
-    """The policy's `Attend` for pages of prompts: written first, then read.
+    """Attention for prefill, the policy's `Attend`: writes keys and values, then attends.
 
     Args:
-      q: [B, C, N, H].
-      k, v: [B, C, K, H].
-      cache: the pool.
-      context: "page" int32 [B], where keys and values go; "table" int32 [B, J]; "visible" int32
-        [B, C], leading keys that each token sees.
-      kernel: see paged.attend.
+      q: queries [B, C, N, H].
+      k: keys [B, C, K, H].
+      v: values [B, C, K, H].
+      cache: page pool.
+      context: "page", the page to write to, int32 [B]; "table", pages of the prompt, int32 [B, J];
+        "visible", number of leading keys that each token attends to, int32 [B, C].
+      kernel: attention kernel, see paged.attend.
+
+    Returns:
+      Output [B, C, N, H] in q's dtype, and the updated pool.
     """
     given = {name: context[name] for name in ("page", "table", "visible")}
     function = functools.partial(_prompts_on_device, kernel)
@@ -67,15 +71,23 @@ def attend_prompts(
 def attend_slots(
     q, k, v, cache: Pages, context: dict[str, Any], kernel: str = "auto"
 ) -> tuple[jax.Array, Pages]:
-    """The policy's `Attend` for T new tokens of each slot: written first, then read with the rest.
+    """Attention for decoding, the policy's `Attend`, for T new tokens of each slot.
+
+    Writes their keys and values first, then attends to the prompt and the slot's own tokens. Here N
+    is the number of slots.
 
     Args:
-      q: [N T, 1, heads, H].
-      k, v: [N T, 1, K, H].
-      cache: the pool.
-      context: "page" and "offset" int32 [N T], where keys and values go; "visible" int32 [N T], of
-        the slot's own tokens, this one included; and PLACES.
-      kernel: see paged.attend.
+      q: queries [N * T, 1, heads, H].
+      k: keys [N * T, 1, K, H].
+      v: values [N * T, 1, K, H].
+      cache: page pool.
+      context: "page" and "offset", the place to write to, int32 [N * T]; "visible", number of the
+        slot's own tokens to attend to, including this one, int32 [N * T]; and the arrays named in
+        PLACES.
+      kernel: attention kernel, see paged.attend.
+
+    Returns:
+      Output [N * T, 1, heads, H] in q's dtype, and the updated pool.
     """
     given = {name: context[name] for name in ("page", "offset", "visible", *PLACES)}
     function = functools.partial(_slots_on_device, kernel)
@@ -83,7 +95,10 @@ def attend_slots(
 
 
 def _run(function, time: str | None, q, k, v, pages: Pages, layer, given):
-    """function(q, k, v, pages, layer, given, share) on each device's shards."""
+    """Runs function(q, k, v, pages, layer, given, share) on each device's shards.
+
+    `share` is (index, size) of the device on the `context` axis.
+    """
     mesh = collectives.current_mesh()
     axis, kept = head_split(mesh, q.shape[2], k.shape[2])
     if mesh is None:
@@ -140,6 +155,9 @@ def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, given, share):
 
 
 def _weighed(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """A device's part of attention to the keys of all devices of `context`: their sum is it."""
+    """A device's weighted share of attention over all devices of `context`.
+
+    The sum of the shares is the attention to all keys.
+    """
     weight = jnp.exp(lse - jax.lax.pmax(lse, meshes.CONTEXT))
     return out * (weight / jax.lax.psum(weight, meshes.CONTEXT))[..., None]

@@ -1,9 +1,9 @@
-"""Logits of slots on the mesh that is set, without the table [V, D] leaving its place.
+"""Decode logits on the current mesh, without moving the unembedding table [V, D].
 
-1. The table lies with its vocabulary over `tensor` and its width over `fsdp` and `context`. Of
-   these devices each multiplies its part of the width for all slots that they have together.
-2. Partial sums go, added up in float32, to the device that draws for the slot: slots are split over
-   all devices, each of which has whole rows of logits.
+1. The table is sharded with its vocabulary over `tensor` and its width over `fsdp` and `context`.
+   Each device multiplies its part of the width for all slots that these devices share.
+2. The partial products are summed in float32 and scattered to the devices that sample the slots.
+   Slots are split over all devices, and each device has whole rows of logits for its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spell_jax.runtime.collectives import Split
 
 
 def logits(config: PolicyConfig, params: transformer.Params, hidden: jax.Array) -> jax.Array:
-    """Float32 logits [N, V] of hidden states [N, D]; N is a multiple of the number of devices."""
+    """Float32 logits [N, V] of hidden states [N, D]; N must be a multiple of the device count."""
     if collectives.current_mesh() is None:
         return transformer.unembed(config, params, hidden)
     table = params["embedding" if config.tied_embeddings else "unembedding"]
@@ -37,7 +37,7 @@ def logits(config: PolicyConfig, params: transformer.Params, hidden: jax.Array) 
 
 
 def _on_device(split: Split, hidden: jax.Array, table: jax.Array) -> jax.Array:
-    """One device's rows of logits, of its shards."""
+    """One device's rows of logits, from its shards of hidden states and table."""
     together = tuple(axis for axis in split.width if axis in split.rows)
     if together:
         hidden = jax.lax.all_gather(hidden, together, axis=0, tiled=True)
@@ -48,13 +48,16 @@ def _on_device(split: Split, hidden: jax.Array, table: jax.Array) -> jax.Array:
     part = jnp.einsum("nd,vd->nv", hidden, table, preferred_element_type=jnp.float32)
     part = collectives.sum_scatter(part, together)
     part = _own_rows(part, meshes.CONTEXT, meshes.CONTEXT in split.width)
-    if split.leading:  # of all of the vocabulary
+    if split.leading:  # vocabulary is sharded: exchange rows for columns
         return jax.lax.all_to_all(part, meshes.TENSOR, split_axis=0, concat_axis=1, tiled=True)
     return _own_rows(part, meshes.TENSOR, summed=False)
 
 
 def _own_rows(x: jax.Array, axis: str, summed: bool) -> jax.Array:
-    """A device's share of rows that all devices of an axis have, whole or in parts to be summed."""
+    """A device's share of rows that all devices of an axis hold.
+
+    With `summed`, each device holds a partial sum; otherwise each holds the same whole rows.
+    """
     if summed:
         return collectives.sum_scatter(x, (axis,))
     share = len(x) // jax.lax.axis_size(axis)

@@ -1,9 +1,9 @@
-"""Which pages of the pool belong to whom, and which of them are known to hold what.
+"""Pool of KV cache pages, with a prefix tree over their contents.
 
-1. Pages are counted by users. A page that nobody uses is free, or idle: it still holds a block of
-   some prompt, and is forgotten when no free page is left, the longest unused first.
-2. A block of a prompt is known by its C tokens and the page of the block before it, a prefix tree:
-   prompts that begin alike share the pages of all their blocks that are alike.
+1. Pages have reference counts. A page without users is free, or idle if it still holds a prompt
+   block. If no page is free, the least recently used idle page is evicted.
+2. A prompt block is identified by its C tokens and the page of the previous block (a prefix tree).
+   Prompts with a common prefix share the pages of all its whole blocks.
 3. Nothing here touches a device. The same calls in the same order give the same pages.
 """
 
@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-# A block: the serial number of the page before it, and its tokens as bytes.
+# A block: the serial number of the previous page, and the block's tokens as bytes.
 _Block = tuple[int, bytes]
 _ROOT = 0
 
 
 class Pool:
-    """Pages 1 to `size`; page 0 is nobody's."""
+    """Pages 1 to `size`, with reference counts; page 0 is scratch and never given out."""
 
     def __init__(self, size: int):
         self.size = size
@@ -27,17 +27,17 @@ class Pool:
         self._users = [0] * (size + 1)
         self._known: dict[_Block, int] = {}
         self._block: dict[int, _Block] = {}
-        # A page's content by number: pages are used again, numbers are not.
+        # Serial number of each page's content: pages are reused, serial numbers are not.
         self._serial = [_ROOT] * (size + 1)
         self._next_serial = _ROOT + 1
 
     @property
     def available(self) -> int:
-        """Pages that may be taken."""
+        """Number of pages that can be taken."""
         return len(self._free) + len(self._idle)
 
     def find(self, blocks: Sequence[bytes]) -> list[int]:
-        """Pages of the longest known beginning of a prompt's blocks."""
+        """Pages of the longest known prefix of a prompt's blocks."""
         pages, parent = [], _ROOT
         for block in blocks:
             page = self._known.get((parent, block))
@@ -48,21 +48,21 @@ class Pool:
         return pages
 
     def idle(self, pages: Sequence[int]) -> int:
-        """How many of these pages nobody uses: holding them makes as many fewer available."""
+        """Number of the given pages without users: holding them lowers `available` by it."""
         return sum(self._users[page] == 0 for page in pages)
 
     def hold(self, pages: Sequence[int]) -> None:
-        """One more user of each page."""
+        """Adds one user to each page."""
         for page in pages:
             if not self._users[page]:
                 del self._idle[page]
             self._users[page] += 1
 
     def take(self) -> int:
-        """A page for one user, whose content is new.
+        """Takes a page for one user; its old content is forgotten.
 
         Raises:
-          RuntimeError: none is available, which the caller should have known.
+          RuntimeError: if no page is available; callers check before.
         """
         if self._free:
             page = self._free.pop()
@@ -77,9 +77,9 @@ class Pool:
         return page
 
     def name(self, page: int, parent: int | None, block: bytes) -> None:
-        """Makes a taken page known as what follows a parent page (None: the beginning).
+        """Registers a taken page as the block after a parent page (None: the first block).
 
-        The same block on another page stays the known one.
+        If the same block is already known on another page, that page stays the registered one.
         """
         key = (_ROOT if parent is None else self._serial[parent], block)
         if key not in self._known:
@@ -87,8 +87,8 @@ class Pool:
             self._block[page] = key
 
     def release(self, pages: Sequence[int]) -> None:
-        """One user less of each page, given in the order of their positions."""
-        for page in reversed(pages):  # of a prompt its end is forgotten first
+        """Removes one user from each page; pages are given in order of their positions."""
+        for page in reversed(pages):  # evicts the end of a prompt before its beginning
             self._users[page] -= 1
             if self._users[page]:
                 continue

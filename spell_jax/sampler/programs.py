@@ -1,15 +1,16 @@
-"""The sampler's two programs: a page of each of some prompts is read; all slots draw some tokens.
+"""The sampler's two device programs: prefill of prompt pages, and decoding of all slots.
 
-1. `prefill` takes B pages of prompts, each behind pages that are in the pool (or in the same call),
-   writes their keys and values, and keeps the last token's hidden state of prompts that end.
-2. `decode` takes N slots, each a sample_index behind a prompt. All siblings of a prompt meet its
-   pages in one matrix product, each its own suffix's pages; the two parts are merged by
+1. `prefill` reads B pages of prompts. It writes their keys and values to the pool and keeps the
+   last token's hidden state of every prompt that ends. Earlier pages of a prompt are in the pool or
+   in the same call.
+2. `decode` runs N slots, one answer each. All samples of a prompt attend to its pages in one matrix
+   product, and each slot attends to the pages of its own suffix. The two parts are merged by
    log-sum-exp.
-3. It goes on until so many tokens are sampled, or enough slots are free to be filled again.
-4. A pass may also take tokens that are guessed to come next (lookup.py): as many as equal what is
-   then sampled are kept.
-5. What is where (tables of pages, slots, limits) is decided between calls by the host, and comes in
-   as arrays: shapes never change.
+3. The decode loop ends when `steps` tokens are sampled or enough slots are free to be refilled.
+4. With speculation, a pass also feeds proposed tokens (speculative.py). Proposals that equal the
+   sampled tokens are accepted.
+5. The host decides all placement (page tables, slots, limits) between calls and passes it in as
+   arrays, so shapes never change.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.sampler import kv_cache, lm_head, speculative
 from spell_jax.sampler import sampling as nucleus
 
-# What is on the host numpy's is on a device JAX's; of placements and of shapes there are trees too.
+# NumPy on the host, JAX on a device; the same trees also hold shardings or abstract shapes.
 Array = Any
 
 
 @flax.struct.dataclass
 class State:
-    """What stays on the device between calls.
+    """Device state that persists between calls.
 
     Attributes:
-      pages: the pool; page 0 belongs to nobody, and rows without a task write there.
-      prompt_hidden: [R, D], the last token's hidden state of prefilled prompts.
-      hidden: for each lane [N, D], that of each slot's last token.
-      own: for each lane int32 [N, S], tokens that each slot has sampled, as many as its count (what
-        is behind means nothing); () where nothing is guessed.
+      pages: page pool. Page 0 is scratch: rows without a task write there.
+      prompt_hidden: hidden state of the last token of each prefilled prompt, [R, D].
+      hidden: for each lane, the hidden state of each slot's last token, [N, D].
+      own: for each lane, the tokens that each slot has sampled, int32 [N, S]; entries after its
+        count are undefined. Empty without speculation.
     """
 
     pages: paged.Pages
@@ -52,15 +53,15 @@ class State:
 
 @flax.struct.dataclass
 class PromptPages:
-    """B pages of prompts to read.
+    """Batch of B prompt pages to prefill.
 
     Attributes:
-      tokens: int32 [B, C], padded behind the prompt's end.
-      start: int32 [B], the position of the page's first token.
-      length: int32 [B], tokens of the prompt in the page; 0: no task.
-      page: int32 [B], where keys and values go.
-      table: int32 [B, J], the prompt's pages in order, this one included.
-      prefilled: int32 [B], whose prompt ends here; R: it goes on.
+      tokens: token ids, int32 [B, C], padded after the end of the prompt.
+      start: position of the page's first token, int32 [B].
+      length: number of prompt tokens in the page, int32 [B]; 0 for a row without a task.
+      page: pool page that keys and values are written to, int32 [B].
+      table: pages of the prompt in order, including this one, int32 [B, J].
+      prefilled: index into prompt_hidden if the prompt ends in this page, int32 [B]; R otherwise.
     """
 
     tokens: Array
@@ -73,24 +74,28 @@ class PromptPages:
 
 @flax.struct.dataclass
 class Slots:
-    """N slots and their M rows of G cells, each row a prompt's siblings.
+    """N decode slots, arranged in M rows of G cells; a row holds samples of one prompt.
 
     Attributes:
-      prefilled: int32 [N], the prompt whose hidden state a new sample_index begins from; -1: it
-        goes on.
-      prompt_length: int32 [N].
-      count, limit: int32 [N], tokens sampled so far, and the number at which to stop; alike: the
-        slot rests.
-      key: uint32 [N, 2], of the request; sample_index: int32 [N], folded into it.
-      row, cell: int32 [N], the slot's place among rows.
-      slot: int32 [M, G], its inverse; N: an empty cell.
-      prompt_table, prompt_visible: int32 [M, J] and [M, G], pages of the row's prompt and how many
-        of its keys a cell sees (its length, 0 for an empty cell).
-      suffix_table: int32 [N, I], pages of the slot's own tokens.
-      sampling: arrays [N].
-      enough: int32, how many slots must have ended for the call to return.
-      prompt_tokens: int32 [M, P], of the row's prompt, at the row's end; None where nothing is
-        guessed.
+      prefilled: index of the prompt whose hidden state a new sample starts from, int32 [N]; -1 for
+        a slot that continues.
+      prompt_length: tokens of the slot's prompt, int32 [N].
+      count: tokens sampled so far, int32 [N].
+      limit: token count at which the slot must stop, int32 [N]. If equal to count, the slot is
+        idle.
+      key: PRNG key data of the request, uint32 [N, 2].
+      sample_index: index of the sample in its request, int32 [N]; folded into the key.
+      row: row of the slot, int32 [N].
+      cell: cell of the slot within its row, int32 [N].
+      slot: slot of each cell (the inverse of row and cell), int32 [M, G]; N for an empty cell.
+      prompt_table: pages of the row's prompt, int32 [M, J].
+      prompt_visible: number of prompt keys that a cell attends to, int32 [M, G]: the prompt's
+        length, or 0 for an empty cell.
+      suffix_table: pages of the slot's own tokens, int32 [N, I].
+      sampling: sampling parameters, arrays [N].
+      enough: number of slots that must have ended for the call to return, int32 scalar.
+      prompt_tokens: token ids of the row's prompt, right-aligned, int32 [M, P]; None without
+        speculation.
     """
 
     prefilled: Array
@@ -112,15 +117,15 @@ class Slots:
 
 @flax.struct.dataclass
 class Sampled:
-    """What a call of `decode` drew.
+    """Result of a `decode` call.
 
     Attributes:
-      tokens: int32 [N, steps], of each slot the first `new`.
-      logprobs: float32 [N, steps].
-      new: int32 [N], tokens sampled.
-      stopped: bool [N], whether the last one is a stop token.
-      busy: int32 [N], passes of the loop that drew for the slot.
-      steps: int32, passes of the loop.
+      tokens: sampled token ids, int32 [N, steps]; the first `new` of each slot are valid.
+      logprobs: logprobs of the tokens, float32 [N, steps].
+      new: number of sampled tokens, int32 [N].
+      stopped: whether the last token is a stop token, bool [N].
+      busy: number of loop passes that sampled for the slot, int32 [N].
+      steps: number of loop passes, int32 scalar.
     """
 
     tokens: jax.Array
@@ -133,11 +138,11 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-    """How tokens are guessed, for lookup.guess.
+    """Parameters of prompt lookup, see speculative.guess.
 
     Attributes:
-      tokens: guessed in a pass; 0: none.
-      match: last tokens that must stand before a guess.
+      tokens: number of tokens proposed per pass; 0 disables speculation.
+      match: number of trailing tokens that must match before a proposal.
     """
 
     tokens: int = 0
@@ -152,13 +157,17 @@ def prefill(
     *,
     kernel: str = "auto",
 ) -> State:
-    """Reads pages of prompts.
+    """Reads pages of prompts into the KV cache.
 
     Args:
-      config, params: the policy, in the compute dtype.
-      state: is updated.
-      batch: in whose order pages of one prompt may be in any.
-      kernel: see paged.attend.
+      config: architecture of the policy.
+      params: parameters in the compute dtype.
+      state: device state; donated by the caller.
+      batch: pages to read, in any order, also those of one prompt.
+      kernel: attention kernel, see paged.attend.
+
+    Returns:
+      The new state.
     """
     offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
     positions = batch.start[:, None] + offsets
@@ -187,18 +196,22 @@ def decode(
     speculation: Speculation = Speculation(),
     kernel: str = "auto",
 ) -> tuple[State, Sampled]:
-    """Draws up to `steps` tokens in every slot that is not at its limit.
+    """Samples up to `steps` tokens in every slot that is not at its limit.
 
     Args:
-      config, params: the policy, in the compute dtype.
-      state: is updated.
-      slots: what each slot does.
-      lane: whose slots they are.
-      page_size: C, tokens of a page.
-      steps: most tokens of a slot.
-      stop_ids: tokens that end an answer.
-      speculation: how tokens are guessed; it changes none that is sampled.
-      kernel: see paged.attend.
+      config: architecture of the policy.
+      params: parameters in the compute dtype.
+      state: device state; donated by the caller.
+      slots: assignment of sequences to slots.
+      lane: index of the lane that the slots belong to.
+      page_size: tokens of a page, C.
+      steps: maximum number of tokens per slot.
+      stop_ids: token ids that end an answer.
+      speculation: parameters of prompt lookup. They do not change the sampled tokens.
+      kernel: attention kernel, see paged.attend.
+
+    Returns:
+      The new state and the sampled tokens.
     """
     fresh = (slots.prefilled >= 0)[:, None]
     hidden = jnp.where(fresh, state.prompt_hidden[slots.prefilled], state.hidden[lane])
@@ -207,7 +220,7 @@ def decode(
     forward = functools.partial(_forward, config, params, slots, page_size, kernel)
 
     def room(sampled):
-        """Tokens that each slot may still draw."""
+        """Number of tokens that each slot may still sample."""
         left = jnp.minimum(slots.limit - slots.count, steps) - sampled.new
         return jnp.where(sampled.stopped, 0, left)
 
@@ -265,8 +278,10 @@ def _with(some: tuple, place: int, one: Any) -> tuple:
 
 
 def _draw(config, params, keys, sampling: nucleus.Sampling, hidden, count):
-    """Tokens and logprobs [N, T] behind hidden states [N, T, D]; the first has the number `count`
-    [N] in its slot."""
+    """Samples tokens and their logprobs [N, T] from hidden states [N, T, D].
+
+    The first token of each slot has index `count` [N] in its answer.
+    """
     slots, time, width = hidden.shape
     number = count[:, None] + jnp.arange(time)
     uniform = jax.vmap(
@@ -279,21 +294,24 @@ def _draw(config, params, keys, sampling: nucleus.Sampling, hidden, count):
 
 
 def _guess(slots: Slots, own, count, speculation: Speculation) -> jax.Array:
-    """What may follow `count` tokens of a slot's own [N, S]."""
-    prompts: Any = slots.prompt_tokens  # which are there, as something is guessed
+    """Proposes tokens that may follow the first `count` tokens of each slot's own [N, S]."""
+    prompts: Any = slots.prompt_tokens  # not None: speculation is on
     given = prompts, slots.row, slots.prompt_length, own, count
     return speculative.guess(*given, speculation.match, speculation.tokens)
 
 
 def _note(own: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
-    """Tokens [N, T] written behind `count` of a slot's own [N, S]."""
+    """Writes tokens [N, T] into each slot's own [N, S], starting at index `count`."""
     place = count[:, None] + jnp.arange(tokens.shape[1])
     return own.at[jnp.arange(len(own))[:, None], place].set(tokens, mode="drop")
 
 
 def _kept(given, found, room, stop_ids: tuple[int, ...]) -> jax.Array:
-    """Which of the tokens [N, T] that were found stand, as all before them were given so to the
-    policy, none of them a stop token; at most `room` [N]."""
+    """Mask [N, T] of the sampled tokens that are accepted, at most `room` [N] per slot.
+
+    A token is accepted if it and all tokens before it equal the tokens that were fed to the policy,
+    and no token before it is a stop token.
+    """
     right = found == given
     right &= jnp.pad(~_stops(found, stop_ids)[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     right = jnp.cumprod(right, axis=1, dtype=jnp.int32) > 0
@@ -305,14 +323,17 @@ def _stops(tokens: jax.Array, stop_ids: tuple[int, ...]) -> jax.Array:
 
 
 def _forward(config, params, slots: Slots, page_size: int, kernel: str, pages, tokens, count, room):
-    """Hidden states [N, T, D] of the next T tokens of each slot, the first of which has the number
-    `count`; and the pool, in which `room` of them are written."""
+    """Feeds T tokens per slot; returns hidden states [N, T, D] and the updated pool.
+
+    The first token of each slot has index `count` in its answer. Keys and values of the first
+    `room` tokens are written.
+    """
     time = jnp.arange(tokens.shape[1])
     number = count[:, None] + time
     inside = time < room[:, None]
     table = slots.suffix_table
     page = jnp.take_along_axis(table, number // page_size, axis=1, mode="clip")
-    # To the policy each token is a row of its own: its weights and rows are split as for one.
+    # The policy sees each token as a row of its own, so sharding is the same with speculation.
     context = {
         "page": jnp.where(inside, page, 0).reshape(-1),
         "offset": (number % page_size).reshape(-1),
@@ -329,10 +350,10 @@ def _forward(config, params, slots: Slots, page_size: int, kernel: str, pages, t
 
 
 def _append(sampled: Sampled, tokens, logprobs, kept, stop_ids: tuple[int, ...]) -> Sampled:
-    """Takes in what was kept of tokens [N, T]."""
+    """Appends the accepted ones of tokens [N, T] to the result."""
     rows, steps = sampled.tokens.shape
     place = sampled.new[:, None] + jnp.arange(tokens.shape[1])
-    place = jnp.where(kept, place, steps)  # outside: not written
+    place = jnp.where(kept, place, steps)  # out of bounds: dropped
     at = jnp.arange(rows)[:, None], place
     return Sampled(
         tokens=sampled.tokens.at[at].set(tokens, mode="drop"),

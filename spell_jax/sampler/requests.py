@@ -1,4 +1,4 @@
-"""What is asked of the sampler, and what it gives back."""
+"""Requests to the sampler and the samples that it returns."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How the answers of a request are sampled.
+    """Sampling options of a request.
 
     Attributes:
-      temperature: of the softmax; 0 takes the most likely token each time.
+      temperature: softmax temperature, 0 or more; 0 takes the most likely token each time.
       top_p: mass of the nucleus, in (0, 1].
-      top_k: most likely tokens that are kept; 0 keeps all.
-      min_p: least probability as a share of the most likely token's, in [0, 1].
-      max_tokens: cap of an answer [S].
-      stop_strings: texts that end an answer, wherever tokens begin and end; none of them is empty.
+      top_k: number of most likely tokens to keep; 0 keeps all.
+      min_p: least probability of a kept token, as a share of the most likely token's, in [0, 1].
+      max_tokens: maximum length S of an answer, in tokens.
+      stop_strings: non-empty texts that end an answer. They need not align with token boundaries.
     """
 
     temperature: float = 1.0
@@ -45,14 +45,14 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt that is to be answered `group` times.
+    """A prompt to be answered `group` times.
 
     Attributes:
       prompt: token ids [P].
-      group: G, siblings.
-      key: uint32 [2], key data; sibling and token are folded into it.
-      options: how its answers are sampled.
-      agent: for whom the device works on it; a name to count by.
+      group: number of samples, G.
+      key: PRNG key data, uint32 [2]; sample and token index are folded into it.
+      options: sampling options of its answers.
+      agent: name of the agent that asks; device time is counted by it.
     """
 
     prompt: Sequence[int]
@@ -70,13 +70,13 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One answer.
+    """One sampled answer.
 
     Attributes:
-      tokens: int32 [S], stop token included.
-      logprobs: float32 [S], at the sampling temperature.
-      stopped: whether it ended by itself rather than at the cap.
-      stop_string: the text that ended it, if one did; tokens go up to the one that completed it.
+      tokens: token ids, int32 [S], including the stop token.
+      logprobs: logprobs at the sampling temperature, float32 [S].
+      stopped: whether a stop token or stop string ended it; False if it was truncated at the cap.
+      stop_string: stop string that ended it, or "". The last token is the one that completed it.
     """
 
     tokens: np.ndarray
@@ -91,6 +91,6 @@ class Sample:
         return self.tokens[: len(self.tokens) - by_token].tolist()
 
     def text(self, decode: Callable[[list[int]], str]) -> str:
-        """The answer as a text, up to the string that ended it."""
+        """Decoded text of the answer, up to its stop string."""
         text = decode(self.content)
         return text.split(self.stop_string, 1)[0] if self.stop_string else text

@@ -1,10 +1,10 @@
-"""Drawing a token: temperature, top-k, top-p and min-p without a sort, one uniform number a token.
+"""Token sampling with temperature, top-k, top-p and min-p, without a sort.
 
-1. A token's weight is exp((logit - largest) / temperature). Which tokens are kept is decided by one
-   threshold a row, found by bisection instead of a sort.
-2. The token is found by the inverse of the cumulative distribution in two levels: first the stretch
-   of 128 weights, then the weight in it.
-3. Parameters are arrays, one value a row: rows of different requests are sampled together.
+1. The weight of a token is exp((logit - largest) / temperature). One threshold per row decides
+   which tokens are kept; it is found by bisection instead of a sort.
+2. A token is sampled by inverting the cumulative distribution in two levels: first a block of 128
+   weights, then a weight in that block. One uniform number per token is used.
+3. Parameters are arrays with one value per row, so rows of different requests are sampled together.
 """
 
 from __future__ import annotations
@@ -16,47 +16,46 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-# Thresholds are of log-weights, between 0 and one at which a float32 weight is 0. After so many
-# halvings neighbors are as close as float32 numbers of this size.
+# Thresholds are log-weights between 0 and _LOWEST, at which a float32 weight underflows to 0. After
+# 30 halvings the bounds are as close as float32 numbers of this size can be.
 _LOWEST = -104.0
 _BISECTIONS = 30
-# The bisection ends at the log-weight of a token, which must be kept though it may be computed
-# again, and rounded otherwise: by 1e-5 for logits of 100.
+# The bisection ends at the log-weight of a token that must be kept. Computed again, that weight may
+# be rounded differently (by 1e-5 for logits of 100), so the threshold is lowered by _SLACK.
 _SLACK = 2**-15
 _STRETCH = 128
 
 
 @flax.struct.dataclass
 class Sampling:
-    """How the next token of each row is sampled; the filters are applied in this order.
+    """Sampling parameters of each row; filters are applied in the order given here.
 
     Attributes:
-      temperature: float32 [N], 0 or more; 0 takes the most likely token.
-      top_k: int32 [N], keeps the k most likely tokens; 0 keeps all.
-      top_p: float32 [N] in (0, 1], keeps the fewest most likely tokens whose share of what top_k
-        kept reaches it.
-      min_p: float32 [N] in [0, 1], keeps what is at least so many times as likely as the most
-        likely token.
+      temperature: softmax temperature, float32 [N], 0 or more; 0 takes the most likely token.
+      top_k: number of most likely tokens to keep, int32 [N]; 0 keeps all.
+      top_p: nucleus mass, float32 [N] in (0, 1]. Keeps the fewest most likely tokens whose share of
+        the mass left by top_k reaches it.
+      min_p: least kept probability relative to the most likely token, float32 [N] in [0, 1].
     """
 
-    temperature: Any  # numpy's on the host, JAX's on a device
+    temperature: Any  # NumPy on the host, JAX on a device
     top_k: Any
     top_p: Any
     min_p: Any
 
 
 def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Draws one token a row.
+    """Samples one token per row.
 
     Args:
       logits: float32 [N, V].
-      uniform: float32 [N] in [0, 1).
-      sampling: arrays [N].
+      uniform: uniform random numbers, float32 [N] in [0, 1).
+      sampling: parameters, arrays [N].
 
     Returns:
-      int32 tokens [N], and their float32 logprobs [N]: the full-vocabulary log-softmax at the
-      row's temperature (at temperature 0: at 1), not renormalized by filters (spec section 9); NaN
-      where the row's logits are not finite.
+      int32 tokens [N] and their float32 logprobs [N]. A logprob is the full-vocabulary log-softmax
+      at the row's temperature (at temperature 0: at 1), not renormalized by the filters (spec
+      section 9). It is NaN if the row's logits are not finite.
     """
     greedy = sampling.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
@@ -70,14 +69,14 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling) -> tuple[jax
 
 
 def threshold(below: jax.Array, sampling: Sampling) -> jax.Array:
-    """The least log-weight [N] that is kept; ties at it (to 3e-5) are all kept, and always the
-    largest.
+    """Least log-weight [N] that is kept.
 
-    A sort would find the same (8 rows of 152K weights on 2 CPU cores: 459 ms against 46).
+    Ties at the threshold (to 3e-5) are all kept, and the largest weight is always kept. A sort
+    finds the same (8 rows of 152K weights on 2 CPU cores: 459 ms, against 46 ms here).
 
     Args:
-      below: float32 [N, V], logprobabilities less the row's largest.
-      sampling: arrays [N].
+      below: log-probabilities minus the row's largest, float32 [N, V].
+      sampling: parameters, arrays [N].
     """
     weights = jnp.exp(below)
     lowest = jnp.full(len(below), _LOWEST)
@@ -92,7 +91,7 @@ def threshold(below: jax.Array, sampling: Sampling) -> jax.Array:
             return jnp.sum(jnp.where(below >= t[:, None], weights, 0.0), axis=-1)
 
         wanted = sampling.top_p * mass(least)
-        # At 1 all is wanted, which a sum in another order may miss by a rounding error.
+        # At top_p = 1 a sum in another order could miss the total by a rounding error.
         return jnp.where(sampling.top_p < 1, _bisect(lambda t: mass(t) >= wanted, least), least)
 
     least = jax.lax.cond(jnp.any(sampling.top_k > 0), by_count, lambda: lowest)
@@ -101,7 +100,7 @@ def threshold(below: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def _bisect(enough: Callable[[jax.Array], jax.Array], low: jax.Array) -> jax.Array:
-    """The largest of thresholds [N] from `low` to 0 that still lets enough through."""
+    """Largest threshold [N] between `low` and 0 for which `enough` holds."""
 
     def halve(_, bounds):
         low, high = bounds
@@ -113,7 +112,7 @@ def _bisect(enough: Callable[[jax.Array], jax.Array], low: jax.Array) -> jax.Arr
 
 
 def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The places [N] in weights [N, V] at shares `uniform` [N] of their sums."""
+    """Indices [N] into weights [N, V] at the cumulative shares `uniform` [N]."""
     rows, count = weights.shape
     weights = jnp.pad(weights, ((0, 0), (0, -count % _STRETCH))).reshape(rows, -1, _STRETCH)
     sums = jnp.sum(weights, axis=-1)
@@ -124,11 +123,13 @@ def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _first_above(sums: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each row [n]: the first positive part whose cumulative sum is above the target, the sum
-    before it, and the target, which is taken back to below the whole.
+    """First positive part of each row [n] at which the cumulative sum exceeds the target.
 
-    A parallel cumulative sum may rise by a rounding error where nothing was added, so that only
-    positive parts count.
+    A parallel cumulative sum may rise by a rounding error where nothing was added, so only positive
+    parts count.
+
+    Returns:
+      The index of that part, the sum before it, and the target, clipped to below the total.
     """
     cumulative = jnp.where(sums > 0, jnp.cumsum(sums, axis=-1), 0.0)
     target = jnp.clip(target, 0.0, jnp.max(cumulative, axis=-1) * (1 - 2**-23))

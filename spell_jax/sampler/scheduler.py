@@ -1,14 +1,14 @@
-"""Who gets which pages and slots, and when: the sampler's plan between two calls of the device.
+"""Scheduler: assigns pages and decode slots to requests between device calls.
 
-1. Requests wait in a queue. One is admitted where pages and slots are to be had: it shares the
-   pages of its first blocks as far as they are known, and its other pages become tasks for prefill.
-2. Once its prompt is read, its sequences take free slots, in the order in which they were admitted.
-   A sequence's own tokens get pages as it grows.
-3. Whoever was admitted first can always go on: others get pages only while the first has enough
-   left for the longest answer that was asked for. A sequence without a page waits in its slot; when
-   the first ends, all that it had is there for the next. So nothing has to be thrown away.
-4. Everything follows from requests and from what was sampled, never from the clock: hosts of one
-   run plan alike. Nothing here touches a device.
+1. Requests are queued. A request is admitted to a shard that has room. It shares the pages of its
+   known prefix, and its other pages become prefill tasks.
+2. Once a prompt is prefilled, its sequences take free slots in the order of admission. A sequence
+   is given more pages as it grows.
+3. The first admitted sequence can always continue: others receive pages only while enough remain
+   for the longest requested answer. A sequence without a page pauses in its slot. When the first
+   sequence ends, its pages go to the next, so nothing is evicted and recomputed.
+4. The plan depends only on requests and sampled tokens, never on the clock, so all hosts of a run
+   plan alike. Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from spell_jax.sampler.requests import Request
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of one part of the mesh's row axes, all of them fixed.
+    """Fixed sizes of one shard of the mesh's row axes.
 
     Attributes:
-      page_size: C, tokens of a page.
-      pages: of the pool.
-      slots: sequences that are decoded at once, of a lane.
-      prompts: prompts that are prefilled at once.
-      lanes: (cells G of a row, rows M) of each compiled decode shape, ascending; a request goes to
-        the first that has a cell for each of its sequences, or else to the last.
+      page_size: tokens of a page, C.
+      pages: pages of the pool.
+      slots: decode slots of each lane.
+      prompts: maximum number of prompts in the pool at once.
+      lanes: (cells G of a row, rows M) of each compiled decode shape, in ascending order. A request
+        uses the first lane with a cell for each of its sequences, or else the last.
       tasks: pages of a prefill call.
     """
 
@@ -45,32 +45,32 @@ class Shape:
     tasks: int
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that so many tokens take."""
+        """Number of pages for this many tokens."""
         return -(-tokens // self.page_size)
 
     def lane_of(self, group: int) -> int:
-        """Number of the lane for requests with so many sequences."""
+        """Index of the lane for requests with `group` sequences."""
         fitting = (i for i, (cells, _) in enumerate(self.lanes) if group <= cells)
         return next(fitting, len(self.lanes) - 1)
 
     def fits(self, request: Request) -> bool:
-        """Whether it could ever be answered: alone in the pool."""
+        """Whether the request fits into an otherwise empty pool."""
         longest = self.pages_of(request.options.max_tokens)
         return self.pages_of(len(request.prompt)) + longest <= self.pages
 
 
 @dataclasses.dataclass(eq=False)
 class PrefilledPrompt:
-    """A prompt that is, or will be, in the pool.
+    """An admitted prompt, whose pages are in the pool or about to be prefilled.
 
     Attributes:
       ticket: number of the request.
-      request: itself.
-      tokens: int32 [P], its prompt.
-      index: its place among prefilled prompts.
-      pages: of its blocks in order.
-      unread: pages that are still to be read.
-      unfinished: sequences.
+      request: the request.
+      tokens: token ids of the prompt, int32 [P].
+      index: row of the prompt in State.prompt_hidden, within its shard.
+      pages: pages of its blocks, in order.
+      unread: number of pages that no prefill call has read yet.
+      unfinished: number of its sequences that have not ended.
     """
 
     ticket: int
@@ -87,12 +87,12 @@ class DecodeSequence:
     """One answer that is being sampled.
 
     Attributes:
-      prefilled: its prompt.
-      number: among sequences.
-      slot: its place in its lane, -1 while it waits.
-      pages: of its own tokens.
-      count: tokens sampled so far.
-      fresh: its first call is yet to come.
+      prefilled: prompt of the sequence.
+      number: index of the sample in its request.
+      slot: slot in its lane, -1 while it is queued.
+      pages: pages of its own tokens, in order.
+      count: number of tokens sampled so far.
+      fresh: whether no decode call has run for it yet.
     """
 
     prefilled: PrefilledPrompt
@@ -108,7 +108,7 @@ class DecodeSequence:
 
 
 class Lane:
-    """Slots of one compiled decode shape, and the sequences that wait for them."""
+    """Slots of one compiled decode shape, and the queue of sequences for them."""
 
     def __init__(self, cells: int, rows: int, slots: int):
         self.cells, self.rows = cells, rows
@@ -122,11 +122,11 @@ class Lane:
 
     @property
     def has_free_slots(self) -> bool:
-        """Whether slots will stay free when all who wait are seated."""
+        """Whether slots stay free after all queued sequences have taken one."""
         return self.free > len(self.waiting)
 
     def groups(self) -> list[tuple[PrefilledPrompt, list[int]]]:
-        """The decode rows: slots of sequences of one prompt, at most `cells` each."""
+        """Decode rows: (prompt, slots of its sequences), at most `cells` slots each."""
         by_prompt: dict[PrefilledPrompt, list[int]] = {}
         for slot, sequence in enumerate(self.slots):
             if sequence is not None:
@@ -138,7 +138,11 @@ class Lane:
         ]
 
     def seat(self) -> None:
-        """Gives free slots to those who wait, in their order, until one cannot have one."""
+        """Assigns free slots to queued sequences, first in, first out.
+
+        Stops at the first sequence whose prompt is not prefilled yet or that would need one row too
+        many.
+        """
         for slot, taken in enumerate(self.slots):
             if taken is not None:
                 continue
@@ -163,7 +167,7 @@ class Lane:
 
 
 class Shard:
-    """The pool, the lanes and the prefill tasks of one part of the mesh's row axes."""
+    """Pool, lanes and prefill tasks of one shard of the mesh's row axes."""
 
     def __init__(self, shape: Shape):
         self.shape = shape
@@ -173,16 +177,22 @@ class Shard:
         self.unfinished: dict[DecodeSequence, None] = {}  # in the order of admission
         self.reused_tokens = 0
         self._indices = list(range(shape.prompts - 1, -1, -1))
-        self._needs: Counter[int] = Counter()  # pages of the longest answer -> sequences
+        self._needs: Counter[int] = Counter()  # pages of max_tokens -> number of sequences
 
     def cost(self, blocks: Sequence[bytes], request: Request) -> int:
-        """What admitting a request here would cost, to compare shards: pages and sequences before
-        it."""
+        """Cost of admitting a request to this shard, for comparison with other shards.
+
+        It is the number of pages to prefill plus the number of unfinished sequences.
+        """
         known = len(self._shared(blocks, request))
         return self.shape.pages_of(len(request.prompt)) - known + len(self.unfinished)
 
     def admit(self, ticket: int, request: Request, blocks: Sequence[bytes]) -> bool:
-        """Makes the request's prompt prefilled if there is room, and lets its sequences wait."""
+        """Admits a request if there is room; returns whether it was admitted.
+
+        Takes the pages of its prompt, adds the unknown ones to the prefill tasks, and queues its
+        sequences.
+        """
         shape, prompt = self.shape, request.prompt
         shared, total = self._shared(blocks, request), shape.pages_of(len(prompt))
         longest = shape.pages_of(request.options.max_tokens)
@@ -207,7 +217,7 @@ class Shard:
         return True
 
     def take_tasks(self) -> list[tuple[PrefilledPrompt, int]]:
-        """The next pages to read, as many as a call takes."""
+        """Removes and returns the next prefill tasks, at most as many as a call holds."""
         count = min(self.shape.tasks, len(self.tasks))
         tasks = [self.tasks.popleft() for _ in range(count)]
         for prefilled, _ in tasks:
@@ -216,7 +226,7 @@ class Shard:
 
     @property
     def must_read(self) -> bool:
-        """Whether a slot waits for a prompt that is not read."""
+        """Whether a free slot cannot be filled because its next prompt is not prefilled."""
         for lane in self.lanes:
             ahead = list(lane.waiting)[: lane.free]
             if any(sequence.prefilled.unread for sequence in ahead):
@@ -224,10 +234,11 @@ class Shard:
         return False
 
     def grow(self, lane: Lane, steps: int) -> dict[DecodeSequence, int]:
-        """Gives seated sequences pages for their next tokens, the first admitted first.
+        """Gives running sequences pages for their next `steps` tokens, in order of admission.
 
         Returns:
-          For each the number of tokens at which it must stop; as many as it has: it has to wait.
+          For each running sequence the token count at which it must stop. If that equals its
+          current count, the sequence pauses in this call.
         """
         limits = {}
         seated = set(filter(None, lane.slots))
@@ -241,7 +252,7 @@ class Shard:
         return limits
 
     def finish(self, lane: Lane, sequence: DecodeSequence) -> bool:
-        """Takes back what a sequence had; whether it was the last of its request."""
+        """Frees a sequence's slot and pages; returns whether it was the last of its request."""
         lane.leave(sequence)
         self.pool.release(sequence.pages)
         del self.unfinished[sequence]
@@ -258,20 +269,27 @@ class Shard:
         return True
 
     def _shared(self, blocks: Sequence[bytes], request: Request) -> list[int]:
-        """Known pages of its beginning. The last token is always read: its hidden state is what the
-        answers begin from."""
+        """Known pages of the prompt's prefix.
+
+        The page of the last token is never shared: its hidden state, from which answers start, has
+        to be computed.
+        """
         return self.pool.find(blocks[: (len(request.prompt) - 1) // self.shape.page_size])
 
     def _spare(self, longest: int = 0) -> int:
-        """Pages that others than the first admitted sequence may take: it, and the next when it has
-        ended, have enough for the longest answer (`longest`: of one that comes in too)."""
+        """Number of pages that sequences other than the first admitted one may take.
+
+        The rest is a reserve. With it the first admitted sequence, and after it the next, can
+        always grow to the longest requested answer. `longest` is that of a request about to be
+        admitted, in pages.
+        """
         first = next(iter(self.unfinished), None)
         held = len(first.pages) if first else 0
         return self.pool.available - max(longest, *self._needs, 0) + held
 
 
 class Scheduler:
-    """The queue of requests, and the shards that they are admitted to."""
+    """Queue of requests, and the shards that they are admitted to."""
 
     def __init__(self, shape: Shape, shards: int):
         self.shape = shape
@@ -279,10 +297,10 @@ class Scheduler:
         self.queue: deque[tuple[int, Request, list[bytes]]] = deque()
 
     def submit(self, ticket: int, request: Request) -> None:
-        """Puts a request at the end of the queue.
+        """Appends a request to the queue.
 
         Raises:
-          ValueError: it could never be answered.
+          ValueError: if it does not fit into the pool even alone.
         """
         if not self.shape.fits(request):
             prompt, longest = len(request.prompt), request.options.max_tokens
@@ -300,18 +318,23 @@ class Scheduler:
         return bool(self.queue) or any(shard.unfinished for shard in self.shards)
 
     def plan_prefill(self) -> list[list[tuple[PrefilledPrompt, int]]] | None:
-        """Pages to read now, of each shard; None when no free slot waits for any."""
+        """Prefill tasks of each shard for the next call.
+
+        Returns:
+          For each shard a list of (prompt, page index), or None if no free slot needs a prompt to
+          be read.
+        """
         while self._admit(lambda shard, lane: shard.lanes[lane].has_free_slots):
             pass
         if not any(shard.must_read for shard in self.shards):
             return None
-        # What would be empty rows of the call takes the next prompts.
+        # Rows of the call that would be padding read the next prompts.
         while self._admit(lambda shard, _: len(shard.tasks) < self.shape.tasks):
             pass
         return [shard.take_tasks() for shard in self.shards]
 
     def _admit(self, wants) -> bool:
-        """Admits the first of the queue to the shard that wants it at the least cost."""
+        """Admits the first queued request to the cheapest willing shard; returns whether it did."""
         if not self.queue:
             return False
         ticket, request, blocks = self.queue[0]
@@ -324,12 +347,12 @@ class Scheduler:
         return False
 
     def seat(self) -> None:
-        """Fills free slots."""
+        """Fills free slots in all lanes of all shards."""
         for shard in self.shards:
             for lane in shard.lanes:
                 lane.seat()
 
     def waiting(self, lane: int) -> bool:
-        """Whether anybody waits for a slot of this lane."""
+        """Whether a request or sequence is queued for a slot of this lane."""
         queued = any(self.shape.lane_of(r.group) == lane for _, r, _ in self.queue)
         return queued or any(shard.lanes[lane].waiting for shard in self.shards)

@@ -1,11 +1,12 @@
-"""A session: requests that are answered with the same weights, while the host does other work.
+"""Session: serves sampling requests with fixed weights while the host does other work.
 
-1. Each `advance` takes in what the device drew last, plans (schedule.py), and gives the device its
-   next calls. It returns while they run: the host works on what came back, and may hand in more
+1. Each `advance` collects the results of the running decode calls, plans (scheduler.py), and
+   dispatches the next calls to the device.
+2. `advance` returns while the device works. The host can process finished answers and submit more
    requests, which join at the next `advance`.
-2. What comes back when depends on what was sampled alone, never on the clock.
-3. Stop strings are looked for here, in the text of the tokens; what was sampled behind one is
-   forgotten.
+3. The order of results depends only on the sampled tokens, never on the clock.
+4. Stop strings are searched for here, in the decoded text. Tokens sampled after a stop string are
+   dropped.
 """
 
 from __future__ import annotations
@@ -35,29 +36,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# While somebody waits, a decode call ends when one in so many slots has become free: few slots rest
-# meanwhile, and plans are not made for one at a time.
+# While requests are queued, a decode call returns as soon as 1 in 16 of its active slots is free.
+# Few slots are then idle, and refills are planned in batches instead of one at a time.
 _REFILLED = 16
 
 
 @dataclasses.dataclass
 class Counts:
-    """What a session did.
+    """Counters of a session.
 
     Attributes:
-      prompt_tokens: of requests.
-      prefill_calls, prefill_pages: calls, and pages that they read.
-      decode_calls, decode_steps: calls, and passes of their loops.
-      tokens: sampled.
-      slot_steps: slots times steps.
-      busy: slot steps that drew something, one token or, guessed, more.
-      starved_slot_steps: slot steps that drew nothing while somebody waited for a slot.
-      group_slot_steps, padded_group_slots: cells times steps of rows that were read, and those
-        without a sequence.
-      prefilled_tokens: of prompts, those that were not there as another's beginning.
-      waited: seconds by agent in which there was nothing to do but wait for the device. Its calls
-        work for many agents at once: what is waited for one is shared out by the tokens that were
-        sampled in it, and those of prompts read since the one before.
+      prompt_tokens: prompt tokens of all submitted requests.
+      prefill_calls: calls of the prefill program.
+      prefill_pages: pages read by these calls.
+      decode_calls: calls of the decode program.
+      decode_steps: passes of the decode loop, over all calls.
+      tokens: sampled tokens.
+      slot_steps: slots times decode passes.
+      busy: slot steps that sampled at least one token (more than one with speculation).
+      starved_slot_steps: slot steps that sampled nothing while a request was queued.
+      group_slot_steps: cells times passes, over the decode rows in use.
+      padded_group_slots: those of the above whose cell had no sequence.
+      prefilled_tokens: prompt tokens that were read, not taken from a shared prefix.
+      waited: seconds per agent in which the host was blocked by the device. A decode call serves
+        many agents, so its wait is divided in proportion to their sampled tokens and to their
+        prompt tokens prefilled since the previous wait.
     """
 
     prompt_tokens: int = 0
@@ -77,14 +80,15 @@ class Counts:
 
 @dataclasses.dataclass
 class _Answer:
-    """An answer as it grows.
+    """An answer under construction.
 
     Attributes:
-      tokens, logprobs: so far.
-      text: of the tokens, where stop strings are looked for.
-      stream: makes it.
-      stop_string: the one that was found.
-      stopped: whether it ended by itself.
+      tokens: token ids so far.
+      logprobs: logprob of each token.
+      text: decoded text so far, searched for stop strings.
+      stream: incremental decoder that produces the text; None if there are no stop strings.
+      stop_string: stop string that was found, or "".
+      stopped: whether the answer ended by a stop token or stop string.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -95,7 +99,7 @@ class _Answer:
     stopped: bool = False
 
     def push(self, token: int, logprob: float, strings: Sequence[str]) -> None:
-        """One more token, and perhaps the end by a stop string."""
+        """Appends one token; sets `stopped` if it completes a stop string."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.stream is not None:
@@ -113,13 +117,15 @@ class _Answer:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A decode call that is running.
+    """A decode call in flight.
 
     Attributes:
-      lane, limits: who is sampled for.
-      waited: whether somebody waited for a slot.
-      cells, empty: of rows that are read, and those of them without a sequence.
-      sampled: what comes back.
+      lane: index of the lane that it samples for.
+      limits: for each shard, its sequences and the token count at which each must stop.
+      waited: whether a request was queued for a slot of this lane.
+      cells: number of cells of the decode rows in use.
+      empty: number of these cells without a sequence.
+      sampled: result on the device.
     """
 
     lane: int
@@ -131,7 +137,7 @@ class _Call:
 
 
 class Session:
-    """Requests that are answered with the same weights."""
+    """Requests that are served with the same weights."""
 
     def __init__(self, sampler: Sampler, params: transformer.Params):
         self.counts = Counts()
@@ -142,20 +148,20 @@ class Session:
         self._scheduler = Scheduler(sampler.shape, sampler.shards)
         self._answers: dict[int, list[_Answer]] = {}
         self._running: list[_Call] = []
-        self._worked: Counter[str] = Counter()  # tokens by agent that no wait was counted for
+        self._worked: Counter[str] = Counter()  # tokens per agent since the last wait
         self._tickets = 0
 
     @property
     def reused_tokens(self) -> int:
-        """Prompt tokens that were not read again, as another prompt began with them."""
+        """Number of prompt tokens taken from a shared prefix instead of being read again."""
         return sum(shard.reused_tokens for shard in self._scheduler.shards)
 
     def submit(self, request: Request) -> int:
-        """Puts a request into the queue; its ticket, a number from 0.
+        """Queues a request and returns its ticket, a number from 0.
 
         Raises:
-          ValueError: its prompt or answers are over the cap; it could never fit into the pool; it
-            has stop strings and the sampler has no tokenizer.
+          ValueError: if the prompt or `max_tokens` is above its cap, if the request can never fit
+            into the pool, or if it has stop strings and the sampler has no tokenizer.
         """
         sampler, ticket, options = self._sampler, self._tickets, request.options
         if not sampler.fits(request.prompt):
@@ -182,7 +188,7 @@ class Session:
     def sample(
         self, prompts: Sequence[Sequence[int]], group: int, key: jax.Array, options: Options
     ) -> list[list[Sample] | None]:
-        """See Sampler.sample; other requests must have been answered."""
+        """See Sampler.sample. All other requests must have been answered before."""
         answers: list[list[Sample] | None] = [None] * len(prompts)
         keys = request_keys(key, len(prompts))
         requests = []
@@ -203,20 +209,25 @@ class Session:
         return answers
 
     def results(self) -> Iterator[tuple[int, list[Sample]]]:
-        """(ticket, answers) of requests as they are finished, until none is left; more requests may
-        be handed in meanwhile."""
+        """Yields (ticket, answers) as requests finish, until none is left.
+
+        More requests may be submitted meanwhile.
+        """
         while self._scheduler.unfinished:
             yield from self.advance()
 
     def advance(self) -> list[tuple[int, list[Sample]]]:
-        """Takes in what was sampled, gives the device its next calls, and returns while they run:
-        (ticket, answers) of requests that are finished."""
+        """Collects sampled tokens, dispatches the next device calls, and returns while they run.
+
+        Returns:
+          (ticket, answers) of the requests that finished.
+        """
         finished = [pair for call in self._running for pair in self._collect(call)]
         self._running = []
         self._dispatch()
         return finished
 
-    # ------------------------------------------------------------------------------- To the device
+    # --------------------------------------------------------------------------- Dispatch to device
 
     def _dispatch(self) -> None:
         scheduler = self._scheduler
@@ -240,7 +251,7 @@ class Session:
         self._state = self._call(meshes.RULES, self._sampler.prefill, batch)
 
     def _decode(self, lane: int) -> None:
-        """Gives the device one call of this lane's program."""
+        """Dispatches one call of a lane's decode program."""
         scheduler, c = self._scheduler, self._sampler.config
         limits = [shard.grow(shard.lanes[lane], c.decode_tokens) for shard in scheduler.shards]
         going = sum(sequence.count < limit for one in limits for sequence, limit in one.items())
@@ -263,10 +274,10 @@ class Session:
         with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
             return function(self._params, self._state, placed, **static)
 
-    # ----------------------------------------------------------------------------- From the device
+    # -------------------------------------------------------------------------- Collect from device
 
     def _collect(self, call: _Call) -> Iterator[tuple[int, list[Sample]]]:
-        """Takes in what a call drew; (ticket, answers) of requests that it finished."""
+        """Collects the result of a call; yields (ticket, answers) of requests that it finished."""
         clock = time.monotonic()
         sampled, scheduler = jax.device_get(call.sampled), self._scheduler
         waited = time.monotonic() - clock
@@ -285,7 +296,7 @@ class Session:
             yield ticket, [answer.sample() for answer in self._answers.pop(ticket)]
 
     def _push(self, sequence: DecodeSequence, sampled: programs.Sampled, slot: int) -> bool:
-        """Adds what a slot drew to its answer; whether that is the end of it."""
+        """Appends a slot's sampled tokens to its answer; returns whether the answer is complete."""
         ticket, options = sequence.prefilled.ticket, sequence.prefilled.request.options
         answer = self._answers[ticket][sequence.number]
         new = int(sampled.new[slot])
@@ -320,6 +331,6 @@ class Session:
 
 
 def request_keys(key: jax.Array, count: int) -> np.ndarray:
-    """Key data uint32 [count, 2] of fold_in(key, i)."""
+    """Key data uint32 [count, 2] of fold_in(key, i) for i < count."""
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(count))
     return np.asarray(jax.random.key_data(keys))

@@ -1,9 +1,10 @@
-"""Guesses of what comes next, looked up in the prompt: answers quote documents.
+"""Prompt-lookup (n-gram) speculative decoding.
 
-1. A slot's text is its prompt and what it has sampled. Where its last tokens stand earlier in it,
-   what followed there is the guess; of several places the last.
-2. Guesses are checked, never believed: each token is sampled from the policy as always, and a guess
-   counts as long as it equals what was sampled (steps.py). So answers are those of plain decoding.
+1. The text of a slot is its prompt and its sampled tokens. If its last tokens occur earlier in the
+   text, the tokens that followed there are proposed. Of several occurrences the last counts. This
+   helps because answers quote their documents.
+2. Every token is still sampled from the policy. A proposal is accepted only while it equals the
+   sampled token (programs.py), so answers equal those of plain decoding.
 
 Source: Saxena, Prompt Lookup Decoding (2023); Leviathan et al. 2023 (arXiv 2211.17192) for checking
 several tokens in one pass.
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 
-NOTHING = -1  # no token: a guess that is never sampled
+NOTHING = -1  # no proposal: equals no sampled token
 
 
 def guess(
@@ -30,16 +31,19 @@ def guess(
     match: int,
     tokens: int,
 ) -> jax.Array:
-    """The tokens that may come next in each slot, int32 [N, tokens]; NOTHING where none is known.
+    """Proposes the next tokens of each slot.
 
     Args:
-      prompts: int32 [M, P], of rows, each at the end of its row.
-      row: int32 [N], the slot's among those on the same device.
-      length: int32 [N], of the slot's prompt.
-      own: int32 [N, S], what the slot has sampled.
-      count: int32 [N], how many tokens that is.
-      match: last tokens that must stand at the place of a guess.
-      tokens: to guess.
+      prompts: prompt tokens of each row, right-aligned, int32 [M, P].
+      row: row of each slot among those on the same device, int32 [N].
+      length: length of each slot's prompt, int32 [N].
+      own: tokens sampled by each slot, int32 [N, S].
+      count: number of these tokens, int32 [N].
+      match: number of trailing tokens that must match.
+      tokens: number of tokens to propose.
+
+    Returns:
+      int32 [N, tokens]; NOTHING where there is no proposal.
     """
     given = (prompts, row, length, own, count)
 
@@ -53,11 +57,11 @@ def guess(
 
 
 def _guess(prompt, length, own, count, match: int, tokens: int) -> jax.Array:
-    """`guess` with each slot's own prompt [N, P]."""
+    """`guess` with the prompt of each slot, int32 [N, P], on one device."""
     padded = prompt.shape[1]
     text = jnp.concatenate([prompt, own], axis=1)
     place = jnp.arange(text.shape[1])
-    last = padded + count - 1  # the place of what the slot drew last
+    last = padded + count - 1  # index of the last sampled token
     inside = (place >= padded - length[:, None]) & (place <= last[:, None])
     text = jnp.where(inside, text, NOTHING)
     found = inside & (place < last[:, None])
@@ -68,6 +72,6 @@ def _guess(prompt, length, own, count, match: int, tokens: int) -> jax.Array:
     where = jnp.max(jnp.where(found, place, -1), axis=1)
     following = where[:, None] + 1 + jnp.arange(tokens)
     guessed = jnp.take_along_axis(text, following, axis=1, mode="fill", fill_value=NOTHING)
-    # A guess goes on until the text does not: what is behind its end is none.
+    # A proposal ends where the text ends.
     known = jnp.cumprod(guessed != NOTHING, axis=1, dtype=jnp.int32) > 0
     return jnp.where(known & (where >= 0)[:, None], guessed, NOTHING)

@@ -1,14 +1,15 @@
-"""Answers in four sections, how good the evidence in them is, and what both are worth.
+"""Structured answers with quoted evidence: parsing, evidence quality and rewards (EAPO).
 
-1. `parse_answer` finds the sections analysis, evidence, reasoning and answer; a text that is not
-   made of these four alone, in this order, has a bad format.
-2. `parse_scores` reads what a reward model says of all evidence sets of a group.
-3. `normalize` sets the scores of a group in relation; `total_reward` adds format, evidence and
-   outcome up.
-4. `verbatim_share` and `precision_and_recall` compare quotes with documents and with the sentences
-   that the answer rests on; they are logged and evaluated, never rewarded.
+1. `parse_answer` splits an answer into analysis, evidence, reasoning and answer. A text that does
+   not consist of exactly these four sections, in this order, has a bad format.
+2. `parse_scores` reads a reward model's scores of all evidence sets of a group.
+3. `normalize` rescales the scores within a group. `total_reward` sums the rewards for format,
+   evidence and outcome.
+4. `verbatim_share` and `precision_and_recall` compare quotes with the documents and with the
+   supporting sentences. They are logged and evaluated, never rewarded.
 
-Source: EAPO, sections 2.1 and 3.2. Parsers are total: any string in, a result out, in linear time.
+Source: EAPO, sections 2.1 and 3.2. Parsers are total: they accept any string, return a result and
+run in linear time.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from spell_jax.selfplay.parsing import find_record
 from spell_jax.selfplay.rules import find_answer, visible_text
 
 SECTIONS = ("analysis", "evidence", "reasoning", "answer")
-LOWEST, HIGHEST = 1, 5  # scores of a reward model
-NEUTRAL = 0.5  # evidence that nobody could compare
-MOST_QUOTES = 256  # of an answer that are looked up; what is behind them counts as invented
+LOWEST, HIGHEST = 1, 5  # range of a reward model's scores
+NEUTRAL = 0.5  # evidence reward if no comparison is possible
+MOST_QUOTES = 256  # quotes looked up per answer; text after them counts as invented
 
-# A score behind the number of its set, as the prompt numbers them.
+# "NUMBER SCORE": the number of a set, as in the prompt, and its score.
 _LABELLED = re.compile(r"([0-9]{1,4}) +([0-9])(?:\s+|\Z)")
 _BULLET = re.compile(r"(?:[-*•]|[0-9]{1,3}[.)])\s+")
 _ELLIPSIS = re.compile(r"\.\.\.|…")
@@ -34,7 +35,7 @@ _MARKS = "\"'“”‘’ "
 
 @dataclass(frozen=True)
 class Structured:
-    """A well-formed answer: its sections, stripped, none of them empty."""
+    """The sections of a well-formed answer, stripped and non-empty."""
 
     analysis: str
     evidence: str
@@ -44,7 +45,7 @@ class Structured:
 
 @dataclass(frozen=True)
 class Weights:
-    """What format, evidence and outcome are worth (Eq. 2: alpha, beta, gamma)."""
+    """Weights of the format, evidence and outcome rewards (Eq. 2: alpha, beta, gamma)."""
 
     format: float = 0.1
     evidence: float = 0.3
@@ -55,24 +56,24 @@ class Weights:
 
 
 def write_answer(structured: Structured) -> str:
-    """The text that `parse_answer` reads as these sections."""
+    """Return the text that `parse_answer` parses into these sections."""
     pairs = zip(SECTIONS, astuple(structured), strict=True)
     return "".join(f"<{name}>{content}</{name}>" for name, content in pairs)
 
 
 def parse_answer(text: str) -> Structured | None:
-    """The sections of a whole answer; None where its format is bad.
+    """Parse a whole answer into its sections; None if its format is bad.
 
-    Thoughts are dropped. Of what is left, each of the eight tags must be there exactly once, in
-    order, with some text in each section and nothing but white space around them: so the prompt
-    asks, and a second set of evidence cannot hide outside of the first.
+    Thoughts are dropped. The rest must contain each of the eight tags exactly once and in order,
+    with text in every section and only white space around the sections. This is the format that the
+    prompt asks for, and it prevents a second set of evidence outside the evidence section.
     """
     sections = parse_sections(text, len(SECTIONS))
     return None if sections is None else Structured(*sections)
 
 
 def parse_sections(text: str, count: int) -> tuple[str, ...] | None:
-    """The first `count` sections of an answer that ends behind them; None for a bad format."""
+    """Parse an answer that consists of the first `count` sections; None if its format is bad."""
     rest = visible_text(text)
     if rest is None:
         return None
@@ -92,8 +93,11 @@ def _has_tag(text: str) -> bool:
 
 
 def as_sentence(answer: str, task: str) -> str:
-    """An answer section as the rules read it: with "The answer is" before it, unless it says so
-    itself. Raises ValueError for an unknown task, and nothing for any text."""
+    """Prefix an answer section with "The answer is", unless the rules already find an answer in it.
+
+    Raises:
+        ValueError: if the task is unknown. No `answer` raises an error.
+    """
     return answer if find_answer(answer, task) is not None else f"The answer is {answer}"
 
 
@@ -101,11 +105,14 @@ def as_sentence(answer: str, task: str) -> str:
 
 
 def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
-    """A reward model's scores, 1 to 5, of `count` sets in the order of its prompt.
+    """Parse a reward model's scores of `count` evidence sets, in prompt order.
 
-    Either a JSON object with a list "scores", found as parsing.find_record does, or nothing but
-    "1 4\n2 2\n3 5", each score behind its set's number. None for anything else: other numbers of
-    scores, scores out of range, labels out of order, an unfinished thought.
+    Two formats are accepted: a JSON object with a list "scores" (see parsing.find_record), or only
+    pairs of a set's number and its score, such as "1 4", "2 2" and "3 5" on three lines.
+
+    Returns:
+        `count` integers from 1 to 5. None for anything else: a wrong number of scores, a score out
+        of range, labels out of order, or an unfinished thought.
     """
     visible = visible_text(text)
     if visible is None:
@@ -135,10 +142,15 @@ def _read_labeled(text: str) -> list[int] | None:
 
 
 def normalize(scores: Sequence[int] | None, count: int) -> list[float]:
-    """Evidence rewards [count] in [0, 1] of a group's well-formed siblings (R_e).
+    """Return the evidence rewards R_e of a group's well-formed answers.
 
-    (score - lowest) / (highest - lowest) among them; 0.5 for all where all are equal, or where the
-    scoring failed (None).
+    Args:
+        scores: integer score of each well-formed answer, or None if the scoring failed.
+        count: number of well-formed answers.
+
+    Returns:
+        `count` floats in [0, 1]: (score - min) / (max - min) within the group. All are 0.5 if all
+        scores are equal or the scoring failed.
     """
     if not scores or min(scores) == max(scores):
         return [NEUTRAL] * count
@@ -149,7 +161,7 @@ def normalize(scores: Sequence[int] | None, count: int) -> list[float]:
 def total_reward(
     well_formed: bool, evidence: float, outcome: float, weights: Weights = Weights()
 ) -> float:
-    """Eq. 2; of a bad format nothing else is looked at, and the total is 0."""
+    """Return the weighted sum of the rewards (Eq. 2); 0 for a badly formatted answer."""
     if not well_formed:
         return 0.0
     return weights.format + weights.evidence * evidence + weights.outcome * outcome
@@ -159,9 +171,14 @@ def total_reward(
 
 
 def find_quotes(evidence: str) -> list[str]:
-    """The quotes of an evidence section: its lines without bullets and quotation marks, cut where
-    an ellipsis links fragments, with single spaces; at most MOST_QUOTES + 1, the last one being the
-    whole rest."""
+    """Split an evidence section into quotes.
+
+    A quote is a line without its bullet and quotation marks, with single spaces. A line with an
+    ellipsis is split there into fragments.
+
+    Returns:
+        At most MOST_QUOTES + 1 quotes. The last one then holds all remaining text.
+    """
     lines = evidence.split("\n", MOST_QUOTES)
     *lines, rest = lines if len(lines) > MOST_QUOTES else (*lines, "")
     fragments: list[str] = []
@@ -173,13 +190,19 @@ def find_quotes(evidence: str) -> list[str]:
 
 
 def searchable(documents: Sequence[str]) -> str:
-    """Documents as `verbatim_share` takes them: one a line, with single spaces."""
+    """Format documents for `verbatim_share`: one document per line, with single spaces."""
     return "\n".join(" ".join(text.split()) for text in documents)
 
 
 def verbatim_share(evidence: str, documents: str) -> float:
-    """How many of the quoted characters are in quotes that stand in the documents (`searchable`)
-    word for word; 0.0 where nothing is quoted. An addition of ours."""
+    """Return the share of quoted characters whose quote occurs verbatim in the documents.
+
+    Our addition to EAPO. 0.0 if nothing is quoted.
+
+    Args:
+        evidence: evidence section of an answer.
+        documents: output of `searchable`.
+    """
     quotes = find_quotes(evidence)
     total = sum(map(len, quotes))
     found = sum(len(quote) for quote in quotes if quote in documents)
@@ -187,11 +210,15 @@ def verbatim_share(evidence: str, documents: str) -> float:
 
 
 def precision_and_recall(evidence: str, supporting: Sequence[str]) -> tuple[float, float]:
-    """How much of what is quoted is supporting sentences, in characters; and how many of these are
-    quoted.
+    """Compare the quotes of an answer with its supporting sentences.
 
-    A sentence is quoted if a quote holds it, or at least half of it and nothing else. Without
-    supporting sentences both are 0.0.
+    A sentence is quoted if a quote contains it, or if a quote is a part of it of at least half its
+    length.
+
+    Returns:
+        (precision, recall), both in [0, 1]: the share of quoted characters that belong to
+        supporting sentences, and the share of supporting sentences that are quoted. Both are 0.0
+        without quotes or without supporting sentences.
     """
     quotes = find_quotes(evidence)
     overlaps = [_overlap(" ".join(sentence.split()), quotes) for sentence in supporting]
@@ -202,7 +229,7 @@ def precision_and_recall(evidence: str, supporting: Sequence[str]) -> tuple[floa
 
 
 def _overlap(sentence: str, quotes: Sequence[str]) -> int:
-    """Characters of a sentence that quotes hold."""
+    """Return the number of characters of a sentence that the quotes cover."""
     if any(sentence in quote for quote in quotes):
         return len(sentence)
     parts = (len(quote) for quote in quotes if quote in sentence)

@@ -1,59 +1,70 @@
-"""An external judge in the place of the rule, or beside it (paper section 4.6, spec section 11).
+"""External LLM judge: verdicts in place of the rule or beside it (paper section 4.6, spec 11).
 
-1. Each (question, prediction, reference) becomes one prompt, through the caller's own template.
-2. Prompts not seen before are asked: `Endpoint` sends them to an OpenAI-compatible chat endpoint, a
-   few at a time; a policy of our own may answer in its place.
-3. A reply is read as 1 or 0, or as MALFORMED; where none came, the verdict is UNANSWERED.
-4. Replies may be kept in a file, each as it comes: a judge started again asks only for the others.
-5. Failures are counted and logged, never raised: a step is not lost because a server was.
+1. A template turns each (question, prediction, reference) into one prompt.
+2. `Endpoint` sends new prompts to an OpenAI-compatible API, several at a time. A local policy may
+   take its place (see Ask).
+3. A reply is parsed as 1, 0 or MALFORMED. Without a reply, the verdict is UNANSWERED.
+4. Replies may be appended to a file as they arrive: a restarted judge sends only the other prompts.
+5. Failures are counted and logged, never raised: a server that is down does not cost a step.
 """
 
 from __future__ import annotations
 
 import email.utils
+import functools
 import hashlib
-import http.client
 import json
 import logging
 import os
 import pathlib
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
+import tenacity
+
 from spell_jax.runtime import fault_injection
+from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import append_records, read_records
 from spell_jax.selfplay.rules import visible_text
 
 log = logging.getLogger(__name__)
 
-# The environment variable with the endpoint's key: configs are written to disk, keys are not.
+# Environment variable of the API key. Configs are written to disk, keys are not.
 JUDGE_KEY = "SPELL_JUDGE_KEY"
 MAX_REPLY_BYTES = 8 * 2**20
-_CHUNK = 1 << 16  # bytes of a reply that are read before its time is looked at
 MALFORMED, UNANSWERED = -1, -2
 
 Item = tuple[str, str, str]
-# Distinct prompts -> (prompt, reply) of each as it comes, in any order; None: there will be none.
+# Distinct prompts -> (prompt, reply) pairs in order of arrival; a reply of None is a failure.
 Ask = Callable[[Sequence[str]], Iterable[tuple[str, str | None]]]
 
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """Where the judge (or another model) is and how patiently it is asked. Mistakes raise
-    ValueError.
+    """Address, sampling parameters and retry policy of a model behind an OpenAI-compatible API.
 
-    `url`: the chat-completions address, http or https. `timeout_s`: of one attempt, from the first
-    byte sent to the last one read. `attempts`: requests for one prompt, at least 1. `backoff_s`:
-    pause after the first failed attempt, doubled after each further one. `longest_wait_s`: limit
-    of such a pause, and of what a server may ask for by Retry-After. `workers`: requests under way
-    at once. `requests_per_s`: limit of all of them together; 0: none. `top_p`: 1 is not sent.
+    Attributes:
+      url: http(s) address of the API (http://host/v1), with or without /chat/completions.
+      model: name of the model at that address.
+      api_key: bearer token; None sends no Authorization header.
+      temperature: sampling temperature, >= 0.
+      max_tokens: limit of a reply, >= 1.
+      timeout_s: limit of one attempt in seconds, from the first byte sent to the last one read;
+        >= 0.001.
+      attempts: requests per prompt, >= 1.
+      backoff_s: pause after the first failed attempt in seconds, doubled after each further one.
+      longest_wait_s: limit of such a pause, and of a server's Retry-After, in seconds.
+      workers: limit of concurrent requests, >= 1.
+      requests_per_s: rate limit of all workers together; 0 for none.
+      top_p: nucleus of the sampling, in (0, 1]; 1 is not sent.
+
+    Raises:
+      ValueError: if a field is out of range; names it.
     """
 
     url: str
@@ -70,23 +81,20 @@ class JudgeConfig:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url: {self.url!r}; it must begin with http:// or https://")
-        for name in ("timeout_s", "attempts", "workers", "max_tokens"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: {getattr(self, name)}; it must be above 0")
-        for name in ("backoff_s", "longest_wait_s", "requests_per_s", "temperature"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}: {getattr(self, name)}; it must not be negative")
+        if not self.url.startswith(("http://", "https://")) or "?" in self.url:
+            raise ValueError(f"url = {self.url!r}: must begin with http:// or https://, without ?")
+        check_least(self, "", attempts=1, workers=1, max_tokens=1, timeout_s=0.001)
+        check_least(self, "", temperature=0, backoff_s=0, longest_wait_s=0, requests_per_s=0)
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: {self.top_p}; it must be above 0, at most 1")
+            raise ValueError(f"top_p = {self.top_p}: must be above 0 and at most 1")
 
 
 class Judge:
-    """Verdicts on answers; `write_prompt(question, prediction, reference)` -> prompt.
+    """Cached verdicts on answers.
 
-    `counts` sums up since the start: asked (prompts sent), cached (answered from memory),
-    failed (no usable reply), malformed (a reply without a verdict).
+    Attributes:
+      counts: totals since the start: "asked" (prompts sent), "cached" (items answered from the
+        cache), "failed" (prompts without a reply), "malformed" (replies without a verdict).
     """
 
     def __init__(
@@ -97,14 +105,20 @@ class Judge:
         cache_size: int = 100_000,
         cache_file: str | os.PathLike[str] | None = None,
     ):
-        """Args: `ask` replies, in the name of `model`; `cache_size` verdicts are remembered, the
-        least recently used go first; `cache_file` keeps the replies, those of other models too.
+        """Loads the cache file if there is one.
+
+        Args:
+          ask: source of replies.
+          write_prompt: template, (question, prediction, reference) -> prompt.
+          model: name of the model that replies, part of the cache key.
+          cache_size: limit of the verdicts in memory, >= 1; the least recently used are dropped.
+          cache_file: JSONL file of all replies, which several models may share; None for none.
 
         Raises:
-          ValueError: cache_size is below 1.
+          ValueError: if cache_size is below 1.
         """
         if cache_size < 1:
-            raise ValueError(f"cache_size: {cache_size}; it must be above 0")
+            raise ValueError(f"cache_size = {cache_size}: must be at least 1")
         self.counts = {"asked": 0, "cached": 0, "failed": 0, "malformed": 0}
         self._ask = ask
         self._write_prompt = write_prompt
@@ -113,11 +127,11 @@ class Judge:
         self._cache: OrderedDict[str, int] = OrderedDict()
         self._file = pathlib.Path(cache_file) if cache_file else None
         if self._file and self._file.exists():
-            self._cache.update(read_records(self._file, _read_kept)[0])
+            self._cache.update(read_records(self._file, _parse_record)[0])
 
     def judge(self, items: Sequence[Item]) -> list[int]:
-        """One verdict for each (question, prediction, reference), in order: 1 or 0, or MALFORMED
-        or UNANSWERED, which are negative."""
+        """Returns one verdict per (question, prediction, reference), in order: 1, 0, MALFORMED or
+        UNANSWERED. The last two are negative."""
         prompts = [self._write_prompt(*item) for item in items]
         keys = [self._key(prompt) for prompt in prompts]
         prompt_of = dict(zip(keys, prompts, strict=True))
@@ -125,25 +139,25 @@ class Judge:
         unknown = [prompt for key, prompt in prompt_of.items() if key not in verdicts]
         self.counts["cached"] += len(prompts) - len(unknown)
         self.counts["asked"] += len(unknown)
-        failed = self.counts["failed"]
         for prompt, reply in self._ask(unknown):
-            verdicts[self._key(prompt)] = self._take(prompt, reply)
-        if failed := self.counts["failed"] - failed:
+            verdicts[self._key(prompt)] = self._record(prompt, reply)
+        if failed := [*verdicts.values()].count(UNANSWERED):
+            self.counts["failed"] += failed
             log.warning("%s: no reply to %d of %d prompts", self.model, failed, len(unknown))
-        for key in prompt_of:  # in their order, whichever came first
+        for key in prompt_of:  # the order of use must not depend on the order of arrival
             if key in self._cache:
                 self._cache.move_to_end(key)
-        self._forget()
+        while len(self._cache) > self._cache_size:
+            self._cache.popitem(last=False)
         return [verdicts[key] for key in keys]
 
     def _key(self, prompt: str) -> str:
         content = json.dumps([self.model, prompt]).encode()
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
-    def _take(self, prompt: str, reply: str | None) -> int:
-        """The verdict of a reply, which is kept; a missing one is asked for again another time."""
+    def _record(self, prompt: str, reply: str | None) -> int:
+        """Returns the verdict of a reply and caches it; a missing reply is not cached."""
         if reply is None:
-            self.counts["failed"] += 1
             return UNANSWERED
         verdict, key = parse_judgement(reply), self._key(prompt)
         self.counts["malformed"] += verdict == MALFORMED
@@ -153,13 +167,9 @@ class Judge:
         fault_injection.point("judged")
         return verdict
 
-    def _forget(self) -> None:
-        while len(self._cache) > self._cache_size:
-            self._cache.popitem(last=False)
-
 
 class Endpoint:
-    """An OpenAI-compatible chat endpoint, as `Judge` asks it."""
+    """Client of an OpenAI-compatible chat-completions API, with retries and a rate limit."""
 
     def __init__(
         self,
@@ -167,54 +177,74 @@ class Endpoint:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ):
+        import openai  # takes 0.65 s, which runs without a judge need not pay
+
         self.config = config
         self._sleep = sleep
         self._clock = clock
-        self._next = clock()  # when the next request may be sent
+        self._next = clock()  # earliest time of the next request
         self._lock = threading.Lock()
+        self._retrying = tenacity.Retrying(
+            sleep=sleep,
+            stop=tenacity.stop_after_attempt(config.attempts),
+            wait=tenacity.wait_exponential(config.backoff_s, max=config.longest_wait_s),
+            retry=tenacity.retry_if_exception(_is_transient),
+            reraise=True,
+        )
+        hooks: Any = {"response": [self._check_status]}
+        client = openai.OpenAI(
+            base_url=config.url.removesuffix("/").removesuffix("/chat/completions"),
+            # None would make openai send $OPENAI_API_KEY, to a server that may be anybody's.
+            api_key=config.api_key or "none",
+            timeout=config.timeout_s,
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(follow_redirects=False, event_hooks=hooks),
+        )
+        self._create = functools.partial(
+            client.chat.completions.with_streaming_response.create,
+            model=config.model,
+            temperature=config.temperature,
+            max_tokens=config.max_tokens,
+            top_p=config.top_p if config.top_p < 1 else openai.omit,
+            extra_headers={} if config.api_key else {"Authorization": openai.omit},
+        )
 
     def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-        """(prompt, reply) of each as it comes; None: every attempt failed or it was refused."""
+        """Yields (prompt, reply) in order of arrival; None if refused or all attempts failed."""
         for place, reply in self.reply(prompts):
             yield prompts[place], reply
 
     def reply(self, prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
-        """(place, reply) of prompts, the same one more than once if wanted; see __call__."""
+        """Yields (index of the prompt, reply) like __call__; a prompt may occur more than once."""
         pool = ThreadPoolExecutor(self.config.workers)
         try:
             asked = {pool.submit(self._ask, prompt): place for place, prompt in enumerate(prompts)}
             for future in as_completed(asked):
                 yield asked[future], future.result()
-        finally:  # also where nobody wants the rest: it is not asked for
+        finally:  # if the caller stops early, the remaining prompts are not sent
             pool.shutdown(cancel_futures=True)
 
     def _ask(self, prompt: str) -> str | None:
-        config = self.config
-        for attempt in range(config.attempts):
-            if attempt:
-                pause = config.backoff_s * 2.0 ** min(attempt - 1, 64)
-                self._sleep(min(pause, config.longest_wait_s))
-            self._wait_in_line()
-            try:
-                return self._request(prompt)
-            except urllib.error.HTTPError as error:
-                error.close()
-                if error.code < 500 and error.code not in (408, 429):
-                    return None  # asking again would be refused again
-                self._hold(read_retry_after(error.headers.get("Retry-After")))
-            except (
-                OSError,
-                http.client.HTTPException,
-                ValueError,
-                LookupError,
-                TypeError,
-                RecursionError,
-            ):
-                continue  # no connection, time-out, or a reply that is no chat completion
-        return None
+        try:
+            return self._retrying(self._request, prompt)
+        except Exception as error:  # network, server and reply can cause many kinds
+            log.debug("no reply: %r", error)
+            return None
 
-    def _wait_in_line(self) -> None:
-        """Sleeps until this request may be sent: in turn, and after what the server asked for."""
+    def _request(self, prompt: str) -> str:
+        self._wait_for_turn()
+        deadline = time.monotonic() + self.config.timeout_s
+        # Lone surrogates, which JSON escapes in a model's answer can produce, have no UTF-8 form.
+        content = prompt.encode(errors="replace").decode()
+        with self._create(messages=[{"role": "user", "content": content}]) as response:
+            body = _read(response.iter_bytes(), deadline)
+        reply: Any = json.loads(body)["choices"][0]["message"]["content"]
+        if not isinstance(reply, str):
+            raise TypeError(f"the content of the reply is {type(reply).__name__}, not text")
+        return reply
+
+    def _wait_for_turn(self) -> None:
+        """Sleeps until the rate limit and the last Retry-After allow the next request."""
         rate = self.config.requests_per_s
         with self._lock:
             now = self._clock()
@@ -223,68 +253,58 @@ class Endpoint:
         if turn > now:
             self._sleep(turn - now)
 
-    def _hold(self, seconds: float) -> None:
-        """No request is sent for so long: a server's limit is for all of them."""
-        until = self._clock() + min(seconds, self.config.longest_wait_s)
+    def _check_status(self, response: Any) -> None:
+        """Drops the body of an HTTP error and delays all workers by its Retry-After.
+
+        openai would read the body without a deadline. A server limits all requests together.
+        """
+        if response.is_success:
+            return
+        response.close()
+        wait = read_retry_after(response.headers.get("Retry-After"))
         with self._lock:
+            until = self._clock() + min(wait, self.config.longest_wait_s)
             self._next = max(self._next, until)
 
-    def _request(self, prompt: str) -> str:
-        body = {
-            "model": self.config.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "temperature": self.config.temperature,
-            "max_tokens": self.config.max_tokens,
-        }
-        if self.config.top_p < 1:
-            body["top_p"] = self.config.top_p
-        headers = {"Content-Type": "application/json"}
-        if self.config.api_key:
-            headers["Authorization"] = f"Bearer {self.config.api_key}"
-        request = urllib.request.Request(self.config.url, json.dumps(body).encode(), headers)
-        deadline = time.monotonic() + self.config.timeout_s
-        with urllib.request.urlopen(request, timeout=self.config.timeout_s) as response:
-            reply: Any = json.loads(_read(response, deadline))
-        content = reply["choices"][0]["message"]["content"]
-        if not isinstance(content, str):
-            raise TypeError("the reply's content is no text")
-        return content
+
+def _is_transient(error: BaseException) -> bool:
+    """Returns whether another attempt may succeed, by the HTTP status if the error has one."""
+    status = getattr(error, "status_code", 500)  # of openai.APIStatusError, imported lazily
+    return isinstance(error, Exception) and (status >= 500 or status in (408, 429))
 
 
-def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
-    """A reply's body. The socket's own time-out begins anew with each byte: a server that sends
-    them one by one would never meet it."""
-    parts, size = [], 0
-    while part := response.read1(_CHUNK):
-        parts.append(part)
-        size += len(part)
-        if size > MAX_REPLY_BYTES:
+def _read(parts: Iterable[bytes], deadline: float) -> bytes:
+    """Returns the body of a reply, whose whole time and size neither openai nor httpx limits: their
+    timeout is one of each read, which a server that sends a byte at a time never exceeds."""
+    body = bytearray()
+    for part in parts:
+        body += part
+        if len(body) > MAX_REPLY_BYTES:
             raise ValueError(f"the reply has more than {MAX_REPLY_BYTES} bytes")
         if time.monotonic() > deadline:
             raise TimeoutError("the reply takes too long")
-    return b"".join(parts)
+    return bytes(body)
 
 
-def _read_kept(line: Any) -> tuple[str, int]:
-    """(key, verdict) of a line of the cache's file."""
+def _parse_record(line: Any) -> tuple[str, int]:
+    """Returns (key, verdict) of a line of the cache file."""
     return str(line["key"]), parse_judgement(line["reply"])
 
 
 def read_retry_after(value: str | None) -> float:
-    """Seconds that a Retry-After header asks for (a number, or a date); 0 where it says nothing."""
-    if not value:
-        return 0.0
-    if value.strip().isdecimal():
-        return float(value.strip())
+    """Returns the seconds of a Retry-After header (a number or a date); 0 if it is not valid."""
+    text = (value or "").strip()
+    if text.isdecimal():
+        return float(text)
     try:
-        when = email.utils.parsedate_to_datetime(value).timestamp()
+        when = email.utils.parsedate_to_datetime(text).timestamp()
     except (ValueError, TypeError, OverflowError):
         return 0.0
     return max(0.0, when - time.time())
 
 
 def parse_judgement(text: str) -> int:
-    """1 if the visible text says YES and nowhere NO, 0 if it says NO, else MALFORMED (spec 11)."""
+    """Returns 0 if the visible text contains NO, else 1 if it contains YES, else MALFORMED."""
     visible = visible_text(text) or ""
     if "NO" in visible:
         return 0

@@ -1,4 +1,4 @@
-"""The question memory: the last solvable questions of every cluster (paper section 3.1, spec 3)."""
+"""Question memory: the last solvable questions of each cluster (paper section 3.1, spec 3)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +11,11 @@ from spell_jax.selfplay.rules import normalize_answer
 class Entry:
     """One remembered question.
 
-    `documents`: indices, in the cluster, of the documents that go with the question: all that the
-    questioner was shown, or the new ones among them (algorithm.memory_documents).
-    `question`: as the responder saw it; `answer`: the reference.
+    Attributes:
+        documents: indices, in the cluster, of the documents stored with the question: all documents
+            shown to the questioner, or only the new ones (see `memory_documents` in SpellConfig).
+        question: the question as the responder saw it.
+        answer: the reference answer.
     """
 
     documents: tuple[int, ...]
@@ -22,16 +24,25 @@ class Entry:
 
 
 class QuestionMemory:
-    """The last `capacity` questions of each (task, cluster), oldest first; 0 remembers nothing.
+    """The last `capacity` questions of each (task, cluster), oldest first; 0 disables the memory.
 
-    A question enters when its mean responder reward lies in [low, high] and the cluster does not
-    hold it already, compared by normalized text. By default fully solved questions are stored and
-    never solved ones are not (spec 12, row 2). The trainer reads it at the start of a step and
-    pushes at the end of it (spec 14).
+    A question is stored if its mean responder reward lies in [low, high] and the cluster does not
+    already contain it; texts are compared after normalization. By default, fully solved questions
+    are stored and never-solved ones are not (spec 12, row 2). The trainer reads the memory at the
+    start of a step and writes to it at the end (spec 14).
     """
 
     def __init__(self, capacity: int, low: float = 0.01, high: float = 1.0):
-        """Raises ValueError for a negative capacity or bounds in the wrong order."""
+        """Create an empty memory.
+
+        Args:
+            capacity: maximum number of questions per (task, cluster).
+            low: smallest mean responder reward of a stored question.
+            high: largest mean responder reward of a stored question.
+
+        Raises:
+            ValueError: if the capacity is negative or `low` is above `high`.
+        """
         if capacity < 0:
             raise ValueError(f"capacity: {capacity} is negative; 0 switches the memory off")
         if low > high:
@@ -42,11 +53,11 @@ class QuestionMemory:
         self._entries: dict[tuple[str, str], list[Entry]] = {}
 
     def __len__(self) -> int:
-        """The number of entries in all clusters."""
+        """Return the number of entries in all clusters."""
         return sum(map(len, self._entries.values()))
 
     def push(self, task: str, cluster: str, entry: Entry, mean_reward: float) -> bool:
-        """Remembers `entry`, the oldest of a full cluster goes; returns whether it was stored."""
+        """Store `entry`; a full cluster evicts its oldest entry. Return whether it was stored."""
         if self.capacity == 0 or not self.low <= mean_reward <= self.high:
             return False
         entries = self._entries.get((task, cluster), [])
@@ -56,11 +67,11 @@ class QuestionMemory:
         return True
 
     def get(self, task: str, cluster: str) -> tuple[Entry, ...]:
-        """The entries of a cluster, oldest first."""
+        """Return the entries of a cluster, oldest first."""
         return tuple(self._entries.get((task, cluster), ()))
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole content as plain JSON data."""
+        """Return the whole content as plain JSON data."""
         return {
             "clusters": [
                 {
@@ -73,9 +84,10 @@ class QuestionMemory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the content; of longer histories the newest `capacity` entries are kept.
+        """Replace the content; keep only the newest `capacity` entries of each cluster.
 
-        Raises ValueError, and changes nothing, when `state` is not what `state_dict` returns.
+        Raises:
+            ValueError: if `state` was not returned by `state_dict`. The content is then unchanged.
         """
         try:
             loaded = {
@@ -94,5 +106,5 @@ class QuestionMemory:
 
 
 def _same_text(first: str, second: str) -> bool:
-    # Questions of punctuation alone normalize to nothing: compare those as they are.
+    # A question of punctuation only normalizes to an empty string, so compare the raw texts.
     return (normalize_answer(first) or first) == (normalize_answer(second) or second)

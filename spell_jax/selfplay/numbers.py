@@ -1,11 +1,12 @@
-"""Numbers in model text, read without ever evaluating it.
+"""Parse and compare numbers in model text without evaluating it.
 
-1. `parse_number` takes off what people write around a number: currency, units, scale words.
-2. What is left is cut into numbers, operators and brackets; anything else makes it no number.
-3. A precedence parser works the expression out, with every intermediate value bounded.
-4. `same_number` compares two values: 0.15 % tolerance, and percent or scale words may be left out.
+1. `parse_number` strips what people write around a number: currency, units, scale words.
+2. The rest is tokenized into numbers, operators and brackets. Any other character makes it no
+   number.
+3. A precedence parser computes the expression and bounds every intermediate value.
+4. `same_number` compares two values. It tolerates 0.15 % and a missing percent sign or scale word.
 
-Spec section 5.3. Inputs longer than `MAX_CHARACTERS` are no numbers, so all of this is linear.
+Spec section 5.3. Inputs longer than `MAX_CHARACTERS` are rejected, so parsing takes linear time.
 """
 
 import math
@@ -13,10 +14,10 @@ import re
 
 Number = bool | int | float
 
-MAX_CHARACTERS = 100  # no figure needs more; it also bounds the depth of brackets
-LARGEST = 1e100  # values beyond this are refused, so scaling can never overflow
-TOLERANCE = 0.0015  # relative, around the reference
-SCALES = (1e2, 1e3, 1e6, 1e9)  # percent, thousand, million, billion left out on one side
+MAX_CHARACTERS = 100  # enough for any figure; also bounds the depth of brackets
+LARGEST = 1e100  # larger values are rejected, so scaling cannot overflow
+TOLERANCE = 0.0015  # relative to the reference
+SCALES = (1e2, 1e3, 1e6, 1e9)  # percent, thousand, million, billion: one side may omit them
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 _LITERAL = rf"(?:{_DIGITS})(?:[eE][+-]?[0-9]+)?"
@@ -30,16 +31,16 @@ _BINDING = {"+": 1, "-": 1, "*": 2, "x": 2, "×": 2, "/": 2, "^": 3, "**": 3}
 
 
 def parse_number(text: str) -> Number | None:
-    """The value that `text` writes, or None when it writes no single number.
+    """Parse the value of `text`; None if it is not a single number.
 
-    Reads thousands commas only where they are well placed, exponents, simple arithmetic
-    (+ - * / ^ and brackets), "yes"/"no"/"true"/"false" as booleans, one unit word or up to two
-    characters on either side. Percent signs and scale words are dropped, not applied: "12%" is 12
-    and "3.4 billion" is 3.4; `same_number` makes up for it. Total and bounded for any string.
+    Accepts well-placed thousands commas, exponents, simple arithmetic (+ - * / ^ and brackets),
+    "yes"/"no"/"true"/"false" as booleans, and one unit word or up to two other characters on either
+    side. Percent signs and scale words are dropped, not applied: "12%" is 12 and "3.4 billion" is
+    3.4. `same_number` compensates for this. Total, with bounded cost for any string.
     """
     text = text.strip()
     if len(text) > MAX_CHARACTERS or any(c.isnumeric() and not c.isdecimal() for c in text):
-        return None  # 5², 5½: the sign belongs to the number, and is none that is read here
+        return None  # 5² or 5½: the last character is part of the number, but not supported
     text = re.split("[=≈]", _CURRENCY.sub("", text))[-1]
     text = re.sub("[%°`]", "", text).strip()
     if text.lower() in _TRUTH:
@@ -54,11 +55,11 @@ def parse_number(text: str) -> Number | None:
 
 
 def same_number(prediction: Number, reference: Number) -> bool:
-    """Whether `prediction` is right when `reference` is (spec section 5.3, with signs compared).
+    """Return whether `prediction` agrees with `reference` (spec section 5.3, with signs compared).
 
-    True within 0.15 % of the reference, or when one value is the other times 100, 1000, 1e6 or 1e9
-    within 0.15 % (a percent sign or a scale word that only one side wrote out). Booleans must be
-    equal. NaN, infinities and values above `LARGEST` never agree with anything.
+    True if the values agree within 0.15 % of the reference, or if one is the other times 100, 1000,
+    1e6 or 1e9 within 0.15 % (only one side wrote out a percent sign or a scale word). Booleans must
+    be equal. NaN, infinities and values above `LARGEST` never agree with anything.
     """
     if isinstance(prediction, bool) or isinstance(reference, bool):
         return prediction == reference
@@ -73,7 +74,7 @@ def same_number(prediction: Number, reference: Number) -> bool:
 
 
 def number_text(value: int | float) -> str:
-    """`value` as a reference answer: Python's text, whole numbers below 1e21 in plain digits."""
+    """Format `value` as a reference answer: Python's text, with integers below 1e21 in digits."""
     if isinstance(value, float) and value.is_integer() and 1e16 <= abs(value) < 1e21:
         return str(int(value))
     return str(value)
@@ -94,7 +95,7 @@ def _calculate(text: str) -> int | float | None:
                 return None
             tokens.append(match[2] or _literal(match[1]))
             position = match.end()
-        tokens.reverse()  # the next token is at the end, where it is cheap to take
+        tokens.reverse()  # the next token is last, so that popping it is O(1)
         value = _expression(tokens, 0)
     except (ValueError, ArithmeticError, IndexError):
         return None
@@ -107,7 +108,7 @@ def _literal(digits: str) -> int | float:
 
 
 def _expression(tokens: list[int | float | str], binding: int) -> int | float:
-    """Takes an expression off `tokens` (last first) whose operators bind tighter than `binding`."""
+    """Pop from `tokens` (reversed) an expression whose operators bind tighter than `binding`."""
     value = _operand(tokens)
     while tokens:
         operator = tokens[-1]
@@ -117,7 +118,7 @@ def _expression(tokens: list[int | float | str], binding: int) -> int | float:
         if strength <= binding:
             break
         tokens.pop()
-        is_power = strength == 3  # the only operator that groups from the right
+        is_power = strength == 3  # the only right-associative operator
         right = _expression(tokens, strength - 1 if is_power else strength)
         value = _bounded(_apply(operator, value, right))
     return value
@@ -148,7 +149,7 @@ def _apply(operator: str, left: int | float, right: int | float) -> int | float 
             return left / right
         case "*" | "x" | "×":
             return left * right
-    if abs(right) > 400:  # before the power is worked out: it bounds the digits of the result
+    if abs(right) > 400:  # checked before computing the power, to bound the digits of the result
         raise OverflowError("exponent too large")
     return left**right
 

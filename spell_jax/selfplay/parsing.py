@@ -1,11 +1,14 @@
-"""Model text to structured episodes: the questioner's JSON, the verifier's verdict.
+"""Parsers of model text: the questioner's JSON and the verifier's verdict.
 
 1. `visible_text` drops the thoughts.
-2. `parse_question` finds one JSON object: the last valid fenced block, else an object at the end.
-3. It is checked by task, with three outcomes: accepted, bad format (penalized), skipped (neither).
+2. `parse_question` finds one JSON object: the last valid fenced block, otherwise an object at the
+   end of the text.
+3. It validates the object for the task. The outcome is accepted, bad format (penalized) or skipped
+   (neither penalized nor trained on).
 4. `parse_verdict` reads YES or NO.
 
-Spec sections 2.3, 2.4 and 6, with 12 and 14. Total: any string in, a result out, in linear time.
+Spec sections 2.3, 2.4 and 6, with 12 and 14. Parsers are total: they accept any string, return a
+result and run in linear time.
 """
 
 import json
@@ -37,9 +40,9 @@ __all__ = [
     "visible_text",
 ]
 
-MOST_BLOCKS = 100  # of the last fenced blocks; in 100 KB there is room for 10,000 that are no JSON
-DECLINED = "declined"  # the questioner says that there is nothing to ask
-MAX_ANSWER_TOKENS = 40  # of a general_qa reference (spec 12, row 4)
+MOST_BLOCKS = 100  # only the last fenced blocks are tried: 100 KB may hold 10,000 invalid ones
+DECLINED = "declined"  # the questioner states that there is nothing to ask
+MAX_ANSWER_TOKENS = 40  # limit for a general_qa reference (spec 12, row 4)
 
 Status = Literal["accepted", "bad_format", "skipped"]
 
@@ -49,16 +52,18 @@ _FENCED = re.compile(r"```json(.*?)```", re.DOTALL)
 
 @dataclass(frozen=True)
 class Parsed:
-    """A questioner's output, judged.
+    """A parsed questioner output with its status.
 
-    `status`: "accepted"; "bad_format", which earns the format penalty and may serve as a negative;
-    or "skipped", which earns nothing and is not trained on.
-    `question`: as the responder will see it, with the choices for multiple_choice.
-    `answer`: the reference (a letter for multiple_choice). Both are empty unless accepted.
-    `reason`: one word for counting, empty when accepted: unfinished_thought, declined, no_json,
-    no_question, no_answer, bad_options, same_options, bad_letter, invalid_unicode, too_deep,
-    not_a_number, zero_answer, long_answer.
-    `options`: of multiple_choice, the texts of A to D without white space around them.
+    Attributes:
+        status: "accepted"; "bad_format", which earns the format penalty and may serve as a
+            negative; or "skipped", which earns nothing and is not trained on.
+        question: the question as the responder sees it, with the choices for multiple_choice; empty
+            unless accepted.
+        answer: the reference answer (a letter for multiple_choice); empty unless accepted.
+        reason: one word for counting, empty if accepted: unfinished_thought, declined, no_json,
+            no_question, no_answer, bad_options, same_options, bad_letter, invalid_unicode,
+            too_deep, not_a_number, zero_answer, long_answer.
+        options: stripped texts of the choices A to D; empty for the other tasks.
     """
 
     status: Status
@@ -75,12 +80,18 @@ def parse_question(
     max_answer_tokens: int = MAX_ANSWER_TOKENS,
     distinct_options: bool = False,
 ) -> Parsed:
-    """Judges one questioner output for `task` (spec sections 2.3 and 2.4).
+    """Parse and validate one questioner output (spec sections 2.3 and 2.4).
 
-    `count_tokens` gives the length of a text in policy tokens; general_qa answers of more than
-    `max_answer_tokens` are skipped. `distinct_options`: four choices of which two are the same text
-    are of bad format (not in the paper: such a question has no one right letter).
-    Raises ValueError for an unknown task, and nothing for any `text`.
+    Args:
+        text: questioner output, with or without thoughts; no text raises an error.
+        task: one of TASKS.
+        count_tokens: function that returns the length of a text in policy tokens.
+        max_answer_tokens: limit for general_qa; questions with longer answers are skipped.
+        distinct_options: whether two equal options make a multiple-choice question badly formatted.
+            Not in the paper. Such a question has no single correct letter.
+
+    Raises:
+        ValueError: if the task is unknown.
     """
     check_task(task)
     visible = visible_text(text)
@@ -89,7 +100,7 @@ def parse_question(
     try:
         record = find_record(visible.translate(_CONTROL_CHARACTERS))
         parsed = _judge(record, task, lambda answer: count_tokens(answer) > max_answer_tokens)
-    except RecursionError:  # JSON nested a thousand deep
+    except RecursionError:  # JSON nested a thousand levels deep
         return _bad("too_deep")
     if distinct_options and len({text.casefold() for text in parsed.options}) < len(parsed.options):
         return _bad("same_options")
@@ -97,10 +108,10 @@ def parse_question(
 
 
 def parse_verdict(text: str) -> int:
-    """One verifier output as a vote: 1 (yes), 0 (no), -1 (malformed). Spec section 6.
+    """Parse one verifier output into a vote: 1 (yes), 0 (no) or -1 (malformed). Spec section 6.
 
-    A verdict in double brackets counts if the other one is absent; without a clear one the bare
-    capital words count in the same way.
+    A verdict in double brackets counts if the opposite one is absent. Without a clear verdict in
+    brackets, the bare words YES and NO are checked in the same way.
     """
     visible = visible_text(text)
     if visible is None:
@@ -112,7 +123,7 @@ def parse_verdict(text: str) -> int:
 
 
 def format_choices(question: str, options: Sequence[str]) -> str:
-    """The question of a multiple_choice task as the responder and the verifier see it."""
+    """Format a multiple_choice question and its options for the responder and the verifier."""
     choices = "".join(f"({letter}) {text}\n" for letter, text in zip(LETTERS, options, strict=True))
     return f"What is the correct answer to this question: {question}\nChoices:\n{choices}"
 
@@ -126,11 +137,11 @@ def _skipped(reason: str) -> Parsed:
 
 
 def find_record(text: str) -> dict[str, Any] | None:
-    """The JSON object that the text presents, or None.
+    """Return the JSON object that the text presents, or None.
 
-    Of the last MOST_BLOCKS fenced blocks the last that is valid JSON decides, also when it is no
-    object. Without a valid one, an object that ends the text is taken, if nothing but white space
-    touches its front.
+    The last valid JSON among the last MOST_BLOCKS fenced blocks decides, even if it is not an
+    object. Without a valid block, an object at the end of the text is used if it starts the text or
+    follows white space.
     """
     for block in reversed(_FENCED.findall(text)[-MOST_BLOCKS:]):
         try:
@@ -146,7 +157,7 @@ def find_record(text: str) -> dict[str, Any] | None:
 
 
 def _load(text: str) -> Any:
-    """Strict JSON, except that trailing commas are accepted. Raises ValueError."""
+    """Parse strict JSON, except that trailing commas are accepted. Raises ValueError."""
     try:
         return json.loads(text)
     except ValueError:
@@ -154,7 +165,7 @@ def _load(text: str) -> Any:
 
 
 def _without_trailing_commas(text: str) -> str:
-    """Commas before a closing bracket are left out, unless inside a string."""
+    """Remove commas before a closing bracket, except inside strings."""
     points = code_points(_without_escapes(text))
     inside = np.logical_xor.accumulate(points == ord('"'))
     marks = np.flatnonzero(~inside & (points > ord(" ")))
@@ -165,9 +176,9 @@ def _without_trailing_commas(text: str) -> str:
 
 
 def _closing_object(text: str) -> str:
-    """The brace-balanced end of a text that ends in a brace; empty where there is none.
+    """Return the brace-balanced suffix of a text that ends in a brace; otherwise an empty string.
 
-    Read from the back, where it is known that the last brace is outside of any string.
+    The text is scanned from the end because the last brace is known to lie outside any string.
     """
     if not text.endswith("}"):
         return ""
@@ -181,7 +192,7 @@ def _closing_object(text: str) -> str:
 
 
 def _without_escapes(text: str) -> str:
-    """As long as before, and every quote that is left begins or ends a string."""
+    """Mask escapes without changing the length, so that every remaining quote delimits a string."""
     return text.replace("\\\\", "__").replace('\\"', "__")
 
 
@@ -209,7 +220,7 @@ def _judge_text(question: str, answer: Any, too_long: Callable[[str], bool]) -> 
         return _bad("no_answer")
     answer = find_answer(answer, "general_qa") or answer
     if not _is_unicode(answer):
-        return _bad("invalid_unicode")  # before a tokenizer sees it
+        return _bad("invalid_unicode")  # a tokenizer would reject it below
     if too_long(answer):
         return _skipped("long_answer")
     return Parsed("accepted", question, answer)
@@ -245,7 +256,7 @@ def _option_text(value: Any) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """False for lone surrogates, which JSON escapes can smuggle in and no tokenizer takes."""
+    """Return False for lone surrogates, which JSON escapes can produce and tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,13 +1,12 @@
-"""The prompts of every role: text files with placeholders, filled in one pass.
+"""Prompt templates of every role: text files whose placeholders are filled in one pass.
 
-1. A set of prompts is a folder of text files. `load("full")` reads the set for real models,
-   `load("compact")` that for policies with a tiny vocabulary, `load(PATH)` a folder of your own.
-2. Every set lies over the full one: a file it has replaces the full set's file of that name, the
-   others are taken from there. A file with an unknown name, or with a placeholder missing or out
-   of place, is an error.
+1. A prompt set is a folder of text files. `load("full")` reads the set for real models,
+   `load("compact")` the set for policies with a tiny vocabulary, `load(PATH)` a user's folder.
+2. Every set is an overlay of the full one: its files replace the full set's files of the same name.
+   A file with an unknown name, or with a missing or unknown placeholder, is an error.
 3. A placeholder is a lower-case word in braces, such as {documents}. Other braces (JSON examples)
-   are literal. One newline at a file's end is not part of the prompt.
-4. All placeholders are filled in one pass: a document that contains "{examples}" stays as it is.
+   are literal. One newline at the end of a file is not part of the prompt.
+4. All placeholders are filled in one pass, so a document that contains "{examples}" is not changed.
 
     file                         asks for                                     paper
     questioner_TASK.txt          a question and its answer from m documents   Appendix G, no memory
@@ -15,17 +14,17 @@
     example.txt                  (one earlier question, oldest first)         Appendix G, memory
     responder_TASK.txt           an answer from all n documents               Appendix G
     verifier.txt                 whether answer and reference are equivalent  Appendix G
-    judge.txt                    the same of an external judge                Table 5
-    reconstruction.txt           the order of paragraphs that were taken out  (its own paper)
+    judge.txt                    the same, from an external judge             Table 5
+    reconstruction.txt           the order of the removed paragraphs          (its own paper)
     evidence.txt                 analysis, evidence, reasoning and answer     EAPO, section 2.1
     evidence_scores.txt          scores of all evidence sets of a group       EAPO, section 3.2
     reasoning_scores.txt         scores of reasonings from the same evidence  EAPO, section 2.2
-    scored.txt                   (one of what is to be scored)                EAPO, section 3.2
+    scored.txt                   (one item to be scored)                      EAPO, section 3.2
 
 TASK is general_qa, financial_math or multiple_choice. tests/selfplay/test_prompts.py lists each
-requirement of Appendix G next to the words of the full set that meet it. Departures, with the
-spec section that asks for them: the JSON object stands in a fenced block and has no trailing
-comma (2.3, 12.20), the requested letter is filled in (2.2), verdicts have double brackets (12.19).
+requirement of Appendix G next to the words of the full set that meet it. Departures, with the spec
+section that asks for them: the JSON object is in a fenced block and has no trailing comma (2.3,
+12.20), the requested letter is filled in (2.2), verdicts have double brackets (12.19).
 """
 
 import re
@@ -43,7 +42,7 @@ PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
 class Solved(Protocol):
-    """An earlier question with its reference answer, as the questioner is shown it."""
+    """An earlier question and its reference answer, shown to the questioner as an example."""
 
     @property
     def question(self) -> str: ...
@@ -53,7 +52,7 @@ class Solved(Protocol):
 
 
 def _placeholders_by_file() -> dict[str, tuple[set[str], set[str]]]:
-    """File name -> (placeholders it must have, placeholders it may have besides)."""
+    """Map each file name to its (required, optional) placeholders."""
     files: dict[str, tuple[set[str], set[str]]] = {}
     for task in TASKS:
         letter = {"letter"} if task == "multiple_choice" else set()
@@ -76,7 +75,7 @@ PLACEHOLDERS = _placeholders_by_file()
 
 @dataclass(frozen=True)
 class Prompts:
-    """One set of prompts. Every method returns the text of a single user turn.
+    """One prompt set. Every method returns the text of a single user turn.
 
     Attributes:
         texts: file name -> template, for every file name in PLACEHOLDERS.
@@ -91,17 +90,18 @@ class Prompts:
         history: Sequence[Solved] = (),
         letter: str | None = None,
     ) -> str:
-        """Asks for a new question about the documents (spec 2.2).
+        """Build the prompt for a new question about the documents (spec 2.2).
 
         Args:
             task: one of TASKS.
             documents: the m documents shown, in corpus order.
-            history: earlier questions, oldest first; the history template is used if there are any.
-            letter: the letter that the correct option shall have; needed for multiple choice,
-                unused otherwise.
+            history: earlier questions, oldest first; if there are any, the history template is
+                used.
+            letter: letter of the correct option; required for multiple choice, ignored otherwise.
 
         Raises:
-            ValueError: unknown task, or a multiple-choice prompt without a letter from A to D.
+            ValueError: if the task is unknown, or the letter of a multiple-choice prompt is not A
+                to D.
         """
         check_task(task)
         if task == "multiple_choice" and letter not in LETTERS:
@@ -118,41 +118,46 @@ class Prompts:
         )
 
     def responder(self, task: str, documents: Sequence[str], question: str) -> str:
-        """Asks the question about all n documents; for the grounding filter (2.5) about none.
+        """Build the prompt for an answer to the question from the documents.
+
+        Args:
+            task: one of TASKS.
+            documents: all n documents, or none for the grounding filter (2.5).
+            question: the question text.
 
         Raises:
-            ValueError: unknown task.
+            ValueError: if the task is unknown.
         """
         check_task(task)
         name = f"responder_{task}.txt"
         return self._fill(name, documents=_joined(documents), question=question)
 
     def verifier(self, question: str, answer: str, reference: str) -> str:
-        """Asks whether the extracted answer and the reference are equivalent (spec 6)."""
+        """Build the prompt that asks whether answer and reference are equivalent (spec 6)."""
         return self._fill("verifier.txt", question=question, answer=answer, reference=reference)
 
     def judge(self, question: str, answer: str, reference: str) -> str:
-        """Asks an external judge whether the answer contains the reference (paper Table 5)."""
+        """Build the prompt that asks a judge if the answer contains the reference (Table 5)."""
         return self._fill("judge.txt", question=question, answer=answer, reference=reference)
 
     def reconstruction(self, document: str, options: Mapping[str, str]) -> str:
-        """Asks in which order the options (letter -> text) go into the gaps of a document."""
+        """Build the prompt for the order in which options (letter -> text) fill the gaps."""
         listed = "\n".join(f"({letter}) {text}" for letter, text in options.items())
         return self._fill("reconstruction.txt", document=document, options=listed)
 
     def evidence(self, documents: Sequence[str], question: str) -> str:
-        """Asks for an answer in sections, with its evidence quoted from all n documents."""
+        """Build the prompt for an answer in sections, with evidence quoted from all n documents."""
         return self._fill("evidence.txt", documents=_joined(documents), question=question)
 
     def evidence_scores(self, question: str, evidence: Sequence[str]) -> str:
-        """Asks for a score from 1 to 5 of each set of evidence, compared with the others."""
+        """Build the prompt for scores from 1 to 5 of evidence sets, compared with each other."""
         choices = self._numbered(question, evidence)
         return self._fill(
             "evidence_scores.txt", question=question, choices=choices, number=str(len(evidence))
         )
 
     def reasoning_scores(self, question: str, evidence: str, reasonings: Sequence[str]) -> str:
-        """Asks for a score from 1 to 5 of each reasoning from the same evidence."""
+        """Build the prompt for scores from 1 to 5 of several reasonings from the same evidence."""
         choices, number = self._numbered(question, reasonings), str(len(reasonings))
         values = {"question": question, "evidence": evidence, "choices": choices}
         return self._fill("reasoning_scores.txt", **values, number=number)
@@ -166,12 +171,12 @@ class Prompts:
 
 
 def load(name_or_folder: str | Path) -> Prompts:
-    """Reads a set of prompts: "full", "compact", or the path of a folder laid over the full set.
+    """Read a prompt set: "full", "compact", or a folder that overlays the full set.
 
     Raises:
-        FileNotFoundError: neither a packaged set nor a folder.
-        ValueError: a file of unknown name, not UTF-8, or with missing or unknown placeholders; a
-            folder without any template.
+        FileNotFoundError: if the argument is neither a packaged set nor a folder.
+        ValueError: if a file has an unknown name, is not UTF-8, or has missing or unknown
+            placeholders; or if the folder contains no template.
     """
     texts = _read_folder(PACKAGED / "full")
     if name_or_folder == "full":

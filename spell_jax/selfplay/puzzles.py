@@ -1,16 +1,17 @@
-"""Puzzles from documents: paragraphs are taken out, and an order of options puts them back.
+"""Document-reconstruction puzzles: paragraphs are removed and must be put back in order.
 
-1. `make_puzzle` takes K paragraphs out. <gap 1>, <gap 2>, ... stand in their places, and the
-   paragraphs are shuffled options with letters. The truth is their letters in order of the gaps.
-2. `pose` makes one whose prompt is under the cap: of a long document, `cut_window` takes
-   neighboring paragraphs first.
+1. `make_puzzle` removes K paragraphs and puts <gap 1>, <gap 2>, ... in their places. The shuffled
+   paragraphs become lettered options. The truth is their letters in the order of the gaps.
+2. `pose` makes a puzzle whose prompt fits the token cap. If the document is too long, `cut_window`
+   first selects neighboring paragraphs.
 3. `parse_order` reads the letters in the last box of an answer.
-4. `dense_reward` and `sparse_reward` compare them with the truth; `chance` is what guessing earns.
-5. `options_of` says how many paragraphs the next puzzle of a run takes: by a mixture, sorted for
-   the curriculum, or drawn.
+4. `dense_reward` and `sparse_reward` compare them with the truth. `chance` is the expected reward
+   of a random guess.
+5. `options_of` chooses K for the next puzzle of a run from a mixture: sorted for the curriculum, or
+   sampled.
 
-Document reconstruction, sections 3.1 to 3.3, 5.2 and 5.6. No text is changed: a document whose gaps
-are filled with the right options is the document that it was, white space and all.
+Source: document reconstruction, sections 3.1 to 3.3, 5.2 and 5.6. Filling the gaps with the right
+options restores the original text exactly, white space included.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ import numpy as np
 from spell_jax.data.clusters import BORDERS, CountTokens
 from spell_jax.selfplay.rules import last_box, visible_text
 
-LABELS = tuple("ABCDEFGH")  # of options
+LABELS = tuple("ABCDEFGH")  # letters of the options
 FEWEST_OPTIONS, MOST_OPTIONS = 2, len(LABELS)
 GAP = re.compile(r"<gap \d+>")
 
-# Why a text gives no puzzle.
-HAS_GAPS = "has_gaps"  # it holds what looks like a gap
-FEW_PARAGRAPHS = "few_paragraphs"  # not more than are to be taken out
-FEW_OPTIONS = "few_options"  # too few of fit length that occur once
-OVERLONG = "overlong"  # no part of it makes a prompt under the cap
+# Reasons why a text yields no puzzle.
+HAS_GAPS = "has_gaps"  # the text already contains a gap marker
+FEW_PARAGRAPHS = "few_paragraphs"  # no paragraph would remain
+FEW_OPTIONS = "few_options"  # too few unique paragraphs of suitable length
+OVERLONG = "overlong"  # no prompt made from the text fits the cap
 
-_PASSES = 3  # of cutting, until the prompt fits
+_PASSES = 3  # attempts to cut the text until the prompt fits
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class Puzzle:
     """A document with gaps.
 
     Attributes:
-      document: the text with gaps.
-      options: letter -> a paragraph that was taken out, in the order of the letters.
+      document: the text with gap markers.
+      options: letter -> removed paragraph, in the order of the letters.
       truth: K letters, in the order of the gaps.
-      spans: [first, last) characters of what was taken out of the text, in the same order.
+      spans: [first, last) character ranges of the removed paragraphs in the text, in gap order.
     """
 
     document: str
@@ -58,11 +59,11 @@ class Puzzle:
 
 @dataclass(frozen=True)
 class Order:
-    """The letters that an answer states.
+    """The letters stated in an answer.
 
     Attributes:
-      letters: in the order of the gaps; empty where there is no box, or something else in it.
-      is_permutation: whether every option is there once (ValidPermutation of Eq. 1).
+      letters: letters in the order of the gaps; empty without a box or with anything else in it.
+      is_permutation: whether every option occurs exactly once (ValidPermutation of Eq. 1).
     """
 
     letters: tuple[str, ...] = ()
@@ -73,9 +74,9 @@ class Order:
 
 
 def split_paragraphs(text: str) -> list[tuple[int, int]]:
-    """[first, last) characters of a text's paragraphs, without white space around them.
+    """Return the [first, last) character ranges of a text's paragraphs, without outer white space.
 
-    They end at blank lines; in a text without blank lines every line is one.
+    Paragraphs end at blank lines. In a text without blank lines, every line is a paragraph.
     """
     spans = _between(BORDERS[0], text)
     return spans if len(spans) > 1 else _between(BORDERS[1], text)
@@ -96,16 +97,25 @@ def _between(border: re.Pattern[str], text: str) -> list[tuple[int, int]]:
 def cut_window(
     rng: np.random.Generator, text: str, count_tokens: CountTokens, most_tokens: int
 ) -> tuple[int, int]:
-    """[first, last) characters of neighboring paragraphs of a text: of all, if they have at most
-    so many tokens together.
+    """Choose neighboring paragraphs that fit a token budget.
 
-    Else those behind one that is drawn, as many as there is room for, and if there is room left
-    those before it. What is far from them is not counted. Empty where not even one fits.
+    If all paragraphs fit, all are chosen. Otherwise the window starts at a random paragraph,
+    extends forward as far as the budget allows, and then backward with the rest of the budget.
+    Paragraphs far from the window are not tokenized.
+
+    Args:
+      rng: random generator for the first paragraph.
+      text: the document.
+      count_tokens: function that returns the number of tokens of a text.
+      most_tokens: token budget of the window.
+
+    Returns:
+      [first, last) character range of the window; (0, 0) if not even one paragraph fits.
     """
     spans = split_paragraphs(text)
     if not spans:
         return 0, 0
-    ends = [first for first, _ in spans[1:]] + [len(text)]  # with the white space behind it
+    ends = [first for first, _ in spans[1:]] + [len(text)]  # including the white space after it
     drawn = int(rng.integers(len(spans)))
     first, last, room = drawn, drawn, most_tokens
 
@@ -124,20 +134,21 @@ def cut_window(
 def make_puzzle(
     rng: np.random.Generator, text: str, options: int, min_paragraph: int, max_paragraph: int
 ) -> tuple[Puzzle | None, str]:
-    """Takes paragraphs out of a text.
+    """Remove paragraphs from a text.
 
-    They are drawn evenly from those of `min_paragraph` to `max_paragraph` characters whose words
-    occur once in the text: no option is equal to another one or to what stays, be it in other white
-    space. Gaps may be neighbors. At least one paragraph stays.
+    The paragraphs are sampled uniformly from those of suitable length whose words occur once in the
+    text, so no option equals another option or a remaining paragraph, even with other white space.
+    Gaps may be adjacent. At least one paragraph remains.
 
     Args:
-      rng: of the draw and of the letters.
+      rng: random generator for paragraphs and letters.
       text: the document.
-      options: K, 2 to 8.
-      min_paragraph, max_paragraph: characters.
+      options: K, the number of paragraphs to remove, 2 to 8.
+      min_paragraph: shortest paragraph that may be removed, in characters.
+      max_paragraph: longest paragraph that may be removed, in characters.
 
     Returns:
-      (puzzle, ""), or (None, reason), one of HAS_GAPS, FEW_PARAGRAPHS and FEW_OPTIONS.
+      (puzzle, ""), or (None, reason) where reason is HAS_GAPS, FEW_PARAGRAPHS or FEW_OPTIONS.
     """
     if GAP.search(text):
         return None, HAS_GAPS
@@ -154,7 +165,7 @@ def make_puzzle(
     if len(fit) < options:
         return None, FEW_OPTIONS
     taken = [fit[i] for i in sorted(rng.permutation(len(fit))[:options])]
-    places = rng.permutation(options)  # of each paragraph among the options
+    places = rng.permutation(options)  # position of each paragraph among the options
     shown = {LABELS[place]: text[slice(*span)] for place, span in zip(places, taken, strict=True)}
     pieces, start = [], 0
     for number, (first, last) in enumerate(taken, 1):
@@ -166,20 +177,20 @@ def make_puzzle(
 
 
 def gap(number: int) -> str:
-    """What stands in the place of a paragraph; numbers count from 1."""
+    """Return the marker of a gap; numbers start at 1."""
     return f"<gap {number}>"
 
 
 @dataclass(frozen=True)
 class Posed:
-    """A puzzle as it is asked.
+    """A puzzle and its prompt.
 
     Attributes:
-      puzzle: None where the text gives none...
-      reason: ...and a word that says why, for counting.
-      prompt: which asks it.
-      window: [first, last) characters of the text that it is of.
-      cut: whether these are not the whole text.
+      puzzle: the puzzle, or None if the text yields none.
+      reason: one word for counting why there is no puzzle; empty if there is one.
+      prompt: the prompt; empty if there is no puzzle.
+      window: [first, last) character range of the text that the puzzle is made from.
+      cut: whether the window is shorter than the text.
     """
 
     puzzle: Puzzle | None = None
@@ -190,7 +201,7 @@ class Posed:
 
     @property
     def truth(self) -> tuple[str, ...]:
-        """The puzzle's; empty where there is none."""
+        """The truth of the puzzle; empty if there is no puzzle."""
         return self.puzzle.truth if self.puzzle else ()
 
 
@@ -202,15 +213,15 @@ def pose(
     count_tokens: CountTokens,
     prompt_cap: int,
 ) -> Posed:
-    """A puzzle from a text, or from neighboring paragraphs of it, with a prompt under the cap.
+    """Make a puzzle from a text, or from a window of it, with a prompt that fits the token cap.
 
     Args:
-      make: text -> (puzzle, reason), as make_puzzle.
-      ask: (document, options) -> prompt.
-      rng: of where a long text is cut.
+      make: function from a text to (puzzle, reason), such as make_puzzle.
+      ask: function from (document, options) to the prompt.
+      rng: random generator for the window of a long text.
       text: the document.
-      count_tokens: tokens of a text.
-      prompt_cap: tokens that the prompt may have.
+      count_tokens: function that returns the number of tokens of a text.
+      prompt_cap: maximum number of prompt tokens.
     """
     room = prompt_cap - count_tokens(ask("", {}))
     for _ in range(_PASSES):
@@ -232,10 +243,14 @@ def pose(
 
 
 def parse_order(text: str, options: int) -> Order:
-    r"""The letters in the last \boxed{...} behind all thoughts, of so many options.
+    r"""Parse the letters in the last \boxed{...} after all thoughts.
 
-    They are upper case, with commas or white space between them. Total: any text has an order, be
-    it the empty one; linear in its length.
+    Letters are upper case and separated by commas or white space. Total: any string gives an Order,
+    possibly an empty one. Takes linear time.
+
+    Args:
+      text: the answer.
+      options: K, the number of options of the puzzle.
     """
     visible = visible_text(text)
     boxed = None if visible is None else last_box(visible)
@@ -248,7 +263,7 @@ def parse_order(text: str, options: int) -> Order:
 
 
 def dense_reward(order: Order, truth: Sequence[str]) -> float:
-    """1 for the truth, the share of letters in their places for another permutation, else 0 (1)."""
+    """Return the share of letters in their right places; 0 if not a permutation (Eq. 1)."""
     if not order.is_permutation:
         return 0.0
     right = sum(said == true for said, true in zip(order.letters, truth, strict=True))
@@ -256,14 +271,14 @@ def dense_reward(order: Order, truth: Sequence[str]) -> float:
 
 
 def sparse_reward(order: Order, truth: Sequence[str]) -> float:
-    """1 for the truth, else 0 (2)."""
+    """Return 1 for the truth, else 0 (Eq. 2)."""
     return float(order.letters == tuple(truth))
 
 
 def chance(options: int) -> tuple[float, float]:
-    """(dense, sparse) reward that a permutation drawn evenly earns on average: 1/K and 1/K!.
+    """Return the expected (dense, sparse) reward of a uniformly random permutation: 1/K and 1/K!.
 
-    On average one letter of a permutation is in its place, whatever K is.
+    For any K, a random permutation has one letter in its right place on average.
     """
     return 1 / options, 1 / math.factorial(options)
 
@@ -272,13 +287,13 @@ def chance(options: int) -> tuple[float, float]:
 
 
 def options_of(share: float, options: Sequence[int], weights: Sequence[float]) -> int:
-    """K at a quantile of a mixture.
+    """Return the number of options K at a quantile of a mixture.
 
     Args:
-      share: of the mixture that lies before it, in [0, 1]. For the curriculum it is how much of
-        the run is over, for its shuffled variant a uniform draw.
+      share: quantile in [0, 1]. The curriculum passes the completed fraction of the run, its
+        shuffled variant a uniform random number.
       options: the values of K, in any order.
-      weights: a positive number for each.
+      weights: a positive weight for each value.
     """
     values = sorted(zip(options, weights, strict=True))
     bounds = np.cumsum([weight for _, weight in values]) / sum(weights)

@@ -1,9 +1,10 @@
-"""The rule reward: the answer that a response states, and whether it agrees with the reference.
+"""Rule reward: extract the stated answer of a response and compare it with the reference.
 
-1. `visible_text` keeps what follows the last thought; an unfinished thought leaves nothing.
+1. `visible_text` keeps the text after the last thought. An unfinished thought leaves nothing.
 2. `extract_answer` finds the stated answer: "... answer is X", or a boxed one.
 3. `normalize_answer`, `parse_number` or the bare letter make answers comparable.
-4. `score` is 1.0 when the prediction covers, equals or names the reference, else 0.0.
+4. `score` is 1.0 if the prediction contains (general_qa), equals (financial_math) or names
+   (multiple_choice) the reference, else 0.0.
 
 Spec section 5 (paper section 3.2, the rule in Eq. 6). Total and linear-time for any string.
 """
@@ -17,7 +18,7 @@ import numpy as np
 from spell_jax.data.clusters import LETTERS, TASKS
 from spell_jax.selfplay.numbers import Number, parse_number, same_number
 
-# A response that never says "answer is" is searched in its last characters only.
+# Without the phrase "answer is", only the last characters of a response are searched.
 _TAIL_CHARACTERS = {"general_qa": 1000, "financial_math": 300, "multiple_choice": 300}
 _BOX = r"\boxed{"
 
@@ -28,7 +29,8 @@ _TEMPLATE_ECHO = "insert answer here"
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
-# Nothing that one part takes is of use to the next: what is possessive is never tried again.
+# Possessive quantifiers prevent backtracking. They change no match, because no part of the pattern
+# can use a character that the part before it consumed.
 _FIGURE = r"([=≈`%$°£€¥]*+-?+[0-9.,]++(?:[eE][+-]?[0-9]++)?+)"
 _FIGURE_PATTERNS = tuple(
     re.compile(lead + figure, re.IGNORECASE)
@@ -36,7 +38,7 @@ _FIGURE_PATTERNS = tuple(
     for figure in (rf"\({_FIGURE}\)", _FIGURE)
 )
 
-# The letter is upper case and no word begins with it, in any script, with or without accents.
+# The letter is upper case and must not start a word, in any script, with or without accents.
 _NO_WORD = r"(?![\w\u0300-\u036f])"
 _LETTER_PATTERNS = tuple(
     re.compile(pattern)
@@ -51,17 +53,20 @@ _LETTER_PATTERNS = tuple(
 
 
 def visible_text(text: str) -> str | None:
-    """What follows the last "</think>", stripped; None when a thought was begun and not ended."""
+    """Return the stripped text after the last "</think>"; None if a thought is unfinished."""
     if "<think>" in text and "</think>" not in text:
         return None
     return text.rpartition("</think>")[2].strip()
 
 
 def extract_answer(text: str, task: str) -> str | None:
-    """The answer that a whole response states, or None.
+    """Return the answer stated in a whole response, or None.
 
-    `task` is one of `TASKS`; another raises ValueError. An empty string means that the phrase was
-    there and nothing behind it. Spec sections 5.1 to 5.3, "visible text" and "extraction".
+    An empty string means that the phrase occurs with nothing after it. Spec sections 5.1 to 5.3,
+    "visible text" and "extraction".
+
+    Raises:
+        ValueError: if `task` is not one of TASKS.
     """
     check_task(task)
     visible = visible_text(text)
@@ -74,7 +79,7 @@ def extract_answer(text: str, task: str) -> str | None:
 
 
 def find_answer(text: str, task: str) -> str | None:
-    """The answer stated in `text`, which holds no thoughts; None where nothing is stated."""
+    """Return the answer stated in `text`, which contains no thoughts; None if there is none."""
     check_task(task)
     if task == "general_qa":
         return _find_phrase(text)
@@ -82,16 +87,16 @@ def find_answer(text: str, task: str) -> str | None:
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, no ASCII punctuation, no English articles, single spaces (spec section 5.1)."""
+    """Lower the case; remove ASCII punctuation, articles and extra spaces (spec section 5.1)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def is_correct(prediction: str, reference: str, task: str) -> bool:
-    """Whether an extracted `prediction` agrees with an extracted `reference`.
+    """Return whether an extracted `prediction` agrees with an extracted `reference`.
 
-    general_qa: the normalized reference is a part of the normalized prediction (cover exact match);
-    financial_math: the numbers agree (`same_number`), and what is no number is wrong;
-    multiple_choice: the letters are equal. An empty side is wrong.
+    general_qa: the normalized prediction contains the normalized reference (cover exact match).
+    financial_math: the numbers agree (`same_number`); text that is not a number is wrong.
+    multiple_choice: the letters are equal. An empty prediction or reference is wrong.
     """
     check_task(task)
     if task == "general_qa":
@@ -104,7 +109,7 @@ def is_correct(prediction: str, reference: str, task: str) -> bool:
 
 
 def score(response_text: str, reference: str, task: str) -> float:
-    """The rule reward of a whole response against a reference answer: 0.0 or 1.0.
+    """Return the rule reward of a whole response against a reference answer: 0.0 or 1.0.
 
     `reference` is the bare answer, or a sentence that states it ("The correct answer is X").
     """
@@ -114,11 +119,12 @@ def score(response_text: str, reference: str, task: str) -> float:
 
 
 def same_answer(first: str, second: str, task: str) -> bool:
-    """Whether two extracted answers are one answer, to count the most frequent of several.
+    """Return whether two extracted answers are the same, for majority counts over several answers.
 
-    Symmetric and, unlike `is_correct`, without cover or scale: equal normalized texts, equal
-    letters, equal numbers (to 1e-9, so that sums in another order agree). What is empty or cannot
-    be read is the same as nothing, not even as itself.
+    The relation is symmetric and, unlike `is_correct`, allows neither containment nor scale
+    factors. Answers are the same if their normalized texts or letters are equal, or their numbers
+    agree to 1e-9 (so that the order of a summation does not matter). An empty or unreadable answer
+    equals nothing, not even itself.
     """
     check_task(task)
     if task == "general_qa":
@@ -133,13 +139,13 @@ def same_answer(first: str, second: str, task: str) -> bool:
 
 
 def check_task(task: str) -> None:
-    """Raises ValueError for a task that is none of `TASKS`."""
+    """Raise ValueError if `task` is not one of TASKS."""
     if task not in TASKS:
         raise ValueError(f"task: {task!r} is unknown; it must be one of {', '.join(TASKS)}")
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the last \boxed{...} up to its own closing brace; None without either."""
+    r"""Return the content of the last \boxed{...}; None if there is no box or it is not closed."""
     _, box, rest = text.rpartition(_BOX)
     if not box:
         return None
@@ -149,19 +155,19 @@ def last_box(text: str) -> str | None:
 
 
 def code_points(text: str) -> np.ndarray:
-    """The characters of a text as numbers, lone surrogates too: uint32 [characters]."""
+    """Return the code points of a text, lone surrogates included: uint32 [characters]."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
 def brace_steps(points: np.ndarray) -> np.ndarray:
-    """1 for an opening brace among code points, -1 for a closing one, else 0: int8."""
+    """Return 1 for each opening brace among code points, -1 for each closing one, else 0: int8."""
     return (points == ord("{")).astype(np.int8) - (points == ord("}"))
 
 
 def first_balance(steps: np.ndarray) -> int | None:
-    """The first place at which the steps so far sum to 0, None if they never do.
+    """Return the first index at which the cumulative sum of steps is 0; None if there is none.
 
-    Sums of arrays: a hundred thousand braces, one by one, take Python longer than 10 ms.
+    Vectorized, because a Python loop over a hundred thousand braces takes more than 10 ms.
     """
     balanced = np.flatnonzero(np.cumsum(steps, dtype=np.int64) == 0)
     return int(balanced[0]) if len(balanced) else None

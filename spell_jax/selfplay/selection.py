@@ -1,13 +1,13 @@
-"""Role-specific dynamic sampling: which groups and rows an update is made of (paper section 3.3).
+"""Role-specific dynamic sampling: the groups and rows of an update (paper section 3.3).
 
-1. `split_groups`: responder groups whose rewards differ, the first N in request order; the rest of
-   them is surplus. Their questions are the questioner's good rows.
-2. `questioner_negatives`: as many bad questioner rows, drawn task by task.
-3. `eligible_verifier_group`, `verifier_groups`: judged answers whose votes teach something, few of
-   them, drawn uniformly.
+1. `split_groups` keeps the first N responder groups whose rewards differ, in request order. Further
+   groups of this kind are surplus. The questions of the kept groups are the questioner's good rows.
+2. `questioner_negatives` samples bad questioner rows task by task, in proportion to the good rows.
+3. `eligible_verifier_group` and `verifier_groups` select judged answers with informative votes and
+   sample a limited number of them uniformly.
 
-Spec sections 6 and 7. Everything is plain data in request order in, positions in that data out;
-random draws come from the generator that is handed in, so a step can be repeated exactly.
+Spec sections 6 and 7. Inputs are plain data in request order; outputs are positions in them. All
+randomness comes from the generator argument, so a step can be repeated exactly.
 """
 
 from collections import Counter
@@ -21,10 +21,10 @@ from spell_jax.selfplay.rewards import majority
 def split_groups(
     group_rewards: Sequence[Sequence[float]], wanted: int
 ) -> tuple[list[int], list[int]]:
-    """Positions of the responder groups to train on, and of the surplus (spec 7.1 and 7.2).
+    """Return the positions of the responder groups to train on and of the surplus (spec 7.1, 7.2).
 
-    A group is usable when its G final rewards are not all equal. The first `wanted` usable groups
-    are kept; those behind them are surplus. Groups without spread are in neither list.
+    A group is usable if its G final rewards are not all equal. The first `wanted` usable groups are
+    kept and the other usable groups are surplus. Groups with equal rewards are in neither list.
     """
     usable = [at for at, rewards in enumerate(group_rewards) if len(set(rewards)) > 1]
     return usable[:wanted], usable[wanted:]
@@ -33,13 +33,21 @@ def split_groups(
 def questioner_negatives(
     good_tasks: Sequence[str], bad_tasks: Sequence[str], ratio: float, rng: np.random.Generator
 ) -> list[int]:
-    """Positions in the bad pool of the rows to train on, ascending (spec 7.4).
+    """Sample bad questioner rows to train on (spec 7.4).
 
-    `good_tasks`: the task of each good questioner row. `bad_tasks`: the task of each row of the
-    pool (bad format, ungrounded, no reward spread). Tasks are served from the most frequent good
-    one down (ties: the one seen first): int(ratio * good rows) plus what earlier tasks lacked,
-    drawn without replacement. What is missing at the end stays missing, and a task without good
-    rows gets none.
+    Tasks are processed in descending order of their number of good rows (ties: first seen first).
+    Each task asks for int(ratio * good rows) plus the shortfall of the earlier tasks, sampled
+    without replacement. A shortfall after the last task is not filled. A task without good rows
+    gets none.
+
+    Args:
+        good_tasks: task of each good questioner row.
+        bad_tasks: task of each bad row (bad format, ungrounded, or equal rewards).
+        ratio: bad rows per good row.
+        rng: random generator.
+
+    Returns:
+        Positions in `bad_tasks`, ascending.
     """
     pool: dict[str, list[int]] = {}
     for at, task in enumerate(bad_tasks):
@@ -61,10 +69,11 @@ def eligible_verifier_group(
     high: float = 0.99,
     consistency: bool = True,
 ) -> bool:
-    """Whether the G_v votes on one answer may be trained on (spec section 6).
+    """Return whether the G_v votes on one answer may be trained on (spec section 6).
 
-    The verdict must not be "ignore"; its share of the well-formed votes lies in [low, high], which
-    leaves out unanimous votes and ties; with the `consistency` gate, it equals the rule's score.
+    The verdict must not be -1 (ignore). Its share of the well-formed votes must lie in [low, high],
+    which excludes unanimous votes and ties. With the `consistency` gate, the verdict must also
+    equal the rule score.
     """
     verdict = majority(votes)
     if verdict == -1 or (consistency and verdict != rule_score):
@@ -82,12 +91,22 @@ def verifier_groups(
     *,
     balance: bool = False,
 ) -> list[int]:
-    """Positions of the eligible verifier groups to train on, ascending (spec sections 6 and 14).
+    """Sample the eligible verifier groups to train on (spec sections 6 and 14).
 
-    `verdicts`: the majority, 1 or 0, of each eligible group. int(responder_rows * ratio /
-    group_size) groups are drawn uniformly; of fewer eligible ones all are used. `balance` draws as
-    many yes as no groups, and so no more than twice the scarcer kind: one-sided verdicts teach a
-    verifier to stop looking.
+    Samples int(responder_rows * ratio / group_size) groups uniformly, or takes all if there are
+    fewer.
+
+    Args:
+        verdicts: majority verdict of each eligible group, 1 or 0.
+        responder_rows: number of responder rows in the update.
+        group_size: G_v, rows per verifier group.
+        ratio: verifier rows per responder row.
+        rng: random generator.
+        balance: whether to sample as many yes as no groups, and so at most twice the rarer verdict.
+            Training on one-sided verdicts teaches a verifier to ignore the answers.
+
+    Returns:
+        Positions in `verdicts`, ascending.
     """
     wanted = int(responder_rows * ratio / group_size)
     if not balance:
@@ -98,6 +117,6 @@ def verifier_groups(
 
 
 def _draw(positions: Sequence[int], wanted: int, rng: np.random.Generator) -> list[int]:
-    """`wanted` of the positions without replacement; all of them if there are fewer."""
+    """Sample `wanted` positions without replacement; all of them if there are fewer."""
     chosen = rng.permutation(len(positions))[:wanted]
     return [positions[at] for at in chosen]

@@ -1,156 +1,29 @@
-"""What a run is made of: its parts by its config, and its models fresh, restored, played and saved.
+"""The models of a run: fresh, restored, saved, and the weights that a rollout uses.
 
-Models are a dict by name. What is trained ("policy", and what the algorithm says) is a training
-state, weights and optimizer; all others are weights. Of these some have a section of the config and
-a folder of their own, the rest begin as copies of the policy (the algorithm's "reference_reader",
-the loss's "reference").
+Models are a dict by name. A trained model ("policy", and those that the algorithm names) is a
+TrainState; all others are weights. Models with a section of the config start from their own folder;
+the rest (the algorithm's "reference_reader", the loss's "reference") start as copies of the policy.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from etils import epath
 
-from spell_jax.algorithms import held_out
-from spell_jax.algorithms.base import Algorithm
-from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
-from spell_jax.learner import loss, non_finite, packing, statistics, update
+from spell_jax.config import RunConfig, find_checkpoint, to_dict
+from spell_jax.learner import non_finite, packing, statistics, update
 from spell_jax.policy import lora, safetensors, transformer, weights
-from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER, Checkpoints
-from spell_jax.runtime.config import Config, build, changes, plain
-from spell_jax.runtime.timers import Stopwatch
-from spell_jax.sampler.engine import Sampler, SamplerConfig
-from spell_jax.trainer import build as catalogue
+from spell_jax.runtime.config import changes
+from spell_jax.trainer.build import Model, Run
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A model with weights of its own.
-
-    Attributes:
-      policy, tokenizer: its architecture (as the config changes it) and its tokenizer.
-      folder: where its first weights are.
-      learner: its jitted updates.
-    """
-
-    policy: PolicyConfig
-    tokenizer: tokenizers.Tokenizer
-    folder: pathlib.Path
-    learner: update.Learner
-
-
-@dataclasses.dataclass
-class Run:
-    """Everything that a run is made of, from its config (no device work but the mesh's).
-
-    Attributes:
-      own: the models with weights of their own by name, "policy" first.
-      players: the models as an algorithm asks them.
-      algorithm: what is played.
-      evaluation: held-out evaluation, or None where the data has no held-out questions.
-      watch: where the time of its main thread goes.
-    """
-
-    config: Config
-    own: dict[str, Model]
-    players: RolloutWorker
-    algorithm: Algorithm
-    evaluation: held_out.Evaluation | None
-    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
-
-    @property
-    def policy(self) -> PolicyConfig:
-        return self.own["policy"].policy
-
-    @property
-    def tokenizer(self) -> tokenizers.Tokenizer:
-        return self.own["policy"].tokenizer
-
-    @property
-    def learner(self) -> update.Learner:
-        return self.own["policy"].learner
-
-    @property
-    def trained(self) -> dict[str, Model]:
-        """Those that learn, the policy first."""
-        return {name: self.own[name] for name in ("policy", *self.algorithm.trained)}
-
-    @property
-    def copies(self) -> tuple[str, ...]:
-        """Names of those that begin as copies of the policy and are not trained."""
-        names = (*self.algorithm.models, *(["reference"] if self.learner.loss.kl_weight else []))
-        return tuple(name for name in names if name not in self.own)
-
-
-def make_run(config: Config) -> Run:
-    """Checks the whole config and builds the run's parts.
-
-    Raises:
-      ValueError, FileNotFoundError: naming the field, its value and what would be right.
-    """
-    sampling = build(SamplerConfig, config.sampler, "sampler")
-    loss_config = build(loss.LossConfig, config.loss, "loss")
-    steps = {"total_steps": config.steps}
-    updates = {"total_steps": config.steps * config.minibatches}
-    optimizer = build(update.OptimizerConfig, config.optimizer, "optimizer", **updates)
-    build(update.PackingConfig, config.packing, "packing")
-    catalogue.check(config)
-    mesh = meshes.make_mesh(config.mesh)
-    policy = _make_model(config, "policy", sampling, optimizer, loss_config, mesh)
-    algorithm, evaluation = catalogue.make(config, policy.tokenizer, sampling.max_prompt)
-    own = {"policy": policy}
-    for name in algorithm.models:
-        if name in config:
-            fields = config[name].optimizer
-            optimizer = build(update.OptimizerConfig, fields, f"{name}.optimizer", **steps)
-            # What it is trained on is shown to it, with advantage 1.
-            own[name] = _make_model(config, name, sampling, optimizer, loss.LossConfig(), mesh)
-    text_samplers = {name: _make_text_sampler(model, sampling, mesh) for name, model in own.items()}
-    players = RolloutWorker(text_samplers.pop("policy"), jax.random.key(config.seed), text_samplers)
-    return Run(config, own, players, algorithm, evaluation)
-
-
-def _make_model(
-    config: Config,
-    name: str,
-    sampling: SamplerConfig,
-    optimizer: update.OptimizerConfig,
-    loss_config: loss.LossConfig,
-    mesh: jax.sharding.Mesh,
-) -> Model:
-    """The model that a section of the config describes."""
-    folder = catalogue.find_policy(config, name)
-    policy, tokenizer = catalogue.read_policy(config, folder, name)
-    policy.check_length(sampling.longest)
-    learner = update.Learner(
-        policy,
-        optimizer,
-        loss_config,
-        build(update.PackingConfig, config.packing, "packing"),
-        mesh,
-        sampling.temperature,
-        config[name].compute_dtype,
-    )
-    return Model(policy, tokenizer, folder, learner)
-
-
-def _make_text_sampler(
-    model: Model, sampling: SamplerConfig, mesh: jax.sharding.Mesh
-) -> TextSampler:
-    tokenizer = model.tokenizer
-    sampler = Sampler(model.policy, sampling, tokenizer.stop_ids, mesh, tokenizer.stream)
-    return TextSampler(sampler, tokenizer)
 
 
 def host_state(
@@ -164,7 +37,7 @@ def host_state(
       best: the best score by validation so far.
       metrics: the last lines of metrics.jsonl.
     """
-    return {"config": plain(run.config), "algorithm": algorithm, "best": best, "metrics": metrics}
+    return {"config": to_dict(run.config), "algorithm": algorithm, "best": best, "metrics": metrics}
 
 
 # ------------------------------------------------------------------------------------------- Start
@@ -194,12 +67,12 @@ def begin(
     check_resumed(run.config, step, saved["config"])
     run.algorithm.load_state_dict(saved["algorithm"])
     log.info("resumed at step %d", step)
-    for change in changes(run.config, saved["config"]):
+    for change in changes(to_dict(run.config), saved["config"]):
         log.info("%s when it was saved", change)
     return models, step, saved["best"], saved["metrics"]
 
 
-def check_resumed(config: Config, step: int, saved: Mapping[str, Any]) -> None:
+def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> None:
     """Whether a run that has done so many steps may go on with a config.
 
     Args:
@@ -225,7 +98,7 @@ def first_models(run: Run) -> dict[str, Any]:
     return models | {name: copy(models["policy"].params) for name in run.copies}
 
 
-def first_state(config: Config, name: str, model: Model) -> update.TrainState:
+def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState:
     """A new optimizer and, in this order: for the policy, the weights of config.init_from, another
     run; those of the model's folder; random ones by the seed, where that holds a config and a
     tokenizer alone.
@@ -237,7 +110,7 @@ def first_state(config: Config, name: str, model: Model) -> update.TrainState:
     if config.init_from and name == "policy":
         if model.policy.lora:
             learner.freeze(load_weights(model))
-        workdir, step = catalogue.find_checkpoint(config.init_from)
+        workdir, step = find_checkpoint(config.init_from)
         step, params = read_weights(workdir, model.policy, learner.mesh, step)
         log.info("begins with the weights of %s, step %d (init_from)", workdir, step)
         return learner.start(params)
@@ -368,8 +241,8 @@ class StepUpdate:
         return found
 
 
-def refresh_reference_reader(config: Config, models: dict[str, Any], step: int) -> None:
+def refresh_reference_reader(config: RunConfig, models: dict[str, Any], step: int) -> None:
     """Renews the frozen copy every config.algorithm.reader_refresh steps (0 or none: never)."""
-    every = config.algorithm.get("reader_refresh", 0)
+    every = getattr(config.algorithm, "reader_refresh", 0)
     if "reference_reader" in models and every and step % every == 0:
         models["reference_reader"] = copy(models["policy"].params)

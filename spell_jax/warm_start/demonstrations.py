@@ -1,8 +1,8 @@
 """Demonstrations of the three roles in the tiny world: the labeled source of the warm start.
 
-Each role must have something left to learn, and what it is comes from the mixture alone:
-the responder sees few documents (and two-hop plans at a few more, so that they are at least
-sampled later), the verifier never sees some surface forms, the questioner reads short contexts.
+The mixture deliberately leaves each role room to improve in self-play. The responder sees few
+documents; a small share of the two-hop rows shows more, so that such answers are at least sampled
+later. The verifier never sees some surface forms. The questioner reads short contexts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from spell_jax.selfplay import parsing
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
 
-# Strings that the tiny tokenizer keeps in one piece: the frames of the roles' answers and prompts.
-# What follows a value is then one token that says where the value stood, an option or an answer to
-# compare: "what followed this token before?" is what a small model learns to ask first.
+# Strings that the tiny tokenizer keeps as single tokens: the fixed parts of prompts and answers.
+# The token after a value then identifies its use, such as an option or an answer to compare. A
+# small model first learns to look up the token that followed an earlier occurrence, so it can find
+# an option's letter this way.
 SYMBOLS = (
     "\n(A)",
     "\n(B)",
@@ -50,37 +51,40 @@ SYMBOLS = (
     "[[NO]]",
 )
 UNKNOWN = "unknown"
-OPTIONS = 4  # in a recital
+OPTIONS = 4  # options in the completion of a recital row
 VERIFIED_KINDS = (0.4, 0.2, 0.2, 0.2)  # shares of world.KINDS among the verifier's pairs
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """What the demonstrations hold; every share is a probability.
+    """Composition of the demonstrations; every share is a probability.
 
     Attributes:
-      recital: share of rows that recite documents and options in any order, and sums: no role of
-        the algorithm, but the exercise by which look-up forms. Of the other rows' tokens few tell
-        of it.
-      questioner, verifier: shares of these roles; the responder has the rest.
+      recital: share of rows that recite documents and options in any order, and sums. This is not a
+        role of the algorithm but an exercise that teaches look-up, for which few tokens of the
+        other rows give a signal.
+      questioner: share of questioner rows.
+      verifier: share of verifier rows; the responder has the rest.
       kinds: shares of look-ups, two-hop questions, sums and choices.
-      recital_documents: a recital is of one of these numbers of documents; the more there are,
-        the less it pays to guess among them.
-      responder_documents: the responder reads one of these numbers of documents.
-      two_hop_documents: two-hop questions are also shown at these numbers...
-      two_hop_far: ...in this share of them.
-      questioner_documents: the questioner reads one of these numbers...
-      questioner_cluster: ...of a cluster of this many, so that friends may be out of its sight.
+      recital_documents: possible numbers of documents of a recital row; the more there are, the
+        less guessing among them pays.
+      responder_documents: possible numbers of documents of a responder row.
+      two_hop_documents: larger numbers of documents, used for some two-hop responder rows.
+      two_hop_far: share of two-hop responder rows that use `two_hop_documents`.
+      questioner_documents: possible numbers of documents that the questioner reads.
+      questioner_cluster: number of documents in the questioner's cluster, so that a friend's
+        document may not be among those it reads.
       history: share of questioner rows with one or two known questions in the prompt.
-      plain_form: share of answers that are worded as the document words them.
+      plain_form: share of answers worded as in the document.
       empty: share of responder rows without documents, answered "unknown".
-      absent: share of responder rows, for each kind, in which another document stands in the place
-        of the last one needed: what there is is quoted, then "unknown" answered. Friends are often
-        out of sight in the algorithm, and the reader that states references must notice.
-      verifier_cities: the verifier sees the second names of this many cities only.
-      verifier_same_words: share of the verifier's equal pairs that are in the same words.
-      strict: share of its equal pairs in different words that are answered no because of them: what
-        self-play can still teach it.
+      absent: for each kind, share of responder rows in which another document replaces the last one
+        needed. The completion quotes the remaining evidence and answers "unknown". In self-play, a
+        friend's document is often not shown, and the frozen reader that states references must
+        notice.
+      verifier_cities: number of cities whose second names the verifier sees.
+      verifier_same_words: share of the verifier's equal pairs with identical wording.
+      strict: share of the verifier's equal pairs with different wording that are labeled no because
+        of it. Self-play can still correct this.
     """
 
     recital: float = 0.3
@@ -104,7 +108,7 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One demonstration: texts, and the role and task that they belong to."""
+    """One demonstration: prompt and completion, with their role and task."""
 
     prompt: str
     completion: str
@@ -113,7 +117,7 @@ class Row:
 
 
 def rows(prompts: Prompts, mixture: Mixture, seed: int, start: int = 0) -> Iterator[Row]:
-    """An endless stream of demonstrations; row i depends on (seed, i) alone."""
+    """Yield an endless stream of demonstrations; row i depends on (seed, i) alone."""
     index = start
     while True:
         rng = np.random.default_rng([seed, index])
@@ -142,9 +146,9 @@ def _worded(rng: np.random.Generator, value: str, plain: float) -> str:
 
 
 def _thought(evidence: Sequence[str], answer: str = "", letter: str | None = None) -> str:
-    """The evidence quoted, and for a choice the answer with its letter.
+    """Format a thought: the quoted evidence and, for a choice, the answer with its letter.
 
-    The letter follows the answer at once: what stands before the same token in the options.
+    The letter directly follows the answer, as it does in the options.
     """
     chosen = [f"{answer}({letter})"] if letter else []
     facts = ", ".join([*evidence, *chosen])
@@ -154,9 +158,9 @@ def _thought(evidence: Sequence[str], answer: str = "", letter: str | None = Non
 def question_json(
     rng: np.random.Generator, question: world.Question, plain: float
 ) -> tuple[str, str | None]:
-    """The questioner's JSON for a question, and the letter of the right option if it is a choice.
+    """Return the questioner's JSON for a question, and the correct letter if it is a choice.
 
-    Answers open with a space, so that a word has the same token here as inside a document.
+    Answers start with a space, so that a word has the same token as inside a document.
     """
     text = question.text
     if question.kind != "choice":
@@ -181,7 +185,8 @@ def _recital_row(mixture: Mixture, rng: np.random.Generator) -> Row:
     value = world.draw_question(rng, documents, "choice").answer
     options = world.draw_options(rng, value, LETTERS[rng.integers(4)])
     pairs = [f"{option}({letter})" for letter, option in options.items()]
-    chosen += [pairs[i] for i in rng.integers(4, size=OPTIONS)]  # not one of each: no elimination
+    # Sampled with replacement, so that options cannot be found by elimination.
+    chosen += [pairs[i] for i in rng.integers(4, size=OPTIONS)]
     chosen += [world.draw_sum(rng, word) for word in 2 * world.SUMS]
     prompt = "\n".join([*documents, parsing.format_choices("recite", tuple(options.values()))])
     return Row(prompt, _thought(chosen), "reciter", "general_qa")
@@ -194,21 +199,21 @@ def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator
     history: list[Entry] = []
     known: set[str] = set()
     if rng.random() < mixture.history:
-        for _ in range(min(rng.integers(1, 3), len(documents) - 1)):  # one is left to ask
+        for _ in range(min(rng.integers(1, 3), len(documents) - 1)):  # leaves a question to ask
             easier = "lookup" if kind == "two_hop" else kind
             text, question, answer = responder_question(rng, documents, easier)
             history.append(Entry((), text, answer))
             known.add(question.text)
         if kind == "lookup" and rng.random() < 0.6:
-            kind = "two_hop"  # what "harder" asks for
+            kind = "two_hop"  # the history prompt asks for a harder question
     question = world.draw_question(rng, documents, kind)
-    for _ in range(4):  # a known question is not asked again
+    for _ in range(4):  # tries to avoid a known question
         if question.text in known:
             question = world.draw_question(rng, documents, kind)
     completion, letter = question_json(rng, question, mixture.plain_form)
     task = world.TASK_OF_KIND[question.kind]
     prompt = prompts.questioner(task, documents, history, letter)
-    plan = (question.text, *question.evidence)  # what follows the plan is a responder's thought
+    plan = (question.text, *question.evidence)  # the evidence as in a responder's thought
     thought = _thought(plan, question.answer, letter)
     return Row(prompt, thought + completion, "questioner", task)
 
@@ -216,7 +221,7 @@ def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator
 def responder_question(
     rng: np.random.Generator, documents: Sequence[str], kind: str
 ) -> tuple[str, world.Question, str]:
-    """(question as the responder reads it, the question, the true answer)."""
+    """Return (question text as the responder reads it, the question, the true answer)."""
     question = world.draw_question(rng, documents, kind)
     text, letter = question_json(rng, question, plain=1.0)
     parsed = parsing.parse_question(text, world.TASK_OF_KIND[question.kind], lambda _: 1)
@@ -241,7 +246,7 @@ def _responder_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator)
         documents[documents.index(f"- {missing}")] = spare
         thought, answer = _thought(found), UNKNOWN
     elif letter:
-        answer = f"({letter})"  # one token, as in the options
+        answer = f"({letter})"  # a single token, as in the options
     elif task == "general_qa":
         answer = _worded(rng, answer, mixture.plain_form)
     prompt = prompts.responder(task, documents, text)
@@ -255,18 +260,18 @@ def verifier_row(
     same_words: float = 0.0,
     strict: float = 0.0,
 ) -> tuple[Row, str, str]:
-    """A pair of answers, equal in half of the rows, with its verdict.
+    """Sample a verifier row: two answers, equal in half of the rows, and the verdict.
 
     Args:
       prompts: the prompt set.
-      rng: random draws.
-      alias_cities: how many cities may appear under their second name in an equal pair.
-      same_words: share of the equal pairs that are in the same words; so are values that can be
-        worded in one way only.
-      strict: share of the equal pairs in different words whose verdict is no.
+      rng: random generator.
+      alias_cities: number of cities that may appear under their second name in an equal pair.
+      same_words: share of equal pairs with identical wording. Values with only one wording are
+        always identical.
+      strict: share of the equal pairs with different wording whose verdict is no.
 
     Returns:
-      (row, the kind of pair: "same", "decorated", "alias" or "different", its verdict).
+      (row, pair, verdict), where pair is "same", "decorated", "alias" or "different".
     """
     documents = world.make_documents(rng, 4)
     kind = _kind(rng, VERIFIED_KINDS)
@@ -293,7 +298,7 @@ def verifier_row(
 
 
 def _wrong_answer(rng: np.random.Generator, truth: str) -> str:
-    """A different value of the same sort: a letter, a near figure, or a value of the world."""
+    """Sample a different value of the same type: a letter, a near figure or a world value."""
     if truth in LETTERS:
         return str(rng.choice([letter for letter in LETTERS if letter != truth]))
     if truth.isdigit():

@@ -1,19 +1,19 @@
-"""Questions of the tiny world with their supporting lines, and rows for two warm starts on them.
+"""Tiny-world questions with supporting lines, and warm-start rows for policy and reward model.
 
-1. `make_questions` draws look-ups and two-hop questions behind n documents; their evidence is the
-   lines that the answer rests on.
-2. `policy_rows` demonstrates structured answers. Half of those to two-hop questions leave the
-   second line out, and some others slip: a line is missing, replaced or superfluous. The answer is
-   then what the quoted lines say, or the right one all the same. So format is learned, and evidence
-   and outcome are left to reinforcement.
-3. `reward_rows` demonstrates scores of several sets of evidence on one question, which follow
-   `true_score` but for noise: the reward model is of use from the start, and has room to improve.
+1. `make_questions` samples look-ups and two-hop questions on n documents. Their evidence is the
+   lines that support the answer.
+2. `policy_rows` demonstrates structured answers. A large share of the two-hop answers omits the
+   second line. Some other answers have a line missing, replaced or added. The answer is then either
+   what the quoted lines say or the true one. Rows thus teach the format and leave evidence and
+   outcome to reinforcement learning.
+3. `reward_rows` demonstrates scores of several evidence sets for one question. They follow
+   `true_score` plus noise, so that the reward model is useful from the start and can still improve.
 
     python -m spell_jax.warm_start.evidence_rows --out=DIR
 
-writes DIR/policy.jsonl and DIR/reward.jsonl, one {"prompt", "completion", "role", "task"} a line
-for supervised tuning, and DIR/train.jsonl and DIR/held_out.jsonl, questions as
-data/questions.py reads them.
+writes DIR/policy.jsonl and DIR/reward.jsonl, one {"prompt", "completion", "role", "task"} per line
+for supervised fine-tuning, and DIR/train.jsonl and DIR/held_out.jsonl, questions in the format of
+data/questions.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import numpy as np
 
 from spell_jax.data import tiny_world as world
 from spell_jax.data.questions import Question
+from spell_jax.runtime import entry
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.evidence import HIGHEST, LOWEST, Structured, write_answer
@@ -34,24 +35,24 @@ from spell_jax.selfplay.prompts import Prompts
 from spell_jax.warm_start.demonstrations import Row
 
 TASK = "general_qa"
-# Numbers that draws of this module begin with, besides seed and index.
+# Last entry of a random seed, after seed and index: one random stream per kind of output.
 _QUESTIONS, _POLICY, _REWARD = 5, 6, 7
 HELD_OUT_SEED = 10_000  # added to the seed
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """What the rows hold; every share is a probability.
+    """Composition of the rows; every share is a probability.
 
     Attributes:
-      documents: a row's question stands behind one of these numbers of documents.
-      two_hop: share of two-hop questions, the rest being look-ups.
-      hasty: share of two-hop answers and sets that leave the second line out.
-      slips: share of the other answers with evidence that is not the true lines.
-      lucky: share of them, where the answer is wrong by the evidence, that is right nevertheless.
-      sets: a reward row has one of these numbers of sets.
-      set_slips: share of the other sets that are not the true lines.
-      noise: share of scores that are one off.
+      documents: possible numbers of documents of a row's question.
+      two_hop: share of two-hop questions; the others are look-ups.
+      hasty: share of two-hop answers and sets that omit the second line.
+      slips: share of the other answers whose evidence is not exactly the true lines.
+      lucky: share of answers with incomplete evidence that are right nevertheless.
+      sets: possible numbers of evidence sets of a reward row.
+      set_slips: share of the other sets that are not exactly the true lines.
+      noise: share of scores that are off by one.
     """
 
     documents: tuple[int, ...] = (3, 4, 5, 6)
@@ -67,12 +68,12 @@ class Mixture:
 def make_questions(
     seed: int, count: int, documents: Sequence[int], two_hop: float = 0.5
 ) -> tuple[Question, ...]:
-    """Seeded questions with their supporting lines; document numbers cycle through `documents`.
+    """Generate seeded questions with their supporting lines.
 
     Args:
-      seed: held-out questions have another one than those that are trained on.
-      count: of questions.
-      documents: each from 2 to 24.
+      seed: random seed; held-out questions use another one than training questions.
+      count: number of questions.
+      documents: numbers of documents, each from 2 to 24; questions cycle through them.
       two_hop: share of two-hop questions.
     """
     made = []
@@ -83,7 +84,7 @@ def make_questions(
 
 
 def draw_question(rng: np.random.Generator, documents: int, two_hop: float) -> Question:
-    """A question about so many new documents."""
+    """Sample a question about `documents` new documents."""
     texts = world.make_documents(rng, documents)
     kind = "two_hop" if rng.random() < two_hop else "lookup"
     drawn = world.draw_question(rng, texts, kind)
@@ -91,7 +92,7 @@ def draw_question(rng: np.random.Generator, documents: int, two_hop: float) -> Q
 
 
 def policy_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> Iterator[Row]:
-    """Structured answers; row i depends on (seed, i) alone."""
+    """Yield structured answers; row i depends on (seed, i) alone."""
     for index in range(count):
         rng = np.random.default_rng([seed, index, _POLICY])
         question = draw_question(rng, int(rng.choice(mixture.documents)), mixture.two_hop)
@@ -106,7 +107,7 @@ def policy_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> It
 
 
 def reward_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> Iterator[Row]:
-    """Scores of several sets of evidence; row i depends on (seed, i) alone."""
+    """Yield scores of several evidence sets; row i depends on (seed, i) alone."""
     for index in range(count):
         rng = np.random.default_rng([seed, index, _REWARD])
         question = draw_question(rng, int(rng.choice(mixture.documents)), mixture.two_hop)
@@ -126,16 +127,22 @@ def reward_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> It
 def draw_evidence(
     rng: np.random.Generator, question: Question, slips: float, hasty: float
 ) -> list[str]:
-    """The true lines of a question; of two, in the share `hasty` of draws, the first alone; and in
-    the share `slips` of the other draws one missing, one replaced by another document, all
-    replaced, or one superfluous."""
+    """Sample the lines that an answer quotes: the true lines, or an imperfect variant.
+
+    Args:
+      rng: random generator.
+      question: the question with its true lines.
+      slips: probability that the other samples have one line missing, one line replaced by another
+        document, all lines replaced, or one line too many.
+      hasty: probability that a two-hop question gets only its first line.
+    """
     true = list(question.evidence)
     if rng.random() < hasty and len(true) > 1:
         return true[:1]
     if rng.random() >= slips:
         return true
     others = [line for text in question.documents if (line := text.removeprefix("- ")) not in true]
-    if not others:  # there are as many documents as true lines
+    if not others:  # every document is a true line
         return true[:1]
     spare = [others[i] for i in rng.permutation(len(others))]
     kind = rng.choice(("missing", "replaced", "others", "superfluous"))
@@ -149,10 +156,10 @@ def draw_evidence(
 
 
 def think(lines: Sequence[str], question: Question) -> str:
-    """Reads a set line by line: the name that is looked for, the line's, whether they are equal.
+    """Write the thought on an evidence set: per line, wanted name, the line's name, verdict.
 
-    Behind a line that was looked for it is the friend whom that line names, or nobody. A small
-    model compares two names where they stand next to each other.
+    After a match, the wanted name is the friend named in that line; after the last match it is "-".
+    The two names are adjacent because a small model compares names that are next to each other.
     """
     said, hops = "", len(question.evidence)
     name = question.question.split()[-1]
@@ -166,8 +173,10 @@ def think(lines: Sequence[str], question: Question) -> str:
 
 
 def true_score(lines: Sequence[str], question: Question) -> int:
-    """What a perfect reward model says of quoted lines: 5 for all true lines and no other, 1 for
-    none; a superfluous line takes one off."""
+    """Return the score of a perfect reward model for quoted lines.
+
+    5 for all true lines and no others, 1 for none; superfluous lines cost one point.
+    """
     found = len(set(lines) & set(question.evidence))
     share = found / len(question.evidence)
     superfluous = found > 0 and len(set(lines)) > found
@@ -175,8 +184,10 @@ def true_score(lines: Sequence[str], question: Question) -> int:
 
 
 def _quoted(lines: Sequence[str]) -> str:
-    """Lines as an evidence section has them: with bullets, behind which a name has the same token
-    as in a document."""
+    """Format lines as an evidence section.
+
+    After a bullet, a name has the same token as in a document.
+    """
     return "".join(f"\n- {line}" for line in lines) + "\n"
 
 
@@ -192,12 +203,12 @@ def _attribute(question: Question) -> str:
 
 
 def _value(question: Question, line: str) -> str:
-    """What a line says of the attribute that is asked for."""
+    """Return the value of the question's attribute in a line."""
     return line.split()[1 + world.ATTRIBUTES.index(_attribute(question))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: rows and questions into a folder."""
+    """Command-line entry: write rows and questions to a folder."""
     parser = argparse.ArgumentParser(description="Rows and questions with evidence.")
     parser.add_argument("--out", required=True, help="folder to write to")
     parser.add_argument("--prompts", default="compact", help="compact, full or a folder")
@@ -221,4 +232,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with entry.user_errors():
+        main()

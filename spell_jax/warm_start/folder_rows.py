@@ -1,22 +1,22 @@
-"""Rows for a warm start on a folder of real texts, made by rules and without labels.
+"""Warm-start rows from a folder of real texts, made by rules without labels.
 
 1. A fact is a number or a name together with its cue, the few words just before it in the same
    line. A fact counts only if its cue occurs once in the whole cluster.
-2. Questions ask facts back: which number or name follows a cue (general QA, and multiple choice
-   with other values of the cluster as wrong options), or how far two numbers are apart.
-3. A questioner row quotes the fact and writes the question; a responder row quotes it and answers
-   from all documents; a verifier row compares the reference with itself, with another form of
-   it, or with another value. Every question has passed the parser that self-play uses. A reciter
-   row, which self-play knows nothing of, is documents and the same once more in another order: a
-   policy that starts from nothing learns to find and to copy from it, faster than from the roles'
-   short answers.
-4. Roles, tasks, letters and verdicts come in given shares; all of it is a function of the seed.
-5. Values are written with a space in front, so that their tokens are those in the documents.
+2. Questions ask for facts: which number or name follows a cue (general QA; for multiple choice,
+   other values of the cluster are the wrong options), or the difference of two numbers.
+3. A questioner row quotes the fact and writes the question. A responder row quotes it and answers
+   from the documents. A verifier row compares the reference with itself, with another form of it,
+   or with another value. Every question has passed the parser that self-play uses.
+4. A reciter row is not part of self-play. Its completion repeats the documents of the prompt in
+   another order. It teaches a randomly initialized policy to find and copy text, faster than the
+   roles' short answers do.
+5. Roles, tasks, letters and verdicts have given shares. All output is a function of the seed.
+6. Values are written with a space in front, so that their tokens are those in the documents.
 
     python -m spell_jax.warm_start.folder_rows --source=FOLDER --out=DIR
 
-writes DIR/rows.jsonl, one {"prompt", "completion", "role", "task"} a line, ready for supervised
-tuning; DIR/tokenizer.model, trained on such rows; and DIR/questions.jsonl, questions with their
+writes DIR/rows.jsonl, one {"prompt", "completion", "role", "task"} per line for supervised
+fine-tuning; DIR/tokenizer.model, trained on such rows; and DIR/questions.jsonl, questions with
 answers about held-out clusters, for validation. Clusters are those that train.py makes of the same
 folder with that tokenizer and the same settings.
 """
@@ -43,6 +43,7 @@ from spell_jax.data.clusters import (
 )
 from spell_jax.data.stream import batch_counts
 from spell_jax.policy import tokenizer
+from spell_jax.runtime import entry
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.numbers import Number, parse_number, same_number
@@ -57,7 +58,7 @@ CUE_WORDS = 4
 LONGEST_CUE = 60  # characters
 LONGEST_NAME = 3  # words
 LARGEST_DIFFERENCE_TERM = 10_000
-RECITE = "recite"  # the last line of a reciter's prompt
+RECITE = "recite"  # last line of a reciter's prompt
 
 WORD = re.compile(r"[^\s|]+")
 NUMBER = re.compile(r"\$?(?:0(?=\.)|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)(?:\.\d+)?%?")
@@ -65,20 +66,21 @@ NAME = re.compile(r"[^\W\d_]{2,}(?:-[^\W\d_]+)*")
 FORBIDDEN_IN_CUE = re.compile(r"[\"'\\{}<>*`]")
 
 CLOSING = ".,;:!?"
-TRIES = 4  # passes over the clusters before a task is given up
+TRIES = 4  # passes over the clusters before giving up on a task
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A value that a document gives, and the words that lead to it.
+    """A value in a document and the words that precede it.
 
     Attributes:
-        document: its document's index in the cluster.
+        document: index of the document in the cluster.
         kind: "number" or "name".
-        cue: the CUE_WORDS words before the value, single spaces between; unique in the cluster.
-        value: as written, without punctuation around it.
+        cue: the CUE_WORDS words before the value, separated by single spaces; unique in the
+            cluster.
+        value: text of the value, without surrounding punctuation.
     """
 
     document: int
@@ -96,13 +98,14 @@ class Question:
     """A question made from facts of one cluster.
 
     Attributes:
-        completion: what a questioner would have written.
-        quote: the evidence, as both roles quote it before they answer, and a choice's letter.
-        documents: indices of the documents that hold the evidence.
+        completion: the questioner's completion.
+        quote: the evidence, as both roles quote it before they answer; for a choice, with its
+            letter.
+        documents: indices of the documents that contain the evidence.
         question: the question as the responder sees it.
-        answer: the reference as the parser gives it.
+        answer: the reference as the parser returns it.
         written: the answer as the responder writes it.
-        others: values of the same kind in the cluster that mean something else.
+        others: values of the same kind in the cluster that differ in meaning.
     """
 
     completion: str
@@ -116,17 +119,17 @@ class Question:
 
 @dataclass(frozen=True)
 class RowSettings:
-    """What the rows are a mixture of.
+    """Composition of the rows.
 
     Attributes:
         tasks: tasks, in equal shares.
         roles: role -> share, for each of ROLES; need not sum to 1.
-        documents_shown: m, the documents that a questioner without history sees, at least 1.
-        documents_read: a responder or reciter sees one of these numbers of documents, each at least
-            1; fewer than a cluster has leave self-play something to learn.
-        history_share: share of the questioner rows with one to three earlier questions.
-        difference_share: share of the financial_math questions that ask how far two numbers are
-            apart, where there are two.
+        documents_shown: m, number of documents that a questioner without history sees, at least 1.
+        documents_read: possible numbers of documents of a responder or reciter row, each at least
+            1; fewer than a cluster has leave self-play room to improve.
+        history_share: share of questioner rows with one to three earlier questions.
+        difference_share: share of the financial_math questions that ask for the difference of two
+            numbers, where there are two.
     """
 
     tasks: tuple[str, ...] = TASKS
@@ -161,9 +164,10 @@ class RowsReport:
     """Counts of a run over clusters.
 
     Attributes:
-        clusters, facts: how many were at hand.
-        refused: "task: reason" -> questions that the parser did not accept.
-        without: task -> tries at a cluster whose facts did not allow a question.
+        clusters: number of clusters.
+        facts: number of facts found in them.
+        refused: "task: reason" -> number of questions that the parser rejected.
+        without: task -> number of attempts on a cluster whose facts did not allow a question.
     """
 
     clusters: int = 0
@@ -176,7 +180,7 @@ class RowsReport:
 
 
 def find_facts(documents: Sequence[str]) -> list[Fact]:
-    """All facts of a cluster, in the order of the text; linear in its length."""
+    """Find all facts of a cluster, in text order; linear in the text's length."""
     words = [list(WORD.finditer(document)) for document in documents]
     cues = [_cues([word[0] for word in line]) for line in words]
     times = Counter(cue for document_cues in cues for cue in document_cues)
@@ -195,7 +199,7 @@ def find_facts(documents: Sequence[str]) -> list[Fact]:
 
 
 def _cues(words: Sequence[str]) -> list[tuple[str, ...]]:
-    """The runs of CUE_WORDS words; the one at place i ends just before word i + CUE_WORDS."""
+    """Return all runs of CUE_WORDS words; run i ends just before word i + CUE_WORDS."""
     return [tuple(words[i : i + CUE_WORDS]) for i in range(len(words) - CUE_WORDS + 1)]
 
 
@@ -208,11 +212,11 @@ def _is_cue(cue: str) -> bool:
 
 
 def _value(words: Sequence[str], position: int) -> tuple[str, str] | None:
-    """(kind, value) of the number (other than zero) or name that begins at this word, if any."""
+    """Return (kind, value) of the non-zero number or the name that starts at this word, if any."""
     bare = words[position].rstrip(CLOSING)
     if NUMBER.fullmatch(bare):
         return ("number", bare) if _number(bare) else None
-    # A capital after a small letter is a name; one after a full stop may be any word.
+    # A capitalized word is a name only after a lower-case letter: any word may start a sentence.
     if not words[position - 1][-1].islower():
         return None
     parts: list[str] = []
@@ -231,14 +235,14 @@ def _number(text: str) -> Number | None:
 
 
 def _integer(fact: Fact) -> int:
-    """The fact's value where it is written with digits only, otherwise 0."""
+    """Return the fact's value if it has digits only, else 0."""
     return int(fact.value) if fact.value.isdecimal() else 0
 
 
 def means_the_same(one: str, two: str) -> bool:
-    """Whether two values are too close to pass as different: demonstrations must not lie.
+    """Return whether two values are too close to serve as different ones in demonstrations.
 
-    Numbers by the rule's tolerance (spec 5.3); texts if one contains the other.
+    Numbers are compared with the rule's tolerance (spec 5.3); texts if one contains the other.
     """
     first, second = _number(one), _number(two)
     if first is not None and second is not None:
@@ -248,7 +252,7 @@ def means_the_same(one: str, two: str) -> bool:
 
 
 def other_forms(value: str) -> list[str]:
-    """Other ways of writing a letter, a number or a name that mean the same."""
+    """Return other ways to write a letter, a number or a name with the same meaning."""
     if value in LETTERS:
         return [f"({value})", f"{value}."]
     if _number(value) is None:
@@ -266,10 +270,10 @@ def other_forms(value: str) -> list[str]:
 
 
 class RowMaker:
-    """Makes rows from one cluster's facts at a time.
+    """Maker of rows from the facts of one cluster at a time.
 
     Attributes:
-        report: what was found and refused so far.
+        report: counts of what was found and rejected so far.
     """
 
     def __init__(
@@ -279,7 +283,14 @@ class RowMaker:
         random: np.random.Generator,
         count_tokens: CountTokens = count_words,
     ):
-        """Takes the prompts of the rows, the source of all choices and the parser's counter."""
+        """Create a maker.
+
+        Args:
+            prompts: prompts of the rows.
+            settings: composition of the rows.
+            random: random generator of all choices.
+            count_tokens: token counter of the question parser.
+        """
         self.report = RowsReport()
         self._prompts = prompts
         self._settings = settings
@@ -287,12 +298,12 @@ class RowMaker:
         self._count_tokens = count_tokens
 
     def question(self, task: str, facts: Sequence[Fact], letter: str) -> Question | None:
-        """A question about one fact, or two; None if these facts do not allow one.
+        """Make a question about one or two facts; None if these facts do not allow one.
 
         Args:
             task: one of TASKS.
-            facts: of one cluster.
-            letter: the correct option's letter, for multiple choice.
+            facts: facts of one cluster.
+            letter: letter of the correct option, for multiple choice.
         """
         if task == "financial_math":
             facts = [fact for fact in facts if fact.kind == "number"]
@@ -318,7 +329,7 @@ class RowMaker:
                 others = [value for value in values if not means_the_same(value, answer)]
         quote = " ".join(fact.quote for fact in used)
         if task == "multiple_choice":
-            quote += answer  # the letter of the value that the quote ends with
+            quote += answer  # the letter follows the value at the end of the quote
         written = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
         completion = f"<think> {quote}</think>{written}"
         parsed = parse_question(completion, task, self._count_tokens)
@@ -333,7 +344,7 @@ class RowMaker:
     def row(
         self, role: str, task: str, cluster: Cluster, facts: Sequence[Fact], letter: str
     ) -> dict[str, str] | None:
-        """A row of the role, or None if the cluster's facts do not allow one."""
+        """Make a row of the role; None if the cluster's facts do not allow one."""
         if role == "reciter":
             return self._recital(task, cluster)
         item = self.question(task, facts, letter)
@@ -353,7 +364,7 @@ class RowMaker:
         return {"prompt": prompt, "completion": completion, "role": role, "task": task}
 
     def _recital(self, task: str, cluster: Cluster) -> dict[str, str]:
-        """Some documents as the prompt, the same ones in any order as the completion."""
+        """Make a row whose prompt holds documents and whose completion permutes them."""
         shown = self._shown(cluster, frozenset(), self._documents_read())
         again = [shown[int(index)] for index in self._random.permutation(len(shown))]
         prompt = "\n".join([*shown, RECITE])
@@ -381,13 +392,13 @@ class RowMaker:
         return int(self._random.choice(self._settings.documents_read))
 
     def _shown(self, cluster: Cluster, needed: frozenset[int], total: int) -> list[str]:
-        """The needed documents and others, up to `total`, in corpus order."""
+        """Return the needed documents and sampled others, up to `total`, in corpus order."""
         others = [index for index in range(len(cluster.documents)) if index not in needed]
         drawn = self._random.permutation(others)[: max(0, total - len(needed))].tolist()
         return [cluster.documents[int(index)] for index in sorted([*needed, *drawn])]
 
     def _options(self, value: str, others: Sequence[str], letter: str) -> dict[str, str] | None:
-        """The value at its letter, and three values that differ from it and from each other."""
+        """Return the value at its letter and three values that differ from it and each other."""
         chosen: list[str] = []
         for index in map(int, self._random.permutation(len(others))):
             if not any(means_the_same(others[index], other) for other in chosen):
@@ -398,7 +409,7 @@ class RowMaker:
         return None
 
     def _pair(self, facts: Sequence[Fact]) -> list[Fact] | None:
-        """Two facts with small whole numbers, the larger first."""
+        """Return two facts with small whole numbers, the larger first; None if impossible."""
         small = [fact for fact in facts if 0 < _integer(fact) < LARGEST_DIFFERENCE_TERM]
         if len(small) < 2:
             return None
@@ -407,7 +418,7 @@ class RowMaker:
         return pair if _integer(pair[0]) > _integer(pair[1]) else None
 
     def _compared(self, item: Question) -> tuple[str, str]:
-        """(answer to compare with the reference, verdict)."""
+        """Sample (answer to compare with the reference, verdict)."""
         answer = item.answer.strip()
         kind = self._random.choice(list(VERDICT_SHARES), p=list(VERDICT_SHARES.values()))
         if kind == "same":
@@ -426,10 +437,10 @@ def make_rows(
     settings: RowSettings | None = None,
     count_tokens: CountTokens = count_words,
 ) -> tuple[list[dict[str, str]], RowsReport]:
-    """Makes `rows` rows, {"prompt", "completion", "role", "task"} each, in shuffled order.
+    """Make `rows` records {"prompt", "completion", "role", "task"}, in shuffled order.
 
     Raises:
-        ValueError: rows below 1, or no cluster with facts enough for one of the tasks.
+        ValueError: if rows is below 1, or no cluster has enough facts for one of the tasks.
     """
     if rows < 1:
         raise ValueError(f"rows={rows}: must be at least 1")
@@ -466,10 +477,10 @@ def make_rows(
 def make_questions(
     clusters: Sequence[Cluster], prompts: Prompts, count: int, seed: int, tasks: Sequence[str]
 ) -> list[dict[str, object]]:
-    """At most `count` questions with answers, {"task", "documents", "question", "answer"} each.
+    """Make at most `count` records {"task", "documents", "question", "answer"} with known answers.
 
-    Tasks take turns, clusters come in shuffled order; a cluster whose facts do not allow a question
-    is passed over.
+    Tasks alternate and clusters come in shuffled order. A cluster whose facts do not allow a
+    question is skipped.
     """
     random = np.random.default_rng(seed)
     maker = RowMaker(prompts, RowSettings(tuple(tasks)), random)
@@ -487,7 +498,7 @@ def make_questions(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: folder of texts in, folder of rows, tokenizer and questions out."""
+    """Command-line entry: read a folder of texts, write rows, tokenizer and questions."""
     flags = _flags().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     out = Path(flags.out)
@@ -495,7 +506,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if flags.tokenizer:
         words = tokenizer.load(flags.tokenizer)
     else:
-        # Sizes are in words here: they only have to be near what they will be.
+        # No tokenizer yet: sizes in words are close enough for the texts that it is trained on.
         training, _ = _clusters(flags, count_words)
         rows, _ = _rows(flags, training, count_words)
         texts = (row["prompt"] + row["completion"] for row in rows)
@@ -572,4 +583,5 @@ def _flags() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    with entry.user_errors():
+        main()

@@ -1,5 +1,4 @@
-"""Makes a static set of questions from clusters with a teacher: what the RLVR baseline of SPELL is
-trained on (paper Appendix E.5).
+"""Build a static question set from clusters with a teacher model, for SPELL's RLVR baseline.
 
     python -m spell_jax.warm_start.rlvr_questions --source=DIR --out=OUT \
         --attempts=4000 --tokenizer=FOLDER
@@ -7,24 +6,23 @@ trained on (paper Appendix E.5).
         (--judge_url=URL --judge_model=NAME | --judge_policy=DIR | --agreement=rule)
 
 1. An attempt has a task and a cluster, dealt as in training (data/stream.py), --documents of the
-   cluster's documents, and for a choice the letter that shall be right. --source names clusters as
-   data.source of a config does; with --config they are that run's training clusters and tasks.
-2. The teacher as questioner reads these documents and writes a question with its answer, parsed as
-   in self-play; the options of a choice must differ. A question that was asked before about the
-   same cluster goes no further.
-3. The teacher as responder answers it from all documents of the cluster.
-4. Questioner and responder must agree: letters by the rule, the others by the judge's verdict that
-   the answer states the reference; with --agreement=rule by the rule of the reward alone.
-5. OUT/questions.jsonl has the questions that are left (data/questions.py, and "cluster", "shown"),
-   for algorithm "rlvr"; OUT/summary.json, also the line printed, counts all others by reason.
-6. Stopped and started again, it goes on: OUT/teacher.jsonl and OUT/judge.jsonl have every reply as
-   soon as it came, and none is asked for twice; more --attempts go on as well. What got no reply is
-   asked again. The files are those of a build that nothing stopped. OUT/config.json says what is
-   built; another build needs another OUT.
+   cluster's documents, and for a choice the letter of the correct option. --source names clusters
+   like data.source in a config; --config uses the training clusters and tasks of that run.
+2. The teacher, as questioner, reads these documents and writes a question with its answer. It is
+   parsed as in self-play; the options of a choice must differ. Repeats for a cluster are dropped.
+3. The teacher, as responder, answers the question from all documents of the cluster.
+4. Questioner and responder must agree. Letters are compared by the rule, other answers by the
+   judge's verdict that the answer states the reference. --agreement=rule uses only the reward rule.
+5. OUT/questions.jsonl gets the remaining questions (data/questions.py, plus "cluster" and "shown")
+   for algorithm "rlvr". OUT/summary.json, which is also printed, counts the others by reason.
+6. A stopped build resumes. OUT/teacher.jsonl and OUT/judge.jsonl record every reply on arrival, so
+   no reply is requested twice, and a failed request is repeated. The result equals that of an
+   uninterrupted build. --attempts may be raised. OUT/config.json describes the build; another build
+   needs another OUT.
 
-Keys of endpoints are in $SPELL_TEACHER_KEY and $SPELL_JUDGE_KEY. The paper's teacher is
-DeepSeek-R1-0528, its judge gpt-oss-120b; about 3,000 questions were left. Over clusters of pages
-with tables this is also the "Mixed QA" half of EAPO's data (its Appendix A).
+Keys of endpoints are read from $SPELL_TEACHER_KEY and $SPELL_JUDGE_KEY. Paper Appendix E.5: the
+paper's teacher is DeepSeek-R1-0528, its judge gpt-oss-120b, and about 3,000 questions remained. On
+clusters of pages with tables, this is also the "Mixed QA" half of EAPO's data (its Appendix A).
 """
 
 from __future__ import annotations
@@ -45,13 +43,15 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from spell_jax.algorithms.rollout import fold_keys
+from spell_jax.data import config as data_config
 from spell_jax.data.clusters import GROUPINGS, LETTERS, TASKS, Cluster
 from spell_jax.data.questions import Question, as_record
 from spell_jax.data.stream import TaskStream
 from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation.policy_sampler import Policy, Sizes, check_room
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.runtime import distributed, fault_injection
+from spell_jax.policy.model import find_folder
+from spell_jax.runtime import distributed, entry, fault_injection
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.jsonl import append_records, read_records, write_json
@@ -60,33 +60,36 @@ from spell_jax.selfplay import parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Endpoint, Judge, JudgeConfig
 from spell_jax.selfplay.prompts import Prompts
-from spell_jax.trainer import build as catalogue
 
-TEACHER_KEY = "SPELL_TEACHER_KEY"  # configs are written to disk, keys are not
+TEACHER_KEY = "SPELL_TEACHER_KEY"  # an environment variable: configs are written to disk
 QUESTIONS, SUMMARY, REPLIES = "questions.jsonl", "summary.json", "teacher.jsonl"
 AGREEMENTS = ("judge", "rule")
 KEPT = "kept"
 _UNDECIDED = {MALFORMED: "judge_malformed", UNANSWERED: "judge_unanswered"}
 log = logging.getLogger(
     "spell_jax.warm_start.rlvr_questions"
-)  # __name__ is __main__ when this is the entry
+)  # __name__ is "__main__" if run as a script
 
-# (prompts, (attempt, turn) of each) -> (place, reply) as they come; None: there will be none.
+# (prompts, their (attempt, turn) pairs) -> (prompt index, reply) in order of arrival. A reply of
+# None means that the request failed.
 Ask = Callable[[Sequence[str], Sequence[tuple[int, int]]], Iterable[tuple[int, str | None]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is built. Mistakes raise ValueError.
+    """Settings of a build.
 
     Attributes:
-      attempts: questions that the teacher is asked to write.
-      batch: of them that are under way together. A teacher's policy is compiled for each batch.
-      documents: m, that the questioner reads [paper: 5].
-      max_answer_tokens: longer references of general questions are skipped.
+      attempts: number of questions that the teacher is asked to write.
+      batch: number of attempts processed together; a policy teacher is compiled for each batch.
+      documents: m, number of documents that the questioner reads [paper: 5].
+      max_answer_tokens: maximum length of a general_qa reference; longer ones are skipped.
       prompt_set: "full", "compact" or a folder of templates.
-      agreement: who says that questioner and responder agree.
-      seed: of attempts and of a policy's draws.
+      agreement: "judge" or "rule": how agreement of questioner and responder is decided.
+      seed: seed of attempts and of a policy's sampling.
+
+    Raises:
+      ValueError: if a value is out of range.
     """
 
     attempts: int
@@ -104,16 +107,18 @@ class Settings:
 
 @dataclasses.dataclass
 class Attempt:
-    """One question that the teacher is asked to write, and what became of it.
+    """One question that the teacher is asked to write, and its outcome.
 
     Attributes:
-      number: from 0.
-      task, cluster: what it is asked about.
+      number: index of the attempt, from 0.
+      task: task of the question.
+      cluster: cluster that the question is about.
       shown: indices of the documents that the questioner reads.
-      letter: of the right option, for multiple choice.
-      question, reference: as parsed.
-      prediction: what the responder's answer states.
-      reason: KEPT, or why it goes no further; "" while it is under way.
+      letter: letter of the correct option for multiple choice, else None.
+      question: the parsed question.
+      reference: the parsed reference answer.
+      prediction: answer extracted from the responder's reply.
+      reason: KEPT, or why the attempt was dropped; "" while in progress.
     """
 
     number: int
@@ -131,14 +136,20 @@ class Attempt:
 
 
 class Teacher:
-    """Asks a model, and keeps every reply in a file as it comes.
+    """Client of a teacher model that records every reply in a file as it arrives.
 
-    All processes call it together; what process 0 has in its file and is told, all get.
+    All processes call it together. Process 0 keeps the record and broadcasts the replies.
     """
 
     def __init__(self, ask: Ask, name: str, path: pathlib.Path):
-        """Args: `name` tells models and how they are sampled apart; `path` is of the file, which
-        may have replies of others, too."""
+        """Open the record file.
+
+        Args:
+          ask: function that requests replies.
+          name: identifies the model and its sampling options; part of the key of each recorded
+              reply.
+          path: path of the record file, which may also hold replies of other teachers.
+        """
         self.asked = 0
         self.name = name
         self._ask = ask
@@ -148,11 +159,12 @@ class Teacher:
             self._known.update(read_records(path, _read_kept)[0])
 
     def __call__(self, turn: int, numbers: Sequence[int], prompts: Sequence[str]) -> list[Any]:
-        """The reply to each prompt, None where there is none.
+        """Return the reply to each prompt; None where there is none.
 
         Args:
-          turn: 0 of the questioner, 1 of the responder.
-          numbers: of the attempts.
+          turn: 0 for the questioner, 1 for the responder.
+          numbers: attempt number of each prompt.
+          prompts: the prompts.
         """
         is_first = jax.process_index() == 0
         keys = [self._key(turn, *both) for both in zip(numbers, prompts, strict=True)]
@@ -165,7 +177,7 @@ class Teacher:
         return distributed.broadcast(lambda: [self._known.get(key) for key in keys])
 
     def _keep(self, key: str, reply: str | None) -> None:
-        """A missing reply is not kept, so it is asked for again another time."""
+        """Record a reply. A missing one is not recorded, so a later run requests it again."""
         self.asked += 1
         if reply is not None:
             self._known[key] = reply
@@ -186,7 +198,7 @@ def _read_kept(line: Any) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyTeacher:
-    """A policy of our own as teacher; see Ask. Each attempt's draws have a key of their own."""
+    """One of our policies as teacher (an Ask). Each attempt and turn has its own random key."""
 
     policy: Policy
     options: Options
@@ -208,7 +220,7 @@ class PolicyTeacher:
 
 
 class Build:
-    """Plays attempts; `counts` says how many of each task ended how."""
+    """Runner of attempts. `counts` maps (task, outcome) to a number of attempts."""
 
     def __init__(
         self,
@@ -218,7 +230,11 @@ class Build:
         teacher: Teacher,
         judge: Judge | None,
     ):
-        """Raises ValueError: a judge is missing, or given for agreement by rule."""
+        """Create a build.
+
+        Raises:
+          ValueError: if agreement "judge" has no judge, or agreement "rule" has one.
+        """
         if (judge is None) != (settings.agreement == "rule"):
             raise ValueError(
                 f"agreement = {settings.agreement!r}: needs a judge where it is 'judge', and must "
@@ -233,7 +249,11 @@ class Build:
         self._asked: set[tuple[str, str, str]] = set()
 
     def deal(self, stream: TaskStream, first: int) -> list[Attempt]:
-        """The next batch; whole ones are dealt, so that more attempts change none before them."""
+        """Return the next batch of attempts.
+
+        The stream deals whole batches, so that a larger `attempts` does not change earlier
+        attempts.
+        """
         dealt = stream.next(self.settings.batch)[: self.settings.attempts - first]
         return [self._begin(first + i, *pair) for i, pair in enumerate(dealt)]
 
@@ -244,7 +264,7 @@ class Build:
         return Attempt(number, task, cluster, tuple(sorted(order.tolist())), letter)
 
     def play(self, batch: Sequence[Attempt]) -> list[Attempt]:
-        """Writes, answers, compares; those that are kept."""
+        """Run write, answer and compare on a batch; return the attempts that are kept."""
         self.write(batch)
         self.answer([a for a in batch if not a.reason])
         self.compare([a for a in batch if not a.reason])
@@ -252,7 +272,7 @@ class Build:
         return [a for a in batch if a.reason == KEPT]
 
     def write(self, batch: Sequence[Attempt]) -> None:
-        """The teacher as questioner."""
+        """Ask the teacher, as questioner, for a question per attempt."""
         texts = [
             self._prompts.questioner(
                 a.task, [a.cluster.documents[i] for i in a.shown], (), a.letter
@@ -264,7 +284,7 @@ class Build:
             attempt.reason = self._read_question(attempt, reply)
 
     def _read_question(self, attempt: Attempt, reply: str | None) -> str:
-        """Why it goes no further; "" where it does."""
+        """Parse a reply into the attempt; return the reason for dropping it, or ""."""
         if reply is None:
             return "no_reply_of_questioner"
         parsed = parsing.parse_question(
@@ -280,7 +300,7 @@ class Build:
         return ""
 
     def answer(self, batch: Sequence[Attempt]) -> None:
-        """The teacher as responder."""
+        """Ask the teacher, as responder, for an answer per attempt."""
         texts = [self._prompts.responder(a.task, a.cluster.documents, a.question) for a in batch]
         replies = self._teacher(1, [a.number for a in batch], texts)
         for attempt, reply in zip(batch, replies, strict=True):
@@ -291,7 +311,7 @@ class Build:
                 attempt.reason = "no_answer_stated"
 
     def compare(self, batch: Sequence[Attempt]) -> None:
-        """Whether questioner and responder agree; of several processes the first asks the judge."""
+        """Decide whether questioner and responder agree; only process 0 asks the judge."""
         judged = [a for a in batch if self._judge and a.task != "multiple_choice"]
         for attempt in batch:
             agree = rules.is_correct(attempt.prediction, attempt.reference, attempt.task)
@@ -305,7 +325,7 @@ class Build:
             attempt.reason = _UNDECIDED.get(verdict) or (KEPT if verdict else "disagreed")
 
     def summary(self) -> dict[str, Any]:
-        """How many attempts of each task ended how, most frequent first."""
+        """Return counts of attempts by task and outcome, most frequent reason first."""
         tasks = sorted({task for task, _ in self.counts})
         reasons: Counter[str] = Counter()
         for (_, reason), count in self.counts.items():
@@ -332,16 +352,17 @@ def run(
     judge: Judge | None,
     out: str | os.PathLike[str],
 ) -> dict[str, Any]:
-    """Builds the set in `out`, a local folder; the summary. Process 0 alone writes.
+    """Build the set in `out`, a local folder, and return the summary. Only process 0 writes.
 
     Raises:
-      FileNotFoundError, ValueError: see Build and prompts.load; `out` holds another set.
+      FileNotFoundError, ValueError: see Build and prompts.load.
+      ValueError: if `out` contains another set.
     """
     out = pathlib.Path(out)
     build = Build(settings, prompt_sets.load(settings.prompt_set), count_tokens, teacher, judge)
     made_from = dataclasses.asdict(settings) | {"teacher": teacher.name}
     made_from |= {"judge": judge.model if judge else None, "data": stream.state_dict()["data"]}
-    del made_from["attempts"]  # there may be more
+    del made_from["attempts"]  # a resumed build may raise it
     unfinished = out / f"{QUESTIONS}.part"
 
     def begin() -> None:
@@ -350,6 +371,7 @@ def run(
         unfinished.write_bytes(b"")
 
     distributed.broadcast(begin)
+    entry.setup_done()
     for first in range(0, settings.attempts, settings.batch):
         kept = build.play(build.deal(stream, first))
         if jax.process_index() == 0:
@@ -377,10 +399,10 @@ def _line(attempt: Attempt) -> dict[str, Any]:
 
 
 def make_teacher(given: Any, out: pathlib.Path, sizes: Sizes) -> Teacher:
-    """The teacher that the command line asks for.
+    """Create the teacher selected on the command line.
 
     Raises:
-      UsageError: no teacher, half of an endpoint, or both kinds.
+      UsageError: if there is no teacher, half of an endpoint, or both an endpoint and a policy.
       FileNotFoundError, ValueError: see JudgeConfig, Options and weights.identify.
     """
     url, model, folder = given.teacher_url, given.teacher_model, given.teacher_policy
@@ -408,7 +430,7 @@ def _endpoint(given: Any, model: str, drawn: dict[str, Any]) -> Ask:
             given.teacher_url,
             model,
             os.environ.get(TEACHER_KEY),
-            timeout_s=1800.0,  # a long document, and thoughts of tens of thousands of tokens
+            timeout_s=1800.0,  # long documents, and thoughts of tens of thousands of tokens
             attempts=8,
             workers=given.teacher_workers,
             requests_per_s=given.teacher_rate,
@@ -421,11 +443,11 @@ def _endpoint(given: Any, model: str, drawn: dict[str, Any]) -> Ask:
 
 
 def open_clusters(given: Any) -> tuple[TaskStream, Callable[[str], int]]:
-    """The stream of clusters and what counts their tokens.
+    """Open the stream of clusters, and the token counter of the policy's tokenizer.
 
     Raises:
-      UsageError: no source, or nobody who counts.
-      FileNotFoundError, ValueError: see catalogue.open_clusters and TaskStream.
+      UsageError: if there is no source, or no tokenizer.
+      FileNotFoundError, ValueError: see data.config.open_clusters and TaskStream.
     """
     if bool(given.source) == bool(given.config):
         raise app.UsageError("--source or --config: one of them must say where the clusters are")
@@ -435,18 +457,18 @@ def open_clusters(given: Any) -> tuple[TaskStream, Callable[[str], int]]:
     config: Any = given.config or _plain_config(given)
     folder = given.tokenizer or given.teacher_policy
     if not folder and given.config:
-        folder = catalogue.find_policy(config)
+        folder = find_folder(config.policy)
     if not folder:
         raise app.UsageError("--tokenizer: must be a folder with the policy's, to count tokens")
     words = tokenizers.load(folder)
-    source, _ = catalogue.open_clusters(config, words.count)
+    source, _ = data_config.open_clusters(config.data, given.seed, words.count)
     data = config.data
     stream = TaskStream(source, tuple(data.tasks), tuple(data.task_weights), given.seed)
     return stream, words.count
 
 
 def _plain_config(given: Any) -> ConfigDict:
-    """The part of a config that says where clusters are."""
+    """Build the part of a run's config that describes the clusters."""
     tiny = {"clusters": given.tiny_clusters, "documents": (8, 12)}
     data = {
         "source": given.source,
@@ -513,5 +535,5 @@ def define_flags() -> None:
 
 
 if __name__ == "__main__":
-    define_flags()  # here, so that one process may import several entries
-    app.run(main)
+    define_flags()  # not at import time, so that one process can import several entry points
+    entry.run_main(main)

@@ -1,10 +1,10 @@
-"""Demonstrations of document reconstruction on tiny stories: its warm start.
+"""Warm-start demonstrations of document reconstruction on tiny stories.
 
-A row works the order out or guesses it. Who works it out names for each gap who holds the letter
-then, and the option that says so. Who guesses thinks nothing, and boxes the letters in any order.
-Their proportions are what reinforcement can still teach: of few options most rows work it out, of
-many most guess, so that what the tuned policy does most often is to guess, and what it does now and
-then is rewarded.
+A row either solves the puzzle or guesses. A solving row names, for each gap, the person who holds
+the letter at that point and the option that says so. A guessing row has an empty thought and boxes
+the letters in random order. The proportions leave room for reinforcement learning: with few options
+most rows solve the puzzle, with many most guess. The tuned policy thus mostly guesses, but
+sometimes solves the puzzle, which is rewarded.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TASK = "reconstruction"
 
 @dataclasses.dataclass(frozen=True)
 class StoryMixture:
-    """What the demonstrations hold; every share is a probability.
+    """Composition of the demonstrations; every share is a probability.
 
     Attributes:
-      lines: a story has one of these numbers of lines.
-      options: values of K...
-      shares: ...the share of rows with each...
-      guessed: ...and the share of these that guess.
+      lines: possible numbers of lines of a story.
+      options: possible values of K, the number of options.
+      shares: share of rows for each value of K.
+      guessed: share of guessing rows for each value of K.
     """
 
     lines: tuple[int, ...] = (5, 6, 7)
@@ -40,7 +40,7 @@ class StoryMixture:
 
 
 def rows(prompts: Prompts, mixture: StoryMixture, seed: int, start: int = 0) -> Iterator[Row]:
-    """An endless stream of demonstrations; row i depends on (seed, i) alone."""
+    """Yield an endless stream of demonstrations; row i depends on (seed, i) alone."""
     index = start
     while True:
         yield _row(prompts, mixture, np.random.default_rng([seed, index, 6]))
@@ -62,9 +62,10 @@ def _row(prompts: Prompts, mixture: StoryMixture, rng: np.random.Generator) -> R
 
 
 def _thought(puzzle: puzzles.Puzzle) -> str:
-    """For each gap its number, who has the letter, and the option that says so.
+    """Return, for each gap, its number, the person who has the letter, and the option's letter.
 
-    In tokens: what stands in the gap's name, what stands before the gap, what opens an option.
+    In tokens: the number in the gap's name, the name that stands before the gap, and the label that
+    opens an option.
     """
     holders = [puzzle.options[letter].split()[0] for letter in puzzle.truth]
     return "".join(

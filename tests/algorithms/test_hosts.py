@@ -7,7 +7,11 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from tests.algorithms import hosts
+
+pytestmark = pytest.mark.slow
 
 
 def test_two_hosts_are_told_what_one_is() -> None:

@@ -55,7 +55,7 @@ def of_rlvr() -> set[str]:
     spell = scripted.make_algorithm(
         rows, verifier_share=1.0, rule="judge", judge=lambda items: [1] * len(items)
     )
-    algorithm, script = Rlvr(RlvrConfig(len(rows)), spell), scripted.Script(rows)
+    algorithm, script = Rlvr(RlvrConfig(static_questions=len(rows)), spell), scripted.Script(rows)
     evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
     held_out = evaluation.quick(ScriptedModels(structured.write))[1]
     return in_run(algorithm.metrics(algorithm.play(ScriptedModels(script), 1)).means(), held_out)

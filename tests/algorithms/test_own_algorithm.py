@@ -3,6 +3,7 @@ models."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -18,10 +19,10 @@ import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
-from configs import base
 from spell_jax import train
 from spell_jax.algorithms import registry as registry
-from spell_jax.algorithms.base import AlgorithmContext, Reply
+from spell_jax.algorithms.base import AlgorithmConfig, AlgorithmContext, Reply
+from spell_jax.config import default_config, extra_model
 from spell_jax.data.clusters import Cluster
 from spell_jax.learner.packing import Group
 from spell_jax.policy import weights
@@ -31,6 +32,7 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.trainer import state as runs
+from spell_jax.trainer.build import make_run
 from tests import noise
 from tests.paths import ROOT
 
@@ -49,9 +51,7 @@ def _small_and_quick() -> Iterator[None]:
         noise.use_one_device(monkeypatch)
         noise.draw_nothing(monkeypatch)
         noise.share_programs(monkeypatch)
-        algorithms = registry.ALGORITHMS | {
-            "pair": registry.AlgorithmSpec(lambda fields: fields, Pair)
-        }
+        algorithms = registry.ALGORITHMS | {"pair": registry.AlgorithmSpec(PairConfig, Pair)}
         monkeypatch.setattr(registry, "ALGORITHMS", algorithms)
         yield
 
@@ -91,10 +91,9 @@ def test_the_example_is_short():
 
 
 def test_the_examples_config_has_its_fields(counting):
-    names: dict[str, Any] = {"base": base, "ConfigDict": ConfigDict}
+    names: dict[str, Any] = {"default_config": default_config}
     exec(docs_blocks()[2], names)
-    fields = registry.ALGORITHMS["counting"].read(registry.own_fields(names["config"].algorithm))
-    assert fields == counting.CountingConfig()
+    assert registry.read_algorithm(names["config"].algorithm) == counting.CountingConfig()
 
 
 def test_the_example_plays(counting, policy, tmp_path, monkeypatch):
@@ -121,6 +120,12 @@ def test_the_examples_reward(counting, text, truth, wanted):
 
 
 # --------------------------------------------------------------------------- Two models that learn
+
+
+@dataclasses.dataclass(frozen=True)
+class PairConfig(AlgorithmConfig):
+    name: str = "pair"
+    group_size: int = 4
 
 
 class Pair:
@@ -183,9 +188,8 @@ def pair_config(policy: pathlib.Path, other: pathlib.Path) -> Any:
     algorithm = {"name": "pair", "group_size": 4}
     config = algorithm_config(policy, algorithm, checkpoint_every=1, keep_checkpoints=STEPS)
     with config.unlocked():
-        config.other = base.get_config().policy
+        config.other = extra_model()
         config.other.folder, config.other.compute_dtype = str(other), "float32"
-        config.other.optimizer = base.get_config().optimizer
         config.other.optimizer.learning_rate = 1e-2
     return config
 
@@ -223,7 +227,7 @@ def test_a_second_model_is_resumed_to_the_bit(pair, whole, step, tmp_path):
     halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), step)
     train.train(pair, halved)
     assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
-    run = runs.make_run(pair)
+    run = make_run(pair)
     ends = []
     for workdir in (whole, halved):
         with Checkpoints(workdir) as checkpoints:
@@ -233,11 +237,12 @@ def test_a_second_model_is_resumed_to_the_bit(pair, whole, step, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
+@pytest.mark.slow
 def test_one_model_at_a_time_is_made_ready(pair):
     """Weights in the compute dtype exist only while who asked for them keeps them."""
     with pair.unlocked():
         pair.other.compute_dtype = "bfloat16"
-    run = runs.make_run(pair)
+    run = make_run(pair)
     models = runs.first_models(run)
     played = runs.RolloutParams(run, models)
     models.clear()  # what is trained meanwhile is not what plays
@@ -255,9 +260,10 @@ def test_a_model_of_its_own_needs_a_folder(pair):
     with pair.unlocked():
         pair.other.folder = ""
     with pytest.raises(ValueError, match=r"other\.folder = '': must be a Hugging Face folder"):
-        runs.make_run(pair)
+        make_run(pair)
 
 
+@pytest.mark.slow
 def test_models_that_wait_on_the_host_learn_the_same(pair, whole, tmp_path):
     waiting = epath.Path(tmp_path / "waiting")
     for optimizer in (pair.optimizer, pair.other.optimizer):

@@ -32,7 +32,10 @@ ACCEPTED = ["Q00", "Q01", "Q02", "Q10", "Q11", "Q12", "Q13", "Q14", "Q15", "Q16"
 
 
 def new_algorithm(rows=ROWS, static: int = len(ROWS), **options) -> Rlvr:
-    return Rlvr(RlvrConfig(static), make_algorithm(rows, **({"verifier_share": 1.0} | options)))
+    return Rlvr(
+        RlvrConfig(static_questions=static),
+        make_algorithm(rows, **({"verifier_share": 1.0} | options)),
+    )
 
 
 def new_ask(rows=ROWS, **options) -> ScriptedModels:

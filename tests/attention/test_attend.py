@@ -100,11 +100,13 @@ def test_every_kernel_equals_the_reference(name: str) -> None:
     _assert_close(_both(_kernel(name), *_inputs()), _both(_reference, *_inputs()), BOUNDS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [16, 64, 171, 512])
 def test_chunked_by_any_block(block: int) -> None:
     _assert_close(_both(_kernel("chunked", block), *_inputs()), _both(_reference, *_inputs()))
 
 
+@pytest.mark.slow
 def test_chunked_with_any_last_query() -> None:
     """Not only packed groups: whatever the array says."""
     rng = np.random.default_rng(1)
@@ -129,6 +131,7 @@ def test_live_blocks_by_hand() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_dead_blocks_are_not_touched() -> None:
     """The first answer's block is dead for the second one's queries."""
     last_query = jnp.array([[11] * 4 + [7] * 4 + [11] * 4])
@@ -142,6 +145,7 @@ def test_dead_blocks_are_not_touched() -> None:
     assert np.isnan(found[:, 4:8]).all()
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_length_not_its_square() -> None:
     def bytes_of(kernel, time: int) -> int:
         q = jax.ShapeDtypeStruct((1, time, HEADS, SIZE), jnp.float32)
@@ -157,6 +161,7 @@ def test_memory_grows_with_the_length_not_its_square() -> None:
     assert long < bytes_of(_kernel("dense"), 4096) / 20
 
 
+@pytest.mark.slow
 def test_chunked_in_bfloat16() -> None:
     low = [x.astype(jnp.bfloat16) for x in _inputs()]
     found = _both(_kernel("chunked", 64), *low)
@@ -195,6 +200,7 @@ def _dealt(x, order):
     return jnp.stack([row[o] for row, o in zip(x, order, strict=True)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(attend.KERNELS))
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("shape", [{"context": DEVICES, "fsdp": 2}, {"context": 4, "tensor": 2}])
@@ -251,6 +257,7 @@ def test_collectives_of_a_ring() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made_of", [context.ring, context.gathered])
 def test_kernels_of_a_context_mesh_keep_the_contract(made_of) -> None:
     """Of blind queries too, which are some of a device's keys' only: zeros and 1e30."""
@@ -286,6 +293,7 @@ def test_gradients_of_keys_are_summed_in_float32_where_they_arrive() -> None:
     assert [x.dtype for x in sums if x.shape == arrived[0].shape] == [jnp.float32] * 2
 
 
+@pytest.mark.slow
 def test_a_device_of_a_ring_never_holds_the_row() -> None:
     """Twice the devices, each with as many tokens of a row that is twice as long."""
 
@@ -321,6 +329,7 @@ def test_auto_takes_the_kernel_by_length_and_platform() -> None:
     assert "gpu.triton" in text and f"x{long}x{long}xf32" not in text
 
 
+@pytest.mark.slow
 def test_training_rows_are_attended_by_the_named_kernel() -> None:
     q, k, v, *_ = _inputs()
     packed, nothing = attend.packed("chunked")(q, k, v, None, {"last_query": LAST_READER})

@@ -42,6 +42,7 @@ def _query_by_query(q, k, v, last_query) -> tuple[np.ndarray, np.ndarray]:
     return out, reads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_a_loop_over_queries(seed: int) -> None:
     inputs = _inputs(seed)
@@ -52,6 +53,7 @@ def test_equals_a_loop_over_queries(seed: int) -> None:
     assert np.isfinite(found).all()
 
 
+@pytest.mark.slow
 def test_padding_gives_finite_gradients_and_none_to_what_is_not_seen() -> None:
     q, k, v, last_query = _inputs(0)
     _, reads = _query_by_query(q, k, v, last_query)

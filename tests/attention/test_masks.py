@@ -3,8 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from spell_jax.attention import masks
+
+pytestmark = pytest.mark.slow
 
 
 def _visible(last_query: jax.Array) -> jax.Array:

@@ -112,6 +112,7 @@ def test_every_count_of_visible_keys(keys_at_once: int) -> None:
     _close(found, _dense(q, pages, 2, table, visible))
 
 
+@pytest.mark.slow
 def test_who_sees_nothing_gets_zeros() -> None:
     q, pages, table, visible = _case(5, 3, seed=3)
     visible[1] = [0, 9, 0]  # alone or beside queries that do see
@@ -222,6 +223,7 @@ def test_a_part_is_attention_to_its_keys() -> None:
     _close(found, _dense(q, second, 0, table, seen))
 
 
+@pytest.mark.slow
 def test_merging_prompt_and_suffix_is_attention_to_both() -> None:
     q, pages, table, visible = _case(7, 2, seed=12)
     own = np.full((7, 2), 3, np.int32)
@@ -250,6 +252,7 @@ def test_merging_prompt_and_suffix_is_attention_to_both() -> None:
             _close([x[row : row + 1, t : t + 1] for x in found], one)
 
 
+@pytest.mark.slow
 def test_merging_with_a_part_that_sees_nothing_changes_nothing() -> None:
     rng = np.random.default_rng(13)
     out = rng.normal(size=(3, 2, 4)).astype(np.float32)
@@ -345,6 +348,7 @@ def test_a_prompt_written_page_by_page_is_read_in_its_order() -> None:
     _close(found, _dense(q, row, 0, np.array([[0]]), visible))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [6, 9, 24])
 def test_neighbors_with_one_table_are_read_as_one(queries: int) -> None:
     """Pages of some prompts in their order, as in prefill, and rows that read nothing."""
@@ -381,6 +385,7 @@ def test_numbers_of_eight_bits_are_right_to_half_a_scale() -> None:
     assert np.all(error <= 0.5001 * np.asarray(scale)[..., None])
 
 
+@pytest.mark.slow
 def test_a_pool_of_eight_bits_is_read_as_what_it_stands_for() -> None:
     q, pages, table, visible = _case(7, 3)
     small, meant = _int8(pages)
@@ -388,6 +393,7 @@ def test_a_pool_of_eight_bits_is_read_as_what_it_stands_for() -> None:
     _close(found, _dense(q, meant, 1, table, visible))
 
 
+@pytest.mark.slow
 def test_writing_in_eight_bits() -> None:
     rng = np.random.default_rng(3)
     pages = paged.empty(LAYERS, PAGES, KV_HEADS, BLOCK, SIZE, jnp.int8)

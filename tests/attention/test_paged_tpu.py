@@ -62,6 +62,7 @@ def _case(rows: int, time: int, heads: int, kv_heads: int, seed: int = 0, dtype=
 # -------------------------------------------------------------------------------------- Attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows, time, heads, kv_heads", [(1, 1, 2, 2), USUAL, (3, 8, 7, 1), (2, 24, 14, 2)]
 )
@@ -72,12 +73,14 @@ def test_equals_attention_in_steps(rows, time, heads, kv_heads) -> None:
         _close(_attend(q, pages, layer, table, visible), wanted)
 
 
+@pytest.mark.slow
 def test_the_sizes_that_ship() -> None:
     q, pages, table, visible = _case(2, 24, 14, 2, seed=1)
     wanted = _wanted(q, pages, 1, table, visible)
     _close(_attend(q, pages, 1, table, visible, small=False), wanted)
 
 
+@pytest.mark.slow
 def test_every_count_of_visible_keys() -> None:
     """0 to all of them, one row each, in any order: an odd number, so that one core has all."""
     q, pages, table, _ = _case(LONGEST + 1, 1, 4, 2, seed=2)
@@ -86,6 +89,7 @@ def test_every_count_of_visible_keys() -> None:
     _close(found, _wanted(q, pages, 1, table, visible))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeing", [[], [0], [5], [2, 3, 7], [0, 1, 6], range(8)])
 def test_copies_arrive_no_sooner_than_waited_for(seeing: list[int]) -> None:
     """Between rows that see nothing, whatever the buffer in which the last row before them ended;
@@ -126,6 +130,7 @@ def test_scores_of_any_size_are_finite() -> None:
         assert np.abs(np.asarray(wanted[1])[visible > 0]).max() > 200
 
 
+@pytest.mark.slow
 def test_pages_and_queries_in_bfloat16() -> None:
     q, pages, table, visible = _case(*USUAL, seed=7)
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (q, pages))
@@ -148,6 +153,7 @@ def _in_int8(pages: Pages) -> tuple[Pages, Pages]:
     return Pages(keys, values, key_scales, value_scales), whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 5e-2)])
 def test_int8_is_attention_to_what_it_stands_for(dtype, atol: float) -> None:
     q, pages, table, visible = _case(*USUAL, seed=8)
@@ -160,6 +166,7 @@ def test_int8_is_attention_to_what_it_stands_for(dtype, atol: float) -> None:
 # ------------------------------------------------------------------------------------------ Parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("int8", [False, True])
 def test_parts_of_all_pages_together_are_the_whole(int8: bool) -> None:
     q, pages, table, visible = _case(*USUAL, seed=10)
@@ -176,6 +183,7 @@ def test_parts_of_all_pages_together_are_the_whole(int8: bool) -> None:
     assert np.any(blind[1] & ~blind[0]), "the case should have parts that see nothing"
 
 
+@pytest.mark.slow
 def test_in_loops_of_a_mesh_of_two() -> None:
     """As the sampler calls it: in shard_map, in a scan over layers, with a part that is traced."""
     q, pages, table, visible = _case(2, 2, 4, 2, seed=11)

@@ -54,6 +54,7 @@ def _close(found, wanted, atol: float = 2e-5) -> None:
 # -------------------------------------------------------------------------------------- Attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "time", "heads", "kv_heads", "tile"),
     [
@@ -69,6 +70,7 @@ def test_equals_attention_in_xla(rows, time, heads, kv_heads, tile) -> None:
     _close(_found(*case, tile=tile), _wanted(*case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [HALF_PAGES, TWO_PAGES])
 def test_every_count_of_visible_keys(tile) -> None:
     """At the edges of pages and blocks no key is lost, none is too much."""
@@ -89,6 +91,7 @@ def test_who_sees_nothing_gets_zeros() -> None:
         assert np.all(np.abs(np.asarray(lse)[~some]) < 100)
 
 
+@pytest.mark.slow
 def test_tokens_of_a_prompt_see_one_more_each() -> None:
     """Many units a row, each of which reads its row's table."""
     q, pages, layer, table, _ = _case(3, 40, 2, 1, seed=3)
@@ -123,12 +126,14 @@ def test_scores_of_any_size_are_finite() -> None:
         assert np.abs(np.asarray(wanted[1]))[np.asarray(wanted[1]) > paged.UNSEEN].max() > 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [HALF_PAGES, TWO_PAGES])
 def test_head_sizes_that_are_no_power_of_two(tile) -> None:
     case = _case(2, 2, 4, 2, size=24, seed=6)
     _close(_found(*case, tile=tile), _wanted(*case))
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close() -> None:
     q, pages, *others = _case(seed=7)
     low = Pages(*(x.astype(jnp.bfloat16) for x in (pages.keys, pages.values)))
@@ -140,6 +145,7 @@ def test_bfloat16_is_close() -> None:
     _close(_found(rounded.astype(jnp.float32), low, *others, tile=TWO_PAGES), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tile", "dtype", "atol"),
     [
@@ -195,6 +201,7 @@ def test_jobs_are_all_blocks_once_in_nearly_equal_pieces() -> None:
     assert not np.any(_check_jobs(np.zeros(6, np.int32), 40, 400))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 500])
 def test_how_the_work_is_cut_changes_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One job a unit, or one a block: 16 of some units, more than are merged at once."""
@@ -205,6 +212,7 @@ def test_how_the_work_is_cut_changes_nothing(count: int, monkeypatch: pytest.Mon
     _close(attend(*case), _wanted(*case))
 
 
+@pytest.mark.slow
 def test_parts_of_all_pages_together_are_the_whole() -> None:
     q, pages, layer, table, visible = _case(seed=11)
     split = [jnp.split(x, 2, axis=3) for x in (pages.keys, pages.values)]
@@ -217,6 +225,7 @@ def test_parts_of_all_pages_together_are_the_whole() -> None:
     assert np.any(blind[1] & ~blind[0]), "the case should have parts that see nothing"
 
 
+@pytest.mark.slow
 def test_layers_in_loops_on_shards() -> None:
     """A scan over layers in a while loop in shard_map, where the part and the layer are traced."""
     q, pages, _, table, visible = _case(seed=12)
@@ -284,6 +293,7 @@ def test_lowers_for_gpu_without_one(shape) -> None:
         assert f'name = "{kernel}"' in text
 
 
+@pytest.mark.slow
 def test_lowers_where_the_platform_decides() -> None:
     """On a CPU the branch for GPUs is not even lowered."""
 

@@ -43,6 +43,7 @@ def _check(tensors, indices, blocks=BLOCKS) -> None:
     packed_rows.check(forward, backward, tensors, indices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "seed"), [(64, 0), (64, 3), (128, 11)])
 def test_packed_rows_equal_dense(size: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -51,6 +52,7 @@ def test_packed_rows_equal_dense(size: int, seed: int) -> None:
     _check(_tensors(rng, TIME, TIME, size), (index, index, last_query))
 
 
+@pytest.mark.slow
 def test_a_part_of_the_row_with_queries_in_any_order() -> None:
     rng = np.random.default_rng(3)
     last_query, first = packed_rows.packed_row(rng, 600, UNIT)[150:450], 150
@@ -62,6 +64,7 @@ def test_a_part_of_the_row_with_queries_in_any_order() -> None:
     _check(tensors, (q_index, k_index, last_query))
 
 
+@pytest.mark.slow
 def test_keys_in_any_order() -> None:
     rng = np.random.default_rng(4)
     order = rng.permutation(TIME).astype(np.int32)
@@ -83,6 +86,7 @@ def test_nothing_to_see_at_all() -> None:
         assert not np.any(gradient)
 
 
+@pytest.mark.slow
 def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
     rng = np.random.default_rng(6)
     q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
@@ -104,6 +108,7 @@ def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
         packed_rows.close(jnp.concatenate([found[0][n], found[1][n]]), wanted[n])
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close() -> None:
     rng = np.random.default_rng(7)
     tensors = _tensors(rng, TIME, TIME, 64)
@@ -119,6 +124,7 @@ def test_bfloat16_is_close() -> None:
         packed_rows.close(x, y, 2e-2)
 
 
+@pytest.mark.slow
 def test_what_lies_in_dead_blocks_is_never_read() -> None:
     rng = np.random.default_rng(8)
     q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
@@ -146,6 +152,7 @@ def test_what_lies_in_dead_blocks_is_never_read() -> None:
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_keys", [False, True])
 def test_the_list_holds_the_live_pairs_in_runs(by_keys: bool) -> None:
     rng = np.random.default_rng(9)
@@ -174,6 +181,7 @@ def test_the_list_holds_the_live_pairs_in_runs(by_keys: bool) -> None:
         assert word & 3 or word & 12 == 12
 
 
+@pytest.mark.slow
 def test_rows_of_different_masks_under_lax_map() -> None:
     rng = np.random.default_rng(10)
     q, k, v, _ = _tensors(rng, 256, 256, 64)

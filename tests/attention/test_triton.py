@@ -56,6 +56,7 @@ def _check(tensors, indices, tiles: Tiles | None = None) -> None:
     packed_rows.check(forward, backward, tensors, indices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "kv_heads", "heads", "seed"),
     [(64, 2, 2, 0), (64, 2, 2, 1), (64, 1, 7, 2), (128, 2, 1, 3)],
@@ -68,6 +69,7 @@ def test_packed_rows_equal_dense(size: int, kv_heads: int, heads: int, seed: int
     _check(_tensors(kv_heads=kv_heads, heads=heads, size=size, seed=seed), indices)
 
 
+@pytest.mark.slow
 def test_queries_and_keys_dealt_out_in_any_order() -> None:
     rng = np.random.default_rng(4)
     last_query = packed_rows.packed_row(rng, TIME, UNIT)
@@ -79,6 +81,7 @@ def test_queries_and_keys_dealt_out_in_any_order() -> None:
     _check(_tensors(170, 230, seed=4), indices, UNEQUAL)
 
 
+@pytest.mark.slow
 def test_nothing_to_see_at_all() -> None:
     q, k, v, d_out = _tensors()
     index, _, _ = _row()
@@ -89,6 +92,7 @@ def test_nothing_to_see_at_all() -> None:
         assert not np.any(gradient)
 
 
+@pytest.mark.slow
 def test_two_parts_of_the_keys_merge_to_the_whole() -> None:
     q, k, v, d_out = _tensors(seed=6)
     q_index, k_index, last_query = _row(6)
@@ -110,6 +114,7 @@ def test_two_parts_of_the_keys_merge_to_the_whole() -> None:
             packed_rows.close(share[n], wanted[n][half])
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close() -> None:
     tensors, indices = _tensors(seed=7), _row(7)
     out, lse = _forward(*tensors[:3], *indices)
@@ -123,6 +128,7 @@ def test_bfloat16_is_close() -> None:
         packed_rows.close(x, y, 2e-2)
 
 
+@pytest.mark.slow
 def test_dead_blocks_are_never_touched() -> None:
     q, k, v, d_out = _tensors(seed=8)
     index, _, _ = _row()
@@ -150,6 +156,7 @@ def test_dead_blocks_are_never_touched() -> None:
         assert np.isnan(found[:128]).all()
 
 
+@pytest.mark.slow
 def test_full_pairs_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries behind all keys, that see all of them, notice nothing of a mask gone wrong."""
     tensors, key = _tensors(64, 64, 1, 1, 16), np.arange(64, dtype=np.int32)
@@ -160,6 +167,7 @@ def test_full_pairs_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
         packed_rows.close(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_keys", [False, True])
 def test_lists_hold_the_live_pairs(by_keys: bool) -> None:
     index, last_query = (
@@ -185,6 +193,7 @@ def test_lists_hold_the_live_pairs(by_keys: bool) -> None:
     assert extra <= some.sum() * 0.3
 
 
+@pytest.mark.slow
 def test_rows_are_one_batch_with_a_padded_head_size() -> None:
     tensors = [jnp.stack([x, -x]) for x in _tensors(41, 41, 1, 2, 24)]
     index = np.stack([np.arange(41), np.arange(41)[::-1]]).astype(np.int32)

@@ -19,6 +19,7 @@ from spell_jax.runtime import mesh as meshes
 SMALL = ["--prompt=24", "--response=4", "--group=3", "--groups=2", "--layers=1", "--width=64"]
 
 
+@pytest.mark.slow
 def test_update_prints_a_line_with_both_layouts() -> None:
     command = [sys.executable, "-m", "benchmarks", "update", *SMALL, "--vocab=96", "--repeats=1"]
     done = subprocess.run(
@@ -36,6 +37,7 @@ def test_update_prints_a_line_with_both_layouts() -> None:
     assert line["model_flops_per_s"] > 0 and line["mfu"] is None
 
 
+@pytest.mark.slow
 def test_sampling_prints_a_line_with_all_kinds() -> None:
     flags = ["--prompt=40", "--response=6", "--group=3", "--layers=1", "--width=64", "--vocab=96"]
     flags += ["--page_size=16", "--prefill=32", "--repeats=1", "--transformers=1"]
@@ -62,6 +64,7 @@ def test_a_report_of_a_long_run_is_bounded_and_opens() -> None:
     assert line["open_s"] > 0 and line["write_s"] > 0 and line["problems"] == 0
 
 
+@pytest.mark.slow
 def test_evaluating_draws_the_same_together_and_alone() -> None:
     flags = ["--questions=2", "--prompt=24", "--response=4", "--group=3", "--slots=6", "--layers=1"]
     flags += ["--width=64", "--vocab=96", "--page_size=8", "--prefill=32"]
@@ -81,6 +84,7 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meshes, "make_mesh", alone)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_refill_draws_the_lengths_that_it_forces() -> None:
     flags = ["--requests=7", "--prompt=9", "--mean=12", "--cap=40", "--slots=6", "--decode=4"]
@@ -108,6 +112,7 @@ def test_refill_wants_slots_for_a_group() -> None:
 VERDICTS = ["--votes=2", "--template=20", "--question=15", "--answer=9", "--questions=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_verify_counts_what_is_read_once() -> None:
     flags = [*TINY, *VERDICTS, "--verdict=4", "--slots=4", "--repeats=1"]
@@ -121,6 +126,7 @@ def test_verify_counts_what_is_read_once() -> None:
     assert line["ratio"] == pytest.approx(line["apart_s"] / line["shared_s"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_quality_of_small_numbers() -> None:
     sizes = ["quality", "--items=2", "--documents=3"]
@@ -135,6 +141,7 @@ def test_quality_of_small_numbers() -> None:
     assert 0.5 < small["equal_tokens"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_a_step_of_spell_by_phase() -> None:
     flags = [*TINY, *VERDICTS, "--prompt=60", "--shown=30", "--about=2", "--response=6"]
@@ -178,6 +185,7 @@ SIDES = ["--group=2", "--groups=2", "--prompt=24", "--response=4", "--layers=1",
 SIDES += ["--vocab=96", "--page_size=16", "--prefill=32", "--steps=2"]
 
 
+@pytest.mark.slow
 def test_a_step_beside_trl() -> None:
     line = commands.run(commands.parse(["trl", *SIDES]))
     assert line["trl_s"] == pytest.approx(line["trl_generate_s"] + line["trl_update_s"])
@@ -191,6 +199,7 @@ def test_a_step_beside_trl() -> None:
     assert (line["devices"], line["device"]) == (1, "cpu")
 
 
+@pytest.mark.slow
 def test_our_side_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without TRL: its side is what ours said, with other times."""
     monkeypatch.setattr(trl.importlib.util, "find_spec", lambda name: name)
@@ -221,6 +230,7 @@ def test_what_trl_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         commands.run(commands.parse(["trl"]))
 
 
+@pytest.mark.slow
 def test_the_shape_of_a_config_json(tmp_path) -> None:
     policy = PolicyConfig(96, 32, 2, 2, 1, 16, 48, qkv_bias=True)
     (tmp_path / "config.json").write_text(json.dumps(policy.to_hf()))

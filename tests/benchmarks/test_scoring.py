@@ -31,6 +31,7 @@ def writer() -> scoring.Writer:
     return scoring.Writer(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", scoring.KINDS)
 def test_replies_are_right_or_wrong_as_they_shall_be(name: str, writer: scoring.Writer) -> None:
     kind = scoring.KINDS[name]

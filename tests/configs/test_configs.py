@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import itertools
 import pathlib
@@ -13,18 +12,22 @@ import pytest
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from configs import base, tiny
-from spell_jax import sft, train
+from configs import paper, tiny
+from spell_jax import config as configs
+from spell_jax import sft
 from spell_jax.algorithms.rlvr import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.config import default_config
 from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.packing import PackingConfig
 from spell_jax.learner.update import OptimizerConfig
 from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime.config import build
 from spell_jax.sampler.engine import SamplerConfig
 from spell_jax.selfplay import prompts
-from spell_jax.trainer import build as catalogue
+from spell_jax.trainer.build import make_algorithm, make_context, make_run
 from spell_jax.warm_start import demonstrations
 from tests import noise
 from tests.algorithms.scripted import ScriptedModels
@@ -45,7 +48,7 @@ def has_algorithm(name: str) -> bool:
 
 
 def test_there_are_configs():
-    assert {"base", "tiny", "tiny_warm_start"} <= set(NAMES)
+    assert {"paper", "tiny", "tiny_warm_start"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if has_algorithm(name)])
@@ -53,13 +56,13 @@ def test_a_runs_config_fits(name, tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
     _, config = load(name)
     noise.give_data(config, tmp_path)
-    catalogue.check(config)
+    configs.read(config)
     folder = config.policy.folder
     if folder == "tiny" or pathlib.Path(folder, "config.json").exists():
-        train.make_run(config)
+        make_run(config)
     else:  # everything but the policy was found to be right before
         with pytest.raises((ValueError, FileNotFoundError), match=r"policy\.folder = "):
-            train.make_run(config)
+            make_run(config)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not has_algorithm(name)])
@@ -77,7 +80,7 @@ def test_a_warm_starts_config_fits(name, monkeypatch):
 SFT_FIELDS = ("folder", "tokenizer", "compute_dtype")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "base"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_docstring_gives_the_command(name):
     module, config = load(name)
     entry = "train" if "algorithm" in config else "sft"
@@ -115,36 +118,36 @@ def test_flags_override_any_field_of_a_locked_config(read_flags):
         read_flags(tiny_file, "--config.steps=many")
 
 
-def test_base_has_the_papers_values_and_every_field():
-    config = base.get_config()
-    for section, cls, others in (
-        (
-            "algorithm",
-            SpellConfig,
-            {"name", "prompts", "judge_url", "judge_model", "static_questions"},
-        ),
-        ("optimizer", OptimizerConfig, set()),
-        ("loss", LossConfig, set()),
-    ):
-        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-        found = {k: v for k, v in config[section].items() if k not in others}
-        assert {k: defaults[k] for k in found} == found, section
-        assert set(defaults) - set(found) <= {"total_steps", "epsilon"}, section
-    sampling = build(SamplerConfig, config.sampler, "sampler")
-    assert (sampling.temperature, sampling.top_p) == (0.7, 0.95)
-    assert sampling.max_prompt == 18_000
-    assert (config.algorithm.questions, config.algorithm.group_size, config.algorithm.memory) == (
-        128,
-        8,
-        3,
-    )
-    assert config.algorithm.prompts == "full"
+def test_the_paper_config_is_the_dataclasses_defaults():
+    config = paper.get_config()
+    assert (config.sampler.temperature, config.sampler.top_p) == (0.7, 0.95)
+    assert config.sampler.max_prompt == 18_000
+    algorithm = config.algorithm
+    assert (algorithm.questions, algorithm.group_size, algorithm.memory) == (128, 8, 3)
+    assert build(SpellConfig, algorithm, "algorithm") == SpellConfig()
+    assert build(LossConfig, config.loss, "loss") == LossConfig()
+    assert build(SamplerConfig, config.sampler, "sampler") == SamplerConfig()
+    assert build(PackingConfig, config.packing, "packing") == PackingConfig()
+    assert build(OptimizerConfig, config.optimizer, "optimizer") == OptimizerConfig()
+
+
+@pytest.mark.parametrize("name", paper.MODELS)
+def test_a_model_of_the_paper_is_a_row(name, read_flags):
+    config = read_flags(f"--config=configs/paper.py:{name}")
+    assert config.policy.folder == f"models/{paper.MODELS[name].folder}"
+    assert config.sampler.max_tokens == (20_480 if "distill" in name or "think" in name else 4096)
+    assert config.mesh.expert == (8 if "a3b" in name else 1)
+
+
+def test_another_model_is_refused(read_flags):
+    with pytest.raises(ValueError, match=r"configs/paper\.py:gpt: must be one of qwen2\.5-7b,"):
+        read_flags("--config=configs/paper.py:gpt")
 
 
 def test_demonstrations_fit_the_demos_caps():
     """What the tiny policy was taught to write is not cut off when it plays."""
     config = tiny.get_config()
-    tokenizer = tokenizers.load(catalogue.TINY_POLICY)
+    tokenizer = tokenizers.load(TINY_POLICY)
     stream = demonstrations.rows(prompts.load("compact"), demonstrations.Mixture(), seed=5)
     for row in itertools.islice(stream, 600):
         cap = config.sampler.max_tokens
@@ -159,7 +162,7 @@ def test_demonstrations_fit_the_demos_caps():
 # ------------------------------------------------------------------------------------- ablations
 
 PAPER = {"algorithm.reference_source": "questioner"}
-STATIC = {"algorithm.name": "rlvr", "algorithm.static_questions": 12}
+STATIC = {"algorithm": default_config("rlvr").algorithm, "algorithm.static_questions": 12}
 ABLATIONS = {
     "the demo": {},
     "the paper's recipe": PAPER,
@@ -204,15 +207,16 @@ def test_an_ablation_plays_a_step(name, monkeypatch):
         "algorithm.generation_batch": 9,
         "data.tiny.clusters": 12,
     } | ABLATIONS[name]
-    config = noise.small_config(catalogue.TINY_POLICY, **overrides)
+    config = noise.small_config(TINY_POLICY, **overrides)
     config.algorithm.group_size = overrides.get("algorithm.group_size", 8)
     monkeypatch.setattr(
         "spell_jax.selfplay.judge.Judge.judge",
         lambda self, items: [int(prediction == reference) for _, prediction, reference in items],
     )
-    catalogue.check(config)
-    tokenizer = tokenizers.load(catalogue.TINY_POLICY)
-    algorithm, evaluation = catalogue.make(config, tokenizer, prompt_cap=384)
+    config.sampler.max_prompt = 384
+    read = configs.read(config)
+    context = make_context(read, tokenizers.load(TINY_POLICY))
+    algorithm, evaluation = make_algorithm(read, context)
     assert isinstance(algorithm, Rlvr if config.algorithm.name == "rlvr" else Spell) and evaluation
     assert algorithm.models == (
         ("reference_reader",) if config.algorithm.reference_source == "frozen_reader" else ()

@@ -19,8 +19,9 @@ from data_pipeline.stages import Stages
 from spell_jax.algorithms import registry as registry
 from spell_jax.data.built import Built, is_built, open_source
 from spell_jax.data.clusters import TASKS, Cluster, count_words, split_held_out
+from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.data.stream import TaskStream
-from spell_jax.trainer import build as catalogue
+from spell_jax.runtime.config import build
 from tests.data.hosts import OPEN, play
 from tests.runtime.test_distributed import run_two
 
@@ -202,13 +203,14 @@ def test_a_config_may_name_a_build(folder: Path) -> None:
     config.data.source, config.data.held_out = str(folder), 0.2
     config.data.max_document_tokens = 24
     config.data.validation = ""
-    catalogue.check_data(config.data, registry.ALGORITHMS["spell"])
-    source, apart = catalogue.open_clusters(config, count_words)
+    build(DataConfig, config.data, "data").check()
+    source, apart = open_clusters(config.data, 0, count_words)
     train, held_out = split_held_out(sorted(CLUSTERS), 0.2)
     assert list(source.tasks) == train and list(apart.tasks) == held_out and len(held_out) == 4
     assert source.read(train[:2] * 2) == [CLUSTERS[name] for name in train[:2] * 2]
 
 
+@pytest.mark.slow
 def test_two_hosts_read_a_half_each_and_play_the_same(folder: Path) -> None:
     first, second = run_two("tests.data.hosts", str(folder))
     assert first["batches"] == second["batches"]

@@ -147,6 +147,7 @@ def test_counting_is_linear(unit: str) -> None:
     assert counted <= 7 * len(text)
 
 
+@pytest.mark.slow
 def test_similarity_brings_like_documents_together(tmp_path: Path) -> None:
     topics = {"sea": "ship sail harbour anchor", "law": "court judge trial verdict"}
     for index in range(6):

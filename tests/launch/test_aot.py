@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from configs import base
+from configs import paper
 from launch import aot, topologies
 from spell_jax.policy import lora
 from spell_jax.policy.lora import LoraConfig
@@ -30,7 +30,7 @@ MESHES = ({"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context
 
 
 def small_config(**overrides: Any) -> Any:
-    config = base.get_config()
+    config = paper.get_config()
     config.policy.compute_dtype = "float32"
     config.algorithm.group_size = GROUP
     config.sampler.max_tokens = ANSWER
@@ -73,7 +73,7 @@ def test_every_phase_has_its_programs():
 KINDS = {
     "plain": (tiny.POLICY, {}),
     "remat": (
-        dataclasses.replace(tiny.POLICY, remat="page_size"),
+        dataclasses.replace(tiny.POLICY, remat="block"),
         {"policy.compute_dtype": "bfloat16"},
     ),
     "experts": (dataclasses.replace(tiny.POLICY, experts=4, experts_per_token=2), {}),
@@ -83,6 +83,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mesh"), [*((kind, MESHES[1]) for kind in KINDS), ("plain", MESHES[2])]
 )
@@ -118,6 +119,7 @@ def record(calls: dict[str, tuple], owner: Any, name: str) -> None:
     setattr(owner, name, called)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_run_calls_what_is_compiled(mesh):
     programs = make(mesh=mesh, policy=dataclasses.replace(tiny.POLICY, tied_embeddings=False))
@@ -254,6 +256,7 @@ def test_collectives_of_a_tpu_program_count_once():
     assert aot.collectives("") == {}
 
 
+@pytest.mark.slow
 def test_a_line_a_program_and_the_others_after_a_failure(capsys):
     programs = make()
     apply = programs.of("update")[1]
@@ -332,7 +335,7 @@ def test_every_phase_compiles_for_a_slice(tmp_path, flags: list[str], scattered:
     (tmp_path / "config.json").write_text(
         json.dumps(shape.to_hf() | {"max_position_embeddings": 4096})
     )
-    command = [sys.executable, "-m", "launch.aot", "--config=configs/base.py", "--length=256"]
+    command = [sys.executable, "-m", "launch.aot", "--config=configs/paper.py", "--length=256"]
     command += ["--topology=v5e-16", f"--policy={tmp_path / 'config.json'}"]
     command += ["--config.sampler.max_tokens=32", *flags]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -17,11 +17,13 @@ import jax
 import numpy as np
 import pytest
 
-from configs import base
+from configs import paper
 from launch import check
+from spell_jax import config as configs
 from spell_jax.algorithms import registry as registry
+from spell_jax.data.config import GENERATED
 from spell_jax.learner import packing
-from spell_jax.learner.update import PackingConfig
+from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
@@ -29,10 +31,9 @@ from spell_jax.runtime import setup as start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import build
 from spell_jax.sampler.engine import SamplerConfig
-from spell_jax.trainer import build as catalogue
 from spell_jax.trainer.build import TINY_POLICY
 from tests import noise, tiny
-from tests.configs.test_configs import NAMES, has_algorithm
+from tests.configs.test_configs import NAMES, has_algorithm, load
 from tests.paths import ROOT
 
 # What every line begins with: a field, and mostly its value.
@@ -96,14 +97,14 @@ RUNS = [name for name in NAMES if has_algorithm(name)]
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_config_says_what_is_still_to_be_given(name: str) -> None:
-    config = importlib.import_module(f"configs.{name}").get_config()
+    config = load(name)[1]
     missing = set()
-    for model in catalogue.model_sections(config):
+    for model in configs.model_sections(config):
         folder = config[model].folder
         if folder != "tiny" and not (folder and pathlib.Path(folder).is_dir()):
             missing.add(f"{model}.folder")
     data, kind = config.data, registry.ALGORITHMS[config.algorithm.name]
-    if "clusters" not in kind.plays:
+    if "clusters" not in kind.inputs:
         named = [field for field in ("questions", "validation") if data[field]]
         absent = [field for field in named if not pathlib.Path(data[field]).is_file()]
         absent = absent or ["questions"] * (not data.questions)
@@ -113,18 +114,19 @@ def test_a_config_says_what_is_still_to_be_given(name: str) -> None:
     assert set(fields_of(check.check(config))) == missing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_config_passes_with_it(
     name: str, folders: dict[str, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
-    config = importlib.import_module(f"configs.{name}").get_config()
-    for model in catalogue.model_sections(config):
+    config = load(name)[1]
+    for model in configs.model_sections(config):
         if config[model].folder != "tiny":
             kind = "experts" if config.mesh.expert > 1 else "dense"
             config[model].folder = str(folders[kind])
             config[model].thinking = ""  # their chat layout has none
             config[model].rope_scaling = ""  # they are of a short context by themselves
-    if config.data.source not in catalogue.GENERATED:
+    if config.data.source not in GENERATED:
         noise.give_data(config, tmp_path)
         config.data.documents_per_cluster = 1
     found = check.check(config)
@@ -294,6 +296,7 @@ def test_weights_are_of_the_architecture(tmp_path: pathlib.Path) -> None:
     assert re.match(rf"policy.folder = '{folder}': .*mlp.* has shape .*, needs \(100, 128\)", line)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_into_memory_says_what_takes_most() -> None:
     cases = {
         "sampler.kv_cache_tokens": {"sampler.kv_cache_tokens": 2**26},
@@ -386,7 +389,7 @@ def test_a_run_is_resumed_as_it_began(folders: dict[str, pathlib.Path]) -> None:
 
 def test_the_papers_step() -> None:
     """128 questions x 8 answers; as many bad ones as good; an eighth as many verdicts."""
-    config = base.get_config()
+    config = paper.get_config()
     sampling = build(SamplerConfig, config.sampler, "sampler")
     groups = check.longest_groups(config, sampling)
     counts = packing.count_answers(groups)
@@ -454,6 +457,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_command_exits_by_what_it_finds(tmp_path: pathlib.Path) -> None:
     done = _run("--topology=v5e-4", f"--workdir={tmp_path}")
     assert done.returncode == 0, done.stderr

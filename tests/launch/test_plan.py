@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import pathlib
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from configs import paper
 from launch import aot, plan, topologies
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
@@ -25,13 +25,13 @@ DOCS = ROOT / "docs" / "long_context.md"
 QWEN = PolicyConfig(152_064, 3584, 28, 28, 4, 128, 18_944, tied_embeddings=False)
 EXPERTS: dict[str, Any] = {"experts": 128, "experts_per_token": 8, "qkv_bias": False}
 POLICIES = {
-    "Qwen2.5-7B": ("qwen2_5_7b_instruct", QWEN),
+    "Qwen2.5-7B": ("qwen2.5-7b-instruct", QWEN),
     "Qwen2.5-32B": (
-        "qwen2_5_32b_instruct",
+        "qwen2.5-32b-instruct",
         dataclasses.replace(QWEN, width=5120, layers=64, heads=40, kv_heads=8, feed_forward=27_648),
     ),
     "Qwen3-30B-A3B": (
-        "qwen3_30b_a3b_instruct",
+        "qwen3-30b-a3b-instruct",
         PolicyConfig(
             151_936, 2048, 48, 32, 4, 128, 768, qk_norm=True, tied_embeddings=False, **EXPERTS
         ),
@@ -49,8 +49,8 @@ def _rows() -> list[list[str]]:
 
 def _plan(name: str, prompt: str, topology: str, changes: str, **fields: Any) -> plan.Plan:
     """The plan of a line of the table; changes such as "mesh.context=16 policy.ring=True"."""
-    module, policy = POLICIES[name]
-    config = importlib.import_module(f"configs.{module}").get_config()
+    model, policy = POLICIES[name]
+    config = paper.get_config(model)
     given = dict(change.split("=") for change in changes.split())
     ring = given.pop("policy.ring", "") == "True"
     sizes = {field: int(value) for field, value in given.items()}
@@ -89,6 +89,7 @@ def test_the_table_has_every_row_of_the_kind() -> None:
     }
 
 
+@pytest.mark.slow
 def test_what_is_given_is_exact() -> None:
     """All arguments of all programs are in the parts, once."""
     made = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
@@ -122,6 +123,7 @@ def test_a_plan_that_does_not_fit_says_what_helps() -> None:
     assert "too much" in plan.describe(made) and "fits" in plan.describe(made)
 
 
+@pytest.mark.slow
 def test_the_largest_batches_fit_and_no_larger_ones() -> None:
     made = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
     assert made.fits
@@ -154,7 +156,7 @@ def test_what_saves_memory_does_in_the_plan(fields: dict[str, Any], part: str) -
 
 
 def test_what_the_backward_pass_keeps_by_remat() -> None:
-    names = ("offload", "page_size", "attention", "dots", "none")
+    names = ("offload", "block", "attention", "dots", "none")
     made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16")
     kept = [made.changed(policy__remat=name).needs[3].parts["activations"] for name in names]
     assert kept == sorted(set(kept))
@@ -172,10 +174,11 @@ def test_adapters_have_small_gradients() -> None:
     assert parts["weights"] > all_parts["weights"]
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_exits_by_it(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN.to_hf()))
-    command = [sys.executable, "-m", "launch.plan", "--config=configs/qwen2_5_7b_instruct.py"]
+    command = [sys.executable, "-m", "launch.plan", "--config=configs/paper.py:qwen2.5-7b-instruct"]
     command += ["--topology=v5e-16", f"--policy={path}"]
     env = os.environ | {"XLA_FLAGS": ""}
     root = ROOT

@@ -24,6 +24,7 @@ def given(tmp_path):
     return shape, folder
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_read(given, tmp_path) -> None:
     shape, tokenizer = given
     command = [sys.executable, "-m", "launch.random_policy", f"--shape={shape}"]

@@ -203,6 +203,7 @@ def test_copy_puts_the_committed_files_on_every_worker(cloud):
     assert installed[3:] == [line.replace("w-0", "w-1") for line in installed[:3]]
 
 
+@pytest.mark.slow
 def test_a_second_copy_replaces_the_code_and_keeps_the_environment(cloud):
     cloud.main("create", *PLACE)
     cloud.main("copy", *PLACE)
@@ -222,6 +223,7 @@ def test_changes_that_are_not_committed_are_refused(cloud, capsys):
     assert "scp" not in cloud.verbs()
 
 
+@pytest.mark.slow
 def test_run_starts_on_all_workers_once(cloud, capsys):
     cloud.plan([None, 0], [None, 0])
     cloud.main("create", *PLACE)
@@ -242,6 +244,7 @@ def test_run_starts_on_all_workers_once(cloud, capsys):
     assert [cloud.starts(worker) for worker in range(2)] == [[["first"]], [["first"]]]
 
 
+@pytest.mark.slow
 def test_what_has_exited_is_told_and_can_be_run_again(cloud, capsys):
     cloud.plan([0, None], [5, None])
     cloud.main("create", *PLACE)
@@ -303,6 +306,7 @@ def test_run_wants_the_code_and_a_slice(cloud, capsys):
     assert "t1v-n-fake-w-1: no code here, copy it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_logs_follow_one_worker(cloud):
     cloud.plan([None], [None])
     cloud.main("create", *PLACE)
@@ -363,6 +367,7 @@ FIRST = ["create", "describe", "ask", "scp", "install", "start"]
 AGAIN = ["delete", "describe", *FIRST]
 
 
+@pytest.mark.slow
 def test_watch_does_it_all(cloud, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_WAITS", "3")
     assert cloud.main("watch", *PLACE, "--poll_seconds=20", *cloud.train("x")) == 0
@@ -373,6 +378,7 @@ def test_watch_does_it_all(cloud, monkeypatch, capsys):
     assert "launch.tpu_vm delete --name=night --zone=us-west4-a" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["PREEMPTED", "SUSPENDED", "FAILED", "1", "REBOOT"])
 def test_watch_survives_a_loss(cloud, monkeypatch, loss):
     monkeypatch.setenv("FAKE_LOSSES", "1")
@@ -391,6 +397,7 @@ def test_watch_survives_a_loss(cloud, monkeypatch, loss):
     assert [cloud.starts(worker) for worker in range(2)] == [[["--workdir=gs://b/run"]] * 2] * 2
 
 
+@pytest.mark.slow
 def test_code_of_a_restart_is_that_of_the_start(cloud, monkeypatch):
     monkeypatch.setenv("FAKE_LOSSES", "1")
     monkeypatch.setenv("FAKE_LOST_AT", "3")
@@ -406,6 +413,7 @@ def test_code_of_a_restart_is_that_of_the_start(cloud, monkeypatch):
     assert (cloud.home(1, 2) / "spell_jax" / "trainer.py").read_text() == TRAINER
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statuses", [(75, 75), (1, 75), (75, 0)])
 def test_watch_starts_a_preempted_trainer_again(cloud, statuses):
     cloud.plan([statuses[0], 0], [statuses[1], 0])
@@ -414,6 +422,7 @@ def test_watch_starts_a_preempted_trainer_again(cloud, statuses):
     assert [len(cloud.starts(worker)) for worker in range(2)] == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("statuses", "want"), [((3, 0), 3), ((0, 4), 4), ((1, 137), 1)])
 def test_watch_ends_with_the_trainers_status(cloud, statuses, want):
     cloud.plan([statuses[0]], [statuses[1]])
@@ -421,6 +430,7 @@ def test_watch_ends_with_the_trainers_status(cloud, statuses, want):
     assert "delete" not in cloud.verbs()
 
 
+@pytest.mark.slow
 def test_watch_waits_for_all_workers(cloud, monkeypatch):
     """One has failed, the other still runs (and is lost later, which ends the test)."""
     monkeypatch.setenv("FAKE_LOSSES", "1")
@@ -431,6 +441,7 @@ def test_watch_waits_for_all_workers(cloud, monkeypatch):
     assert verbs[: verbs.index("delete")].count("ask") == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("poll", "waits"), [(50, [60, 120]), (700, [30, 30])])
 def test_watch_gives_up(cloud, monkeypatch, capsys, poll, waits):
     """The wait doubles for slices that are lost soon, and not for those that lived long."""
@@ -444,6 +455,7 @@ def test_watch_gives_up(cloud, monkeypatch, capsys, poll, waits):
     assert [seconds for seconds in cloud.slept if seconds != poll] == waits
 
 
+@pytest.mark.slow
 def test_watch_goes_on_watching_what_runs(cloud, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_LOSSES", "1")
     monkeypatch.setenv("FAKE_LOST_AT", "6")
@@ -461,6 +473,7 @@ def test_watch_goes_on_watching_what_runs(cloud, monkeypatch, capsys):
     assert cloud.verbs()[before:] == [*asked * 3, "describe", *AGAIN, *asked]
 
 
+@pytest.mark.slow
 def test_watch_ends_when_somebody_deletes_the_slice(cloud, capsys):
     cloud.plan([None], [None])
     sleep = cloud.sleep
@@ -505,6 +518,7 @@ def test_a_failure_is_shown_whole(cloud, monkeypatch, capsys):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [True, False])
 def test_watch_bears_two_failures_and_deletes_nothing(cloud, monkeypatch, capsys, passes):
     """Such as of this machine's network: what the slice is doing is not known then."""

@@ -19,8 +19,8 @@ import optax
 import pytest
 
 from spell_jax.learner.loss import LossConfig
-from spell_jax.learner.packing import Bucket
-from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig
+from spell_jax.learner.packing import Bucket, PackingConfig
+from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy import lora
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.lora import LoraConfig
@@ -129,6 +129,7 @@ def _check(combination: tuple[str, ...]) -> None:
     assert numbers["refused_answers"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("combination", covering(), ids=", ".join)
 def test_an_update_is_the_same_step(combination: tuple[str, ...]) -> None:
     _check(combination)

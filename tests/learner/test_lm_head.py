@@ -83,6 +83,7 @@ def _assert_close(found: Any, wanted: Any, relative: float = 1e-5) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [tiny.POLICY, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_scores_are_the_log_softmax_by_hand(policy: PolicyConfig, temperature: float) -> None:
@@ -102,6 +103,7 @@ def test_scores_are_the_log_softmax_by_hand(policy: PolicyConfig, temperature: f
     np.testing.assert_allclose(entropy, -np.sum(np.exp(every) * every, -1), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab", "numbers"), SLICES, ids=ids)
 def test_slices_change_neither_values_nor_gradients(vocab: int, numbers: int) -> None:
     head = _head(vocab)
@@ -186,6 +188,7 @@ def _on_mesh(shape: dict[str, int], head: Head, **options: Any):
     return mesh, run, jax.device_put((head.table, head.hidden), places)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "table", "one_stage", "collectives"), HEAD_MESHES, ids=ids)
 def test_the_head_on_a_mesh_equals_one_device(
     shape: dict[str, int],
@@ -217,6 +220,7 @@ def test_a_frozen_table_has_no_gradient() -> None:
 # ------------------------------------------------------------------------------- score_tokens: size
 
 
+@pytest.mark.slow
 def test_neither_all_logits_nor_the_whole_table_exist() -> None:
     """No array of a device's compiled program has as many numbers as either."""
     vocab, answers = 4096, 512
@@ -280,6 +284,7 @@ def _exact(head: Head) -> tuple[np.ndarray, np.ndarray]:
 ROUNDED = 2**-8  # of bfloat16: half of it is the rounding of a result, the rest that of operands
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "width"), [(1, 32), (8, 32), (8, 33)])
 def test_the_gradient_of_the_table_is_summed_in_float32(devices: int, width: int) -> None:
     """4,096 terms of one sign, of which a sum in bfloat16 stops growing after some hundreds."""
@@ -297,6 +302,7 @@ def test_the_gradient_of_the_table_is_summed_in_float32(devices: int, width: int
     assert re.findall(wide, program, re.DOTALL) == ["f32"] * (devices > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
 def test_the_gradient_of_a_shared_hidden_state_is_summed_in_float32(devices: int) -> None:
     """Over 1,024 answers and 32 slices."""

@@ -48,6 +48,7 @@ def test_reference_aggregations() -> None:
         assert total == pytest.approx(case["out"], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_reference_sums_of_sequences() -> None:
     """The aggregations that are sequence_sum, alone and in the loss."""
     cases = [case for case in read("agg_loss") if case["in"]["mode"] not in AGGREGATIONS]
@@ -118,6 +119,7 @@ def test_on_policy_the_gradient_is_the_plain_one() -> None:
     np.testing.assert_allclose(jax.grad(value)(logprobs), -advantages * weights, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ratio", "advantage", "gradient"),
     [

@@ -16,8 +16,8 @@ import pytest
 from spell_jax.learner import non_finite, packing
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.non_finite import MOST_ROWS, NonFinite
-from spell_jax.learner.packing import Bucket, Group
-from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig, TrainState
+from spell_jax.learner.packing import Bucket, Group, PackingConfig
+from spell_jax.learner.update import Learner, OptimizerConfig, TrainState
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from tests import tiny
@@ -66,6 +66,7 @@ def _answers(groups) -> list[tuple[list[int], list[int]]]:
 # ---------------------------------------------------------------------------------------- Skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "offload"),
     [
@@ -98,6 +99,7 @@ def test_a_skipped_update_never_was(mesh: tuple, offload: bool) -> None:
     assert int(state.step) == 3 and learner.apply._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_a_weight_of_one_device_is_seen_by_all() -> None:
     """And named; there is no use in more than some of the rows, which all are bad."""
     learner = _learner(EIGHT, dataclasses.replace(OPTIMISER, max_skipped=2))
@@ -116,6 +118,7 @@ def test_a_weight_of_one_device_is_seen_by_all() -> None:
     assert len(error.value.rows) == MOST_ROWS < len(_answers([*GROUPS, *OTHERS]))
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_not_finite_is_named() -> None:
     learner = _learner(loss=LossConfig(kl_weight=0.3))
     state = learner.init(tiny.weights())
@@ -129,6 +132,7 @@ def test_a_reference_that_is_not_finite_is_named() -> None:
         learner.update(state, GROUPS, reference)
 
 
+@pytest.mark.slow
 def test_a_float32_weight_that_bfloat16_does_not_hold() -> None:
     """3.4e38 rounds to infinity. It is the embedding of one token: rows without it are good."""
     policy = dataclasses.replace(tiny.POLICY, tied_embeddings=False)
@@ -147,6 +151,7 @@ def test_a_float32_weight_that_bfloat16_does_not_hold() -> None:
     assert error.value.tensors == ["policy/embedding"]
 
 
+@pytest.mark.slow
 def test_a_gradient_of_zero_is_an_update() -> None:
     learner = _learner()
     groups = [dataclasses.replace(g, advantages=[0.0] * len(g.answers)) for g in GROUPS]
@@ -184,6 +189,7 @@ def test_three_in_a_row_end_the_run(tmp_path) -> None:
     assert learner.accumulate._cache_size() == programs, "the search compiles nothing"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_repeated_is_said_and_all_rows_are_kept() -> None:
     """A loss alone that is not finite is enough."""
 

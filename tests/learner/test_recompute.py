@@ -13,8 +13,8 @@ import pytest
 
 from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig
-from spell_jax.learner.packing import Bucket, Group
-from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig
+from spell_jax.learner.packing import Bucket, Group, PackingConfig
+from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy import lora, transformer
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.runtime import mesh as meshes
@@ -95,6 +95,7 @@ def assert_close(found: Any, wanted: Any, relative: float) -> None:
 # -------------------------------------------------------------------------------------- Recomputed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "mesh"),
     [
@@ -120,6 +121,7 @@ def test_recomputed_logprobs_are_those_by_hand(layout: PackingConfig, mesh: Mesh
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), tiny.weights())
 
 
+@pytest.mark.slow
 def test_of_adapters_too() -> None:
     policy = dataclasses.replace(tiny.POLICY, lora=LoraConfig(rank=4, alpha=4.0))
     made = learner(policy=policy)
@@ -133,6 +135,7 @@ def test_of_adapters_too() -> None:
         np.testing.assert_allclose(old, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_in_the_compute_dtype_as_the_update_reads_them() -> None:
     made = learner(loss=LossConfig(old_logprobs="rollout"), compute_dtype="bfloat16")
     state = fresh(made)
@@ -144,6 +147,7 @@ def test_in_the_compute_dtype_as_the_update_reads_them() -> None:
     assert max(np.abs(a - b).max() for a, b in pairs) > 1e-3  # than in float32
 
 
+@pytest.mark.slow
 def test_refused_answers_have_none_and_are_refused_again() -> None:
     made = learner()
     long = Group([3] * 40, [[4] * 3, [4] * 20, [5]], [1.0, 1.0, -1.0])
@@ -173,6 +177,7 @@ def test_the_groups_must_have_been_recomputed() -> None:
         made.update(fresh(made), unknown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 @pytest.mark.parametrize("objective", ["clip", "cispo"])
 def test_one_update_by_recomputed_logprobs_is_the_current_one(objective: str, ratio: str) -> None:
@@ -224,6 +229,7 @@ def test_the_second_of_two_updates_has_a_ratio() -> None:
     assert np.abs(differences).max() > 0.1
 
 
+@pytest.mark.slow
 def test_one_forward_program_a_bucket_compiled_at_the_start() -> None:
     layout = PackingConfig((Bucket(20, 8), Bucket(48, 32)), 96)
     for loss in (RECOMPUTED, LossConfig()):
@@ -292,6 +298,7 @@ def wanted_step(name: str):
     return step(name, REPEATED, ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "mesh"), PLACES, ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_is_the_same_step(name: str, layout: PackingConfig, mesh: Mesh) -> None:

@@ -60,7 +60,7 @@ def test_speed_is_by_the_updates_seconds():
 
 
 def learner(**layout: Any) -> update.Learner:
-    config = update.PackingConfig((packing.Bucket(48, 32),), 96, **layout)
+    config = packing.PackingConfig((packing.Bucket(48, 32),), 96, **layout)
     return update.Learner(
         tiny.POLICY,
         update.OptimizerConfig(learning_rate=0.0),
@@ -70,6 +70,7 @@ def learner(**layout: Any) -> update.Learner:
     )
 
 
+@pytest.mark.slow
 def test_an_update_counts_what_it_trained_on():
     groups = [Group([3] * 40, [[4] * 6, [5] * 7, [6] * 8], [1.0, -1.0, 0.0])]
     for shared in (True, False):
@@ -81,6 +82,7 @@ def test_an_update_counts_what_it_trained_on():
         assert numbers["operations"] == pytest.approx(wanted)
 
 
+@pytest.mark.slow
 def test_entropy_is_told_by_role():
     """Alone in an update, a role's entropy is that of the update; others are left out."""
     made = learner()

@@ -17,6 +17,8 @@ from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.packing import Bucket, Group
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (6, 2, 5, 3)
 ADVANTAGES = (1.2, -0.7, -1.0, 0.5)
 DRAWN = np.random.default_rng(0)

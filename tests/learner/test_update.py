@@ -11,8 +11,8 @@ import pytest
 
 from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig
-from spell_jax.learner.packing import Bucket, Group
-from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig, TrainState
+from spell_jax.learner.packing import Bucket, Group, PackingConfig
+from spell_jax.learner.update import Learner, OptimizerConfig, TrainState
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
@@ -175,6 +175,7 @@ def test_shared_prefixes_save_tokens() -> None:
     assert count == [20 + 8, 4 * 22]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -205,6 +206,7 @@ def test_numbers_are_means_whatever_the_weights_add_up_to() -> None:
         assert found[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-7), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 def test_fill_is_the_share_of_slots_with_a_token(shared: bool) -> None:
     groups, layout = tiny.groups(5), dataclasses.replace(PACKING, shared_prefix=shared)
@@ -216,6 +218,7 @@ def test_fill_is_the_share_of_slots_with_a_token(shared: bool) -> None:
     assert numbers["fill"] == pytest.approx((answers + prompts) / slots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["block", "attention", "dots", "offload"])
 @pytest.mark.parametrize("attention", ["dense", "chunked"])
 def test_remat_and_kernel_give_the_same_gradient(remat: str, attention: str) -> None:
@@ -223,6 +226,7 @@ def test_remat_and_kernel_give_the_same_gradient(remat: str, attention: str) -> 
     _assert_same_step(_step(_learner(policy=policy), GROUPS), _wanted())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("mesh", [(), (("fsdp", 4), ("context", 2))], ids=str)
 def test_what_waits_on_the_host_changes_nothing(mesh: tuple, weights: bool) -> None:
@@ -242,6 +246,7 @@ def test_what_waits_on_the_host_changes_nothing(mesh: tuple, weights: bool) -> N
     _assert_same_step((jax.device_get(state), numbers), _wanted())
 
 
+@pytest.mark.slow
 def test_what_waits_on_the_host_comes_back_from_a_checkpoint(tmp_path) -> None:
     mesh = meshes.make_mesh({"fsdp": 4, "context": 2})
     optimizer = dataclasses.replace(SMOOTH, offload=True, offload_weights=True)
@@ -257,6 +262,7 @@ def test_what_waits_on_the_host_comes_back_from_a_checkpoint(tmp_path) -> None:
     learner.update(restored, SMALL)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_and_keeps_float32_masters() -> None:
     state, numbers = _step(_learner(compute_dtype="bfloat16"), GROUPS)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
@@ -303,6 +309,7 @@ def _difference(params) -> np.ndarray:
     return np.asarray(change)[answers > 0]
 
 
+@pytest.mark.slow
 def test_kl_to_a_reference_and_entropy_bonus() -> None:
     learner = _learner(loss=LossConfig(kl_weight=0.3, entropy_weight=0.1))
     reference = tiny.weights(seed=1)
@@ -330,6 +337,7 @@ def test_a_reference_is_there_if_and_only_if_it_is_needed() -> None:
         _learner().update(_learner().init(tiny.weights()), SMALL, tiny.weights())
 
 
+@pytest.mark.slow
 def test_ratio_against_the_sampler() -> None:
     learner = _learner(loss=LossConfig(old_logprobs="rollout"))
     tokens, answers = _rows(SMALL)
@@ -350,6 +358,7 @@ def test_ratio_against_the_sampler() -> None:
         _step(learner, SMALL)
 
 
+@pytest.mark.slow
 def test_truncated_importance_weights() -> None:
     """A constant factor of each token's share, of which the gradient knows nothing."""
     learner = _learner(loss=LossConfig(tis_cap=1.5))
@@ -375,6 +384,7 @@ def test_truncated_importance_weights() -> None:
         _step(learner, SMALL)
 
 
+@pytest.mark.slow
 def test_an_update_between_other_things_is_the_same() -> None:
     learner = _learner(PackingConfig((Bucket(20, 8),), 40))
     update = learner.begin(learner.init(tiny.weights()), GROUPS)
@@ -395,6 +405,7 @@ def test_an_update_between_other_things_is_the_same() -> None:
 # --------------------------------------------------------------------------- Compilation and state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(), (("data", 2), ("fsdp", 2), ("tensor", 2))], ids=["1", "8"])
 def test_one_trace_and_one_program_a_bucket(mesh: tuple) -> None:
     shared = _learner(mesh=mesh)

@@ -148,6 +148,7 @@ def found(config: LossConfig):
     return value(jnp.array(numbers["logprobs"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "ratio", "correction", "kl", "dual_clip"), VARIANTS)
 def test_value_sums_and_gradient(
     objective: str, ratio: str, correction: str, kl: str, dual_clip: float
@@ -181,6 +182,7 @@ def _gradient(**fields: Any) -> np.ndarray:
     return np.asarray(found(LossConfig(dual_clip=0.0, **fields))[1])
 
 
+@pytest.mark.slow
 def test_the_first_equation_of_eapo_and_its_gradient() -> None:
     """1 / G sum_i min(r_i A_i, clip(r_i) A_i), r_i = pi(o_i) / pi_old(o_i), over groups of one."""
     logs = [[-1.0, -2.0, -0.5], [-0.3, -0.7], [-1.1], [-2.0, -1.0]]
@@ -249,6 +251,7 @@ def test_on_policy_the_gradient_is_the_plain_one(objective: str, ratio: str) -> 
     np.testing.assert_allclose(gradient, -batch.weight * batch.advantage * times, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_truncated_weighs_an_answer_by_the_ratio_of_the_answer() -> None:
     batch, numbers = given()
     for ratio in ("sequence", "sequence_mean"):
@@ -263,6 +266,7 @@ def test_truncated_weighs_an_answer_by_the_ratio_of_the_answer() -> None:
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", losses.RATIOS)
 @pytest.mark.parametrize("objective", losses.OBJECTIVES)
 def test_extreme_ratios_stay_finite(objective: str, ratio: str) -> None:
@@ -302,6 +306,7 @@ def _divergence(left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.sum(jnp.exp(log_left) * (log_left - log_right))
 
 
+@pytest.mark.slow
 def test_means_and_gradients_of_kl_estimates() -> None:
     """What their docstring says of them."""
     logits, reference = jnp.array([0.3, -1.0, 0.8, 0.1]), jnp.array([-0.2, 0.4, 0.9, -0.7])
@@ -323,6 +328,7 @@ def test_means_and_gradients_of_kl_estimates() -> None:
     assert np.abs(right - other).max() > 0.01
 
 
+@pytest.mark.slow
 def test_k3_is_kept_within_bounds() -> None:
     far, near = jnp.array([0.0, -100.0]), jnp.array([-100.0, 0.0])
     for estimator, wanted in {"k1": [100, -100], "k2": [5000, 5000], "k3": [10, 10]}.items():
@@ -334,6 +340,7 @@ def test_k3_is_kept_within_bounds() -> None:
 # ----------------------------------------------------------------------------------- Who sums what
 
 
+@pytest.mark.slow
 def test_sums_by_answer() -> None:
     values = np.arange(24, dtype=np.float32).reshape(2, 12)
     wanted = np.zeros_like(values)

@@ -130,6 +130,7 @@ _VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.sampled_from(list(TYPES)), st.data())
 def test_any_change_of_a_config_is_read_or_refused(model_type: str, data) -> None:
     raw = TYPES[model_type].to_hf()

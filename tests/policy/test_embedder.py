@@ -66,6 +66,7 @@ def vectors(embedder: Embedder, some: list[str]) -> np.ndarray:
     return embedder.embed([embedder.encode(text)[0] for text in some])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bare", [True, False], ids=["bare names", "names with model."])
 def test_vectors_are_those_of_transformers(bare: bool, tmp_path) -> None:
     torch = pytest.importorskip("torch", reason=families.REASON)
@@ -94,6 +95,7 @@ def test_vectors_are_those_of_transformers(bare: bool, tmp_path) -> None:
     assert np.abs(found[0] - found[1]).max() > 0.05
 
 
+@pytest.mark.slow
 def test_a_vector_does_not_depend_on_the_other_texts(folder) -> None:
     embedder, some = make(folder), texts(20)
     together = vectors(embedder, some)
@@ -105,6 +107,7 @@ def test_a_vector_does_not_depend_on_the_other_texts(folder) -> None:
     np.testing.assert_allclose(together, backwards, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "context": 2}], ids=str
 )
@@ -114,6 +117,7 @@ def test_eight_devices_and_one_agree(folder, mesh: dict) -> None:
     np.testing.assert_allclose(vectors(make(folder, mesh), some), wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_shape_is_compiled_once_and_keeps_to_the_budget(folder, monkeypatch) -> None:
     traced = []
     original = module.transformer.embed
@@ -149,6 +153,7 @@ def test_a_text_is_data_and_the_frame_stays(folder) -> None:
     assert embedder.embed([]).shape == (0, embedder.width)
 
 
+@pytest.mark.slow
 def test_what_frames_a_text(folder, tmp_path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     hf_folders.write(copy, tokenizer("<|im_start|>"))
@@ -164,6 +169,7 @@ def test_what_frames_a_text(folder, tmp_path) -> None:
     assert make(copy).encode("a fox") == ([*pieces.encode("a fox"), pieces.eos_id], False)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near(folder) -> None:
     some = texts(5)
     found = vectors(make(folder, dtype="bfloat16"), some)

@@ -62,6 +62,7 @@ def _check(shape: dict[str, int], inputs) -> None:
     assert np.abs(gradient - wanted).max() <= 1e-6 * np.abs(wanted).max()
 
 
+@pytest.mark.slow
 def test_one_device_equals_take() -> None:
     inputs = _inputs()
     np.testing.assert_array_equal(embedding.lookup(*inputs[:2]), _take(*inputs[:2]))
@@ -70,17 +71,20 @@ def test_one_device_equals_take() -> None:
     assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max()
 
 
+@pytest.mark.slow
 @on_meshes
 def test_a_mesh_equals_one_device(shape: dict[str, int]) -> None:
     _check(shape, _inputs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [m for m in MESHES if "context" in m], ids=str)
 def test_siblings_that_context_does_not_split(shape: dict[str, int]) -> None:
     """Three tokens a row are on all devices of `context`, and count once."""
     _check(shape, _inputs(time=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "time"), [(MESHES[2], TIME), (MESHES[2], 3), (MESHES[4], TIME)], ids=str
 )
@@ -91,6 +95,7 @@ def test_a_table_that_the_mesh_does_not_divide(shape: dict[str, int], time: int)
 REPEATS = 4096
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [{}, {"fsdp": 2, "context": 4}, {"expert": 4, "context": 2}], ids=str
 )
@@ -130,6 +135,7 @@ def _programs(shape: dict[str, int], time: int):
         return forward.lower(table, tokens), back.lower(table, tokens, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", MESHES[2:], ids=str)
 def test_no_device_holds_the_table(shape: dict[str, int]) -> None:
     """Of programs for 64 tokens, no array is a whole [V, D], unless the mesh splits neither."""

@@ -44,6 +44,7 @@ def our_logits(config, params, tokens):
     return transformer.logits(config, params, tokens)
 
 
+@pytest.mark.slow
 @every_family
 def test_logits_equal_transformers(family: str, both) -> None:
     model, config, params = both(family)
@@ -53,6 +54,7 @@ def test_logits_equal_transformers(family: str, both) -> None:
     np.testing.assert_allclose(found, wanted, atol=2e-4)
 
 
+@pytest.mark.slow
 @every_family
 def test_sixty_four_greedy_tokens_equal_transformers(family: str, both) -> None:
     """Through prefill, cache and decode loop, with prompts of two lengths in one padded batch."""
@@ -83,6 +85,7 @@ def test_sixty_four_greedy_tokens_equal_transformers(family: str, both) -> None:
         assert samples[0].tokens.tolist() == wanted.tolist()
 
 
+@pytest.mark.slow
 @every_family
 def test_a_padded_row_equals_the_row_alone(family: str, both) -> None:
     _, config, params = both(family)
@@ -93,6 +96,7 @@ def test_a_padded_row_equals_the_row_alone(family: str, both) -> None:
     assert np.abs(padded[0] - padded[1]).max() > 1e-2
 
 
+@pytest.mark.slow
 @every_family
 def test_gradients_equal_autograd(family: str, both, tmp_path) -> None:
     """Of the summed logprob of a short text, for every tensor, relative to its largest entry."""

@@ -48,12 +48,14 @@ def test_vectors_of_llama_cpp(spell_data) -> None:
         assert words.count(text) == len(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_role_prompts_are_as_in_transformers(spell_data, name: str) -> None:
     for prompt in role_prompts(spell_data):
         assert len(same_as_transformers(real(spell_data, name), prompt)) > 150
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thinking", [None, True, False])
 def test_thinking_is_as_in_transformers(spell_data, thinking: bool | None) -> None:
     ids = same_as_transformers(real(spell_data, "qwen3"), "Why?", thinking)
@@ -82,6 +84,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_a_document_says_the_texts_of_tokens_and_writes_none(spell_data, name: str) -> None:
     folder = real(spell_data, name)

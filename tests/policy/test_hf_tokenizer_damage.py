@@ -111,6 +111,7 @@ def places(value, path=()):
             yield from places(item, (*path, key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback, unigram])
 @REAL_DAMAGE
 @given(data=st.data())

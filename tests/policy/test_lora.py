@@ -13,8 +13,8 @@ import pytest
 import safetensors.numpy
 
 from spell_jax.learner.loss import LossConfig
-from spell_jax.learner.packing import Bucket
-from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig
+from spell_jax.learner.packing import Bucket, PackingConfig
+from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy import lora, transformer, weights
 from spell_jax.policy.lora import LoraConfig
 from spell_jax.runtime import mesh as meshes
@@ -98,6 +98,7 @@ def test_split_and_join_are_inverse() -> None:
     assert everything is tiny.weights() and nothing == {}
 
 
+@pytest.mark.slow
 def test_fresh_adapters_change_nothing() -> None:
     learner = _learner()
     state = learner.init(tiny.weights())
@@ -119,6 +120,7 @@ def test_merged_is_the_same_function() -> None:
     jax.tree.map(np.testing.assert_array_equal, params, tiny.weights(POLICY))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=["1", "8"])
 def test_an_update_trains_the_adapters_alone(mesh) -> None:
     learner, groups = _learner(**mesh), tiny.groups(5)
@@ -151,6 +153,7 @@ def _gradient_norm() -> float:
     return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(trained))))
 
 
+@pytest.mark.slow
 def test_the_sampler_plays_with_the_adapters() -> None:
     config = SamplerConfig(
         0.0,
@@ -175,6 +178,7 @@ def test_the_sampler_plays_with_the_adapters() -> None:
     assert found != answers(plain, lora.split(POLICY, params)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama, llama3"])
 def test_equals_peft(family: str, tmp_path) -> None:
     """Saved in PEFT's format and read by it: the same logits and gradients of the adapters."""

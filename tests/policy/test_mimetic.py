@@ -11,6 +11,8 @@ from spell_jax.policy import mimetic, transformer
 from spell_jax.policy.config import PolicyConfig
 from tests import tiny
 
+pytestmark = pytest.mark.slow
+
 POLICY = dataclasses.replace(tiny.POLICY, layers=3)
 
 

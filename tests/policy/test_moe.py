@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from spell_jax.learner.loss import LossConfig
-from spell_jax.learner.packing import Bucket
-from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig
+from spell_jax.learner.packing import Bucket, PackingConfig
+from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy import moe, transformer
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
@@ -79,6 +79,7 @@ def test_load_counts_real_tokens() -> None:
     assert moe.load(chosen, 4, real).tolist() == [1, 1, 2, 0]
 
 
+@pytest.mark.slow
 def test_equals_one_expert_at_a_time() -> None:
     inputs = _inputs()
     np.testing.assert_allclose(moe.mix(*inputs), _by_hand(*inputs), atol=1e-4)
@@ -120,12 +121,14 @@ def _assert_close(found, wanted, bound: float = 1e-5) -> None:
         assert np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, 16, ROWS * TIME - 1, ROWS * TIME])
 def test_chunks_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "CHUNK", chunk)
     _assert_close(_both(moe.mix, _inputs()), _both(_by_hand, _inputs()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [6, 4096])
 @pytest.mark.parametrize(
     ("mesh", "sizes"),
@@ -148,6 +151,7 @@ def test_chunks_on_a_mesh_equal_one_device(mesh, sizes, chunk: int, monkeypatch)
         _assert_close(_both(moe.mix, _inputs(**sizes)), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"context": 8}, {"context": 4, "fsdp": 2}], ids=str)
 def test_reduce_scatters_in_two_stages(mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = _inputs(time=8, width=16)
@@ -163,6 +167,7 @@ def test_few_tokens_have_neither_loop_nor_padding() -> None:
     assert "stablehlo.while" not in program and "stablehlo.pad" not in program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"data": 8}, {"fsdp": 2, "context": 2, "expert": 2}], ids=str)
 def test_kernel_gradients_are_summed_in_float32(mesh, monkeypatch) -> None:
     """Over 256 chunks of a device, and over devices: what is left is the rounding of the end."""
@@ -192,6 +197,7 @@ def test_kernel_gradients_are_summed_in_float32(mesh, monkeypatch) -> None:
         assert np.abs(a / b - 1).max() <= 2**-8
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = jax.ShapeDtypeStruct((EXPERTS, 64, HIDDEN), jnp.float32)
     kernels = kernel, kernel, jax.ShapeDtypeStruct((EXPERTS, HIDDEN, 64), jnp.float32)
@@ -269,6 +275,7 @@ def test_each_device_holds_and_computes_its_own_experts() -> None:
     assert "all_reduce" not in program
 
 
+@pytest.mark.slow
 def test_rows_of_all_layers_are_split_over_the_expert_axis_too() -> None:
     """Each of eight devices attends for one of eight rows."""
     mesh = meshes.make_mesh({"expert": 8})
@@ -295,6 +302,7 @@ def _update(mesh: tuple[tuple[str, int], ...]):
     return jax.device_get(state.params), numbers
 
 
+@pytest.mark.slow
 @on_meshes
 def test_an_update_on_a_mesh_equals_one_device(mesh) -> None:
     params, numbers = _update(mesh)
@@ -305,6 +313,7 @@ def test_an_update_on_a_mesh_equals_one_device(mesh) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), params, wanted_params)
 
 
+@pytest.mark.slow
 def test_router_load_is_reported() -> None:
     """Weights of zero leave a tie, which top_k gives to the first experts."""
     learner = Learner(
@@ -321,6 +330,7 @@ def test_router_load_is_reported() -> None:
     assert numbers["router_idle"] == pytest.approx(1 - COUNT / EXPERTS)
 
 
+@pytest.mark.slow
 @on_meshes
 def test_sampling_on_a_mesh_equals_one_device(mesh) -> None:
     config = SamplerConfig(

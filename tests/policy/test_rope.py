@@ -48,6 +48,7 @@ def test_products_depend_on_the_distance_only() -> None:
     assert abs(near - np.sum(_rotate(q, [9]) * _rotate(k, [3]))) > 0.1
 
 
+@pytest.mark.slow
 def test_neighbors_differ_in_bfloat16_too() -> None:
     x = jnp.ones((1, 2, 1, 8), jnp.bfloat16)
     turned = rope.rotate(x, *rope.rotary(jnp.array([[256, 257]]), 8, RopeConfig(1e4)))
@@ -55,6 +56,7 @@ def test_neighbors_differ_in_bfloat16_too() -> None:
     assert jnp.abs(turned[0, 0] - turned[0, 1]).max() > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("theta", "head_size", "scaling"),
     [

@@ -166,6 +166,7 @@ def test_hugging_face_tokenizers_write_no_control_for_a_text(kind: str) -> None:
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tiny", "chatml", "llama"])
 @settings(max_examples=20)
 @given(said=texts)

@@ -91,6 +91,7 @@ def test_a_stream_decodes_a_window(monkeypatch) -> None:
     assert max(sizes) < 20 and len(sizes) > 1000
 
 
+@pytest.mark.slow
 def test_a_stream_of_a_real_tokenizer(spell_data) -> None:
     words = load(real(spell_data, "qwen3"))
     ids = words.encode(documents(spell_data)[0] + "🙂你好" * 9) + words.chat("é")

@@ -28,6 +28,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", VARIANTS, ids=str)
 def test_variants_run_and_every_parameter_matters(change: dict) -> None:
     policy = dataclasses.replace(tiny.POLICY, **change)
@@ -69,6 +70,7 @@ def test_an_answer_behind_its_prompt_in_a_packed_row() -> None:
     np.testing.assert_allclose(found[:6], alone[:6], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_remat_keeps_what_its_name_says() -> None:
     """Numbers kept for the backward pass; that no gradient changes: learner/test_update.py."""
 

@@ -24,6 +24,8 @@ from spell_jax.policy.config import PolicyConfig
 from tests import tiny
 from tests.policy.test_weights import assert_same_bits, read_tensors
 
+pytestmark = pytest.mark.slow
+
 POLICY = PolicyConfig(
     vocab_size=6,
     width=4,

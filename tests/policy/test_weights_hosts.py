@@ -16,6 +16,8 @@ import pytest
 from spell_jax.policy import lora, transformer, weights
 from tests.runtime.test_distributed import connect, run_two
 
+pytestmark = pytest.mark.slow
+
 SHARD_BYTES = 20_000
 SHAPE = {"fsdp": 2, "expert": 2}
 

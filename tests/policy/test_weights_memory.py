@@ -24,6 +24,8 @@ from spell_jax.policy.rope import RopeConfig
 from spell_jax.runtime.jsonl import write_json
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 # Most of the weights are in the layers, or in the embedding.
 DEEP = PolicyConfig(
     vocab_size=20_000,

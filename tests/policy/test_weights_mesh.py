@@ -38,6 +38,7 @@ def counted(monkeypatch) -> collections.Counter:
     return count
 
 
+@pytest.mark.slow
 @every_policy
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_a_load_onto_a_mesh_equals_a_plain_one(policy: PolicyConfig, shape, tmp_path) -> None:
@@ -54,6 +55,7 @@ def test_a_load_onto_a_mesh_equals_a_plain_one(policy: PolicyConfig, shape, tmp_
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_a_load_onto_a_mesh_in_bfloat16(tmp_path) -> None:
     policy = POLICIES["qwen3_moe untied"]
     weights.save(tmp_path, policy, tiny.weights(policy))
@@ -140,6 +142,7 @@ def test_even_a_split_head_is_read(tmp_path) -> None:
         np.testing.assert_array_equal(out, wanted)
 
 
+@pytest.mark.slow
 def test_layers_are_put_in_place_by_one_program_a_parameter(tmp_path, monkeypatch) -> None:
     policy = POLICIES["llama"]
     weights.save(tmp_path, policy, tiny.weights(policy))

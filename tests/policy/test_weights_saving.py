@@ -216,6 +216,7 @@ weights.save(sys.argv[1], tiny.POLICY, tiny.weights(seed=1), shard_bytes=10_000)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["write", "rename"])
 def test_a_killed_save_is_never_taken_for_whole_and_the_next_one_tidies_up(where, tmp_path) -> None:
     folder = _saved(tmp_path)

@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers", reason=families.REASON)
 every_family = pytest.mark.parametrize("family", families.FAMILIES)
 
 
+@pytest.mark.slow
 @every_family
 @pytest.mark.parametrize("shard_size", ["5KB", "1GB"])
 def test_folders_of_transformers_are_read_and_written_again(family, shard_size, tmp_path) -> None:

@@ -304,6 +304,7 @@ def test_a_curve_has_a_bounded_number_of_points(monkeypatch):
     assert report_page._series([records], {"a": None}) == {"a": [[1, 6, 11], [1.0, 6.0, 11.0]]}
 
 
+@pytest.mark.slow
 def test_the_command_compares_runs(tmp_path):
     one, two = (write_run(tmp_path / str(seed), 2, 2, seed) for seed in (0, 1))
     command = [sys.executable, "-m", "spell_jax.report", f"--workdir={one},{two}"]

@@ -43,6 +43,7 @@ def group(name: str, **series) -> dict:
     return {"name": name, "series": series, "mapping": None, "points": []}
 
 
+@pytest.mark.slow
 def test_every_plot_of_a_page_is_a_picture(tmp_path):
     run = write_run(tmp_path / "run", steps=3, episodes=4)
     paths = draw_page(overview(tmp_path, run), epath.Path(tmp_path / "plots"))
@@ -71,6 +72,7 @@ def test_every_plot_of_a_page_is_a_picture(tmp_path):
         assert picture.startswith(b"\x89PNG") and len(picture) > 5000
 
 
+@pytest.mark.slow
 def test_runs_are_compared_with_bands(tmp_path):
     runs = [
         write_run(tmp_path / str(n), 3, 4, n % 2, algorithm={"sigma": n // 2 + 1}) for n in range(4)

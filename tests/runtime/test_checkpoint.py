@@ -59,6 +59,7 @@ def assert_same(got, want) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
 
 
+@pytest.mark.slow
 def test_restores_the_same_bits_in_another_manager(tmp_path):
     state = state_on(mesh_of(4, 2))
     first = Checkpoints(tmp_path)
@@ -290,6 +291,7 @@ KILLED_SAVE = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "event, path, left",
     [

@@ -120,6 +120,7 @@ def test_a_damaged_step_is_named_and_skipped(run_folder, tmp_path, caplog, kind,
         shutil.rmtree(workdir)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.data())
 def test_any_flipped_or_cut_byte_is_found(run_folder, data):
@@ -314,6 +315,7 @@ def test_the_fallback_is_in_the_temporary_folder(tmp_path, monkeypatch, disk):
 # ------------------------------------------------------------------------------------ Two processes
 
 
+@pytest.mark.slow
 def test_two_processes_agree(tmp_path):
     first, second = run_two("tests.runtime.test_checkpoint_damage", str(tmp_path))
     assert first == second

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from spell_jax.learner.packing import Bucket
-from spell_jax.learner.update import OptimizerConfig, PackingConfig
+from spell_jax.learner.packing import Bucket, PackingConfig
+from spell_jax.learner.update import OptimizerConfig
 from spell_jax.runtime.config import build, check_choice, check_least
 from spell_jax.sampler.engine import SamplerConfig
 

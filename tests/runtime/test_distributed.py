@@ -78,6 +78,7 @@ ITEMS = (
 )
 
 
+@pytest.mark.slow
 def test_two_hosts_get_all_items_and_fail_together() -> None:
     first, second = run_two("tests.runtime.test_distributed")
     gathered = [[[item.hex() for item in part] for part in parts] for parts in ITEMS]
@@ -96,6 +97,7 @@ def test_two_hosts_get_all_items_and_fail_together() -> None:
     assert first["whole"] == second["whole"] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_error_of_one_ends_all_and_is_seen(failing: int) -> None:
     """Without waiting: jax would let the one that failed wait five minutes for the other."""

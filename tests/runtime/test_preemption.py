@@ -281,6 +281,7 @@ def read_until(process: subprocess.Popen, wanted: str) -> list[str]:
     raise AssertionError(f"{wanted!r} is not in {lines}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["saves", "distributed"])
 def test_a_run_that_saves_ends_with_the_code(mode: str) -> None:
     """Also where jax.distributed has set a handler of its own before."""
@@ -292,6 +293,7 @@ def test_a_run_that_saves_ends_with_the_code(mode: str) -> None:
         assert process.returncode == 75
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_ends_a_run_that_hangs() -> None:
     """The main thread waits where no handler in Python would run."""
     with started("hangs", 10 * PATIENCE_S) as process:
@@ -303,6 +305,7 @@ def test_a_second_sigterm_ends_a_run_that_hangs() -> None:
         assert process.wait(timeout=PATIENCE_S) == 75
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_is_ended_when_its_time_is_up() -> None:
     with started("hangs", 1.0) as process:
         read_until(process, "ready")
@@ -310,6 +313,7 @@ def test_a_run_that_hangs_is_ended_when_its_time_is_up() -> None:
         assert process.wait(timeout=PATIENCE_S) == 75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "limit_s"), [("saves", PATIENCE_S), ("hangs_later", 6.0)])
 def test_all_hosts_stop_at_the_same_phase(mode: str, limit_s: float) -> None:
     """One alone gets the signal; the limit holds for all from when they know."""

@@ -47,6 +47,7 @@ def test_all_go_on_when_all_are_there(order, port: int) -> None:
         pass  # free again
 
 
+@pytest.mark.slow
 def test_all_are_told_who_is_missing(port: int) -> None:
     answers = told(port, 5, (0, 1, 3), 1)
     assert answers == dict.fromkeys((0, 1, 3), "missing: process 2 of 5, process 4 of 5")

@@ -14,6 +14,8 @@ from spell_jax.sampler import lm_head
 from tests import tiny
 from tests.launch.test_aot import small_config
 
+pytestmark = pytest.mark.slow
+
 DENSE = dataclasses.replace(
     tiny.POLICY, vocab_size=2048, width=64, feed_forward=1024, tied_embeddings=False
 )

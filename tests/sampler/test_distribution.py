@@ -121,6 +121,7 @@ def _chi_square(counts: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
     return float(np.sum((found - wanted) ** 2 / wanted)), len(found) - 1
 
 
+@pytest.mark.slow
 @every_case
 def test_first_tokens_are_of_the_exact_distribution(case: str) -> None:
     first, _ = _logprobs(case)

@@ -158,6 +158,7 @@ def test_neighbors_change_nothing() -> None:
     assert not np.array_equal(found[0][0].tokens, _samples()[0][0].tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -205,6 +206,7 @@ def test_fewer_siblings_and_tokens_are_the_beginning_of_more() -> None:
         assert short.stopped == (long.stopped and len(long.tokens) <= 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -236,6 +238,7 @@ def test_answers_end_at_a_stop_token_or_at_the_cap() -> None:
     assert kinds == {True, False}
 
 
+@pytest.mark.slow
 def test_decoding_ends_with_the_last_answer() -> None:
     """The loop runs once where every answer stops at once, not to the cap."""
     (stop,), *_ = _present(_sampler().sample(tiny.weights(), PROMPTS[:1], 1, KEY, max_tokens=1))
@@ -246,6 +249,7 @@ def test_decoding_ends_with_the_last_answer() -> None:
         assert asked.counts.decode_steps == steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", json.loads(RESPONSE_MASK.read_text())["cases"])
 def test_an_answer_ends_behind_its_first_stop_token(case, monkeypatch) -> None:
     """response_mask.json: that token is kept, everything after it is masked."""
@@ -303,6 +307,7 @@ def test_weights_that_are_no_numbers_are_named() -> None:
         _sampler().sample(params, PROMPTS, GROUP, KEY)
 
 
+@pytest.mark.slow
 def test_the_request_whose_logprobs_are_no_numbers_is_named() -> None:
     """A token whose embedding is no number spoils the one prompt that has it."""
     table = tiny.weights()["embedding"].copy()
@@ -318,6 +323,7 @@ def test_the_request_whose_logprobs_are_no_numbers_is_named() -> None:
 # ------------------------------------------------------------------------------------- Compilation
 
 
+@pytest.mark.slow
 def test_one_program_a_decode_shape() -> None:
     sampler = Sampler(tiny.POLICY, CONFIG, STOPS, _sampler().mesh)
     for seed, count in enumerate((7, 2, 5, 9)):

@@ -39,6 +39,7 @@ def _sampler(config: SamplerConfig, mesh: dict[str, int] | None = None) -> Sampl
     return Sampler(tiny.POLICY, config, (), meshes.make_mesh(mesh or {"fsdp": 1}, devices))
 
 
+@pytest.mark.slow
 def test_first_tokens_differ_by_rounding_and_no_more() -> None:
     """Keys and values of a prompt are read rounded: logprobs of tokens that both draw."""
     found, wanted = (
@@ -68,6 +69,7 @@ def test_a_pool_of_eight_bits_takes_a_quarter_and_its_scales() -> None:
     assert size(INT8) * 4 * head == size(WHOLE) * (head + 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data": 2, "context": 2, "tensor": 2}, {"fsdp": 8}])
 def test_on_a_mesh_equals_one_device(mesh: dict[str, int]) -> None:
     config = dataclasses.replace(INT8, kv_cache_tokens=8 * 1024)
@@ -86,6 +88,7 @@ def _quantize(params):
     return int8.joined(params, int8.small_kernels(int8.kernels(params)))
 
 
+@pytest.mark.slow
 def test_weights_are_right_to_half_a_scale() -> None:
     params = tiny.weights()
     small = _quantize(params)
@@ -123,6 +126,7 @@ def _meant(params):
     return small | {"layers": layers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "context": 2, "tensor": 2}])
 def test_small_weights_play_as_what_they_stand_for(mesh: dict[str, int] | None) -> None:
     plain = dataclasses.replace(WHOLE, kv_cache_tokens=8 * 1024)
@@ -135,6 +139,7 @@ def test_small_weights_play_as_what_they_stand_for(mesh: dict[str, int] | None) 
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_are_not_quantized() -> None:
     policy = dataclasses.replace(tiny.POLICY, lora=LoraConfig(2))
     config = dataclasses.replace(WHOLE, weights_dtype="int8", max_tokens=6)

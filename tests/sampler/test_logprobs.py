@@ -15,13 +15,15 @@ import pytest
 from flax import linen as nn
 
 from spell_jax.learner.loss import LossConfig
-from spell_jax.learner.packing import Bucket, Group
-from spell_jax.learner.update import Learner, OptimizerConfig, PackingConfig
+from spell_jax.learner.packing import Bucket, Group, PackingConfig
+from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from tests import tiny
+
+pytestmark = pytest.mark.slow
 
 QWEN2 = PolicyConfig(
     vocab_size=96,

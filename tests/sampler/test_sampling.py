@@ -55,6 +55,7 @@ def test_kept_set_equals_sorting(top_p: float) -> None:
     assert checked > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [1, 3, 40, 199, 200, 1000])
 def test_the_most_likely_are_kept(top_k: int) -> None:
     probabilities = _rows(20, top_k)
@@ -73,6 +74,7 @@ def test_filters_are_applied_one_after_the_other() -> None:
     assert len(set(found.sum(axis=1).tolist())) > 2
 
 
+@pytest.mark.slow
 def test_rows_have_filters_of_their_own() -> None:
     probabilities = np.repeat(_rows(1, 6), 4, axis=0)
     different = nucleus.Sampling(
@@ -101,6 +103,7 @@ def test_corner_cases_of_the_kept_set() -> None:
         np.testing.assert_array_equal(found, [np.array(wanted, bool)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.8), (1.3, 0.5)])
 def test_frequencies_are_the_exact_distribution(temperature: float, top_p: float) -> None:
     logits = np.random.default_rng(5).normal(size=12).astype(np.float32) * 1.5
@@ -123,6 +126,7 @@ def test_frequencies_are_the_exact_distribution(temperature: float, top_p: float
     assert squares < freedom + 3 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.slow
 def test_uniforms_walk_through_the_tokens_in_order() -> None:
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
     uniform = jnp.array([0.0, 0.49, 0.51, 0.74, 0.76, 0.874, 0.876, 0.99999994])
@@ -130,6 +134,7 @@ def test_uniforms_walk_through_the_tokens_in_order() -> None:
     np.testing.assert_array_equal(tokens, [0, 0, 1, 1, 2, 2, 3, 3])
 
 
+@pytest.mark.slow
 def test_no_token_outside_the_nucleus_whatever_the_rounding() -> None:
     """A parallel cumulative sum rises and falls by rounding errors between equal values.
 
@@ -148,6 +153,7 @@ def test_no_token_outside_the_nucleus_whatever_the_rounding() -> None:
     assert len(set(np.asarray(tokens).tolist())) > 0.9 * kept.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
 def test_logprobs_are_of_the_full_vocabulary(temperature: float) -> None:
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(40, 30)) * 2, jnp.float32)
@@ -160,6 +166,7 @@ def test_logprobs_are_of_the_full_vocabulary(temperature: float) -> None:
         np.testing.assert_array_equal(tokens, jnp.argmax(logits, axis=-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_logits_that_are_no_numbers_give_no_logprob(temperature: float) -> None:
     sampling = tiny.sampling(1, temperature, 0.9)

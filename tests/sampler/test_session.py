@@ -84,6 +84,7 @@ def _assert_identical(found: list[Sample], wanted: list[Sample]) -> None:
         assert (a.stopped, a.stop_string) == (b.stopped, b.stop_string)
 
 
+@pytest.mark.slow
 def test_requests_with_different_options_answer_as_they_would_alone() -> None:
     requests = _requests()
     found = _answer(_sampler().begin(tiny.weights()), requests)
@@ -92,6 +93,7 @@ def test_requests_with_different_options_answer_as_they_would_alone() -> None:
         assert {len(s.tokens) for s in samples} == {request.options.max_tokens}
 
 
+@pytest.mark.slow
 def test_each_request_is_drawn_by_its_own_options() -> None:
     """By the rank and the share of the most likely token's probability of all that was sampled."""
     found = _answer(_sampler().begin(tiny.weights()), _requests((8, 8, 8, 8)))
@@ -122,6 +124,7 @@ def test_shared_beginnings_are_read_once_and_change_nothing() -> None:
             _assert_identical(samples, _alone(request))
 
 
+@pytest.mark.slow
 def test_a_pool_with_room_for_one_answer_gives_the_same() -> None:
     small = dataclasses.replace(CONFIG, kv_cache_tokens=CONFIG.longest)
     requests, asked = _requests(), _sampler(small).begin(tiny.weights())
@@ -131,6 +134,7 @@ def test_a_pool_with_room_for_one_answer_gives_the_same() -> None:
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_straggler_does_not_hold_its_neighbors_slots() -> None:
     options = [Options(max_tokens=12), *[Options(max_tokens=2)] * 11]
     keys = session.request_keys(KEY, 12)
@@ -154,6 +158,7 @@ def test_empty_cells_and_slots_are_counted_apart() -> None:
 # ------------------------------------------------------------------------------------ Stop strings
 
 
+@pytest.mark.slow
 def test_stop_strings_end_an_answer_wherever_tokens_begin() -> None:
     """A string of two tokens' parts; what is sampled behind it is forgotten, whatever the calls."""
     (request,) = _requests()[:1]

@@ -61,6 +61,7 @@ def test_the_last_place_where_it_stood_before(match: int, tokens: int) -> None:
         assert found[i].tolist() == _guess_one(own[i, : count[i]].tolist(), match, tokens)
 
 
+@pytest.mark.slow
 def test_guesses_come_from_the_slots_own_prompt() -> None:
     prompts = np.array([[0, 0, 5, 6, 7, 8], [5, 6, 1, 2, 3, 4]], np.int32)
     row, length = np.array([1, 0, 0, 1]), np.array([6, 4, 1, 6])
@@ -100,6 +101,7 @@ def _assert_same(found: list[list[Sample]], wanted: list[list[Sample]]) -> None:
             assert a.stopped == b.stopped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "match", "temperature"), [(1, 1, 0.0), (3, 2, 0.3), (7, 1, 0.3)]
 )
@@ -112,6 +114,7 @@ def test_answers_equal_plain_decoding(tokens: int, match: int, temperature: floa
     assert counts.busy < 0.9 * counts.tokens  # guesses were right now and then
 
 
+@pytest.mark.slow
 def test_stop_tokens_end_an_answer_inside_a_guess() -> None:
     stops = tuple(range(0, 64, 7))
     speculation = dataclasses.replace(PLAIN, speculative_tokens=4, speculative_ngram=1)
@@ -123,6 +126,7 @@ def test_stop_tokens_end_an_answer_inside_a_guess() -> None:
         assert not set(answer.tokens[:-1].tolist()) & set(stops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(("data", 2), ("context", 2), ("tensor", 2)), (("fsdp", 8),)])
 def test_on_a_mesh(mesh) -> None:
     speculation = dataclasses.replace(PLAIN, speculative_tokens=3, kv_cache_tokens=8 * 1024)

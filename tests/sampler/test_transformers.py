@@ -21,6 +21,8 @@ from spell_jax.sampler.engine import Sampler, SamplerConfig
 from spell_jax.sampler.requests import Options, Request
 from tests.policy import families
 
+pytestmark = pytest.mark.slow
+
 # (tokens of a prompt, of its answer): prompts lie within pages, fill them or go over them.
 LENGTHS = ((129, 32), (3, 45), (16, 38), (61, 32), (1, 50), (32, 35), (20, 41), (57, 36))
 RNG = np.random.default_rng(4)

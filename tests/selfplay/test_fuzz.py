@@ -11,7 +11,6 @@ import builtins
 import dataclasses
 import importlib
 import inspect
-import io
 import itertools
 import json
 import logging
@@ -22,12 +21,12 @@ import random
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from benchmarks import parsers
@@ -254,6 +253,7 @@ def test_no_parser_is_forgotten() -> None:
     assert {*public_functions()} >= known | ELSEWHERE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [*SHORT, *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG)]
 )
@@ -306,6 +306,7 @@ def test_long_texts(family: str) -> None:
     feed(FAMILIES[family](100_000))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("linear")
 @pytest.mark.parametrize(
     "family", ["open braces", "closing braces", "pairs of braces", "deep lists", "deep objects"]
@@ -475,8 +476,8 @@ def test_a_judge_may_reply_anything(monkeypatch: pytest.MonkeyPatch) -> None:
         choices = rng.choice((text, [], [message], [{"message": message}], {"0": message}))
         bodies.append(json.dumps({"choices": choices}).encode())
     bodies.append(b'{"choices": [{"message": {"content": "[[YES]]"}}]}')
-    waiting = iter(bodies)
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(next(waiting)))
+    replies = (httpx2.Response(200, content=body) for body in bodies)
+    monkeypatch.setattr(httpx2.HTTPTransport, "handle_request", lambda *_: next(replies))
     config = JudgeConfig("http://127.0.0.1/", "m", attempts=1, workers=1)
     judge = Judge(Endpoint(config), lambda question, *_: question)
     verdicts = judge.judge([(str(i), "", "") for i in range(len(bodies))])

@@ -55,6 +55,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.requests.append((body, self.headers["Authorization"]))
             seen = [sent["messages"][0]["content"] for sent, _ in self.server.requests]
         status, text, *headers = self.server.respond(prompt, seen.count(prompt))
+        if not self.server.url.endswith(self.path):
+            status = 404
         self.send_response(status)
         for name, value in (headers[0] if headers else {}).items():
             self.send_header(name, value)
@@ -122,6 +124,23 @@ def test_an_endpoint_may_be_asked_the_same_more_than_once(server):
     assert [body["top_p"] for body, _ in server.requests] == [0.5] * 3
     dict(Endpoint(JudgeConfig(server.url, "m"))(["c"]))
     assert "top_p" not in server.requests[-1][0]
+
+
+@pytest.mark.parametrize("ending", ["", "/"])
+def test_the_address_of_the_api_will_do(server, ending):
+    url = server.url.removesuffix("/chat/completions") + ending
+    assert make_judge(url).judge([item("a")]) == [1]
+
+
+def test_no_key_is_sent_but_the_one_given(server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "of another server")
+    assert make_judge(server.url).judge([item("a")]) == [1]
+    assert server.requests[0][1] is None
+
+
+def test_half_a_surrogate_pair_is_sent_as_a_question_mark(server):
+    assert make_judge(server.url).judge([item("\ud83d")]) == [1]
+    assert server.requests[0][0]["messages"][0]["content"].startswith("question ?|")
 
 
 def test_the_same_content_is_asked_once(server):
@@ -223,6 +242,7 @@ def test_no_more_requests_at_once_than_workers(server):
     ("field", "value"),
     [
         ("url", "file:///etc/passwd"),
+        ("url", "http://x/v1?version=1"),
         ("attempts", 0),
         ("workers", 0),
         ("timeout_s", -1.0),

@@ -93,15 +93,15 @@ def test_retry_after_in_all_forms():
     assert read_retry_after("9" * 400) > 1e9
 
 
-@pytest.fixture
-def dripping() -> Iterator[str]:
+@pytest.fixture(params=["200 OK", "503 Service Unavailable"])
+def dripping(request: pytest.FixtureRequest) -> Iterator[str]:
     """The address of a server that sends a byte of its reply every 50 ms, without an end."""
     ended = threading.Event()
 
     class Drip(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             self.request.recv(65536)
-            self.request.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            self.request.sendall(f"HTTP/1.1 {request.param}\r\n\r\n".encode())
             while not ended.wait(0.05):
                 self.request.sendall(b" ")
 

@@ -208,6 +208,7 @@ records = st.fixed_dictionaries(
 ).map(json.dumps)
 
 
+@pytest.mark.slow
 @given(pieces | records, st.sampled_from(TASKS))
 def test_any_string_is_judged(text, task):
     parsed = parse(text, task)

@@ -68,6 +68,7 @@ def test_ignored_groups_reward_only_form():
     assert verifier_rewards([-1, 1, 1, 1, 0], malformed=0.0) == [0, 1, 1, 1, 0]
 
 
+@pytest.mark.slow
 @given(votes, st.randoms())
 def test_majority_does_not_depend_on_the_order(group, random):
     shuffled = list(group)

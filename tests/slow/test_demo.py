@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from spell_jax import report
 from spell_jax.data.clusters import TASKS
+from spell_jax.reporting import tables as evaluation
 from spell_jax.runtime.metrics import read_metrics
 
 pytestmark = pytest.mark.long
@@ -33,13 +33,13 @@ def play(workdir: pathlib.Path, *flags: str) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory) -> list[tuple[report.Table, report.Table]]:
+def tables(tmp_path_factory) -> list[tuple[evaluation.Table, evaluation.Table]]:
     """(before, after) of each seed."""
     found = []
     for seed in SEEDS:
         flags = (f"--config.seed={seed}", "--config.data.tiny.evaluation.per_cell=256")
         workdir = play(tmp_path_factory.mktemp("demo") / str(seed), *flags)
-        table = report.read_evaluation(workdir)
+        table = evaluation.read_evaluation(workdir)
         assert table is not None
         found.append(table)
     return found
@@ -68,7 +68,7 @@ def test_the_questioner_keeps_its_share_of_right_references(tables, task):
 def test_random_rewards_teach_nothing(tmp_path):
     """The control: what the gains are made of is the rewards."""
     workdir = play(tmp_path / "random", "--config.algorithm.responder_reward=random")
-    tables = [report.read_evaluation(workdir)]
+    tables = [evaluation.read_evaluation(workdir)]
     assert mean_gain(tables, *RESPONDER, "8") < 0.05
     assert mean_gain(tables, *RESPONDER, "12") < 0.05
 

@@ -23,9 +23,10 @@ from gcp_storage_emulator.server import create_server
 from tensorboardX.record_writer import GCSRecordWriter
 
 from configs import tiny_warm_start
-from spell_jax import export, report, sft, train
+from spell_jax import export, sft, train
 from spell_jax.learner import non_finite, packing
 from spell_jax.policy import safetensors as files
+from spell_jax.reporting import tables as evaluation
 from spell_jax.runtime import paths
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.episodes import EpisodeWriter, read_episodes
@@ -124,7 +125,7 @@ def test_a_resumed_run_in_a_bucket_is_a_local_one_in_one_go(local, remote):
 
 
 def read_evaluation(workdir):
-    tables = report.read_evaluation(workdir)
+    tables = evaluation.read_evaluation(workdir)
     assert tables is not None
     return tables
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from configs import eapo, qwen2_5_7b_instruct, reconstruction, rlvr
+from configs import eapo, paper, reconstruction, rlvr
 from data_pipeline import long_questions
 from data_pipeline.question_rows import LAYOUTS, Draft, read_row
 from launch import random_policy
@@ -507,7 +507,7 @@ def test_spell_on_filings(spell_data, qwen, meaning, tmp_path, monkeypatch) -> N
         "algorithm.documents": (2,),
         "algorithm.verifier_share": 1.0,  # of few rows the paper's eighth is none
     }
-    steps = run(config_of(qwen2_5_7b_instruct.get_config(), qwen, **fields), tmp_path)
+    steps = run(config_of(paper.get_config("qwen2.5-7b-instruct"), qwen, **fields), tmp_path)
     filings = "\n".join(path.read_text("utf-8-sig") for path in sorted(folder.glob("*.txt")))
     learned: Counter[str] = Counter()
     for line, episodes in steps:

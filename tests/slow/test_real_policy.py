@@ -12,13 +12,16 @@ import jax
 import numpy as np
 import pytest
 
-from configs import qwen2_5_7b_instruct
-from spell_jax import export, generate, train
+from configs import paper
+from spell_jax import train
+from spell_jax.evaluation import generation
+from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
 from spell_jax.runtime.metrics import read_metrics
+from spell_jax.trainer.export import export
 from tests import noise
 from tests.policy import families
 
@@ -77,8 +80,8 @@ def documents(data, tmp_path_factory) -> pathlib.Path:
 
 
 def config_of(policy: pathlib.Path, documents: pathlib.Path, **changes):
-    """configs/qwen2_5_7b_instruct.py with few and short documents, questions and answers."""
-    config = qwen2_5_7b_instruct.get_config()
+    """configs/paper.py:qwen2.5-7b-instruct with few and short documents, questions and answers."""
+    config = paper.get_config("qwen2.5-7b-instruct")
     settings = {
         "steps": 2,
         "validate_every": 0,
@@ -143,7 +146,7 @@ def test_play_learn_resume_and_export(policy, documents, meaning, tmp_path, monk
 
 
 def train_and_export(run: pathlib.Path, out: pathlib.Path) -> set[str]:
-    assert export.export(run, out, dtype="float32") == 2
+    assert export(run, out, dtype="float32") == 2
     jax.tree.map(
         np.testing.assert_array_equal, weights.load(out)[1], weights.load(run / "policy")[1]
     )
@@ -166,7 +169,7 @@ def test_asking_the_hub_folder(policy, tmp_path) -> None:
     records = [{"prompt": "Who signed the report?"}, {"prompt": "word " * 40_000}]
     sampling = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 4}
     texts = [record["prompt"] for record in records]
-    found = generate.answer(policy, records, texts, 1, sampling, seed=0)
-    assert found == generate.answer(policy, records, texts, 1, sampling, seed=1)
+    found = generation.answer(Policy(policy), records, texts, 1, sampling, seed=0)
+    assert found == generation.answer(Policy(policy), records, texts, 1, sampling, seed=1)
     assert len(found[0]["answers"]) == 1 and found[0]["tokens"] == [4]
     assert found[1]["answers"] == []

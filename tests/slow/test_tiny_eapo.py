@@ -21,6 +21,7 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.trainer import state as runs
+from spell_jax.trainer.build import make_run
 from spell_jax.warm_start import evidence_rows
 from tests import noise
 
@@ -73,7 +74,7 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
 
 
 def end_of(config: Any, workdir: epath.Path) -> dict[str, Any]:
-    run = runs.make_run(config)
+    run = make_run(config)
     with Checkpoints(workdir) as checkpoints:
         return runs.begin(run, checkpoints)[0]
 

@@ -11,14 +11,16 @@ import pytest
 from etils import epath
 
 from configs import tiny_reconstruction, tiny_reconstruction_warm_start
-from spell_jax import report, sft, train
+from spell_jax import sft, train
 from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.model import TINY_POLICY
 from spell_jax.reporting.episodes import choose_episodes
-from spell_jax.reporting.page import Measured, write_page
+from spell_jax.reporting.page import PAGE, Measured, write_page
+from spell_jax.reporting.run_report import PLOTS_FOLDER
+from spell_jax.reporting.tables import EVALUATION_FILE, read_evaluation
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.selfplay import prompts, puzzles
-from spell_jax.trainer import build as catalogue
 from spell_jax.warm_start import story_rows
 from tests import noise
 
@@ -86,7 +88,7 @@ def test_each_step_has_its_puzzles_on_file(workdir):
 
 
 def test_it_is_evaluated_before_and_after(workdir):
-    tables = json.loads((workdir / report.EVALUATION_FILE).read_text())
+    tables = json.loads((workdir / EVALUATION_FILE).read_text())
     assert tables.keys() == {"before", "after"}
     for sections in tables.values():
         (table,) = sections.values()
@@ -95,21 +97,21 @@ def test_it_is_evaluated_before_and_after(workdir):
 
 
 def test_the_report_shows_it(workdir):
-    measured = Measured(workdir, read_metrics(workdir), report.read_evaluation(workdir))
-    overview = write_page([measured], workdir / report.PAGE)
-    assert (workdir / report.PAGE).stat().length > 0
+    measured = Measured(workdir, read_metrics(workdir), read_evaluation(workdir))
+    overview = write_page([measured], workdir / PAGE)
+    assert (workdir / PAGE).stat().length > 0
     assert "sparse reward of a guess" in json.dumps(overview)
     shown = {episode["question"] for episode in choose_episodes(workdir, 100).chosen}
     assert shown == {f"order of {k} paragraphs" for k in (2, 3, 4)}
-    drawn = {path.name for path in (workdir / report.PLOTS_FOLDER).iterdir()}
-    assert {"play.png", "train.png", "eval.png", "evaluation.png"} <= drawn
+    drawn = {path.name for path in (workdir / PLOTS_FOLDER).iterdir()}
+    assert {"rollout.png", "train.png", "eval.png", "evaluation.png"} <= drawn
 
 
 def test_the_demo_has_room_for_what_was_tuned():
     """Prompts and answers of its warm start are within the caps, and its rows within the bucket."""
     config = tiny_reconstruction.get_config()
     bucket, _ = tiny_reconstruction_warm_start.get_config().packing.buckets[-1]
-    tokenizer = tokenizers.load(catalogue.TINY_POLICY)
+    tokenizer = tokenizers.load(TINY_POLICY)
     rows = story_rows.rows(prompts.load("compact"), story_rows.StoryMixture(), seed=5)
     for row in itertools.islice(rows, 600):
         group = sft.to_group(row, tokenizer)
@@ -122,5 +124,5 @@ def test_it_starts_from_its_warm_start():
     tuned = tiny_reconstruction_warm_start.get_config()
     folder = pathlib.Path(tiny_reconstruction.get_config().policy.folder)
     assert f"--workdir={folder.parent}\n" in (tiny_reconstruction_warm_start.__doc__ or "")
-    assert pathlib.Path(tuned.policy.folder).resolve() == catalogue.TINY_POLICY
+    assert pathlib.Path(tuned.policy.folder).resolve() == TINY_POLICY
     assert tuned.source == tiny_reconstruction.get_config().data.source

@@ -16,6 +16,7 @@ from spell_jax.policy import lora, transformer, weights
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.trainer import state as runs
+from spell_jax.trainer.build import make_run
 from tests import noise
 
 STEPS = 2
@@ -46,7 +47,7 @@ def begin(config, workdir) -> tuple[dict, int]:
     """(models, steps done) at the start of a run."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
-        run = runs.make_run(config)
+        run = make_run(config)
         checkpoints = Checkpoints(workdir)
         models, step, *_ = runs.begin(run, checkpoints)
         checkpoints.close()
@@ -57,6 +58,7 @@ def assert_equal(params, others) -> None:
     jax.tree.map(np.testing.assert_array_equal, params, others)
 
 
+@pytest.mark.slow
 def test_first_its_own_checkpoint_then_the_next(policy, other, tmp_path, caplog):
     """Each is there beside all that come behind it."""
     caplog.set_level(logging.INFO, "spell_jax")
@@ -106,7 +108,7 @@ def test_a_step_of_another_run_is_named(policy, other, tmp_path):
 def test_what_is_no_run_is_refused_before_any_device_work(name, policy, other, tmp_path):
     path = str(tmp_path / name).replace(str(tmp_path / "other"), str(other))
     with pytest.raises(FileNotFoundError, match=r"init_from = .*: must be a run's folder"):
-        runs.make_run(noise.small_config(policy, init_from=path))
+        make_run(noise.small_config(policy, init_from=path))
 
 
 def test_a_run_of_another_shape_is_refused(policy, other, tmp_path):
@@ -115,6 +117,7 @@ def test_a_run_of_another_shape_is_refused(policy, other, tmp_path):
         begin(config, tmp_path)
 
 
+@pytest.mark.slow
 def test_adapters_are_begun_with_too(policy, tmp_path):
     adapters = {"policy.lora_rank": 2, "checkpoint_every": 1, "validate_every": 0, "steps": 1}
     play(noise.small_config(policy, **adapters), tmp_path / "first")
@@ -122,5 +125,5 @@ def test_adapters_are_begun_with_too(policy, tmp_path):
     models, _ = begin(config, tmp_path / "second")
     found, _ = begin(config, tmp_path / "first")
     assert_equal(models["policy"].params, found["policy"].params)
-    b = lora.split(runs.make_run(config).policy, models["policy"].params)[0]["layers"]["attention"]
+    b = lora.split(make_run(config).policy, models["policy"].params)[0]["layers"]["attention"]
     assert np.any(b["q_lora_b"]), "adapters that do nothing are easily the same"

@@ -232,6 +232,7 @@ def test_the_frozen_copy_is_in_the_checkpoint(whole, policy):
     jax.tree.map(np.testing.assert_array_equal, models["reference_reader"], first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [("seed", 1, r"seed = 1: must be 0"), ("steps", 3, r"steps = 3: must be at least 4")],
@@ -258,6 +259,7 @@ def test_a_finished_run_is_left_as_it_is(resumed, policy):
     assert again.traces == [] and again.metrics() == before
 
 
+@pytest.mark.slow
 def test_noise_makes_empty_updates_and_time_ends_a_run(policy, tmp_path):
     """A policy that has learned nothing: no question is accepted, and the run is none the worse."""
     config = noise.small_config(policy, steps=100_000, max_minutes=0.02, validate_every=0)
@@ -275,6 +277,7 @@ def test_noise_makes_empty_updates_and_time_ends_a_run(policy, tmp_path):
     assert (tmp_path / "plots" / "play.png").is_file()
 
 
+@pytest.mark.slow
 def test_reference_and_renewed_anchor_go_on_from_a_checkpoint(policy, tmp_path):
     options = {"loss.kl_weight": 0.5, "algorithm.reader_refresh": 2, "validate_every": 0}
     first = Finished(noise.small_config(policy, steps=2, **options), tmp_path)
@@ -292,6 +295,7 @@ def test_reference_and_renewed_anchor_go_on_from_a_checkpoint(policy, tmp_path):
     assert (models["reference_reader"]["embedding"] != kept["embedding"]).any()
 
 
+@pytest.mark.slow
 def test_a_step_on_eight_devices_equals_one(policy, tmp_path):
     """Parameters four ways over fsdp and two over tensor; the frozen copy as they are."""
     options = {"mesh.fsdp": 4, "mesh.tensor": 2, "validate_every": 0, "steps": 1}
@@ -321,6 +325,7 @@ def test_a_step_on_eight_devices_equals_one(policy, tmp_path):
     assert (weights.load(tmp_path / "8" / "policy")[1]["embedding"]).shape[1] == 32
 
 
+@pytest.mark.slow
 def test_a_step_may_be_played_while_the_one_before_is_learned(policy, tmp_path):
     options = {"staleness": 1, "loss.tis_cap": 2.0, "checkpoint_every": 3}
     run = Finished(noise.small_config(policy, steps=5, **options), tmp_path / "whole")
@@ -342,6 +347,7 @@ def test_a_step_may_be_played_while_the_one_before_is_learned(policy, tmp_path):
         assert state[name] == wanted_state[name]
 
 
+@pytest.mark.slow
 def test_rows_of_numbers_that_go_wrong_are_written(policy, tmp_path, monkeypatch):
     noise.lose_numbers(monkeypatch)
     config = noise.small_config(policy, validate_every=0, **{"optimizer.max_skipped": 2})

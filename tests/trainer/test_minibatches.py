@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 from etils import epath
 
+from spell_jax import config as configs
 from spell_jax import train
 from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.non_finite import NonFinite
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.trainer import build as catalogue
 from spell_jax.trainer import state as runs
+from spell_jax.trainer.build import make_run
 from tests import noise
 
 CORRECTIONS = {
@@ -62,15 +63,16 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def played(policy) -> train.Played:
     """A step: how it is learned from is no matter."""
-    run = runs.make_run(make_config(policy, "rollout"))
+    run = make_run(make_config(policy, "rollout"))
     played = train.play(run, runs.first_models(run), 1)
     assert played and len(played.rows) > 2
     return played
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_a_step_in_parts_is_as_by_hand(policy, played, tmp_path, correction):
-    run = runs.make_run(make_config(policy, correction))
+    run = make_run(make_config(policy, correction))
     models = runs.first_models(run)
     begun = runs.copy(models["policy"].params)
     numbers = runs.StepUpdate(run, models, played.rows).finish(epath.Path(tmp_path), 1)
@@ -182,7 +184,7 @@ def test_a_run_in_parts_is_resumed_to_the_bit(policy, tmp_path):
     states = []
     for workdir in (whole, halved):
         with Checkpoints(workdir) as checkpoints:
-            states.append(runs.begin(runs.make_run(config), checkpoints)[0]["policy"])
+            states.append(runs.begin(make_run(config), checkpoints)[0]["policy"])
     taught = sum(line["train/empty_update"] == 0 for line in lines_of(whole))
     assert taught and int(states[0].step) == 2 * taught
     jax.tree.map(np.testing.assert_array_equal, *states)
@@ -201,4 +203,4 @@ def test_a_run_in_parts_is_resumed_to_the_bit(policy, tmp_path):
 )
 def test_what_does_not_go_is_said(policy, overrides, message):
     with pytest.raises(ValueError, match=message):
-        catalogue.check(make_config(policy, "rollout", **overrides))
+        configs.read(make_config(policy, "rollout", **overrides))

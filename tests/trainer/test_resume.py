@@ -53,6 +53,7 @@ def episodes(workdir: pathlib.Path) -> dict[str, bytes]:
 # ------------------------------------------------------------------------------------------ Devices
 
 
+@pytest.mark.slow
 def test_on_other_meshes_a_run_goes_on_with_the_same_losses(policy, tmp_path) -> None:
     """One device, then eight, then two times four; the reference of the loss goes along. Answers
     are drawn alike on all, so that every number of a step may be compared."""
@@ -76,6 +77,7 @@ def test_on_other_meshes_a_run_goes_on_with_the_same_losses(policy, tmp_path) ->
 # ------------------------------------------------------------------------------------ Playing ahead
 
 
+@pytest.mark.slow
 def test_a_step_that_was_played_ahead_is_played_again(policy, tmp_path, monkeypatch) -> None:
     """Told to stop while step 4 is played ahead of step 3's update, a run leaves what one of three
     steps leaves, in which nothing was played ahead of the last."""
@@ -147,6 +149,7 @@ def whole(policy, tmp_path_factory) -> pathlib.Path:
     return workdir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number, written", [(errno.EROFS, True), (errno.ENOSPC, False)], ids=["read-only", "full"]
 )
@@ -197,6 +200,7 @@ def lose_disk(
     monkeypatch.setattr(train, "play", play_and_fail)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_waits_for_what_is_written_and_other_steps_do_not(
     policy, tmp_path, monkeypatch
 ) -> None:
@@ -222,6 +226,7 @@ def test_a_checkpoint_waits_for_what_is_written_and_other_steps_do_not(
     assert len(episodes(tmp_path)) == 3
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_between_checkpoints_ends_the_run_with_all_saved(
     policy, whole, tmp_path, monkeypatch
 ) -> None:

@@ -14,7 +14,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import tiny_warm_start
-from spell_jax import generate, sft
+from spell_jax import sft
+from spell_jax.evaluation import generation
 from spell_jax.learner import update
 from spell_jax.learner.non_finite import NonFinite
 from spell_jax.policy import tokenizer as tokenizers
@@ -77,9 +78,10 @@ def test_loss_falls_and_the_result_loads(policy, source, tmp_path):
     assert (params["embedding"] != weights.load(policy)[1]["embedding"]).any()
     assert tokenizers.load(folder).encode("Oslo") == tokenizers.load(policy).encode("Oslo")
     # What asks the result knows the prompts that it was tuned on.
-    assert generate.find_prompt_set(tmp_path / "run") == "compact"
+    assert generation.find_prompt_set(tmp_path / "run") == "compact"
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_weights(policy, source, tmp_path, monkeypatch):
     def config():
         return small_config(policy, source, checkpoint_every=2)
@@ -104,6 +106,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(policy, source, tmp_path, monk
     assert steady_metrics(tmp_path / "killed") == steady_metrics(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_its_machine_saves_and_goes_on(policy, source, tmp_path, monkeypatch):
     def config():
         return small_config(policy, source, checkpoint_every=100)
@@ -128,6 +131,7 @@ def test_a_run_that_loses_its_machine_saves_and_goes_on(policy, source, tmp_path
     assert steady_metrics(tmp_path / "left") == steady_metrics(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_rows_of_numbers_that_go_wrong_are_written(policy, source, tmp_path, monkeypatch):
     noise.lose_numbers(monkeypatch)
     config = small_config(policy, source)
@@ -203,6 +207,7 @@ def test_a_row_is_a_group_of_one_that_ends(policy):
     assert list(group.advantages) == [1.0] and group.role == "verifier"
 
 
+@pytest.mark.slow
 def test_rows_that_fit_no_bucket_are_counted(policy, tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
     long = {"prompt": "p", "completion": "answer " * 30}

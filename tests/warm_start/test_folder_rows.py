@@ -282,6 +282,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert not (other / "questions.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["gov_speeches", "edgar/dev"])
 def test_real_folders(spell_data: Path, tmp_path: Path, source: str) -> None:
     folder_rows.main([f"--source={spell_data / source}", f"--out={tmp_path}", "--rows=300"])

@@ -293,6 +293,7 @@ def test_the_same_prompt_may_be_answered_in_another_way(server, tmp_path):
     assert files(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_what_was_said_about_other_texts_is_not_used(server, tmp_path, monkeypatch):
     build(tmp_path, server)
     server.requests.clear()
@@ -376,6 +377,7 @@ def test_a_judge_goes_with_its_agreement(tmp_path):
 # --------------------------------------------------------------------------- A policy as teacher
 
 
+@pytest.mark.slow
 def test_a_policys_replies_depend_on_attempt_and_turn_alone(tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
     sizes = Sizes(kv_cache_tokens=512, slots=8, prefill_tokens=128, page_size=16)
@@ -406,6 +408,7 @@ def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=whole, check=False)
 
 
+@pytest.mark.slow
 def test_an_endpoint_from_the_command_line(server, tmp_path):
     lines = [
         json.dumps({"id": c.id, "documents": c.documents, "tasks": c.tasks}) + "\n"
@@ -437,6 +440,7 @@ TINY += ["--batch=24", "--documents=2", "--prompt_set=compact", "--teacher_max_t
 TINY += ["--kv_cache_tokens=8192", "--slots=24", "--prefill_tokens=1536"]
 
 
+@pytest.mark.slow
 def test_the_tiny_policy_from_the_command_line(tmp_path):
     done = program(*TINY, f"--out={tmp_path}", "--agreement=rule")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from spell_jax.algorithms.base import RULES, RolloutBudget
+from spell_jax.algorithms.base import AlgorithmConfig, RolloutBudget
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.selfplay import evidence
 
@@ -13,7 +13,7 @@ REWARD_MODELS = ("co_evolving", "static", "none")
 
 
 @dataclasses.dataclass(frozen=True)
-class EapoConfig:
+class EapoConfig(AlgorithmConfig):
     """Every switch of the algorithm; the defaults are the paper's where it has them.
 
     Attributes:
@@ -29,10 +29,10 @@ class EapoConfig:
       most_rollouts: scorings that are kept for a refresh; the oldest go first.
       scoring_temperature: of the reward model; 0: greedy.
       retries: further tries where its reply is malformed.
-      rule: "match" compares texts, numbers, letters; "judge" asks an external judge.
       divide_by_deviation: whether advantages are in deviations of the group (Eq. 1).
     """
 
+    name: str = "eapo"
     questions: int = 64
     group_size: int = 6
     format_weight: float = 0.1
@@ -44,11 +44,11 @@ class EapoConfig:
     most_rollouts: int = 1280
     scoring_temperature: float = 0.0
     retries: int = 1
-    rule: str = "match"
     divide_by_deviation: bool = True
 
     def __post_init__(self):
-        check_choice(self, "algorithm.", reward_model=REWARD_MODELS, rule=RULES)
+        super().__post_init__()
+        check_choice(self, "algorithm.", reward_model=REWARD_MODELS)
         check_least(self, "algorithm.", questions=1, group_size=2, refresh_every=1, most_rollouts=1)
         check_least(self, "algorithm.", format_weight=0, evidence_weight=0, outcome_weight=0)
         check_least(self, "algorithm.", scoring_temperature=0, retries=0)

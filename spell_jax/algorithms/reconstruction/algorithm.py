@@ -23,7 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import AlgorithmContext, Models, Reply, RolloutBudget
+from spell_jax.algorithms.base import (
+    AlgorithmConfig,
+    AlgorithmContext,
+    Models,
+    Reply,
+    RolloutBudget,
+)
 from spell_jax.data import clusters
 from spell_jax.data.clusters import Cluster
 from spell_jax.learner.advantages import group_advantages
@@ -38,7 +44,7 @@ ROUNDS = 4  # of drawing documents, at most, where some give no puzzle
 
 
 @dataclasses.dataclass(frozen=True)
-class ReconstructionConfig:
+class ReconstructionConfig(AlgorithmConfig):
     """Every switch of the algorithm; the defaults are the paper's.
 
     Attributes:
@@ -60,6 +66,7 @@ class ReconstructionConfig:
         [paper: 500 in all], and during it.
     """
 
+    name: str = "reconstruction"
     documents: int = 128
     group_size: int = 8
     reward: str = "dense"
@@ -76,6 +83,7 @@ class ReconstructionConfig:
     validation_puzzles: int = 32
 
     def __post_init__(self):
+        super().__post_init__()
         check_choice(self, "algorithm.", reward=tuple(REWARDS), selection=clusters.SELECTIONS)
         check_least(
             self, "algorithm.", documents=1, group_size=2, most_documents=0, min_paragraph=1

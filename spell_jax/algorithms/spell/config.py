@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from spell_jax.algorithms.base import RULES, RolloutBudget
+from spell_jax.algorithms.base import AlgorithmConfig, RolloutBudget
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.selfplay import rewards, selection
 
@@ -16,7 +16,7 @@ REMEMBERED = ("shown", "new")
 
 
 @dataclasses.dataclass(frozen=True)
-class SpellConfig:
+class SpellConfig(AlgorithmConfig):
     """Every switch of the algorithm; the defaults are the paper's (its ablations are the others).
 
     Attributes:
@@ -48,7 +48,6 @@ class SpellConfig:
       reader_refresh: the frozen copy is renewed every so many steps; 0: never.
       responder_reward: how rule and majority combine: "max" (6); "rule" asks no verifier; "random"
         is a control that must destroy the policy.
-      rule: "match" compares texts, numbers, letters; "judge" asks an external judge.
       train_questioner, train_verifier: False leaves their rows out of the update.
       negatives: bad questioner rows for each good one.
       malformed_penalty: whether a malformed verdict earns -1 (the paper's code) or 0 (its text).
@@ -60,6 +59,7 @@ class SpellConfig:
       keep_surplus: train on all questions with mixed rewards, also those over `questions`.
     """
 
+    name: str = "spell"
     questions: int = 128
     generation_batch: int = 480
     max_generations: int = 10
@@ -83,7 +83,6 @@ class SpellConfig:
     reader_samples: int = 4
     reader_refresh: int = 0
     responder_reward: str = "max"
-    rule: str = "match"
     train_questioner: bool = True
     negatives: float = 1.0
     train_verifier: bool = True
@@ -95,6 +94,7 @@ class SpellConfig:
     keep_surplus: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         check_choice(self, "algorithm.", mapping=rewards.MAPPINGS, memory_documents=REMEMBERED)
         check_choice(
             self,
@@ -102,7 +102,6 @@ class SpellConfig:
             reference_source=REFERENCE_SOURCES,
             responder_reward=RESPONDER_REWARDS,
         )
-        check_choice(self, "algorithm.", rule=RULES)
         check_least(self, "algorithm.", questions=1, generation_batch=1, max_generations=1)
         check_least(self, "algorithm.", group_size=2, verifier_group_size=1, verifier_share=0)
         check_least(self, "algorithm.", grounding_samples=0, grounding_threshold=1)
@@ -123,7 +122,16 @@ class SpellConfig:
                 f"algorithm.grounding_samples = {self.grounding_samples}"
             )
 
-    def budgets(self, writes: bool = True) -> list[RolloutBudget]:
+    def budgets(self) -> list[RolloutBudget]:
+        return self.round_budgets()
+
+    def budget_summary(self) -> str:
+        return (
+            f"up to {self.max_generations} rounds of {self.generation_batch} proposals, until "
+            f"{self.questions} questions have mixed rewards; a round asks for"
+        )
+
+    def round_budgets(self, writes: bool = True) -> list[RolloutBudget]:
         """Of a round, which is learned from with all others of its step.
 
         Args:

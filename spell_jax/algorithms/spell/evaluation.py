@@ -20,7 +20,7 @@ from spell_jax.algorithms.scoring import Report, share
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data import tiny_world as world
 from spell_jax.data.clusters import LETTERS
-from spell_jax.runtime.config import check_least
+from spell_jax.data.config import TinyEvaluationConfig
 from spell_jax.selfplay import parsing, rules
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
@@ -46,32 +46,16 @@ class TinyEvaluation:
       algorithm: says how many documents the questioner reads and which of its questions are
         accepted.
       count_tokens: tokens of a text, for the algorithm's limit on references.
-      seed: of all items; other than that of the training clusters.
-      per_cell: questions for each kind and number of documents, and questions to be written for
-        each task; twice as many pairs for the verifier.
-      documents: numbers of documents that the responder reads.
-      quick_per_cell, quick_documents: the same for validation during a run.
+      sizes: questions of each kind and numbers of documents.
     """
 
     prompts: Prompts
     algorithm: SpellConfig
     count_tokens: Callable[[str], int]
-    seed: int = 10_000
-    per_cell: int = 128
-    documents: tuple[int, ...] = (3, 8, 12, 16)
-    quick_per_cell: int = 32
-    quick_documents: tuple[int, ...] = (8, 12)
+    sizes: TinyEvaluationConfig = TinyEvaluationConfig()
 
     def __post_init__(self):
-        check_least(self, "data.tiny.evaluation.", per_cell=1, quick_per_cell=1)
-        # A two-hop question needs two documents.
         most = len(world.NAMES)
-        for field in ("documents", "quick_documents"):
-            counts = getattr(self, field)
-            if not counts or not all(2 <= count <= most for count in counts):
-                raise ValueError(
-                    f"data.tiny.evaluation.{field} = {counts}: must be of 2 to {most} documents"
-                )
         if 2 * max(self.algorithm.documents) > most:
             raise ValueError(
                 f"algorithm.documents = {self.algorithm.documents}: the tiny world has {most} "
@@ -81,13 +65,13 @@ class TinyEvaluation:
     @property
     def _usual_documents(self) -> int:
         """The size of a cluster where only one is looked at: the second, as in training."""
-        return self.documents[min(1, len(self.documents) - 1)]
+        return self.sizes.documents[min(1, len(self.sizes.documents) - 1)]
 
     def full(self, ask: Models) -> Report:
         """All three roles."""
         report: Report = {"responder accuracy, by documents": {}}
         rows = report["responder accuracy, by documents"]
-        by_count = {n: self._responder(ask, n, self.per_cell) for n in self.documents}
+        by_count = {n: self._responder(ask, n, self.sizes.per_cell) for n in self.sizes.documents}
         for kind in world.KINDS:
             rows[kind] = {str(n): share(cells[kind]) for n, cells in by_count.items()}
         rows["all"] = {
@@ -102,8 +86,8 @@ class TinyEvaluation:
     def quick(self, ask: Models) -> tuple[float, dict[str, float]]:
         """(mean responder accuracy, the accuracies by kind and documents)."""
         numbers = {}
-        for count in self.quick_documents:
-            cells = self._responder(ask, count, self.quick_per_cell)
+        for count in self.sizes.quick_documents:
+            cells = self._responder(ask, count, self.sizes.quick_per_cell)
             for kind, outcomes in cells.items():
                 numbers[f"{kind}/{count}"] = share(outcomes)[0]
         score = sum(numbers.values()) / len(numbers)
@@ -113,7 +97,7 @@ class TinyEvaluation:
         """Generated questions of one kind, each behind a cluster of its own."""
         items = []
         for index in range(count):
-            cell = [self.seed, documents, world.KINDS.index(kind), index]
+            cell = [self.sizes.seed, documents, world.KINDS.index(kind), index]
             rng = np.random.default_rng(cell)
             texts = world.make_documents(rng, documents)
             question, drawn, answer = demonstrations.responder_question(rng, texts, kind)
@@ -145,15 +129,15 @@ class TinyEvaluation:
 
     def _letters(self, ask: Models) -> dict[str, dict[str, tuple[float, float]]]:
         count = self._usual_documents
-        found = self._answers(ask, self.make_items(count, "choice", self.per_cell))
+        found = self._answers(ask, self.make_items(count, "choice", self.sizes.per_cell))
         columns = {letter: share([f == letter for f in found]) for letter in LETTERS}
         return {f"{count} documents": columns}
 
     def _verifier(self, ask: Models) -> dict[str, tuple[float, float]]:
-        rng = np.random.default_rng([self.seed, 1])
+        rng = np.random.default_rng([self.sizes.seed, 1])
         rows = [
             demonstrations.verifier_row(self.prompts, rng, len(world.CITIES))
-            for _ in range(2 * self.per_cell)
+            for _ in range(2 * self.sizes.per_cell)
         ]
         replies = ask("verifier", [row.prompt for row, *_ in rows], temperature=0.0)
         outcomes: dict[str, list[bool]] = {"all": []}
@@ -166,12 +150,12 @@ class TinyEvaluation:
 
     def _questioner(self, ask: Models) -> dict[str, dict[str, tuple[float, float]]]:
         tasks = tuple(dict.fromkeys(world.TASK_OF_KIND.values()))
-        rng = np.random.default_rng([self.seed, 2])
+        rng = np.random.default_rng([self.sizes.seed, 2])
         asked, texts = [], []
         for known in (0, 1) if self.algorithm.memory else (0,):
             for task in tasks:
                 row = f"{task}, one known" if known else task
-                for _ in range(self.per_cell):
+                for _ in range(self.sizes.per_cell):
                     documents, text = self._invitation(rng, task, known)
                     asked.append((row, task, documents))
                     texts.append(text)

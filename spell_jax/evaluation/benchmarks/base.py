@@ -1,7 +1,7 @@
-"""What a benchmark is: questions with their prompts and references, and how an answer is scored.
+"""Data types of a benchmark: questions with prompts and references, and the scoring of answers.
 
-One file a family of benchmarks makes them from a folder of published files, or generates them;
-`spell_jax/evaluate.py` samples answers, asks a judge where `judged` says so, and averages.
+Each family of benchmarks has one file, which reads them from published files or generates them.
+`spell_jax/evaluation/runner.py` samples answers, asks a judge where `judged` is set, and averages.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class Item:
     """One question.
 
     Attributes:
-      id: unique within its benchmark, the same in every run.
-      prompt: what the policy is asked, the user's turn, before any chat template and uncut.
-      question: the question alone, as a judge is shown it.
-      references: right answers, at least one.
-      fields: what else its score or the tables need (a needle's depth, a length), JSON-able.
-      judged: whether a judge may be asked, where its benchmark is judged.
+      id: identifier, unique within the benchmark and the same in every run.
+      prompt: user turn for the policy, without a chat template and not truncated.
+      question: question alone, as shown to a judge.
+      references: correct answers, at least one.
+      fields: further JSON-serializable data for scoring or tables (a needle's depth, a length).
+      judged: whether a judge may be asked, if the benchmark is judged.
     """
 
     id: str
@@ -34,17 +34,17 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """Questions that are scored alike.
+    """A set of questions with one scoring rule.
 
     Attributes:
-      name: as in --benchmarks, such as "longbench_v2".
-      title: heading of its column.
-      items: the questions, in the order of their files.
-      extract: (text of a sample, item) -> the answer in it, None where there is none; total.
-      score: (text of a sample, item) -> rule score in [0, 1]; total, and linear in the text.
-      judged: whether a judge is asked about answers whose rule score is below 1.
-      max_tokens: of an answer, where the caller does not say.
-      by: one or two of the items' fields; items that are alike in them are also averaged apart.
+      name: name in --benchmarks, such as "longbench_v2".
+      title: heading of its table column.
+      items: questions, in the order of their files.
+      extract: (sample text, item) -> stated answer, or None; accepts any text.
+      score: (sample text, item) -> rule score in [0, 1]; accepts any text, in linear time.
+      judged: whether a judge is asked about answers with a rule score below 1.
+      max_tokens: default maximum answer length in tokens.
+      by: one or two item fields; scores are also averaged separately for each of their values.
     """
 
     name: str

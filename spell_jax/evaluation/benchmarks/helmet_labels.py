@@ -1,4 +1,4 @@
-"""The five labeled data sets of HELMET's in-context learning, from their authors' files.
+"""The five labeled datasets of HELMET's in-context learning, read from their authors' files.
 
     task          files                                        train   test  labels
     trec_coarse   train_5500.label, TREC_10.label               5452    500       6
@@ -7,9 +7,10 @@
     clinic150     data_oos_plus.json                           15250   3100     151
     nlu           NLU-Data-Home-Domain-Annotated-All.csv       23143   2572      68
 
-1. As in HELMET, CLINC is tested on its validation set, out-of-scope texts included, and a tenth of
-   the NLU data is held out for the test (by a draw of our own, which leaves every label examples).
-2. Examples are balanced: as many of each label as go, in rounds that have every label once.
+1. As in HELMET, CLINC is tested on its validation set, out-of-scope texts included.
+2. As in HELMET, a tenth of the NLU data is held out for the test. The random split is our own; it
+   leaves every label at least one example.
+3. Examples are balanced over labels: they come in rounds that have every label once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from spell_jax.evaluation.benchmarks import published
 from spell_jax.evaluation.benchmarks.published import HELP, Folder, Row
 
-QUESTIONS = 500  # asked of each
+QUESTIONS = 500  # per dataset
 Pairs = list[tuple[str, str]]  # (text, label)
 
 _ANNOTATION = re.compile(r"\[[^\[\]:]*:+([^\[\]]*)\]")
@@ -31,7 +32,12 @@ _ANNOTATION = re.compile(r"\[[^\[\]:]*:+([^\[\]]*)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Labeled:
-    """Texts with their labels, to be shown and to be asked for."""
+    """Labeled texts of a dataset.
+
+    Attributes:
+      train: (text, label) pairs for the examples in prompts.
+      test: (text, label) pairs for the questions.
+    """
 
     train: Sequence[tuple[str, str]]
     test: Sequence[tuple[str, str]]
@@ -39,12 +45,15 @@ class Labeled:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One data set.
+    """Reader and published sizes of a dataset.
 
     Attributes:
-      reader: folder -> its texts.
-      train, test, labels: how many there are.
-      shots: examples for `retrieval.LENGTHS`; HELMET's configs/icl_short.yaml and icl.yaml.
+      reader: folder -> labeled texts.
+      train: number of training texts.
+      test: number of test texts.
+      labels: number of labels.
+      shots: number of examples in a prompt for each of `retrieval.LENGTHS`; from HELMET's
+        configs/icl_short.yaml and icl.yaml.
     """
 
     reader: Callable[[Folder], Labeled]
@@ -55,10 +64,15 @@ class Task:
 
 
 def read(task: str, folder: Folder, whole: bool) -> Labeled:
-    """The texts of one of `TASKS`; if `whole`, as many as are published.
+    """Read the labeled texts of a dataset.
+
+    Args:
+      task: key of `TASKS`.
+      folder: folder of the published files.
+      whole: whether to require the published numbers of texts and labels.
 
     Raises:
-      FileNotFoundError, ValueError: the folder is not as published.
+      FileNotFoundError, ValueError: if the folder is not as published.
     """
     kind = TASKS[task]
     data = kind.reader(folder)
@@ -73,7 +87,7 @@ def read(task: str, folder: Folder, whole: bool) -> Labeled:
 
 
 def by_label(pairs: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    """Label -> its texts, labels in alphabetical order."""
+    """Map each label to its texts, with labels in alphabetical order."""
     texts: dict[str, list[str]] = {label: [] for label in sorted({label for _, label in pairs})}
     for text, label in pairs:
         texts[label].append(text)
@@ -81,7 +95,10 @@ def by_label(pairs: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def balanced(by_label: Mapping[str, Sequence[str]], count: int, rng: random.Random) -> Pairs:
-    """`count` examples in rounds that have every label once; texts repeat once all were used."""
+    """Choose `count` examples in rounds, each with every label once, in random order.
+
+    The texts of a label repeat only after all of them were used.
+    """
     rounds = -(-count // len(by_label))
     columns = []
     for label, texts in by_label.items():
@@ -98,7 +115,7 @@ def balanced(by_label: Mapping[str, Sequence[str]], count: int, rng: random.Rand
 
 
 def _trec(fine: bool, folder: Folder) -> Labeled:
-    """Lines "DESC:manner How did ...", in Latin-1."""
+    """Read lines such as "DESC:manner How did ...", in Latin-1."""
     names = ["train_5500.label", "TREC_10.label"]
     train, test = (_trec_file(path, fine) for path in published.locate(folder, [names]))
     return Labeled(train, test)
@@ -108,7 +125,7 @@ def _trec_file(path: Path, fine: bool) -> Pairs:
     pairs = []
     lines = path.read_text(encoding="latin-1").rstrip("\n").split("\n")
     for number, line in enumerate(lines):
-        # A stray byte of the file; its usual reader, which HELMET calls, does the same.
+        # The file has a stray byte; its usual reader, which HELMET calls, does the same.
         label, _, text = line.replace("\xf0", " ").strip().partition(" ")
         coarse, colon, _ = label.partition(":")
         if not colon or not text:
@@ -127,7 +144,7 @@ def _banking77(folder: Folder) -> Labeled:
 
 
 def _clinic150(folder: Folder) -> Labeled:
-    """{"train": [[text, label], ...], "oos_train": ..., "val": ..., "oos_val": ..., ...}."""
+    """Read {"train": [[text, label], ...], "oos_train": ..., "val": ..., "oos_val": ..., ...}."""
     name = "data_oos_plus.json"
     (path,) = published.locate(folder, [[name], [f"data/{name}"]])
     whole = Row(str(path), published.json_value(path, dict))
@@ -141,10 +158,10 @@ def _clinic150(folder: Folder) -> Labeled:
 
 
 def _nlu(folder: Folder) -> Labeled:
-    """Semicolons between columns; scenario and intent are the label; "null" stands for no text.
+    """Read semicolon-separated rows. Scenario and intent form the label; "null" means no text.
 
-    As in Hugging Face's nlu_evaluation_data, which HELMET reads, texts are those of
-    answer_annotation without the annotations: "at [time : five am]" is "at five am".
+    As in Hugging Face's nlu_evaluation_data, which HELMET reads, the text is answer_annotation
+    without its annotations: "at [time : five am]" becomes "at five am".
     """
     name = "NLU-Data-Home-Domain-Annotated-All.csv"
     (path,) = published.locate(folder, [[name], [f"AnnotatedData/{name}"]])
@@ -155,7 +172,7 @@ def _nlu(folder: Folder) -> Labeled:
             text = _ANNOTATION.sub(lambda found: found[1].strip(), text)
             pairs.append((text, f"{row.text('scenario')}_{row.text('intent')}"))
     random.Random(42).shuffle(pairs)
-    first: Pairs = []  # of its label
+    first: Pairs = []  # the first text of each label, kept for training
     rest: Pairs = []
     seen: set[str] = set()
     for text, label in pairs:

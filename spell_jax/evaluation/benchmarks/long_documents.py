@@ -6,10 +6,11 @@
     frames                          824  a phrase        cover exact match
     docmath                         800  a number        within 0.15 %, percent and scale words
 
-1. Prompts are the responder's of training (set "full"); the rules are those of the reward.
-2. A judge is asked about all but letters, where the rule does not give 1 (paper Appendix E.2).
-3. Of LongBench's answers only the first is the reference; DocMath's paragraphs are joined by
-   newlines, and so are Frames' documents, each its title, a newline and its text (spec section 11).
+1. Prompts are the responder's prompts in training (set "full"). Rules are those of the reward.
+2. A judge is asked if the rule score is below 1, except for letters (paper Appendix E.2).
+3. LongBench: only the first answer is the reference.
+4. DocMath: paragraphs are joined by newlines. Frames: documents are joined by newlines, and each is
+   its title, a newline and its text (spec section 11).
 
 Layouts: docs/evaluation.md.
 """
@@ -27,10 +28,10 @@ from spell_jax.selfplay import prompts, rules
 from spell_jax.selfplay.numbers import number_text
 from spell_jax.selfplay.parsing import format_choices
 
-MAX_TOKENS = 4096  # of an answer of models that do not think (paper Appendix E.2)
+MAX_TOKENS = 4096  # per answer of non-thinking models (paper Appendix E.2)
 
 LONGBENCH_TITLES = {"hotpotqa": "HotpotQA", "2wikimqa": "2WikiMQA", "musique": "MuSiQue"}
-# evalscope's card of the dataset counts them so; the paper gives their sum.
+# Counts from evalscope's card of the dataset; the paper gives only their sum.
 DOCMATH_ROWS = {
     "simpshort_testmini": 200,
     "simplong_testmini": 100,
@@ -40,12 +41,12 @@ DOCMATH_ROWS = {
 
 
 def load_longbench_v2(folder: Folder, limit: int | None = None) -> Benchmark:
-    """LongBench v2, 503 multiple-choice questions, from `data.json`.
+    """Load LongBench v2, 503 multiple-choice questions, from `data.json`.
 
     Source: huggingface.co/datasets/zai-org/LongBench-v2.
 
     Raises:
-      FileNotFoundError, ValueError: the folder is not as published; see `published.read`.
+      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
     """
     rows = published.read(folder, [["data.json"]], 503, limit)
     items = map(_longbench_v2_item, rows)
@@ -53,17 +54,17 @@ def load_longbench_v2(folder: Folder, limit: int | None = None) -> Benchmark:
 
 
 def load_longbench(task: str, folder: Folder, limit: int | None = None) -> Benchmark:
-    """One of LongBench's multi-hop sets, 200 questions, from `data/TASK.jsonl`.
-
-    Args:
-      task: "hotpotqa", "2wikimqa" or "musique".
-      folder: of data.zip, unpacked, or the `data` in it.
-      limit: see `published.read`.
+    """Load one of LongBench's multi-hop sets, 200 questions, from `data/TASK.jsonl`.
 
     Source: huggingface.co/datasets/zai-org/LongBench.
 
+    Args:
+      task: "hotpotqa", "2wikimqa" or "musique".
+      folder: folder of the unpacked data.zip, or the `data` folder in it.
+      limit: see `published.read`.
+
     Raises:
-      FileNotFoundError, ValueError: the folder is not as published; see `published.read`.
+      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
     """
     rows = published.read(folder, [[f"data/{task}.jsonl"], [f"{task}.jsonl"]], 200, limit)
     items = (
@@ -81,12 +82,12 @@ def load_longbench(task: str, folder: Folder, limit: int | None = None) -> Bench
 
 
 def load_frames(folder: Folder, limit: int | None = None) -> Benchmark:
-    """Frames with the texts of its Wikipedia pages, 824 questions, from `test.jsonl`.
+    """Load Frames with the texts of its Wikipedia pages, 824 questions, from `test.jsonl`.
 
     Google's own files have links only; modelscope.cn/datasets/iic/frames adds the texts.
 
     Raises:
-      FileNotFoundError, ValueError: the folder is not as published; see `published.read`.
+      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
     """
     rows = published.read(folder, [["test.jsonl"]], 824, limit)
     items = []
@@ -101,13 +102,13 @@ def load_frames(folder: Folder, limit: int | None = None) -> Benchmark:
 
 
 def load_docmath(folder: Folder, limit: int | None = None) -> Benchmark:
-    """DocMath-Eval's four testmini sets, 800 questions, from `data/SET_testmini.json`.
+    """Load DocMath-Eval's four testmini sets, 800 questions, from `data/SET_testmini.json`.
 
-    `limit` takes the first of the sets in the order of `DOCMATH_ROWS`.
+    `limit` takes the first questions of the sets in the order of `DOCMATH_ROWS`.
     Source: huggingface.co/datasets/yale-nlp/DocMath-Eval (access is granted on request).
 
     Raises:
-      FileNotFoundError, ValueError: the folder is not as published; see `published.read`.
+      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
     """
     published.check_limit(limit)
     items: list[Item] = []
@@ -176,7 +177,7 @@ def _extract(task: str, text: str, item: Item) -> str | None:
 
 
 def score_rule(task: str, text: str, item: Item) -> float:
-    """The rule reward of a whole reply against an item's reference: 0.0 or 1.0."""
+    """Rule reward of a full reply against the item's reference: 0.0 or 1.0."""
     return rules.score(text, item.references[0], task)
 
 

@@ -1,11 +1,11 @@
-"""The questions that a run of ours has asked itself: how difficult are they for another policy?
+"""Questions that a training run of ours generated, to measure their difficulty for another policy.
 
-1. A run's folder has its episodes (runtime/episodes.py), those of some clusters with the documents.
-   Accepted questions whose documents are there are asked; the others are counted.
-2. The policy that answers is an external responder: it reads all documents of the cluster, in the
-   words of the run (its algorithm.prompts; "full" where there is no config.json), and is scored by
-   the task's rule against the reference. A judge is asked about all but letters.
-3. Answers are averaged by step. Difficulty is 1 - pass@1 (paper section 4.3, Figure 4).
+1. A run's folder has its episodes (runtime/episodes.py), with documents for some clusters. Accepted
+   questions whose documents are stored are asked. The others are counted and logged.
+2. The answering policy is an external responder that reads all documents of the cluster. Its prompt
+   is that of the run (algorithm.prompts in config.json; "full" if there is no config.json).
+3. The task's rule scores the answer against the reference. A judge is asked except for letters.
+4. Answers are averaged by training step. Difficulty is 1 - pass@1 (paper section 4.3, Figure 4).
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from spell_jax.selfplay import prompts, rules
 T = TypeVar("T")
 
 NAME = "own_questions"
-PER_STEP = 64  # questions of a step, at most
-MAX_TOKENS = 4096  # as for the other questions about documents
+PER_STEP = 64  # maximum number of questions per step
+MAX_TOKENS = 4096  # per answer, as for the other questions about documents
 
 log = logging.getLogger(__name__)
 
 
 def load(folder: Folder, limit: int | None = None) -> Benchmark:
-    """The questions of a run.
+    """Load the questions of a run, at most `PER_STEP` per step.
 
     Args:
-      folder: the run's workdir, with episodes/.
-      limit: how many, evenly over steps; None: all. Of a step there are at most `PER_STEP`.
+      folder: workdir of the run, with episodes/.
+      limit: maximum number of questions, spread evenly over the steps; None keeps all.
 
     Returns:
-      Items with the fields "step" and "task".
+      The benchmark. Its items have the fields "step" and "task".
 
     Raises:
-      ValueError: no question can be asked; config.json is not a run's.
-      FileNotFoundError: there are no episodes, or the run had prompts of its own that are gone.
+      ValueError: if no question can be asked, or config.json is not a run's config.
+      FileNotFoundError: if there are no episodes, or the run's own prompt files no longer exist.
     """
     check_limit(limit)
     if not episode_files(folder):
@@ -93,7 +93,7 @@ def _words(config: epath.Path) -> prompts.Prompts:
 
 
 def evenly(values: Sequence[T], count: int) -> list[T]:
-    """At most so many of the values, evenly spread, in their order."""
+    """Choose at most `count` of the values, evenly spaced and in their order."""
     count = min(count, len(values))
     return [values[(2 * i + 1) * len(values) // (2 * count)] for i in range(count)]
 
@@ -101,7 +101,7 @@ def evenly(values: Sequence[T], count: int) -> list[T]:
 def _askable(
     records: Sequence[dict[str, Any]], left_out: collections.Counter[str]
 ) -> list[tuple[int, dict[str, Any], list[str]]]:
-    """(place in the step, record, documents) of a step's questions that can be asked."""
+    """(index in the step, record, documents) of each question of a step that can be asked."""
     texts: dict[str, list[str]] = {}
     for record in records:
         if record.get("documents"):

@@ -1,9 +1,9 @@
-"""Reading the files of a published dataset, as strictly as a comparison of scores needs.
+"""Strict readers of published datasets: scores compare only if the data is as published.
 
-1. A dataset has one layout or several (its authors' download, a mirror); each is a list of files.
-2. The first layout that the folder has is read, row by row: .json (a list), .jsonl, .csv, .parquet.
-3. The number of rows must be the published one. Fewer are read only where `limit` asks for fewer.
-4. What is not as published is an error that names file, row and field, and what would be right.
+1. A dataset has one or several layouts (its authors' download, a mirror). Each is a list of files.
+2. The first layout found in the folder is read row by row: .json (a list), .jsonl, .csv, .parquet.
+3. The number of rows must equal the published one, unless `limit` asks for fewer.
+4. Any deviation is an error that names the file, the row, the field and the expected value.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Row:
     """One row of a file.
 
     Attributes:
-      where: file and number of the row, for messages.
-      values: field -> value, as the file has them.
+      where: file and row number, for error messages.
+      values: field -> value, as in the file.
     """
 
     where: str
     values: Mapping[str, Any]
 
     def get(self, field: str, kinds: type[T] | tuple[type[T], ...], wanted: str) -> T:
-        """The value of a field; ValueError where it is missing or of another kind."""
+        """Value of a field; raises ValueError if it is missing or of another type."""
         if field not in self.values:
             there = ", ".join(map(str, self.values))[:200]
             raise ValueError(f"{self.where}: no field {field!r} ({wanted}); it has {there}. {HELP}")
@@ -50,37 +50,37 @@ class Row:
         return value
 
     def text(self, field: str) -> str:
-        """A text that is not empty; half surrogate pairs, which have no UTF-8, become U+FFFD."""
+        """Text of a field, not blank; lone surrogates, which have no UTF-8, become U+FFFD."""
         value = _SURROGATE.sub("\ufffd", self.get(field, str, "a text"))
         if not value.strip():
             raise self.wrong(field, "a text that is not empty")
         return value
 
     def texts(self, field: str) -> list[str]:
-        """A list of at least one text."""
+        """List of at least one text in a field."""
         values = self.get(field, list, "a list of texts")
         if not values or not all(isinstance(value, str) for value in values):
             raise self.wrong(field, "a list of at least one text")
         return [_SURROGATE.sub("\ufffd", value) for value in values]
 
     def rows(self, field: str) -> list[Row]:
-        """A list of objects, as rows."""
+        """List of objects in a field, as rows."""
         values = self.get(field, list, "a list of objects")
         if not all(isinstance(value, dict) for value in values):
             raise self.wrong(field, "a list of objects")
         return [Row(f"{self.where}, {field}[{i}]", value) for i, value in enumerate(values)]
 
     def wrong(self, field: str, wanted: str) -> ValueError:
-        """The error to raise for a field that is not what it should be."""
+        """Error for a field with a wrong value, for the caller to raise."""
         value = repr(self.values.get(field))[:100]
         return ValueError(f"{self.where}: {field} = {value}; it must be {wanted}. {HELP}")
 
 
 def choose(folder: Folder, layouts: Layouts) -> int:
-    """Which of the layouts a folder has: the first whose first file is there.
+    """Index of the layout that a folder has: the first layout whose first file exists.
 
     Raises:
-      FileNotFoundError: no such folder; no layout is there, or not all of its files.
+      FileNotFoundError: if the folder, all layouts, or a file of the chosen layout is missing.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -98,15 +98,15 @@ def choose(folder: Folder, layouts: Layouts) -> int:
 
 
 def locate(folder: Folder, layouts: Layouts) -> list[Path]:
-    """The files of the layout that a folder has; FileNotFoundError as `choose`."""
+    """Files of the layout that a folder has; raises as `choose`."""
     return [Path(folder) / name for name in layouts[choose(folder, layouts)]]
 
 
 def rows_of(path: Path, delimiter: str = ",") -> Iterator[Row]:
-    """The rows of a .json, .jsonl, .csv or .parquet file, in its order.
+    """Iterate over the rows of a .json, .jsonl, .csv or .parquet file, in file order.
 
     Raises:
-      ValueError: the file is damaged, or no list of objects.
+      ValueError: if the file is damaged or is not a list of objects.
     """
     if path.suffix == ".csv":
         return _as_rows(path, _csv(path, delimiter))
@@ -115,12 +115,12 @@ def rows_of(path: Path, delimiter: str = ",") -> Iterator[Row]:
 
 
 def lines_of(path: Path) -> Iterator[Row]:
-    """The rows of JSON lines in a file of any name; errors as `rows_of`."""
+    """Iterate over the rows of a JSON Lines file with any name; raises as `rows_of`."""
     return _as_rows(path, _json_lines(path))
 
 
 def json_value(path: Path, kind: type[T]) -> T:
-    """The JSON value that a file is; ValueError where it is none, or of another kind."""
+    """JSON value of a whole file; raises ValueError if it is invalid or not of type `kind`."""
     try:
         value = json.loads(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -144,17 +144,17 @@ def _as_rows(path: Path, values: Iterable[Any]) -> Iterator[Row]:
 
 
 def read(folder: Folder, layouts: Layouts, published: int, limit: int | None) -> list[Row]:
-    """All rows of a dataset, or the first `limit`.
+    """Read all rows of a dataset, or the first `limit`.
 
     Args:
-      folder: where its files lie.
-      layouts: file names, relative to the folder.
-      published: how many rows the dataset has.
-      limit: None: all rows; else so many of them at most, whatever comes behind those.
+      folder: folder of the files.
+      layouts: lists of file names, relative to the folder.
+      published: published number of rows.
+      limit: maximum number of rows; None reads all. Rows after the limit are not checked.
 
     Raises:
       FileNotFoundError: see `choose`.
-      ValueError: another number of rows; a damaged file.
+      ValueError: if the number of rows is wrong or a file is damaged.
     """
     check_limit(limit)
     paths = locate(folder, layouts)
@@ -169,13 +169,13 @@ def read(folder: Folder, layouts: Layouts, published: int, limit: int | None) ->
 
 
 def check_limit(limit: int | None) -> None:
-    """Raises ValueError for a limit below 1."""
+    """Raise ValueError if the limit is below 1."""
     if limit is not None and limit < 1:
         raise ValueError(f"limit = {limit}: must be at least 1")
 
 
 def check_count(what: str, found: int, published: int, limit: int | None) -> None:
-    """Raises ValueError for another number of rows than is published, or than `limit` if less."""
+    """Raise ValueError unless `found` is the published number of rows, or `limit` if smaller."""
     if found == (published if limit is None else min(limit, published)):
         return
     if limit is not None and limit < published:
@@ -187,7 +187,7 @@ def check_count(what: str, found: int, published: int, limit: int | None) -> Non
 
 
 def unique(items: Sequence[Item], name: str) -> tuple[Item, ...]:
-    """The items; ValueError where two of them have one id."""
+    """The items as a tuple; raises ValueError if two of them have the same id."""
     seen: set[str] = set()
     for item in items:
         if item.id in seen:
@@ -209,12 +209,12 @@ def _json_lines(path: Path) -> Iterator[Any]:
 
 def _csv(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        # Blanks before a quoted field are no part of it.
+        # Blanks before a quoted field are not part of it.
         yield from csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet as pq  # not at import: the other formats need nothing
+    import pyarrow.parquet as pq  # here, because the other formats do not need it
 
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(64):

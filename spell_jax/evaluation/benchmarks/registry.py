@@ -2,11 +2,11 @@
 
     benchmark = load("longbench_v2", "/data/LongBench-v2")
 
-1. Most are read from a published data set; its files are in a local folder.
-2. RULER and needles are made here, from any text (generated.py).
-3. own_questions are those that a run of ours has asked itself (own_questions.py).
+1. Most are read from a local folder with the files of a published dataset.
+2. RULER and the needle grid are generated from any text (evaluation/generated/).
+3. own_questions are the questions that a training run of ours generated (own_questions.py).
 
-docs/evaluation.md lists the names, where each data set is published, and its files.
+docs/evaluation.md lists the names, the source of each dataset, and its files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOADERS: dict[str, Loader] = {
     own_questions.NAME: own_questions.load,
 }
 
-# The columns of the paper's tables that are means of several benchmarks.
+# Columns of the paper's tables that are means of several benchmarks.
 COLUMNS = {
     "LB-MQA": ("2wikimqa", "hotpotqa", "musique"),
     "Helmet-RAG": ("helmet_nq", "helmet_trivia", "helmet_hotpot", "helmet_pop"),
@@ -46,7 +46,7 @@ COLUMNS = {
 
 
 def find_folder(name: str, data: Folder) -> pathlib.Path:
-    """Where a benchmark's files lie: DATA/NAME, DATA/ruler for ruler_..., or DATA itself."""
+    """Folder of a benchmark's files: DATA/NAME, else DATA/FAMILY if generated, else DATA."""
     data = pathlib.Path(data)
     places = [data / name, *(data / one for one in [generated.family(name)] if one)]
     return next((place for place in places if place.is_dir()), data)
@@ -55,18 +55,19 @@ def find_folder(name: str, data: Folder) -> pathlib.Path:
 def load(
     name: str, folder: Folder, limit: int | None = None, tokenizer: Tokenizer | None = None
 ) -> Benchmark:
-    """A benchmark from a local folder with its files; nothing is downloaded.
+    """Load a benchmark from a local folder with its files; nothing is downloaded.
 
     Args:
-      name: a key of `LOADERS`, or of one of the forms `generated.FORMS`.
-      folder: where the files lie.
-      limit: ask at most so many questions, the first; a part of the rows then suffices.
-      tokenizer: of the policy that is asked; generated benchmarks have their length by it.
+      name: key of `LOADERS`, or a name in one of the forms `generated.FORMS`.
+      folder: folder of the files.
+      limit: maximum number of questions; None loads all. Published files then need only as many
+        rows as the limit takes.
+      tokenizer: tokenizer of the policy; generated benchmarks measure their length in its tokens.
 
     Raises:
-      ValueError: the name is unknown; the files are not as published, or not so many rows.
-      FileNotFoundError: the folder, or a file of it, is not there.
-      ImportError: a package is missing that this benchmark needs; it says which.
+      ValueError: if the name is unknown, or the files or their number of rows are not as published.
+      FileNotFoundError: if the folder or a file in it is missing.
+      ImportError: if a package that the benchmark needs is missing; the message names it.
     """
     if generated.family(name):
         return generated.load(name, folder, limit, tokenizer)

@@ -1,21 +1,22 @@
-"""Finding things in long contexts: OpenAI's MRCR and three tasks of HELMET, the paper's Table 8.
+"""Retrieval in long contexts: OpenAI's MRCR and three tasks of HELMET (the paper's Table 8).
 
     name                              rows  metric
-    mrcr_2needle, _4needle, _8needle   800  ratio of difflib's SequenceMatcher, behind a prefix
+    mrcr_2needle, _4needle, _8needle   800  ratio of difflib's SequenceMatcher, after a prefix
     helmet_nq, _trivia, _pop           600  a reference is part of the reply (RAG)
     helmet_hotpot                      300  a reference is part of the reply (RAG)
     helmet_trec_coarse, ...            500  the label (ICL)
     helmet_infbench_sum                100  ROUGE-L F1 (summarization)
     helmet_multi_lexsum                100  ROUGE-L F1 (summarization)
 
-1. MRCR is a conversation in which the same is asked for several times; the model repeats one reply,
-   behind a random string. Here it is one user turn in which each message is headed "User:" or
-   "Assistant:", as MRCR writes its own examples.
-2. HELMET draws 100 questions (500 for ICL) and examples for the prompt with the random numbers of
-   its libraries. Here they are drawn by a seed of our own, the same in every run, and asked in our
-   own words: scores compare between our models, and with published ones up to draw and wording.
-3. HELMET takes a length in tokens by the number of passages or examples; `LENGTHS` are its lengths.
-   Books and court files are not cut: whoever asks cuts a prompt to what the model takes.
+1. MRCR is a conversation that makes the same request several times. The model must repeat one of
+   the replies after a random string. Here the conversation is one user turn; each message is headed
+   "User:" or "Assistant:", as in MRCR's own examples.
+2. HELMET samples 100 questions (500 for ICL) and the examples in prompts with the random numbers of
+   its libraries. Here they are sampled with a seed of our own, the same in every run.
+3. Prompts of HELMET's tasks have our own wording. Scores compare between our models. They compare
+   with published scores only up to the different sample and wording.
+4. HELMET sets a length in tokens by the number of passages or examples; `LENGTHS` are its lengths.
+   Books and court files are not truncated here: the caller truncates prompts to the model's limit.
 
 Layouts: docs/evaluation.md.
 """
@@ -49,19 +50,19 @@ SEED = 42
 MRCR_ROWS = 800
 _SPEAKERS = {"user": "User", "assistant": "Assistant", "system": "System"}
 
-# Passages by length; HELMET's configs/rag_short.yaml and rag.yaml.
+# Length -> number of passages; HELMET's configs/rag_short.yaml and rag.yaml.
 _PASSAGES: dict[int, int] = dict(zip(LENGTHS, (50, 105, 220, 440, 1000), strict=True))
-# Name -> (file of questions, file of examples, places of the gold passage).
+# Task -> (file of questions, file of examples, number of positions of the gold passage).
 _RAG = {
     "nq": ("nq-dev-multikilt_1000_k{}_dep6", "nq-train-multikilt_1000_k3_dep6", 6),
     "trivia": ("triviaqa-dev-multikilt_1000_k{}_dep6", "triviaqa-train-multikilt_1000_k3_dep6", 6),
     "hotpot": ("hotpotqa-dev-multikilt_1000_k{}_dep3", "hotpotqa-train-multikilt_1000_k3_dep3", 3),
     "pop": ("popqa_test_1000_k{}_dep6", "popqa_test_1000_k3_dep6", 6),
 }
-_POPULARITY = 3.0  # PopQA's questions about things seen less often than 10^3 times a month
+_POPULARITY = 3.0  # log10; PopQA questions are about pages with fewer than 10^3 views a month
 _RAG_QUESTIONS = 100
 _SUMMARIES = 100
-_EXAMPLES = 2  # in the prompts of RAG and summaries
+_EXAMPLES = 2  # in each prompt of RAG and summaries
 
 _ANSWER = re.compile(r"answer:([^\n]*)", re.IGNORECASE)
 _LABEL = re.compile(r"label:([^\n]*)", re.IGNORECASE)
@@ -92,12 +93,13 @@ _LAW_PROMPT = (
 
 
 def load_mrcr(needles: int, folder: Folder, limit: int | None = None) -> Benchmark:
-    """MRCR with 2, 4 or 8 needles, from `Nneedle/Nneedle_0.parquet` and `_1` (once one file).
+    """Load MRCR with 2, 4 or 8 needles.
 
-    Source: huggingface.co/datasets/openai/mrcr.
+    The files are `Nneedle/Nneedle_0.parquet` and `Nneedle/Nneedle_1.parquet`, formerly one file,
+    `Nneedle.parquet`. Source: huggingface.co/datasets/openai/mrcr.
 
     Raises:
-      FileNotFoundError, ValueError: the folder is not as published; see `published.read`.
+      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
     """
     name = f"{needles}needle"
     layouts = [[f"{name}/{name}_0.parquet", f"{name}/{name}_1.parquet"], [f"{name}.parquet"]]
@@ -108,12 +110,12 @@ def load_mrcr(needles: int, folder: Folder, limit: int | None = None) -> Benchma
 
 
 def score_mrcr(text: str, item: Item) -> float:
-    """0.0 without the prefix, else SequenceMatcher's ratio of what follows and the reference.
+    """SequenceMatcher's ratio of reply and reference after the prefix; 0.0 without the prefix.
 
-    As the dataset's own grader, but thoughts and blanks around the reply are dropped first.
-    SequenceMatcher is worse than linear, so no more of a reply is matched than twice the reference
-    and 1000 characters; what is beyond counts as not matching. Replies that are not longer get the
-    very same number.
+    The score is that of the dataset's own grader, except that thinking and surrounding blanks are
+    removed first. SequenceMatcher takes more than linear time. Therefore at most twice the
+    reference's length plus 1000 characters of a reply are matched; the rest counts as not matching.
+    Shorter replies get exactly the grader's score.
     """
     prefix, answer = item.fields["prefix"], item.references[0]
     visible = visible_text(text) or ""
@@ -123,7 +125,7 @@ def score_mrcr(text: str, item: Item) -> float:
     if reply == wanted:
         return 1.0
     most = 2 * len(wanted) + 1000
-    # Of a cut reply the matching characters are kept and the length is made whole.
+    # Keep the matched characters of a truncated reply, but normalize by its full length.
     ratio = difflib.SequenceMatcher(None, reply[:most], wanted).ratio()
     return ratio * (len(reply[:most]) + len(wanted)) / (len(reply) + len(wanted))
 
@@ -151,27 +153,26 @@ def _mrcr_item(number: int, row: Row) -> Item:
 def load_rag(
     task: str, folder: Folder, limit: int | None = None, *, length: int = PAPER_LENGTH
 ) -> Benchmark:
-    """Questions behind passages of Wikipedia, from HELMET's `data/kilt/`.
+    """Load questions asked after passages of Wikipedia, from HELMET's `data/kilt/`.
 
-    100 questions are drawn, each with its gold passage at all of 6 (HotpotQA: 3) places.
+    100 questions are sampled. Each is asked 6 times (HotpotQA: 3), once per position of its gold
+    passage. Source: huggingface.co/datasets/princeton-nlp/HELMET.
 
     Args:
       task: "nq", "trivia", "hotpot" or "pop".
-      folder: where HELMET's data.tar.gz was unpacked, the `data` in it, or `kilt`.
-      limit: the first so many of them.
-      length: one of `LENGTHS`, in tokens.
-
-    Source: huggingface.co/datasets/princeton-nlp/HELMET.
+      folder: folder of HELMET's unpacked data.tar.gz, or the `data` or `data/kilt` folder in it.
+      limit: maximum number of items, in file order; None loads all.
+      length: prompt length in tokens, one of `LENGTHS`.
 
     Raises:
-      FileNotFoundError, ValueError: the folder is not as published.
+      FileNotFoundError, ValueError: if the folder is not as published.
     """
     published.check_limit(limit)
     questions, examples, places = _RAG[task]
     path = _kilt_file(folder, questions.format(_PASSAGES[length]))
     rows = published.rows_of(_kilt_file(folder, examples))
     shown = {_rag_name(row): row for row in rows if _is_rare(task, row)}
-    # Twice through a file of gigabytes, so that only what is drawn is held.
+    # The file has gigabytes. Reading it twice keeps only the sampled rows in memory.
     names = Counter(_rag_name(row) for row in published.rows_of(path) if _is_rare(task, row))
     drawn = set(_drawn(sorted(names), _RAG_QUESTIONS))
     if limit is None:
@@ -191,7 +192,7 @@ def load_rag(
 
 
 def score_rag(text: str, item: Item) -> float:
-    """1.0 where a normalized reference is part of the normalized reply (HELMET's sub-EM)."""
+    """1.0 if the normalized reply contains a normalized reference, else 0.0 (HELMET's sub-EM)."""
     reply = normalize_answer(visible_text(text) or "")
     wanted = map(normalize_answer, item.references)
     return float(any(reference and reference in reply for reference in wanted))
@@ -210,12 +211,12 @@ def _is_rare(task: str, row: Row) -> bool:
 
 
 def _rag_name(row: Row) -> str:
-    """What a question is known by: NQ has no ids, as HELMET says."""
+    """Name of a question: its id, else its text, because NQ has no ids, as HELMET says."""
     return str(row.values["id"]) if "id" in row.values else row.text("question")
 
 
 def _rag_item(number: int, row: Row, shown: Mapping[str, Row]) -> Item:
-    """`shown`: name -> a question to show with its answer; PopQA's are the questions themselves."""
+    """Build an item; `shown` maps names to example rows (for PopQA, its own test questions)."""
     question = row.text("question")
     others = sorted(name for name in shown if name != _rag_name(row))
     chosen = [shown[name] for name in _rng(question).sample(others, min(_EXAMPLES, len(others)))]
@@ -237,7 +238,7 @@ def _passages(row: Row) -> str:
 
 
 def _answers(row: Row) -> tuple[str, ...]:
-    """Right answers; a list of lists is taken as one list, as HELMET does."""
+    """Correct answers; a list of lists is flattened, as in HELMET."""
     value = row.get("answers", list, "a list of texts")
     flat = [text for part in value for text in (part if isinstance(part, list) else [part])]
     if not flat or not all(isinstance(text, str) and text for text in flat):
@@ -251,19 +252,19 @@ def _answers(row: Row) -> tuple[str, ...]:
 def load_icl(
     task: str, folder: Folder, limit: int | None = None, *, length: int = PAPER_LENGTH
 ) -> Benchmark:
-    """Labels to be learnt from examples in the prompt, from the files of the five data sets.
+    """Load in-context classification: the labels must be inferred from examples in the prompt.
 
-    Every question has examples of its own, as many of each label as go, and numbers for labels that
-    are drawn anew: nothing can be known beforehand.
+    Each question has its own examples, balanced over labels. Labels are shown as numbers, which are
+    assigned at random for each question, so that no label is known beforehand.
 
     Args:
-      task: one of `helmet_labels.TASKS`.
-      folder: of the data set, as its authors publish it.
-      limit: the first so many of the 500 questions.
-      length: one of `LENGTHS`, in tokens.
+      task: key of `helmet_labels.TASKS`.
+      folder: folder of the dataset, as its authors publish it.
+      limit: maximum number of questions; None loads all 500.
+      length: prompt length in tokens, one of `LENGTHS`.
 
     Raises:
-      FileNotFoundError, ValueError: the folder is not as published.
+      FileNotFoundError, ValueError: if the folder is not as published.
     """
     published.check_limit(limit)
     data = helmet_labels.read(task, folder, whole=limit is None)
@@ -278,7 +279,7 @@ def load_icl(
 
 
 def score_icl(text: str, item: Item) -> float:
-    """1.0 where the label is the right one, else 0.0."""
+    """1.0 if the stated label is correct, else 0.0."""
     found = _extract_label(text, item)
     return float(found is not None and normalize_answer(found) == item.references[0])
 
@@ -300,12 +301,12 @@ def _icl_item(
 
 
 def load_infbench_sum(folder: Folder, limit: int | None = None) -> Benchmark:
-    """Summaries of novels, from InfiniteBench's `longbook_sum_eng.jsonl`: 100 drawn of 103.
+    """Load summaries of novels, 100 sampled of 103, from InfiniteBench's `longbook_sum_eng.jsonl`.
 
     Source: huggingface.co/datasets/xinrongzhang2022/InfiniteBench.
 
     Raises:
-      FileNotFoundError, ValueError: the folder is not as published.
+      FileNotFoundError, ValueError: if the folder is not as published.
     """
     published.check_limit(limit)
     name = "longbook_sum_eng.jsonl"
@@ -323,19 +324,19 @@ def load_infbench_sum(folder: Folder, limit: int | None = None) -> Benchmark:
 
 
 def load_multi_lexsum(folder: Folder, limit: int | None = None) -> Benchmark:
-    """Short summaries of lawsuits, from Multi-LexSum v20230518: 100 drawn of 312 of its dev set.
+    """Load short summaries of lawsuits, from Multi-LexSum v20230518: 100 sampled of 312 (dev set).
 
     `sources.json` (2.2 GB) is held in memory while it is read.
     Source: huggingface.co/datasets/allenai/multi_lexsum.
 
     Raises:
-      FileNotFoundError, ValueError: the folder is not as published.
+      FileNotFoundError, ValueError: if the folder is not as published.
     """
     published.check_limit(limit)
     names = ["dev.json", "train.json", "sources.json"]
     layouts = [[f"{place}{name}" for name in names] for place in ("releases/v20230518/", "")]
     cases, others, documents = published.locate(folder, layouts)
-    # .json by name, JSON lines by content.
+    # dev.json and train.json contain JSON Lines in spite of their names.
     rows = [row for row in published.lines_of(cases) if row.values.get("summary/short")]
     numbers = _drawn_summaries(f"{cases}, with summary/short", len(rows), 312, limit)
     shown = [
@@ -355,7 +356,7 @@ def load_multi_lexsum(folder: Folder, limit: int | None = None) -> Benchmark:
 
 
 def score_summary(text: str, item: Item) -> float:
-    """ROUGE-L F1 of the reply, behind its last "Summary:", and the best reference."""
+    """ROUGE-L F1 of the text after the last "Summary:", for the best reference."""
     summary = _extract_summary(text, item) or ""
     return max(rouge_l(summary, reference) for reference in item.references)
 
@@ -364,8 +365,8 @@ def rouge_l(text: str, reference: str) -> float:
     """F1 of the longest common subsequence of words, in [0, 1].
 
     Words are runs of a-z and 0-9 in lower case, as in the package rouge-score, without stemming.
-    The subsequence is found with a bit for each word of the reference, in whole machine words at a
-    time (Hyyro 2004): memory is linear, and so is the time for a given reference.
+    The length of the subsequence comes from a bit-parallel algorithm (Hyyro 2004) with one bit per
+    word of the reference. Memory is linear. For a given reference, time is linear in the text.
     """
     ours, theirs = _WORD.findall(text.lower()), _WORD.findall(reference.lower())
     if not ours or not theirs:
@@ -383,7 +384,7 @@ def rouge_l(text: str, reference: str) -> float:
 
 
 def _drawn_summaries(what: str, rows: int, of: int, limit: int | None) -> list[int]:
-    """Places of the texts to summarize among `rows`; `of` are published."""
+    """Indices of the texts to summarize among `rows`; `of` is the published number of rows."""
     if limit is None:
         published.check_count(what, rows, of, limit)
     numbers = _drawn(range(rows), _SUMMARIES)[:limit]
@@ -434,7 +435,7 @@ def _extract_summary(text: str, item: Item) -> str | None:
 
 
 def _behind(pattern: re.Pattern[str], text: str) -> str | None:
-    """What the first match states, else the first line (HELMET's parse_output)."""
+    """Text captured by the first match, else the first line (HELMET's parse_output)."""
     visible = visible_text(text) or ""
     found = pattern.search(visible)
     stated = found[1] if found else visible.partition("\n")[0]
@@ -442,14 +443,14 @@ def _behind(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def _drawn(choices: Sequence[T], count: int) -> list[T]:
-    """So many of the choices, in their order, the same in every run; all where there are fewer."""
+    """Sample up to `count` of the choices; they keep their order and are the same in every run."""
     rng = random.Random(SEED)
     places = rng.sample(range(len(choices)), min(count, len(choices)))
     return [choices[place] for place in sorted(places)]
 
 
 def _rng(key: str) -> random.Random:
-    """Random numbers that hang on a text alone."""
+    """Random generator that depends on the key and `SEED` alone."""
     return random.Random(int.from_bytes(hashlib.sha256(f"{SEED} {key}".encode()).digest()[:8]))
 
 

@@ -1,4 +1,4 @@
-"""Short questions, without documents: the benchmarks of the paper's Table 7.
+"""Short questions without documents: the benchmarks of the paper's Table 7.
 
     name       rows  metric
     aime24       30  mathematical equality
@@ -8,12 +8,13 @@
     gsm8k     1,319  mathematical equality
     mmlu_pro 12,032  the letter, A to J
 
-1. A mathematical answer is the last box of what follows the thoughts, else what "the answer is"
-   announces; `math_equal` compares it with the reference, by Math-Verify and under a time limit.
-2. A letter is read as in training (spec section 5.2), with ten letters.
-3. No judge is asked: both are exact.
+1. A mathematical answer is the content of the last box after the thinking, else the text after "the
+   answer is". `math_equal` compares it with the reference, by Math-Verify under a time limit.
+2. A letter is parsed as in training (spec section 5.2), but with ten letters.
+3. No judge is asked, because both metrics are exact.
+4. Prompts have no examples.
 
-Questions are asked without examples. Layouts: docs/evaluation.md.
+Layouts: docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -62,7 +63,13 @@ _LETTER_PATTERNS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How one publisher's files lie: their names and the fields of question and answer."""
+    """Layout of one publisher's files.
+
+    Attributes:
+      files: file names, relative to the folder.
+      question: name of the question field.
+      answer: name of the answer field.
+    """
 
     files: Sequence[str]
     question: str
@@ -71,7 +78,13 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class MathSet:
-    """A set of problems: its heading, number of rows, and the layouts it is published in."""
+    """A set of mathematical problems.
+
+    Attributes:
+      title: heading of its table column.
+      rows: published number of rows.
+      layouts: layouts in which it is published.
+    """
 
     title: str
     rows: int
@@ -116,11 +129,11 @@ MATH_SETS = {
 
 
 def load_math(name: str, folder: Folder, limit: int | None = None) -> Benchmark:
-    """One of `MATH_SETS`.
+    """Load one of `MATH_SETS`.
 
     Raises:
-      FileNotFoundError, ValueError: the folder is not as published; see `published.read`.
-      ImportError: Math-Verify (extra "eval") is not installed.
+      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
+      ImportError: if Math-Verify (extra "eval") is not installed.
     """
     math_equal.check_installed()
     kind = MATH_SETS[name]
@@ -131,12 +144,12 @@ def load_math(name: str, folder: Folder, limit: int | None = None) -> Benchmark:
 
 
 def load_mmlu_pro(folder: Folder, limit: int | None = None) -> Benchmark:
-    """MMLU-Pro's test set, from `data/test-00000-of-00001.parquet`.
+    """Load MMLU-Pro's test set, from `data/test-00000-of-00001.parquet`.
 
     Source: huggingface.co/datasets/TIGER-Lab/MMLU-Pro.
 
     Raises:
-      FileNotFoundError, ValueError: the folder is not as published; see `published.read`.
+      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
     """
     rows = published.read(folder, [["data/test-00000-of-00001.parquet"]], 12_032, limit)
     items = published.unique([_choice_item(row) for row in rows], "mmlu_pro")
@@ -144,7 +157,7 @@ def load_mmlu_pro(folder: Folder, limit: int | None = None) -> Benchmark:
 
 
 def extract_math(text: str, item: Item) -> str | None:
-    """The last box behind the thoughts, else what "answer is" announces; None without either."""
+    """Content of the last box after the thinking, else the text after "answer is", else None."""
     visible = visible_text(text)
     if not visible:
         return None
@@ -156,13 +169,13 @@ def extract_math(text: str, item: Item) -> str | None:
 
 
 def score_math(text: str, item: Item) -> float:
-    """1.0 where the stated answer equals the reference mathematically, else 0.0."""
+    """1.0 if the stated answer equals the reference mathematically, else 0.0."""
     found = extract_math(text, item)
     return float(found is not None and math_equal.equal(found, item.references[0]))
 
 
 def extract_letter(text: str, item: Item) -> str | None:
-    """The letter that a whole response states, if the question has such an option."""
+    """Letter that a full response states, or None if the question has no such option."""
     visible = (visible_text(text) or "").replace("*", "")
     for pattern in _LETTER_PATTERNS:
         if letters := pattern.findall(visible):
@@ -171,7 +184,7 @@ def extract_letter(text: str, item: Item) -> str | None:
 
 
 def score_letter(text: str, item: Item) -> float:
-    """1.0 for the right letter, else 0.0."""
+    """1.0 for the correct letter, else 0.0."""
     return float(extract_letter(text, item) == item.references[0])
 
 

@@ -1,9 +1,9 @@
-"""Texts that hide something, cut to a number of tokens: what RULER and the needle grid share.
+"""Prompts of a given length in tokens that hide needles; shared by RULER and the needle grid.
 
-1. `Pile` draws pieces of text (sentences, documents) one by one and counts each once.
-2. `bury` puts needles between pieces, at depths that are shares of the pieces' tokens.
-3. `fit` finds the prompt that has 0.95 to 1 of the wanted length, mostly at the first attempt.
-4. `match_all` and `match_part` score what is found.
+1. `Pile` takes pieces of text (sentences, documents) one by one and counts the tokens of each once.
+2. `bury` puts needles between pieces, at depths given as fractions of the pieces' tokens.
+3. `fit` finds a prompt of 0.95 to 1 times the maximum length, usually at the first attempt.
+4. `match_all` and `match_part` score answers.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import numpy as np
 from spell_jax.evaluation.benchmarks.base import Item
 from spell_jax.selfplay import rules
 
-# A prompt has at least this share of the tokens that were asked for.
+# Minimum prompt length as a fraction of the maximum length.
 SHORTEST = 0.95
 
-# Said over and over where a haystack is to be nothing but noise.
+# Repeated to fill a haystack of pure noise.
 NOISE = "The river runs slow. The wind is mild. The road is long. We walk on. Home is not far."
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What prompts are made of.
+    """Maximum length, token counters and prose for building prompts.
 
     Attributes:
-      length: tokens of a prompt, at most.
-      count: prompt -> its tokens, as the policy is asked it.
-      cost: piece of a prompt -> its tokens; each is counted once.
-      text: prose as it was given, "" where there is none.
-      sentences: the same in pieces.
+      length: maximum number of tokens in a prompt.
+      count: prompt -> number of tokens that the policy receives.
+      cost: piece of a prompt -> number of tokens; cached.
+      text: prose as given, or "".
+      sentences: prose split into sentences.
     """
 
     length: int
@@ -59,7 +59,7 @@ class Source:
         return cls(length, count, cost, text, split_sentences(text))
 
     def prose(self, rng: np.random.Generator) -> Pile:
-        """The sentences from a random one on, over and over; ValueError where there are none."""
+        """Pile of sentences from a random start, cyclic; raises ValueError without sentences."""
         if not self.sentences:
             raise ValueError("text: has no words; the haystack is made of its sentences")
         start = int(rng.integers(len(self.sentences)))
@@ -72,16 +72,22 @@ class Source:
     def priced(
         self, pieces: Iterable[str], before: str = "", behind: str = ""
     ) -> Iterator[tuple[str, int]]:
-        """Each piece with its tokens, and those of what stands between it and the next.
+        """Yield (piece, number of its tokens, including its separator).
 
-        Which side that is on matters: of Qwen's tokens, " The" is one, and so is ".\\n".
+        The side of the separator matters: in Qwen's vocabulary " The" is one token, and so is
+        ".\\n".
+
+        Args:
+          pieces: texts without separators.
+          before: separator before each piece.
+          behind: separator after each piece.
         """
         return ((piece, self.cost(before + piece + behind)) for piece in pieces)
 
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """An item that is not yet cut to its length; the attributes are those of `Item`."""
+    """A prompt with some amount of filling, not yet an `Item`; attributes as in `Item`."""
 
     prompt: str
     question: str
@@ -93,18 +99,18 @@ class Draft:
 
 
 class Pile:
-    """Pieces that are drawn when they are needed, and kept: another cut draws them no more."""
+    """Pieces of an iterator, read on demand and kept, so that each `take` sees the same pieces."""
 
-    # Pieces that are tried for the gap that the first one too many leaves.
+    # Pieces tried for the gap that remains when the next piece no longer fits.
     _TRIED = 32
 
     def __init__(self, priced: Iterator[tuple[str, int]]):
         self._priced = priced
         self._pieces: list[tuple[str, int]] = []
-        self._ends = [0]  # tokens up to each piece
+        self._ends = [0]  # cumulative tokens up to each piece
 
     def take(self, budget: int) -> list[tuple[str, int]]:
-        """(piece, its tokens) from the first on, of at most `budget` tokens together."""
+        """(piece, tokens) pairs from the first on, with at most `budget` tokens in total."""
         self._draw(lambda: self._ends[-1] <= budget)
         whole = bisect.bisect_right(self._ends, budget) - 1
         self._draw(lambda: len(self._pieces) < whole + self._TRIED)
@@ -122,9 +128,10 @@ class Pile:
 
 
 def split_sentences(text: str) -> tuple[str, ...]:
-    """Sentences with single spaces, the long ones in pieces of at most 400 characters.
+    """Split a text into sentences with single spaces, and long ones into pieces.
 
-    400 characters are a hundred tokens: half of what 4,096 tokens may be short of.
+    A piece has at most 400 characters, about a hundred tokens. That is half of the tokens by which
+    a prompt of 4,096 tokens may be too short.
     """
     wrap = functools.partial(textwrap.wrap, width=400, break_on_hyphens=False)
     sentences = re.split(r"(?<=[.!?])\s+|(?<=[。！？])", text)
@@ -134,16 +141,17 @@ def split_sentences(text: str) -> tuple[str, ...]:
 def bury(
     pieces: Sequence[tuple[str, int]], needles: Sequence[str], depths: Sequence[float]
 ) -> list[str]:
-    """The pieces with the needles among them, in the order of their depths.
+    """Insert the needles between the pieces at their depths, and return all texts in order.
 
     Args:
-      pieces: (text, tokens).
-      needles, depths: what to hide and where: behind the pieces that have at most this share of
-        all tokens, 0 before all pieces and 1 behind all.
+      pieces: (text, number of tokens) pairs.
+      needles: texts to insert.
+      depths: position of each needle as a fraction of all tokens, in [0, 1]. A needle is placed at
+        the last boundary of pieces up to there: 0 is before all pieces, 1 is after all.
     """
     ends = list(itertools.accumulate((cost for _, cost in pieces), initial=0))
     texts = [piece for piece, _ in pieces]
-    # From the last to the first, so that what is put in moves no place that is yet to be used.
+    # Insert from the last to the first, so that an insertion does not shift positions used later.
     by_depth = sorted(zip(depths, needles, strict=True), key=lambda pair: pair[0])
     for depth, needle in reversed(by_depth):
         texts.insert(bisect.bisect_right(ends, depth * ends[-1]) - 1, needle)
@@ -151,21 +159,25 @@ def bury(
 
 
 def fit(make: Callable[[int], Draft], source: Source) -> tuple[Draft, int]:
-    """The draft with the most filling that the length allows, and its tokens.
+    """Find a draft that fills `SHORTEST` to 1 times the maximum length.
 
     Args:
-      make: tokens of filling, as the sum of its pieces -> draft. With 0 it is as short as can be.
+      make: tokens of filling, summed over its pieces -> draft; 0 gives the shortest draft.
+      source: token counters and maximum length.
+
+    Returns:
+      The draft and the number of tokens in its prompt.
 
     Raises:
-      ValueError: even that is too long, or all there is to fill it with is not enough.
+      ValueError: if the shortest draft is too long, or there is not enough filling.
     """
     length = source.length
     frame = source.count(make(0).prompt)
     if frame > length:
         raise ValueError(f"length = {length}: must be at least {frame}, the prompt without filling")
     budget, tokens = length - frame, frame
-    # A whole text has seldom more or fewer tokens than its pieces: one attempt is enough. Counts
-    # that add a token to every text (a beginning, a space) need another.
+    # The count of a whole text seldom differs from the sum over its pieces, so one attempt usually
+    # suffices. Tokenizers that add a token to every text (a start token, a space) need another.
     for _ in range(8):
         draft = make(budget)
         tokens = source.count(draft.prompt)
@@ -176,17 +188,17 @@ def fit(make: Callable[[int], Draft], source: Source) -> tuple[Draft, int]:
 
 
 def extract(text: str, item: Item) -> str | None:
-    """What the answer says behind its thoughts; None where that is nothing."""
+    """Answer after its thinking; None if it is empty."""
     return rules.visible_text(text) or None
 
 
 def match_all(text: str, item: Item) -> float:
-    """Share of the references that the answer says, in any case (RULER's string_match_all)."""
+    """Fraction of references in the answer, ignoring case (RULER's string_match_all)."""
     said = (extract(text, item) or "").lower()
     return sum(wanted.lower() in said for wanted in item.references) / len(item.references)
 
 
 def match_part(text: str, item: Item) -> float:
-    """1 if the answer says one of the references, in any case, else 0 (string_match_part)."""
+    """1.0 if a reference is in the answer, ignoring case, else 0.0 (RULER's string_match_part)."""
     said = (extract(text, item) or "").lower()
     return float(any(wanted.lower() in said for wanted in item.references))

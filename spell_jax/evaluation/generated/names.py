@@ -1,4 +1,4 @@
-"""Keys and values of needles: random names that collide with nothing."""
+"""Random names without collisions, for the keys and values of needles."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-# 256 adjectives x 256 nouns are 65,536 names: a haystack of a million tokens that is made of
-# needles, 18 tokens each, has a key for each of them. No adjective is the end of another and no
-# noun the beginning of another, so no name is a part of another.
+# 256 adjectives x 256 nouns are 65,536 names. A haystack of a million tokens made of needles, 18
+# tokens each, needs fewer keys. No adjective is the end of another and no noun is the beginning of
+# another, so no name is part of another.
 _ADJECTIVES = """
     able acute agile airy alert aloof amber ample ancient arctic ardent astute awake azure balanced
     balmy basic bitter bland blank bleak blithe blue blunt bogus bold bouncy brave brazen brief
@@ -54,7 +54,7 @@ ADJECTIVES, NOUNS = tuple(_ADJECTIVES.split()), tuple(_NOUNS.split())
 
 
 class Names:
-    """Random names, none twice and none that stands in `text`."""
+    """Random names without repetition; none of them occurs in `text`."""
 
     def __init__(self, rng: np.random.Generator, text: str = ""):
         self._text = text
@@ -69,7 +69,7 @@ class Names:
         }
 
     def draw(self, kind: str) -> str:
-        """A name: "word", "number" (7 digits), "uuid", "code" (6 letters) or "variable" (5)."""
+        """Sample a "word", "number" (7 digits), "uuid", "code" (6 letters) or "variable" (5)."""
         while (name := self._makers[kind]()) in self._seen or name in self._text:
             pass
         self._seen.add(name)
@@ -82,5 +82,5 @@ class Names:
 
 
 def letters(rng: np.random.Generator, count: int) -> str:
-    """Random letters a to z."""
+    """Random string of `count` letters a to z."""
     return bytes(rng.integers(ord("a"), ord("z") + 1, count).tolist()).decode()

@@ -1,7 +1,7 @@
-"""Needle in a haystack: one sentence in prose, for each of a grid of depths and lengths.
+"""Needle in a haystack: one sentence hidden in prose, over a grid of depths and lengths.
 
-Kamradt 2023, "Needle In A Haystack - pressure testing LLMs"; with a needle of the kind of RULER's
-niah_single_2 (Hsieh et al. 2024, section 3.1), so that no training data has the answer.
+The grid follows Kamradt 2023, "Needle In A Haystack - pressure testing LLMs". The needle is like
+that of RULER's niah_single_2 (Hsieh et al. 2024, section 3.1): no training data has the answer.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ def needle(
     depths: Sequence[float] = DEPTHS,
     items: int | None = None,
 ) -> Benchmark:
-    """The grid: an item for each length and depth, lengths outermost; again and again for more.
+    """Build the grid: one item per length and depth, with lengths in the outer loop.
 
     Args:
-      seed: of the names and of where in the text each haystack begins.
-      count_tokens: tokens of a text.
-      text: prose, read in circles where it is shorter than a haystack.
+      seed: seed of the names and of the start of each haystack in the text.
+      count_tokens: text -> number of tokens.
+      text: prose, repeated if it is shorter than a haystack.
       count_prompt: see `ruler`.
-      lengths: tokens of a prompt, at most; 0.95 of it, at least. The answer comes on top.
-      depths: shares of the haystack's tokens before the needle, 0 to 1; the needle is at the
-        nearest end of a sentence above.
-      items: how many; one for each length and depth, if not given.
+      lengths: maximum numbers of tokens in a prompt, without the answer; a prompt has at least 0.95
+        of them.
+      depths: fractions of the haystack's tokens before the needle, in [0, 1]. The needle is placed
+        at the nearest end of a sentence before that point.
+      items: number of items; more than one grid repeats it. None makes one grid.
 
     Returns:
-      Items with the fields "depth" and "length" as they were asked for, by which they are told
-      apart, and "tokens" of the prompt.
+      The benchmark. Its items have the requested "depth" and "length", which are the fields of its
+      breakdown, and the actual number of "tokens" in the prompt.
 
     Raises:
-      ValueError: nothing is asked for, a depth is no share, the text is empty, or a length is too
-        short for the question.
+      ValueError: if there are no items, a depth is not in [0, 1], the text is empty, or a length is
+        too short for the question.
     """
     cells = list(itertools.product(lengths, enumerate(depths)))
     items = len(cells) if items is None else items
@@ -62,7 +63,7 @@ def needle(
     for number in range(items):
         again, place = divmod(number, len(cells))
         length, (row, depth) = cells[place]
-        source = dataclasses.replace(shared, length=length)  # sentences are counted once for all
+        source = dataclasses.replace(shared, length=length)  # shares the token counts of sentences
         rng = np.random.default_rng([seed, length, row, again])
         draft, tokens = haystack.fit(_hide(source, rng, depth), source)
         fields = {"depth": depth, "length": length, "tokens": tokens}

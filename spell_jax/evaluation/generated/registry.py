@@ -1,14 +1,15 @@
-"""Benchmarks that are made here, for the policy's own tokenizer, from any text: RULER and needles.
+"""Benchmarks generated from any text for the policy's own tokenizer: RULER and the needle grid.
 
     ruler_TASK_LENGTH       one of RULER's tasks at one length, such as ruler_vt_16384
-    needle_LENGTH_...       the needle grid, such as needle_4096_16384_65536; every tenth of a text
-    needle                  the grid from 4K to 128K
+    needle_LENGTH_...       the needle grid at these lengths, such as needle_4096_16384_65536
+    needle                  the needle grid at lengths from 4K to 128K
 
-1. A length is in tokens of the policy, with its chat layout: --max_input=16384 does not cut a
+1. A length counts tokens of the policy, with its chat layout: --max_input=16384 does not truncate a
    prompt of ruler_vt_16384.
-2. Of a folder, all *.txt are the prose in which needles lie, all *.jsonl the questions of
-   ruler_qa_LENGTH (see ruler.read_rows). The other tasks need neither.
-3. Each length and item is drawn from a seed of its own, the same in every run.
+2. The needle grid has depths at every tenth of the text.
+3. All *.txt files of the folder are the prose that hides needles. All *.jsonl files are the
+   questions of ruler_qa_LENGTH (see ruler.read_rows). The other tasks need no files.
+4. Each length and item has its own seed, the same in every run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SEED = 0
 
 
 def family(name: str) -> str | None:
-    """Which of the families a benchmark's name belongs to, if any."""
+    """Family of a benchmark's name, or None if the benchmark is not generated."""
     first = name.partition("_")[0]
     return first if first in FAMILIES else None
 
@@ -35,18 +36,18 @@ def family(name: str) -> str | None:
 def load(
     name: str, folder: str | pathlib.Path, limit: int | None, tokenizer: Tokenizer | None
 ) -> Benchmark:
-    """A benchmark by its name.
+    """Generate a benchmark by its name.
 
     Args:
-      name: see above.
-      folder: with the texts that the benchmark needs, if it does.
-      limit: how many questions, at least 1; None: 500, or one for each cell of the grid.
-      tokenizer: of the policy that is asked.
+      name: name in one of `FORMS`; see the module docstring.
+      folder: folder of the texts that the benchmark needs, if any.
+      limit: number of questions, at least 1; None makes 500, or one per cell of the grid.
+      tokenizer: tokenizer of the policy.
 
     Raises:
-      ValueError: the name has another form, an unknown task, or a length that is no number or too
-        short; there is no tokenizer; a text is empty, not UTF-8 or too short.
-      FileNotFoundError: the folder has none of the files that the benchmark needs.
+      ValueError: if the name has another form, an unknown task, or a length that is not a number or
+        too short; if there is no tokenizer; if a text is empty, not UTF-8 or too short.
+      FileNotFoundError: if the folder has none of the files that the benchmark needs.
     """
     if tokenizer is None:
         raise ValueError(f"benchmark {name!r}: its lengths are in tokens, it needs a tokenizer")
@@ -107,7 +108,7 @@ def _number(text: str) -> int:
 
 
 def _read_prose(folder: str | pathlib.Path) -> str:
-    """All *.txt of a folder, in the order of their names, one behind the other."""
+    """Read and join all *.txt files of a folder, in the order of their names."""
     paths = sorted(pathlib.Path(folder).glob("*.txt"))
     if not paths:
         raise FileNotFoundError(f"{folder}: no *.txt there, the prose in which needles are hidden")

@@ -1,14 +1,14 @@
-"""RULER: many ways to ask how much of a long context a model uses, at any length.
+"""RULER: synthetic tasks of any length that measure how much of a long context a model uses.
 
 Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?",
-section 3 and appendix B; the constants are theirs, the wording is ours. Four families:
+section 3 and appendix B. The constants are theirs, the wording is ours. Four families of tasks:
 
-1. niah_*: needles, "a secret number of KEY is VALUE", in noise, in prose or among other needles.
-2. vt: variables that are assigned a value by a chain of assignments (multi-hop tracing).
-3. cwe, fwe: the words that are most common in a list (aggregation).
-4. qa: questions whose documents stand among the documents of other questions.
+1. niah_*: needles ("a secret number of KEY is VALUE") in noise, in prose or among other needles.
+2. vt: variables that get a value through a chain of assignments (multi-hop tracing).
+3. cwe, fwe: the most common words of a list (aggregation).
+4. qa: questions whose documents are mixed with the documents of other questions.
 
-The model's own turn is left to the model: theirs begins an answer for it ("... are:").
+The model writes its whole turn. In the original, the prompt begins the answer for it ("... are:").
 """
 
 from __future__ import annotations
@@ -30,20 +30,26 @@ from spell_jax.evaluation.generated.haystack import Draft, Pile, Source
 from spell_jax.evaluation.generated.names import Names, letters
 from spell_jax.runtime.jsonl import read_records
 
-ITEMS = 500  # questions of a task at a length, in the paper
+ITEMS = 500  # questions per task and length, as in the paper
 
-# A task: (what prompts are made of, randomness of the item) -> (tokens of filling -> draft).
-# What is asked is drawn by the first call, so that it is the same however often it is filled.
+# A task maps (source, random generator of the item) to a function (tokens of filling -> draft). The
+# first call samples the question, so that it stays the same for every amount of filling.
 Task = Callable[[Source, np.random.Generator], Callable[[int], Draft]]
 
-# Where needles lie in prose, as shares of its tokens: 40 places, evenly from 0 to 1. In noise and
-# among other needles they lie anywhere.
+# Depths of needles in prose, as fractions of its tokens: 40 values, evenly spaced in [0, 1]. In
+# noise and among other needles, a needle can have any depth.
 _DEPTHS = np.round(np.linspace(0, 1, 40), 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class QaRow:
-    """A question, its documents (those that answer it and others), and its right answers."""
+    """A question of the task "qa".
+
+    Attributes:
+      documents: documents of the question, those that answer it and others.
+      question: question as text.
+      references: correct answers.
+    """
 
     documents: tuple[str, ...]
     question: str
@@ -63,29 +69,30 @@ def ruler(
     chains: int = 1,
     hops: int = 4,
 ) -> Benchmark:
-    """One task at one length.
+    """Build one task at one length.
 
-    A prompt of 128K tokens takes 0.3 to 0.6 s of one core with Qwen's tokenizer: 0.3 s are its
-    count as a whole, which is what makes the length certain.
+    A prompt of 128K tokens takes 0.3 to 0.6 s on one core with Qwen's tokenizer. Counting the whole
+    prompt takes 0.3 s of that; it guarantees the length.
 
     Args:
       task: one of `TASKS`.
-      seed: of everything random; the same arguments give the same benchmark.
-      length: tokens of a prompt, at most; 0.95 of it, at least. The answer comes on top.
-      count_tokens: tokens of a text.
-      count_prompt: tokens of a whole prompt, where that is not the same: with its chat layout.
-      text: prose, for the tasks in `PROSE_TASKS`; read in circles where it is shorter than needed.
-      rows: for "qa"; each is asked once, so there are at most as many items.
-      items: questions.
-      chains, hops: of "vt": chains of assignments, the first of which is asked for, and variables
-        in each behind its first.
+      seed: seed of all randomness; the same arguments give the same benchmark.
+      length: maximum number of tokens in a prompt, without the answer; a prompt has at least 0.95
+        of it.
+      count_tokens: text -> number of tokens.
+      count_prompt: prompt -> number of tokens with the chat layout; None uses `count_tokens`.
+      text: prose for the tasks in `PROSE_TASKS`, repeated if it is too short.
+      rows: questions of "qa". Each is asked once, so there are at most as many items.
+      items: number of questions.
+      chains: number of chains of assignments in "vt"; the question is about the first chain.
+      hops: number of variables in each chain of "vt" after its first variable.
 
     Returns:
-      Items with the fields "length" and "tokens" (of the prompt), those of niah_* also with
-      "depths" (shares of the haystack before the needles that are asked for).
+      The benchmark. Its items have the fields "length" (as given) and "tokens" (of the prompt).
+      Items of niah_* also have "depths" (fractions of the haystack before the needles asked for).
 
     Raises:
-      ValueError: the task is unknown, what it is made of is missing or too little, or the length
+      ValueError: if the task is unknown, its text or rows are missing or too short, or the length
         is too short for its question.
     """
     if task not in TASKS:
@@ -100,7 +107,7 @@ def ruler(
         makers = [functools.partial(_variable_tracking, chains=chains, hops=hops)] * items
     else:
         makers = [_GENERATED[task]] * items
-    if not makers:  # also of a negative number of items
+    if not makers:  # also if `items` is negative
         raise ValueError(f"items = {items}, {len(rows)} rows: there is nothing to ask")
     made = []
     for index, maker in enumerate(makers):
@@ -113,19 +120,22 @@ def ruler(
         extract=haystack.extract,
         score=haystack.match_part if task == "qa" else haystack.match_all,
         judged=False,
-        # Theirs are 30 to 128, behind an answer that is begun for the model.
+        # The original has 30 to 128, after a beginning of the answer that the prompt supplies.
         max_tokens=256 if task == "cwe" else 128,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Niah:
-    """Needles in a haystack (paper section 3.1): one configuration of many.
+    """A needle-in-a-haystack task (paper section 3.1).
 
     Attributes:
-      hay: "noise", "prose" or "needles": what the needles are among.
-      key, value: kinds of names.
-      keys, values, queries: needles of different keys, needles of each key, keys asked for.
+      hay: filling around the needles: "noise", "prose" or "needles".
+      key: kind of the names that are keys; see `Names.draw`.
+      value: kind of the names that are values.
+      keys: number of different keys.
+      values: number of needles per key, each with its own value.
+      queries: number of keys in the question.
     """
 
     hay: str = "prose"
@@ -143,7 +153,7 @@ class _Niah:
         }
         needles = [(key, value) for key, values in hidden.items() for value in values]
         depths = dict(zip(needles, self._depths(rng, len(needles)), strict=True))
-        asked = list(hidden)[: self.queries]  # keys are random, and so is the first
+        asked = list(hidden)[: self.queries]  # keys are random, so the first ones are as well
         question = secret_question(self.value, asked, self.values)
         if self.hay == "needles":
             pile = Pile(source.priced(self._other_needles(names), behind="\n"))
@@ -175,12 +185,12 @@ class _Niah:
 
 
 def secret(kind: str, key: str, value: str) -> str:
-    """The sentence that is a needle; `kind` is "number" or "uuid"."""
+    """Sentence of a needle; `kind` is "number" or "uuid"."""
     return f"A secret {kind} of {key} is {value}."
 
 
 def secret_question(kind: str, keys: Sequence[str], values: int = 1) -> str:
-    """What asks for all values of the keys."""
+    """Question for all values of the keys."""
     listed = ", ".join(keys[:-1]) + " and " + keys[-1] if len(keys) > 1 else keys[0]
     if len(keys) * values == 1:
         return f"What is the secret {kind} of {listed}? Answer with the {kind} alone."
@@ -188,7 +198,7 @@ def secret_question(kind: str, keys: Sequence[str], values: int = 1) -> str:
 
 
 def secret_prompt(kind: str, hay: str, question: str) -> str:
-    """The user's turn for a haystack with its needles."""
+    """User turn with a haystack, its needles and the question."""
     return (
         f"Somewhere in the text below, secret {kind}s are told. Keep them in mind: there is a "
         f"question about them at the end.\n\n{hay}\n\n{question}"
@@ -198,9 +208,9 @@ def secret_prompt(kind: str, hay: str, question: str) -> str:
 def _variable_tracking(
     source: Source, rng: np.random.Generator, *, chains: int, hops: int
 ) -> Callable[[int], Draft]:
-    """Which variables have a value, straight or by way of others (paper section 3.2).
+    """Ask for the variables that have a value, directly or through others (paper section 3.2).
 
-    An example of five lines of noise comes first, with variables of three letters.
+    The prompt starts with an example: five lines of noise and variables of three letters.
     """
     names, pile = Names(rng), source.noise()
     numbers = (rng.choice(90_000, chains + 1, replace=False) + 10_000).tolist()
@@ -226,7 +236,7 @@ def _chains_prompt(
     numbers: Sequence[int],
     depths: Sequence[Sequence[float]],
 ) -> tuple[str, str]:
-    """(prompt, question for the first chain's variables), statements at ascending depths."""
+    """(prompt, question about the first chain); `depths` ascend within each chain."""
     statements = []
     for variables, number in zip(chains, numbers, strict=True):
         values = [str(number), *(f"VAR {name}" for name in variables[:-1])]
@@ -240,15 +250,16 @@ def _chains_prompt(
     return "\n".join((head, "", *lines, "", question)), question
 
 
-# Common words: 10, each 30 times; others 3 times (paper section 3.3). The example before has 40
-# words, 10 and 3 times; up to 8K tokens 20 words, 3 times and once, as theirs has below 4K only:
-# our words are pairs, so that they never run out, and have 4 tokens to their 1 or 2.
+# The list has 10 common words 30 times each and other words 3 times each (paper section 3.3). The
+# example has 40 words in total: common ones 10 times, others 3 times. Up to 8K tokens it has 20
+# words: common ones 3 times, others once. The original uses this small example below 4K only. Our
+# words are pairs, so that they never run out; they have 4 tokens, the original's have 1 or 2.
 _COMMON, _OFTEN, _SELDOM = 10, 30, 3
 _SMALL_EXAMPLE, _EXAMPLE = (20, 3, 1), (40, 10, 3)
 
 
 def _common_words(source: Source, rng: np.random.Generator) -> Callable[[int], Draft]:
-    """The ten most common words of a numbered list (paper section 3.3)."""
+    """Ask for the ten most common words of a numbered list (paper section 3.3)."""
     names, order = Names(rng), int(rng.integers(2**32))
     words, often, seldom = _SMALL_EXAMPLE if source.length <= 8192 else _EXAMPLE
     shown = [names.draw("word") for _ in range(words)]
@@ -287,16 +298,16 @@ def _words_prompt(
 def _frequent_words(
     source: Source, rng: np.random.Generator, *, alpha: float = 2.0
 ) -> Callable[[int], Draft]:
-    """The three most frequent made-up words of a text (paper section 3.3).
+    """Ask for the three most frequent made-up words of a text (paper section 3.3).
 
-    The k-th most frequent of N words comes floor(N k^-alpha / zeta(alpha)) times; the first is
-    "...", which is not to be counted, and the next three are the answer.
+    In a text of N words, the k-th most frequent word occurs floor(N k^-alpha / zeta(alpha)) times.
+    The first one is "...", which the question excludes. The next three are the answer.
     """
-    # The least N with which the fourth word is more frequent than the fifth, here and above.
+    # From this N on, the fourth word is always more frequent than the fifth.
     least = 64
-    most = least + 2 * source.length  # the sum of floors is less than N
+    most = least + 2 * source.length  # upper bound; the sum of floors is less than N
     names, order = Names(rng), int(rng.integers(2**32))
-    # Ranks that come at all: k^2 <= N / zeta(2) < N.
+    # Only ranks that occur: k^2 <= N / zeta(2) < N.
     words = ["...", *(names.draw("code") for _ in range(math.isqrt(most)))]
     costs = np.array([source.cost(f" {word}") for word in words])
     shares = np.arange(1, len(words) + 1) ** -alpha
@@ -323,7 +334,7 @@ def _frequent_words(
 
 
 def _zeta(alpha: float) -> float:
-    """Riemann's zeta for alpha > 1: a thousand terms and the integral of the rest."""
+    """Riemann zeta function for alpha > 1: a thousand terms plus the integral of the rest."""
     terms = np.arange(1, 1001, dtype=float) ** -alpha
     return float(terms.sum() + 1000.5 ** (1 - alpha) / (alpha - 1))
 
@@ -331,7 +342,7 @@ def _zeta(alpha: float) -> float:
 def _qa(
     source: Source, rng: np.random.Generator, *, row: QaRow, pool: Sequence[str]
 ) -> Callable[[int], Draft]:
-    """A question behind its documents and those of others, shuffled (paper section 3.4)."""
+    """Ask a question after its documents and those of others, shuffled (paper section 3.4)."""
     own, order = tuple(dict.fromkeys(row.documents)), int(rng.integers(2**32))
     others = (pool[int(index)] for index in rng.permutation(len(pool)))
     more = (text for text in others if text not in own)
@@ -368,16 +379,22 @@ PROSE_TASKS = tuple(
 
 
 def read_rows(folder: str | pathlib.Path) -> tuple[QaRow, ...]:
-    """The questions of all *.jsonl of a folder; bad lines are logged and skipped.
+    """Read the questions of all *.jsonl files in a folder; bad lines are logged and skipped.
 
-    Three layouts: HotpotQA's and 2WikiMultihopQA's {"question", "answer", "context": [[title,
-    [sentence, ...]], ...]}; MuSiQue's {"question", "answer", "answer_aliases", "paragraphs":
-    [{"title", "paragraph_text"}, ...]}; and {"question", "answer" or "answers", "documents":
-    [text, ...]}.
+    A line has one of three layouts:
+
+    1. HotpotQA and 2WikiMultihopQA: {"question", "answer", "context": [[title, [sentence, ...]],
+       ...]}.
+    2. MuSiQue: {"question", "answer", "answer_aliases", "paragraphs": [{"title",
+       "paragraph_text"}, ...]}.
+    3. Any other source: {"question", "answer" or "answers", "documents": [text, ...]}.
+
+    Args:
+      folder: folder of the *.jsonl files.
 
     Raises:
-      FileNotFoundError: there is no such folder, or none of its files is JSONL.
-      ValueError: no line is a question.
+      FileNotFoundError: if the folder is missing or has no *.jsonl file.
+      ValueError: if no line is a question.
     """
     paths = sorted(pathlib.Path(folder).glob("*.jsonl"))
     if not paths:
@@ -400,5 +417,5 @@ def _parse_row(record: Any) -> QaRow:
     texts = (*documents, record["question"], *answers)
     if not documents or not all(isinstance(text, str) and text for text in texts):
         raise ValueError("question, answers and documents must be texts that are not empty")
-    "".join(texts).encode()  # lone surrogates cannot be asked
+    "".join(texts).encode()  # raises on lone surrogates, which have no UTF-8
     return QaRow(tuple(documents), record["question"], tuple(dict.fromkeys(answers)))

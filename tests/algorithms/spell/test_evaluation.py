@@ -11,6 +11,7 @@ from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import TinyEvaluation
 from spell_jax.data import tiny_world as world
 from spell_jax.data.clusters import TASKS
+from spell_jax.data.config import TinyEvaluationConfig
 from spell_jax.selfplay import prompts
 from tests.algorithms.scripted import ScriptedModels
 from tests.evaluation.oracle import documents_of, perfect, questioner
@@ -25,9 +26,9 @@ def count_words(text: str) -> int:
 
 
 def make(**settings) -> TinyEvaluation:
-    return TinyEvaluation(
-        **{"prompts": PROMPTS, "algorithm": GAME, "count_tokens": count_words} | settings
-    )
+    given = {"prompts": PROMPTS, "algorithm": GAME, "count_tokens": count_words}
+    given |= {name: settings.pop(name) for name in given if name in settings}
+    return TinyEvaluation(**given, sizes=TinyEvaluationConfig(**settings))
 
 
 SMALL = make(**SETTINGS)

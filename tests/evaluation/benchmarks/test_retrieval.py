@@ -247,6 +247,7 @@ def write_icl(task: str, folder: pathlib.Path) -> None:
         (folder / name).write_text("\n".join([columns, *lines]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", helmet_labels.TASKS)
 def test_icl(tmp_path, task):
     write_icl(task, tmp_path)
@@ -451,6 +452,7 @@ def test_every_loader_refuses_an_empty_folder(tmp_path, name):
         load(name, tmp_path)
 
 
+@pytest.mark.slow
 @given(st.text(max_size=200))
 def test_scores_are_total(text):
     item = Item("0", "", "", ("KEYx",), {"prefix": "KEY"})

@@ -29,6 +29,7 @@ def write(path: pathlib.Path, rows: list[dict]) -> None:
         path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, rows, files, question, answer, value, reference",
     [
@@ -165,6 +166,7 @@ def test_model_text_is_not_evaluated(tmp_path):
     assert "targets = [LatexExtractionConfig()]" in source
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_not_equal(monkeypatch, caplog):
     """A sum of 10^9 terms would keep SymPy busy for days; others are answered meanwhile."""
     monkeypatch.setattr(math_equal, "SECONDS", 1.0)
@@ -225,6 +227,7 @@ def choice_row(number: int = 0, **changes) -> dict:
     } | changes
 
 
+@pytest.mark.slow
 def test_mmlu_pro(tmp_path):
     path = tmp_path / "data" / "test-00000-of-00001.parquet"
     write(path, [choice_row(i) for i in range(12_032)])

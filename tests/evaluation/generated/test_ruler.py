@@ -124,6 +124,7 @@ def test_a_solver_that_reads_the_prompt_scores_all_and_a_blank_answer_nothing(ta
         assert item.prompt.endswith(item.question) and json.loads(json.dumps(dict(item.fields)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", LENGTHS)
 def test_lengths_in_tokens_of_qwen(length: int, spell_data: Path):
     tokenizer = hf_folders.load(hf_folders.real(spell_data, "qwen2.5"))

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from spell_jax import export, train
+from spell_jax import train
 from spell_jax.policy import weights
+from spell_jax.trainer.export import export
 from tests import noise
 
 LORA = {
@@ -61,12 +62,13 @@ def assert_same(first, second) -> None:
 
 
 def test_the_last_checkpoint_is_the_runs_policy(run, tmp_path) -> None:
-    assert export.export(run, tmp_path / "out", dtype="float32") == 2
+    assert export(run, tmp_path / "out", dtype="float32") == 2
     assert_same(load(tmp_path / "out"), load(run / "policy"))
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {path.name for path in (run / "policy").iterdir()}
 
 
+@pytest.mark.slow
 def test_the_command_writes_bfloat16_of_a_chosen_step(run, tmp_path) -> None:
     flags = [f"--workdir={run}", f"--out={tmp_path / 'out'}", "--step=1"]
     done = subprocess.run(
@@ -79,13 +81,14 @@ def test_the_command_writes_bfloat16_of_a_chosen_step(run, tmp_path) -> None:
     assert "the policy after step 1" in done.stdout
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16"
-    export.export(run, tmp_path / "first", step=1, dtype="float32")
+    export(run, tmp_path / "first", step=1, dtype="float32")
     first, last = load(tmp_path / "first"), load(run / "policy")
     assert not np.array_equal(first["embedding"], last["embedding"])
     rounded = jax.tree.map(lambda x: np.asarray(x, "bfloat16").astype(np.float32), first)
     assert_same(load(tmp_path / "out"), rounded)
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_trained_kept_and_exported(policy, adapted, tmp_path) -> None:
     """Resumed = uninterrupted; nothing but the adapted kernels has changed; both exports."""
     resumed = tmp_path / "resumed"
@@ -100,9 +103,9 @@ def test_adapters_alone_are_trained_kept_and_exported(policy, adapted, tmp_path)
         trained = name in ("layers/attention/q_kernel", "layers/mlp/down_kernel")
         assert np.array_equal(leaf, old[path]) != trained, name
 
-    export.export(adapted, tmp_path / "merged", dtype="float32")
+    export(adapted, tmp_path / "merged", dtype="float32")
     assert_same(load(tmp_path / "merged"), found)
-    export.export(adapted, tmp_path / "adapters", adapters=True)
+    export(adapted, tmp_path / "adapters", adapters=True)
     written = {path.name for path in (tmp_path / "adapters").iterdir()}
     assert written == {"adapter_config.json", "adapter_model.safetensors"}
     description = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
@@ -119,17 +122,17 @@ def test_a_checkpoint_of_adapters_holds_nothing_else(adapted, run) -> None:
 def test_mistakes_are_named(run, tmp_path) -> None:
     out = tmp_path / "out"
     with pytest.raises(FileNotFoundError, match=r"config\.json: not there"):
-        export.export(tmp_path, out)
+        export(tmp_path, out)
     with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 9"):
-        export.export(run, out, step=9)
+        export(run, out, step=9)
     with pytest.raises(ValueError, match=r"lora_rank = 0: the run of .* has no adapters"):
-        export.export(run, out, adapters=True)
+        export(run, out, adapters=True)
     (tmp_path / "config.json").write_text('{"rows_per_step": 3}')
     with pytest.raises(ValueError, match=r"not the config of train\.py"):
-        export.export(tmp_path, out)
+        export(tmp_path, out)
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
     with pytest.raises(FileNotFoundError, match="checkpoints: not there"):
-        export.export(tmp_path, out)
+        export(tmp_path, out)
     with pytest.raises(ValueError, match=r"out = .*: is there already"):
-        export.export(run, tmp_path)
+        export(run, tmp_path)
     assert not out.exists()

@@ -10,7 +10,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from spell_jax import generate
+from spell_jax.evaluation import generation
+from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy import tokenizer, transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.selfplay import prompts
@@ -50,7 +51,7 @@ def write(path: Path, records: list) -> Path:
 
 
 def test_prompts_are_those_of_self_play() -> None:
-    asked = [generate.make_prompt(request, COMPACT) for request in REQUESTS]
+    asked = [generation.make_prompt(request, COMPACT) for request in REQUESTS]
     assert asked[0] == COMPACT.questioner("general_qa", DOCUMENTS)
     assert asked[1].endswith("known: How many hills has Rome? answer: 3\nask harder choice (C)")
     assert asked[2] == COMPACT.responder("financial_math", DOCUMENTS, "hills?")
@@ -75,7 +76,7 @@ def test_prompts_are_those_of_self_play() -> None:
 )
 def test_a_bad_request_names_its_field(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        generate.make_prompt(REQUESTS[0] | change, COMPACT)
+        generation.make_prompt(REQUESTS[0] | change, COMPACT)
 
 
 def test_bad_lines_are_logged_and_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -83,28 +84,29 @@ def test_bad_lines_are_logged_and_skipped(tmp_path: Path, caplog: pytest.LogCapt
     lines = ['{"prompt": "one"}', "{", "", "[1]", '{"prompt": "\\ud800"}', "[" * 5000, "\xff"]
     path.write_bytes("\n".join(lines).encode("latin-1") + b'\n{"prompt": "two"}\n')
     with caplog.at_level(logging.INFO, "spell_jax"):
-        records, texts = generate.read_requests(path, COMPACT)
+        records, texts = generation.read_requests(path, COMPACT)
     assert texts == ["one", "two"]
     assert records == [{"prompt": "one"}, {"prompt": "two"}]
     for number in (2, 4, 5, 6, 7):
         assert f"{path}:{number}: skipped" in caplog.text
     assert "2 requests, 5 lines skipped" in caplog.text
     with pytest.raises(ValueError, match="none of its 1 lines"):
-        generate.read_requests(write(path, [{"role": "nobody"}]), COMPACT)
+        generation.read_requests(write(path, [{"role": "nobody"}]), COMPACT)
 
 
 def test_prompt_set_of_a_run(tmp_path: Path, workdir: Path) -> None:
-    assert generate.find_prompt_set(workdir) == "compact"
-    assert generate.find_prompt_set(tmp_path) == "full"
-    assert generate.find_prompt_set(None) == "full"
+    assert generation.find_prompt_set(workdir) == "compact"
+    assert generation.find_prompt_set(tmp_path) == "full"
+    assert generation.find_prompt_set(None) == "full"
 
 
+@pytest.mark.slow
 def test_answers_of_every_role(workdir: Path) -> None:
-    texts = [generate.make_prompt(request, COMPACT) for request in REQUESTS]
+    texts = [generation.make_prompt(request, COMPACT) for request in REQUESTS]
 
     def ask(temperature: float, seed: int) -> list:
         sampling = {"temperature": temperature, "top_p": 1.0, "max_tokens": 5}
-        return generate.answer(workdir / "policy", REQUESTS, texts, 3, sampling, seed)
+        return generation.answer(Policy(workdir / "policy"), REQUESTS, texts, 3, sampling, seed)
 
     results = ask(1.0, 0)
     assert len(results) == len(REQUESTS)
@@ -123,6 +125,7 @@ def test_answers_of_every_role(workdir: Path) -> None:
     assert all(len(set(result["answers"])) == 1 for result in greedy)
 
 
+@pytest.mark.slow
 def test_what_is_too_long_is_not_answered_and_changes_no_other_answer(
     workdir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,7 +137,7 @@ def test_what_is_too_long_is_not_answered_and_changes_no_other_answer(
     def ask(first: str) -> list:
         records = [{"prompt": first}, {"prompt": "city of Bela"}]
         texts = [record["prompt"] for record in records]
-        return generate.answer(workdir / "policy", records, texts, 3, sampling, seed=0)
+        return generation.answer(Policy(workdir / "policy"), records, texts, 3, sampling, seed=0)
 
     with caplog.at_level(logging.WARNING, "spell_jax"):
         refused, kept = ask(long)
@@ -142,9 +145,10 @@ def test_what_is_too_long_is_not_answered_and_changes_no_other_answer(
     assert "1 prompts are longer than" in caplog.text
     assert kept["answers"] == ask("city of Arvo")[1]["answers"]
     with pytest.raises(ValueError, match="max_position_embeddings"):
-        generate.answer(workdir / "policy", [{}], [long], 1, sampling, seed=0)
+        generation.answer(Policy(workdir / "policy"), [{}], [long], 1, sampling, seed=0)
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, workdir: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", [*REQUESTS, {"role": "x"}]), tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "spell_jax.generate", f"--prompts={source}", f"--out={out}"]
@@ -157,10 +161,11 @@ def test_command_line(tmp_path: Path, workdir: Path) -> None:
     assert [line.get("role") for line in lines] == [r.get("role") for r in REQUESTS]
     assert all(len(line["answers"]) == 2 for line in lines)
     refused = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert refused.returncode != 0
-    assert "--workdir or --policy" in refused.stderr + refused.stdout
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: --workdir or --policy"), refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

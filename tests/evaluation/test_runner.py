@@ -16,9 +16,8 @@ import sys
 import numpy as np
 import pytest
 
-from spell_jax import evaluate
 from spell_jax.evaluation import judge as judging
-from spell_jax.evaluation import policy_sampler, protocol
+from spell_jax.evaluation import policy_sampler, protocol, runner
 from spell_jax.evaluation.answering import Sampling
 from spell_jax.evaluation.policy_sampler import Policy, PolicyJudge
 from spell_jax.policy import tokenizer as tokenizers
@@ -28,7 +27,7 @@ from spell_jax.sampler.requests import Options
 from spell_jax.sampler.session import Session
 from tests import evaluating, noise
 
-FILES = (evaluate.SAMPLES, evaluate.SUMMARY, evaluate.TABLE, "plots/text.png")
+FILES = (runner.SAMPLES, runner.SUMMARY, runner.TABLE, "plots/text.png")
 QUESTIONS = len(evaluating.LIMITS) * 2 * evaluating.ITEMS
 
 
@@ -53,7 +52,7 @@ def asked(monkeypatch) -> list:
         return submit(self, request)
 
     noise.use_one_device(monkeypatch)
-    monkeypatch.setattr(evaluate.registry, "load", evaluating.load)
+    monkeypatch.setattr(runner.registry, "load", evaluating.load)
     monkeypatch.setattr(Session, "submit", count)
     monkeypatch.setattr(fault_injection, "_passed", collections.Counter())
     monkeypatch.delenv(fault_injection.VARIABLE, raising=False)
@@ -66,13 +65,13 @@ def whole(policy, tmp_path_factory) -> pathlib.Path:
     out = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
-        monkeypatch.setattr(evaluate.registry, "load", evaluating.load)
+        monkeypatch.setattr(runner.registry, "load", evaluating.load)
         evaluating.run(policy, out)
     return out
 
 
 def read(out: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in (out / evaluate.SAMPLES).read_text().splitlines()]
+    return [json.loads(line) for line in (out / runner.SAMPLES).read_text().splitlines()]
 
 
 def assert_same(out: pathlib.Path, other: pathlib.Path) -> None:
@@ -108,7 +107,7 @@ def test_every_sample_has_a_row_and_its_score(whole):
 def test_questions_that_are_told_apart(whole):
     rows = read(whole)
     assert {str(row.get("by")) for row in rows if row["benchmark"] == "number"} == {"None"}
-    summary = json.loads((whole / evaluate.SUMMARY).read_text())
+    summary = json.loads((whole / runner.SUMMARY).read_text())
     for found in summary["rows"]:
         assert "by" not in found["benchmarks"]["number"]
         parts = found["benchmarks"]["text"]["by"]
@@ -123,10 +122,11 @@ def test_questions_that_are_told_apart(whole):
             assert part["pass@1"]["mean"] == pytest.approx(sum(finals) / len(finals))
             assert part["pass@1"]["low"] <= part["pass@1"]["mean"] <= part["pass@1"]["high"]
             assert part["pass@2"]["mean"] >= part["pass@1"]["mean"]
-    assert [path.name for path in (whole / evaluate.PLOTS).iterdir()] == ["text.png"]
+    assert [path.name for path in (whole / runner.PLOTS).iterdir()] == ["text.png"]
     assert (whole / "plots" / "text.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_prompts_are_cut_in_the_middle(policy, asked, tmp_path):
     evaluating.run(policy, tmp_path / "out", benchmarks=("text",))
     words = tokenizers.load(policy)
@@ -144,6 +144,7 @@ def test_prompts_are_cut_in_the_middle(policy, asked, tmp_path):
     assert {request.group for request in asked} == {evaluating.SAMPLES}
 
 
+@pytest.mark.slow
 def test_what_is_drawn_depends_on_the_question_alone(policy, whole, tmp_path):
     """Not on which others are asked, nor on their order (but for the shape that all share)."""
     evaluating.run(policy, tmp_path / "out", benchmarks=("text", "number"), max_input=(40, 24))
@@ -154,6 +155,7 @@ def test_what_is_drawn_depends_on_the_question_alone(policy, whole, tmp_path):
     assert by_place(tmp_path / "out") == by_place(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["sampled:1", "sampled:8", "judged:1"])
 def test_a_stopped_evaluation_goes_on(fault, policy, whole, asked, tmp_path, monkeypatch):
     out = tmp_path / "out"
@@ -161,12 +163,12 @@ def test_a_stopped_evaluation_goes_on(fault, policy, whole, asked, tmp_path, mon
     with pytest.raises(fault_injection.Fault):
         evaluating.run(policy, out)
     monkeypatch.delenv(fault_injection.VARIABLE)
-    assert not (out / evaluate.SUMMARY).exists()
-    lines = (out / evaluate.SAMPLES).read_text().splitlines(keepends=True)
+    assert not (out / runner.SUMMARY).exists()
+    lines = (out / runner.SAMPLES).read_text().splitlines(keepends=True)
     done = QUESTIONS if fault.startswith("judged") else int(fault[-1])
     assert len(lines) == done * evaluating.SAMPLES
     # The last question lacks a sample, and there is half a line.
-    (out / evaluate.SAMPLES).write_text("".join(lines[:-1]) + '{"max_input": 2')
+    (out / runner.SAMPLES).write_text("".join(lines[:-1]) + '{"max_input": 2')
     asked.clear()
     evaluating.run(policy, out)
     assert len(asked) == QUESTIONS - done + 1
@@ -184,7 +186,7 @@ def test_a_corrected_rule_counts_for_old_samples(policy, whole, asked, tmp_path,
     def load(name, folder, limit, tokenizer):
         return dataclasses.replace(correct(name, folder, limit), score=lambda text, item: 1.0)
 
-    monkeypatch.setattr(evaluate.registry, "load", load)
+    monkeypatch.setattr(runner.registry, "load", load)
     found = evaluating.run(policy, out)
     assert not asked
     assert found["rows"][0]["average"]["pass@1"]["mean"] == 1.0
@@ -199,6 +201,7 @@ def test_another_evaluation_needs_another_folder(field, value, policy, whole):
         evaluating.run(policy, whole, **{field: value})
 
 
+@pytest.mark.slow
 def test_other_weights_need_another_folder(whole, tmp_path):
     """At the same place, as those of a run that was trained on."""
     policy = noise.save_policy(tmp_path / "noise")
@@ -211,6 +214,7 @@ def test_other_weights_need_another_folder(whole, tmp_path):
         evaluating.run(policy, out, limit=1, max_input=(24,))
 
 
+@pytest.mark.slow
 def test_other_questions_need_another_folder(policy, tmp_path, monkeypatch):
     """Under the same ids, as those of a folder whose files were replaced."""
     evaluating.run(policy, tmp_path, limit=1, max_input=(24,))
@@ -220,11 +224,12 @@ def test_other_questions_need_another_folder(policy, tmp_path, monkeypatch):
         items = [dataclasses.replace(item, prompt=item.prompt + "!") for item in made.items]
         return dataclasses.replace(made, items=tuple(items))
 
-    monkeypatch.setattr(evaluate.registry, "load", load)
+    monkeypatch.setattr(runner.registry, "load", load)
     with pytest.raises(ValueError, match=r"questions = .*needs another out"):
         evaluating.run(policy, tmp_path, limit=1, max_input=(24,))
 
 
+@pytest.mark.slow
 def test_a_policy_judges(policy, judge, asked, tmp_path, monkeypatch):
     """Noise gives no verdict: all are malformed, counted, kept, and not asked for again."""
 
@@ -256,6 +261,7 @@ def test_a_policy_judges(policy, judge, asked, tmp_path, monkeypatch):
     assert_same(out, tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_judge_policy_has_room_for_a_prompt(policy):
     for cap in (0, 256):
         with pytest.raises(ValueError, match=f"judge_max_tokens = {cap}: .* = 256"):
@@ -270,18 +276,20 @@ def test_a_judge_policy_has_room_for_a_prompt(policy):
     assert judge.policy._params is None  # the next policy has the memory to itself
 
 
+@pytest.mark.slow
 def test_the_rule_alone_without_a_judge(policy, tmp_path, caplog):
-    found = evaluate.run(
-        evaluating.settings(policy, max_input=(24,)), tmp_path, "noise", None, evaluating.SIZES
+    found = runner.run(
+        evaluating.config(policy, max_input=(24,)), tmp_path, "noise", None, evaluating.SIZES
     )
     assert found["judge"] is None and "by the rule alone" in caplog.text
     assert all(row["judge"] is None and row["final"] == row["rule"] for row in read(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_table_has_others_beside(policy, whole, tmp_path):
-    changed = evaluating.settings(policy, max_input=(24,))
+    changed = evaluating.config(policy, max_input=(24,))
     sizes = evaluating.SIZES
-    evaluate.run(changed, tmp_path, "second", None, sizes, compare=[whole])
+    runner.run(changed, tmp_path, "second", None, sizes, compare=[whole])
     rows = [line.split("|")[1:3] for line in (tmp_path / "table.md").read_text().splitlines()[4:7]]
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["24", "second"],
@@ -289,7 +297,7 @@ def test_the_table_has_others_beside(policy, whole, tmp_path):
         ["40", "noise"],
     ]
     with pytest.raises(FileNotFoundError):
-        evaluate.run(changed, tmp_path / "x", "third", None, sizes, compare=[tmp_path / "no"])
+        runner.run(changed, tmp_path / "x", "third", None, sizes, compare=[tmp_path / "no"])
     assert not (tmp_path / "x").exists()
 
 
@@ -304,7 +312,7 @@ def test_the_table_has_others_beside(policy, whole, tmp_path):
 )
 def test_mistakes_are_named(changes, message, policy):
     with pytest.raises(ValueError, match=message):
-        evaluating.settings(policy, **changes)
+        evaluating.config(policy, **changes)
     for field, value in (("samples", 0), ("max_tokens", -1), ("temperature", -1.0), ("top_p", 0.0)):
         with pytest.raises(ValueError, match=field):
             Sampling(**{field: value})
@@ -359,6 +367,7 @@ def start(processes: int, *arguments: object, **environment: str) -> list[int]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_as_two_processes(policy, tmp_path):
     assert start(1, policy, tmp_path / "one") == [0]
     killed = start(1, policy, tmp_path / "out", SPELL_FAULT="sampled:4")
@@ -368,6 +377,7 @@ def test_killed_and_started_again_as_two_processes(policy, tmp_path):
     assert_same(tmp_path / "out", tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_a_policy_judges_on_two_processes_as_on_one(policy, judge, tmp_path):
     for processes in (1, 2):
         assert start(processes, policy, tmp_path / str(processes), judge) == [0] * processes
@@ -375,6 +385,7 @@ def test_a_policy_judges_on_two_processes_as_on_one(policy, judge, tmp_path):
     assert any(row["judge"] == "malformed" for row in read(tmp_path / "1"))
 
 
+@pytest.mark.slow
 def test_generated_benchmarks_from_the_command_line(tmp_path):
     """RULER, a grid of needles and a run's own questions, by a policy of noise."""
     policy = noise.save_policy(tmp_path / "noise", max_positions=1200)
@@ -391,7 +402,7 @@ def test_generated_benchmarks_from_the_command_line(tmp_path):
     one = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | one)
     assert done.returncode == 0, done.stderr[-3000:]
-    (row,) = json.loads((out / evaluate.SUMMARY).read_text())["rows"]
+    (row,) = json.loads((out / runner.SUMMARY).read_text())["rows"]
     names = ["ruler_vt_1024", "needle_600_1024", "own_questions"]
     assert list(row["benchmarks"]) == names and "needle in a haystack" in done.stdout
     vt, needle, own = (row["benchmarks"][name] for name in names)
@@ -407,6 +418,7 @@ def test_generated_benchmarks_from_the_command_line(tmp_path):
     assert pictures == ["needle_600_1024.png", "own_questions.png"]
 
 
+@pytest.mark.slow
 def test_command_line_mistakes(tmp_path):
     command = [sys.executable, "-m", "spell_jax.evaluate", "--benchmarks=text", "--data=x"]
     command += [f"--out={tmp_path / 'out'}"]

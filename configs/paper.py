@@ -1,0 +1,67 @@
+"""SPELL with the paper's hyper-parameters, from one of the paper's models (table below).
+
+    python -m spell_jax.train --config=configs/paper.py:qwen2.5-7b-instruct --workdir=DIR \
+        --config.policy.folder=FOLDER --config.data.source=DOCUMENTS
+
+FOLDER is a local copy of the model's Hugging Face folder, by default models/NAME; DOCUMENTS are
+yours (README, "Your own documents"). Without a model (`--config=configs/paper.py`) the config has
+the paper's values and no policy.
+Hardware: weights, gradient, optimizer state and the rollout copy take 18 bytes per parameter
+(137 GB for 7.6e9; estimated), split over all devices. The paper's own 7B run took 8 hours on 8 A100
+of 80 GB (section F.1).
+Expected scores: the table's last columns, as the paper reports them (Table 1, average of four
+benchmarks with inputs of up to 16K tokens). Nothing of it was run with this code.
+"""
+
+from typing import Any, NamedTuple
+
+from spell_jax.config import default_config
+
+
+class Model(NamedTuple):
+    """One model of the paper.
+
+    Attributes:
+      folder: name of its Hugging Face repository, without the owner.
+      parameters: number of parameters, in billions.
+      before: the paper's average before SPELL, in percent.
+      after: the paper's average after SPELL, in percent.
+      max_tokens: longest answer; reasoning models may write 20K tokens (paper section 4.1).
+      expert: devices that the experts are split over.
+    """
+
+    folder: str
+    parameters: float
+    before: float
+    after: float
+    max_tokens: int = 4096
+    expert: int = 1
+
+
+MODELS = {
+    "qwen2.5-7b": Model("Qwen2.5-7B", 7.6, 26.7, 40.6),
+    "qwen2.5-14b": Model("Qwen2.5-14B", 14.8, 37.3, 51.7),
+    "qwen2.5-32b": Model("Qwen2.5-32B", 32.8, 43.0, 52.1),
+    "qwen2.5-7b-instruct": Model("Qwen2.5-7B-Instruct", 7.6, 38.2, 47.2),
+    "qwen2.5-14b-instruct": Model("Qwen2.5-14B-Instruct", 14.8, 50.8, 57.8),
+    "qwen2.5-32b-instruct": Model("Qwen2.5-32B-Instruct", 32.8, 51.8, 59.5),
+    "llama-3.1-8b-instruct": Model("Meta-Llama-3.1-8B-Instruct", 8.0, 40.1, 44.5),
+    "qwen3-30b-a3b-instruct": Model("Qwen3-30B-A3B-Instruct-2507", 30.5, 56.3, 60.7, expert=8),
+    "r1-distill-llama-8b": Model("DeepSeek-R1-Distill-Llama-8B", 8.0, 46.8, 50.2, 20_480),
+    "r1-distill-qwen-14b": Model("DeepSeek-R1-Distill-Qwen-14B", 14.8, 56.4, 59.8, 20_480),
+    "qwen3-4b-thinking": Model("Qwen3-4B-Thinking-2507", 4.0, 54.5, 56.7, 20_480),
+    "qwen3-30b-a3b-thinking": Model("Qwen3-30B-A3B-Thinking-2507", 30.5, 60.7, 62.7, 20_480, 8),
+}
+
+
+def get_config(model: str = "") -> Any:  # a ConfigDict, whose fields have no static types
+    config = default_config()
+    if not model:
+        return config
+    if model not in MODELS:
+        raise ValueError(f"configs/paper.py:{model}: must be one of {', '.join(MODELS)}")
+    row = MODELS[model]
+    config.policy.folder = f"models/{row.folder}"
+    config.sampler.max_tokens = config.sampler.max_verdict_tokens = row.max_tokens
+    config.mesh.expert = row.expert
+    return config

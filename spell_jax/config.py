@@ -1,0 +1,244 @@
+"""A run's config: one dataclass for each section, and the checks between sections.
+
+1. `default_config` makes a locked ConfigDict of the paper's values from the dataclasses.
+2. A config file (configs/) changes a few fields; flags (--config.sampler.page_size=256) a few more.
+3. `read` makes a RunConfig of it and checks everything that can be checked without a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from spell_jax.algorithms import registry
+from spell_jax.algorithms.base import AlgorithmConfig
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.data.config import DataConfig
+from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.optimizer import OptimizerConfig
+from spell_jax.learner.packing import PackingConfig
+from spell_jax.policy.model import ModelConfig
+from spell_jax.runtime import loggers, paths
+from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
+from spell_jax.runtime.config import Config, build, check_choice, check_least, plain, section
+from spell_jax.sampler.engine import SamplerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; -1 (on one axis) takes all devices that are left.
+
+    Attributes:
+      data: data parallelism; weights are replicated over it.
+      fsdp: data parallelism with sharded weights and optimizer state.
+      context: shards of the tokens of a row (ring or all-gather attention).
+      tensor: shards of heads and feed-forward width.
+      expert: shards of the experts of a mixture.
+    """
+
+    data: int = 1
+    fsdp: int = -1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtraModelConfig(ModelConfig):
+    """A model of an algorithm besides the policy, which may be trained with its own optimizer."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Everything that determines a run (spell_jax.train), with the paper's values as defaults.
+
+    Attributes:
+      seed: seed of all random numbers, at least 0.
+      steps: updates of the run; the paper's runs have about 70.
+      validate_every: steps between held-out validations; 0: never.
+      checkpoint_every: steps between checkpoints.
+      keep_checkpoints: newest checkpoints that are kept, besides the best.
+      profile_steps: steps of which a profiler trace is written, for example (3, 4).
+      wandb: Weights & Biases project that also gets the metrics (extra "wandb"); "": none.
+      episode_characters: most characters of a step's episode file before compression; prompts and
+        answers come first, then documents. 0: no files.
+      evaluate: whether a full held-out evaluation runs before and after the run.
+      max_minutes: minutes of rollouts and updates after which the run ends; 0: no limit. The only
+        field that depends on the clock: a resumed run gets as many minutes again.
+      preemption_limit_s: seconds after the first SIGTERM in which a run finishes its phase and
+        saves.
+      staleness: 1: the rollout of a step runs during the update of the step before, with the
+        weights before that update (not after a checkpoint). Needs loss.old_logprobs = "rollout" or
+        loss.tis_cap above 0.
+      minibatches: optimizer updates that a step's groups are split into. Above 1 it needs
+        loss.old_logprobs = "recompute" or "rollout", or loss.tis_cap above 0.
+      init_from: folder of another run, or RUN/checkpoints/STEP, whose weights the run starts from;
+        ignored where there is a checkpoint to resume.
+      policy: the policy's folder, dtype, kernels, adapters.
+      data: documents or questions.
+      algorithm: the algorithm's hyper-parameters.
+      sampler: sampling parameters and compiled shapes.
+      optimizer: AdamW and its schedule.
+      loss: the policy-gradient loss.
+      packing: shapes of micro-batches.
+      mesh: devices along each mesh axis.
+      models: models besides the policy, by name: every other section with a `folder`.
+    """
+
+    seed: int = 0
+    steps: int = 70
+    validate_every: int = 10
+    checkpoint_every: int = 10
+    keep_checkpoints: int = 2
+    profile_steps: tuple[int, ...] = ()
+    wandb: str = ""
+    episode_characters: int = 20_000_000
+    evaluate: bool = False
+    max_minutes: float = 0.0
+    preemption_limit_s: float = 25.0
+    staleness: int = 0
+    minibatches: int = 1
+    init_from: str = ""
+    policy: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    algorithm: AlgorithmConfig = SpellConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    packing: PackingConfig = PackingConfig()
+    mesh: MeshConfig = MeshConfig()
+    models: Mapping[str, ExtraModelConfig] = dataclasses.field(default_factory=dict)
+
+    def check(self) -> None:
+        """Checks the run's own fields and those that must fit together.
+
+        Raises:
+          ValueError, FileNotFoundError: naming the field, its value and the remedy.
+          ImportError: if a field asks for a package that is not installed.
+        """
+        check_least(self, "", seed=0, steps=1, validate_every=0, checkpoint_every=1)
+        check_least(self, "", keep_checkpoints=1, minibatches=1, episode_characters=0)
+        check_least(self, "", max_minutes=0)
+        check_choice(self, "", staleness=(0, 1))
+        if self.staleness and not self.loss.uses_rollout_logprobs:
+            raise ValueError(
+                f'loss.old_logprobs = "{self.loss.old_logprobs}": must be "rollout", or '
+                "loss.tis_cap above 0, for staleness = 1: answers are sampled from older weights"
+            )
+        if self.minibatches > 1:
+            self._check_minibatches()
+        if not all(step >= 1 for step in self.profile_steps):
+            raise ValueError(f"profile_steps = {self.profile_steps}: must be steps from 1 on")
+        loggers.check_wandb(self.wandb)
+        if self.init_from:
+            find_checkpoint(self.init_from)
+        self.data.check()
+        registry.check_inputs(self.algorithm, self.data)
+
+    def _check_minibatches(self) -> None:
+        if self.loss.old_logprobs == "on_policy" and not self.loss.tis_cap:
+            raise ValueError(
+                'loss.old_logprobs = "on_policy": must be "recompute" or "rollout", or '
+                f"loss.tis_cap above 0, for minibatches = {self.minibatches}: only the first is "
+                "on-policy"
+            )
+        if self.staleness:
+            raise ValueError(f"staleness = 1: must be 0 for minibatches = {self.minibatches}")
+
+
+def default_config(algorithm: str = "spell") -> Config:
+    """The paper's values as a ConfigDict, for config files and flags to change.
+
+    Args:
+      algorithm: name in algorithms/registry.py, which sets the fields of `algorithm`.
+    """
+    made = section(RunConfig)
+    del made.models, made.optimizer.total_steps
+    made.algorithm = section(registry.ALGORITHMS[algorithm].config)
+    return made.lock()
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The config as nested dicts of JSON values, with its models as sections of their own."""
+    sections = section(config)
+    del sections.models
+    sections.update({name: section(model) for name, model in config.models.items()})
+    return plain(sections)
+
+
+def extra_model() -> Config:
+    """The section of a model besides the policy; a config file adds it under the model's name."""
+    made = section(ExtraModelConfig)
+    del made.optimizer.total_steps
+    return made
+
+
+def read(config: Config) -> RunConfig:
+    """The RunConfig of a ConfigDict, checked. A RunConfig is returned as it is.
+
+    Raises:
+      ValueError, FileNotFoundError: naming the field, its value and the remedy.
+      ImportError: if a field asks for a package that is not installed.
+    """
+    if isinstance(config, RunConfig):
+        return config
+    fields = dict(config.items())
+    if "algorithm" not in fields:
+        raise ValueError(
+            "algorithm: is missing; must be there in a config of spell_jax.train (spell_jax.sft "
+            "reads a warm start's)"
+        )
+    steps, minibatches = fields.get("steps", 1), fields.get("minibatches", 1)
+    models = {name: fields.pop(name) for name in model_sections(config) if name != "policy"}
+    given = {
+        "policy": build(ModelConfig, fields.pop("policy"), "policy"),
+        "sampler": build(SamplerConfig, fields.pop("sampler"), "sampler"),
+        "loss": build(LossConfig, fields.pop("loss"), "loss"),
+        "optimizer": _read_optimizer(fields.pop("optimizer"), "optimizer", steps * minibatches),
+        "packing": build(PackingConfig, fields.pop("packing"), "packing"),
+        "mesh": build(MeshConfig, fields.pop("mesh"), "mesh"),
+        "algorithm": registry.read_algorithm(fields.pop("algorithm")),
+        "data": build(DataConfig, fields.pop("data"), "data"),
+        "models": {name: _read_model(name, part, steps) for name, part in models.items()},
+    }
+    made = build(RunConfig, fields, "config", **given)
+    made.check()
+    return made
+
+
+def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
+    """The workdir that init_from names, and the step, if it names one.
+
+    Raises:
+      FileNotFoundError: if it is no folder of a run.
+    """
+    path, step = paths.open_folder(init_from), None
+    if path.parent.name == CHECKPOINTS_FOLDER and path.name.isdecimal():
+        path, step = path.parent.parent, int(path.name)
+    wanted = path / CHECKPOINTS_FOLDER / ("" if step is None else str(step))
+    if not wanted.is_dir():
+        raise FileNotFoundError(
+            f"init_from = {init_from!r}: must be a run's folder, or RUN/{CHECKPOINTS_FOLDER}/STEP"
+        )
+    return path, step
+
+
+def model_sections(config: Config) -> list[str]:
+    """Names of the sections of a ConfigDict that describe models, "policy" among them."""
+    sections = ((name, value) for name, value in config.items() if hasattr(value, "items"))
+    return [name for name, found in sections if "compute_dtype" in found]
+
+
+def _read_optimizer(fields: Config, where: str, updates: int) -> OptimizerConfig:
+    return build(OptimizerConfig, fields, where, total_steps=updates)
+
+
+def _read_model(name: str, fields: Config, updates: int) -> ExtraModelConfig:
+    fields = dict(fields.items())
+    optimizer = _read_optimizer(fields.pop("optimizer", {}), f"{name}.optimizer", updates)
+    return build(ExtraModelConfig, fields, name, optimizer=optimizer)

@@ -1,0 +1,176 @@
+"""The section `data` of a run's config, and the clusters that it names."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from spell_jax.data import built, clusters, tiny_stories, tiny_world
+from spell_jax.data.clusters import TASKS
+from spell_jax.runtime.config import check_choice, check_least
+
+log = logging.getLogger(__name__)
+
+# Values of data.source that are not a path: (function of a seed, the number of clusters, documents
+# or lines in each, and the split; most documents or lines).
+GENERATED = {
+    "tiny": (tiny_world.make_clusters, len(tiny_world.NAMES)),
+    "tiny_stories": (tiny_stories.make_stories, tiny_stories.MOST_LINES),
+}
+HELD_OUT_SEED = 10_000  # added to the run's seed for held-out clusters of a generated world
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyEvaluationConfig:
+    """Sizes of the held-out evaluation in the tiny world (algorithms/spell/evaluation.py).
+
+    Attributes:
+      seed: seed of all questions, different from that of the training clusters.
+      per_cell: questions for each kind and number of documents, and questions to be written for
+        each task; the verifier gets twice as many pairs.
+      documents: numbers of documents that the responder reads.
+      quick_per_cell: per_cell of the validation during a run.
+      quick_documents: documents of the validation during a run.
+    """
+
+    seed: int = 10_000
+    per_cell: int = 128
+    documents: tuple[int, ...] = (3, 8, 12, 16)
+    quick_per_cell: int = 32
+    quick_documents: tuple[int, ...] = (8, 12)
+
+    def __post_init__(self):
+        check_least(self, "data.tiny.evaluation.", per_cell=1, quick_per_cell=1)
+        most = len(tiny_world.NAMES)  # a two-hop question needs two documents
+        for field in ("documents", "quick_documents"):
+            counts = getattr(self, field)
+            if not counts or not all(2 <= count <= most for count in counts):
+                raise ValueError(
+                    f"data.tiny.evaluation.{field} = {counts}: must be of 2 to {most} documents"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyConfig:
+    """Size of a generated world.
+
+    Attributes:
+      clusters: number of training clusters.
+      documents: numbers of documents of a cluster, or of lines of a story, in equal shares.
+      evaluation: sizes of the held-out evaluation.
+    """
+
+    clusters: int = 768
+    documents: tuple[int, ...] = (8, 12)
+    evaluation: TinyEvaluationConfig = TinyEvaluationConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Document clusters, or given questions, and the tasks they are used for.
+
+    Attributes:
+      source: "tiny" or "tiny_stories" (generated worlds), a folder of .txt and .md files, a .jsonl,
+        or a folder that data_pipeline built, whose clusters and tasks stay as they were built.
+      grouping: "similarity" or "order": how documents of a folder become clusters.
+      documents_per_cluster: documents in a cluster of a folder.
+      max_document_tokens: longest document, in tokens; longer ones are cut.
+      held_out: share of clusters that training never sees, in [0, 1).
+      questions: .jsonl of {"task", "documents", "question", "answer"} to train on, for algorithms
+        that take given questions.
+      validation: .jsonl of such questions for held-out evaluation.
+      tasks: tasks of the run, of TASKS.
+      task_weights: positive sampling weight of each task.
+      tiny: size of the generated world, for a generated source.
+    """
+
+    source: str = ""
+    grouping: str = "similarity"
+    documents_per_cluster: int = 20
+    max_document_tokens: int = 3200
+    held_out: float = 0.05
+    questions: str = ""
+    validation: str = ""
+    tasks: tuple[str, ...] = TASKS
+    task_weights: tuple[float, ...] = (1.0, 1.0, 1.0)
+    tiny: TinyConfig = TinyConfig()
+
+    def check(self) -> None:
+        """Checks the section. A default DataConfig names no data, so this is no __post_init__.
+
+        Raises:
+          ValueError: naming the field, its value and the remedy.
+        """
+        for field in ("questions", "validation"):
+            path = getattr(self, field)
+            if path and not pathlib.Path(path).is_file():
+                raise ValueError(f"data.{field} = {path!r}: must be a .jsonl of questions")
+        if not self.tasks or len({*self.tasks}) != len(self.tasks) or {*self.tasks} - {*TASKS}:
+            raise ValueError(f"data.tasks = {self.tasks}: must be one or more of {TASKS}")
+        weights = self.task_weights
+        if len(weights) != len(self.tasks) or not all(0 < w < math.inf for w in weights):
+            raise ValueError(f"data.task_weights = {weights}: must be a positive number a task")
+        if not self.questions:
+            self._check_source()
+
+    def _check_source(self) -> None:
+        source = self.source
+        if source not in GENERATED and not (source and pathlib.Path(source).exists()):
+            raise ValueError(
+                f"data.source = {source!r}: must be {', '.join(map(repr, GENERATED))}, a folder of "
+                ".txt/.md files, a .jsonl, or a folder that data_pipeline built"
+            )
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"data.held_out = {self.held_out}: must be at least 0 and below 1")
+        check_choice(self, "data.", grouping=clusters.GROUPINGS)
+        smallest = clusters.SMALLEST_LIMIT
+        check_least(self, "data.", documents_per_cluster=1, max_document_tokens=smallest)
+        if source in GENERATED:
+            self._check_generated()
+
+    def _check_generated(self) -> None:
+        if self.validation:
+            raise ValueError(
+                f"data.validation = {self.validation!r}: must be '' for data.source = "
+                f"{self.source!r}, which makes its own questions"
+            )
+        check_least(self.tiny, "data.tiny.", clusters=1)
+        documents, most = self.tiny.documents, GENERATED[self.source][1]
+        if not documents or not all(1 <= number <= most for number in documents):
+            raise ValueError(f"data.tiny.documents = {documents}: must be of 1 to {most}")
+
+
+def open_clusters(
+    data: DataConfig, seed: int, count_tokens: Callable[[str], int]
+) -> tuple[clusters.Source, clusters.Source]:
+    """The clusters to train on and the held-out ones. Hosts share the reading of a built source.
+
+    Args:
+      data: the section; its source is set.
+      seed: seed of the run, for generated worlds.
+      count_tokens: number of tokens of a text, for max_document_tokens.
+    """
+    if data.source in GENERATED:
+        make: Callable[..., Any] = GENERATED[data.source][0]
+        counts = data.tiny.clusters, data.tiny.documents
+        train, held_out = (
+            clusters.in_memory(make(seed + apart, *counts, split))
+            for apart, split in ((0, "train"), (HELD_OUT_SEED, "held_out"))
+        )
+        return train, held_out
+    source = built.open_source(
+        data.source,
+        count_tokens=count_tokens,
+        max_document_tokens=data.max_document_tokens,
+        documents_per_cluster=data.documents_per_cluster,
+        grouping=data.grouping,
+    )
+    if built.is_built(data.source):
+        source = built.share_reading(source)
+    train, held_out = clusters.split_held_out(list(source.tasks), data.held_out)
+    log.info("%d clusters to train on, %d held out", len(train), len(held_out))
+    return source.only(train), source.only(held_out)

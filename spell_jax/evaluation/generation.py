@@ -1,0 +1,215 @@
+"""Answers of a policy to a file of requests: the body of spell_jax/generate.py.
+
+1. A line of the file becomes a prompt (`make_prompt`); lines that are no request are logged and
+   skipped.
+2. The policy samples answers to all prompts that fit into its context (`answer`).
+3. Each answer is parsed as its role in self-play requires (`describe`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app
+
+from spell_jax.data.clusters import ROLES
+from spell_jax.evaluation.policy_sampler import Policy
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.runtime import entry
+from spell_jax.runtime.jsonl import read_records, write_records
+from spell_jax.runtime.setup import CONFIG_FILE
+from spell_jax.sampler.requests import Options, Sample
+from spell_jax.sampler.session import request_keys
+from spell_jax.selfplay import memory, parsing, rules
+from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.selfplay.prompts import Prompts
+
+log = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+# Request and wording -> prompt; raises ValueError for a bad request.
+MakePrompt = Callable[[Record, Prompts], str]
+# Requests, prompts and seed -> lines of the output.
+Answer = Callable[[Sequence[Record], Sequence[str], int], list[Record]]
+# Policy, wording, flags and sampling options -> how requests are answered.
+Prepare = Callable[[Policy, Prompts, Any, Record], Answer]
+
+
+def run(given: Any, make: MakePrompt | None = None, prepare: Prepare | None = None) -> None:
+    """Answers the requests of --prompts and writes --out; all processes call it together.
+
+    Args:
+      given: parsed flags of spell_jax/generate.py.
+      make: prompt of a request; None means `make_prompt`.
+      prepare: how requests are answered; None means `answer`.
+
+    Raises:
+      UsageError: if the flags name no policy.
+      FileNotFoundError, ValueError: if a file is missing or damaged, or a flag is out of range.
+    """
+    workdir = pathlib.Path(given.workdir) if given.workdir else None
+    folder = given.policy or (workdir and workdir / "policy")
+    if not folder:
+        raise app.UsageError("--workdir or --policy: one of them must say which policy is asked")
+    prompts = prompt_sets.load(given.prompt_set or find_prompt_set(workdir))
+    temperature = 0.0 if given.greedy else given.temperature
+    sampling = {"temperature": temperature, "top_p": given.top_p, "max_tokens": given.max_tokens}
+    Options(**sampling)
+    policy = Policy(folder, given.dtype, tokenizers.THINKING[given.thinking])
+    answers = (prepare or _prepare)(policy, prompts, given, sampling)
+    records, texts = read_requests(given.prompts, prompts, make or make_prompt)
+    results = answers(records, texts, given.seed)
+    if jax.process_index() == 0:
+        write_records(pathlib.Path(given.out), results)
+
+
+def _prepare(policy: Policy, prompts: Prompts, given: Any, sampling: Record) -> Answer:
+    def answers(records: Sequence[Record], texts: Sequence[str], seed: int) -> list[Record]:
+        return answer(policy, records, texts, given.samples, sampling, seed)
+
+    return answers
+
+
+def find_prompt_set(workdir: pathlib.Path | None) -> str:
+    """Returns the prompt set in config.json of a run's workdir; "full" without one."""
+    path = workdir / CONFIG_FILE if workdir else None
+    config = json.loads(path.read_text()) if path and path.exists() else {}
+    return config.get("algorithm", config).get("prompts", "full")
+
+
+def make_prompt(record: Record, prompts: Prompts) -> str:
+    """Makes the prompt of one request.
+
+    Raises:
+      ValueError: if a field is missing, unknown or of the wrong type; names it.
+    """
+    if "prompt" in record:
+        return _text(record, "prompt")
+    role = record.get("role")
+    if role not in ROLES:
+        raise ValueError(f"role = {role!r}: must be one of {ROLES}, or give a prompt")
+    if role == "verifier":
+        fields = (_text(record, name) for name in ("question", "answer", "reference"))
+        return prompts.verifier(*fields)
+    task, documents = _text(record, "task"), record.get("documents")
+    if not isinstance(documents, list) or not all(isinstance(text, str) for text in documents):
+        raise ValueError(f"documents = {documents!r}: must be a list of texts")
+    if role == "responder":
+        return prompts.responder(task, documents, _text(record, "question"))
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(past, dict) for past in history):
+        raise ValueError(f"history = {history!r}: must be a list of questions with answers")
+    known = [memory.Entry((), _text(past, "question"), _text(past, "answer")) for past in history]
+    return prompts.questioner(task, documents, known, record.get("letter"))
+
+
+def _text(record: Record, name: str) -> str:
+    value = record.get(name)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} = {value!r}: must be a text")
+    return value
+
+
+def read_requests(
+    path: str | pathlib.Path, prompts: Prompts, make: MakePrompt = make_prompt
+) -> tuple[list[Record], list[str]]:
+    """Reads the requests of a JSONL file; bad lines are logged and skipped.
+
+    Args:
+      path: file with a JSON object per line.
+      prompts: wording of the prompts.
+      make: prompt of a request.
+
+    Returns:
+      (requests, their prompts).
+
+    Raises:
+      FileNotFoundError: if the file does not exist.
+      ValueError: if no line is a request.
+    """
+
+    def parse(record: Any) -> tuple[Record, str]:
+        if not isinstance(record, dict):
+            raise ValueError("must be a JSON object")
+        text = make(record, prompts)
+        text.encode()  # no tokenizer takes lone surrogates
+        return record, text
+
+    requests, skipped = read_records(path, parse)
+    if not requests:
+        raise ValueError(f"prompts = {path}: none of its {skipped} lines is a request")
+    level = logging.WARNING if skipped else logging.INFO
+    log.log(level, "%s: %d requests, %d lines skipped", path, len(requests), skipped)
+    records, texts = map(list, zip(*requests, strict=True))
+    return records, texts
+
+
+def answer(
+    policy: Policy,
+    records: Sequence[Record],
+    prompts: Sequence[str],
+    samples: int,
+    sampling: Record,
+    seed: int,
+) -> list[Record]:
+    """Samples answers to all prompts that fit into the policy's context.
+
+    Args:
+      policy: policy that answers.
+      records: requests.
+      prompts: prompt of each request.
+      samples: answers per request, G.
+      sampling: temperature (0 is greedy), top_p and max_tokens, as in Options.
+      seed: seed of sampling; the key of a request depends on its place among all requests.
+
+    Returns:
+      A line of the output for each request; a prompt that does not fit has no answers.
+
+    Raises:
+      ValueError: if no prompt fits, or a sampling option is out of range.
+    """
+    options = Options(**sampling)
+    ids = [policy.tokenizer.chat(prompt) for prompt in prompts]
+    cap = policy.config.max_positions - options.max_tokens
+    fitting = [i for i, prompt in enumerate(ids) if len(prompt) <= cap]
+    if not fitting:
+        policy.config.check_length(min(map(len, ids)) + options.max_tokens)
+    entry.setup_done()
+    if len(fitting) < len(ids):
+        refused = len(ids) - len(fitting)
+        log.warning("%d prompts are longer than %d tokens and were not answered", refused, cap)
+    keys = request_keys(jax.random.key(seed), len(ids))[fitting]
+    asked = [np.array(ids[i], np.int32) for i in fitting]
+    sampled = policy.draw(asked, samples, keys, [options] * len(asked))
+    found = {fitting[place]: group for place, group in sampled}
+    return [
+        describe(record, found.get(i, []), policy.tokenizer) for i, record in enumerate(records)
+    ]
+
+
+def describe(record: Record, samples: Sequence[Sample], tokenizer: tokenizers.Tokenizer) -> Record:
+    """Returns the output's line of one request: its fields, its answers and what they parse to."""
+    texts = [tokenizer.decode(sample.content) for sample in samples]
+    result = record | {
+        "answers": texts,
+        "logprobs": [math.fsum(map(float, sample.logprobs)) for sample in samples],
+        "tokens": [len(sample.tokens) for sample in samples],
+        "stopped": [sample.stopped for sample in samples],
+    }
+    if "prompt" in record:
+        return result
+    if record["role"] == "verifier":
+        return result | {"verdicts": [parsing.parse_verdict(text) for text in texts]}
+    task = record["task"]
+    if record["role"] == "responder":
+        return result | {"predictions": [rules.extract_answer(text, task) for text in texts]}
+    parsed = [parsing.parse_question(text, task, tokenizer.count) for text in texts]
+    return result | {"parsed": [dataclasses.asdict(one) for one in parsed]}

@@ -1,0 +1,229 @@
+"""One evaluation of a policy on public benchmarks: check, sample, score, judge, write.
+
+1. Each prompt limit, benchmark and question is a place. Its samples are appended to samples.jsonl
+   when all of them are there, so a restarted evaluation skips it.
+2. Scores and the judge's verdicts are computed at the end, for rows of earlier starts too.
+3. config.json in the output folder describes the evaluation; another one needs another folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import app
+
+from spell_jax.evaluation import answering, figures, protocol
+from spell_jax.evaluation.answering import Place, Row, Sampling
+from spell_jax.evaluation.benchmarks import registry
+from spell_jax.evaluation.benchmarks.base import Benchmark
+from spell_jax.evaluation.policy_sampler import Policy, Sizes
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.runtime import distributed, entry, fault_injection, setup
+from spell_jax.runtime.jsonl import append_records, write_json, write_lines, write_records
+from spell_jax.selfplay.judge import Judge
+
+SAMPLES, SUMMARY, TABLE = "samples.jsonl", "summary.json", "table.md"
+PLOTS = "plots"
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Policy, questions and sampling of an evaluation.
+
+    Attributes:
+      policy: folder of the policy.
+      benchmarks: names of registered benchmarks.
+      data: folder with a subfolder NAME for each benchmark, or with their files themselves.
+      max_input: prompt limits in tokens; each is an evaluation of its own.
+      limit: number of questions per benchmark, the first ones; 0 means all.
+      dtype: dtype of the policy's weights.
+      thinking: "", "on" or "off", for chat templates with such a switch.
+      sampling: sampling options.
+
+    Raises:
+      ValueError: if a field is out of range.
+    """
+
+    policy: str
+    benchmarks: tuple[str, ...]
+    data: str
+    max_input: tuple[int, ...] = (16_384, 100_000)
+    limit: int = 0
+    dtype: str = "float32"
+    thinking: str = ""
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+
+    def __post_init__(self):
+        for name in ("benchmarks", "max_input"):
+            given = getattr(self, name)
+            if not given or len(set(given)) < len(given):
+                raise ValueError(f"{name} = {given}: must name one at least, and each once")
+        if self.limit < 0:
+            raise ValueError(f"limit = {self.limit}: must be 0 (all) or more")
+        if min(self.max_input) < 1:
+            raise ValueError(f"max_input = {self.max_input}: must be at least 1")
+
+    def load(self, tokenizer: Tokenizer) -> list[Benchmark]:
+        """Reads the benchmarks for a policy with this tokenizer, on every process.
+
+        Raises:
+          FileNotFoundError, ValueError: see registry.load.
+          ValueError: if a benchmark has no questions, or two with one id.
+        """
+        found = []
+        for name in self.benchmarks:
+            folder = registry.find_folder(name, self.data)
+            found.append(registry.load(name, folder, self.limit or None, tokenizer))
+            ids = [item.id for item in found[-1].items]
+            if not ids or len(set(ids)) < len(ids):
+                raise ValueError(f"{name}: must have questions, and each an id of its own")
+        return found
+
+
+def from_flags(given: Any) -> EvaluationConfig:
+    """Makes the config from the flags of spell_jax/evaluate.py.
+
+    Raises:
+      UsageError: if the policy is not given once, or --max_input is not a list of numbers.
+      ValueError: if a flag is out of range.
+    """
+    if bool(given.workdir) == bool(given.policy):
+        raise app.UsageError("--workdir or --policy: one of them must say which policy is asked")
+    if not all(map(str.isdecimal, given.max_input)):
+        raise app.UsageError(f"--max_input = {given.max_input}: must be numbers of tokens")
+    return EvaluationConfig(
+        str(pathlib.Path(given.policy or pathlib.Path(given.workdir) / "policy")),
+        tuple(given.benchmarks),
+        given.data,
+        tuple(map(int, given.max_input)),
+        given.limit,
+        given.dtype,
+        given.thinking,
+        Sampling(given.samples, given.temperature, given.top_p, given.max_tokens, given.seed),
+    )
+
+
+def run(
+    config: EvaluationConfig,
+    out: str | os.PathLike[str],
+    name: str,
+    judge: Judge | None = None,
+    sizes: Sizes | None = None,
+    compare: Sequence[str | os.PathLike[str]] = (),
+) -> dict[str, Any]:
+    """Evaluates a policy; all processes call it together.
+
+    Args:
+      config: what is evaluated.
+      out: local output folder, made if missing; only process 0 reads and writes there.
+      name: name of the policy in the table.
+      judge: judge of answers with a rule score below 1; None uses the rule alone.
+      sizes: sizes of the sampler.
+      compare: output folders of other evaluations, whose rows are added to the table.
+
+    Returns:
+      The content of summary.json.
+
+    Raises:
+      FileNotFoundError: if a file of the policy, of a benchmark or of `compare` does not exist.
+      ValueError: if such a file is damaged, `out` holds another evaluation, or the policy's context
+        is too short.
+    """
+    out = pathlib.Path(out)
+    policy = Policy(config.policy, config.dtype, tokenizers.THINKING[config.thinking], sizes)
+    benchmarks = config.load(policy.tokenizer)
+    wanted = dataclasses.asdict(config) | {
+        "weights": policy.fingerprint(),
+        "questions": {one.name: answering.fingerprint(one) for one in benchmarks},
+    }
+    rows: dict[Place, list[Row]] = {}  # on process 0
+
+    def resume() -> list[Place]:
+        for folder in compare:
+            json.loads((pathlib.Path(folder) / SUMMARY).read_text())  # fails now, not after hours
+        out.mkdir(parents=True, exist_ok=True)
+        setup.check_same(out / setup.CONFIG_FILE, wanted, "an evaluation")
+        rows.update(answering.read_finished(out / SAMPLES, config.sampling.samples))
+        return list(rows)
+
+    done = {tuple(place) for place in distributed.broadcast(resume)}
+    questions = answering.tokenize(policy, benchmarks, max(config.max_input))
+    answering.check_context(config.sampling, policy, questions)
+    entry.setup_done()
+    for limit in config.max_input:
+        for place, new in answering.draw(config.sampling, policy, questions, limit, done):
+            if jax.process_index() == 0:
+                append_records(out / SAMPLES, new)
+                rows[place] = new
+                fault_injection.point("sampled")
+    policy.release()
+    finals = _score(config, questions, rows, judge)
+
+    def finish() -> dict[str, Any]:
+        summary = _summarize(config, name, benchmarks, finals, judge.model if judge else None)
+        others = [json.loads((pathlib.Path(one) / SUMMARY).read_text()) for one in compare]
+        write_records(out / SAMPLES, finals)
+        write_json(out / SUMMARY, summary)
+        write_lines(out / TABLE, [protocol.table([summary, *others])])
+        _draw(out / PLOTS, benchmarks, summary)
+        return summary
+
+    return distributed.broadcast(finish)
+
+
+def _score(
+    config: EvaluationConfig,
+    questions: Sequence[answering.Question],
+    rows: Mapping[Place, Sequence[Row]],
+    judge: Judge | None,
+) -> list[Row]:
+    """Scores the rows of process 0 by rule and judge; returns them in the order of the places."""
+    ordered: list[tuple[answering.Question, Row]] = []
+
+    def score() -> None:
+        for limit in config.max_input:
+            for one in questions:
+                for row in rows.get((limit, one.benchmark.name, one.item.id), ()):
+                    ordered.append((one, row))
+                    answering.score(one, row)
+
+    distributed.broadcast(score)
+    answering.ask_judge(ordered, judge)
+    return [row for _, row in ordered]
+
+
+def _draw(folder: pathlib.Path, benchmarks: Sequence[Benchmark], summary: Mapping) -> None:
+    """Draws the benchmarks with a breakdown by fields of their questions."""
+    folder.mkdir(exist_ok=True)
+    for one in benchmarks:
+        if one.by:
+            found = {row["max_input"]: row["benchmarks"][one.name]["by"] for row in summary["rows"]}
+            figures.draw(folder / f"{one.name}.png", one.title, found)
+
+
+def _summarize(
+    config: EvaluationConfig,
+    name: str,
+    benchmarks: Sequence[Benchmark],
+    rows: Sequence[Row],
+    judge: str | None,
+) -> dict[str, Any]:
+    """Returns the content of summary.json."""
+    names, samples = [one.name for one in benchmarks], config.sampling.samples
+    return {
+        "policy": name,
+        "judge": judge,
+        "limit": config.limit,
+        **dataclasses.asdict(config.sampling),
+        "titles": {one.name: one.title for one in benchmarks},
+        "rows": protocol.summarize(
+            rows, names, config.max_input, samples, registry.COLUMNS, config.sampling.seed
+        ),
+    }

@@ -1,0 +1,112 @@
+"""The section of a config that names a model: its Hugging Face folder and how it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from typing import ClassVar
+
+from spell_jax.policy import weights
+from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, PolicyConfig
+from spell_jax.policy.lora import LoraConfig
+from spell_jax.policy.tokenizer import THINKING, Tokenizer
+from spell_jax.runtime.config import check_choice, check_least
+
+TINY_POLICY = pathlib.Path(__file__).parents[1] / "data" / "tiny_policy"
+ROPE_SCALINGS = ("", "linear", "yarn")
+COMPUTE_DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A model of a run; the section is `policy`, or one that an algorithm adds.
+
+    Attributes:
+      folder: Hugging Face folder, or "tiny" for the policy that ships with the package.
+      compute_dtype: dtype of weights and activations in sampling and training, one of
+        COMPUTE_DTYPES; master weights are float32.
+      remat: values that the backward pass recomputes, see PolicyConfig.
+      attention: kernel by name, or "auto" for the platform's; see attention/attend.py.
+      ring: whether keys travel around a ring instead of being gathered, with mesh.context above 1.
+      thinking: "on" or "off" for chat templates that know it (Qwen3); "": the template's default.
+      rope_scaling: one of ROPE_SCALINGS; "" keeps the folder's.
+      rope_factor: context length over the folder's, above 1, with rope_scaling.
+      lora_rank: rank of LoRA adapters; 0 trains all weights.
+      lora_alpha: scale of the adapters: their product is multiplied by lora_alpha / lora_rank.
+      lora_pattern: text that a linear layer's name (self_attn.q_proj, mlp.down_proj, ...) contains
+        if it gets an adapter.
+    """
+
+    SECTION: ClassVar[str] = "policy"
+
+    folder: str = ""
+    compute_dtype: str = "bfloat16"
+    remat: str = "block"
+    attention: str = "auto"
+    ring: bool = False
+    thinking: str = ""
+    rope_scaling: str = ""
+    rope_factor: float = 1.0
+    lora_rank: int = 0
+    lora_alpha: float = 32.0
+    lora_pattern: str = "_proj"
+
+    def __post_init__(self):
+        check_choice(self, "policy.", compute_dtype=COMPUTE_DTYPES, remat=REMAT_POLICIES)
+        check_choice(self, "policy.", attention=ATTENTION, thinking=tuple(THINKING))
+        check_choice(self, "policy.", rope_scaling=ROPE_SCALINGS)
+        check_least(self, "policy.", lora_rank=0)
+        if self.rope_scaling and not 1 < self.rope_factor < math.inf:
+            raise ValueError(
+                f"policy.rope_factor = {self.rope_factor}: must be above 1, for "
+                f"policy.rope_scaling = {self.rope_scaling!r}"
+            )
+
+
+def find_folder(model: ModelConfig, section: str = "policy") -> pathlib.Path:
+    """The model's folder.
+
+    Args:
+      section: name of its section in error messages.
+
+    Raises:
+      ValueError: if none is named.
+      FileNotFoundError: if it does not exist.
+    """
+    if not model.folder:
+        raise ValueError(f"{section}.folder = '': must be a Hugging Face folder, or 'tiny'")
+    path = TINY_POLICY if model.folder == "tiny" else pathlib.Path(model.folder)
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{section}.folder = {model.folder!r}: must be a Hugging Face folder, or 'tiny'; "
+            "python -m spell_jax.sft --config=configs/folder_warm_start.py makes one for a folder "
+            "of documents (its first lines say how)"
+        )
+    return path
+
+
+def read_model(model: ModelConfig, folder: pathlib.Path) -> tuple[PolicyConfig, Tokenizer]:
+    """Architecture and tokenizer of a folder, changed as the section says.
+
+    Raises:
+      ValueError, FileNotFoundError: if the folder is damaged or does not fit the section.
+    """
+    policy, tokenizer = weights.identify(folder, THINKING[model.thinking])
+    return shape_policy(model, policy), tokenizer
+
+
+def shape_policy(model: ModelConfig, policy: PolicyConfig) -> PolicyConfig:
+    """The architecture with the section's context length, adapters, remat and kernel.
+
+    Raises:
+      ValueError: if they do not fit together.
+    """
+    if model.rope_scaling:
+        policy = policy.stretched(model.rope_scaling, model.rope_factor)
+    lora = None
+    if model.lora_rank:
+        lora = LoraConfig(model.lora_rank, model.lora_alpha, model.lora_pattern)
+    return dataclasses.replace(
+        policy, remat=model.remat, attention=model.attention, ring=model.ring, lora=lora
+    )

@@ -1,0 +1,165 @@
+"""The frame of every command: parse flags, run `main`, and end a user's mistake with one line.
+
+A mistake of the user ends with `error: MESSAGE` on stderr and exit status 2; every other exception
+is a crash, with its traceback and exit status 1. The two are told apart by type and time:
+
+1. USER_ERRORS are the types that this code base raises for flags, config fields, files and missing
+   extras, with messages that name the field or path, its value and the remedy.
+2. They count as mistakes until `setup_done` is called, which a command does after its last check,
+   right before its work (usually the first call of a compiled program). A ValueError raised after
+   that, for example while a step is traced, is a crash.
+3. Types alone would hide crashes, and a class of its own for mistakes would need a change of every
+   check, whose ValueError also serves notebooks and tests.
+4. Messages without a place (JSON and Unicode errors of the standard library, empty messages) are
+   shown with their traceback at any time. SPELL_TRACEBACK=1 shows every traceback.
+
+SystemExit passes unchanged: a preempted run keeps its exit status (runtime/preemption.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from absl import app, flags
+
+EXIT_CODE = 2
+TRACEBACK_VARIABLE = "SPELL_TRACEBACK"
+USER_ERRORS = (
+    ValueError,
+    FileExistsError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+    ImportError,
+    flags.Error,
+    app.UsageError,
+)
+# Subclasses of ValueError whose messages say what is wrong but not where.
+_PLACELESS = (json.JSONDecodeError, UnicodeError)
+_IN_CONFIG_FILE = " Error whilst parsing config file:"  # ml_collections, before a traceback as text
+
+_is_set_up = False  # whether the work of the current command has started
+
+
+def run_main(
+    main: Callable[[Any], object], flags_parser: Callable[[Sequence[str]], Any] = flags.FLAGS
+) -> None:
+    """Runs a command with absl flags; does not return.
+
+    Args:
+      main: the command; gets what `flags_parser` returns, as from `app.run`. What it returns goes
+        to sys.exit.
+      flags_parser: function from sys.argv to the arguments of `main`; it must parse flags.FLAGS.
+    """
+
+    def parse(argv: Sequence[str]) -> Any:
+        with user_errors():
+            return parse_flags(argv, flags_parser)
+
+    def run(arguments: Any) -> object:
+        with user_errors():
+            return main(arguments)
+
+    app.run(run, flags_parser=parse)
+
+
+def setup_done() -> None:
+    """Marks the end of a command's checks: errors from here on are crashes."""
+    global _is_set_up
+    _is_set_up = True
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Ends the process with one line and EXIT_CODE for an error of USER_ERRORS before `setup_done`.
+
+    Commands with argparse use it directly, around their `main`. Of several processes, one that ends
+    here does not wait for the others (`distributed.leave`).
+
+    Raises:
+      SystemExit: if the block raised such an error; other exceptions pass.
+    """
+    global _is_set_up
+    _is_set_up = False
+    try:
+        yield
+    except USER_ERRORS as error:
+        text = " ".join(line.strip() for line in str(error).splitlines()).strip()
+        if _is_set_up or not text or isinstance(error, _PLACELESS):
+            raise
+        if os.environ.get(TRACEBACK_VARIABLE):
+            traceback.print_exc()
+        sys.stdout.flush()
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        if "jax" in sys.modules:  # not imported for its sake: the data pipeline runs without it
+            from spell_jax.runtime import distributed
+
+            distributed.leave(EXIT_CODE)
+        sys.exit(EXIT_CODE)
+
+
+def parse_flags(
+    argv: Sequence[str],
+    flags_parser: Callable[[Sequence[str]], Any] = flags.FLAGS,
+    values: flags.FlagValues = flags.FLAGS,
+) -> Any:
+    """Parses flags and gives mistakes in --config and --config.FIELD the types of USER_ERRORS.
+
+    An exception from the Python code of a config file is a bug there and passes, with the traceback
+    that shows its line. Only a ValueError of the file counts as the user's mistake: get_config
+    raises it for a bad argument (--config=FILE:ARGUMENT).
+
+    Args:
+      argv: the program's name, then its arguments.
+      flags_parser: see run_main.
+      values: the flags that `flags_parser` parses.
+
+    Returns:
+      What `flags_parser` returns.
+
+    Raises:
+      ValueError: if a config file cannot be opened or has no such field.
+      flags.Error: if a flag is unknown, missing or invalid.
+    """
+    try:
+        rest = flags_parser(argv)
+        for name in values:  # ml_collections raises for a missing file when it is first used
+            getattr(values[name].value, "is_locked", None)
+        return rest
+    except flags.Error as error:
+        head, is_in_file, trace = str(error).partition(_IN_CONFIG_FILE)
+        if not is_in_file:
+            raise
+        kind, _, text = trace.strip().splitlines()[-1].partition(": ")
+        if kind != "ValueError":
+            setup_done()
+            raise
+        raise ValueError(f"{head.removeprefix('flag ')} {text}") from error
+    except OSError as error:
+        raise ValueError(str(error.__cause__ or error).splitlines()[-1].strip()) from error
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        if names & {"get_config", "<module>"}:
+            raise
+        raise ValueError(_no_such_field(error, argv)) from error
+
+
+def _no_such_field(error: Exception, argv: Sequence[str]) -> str:
+    """Returns the flag of a misspelt field with ml_collections' "did you mean", if there is one."""
+    inner: Any = error
+    while inner.args and isinstance(inner.args[0], Exception):
+        inner = inner.args[0]
+    key, _, hint = str(inner.args[0] if inner.args else inner).partition("\n")
+    key = key.strip("'")
+    for argument in argv:
+        flag = argument.partition("=")[0]
+        if key in flag.split(".")[1:]:
+            return f"{flag}: no such field" + (f". {hint}" if hint else "")
+    return f"--config: {key} {hint}".strip()

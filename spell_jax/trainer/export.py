@@ -1,0 +1,77 @@
+"""A checkpoint's policy as a Hugging Face folder: the body of spell_jax/export.py."""
+
+from __future__ import annotations
+
+import json
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from spell_jax.policy import lora, weights
+from spell_jax.policy.model import find_folder, read_model
+from spell_jax.runtime import entry
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.config import Config
+from spell_jax.runtime.setup import CONFIG_FILE
+from spell_jax.trainer.state import read_weights
+
+
+def export(
+    workdir: epath.Path,
+    out: epath.Path,
+    step: int | None = None,
+    dtype: str = "bfloat16",
+    adapters: bool = False,
+) -> int:
+    """Writes the policy of a checkpoint as a Hugging Face folder.
+
+    Args:
+      workdir: folder of the run.
+      out: folder to write, missing or empty.
+      step: step of the checkpoint; None means the newest intact one.
+      dtype: dtype of the written weights.
+      adapters: whether to write the LoRA adapters alone, in PEFT's format; otherwise they are
+        merged into their base.
+
+    Returns:
+      The step of the checkpoint.
+
+    Raises:
+      FileNotFoundError: if the workdir has no config or no complete checkpoint, or the policy's
+        folder is gone.
+      ValueError: if the checkpoint does not fit the folder, there are no adapters to write, or
+        `out` holds files.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"out = {str(out)!r}: is there already; must be a new folder")
+    config = read_config(workdir)
+    folder = find_folder(config.policy)
+    policy, tokenizer = read_model(config.policy, folder)
+    if adapters and policy.lora is None:
+        raise ValueError(f"policy.lora_rank = 0: the run of {workdir} has no adapters to write")
+    mesh = meshes.make_mesh()
+    step, params = read_weights(epath.Path(workdir), policy, mesh, step)
+    if policy.lora and not adapters:
+        params = lora.join(params, weights.load(folder, mesh, config.policy.compute_dtype)[1])
+    entry.setup_done()
+    if adapters:
+        lora.save(out, policy, params, str(folder))
+    else:
+        weights.save(out, *lora.merge(policy, params), tokenizer, dtype)
+    return step
+
+
+def read_config(workdir: epath.Path) -> Config:
+    """Reads WORKDIR/config.json as a ConfigDict.
+
+    Raises:
+      FileNotFoundError: if the file does not exist.
+      ValueError: if another command than train.py wrote it.
+    """
+    path = workdir / CONFIG_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: not there; --workdir must be the folder of a run")
+    config = json.loads(path.read_text())
+    if "algorithm" not in config:
+        raise ValueError(f"{path}: not the config of train.py; sft.py writes a folder at its end")
+    return ConfigDict(config)

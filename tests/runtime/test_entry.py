@@ -1,0 +1,238 @@
+"""Commands: a user's mistake is one line and status 2, a crash a traceback and status 1."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from absl import app, flags
+from ml_collections import config_flags
+
+from spell_jax.runtime import distributed, entry
+from spell_jax.runtime.preemption import EXIT_CODE, Preempted
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+
+def get_config(name=""):
+    config = ConfigDict({"steps": 3, "algorithm": {"sigma": 1.0}})
+    if name == "unknown":
+        raise ValueError("unknown: must be one of ('known',)")
+    if name == "type":
+        raise TypeError("a bug of the config file")
+    if name == "field":
+        config.lock()
+        config.algorithm.sigmx = 2.0
+    return config
+"""
+
+
+@pytest.fixture
+def config(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG)
+    return path
+
+
+def ended(error: BaseException, capsys: pytest.CaptureFixture) -> str:
+    """The one line with which an error in a command ends it."""
+    with pytest.raises(SystemExit) as end, entry.user_errors():
+        raise error
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith("\n") and err.count("\n") == 1
+    return err.removesuffix("\n")
+
+
+def crashes(error: BaseException, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(type(error)) as found, entry.user_errors():
+        raise error
+    assert found.value is error
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kind", entry.USER_ERRORS)
+def test_a_mistake_is_one_line(kind, capsys):
+    line = ended(kind("policy = 'x': must be\n    a folder"), capsys)
+    assert line == "error: policy = 'x': must be a folder"
+
+
+def test_an_error_of_the_system_names_its_file(tmp_path, capsys):
+    with pytest.raises(SystemExit), entry.user_errors():
+        (tmp_path / "missing").read_text()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and str(tmp_path / "missing") in line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("steps"),
+        KeyError("steps"),
+        AttributeError("steps"),
+        RuntimeError("XLA"),
+        OSError(28, "No space left on device"),
+        TimeoutError("host 1"),
+        AssertionError("x"),
+        ValueError(),
+        json.JSONDecodeError("Expecting value", "", 0),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_mistake_crashes(error, capsys):
+    crashes(error, capsys)
+
+
+def test_after_the_setup_every_error_is_a_crash(capsys):
+    def step(x):
+        raise ValueError("x = 3: must be 4")
+
+    with pytest.raises(ValueError, match="must be 4"), entry.user_errors():
+        entry.setup_done()
+        jax.jit(step)(1.0)
+    assert capsys.readouterr() == ("", "")
+    # The next command of a process has a setup of its own.
+    assert ended(ValueError("steps = 0"), capsys) == "error: steps = 0"
+
+
+def test_a_preempted_run_keeps_its_status(capsys):
+    with pytest.raises(Preempted) as end, entry.user_errors():
+        raise Preempted("SIGTERM")
+    assert end.value.code == EXIT_CODE == 75 and capsys.readouterr() == ("", "")
+
+
+def test_the_traceback_can_be_asked_for(monkeypatch, capsys):
+    monkeypatch.setenv(entry.TRACEBACK_VARIABLE, "1")
+    with pytest.raises(SystemExit), entry.user_errors():
+        raise ValueError("steps = 0")
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback") and err.endswith("\nerror: steps = 0\n")
+
+
+def test_one_of_several_processes_does_not_wait_for_the_others(monkeypatch, capsys):
+    left = []
+    monkeypatch.setattr(distributed.os, "_exit", left.append)
+    ended(ValueError("steps = 0"), capsys)
+    assert not left
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    ended(ValueError("steps = 0"), capsys)
+    assert left == [2]
+
+
+# ------------------------------------------------------------------------------------------- Flags
+
+
+def parse(*arguments: object):
+    """(what is left of a command line, the flags that it was parsed into)."""
+    argv = ["program", *map(str, arguments)]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "", values, sys_argv=argv)
+    flags.DEFINE_integer("count", 1, "", flag_values=values)
+    flags.mark_flag_as_required("config", values)
+    return entry.parse_flags(argv, values, values), values
+
+
+def test_flags_are_parsed_as_ever(config):
+    rest, values = parse(f"--config={config}", "--config.steps=4", "--count=2", "x")
+    assert rest == ["program", "x"]
+    assert (values.config.steps, values.count) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--config={config}", "--config.algorithm.sigmx=2"],
+            '--config.algorithm.sigmx: no such field. Did you mean "sigma" instead of "sigmx"\\?$',
+        ),
+        (["--config={config}", "--config.zzz=2"], "--config.zzz: no such field$"),
+        (["--config={config}", "--config.steps.x=2"], "--config: .*steps.x"),
+        (["--config={config}", "--config.steps=many"], "flag --config.steps=many: invalid"),
+        (["--config={config}:unknown"], "--config=.*config.py:unknown: unknown: must be one of"),
+        (["--config={config}.missing"], "No such file or directory: '.*config.py.missing'"),
+        (["--config={config}.missing", "--config.steps=2"], "No such file or directory"),
+        (["--config={config}", "--cuont=2"], "Unknown command line flag 'cuont'. Did you mean"),
+        (["--config={config}", "--count=many"], "flag --count=many"),
+        (["--count=2"], "Flag --config must have a value"),
+    ],
+)
+def test_a_mistake_in_flags_is_one_of_the_user(arguments, message, config, capsys):
+    with pytest.raises(entry.USER_ERRORS, match=message) as error:
+        parse(*(argument.format(config=config) for argument in arguments))
+    ended(error.value, capsys)
+
+
+@pytest.mark.parametrize("name", ["type", "field"])
+def test_a_bug_of_a_config_file_shows_its_line(name, config, capsys):
+    with pytest.raises((TypeError, AttributeError, flags.Error)) as error, entry.user_errors():
+        parse(f"--config={config}:{name}")
+    assert "Did you mean" in str(error.value) or "in get_config" in str(error.value)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_run_main_frames_flags_and_main(monkeypatch, capsys):
+    given = {}
+    monkeypatch.setattr(app, "run", lambda main, flags_parser: given.update(m=main, f=flags_parser))
+
+    def fail(value):
+        raise app.UsageError(f"--{value}: must be set")
+
+    entry.run_main(lambda arguments: len(arguments), lambda argv: argv[1:])
+    monkeypatch.setattr(entry.flags, "FLAGS", flags.FlagValues())
+    assert given["m"](["a", "b"]) == 2
+    entry.run_main(fail, fail)
+    for name in "mf":
+        with pytest.raises(SystemExit) as end:
+            given[name]("x")
+        assert end.value.code == 2 and capsys.readouterr().err == "error: --x: must be set\n"
+
+
+# ---------------------------------------------------------------------------------------- Programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (
+            ["spell_jax.train", "--config=configs/tiny.py", "--config.algorithm.sigma=-1"],
+            "error: algorithm.sigma = -1.0: must be at least 1e-06",
+        ),
+        (
+            ["spell_jax.train", "--config=configs/tiny.py", "--config.algorithm.sigmx=1"],
+            'error: --config.algorithm.sigmx: no such field. Did you mean "sigma" instead of '
+            '"sigmx"?',
+        ),
+        (
+            ["launch.plan", "--config=configs/tiny.py", "--topology=v5e-16", "--policy=missing"],
+            "error: policy = 'missing': must be a Hugging Face config.json",
+        ),
+    ],
+)
+def test_commands_end_with_one_line(command, line, tmp_path):
+    if command[0] == "spell_jax.train":
+        command = [*command, f"--workdir={tmp_path / 'run'}"]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line + "\n")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_crash_keeps_its_traceback(tmp_path, config):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from spell_jax.runtime import entry\n"
+        "def main(_):\n"
+        "    entry.setup_done()\n"
+        "    raise ValueError('deep in a step')\n"
+        "entry.run_main(main)\n"
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr
+    assert done.stderr.endswith("ValueError: deep in a step\n") and "error: " not in done.stderr
