@@ -282,7 +282,7 @@ class Programs:
         Only the model that answers exists in the compute dtype, and it is among a program's
         arguments (RolloutParams in trainer/state.py).
         """
-        has_frozen_reader = self.config.algorithm.get("reference") == "frozen_reader"
+        has_frozen_reader = self.config.algorithm.get("reference_source") == "frozen_reader"
         others = bool(self.learner.loss.kl_weight) + has_frozen_reader
         return others * bytes_per_chip(self.state.params)
 

@@ -107,7 +107,7 @@ class Attempts:
             return None
 
     def _with_field(self, field: str, said: str) -> str:
-        first = re.match(r"[a-z_]+\b(?=\.| = |:)", said)
+        first = re.match(r"[a-z_]+\b(?=\.| = |:|\[)", said)
         if first and (first[0] in self._config or first[0] in ("topology", "workdir")):
             return said
         return f"{_named(self._config, field)}: {said}"
@@ -178,12 +178,13 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     before = len(attempt.mistakes)
     found.sampling = attempt("sampler", build, SamplerConfig, config.sampler, "sampler")
     found.layout = attempt("packing", build, packing.PackingConfig, config.packing, "packing")
-    attempt("loss", build, loss.LossConfig, config.loss, "loss")
+    loss_config = attempt("loss", build, loss.LossConfig, config.loss, "loss")
     optimizer, steps = update.OptimizerConfig, {"total_steps": config.steps}
     attempt("optimizer", lambda: build(optimizer, config.optimizer, "optimizer", **steps))
     fields = [name for name, value in config.items() if not hasattr(value, "items")]
-    # The loss goes along because not every loss allows every staleness.
-    run = attempt("steps", _check_alone, config, (*fields, "loss"))
+    # A valid loss goes along because not every loss allows every staleness.
+    names = (*fields, "loss") if loss_config else fields
+    run = attempt("steps", _check_alone, config, names)
     algorithm = attempt("algorithm", registry.read_algorithm, config.algorithm)
     tokenizer = _check_policy(found, attempt)
     for name in configs.model_sections(config):
@@ -197,7 +198,9 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
         found.plan = attempt("mesh", _plan, found)
         attempt("mesh", _check_memory, found.plan)
     data = attempt("data", _check_data, config.data, algorithm or SpellConfig())
-    attempt("data.source", _make, config, tokenizer, found.sampling, run, algorithm, data)
+    attempt(
+        "data.source", _make, config, tokenizer, found.sampling, found.mesh, run, algorithm, data
+    )
     if data and built.is_built(config.data.source):  # checked despite other mistakes
         attempt("data.source", built.Built, config.data.source)
     if not attempt.mistakes:
@@ -212,8 +215,8 @@ def _check_data(section: Config, algorithm: AlgorithmConfig) -> bool:
       ValueError: if a field is invalid, or of a kind that the algorithm does not take.
     """
     data = build(DataConfig, section, "data")
-    data.check()
     registry.check_inputs(algorithm, data)
+    data.check()
     return True
 
 

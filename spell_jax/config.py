@@ -137,8 +137,8 @@ class RunConfig:
         loggers.check_wandb(self.wandb)
         if self.init_from:
             find_checkpoint(self.init_from)
-        self.data.check()
         registry.check_inputs(self.algorithm, self.data)
+        self.data.check()
 
     def _check_minibatches(self) -> None:
         if self.loss.old_logprobs == "on_policy" and not self.loss.tis_cap:
@@ -206,7 +206,7 @@ def read(config: Config) -> RunConfig:
         "data": build(DataConfig, fields.pop("data"), "data"),
         "models": {name: _read_model(name, part, steps) for name, part in models.items()},
     }
-    made = build(RunConfig, fields, "config", **given)
+    made = build(RunConfig, fields, "", **given)
     made.check()
     return made
 

@@ -118,7 +118,7 @@ def _train(
         ahead: Played | None = None
         while ahead or (step < config.steps and not recorder.progress.is_over()):
             step += 1
-            recorder.enter("play", step - 1)
+            recorder.enter("rollout", step - 1)
             with start.profiled(is_writer and step in config.profile_steps, workdir):
                 played = ahead or play(run, models, step, preemption.should_stop)
                 ahead = None
@@ -196,8 +196,8 @@ def play(
     metrics.merge(run.players.metrics, "rollout/")
     seconds = time.monotonic() - clock
     waited = run.players.waited
-    run.watch.spend(waited | {"play": seconds - sum(waited.values())})
-    for what, tokens in {"sampled": run.players.sampled, "read": run.players.read}.items():
+    run.watch.spend(waited | {"rollout": seconds - sum(waited.values())})
+    for what, tokens in {"sampled": run.players.sampled, "prefilled": run.players.read}.items():
         metrics.add_sum(f"time/tokens_per_second/{what}", tokens, seconds)
     return Played(episodes, rows, metrics, before)
 

@@ -12,7 +12,7 @@ PLACES = {
     "[/TASK]": "(/(general_qa|financial_math|multiple_choice))?",
     "TASK": "(general_qa|financial_math|multiple_choice)",
     "[/K]": "(/[2-8])?",
-    "AGENT": "(questioner|responder|verifier|anchor|reward_model)",
+    "AGENT": "(questioner|responder|verifier|reference_reader|reward_model)",
     "ROLE": "(questioner|responder|verifier)",
     "MODEL": "reward_model",
     "NUMBER": r"\w+",

@@ -43,6 +43,13 @@ class AlgorithmConfig:
 
     def __post_init__(self):
         check_choice(self, "algorithm.", rule=RULES)
+        try:
+            prompts.load(self.prompts)
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(f"algorithm.prompts = {self.prompts!r}: {error}") from error
+
+    def check_judge(self) -> None:
+        """Raises ValueError if the rule needs an external judge and none is named."""
         if self.rule == "judge" and not self.judge_url.startswith(("http://", "https://")):
             raise ValueError(
                 f"algorithm.judge_url = {self.judge_url!r}: must be the http(s) address of a "
@@ -52,10 +59,6 @@ class AlgorithmConfig:
             raise ValueError(
                 "algorithm.judge_model = '': must name a model, for algorithm.rule = 'judge'"
             )
-        try:
-            prompts.load(self.prompts)
-        except (FileNotFoundError, ValueError) as error:
-            raise ValueError(f"algorithm.prompts = {self.prompts!r}: {error}") from error
 
     def budgets(self) -> Sequence[RolloutBudget]:
         """Upper bounds of what a step, or a round of it, samples; launch.check prints them."""

@@ -54,7 +54,9 @@ def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:
     name = section.get("name", "")
     if name not in ALGORITHMS:
         raise ValueError(f"algorithm.name = {name!r}: must be one of {tuple(ALGORITHMS)}")
-    return build(ALGORITHMS[name].config, section, "algorithm")
+    algorithm = build(ALGORITHMS[name].config, section, "algorithm")
+    algorithm.check_judge()
+    return algorithm
 
 
 def check_inputs(config: AlgorithmConfig, data: DataConfig) -> None:

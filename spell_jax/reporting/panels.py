@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from spell_jax.data.clusters import ROLES, TASKS
 
-# Phases after the waiting times of the agents; "play" is the rest of the rollout's time.
-_PHASES = ("play", "update", "validate", "write", "save")
+# Phases after the waiting times of the agents; "rollout" is the rest of the rollout's time.
+_PHASES = ("rollout", "update", "validate", "write", "save")
 _STATUSES = ("accepted", "bad_format", "skipped", "ungrounded", "overlong")
 _SPEAKERS = (*ROLES, "reference_reader")
 
@@ -64,13 +64,13 @@ def _learning(names: Collection[str]) -> Iterator[Panel]:
         True,
     )
     # The questioner's reward has a panel of its own.
-    rewards = r"play/(?!questioner_)(\w+_(?:reward|by_chance))"
+    rewards = r"rollout/(?!questioner_)(\w+_(?:reward|by_chance))"
     yield panel("Rewards: means, and what a guess earns", _matching(names, rewards))
     yield panel(
         "Form of answers: well-formed, permutations, quoted word for word, none found",
         {n: f"rollout/{n}" for n in ("well_formed", "permutation", "verbatim", "no_answer")},
     )
-    yield panel("Scores of evidence", _matching(names, r"play/(evidence_score\w*)"))
+    yield panel("Scores of evidence", _matching(names, r"rollout/(evidence_score\w*)"))
     yield panel("Scorings: failed, retried, consistent", _matching(names, r"rollout/scoring_(\w+)"))
     yield panel(
         "Verifier's majority against the rule: disagreement",
@@ -83,7 +83,7 @@ def _learning(names: Collection[str]) -> Iterator[Panel]:
     yield panel("Entropy of the policy", {"entropy": "train/entropy"})
     for title, name in (
         ("Answer length, tokens", "rollout/answer_tokens"),
-        ("Answers cut off at the cap", "rollout/truncated"),
+        ("Answers truncated at the cap", "rollout/truncated"),
     ):
         yield panel(title, _parts(names, name, _SPEAKERS))
     yield panel("Questioner's reward", divided("rollout/questioner_reward"))
@@ -96,12 +96,12 @@ def _time(names: Collection[str]) -> Iterator[Panel]:
     yield Panel("Time", "Seconds a step, by phase", seconds, True)
     yield Panel(
         "Time",
-        "Tokens a second of play",
+        "Tokens per second of rollout",
         {name: f"time/tokens_per_second/{name}" for name in ("drawn", "read")},
     )
     yield Panel(
         "Time",
-        "Tokens drawn a step: answers × their mean length",
+        "Tokens sampled in a step: answers × their mean length",
         {role: f"episodes/tokens/{role}" for role in ROLES},
         True,
     )

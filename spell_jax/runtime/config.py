@@ -66,20 +66,21 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
     Raises:
       ValueError: if a field is unknown, missing, of the wrong type, not finite or out of range.
     """
+    before = f"{where}." if where else ""
     fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls)) if f.name not in extra}
     hints = typing.get_type_hints(cls)
     values = dict(section.items())
     for name in values:
         if name not in fields:
-            raise ValueError(f"{where}.{name}: no such field, must be one of {sorted(fields)}")
+            raise ValueError(f"{before}{name}: no such field, must be one of {sorted(fields)}")
     for name, value in values.items():
-        values[name] = _coerce(value, hints[name], f"{where}.{name}")
+        values[name] = _coerce(value, hints[name], f"{before}{name}")
     for name, field in fields.items():
         required = (
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         )
         if required and name not in values:
-            raise ValueError(f"{where}.{name}: is missing, must be {_name(hints[name])}")
+            raise ValueError(f"{before}{name}: is missing, must be {_name(hints[name])}")
     try:
         return cls(**values, **extra)
     except ValueError as error:

@@ -10,6 +10,7 @@ import pathlib
 import jax
 
 from spell_jax import config as configs
+from spell_jax.algorithms import registry
 from spell_jax.algorithms.base import (
     Algorithm,
     AlgorithmConfig,
@@ -17,7 +18,6 @@ from spell_jax.algorithms.base import (
     JudgeFunction,
 )
 from spell_jax.algorithms.held_out import Evaluation
-from spell_jax.algorithms.registry import ALGORITHMS
 from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
 from spell_jax.config import RunConfig
 from spell_jax.data import clusters, stream
@@ -132,7 +132,7 @@ def make_algorithm(
     Raises:
       ValueError: if the algorithm's fields do not fit the data.
     """
-    spec = ALGORITHMS[config.algorithm.name]
+    spec = registry.ALGORITHMS[config.algorithm.name]
     evaluation = spec.evaluate(config.algorithm, context, config.data)
     return spec.make(config.algorithm, context), evaluation
 

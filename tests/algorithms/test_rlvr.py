@@ -143,7 +143,7 @@ def test_episodes_keep_what_the_questioner_read():
 
 def test_a_bad_setting_is_named():
     with pytest.raises(ValueError, match=r"algorithm\.static_questions = 0"):
-        RlvrConfig(0)
+        RlvrConfig(static_questions=0)
 
 
 # A set that is given.

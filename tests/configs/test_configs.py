@@ -140,7 +140,7 @@ def test_a_model_of_the_paper_is_a_row(name, read_flags):
 
 
 def test_another_model_is_refused(read_flags):
-    with pytest.raises(ValueError, match=r"configs/paper\.py:gpt: must be one of qwen2\.5-7b,"):
+    with pytest.raises(flags.Error, match=r"configs/paper\.py:gpt: must be one of qwen2\.5-7b,"):
         read_flags("--config=configs/paper.py:gpt")
 
 

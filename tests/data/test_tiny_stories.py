@@ -10,7 +10,7 @@ import pytest
 from spell_jax.data import tiny_stories
 from spell_jax.data.tiny_world import NAMES
 from spell_jax.policy import tokenizer
-from spell_jax.trainer.build import TINY_POLICY
+from spell_jax.policy.model import TINY_POLICY
 
 
 @pytest.mark.parametrize("count", [1, 7, tiny_stories.MOST_LINES])

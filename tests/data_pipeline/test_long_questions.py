@@ -19,8 +19,8 @@ from data_pipeline.long_questions import Builder, LongConfig, build
 from data_pipeline.question_rows import LAYOUTS
 from spell_jax.data.clusters import count_words
 from spell_jax.data.questions import read_questions
+from spell_jax.policy.model import TINY_POLICY
 from spell_jax.selfplay import rules
-from spell_jax.trainer.build import TINY_POLICY
 from tests.data_pipeline import rows
 from tests.policy import hf_folders
 

@@ -17,8 +17,8 @@ from spell_jax.evaluation.answering import Question, Sampling
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.model import TINY_POLICY
 from spell_jax.selfplay.judge import Judge
-from spell_jax.trainer.build import TINY_POLICY
 from tests import evaluating
 
 WORDS = tokenizers.load(TINY_POLICY)

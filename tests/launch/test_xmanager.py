@@ -115,7 +115,7 @@ def test_a_units_config_is_what_its_flags_say():
     "override, message",
     [
         ("optimizer.lr=3", r"optimizer\.lr = 3: no such field.*learning_rate"),
-        ("optimizer.b1=3", r"optimizer\.b1 = 3: no such field.*optimizer"),
+        ("optimiser.b1=3", r"optimiser\.b1 = 3: no such field.*optimizer"),
         ("seed.x=3", r"seed\.x = 3: no such field in the config$"),
         ("steps=many", r"steps=many"),
     ],

@@ -71,7 +71,7 @@ def _policy_loss(case: dict):
         clip_high=case["in"]["clip_high"],
         dual_clip=case["in"]["clip_c"],
     )
-    numbers = (given[name] for name in ("logprob", "old_logprob", "advantages"))
+    numbers = (given[name] for name in ("log_prob", "old_log_prob", "advantages"))
     return policy_loss(*numbers, weights, config)
 
 
@@ -149,8 +149,12 @@ def test_extreme_ratios_stay_finite() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"behavior": "old"}, r"loss\.behavior = 'old': must be one of \('current', "),
-        ({"importance_cap": 0.9}, r"loss\.importance_cap = 0\.9: must be at least 1"),
+        ({"old_logprobs": "old"}, r"loss\.old_logprobs = 'old': must be one of \('on_policy', "),
+        ({"tis_cap": 0.9}, r"loss\.tis_cap = 0\.9: must be at least 1"),
+        (
+            {"tis_cap": 2.0, "old_logprobs": "rollout"},
+            r"loss\.tis_cap = 2\.0: must be 0 for loss\.",
+        ),
         ({"aggregation": "mean"}, r"loss\.aggregation = 'mean': must be one of"),
         ({"kl_weight": -0.1}, r"loss\.kl_weight = -0\.1: must be 0 or more"),
         ({"clip_low": float("nan")}, r"loss\.clip_low = nan: must be 0 or more"),

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from spell_jax.data.clusters import TASKS
 from spell_jax.policy.hf_tokenizer import HfTokenizer
+from spell_jax.policy.model import TINY_POLICY
 from spell_jax.policy.tokenizer import ASSISTANT, USER, SentencePieceTokenizer
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.memory import Entry
-from spell_jax.trainer.build import TINY_POLICY
 from spell_jax.warm_start.demonstrations import SYMBOLS
 from tests.policy.hf_folders import (
     MARKERS,

@@ -56,7 +56,21 @@ def crashes(error: BaseException, capsys: pytest.CaptureFixture) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("kind", entry.USER_ERRORS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ValueError,
+        FileNotFoundError,
+        FileExistsError,
+        NotADirectoryError,
+        IsADirectoryError,
+        PermissionError,
+        ImportError,
+        ModuleNotFoundError,
+        flags.ValidationError,
+        app.UsageError,
+    ],
+)
 def test_a_mistake_is_one_line(kind, capsys):
     line = ended(kind("policy = 'x': must be\n    a folder"), capsys)
     assert line == "error: policy = 'x': must be a folder"
@@ -157,6 +171,7 @@ def test_flags_are_parsed_as_ever(config):
         (["--config={config}:unknown"], "--config=.*config.py:unknown: unknown: must be one of"),
         (["--config={config}.missing"], "No such file or directory: '.*config.py.missing'"),
         (["--config={config}.missing", "--config.steps=2"], "No such file or directory"),
+        (["--config=/"], r"^\[Errno 21\] Is a directory: '/'$"),
         (["--config={config}", "--cuont=2"], "Unknown command line flag 'cuont'. Did you mean"),
         (["--config={config}", "--count=many"], "flag --count=many"),
         (["--count=2"], "Flag --config must have a value"),

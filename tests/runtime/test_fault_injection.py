@@ -13,12 +13,12 @@ import pytest
 from spell_jax.runtime import fault_injection
 
 PASSES = """
-from spell_jax.runtime import faults
+from spell_jax.runtime import fault_injection
 for step in (1, 2, 3):
     print("play", step, flush=True)
-    faults.point("played")
+    fault_injection.point("played")
     print("update", step, flush=True)
-    faults.point("updated")
+    fault_injection.point("updated")
 """
 
 

@@ -28,13 +28,13 @@ def test_plain_lines_come_at_first_then_when_due_then_at_the_end():
     progress = Progress(total=40, stream=stream, plain_every=30, clock=clock)
     for step in range(41):
         clock.now = 100.0 + 2 * step
-        progress.update(step, "play", {"solved": step / 40})
+        progress.update(step, "rollout", {"solved": step / 40})
     progress.close()
     assert stream.getvalue().splitlines() == [
-        "play     step  0/40  solved 0  0:00 gone",
-        "play     step 15/40  solved 0.375  0:30 gone  0:50 left",
-        "play     step 30/40  solved 0.75  1:00 gone  0:20 left",
-        "play     step 40/40  solved 1  1:20 gone  0:00 left",
+        "rollout  step  0/40  solved 0  0:00 gone",
+        "rollout  step 15/40  solved 0.375  0:30 gone  0:50 left",
+        "rollout  step 30/40  solved 0.75  1:00 gone  0:20 left",
+        "rollout  step 40/40  solved 1  1:20 gone  0:00 left",
     ]
 
 
@@ -54,14 +54,14 @@ def lines_seen(stream: io.StringIO) -> list[str]:
 def test_a_terminal_line_is_rewritten_in_place(terminal):
     progress = Progress(total=9, stream=terminal, clock=Clock())
     progress.update(1, "update", {"solved": 0.25})
-    progress.update(3, "play", {"solved": 0.43211, "tokens/s": 1834.3})
+    progress.update(3, "rollout", {"solved": 0.43211, "tokens/s": 1834.3})
     progress.close()
     progress.close()
     text = terminal.getvalue()
     assert "step 1/9" in text and "solved 0.25" in text
     line, after = lines_seen(terminal)
     assert re.fullmatch(
-        r"\S  play     step 3/9  [━╸╺]+  solved 0.432  tokens/s 1,834  0:00 gone  0:00 left", line
+        r"\S  rollout  step 3/9  [━╸╺]+  solved 0.432  tokens/s 1,834  0:00 gone  0:00 left", line
     )
     assert after == "" and text.count("\x1b[?25h") == text.count("\x1b[?25l") == 1  # the cursor
 
@@ -79,7 +79,7 @@ def test_a_terminal_line_never_wraps(columns, terminal, monkeypatch):
 def test_time_goes_on_while_nothing_is_told(terminal):
     clock = Clock()
     progress = Progress(total=9, stream=terminal, clock=clock)
-    progress.update(1, "play")
+    progress.update(1, "rollout")
     clock.now += 65
     deadline = time.monotonic() + 20
     while "1:05 gone" not in terminal.getvalue():
@@ -92,13 +92,13 @@ def test_the_bar_follows_what_ends_the_run_first(terminal):
     clock = Clock()
     progress = Progress(total=10, stream=terminal, clock=clock)
     assert progress._share(clock.now) == 0
-    progress.update(2, "play")
+    progress.update(2, "rollout")
     assert progress._share(clock.now) == 0.2
     clock.now += 5
     progress.limit(60)
     clock.now += 30
     assert progress._share(clock.now) == 0.5
-    progress.update(8, "play")
+    progress.update(8, "rollout")
     assert progress._share(clock.now) == 0.8
     clock.now += 60
     assert progress._share(clock.now) == 1.0
@@ -114,12 +114,12 @@ def test_what_is_logged_stands_above_the_line(terminal, monkeypatch):
     logger.addHandler(handler)
     try:
         progress = Progress(total=9, stream=terminal, clock=Clock())
-        progress.update(1, "play")
+        progress.update(1, "rollout")
         logger.warning("the first")
         python_handler.handle(
             logging.makeLogRecord({"msg": "the second", "levelno": logging.WARNING})
         )
-        progress.update(2, "play")
+        progress.update(2, "rollout")
         print("the third", file=sys.stderr)
         progress.close()
         assert handler.stream is python_handler.stream is sys.stderr is terminal
@@ -141,7 +141,7 @@ def test_what_goes_elsewhere_stays_there(terminal, monkeypatch):
     logging.getLogger().addHandler(handler)
     try:
         progress = Progress(total=9, clock=Clock())
-        progress.update(1, "play")
+        progress.update(1, "rollout")
         print("a result")
         logging.getLogger().warning("a warning")
         assert handler.stream is log
@@ -151,7 +151,7 @@ def test_what_goes_elsewhere_stays_there(terminal, monkeypatch):
     assert file.getvalue() == "a result\n" and log.getvalue() == "a warning\n"
     monkeypatch.setattr(sys, "stderr", file)
     progress = Progress(total=9, stream=terminal, clock=Clock())
-    progress.update(1, "play")
+    progress.update(1, "rollout")
     print("an error", file=sys.stderr)
     progress.close()
     assert file.getvalue() == "a result\nan error\n"
@@ -160,20 +160,20 @@ def test_what_goes_elsewhere_stays_there(terminal, monkeypatch):
 def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     progress = Progress(total=9, stream=terminal, clock=Clock())
-    progress.update(1, "play")
+    progress.update(1, "rollout")
     progress.close()
-    assert terminal.getvalue() == "play     step 1/9  0:00 gone  0:00 left\n"
+    assert terminal.getvalue() == "rollout  step 1/9  0:00 gone  0:00 left\n"
 
 
 def test_time_left_follows_a_moving_average_and_counts_down_within_a_step():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(total=14, start=4, stream=stream, plain_every=0, clock=clock)
     clock.now += 40
-    progress.update(5, "play")  # 40 s a step, compilation included
+    progress.update(5, "rollout")  # 40 s a step, compilation included
     clock.now += 10
-    progress.update(6, "play")  # which the second step takes back: 10 s a step, 8 to go
+    progress.update(6, "rollout")  # which the second step takes back: 10 s a step, 8 to go
     clock.now += 20
-    progress.update(7, "play")  # 10 + (20 - 10) / 5 = 12 s a step, 7 to go
+    progress.update(7, "rollout")  # 10 + (20 - 10) / 5 = 12 s a step, 7 to go
     clock.now += 6
     progress.update(7, "learn")
     assert times_left(stream) == ["6:00 left", "1:20 left", "1:24 left", "1:18 left"]
@@ -185,10 +185,10 @@ def test_time_left_ends_at_the_deadline():
     assert not progress.is_over()
     progress.limit(60)
     clock.now += 10
-    progress.update(1, "play")  # 990 s of steps, of which 50 are allowed
+    progress.update(1, "rollout")  # 990 s of steps, of which 50 are allowed
     assert not progress.is_over()
     clock.now += 55
-    progress.update(2, "play")
+    progress.update(2, "rollout")
     assert progress.is_over()
     assert times_left(stream) == ["0:50 left", "0:00 left"]
 
@@ -206,7 +206,7 @@ def test_a_resumed_run_has_no_estimate_before_its_first_step():
 def test_disabled_prints_nothing(terminal):
     for stream in (terminal, io.StringIO()):
         progress = Progress(total=2, stream=stream, enabled=False)
-        progress.update(1, "play")
+        progress.update(1, "rollout")
         progress.close()
         assert stream.getvalue() == ""
 

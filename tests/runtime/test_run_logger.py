@@ -75,7 +75,7 @@ def test_parts_of_a_step_add_up_to_its_wall_time(tmp_path):
     watch, began = Stopwatch(), time.monotonic()
     with Recorder(tmp_path, 9, watch=watch) as recorder:
         for step in (1, 2):
-            for phase in ("play", "update", "save"):
+            for phase in ("rollout", "update", "save"):
                 recorder.enter(phase, step - 1)
                 time.sleep(0.02)
             watch.spend({"responder": 0.01})
@@ -84,9 +84,9 @@ def test_parts_of_a_step_add_up_to_its_wall_time(tmp_path):
     lines = read_metrics(tmp_path)
     for line in lines:
         parts = {n: v for n, v in line.items() if n.startswith("time/seconds/")}
-        assert {"play", "update", "save", "responder"} <= {n.split("/")[-1] for n in parts}
+        assert {"rollout", "update", "save", "responder"} <= {n.split("/")[-1] for n in parts}
         assert sum(parts.values()) == pytest.approx(line["time/step_seconds"])
-        assert all(parts[f"time/seconds/{name}"] >= 0.01 for name in ("play", "update", "save"))
+        assert all(parts[f"time/seconds/{name}"] >= 0.01 for name in ("rollout", "update", "save"))
     assert gone - 0.02 < sum(line["time/step_seconds"] for line in lines) <= gone
 
 
@@ -101,10 +101,14 @@ def test_the_newest_numbers_are_shown_in_every_phase(tmp_path):
     shown = []
     with Recorder(tmp_path, 9, done=2) as recorder:
         recorder.progress.update = lambda *given: shown.append((given[0], given[1], dict(given[2])))
-        recorder.enter("play", 2)
+        recorder.enter("rollout", 2)
         recorder.enter("update", 2, {"solved": 0.5})
         recorder.enter("save", 3)
-    assert shown == [(2, "play", {}), (2, "update", {"solved": 0.5}), (3, "save", {"solved": 0.5})]
+    assert shown == [
+        (2, "rollout", {}),
+        (2, "update", {"solved": 0.5}),
+        (3, "save", {"solved": 0.5}),
+    ]
 
 
 class Double:

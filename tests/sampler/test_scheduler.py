@@ -131,7 +131,7 @@ def test_the_page_of_the_last_token_is_always_read(length: int, reused: int) -> 
     last = SHAPE.pages_of(length) - 1
     wanted = [(0, number) for number in range(last + 1)]
     assert plans == wanted + [(1, number) for number in range(reused, last + 1)]
-    assert shard.reused_tokens == reused * SHAPE.block
+    assert shard.reused_tokens == reused * SHAPE.page_size
     assert _sibling(shard, 0).prefilled.pages[-1] != _sibling(shard, 1).prefilled.pages[-1]
 
 

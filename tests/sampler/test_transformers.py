@@ -71,14 +71,14 @@ def _combinations() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "page_size"), _combinations())
-def test_greedy_answers_equal_transformers(family: str, block: int, model) -> None:
+def test_greedy_answers_equal_transformers(family: str, page_size: int, model) -> None:
     config, params, wanted = model(family)
     longest_prompt, longest = (max(column) for column in zip(*LENGTHS, strict=True))
     sizes = SamplerConfig(
         max_tokens=longest,
         max_verdict_tokens=longest,
         max_prompt=longest_prompt,
-        page_size=block,
+        page_size=page_size,
         kv_cache_tokens=8 * 128,
         slots=3,
         samples_per_prompt_batch=GROUP,

@@ -26,7 +26,7 @@ from spell_jax.runtime import setup as start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.runtime.preemption import Preemption
-from spell_jax.trainer.state import Run, make_run
+from spell_jax.trainer.build import Run, make_run
 from tests import noise
 
 STEPS = 6

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from absl import logging as absl_logging
 
-from configs import folder
 from spell_jax import train
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.learner import packing
@@ -129,7 +128,6 @@ def test_a_run_writes_all_its_files(whole):
     assert sorted(int(p.name) for p in (folder / "checkpoints").iterdir()) == [2, 4]
     assert (folder / "best" / "model.safetensors").is_file()
     assert {p.name for p in (folder / "plots").iterdir()} == {
-        "play.png",
         "process.png",
         "time.png",
         "train.png",
@@ -274,7 +272,7 @@ def test_noise_makes_empty_updates_and_time_ends_a_run(policy, tmp_path):
     assert int(models["policy"].step) == 0
     assert Checkpoints(tmp_path).latest_step() == len(lines)
     assert (tmp_path / "policy" / "model.safetensors").is_file()
-    assert (tmp_path / "plots" / "play.png").is_file()
+    assert (tmp_path / "plots" / "rollout.png").is_file()
 
 
 @pytest.mark.slow
@@ -405,7 +403,6 @@ BAD = [
     ("algorithm.sigma", math.nan),
     ("algorithm.negatives", math.inf),
     ("algorithm.memory_low", -1.0),
-    ("algorithm.static_questions", 0),
     ("sampler.top_p", 0.0),
     ("sampler.kv_cache_tokens", 64),
     ("optimizer.learning_rate", -1.0),
@@ -454,13 +451,6 @@ def test_the_judge_needs_an_address_and_a_model(policy, monkeypatch):
     run = train.make_run(noise.small_config(policy, **judge, **{"algorithm.judge_model": "m"}))
     assert run.algorithm._judge.__self__._ask.config.api_key == "secret"
     assert "secret" not in str(run.config)
-
-
-def test_the_tiny_world_needs_its_fields(policy):
-    config = folder.get_config()
-    config.policy.folder, config.data.source = str(policy), "tiny"
-    with pytest.raises(ValueError, match=r"data\.tiny"):
-        train.make_run(config)
 
 
 def test_the_parts_of_a_run_fit(policy):

@@ -22,7 +22,8 @@ from spell_jax.runtime.checkpoint import Checkpoints, SaveError
 from spell_jax.runtime.episodes import episode_files, read_episodes
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
 from spell_jax.runtime.preemption import Preempted
-from spell_jax.trainer.state import copy, make_run
+from spell_jax.trainer.build import make_run
+from spell_jax.trainer.state import copy
 from tests import noise
 from tests.slow import killed
 

@@ -22,11 +22,11 @@ from spell_jax.data.clusters import TASKS, Cluster, in_memory
 from spell_jax.data.questions import as_clusters, read_questions
 from spell_jax.data.stream import TaskStream
 from spell_jax.evaluation.policy_sampler import Policy, Sizes
+from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime import fault_injection
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.judge import Endpoint, Judge, JudgeConfig
-from spell_jax.trainer.build import TINY_POLICY
 from spell_jax.warm_start import rlvr_questions
 from spell_jax.warm_start.rlvr_questions import PolicyTeacher, Settings, Teacher
 from tests import noise
@@ -496,7 +496,7 @@ def flags_given(tmp_path: pathlib.Path, **changes):
             {"teacher_url": "http://x", "teacher_model": "m", "teacher_policy": "p"},
             "must say who the teacher is",
         ),
-        ({"teacher_url": "x", "teacher_model": "m"}, "teacher's url: 'x'"),
+        ({"teacher_url": "x", "teacher_model": "m"}, "teacher's url = 'x'"),
         ({"teacher_url": "http://x", "teacher_model": "m", "top_p": 0.0}, "top_p"),
         ({"teacher_url": "http://x", "teacher_model": "m", "temperature": -1.0}, "temperature"),
         ({"teacher_policy": "nowhere"}, "nowhere"),

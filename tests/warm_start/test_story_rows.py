@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 import pytest
 
 from spell_jax.policy import tokenizer
+from spell_jax.policy.model import TINY_POLICY
 from spell_jax.selfplay import prompts, puzzles
-from spell_jax.trainer.build import TINY_POLICY
 from spell_jax.warm_start import story_rows
 from spell_jax.warm_start.story_rows import StoryMixture
 from tests.algorithms.posing import solution

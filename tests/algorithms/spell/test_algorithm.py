@@ -293,7 +293,7 @@ def test_a_step_without_usable_rows_gives_no_groups(row):
         ({"max_answer_tokens": 0}, "max_answer_tokens"),
         ({"grounding_samples": -1}, "grounding_samples"),
         ({"grounding_samples": 1, "grounding_threshold": 2}, "grounding_threshold"),
-        ({"reference": "oracle"}, "reference"),
+        ({"reference_source": "oracle"}, "reference_source"),
         ({"reader_samples": 1}, "reader_samples"),
         ({"responder_reward": "sum"}, "responder_reward"),
         ({"rule": "gpt"}, "rule"),

@@ -127,7 +127,7 @@ def test_items_are_of_their_kind_and_the_same_every_time():
     assert SMALL.make_items(2, "two_hop", 30)  # few documents, but always a friend among them
 
 
-@pytest.mark.parametrize("seed", [0, make().seed])
+@pytest.mark.parametrize("seed", [0, make().sizes.seed])
 def test_held_out_documents_are_not_those_of_training(seed):
     trained = world.make_clusters(seed, 300, (3, 8))
     played = {text for cluster in trained for text in cluster.documents}

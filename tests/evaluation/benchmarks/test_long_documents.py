@@ -45,7 +45,7 @@ def hop_row(number: int = 0, **changes) -> dict:
     return {
         "input": "Who wrote it?",
         "context": "Passage 1:\nOne.",
-        "answers": ["An Lee", "A. Lee"],
+        "answers": ["Ann Lee", "A. Lee"],
         "length": 3,
         "dataset": "musique",
         "language": "en",
@@ -106,11 +106,11 @@ def test_only_the_first_answer_of_longbench_is_the_reference(tmp_path, task):
     write(tmp_path / "data" / f"{task}.jsonl", [hop_row(i) for i in range(200)])
     benchmark = load(task, tmp_path)
     item = benchmark.items[0]
-    assert item.references == ("An Lee",) and benchmark.judged and len(benchmark.items) == 200
+    assert item.references == ("Ann Lee",) and benchmark.judged and len(benchmark.items) == 200
     assert item.prompt == PROMPTS.responder("general_qa", ["Passage 1:\nOne."], "Who wrote it?")
-    assert benchmark.score("The correct answer is the poet An Lee.", item) == 1.0
+    assert benchmark.score("The correct answer is the poet Ann Lee.", item) == 1.0
     assert benchmark.score("The correct answer is A. Lee.", item) == 0.0
-    assert benchmark.score("An Lee", item) == 0.0  # not announced
+    assert benchmark.score("Ann Lee", item) == 0.0  # not announced
     (tmp_path / "data" / f"{task}.jsonl").rename(tmp_path / f"{task}.jsonl")
     assert load(task, tmp_path).items == benchmark.items  # also from within `data`
 
@@ -218,7 +218,7 @@ def test_a_missing_field_is_named(tmp_path):
     message = r"musique.jsonl, row 0: no field 'answers' \(a list of texts\); it has input, context"
     with pytest.raises(ValueError, match=message):
         load("musique", tmp_path, 1)
-    for answers in ([], [1], "An Lee"):
+    for answers in ([], [1], "Ann Lee"):
         write(tmp_path / "musique.jsonl", [row | {"answers": answers}])
         with pytest.raises(ValueError, match=r"answers = .*; it must be a list of"):
             load("musique", tmp_path, 1)

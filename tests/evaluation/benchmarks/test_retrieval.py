@@ -122,7 +122,7 @@ def test_only_the_beginning_of_a_long_reply_is_matched():
 def kilt_row(question: str, place: int, **changes) -> dict:
     passages = [{"title": f"T{i}", "text": f"Passage {i}."} for i in range(4)]
     passages[place % 4] = {"title": "Gold", "text": f"Of {question}.", "has_answer": True}
-    return {"question": question, "answers": ["An Lee", "Lee"], "ctxs": passages} | changes
+    return {"question": question, "answers": ["Ann Lee", "Lee"], "ctxs": passages} | changes
 
 
 def write_lines(path: pathlib.Path, rows: list) -> None:
@@ -150,7 +150,7 @@ def test_rag(tmp_path):
     assert item.prompt.endswith(f"Question: {item.question}")
     assert f"Document (Title: Gold): Of {item.question}." in item.prompt
     examples, _, _ = item.prompt.partition(f"Of {item.question}.")
-    assert examples.count("Question: shown ") == 2 == examples.count("\nAnswer: An Lee\n")
+    assert examples.count("Question: shown ") == 2 == examples.count("\nAnswer: Ann Lee\n")
     assert len({item.id for item in benchmark.items}) == 600
     assert benchmark.score("Answer: the poet LEE!", item) == 1.0
     assert benchmark.score("<think>Lee</think>Answer: Bo", item) == 0.0

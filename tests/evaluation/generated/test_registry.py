@@ -11,8 +11,8 @@ from spell_jax.evaluation.benchmarks import registry as benchmarks
 from spell_jax.evaluation.generated import needle, ruler
 from spell_jax.evaluation.generated import registry as generated
 from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.model import TINY_POLICY
 from spell_jax.policy.tokenizer_base import Tokenizer
-from spell_jax.trainer.build import TINY_POLICY
 from tests.policy import hf_folders
 
 # ChatML with a system's turn, as Qwen2.5's: the layout is 60 tokens of this tokenizer.
