@@ -2,24 +2,36 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
 
 # Compiled programs are kept between runs and shared by all processes.
 export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 
-.PHONY: demo test test-long lint clean
+.PHONY: demo test test-slow test-portable test-all test-long lint clean
 
 demo: .venv/installed
 	$(BIN)/python -m spell_jax.train --config=configs/tiny.py --workdir=runs/demo
 
-# The data pipeline apart: XLA once crashed while it serialized a program for the cache, in a process
-# where Beam had left some thirty threads behind.
+# The first storey: lint, types and the tests that tell whether a change is right.
 test: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long" $(PYTEST_ARGS) tests/data_pipeline
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long" $(PYTEST_ARGS) \
-		--ignore=tests/data_pipeline
+	$(PYTEST) -m "not slow and not long" tests
 
+# The second storey: processes, kills, interpreted kernels, all meshes, benchmarks, notebooks.
+test-slow: .venv/installed-test
+	$(PYTEST) -m "slow and not long" tests
+
+# The first storey's numerical tests with the instructions of older CPUs: tolerances must hold there.
+test-portable: .venv/installed-test
+	XLA_FLAGS=--xla_cpu_max_isa=AVX2 $(PYTEST) -m "not slow and not long" $(NUMERICAL)
+	XLA_FLAGS=--xla_cpu_max_isa=SSE4_2 $(PYTEST) -m "not slow and not long" $(NUMERICAL)
+NUMERICAL := tests/attention tests/learner tests/policy tests/sampler tests/trainer tests/algorithms \
+	tests/examples
+
+test-all: test test-slow test-portable
+
+# The full sets behind the numbers: hours.
 test-long: .venv/installed-test
 	$(BIN)/python -m pytest -q -m long $(PYTEST_ARGS)
 

@@ -50,8 +50,7 @@ from benchmarks import (
 )
 from launch import aot
 from spell_jax.learner import loss, packing, statistics, update
-from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.lora import LoraConfig
+from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import setup as start
 

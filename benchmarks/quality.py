@@ -26,7 +26,8 @@ from configs import tiny
 from spell_jax.data import tiny_world as world
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.requests import Request, Sample
 from spell_jax.sampler.session import request_keys
 from spell_jax.trainer import build as runs
@@ -54,7 +55,7 @@ def bench_quality(options: argparse.Namespace) -> dict[str, Any]:
         weights_dtype=options.weights,
         speculative_tokens=options.guessed,
     )
-    sampled, drawn_rate = _answers(run, small, params, prompts, 1.0)
+    sampled, sampled_rate = _answers(run, small, params, prompts, 1.0)
     found, greedy_rate = _answers(run, small, params, prompts, 0.0)
     wanted, _ = _answers(run, whole, params, prompts, 0.0)
     scored = _score(run.policy, params, prompts, sampled)
@@ -74,7 +75,7 @@ def bench_quality(options: argparse.Namespace) -> dict[str, Any]:
         "largest_difference": float(np.max(np.abs(differences))),
         "equal_answers": float(np.mean([np.array_equal(a.tokens, b.tokens) for a, b in pairs])),
         "equal_tokens": sum(before) / sum(len(b.tokens) for _, b in pairs),
-        "tokens_per_pass": drawn_rate,
+        "tokens_per_pass": sampled_rate,
         "greedy_tokens_per_pass": greedy_rate,
         **devices(),
     }

@@ -24,7 +24,8 @@ import numpy as np
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.requests import Options, Request
 from spell_jax.sampler.session import request_keys
 

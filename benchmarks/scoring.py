@@ -44,16 +44,16 @@ class Writer:
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
         lengths = (2, 3, 3, 4, 5, 6, 8, 11)
-        words = ["".join(self._drawn(_LETTERS, self.rng.choice(lengths))) for _ in range(_WORDS)]
+        words = ["".join(self._sample_words(_LETTERS, self.rng.choice(lengths))) for _ in range(_WORDS)]
         zipf = {word: 1 / rank for rank, word in enumerate(words, 1)}
-        self.words = self._drawn(zipf, _BOOK // 4)
+        self.words = self._sample_words(zipf, _BOOK // 4)
         sentences = [
             " ".join(self.words[at : at + 15]).capitalize() + self.rng.choice((".", "?", ", 1,204"))
             for at in range(0, len(self.words), 15)
         ]
         self.book = "\n".join(sentences)[:_BOOK]
 
-    def _drawn(self, shares: Mapping[str, float], count: int) -> list[str]:
+    def _sample_words(self, shares: Mapping[str, float], count: int) -> list[str]:
         return self.rng.choices(list(shares), list(shares.values()), k=count)
 
     def phrase(self) -> str:

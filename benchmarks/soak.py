@@ -19,8 +19,8 @@ from typing import Any
 from etils import epath
 
 from configs import tiny
-from spell_jax import train
 from spell_jax.runtime.metrics import read_metrics
+from spell_jax.trainer import loop
 
 SETTLED = 50  # updates after which a run has executed every kind of work at least once
 WINDOW = 50  # updates over which the minimum memory is taken
@@ -52,7 +52,7 @@ def bench_soak(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         workdir = epath.Path(options.workdir or scratch)
         with contextlib.redirect_stdout(sys.stderr):
-            train.train(config, workdir)
+            loop.train(config, workdir)
         lines = read_metrics(workdir)
     return {"bench": "soak", "proposals": options.proposals} | measures(lines)
 

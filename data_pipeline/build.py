@@ -85,7 +85,7 @@ def make_plan(config: Config) -> Plan:
     rest = {
         name: config.decontaminate[name] for name in config.decontaminate if name != "benchmarks"
     }
-    drawn = {"seed": config.seed}
+    seeded = {"seed": config.seed}
     plan = Plan(
         sources=_named(SourceConfig, config.sources, "sources"),
         filter=settings.build(FilterConfig, config.filter, "filter"),
@@ -93,9 +93,9 @@ def make_plan(config: Config) -> Plan:
         benchmarks=_named(BenchmarkConfig, benchmarks, "decontaminate.benchmarks"),
         decontaminate=settings.build(DecontaminateConfig, rest, "decontaminate"),
         cut=settings.build(CutConfig, config.cut, "cut"),
-        embed=settings.build(EmbedConfig, config.embed, "embed", **drawn),
-        cluster=settings.build(ClusterConfig, config.cluster, "cluster", **drawn),
-        tasks=settings.build(TasksConfig, config.tasks, "tasks", **drawn),
+        embed=settings.build(EmbedConfig, config.embed, "embed", **seeded),
+        cluster=settings.build(ClusterConfig, config.cluster, "cluster", **seeded),
+        tasks=settings.build(TasksConfig, config.tasks, "tasks", **seeded),
         output=settings.build(OutputConfig, config.output, "output"),
     )
     for source in plan.sources.values():

@@ -51,7 +51,8 @@ from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, build
 from spell_jax.sampler import batching
-from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.scheduler import Scheduler
 
 log = logging.getLogger("launch.aot")  # __name__ is __main__ when this is the entry

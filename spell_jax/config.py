@@ -24,7 +24,7 @@ from spell_jax.policy.model import ModelConfig
 from spell_jax.runtime import loggers, paths
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.runtime.config import Config, build, check_choice, check_least, plain, section
-from spell_jax.sampler.engine import SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
 
 
 @dataclasses.dataclass(frozen=True)

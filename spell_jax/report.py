@@ -14,14 +14,6 @@ from __future__ import annotations
 import argparse
 
 from spell_jax.reporting import run_report
-
-# For train.py, until it imports them from reporting.
-from spell_jax.reporting.run_report import plot_run  # noqa: F401
-from spell_jax.reporting.tables import (  # noqa: F401
-    EVALUATION_FILE,
-    before_after_table,
-    read_evaluation,
-)
 from spell_jax.runtime import entry, paths
 
 

@@ -14,16 +14,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from spell_jax.attention import paged_tpu, paged_triton
 from spell_jax.attention.dense import MASKED
+from spell_jax.attention.pages import Pages
 
 
 class Sizes(NamedTuple):
@@ -54,39 +53,6 @@ class Sizes(NamedTuple):
 ON_CPU = Sizes(2**15, 256, 2**19, 8, 512)
 ON_ACCELERATORS = Sizes(2**24, 2048, 2**30, 1, 512)
 UNSEEN = MASKED  # log-sum-exp of a query that sees no key: weight 0 in a merge
-
-
-@flax.struct.dataclass
-class Pages:
-    """Pool of Z pages of C tokens.
-
-    Attributes:
-      keys: keys [L, Z, K, C, H].
-      values: values [L, Z, K, C, H].
-      key_scales: scales of int8 keys, float32 [L, Z, K, C]; None for other dtypes. A key is its
-        int8 vector times its scale.
-      value_scales: scales of int8 values, likewise.
-    """
-
-    keys: Any  # an array, or its sharding or shape
-    values: Any
-    key_scales: Any = None
-    value_scales: Any = None
-
-    @property
-    def block(self) -> int:
-        """Tokens per page, C."""
-        return self.keys.shape[3]
-
-
-def empty(layers: int, pages: int, kv_heads: int, block: int, size: int, dtype) -> Pages:
-    """Make a pool of zeros; `block` is C and `size` is H."""
-    shape = (layers, pages, kv_heads, block, size)
-    made = Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-    if made.keys.dtype != jnp.int8:
-        return made
-    scales = jnp.zeros(shape[:-1], jnp.float32)
-    return dataclasses.replace(made, key_scales=scales, value_scales=scales)
 
 
 def attend(
@@ -266,59 +232,3 @@ def merge(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     shares = zip(weights / total, parts, strict=True)
     out = jnp.sum(jnp.stack([share[..., None] * out for share, (out, _) in shares]), axis=0)
     return out, top + jnp.log(total)
-
-
-def write_pages(
-    pages: Pages, layer: jax.Array, page: jax.Array, keys: jax.Array, values: jax.Array
-) -> Pages:
-    """Write whole pages [B] with keys and values [B, C, K, H]. Returns the new pool."""
-
-    def write(pool, new):
-        return pool.at[layer, page].set(new.swapaxes(1, 2))
-
-    return _write(pages, keys, values, write)
-
-
-def write_tokens(
-    pages: Pages,
-    layer: jax.Array,
-    page: jax.Array,
-    offset: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-) -> Pages:
-    """Write tokens (keys and values [N, K, H]) at `offset` [N] of `page` [N].
-
-    Returns the new pool.
-
-    The pool is indexed as a matrix with rows of H elements. If it is indexed by its own axes, XLA
-    for TPUs transposes the whole pool, twice per layer.
-    """
-    _, count, kv_heads, block, _ = pages.keys.shape
-    head = jnp.arange(kv_heads)
-    row = ((layer * count + page)[:, None] * kv_heads + head) * block + offset[:, None]
-
-    def write(pool, new):
-        rows = pool.reshape(-1, *pool.shape[4:]).at[row].set(new, mode="promise_in_bounds")
-        return rows.reshape(pool.shape)
-
-    return _write(pages, keys, values, write)
-
-
-def _write(pages: Pages, keys: jax.Array, values: jax.Array, write) -> Pages:
-    """Write keys, values and (for int8 pools) their scales with write(pool, new)."""
-    if pages.key_scales is None:
-        dtype = pages.keys.dtype
-        written = (keys.astype(dtype), None), (values.astype(dtype), None)
-    else:
-        written = quantize(keys), quantize(values)
-    (keys, key_scales), (values, value_scales) = written
-    new = Pages(keys, values, key_scales, value_scales)
-    return jax.tree.map(write, pages, new)
-
-
-def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantize x [..., H] to int8 [..., H] and float32 scales [...]; error at most half a scale."""
-    x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1) / 127
-    return jnp.round(x / jnp.maximum(scale, 1e-30)[..., None]).astype(jnp.int8), scale

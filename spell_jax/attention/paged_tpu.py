@@ -25,7 +25,7 @@ Compiled for v5e and v5p, and run in the interpreter; never run on a TPU.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from spell_jax.attention.dense import MASKED
-
-if TYPE_CHECKING:  # paged.py calls this module
-    from spell_jax.attention.paged import Pages
+from spell_jax.attention.pages import Pages
 
 # With these limits, kernels for shapes that fit use 4 to 12 of the available 16 MiB of VMEM.
 _CHUNK = 2**21  # bytes of keys and values, in each of two buffers

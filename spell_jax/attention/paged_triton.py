@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +39,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from spell_jax.attention.dense import MASKED
+from spell_jax.attention.pages import Pages
 from spell_jax.attention.triton import LARGEST_HEAD, SMALLEST
-
-if TYPE_CHECKING:
-    from spell_jax.attention.paged import Pages
 
 # Four per multiprocessor of the H200 (132), where two or more run at a time: the ends even out.
 # With 8 prompts of 16K tokens, a job of 64 queries writes a sixteenth of the bytes it reads.

@@ -14,7 +14,8 @@ from etils import epath
 from spell_jax.policy import transformer, weights
 from spell_jax.runtime import distributed, hashes
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.requests import Options, Request, Sample
 
 log = logging.getLogger(__name__)

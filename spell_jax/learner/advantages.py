@@ -1,58 +1,89 @@
-"""Advantages, on the host, in float32 (paper Eq. 3, 8 and 9; spec section 8)."""
+"""Advantages of groups and of questioner rows (paper Eq. 3, 8 and 9; spec section 8).
+
+The functions follow their input. Lists and NumPy arrays are computed in float64 on the host and
+checked for NaN. JAX arrays and tracers are computed in float32 with jax.numpy: the functions also
+run under jit, where values cannot be checked.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
+import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 EPSILON = 1e-6  # added to the deviation
 
+Array = Any  # numpy on the host, jax under jit
 
-def group_advantages(
-    rewards: ArrayLike, *, divide_by_deviation: bool = True
-) -> NDArray[np.float32]:
-    """Rewards [..., G] to advantages [..., G]: distance from the group's mean in its deviations.
 
-    Eq. 8, for responder and verifier. The deviation is the sample deviation (ddof 1) plus 1e-6. A
-    group of one has no statistics: it counts as mean 0, deviation 1. With `divide_by_deviation`
-    off only the mean is taken off. Raises ValueError for a reward that is not finite or a scalar.
+def group_advantages(rewards: ArrayLike | jax.Array, *, divide_by_deviation: bool = True) -> Array:
+    """Group-normalized advantages of responder and verifier groups (Eq. 8).
+
+    An advantage is the reward's distance from the group's mean, in sample deviations (ddof 1) plus
+    1e-6. Equal rewards have advantage exactly 0. A group of one has no statistics: its mean counts
+    as 0 and its deviation as 1.
+
+    Args:
+      rewards: finite rewards [..., G].
+      divide_by_deviation: whether to divide by the deviation; if not, only the mean is subtracted.
+
+    Returns:
+      Advantages, float32 [..., G].
+
+    Raises:
+      ValueError: if the rewards are a scalar, or a reward on the host is not finite.
     """
-    values = _checked(rewards)
-    if values.ndim == 0:
-        raise ValueError("rewards: a scalar; its last axis must be the group")
-    deviation = np.ones_like(values)
+    xp, values = _as_array(rewards)
+    message = "rewards: a scalar; its last axis must be the group"
+    chex.assert_shape(values, (..., None), custom_message=message, exception_type=ValueError)
+    deviation = 1.0
     if values.shape[-1] > 1:
-        values = values - values.mean(axis=-1, keepdims=True)
-        deviation = values.std(axis=-1, ddof=1, keepdims=True)
+        # Makes equal rewards 0 first. Their mean may be rounded: seven times .1 has a mean that is
+        # not .1, in float32 and in float64.
+        values = values - values[..., :1]
+        values = values - xp.mean(values, axis=-1, keepdims=True)
+        deviation = xp.std(values, axis=-1, ddof=1, keepdims=True)
     if divide_by_deviation:
         values = values / (deviation + EPSILON)
-    return values.astype(np.float32)
+    return values.astype(xp.float32)
 
 
-def questioner_advantages(rewards: ArrayLike, tasks: Sequence[str]) -> NDArray[np.float32]:
-    """Rewards [B] of questioner rows and their task names [B] to advantages [B] (Eq. 9, by task).
+def questioner_advantages(rewards: ArrayLike | jax.Array, tasks: Sequence[str]) -> Array:
+    """Advantages of questioner rows, normalized per task (Eq. 9).
 
     Each task is normalized by its own rows, so that a hard task is not punished for being hard. A
-    task with a single row is normalized by the whole batch; a batch of one row gets 0.
-    Raises ValueError for lengths that differ or a reward that is not finite.
+    task with a single row is normalized by the whole batch. A batch of one row has advantage 0.
+
+    Args:
+      rewards: finite rewards of questioner rows [B].
+      tasks: task name of each row; static under jit.
+
+    Returns:
+      Advantages, float32 [B].
+
+    Raises:
+      ValueError: if there are more or fewer rewards than tasks, or a reward on the host is not
+        finite.
     """
-    values = _checked(rewards)
-    if values.shape != (len(tasks),):
-        raise ValueError(f"rewards: shape {values.shape}; it must be ({len(tasks)},), as tasks")
+    xp, values = _as_array(rewards)
+    message = f"rewards: shape {values.shape}; it must be ({len(tasks)},), as tasks"
+    chex.assert_shape(values, (len(tasks),), custom_message=message, exception_type=ValueError)
     if len(tasks) < 2:
-        return np.zeros(values.shape, np.float32)
-    advantages = group_advantages(values)  # for the tasks with a single row
-    names = np.asarray(tasks)
-    for name in dict.fromkeys(tasks):
-        rows = names == name
-        if rows.sum() > 1:
-            advantages[rows] = group_advantages(values[rows])
-    return advantages
+        return xp.zeros(values.shape, xp.float32)
+    by_batch, names = group_advantages(values), np.asarray(tasks)
+    rows = [np.flatnonzero(names == name) for name in dict.fromkeys(tasks)]
+    parts = [group_advantages(values[r]) if len(r) > 1 else by_batch[r] for r in rows]
+    return xp.concatenate(parts)[np.argsort(np.concatenate(rows))]
 
 
-def _checked(rewards: ArrayLike) -> NDArray[np.float64]:
-    """Float64: the mean of equal rewards is then exact enough for an advantage of 0."""
+def _as_array(rewards: ArrayLike | jax.Array) -> tuple[Any, Array]:
+    """Array module for the rewards (numpy or jax.numpy), and the rewards as its array."""
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(rewards)):
+        return jnp, jnp.asarray(rewards, jnp.float32)
     values = np.asarray(rewards, np.float64)
     if not np.isfinite(values).all():
         raise ValueError("rewards: NaN or infinity among them; every reward must be finite")
-    return values
+    return np, values

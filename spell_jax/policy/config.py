@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 from typing import Any
 
 from spell_jax.attention.attend import NAMES as ATTENTION
-from spell_jax.policy import lora as adapters
 from spell_jax.policy import rope as ropes
-from spell_jax.policy.lora import LoraConfig
 from spell_jax.policy.rope import RopeConfig
 from spell_jax.runtime.config import check_choice, check_least
 
@@ -26,6 +25,61 @@ _POSITIVE = (
     "feed_forward",
     "max_positions",
 )
+# Our linear layers by module, with the Hugging Face names that `pattern` is matched against.
+_LAYERS = {
+    "attention": {name: f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")},
+    "mlp": {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+_NAMES = {name: hf for room in _LAYERS.values() for name, hf in room.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """LoRA hyper-parameters.
+
+    Attributes:
+      rank: columns of A and rows of B, R; at least 1.
+      alpha: numerator of the scale alpha / rank of A B; above 0.
+      pattern: regular expression searched for in names such as self_attn.q_proj and mlp.gate_proj;
+        matching layers get adapters. Experts have none.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    pattern: str = "_proj"
+
+    def __post_init__(self):
+        if self.rank < 1:
+            raise ValueError(f"lora.rank = {self.rank}: must be at least 1")
+        if not self.alpha > 0:
+            raise ValueError(f"lora.alpha = {self.alpha}: must be above 0")
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            message = f"lora.pattern = {self.pattern!r}: not a regular expression ({error})"
+            raise ValueError(message) from error
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def adapts(self, name: str) -> bool:
+        """Whether the linear layer "q", "k", "v", "o", "gate", "up" or "down" has adapters."""
+        return re.search(self.pattern, _NAMES[name]) is not None
+
+    def targets(self, has_experts: bool) -> dict[str, str]:
+        """Path of each adapted kernel, such as attention/q -> its Hugging Face name.
+
+        Raises:
+          ValueError: if the pattern matches no name.
+        """
+        rooms = {"attention": _LAYERS["attention"]} if has_experts else _LAYERS
+        names = [(room, name) for room, layers in rooms.items() for name in layers]
+        found = {f"{room}/{name}": _NAMES[name] for room, name in names if self.adapts(name)}
+        if not found:
+            known = sorted(_NAMES[name] for _, name in names)
+            raise ValueError(f"lora.pattern = {self.pattern!r}: is in none of {known}")
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +154,7 @@ class PolicyConfig:
             )
         check_choice(self, "policy.", remat=REMAT_POLICIES, attention=ATTENTION)
         if self.lora is not None:
-            adapters.targets(self)
+            self.lora.targets(has_experts=self.experts > 0)
 
     def check_length(self, tokens: int) -> None:
         """Check that a prompt and its answer fit the context.

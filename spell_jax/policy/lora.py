@@ -13,77 +13,24 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from spell_jax.policy import safetensors as files
+from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import distributed
 from spell_jax.runtime.jsonl import write_json
 
-if TYPE_CHECKING:
-    from spell_jax.policy.config import PolicyConfig
-
-# Our linear layers by module, with the Hugging Face names that `pattern` is matched against.
-_ROOMS = {
-    "attention": {name: f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")},
-    "mlp": {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
-}
-_NAMES = {name: hf for room in _ROOMS.values() for name, hf in room.items()}
 _ADAPTER = re.compile(r".*_lora_[ab]")
 
 
-@dataclasses.dataclass(frozen=True)
-class LoraConfig:
-    """LoRA hyper-parameters.
-
-    Attributes:
-      rank: columns of A and rows of B, R; at least 1.
-      alpha: numerator of the scale alpha / rank of A B; above 0.
-      pattern: regular expression searched for in names such as self_attn.q_proj and mlp.gate_proj;
-        matching layers get adapters. Experts have none.
-    """
-
-    rank: int = 16
-    alpha: float = 32.0
-    pattern: str = "_proj"
-
-    def __post_init__(self):
-        if self.rank < 1:
-            raise ValueError(f"lora.rank = {self.rank}: must be at least 1")
-        if not self.alpha > 0:
-            raise ValueError(f"lora.alpha = {self.alpha}: must be above 0")
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            message = f"lora.pattern = {self.pattern!r}: not a regular expression ({error})"
-            raise ValueError(message) from error
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
-
-    def adapts(self, name: str) -> bool:
-        """Whether the linear layer "q", "k", "v", "o", "gate", "up" or "down" has adapters."""
-        return re.search(self.pattern, _NAMES[name]) is not None
-
-
 def targets(config: PolicyConfig) -> dict[str, str]:
-    """Path of each adapted kernel, such as attention/q -> its Hugging Face name.
-
-    Raises:
-      ValueError: if the pattern matches no name.
-    """
-    rooms = {"attention": _ROOMS["attention"]} if config.experts else _ROOMS
+    """Path of each adapted kernel, such as attention/q -> its Hugging Face name."""
     assert config.lora is not None
-    names = [(room, name) for room, layers in rooms.items() for name in layers]
-    found = {f"{room}/{name}": _NAMES[name] for room, name in names if config.lora.adapts(name)}
-    if not found:
-        known = sorted(_NAMES[name] for _, name in names)
-        raise ValueError(f"lora.pattern = {config.lora.pattern!r}: is in none of {known}")
-    return found
+    return config.lora.targets(has_experts=config.experts > 0)
 
 
 def split(config: PolicyConfig, params: Any) -> tuple[Any, Any]:

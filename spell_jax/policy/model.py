@@ -8,8 +8,7 @@ import pathlib
 from typing import ClassVar
 
 from spell_jax.policy import weights
-from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, PolicyConfig
-from spell_jax.policy.lora import LoraConfig
+from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, LoraConfig, PolicyConfig
 from spell_jax.policy.tokenizer import THINKING, Tokenizer
 from spell_jax.runtime.config import check_choice, check_least
 

@@ -25,8 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from spell_jax.attention import attend as kernels
 from spell_jax.attention.kernel import KEPT as ATTENTION
 from spell_jax.policy import embedding, mimetic, moe, rope
-from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.lora import LoraConfig
+from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import collectives
 
 Params = dict[str, Any]

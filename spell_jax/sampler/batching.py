@@ -6,17 +6,15 @@ The arrays hold the rows of all shards of the mesh's row axes, one shard after t
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import programs, sampling
+from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.scheduler import DecodeSequence, PrefilledPrompt, Scheduler, Shard
-
-if TYPE_CHECKING:
-    from spell_jax.sampler.engine import SamplerConfig
 
 Tasks = list[list[tuple[PrefilledPrompt, int]]]
 Limits = list[dict[DecodeSequence, int]]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spell_jax.attention import paged
-from spell_jax.attention.paged import Pages
+from spell_jax.attention.pages import Pages, write_pages, write_tokens
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
@@ -121,7 +121,7 @@ def _run(function, time: str | None, q, k, v, pages: Pages, layer, given):
 
 
 def _prompts_on_device(kernel: str, q, k, v, pages: Pages, layer, given, share):
-    pages = paged.write_pages(pages, layer, given["page"], k, v)
+    pages = write_pages(pages, layer, given["page"], k, v)
     queries = q
     if share[1] > 1:
         queries = jax.lax.all_gather(q, meshes.CONTEXT, axis=1, tiled=True)
@@ -136,7 +136,7 @@ def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, given, share):
     part, parts = share
     owner, offset = given["offset"] // pages.block, given["offset"] % pages.block
     page = given["page"] if parts == 1 else jnp.where(owner == part, given["page"], 0)
-    pages = paged.write_tokens(pages, layer, page, offset, k[:, 0], v[:, 0])
+    pages = write_tokens(pages, layer, page, offset, k[:, 0], v[:, 0])
     read = functools.partial(paged.attend, pages=pages, layer=layer, share=share, kernel=kernel)
     (slots, _), (rows, cells) = given["suffix_table"].shape, given["slot"].shape
     q = q.reshape(slots, -1, *q.shape[2:])  # [N, T, heads, H]

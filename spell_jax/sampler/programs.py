@@ -23,7 +23,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spell_jax.attention import paged
+from spell_jax.attention.pages import Pages
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.sampler import kv_cache, lm_head, speculative
@@ -45,7 +45,7 @@ class State:
         count are undefined. Empty without speculation.
     """
 
-    pages: paged.Pages
+    pages: Pages
     prompt_hidden: Array
     hidden: tuple[Array, ...]
     own: tuple[Array, ...]

@@ -17,7 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
@@ -28,11 +28,9 @@ from spell_jax.policy import transformer
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import batching, programs
+from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import Options, Request, Sample
-from spell_jax.sampler.scheduler import DecodeSequence, Scheduler
-
-if TYPE_CHECKING:
-    from spell_jax.sampler.engine import Sampler
+from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape
 
 log = logging.getLogger(__name__)
 
@@ -136,10 +134,38 @@ class _Call:
     sampled: programs.Sampled
 
 
+class CompiledSampler(Protocol):
+    """The part of engine.Sampler that a session uses.
+
+    Attributes:
+      config: sampling parameters and sizes.
+      mesh: device mesh.
+      shape: sizes of one shard of the mesh's row axes.
+      shards: number of these shards.
+      stream: constructor of a tokenizer's incremental decoder; None without a tokenizer.
+      prefill: jitted programs.prefill.
+      decode: jitted programs.decode.
+      empty: jitted constructor of the initial state; takes the compute dtype.
+    """
+
+    config: SamplerConfig
+    mesh: jax.sharding.Mesh
+    shape: Shape
+    shards: int
+    stream: Callable[[], Stream] | None
+    prefill: jax.stages.Wrapped
+    decode: jax.stages.Wrapped
+    empty: jax.stages.Wrapped
+
+    def fits(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt is within the cap `max_prompt`."""
+        ...
+
+
 class Session:
     """Requests that are served with the same weights."""
 
-    def __init__(self, sampler: Sampler, params: transformer.Params):
+    def __init__(self, sampler: CompiledSampler, params: transformer.Params):
         self.counts = Counts()
         self._sampler = sampler
         self._params = params

@@ -8,14 +8,14 @@ the rest (the algorithm's "reference_reader", the loss's "reference") start as c
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from etils import epath
 
 from spell_jax.config import RunConfig, find_checkpoint, to_dict
-from spell_jax.learner import non_finite, packing, statistics, update
+from spell_jax.learner import update
 from spell_jax.policy import lora, safetensors, transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -26,32 +26,17 @@ from spell_jax.trainer.build import Model, Run
 log = logging.getLogger(__name__)
 
 
-def host_state(
-    run: Run, algorithm: dict[str, Any], best: float | None, metrics: list[str]
-) -> dict[str, Any]:
-    """What a checkpoint holds besides arrays; all keys and draws follow from seed and step.
-
-    Args:
-      run: of which the config is kept.
-      algorithm: its state_dict.
-      best: the best score by validation so far.
-      metrics: the last lines of metrics.jsonl.
-    """
-    return {"config": to_dict(run.config), "algorithm": algorithm, "best": best, "metrics": metrics}
-
-
-# ------------------------------------------------------------------------------------------- Start
-
-
-def begin(
+def restore_or_init(
     run: Run, checkpoints: Checkpoints
 ) -> tuple[dict[str, Any], int, float | None, list[str]]:
-    """The state by model name, the steps done, the best score and the last lines of metrics: of the
-    newest intact checkpoint; if there is none, a fresh state of `first_state`. The log says which.
+    """The models of the newest intact checkpoint, or first models; the log says which.
+
+    Returns:
+      (states and weights by model name, steps done, best validation score, last lines of metrics).
 
     Raises:
-      ValueError: the checkpoint is of another seed or shape, or of a later step than the last.
-      DamagedError, FileNotFoundError: as Checkpoints.newest_intact and `first_state`.
+      ValueError: if the checkpoint has another seed or shape, or a later step than the last.
+      DamagedError, FileNotFoundError: as Checkpoints.newest_intact and first_state.
     """
     step = checkpoints.newest_intact()
     if step is None:
@@ -157,9 +142,6 @@ def read_weights(
     return step, found["policy"]["params"]
 
 
-# --------------------------------------------------------------------------------- During the run
-
-
 def save_model(run: Run, models: dict[str, Any], name: str, folder: epath.Path) -> None:
     """A trained model as a Hugging Face folder in the dtype that it is played with."""
     model = run.own[name]
@@ -189,56 +171,6 @@ class RolloutParams(Mapping[str, transformer.Params]):
 
     def __len__(self) -> int:
         return len(self._models)
-
-
-class StepUpdate:
-    """What a step's rows teach: the policy, in config.minibatches parts one after the other, then
-    the other models that learn.
-
-    Attributes:
-      difference: (sum, weight) by name of how far the sampler's logprobs are from recomputed ones;
-        an update that uses the sampler's own reports it by itself.
-    """
-
-    def __init__(self, run: Run, models: dict[str, Any], rows: Sequence[packing.Group]):
-        """Begins the first part. `models` is changed by `finish`."""
-        self._run, self._models = run, models
-        of_model = {name: [group for group in rows if group.model == name] for name in run.trained}
-        own = of_model.pop("policy")
-        self.difference: Mapping[str, tuple[float, float]] = {}
-        if run.learner.loss.old_logprobs == "recompute":
-            sampled, own = own, run.learner.recompute(models["policy"], own)
-            self.difference = statistics.sampler_difference(sampled, own)
-        self._parts = {"policy": packing.in_parts(own, run.config.minibatches) or [[]]}
-        self._parts |= {name: packing.in_parts(groups, 1) for name, groups in of_model.items()}
-        self._begun: update.Update | None = self._begin("policy", self._parts["policy"][0])
-
-    def _begin(self, name: str, part: Sequence[packing.Group]) -> update.Update:
-        reference = self._models.get("reference") if name == "policy" else None
-        return self._run.own[name].learner.begin(self._models[name], part, reference)
-
-    def go_on(self) -> None:
-        """Gives the device a micro-batch of the first part, if one is left (Update.go_on)."""
-        if self._begun:
-            self._begun.go_on()
-
-    def finish(self, workdir: epath.Path, step: int) -> dict[str, list[dict[str, float]]]:
-        """All updates to their end; by model the numbers of each of its updates.
-
-        A model that nothing is learned from has none, the policy those of an empty update.
-
-        Raises:
-          NonFinite: see Update.finish; the rows are below the workdir, under the step.
-        """
-        found: dict[str, list[dict[str, float]]] = {}
-        for name, parts in self._parts.items():
-            decode = self._run.own[name].tokenizer.decode
-            with non_finite.rows_written(workdir, step, decode):
-                for part in parts:
-                    begun, self._begun = self._begun or self._begin(name, part), None
-                    self._models[name], numbers = begun.finish()
-                    found.setdefault(name, []).append(numbers)
-        return found
 
 
 def refresh_reference_reader(config: RunConfig, models: dict[str, Any], step: int) -> None:

@@ -22,7 +22,8 @@ def play() -> list[Any]:
     from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
     from spell_jax.policy import transformer
     from spell_jax.runtime import mesh as meshes
-    from spell_jax.sampler.engine import Sampler, SamplerConfig
+    from spell_jax.sampler.config import SamplerConfig
+    from spell_jax.sampler.engine import Sampler
     from tests import tiny
 
     mesh = meshes.make_mesh(MESH, jax.devices()[:DEVICES])

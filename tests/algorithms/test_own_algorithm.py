@@ -19,7 +19,6 @@ import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
-from spell_jax import train
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.base import AlgorithmConfig, AlgorithmContext, Reply
 from spell_jax.config import default_config, extra_model
@@ -31,6 +30,7 @@ from spell_jax.reporting.page import Measured, write_page
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.metrics import Metrics
+from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
 from tests import noise
@@ -102,7 +102,7 @@ def test_the_example_plays(counting, policy, tmp_path, monkeypatch):
     monkeypatch.setattr(counting, "score", lambda text, truth: score(f"{len(text) % 4}", truth))
     config = algorithm_config(policy, {"name": "counting", "texts": 4, "group_size": 4})
     workdir = epath.Path(tmp_path / "run")
-    train.train(config, workdir)
+    loop.train(config, workdir)
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == STEPS and all(line["train/empty_update"] == 0 for line in lines)
     assert all(0 <= line["rollout/solve_rate"] <= 1 for line in lines)
@@ -197,7 +197,7 @@ def pair_config(policy: pathlib.Path, other: pathlib.Path) -> Any:
 @pytest.fixture(scope="module")
 def whole(policy, other, tmp_path_factory) -> epath.Path:
     """A run of the algorithm from its first step to its last."""
-    return train.train(
+    return loop.train(
         pair_config(policy, other), epath.Path(tmp_path_factory.mktemp("whole") / "run")
     )
 
@@ -225,13 +225,13 @@ def test_a_second_model_learns_when_it_has_rows(pair, whole):
 @pytest.mark.parametrize("step", [1, 2], ids=["before it has learned", "behind it"])
 def test_a_second_model_is_resumed_to_the_bit(pair, whole, step, tmp_path):
     halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), step)
-    train.train(pair, halved)
+    loop.train(pair, halved)
     assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
     run = make_run(pair)
     ends = []
     for workdir in (whole, halved):
         with Checkpoints(workdir) as checkpoints:
-            ends.append(runs.begin(run, checkpoints)[0])
+            ends.append(runs.restore_or_init(run, checkpoints)[0])
     assert ends[0].keys() == {"policy", "other", "reference_reader"}
     assert int(ends[0]["other"].step) == 1 and int(ends[0]["policy"].step) == STEPS
     jax.tree.map(np.testing.assert_array_equal, *ends)
@@ -268,5 +268,5 @@ def test_models_that_wait_on_the_host_learn_the_same(pair, whole, tmp_path):
     waiting = epath.Path(tmp_path / "waiting")
     for optimizer in (pair.optimizer, pair.other.optimizer):
         optimizer.offload = optimizer.offload_weights = True
-    train.train(pair, waiting)
+    loop.train(pair, waiting)
     assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(waiting))]

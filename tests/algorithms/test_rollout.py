@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
-from spell_jax.sampler.engine import SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import Request, Sample
 from spell_jax.sampler.session import Counts
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spell_jax.attention import paged
-from spell_jax.attention.paged import Pages
+from spell_jax.attention.pages import Pages, empty_pages, quantize, write_pages, write_tokens
 
 LAYERS, PAGES, KV_HEADS, BLOCK, SIZE = 3, 14, 2, 4, 8
 HEADS, TABLE = 6, 5
@@ -282,7 +282,7 @@ def _same(found: Pages, keys: np.ndarray, values: np.ndarray) -> None:
 
 
 def test_an_empty_pool_is_zeros() -> None:
-    pages = paged.empty(LAYERS, PAGES, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
+    pages = empty_pages(LAYERS, PAGES, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
     assert pages.keys.shape == pages.values.shape == (LAYERS, PAGES, KV_HEADS, BLOCK, SIZE)
     assert pages.keys.dtype == pages.values.dtype == jnp.bfloat16
     assert pages.block == BLOCK
@@ -298,7 +298,7 @@ def test_writing_pages_writes_them_and_nothing_else() -> None:
         for token in range(BLOCK):
             wanted_keys[1, page, :, token] = keys[i, token]
             wanted_values[1, page, :, token] = values[i, token]
-    found = paged.write_pages(pages, jnp.int32(1), jnp.array(which), keys, values)
+    found = write_pages(pages, jnp.int32(1), jnp.array(which), keys, values)
     _same(found, wanted_keys, wanted_values)
 
 
@@ -312,16 +312,16 @@ def test_writing_tokens_writes_them_and_nothing_else() -> None:
         wanted_keys[2, page, :, offset] = keys[i]
         wanted_values[2, page, :, offset] = values[i]
     page, offset = jnp.array(places).T
-    found = paged.write_tokens(pages, jnp.int32(2), page, offset, keys, values)
+    found = write_tokens(pages, jnp.int32(2), page, offset, keys, values)
     _same(found, wanted_keys, wanted_values)
 
 
 def test_what_is_written_takes_the_pools_type() -> None:
-    pages = paged.empty(1, 3, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
+    pages = empty_pages(1, 3, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
     keys = np.full((1, BLOCK, KV_HEADS, SIZE), 1.001, np.float32)
-    whole = paged.write_pages(pages, jnp.int32(0), jnp.array([1]), keys, -keys)
+    whole = write_pages(pages, jnp.int32(0), jnp.array([1]), keys, -keys)
     token = jnp.array([2]), jnp.array([3])
-    written = paged.write_tokens(whole, jnp.int32(0), *token, keys[:, 0], -keys[:, 0])
+    written = write_tokens(whole, jnp.int32(0), *token, keys[:, 0], -keys[:, 0])
     assert written.keys.dtype == written.values.dtype == jnp.bfloat16
     assert np.asarray(written.keys, np.float32).sum() == (BLOCK + 1) * KV_HEADS * SIZE
     assert np.asarray(written.values, np.float32).sum() == -(BLOCK + 1) * KV_HEADS * SIZE
@@ -337,10 +337,10 @@ def test_a_prompt_written_page_by_page_is_read_in_its_order() -> None:
     for j in range(2):
         some = slice(j * BLOCK, (j + 1) * BLOCK)
         where = jnp.asarray(table[0, j : j + 1])
-        pages = paged.write_pages(pages, jnp.int32(1), where, keys[None, some], values[None, some])
+        pages = write_pages(pages, jnp.int32(1), where, keys[None, some], values[None, some])
     for t in range(2 * BLOCK, tokens):
         where = jnp.array([12]), jnp.array([t % BLOCK])
-        pages = paged.write_tokens(pages, jnp.int32(1), *where, keys[t : t + 1], values[t : t + 1])
+        pages = write_tokens(pages, jnp.int32(1), *where, keys[t : t + 1], values[t : t + 1])
     q = rng.normal(size=(1, 2, HEADS, SIZE)).astype(np.float32)
     visible = np.array([[tokens, 6]])
     row = Pages(*(x.swapaxes(0, 1)[None, None] for x in (keys, values)))
@@ -378,7 +378,7 @@ def _int8(pages: Pages) -> tuple[Pages, Pages]:
 
 def test_numbers_of_eight_bits_are_right_to_half_a_scale() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 16)), jnp.float32).at[1, 2].set(0)
-    found, scale = paged.quantize(x)
+    found, scale = quantize(x)
     assert found.dtype == jnp.int8 and scale.shape == (5, 3)
     assert np.max(np.abs(found)) == 127 and not np.any(found[1, 2])
     error = np.abs(np.asarray(x) - np.asarray(found * scale[..., None]))
@@ -396,12 +396,12 @@ def test_a_pool_of_eight_bits_is_read_as_what_it_stands_for() -> None:
 @pytest.mark.slow
 def test_writing_in_eight_bits() -> None:
     rng = np.random.default_rng(3)
-    pages = paged.empty(LAYERS, PAGES, KV_HEADS, BLOCK, SIZE, jnp.int8)
+    pages = empty_pages(LAYERS, PAGES, KV_HEADS, BLOCK, SIZE, jnp.int8)
     keys, values = jnp.asarray(rng.normal(size=(2, 2, BLOCK, KV_HEADS, SIZE)), jnp.float32)
     page = jnp.array([5, 2])
-    pages = paged.write_pages(pages, jnp.int32(1), page, keys, values)
+    pages = write_pages(pages, jnp.int32(1), page, keys, values)
     token, offset = 3 * keys[:, 0], jnp.array([1, 3])
-    pages = paged.write_tokens(pages, jnp.int32(1), page, offset, token, -token)
+    pages = write_tokens(pages, jnp.int32(1), page, offset, token, -token)
     for pool, scales, whole, new in (
         (pages.keys, pages.key_scales, keys, token),
         (pages.values, pages.value_scales, values, -token),

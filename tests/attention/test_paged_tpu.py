@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from spell_jax.attention import paged, paged_tpu
-from spell_jax.attention.paged import Pages
+from spell_jax.attention.pages import Pages, quantize
 
 LAYERS, PAGES, BLOCK, SIZE, TABLE = 2, 14, 8, 16, 5
 LONGEST = TABLE * BLOCK
@@ -147,8 +147,8 @@ def _in_int8(pages: Pages) -> tuple[Pages, Pages]:
     another, or none, is far off."""
     size = 2.0 ** np.random.default_rng(0).integers(-3, 2, size=(*pages.keys.shape[:4], 1))
     size = size.astype(np.float32)
-    keys, key_scales = paged.quantize(pages.keys * size)
-    values, value_scales = paged.quantize(pages.values * size[:, ::-1])
+    keys, key_scales = quantize(pages.keys * size)
+    values, value_scales = quantize(pages.values * size[:, ::-1])
     whole = Pages(keys * key_scales[..., None], values * value_scales[..., None])
     return Pages(keys, values, key_scales, value_scales), whole
 

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from spell_jax.attention import paged, paged_triton
-from spell_jax.attention.paged import Pages
 from spell_jax.attention.paged_triton import Tile
+from spell_jax.attention.pages import Pages
 from tests import programs
 
 LAYERS, PAGES, BLOCK, SIZE = 2, 9, 32, 16

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import browser, commands, rollout, trl
-from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.lora import LoraConfig
+from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import mesh as meshes
 
 SMALL = ["--prompt=24", "--response=4", "--group=3", "--groups=2", "--layers=1", "--width=64"]

@@ -14,7 +14,6 @@ from ml_collections import ConfigDict, config_flags
 
 from configs import paper, tiny
 from spell_jax import config as configs
-from spell_jax import sft
 from spell_jax.algorithms.rlvr import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
@@ -25,8 +24,9 @@ from spell_jax.learner.update import OptimizerConfig
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime.config import build
-from spell_jax.sampler.engine import SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts
+from spell_jax.trainer import supervised
 from spell_jax.trainer.build import make_algorithm, make_context, make_run
 from spell_jax.warm_start import demonstrations
 from tests import noise
@@ -70,8 +70,8 @@ def test_a_warm_starts_config_fits(name, monkeypatch):
     noise.use_one_device(monkeypatch)
     _, config = load(name)
     shape = {k: v for k, v in config.policy.items() if k not in SFT_FIELDS}
-    policy = build(sft.PolicyConfig, shape, "policy")
-    learner = sft.make_learner(config, policy)
+    policy = build(supervised.PolicyConfig, shape, "policy")
+    learner = supervised.make_learner(config, policy)
     longest = learner.packing.buckets[-1]
     assert longest.length <= policy.max_positions
     prompts.load(config.prompts)

@@ -144,12 +144,14 @@ def test_the_report_has_its_parts(made):
     assert "characters read" not in page and "cluster size" not in page
 
 
+@pytest.mark.slow
 def test_other_workers_give_the_same_bytes(config, made, tmp_path):
     options = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
     build.build(config, str(tmp_path / "out"), options)
     assert files_of(tmp_path / "out") == files_of(made[1])
 
 
+@pytest.mark.slow
 def test_a_build_that_is_stopped_anywhere_goes_on(config, made, tmp_path, monkeypatch):
     """Stopped before each stage is marked as done, then at each file of the output."""
     out, stopped = tmp_path / "out", []
@@ -189,6 +191,7 @@ def test_a_build_that_is_stopped_anywhere_goes_on(config, made, tmp_path, monkey
     assert files_of(out) == files_of(made[1])
 
 
+@pytest.mark.slow
 def test_a_finished_build_is_left_as_it_is(config, made, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in made[1].glob("clusters-*")}
     monkeypatch.setattr(Stages, "pipeline", lambda *_: pytest.fail("ran again"))
@@ -196,6 +199,7 @@ def test_a_finished_build_is_left_as_it_is(config, made, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in made[1].glob("clusters-*")} == before
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_read_again(tmp_path):
     changing = tmp_path / "texts"
     changing.mkdir()
@@ -214,6 +218,7 @@ def test_a_changed_file_is_read_again(tmp_path):
     assert read() == sorted([text(0, 1), text(0, 2)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -241,6 +246,7 @@ def test_graphs_for_other_runners(config, tmp_path, flags, caplog, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_command(config, tmp_path):
     """Flags that are not ours are Beam's; a wrong one of ours is an error."""
     path = config.sources.filings.path
@@ -277,6 +283,7 @@ def test_mistakes_are_found_before_anything_is_written(config, tmp_path, change,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_configs_are_right():
     made = folder.get_config("somewhere"), mixed.get_config("somewhere"), paper.get_config()
     for config in made:

@@ -115,6 +115,7 @@ def test_limits_are_kept_and_sizes_are_counted(made):
         assert done.count("small clusters", pool) == small
 
 
+@pytest.mark.slow
 def test_pieces_of_a_document_stay_together(documents, tmp_path):
     """Of one source alone, whatever its vectors; the others are clustered as ever."""
     pieces = [
@@ -188,6 +189,7 @@ def test_a_sample_is_that_of_the_smallest_ids():
         assert list(cluster_module._sample(point | {"id": name, "node": "a"}, large, 4000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [THREADS, pytest.param(PROCESSES, marks=pytest.mark.long)])
 def test_workers_and_order_do_not_matter(documents, made, tmp_path, options):
     clusters, _, done, _ = run(tmp_path, documents[::-1], options=options)
@@ -206,6 +208,7 @@ def test_seed_and_node_decide_where_centroids_start(documents):
     assert len({fit(0, "a"), fit(0, "b"), fit(1, "a")}) == 3
 
 
+@pytest.mark.slow
 def test_a_change_of_the_last_step_keeps_the_levels(documents, made, monkeypatch):
     stages = made[3]
     ran = []
@@ -266,6 +269,7 @@ def test_documents_that_fit_in_no_cluster_are_removed(documents, unsplit):
     assert done.count("documents removed: no vector of length 1", source) == 3
 
 
+@pytest.mark.slow
 def test_no_documents_at_all(tmp_path):
     clusters, removed, done, _ = run(tmp_path, [])
     assert clusters == removed == [] and done.counts == ()

@@ -55,6 +55,7 @@ def test_bad_settings_are_named(change, message):
         CutConfig(**change)
 
 
+@pytest.mark.slow
 def test_long_documents_are_cut_and_short_ones_are_counted():
     long = make_document(paragraphs("a", 3), "books", "a.txt", quality=0.5)
     short = make_document("only four words here", "books", "b.txt")
@@ -84,6 +85,7 @@ def test_chapters_keep_their_order():
     assert parts == [*range(12), *range(MAX_PIECES, MAX_PIECES + 12)]
 
 
+@pytest.mark.slow
 def test_of_equal_pieces_the_first_stays():
     imprint = "printed in the year that it was printed in by a printer of this town"
     books = [
@@ -113,6 +115,7 @@ def test_a_document_that_came_twice_is_not_lost():
     assert [r["reason"] for r in tables["removed"]] == ["repeated piece"]
 
 
+@pytest.mark.slow
 def test_pieces_of_too_few_tokens_are_removed():
     text = f"{paragraphs('a', 1, 16)}\n\nEnd\n\n{paragraphs('b', 1, 16)}"
     tables = cut([make_document(text, "s", "a"), make_document("Word", "t", "b")])
@@ -134,6 +137,7 @@ def test_a_text_of_nothing_is_not_lost_in_silence():
     ]
 
 
+@pytest.mark.slow
 def test_more_pieces_than_parts_have_numbers_for(monkeypatch):
     monkeypatch.setattr(cut_module, "MAX_PIECES", 4)
     tables = cut([make_document(paragraphs("a", 7), "s", "a", part=2)])
@@ -154,6 +158,7 @@ def test_tokens_are_the_policys(tmp_path):
     assert 50 < max(d["tokens"] for d in documents) <= 100
 
 
+@pytest.mark.slow
 def test_workers_and_order_do_not_matter():
     documents = [make_document(paragraphs(f"x{i % 7}", 3), "s", f"{i}") for i in range(20)]
     one = cut(documents)

@@ -238,6 +238,7 @@ def test_items_share_shingles():
 # ------------------------------------------------------------------------------------------- stage
 
 
+@pytest.mark.slow
 def test_stage(tmp_path):
     question = "Which of the two towns had the older stone bridge over the river?"
     items = sorted(

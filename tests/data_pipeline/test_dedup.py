@@ -238,6 +238,7 @@ def test_chinese_texts(corpus):
     assert removed_of(corpus, "zh") == {"a": ("near duplicate", "zh:b")}
 
 
+@pytest.mark.slow
 def test_result_is_the_same_in_any_order_and_with_any_workers(tmp_path, monkeypatch):
     documents = [document(some_text(i), str(i)) for i in range(60)]
     copies = [document(edited_copy(d["text"], 0.85, 0.9, 1), "c" + d["place"]) for d in documents]
@@ -252,6 +253,7 @@ def test_result_is_the_same_in_any_order_and_with_any_workers(tmp_path, monkeypa
     assert len(one[1]) > 50
 
 
+@pytest.mark.slow
 def test_large_groups_are_capped_and_counted(tmp_path):
     """100 texts of one shingle set share every band: 10 make pairs, 90 meet the first alone."""
     words = some_text(1)
@@ -265,6 +267,7 @@ def test_large_groups_are_capped_and_counted(tmp_path):
     assert counts["component size = 100", ""] == 1
 
 
+@pytest.mark.slow
 def test_nothing_to_do(tmp_path):
     kept, removed, counts = run(tmp_path, [document(some_text(1), "a")])
     assert [d["place"] for d in kept] == ["a"] and not removed
@@ -313,6 +316,7 @@ def test_settings_are_checked(field, value, message):
 # -------------------------------------------------------------------------------------- components
 
 
+@pytest.mark.slow
 def test_components_are_those_of_union_find():
     """Chains, stars, cycles, a clique and random graphs, all at once as parts of one graph."""
     edges = []
@@ -341,6 +345,7 @@ def test_components_are_those_of_union_find():
     check_stars(edges, 8, children, [])
 
 
+@pytest.mark.slow
 def test_what_is_unconverged_is_counted():
     """After one round node n of a chain a-b-c-... points to n-2 or further, not all to a."""
     chain = [bytes([i]) for i in range(9)]
@@ -360,6 +365,7 @@ def test_a_node_between_two_stars_is_counted():
     check_stars(edges, 1, children, [("components unconverged", "")])
 
 
+@pytest.mark.slow
 def test_unconverged_documents_are_counted_and_nothing_is_lost(tmp_path):
     """Windows of a long text, each near its neighbors alone: a chain of 30 documents."""
     words = some_text(1, 400).split()

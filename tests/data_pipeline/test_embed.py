@@ -82,6 +82,7 @@ def test_the_nearest_document_is_about_the_same(tmp_path) -> None:
     assert [tuple(c.values()) for c in done.counts] == wanted
 
 
+@pytest.mark.slow
 def test_cosines_are_those_of_weighted_words(tmp_path) -> None:
     """With as many directions as there are, nothing of a sample of all documents is lost."""
     given = documents(30)
@@ -101,6 +102,7 @@ def test_cosines_are_those_of_weighted_words(tmp_path) -> None:
     np.testing.assert_allclose(found @ found.T, table @ table.T, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_neither_workers_nor_order_change_a_bit(tmp_path) -> None:
     given = documents(40)
     shuffled = random.Random(1).sample(given, len(given))
@@ -108,6 +110,7 @@ def test_neither_workers_nor_order_change_a_bit(tmp_path) -> None:
     assert bits(run(tmp_path / "b", shuffled, options=WORKERS)[0]) == alone
 
 
+@pytest.mark.slow
 def test_directions_are_those_of_the_documents_with_the_smallest_ids(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(embed, "BLOCK_BYTES", 100)  # of two words
     given = sorted(documents(200), key=lambda d: d["id"])
@@ -137,6 +140,7 @@ def test_documents_without_telling_words_are_alike_and_counted(tmp_path) -> None
     assert done.count(embed.EMBEDDED) == 23
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("texts", [(), ("oven pan",), ("oven pan", "pan oven")], ids=len)
 def test_next_to_no_documents(texts: tuple[str, ...], tmp_path) -> None:
     given = [make_document(text, "s", text) for text in texts]
@@ -169,6 +173,7 @@ def policy(tmp_path_factory) -> EmbedConfig:
     )
 
 
+@pytest.mark.slow
 def test_a_policy_embeds_and_what_it_cuts_is_counted(policy, tmp_path) -> None:
     given = documents(20, "short") + [
         make_document("salt " * 99 + str(n), "long", str(n)) for n in "ab"
@@ -185,6 +190,7 @@ def test_a_policy_embeds_and_what_it_cuts_is_counted(policy, tmp_path) -> None:
     assert done.count(embed.EMBEDDED, "short") == 20
 
 
+@pytest.mark.slow
 def test_a_policy_is_loaded_once_and_its_batches_are_certain(policy, tmp_path, monkeypatch) -> None:
     loaded, batches = [], []
 

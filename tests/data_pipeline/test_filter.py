@@ -81,6 +81,7 @@ def test_the_first_reason_counts(predicates: str):
     assert reason(ENGLISH, config) is None
 
 
+@pytest.mark.slow
 def test_a_predicate_that_raises_is_counted_and_named(predicates: str, tmp_path: Path):
     documents = [make_document(ENGLISH, "s", f"p{i}", part=i) for i in range(2)]
     documents += [make_document("short", "s", "q"), make_document("long enough", "other", "r")]

@@ -136,6 +136,7 @@ def test_assignment_does_not_depend_on_the_batch(near_ties, monkeypatch, size):
     np.testing.assert_array_equal(assign(vectors, centroids), whole)
 
 
+@pytest.mark.slow
 @REPEATED
 @settings(max_examples=60)
 @given(st.data())

@@ -212,6 +212,7 @@ def test_missing_and_damaged_files_are_named(tmp_path):
             build([str(path)], "tatqa", tmp_path / "o", CONFIG, count_words)
 
 
+@pytest.mark.slow
 def test_as_a_program(tmp_path):
     for part in range(2):
         write(tmp_path / f"part{part}.jsonl", multi_hop(count=30)[part::2])

@@ -98,6 +98,7 @@ print(json.dumps([{key: plain(value) for key, value in r.items()} for r in recor
 """
 
 
+@pytest.mark.slow
 def test_tfds_reads_every_cluster_without_tensorflow(out: Path, tmp_path: Path) -> None:
     """In a process of its own; also by name, where the folder is called as tfds has it."""
     named = tmp_path / "clusters" / "1.0.0"
@@ -160,6 +161,7 @@ def test_the_manifest_has_all_files_and_what_it_was_given(out: Path) -> None:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("files", "options"),
     [
@@ -182,6 +184,7 @@ def test_an_equal_output_is_left_as_it_is(tmp_path: Path, monkeypatch) -> None:
     assert hashes(tmp_path / "out") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["shards", "manifest", "after", "damage", "loss", "no manifest"])
 def test_any_other_output_is_written_anew(tmp_path: Path, change: str) -> None:
     stages, out = make_stages(tmp_path, CLUSTERS[:6]), tmp_path / "out"
@@ -204,6 +207,7 @@ def test_any_other_output_is_written_anew(tmp_path: Path, change: str) -> None:
     assert hashes(out) == hashes(fresh) | {"report.html": hashlib.sha256(b"not ours").hexdigest()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", range(8))
 def test_an_output_that_stops_half_way_does_not_look_whole(tmp_path, monkeypatch, last) -> None:
     """Stopped before the file number `last` (2 shards, features, info, index, manifest) has its

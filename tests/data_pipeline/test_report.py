@@ -199,6 +199,7 @@ def test_long_lists_are_bounded_and_the_others_counted():
     assert found["musique: 201"][199:] == ["0199", "and 1 more"]
 
 
+@pytest.mark.slow
 def test_every_text_is_escaped(content):
     document = make_document(EVIL + "text", EVIL + "source", EVIL + "place")
     cluster = Cluster(id=EVIL[:6], pool=EVIL + "pool", documents=[document], tokens=1, vector=b"")
@@ -249,6 +250,7 @@ def test_page_needs_nothing_from_outside(text, page):
     assert not page.select("[href]")
 
 
+@pytest.mark.slow
 def test_same_content_same_bytes(content, text):
     shuffled = dataclasses.replace(
         content,
@@ -279,6 +281,7 @@ def test_nothing_is_shown_as_nothing():
     assert page.get_text().count("None.") == 3
 
 
+@pytest.mark.slow
 def test_single_values_and_odd_ones_are_drawn(content):
     odd = dataclasses.replace(
         content,

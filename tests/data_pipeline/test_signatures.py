@@ -67,6 +67,7 @@ def test_shingles_of_chinese_text():
     assert (found == signatures.shingles("天 地 玄 黄 宇 宙 洪 荒", 5)).all()
 
 
+@pytest.mark.slow
 def test_distinct_shingles_do_not_collide():
     """Of 6^5 windows of few tokens, the hardest ones, and of 200,000 random ones."""
     windows = [" ".join(window) for window in itertools.product("abcdef", repeat=5)]
@@ -138,6 +139,7 @@ def test_bands_find_as_many_pairs_as_theory_says(similarity):
         assert found >= 0.98 * number
 
 
+@pytest.mark.slow
 def test_bands_find_edited_texts():
     found = 0
     for seed in range(150):

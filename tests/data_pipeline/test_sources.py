@@ -336,6 +336,7 @@ def test_json_of_any_nesting(tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 def test_a_source_may_have_its_own_limits(tmp_path: Path):
     files = {
         "long.txt": ENGLISH * 3,
@@ -373,6 +374,7 @@ def test_chapters_are_documents_with_parts(tmp_path: Path):
     ] + [("whole.txt", 0, "No heading.")]
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_workers(tmp_path: Path):
     rows = [f"{ENGLISH} {i}" for i in range(40)]
     files = {
@@ -394,6 +396,7 @@ def test_results_do_not_depend_on_workers(tmp_path: Path):
     }
 
 
+@pytest.mark.slow
 def test_tables_are_as_their_schemas_say(tmp_path: Path):
     files = {"a.txt": "good", "b.jsonl": '"x"\n{"text": "y", "score": 0.1}\n{', "c.csv": ""}
     configs = {"mine": folder(write(tmp_path / "in", files))}
@@ -575,6 +578,7 @@ def test_scores(value: Any, quality: Any):
     assert str(layouts.as_quality(value)) == str(quality)
 
 
+@pytest.mark.slow
 def test_json_rows_before_a_break_are_read():
     data = gzip.compress(b"".join(b'"row %d"\n' % i for i in range(100_000)))[:-2000]
     stream = sources._uncompressed(io.BytesIO(data), "gzip")

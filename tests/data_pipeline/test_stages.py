@@ -35,6 +35,7 @@ def texts_of(stages, table="shout/documents"):
     return sorted(record["text"] for record in stages.read(table))
 
 
+@pytest.mark.slow
 def test_tables_go_from_stage_to_stage(tmp_path):
     stages = Stages(str(tmp_path / "stages"))
     first, second = run_both(stages)
@@ -44,6 +45,7 @@ def test_tables_go_from_stage_to_stage(tmp_path):
     assert stages.read("shout/documents", ["place"])[0].keys() == {"place"}
 
 
+@pytest.mark.slow
 def test_no_stage_is_run_twice(tmp_path, monkeypatch):
     stages = Stages(str(tmp_path / "stages"))
     before = run_both(stages)
@@ -53,6 +55,7 @@ def test_no_stage_is_run_twice(tmp_path, monkeypatch):
     assert [done.counts for done in again] == [done.counts for done in before]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "ran"),
     [({"sign": "?"}, ["shout"]), ({"texts": ("three",)}, ["write", "shout"])],
@@ -73,6 +76,7 @@ def test_a_change_runs_what_it_is_about_and_all_behind(tmp_path, monkeypatch, ch
     assert texts_of(stages) == (["THREE!"] if "texts" in change else ["ONE?", "TWO?"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [None, b"", b'{"finger', b"[]"])
 def test_what_an_unfinished_run_left_is_not_read(tmp_path, left):
     """Its tables are whole files, but there is no done.json, or half of one."""
@@ -100,12 +104,14 @@ def test_a_stage_that_fails_is_not_done(tmp_path):
     assert not (tmp_path / "stages" / "fails" / DONE).exists()
 
 
+@pytest.mark.slow
 def test_an_empty_table_is_read_as_empty(tmp_path):
     stages = Stages(str(tmp_path / "stages"))
     _, second = run_both(stages, texts=())
     assert stages.read("shout/documents") == [] and second.counts == ()
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_changes_nothing(tmp_path):
     alone = Stages(str(tmp_path / "a"))
     options = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
@@ -115,6 +121,7 @@ def test_the_number_of_workers_changes_nothing(tmp_path):
     assert texts_of(alone) == texts_of(beside)
 
 
+@pytest.mark.slow
 def test_which_runner():
     assert isinstance(Stages("x").pipeline("y").runner, FnApiRunner)
     assert isinstance(Stages("x", ["--runner=DirectRunner"]).pipeline("y").runner, FnApiRunner)
@@ -123,6 +130,7 @@ def test_which_runner():
         assert type(runner).__name__ == name
 
 
+@pytest.mark.slow
 def test_done_json_is_written_last(tmp_path, monkeypatch):
     """A kill at any moment before leaves no sign of a finished stage."""
     stages = Stages(str(tmp_path / "stages"))

@@ -56,6 +56,7 @@ def test_bad_settings_are_named(change, message):
 POOLS = [QA, MATH, CHOICE, f"{MATH}+{QA}", f"{CHOICE}+{QA}", ALL]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.sampled_from(POOLS), max_size=6))
 def test_as_many_as_any_way_to_share_would_give(pools):
@@ -119,6 +120,7 @@ def test_no_clusters_at_all():
         assign_tasks({}, TasksConfig())
 
 
+@pytest.mark.slow
 def test_used_clusters_have_their_task_and_others_are_counted():
     def make(name, pool, texts):
         documents = [make_document(text, f"of {pool}", text) for text in texts]

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from configs import paper
 from launch import aot, topologies
 from spell_jax.policy import lora
-from spell_jax.policy.lora import LoraConfig
+from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime import mesh as meshes
 from tests import tiny
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from configs import paper
-from launch import check
+from launch import check, describe
 from spell_jax import config as configs
 from spell_jax.algorithms import registry as registry
 from spell_jax.data.config import GENERATED
@@ -31,7 +31,7 @@ from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import build, plain
-from spell_jax.sampler.engine import SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
 from tests import noise, tiny
 from tests.configs.test_configs import NAMES, has_algorithm, load
 from tests.paths import ROOT
@@ -391,12 +391,12 @@ def test_the_papers_step() -> None:
     """128 questions x 8 answers; as many bad ones as good; an eighth as many verdicts."""
     config = paper.get_config()
     sampling = build(SamplerConfig, config.sampler, "sampler")
-    groups = check.longest_groups(config, sampling)
+    groups = describe.longest_groups(config, sampling)
     counts = packing.count_answers(groups)
     assert counts == {"responder": 1024, "questioner": 256, "verifier": 128}
     assert {group.tokens for group in groups} == {18_000 + 8 * 4096, 18_000 + 4096}
     config.algorithm.train_verifier = config.algorithm.train_questioner = False
-    assert packing.count_answers(check.longest_groups(config, sampling)) == {"responder": 1024}
+    assert packing.count_answers(describe.longest_groups(config, sampling)) == {"responder": 1024}
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -410,7 +410,7 @@ def test_rows_are_counted_as_they_are_packed(shared: bool) -> None:
     for batch in packing.pack(fitting, buckets, layout.token_budget):
         rows = int(np.sum(np.any(batch.last_query >= 0, axis=1)))
         packed[batch.tokens.shape[1]] = packed.get(batch.tokens.shape[1], 0) + rows
-    rows = check.rows_by_bucket(groups, layout)
+    rows = describe.rows_by_bucket(groups, layout)
     assert {bucket.length: count for bucket, count in rows.items()} == packed
     assert len(packed) == 2
 

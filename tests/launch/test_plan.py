@@ -15,8 +15,7 @@ import pytest
 
 from configs import paper
 from launch import aot, plan, topologies
-from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.lora import LoraConfig
+from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from tests import noise
 from tests.paths import ROOT

@@ -1,9 +1,12 @@
-"""Advantages against the reference cases, and their properties: finite, centred, per task."""
+"""Advantages against the reference cases, and their properties: finite, centered, per task."""
 
+import functools
 import json
 import math
 from collections import defaultdict
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -113,3 +116,49 @@ def test_questioner_rows_are_finite_and_equal_rows_earn_nothing(rows):
     values, tasks = [row[0] for row in rows], [row[1] for row in rows]
     assert np.isfinite(questioner_advantages(values, tasks)).all()
     np.testing.assert_allclose(questioner_advantages([0.1] * len(rows), tasks), 0, atol=1e-9)
+
+
+# ----------------------------------------------------------------------------- Under jit
+
+
+def jitted(function, **static):
+    return jax.jit(functools.partial(function, **static))
+
+
+@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize("shape", [(8,), (5, 4), (2, 3, 7), (3, 1)])
+def test_jit_equals_numpy(shape, divide):
+    values = np.random.default_rng(len(shape)).choice([0.0, 0.3, 1.0], size=shape)
+    wanted = group_advantages(values, divide_by_deviation=divide)
+    found = jitted(group_advantages, divide_by_deviation=divide)(values)
+    assert isinstance(found, jax.Array)
+    assert found.dtype == wanted.dtype == np.float32
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("tasks", ["aabba", "aabac", "abcde", "aaaaa", "a", ""])
+def test_jit_equals_numpy_for_questioners(tasks):
+    values = np.random.default_rng(1).random(len(tasks))
+    found = jitted(questioner_advantages, tasks=tuple(tasks))(values)
+    assert isinstance(found, jax.Array)
+    wanted = questioner_advantages(values, tuple(tasks))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_equal_rewards_have_no_advantage_to_the_bit():
+    groups = np.repeat(np.random.default_rng(0).random((100, 1)), 7, axis=1)
+    assert not group_advantages(groups).any()
+    assert not jitted(group_advantages)(groups).any()
+
+
+def test_jax_arrays_give_jax_arrays_outside_jit_too():
+    assert isinstance(group_advantages(jnp.ones(3)), jax.Array)
+    assert isinstance(group_advantages([jnp.float32(1), 0.0]), jax.Array)
+    assert isinstance(group_advantages([1.0, 0.0]), np.ndarray)
+
+
+def test_shapes_are_checked_while_tracing():
+    with pytest.raises(ValueError, match="rewards: a scalar"):
+        jitted(group_advantages)(1.0)
+    with pytest.raises(ValueError, match=r"rewards: shape \(2,\).*\(1,\)"):
+        jitted(questioner_advantages, tasks=("a",))(np.ones(2))

@@ -16,7 +16,7 @@ from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.packing import Bucket, Group, PackingConfig
 from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy import lora, transformer
-from spell_jax.policy.lora import LoraConfig
+from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime import mesh as meshes
 from tests import tiny
 

@@ -11,7 +11,8 @@ import pytest
 
 from spell_jax.policy import transformer, weights
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.engine import Sampler
 from tests.policy import families
 
 LENGTH = 120  # the stretched ropes of families.py come from a context of 32

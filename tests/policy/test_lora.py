@@ -16,9 +16,10 @@ from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.packing import Bucket, PackingConfig
 from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy import lora, transformer, weights
-from spell_jax.policy.lora import LoraConfig
+from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.engine import Sampler
 from tests import tiny
 from tests.policy import families
 

@@ -17,7 +17,8 @@ from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy import moe, transformer
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.engine import Sampler
 from tests import tiny
 
 POLICY = dataclasses.replace(

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from spell_jax.learner.packing import Bucket, PackingConfig
 from spell_jax.learner.update import OptimizerConfig
 from spell_jax.runtime.config import build, check_choice, check_least
-from spell_jax.sampler.engine import SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,8 @@ from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import session
-from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.requests import Options, Request
 from tests import tiny
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from spell_jax.policy import int8
-from spell_jax.policy.lora import LoraConfig
+from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.engine import Sampler
 from tests import tiny
 
 KEY = jax.random.key(5)

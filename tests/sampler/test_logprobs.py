@@ -20,7 +20,8 @@ from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.engine import Sampler
 from tests import tiny
 
 pytestmark = pytest.mark.slow

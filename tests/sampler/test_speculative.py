@@ -11,7 +11,8 @@ import pytest
 
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import speculative
-from spell_jax.sampler.engine import Sampler, SamplerConfig
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.requests import Request, Sample
 from spell_jax.sampler.session import Counts, request_keys
 from tests import tiny

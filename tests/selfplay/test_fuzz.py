@@ -31,7 +31,7 @@ import pytest
 
 from benchmarks import parsers
 from benchmarks.parsers import FAMILIES, PARSERS
-from spell_jax import algorithms, evaluation, selfplay, sft, warm_start
+from spell_jax import algorithms, evaluation, selfplay, warm_start
 from spell_jax.algorithms.base import Reply
 from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell.config import SpellConfig
@@ -43,6 +43,7 @@ from spell_jax.selfplay import numbers, parsing, prompts
 from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Endpoint, Judge, JudgeConfig
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.parsing import Parsed
+from spell_jax.trainer import supervised
 from spell_jax.warm_start import folder_rows
 from tests.selfplay.hostile import INJECTIONS, good_texts, json_value, texts
 
@@ -459,7 +460,7 @@ def test_readers_of_lines_skip_what_is_wrong(tmp_path: Path) -> None:
     assert len(records) > 500 and skipped > 500
     questions = read_questions(path, "data.validation")
     "".join(q.question + q.answer + "".join(q.documents) for q in questions).encode()
-    rows, skipped = sft.read_rows(str(path))
+    rows, skipped = supervised.read_rows(str(path))
     assert len(rows) + skipped == len(lines)
     "".join(row.prompt + row.completion for row in rows).encode()
     clusters, report = read_clusters(path)

@@ -21,11 +21,11 @@ from typing import Any
 import jax
 import pytest
 
-from spell_jax import train
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.runtime.preemption import Preemption
+from spell_jax.trainer import loop
 from spell_jax.trainer.build import Run, make_run
 from tests import noise
 
@@ -141,7 +141,7 @@ def main() -> None:
             hang(int(number), monkeypatch)
         elif what == "hold":
             hold(int(number))
-        train.train(config, pathlib.Path(workdir))
+        loop.train(config, pathlib.Path(workdir))
 
 
 if __name__ == "__main__":

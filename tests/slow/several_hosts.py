@@ -20,10 +20,10 @@ import jax
 import pytest
 
 from configs import tiny_warm_start
-from spell_jax import sft, train
 from spell_jax.learner import packing
 from spell_jax.runtime import setup as start
 from spell_jax.trainer import build as catalogue
+from spell_jax.trainer import loop, supervised
 from tests import noise
 
 STEPS = 3
@@ -75,7 +75,7 @@ def tune(policy: str, workdir: pathlib.Path, source: str) -> None:
         "packing.buckets": ((64, 24),),
         "packing.token_budget": 128,
     }
-    sft.run(noise.with_fields(config, fields), workdir)
+    supervised.fine_tune(noise.with_fields(config, fields), workdir)
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def main() -> None:
         monkeypatch.setattr(catalogue, "_make_judge", lambda *_: judge)
         if rest and jax.process_index() == int(rest[0]):
             die_behind(int(rest[1]), monkeypatch)
-        train.train(make_config(pathlib.Path(policy)), workdir)
+        loop.train(make_config(pathlib.Path(policy)), workdir)
 
 
 if __name__ == "__main__":

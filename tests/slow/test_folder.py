@@ -8,10 +8,10 @@ import pathlib
 import pytest
 
 from configs import folder, folder_warm_start
-from spell_jax import sft, train
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
+from spell_jax.trainer import loop, supervised
 from spell_jax.warm_start import folder_rows
 from tests import noise
 
@@ -49,7 +49,7 @@ def warm(documents, tmp_path_factory) -> pathlib.Path:
     config.packing.buckets, config.packing.token_budget = ((320, 160),), 640
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
-        sft.run(config, out)
+        supervised.fine_tune(config, out)
     return out
 
 
@@ -78,8 +78,8 @@ def test_a_folder_is_played_and_the_run_goes_on(documents, warm, meaning, tmp_pa
     noise.share_programs(monkeypatch)
     if meaning:
         noise.give_meaning(monkeypatch)
-    train.train(folder_config(documents, warm, steps=2), tmp_path)
-    train.train(folder_config(documents, warm, steps=3), tmp_path)
+    loop.train(folder_config(documents, warm, steps=2), tmp_path)
+    loop.train(folder_config(documents, warm, steps=3), tmp_path)
     lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:

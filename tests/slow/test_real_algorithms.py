@@ -28,7 +28,6 @@ from configs import eapo, paper, reconstruction, rlvr
 from data_pipeline import long_questions
 from data_pipeline.question_rows import LAYOUTS, Draft, read_row
 from launch import random_policy
-from spell_jax import train
 from spell_jax.algorithms.rollout import RolloutWorker
 from spell_jax.data.clusters import ROLES
 from spell_jax.data.questions import Question, as_record, read_questions
@@ -38,6 +37,7 @@ from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.selfplay import prompts, rules
+from spell_jax.trainer import loop
 from tests import noise
 
 pytestmark = pytest.mark.long  # some minutes
@@ -169,7 +169,7 @@ def config_of(config: ConfigDict, policy: pathlib.Path, **changes: Any) -> Confi
 
 def run(config: ConfigDict, workdir: pathlib.Path) -> list[tuple[Record, list[Record]]]:
     """Both steps: (line of metrics, its episodes)."""
-    train.train(config, workdir)
+    loop.train(config, workdir)
     lines, episodes = read_metrics(workdir), list(read_episodes(workdir))
     assert [line["step"] for line in lines] == [1, 2]
     found = [(line, [e for step, e in episodes if step == line["step"]]) for line in lines]

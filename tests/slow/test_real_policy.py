@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from configs import paper
-from spell_jax import train
 from spell_jax.evaluation import generation
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy import tokenizer as tokenizers
@@ -21,6 +20,7 @@ from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
 from spell_jax.runtime.metrics import read_metrics
+from spell_jax.trainer import loop
 from spell_jax.trainer.export import export
 from tests import noise
 from tests.policy import families
@@ -121,8 +121,8 @@ def test_play_learn_resume_and_export(policy, documents, meaning, tmp_path, monk
     if meaning:
         noise.give_meaning(monkeypatch)
     run = tmp_path / "run"
-    train.train(config_of(policy, documents, steps=1), run)
-    train.train(config_of(policy, documents), run)
+    loop.train(config_of(policy, documents, steps=1), run)
+    loop.train(config_of(policy, documents), run)
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:

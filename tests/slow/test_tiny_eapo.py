@@ -13,13 +13,13 @@ import pytest
 from etils import epath
 
 from configs import tiny_eapo
-from spell_jax import train
 from spell_jax.policy import weights
 from spell_jax.reporting.episodes import choose_episodes
 from spell_jax.reporting.page import Measured, write_page
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.jsonl import write_records
+from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
 from spell_jax.warm_start import evidence_rows
@@ -66,7 +66,7 @@ def config(tmp_path_factory) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def whole(config, tmp_path_factory) -> epath.Path:
     """A run from its first step to its last."""
-    return train.train(config, epath.Path(tmp_path_factory.mktemp("whole") / "run"))
+    return loop.train(config, epath.Path(tmp_path_factory.mktemp("whole") / "run"))
 
 
 def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
 def end_of(config: Any, workdir: epath.Path) -> dict[str, Any]:
     run = make_run(config)
     with Checkpoints(workdir) as checkpoints:
-        return runs.begin(run, checkpoints)[0]
+        return runs.restore_or_init(run, checkpoints)[0]
 
 
 def test_a_refresh_learns_from_what_was_kept_since_the_last(whole):
@@ -103,7 +103,7 @@ def moved(before: str, after: epath.Path) -> float:
 
 def test_a_run_is_resumed_to_the_bit_over_a_refresh(config, whole, tmp_path):
     halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), 1)
-    train.train(config, halved)
+    loop.train(config, halved)
     assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
     ends = [end_of(config, workdir) for workdir in (whole, halved)]
     assert ends[0].keys() == {"policy", "reward_model"}

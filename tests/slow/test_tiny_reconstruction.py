@@ -11,7 +11,6 @@ import pytest
 from etils import epath
 
 from configs import tiny_reconstruction, tiny_reconstruction_warm_start
-from spell_jax import sft, train
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.reporting.episodes import choose_episodes
@@ -21,6 +20,7 @@ from spell_jax.reporting.tables import EVALUATION_FILE, read_evaluation
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.selfplay import prompts, puzzles
+from spell_jax.trainer import loop, supervised
 from spell_jax.warm_start import story_rows
 from tests import noise
 
@@ -62,7 +62,7 @@ def workdir(tmp_path_factory) -> epath.Path:
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         monkeypatch.setattr(puzzles, "parse_order", read_noise)
-        train.train(config, folder)
+        loop.train(config, folder)
     return folder
 
 
@@ -114,7 +114,7 @@ def test_the_demo_has_room_for_what_was_tuned():
     tokenizer = tokenizers.load(TINY_POLICY)
     rows = story_rows.rows(prompts.load("compact"), story_rows.StoryMixture(), seed=5)
     for row in itertools.islice(rows, 600):
-        group = sft.to_group(row, tokenizer)
+        group = supervised.to_group(row, tokenizer)
         assert len(group.prompt) <= config.sampler.max_prompt, row
         assert len(group.answers[0]) <= config.sampler.max_tokens, row
         assert len(group.prompt) + len(group.answers[0]) <= bucket

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from etils import epath
 
-from spell_jax import train
 from spell_jax.policy import lora, transformer, weights
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
 from tests import noise
@@ -40,7 +40,7 @@ def play(config, workdir) -> None:
         noise.use_one_device(monkeypatch)
         noise.give_meaning(monkeypatch)
         noise.draw_nothing(monkeypatch)
-        train.train(config, workdir)
+        loop.train(config, workdir)
 
 
 def begin(config, workdir) -> tuple[dict, int]:
@@ -49,7 +49,7 @@ def begin(config, workdir) -> tuple[dict, int]:
         noise.use_one_device(monkeypatch)
         run = make_run(config)
         checkpoints = Checkpoints(workdir)
-        models, step, *_ = runs.begin(run, checkpoints)
+        models, step, *_ = runs.restore_or_init(run, checkpoints)
         checkpoints.close()
     return models, step
 

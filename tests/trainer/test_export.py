@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from spell_jax import train
 from spell_jax.policy import weights
+from spell_jax.trainer import loop
 from spell_jax.trainer.export import export
 from tests import noise
 
@@ -37,7 +37,7 @@ def play(config, workdir: pathlib.Path) -> pathlib.Path:
         noise.use_one_device(monkeypatch)
         noise.give_meaning(monkeypatch)
         noise.draw_nothing(monkeypatch)
-        return train.train(config, workdir)
+        return loop.train(config, workdir)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from absl import logging as absl_logging
 
-from spell_jax import train
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.learner import packing
 from spell_jax.learner.non_finite import NonFinite
@@ -22,6 +21,7 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
+from spell_jax.trainer import loop
 from tests import metric_names, noise
 
 absl_logging.set_verbosity(absl_logging.WARNING)
@@ -57,12 +57,12 @@ class Finished:
             if not alone:
                 noise.draw_nothing(monkeypatch)
                 noise.share_programs(monkeypatch)
-            make_run = train.make_run
-            monkeypatch.setattr(train, "make_run", lambda c: self._keep(make_run(c)))
+            make_run = loop.make_run
+            monkeypatch.setattr(loop, "make_run", lambda c: self._keep(make_run(c)))
             monkeypatch.setattr(packing, "count_answers", self._count)
-            train.train(config, workdir)
+            loop.train(config, workdir)
 
-    def _keep(self, run: train.Run) -> train.Run:
+    def _keep(self, run: loop.Run) -> loop.Run:
         self.run, begin = run, run.players.begin
         self.begun: list[int] = []
         run.players.begin = lambda *given: (self.begun.append(given[0]), begin(*given))[1]
@@ -132,6 +132,7 @@ def test_a_run_writes_all_its_files(whole):
         "time.png",
         "train.png",
         "eval.png",
+        "rollout.png",
         "evaluation.png",
     }
     results = json.loads((folder / "evaluation.json").read_text())
@@ -419,7 +420,7 @@ BAD = [
 @pytest.fixture(scope="module")
 def shapes(policy) -> None:
     """Shapes of the policy, which are found with a key and then kept."""
-    train.make_run(noise.small_config(policy))
+    loop.make_run(noise.small_config(policy))
 
 
 @pytest.mark.usefixtures("shapes")
@@ -434,7 +435,7 @@ def test_a_bad_value_is_named_before_any_device_work(field, value, policy, monke
     config = noise.small_config(policy, **{field: value})
     section = field.partition(".")[0] if field.startswith("mesh") else field
     with pytest.raises((ValueError, FileNotFoundError)) as failure:
-        train.make_run(config)
+        loop.make_run(config)
     message = str(failure.value)
     assert section in message
     assert str(value[0] if isinstance(value, tuple) else value) in message
@@ -443,18 +444,18 @@ def test_a_bad_value_is_named_before_any_device_work(field, value, policy, monke
 def test_the_judge_needs_an_address_and_a_model(policy, monkeypatch):
     judge = {"algorithm.rule": "judge"}
     with pytest.raises(ValueError, match=r"algorithm\.judge_url = ''"):
-        train.make_run(noise.small_config(policy, **judge))
+        loop.make_run(noise.small_config(policy, **judge))
     judge["algorithm.judge_url"] = "http://localhost:1/v1"
     with pytest.raises(ValueError, match=r"algorithm\.judge_model = ''"):
-        train.make_run(noise.small_config(policy, **judge))
+        loop.make_run(noise.small_config(policy, **judge))
     monkeypatch.setenv("SPELL_JUDGE_KEY", "secret")
-    run = train.make_run(noise.small_config(policy, **judge, **{"algorithm.judge_model": "m"}))
+    run = loop.make_run(noise.small_config(policy, **judge, **{"algorithm.judge_model": "m"}))
     assert run.algorithm._judge.__self__._ask.config.api_key == "secret"
     assert "secret" not in str(run.config)
 
 
 def test_the_parts_of_a_run_fit(policy):
-    run = train.make_run(noise.small_config(policy))
+    run = loop.make_run(noise.small_config(policy))
     assert isinstance(run.algorithm, Spell)
     # Two tokens of a prompt's room are the chat's.
     assert run.algorithm._cap == 128 - len(run.tokenizer.chat("")) == 126

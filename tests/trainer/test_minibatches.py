@@ -15,14 +15,16 @@ import pytest
 from etils import epath
 
 from spell_jax import config as configs
-from spell_jax import train
 from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.non_finite import NonFinite
 from spell_jax.learner.packing import Group
 from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
+from spell_jax.trainer.rollouts import Rollout, Rollouts
+from spell_jax.trainer.step_update import StepUpdate
 from tests import noise
 
 CORRECTIONS = {
@@ -61,11 +63,11 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def played(policy) -> train.Played:
+def played(policy) -> Rollout:
     """A step: how it is learned from is no matter."""
     run = make_run(make_config(policy, "rollout"))
-    played = train.play(run, runs.first_models(run), 1)
-    assert played and len(played.rows) > 2
+    played = Rollouts(run, runs.first_models(run), lambda: False).take(1)
+    assert played and len(played.groups) > 2
     return played
 
 
@@ -75,11 +77,11 @@ def test_a_step_in_parts_is_as_by_hand(policy, played, tmp_path, correction):
     run = make_run(make_config(policy, correction))
     models = runs.first_models(run)
     begun = runs.copy(models["policy"].params)
-    numbers = runs.StepUpdate(run, models, played.rows).finish(epath.Path(tmp_path), 1)
+    numbers = StepUpdate(run, models, played.groups).finish(epath.Path(tmp_path), 1)
     assert list(numbers) == ["policy"] and len(numbers["policy"]) == 2
     assert int(models["policy"].step) == 2
 
-    learner, rows = run.learner, played.rows
+    learner, rows = run.learner, played.groups
     state = learner.start(begun)
     if correction == "recompute":
         rows = learner.recompute(state, rows)
@@ -137,10 +139,10 @@ def learn(rows: list[Group], correction: str = "recompute", workdir: epath.Path 
         own=own, trained=own, config=config, learner=own["policy"].learner, algorithm=None
     )
     models = {"policy": 0, "other": 10, "reference": "frozen"}
-    step = runs.StepUpdate(run, models, rows)
-    step.go_on()
+    step = StepUpdate(run, models, rows)
+    step.advance()
     numbers = step.finish(workdir, 1)
-    step.go_on()
+    step.advance()
     return {name: model.learner for name, model in own.items()}, models, step, numbers
 
 
@@ -157,9 +159,9 @@ def test_each_model_learns_its_own_rows() -> None:
     assert models == {"policy": 2, "other": 11, "reference": "frozen"}
     assert numbers == {"policy": [{"groups": 2}, {"groups": 1}], "other": [{"groups": 2}]}
     assert learners["policy"].gone_on == 1, "of the first part, while it is the newest"
-    difference, weight = step.difference["sampler_difference"]
+    difference, weight = step.rollout_difference["sampler_difference"]
     assert difference / weight == pytest.approx(1.0)
-    assert not learn(rows, "rollout")[2].difference
+    assert not learn(rows, "rollout")[2].rollout_difference
 
 
 def test_without_rows_the_policys_update_is_empty() -> None:
@@ -177,14 +179,14 @@ def test_rows_that_go_wrong_are_told_in_their_models_words(tmp_path) -> None:
 
 def test_a_run_in_parts_is_resumed_to_the_bit(policy, tmp_path):
     config = make_config(policy, "recompute")
-    whole = train.train(config, epath.Path(tmp_path / "whole"))
+    whole = loop.train(config, epath.Path(tmp_path / "whole"))
     halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), 2)
-    train.train(config, halved)
+    loop.train(config, halved)
     assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
     states = []
     for workdir in (whole, halved):
         with Checkpoints(workdir) as checkpoints:
-            states.append(runs.begin(make_run(config), checkpoints)[0]["policy"])
+            states.append(runs.restore_or_init(make_run(config), checkpoints)[0]["policy"])
     taught = sum(line["train/empty_update"] == 0 for line in lines_of(whole))
     assert taught and int(states[0].step) == 2 * taught
     jax.tree.map(np.testing.assert_array_equal, *states)

@@ -14,7 +14,6 @@ import time
 import pytest
 from absl import logging as absl_logging
 
-from spell_jax import train
 from spell_jax.policy import weights
 from spell_jax.runtime import fault_injection, jsonl
 from spell_jax.runtime import metrics as runtime_metrics
@@ -22,7 +21,9 @@ from spell_jax.runtime.checkpoint import Checkpoints, SaveError
 from spell_jax.runtime.episodes import episode_files, read_episodes
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
 from spell_jax.runtime.preemption import Preempted
+from spell_jax.trainer import loop
 from spell_jax.trainer.build import make_run
+from spell_jax.trainer.rollouts import Rollouts
 from spell_jax.trainer.state import copy
 from tests import noise
 from tests.slow import killed
@@ -43,7 +44,7 @@ def play(config, workdir: pathlib.Path, one_device: bool = True) -> list[dict]:
         noise.give_meaning(monkeypatch)
         noise.draw_nothing(monkeypatch)
         noise.share_programs(monkeypatch)
-        train.train(config, workdir)
+        loop.train(config, workdir)
     return list(map(noise.steady, read_metrics(workdir)))
 
 
@@ -115,7 +116,7 @@ def test_a_step_that_is_left_is_played_again_alike(policy, monkeypatch) -> None:
             return len(calls) == stop_at
 
         calls.clear()
-        played = train.play(run, models, step, should_stop)
+        played = Rollouts(run, models, should_stop).take(step)
         return played and [json.dumps(run.algorithm.record(e)) for e in played.episodes]
 
     record(1)
@@ -130,13 +131,13 @@ def test_a_step_that_is_left_is_played_again_alike(policy, monkeypatch) -> None:
 
 def count_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps that are played from now on."""
-    begun, play_step = [], train.play
+    begun, roll_out = [], Rollouts._roll_out
 
-    def play_and_count(run, models, step, *given, **options):
+    def roll_out_and_count(self, step, advance_update):
         begun.append(step)
-        return play_step(run, models, step, *given, **options)
+        return roll_out(self, step, advance_update)
 
-    monkeypatch.setattr(train, "play", play_and_count)
+    monkeypatch.setattr(Rollouts, "_roll_out", roll_out_and_count)
     return begun
 
 
@@ -159,7 +160,7 @@ def test_without_its_disk_a_run_goes_on_in_the_fallback(
 ) -> None:
     """From step 3 on no folder can be made, and, unless they are `written`, no metrics either."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(train, "Checkpoints", functools.partial(Checkpoints, sleep=lambda _: None))
+    monkeypatch.setattr(loop, "Checkpoints", functools.partial(Checkpoints, sleep=lambda _: None))
     config, workdir = killed.make_config(policy), tmp_path / "run"
     with monkeypatch.context() as patches, pytest.raises(SaveError) as error:
         killed.wait_for_saves(patches)
@@ -181,7 +182,7 @@ def lose_disk(
     monkeypatch: pytest.MonkeyPatch, workdir: pathlib.Path, step: int, number: int, written: bool
 ) -> None:
     """From a step's beginning on nothing new can be made in the workdir."""
-    play_step, mkdir, put = train.play, os.mkdir, MetricsWriter._put
+    roll_out, mkdir, put = Rollouts._roll_out, os.mkdir, MetricsWriter._put
 
     def fail(path, *given, **options):
         if os.fspath(path).startswith(f"{workdir}/"):
@@ -192,13 +193,13 @@ def lose_disk(
         time.sleep(0.5)  # known only when the checkpoint waits for it
         raise OSError(number, os.strerror(number))
 
-    def play_and_fail(run, models, played, *given, **options):
-        if played == step:
+    def roll_out_and_fail(self, number, advance_update):
+        if number == step:
             monkeypatch.setattr(os, "mkdir", fail)
             monkeypatch.setattr(MetricsWriter, "_put", put if written else fail_to_put)
-        return play_step(run, models, played, *given, **options)
+        return roll_out(self, number, advance_update)
 
-    monkeypatch.setattr(train, "play", play_and_fail)
+    monkeypatch.setattr(Rollouts, "_roll_out", roll_out_and_fail)
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import tiny_warm_start
-from spell_jax import sft
 from spell_jax.evaluation import generation
 from spell_jax.learner import update
 from spell_jax.learner.non_finite import NonFinite
@@ -22,6 +21,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.runtime.preemption import EXIT_CODE, Preempted
+from spell_jax.trainer import supervised
 from spell_jax.warm_start import demonstrations
 from tests import noise
 
@@ -68,7 +68,7 @@ def steady_metrics(workdir: pathlib.Path) -> list[dict]:
 
 def test_loss_falls_and_the_result_loads(policy, source, tmp_path):
     config = small_config(policy, source, steps=40, rows_per_step=3, checkpoint_every=100)
-    folder = sft.run(config, tmp_path / "run")
+    folder = supervised.fine_tune(config, tmp_path / "run")
     # The loss itself is that of the policy gradient: advantage 1 and ratio 1, so -1 throughout.
     losses = [-line["train/mean_logprob"] for line in read_metrics(tmp_path / "run")]
     assert len(losses) == 40
@@ -86,7 +86,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(policy, source, tmp_path, monk
     def config():
         return small_config(policy, source, checkpoint_every=2)
 
-    whole = sft.run(config(), tmp_path / "whole")
+    whole = supervised.fine_tune(config(), tmp_path / "whole")
     learn, steps = update.Learner.update, itertools.count(1)
 
     def killed(*args):
@@ -97,10 +97,10 @@ def test_a_killed_run_goes_on_to_the_same_weights(policy, source, tmp_path, monk
     with monkeypatch.context() as during:
         during.setattr(update.Learner, "update", killed)
         with pytest.raises(KeyboardInterrupt):
-            sft.run(config(), tmp_path / "killed")
+            supervised.fine_tune(config(), tmp_path / "killed")
     # Step 5 was taken and written, the last checkpoint is of step 4.
     assert [line["step"] for line in read_metrics(tmp_path / "killed")] == [1, 2, 3, 4, 5]
-    resumed = sft.run(config(), tmp_path / "killed")
+    resumed = supervised.fine_tune(config(), tmp_path / "killed")
     model = "model.safetensors"
     assert (resumed / model).read_bytes() == (whole / model).read_bytes()
     assert steady_metrics(tmp_path / "killed") == steady_metrics(tmp_path / "whole")
@@ -111,7 +111,7 @@ def test_a_run_that_loses_its_machine_saves_and_goes_on(policy, source, tmp_path
     def config():
         return small_config(policy, source, checkpoint_every=100)
 
-    whole = sft.run(config(), tmp_path / "whole")
+    whole = supervised.fine_tune(config(), tmp_path / "whole")
     learn, steps = update.Learner.update, itertools.count(1)
 
     def warned(*args):
@@ -122,10 +122,10 @@ def test_a_run_that_loses_its_machine_saves_and_goes_on(policy, source, tmp_path
     with monkeypatch.context() as during:
         during.setattr(update.Learner, "update", warned)
         with pytest.raises(Preempted, match="SIGTERM") as ended:
-            sft.run(config(), tmp_path / "left")
+            supervised.fine_tune(config(), tmp_path / "left")
     assert ended.value.code == EXIT_CODE
     assert [path.name for path in (tmp_path / "left" / "checkpoints").iterdir()] == ["5"]
-    resumed = sft.run(config(), tmp_path / "left")
+    resumed = supervised.fine_tune(config(), tmp_path / "left")
     model = "model.safetensors"
     assert (resumed / model).read_bytes() == (whole / model).read_bytes()
     assert steady_metrics(tmp_path / "left") == steady_metrics(tmp_path / "whole")
@@ -137,7 +137,7 @@ def test_rows_of_numbers_that_go_wrong_are_written(policy, source, tmp_path, mon
     config = small_config(policy, source)
     config.optimizer.max_skipped = 2
     with pytest.raises(NonFinite) as error:
-        sft.run(config, tmp_path)
+        supervised.fine_tune(config, tmp_path)
     path = tmp_path / "non_finite" / "2.jsonl"
     assert str(path) in error.value.__notes__[0]
     (first, second) = map(json.loads, path.read_text().splitlines())
@@ -165,7 +165,7 @@ def test_bad_lines_are_counted_and_skipped(tmp_path, caplog):
     lines = [json.dumps(good, ensure_ascii=False), *BAD_LINES, json.dumps(ROWS[0])]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with caplog.at_level(logging.WARNING):
-        rows, skipped = sft.read_rows(path)
+        rows, skipped = supervised.read_rows(path)
     assert skipped == len(BAD_LINES)
     assert rows[0] == demonstrations.Row("line\u2028break", "c\x85d", "verifier", "math")
     assert rows[1] == demonstrations.Row(*ROWS[0].values(), "row", "")
@@ -178,14 +178,14 @@ def test_a_file_without_rows_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("no\n")
     with pytest.raises(ValueError, match=r"source = .*rows\.jsonl: none of its 1 lines is a row"):
-        sft.read_rows(path)
+        supervised.read_rows(path)
     with pytest.raises(FileNotFoundError, match=r"source = '.*absent\.jsonl': must be"):
-        sft.read_rows(tmp_path / "absent.jsonl")
+        supervised.read_rows(tmp_path / "absent.jsonl")
 
 
 def test_rows_of_a_file_are_shuffled_anew_each_epoch(source, policy):
     def take(start: int, count: int) -> list[str]:
-        stream = sft.row_stream(small_config(policy, source), start)
+        stream = supervised.row_stream(small_config(policy, source), start)
         return [row.completion for row in itertools.islice(stream, count)]
 
     rows = take(0, 30)
@@ -197,7 +197,7 @@ def test_rows_of_a_file_are_shuffled_anew_each_epoch(source, policy):
 
 def test_a_row_is_a_group_of_one_that_ends(policy):
     tokenizer = tokenizers.load(policy)
-    group = sft.to_group(
+    group = supervised.to_group(
         demonstrations.Row("ask", "<think> x</think>yes", "verifier", ""), tokenizer
     )
     assert list(group.prompt) == tokenizer.chat("ask")
@@ -213,23 +213,23 @@ def test_rows_that_fit_no_bucket_are_counted(policy, tmp_path, caplog):
     long = {"prompt": "p", "completion": "answer " * 30}
     path.write_text("".join(json.dumps(row) + "\n" for row in (ROWS[0], long)))
     with caplog.at_level(logging.WARNING):
-        sft.run(small_config(policy, path, steps=3), tmp_path / "run")
+        supervised.fine_tune(small_config(policy, path, steps=3), tmp_path / "run")
     assert "3 rows were longer than the largest bucket" in caplog.text
     assert [line["train/refused_answers"] for line in read_metrics(tmp_path / "run")] == [1, 1, 1]
 
 
 def test_a_policy_from_nothing_gets_a_tokenizer_of_its_own(monkeypatch):
-    monkeypatch.setattr(sft, "TOKENIZER_ROWS", 300)
+    monkeypatch.setattr(supervised, "TOKENIZER_ROWS", 300)
     config = small_config("", "tiny")
     config.policy.vocab_size = 400
-    shape, tokenizer = sft.make_policy(config)
+    shape, tokenizer = supervised.make_policy(config)
     assert shape.vocab_size == tokenizer.vocab_size <= 400
     for symbol in demonstrations.SYMBOLS:
         assert tokenizer.count(symbol) == 1, symbol
-    rows = itertools.islice(sft.row_stream(config, 300), 50)
+    rows = itertools.islice(supervised.row_stream(config, 300), 50)
     for text in ("Größe 漢字 \U0001f600", *(row.prompt + row.completion for row in rows)):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    again = sft.make_policy(config)[1]
+    again = supervised.make_policy(config)[1]
     assert again.model == tokenizer.model
 
 
@@ -253,6 +253,6 @@ def test_a_bad_value_is_named(field, value, policy, source, tmp_path):
     if field == "source":
         config.policy.folder = ""
     with pytest.raises((ValueError, FileNotFoundError), match=str(value)) as failure:
-        sft.run(config, tmp_path)
+        supervised.fine_tune(config, tmp_path)
     assert field in str(failure.value)
     assert not np.any([p.name == "policy" for p in tmp_path.iterdir() if p.is_dir()])

@@ -1,0 +1,76 @@
+"""Held-out evaluation of a run, and its last files."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+from etils import epath
+
+from spell_jax.reporting import run_report, tables
+from spell_jax.runtime.jsonl import write_json
+from spell_jax.runtime.metrics import Metrics
+from spell_jax.trainer.build import Run
+from spell_jax.trainer.state import RolloutParams, save_model
+
+# Evaluations use step 0's random numbers, so that questions are answered alike every time.
+_STEP = 0
+
+
+class HeldOut:
+    """The run's held-out evaluation; it does nothing where the data holds nothing out.
+
+    Args:
+      run: the run.
+      models: states and weights by name.
+      workdir: folder of the run.
+    """
+
+    def __init__(self, run: Run, models: dict[str, Any], workdir: epath.Path):
+        self._run, self._models, self._workdir = run, models, workdir
+        self._is_writer = jax.process_index() == 0
+
+    def validate(self, step: int, metrics: Metrics) -> float | None:
+        """Every validate_every steps, adds accuracies to the metrics.
+
+        Returns:
+          The policy's score (larger is better), or None.
+        """
+        run, every = self._run, self._run.config.validate_every
+        if run.evaluation is None or not every or step % every:
+            return None
+        run.players.begin(_STEP, RolloutParams(run, self._models))
+        score, numbers = run.evaluation.quick(run.players)
+        run.players.end()
+        for name, value in numbers.items():
+            metrics.add(f"eval/{name}", value)
+        return score
+
+    def evaluate(self, when: str) -> None:
+        """Adds a full evaluation to evaluation.json under "before" or "after"."""
+        run = self._run
+        if run.evaluation is None:
+            return
+        run.players.begin(_STEP, RolloutParams(run, self._models))
+        result = run.evaluation.full(run.players)
+        run.players.end()
+        path = self._workdir / tables.EVALUATION_FILE
+        if self._is_writer:
+            results = json.loads(path.read_text()) if path.exists() else {}
+            write_json(path, results | {when: result})
+
+    def finish(self) -> None:
+        """Evaluates a last time, saves the trained models, plots, and prints before and after."""
+        run, workdir = self._run, self._workdir
+        if run.config.evaluate:
+            self.evaluate("after")
+        for name in run.trained:
+            save_model(run, self._models, name, workdir / name)
+        if not self._is_writer:
+            return
+        plots = run_report.plot_run(workdir)
+        if found := tables.read_evaluation(workdir):
+            print(tables.before_after_table(*found))
+        print(f"\nmetrics   {workdir / 'metrics.jsonl'}\nepisodes  {workdir / 'episodes'}")
+        print(f"policy    {workdir / 'policy'}\nplots     " + "\n          ".join(map(str, plots)))

@@ -1,0 +1,125 @@
+"""The training loop, the same for every algorithm.
+
+    while step < config.steps:
+        rollout = rollouts.take(step)                    # the algorithm samples episodes
+        update = StepUpdate(rollout.groups)              # micro-batches of their training groups
+        rollouts.look_ahead(step + 1, update.advance)    # with staleness = 1, at the same time
+        numbers = update.finish()                        # one or more optimizer steps
+        logger.write(step, metrics, episodes)
+        saver.save(step)                                 # every checkpoint_every steps
+
+A run that is started again on the same workdir resumes from its last checkpoint, to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from etils import epath
+
+from spell_jax.config import RunConfig, to_dict
+from spell_jax.runtime import distributed, entry, fault_injection, setup
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.config import Config
+from spell_jax.runtime.preemption import Preemption
+from spell_jax.runtime.run_logger import Recorder
+from spell_jax.trainer import state, step_metrics
+from spell_jax.trainer.build import Run, make_run
+from spell_jax.trainer.held_out import HeldOut
+from spell_jax.trainer.rollouts import Rollouts
+from spell_jax.trainer.saver import Saver
+from spell_jax.trainer.step_update import StepUpdate
+
+
+def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
+    """Trains for config.steps updates.
+
+    Args:
+      config: from spell_jax.config.default_config and a config file.
+      workdir: folder of the run. It gets config.json, metrics.jsonl, TensorBoard events, episodes/,
+        checkpoints/, policy/ and best/ (Hugging Face folders of the last weights and of the best by
+        validation), evaluation.json and plots/.
+
+    Returns:
+      The workdir.
+
+    Raises:
+      ValueError, FileNotFoundError: if the config is invalid; naming the field and the remedy.
+      Preempted: if the machine is taken away; everything is saved, and the next call resumes.
+      NonFinite: if too many updates in a row were not finite; their rows are in non_finite/.
+    """
+    run = make_run(config)
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (
+        Preemption(run.config.preemption_limit_s) as preemption,
+        Checkpoints(workdir, run.config.keep_checkpoints, run.config.checkpoint_every) as store,
+    ):
+        models, step, best, tail = state.restore_or_init(run, store)
+        entry.setup_done()  # from here on an error is a crash, not a mistake of the user
+        logger = make_logger(run, workdir, step, tail)
+        saver = Saver(run, models, store, logger, preemption, best)
+        with logger:
+            _loop(run, models, workdir, logger, saver, step)
+    HeldOut(run, models, workdir).finish()
+    return workdir
+
+
+def make_logger(run: Run, workdir: epath.Path, step: int, tail: list[str]) -> Recorder:
+    """The run's logger; it also writes config.json.
+
+    Args:
+      step: steps already done.
+      tail: last lines of metrics.jsonl from the checkpoint.
+    """
+    config = run.config
+    fields = to_dict(config)
+    if jax.process_index() == 0:
+        setup.write_config(fields, workdir)
+    options = {"episodes": config.episode_characters, "wandb": config.wandb, "config": fields}
+    return Recorder(workdir, config.steps, step, tail, watch=run.watch, **options)
+
+
+def _loop(
+    run: Run, models: dict[str, Any], workdir: epath.Path, logger: Recorder, saver: Saver, step: int
+) -> None:
+    config = run.config
+    for name, model in run.trained.items():
+        model.learner.compile(models[name], models.get("reference") if name == "policy" else None)
+    held_out = HeldOut(run, models, workdir)
+    rollouts = Rollouts(run, models, saver.should_stop)
+    if step == 0 and config.evaluate:
+        logger.enter("evaluate", 0)
+        held_out.evaluate("before")
+    logger.progress.limit(60 * config.max_minutes or None)
+
+    while rollouts.is_ahead or (step < config.steps and not logger.progress.is_over()):
+        step += 1
+        logger.enter("rollout", step - 1)
+        with setup.profiled(step in config.profile_steps, workdir):
+            rollout = rollouts.take(step)
+            fault_injection.point("played")
+            saver.stop_if_preempted(step - 1, rollouts.state_before(rollout))  # repeats this step
+            assert rollout is not None
+
+            logger.enter("update", step - 1, rollout.progress())
+            update = StepUpdate(run, models, rollout.groups)
+            if rollouts.may_look_ahead(step) and not logger.progress.is_over():
+                rollouts.look_ahead(step + 1, update.advance)
+            numbers = update.finish(workdir, step)
+            fault_injection.point("updated")
+        state.refresh_reference_reader(config, models, step)
+
+        logger.enter("validate", step)
+        metrics = step_metrics.collect(run, rollout, update, numbers, rollouts.is_ahead)
+        score = held_out.validate(step, metrics)
+        logger.enter("write", step)
+        algorithm_state = rollouts.algorithm_state()
+        with saver.saving_on_disk_errors(step, algorithm_state, score), distributed.fail_together():
+            if saver.is_best(score):
+                state.save_model(run, models, "policy", workdir / "best")
+                saver.best = score
+            logger.write(step, metrics, rollout.records(run.algorithm))
+        saver.save(step, algorithm_state, score=score)
+        saver.stop_if_preempted(step, algorithm_state)
+    saver.save(step, run.algorithm.state_dict(), force=True)

@@ -1,0 +1,121 @@
+"""The rollout of each step; with config.staleness = 1 the next one runs during the update."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from spell_jax.algorithms.base import Algorithm, records
+from spell_jax.learner import packing
+from spell_jax.runtime.metrics import Metrics
+from spell_jax.trainer.build import Run
+from spell_jax.trainer.state import RolloutParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """One step's samples.
+
+    Attributes:
+      episodes: the algorithm's episodes.
+      groups: training groups made of them.
+      metrics: metrics of the rollout.
+      state_before: state of the algorithm before the step, from which it can be repeated.
+    """
+
+    episodes: Sequence[Any]
+    groups: list[packing.Group]
+    metrics: Metrics
+    state_before: dict[str, Any]
+
+    def progress(self) -> dict[str, float]:
+        """Numbers for the progress line."""
+        means = self.metrics.means()
+        names = {"solved": "rollout/solve_rate", "tokens/s": "time/tokens_per_second/sampled"}
+        return {shown: means.get(name, 0.0) for shown, name in names.items()}
+
+    def records(self, algorithm: Algorithm) -> Iterator[dict[str, Any]]:
+        """The episodes as JSON-able dicts for the run's files."""
+        return records(algorithm, self.episodes)
+
+
+class _Interrupted(Exception):
+    """A rollout that is abandoned because the machine is taken away."""
+
+
+class Rollouts:
+    """Source of rollouts; at most one is kept ahead of the loop.
+
+    Args:
+      run: the run.
+      models: states and weights by name, read when a rollout starts.
+      should_stop: whether to abandon a rollout.
+    """
+
+    def __init__(self, run: Run, models: dict[str, Any], should_stop: Callable[[], bool]):
+        self._run, self._models, self._should_stop = run, models, should_stop
+        self._ahead: Rollout | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next step's rollout is done."""
+        return self._ahead is not None
+
+    def take(self, step: int) -> Rollout | None:
+        """The step's rollout: the one made ahead, or a new one; None if it was abandoned."""
+        rollout, self._ahead = self._ahead, None
+        return rollout or self._roll_out(step, lambda: None)
+
+    def may_look_ahead(self, step: int) -> bool:
+        """Whether the next step's rollout may run during this step's update.
+
+        Not after a checkpoint, which holds no older weights: a resumed run must repeat this one.
+        """
+        config = self._run.config
+        is_last = step == config.steps
+        return bool(config.staleness) and not is_last and step % config.checkpoint_every != 0
+
+    def look_ahead(self, step: int, advance_update: Callable[[], None]) -> None:
+        """Makes the rollout of a step, with an update's micro-batches between its device calls."""
+        self._ahead = self._roll_out(step, advance_update)
+
+    def algorithm_state(self) -> dict[str, Any]:
+        """State of the algorithm after the current step, whether or not the next is done."""
+        return self.state_before(self._ahead)
+
+    def state_before(self, rollout: Rollout | None) -> dict[str, Any]:
+        """State of the algorithm before a rollout; None: it was abandoned, or not started."""
+        return rollout.state_before if rollout else self._run.algorithm.state_dict()
+
+    def _roll_out(self, step: int, advance_update: Callable[[], None]) -> Rollout | None:
+        """One step of the algorithm; None, with its state restored, if it was abandoned.
+
+        `advance_update` is called whenever the device has been given its next sampler calls.
+        """
+        run, worker = self._run, self._run.players
+
+        def between_calls() -> None:
+            advance_update()
+            if self._should_stop():
+                raise _Interrupted
+
+        clock, before = time.monotonic(), run.algorithm.state_dict()
+        worker.begin(step, RolloutParams(run, self._models), between_calls)
+        try:
+            episodes = run.algorithm.play(worker, step)
+        except _Interrupted:
+            worker.end()
+            run.algorithm.load_state_dict(before)
+            return None
+        groups = run.algorithm.rows(episodes)
+        worker.end()
+        metrics = Metrics()
+        metrics.merge(run.algorithm.metrics(episodes), "rollout/")
+        metrics.merge(worker.metrics, "rollout/")
+        seconds, waited = time.monotonic() - clock, worker.waited
+        run.watch.spend(waited | {"rollout": seconds - sum(waited.values())})
+        for name, tokens in {"sampled": worker.sampled, "prefilled": worker.read}.items():
+            metrics.add_sum(f"time/tokens_per_second/{name}", tokens, seconds)
+        return Rollout(episodes, groups, metrics, before)

@@ -1,0 +1,209 @@
+"""Supervised fine-tuning on (prompt, completion) rows: the learner's update with advantage 1.
+
+1. Rows come from a JSONL file or from the demonstrations of a generated world.
+2. The tokenizer comes with the policy folder; a policy with random weights gets one trained on the
+   rows.
+3. Each step packs `rows_per_step` rows and takes one update on the tokens of their completions.
+4. WORKDIR/policy is the result, a Hugging Face folder that the trainer starts from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from spell_jax.learner import loss, non_finite, packing, update
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import weights
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import entry, setup
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.config import Config, build, plain
+from spell_jax.runtime.jsonl import read_records
+from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.preemption import Preempted, Preemption
+from spell_jax.runtime.run_logger import Recorder
+from spell_jax.selfplay import prompts
+from spell_jax.warm_start import demonstrations, story_rows
+
+log = logging.getLogger(__name__)
+
+# Values of config.source that are not a path: functions from prompts, seed and first row to an
+# endless stream of rows.
+GENERATED = {
+    "tiny": lambda prompts, *at: demonstrations.rows(prompts, demonstrations.Mixture(), *at),
+    "tiny_stories": lambda prompts, *at: story_rows.rows(prompts, story_rows.StoryMixture(), *at),
+}
+# Rows that train a new tokenizer; enough to see every word of a small corpus.
+TOKENIZER_ROWS = 20_000
+
+
+def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
+    """Rows of a JSONL file with "prompt" and "completion" ("role" and "task" are optional).
+
+    Returns:
+      (rows, number of skipped lines, each of which is logged with file and line).
+
+    Raises:
+      FileNotFoundError: if the file does not exist.
+      ValueError: if no line of it is a row.
+    """
+    if not pathlib.Path(path).is_file():
+        raise FileNotFoundError(f"source = {str(path)!r}: must be 'tiny' or a .jsonl of rows")
+    rows, skipped = read_records(path, _parse_row)
+    if not rows:
+        raise ValueError(f"source = {path}: none of its {skipped} lines is a row")
+    if skipped:
+        log.warning("%s: %d rows, %d lines skipped", path, len(rows), skipped)
+    return rows, skipped
+
+
+def _parse_row(record: Any) -> demonstrations.Row:
+    texts = record["prompt"], record["completion"]
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("prompt and completion must be texts")
+    "".join(texts).encode()  # raises for lone surrogates, which no tokenizer encodes
+    return demonstrations.Row(*texts, str(record.get("role", "row")), str(record.get("task", "")))
+
+
+def row_stream(config: Config, start: int) -> Iterator[demonstrations.Row]:
+    """Rows from number `start` on, the same whether or not a run was resumed."""
+    if config.source in GENERATED:
+        yield from GENERATED[config.source](prompts.load(config.prompts), config.seed, start)
+    rows, _ = read_rows(config.source)
+    epoch, order = -1, np.arange(0)
+    for index in itertools.count(start):
+        if index // len(rows) != epoch:
+            epoch = index // len(rows)
+            order = np.random.default_rng([config.seed, epoch]).permutation(len(rows))
+        yield rows[order[index % len(rows)]]
+
+
+def make_policy(config: Config) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
+    """Architecture and tokenizer of the policy to start from.
+
+    Raises:
+      ValueError, FileNotFoundError: naming the field, its value and the remedy.
+    """
+    section = dict(config.policy)
+    folder, given = section.pop("folder"), section.pop("tokenizer")
+    section.pop("compute_dtype")
+    if folder:
+        if not pathlib.Path(folder).is_dir():
+            raise FileNotFoundError(f"policy.folder = {folder!r}: must be a Hugging Face folder")
+        policy, tokenizer = weights.identify(folder)
+        return dataclasses.replace(policy, remat=section["remat"]), tokenizer
+    if given:
+        tokenizer = tokenizers.load(given)
+    else:
+        rows = itertools.islice(row_stream(config, 0), TOKENIZER_ROWS)
+        texts = (row.prompt + row.completion for row in rows)
+        tokenizer = tokenizers.train(texts, section["vocab_size"], demonstrations.SYMBOLS)
+    section["vocab_size"] = tokenizer.vocab_size
+    return build(PolicyConfig, section, "policy"), tokenizer
+
+
+def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packing.Group:
+    """A row as a training group of one answer with advantage 1."""
+    answer = [*tokenizer.encode(row.completion), tokenizer.eos_id]
+    return packing.Group(tokenizer.chat(row.prompt), [answer], [1.0], row.role)
+
+
+def make_learner(config: Config, policy: PolicyConfig) -> update.Learner:
+    """The learner of a config of supervised fine-tuning."""
+    return update.Learner(
+        policy,
+        build(update.OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps),
+        loss.LossConfig(),
+        build(packing.PackingConfig, config.packing, "packing"),
+        meshes.make_mesh(config.mesh),
+        compute_dtype=config.policy.compute_dtype,
+    )
+
+
+def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
+    """Fine-tunes a policy, resuming from the last checkpoint in the workdir.
+
+    Args:
+      config: a config such as configs/tiny_warm_start.py's.
+      workdir: folder of the run.
+
+    Returns:
+      The folder of the resulting policy.
+
+    Raises:
+      ValueError, FileNotFoundError: naming the field, its value and the remedy.
+      Preempted, NonFinite: as trainer.loop.train.
+    """
+    for field in ("steps", "rows_per_step", "log_every", "checkpoint_every"):
+        if config[field] < 1:
+            raise ValueError(f"{field} = {config[field]}: must be at least 1")
+    policy, tokenizer = make_policy(config)
+    learner = make_learner(config, policy)
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (
+        Preemption(config.preemption_limit_s) as preemption,
+        Checkpoints(workdir, keep=1, every=config.checkpoint_every) as checkpoints,
+    ):
+        state = _steps(config, learner, tokenizer, workdir, checkpoints, preemption)
+    folder = workdir / "policy"
+    weights.save(folder, policy, state.params, tokenizer)
+    return folder
+
+
+def _steps(
+    config: Config,
+    learner: update.Learner,
+    tokenizer: tokenizers.Tokenizer,
+    workdir: epath.Path,
+    checkpoints: Checkpoints,
+    preemption: Preemption,
+) -> update.TrainState:
+    """Runs all steps; returns the last state."""
+    if jax.process_index() == 0:
+        setup.write_config(plain(config), workdir)
+    done = checkpoints.newest_intact() or 0
+    if done:
+        state, _ = checkpoints.restore(done, learner.abstract_state())
+    elif config.policy.folder:
+        state = learner.init(weights.load(config.policy.folder, learner.mesh)[1])
+    else:
+        state = learner.init(jax.random.key(config.seed))
+    entry.setup_done()  # from here on an error is a crash, not a mistake of the user
+    learner.compile(state)
+    stream = row_stream(config, done * config.rows_per_step)
+    refused = 0.0
+    options = {"wandb": config.wandb, "config": plain(config)}
+    with Recorder(workdir, config.steps, done, **options) as recorder:
+        for step in range(done + 1, config.steps + 1):
+            recorder.enter("tune", step - 1)
+            rows = itertools.islice(stream, config.rows_per_step)
+            groups = [to_group(row, tokenizer) for row in rows]
+            with non_finite.rows_written(workdir, step, tokenizer.decode):
+                state, numbers = learner.update(state, groups)
+            refused += numbers["refused_answers"]
+            recorder.enter("write", step, {"logprob": numbers.get("mean_logprob", 0.0)})
+            if step % config.log_every == 0 or step == config.steps:
+                metrics = Metrics()
+                metrics.merge({name: (value, 1.0) for name, value in numbers.items()}, "train/")
+                recorder.write(step, metrics)
+            must_stop = preemption.should_stop()
+            force = must_stop or step == config.steps
+            if force or step % config.checkpoint_every == 0:
+                recorder.enter("save", step)
+                recorder.flush()
+            checkpoints.save(step, state, {}, force=force)
+            if must_stop:
+                raise Preempted(preemption.why)
+    if refused:
+        log.warning("%d rows were longer than the largest bucket and not trained on", refused)
+    return state

@@ -1,0 +1,519 @@
+"""House rules that a program can check: words, spelling, import order, lengths.
+
+    python -m tests.house [--measure]
+
+Prints one `file:line: rule: text` line per violation and exits with 1 if there is any. --measure
+prints the size of the import picture and counts of words and lines instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
+
+from tests.paths import ROOT
+
+PACKAGE = "spell_jax"
+OUTSIDE = ("launch", "benchmarks", "data_pipeline", "configs", "examples", "tests")
+FOLDERS = (PACKAGE, *OUTSIDE)
+
+# Rooms by floor, from the top. A module imports its own room and lower floors only.
+FLOORS = (
+    ("entry",),  # spell_jax/*.py, config.py apart
+    ("trainer",),
+    ("config",),
+    ("algorithms",),
+    ("warm_start",),
+    ("evaluation",),
+    ("reporting",),
+    ("selfplay",),
+    ("sampler", "learner"),
+    ("policy",),
+    ("attention",),
+    ("data",),
+    ("runtime",),
+)
+
+LONGEST_FUNCTION = 80
+LONGEST_MODULE = 600
+
+OPENINGS = frozenset(["Of", "What", "Who", "Whose", "Where", "How", "Which", "That"])
+
+# Pattern -> plain word. Matched whole and case-insensitively in docstrings, comments and Markdown.
+PHRASES = {
+    r"so many": "N, at most N, every N",
+    r"(?:is|are) begun with": "uses, starts from",
+    r"drawn|drew": "sampled, chosen, plotted",
+    r"behind": "after",
+    r"learne[dt] from": "trained on",
+    r"of whom": "a relative clause with that",
+    r"games?": "algorithm",
+    r"anchored": "reads with a frozen reader",
+}
+# Text in which a phrase above is right, by file (a suffix of its path), or "" for every file.
+ALLOWED: Mapping[str, tuple[str, ...]] = {}
+
+# Words of names -> replacement. A name contains `log_prob` if `log` and `prob` follow each other.
+NAMES = {
+    "drawn": "sampled",
+    "log_prob": "logprob",
+    "log_probs": "logprobs",
+    "last_reader": "last_query",
+}
+_ISE = [
+    "anonym",
+    "author",
+    "categor",
+    "character",
+    "custom",
+    "emphas",
+    "equal",
+    "external",
+    "factor",
+    "final",
+    "general",
+    "global",
+    "harmon",
+    "initial",
+    "internal",
+    "item",
+    "linear",
+    "local",
+    "material",
+    "max",
+    "maxim",
+    "memo",
+    "memor",
+    "min",
+    "minim",
+    "modern",
+    "normal",
+    "optim",
+    "organ",
+    "parallel",
+    "parametr",
+    "penal",
+    "pickl",
+    "polar",
+    "prior",
+    "random",
+    "real",
+    "recogn",
+    "regular",
+    "scrutin",
+    "serial",
+    "sharp",
+    "special",
+    "stabil",
+    "standard",
+    "steril",
+    "summar",
+    "symbol",
+    "synchron",
+    "synthes",
+    "token",
+    "util",
+    "vector",
+    "visual",
+    "quant",
+]
+_BRITISH = re.compile(
+    rf"(?:de|re|un|non)?(?:{'|'.join(_ISE)})is(?:e|ed|es|er|ers|ing|able|ation|ations)"
+    r"|(?:behavi|col|fav|flav|hon|lab|neighb|rum|vap)our\w*"
+    r"|(?:centi|milli|kilo)?(?:cent|lit|fib|met|theat)re[ds]?"
+    r"|(?:ana|cata|para)lys(?:e|ed|es|er|ers|ing)"
+    r"|(?:label|model|travel|signal)l(?:ed|ing|er|ers)"
+    r"|catalogues?|grey|defence|licence"
+)
+# Names of other libraries, spelled as they spell them.
+FOREIGN_NAMES: Set[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Violation:
+    """A place that breaks a rule.
+
+    Attributes:
+      path: path below the repository root.
+      line: line number, from 1.
+      rule: name of the rule.
+      text: what was found, and the remedy.
+    """
+
+    path: str
+    line: int
+    rule: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}: {self.text}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A parsed Python file.
+
+    Attributes:
+      path: path below the repository root, with forward slashes.
+      text: content.
+      tree: syntax tree of `text`.
+    """
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @classmethod
+    def parse(cls, path: str, text: str) -> Source:
+        """Parse the content of a file."""
+        return cls(path, text, ast.parse(text))
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the module."""
+        return self.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+# ------------------------------------------------------------------------------------------- Words
+
+
+_Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def docstrings(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of every docstring; strings after attributes are not docstrings."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, _Definition) and ast.get_docstring(node, clean=False) is not None:
+            first = node.body[0]
+            assert isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+            yield first.lineno, str(first.value.value)
+
+
+def comments(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of blocks of comments; comments on consecutive lines are one block."""
+    block: list[str] = []
+    start = end = 0
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line = token.start[0]
+        if block and line != end + 1:
+            yield start, "\n".join(block)
+            block = []
+        if not block:
+            start = line
+        block.append(token.string.removeprefix("#").strip())
+        end = line
+    if block:
+        yield start, "\n".join(block)
+
+
+def openings(source: Source) -> Iterator[Violation]:
+    """Find docstrings that begin with a relative clause."""
+    for line, text in docstrings(source):
+        word = re.match(r"\W*(\w*)", text)
+        if word and word[1] in OPENINGS:
+            begin = " ".join(text.split())[:60]
+            yield Violation(source.path, line, "opening", f"{begin!r}: begin with a noun or verb")
+
+
+def phrases(path: str, blocks: Iterable[tuple[int, str]]) -> Iterator[Violation]:
+    """Find words of a private language in blocks of text, each (first line, text)."""
+    allowed = [text for name, some in ALLOWED.items() if path.endswith(name) for text in some]
+    for line, text in blocks:
+        for quote in allowed:
+            # Same length and same line breaks, so that line numbers stay right.
+            blank = re.escape(quote).replace(r"\ ", r"\s+")
+            text = re.sub(blank, lambda found: re.sub(r"\S", "_", found[0]), text)
+        for pattern, instead in PHRASES.items():
+            spaced = pattern.replace(" ", r"\s+")
+            for found in re.finditer(rf"\b(?:{spaced})\b", text, re.IGNORECASE):
+                at = line + text.count("\n", 0, found.start())
+                word = " ".join(found[0].split())
+                yield Violation(path, at, "phrase", f"{word!r}: say {instead}")
+
+
+def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of names, attributes, arguments, keywords and definitions."""
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 1)
+        match node:
+            case ast.Name():
+                yield line, node.id
+            case ast.Attribute():
+                yield line, node.attr
+            case ast.arg() | ast.keyword() if node.arg:
+                yield line, node.arg
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield line, node.name
+            case ast.alias() if node.asname:
+                yield line, node.asname
+
+
+def words(name: str) -> list[str]:
+    """Split a name into words in lower case, at underscores and capitals."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+
+
+def names(source: Source) -> Iterator[Violation]:
+    """Find old names, and names in British spelling, once per name and file."""
+    seen: set[str] = set()
+    for line, name in [(1, source.module.rpartition(".")[2]), *sorted(_names(source.tree))]:
+        if name in seen or name in FOREIGN_NAMES:
+            continue
+        seen.add(name)
+        joined = f"_{'_'.join(words(name))}_"
+        for old, new in NAMES.items():
+            if f"_{old}_" in joined:
+                yield Violation(source.path, line, "name", f"{name!r}: say {new}")
+        if any(_BRITISH.fullmatch(word) for word in words(name)):
+            yield Violation(source.path, line, "spelling", f"{name!r}: spell it as Americans do")
+
+
+# ----------------------------------------------------------------------------------------- Imports
+
+
+def imports(source: Source, modules: Set[str]) -> list[tuple[int, str]]:
+    """Modules that a file imports, anywhere in it.
+
+    Args:
+      source: the file.
+      modules: dotted names of all known modules. A name imported from a package counts as a module
+        if it is one of these, and as its package otherwise.
+
+    Returns:
+      (line, module) in the order of lines. Modules that are not in `modules` are left out, packages
+      of OUTSIDE apart.
+    """
+    found = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            given = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = source.module.split(".")
+                if not source.path.endswith("/__init__.py"):
+                    package.pop()
+                package = package[: len(package) - node.level + 1]
+                base = ".".join([*package, *filter(None, [base])])
+            members = [f"{base}.{alias.name}" for alias in node.names]
+            given = [name if name in modules else base for name in members]
+        else:
+            continue
+        known = [name for name in given if name in modules or name.split(".")[0] in OUTSIDE]
+        found += [(node.lineno, name) for name in known]
+    return sorted(found)
+
+
+def room(module: str) -> str:
+    """Room of a module of spell_jax: its folder, "config", or "entry" for entry points."""
+    parts = module.split(".")
+    if len(parts) == 2 and parts[1] in ("config", "entry"):
+        return parts[1]
+    rooms = {name for floor in FLOORS for name in floor}
+    return parts[1] if len(parts) > 1 and parts[1] in rooms else "entry"
+
+
+def _floor(name: str) -> int:
+    return next(i for i, floor in enumerate(FLOORS) if name in floor)
+
+
+def _graph(sources: Sequence[Source]) -> dict[str, list[tuple[int, str]]]:
+    modules = {source.module for source in sources}
+    return {source.module: imports(source, modules - {source.module}) for source in sources}
+
+
+def uphill(sources: Sequence[Source]) -> Iterator[Violation]:
+    """Find imports of spell_jax that lead to a higher floor, sideways, or out of the package."""
+    paths = {source.module: source.path for source in sources}
+    for module, found in _graph(sources).items():
+        if module.split(".")[0] != PACKAGE:
+            continue
+        for line, other in found:
+            here, path = room(module), paths[module]
+            if other.split(".")[0] in OUTSIDE:
+                text = f"{other}: {PACKAGE} imports nothing from {other.split('.')[0]}"
+                yield Violation(path, line, "import", text)
+            elif _floor(there := room(other)) <= _floor(here) and there != here:
+                yield Violation(path, line, "import", f"{other}: {there} is not below {here}")
+
+
+def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Strongly connected components with more than one node, each sorted (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in edges.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            component = stack[at:]
+            del stack[at:]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in edges:
+        if node not in index:
+            visit(node)
+    return sorted(found)
+
+
+def circular(sources: Sequence[Source]) -> Iterator[Violation]:
+    """Find modules that import each other, directly or through others."""
+    paths = {source.module: source.path for source in sources}
+    edges = {name: [other for _, other in found] for name, found in _graph(sources).items()}
+    for circle in circles(edges):
+        yield Violation(paths[circle[0]], 1, "circle", " <-> ".join(circle))
+
+
+# ----------------------------------------------------------------------------------------- Lengths
+
+
+def lengths(source: Source) -> Iterator[Violation]:
+    """Find functions and modules that are too long; tests may be."""
+    if source.path.startswith("tests/"):
+        return
+    lines = source.text.count("\n")
+    if lines > LONGEST_MODULE:
+        text = f"module of {lines} lines: at most {LONGEST_MODULE}"
+        yield Violation(source.path, 1, "length", text)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            lines = node.end_lineno - node.lineno + 1
+            if lines > LONGEST_FUNCTION:
+                text = f"{node.name} has {lines} lines: at most {LONGEST_FUNCTION}"
+                yield Violation(source.path, node.lineno, "length", text)
+
+
+# -------------------------------------------------------------------------------------------- Tree
+
+
+def files(root: Path = ROOT) -> list[str]:
+    """Paths below `root` of files that git does not ignore."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    found = subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True)
+    return sorted({path for path in found.stdout.splitlines() if (root / path).is_file()})
+
+
+def read(root: Path = ROOT) -> tuple[list[Source], dict[str, str]]:
+    """Read a checkout.
+
+    Returns:
+      The Python files in FOLDERS, and the text of Markdown files by path.
+    """
+    paths = files(root)
+    code = [p for p in paths if p.endswith(".py") and p.split("/")[0] in FOLDERS]
+    sources = [Source.parse(path, (root / path).read_text(encoding="utf-8")) for path in code]
+    pages = {p: (root / p).read_text(encoding="utf-8") for p in paths if p.endswith(".md")}
+    return sources, pages
+
+
+def check(sources: Sequence[Source], pages: Mapping[str, str]) -> list[Violation]:
+    """Check all rules.
+
+    Args:
+      sources: Python files.
+      pages: text of Markdown files by path.
+
+    Returns:
+      Violations in the order of files and lines.
+    """
+    found: list[Violation] = [*uphill(sources), *circular(sources)]
+    for source in sources:
+        found += [*openings(source), *names(source), *lengths(source)]
+        if not source.path.endswith("tests/test_house.py"):
+            found += phrases(source.path, [*docstrings(source), *comments(source)])
+    for path, text in pages.items():
+        found += phrases(path, [(1, text)])
+    return sorted(found)
+
+
+# ----------------------------------------------------------------------------------------- Measure
+
+
+def measure(sources: Sequence[Source]) -> dict[str, int]:
+    """Rows of the house's table that a program can count, by name."""
+    package = [source for source in sources if source.path.startswith(f"{PACKAGE}/")]
+    top = {s.module: _top(s.module) for s in package}
+    edges: dict[str, set[str]] = {name: set() for name in top.values() if name != PACKAGE}
+    for module, found in _graph(package).items():
+        for _, other in found:
+            if top[module] != top[other] and PACKAGE not in (top[module], top[other]):
+                edges[top[module]].add(top[other])
+    text = "\n".join(source.text for source in sources).lower()
+    outside = [source for source in sources if not source.path.startswith("tests/")]
+    openers = Counter(found.rule for source in sources for found in openings(source))
+    counts = ("behind", "so many", "drawn", "rollout", "kv cache", "logprob")
+    return {
+        "rooms": len(edges),
+        "floors": _floors(edges),
+        "arrows": sum(map(len, edges.values())),
+        "circles between rooms": len(circles(edges)),
+        "circles between modules": len(list(circular(sources))),
+        **{f"{word!r} in .py": len(re.findall(rf"\b{word}", text)) for word in counts},
+        "docstrings that begin with a relative clause": openers["opening"],
+        "lines outside tests": sum(source.text.count("\n") for source in outside),
+        "lines of spell_jax": sum(source.text.count("\n") for source in package),
+    }
+
+
+def _top(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def _floors(edges: Mapping[str, Set[str]]) -> int:
+    """Nodes on the longest path, where the nodes of a circle share a floor."""
+    shared = {name: min(circle) for circle in circles(edges) for name in circle}
+    merged: dict[str, set[str]] = {}
+    for name, others in edges.items():
+        below = {shared.get(other, other) for other in others} - {shared.get(name, name)}
+        merged.setdefault(shared.get(name, name), set()).update(below)
+    depths: dict[str, int] = {}
+
+    def depth(name: str) -> int:
+        if name not in depths:
+            depths[name] = 1 + max(map(depth, merged[name]), default=0)
+        return depths[name]
+
+    return max(map(depth, merged), default=0)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; returns the exit code."""
+    if unknown := set(arguments) - {"--measure"}:
+        print(f"unknown arguments {sorted(unknown)}: the only one is --measure", file=sys.stderr)
+        return 2
+    sources, pages = read()
+    if arguments:
+        for name, count in measure(sources).items():
+            print(f"{count:>8,}  {name}")
+        return 0
+    found = check(sources, pages)
+    for violation in found:
+        print(violation)
+    if found:
+        print(f"{len(found)} violations of the house rules", file=sys.stderr)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
