@@ -49,7 +49,9 @@ from benchmarks import (
     sample as bench_sample,
 )
 from launch import aot
-from spell_jax.learner import loss, packing, statistics, update
+from spell_jax.learner import loss, packing, statistics
+from spell_jax.learner.learner import Learner
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import setup as start
@@ -167,11 +169,11 @@ def _measure(
     shared = bucket.answers > options.response
     rows = 1 if shared else options.group  # rows of one group
 
-    def make_learner(budget: int) -> update.Learner:
+    def make_learner(budget: int) -> Learner:
         layout = packing.PackingConfig((bucket,), max(budget, bucket.length), shared)
-        return update.Learner(
+        return Learner(
             policy,
-            update.OptimizerConfig(),
+            OptimizerConfig(),
             loss.LossConfig(),
             layout,
             meshes.make_mesh(),

@@ -28,8 +28,8 @@ from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
+from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Request, Sample
-from spell_jax.sampler.session import request_keys
 from spell_jax.trainer import build as runs
 from spell_jax.trainer import state
 

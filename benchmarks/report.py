@@ -125,14 +125,14 @@ class Writer:
             "scores": rule,
             "reward": reward,
             "advantages": {"verifier": [[] for _ in rule]},
-            "used": {"questioner": use, "responder": use, "verifier": ["not_drawn"] * count},
+            "used": {"questioner": use, "responder": use, "verifier": ["not_sampled"] * count},
         }
         if use == "used":
             episode["advantages"] |= {"responder": [s - 0.5 for s in rule], "questioner": [0.5]}
         if draw.random() < 0.2:
             ended = {name: [] for name in ("answers", "predictions", "rule", "votes", "scores")}
             episode |= ended | {"status": "bad_format", "reason": "no_json", "reward": -1.0}
-            use = {"questioner": "not_drawn", "responder": "bad_format", "verifier": []}
+            use = {"questioner": "not_sampled", "responder": "bad_format", "verifier": []}
             episode |= {"advantages": {"verifier": []}, "used": use}
         return episode | changes
 

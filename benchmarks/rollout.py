@@ -25,13 +25,16 @@ import numpy as np
 from benchmarks.sample import HOW, devices, make_sampler, random_params
 from spell_jax.algorithms.base import Reply
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.learner import advantages, loss, packing, update
+from spell_jax.learner import advantages, loss, packing
+from spell_jax.learner.learner import Learner
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.engine import Sampler
+from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, Request, Sample
 from spell_jax.sampler.scheduler import DecodeSequence, Lane, Shape, Shard
-from spell_jax.sampler.session import Session, request_keys
+from spell_jax.sampler.session import Session
 
 Prompts = list[list[int]]
 
@@ -383,16 +386,16 @@ def _spell_sampler(policy: PolicyConfig, options: argparse.Namespace, mesh) -> S
     )
 
 
-def _spell_learner(policy: PolicyConfig, options: argparse.Namespace, mesh) -> update.Learner:
+def _spell_learner(policy: PolicyConfig, options: argparse.Namespace, mesh) -> Learner:
     """Learner whose rows hold one responder group; a micro-batch has at most `questions` rows."""
     answers = max(options.group * options.response, options.votes * options.verdict)
     length = -(-(_longest_prompt(options) + answers) // 128) * 128
     bucket = packing.Bucket(length, length)
     budget = max(length, min(options.budget, options.questions * length))
     layout = packing.PackingConfig((bucket,), budget)
-    return update.Learner(
+    return Learner(
         policy,
-        update.OptimizerConfig(),
+        OptimizerConfig(),
         loss.LossConfig(),
         layout,
         mesh,

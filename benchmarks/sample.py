@@ -26,8 +26,8 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
+from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, Request
-from spell_jax.sampler.session import request_keys
 
 
 def bench_sample(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:

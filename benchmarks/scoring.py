@@ -44,7 +44,9 @@ class Writer:
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
         lengths = (2, 3, 3, 4, 5, 6, 8, 11)
-        words = ["".join(self._sample_words(_LETTERS, self.rng.choice(lengths))) for _ in range(_WORDS)]
+        words = [
+            "".join(self._sample_words(_LETTERS, self.rng.choice(lengths))) for _ in range(_WORDS)
+        ]
         zipf = {word: 1 / rank for rank, word in enumerate(words, 1)}
         self.words = self._sample_words(zipf, _BOOK // 4)
         sentences = [

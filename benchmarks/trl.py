@@ -27,7 +27,9 @@ import numpy as np
 from benchmarks.sample import devices, make_sampler, random_params
 from benchmarks.trl_side import peak_bytes
 from spell_jax.algorithms.base import Reply
-from spell_jax.learner import advantages, loss, packing, update
+from spell_jax.learner import advantages, loss, packing
+from spell_jax.learner.learner import Learner
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -116,9 +118,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     answers = options.group * options.response
     bucket = packing.Bucket(options.prompt + answers, answers)
     layout = packing.PackingConfig((bucket,), options.micro * bucket.length)
-    learner = update.Learner(
-        policy, update.OptimizerConfig(), loss.LossConfig(), layout, mesh, temperature=1.0
-    )
+    learner = Learner(policy, OptimizerConfig(), loss.LossConfig(), layout, mesh, temperature=1.0)
     pages = options.groups * -(-options.prompt // options.page_size)
     pages += options.groups * options.group * -(-options.response // options.page_size)
     sampler = make_sampler(

@@ -3,10 +3,10 @@
     python -m spell_jax.train --config=configs/tiny.py --workdir=runs/demo
 
 Hardware: 2 CPU cores, 15 minutes, of which at most 10 are self-play. Expected scores: README,
-section "Results". What departs from the paper's recipe, which decays at this size: references are
-anchored and their contexts stay small, options are distinct, the verifier learns from twice as many
-groups, and an update takes what one round of 48 proposals gives (some 12 questions with mixed
-rewards) instead of playing rounds until it has so many.
+section "Results". What departs from the paper's recipe, which decays at this size: a frozen
+reader gives the references and their contexts stay small, options are distinct, the verifier is
+trained on twice as many groups, and an update uses the questions with mixed rewards of one round of
+48 proposals (about 12) instead of running rounds until it has a fixed number of them.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config.algorithm.generation_batch = 48
     config.algorithm.max_generations = 1
     config.algorithm.documents = (2,)
-    # The questioner, and so the anchor, never reads more than 2 (1 + 1) of the documents:
+    # The questioner, and so the frozen reader, never reads more than 2 (1 + 1) of the documents:
     # references from more are the responder's own opinion, and teach it nothing.
     config.algorithm.memory = 1
     config.algorithm.memory_documents = "new"

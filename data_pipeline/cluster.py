@@ -117,34 +117,10 @@ def cluster(
     usable = {"pools": dict(pools), "max_cluster_tokens": config.max_cluster_tokens}
     make = functools.partial(make_points, together=tuple(sorted(together)), **usable)
     made_from = usable | {"together": sorted(together)}
-    last = stages.run("cluster-points", made_from, make, after, documents=documents)
-    done = [last]
-    for level in range(1, config.levels + 1):
-        large = large_nodes(last, config)
-        if stages.only_check and level == 1:  # the graphs of all levels are alike
-            large = dict.fromkeys(pools.values(), 1)
-        if not large:
-            break
-        points, fit = f"{last.name}/points", f"cluster-fit-{level}"
-        done.append(
-            stages.run(
-                fit,
-                settings("node_documents", "fit_documents", "min_documents", "seed"),
-                functools.partial(make_centroids, large=large, config=config),
-                [last],
-                points=points,
-            )
-        )
-        last = stages.run(
-            f"cluster-level-{level}",
-            {},
-            make_level,
-            [last, done[-1]],
-            points=points,
-            centroids=f"{fit}/centroids",
-        )
-        done.append(last)
-        log.info("level %d: split %d nodes", level, len(large))
+    first = stages.run("cluster-points", made_from, make, after, documents=documents)
+    fitted_by = settings("node_documents", "fit_documents", "min_documents", "seed")
+    done = _split_levels(stages, first, fitted_by, config, pools)
+    last = done[-1]
     for node, number in large_nodes(last, config).items():
         log.warning("node %s has %d documents after %d levels", node, number, config.levels)
     leaves = stages.run(
@@ -165,6 +141,32 @@ def cluster(
     counts = sorted(leaves.counts + joined.counts, key=lambda c: (c["what"], c["source"]))
     seconds = sum(stage.seconds for stage in [*done, leaves, joined])
     return dataclasses.replace(joined, counts=tuple(counts), seconds=seconds)
+
+
+def _split_levels(
+    stages: Stages,
+    first: Done,
+    fitted_by: dict[str, Any],
+    config: ClusterConfig,
+    pools: Mapping[str, str],
+) -> list[Done]:
+    """Split large nodes level by level. Returns all stages, `first` and the last level included."""
+    done = [first]
+    for level in range(1, config.levels + 1):
+        last = done[-1]
+        large = large_nodes(last, config)
+        if stages.only_check and level == 1:  # the graphs of all levels are alike
+            large = dict.fromkeys(pools.values(), 1)
+        if not large:
+            break
+        points, fit = f"{last.name}/points", f"cluster-fit-{level}"
+        make = functools.partial(make_centroids, large=large, config=config)
+        done.append(stages.run(fit, fitted_by, make, [last], points=points))
+        name, centroids = f"cluster-level-{level}", f"{fit}/centroids"
+        inputs = {"points": points, "centroids": centroids}
+        done.append(stages.run(name, {}, make_level, [last, done[-1]], **inputs))
+        log.info("level %d: split %d nodes", level, len(large))
+    return done
 
 
 def large_nodes(done: Done, config: ClusterConfig) -> dict[str, int]:

@@ -313,7 +313,7 @@ def connect(edges: Any, rounds: int) -> Any:
         edges
         | "see stars" >> beam.FlatMapTuple(_both)
         | "group stars" >> beam.GroupByKey()
-        | "find centres" >> beam.FlatMapTuple(_centre).with_outputs("events", main="children")
+        | "find centers" >> beam.FlatMapTuple(_center).with_outputs("events", main="children")
     )
 
 
@@ -335,7 +335,7 @@ def _small_star(node: bytes, smaller: Iterable[bytes]) -> Iterator[tuple[bytes, 
     return ((other, least) for other in [*others, node])
 
 
-def _centre(node: bytes, others: Iterable[bytes]) -> Iterator[Any]:
+def _center(node: bytes, others: Iterable[bytes]) -> Iterator[Any]:
     near = sorted(set(others))
     smaller = [other for other in near if other < node]
     if not smaller:

@@ -200,14 +200,14 @@ def _split(
 
 def _spread(vectors: np.ndarray) -> np.ndarray:
     """Project rows onto their first principal direction, by power iteration; [n]."""
-    centred = vectors - vectors.mean(axis=0, keepdims=True)
-    direction = centred[np.argmax((centred**2).sum(axis=1))]
+    centered = vectors - vectors.mean(axis=0, keepdims=True)
+    direction = centered[np.argmax((centered**2).sum(axis=1))]
     for _ in range(ROUNDS):
         length = np.linalg.norm(direction)
         if length < TINY:  # all rows are equal
             break
-        direction = (direction / length) @ centred.T @ centred
-    return centred @ direction
+        direction = (direction / length) @ centered.T @ centered
+    return centered @ direction
 
 
 def _merge(

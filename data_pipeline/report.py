@@ -43,9 +43,9 @@ EXAMPLE_CHARACTERS = 200  # characters shown per document
 
 _TSNE_FROM = 50  # clusters; with fewer, neighborhoods are too small for t-SNE and PCA is shown
 _PCA_SIZE = 50  # input dimensions of t-SNE
-_GREY = "C7"
+_GRAY = "C7"
 # Colors of the most frequent labels on the map; all other labels share gray.
-_COLOURS = tuple(f"C{number}" for number in range(10) if f"C{number}" != _GREY)
+_COLORS = tuple(f"C{number}" for number in range(10) if f"C{number}" != _GRAY)
 _LABEL_CHARACTERS = 32  # largest length of a name in a plot
 _SMALL, _LARGE = (5.0, 3.1), (9.6, 6.4)  # inches; a small plot is half as wide as the page
 _INK = "#010203"  # replaced by currentColor, so it must be a color that no plot uses
@@ -250,8 +250,8 @@ def place_points(vectors: np.ndarray) -> np.ndarray:
     if not np.size(vectors):
         return np.zeros((len(vectors), 2))
     with threadpool_limits(1):
-        centred = np.asarray(vectors, np.float64) - np.mean(vectors, axis=0, keepdims=True)
-        left, sizes, right = np.linalg.svd(centred, full_matrices=False)
+        centered = np.asarray(vectors, np.float64) - np.mean(vectors, axis=0, keepdims=True)
+        left, sizes, right = np.linalg.svd(centered, full_matrices=False)
         # The sign of an axis is arbitrary; makes its largest component positive.
         largest = np.abs(right).argmax(axis=1, keepdims=True)
         reduced = left * sizes * np.sign(np.take_along_axis(right, largest, axis=1)).T
@@ -470,11 +470,11 @@ def _draw_map(axes: Axes, content: Content) -> None:
     labels = np.asarray([content.map_labels[row] for row in rows])
     points = place_points(np.asarray(content.map_vectors)[rows])
     counted = Counter(labels.tolist())
-    common = sorted(counted, key=lambda label: (-counted[label], label))[: len(_COLOURS)]
+    common = sorted(counted, key=lambda label: (-counted[label], label))[: len(_COLORS)]
     groups = [(label, labels == label) for label in common]
     if rest := len(counted) - len(common):
         groups.append((f"{rest} others", ~np.isin(labels, common)))
-    for (name, mask), color in zip(groups, (*_COLOURS, _GREY), strict=False):
+    for (name, mask), color in zip(groups, (*_COLORS, _GRAY), strict=False):
         legend = f"{_cut(name, _LABEL_CHARACTERS)} ({mask.sum():,})"
         axes.plot(*points[mask].T, ".", color=color, alpha=0.8, markersize=7, mew=0, label=legend)
     _name_points(axes, ids, points, content.topics)

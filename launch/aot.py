@@ -44,6 +44,8 @@ from ml_collections import config_flags
 
 from launch import topologies
 from spell_jax.learner import loss, packing, update
+from spell_jax.learner.learner import Learner
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, lora, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, shape_policy
@@ -160,16 +162,14 @@ class Programs:
             raise ValueError(f"length = {length}: must be 1 or more prompt tokens")
         sampling = build(SamplerConfig, config.sampler, "sampler")
         layout = build(packing.PackingConfig, config.packing, "packing")
-        optimizer = build(
-            update.OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps
-        )
+        optimizer = build(OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps)
         self.config, self.policy, self.mesh = config, policy, mesh
         self.group = config.algorithm.group_size
         policy.check_length(length + sampling.max_tokens)
         answers = sampling.max_tokens * (self.group if layout.shared_prefix else 1)
         self.bucket = bucket or packing.Bucket(length + answers, answers)
         budget = max(layout.token_budget, self.bucket.length)
-        self.learner = update.Learner(
+        self.learner = Learner(
             policy,
             optimizer,
             build(loss.LossConfig, config.loss, "loss"),
@@ -187,7 +187,7 @@ class Programs:
         )
         self.played = whole
         self.trained, self.frozen = lora.split(policy, whole)
-        self.state = self.learner.abstract_state()
+        self.state = self.learner.fns.abstract_state
 
     def of(self, phase: str) -> list[Program]:
         """Return the programs of one phase.
@@ -236,7 +236,7 @@ class Programs:
         learner, batch = self.learner, self._batch()
 
         def score(params, frozen, batch):
-            return learner.score(lora.join(params, frozen), batch)
+            return update.score(learner.spec, lora.join(params, frozen), batch)
 
         arguments, function = (self.trained, self.frozen, batch), jax.jit(score)
         shape, held = batch.tokens.shape, self._others() + bytes_per_chip(self.state)
@@ -245,17 +245,17 @@ class Programs:
     def _update(self) -> list[Program]:
         learner, batch, held = self.learner, self._batch(), self._others()
         reference = self.played if learner.loss.kl_weight else None
-        gradients, sums = jax.eval_shape(learner.empty_carry)
-        gradients = meshes.with_sharding(gradients, learner.param_shardings)
+        gradients, sums = jax.eval_shape(learner.fns.empty_carry)
+        gradients = meshes.with_sharding(gradients, learner.fns.param_shardings)
         weights = (self.trained, self.frozen)
         sums = self._replicated(sums)
         arguments = (*weights, (gradients, sums), batch, reference)
-        shape, function = batch.tokens.shape, learner.accumulate
+        shape, function = batch.tokens.shape, learner.fns.accumulate
         state = bytes_per_chip(self.state)
         first = self._program("update", "accumulate", shape, function, arguments, held + state)
         held += bytes_per_chip(self.frozen)
         given = (self.state, gradients, sums["loss"])
-        second = self._program("update", "apply", (), learner.apply, given, held)
+        second = self._program("update", "apply", (), learner.fns.apply, given, held)
         return [first, second]
 
     def _program(self, phase, name, tokens, function, arguments, held) -> Program:

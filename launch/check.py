@@ -48,7 +48,8 @@ from spell_jax.algorithms.base import AlgorithmConfig
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data import built
 from spell_jax.data.config import DataConfig
-from spell_jax.learner import loss, packing, update
+from spell_jax.learner import loss, packing
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, safetensors, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model
@@ -149,7 +150,7 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     found.sampling = attempt("sampler", build, SamplerConfig, config.sampler, "sampler")
     found.layout = attempt("packing", build, packing.PackingConfig, config.packing, "packing")
     loss_config = attempt("loss", build, loss.LossConfig, config.loss, "loss")
-    optimizer, steps = update.OptimizerConfig, {"total_steps": config.steps}
+    optimizer, steps = OptimizerConfig, {"total_steps": config.steps}
     attempt("optimizer", lambda: build(optimizer, config.optimizer, "optimizer", **steps))
     fields = [name for name, value in config.items() if not hasattr(value, "items")]
     # A valid loss goes along because not every loss allows every staleness.
@@ -235,7 +236,7 @@ def _check_other(config: Config, name: str, attempt: Attempts) -> None:
     if folder and read:
         attempt(f"{name}.folder", _check_weights, read[0], folder)
     fields = config[name].get("optimizer", {})
-    optimizer, steps = update.OptimizerConfig, {"total_steps": config.steps}
+    optimizer, steps = OptimizerConfig, {"total_steps": config.steps}
     attempt(f"{name}.optimizer", lambda: build(optimizer, fields, f"{name}.optimizer", **steps))
 
 

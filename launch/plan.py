@@ -196,7 +196,7 @@ def _given(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
     """Compute the exact bytes of a program's arguments and of resident memory, by PARTS."""
     count, state = aot.bytes_per_chip, programs.state
     counts = state.step, state.skipped
-    masters, optimizer = count(state.params), count((state.optimizer, counts))
+    masters, optimizer = count(state.params), count((state.opt_state, counts))
     arguments = count(program.arguments)
     parts = {"masters": masters, "optimizer": optimizer}
     if program.name == "apply":

@@ -1,5 +1,7 @@
-"""Set before jax is imported anywhere: eight fake devices, and a compilation cache that the test
-processes and the programs they start share."""
+"""Environment set before any import of jax: eight fake devices and a shared compilation cache.
+
+Test processes and the programs that they start share the cache.
+"""
 
 import os
 import sys
@@ -31,12 +33,12 @@ settings.load_profile("deterministic")
 
 @pytest.fixture(autouse=True)
 def _in_repository_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """configs/ and launch/ run from a checkout; so do the tests."""
+    """Run every test in the checkout, like configs/ and launch/."""
     monkeypatch.chdir(ROOT)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks everything in tests/slow as slow."""
+    """Mark everything in tests/slow as slow."""
     for item in items:
         if (ROOT / "tests" / "slow") in item.path.parents:
             item.add_marker(pytest.mark.slow)
@@ -48,8 +50,11 @@ MOST_MAPS = 20_000
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_programs() -> Iterator[None]:
-    """XLA maps some 13 areas of memory for a program that it compiles for CPUs, and a process has
-    65,530 of them (vm.max_map_count): behind 5,000 programs it ends by a segmentation fault."""
+    """Clear compiled programs when the process has many memory maps.
+
+    XLA maps about 13 areas of memory per program compiled for CPUs, and a process may have 65,530
+    (vm.max_map_count). After 5,000 programs it ends with a segmentation fault.
+    """
     yield
     if "jax" in sys.modules and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
         sys.modules["jax"].clear_caches()
@@ -57,7 +62,7 @@ def _few_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def spell_data() -> Path:
-    """The folder of real documents, or a skip."""
+    """The folder of real documents; without it, the test is skipped."""
     folder = os.environ.get("SPELL_DATA")
     if not folder:
         pytest.skip("SPELL_DATA is not set: it names the folder of real documents")

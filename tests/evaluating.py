@@ -2,8 +2,8 @@
 
 python -m tests.evaluating POLICY OUT [JUDGE_POLICY]
 
-Two made-up benchmarks; without JUDGE_POLICY, verdicts are by checksum and process 0 alone may give
-them.
+There are two made-up benchmarks. Without JUDGE_POLICY, verdicts are by checksum, and only process 0
+may give them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAMPLES = 2
 
 
 def load(name: str, folder: Any, limit: int | None = None, tokenizer: Any = None) -> Benchmark:
-    """Noise that means something: an answer's rule score is by its checksum."""
+    """Scores from noise: an answer's rule score is by its checksum."""
     items = tuple(
         Item(
             f"{name}-{i}",
@@ -63,7 +63,7 @@ def _sum(text: str) -> int:
 
 
 def reply(prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Of all kinds: yes, no, neither, none."""
+    """Verdicts of all kinds by checksum: yes, no, neither, none."""
     assert jax.process_index() == 0 or not prompts, "the judge is asked twice"
     for prompt in prompts:
         yield prompt, ("[[YES]]", "[[NO]]", "perhaps", None)[_sum(prompt) % 4]
@@ -92,7 +92,7 @@ def make_judge(out: pathlib.Path, ask: Any = reply) -> Judge:
 
 
 def run(policy: pathlib.Path, out: pathlib.Path, ask: Any = reply, **changes: Any) -> dict:
-    """Under pytest's patches: see main."""
+    """Run under pytest's patches: see main."""
     judge = make_judge(out, ask)
     return runner.run(config(policy, **changes), out, "noise", judge, SIZES)
 

@@ -1,4 +1,4 @@
-"""What docs/metrics.md explains, as patterns of names."""
+"""Metric names that docs/metrics.md explains, as patterns."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ PLACES = {
     "DOCUMENTS": r"\d+",
 }
 
-# Names on the page that SPELL has not, but another algorithm has (test_metric_names.py).
+# Names on the page that SPELL does not have, but another algorithm has (test_metric_names.py).
 OF_OTHER_ALGORITHMS = {
     *("rollout/dense_reward[/K]", "rollout/sparse_reward[/K]", "rollout/permutation[/K]"),
     *("rollout/dense_by_chance[/K]", "rollout/sparse_by_chance[/K]", "rollout/options"),
     *("rollout/solve_rate[/K]", "rollout/mixed[/K]", "rollout/cut_documents"),
+    "rollout/no_puzzle",
     *("rollout/well_formed[/TASK]", "rollout/verbatim[/TASK]", "rollout/evidence_reward[/TASK]"),
     *(
         "rollout/outcome_reward[/TASK]",
@@ -45,7 +46,7 @@ OF_OTHER_ALGORITHMS = {
     *("eval/evidence_precision", "eval/evidence_recall"),
     *("rollout/static_questions", "rollout/judge_failed[/TASK]", "eval/all", "eval/TASK"),
 }
-# And what the updates of another model have.
+# Names for the updates of another model.
 OF_OTHER_MODELS = {
     *("train/rows/MODEL", "train/advantage/MODEL", "train/advantage_size/MODEL"),
     "train/MODEL/NUMBER",
@@ -53,7 +54,7 @@ OF_OTHER_MODELS = {
 
 
 def explained() -> dict[str, re.Pattern[str]]:
-    """A name as the page has it -> what it stands for."""
+    """A name on the page -> the pattern that it stands for."""
     first = "".join(re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.M))
     patterns = {}
     for name in re.findall(r"`([\w/\[\]]+)`", first):
@@ -65,7 +66,7 @@ def explained() -> dict[str, re.Pattern[str]]:
 
 
 def compare(written: Iterable[str]) -> tuple[set[str], set[str]]:
-    """(written names that the page does not explain, its names that none of them has)."""
+    """(written names that the page does not explain, names of the page that are never written)."""
     written, patterns = set(written), explained()
     unknown = {n for n in written if not any(p.fullmatch(n) for p in patterns.values())}
     return unknown, {name for name, p in patterns.items() if not any(map(p.fullmatch, written))}

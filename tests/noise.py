@@ -1,7 +1,7 @@
-"""A tiny policy of random weights, and an algorithm in which its noise means something.
+"""A tiny policy of random weights, and an algorithm that gives meaning to its noise.
 
-Random text passes for a question, an answer or a verdict by its checksum, so that a run of a few
-small steps has real updates of all roles, memory and anchored references included.
+Random text counts as a question, an answer or a verdict by its checksum. So a run of a few small
+steps has real updates of all roles, with question memory and references by a frozen reader.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.eapo import algorithm as eapo
 from spell_jax.algorithms.spell import algorithm as spell
 from spell_jax.learner import update
+from spell_jax.learner.learner import Learner
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
@@ -40,7 +41,7 @@ _UNSTEADY = ("time/", "process/")
 
 
 def steady(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics without times and memory, which no two runs have alike."""
+    """A line of metrics without times and memory, which differ between runs."""
     return {name: value for name, value in line.items() if not name.startswith(_UNSTEADY)}
 
 
@@ -62,7 +63,7 @@ def save_policy(folder: pathlib.Path, max_positions: int = 256, width: int = 32)
 
 
 def small_config(folder: pathlib.Path, **overrides) -> ConfigDict:
-    """configs/tiny.py with a few small questions a step; overrides by dotted name."""
+    """configs/tiny.py with a few small questions per step; overrides by dotted name."""
     config = tiny.get_config()
     settings = {
         "steps": 3,
@@ -115,8 +116,7 @@ def with_fields(config: Any, fields: dict[str, Any]) -> Any:
 
 
 def give_data(config: Any, folder: pathlib.Path) -> None:
-    """Small data of the kind that a config's algorithm plays, where the user's is still to be named
-    or made."""
+    """Small data for a config's algorithm, where the user would have to name or make data."""
     for name, text in (("a", "A text of one's own."), ("b", "Another one, of the same kind.")):
         (folder / f"{name}.txt").write_text(f"{text}\n")
     question = {"task": "general_qa", "documents": ["A"], "question": "B?", "answer": "C"}
@@ -131,21 +131,21 @@ def give_data(config: Any, folder: pathlib.Path) -> None:
 
 
 def use_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a run see one device, however many there are."""
+    """Let a run see one device, however many there are."""
     make_mesh = mesh.make_mesh
     monkeypatch.setattr(mesh, "make_mesh", lambda shape=None: make_mesh(None, jax.devices()[:1]))
 
 
 def draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets runs end without plots, which take half of their time."""
+    """Let runs end without plots, which take half of their time."""
     monkeypatch.setattr(run_report, "plot_run", lambda workdir: ())
 
 
-_cached_learner = functools.cache(update.Learner)
+_cached_learner = functools.cache(Learner)
 
 
-def _shared_learner(policy, optimizer, *others) -> update.Learner:
-    if optimizer.schedule == "constant":  # whatever the number of steps
+def _shared_learner(policy, optimizer, *others) -> Learner:
+    if optimizer.schedule == "constant":  # for any number of steps
         optimizer = dataclasses.replace(optimizer, total_steps=0)
     return _cached_learner(policy, optimizer, *others)
 
@@ -156,10 +156,12 @@ def _shared_sampler(policy, config, stop_ids, mesh) -> Sampler:
 
 
 def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a run have the programs of those before it that are of its shape, where it would trace
-    them again (half of the rest). Not for adapters or stop strings, nor where a program is changed.
+    """Let a run reuse the compiled programs of earlier runs of its shape.
+
+    Tracing them again takes half of the remaining time. Not for adapters or stop strings, nor where
+    a program is changed.
     """
-    monkeypatch.setattr(update, "Learner", _shared_learner)
+    monkeypatch.setattr(build, "Learner", _shared_learner)
     monkeypatch.setattr(
         build,
         "Sampler",
@@ -170,8 +172,10 @@ def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def end_earlier(workdir: epath.Path, folder: epath.Path, step: int) -> epath.Path:
-    """A copy of a run that has not got beyond a step, as if it had been killed behind it: what it
-    wrote later is still there, but its checkpoints are not."""
+    """A copy of a run as if it had been killed after a step.
+
+    Later files are still there, but not the later checkpoints.
+    """
     shutil.copytree(workdir, folder)
     checkpoints = [path for path in (folder / CHECKPOINTS_FOLDER).iterdir() if path.name.isdigit()]
     later = [path for path in checkpoints if int(path.name) > step]
@@ -182,15 +186,15 @@ def end_earlier(workdir: epath.Path, folder: epath.Path, step: int) -> epath.Pat
 
 
 def lose_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets every update have a loss that is not a number."""
-    apply = update.Learner._apply
+    """Let every update have a loss that is not finite."""
+    apply = update.apply
     monkeypatch.setattr(
-        update.Learner, "_apply", lambda self, s, g, loss: apply(self, s, g, loss + float("nan"))
+        update, "apply", lambda spec, s, g, loss: apply(spec, s, g, loss + float("nan"))
     )
 
 
 def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the algorithm read checksums where it would parse."""
+    """Let the algorithm read checksums instead of parsing."""
 
     def parse_question(text, task, count, limit, distinct):
         if _sum(text) % 8 == 0:
@@ -211,7 +215,7 @@ def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def give_evidence_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets EAPO read checksums where it would parse; most of its scores bear no outcome out."""
+    """Let EAPO read checksums instead of parsing; most of its scores contradict the outcomes."""
 
     def parse_answer(text: str) -> evidence.Structured | None:
         said = str(_sum(text) % 2)

@@ -1,4 +1,4 @@
-"""Every file of reference cases is read by a test, or its README says why not."""
+"""Every file of reference cases is read by a test, or its README states the reason."""
 
 import pathlib
 import re

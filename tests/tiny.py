@@ -59,7 +59,7 @@ def weights(policy: PolicyConfig = POLICY, seed: int = 0) -> transformer.Params:
 def groups(
     count: int, seed: int = 0, prompt: int = 12, answer: int = 6, siblings: int = 4
 ) -> list[Group]:
-    """Random groups with at most so many prompt tokens, answer tokens and siblings."""
+    """Random groups with limited numbers of prompt tokens, answer tokens and siblings."""
     rng = np.random.default_rng(seed)
 
     def ids(longest: int) -> np.ndarray:

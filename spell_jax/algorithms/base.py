@@ -1,9 +1,17 @@
-"""What an algorithm and the trainer know of each other."""
+"""The interface between an algorithm and the trainer.
+
+1. `rollout` samples the episodes of a step. It reaches the models through `Models`.
+2. `groups` turns episodes into training groups, and says for every episode what it was used for.
+3. `metrics` and `record` summarize a step and an episode for the run's files.
+
+An episode is a frozen dataclass of the algorithm's own. Nothing changes it after `rollout` returned
+it: `groups`, `metrics` and `record` are functions of their arguments.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from spell_jax.data.clusters import Cluster, Source
@@ -18,9 +26,14 @@ from spell_jax.selfplay import prompts
 from spell_jax.selfplay.prompts import Prompts
 
 Item = TypeVar("Item")
-# (question, prediction, reference) triples -> 1, 0 or -1 (no verdict).
+Result = TypeVar("Result")
+Episode = Any  # a frozen dataclass of the algorithm
+# (seed, step): the entropy of all numpy generators of a step, default_rng([*key]),
+# default_rng([*key, 1]), ... A resumed run therefore repeats its random numbers.
+Key = tuple[int, int]
+# (question, prediction, reference) triples -> 1 (right), 0 (wrong) or -1 (no verdict).
 JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
-RULES = ("match", "judge")  # texts are compared, or an external judge is asked
+RULES = ("match", "judge")  # compare texts, or ask an external judge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +44,9 @@ class AlgorithmConfig:
       name: name of the algorithm in the registry.
       prompts: set of prompt templates, a name or a folder (selfplay/prompts.py).
       judge_url: address of an OpenAI-compatible endpoint, for rule = "judge".
-      judge_model: name of the judge's model there.
-      rule: "match" compares texts, numbers and letters; "judge" asks the external judge.
+      judge_model: name of the judge's model at that endpoint.
+      rule: how answers are scored: "match" compares texts, numbers and letters; "judge" asks the
+        external judge.
     """
 
     name: str = ""
@@ -49,7 +63,11 @@ class AlgorithmConfig:
             raise ValueError(f"algorithm.prompts = {self.prompts!r}: {error}") from error
 
     def check_judge(self) -> None:
-        """Raises ValueError if the rule needs an external judge and none is named."""
+        """Checks that a judge is configured if the rule needs one.
+
+        Raises:
+          ValueError: if it is not, naming the field and the remedy.
+        """
         if self.rule == "judge" and not self.judge_url.startswith(("http://", "https://")):
             raise ValueError(
                 f"algorithm.judge_url = {self.judge_url!r}: must be the http(s) address of a "
@@ -71,18 +89,19 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmContext:
-    """What an algorithm is made from, besides its own fields.
+    """Inputs of an algorithm besides its config.
 
     Attributes:
-      prompts: the set of prompts.
-      count_tokens: tokens of a text.
-      prompt_cap: tokens that the text of a prompt may have.
-      seed, steps: of the run.
+      prompts: the set of prompt templates.
+      count_tokens: function that returns the number of tokens of a text.
+      prompt_cap: largest number of tokens that the text of a prompt may have.
+      seed: seed of the run.
+      steps: number of updates of the run.
       clusters: opens the training clusters.
-      held_out: opens those that training never sees.
-      deal: clusters -> the stream of them by the run's tasks, weights and seed.
+      held_out: opens the clusters that training never reads.
+      deal: makes a stream of clusters by the run's tasks, weights and seed.
       questions: reads the given questions (config.data.questions).
-      judge: an external judge, or None where none is configured.
+      judge: external judge, or None if none is configured.
     """
 
     prompts: Prompts
@@ -97,9 +116,12 @@ class AlgorithmContext:
     judge: JudgeFunction | None = None
 
 
+# ------------------------------------------------------------------------------ Asking the models
+
+
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What a model said to one prompt.
+    """A model's answers to one prompt.
 
     Attributes:
       prompt: token ids of the prompt [P].
@@ -112,7 +134,13 @@ class Reply:
     texts: Sequence[str]
 
     def group(self, advantages: Iterable[float], role: str, model: str = "policy") -> Group:
-        """This prompt and its answers as a training group, from which a model learns."""
+        """Makes a training group of this prompt and its answers.
+
+        Args:
+          advantages: one per answer [G].
+          role: role that answered; metrics are counted by it.
+          model: model that is trained on the group.
+        """
         return Group(
             self.prompt,
             [sample.tokens for sample in self.samples],
@@ -124,10 +152,23 @@ class Reply:
 
 
 class Ask(Protocol):
-    """How a coroutine of an algorithm reaches a model: each prompt is answered `group` times, in
-    order.
+    """Coroutine function that samples from a model: `replies = await ask(role, prompts, group)`.
 
-    None stands where a prompt is over the sampler's cap. `temperature` replaces the configured one.
+    The request goes to the RolloutWorker (algorithms/rollout.py). At the await, the coroutine
+    yields a PendingCall. The worker tokenizes the prompts and submits one request per prompt to the
+    sampler's session (sampler/session.py, Session.submit), where it joins the requests of all other
+    coroutines. The worker resumes the coroutine when all replies to this call are there.
+
+    Args:
+      role: role that answers: "questioner", "responder", "verifier" or a name of the algorithm's.
+        The role "verifier" has a cap of answer tokens of its own (sampler.max_verdict_tokens).
+      prompts: texts of the prompts.
+      group: G, number of samples per prompt.
+      model: "policy" or one of Algorithm.models.
+      temperature: sampling temperature; None: sampler.temperature.
+
+    Returns:
+      One reply per prompt, in order; None for a prompt over the sampler's cap.
     """
 
     async def __call__(
@@ -141,7 +182,10 @@ class Ask(Protocol):
 
 
 class Models(Protocol):
-    """The models of an algorithm. Called like an Ask, they answer at once."""
+    """The models of an algorithm.
+
+    Called like an Ask, it blocks until all replies are there; no await is needed.
+    """
 
     def __call__(
         self,
@@ -152,27 +196,31 @@ class Models(Protocol):
         temperature: float | None = None,
     ) -> list[Reply | None]: ...
 
-    def together(
-        self, play: Callable[[Ask, Item], Coroutine[Any, Any, None]], items: Sequence[Item]
-    ) -> None:
-        """Runs play(ask, item) for all items at the same time.
+    def run_all(
+        self, function: Callable[[Ask, Item], Coroutine[Any, Any, Result]], items: Sequence[Item]
+    ) -> list[Result]:
+        """Runs the coroutines function(ask, item) of all items concurrently.
 
-        Each goes on as soon as what it asked is answered: none waits for the slowest answer of the
-        others. What it is told does not depend on them.
+        A coroutine resumes as soon as its own call is answered; it does not wait for the slowest
+        answer of the others. Its replies do not depend on the other coroutines.
+
+        Returns:
+          The results of the coroutines, in the order of the items.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutBudget:
-    """What a step of an algorithm asks for at most, before it starts.
+    """Upper bound of one kind of samples in a step.
 
     Attributes:
-      what: the replies in words, "answers".
-      role: of whom they are.
-      prompts, replies: prompts, and replies to each.
-      learned: groups of them, each of a prompt and its replies, that are learned from...
-      model: ...by this one.
+      what: name of the samples, such as "answers".
+      role: role that gives them.
+      prompts: number of prompts.
+      replies: samples per prompt.
+      learned: number of groups, each a prompt and its samples, that are trained on.
+      model: model that is trained on them.
     """
 
     what: str
@@ -183,53 +231,103 @@ class RolloutBudget:
     model: str = "policy"
 
 
+# ------------------------------------------------------------------------------- The algorithm
+
+
+@dataclasses.dataclass(frozen=True)
+class Annotation:
+    """Use of one episode in the update.
+
+    Attributes:
+      advantages: role -> advantages of its samples, for roles that are trained on. A role with
+        several replies per episode (SPELL's verifier) has a list per reply, empty if not used.
+      used: role -> "used", or a word for why it is not trained on; a list of words for a role with
+        several replies.
+    """
+
+    advantages: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    used: Mapping[str, str | Sequence[str]] = dataclasses.field(default_factory=dict)
+
+
+USED = "used"  # the word in Annotation.used for what is trained on
+
+
 class Algorithm(Protocol):
-    """What is played; the trainer is the same for all algorithms."""
+    """A self-play or RL algorithm; the trainer is the same for all of them.
+
+    The trainer calls in each step, with key = (seed, step):
+
+        episodes = algorithm.rollout(models, key, step)
+        groups, annotations = algorithm.groups(episodes, key)
+        metrics = algorithm.metrics(episodes)
+        lines = [algorithm.record(e, a) for e, a in zip(episodes, annotations)]
+    """
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names of the models that the algorithm asks besides "policy". Those with a section of the
-        config have a folder of their own; the others begin as copies of the policy."""
+        """Names of the models that the algorithm uses besides "policy".
+
+        A model with a section of the config has a folder of its own. The others start as frozen
+        copies of the policy.
+        """
         ...
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Of these, the ones with a section that learn too, from groups that name them."""
+        """Those of `models` that are trained, on the groups that name them."""
         ...
 
-    def play(self, models: Models, step: int) -> Sequence[Any]:
-        """One step's episodes, dataclasses with JSON-able fields apart from replies."""
+    def rollout(self, models: Models, key: Key, step: int) -> Sequence[Episode]:
+        """Samples the episodes of a step (from 1) and advances the state of `state_dict`."""
         ...
 
-    def rows(self, episodes: Sequence[Any]) -> list[Group]:
-        """The training groups of a step, of all models that learn; empty when nothing can be
-        learned from it."""
+    def groups(self, episodes: Sequence[Episode], key: Key) -> tuple[list[Group], list[Annotation]]:
+        """Selects what is trained on.
+
+        Returns:
+          The training groups of all trained models, possibly none, and one annotation per episode
+          in order.
+        """
         ...
 
-    def metrics(self, episodes: Sequence[Any]) -> Metrics:
-        """What happened in a step, before anything was filtered out."""
+    def metrics(self, episodes: Sequence[Episode]) -> Metrics:
+        """Metrics of a step, over all episodes, whether or not they are trained on."""
         ...
 
-    def record(self, episode: Any) -> dict[str, Any]:
-        """An episode as a JSON-able dict for the run's files."""
+    def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
+        """An episode and its use as a JSON-able dict for the run's files."""
         ...
 
-    def cluster(self, episode: Any) -> Cluster:
-        """The documents that an episode is about."""
+    def cluster(self, episode: Episode) -> Cluster:
+        """The documents of an episode."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything besides weights that the next step depends on, JSON-able."""
+        """Everything besides weights, seed and step that the next rollout depends on, JSON-able."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        ...
+
+
+def records(
+    algorithm: Algorithm, episodes: Iterable[Episode], annotations: Iterable[Annotation]
+) -> Iterator[dict[str, Any]]:
+    """Records with the texts of their clusters, as EpisodeWriter takes them."""
+    for episode, annotation in zip(episodes, annotations, strict=True):
+        documents = list(algorithm.cluster(episode).documents)
+        yield algorithm.record(episode, annotation) | {"documents": documents}
+
+
+# ---------------------------------------------------------------------------- The external judge
 
 
 def choose_judge(rule: str, context: AlgorithmContext) -> JudgeFunction | None:
-    """The external judge, where the algorithm's rule (of RULES) asks it.
+    """The external judge if the rule is "judge", else None.
 
     Raises:
-      ValueError: it does, and none is configured.
+      ValueError: if the rule is "judge" and none is configured.
     """
     if rule != "judge":
         return None
@@ -242,39 +340,54 @@ def choose_judge(rule: str, context: AlgorithmContext) -> JudgeFunction | None:
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """A question and its answers, as an external judge is asked about them.
+    """A question with its answers, as an external judge reads them.
 
     Attributes:
-      question, reference: what it reads with each of the answers.
-      predictions: of the answers; None: there is nothing to judge.
-      outcomes: by the algorithm's rule.
-      verdicts: as it gives them, of predictions that are not None (negative: none).
+      question: text of the question.
+      reference: reference answer.
+      predictions: extracted answers; None if there is nothing to judge.
+      outcomes: score of each answer by the algorithm's rule.
     """
 
     question: str
     reference: str
     predictions: Sequence[str | None]
-    outcomes: list[float]
-    verdicts: list[int]
+    outcomes: Sequence[float]
 
 
-def ask_judge(judge: JudgeFunction | None, answered: Sequence[Answered]) -> None:
-    """(Option) puts an external judge's verdicts in the place of `outcomes`; none leaves those.
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """Scores of a question's answers after the judge was asked.
 
-    Of several hosts one asks it, and all are told: two calls need not agree.
+    Attributes:
+      outcomes: score of each answer: the judge's verdict, or the rule's where it gave none.
+      verdicts: the judge's verdicts on the predictions that are not None (negative: no verdict);
+        empty without a judge.
+    """
+
+    outcomes: tuple[float, ...]
+    verdicts: tuple[int, ...] = ()
+
+
+def ask_judge(judge: JudgeFunction | None, answered: Sequence[Answered]) -> list[Judged]:
+    """(Option) Replaces the rule's outcomes by an external judge's verdicts.
+
+    One host asks the judge and broadcasts the verdicts: two calls might not agree.
     """
     if judge is None:
-        return
-    asked = [(a, i) for a in answered for i, p in enumerate(a.predictions) if p is not None]
-    items = [(a.question, a.predictions[i] or "", a.reference) for a, i in asked]
-    verdicts = distributed.broadcast(lambda: list(judge(items)))
-    for (one, i), verdict in zip(asked, verdicts, strict=True):
-        one.verdicts.append(verdict)
+        return [Judged(tuple(a.outcomes)) for a in answered]
+    places = [(n, i) for n, a in enumerate(answered) for i in range(len(a.predictions))]
+    places = [(n, i) for n, i in places if answered[n].predictions[i] is not None]
+    items = [
+        (answered[n].question, answered[n].predictions[i] or "", answered[n].reference)
+        for n, i in places
+    ]
+    outcomes = [list(a.outcomes) for a in answered]
+    verdicts: list[list[int]] = [[] for _ in answered]
+    for (n, i), verdict in zip(
+        places, distributed.broadcast(lambda: list(judge(items))), strict=True
+    ):
+        verdicts[n].append(verdict)
         if verdict >= 0:
-            one.outcomes[i] = float(verdict)
-
-
-def records(algorithm: Algorithm, episodes: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Episodes as EpisodeWriter takes them: with the texts of their clusters."""
-    for episode in episodes:
-        yield algorithm.record(episode) | {"documents": list(algorithm.cluster(episode).documents)}
+            outcomes[n][i] = float(verdict)
+    return [Judged(tuple(o), tuple(v)) for o, v in zip(outcomes, verdicts, strict=True)]

@@ -1,7 +1,7 @@
-"""Algorithms by name: the config, constructor, held-out evaluation and inputs of each.
+"""Registry of algorithms: config, constructor, held-out evaluation and inputs of each, by name.
 
 To add an algorithm, write a file in algorithms/ and an entry here; docs/algorithms.md has a
-complete example. Sampler, learner and trainer know no algorithm.
+complete example. Sampler, learner and trainer do not depend on any algorithm.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from spell_jax.runtime.config import build
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmSpec:
-    """An algorithm as a config names it.
+    """An entry of the registry.
 
     Attributes:
-      config: dataclass of the section `algorithm`.
+      config: dataclass of the config's section `algorithm`.
       make: constructor (config, context) -> algorithm.
-      evaluate: constructor (config, context, data) -> held-out evaluation, or None where the data
-        holds nothing out. It reads large files only when it is first asked.
-      inputs: what the algorithm may be given, of "clusters" (data.source) and "questions"
-        (data.questions).
+      evaluate: constructor (config, context, data) -> held-out evaluation, or None if the data
+        holds nothing out. The evaluation reads large files only when it is first used.
+      inputs: kinds of data that the algorithm takes: "clusters" (data.source), "questions"
+        (data.questions), or both.
     """
 
     config: type[AlgorithmConfig]
@@ -46,10 +46,10 @@ class AlgorithmSpec:
 
 
 def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:
-    """The section `algorithm` of a config as the dataclass of its algorithm.
+    """Builds the algorithm's dataclass from the config's section `algorithm`.
 
     Raises:
-      ValueError: naming the field, its value and the remedy.
+      ValueError: if a field is invalid; naming the field, its value and the remedy.
     """
     name = section.get("name", "")
     if name not in ALGORITHMS:
@@ -60,7 +60,11 @@ def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:
 
 
 def check_inputs(config: AlgorithmConfig, data: DataConfig) -> None:
-    """Raises ValueError if the data is of a kind that the algorithm does not take."""
+    """Checks that the algorithm takes the kind of data that the config has.
+
+    Raises:
+      ValueError: if it does not.
+    """
     inputs = ALGORITHMS[config.name].inputs
     if data.questions and "questions" not in inputs:
         raise ValueError(f"data.questions = {data.questions!r}: must be '', for this algorithm")

@@ -1,8 +1,12 @@
-"""The models of an algorithm, asked in words: chat layout, sampler, text.
+"""Rollout worker: runs an algorithm's coroutines and turns their requests into sampler calls.
 
-Many coroutines of an algorithm play at the same time (`together`). What they ask goes into one
-session of the sampler. While the device draws, those whose answers have come read them and ask what
-follows, which joins what is still being sampled.
+1. `run_all` starts one coroutine per item and runs each up to its first `await ask(...)`.
+2. The await yields a PendingCall. The worker tokenizes its prompts with the chat template and
+   submits one request per prompt to the session of its model (sampler/session.py).
+3. While the device samples, the worker collects finished answers, resumes the coroutines whose
+   calls are complete, and submits the requests that they make next to the same session.
+4. One model is served until no call to it is pending, then the next: every session has its own KV
+   cache, and only one is held at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spell_jax.algorithms.base import Ask, Item, Reply
+from spell_jax.algorithms.base import Ask, Item, Reply, Result
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.policy.transformer import Params
 from spell_jax.runtime.metrics import Metrics
@@ -26,40 +30,45 @@ from spell_jax.sampler.session import Session
 
 
 @dataclasses.dataclass(eq=False)
-class _Asked:
-    """What a coroutine asked and waits for; awaited, it gives the replies.
+class PendingCall:
+    """A coroutine's call to a model. Awaiting it yields it to the worker and returns the replies.
 
     Attributes:
-      name: number of the coroutine in the step, and of the call in the coroutine.
-      role, prompts, group, model, temperature: see algorithm.Ask.
-      ids: prompts as tokens.
-      replies: in the order of prompts, so far.
-      missing: how many are still to come.
-      coroutine: who waits.
+      number: (number of the coroutine in the step, number of the call in the coroutine), from 1.
+      role: see base.Ask, as the next four.
+      prompts: texts.
+      group: samples per prompt.
+      model: model that answers.
+      temperature: sampling temperature; None: the configured one.
+      item: index of the coroutine in `run_all`.
+      prompt_ids: the prompts as token ids.
+      replies: replies so far, in the order of the prompts.
+      missing: number of submitted prompts without a reply.
     """
 
-    name: tuple[int, int]
+    number: tuple[int, int]
     role: str
     prompts: Sequence[str]
     group: int
     model: str
     temperature: float | None
-    ids: list[list[int]] = dataclasses.field(default_factory=list)
+    item: int = 0
+    prompt_ids: list[list[int]] = dataclasses.field(default_factory=list)
     replies: list[Reply | None] = dataclasses.field(default_factory=list)
     missing: int = 0
-    coroutine: Coroutine[Any, Any, None] | None = None
 
     @property
     def agent(self) -> str:
+        """Name under which the call is counted: the role, or the model if it is not the policy."""
         return self.role if self.model == "policy" else self.model
 
-    def __await__(self) -> Generator[_Asked, None, list[Reply | None]]:
+    def __await__(self) -> Generator[PendingCall, None, list[Reply | None]]:
         yield self
         return self.replies
 
 
 class _Ask:
-    """How one coroutine asks; its calls are counted."""
+    """The Ask of one coroutine; it numbers the coroutine's calls."""
 
     def __init__(self, coroutine: int):
         self._coroutine = coroutine
@@ -76,31 +85,33 @@ class _Ask:
         self._calls += 1
         if not prompts:
             return []
-        name = self._coroutine, self._calls
-        return await _Asked(name, role, prompts, group, model, temperature)
+        number = self._coroutine, self._calls
+        return await PendingCall(number, role, prompts, group, model, temperature)
 
 
 @dataclasses.dataclass(frozen=True)
 class TextSampler:
-    """How a model speaks: its sampler and its tokenizer."""
+    """A sampler and the tokenizer of its policy: text in, text out."""
 
     sampler: Sampler
     tokenizer: Tokenizer
 
 
 class RolloutWorker:
-    """An algorithm's `Models`: the policy, its copies, which speak as it does, and models of their
-    own.
+    """An algorithm's `Models`: the policy, copies of it, and models with their own weights.
 
-    The key of a request is fold_in of the key by step, coroutine, call and prompt (siblings and
-    tokens are the sampler's): what one coroutine is told depends neither on the others nor on when
-    they ask, and a resumed run repeats it.
+    The key of a request is the worker's key folded with step, coroutine, call and prompt; the
+    sampler folds in the sample and the position. Replies to a coroutine therefore depend neither on
+    the other coroutines nor on timing, and a resumed run repeats them.
 
-    `metrics` holds, for what was said since `begin`, tokens of prompts and answers, the share of
-    answers cut off at the cap and of prompts refused as over theirs, by role (or by model, where it
-    is another one than the policy); and what the sampler's slots did (Session.counts). So do
-    `sampled` and `read`, tokens of answers and of prompts, and `waited`, seconds by role or model
-    in which the host waited for the device (Counts.waited).
+    Attributes:
+      sampler: the policy's sampler.
+      metrics: counts since `start_step`. By role (by model for other models than the policy):
+        tokens of prompts and of answers, share of answers truncated at the cap, share of prompts
+        refused because they are over the cap. By session: use of the slots (Session.counts).
+      sampled_tokens: number of sampled tokens since `start_step`.
+      prefilled_tokens: number of prefilled prompt tokens since `start_step`.
+      waited: seconds in which the host waited for the device, by role or model (Counts.waited).
     """
 
     def __init__(
@@ -109,47 +120,55 @@ class RolloutWorker:
         key: jax.Array,
         others: Mapping[str, TextSampler] | None = None,
     ):
-        """Args: others are the text_samplers of models that are no copies of the policy, by
-        name."""
+        """Makes a worker without weights; `start_step` gives it weights.
+
+        Args:
+          text_sampler: sampler of the policy and of its copies.
+          key: random key of the run.
+          others: samplers of the models that are not copies of the policy, by name.
+        """
         self.sampler = text_sampler.sampler
         self._text_sampler, self._others = text_sampler, others or {}
         self._key = np.asarray(jax.random.key_data(key))
         self._step = 0
         self._coroutines = 0
         self._models: Mapping[str, Params] = {}
-        self._meanwhile: Callable[[], None] = lambda: None
-        self._is_playing = False
+        self._between_calls: Callable[[], None] = lambda: None
+        self._is_running = False
         self._session: tuple[str, Session] | None = None
         self._reset()
 
     def _reset(self) -> None:
-        """Nothing has been said."""
+        """Sets all counts to zero."""
         self.metrics = Metrics()
-        self.sampled = self.read = 0
+        self.sampled_tokens = self.prefilled_tokens = 0
         self.waited: defaultdict[str, float] = defaultdict(float)
 
-    def begin(
+    def start_step(
         self,
         step: int,
         models: Mapping[str, Params],
-        meanwhile: Callable[[], None] = lambda: None,
+        between_calls: Callable[[], None] = lambda: None,
     ) -> None:
-        """Starts a step with these weights (compute dtype) by model name, each looked up when the
-        model is asked and another was before.
+        """Starts a step with new weights and counts.
 
-        `meanwhile` is called whenever the device has been given its next calls, and may give it
-        more to do; where that is in the order of calls depends on what was sampled alone.
+        Args:
+          step: number that is folded into the keys.
+          models: weights in the compute dtype by model name. A model's weights are looked up when
+            its session opens.
+          between_calls: function called after each dispatch of sampler calls to the device. It may
+            dispatch more work. Its place in the order of calls depends only on the sampled tokens.
         """
         self._step = step
         self._coroutines = 0
         self._models, self._session = models, None
-        self._meanwhile = meanwhile
+        self._between_calls = between_calls
         self._reset()
 
-    def end(self) -> None:
-        """Lets go of weights and pool: while the policy is updated they would only take memory."""
+    def end_step(self) -> None:
+        """Releases weights and KV cache: they would only take memory during the update."""
         self._close()
-        self._models, self._meanwhile = {}, lambda: None
+        self._models, self._between_calls = {}, lambda: None
 
     def __call__(
         self,
@@ -159,103 +178,113 @@ class RolloutWorker:
         model: str = "policy",
         temperature: float | None = None,
     ) -> list[Reply | None]:
-        """See algorithms.algorithm.Models; verdicts have a cap of their own."""
-        replies: list[Reply | None] = []
+        """Samples and blocks until all replies are there; see base.Models."""
 
-        async def ask_all(ask: Ask, prompts: Sequence[str]) -> None:
-            replies.extend(await ask(role, prompts, group, model, temperature))
+        async def ask_all(ask: Ask, prompts: Sequence[str]) -> list[Reply | None]:
+            return await ask(role, prompts, group, model, temperature)
 
-        self.together(ask_all, [prompts])
+        (replies,) = self.run_all(ask_all, [prompts])
         return replies
 
-    def together(
-        self, play: Callable[[Ask, Item], Coroutine[Any, Any, None]], items: Sequence[Item]
-    ) -> None:
-        """See algorithms.algorithm.Models.
-
-        One model is asked until nobody waits for it, then the next: each has a pool of its own, and
-        one at a time is held.
+    def run_all(
+        self, function: Callable[[Ask, Item], Coroutine[Any, Any, Result]], items: Sequence[Item]
+    ) -> list[Result]:
+        """Runs one coroutine per item and returns their results in order; see base.Models.
 
         Raises:
-          RuntimeError: called by a coroutine, which has an ask of its own.
-          TypeError: a coroutine awaits something else than its ask.
+          RuntimeError: if a coroutine calls the worker; it must use its own ask.
+          TypeError: if a coroutine awaits anything but its ask.
         """
-        if self._is_playing:
+        if self._is_running:
             raise RuntimeError("a coroutine of an algorithm may ask by its own ask alone")
-        self._is_playing = True
+        self._is_running = True
         try:
-            self._play_all(play, items)
+            return self._run_all(function, items)
         except BaseException:
-            self._session = None  # with requests that nobody waits for any more
+            self._session = None  # it holds requests that no coroutine will collect
             raise
         finally:
-            self._is_playing = False
+            self._is_running = False
 
-    def _play_all(
-        self, play: Callable[[Ask, Item], Coroutine[Any, Any, None]], items: Sequence[Item]
-    ) -> None:
-        waiting: dict[str, deque[_Asked]] = defaultdict(deque)
+    def _run_all(
+        self, function: Callable[[Ask, Item], Coroutine[Any, Any, Result]], items: Sequence[Item]
+    ) -> list[Result]:
+        coroutines: list[Coroutine[Any, Any, Result]] = []
+        results: dict[int, Result] = {}
+        pending: dict[str, deque[PendingCall]] = defaultdict(deque)
 
-        def go_on(coroutine: Coroutine[Any, Any, None]) -> None:
+        def resume(item: int) -> None:
+            """Runs a coroutine up to its next call or its end."""
             try:
-                asked = coroutine.send(None)
-            except StopIteration:
+                call = coroutines[item].send(None)
+            except StopIteration as end:
+                results[item] = end.value
                 return
-            if not isinstance(asked, _Asked):
+            if not isinstance(call, PendingCall):
                 raise TypeError(
-                    f"a coroutine of an algorithm may await its ask alone, not {asked!r}"
+                    f"a coroutine of an algorithm may await its ask alone, not {call!r}"
                 )
-            asked.coroutine = coroutine
-            waiting[asked.model].append(asked)
+            call.item = item
+            pending[call.model].append(call)
 
-        for item in items:
+        for number, item in enumerate(items):
             self._coroutines += 1
-            go_on(play(_Ask(self._coroutines), item))
-        while model := next((name for name, some in waiting.items() if some), None):
-            for asked in self._answer(model, waiting[model]):
-                assert asked.coroutine is not None
-                go_on(asked.coroutine)
+            coroutines.append(function(_Ask(self._coroutines), item))
+            resume(number)
+        while model := next((name for name, calls in pending.items() if calls), None):
+            for call in self._answer(model, pending[model]):
+                resume(call.item)
+        return [results[number] for number in range(len(items))]
 
-    def _answer(self, model: str, waiting: deque[_Asked]) -> Iterator[_Asked]:
-        """Gives replies to those who wait for a model, and to who joins them meanwhile; each when
-        all of its replies are there."""
+    def _answer(self, model: str, pending: deque[PendingCall]) -> Iterator[PendingCall]:
+        """Answers a model's pending calls, and those added meanwhile.
+
+        Yields:
+          Each call when all of its replies are there.
+        """
         session = self._open(model)
-        tickets: dict[int, tuple[_Asked, int]] = {}
-        while waiting or tickets:
-            new = [waiting.popleft() for _ in range(len(waiting))]
+        tickets: dict[int, tuple[PendingCall, int]] = {}
+        while pending or tickets:
+            new = [pending.popleft() for _ in range(len(pending))]
             tickets |= self._submit(session, new)
-            answered = [asked for asked in new if not asked.missing]  # no prompt under the cap
+            answered = [call for call in new if not call.missing]  # all prompts are over the cap
             finished = session.advance()
-            self._meanwhile()
+            self._between_calls()
             for ticket, samples in finished:
-                asked, place = tickets.pop(ticket)
-                asked.replies[place] = self._reply(asked.model, asked.ids[place], samples)
-                asked.missing -= 1
-                if not asked.missing:
-                    answered.append(asked)
-            for asked in answered:
-                self._count(asked)
-                yield asked
+                call, place = tickets.pop(ticket)
+                call.replies[place] = self._reply(call.model, call.prompt_ids[place], samples)
+                call.missing -= 1
+                if not call.missing:
+                    answered.append(call)
+            for call in answered:
+                self._count(call)
+                yield call
 
-    def _submit(self, session: Session, new: Sequence[_Asked]) -> dict[int, tuple[_Asked, int]]:
-        """Hands prompts in that are not over the cap; (whose, which of them) by ticket."""
+    def _submit(
+        self, session: Session, new: Sequence[PendingCall]
+    ) -> dict[int, tuple[PendingCall, int]]:
+        """Submits the prompts that are not over the cap.
+
+        Returns:
+          Ticket -> (call, index of the prompt in the call).
+        """
         config, tickets = self.sampler.config, {}
-        for asked in new:
-            tokenizer = self._text_sampler_of(asked.model).tokenizer
-            asked.ids = [tokenizer.chat(prompt) for prompt in asked.prompts]
-            asked.replies = [None] * len(asked.ids)
-        places = [(asked, place) for asked in new for place in range(len(asked.ids))]
-        keys = fold_keys(self._key, [(self._step, *asked.name, place) for asked, place in places])
-        for (asked, place), key in zip(places, keys, strict=True):
-            if not self.sampler.fits(asked.ids[place]):
+        for call in new:
+            tokenizer = self._text_sampler_of(call.model).tokenizer
+            call.prompt_ids = [tokenizer.chat(prompt) for prompt in call.prompts]
+            call.replies = [None] * len(call.prompt_ids)
+        places = [(call, place) for call in new for place in range(len(call.prompt_ids))]
+        keys = fold_keys(self._key, [(self._step, *call.number, place) for call, place in places])
+        for (call, place), key in zip(places, keys, strict=True):
+            if not self.sampler.fits(call.prompt_ids[place]):
                 continue
-            is_verdict = asked.role == "verifier"
+            is_verdict = call.role == "verifier"
             cap = config.max_verdict_tokens if is_verdict else config.max_tokens
-            others = {} if asked.temperature is None else {"temperature": asked.temperature}
+            others = {} if call.temperature is None else {"temperature": call.temperature}
             options = config.options(cap, **others)
-            request = Request(asked.ids[place], asked.group, key, options, asked.agent)
-            tickets[session.submit(request)] = asked, place
-            asked.missing += 1
+            request = Request(call.prompt_ids[place], call.group, key, options, call.agent)
+            tickets[session.submit(request)] = call, place
+            call.missing += 1
         return tickets
 
     def _reply(self, model: str, prompt: list[int], samples: Sequence[Sample]) -> Reply:
@@ -266,14 +295,14 @@ class RolloutWorker:
         return self._others.get(model, self._text_sampler)
 
     def _open(self, model: str) -> Session:
-        """The session with a model, in which prompts of this step share what they begin with."""
+        """The session of a model; all prompts of a step share their common prefixes in it."""
         if self._session is None or self._session[0] != model:
             self._close()
             self._session = model, self._text_sampler_of(model).sampler.begin(self._models[model])
         return self._session[1]
 
     def _close(self) -> None:
-        """Lets go of the pool."""
+        """Adds up the counts of the open session and releases its KV cache."""
         if self._session is None:
             return
         session, self._session = self._session[1], None
@@ -284,36 +313,44 @@ class RolloutWorker:
         )
         reused, all_tokens = session.reused_tokens, counts.prompt_tokens
         self.metrics.add_sum("sampler/reused_prompt_tokens", reused, all_tokens)
-        self.sampled += counts.tokens
-        self.read += counts.prefilled_tokens
+        self.sampled_tokens += counts.tokens
+        self.prefilled_tokens += counts.prefilled_tokens
         for agent, seconds in counts.waited.items():
             self.waited[agent] += seconds
 
-    def _count(self, asked: _Asked) -> None:
-        agent = asked.agent
-        replies = [reply for reply in asked.replies if reply is not None]
+    def _count(self, call: PendingCall) -> None:
+        agent = call.agent
+        replies = [reply for reply in call.replies if reply is not None]
         samples = [sample for reply in replies for sample in reply.samples]
         tokens = sum(len(sample.tokens) for sample in samples)
         truncated = sum(not sample.stopped for sample in samples)
         prompt_tokens = sum(len(reply.prompt) for reply in replies)
-        refused = len(asked.replies) - len(replies)
+        refused = len(call.replies) - len(replies)
         self.metrics.add_sum(f"prompt_tokens/{agent}", prompt_tokens, len(replies))
         self.metrics.add_sum(f"answer_tokens/{agent}", tokens, len(samples))
         self.metrics.add_sum(f"truncated/{agent}", truncated, len(samples))
-        self.metrics.add_sum(f"refused/{agent}", refused, len(asked.replies))
+        self.metrics.add_sum(f"refused/{agent}", refused, len(call.replies))
 
 
-_FOLDED = 256  # keys that are made in one call: of one shape, so that nothing compiles in mid-run
+_FOLDED = 256  # keys per call: one shape, so that nothing compiles in the middle of a run
 
 
 def fold_keys(key: np.ndarray, numbers: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """Key data uint32 [n, 2] of a key into which each of n tuples is folded, number by number."""
+    """Folds each of N tuples into a key, number by number.
+
+    Args:
+      key: key data, uint32 [2].
+      numbers: N tuples of equal length.
+
+    Returns:
+      Key data, uint32 [N, 2].
+    """
     if not numbers:
         return np.zeros((0, 2), np.uint32)
     pieces = -(-len(numbers) // _FOLDED)
     padded = np.zeros((pieces, _FOLDED, len(numbers[0])), np.uint32)
     padded.reshape(-1, len(numbers[0]))[: len(numbers)] = numbers
-    # On the host: on an accelerator it would wait for what is being sampled.
+    # On the CPU: an accelerator would finish its queued sampler calls first.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         folded = [np.asarray(_fold_all(key, piece)) for piece in padded]
     return np.concatenate(folded)[: len(numbers)]

@@ -25,7 +25,7 @@ Compiled for v5e and v5p, and run in the interpreter; never run on a TPU.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -171,11 +171,7 @@ def _call(
     a_table = functools.partial(
         of_step, (None, 1, table.shape[1]), lambda i, j: (i, 0, 0), memory_space=pltpu.SMEM
     )
-    pools = [pages.keys, pages.values]
-    if pages.key_scales is not None:
-        pools += [pages.key_scales, pages.value_scales]
-    if not interpret:  # XLA would copy small pools (scales) to VMEM before every layer
-        pools = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in pools]
+    pools = _pools(pages, interpret)
     state = pltpu.VMEM((kv_heads, cut.queries, 1), jnp.float32)
     buffers = [pltpu.VMEM((2, cut.chunk, *x.shape[2:]), x.dtype) for x in pools]
     run = pl.pallas_call(
@@ -214,6 +210,17 @@ def _call(
     tables = table.astype(jnp.int32)[:, None]
     within = within.reshape(1, -1).astype(jnp.int32)
     return run(counts.astype(jnp.int32), where, tables, tables, within, seen, queries, *pools)
+
+
+def _pools(pages: Pages, interpret) -> list[Any]:
+    """Arrays of the pool in HBM: keys, values and (int8) their scales."""
+    pools = [pages.keys, pages.values]
+    if pages.key_scales is not None:
+        pools += [pages.key_scales, pages.value_scales]
+    if interpret:
+        return pools
+    # Without the constraint XLA copies small pools (scales) to VMEM before every layer.
+    return [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in pools]
 
 
 # The kernel. `pools` in HBM are keys, values and (int8) their scales; `buffers` in VMEM have shape

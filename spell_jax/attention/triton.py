@@ -248,8 +248,8 @@ def list_pairs(
     others = live.shape[1]
     place = jnp.arange(others, dtype=jnp.int32)
     # One sort with one word per pair.
-    behind = jnp.where(full, 0, jnp.where(live, others, 2 * others)).astype(jnp.int32)
-    order = jnp.sort(behind + place, axis=1) % others
+    offset = jnp.where(full, 0, jnp.where(live, others, 2 * others)).astype(jnp.int32)
+    order = jnp.sort(offset + place, axis=1) % others
     counts = [jnp.sum(x, axis=1, dtype=jnp.int32)[:, None] for x in (full, live)]
     return jnp.concatenate([*counts, order], axis=1)
 

@@ -21,12 +21,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from spell_jax.algorithms.rollout import fold_keys
 from spell_jax.evaluation import protocol
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import read_records, write_records
+from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options, Sample
 from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Judge
 

@@ -26,8 +26,8 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.runtime import entry
 from spell_jax.runtime.jsonl import read_records, write_records
 from spell_jax.runtime.setup import CONFIG_FILE
+from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, Sample
-from spell_jax.sampler.session import request_keys
 from spell_jax.selfplay import memory, parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.prompts import Prompts

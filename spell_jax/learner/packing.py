@@ -1,4 +1,4 @@
-"""Groups to packed micro-batches: one prompt, its G answers behind it.
+"""Packing of groups into micro-batches: one prompt followed by its G answers.
 
 1. A group is a prompt and its answers, each with an advantage; it becomes
    [prompt | answer_1 | ... | answer_G], and rotary positions restart at P for every answer.
@@ -242,12 +242,13 @@ def separate_answers(groups: Sequence[Group]) -> list[Group]:
 
 
 def in_parts(groups: Sequence[Group], count: int) -> list[list[Group]]:
-    """Groups for so many updates, one after the other: dealt out like cards, so that parts have
-    the roles of the whole, in their order; their sizes differ by one at most. Fewer groups than
-    parts make fewer parts, none of them empty.
+    """Split groups into `count` parts, one per update.
+
+    Groups are dealt out like cards, so each part has the roles of the whole in the same order, and
+    sizes differ by at most one. Fewer groups than `count` make fewer parts; no part is empty.
 
     Raises:
-      ValueError: count is below 1.
+      ValueError: if count is below 1.
     """
     if count < 1:
         raise ValueError(f"count = {count}: groups are dealt out to at least 1 part")

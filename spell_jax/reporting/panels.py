@@ -1,4 +1,4 @@
-"""Panels of the report page: groups of metrics that are drawn together, for any algorithm.
+"""Panels of the report page: groups of metrics in one plot, for any algorithm.
 
 1. A panel lists its metrics by name, or takes all metrics of a kind: by task or another breakdown,
    by agent, rewards, held-out measures.
@@ -16,7 +16,7 @@ from spell_jax.data.clusters import ROLES, TASKS
 
 # Phases after the waiting times of the agents; "rollout" is the rest of the rollout's time.
 _PHASES = ("rollout", "update", "validate", "write", "save")
-_STATUSES = ("accepted", "bad_format", "skipped", "ungrounded", "overlong")
+_STATUSES = ("accepted", "bad_format", "declined", "no_puzzle", "ungrounded", "overlong")
 _SPEAKERS = (*ROLES, "reference_reader")
 
 
@@ -29,7 +29,7 @@ class Panel:
       title: heading; the part before a colon is the name.
       metrics: label -> metric. Colors follow this order, so equal first labels have equal colors in
         all panels. Metrics that the run has not measured are allowed.
-      stacked: whether the values are parts of a sum, drawn as stacked areas.
+      stacked: whether the values are parts of a sum, plotted as stacked areas.
     """
 
     section: str

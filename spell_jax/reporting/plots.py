@@ -3,7 +3,7 @@
 1. Plots use the data of the page (returned by `page.write_page`) and its colors: curves, stacked
    areas, bands over seeds, the questioner's reward.
 2. As on the page, curves of more than MANY steps are smoothed over neighboring steps. A single
-   run's values are drawn faintly under its curve.
+   run's values are a faint line under its curve.
 3. A file is named by the title of its plot up to a colon: "Solve rate: ..." is solve_rate.png. The
    page's other metrics have their own names, such as train_grad_norm.png.
 """
@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 MANY = 60  # steps; as in report.html
 SIZE = (4.2, 2.8)  # inches
 _DPI = 200
-_COLOURS = (
+_COLORS = (
     "#1f6fb4",
     "#d9730d",
     "#2e8b57",
@@ -47,7 +47,7 @@ def draw_page(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Pat
 
     Returns:
       Paths of the files: the page's panels, the questioner's reward, the evaluation and the other
-      metrics. The evaluation is drawn only for several groups of runs; plot_run draws it for one.
+      metrics. The evaluation is plotted only for several groups of runs; plot_run does it for one.
     """
     groups = overview["groups"]
     plots: list[tuple] = [  # title, drawing function, and height if not the default
@@ -109,7 +109,7 @@ def _draw(
 def _draw_curves(axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping]) -> None:
     """Draw one curve per metric and group.
 
-    A single group with stacked values is drawn as areas. Several groups are compared by the metric
+    Stacked values of a single group become areas. Several groups are compared by the metric
     over all tasks, if there is one.
     """
     metrics, several = panel["metrics"], len(groups) > 1
@@ -128,8 +128,8 @@ def _draw_curves(axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping]
         _stack(axes, [(labels[m], m, series) for _, m, series in found])
     else:
         for g, m, (steps, mean, *band) in found:
-            own = _INK if m < shift else _COLOURS[(m - shift) % len(_COLOURS)]
-            color = _COLOURS[g % len(_COLOURS)] if several else own
+            own = _INK if m < shift else _COLORS[(m - shift) % len(_COLORS)]
+            color = _COLORS[g % len(_COLORS)] if several else own
             name = f"{groups[g]['name']}: {labels[m]}" if several else labels[m]
             name = groups[g]["name"] if overall else name
             style = _DASHES[m % len(_DASHES)] if several else "-"
@@ -163,7 +163,7 @@ def _stack(axes: Axes, found: Sequence[tuple[str, int, Sequence]]) -> None:
         values = dict(zip(some, mean, strict=True))
         height = [values.get(step, 0.0) for step in steps]
         heights.append(smooth(height) if len(steps) > MANY else height)
-    colors = [_COLOURS[m % len(_COLOURS)] for _, m, _ in found]
+    colors = [_COLORS[m % len(_COLORS)] for _, m, _ in found]
     labels = [_plain(label) for label, *_ in found]
     axes.stackplot(steps, heights, labels=labels, colors=colors, alpha=0.75)
     axes.margins(0)
@@ -180,7 +180,7 @@ def _draw_mapping(axes: Axes, groups: Sequence[Mapping]) -> None:
     """Draw the questioner's reward over the mean answer reward; circle area counts questions."""
     most = max([1, *(count for group in groups for *_, count in group["points"])])
     for g, group in enumerate(groups):
-        color = _COLOURS[g % len(_COLOURS)]
+        color = _COLORS[g % len(_COLORS)]
         name = group["mapping"]["name"] if group["mapping"] else "points only"
         label = f"{group['name']}: {name}" if len(groups) > 1 else name
         curve = group["mapping"]["curve"] if group["mapping"] else [[], []]
@@ -210,7 +210,7 @@ def _draw_table(axes: Axes, table: Mapping[str, Any], groups: Sequence[Mapping])
             xerr=halves,
             fmt="o" if when else "x",
             markersize=3,
-            color=_COLOURS[g % len(_COLOURS)],
+            color=_COLORS[g % len(_COLORS)],
             label=_plain(f"{groups[g]['name']}: {('before', 'after')[when]}"),
         )
     names = [_plain(" ".join(row["name"])) for row in rows]

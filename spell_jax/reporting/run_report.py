@@ -41,13 +41,13 @@ _PANEL_SIZE = (4.2, 2.8)  # inches
 
 
 def report_runs(workdirs: Sequence[epath.Path]) -> None:
-    """Draws and prints what runs measured.
+    """Plot and print the measurements of runs.
 
     The page of one run is WORKDIR/report.html. That of several is comparison.html in the first
     workdir, with its pictures in plots/comparison.
 
     Raises:
-      FileNotFoundError, ValueError: see read_run; nothing is drawn then.
+      FileNotFoundError, ValueError: see read_run; nothing is written then.
     """
     runs = [read_run(workdir) for workdir in workdirs]
     entry.setup_done()

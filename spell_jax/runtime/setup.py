@@ -1,5 +1,8 @@
-"""How an entry that computes begins: quiet libraries, a cache of compiled programs, its config on
-disk, profiler traces of chosen steps."""
+"""Setup of an entry point that computes.
+
+It silences libraries, enables the cache of compiled programs, writes the config to the workdir, and
+traces chosen steps with the profiler.
+"""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def decode(
         return hidden, pages, own, _append(sampled, found, logprobs, kept, stop_ids)
 
     own = state.own[lane] if speculation.tokens else None
-    carry = hidden, state.pages, own, _nothing_drawn(len(hidden), steps)
+    carry = hidden, state.pages, own, _no_samples(len(hidden), steps)
     hidden, pages, own, sampled = jax.lax.while_loop(going_on, one_pass, carry)
     state = dataclasses.replace(
         state,
@@ -262,7 +262,7 @@ def decode(
     return state, sampled
 
 
-def _nothing_drawn(slots: int, steps: int) -> Sampled:
+def _no_samples(slots: int, steps: int) -> Sampled:
     return Sampled(
         tokens=jnp.zeros((slots, steps), jnp.int32),
         logprobs=jnp.zeros((slots, steps), jnp.float32),

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 from collections import Counter
@@ -21,7 +20,6 @@ from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spell_jax.policy import transformer
@@ -29,6 +27,7 @@ from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import batching, programs
 from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, Request, Sample
 from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape
 
@@ -354,9 +353,3 @@ class Session:
             before = counts.waited.get(agent, 0.0)
             counts.waited[agent] = before + waited * tokens / worked
         self._worked.clear()
-
-
-def request_keys(key: jax.Array, count: int) -> np.ndarray:
-    """Key data uint32 [count, 2] of fold_in(key, i) for i < count."""
-    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(count))
-    return np.asarray(jax.random.key_data(keys))

@@ -27,7 +27,7 @@ NEUTRAL = 0.5  # evidence reward if no comparison is possible
 MOST_QUOTES = 256  # quotes looked up per answer; text after them counts as invented
 
 # "NUMBER SCORE": the number of a set, as in the prompt, and its score.
-_LABELLED = re.compile(r"([0-9]{1,4}) +([0-9])(?:\s+|\Z)")
+_LABELED = re.compile(r"([0-9]{1,4}) +([0-9])(?:\s+|\Z)")
 _BULLET = re.compile(r"(?:[-*•]|[0-9]{1,3}[.)])\s+")
 _ELLIPSIS = re.compile(r"\.\.\.|…")
 _MARKS = "\"'“”‘’ "
@@ -133,7 +133,7 @@ def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
 
 def _read_labeled(text: str) -> list[int] | None:
     scores, at = [], 0
-    while match := _LABELLED.match(text, at):
+    while match := _LABELED.match(text, at):
         if int(match[1]) != len(scores) + 1:
             return None
         scores.append(int(match[2]))

@@ -46,7 +46,7 @@ Ask = Callable[[Sequence[str]], Iterable[tuple[str, str | None]]]
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """Address, sampling parameters and retry policy of a model behind an OpenAI-compatible API.
+    """Address, sampling parameters and retry policy of a model with an OpenAI-compatible API.
 
     Attributes:
       url: http(s) address of the API (http://host/v1), with or without /chat/completions.

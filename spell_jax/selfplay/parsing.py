@@ -3,7 +3,7 @@
 1. `visible_text` drops the thoughts.
 2. `parse_question` finds one JSON object: the last valid fenced block, otherwise an object at the
    end of the text.
-3. It validates the object for the task. The outcome is accepted, bad format (penalized) or skipped
+3. It validates the object for the task. The outcome is accepted, bad format (penalized) or declined
    (neither penalized nor trained on).
 4. `parse_verdict` reads YES or NO.
 
@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 MOST_BLOCKS = 100  # only the last fenced blocks are tried: 100 KB may hold 10,000 invalid ones
-DECLINED = "declined"  # the questioner states that there is nothing to ask
+NOTHING_TO_ASK = "nothing_to_ask"  # reason: the questioner states it
 MAX_ANSWER_TOKENS = 40  # limit for a general_qa reference (spec 12, row 4)
 
-Status = Literal["accepted", "bad_format", "skipped"]
+Status = Literal["accepted", "bad_format", "declined"]
 
 _CONTROL_CHARACTERS = dict.fromkeys(set(range(32)) - {ord(c) for c in "\n\r\t"})
 _FENCED = re.compile(r"```json(.*?)```", re.DOTALL)
@@ -56,13 +56,13 @@ class Parsed:
 
     Attributes:
         status: "accepted"; "bad_format", which earns the format penalty and may serve as a
-            negative; or "skipped", which earns nothing and is not trained on.
+            negative; or "declined", which earns nothing and is not trained on.
         question: the question as the responder sees it, with the choices for multiple_choice; empty
             unless accepted.
         answer: the reference answer (a letter for multiple_choice); empty unless accepted.
-        reason: one word for counting, empty if accepted: unfinished_thought, declined, no_json,
-            no_question, no_answer, bad_options, same_options, bad_letter, invalid_unicode,
-            too_deep, not_a_number, zero_answer, long_answer.
+        reason: one word for counting, empty if accepted: unfinished_thought, nothing_to_ask,
+            no_json, no_question, no_answer, bad_options, same_options, bad_letter,
+            invalid_unicode, too_deep, not_a_number, zero_answer, long_answer.
         options: stripped texts of the choices A to D; empty for the other tasks.
     """
 
@@ -86,7 +86,7 @@ def parse_question(
         text: questioner output, with or without thoughts; no text raises an error.
         task: one of TASKS.
         count_tokens: function that returns the length of a text in policy tokens.
-        max_answer_tokens: limit for general_qa; questions with longer answers are skipped.
+        max_answer_tokens: limit for general_qa; questions with longer answers are declined.
         distinct_options: whether two equal options make a multiple-choice question badly formatted.
             Not in the paper. Such a question has no single correct letter.
 
@@ -96,7 +96,7 @@ def parse_question(
     check_task(task)
     visible = visible_text(text)
     if visible is None:
-        return _skipped("unfinished_thought")
+        return _declined("unfinished_thought")
     try:
         record = find_record(visible.translate(_CONTROL_CHARACTERS))
         parsed = _judge(record, task, lambda answer: count_tokens(answer) > max_answer_tokens)
@@ -132,8 +132,8 @@ def _bad(reason: str) -> Parsed:
     return Parsed("bad_format", reason=reason)
 
 
-def _skipped(reason: str) -> Parsed:
-    return Parsed("skipped", reason=reason)
+def _declined(reason: str) -> Parsed:
+    return Parsed("declined", reason=reason)
 
 
 def find_record(text: str) -> dict[str, Any] | None:
@@ -169,8 +169,8 @@ def _without_trailing_commas(text: str) -> str:
     points = code_points(_without_escapes(text))
     inside = np.logical_xor.accumulate(points == ord('"'))
     marks = np.flatnonzero(~inside & (points > ord(" ")))
-    here, behind = points[marks[:-1]], points[marks[1:]]
-    commas = (here == ord(",")) & ((behind == ord("]")) | (behind == ord("}")))
+    here, following = points[marks[:-1]], points[marks[1:]]
+    commas = (here == ord(",")) & ((following == ord("]")) | (following == ord("}")))
     kept = np.delete(code_points(text), marks[:-1][commas])
     return kept.tobytes().decode("utf-32-le", "surrogatepass")
 
@@ -200,7 +200,7 @@ def _judge(record: dict[str, Any] | None, task: str, too_long: Callable[[str], b
     if not record:
         return _bad("no_json")
     if "Empty" in record:
-        return _skipped(DECLINED)
+        return _declined(NOTHING_TO_ASK)
     question = record.get("question")
     if not isinstance(question, str):
         return _bad("no_question")
@@ -222,7 +222,7 @@ def _judge_text(question: str, answer: Any, too_long: Callable[[str], bool]) -> 
     if not _is_unicode(answer):
         return _bad("invalid_unicode")  # a tokenizer would reject it below
     if too_long(answer):
-        return _skipped("long_answer")
+        return _declined("long_answer")
     return Parsed("accepted", question, answer)
 
 
@@ -232,9 +232,9 @@ def _judge_number(question: str, answer: Any) -> Parsed:
     text = str(answer)
     value = parse_number(find_answer(text, "financial_math") or text)
     if value is None or isinstance(value, bool):
-        return _skipped("not_a_number")
+        return _declined("not_a_number")
     if value == 0:
-        return _skipped("zero_answer")
+        return _declined("zero_answer")
     return Parsed("accepted", question, number_text(value))
 
 

@@ -84,13 +84,13 @@ def split_paragraphs(text: str) -> list[tuple[int, int]]:
 
 def _between(border: re.Pattern[str], text: str) -> list[tuple[int, int]]:
     spans, start = [], 0
-    for end, behind in [*(found.span() for found in border.finditer(text)), (len(text),) * 2]:
+    for end, after in [*(found.span() for found in border.finditer(text)), (len(text),) * 2]:
         unit = text[start:end]
         first = start + len(unit) - len(unit.lstrip())
         last = first + len(unit.strip())
         if first < last:
             spans.append((first, last))
-        start = behind
+        start = after
     return spans
 
 
@@ -116,15 +116,15 @@ def cut_window(
     if not spans:
         return 0, 0
     ends = [first for first, _ in spans[1:]] + [len(text)]  # including the white space after it
-    drawn = int(rng.integers(len(spans)))
-    first, last, room = drawn, drawn, most_tokens
+    start = int(rng.integers(len(spans)))
+    first, last, room = start, start, most_tokens
 
     def tokens(at: int) -> int:
         return count_tokens(text[spans[at][0] : ends[at]])
 
-    while last < len(spans) and (behind := tokens(last)) <= room:
-        last, room = last + 1, room - behind
-    while last > drawn and first > 0 and (before := tokens(first - 1)) <= room:
+    while last < len(spans) and (after := tokens(last)) <= room:
+        last, room = last + 1, room - after
+    while last > start and first > 0 and (before := tokens(first - 1)) <= room:
         first, room = first - 1, room - before
     if first == last:
         return 0, 0

@@ -52,13 +52,13 @@ def questioner_negatives(
     pool: dict[str, list[int]] = {}
     for at, task in enumerate(bad_tasks):
         pool.setdefault(task, []).append(at)
-    drawn: list[int] = []
+    chosen: list[int] = []
     shortfall = 0
     for task, good in Counter(good_tasks).most_common():
         wanted = int(ratio * good) + shortfall
-        drawn += _draw(pool.get(task, []), wanted, rng)
+        chosen += _draw(pool.get(task, []), wanted, rng)
         shortfall = max(0, wanted - len(pool.get(task, [])))
-    return sorted(drawn)
+    return sorted(chosen)
 
 
 def eligible_verifier_group(

@@ -23,7 +23,8 @@ from spell_jax.config import RunConfig
 from spell_jax.data import clusters, stream
 from spell_jax.data.config import open_clusters
 from spell_jax.data.questions import Question, read_questions
-from spell_jax.learner import loss, update
+from spell_jax.learner import loss
+from spell_jax.learner.learner import Learner
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import ModelConfig, find_folder, read_model
@@ -50,7 +51,7 @@ class Model:
     policy: PolicyConfig
     tokenizer: Tokenizer
     folder: pathlib.Path
-    learner: update.Learner
+    learner: Learner
 
 
 @dataclasses.dataclass
@@ -82,7 +83,7 @@ class Run:
         return self.own["policy"].tokenizer
 
     @property
-    def learner(self) -> update.Learner:
+    def learner(self) -> Learner:
         return self.own["policy"].learner
 
     @property
@@ -172,7 +173,7 @@ def _make_model(
 ) -> Model:
     policy, tokenizer = read_model(model, folder)
     policy.check_length(config.sampler.longest)
-    learner = update.Learner(
+    learner = Learner(
         policy,
         optimizer,
         loss_config,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from spell_jax.algorithms.base import Algorithm, records
+from spell_jax.algorithms.base import Algorithm, Annotation, records
 from spell_jax.learner import packing
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.trainer.build import Run
@@ -21,12 +21,14 @@ class Rollout:
     Attributes:
       episodes: the algorithm's episodes.
       groups: training groups made of them.
+      annotations: use of each episode in these groups.
       metrics: metrics of the rollout.
       state_before: state of the algorithm before the step, from which it can be repeated.
     """
 
     episodes: Sequence[Any]
     groups: list[packing.Group]
+    annotations: Sequence[Annotation]
     metrics: Metrics
     state_before: dict[str, Any]
 
@@ -38,7 +40,7 @@ class Rollout:
 
     def records(self, algorithm: Algorithm) -> Iterator[dict[str, Any]]:
         """The episodes as JSON-able dicts for the run's files."""
-        return records(algorithm, self.episodes)
+        return records(algorithm, self.episodes, self.annotations)
 
 
 class _Interrupted(Exception):
@@ -102,20 +104,22 @@ class Rollouts:
                 raise _Interrupted
 
         clock, before = time.monotonic(), run.algorithm.state_dict()
-        worker.begin(step, RolloutParams(run, self._models), between_calls)
+        worker.start_step(step, RolloutParams(run, self._models), between_calls)
+        key = run.config.seed, step
         try:
-            episodes = run.algorithm.play(worker, step)
+            episodes = run.algorithm.rollout(worker, key, step)
         except _Interrupted:
-            worker.end()
+            worker.end_step()
             run.algorithm.load_state_dict(before)
             return None
-        groups = run.algorithm.rows(episodes)
-        worker.end()
+        groups, annotations = run.algorithm.groups(episodes, key)
+        worker.end_step()
         metrics = Metrics()
         metrics.merge(run.algorithm.metrics(episodes), "rollout/")
         metrics.merge(worker.metrics, "rollout/")
         seconds, waited = time.monotonic() - clock, worker.waited
         run.watch.spend(waited | {"rollout": seconds - sum(waited.values())})
-        for name, tokens in {"sampled": worker.sampled, "prefilled": worker.read}.items():
+        rates = {"sampled": worker.sampled_tokens, "prefilled": worker.prefilled_tokens}
+        for name, tokens in rates.items():
             metrics.add_sum(f"time/tokens_per_second/{name}", tokens, seconds)
-        return Rollout(episodes, groups, metrics, before)
+        return Rollout(episodes, groups, annotations, metrics, before)

@@ -45,7 +45,7 @@ def restore_or_init(
     for name, model in run.own.items():
         if model.policy.lora:  # the checkpoint has the adapters only
             model.learner.freeze(load_weights(model))
-        state = model.learner.abstract_state()
+        state = model.learner.fns.abstract_state
         target[name] = state if name in run.trained else state.params
     target |= dict.fromkeys(run.copies, target["policy"].params)
     models, saved = checkpoints.restore(step, target)
@@ -98,7 +98,7 @@ def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState
         workdir, step = find_checkpoint(config.init_from)
         step, params = read_weights(workdir, model.policy, learner.mesh, step)
         log.info("begins with the weights of %s, step %d (init_from)", workdir, step)
-        return learner.start(params)
+        return learner.fns.init(params)
     if safetensors.has_weights(model.folder):
         log.info("begins with the weights of %s", model.folder)
         return learner.init(load_weights(model))

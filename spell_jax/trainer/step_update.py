@@ -7,7 +7,8 @@ from typing import Any
 
 from etils import epath
 
-from spell_jax.learner import non_finite, packing, statistics, update
+from spell_jax.learner import non_finite, packing, statistics
+from spell_jax.learner.learner import Update
 from spell_jax.trainer.build import Run
 
 
@@ -35,12 +36,12 @@ class StepUpdate:
             self.rollout_difference = statistics.sampler_difference(sampled, own)
         self._parts = {"policy": packing.in_parts(own, run.config.minibatches) or [[]]}
         self._parts |= {name: packing.in_parts(some, 1) for name, some in by_model.items()}
-        self._first: update.Update | None = self._start("policy", self._parts["policy"][0])
+        self._first: Update | None = self._start("policy", self._parts["policy"][0])
 
     def advance(self) -> None:
         """Dispatches one micro-batch of the first update, if one is left; does not wait for it."""
         if self._first:
-            self._first.go_on()
+            self._first.advance()
 
     def finish(self, workdir: epath.Path, step: int) -> dict[str, list[dict[str, float]]]:
         """Runs everything that is left.
@@ -50,7 +51,7 @@ class StepUpdate:
           policy then has those of an empty update.
 
         Raises:
-          NonFinite: as Update.finish; the rows are written below workdir/non_finite.
+          NonFinite: as learner.Update.finish; the rows are written below workdir/non_finite.
         """
         found: dict[str, list[dict[str, float]]] = {}
         for name, parts in self._parts.items():
@@ -62,6 +63,6 @@ class StepUpdate:
                     found.setdefault(name, []).append(numbers)
         return found
 
-    def _start(self, name: str, part: Sequence[packing.Group]) -> update.Update:
+    def _start(self, name: str, part: Sequence[packing.Group]) -> Update:
         reference = self._models.get("reference") if name == "policy" else None
-        return self._run.own[name].learner.begin(self._models[name], part, reference)
+        return self._run.own[name].learner.start(self._models[name], part, reference)

@@ -21,6 +21,8 @@ import numpy as np
 from etils import epath
 
 from spell_jax.learner import loss, non_finite, packing, update
+from spell_jax.learner.learner import Learner
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
@@ -118,11 +120,11 @@ def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packin
     return packing.Group(tokenizer.chat(row.prompt), [answer], [1.0], row.role)
 
 
-def make_learner(config: Config, policy: PolicyConfig) -> update.Learner:
+def make_learner(config: Config, policy: PolicyConfig) -> Learner:
     """The learner of a config of supervised fine-tuning."""
-    return update.Learner(
+    return Learner(
         policy,
-        build(update.OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps),
+        build(OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps),
         loss.LossConfig(),
         build(packing.PackingConfig, config.packing, "packing"),
         meshes.make_mesh(config.mesh),
@@ -162,7 +164,7 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
 
 def _steps(
     config: Config,
-    learner: update.Learner,
+    learner: Learner,
     tokenizer: tokenizers.Tokenizer,
     workdir: epath.Path,
     checkpoints: Checkpoints,
@@ -173,7 +175,7 @@ def _steps(
         setup.write_config(plain(config), workdir)
     done = checkpoints.newest_intact() or 0
     if done:
-        state, _ = checkpoints.restore(done, learner.abstract_state())
+        state, _ = checkpoints.restore(done, learner.fns.abstract_state)
     elif config.policy.folder:
         state = learner.init(weights.load(config.policy.folder, learner.mesh)[1])
     else:

@@ -87,8 +87,8 @@ def draw_question(rng: np.random.Generator, documents: int, two_hop: float) -> Q
     """Sample a question about `documents` new documents."""
     texts = world.make_documents(rng, documents)
     kind = "two_hop" if rng.random() < two_hop else "lookup"
-    drawn = world.draw_question(rng, texts, kind)
-    return Question(TASK, texts, drawn.text, drawn.answer, drawn.evidence)
+    made = world.draw_question(rng, texts, kind)
+    return Question(TASK, texts, made.text, made.answer, made.evidence)
 
 
 def policy_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> Iterator[Row]:

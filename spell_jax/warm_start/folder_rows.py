@@ -394,8 +394,8 @@ class RowMaker:
     def _shown(self, cluster: Cluster, needed: frozenset[int], total: int) -> list[str]:
         """Return the needed documents and sampled others, up to `total`, in corpus order."""
         others = [index for index in range(len(cluster.documents)) if index not in needed]
-        drawn = self._random.permutation(others)[: max(0, total - len(needed))].tolist()
-        return [cluster.documents[int(index)] for index in sorted([*needed, *drawn])]
+        extra = self._random.permutation(others)[: max(0, total - len(needed))].tolist()
+        return [cluster.documents[int(index)] for index in sorted([*needed, *extra])]
 
     def _options(self, value: str, others: Sequence[str], letter: str) -> dict[str, str] | None:
         """Return the value at its letter and three values that differ from it and each other."""

@@ -42,7 +42,6 @@ import numpy as np
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from spell_jax.algorithms.rollout import fold_keys
 from spell_jax.data import config as data_config
 from spell_jax.data.clusters import GROUPINGS, LETTERS, TASKS, Cluster
 from spell_jax.data.questions import Question, as_record
@@ -55,6 +54,7 @@ from spell_jax.runtime import distributed, entry, fault_injection
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.jsonl import append_records, read_records, write_json
+from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
@@ -410,21 +410,21 @@ def make_teacher(given: Any, out: pathlib.Path, sizes: Sizes) -> Teacher:
         raise app.UsageError(
             "--teacher_url and --teacher_model, or --teacher_policy, must say who the teacher is"
         )
-    drawn = {"temperature": given.temperature, "top_p": given.top_p}
-    drawn["max_tokens"] = given.teacher_max_tokens
-    options = Options(**drawn)
+    sampling = {"temperature": given.temperature, "top_p": given.top_p}
+    sampling["max_tokens"] = given.teacher_max_tokens
+    options = Options(**sampling)
     if folder:
         thinking = tokenizers.THINKING[given.thinking]
         policy = Policy(folder, given.dtype, thinking, sizes)
         ask: Ask = PolicyTeacher(policy, options, given.seed)
         model = f"{policy.folder.name} {policy.fingerprint()}"
     else:
-        ask = _endpoint(given, model, drawn)
-    name = json.dumps([model, *drawn.values(), given.thinking, given.seed])
+        ask = _endpoint(given, model, sampling)
+    name = json.dumps([model, *sampling.values(), given.thinking, given.seed])
     return Teacher(ask, name, out / REPLIES)
 
 
-def _endpoint(given: Any, model: str, drawn: dict[str, Any]) -> Ask:
+def _endpoint(given: Any, model: str, sampling: dict[str, Any]) -> Ask:
     try:
         config = JudgeConfig(
             given.teacher_url,
@@ -434,7 +434,7 @@ def _endpoint(given: Any, model: str, drawn: dict[str, Any]) -> Ask:
             attempts=8,
             workers=given.teacher_workers,
             requests_per_s=given.teacher_rate,
-            **drawn,
+            **sampling,
         )
     except ValueError as error:
         raise ValueError(f"teacher's {error}") from error

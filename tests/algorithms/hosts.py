@@ -1,6 +1,6 @@
-"""A small algorithm on a mesh of four devices, in one process or as one of two.
+"""A small algorithm on a mesh of four devices, in one process or as one of two processes.
 
-python -m tests.algorithms.hosts PORT PROCESS        # prints what it was told, as JSON
+python -m tests.algorithms.hosts PORT PROCESS        # prints the replies as JSON
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ DEVICES = 4
 MESH = {"data": 2, "fsdp": 1, "context": 2}
 
 
-def play() -> list[Any]:
-    """What each coroutine was told, in the order in which they ended."""
+def run() -> list[Any]:
+    """Replies to each coroutine, in the order in which the coroutines ended."""
     import jax
 
     from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
@@ -46,8 +46,8 @@ def play() -> list[Any]:
         chat=lambda text: [3 + ord(letter) % 60 for letter in text],
         decode=lambda ids: " ".join(map(str, ids)),
     )
-    players = RolloutWorker(TextSampler(sampler, tokenizer), jax.random.key(0))
-    players.begin(1, {"policy": params, "reference_reader": params})
+    worker = RolloutWorker(TextSampler(sampler, tokenizer), jax.random.key(0))
+    worker.start_step(1, {"policy": params, "reference_reader": params})
     told = []
 
     async def one(ask, text: str) -> None:
@@ -56,7 +56,7 @@ def play() -> list[Any]:
         third = await ask("verifier", [text, text[:3]], 3)
         told.append([text, *(reply and list(reply.texts) for reply in (*first, *second, *third))])
 
-    players.together(one, ["abcdefgh"[:k] + "zq" * (k % 3) for k in range(1, 9)] + ["y" * 17])
+    worker.run_all(one, ["abcdefgh"[:k] + "zq" * (k % 3) for k in range(1, 9)] + ["y" * 17])
     return told
 
 
@@ -68,7 +68,7 @@ def main() -> None:
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", 2, int(process))
-    print(json.dumps(play()))
+    print(json.dumps(run()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""For tests of document reconstruction: context of stories, and who answers their puzzles."""
+"""Helpers for tests of document reconstruction: a context of stories and answers to puzzles."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_algorithm(clusters: Sequence[Cluster] = STORIES, **options: Any) -> Rec
 
 
 def solution(prompt: str) -> str:
-    """The letters of a story's puzzle in order, read as a person would."""
+    """Letters of a story's puzzle in the right order, found by reading the story."""
     options = {
         giver: (letter, taker)
         for letter, giver, taker in re.findall(r"^\((\w)\) (\w+) to (\w+)$", prompt, re.MULTILINE)
@@ -79,7 +79,7 @@ def guessing(role: str, prompt: str, sibling: int, model: str) -> str | None:
 
 
 def improving(role: str, prompt: str, sibling: int, model: str) -> str | None:
-    """The first answer is right, the second one is no permutation, the others are guesses."""
+    """Answers to a puzzle: the first is right, the second no permutation, the others guesses."""
     if sibling == 1:
         return "\\boxed{A, A}"
     return (guessing if sibling else perfect)(role, prompt, sibling, model)

@@ -1,4 +1,4 @@
-"""An algorithm without a model: a script answers every prompt, and rows are read back as text."""
+"""Algorithms with scripted models: a script answers every prompt, and rows are read as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import AlgorithmContext, Reply
+from spell_jax.algorithms.base import Algorithm, AlgorithmContext, Models, Reply
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
@@ -36,23 +36,24 @@ class Call:
     temperature: float | None
 
 
-class Asked:
-    """A coroutine's call that waits for its replies."""
+class PendingCall:
+    """A call of a coroutine that awaits its replies."""
 
     def __init__(self, call: Call):
         self.call = call
         self.replies: list[Reply | None] = []
 
-    def __await__(self) -> Generator[Asked, None, list[Reply | None]]:
+    def __await__(self) -> Generator[PendingCall, None, list[Reply | None]]:
         yield self
         return self.replies
 
 
 class ScriptedModels:
-    """`Models` whose texts come from `write(role, prompt, sibling, model)`; None: over the cap.
+    """`Models` whose texts come from `write(role, prompt, sibling, model)`.
 
-    Coroutines take turns: what they ask alike in a turn is one call. Tokens are the bytes of the
-    texts, so that training rows can be read.
+    A result of None means that the prompt is over the cap. Coroutines take turns, and equal
+    requests of a turn are one call. Tokens are the bytes of the texts, so that training rows can be
+    read.
     """
 
     def __init__(self, write: Callable[[str, str, int, str], str | None]):
@@ -70,21 +71,28 @@ class ScriptedModels:
         self.calls.append(Call(role, tuple(prompts), group, model, temperature))
         return [self._reply(role, prompt, group, model) for prompt in prompts]
 
-    def together(self, play: Callable[..., Coroutine], items: Sequence[Any]) -> None:
-        going = [play(self._ask, item) for item in items]
-        while going:
-            waiting = [(c, asked) for c in going if (asked := _go_on(c)) is not None]
-            kinds: dict[tuple, list[Asked]] = {}
-            for _, asked in waiting:
-                call = asked.call
+    def run_all(self, function: Callable[..., Coroutine], items: Sequence[Any]) -> list[Any]:
+        running = {i: function(self._ask, item) for i, item in enumerate(items)}
+        results: dict[int, Any] = {}
+        while running:
+            pending: dict[int, PendingCall] = {}
+            for i, coroutine in running.items():
+                try:
+                    pending[i] = coroutine.send(None)
+                except StopIteration as end:
+                    results[i] = end.value
+            kinds: dict[tuple, list[PendingCall]] = {}
+            for one in pending.values():
+                call = one.call
                 kind = call.role, call.group, call.model, call.temperature
-                kinds.setdefault(kind, []).append(asked)
+                kinds.setdefault(kind, []).append(one)
             for (role, group, model, temperature), alike in kinds.items():
-                prompts = [prompt for asked in alike for prompt in asked.call.prompts]
+                prompts = [prompt for one in alike for prompt in one.call.prompts]
                 replies = iter(self(role, prompts, group, model, temperature))
-                for asked in alike:
-                    asked.replies = [next(replies) for _ in asked.call.prompts]
-            going = [coroutine for coroutine, _ in waiting]
+                for one in alike:
+                    one.replies = [next(replies) for _ in one.call.prompts]
+            running = {i: running[i] for i in pending}
+        return [results[i] for i in range(len(items))]
 
     async def _ask(
         self,
@@ -96,7 +104,7 @@ class ScriptedModels:
     ) -> list[Reply | None]:
         if not prompts:
             return []
-        return await Asked(Call(role, tuple(prompts), group, model, temperature))
+        return await PendingCall(Call(role, tuple(prompts), group, model, temperature))
 
     def _reply(self, role: str, prompt: str, group: int, model: str) -> Reply | None:
         texts = [self._write(role, prompt, sibling, model) for sibling in range(group)]
@@ -110,11 +118,20 @@ class ScriptedModels:
         return Reply(list(prompt.encode()), samples, whole)
 
 
-def _go_on(coroutine: Coroutine) -> Asked | None:
-    try:
-        return coroutine.send(None)
-    except StopIteration:
-        return None
+def roll_out(algorithm: Algorithm, models: Models, step: int, seed: int = 0) -> list[Any]:
+    """The episodes of a step."""
+    return list(algorithm.rollout(models, (seed, step), step))
+
+
+def to_groups(algorithm: Algorithm, episodes: Sequence[Any], step: int = 1) -> list[Group]:
+    """The training groups of a step with seed 0."""
+    return algorithm.groups(episodes, (0, step))[0]
+
+
+def to_records(algorithm: Algorithm, episodes: Sequence[Any], step: int = 1) -> list[dict]:
+    """The records of a step with seed 0."""
+    _, annotations = algorithm.groups(episodes, (0, step))
+    return [algorithm.record(e, a) for e, a in zip(episodes, annotations, strict=True)]
 
 
 def read(group: Group) -> tuple[str, tuple[str, ...], tuple[float, ...]]:
@@ -129,17 +146,16 @@ def read(group: Group) -> tuple[str, tuple[str, ...], tuple[float, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What happens to cluster number i.
+    """Script for one cluster.
 
     Attributes:
-      task: the task.
-      written: what the questioner writes: "ok", "bad_json", "noopt", "zero", "long", "word",
-        "think".
-      blind: whether it is answered right without documents.
-      right, paraphrased: how many of the answers are right; how many of the others are worded in
-        another way; the rest state no answer.
-      yes: YES votes given to a paraphrase, the rest NO. A right answer gets YES from all, but one
-        NO where i is odd.
+      task: task of the cluster.
+      written: output of the questioner: "ok", "bad_json", "noopt", "zero", "long", "word", "think".
+      blind: whether the question is answered correctly without documents.
+      right, paraphrased: number of right answers; number of the other answers that are worded
+        differently. The rest state no answer.
+      yes: number of YES votes for a paraphrase; the rest are NO. A right answer gets YES from all
+        verdicts, except for one NO where the cluster number is odd.
     """
 
     task: str
@@ -152,17 +168,17 @@ class Row:
 
 @dataclasses.dataclass
 class Script:
-    """Plays rows; `votes` is the number of verdicts that `Row.yes` counts in.
+    """Models that follow rows; `Row.yes` counts among `votes` verdicts.
 
     Attributes:
-      anchors: cluster number -> answers of the frozen copy; all right where there are none.
-      over: whether a prompt is over the cap.
+      reader: cluster number -> answers of the frozen reader; all are right where there are none.
+      over: function that tells whether a prompt is over the cap.
       verdicts: cluster number -> texts of the verdicts on its answers, instead of YES and NO.
     """
 
     rows: Sequence[Row]
     votes: int = 4
-    anchors: dict[int, Sequence[str]] = dataclasses.field(default_factory=dict)
+    reader: dict[int, Sequence[str]] = dataclasses.field(default_factory=dict)
     over: Callable[[str, str, str], bool] = lambda role, prompt, model: False
     verdicts: dict[int, Sequence[str]] = dataclasses.field(default_factory=dict)
 
@@ -175,7 +191,7 @@ class Script:
         if role == "verifier":
             return self._verdict(at, prompt, sibling)
         if model == "reference_reader":
-            texts = self.anchors.get(at, (self.reference(at),))
+            texts = self.reader.get(at, (self.reference(at),))
             return f"answer is {texts[sibling % len(texts)]}"
         row = self.rows[at]
         if prompt.startswith(prompts.NO_DOCUMENTS):
@@ -245,7 +261,7 @@ class Deck:
 
 
 def make_algorithm(rows: Sequence[Row], *, cluster: int = 3, cap: int = 10_000, **options) -> Spell:
-    """An algorithm of one round over all rows, with clusters of so many documents."""
+    """An algorithm of one round over all rows, with `documents` documents per cluster."""
     judge = options.pop("judge", None)
     deck: Any = options.pop("stream", None) or Deck(rows, cluster)
     defaults = {
@@ -262,7 +278,7 @@ def make_algorithm(rows: Sequence[Row], *, cluster: int = 3, cap: int = 10_000, 
 
 
 def make_context(**given) -> AlgorithmContext:
-    """What an algorithm is made from, without any documents; tokens are words."""
+    """Context of an algorithm without any documents; tokens are words."""
     context: dict[str, Any] = {
         "prompts": PROMPTS,
         "count_tokens": lambda text: len(text.split()),
@@ -278,7 +294,7 @@ def make_context(**given) -> AlgorithmContext:
 
 
 def number(episode: Episode) -> int:
-    """The row that an episode plays."""
+    """The row that an episode follows."""
     return int(episode.cluster.id[1:])
 
 
@@ -289,9 +305,9 @@ def by_role(groups: Sequence[Group]) -> dict[str, list[Group]]:
     return found
 
 
-# Every way that a question can go; the comment is the mean reward with the default switches.
+# Every outcome of a question; the comment is the mean reward with the default switches.
 ROWS = (
-    Row(QA, "ok", 0, 2, 1, 4),  # 3/4, one of them by the verifier alone
+    Row(QA, "ok", 0, 2, 1, 4),  # 3/4, one of them by the verifier only
     Row(CHOICE, "ok", 0, 1, 1, 0),  # 1/4
     Row(MATH, "ok", 0, 3, 0, 0),  # 3/4
     Row(QA, "bad_json", 0, 0, 0, 0),
@@ -316,14 +332,19 @@ VERDICTS = {
 }
 
 
-class Played:
-    """A step and what can be told of it, by name."""
+class Rollout:
+    """Results of a step that tests compare, by name."""
 
     def __init__(self, rows=ROWS, step: int = 1, script: Script | None = None, **options: Any):
         self.algorithm = make_algorithm(rows, **({"verifier_share": 1.0} | options))
         self.ask = ScriptedModels(script or Script(rows, verdicts=VERDICTS))
-        self.episodes = self.algorithm.play(self.ask, step)
-        self.groups = by_role(self.algorithm.rows(self.episodes))
+        self.episodes: list[Episode] = roll_out(self.algorithm, self.ask, step)
+        groups, self.annotations = self.algorithm.groups(self.episodes, (0, step))
+        self.groups = by_role(groups)
+
+    def records(self) -> list[dict[str, Any]]:
+        pairs = zip(self.episodes, self.annotations, strict=True)
+        return [self.algorithm.record(e, annotation) for e, annotation in pairs]
 
     def facts(self) -> dict[str, Any]:
         rows = {name: [read(g) for g in groups] for name, groups in self.groups.items()}

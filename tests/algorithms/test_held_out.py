@@ -1,4 +1,4 @@
-"""Held-out questions from a file, scored by the rule; and shares with their intervals."""
+"""Tests of held-out questions from a file, scored by the rule, and of shares with intervals."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import math
 
 import pytest
 
-from spell_jax.algorithms.held_out import HeldOutQuestions
-from spell_jax.algorithms.scoring import share
+from spell_jax.algorithms.held_out import HeldOutQuestions, share
 from spell_jax.data.questions import Question, read_questions
 from spell_jax.selfplay import prompts
 from tests.algorithms.scripted import ScriptedModels

@@ -1,4 +1,4 @@
-"""Two hosts are told the same, in the same order, as one with as many devices."""
+"""Two hosts get the same replies in the same order as one host with the same number of devices."""
 
 from __future__ import annotations
 
@@ -24,5 +24,6 @@ def test_two_hosts_are_told_what_one_is() -> None:
     ]
     first, second = (json.loads(p.communicate(timeout=300)[0].splitlines()[-1]) for p in running)
     assert [process.returncode for process in running] == [0, 0]
-    assert first == second == hosts.play()
-    assert len(first) == 9 and first[0][0] == "y" * 17  # over the cap but for three letters
+    assert first == second == hosts.run()
+    # only the prompt of its first three letters is under the cap
+    assert len(first) == 9 and first[0][0] == "y" * 17

@@ -1,4 +1,4 @@
-"""What the algorithms other than SPELL measure, in play and held out, is on docs/metrics.md."""
+"""Tests that docs/metrics.md explains the metrics of all algorithms other than SPELL."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests import metric_names
 from tests.algorithms import posing, scripted
 from tests.algorithms.eapo import test_evaluation as structured
 from tests.algorithms.eapo.test_algorithm import one
-from tests.algorithms.scripted import PROMPTS, ScriptedModels
+from tests.algorithms.scripted import PROMPTS, ScriptedModels, roll_out
 
 
-def in_run(played: Iterable[str], held_out: Iterable[str]) -> set[str]:
-    return {f"rollout/{name}" for name in played} | {f"eval/{name}" for name in held_out}
+def in_run(measured: Iterable[str], held_out: Iterable[str]) -> set[str]:
+    return {f"rollout/{name}" for name in measured} | {f"eval/{name}" for name in held_out}
 
 
 def of_reconstruction() -> set[str]:
@@ -31,12 +31,12 @@ def of_reconstruction() -> set[str]:
     context = posing.context(held_out=posing.STORIES)
     config = posing.config(evaluation_puzzles=2, validation_puzzles=2)
     _, held_out = PuzzleEvaluation(config, context).quick(models)
-    return in_run(algorithm.metrics(algorithm.play(models, 1)).means(), held_out)
+    return in_run(algorithm.metrics(roll_out(algorithm, models, 1)).means(), held_out)
 
 
 def of_eapo() -> set[str]:
-    """Scorings that can be read and that cannot, a judge, a prompt over the cap, known evidence."""
-    played = set()
+    """Scorings that can be parsed or not, a judge, a prompt over the cap, known evidence."""
+    measured = set()
     for options in (
         {"rule": "judge", "judge": lambda items: [1, -1, 0][: len(items)]},
         {"said": ("no",), "reward_model": "static"},
@@ -44,9 +44,9 @@ def of_eapo() -> set[str]:
         {"supporting": ("set 0",)},
     ):
         algorithm, _, episode = one(**options)
-        played |= algorithm.metrics([episode]).means().keys()
+        measured |= algorithm.metrics([episode]).means().keys()
     evaluation = EvidenceEvaluation(PROMPTS, structured.QUESTIONS)
-    return in_run(played, evaluation.quick(ScriptedModels(structured.write))[1])
+    return in_run(measured, evaluation.quick(ScriptedModels(structured.write))[1])
 
 
 def of_rlvr() -> set[str]:
@@ -58,14 +58,16 @@ def of_rlvr() -> set[str]:
     algorithm, script = Rlvr(RlvrConfig(static_questions=len(rows)), spell), scripted.Script(rows)
     evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
     held_out = evaluation.quick(ScriptedModels(structured.write))[1]
-    return in_run(algorithm.metrics(algorithm.play(ScriptedModels(script), 1)).means(), held_out)
+    return in_run(
+        algorithm.metrics(roll_out(algorithm, ScriptedModels(script), 1)).means(), held_out
+    )
 
 
 ALGORITHMS = {"reconstruction": of_reconstruction, "eapo": of_eapo, "rlvr": of_rlvr}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_number_of_a_algorithm_is_explained(name):
+def test_every_number_of_an_algorithm_is_explained(name):
     written = ALGORITHMS[name]()
     assert len(written) > 20 and any(name.startswith("eval/") for name in written)
     unknown, _ = metric_names.compare(written)

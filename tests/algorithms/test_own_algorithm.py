@@ -1,5 +1,4 @@
-"""Algorithms of one's own: the example of docs/algorithms.md as it stands there, and one with two
-models."""
+"""Tests of user-defined algorithms: the example of docs/algorithms.md, and one with two models."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from spell_jax.algorithms import registry as registry
-from spell_jax.algorithms.base import AlgorithmConfig, AlgorithmContext, Reply
+from spell_jax.algorithms.base import AlgorithmConfig, AlgorithmContext, Annotation, Key, Reply
 from spell_jax.config import default_config, extra_model
 from spell_jax.data.clusters import Cluster
 from spell_jax.learner.packing import Group
@@ -72,14 +71,14 @@ def docs_blocks() -> list[str]:
 
 @pytest.fixture
 def counting(tmp_path, monkeypatch) -> ModuleType:
-    """The example as a module, with its entry."""
+    """The example as a module, with its entry point."""
     path = tmp_path / "counting.py"
     module_text, entry, _ = docs_blocks()
     path.write_text(module_text)
     spec = importlib.util.spec_from_file_location("counting", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "counting", module)  # dataclasses look it up
+    monkeypatch.setitem(sys.modules, "counting", module)  # dataclasses look the module up
     spec.loader.exec_module(module)
     monkeypatch.setattr(registry, "ALGORITHMS", dict(registry.ALGORITHMS))
     exec(entry, vars(registry) | vars(module))
@@ -96,8 +95,8 @@ def test_the_examples_config_has_its_fields(counting):
     assert registry.read_algorithm(names["config"].algorithm) == counting.CountingConfig()
 
 
-def test_the_example_plays(counting, policy, tmp_path, monkeypatch):
-    # Random texts rarely hold a number: their length stands for one.
+def test_the_example_runs(counting, policy, tmp_path, monkeypatch):
+    # Random texts rarely hold a number, so their length stands for one.
     score = counting.score
     monkeypatch.setattr(counting, "score", lambda text, truth: score(f"{len(text) % 4}", truth))
     config = algorithm_config(policy, {"name": "counting", "texts": 4, "group_size": 4})
@@ -119,7 +118,7 @@ def test_the_examples_reward(counting, text, truth, wanted):
     assert counting.score(text, truth) == wanted
 
 
-# --------------------------------------------------------------------------- Two models that learn
+# ------------------------------------------------------------------------------- Two trained models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +128,10 @@ class PairConfig(AlgorithmConfig):
 
 
 class Pair:
-    """An algorithm in which a model of its own answers what the policy said; every second step it
-    learns its answers, with advantage 1."""
+    """Algorithm with a second model that answers the policy's output.
+
+    Every second step trains the second model on its answers, with advantage 1.
+    """
 
     models = ("other", "reference_reader")
     trained = ("other",)
@@ -138,8 +139,7 @@ class Pair:
     def __init__(self, config: Any, context: AlgorithmContext):
         self._stream = context.deal(context.clusters())
 
-    def play(self, models: Any, step: int) -> list[tuple[Cluster, list[Reply]]]:
-        self._step = step
+    def rollout(self, models: Any, key: Key, step: int) -> list[tuple[Cluster, list[Reply]]]:
         found = []
         for _, cluster in self._stream.next(2):
             (said,) = models("responder", [cluster.documents[0]], 4)
@@ -148,18 +148,18 @@ class Pair:
             found.append((cluster, [said, judged, copied]))
         return found
 
-    def rows(self, episodes: Any) -> list[Group]:
+    def groups(self, episodes: Any, key: Key) -> tuple[list[Group], list[Annotation]]:
         groups = []
         for _, (said, judged, _) in episodes:
             groups.append(said.group([1.0, -1.0, 0.5, -0.5], "responder"))
-            if self._step % 2 == 0:
+            if key[1] % 2 == 0:
                 groups.append(judged.group([1.0, 1.0], "critic", model="other"))
-        return groups
+        return groups, [Annotation()] * len(episodes)
 
     def metrics(self, episodes: Any) -> Metrics:
         return Metrics()
 
-    def record(self, episode: Any) -> dict[str, Any]:
+    def record(self, episode: Any, annotation: Annotation) -> dict[str, Any]:
         return {"answers": list(episode[1][1].texts)}
 
     def cluster(self, episode: Any) -> Cluster:
@@ -174,7 +174,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory) -> pathlib.Path:
-    """A model that is larger than the policy."""
+    """Shape of a model that is larger than the policy."""
     return noise.save_policy(tmp_path_factory.mktemp("policy") / "other", width=48)
 
 
@@ -239,20 +239,20 @@ def test_a_second_model_is_resumed_to_the_bit(pair, whole, step, tmp_path):
 
 @pytest.mark.slow
 def test_one_model_at_a_time_is_made_ready(pair):
-    """Weights in the compute dtype exist only while who asked for them keeps them."""
+    """Weights in the compute dtype exist only while the asker of them keeps them."""
     with pair.unlocked():
         pair.other.compute_dtype = "bfloat16"
     run = make_run(pair)
     models = runs.first_models(run)
-    played = runs.RolloutParams(run, models)
-    models.clear()  # what is trained meanwhile is not what plays
-    assert played["other"]["embedding"].dtype == "bfloat16"
-    assert played["policy"]["embedding"].dtype == "float32"
-    assert list(played) == ["policy", "other", "reference_reader"] and len(played) == 3
-    assert played["other"]["embedding"].shape[-1] == 48
-    assert played["policy"]["embedding"] is not played["policy"]["embedding"]
+    params = runs.RolloutParams(run, models)
+    models.clear()  # the weights trained meanwhile are not those of the rollout
+    assert params["other"]["embedding"].dtype == "bfloat16"
+    assert params["policy"]["embedding"].dtype == "float32"
+    assert list(params) == ["policy", "other", "reference_reader"] and len(params) == 3
+    assert params["other"]["embedding"].shape[-1] == 48
+    assert params["policy"]["embedding"] is not params["policy"]["embedding"]
     np.testing.assert_array_equal(
-        played["policy"]["embedding"], played["reference_reader"]["embedding"]
+        params["policy"]["embedding"], params["reference_reader"]["embedding"]
     )
 
 

@@ -1,4 +1,4 @@
-"""RLVR on a static set: written once or given, kept in the state, no questioner's rows."""
+"""Tests of RLVR on a static set, written once or given, kept in the state."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ from tests.algorithms.scripted import (
     by_role,
     make_algorithm,
     read,
+    roll_out,
+    to_groups,
+    to_records,
 )
 from tests.evaluating import write_episodes
 
@@ -46,81 +49,81 @@ def stems(episodes) -> list[str]:
     return sorted("Q" + e.question.split("Q")[1][:2] for e in episodes)
 
 
-def told(algorithm, ask, steps):
-    """What an algorithm comes to in these steps."""
+def run_steps(algorithm, ask, steps):
+    """Returns the records and the groups of each step."""
     found = []
     for step in steps:
-        episodes = algorithm.play(ask, step)
-        found.append([algorithm.record(e) for e in episodes])
-        found.append([read(g) for g in algorithm.rows(episodes)])
+        episodes = roll_out(algorithm, ask, step)
+        found.append(to_records(algorithm, episodes, step))
+        found.append([read(group) for group in to_groups(algorithm, episodes, step)])
     return found
 
 
 def test_the_set_is_written_once():
     algorithm, ask = new_algorithm(), new_ask()
-    first = algorithm.play(ask, 1)
+    first = roll_out(algorithm, ask, 1)
     assert [c.role for c in ask.calls] == ["questioner", "responder", "responder", "verifier"]
-    assert stems(first) == ACCEPTED  # what passed parsing and the filter
+    assert stems(first) == ACCEPTED  # questions that passed parsing and the filter
     ask.calls.clear()
-    second = algorithm.play(ask, 2)
+    second = roll_out(algorithm, ask, 2)
     assert [c.role for c in ask.calls] == ["responder", "verifier"]
     assert stems(second) == ACCEPTED
     assert [e.question for e in first] != [e.question for e in second]  # in another order
     assert algorithm.metrics(second).means()["static_questions"] == 11
-    assert not algorithm._spell.memory  # nothing is remembered: nobody asks
+    assert not algorithm._spell.memory  # nothing is remembered: there is no questioner
 
 
 def test_all_proposals_asked_for_are_made():
     algorithm, ask = new_algorithm(static=40), new_ask()
-    algorithm.play(ask, 1)
+    roll_out(algorithm, ask, 1)
     proposed = [len(c.prompts) for c in ask.calls if c.role == "questioner"]
     assert proposed == [18, 18, 18]  # whole rounds, at least 40 in all
 
 
 def test_a_step_draws_as_many_questions_as_a_round_has():
     algorithm, ask = new_algorithm(static=54, generation_batch=5), new_ask()
-    steps = [algorithm.play(ask, step) for step in range(1, 5)]
+    steps = [roll_out(algorithm, ask, step) for step in range(1, 5)]
     assert [len(episodes) for episodes in steps] == [5] * 4
     assert len({e.question for episodes in steps for e in episodes}) > 5
 
 
 def test_rows_are_the_responders_and_the_verifiers():
     algorithm, ask = new_algorithm(), new_ask()
-    groups = by_role(algorithm.rows(algorithm.play(ask, 1)))
+    groups = by_role(to_groups(algorithm, roll_out(algorithm, ask, 1)))
     assert len(groups["responder"]) == 6 and len(groups["verifier"]) == 6
     assert groups["questioner"] == []
     prompt, answers, _ = read(groups["responder"][0])
     assert "d" in prompt.split(".")[0] and len(answers) == 4
     plain, ask = new_algorithm(responder_reward="rule"), new_ask()
-    groups = by_role(plain.rows(plain.play(ask, 1)))
+    groups = by_role(to_groups(plain, roll_out(plain, ask, 1)))
     assert groups["responder"] and groups["verifier"] == []
     assert "verifier" not in {c.role for c in ask.calls}
 
 
-def test_anchored_references_are_part_of_the_set():
+def test_references_of_the_frozen_reader_are_part_of_the_set():
     rows = [Row(QA, "ok", 0, 2, 1, 4), Row(MATH, "ok", 0, 2, 1, 4), Row(QA, "ok", 0, 1, 1, 1)]
     algorithm = new_algorithm(rows, static=3, reference_source="frozen_reader")
-    ask = new_ask(rows, anchors={0: ("beta0",), 1: ("1", "2", "3", "4")})
-    first = algorithm.play(ask, 1)
+    ask = new_ask(rows, reader={0: ("beta0",), 1: ("1", "2", "3", "4")})
+    first = roll_out(algorithm, ask, 1)
     assert algorithm.models == ("reference_reader",)
     references = {e.question[:3]: e.reference for e in first}
     assert references == {"Q00": "beta0", "Q02": "alpha2"}
-    algorithm.play(ask, 2)
+    roll_out(algorithm, ask, 2)
     assert (
         sum(c.model == "reference_reader" for c in ask.calls) == 1
-    )  # asked for the set, not again
+    )  # prompts for the set are not repeated
 
 
 @pytest.mark.parametrize("reward", ["max", "random"])
-def test_a_algorithm_goes_on_from_its_state(reward):
+def test_an_algorithm_resumes_from_its_state(reward):
     options = {"responder_reward": reward, "generation_batch": 9, "verifier_share": 0.5}
-    whole = told(new_algorithm(**options), new_ask(), range(1, 5))
+    whole = run_steps(new_algorithm(**options), new_ask(), range(1, 5))
     algorithm = new_algorithm(**options)
-    told(algorithm, new_ask(), (1, 2))
+    run_steps(algorithm, new_ask(), (1, 2))
     state = json.loads(json.dumps(algorithm.state_dict()))
     resumed, ask = new_algorithm(**options), new_ask()
     resumed.load_state_dict(state)
-    assert told(resumed, ask, (3, 4)) == whole[4:]
+    assert run_steps(resumed, ask, (3, 4)) == whole[4:]
     assert "questioner" not in {c.role for c in ask.calls}
     assert resumed.state_dict() == algorithm.state_dict()
 
@@ -128,14 +131,14 @@ def test_a_algorithm_goes_on_from_its_state(reward):
 def test_nothing_to_ask_is_an_empty_step():
     rows = [Row(QA, "bad_json", 0, 0, 0, 0)]
     algorithm, ask = new_algorithm(rows, static=2), new_ask(rows)
-    assert algorithm.play(ask, 1) == []
-    assert algorithm.rows([]) == []
+    assert roll_out(algorithm, ask, 1) == []
+    assert to_groups(algorithm, []) == []
     assert algorithm.metrics([]).means()["static_questions"] == 0
 
 
 def test_episodes_keep_what_the_questioner_read():
     algorithm, ask = new_algorithm(), new_ask()
-    episode = next(e for e in algorithm.play(ask, 1) if e.question == "Q00 what?")
+    episode = next(e for e in roll_out(algorithm, ask, 1) if e.question == "Q00 what?")
     assert len(episode.shown) == 2 and episode.cluster.id == "d0" and episode.task == QA
     responder = [c for c in ask.calls if c.role == "responder"][-1]
     assert PROMPTS.responder(QA, episode.cluster.documents, "Q00 what?") in responder.prompts
@@ -146,7 +149,7 @@ def test_a_bad_setting_is_named():
         RlvrConfig(static_questions=0)
 
 
-# A set that is given.
+# A given set of questions.
 
 GIVEN = tuple(
     Question(
@@ -164,9 +167,9 @@ def given_algorithm(questions=GIVEN, tasks=TASKS, weights=(1.0, 1.0, 1.0), **opt
 
 def test_given_questions_are_answered_from_their_documents():
     algorithm, ask = given_algorithm(), new_ask()
-    episodes = algorithm.play(ask, 1)
+    episodes = roll_out(algorithm, ask, 1)
     assert stems(episodes) == [q.question[:3] for q in GIVEN]
-    assert {c.role for c in ask.calls} == {"responder", "verifier"}  # nobody writes, nobody filters
+    assert {c.role for c in ask.calls} == {"responder", "verifier"}  # no questioner, no filter
     assert (
         given_algorithm(reference_source="frozen_reader").models == ()
     )  # references stay as given
@@ -184,9 +187,9 @@ def test_given_questions_are_answered_from_their_documents():
     assert not any(name.startswith("questioner_reward") for name in means)
 
 
-def test_rows_of_given_questions_are_learned_from_as_in_spell():
+def test_groups_of_given_questions_are_those_of_spell():
     algorithm, ask = given_algorithm(responder_reward="rule"), new_ask()
-    groups = by_role(algorithm.rows(algorithm.play(ask, 1)))
+    groups = by_role(to_groups(algorithm, roll_out(algorithm, ask, 1)))
     assert groups["questioner"] == groups["verifier"] == []
     assert len(groups["responder"]) == 6
     for _, answers, advantages in map(read, groups["responder"]):
@@ -197,32 +200,32 @@ def test_rows_of_given_questions_are_learned_from_as_in_spell():
 
 def test_given_questions_are_dealt_by_weight_and_epoch():
     algorithm, ask = given_algorithm(weights=(2.0, 1.0, 1.0), generation_batch=4), new_ask()
-    steps = [algorithm.play(ask, step) for step in range(1, 5)]
+    steps = [roll_out(algorithm, ask, step) for step in range(1, 5)]
     tasks = [[e.task for e in episodes].count(QA) for episodes in steps]
     assert tasks == [2, 2, 2, 2]
     asked = [e.question for episodes in steps for e in episodes if e.task == QA]
-    assert len({*asked}) == 8  # of nine: none comes again before the others were asked
+    assert len({*asked}) == 8  # of nine: none repeats before all others were asked
     whole = given_algorithm(generation_batch=100)
-    assert stems(whole.play(ask, 1)) == [q.question[:3] for q in GIVEN]  # none twice in a step
+    assert stems(roll_out(whole, ask, 1)) == [q.question[:3] for q in GIVEN]  # none twice in a step
     assert whole.metrics([]).means()["stream_repeats"] == 0
 
 
 def test_given_questions_of_other_tasks_are_left_out(caplog):
     algorithm, ask = given_algorithm(tasks=(MATH,), weights=(1.0,)), new_ask()
-    episodes = algorithm.play(ask, 1)
+    episodes = roll_out(algorithm, ask, 1)
     assert {e.task for e in episodes} == {MATH} and len(episodes) == 6
     assert "12 clusters serve none of the tasks" in caplog.text
     assert algorithm.metrics(episodes).means()["static_questions"] == 6
 
 
-def test_a_algorithm_with_given_questions_goes_on_from_its_state():
+def test_an_algorithm_with_given_questions_resumes_from_its_state():
     options = {"responder_reward": "random", "generation_batch": 5}
-    whole = told(given_algorithm(**options), new_ask(), range(1, 6))
+    whole = run_steps(given_algorithm(**options), new_ask(), range(1, 6))
     algorithm = given_algorithm(**options)
-    told(algorithm, new_ask(), (1, 2))
+    run_steps(algorithm, new_ask(), (1, 2))
     resumed = given_algorithm(**options)
     resumed.load_state_dict(json.loads(json.dumps(algorithm.state_dict())))
-    assert told(resumed, new_ask(), (3, 4, 5)) == whole[4:]
+    assert run_steps(resumed, new_ask(), (3, 4, 5)) == whole[4:]
     other = given_algorithm(GIVEN[:-1], **options)
     with pytest.raises(ValueError, match="17 that are here"):
         other.load_state_dict(algorithm.state_dict())
@@ -231,20 +234,20 @@ def test_a_algorithm_with_given_questions_goes_on_from_its_state():
 def test_a_given_question_over_the_cap_is_counted():
     over = lambda role, prompt, model: "Q00" in prompt  # noqa: E731
     algorithm, ask = given_algorithm(), new_ask(over=over)
-    episodes = algorithm.play(ask, 1)
+    episodes = roll_out(algorithm, ask, 1)
     first = next(e for e in episodes if e.question.startswith("Q00"))
-    assert (first.status, first.reason, first.scores) == ("overlong", "responder_prompt", [])
+    assert (first.status, first.reason, first.scores) == ("overlong", "responder_prompt", ())
     means = algorithm.metrics(episodes).means()
     assert means["reason/responder_prompt"] == means["overlong"] == 1 / len(GIVEN)
-    algorithm.rows(episodes)
-    assert algorithm.record(first)["used"]["responder"] == "overlong"
+    (record,) = to_records(algorithm, [first])
+    assert record["used"]["responder"] == "overlong"
 
 
 def test_records_of_given_questions_are_what_a_report_reads(tmp_path):
     algorithm, ask = given_algorithm(), new_ask()
-    episodes = algorithm.play(ask, 1)
-    groups = algorithm.rows(episodes)
-    write_episodes(tmp_path, {1: records(algorithm, episodes)})
+    episodes = roll_out(algorithm, ask, 1)
+    groups, annotations = algorithm.groups(episodes, (0, 1))
+    write_episodes(tmp_path, {1: records(algorithm, episodes, annotations)})
     found = choose_episodes(epath.Path(tmp_path), 100)
     assert found.found == len(GIVEN) == len(found.documents)
     assert {e["cluster"]: e["question"] for e in found.chosen} == {
@@ -254,7 +257,7 @@ def test_records_of_given_questions_are_what_a_report_reads(tmp_path):
     record = next(e for e in found.chosen if e["question"].startswith("Q00"))
     assert record["shown"] == [] and record["proposal"] is None and record["prompt"] == ""
     assert {e["reward"] for e in found.chosen} == {None} and not found.points
-    assert all("questioner" not in e["used"] for e in found.chosen)  # as where nobody asks
+    assert all("questioner" not in e["used"] for e in found.chosen)  # as without a questioner
     used = [e for e in found.chosen if e["used"]["responder"] == "used"]
     assert len(used) == len(by_role(groups)["responder"])
 
@@ -267,7 +270,7 @@ def test_a_judge_may_replace_the_rule_on_given_questions():
         return [1] * len(items)
 
     algorithm, ask = given_algorithm(rule="judge", judge=judge, responder_reward="rule"), new_ask()
-    episodes = algorithm.play(ask, 1)
+    episodes = roll_out(algorithm, ask, 1)
     both = lambda e: zip(e.rule, e.predictions, strict=True)  # noqa: E731
     answered = [p for e in episodes for p in e.predictions if p is not None]
     assert len(asked) == len(answered) > 0

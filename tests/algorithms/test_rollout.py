@@ -1,4 +1,4 @@
-"""An algorithm's models: chat layout, caps, keys, weights, and who goes on when."""
+"""Tests of the rollout worker: chat layout, caps, keys, weights, and order of coroutines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = ("zero", "one", "two", "end")
 
 
 class FakeSession:
-    """Answers a request as many advances later as its prompt has tokens."""
+    """Session that answers a request after as many advances as its prompt has tokens."""
 
     reused_tokens = 0
 
@@ -53,7 +53,7 @@ class FakeSession:
 
 
 class FakeSampler:
-    """Records what it is asked for; prompts of more than five tokens are over its cap."""
+    """Sampler that records its requests; prompts of more than five tokens are over its cap."""
 
     config = SamplerConfig(max_tokens=9, max_verdict_tokens=2)
 
@@ -76,21 +76,21 @@ TOKENIZER: Any = SimpleNamespace(
 
 
 @pytest.fixture
-def players():
+def worker():
     sampler: Any = FakeSampler()
     made = RolloutWorker(TextSampler(sampler, TOKENIZER), jax.random.key(0))
-    made.begin(1, {"policy": "weights", "reference_reader": "frozen"})
+    made.start_step(1, {"policy": "weights", "reference_reader": "frozen"})
     return made, sampler
 
 
-def test_what_was_said_is_counted_by_speaker(players):
-    ask, _ = players
+def test_replies_are_counted_by_agent(worker):
+    ask, _ = worker
     ask("responder", ["ab", "abcdef"], group=2)  # the second prompt is over the cap
     ask("responder", ["a"])
     ask("responder", ["abc"], model="reference_reader")
     ask("verifier", [])
     ask("verifier", ["abcdef"])
-    ask.end()
+    ask.end_step()
     assert ask.metrics.means() == {
         "prompt_tokens/responder": 7 / 2,
         "answer_tokens/responder": 9 / 3,
@@ -106,21 +106,25 @@ def test_what_was_said_is_counted_by_speaker(players):
         "sampler/reused_prompt_tokens": 0,
     }
     # Of three sessions: with the policy, with the frozen copy, and with the policy again.
-    assert (ask.sampled, ask.read) == (21, 9)
+    assert (ask.sampled_tokens, ask.prefilled_tokens) == (21, 9)
     assert ask.waited == {"responder": 1.5, "weights": 0.5, "frozen": 0.25}
-    ask.begin(2, {})
-    assert ask.metrics.means() == {} and not ask.waited and ask.sampled == ask.read == 0
+    ask.start_step(2, {})
+    assert (
+        ask.metrics.means() == {}
+        and not ask.waited
+        and ask.sampled_tokens == ask.prefilled_tokens == 0
+    )
 
 
-def test_requests_say_for_whom_they_are(players):
-    ask, sampler = players
+def test_requests_say_for_whom_they_are(worker):
+    ask, sampler = worker
     ask("responder", ["a"])
     ask("responder", ["a"], model="reference_reader")
     assert [request.agent for _, request in sampler.asked] == ["responder", "reference_reader"]
 
 
-def test_replies_are_texts_without_the_stop_token(players):
-    ask, sampler = players
+def test_replies_are_texts_without_the_stop_token(worker):
+    ask, sampler = worker
     first, over = ask("responder", ["ab", "abcdef"], group=2)
     assert first.prompt == [7, 0, 1, 8]
     assert first.texts == ["one two", "one two one"]
@@ -128,19 +132,20 @@ def test_replies_are_texts_without_the_stop_token(players):
     ((params, request),) = sampler.asked
     assert params == "weights" and request.options.max_tokens == 9
     group = first.group([0.5, -0.5], "responder")
-    assert [list(a) for a in group.answers] == [[1, 2, 3], [1, 2, 1]]  # the stop token is learned
+    # the stop token is trained on
+    assert [list(a) for a in group.answers] == [[1, 2, 3], [1, 2, 1]]
     assert list(group.advantages) == [0.5, -0.5] and group.role == "responder"
     assert [len(row) for row in group.old_logprobs] == [3, 3]
 
 
-def test_replies_come_in_the_order_of_prompts(players):
-    ask, _ = players
+def test_replies_come_in_the_order_of_prompts(worker):
+    ask, _ = worker
     replies = ask("responder", ["abc", "abcdef", "a", "ab", ""])
     assert [reply and len(reply.prompt) for reply in replies] == [5, None, 3, 4, 2]
 
 
-def test_verdicts_have_a_cap_of_their_own(players):
-    ask, sampler = players
+def test_verdicts_have_a_cap_of_their_own(worker):
+    ask, sampler = worker
     ask("verifier", ["a"])
     ask("responder", ["a"], model="reference_reader", temperature=0.0)
     (_, verdict), (params, answer) = sampler.asked
@@ -148,57 +153,59 @@ def test_verdicts_have_a_cap_of_their_own(players):
     assert params == "frozen" and answer.options.temperature == 0.0
 
 
-def test_each_goes_on_when_it_is_answered(players):
-    models, _ = players
+def test_a_coroutine_resumes_when_its_own_call_is_answered(worker):
+    models, _ = worker
     order = []
 
-    async def play(ask, item):
+    async def run(ask, item):
         for text in item:
             await ask("responder", [text])
             order.append(text)
+        return len(item)
 
-    models.together(play, [("abc", "x"), ("", "z", "yy"), ()])
+    results = models.run_all(run, [("abc", "x"), ("", "z", "yy"), ()])
+    assert results == [2, 3, 0]  # in the order of the items
     assert order == ["", "abc", "z", "x", "yy"]  # after 2, 5, 2 + 3, 5 + 3, 2 + 3 + 4 advances
 
 
-def test_all_prompts_refused_is_an_answer_too(players):
-    models, sampler = players
+def test_all_prompts_refused_is_an_answer_too(worker):
+    models, sampler = worker
     found = []
 
-    async def play(ask, texts):
+    async def run(ask, texts):
         found.append(await ask("responder", texts))
         found.append(await ask("responder", []))
 
-    models.together(play, [["abcdef"] * 2])
+    models.run_all(run, [["abcdef"] * 2])
     assert found == [[None, None], []] and not sampler.asked
 
 
-def test_an_error_in_a_coroutine_is_raised(players):
-    models, _ = players
+def test_an_error_in_a_coroutine_is_raised(worker):
+    models, _ = worker
 
-    async def play(ask, item):
+    async def run(ask, item):
         await ask("responder", [item])
         raise ValueError(f"at {item}")
 
     with pytest.raises(ValueError, match="at a"):
-        models.together(play, ["a", "ab"])
+        models.run_all(run, ["a", "ab"])
 
 
-def test_after_an_error_others_may_be_asked(players):
-    models, _ = players
+def test_after_an_error_others_may_be_asked(worker):
+    models, _ = worker
 
-    async def play(ask, item):
+    async def run(ask, item):
         await ask("responder", ["", item])
         raise ValueError("first")
 
     with pytest.raises(ValueError, match="first"):
-        models.together(play, ["a", "abc"])
+        models.run_all(run, ["a", "abc"])
     (reply,) = models("responder", ["abc"])
     assert len(reply.prompt) == 5
 
 
-def test_coroutines_ask_by_their_own_ask_alone(players):
-    models, _ = players
+def test_coroutines_ask_by_their_own_ask_alone(worker):
+    models, _ = worker
 
     async def nested(ask, item):
         models("responder", [item])
@@ -207,77 +214,77 @@ def test_coroutines_ask_by_their_own_ask_alone(players):
         await asyncio.sleep(0)
 
     with pytest.raises(RuntimeError, match="by its own ask alone"):
-        models.together(nested, ["a"])
+        models.run_all(nested, ["a"])
     with pytest.raises(TypeError, match="may await its ask alone, not None"):
-        models.together(other, ["a"])
+        models.run_all(other, ["a"])
     assert models("responder", ["a"])[0].texts == ["one two"]
 
 
-def test_one_session_a_model_and_step(players):
-    ask, sampler = players
+def test_one_session_a_model_and_step(worker):
+    ask, sampler = worker
     for model in ("policy", "policy", "reference_reader", "policy"):
         ask("responder", ["a"], model=model)
     assert sampler.begun == ["weights", "frozen", "weights"]
-    ask.begin(2, {"policy": "new weights"})
+    ask.start_step(2, {"policy": "new weights"})
     ask("responder", ["a"])
     assert sampler.begun[3:] == ["new weights"]
-    ask.end()
+    ask.end_step()
     with pytest.raises(KeyError, match="policy"):
         ask("responder", ["a"])
 
 
-def test_one_model_is_asked_until_nobody_waits_for_it(players):
-    models, sampler = players
+def test_one_model_is_served_until_no_call_is_pending(worker):
+    models, sampler = worker
 
-    async def play(ask, item):
+    async def run(ask, item):
         await ask("questioner", [item])
         await ask("responder", [item], model="reference_reader")
         await ask("responder", [item])
 
-    models.together(play, ["a", "abc", ""])
+    models.run_all(run, ["a", "abc", ""])
     assert sampler.begun == ["weights", "frozen", "weights"]
 
 
-def _keys(players, step: int, items: list[tuple[str, ...]]) -> dict[str, list[tuple[int, ...]]]:
-    """The keys of each item's requests, in its own order."""
-    models, sampler = players
+def _keys(worker, step: int, items: list[tuple[str, ...]]) -> dict[str, list[tuple[int, ...]]]:
+    """Keys of each item's requests, in the order of its requests."""
+    models, sampler = worker
     sampler.asked.clear()
-    models.begin(step, {"policy": "weights"})
+    models.start_step(step, {"policy": "weights"})
 
-    async def play(ask, item):
+    async def run(ask, item):
         for text in item:
             await ask("responder", [text, text])
 
-    models.together(play, items)
+    models.run_all(run, items)
     found: dict[str, list[tuple[int, ...]]] = {}
     for _, request in sampler.asked:
         found.setdefault(str(request.prompt), []).append(tuple(request.key.tolist()))
     return found
 
 
-def test_keys_depend_on_nothing_that_others_do(players):
+def test_keys_depend_on_nothing_that_others_do(worker):
     slow, fast = ("a", "ab", "abc"), ("",)
-    alone = _keys(players, 1, [(), slow])
-    beside = _keys(players, 1, [fast * 5, slow, fast])
+    alone = _keys(worker, 1, [(), slow])
+    beside = _keys(worker, 1, [fast * 5, slow, fast])
     assert {prompt: beside[prompt] for prompt in alone} == alone
-    assert _keys(players, 1, [(), slow]) == alone
+    assert _keys(worker, 1, [(), slow]) == alone
     every = [
-        key for keys in [*beside.values(), *_keys(players, 2, [(), slow]).values()] for key in keys
+        key for keys in [*beside.values(), *_keys(worker, 2, [(), slow]).values()] for key in keys
     ]
     assert len(set(every)) == len(every) == 2 * 9 + 2 * 3
 
 
-def test_keys_are_folded_number_by_number(players):
-    ask, sampler = players
+def test_keys_are_folded_number_by_number(worker):
+    ask, sampler = worker
     ask("questioner", [""])
     ask("responder", ["a", "b", "c"])
     key = jax.random.fold_in(jax.random.key(0), 1)
-    for number in (2, 1, 2):  # the second that asks, its first call, prompt 2
+    for number in (2, 1, 2):  # the second coroutine, its first call, prompt 2
         key = jax.random.fold_in(key, number)
     np.testing.assert_array_equal(sampler.asked[-1][1].key, jax.random.key_data(key))
 
 
-def test_an_unknown_model_is_an_error(players):
-    ask, _ = players
+def test_an_unknown_model_is_an_error(worker):
+    ask, _ = worker
     with pytest.raises(KeyError, match="reward_model"):
         ask("responder", ["a"], model="reward_model")

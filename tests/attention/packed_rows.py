@@ -1,4 +1,4 @@
-"""What the tests of the two Pallas kernels share: a reference, rows of packed groups."""
+"""Helpers for tests of the two Pallas kernels: a reference, and rows of packed groups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-UNSEEING = 1e30  # log-sum-exp of a query that sees nothing
+UNSEEING = 1e30  # log-sum-exp of a query that sees no key
 
 
 def seen(q_index, k_index, last_query):
@@ -15,7 +15,7 @@ def seen(q_index, k_index, last_query):
 
 
 def dense(q, k, v, q_index, k_index, last_query):
-    """(out [Tq, K, R, H], log-sum-exp [K, R, Tq]) with the whole matrix of scores."""
+    """(out [Tq, K, R, H], log-sum-exp [K, R, Tq]) from the whole matrix of scores."""
     visible = seen(q_index, k_index, last_query)
     scores = jnp.einsum("qkrh,skh->krqs", q, k) * q.shape[-1] ** -0.5
     top = jnp.max(jnp.where(visible, scores, -1e9), axis=-1, keepdims=True)
@@ -29,7 +29,7 @@ def dense(q, k, v, q_index, k_index, last_query):
 def packed_row(rng: np.random.Generator, time: int, unit: int) -> np.ndarray:
     """last_query of groups of a prompt and answers, then padding.
 
-    Prompts have 4 to 12 units, the first 22 more; two to four answers 1 to 6 units each.
+    Prompts have 4 to 12 units, the first one 22 more. Two to four answers have 1 to 6 units each.
     """
     last_query, begin = np.full(time, -1, np.int32), 0
     while True:
@@ -49,7 +49,7 @@ def packed_row(rng: np.random.Generator, time: int, unit: int) -> np.ndarray:
 
 
 def merge(parts):
-    """(out, log-sum-exp) over the keys of two parts, of theirs."""
+    """(out, log-sum-exp) over all keys, merged from the results for two parts of them."""
     seen = [lse < UNSEEING / 2 for _, lse in parts]
     lses = [jnp.where(s, lse, -UNSEEING) for s, (_, lse) in zip(seen, parts, strict=True)]
     lse = jnp.where(seen[0] | seen[1], jnp.logaddexp(*lses), UNSEEING)
@@ -61,10 +61,10 @@ def merge(parts):
 
 
 def check(forward, backward, tensors, indices) -> None:
-    """Output, log-sum-exp and gradients against dense; what sees nothing gets zeros.
+    """Compare output, log-sum-exp and gradients with dense; queries that see nothing get zeros.
 
     Args:
-      forward, backward: of q, k, v and indices; backward also takes lse, out and d_out.
+      forward, backward: functions of q, k, v and indices; backward also takes lse, out and d_out.
       tensors: q, k, v and d_out.
       indices: q_index, k_index and last_query.
     """

@@ -1,4 +1,4 @@
-"""Every kernel against dense float32, forward and backward, alone and on a mesh."""
+"""Tests of every kernel against dense float32, forward and backward, alone and on a mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spell_jax.runtime import mesh as meshes
 from tests import programs
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
-# (prompt, answers) of the groups of a row; what is left is padding.
+# (prompt, answers) of the groups of a row; the rest is padding.
 ROWS = {
     "one long group": [(70, [20, 13, 40])],
     "short groups": [(9, [3, 4]), (30, [11]), (5, [2, 2, 2, 2]), (40, [25, 20])],
@@ -41,9 +41,9 @@ def _last_query(groups: list[tuple[int, list[int]]]) -> np.ndarray:
     return made
 
 
-LAST_READER = jnp.asarray(np.stack([_last_query(groups) for groups in ROWS.values()]))
-INDEX = (masks.row_index(LAST_READER),) * 2
-REAL = np.asarray(LAST_READER >= 0)[..., None, None]
+LAST_QUERY = jnp.asarray(np.stack([_last_query(groups) for groups in ROWS.values()]))
+INDEX = (masks.row_index(LAST_QUERY),) * 2
+REAL = np.asarray(LAST_QUERY >= 0)[..., None, None]
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def _both(run, q, k, v) -> tuple[jax.Array, ...]:
     """(output of real queries, gradients of q, k, v of a function of it)."""
 
     def value(q, k, v):
-        out = jnp.where(REAL, run(q, k, v, *INDEX, LAST_READER), 0.0)
+        out = jnp.where(REAL, run(q, k, v, *INDEX, LAST_QUERY), 0.0)
         return jnp.sum(jnp.sin(out)), out
 
     (_, out), gradients = jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))(q, k, v)
@@ -72,7 +72,7 @@ def _assert_close(found, wanted, bound: float = 1e-5) -> None:
 
 
 def _reference(q, k, v, *indices) -> jax.Array:
-    """The whole softmax, differentiated by JAX and by no rule of ours."""
+    """The whole softmax, differentiated by JAX and not by one of our rules."""
     groups = q.reshape(*k.shape[:3], -1, SIZE)
     scores = jnp.einsum("bqkrh,bskh->bkrqs", groups, k) * SIZE**-0.5
     seen = masks.visible(*indices)[:, None, None]
@@ -81,7 +81,7 @@ def _reference(q, k, v, *indices) -> jax.Array:
 
 
 def _kernel(name: str, block: int | None = None):
-    """What attends on one device by the kernel."""
+    """Attention on one device by the named kernel."""
     kernel = attend.KERNELS[name]
     if block is not None:
         parts = (
@@ -108,7 +108,7 @@ def test_chunked_by_any_block(block: int) -> None:
 
 @pytest.mark.slow
 def test_chunked_with_any_last_query() -> None:
-    """Not only packed groups: whatever the array says."""
+    """Any array works, not only that of packed groups."""
     rng = np.random.default_rng(1)
     last_query = jnp.asarray(rng.integers(-1, TIME, size=(2, TIME)), jnp.int32)
     index = (masks.row_index(last_query),) * 2
@@ -186,7 +186,7 @@ def test_a_mesh_equals_one_device(shape: dict[str, int]) -> None:
     mesh = meshes.make_mesh(shape)
     with jax.set_mesh(mesh):
         _assert_close(_both(run, *_inputs()), wanted)
-        program = jax.jit(run).lower(*_inputs(), *INDEX, LAST_READER).as_text()
+        program = jax.jit(run).lower(*_inputs(), *INDEX, LAST_QUERY).as_text()
     assert "all_gather" not in program and "all_to_all" not in program
 
 
@@ -195,7 +195,7 @@ DEALT_TIME = 172  # a multiple of DEVICES
 
 
 def _dealt(x, order):
-    """x [B, 171, ...] with a slot more, its rows each in an order."""
+    """x [B, 171, ...] padded by one slot, each row in its own order."""
     x = jnp.pad(x, ((0, 0), (0, 1)) + ((0, 0),) * (x.ndim - 2), constant_values=-1)
     return jnp.stack([row[o] for row, o in zip(x, order, strict=True)])
 
@@ -205,7 +205,7 @@ def _dealt(x, order):
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("shape", [{"context": DEVICES, "fsdp": 2}, {"context": 4, "tensor": 2}])
 def test_tokens_dealt_over_devices(name: str, ring: bool, shape: dict[str, int]) -> None:
-    """As packing deals them out; each device gathers keys and values, or they travel."""
+    """Tokens are in packing's order over devices; keys and values are gathered or travel a ring."""
     order = []
     for groups in ROWS.values():
         is_answer, start = np.zeros(DEALT_TIME, bool), 0
@@ -213,7 +213,7 @@ def test_tokens_dealt_over_devices(name: str, ring: bool, shape: dict[str, int])
             is_answer[start + prompt : start + prompt + sum(answers)] = True
             start += prompt + sum(answers)
         order.append(context_layout.order(is_answer, start, DEVICES))
-    index, last_query = jnp.asarray(np.stack(order)), _dealt(LAST_READER, order)
+    index, last_query = jnp.asarray(np.stack(order)), _dealt(LAST_QUERY, order)
     back = [np.argsort(o)[:TIME] for o in order]
 
     def run(q, k, v, *_):
@@ -227,7 +227,7 @@ def test_tokens_dealt_over_devices(name: str, ring: bool, shape: dict[str, int])
 
 
 def _collectives(ring: bool) -> list[dict[str, int]]:
-    """How often each stands in the program of the forward pass, and of both."""
+    """Counts of each collective in the programs of the forward pass and of both passes."""
 
     def total(q, k, v, last_query):
         return jnp.sum(attend.attend(q, k, v, last_query, name="chunked", ring=ring))
@@ -243,14 +243,19 @@ def _collectives(ring: bool) -> list[dict[str, int]]:
 
 
 def test_collectives_of_a_context_mesh() -> None:
-    """Forward gathers k, v and their two indices, backward once more, and it sends the gradients
-    of k and v to where they belong."""
+    """Forward gathers k, v and their two indices, backward gathers them again.
+
+    Backward also sends the gradients of k and v to the devices that own them.
+    """
     assert _collectives(ring=False) == [{"all_gather": 4}, {"all_gather": 8, "all_to_all": 2}]
 
 
 def test_collectives_of_a_ring() -> None:
-    """Forward's loop passes on k, v and their two indices; backward's loop these and two gradients,
-    which travel the last two hops behind it."""
+    """Collectives in the loops of ring attention.
+
+    Forward's loop passes on k, v and their two indices. Backward's loop passes on these and two
+    gradients, which travel the last two hops after it.
+    """
     assert _collectives(ring=True) == [
         {"collective_permute": 4},
         {"collective_permute": 4 + 6 + 4},
@@ -260,11 +265,11 @@ def test_collectives_of_a_ring() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("made_of", [context.ring, context.gathered])
 def test_kernels_of_a_context_mesh_keep_the_contract(made_of) -> None:
-    """Of blind queries too, which are some of a device's keys' only: zeros and 1e30."""
+    """Queries that see none of a device's keys get zeros and 1e30 from it."""
     kernel = attend.KERNELS["dense"]
     pad = ((0, 0), (0, 1))
     q, k, v = (jnp.pad(x, (*pad, (0, 0), (0, 0))) for x in _inputs())
-    index, last_query = (jnp.pad(x, pad, constant_values=-1) for x in (INDEX[0], LAST_READER))
+    index, last_query = (jnp.pad(x, pad, constant_values=-1) for x in (INDEX[0], LAST_QUERY))
     inputs = (q.reshape(*k.shape[:3], -1, SIZE), k, v, index, index, last_query)
     by_time = PartitionSpec(None, "context")
     with jax.set_mesh(meshes.make_mesh({"context": 4, "fsdp": 2})):
@@ -295,7 +300,7 @@ def test_gradients_of_keys_are_summed_in_float32_where_they_arrive() -> None:
 
 @pytest.mark.slow
 def test_a_device_of_a_ring_never_holds_the_row() -> None:
-    """Twice the devices, each with as many tokens of a row that is twice as long."""
+    """Twice the devices, each with the same number of tokens of a row that is twice as long."""
 
     def bytes_of(devices: int, ring: bool) -> int:
         def total(q, k, v, last_query):
@@ -332,9 +337,9 @@ def test_auto_takes_the_kernel_by_length_and_platform() -> None:
 @pytest.mark.slow
 def test_training_rows_are_attended_by_the_named_kernel() -> None:
     q, k, v, *_ = _inputs()
-    packed, nothing = attend.packed("chunked")(q, k, v, None, {"last_query": LAST_READER})
+    packed, nothing = attend.packed("chunked")(q, k, v, None, {"last_query": LAST_QUERY})
     assert nothing is None
-    np.testing.assert_array_equal(packed, attend.attend(q, k, v, LAST_READER, name="chunked"))
+    np.testing.assert_array_equal(packed, attend.attend(q, k, v, LAST_QUERY, name="chunked"))
     assert attend.packed("chunked") is attend.packed("chunked")
 
 

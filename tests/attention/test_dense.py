@@ -1,4 +1,4 @@
-"""Dense attention against a loop over rows, heads and queries."""
+"""Tests of dense attention against a loop over rows, heads and queries."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def _inputs(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _attend(q, k, v, last_query) -> jax.Array:
-    """Of tokens that stand in their order."""
+    """Indices of tokens in their order."""
     last_query = jnp.asarray(last_query)
     index = masks.row_index(last_query)
     q, k, v = (jnp.asarray(x) for x in (q, k, v))

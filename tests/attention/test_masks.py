@@ -1,4 +1,4 @@
-"""The mask of packed rows, on the example of its module."""
+"""Tests of the mask of packed rows, on the example of its module."""
 
 import jax
 import jax.numpy as jnp

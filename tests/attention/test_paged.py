@@ -1,4 +1,4 @@
-"""Attention to pages against dense attention, row by row and head by head in numpy."""
+"""Tests of attention to pages against dense attention in numpy, row by row and head by head."""
 
 import functools
 
@@ -19,7 +19,7 @@ LONGEST = TABLE * BLOCK
 def _attend(
     q, pages, layer, table, visible, part, parts, scores_at_once=0, keys_at_once=256, queries=512
 ):
-    """With bounds of what is computed at once, or (0) with those of the platform."""
+    """With limits on the work of a step, or (0) with those of the platform."""
     given = (q, pages, layer, table, visible, (part, parts))
     if not scores_at_once:
         return paged.attend(*given)
@@ -39,7 +39,7 @@ def _pool(rng: np.random.Generator, dtype=np.float32) -> Pages:
 
 
 def _table(rng: np.random.Generator, rows: int) -> np.ndarray:
-    """Pages in any order, shared by rows, in part at the same places."""
+    """Page tables in any order; rows share some pages, partly at the same places."""
     table = np.array([rng.permutation(np.arange(1, PAGES))[:TABLE] for _ in range(rows)])
     table[1::2, :2] = table[0, :2]
     return table.astype(np.int32)
@@ -105,7 +105,7 @@ def test_what_is_computed_at_once_changes_nothing(scores_at_once: int, keys_at_o
 
 @pytest.mark.parametrize("keys_at_once", [4, 256])
 def test_every_count_of_visible_keys(keys_at_once: int) -> None:
-    """0 to all of them, one row each: nothing at the edges of pages is lost or too much."""
+    """One row for each number of visible keys: no key at a page's edge is lost or extra."""
     q, pages, table, _ = _case(LONGEST + 1, 1, seed=2)
     visible = np.random.default_rng(0).permutation(LONGEST + 1).astype(np.int32)[:, None]
     found = _attend_all(q, pages, 2, table, visible, scores_at_once=300, keys_at_once=keys_at_once)
@@ -115,7 +115,7 @@ def test_every_count_of_visible_keys(keys_at_once: int) -> None:
 @pytest.mark.slow
 def test_who_sees_nothing_gets_zeros() -> None:
     q, pages, table, visible = _case(5, 3, seed=3)
-    visible[1] = [0, 9, 0]  # alone or beside queries that do see
+    visible[1] = [0, 9, 0]  # alone or beside queries that see keys
     blind = visible == 0
     for scores_at_once in (1, 10**6):
         out, lse = _attend_all(q, pages, 0, table, visible, scores_at_once=scores_at_once)
@@ -127,7 +127,7 @@ def test_who_sees_nothing_gets_zeros() -> None:
 
 
 def test_tokens_of_a_prompt_see_one_more_each() -> None:
-    """Rows that begin anywhere, as pages of prompts do, and one that is padding at its end."""
+    """Rows that begin anywhere, like pages of prompts, and one that ends in padding."""
     q, pages, table, _ = _case(4, 6, seed=4)
     visible = np.array([0, 3, 14, 8])[:, None] + np.arange(6) + 1
     visible[3, 4:] = 0
@@ -154,7 +154,7 @@ def test_rows_with_the_same_pages_get_the_same() -> None:
 
 
 def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
-    """Other pages in the table, other keys in the page: what an earlier prompt left there."""
+    """Other pages in the table, other keys in the page, as left by an earlier prompt."""
     q, pages, table, visible = _case(6, 2, seed=7)
     visible[:] = np.minimum(visible, 10)
     wanted = _attend_all(q, pages, 1, table, visible)
@@ -173,7 +173,7 @@ def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
 
 
 def test_scores_of_any_size_are_finite() -> None:
-    """Much larger than what exp can take, rising and falling along the keys."""
+    """Scores far beyond the range of exp, rising and falling along the keys."""
     q, pages, table, visible = _case(7, 3, seed=8)
     for factor in (60.0, -60.0):
         found = _attend_all(
@@ -270,7 +270,7 @@ def test_merging_with_a_part_that_sees_nothing_changes_nothing() -> None:
 
 
 def _numbered(dtype=np.float32) -> Pages:
-    """A pool in which no two numbers are alike."""
+    """A pool in which no two numbers are equal."""
     shape = (LAYERS, PAGES, KV_HEADS, BLOCK, SIZE)
     keys = np.arange(np.prod(shape)).reshape(shape)
     return Pages(jnp.asarray(keys, dtype), jnp.asarray(-1 - keys, dtype))
@@ -303,7 +303,7 @@ def test_writing_pages_writes_them_and_nothing_else() -> None:
 
 
 def test_writing_tokens_writes_them_and_nothing_else() -> None:
-    """Two of them into the same page."""
+    """Two tokens go to the same page."""
     pages, places = _numbered(), [(4, 3), (11, 0), (4, 1), (13, 2)]
     keys, values = np.random.default_rng(1).normal(size=(2, len(places), KV_HEADS, SIZE))
     keys, values = keys.astype(np.float32), values.astype(np.float32)
@@ -328,7 +328,7 @@ def test_what_is_written_takes_the_pools_type() -> None:
 
 
 def test_a_prompt_written_page_by_page_is_read_in_its_order() -> None:
-    """Pages and then tokens of a row, against attention to the row as it was."""
+    """Pages and then tokens of a row, against attention to the original row."""
     rng = np.random.default_rng(14)
     tokens = 2 * BLOCK + 3
     keys, values = rng.normal(size=(2, tokens, KV_HEADS, SIZE)).astype(np.float32)
@@ -370,7 +370,7 @@ def test_neighbors_with_one_table_are_read_as_one(queries: int) -> None:
 
 
 def _int8(pages: Pages) -> tuple[Pages, Pages]:
-    """The pool in eight bits, and what its numbers stand for."""
+    """The pool as int8, and the values that its numbers stand for."""
     (keys, key_scales), (values, value_scales) = map(paged.quantize, (pages.keys, pages.values))
     meant = Pages(keys * key_scales[..., None], values * value_scales[..., None])
     return Pages(keys, values, key_scales, value_scales), meant

@@ -1,4 +1,4 @@
-"""The TPU kernel that reads pages, interpreted, against XLA's attention to them; its lowering."""
+"""Tests of the interpreted TPU kernel for pages against XLA's attention, and of its lowering."""
 
 import functools
 from unittest import mock
@@ -16,11 +16,11 @@ from spell_jax.attention.pages import Pages, quantize
 LAYERS, PAGES, BLOCK, SIZE, TABLE = 2, 14, 8, 16, 5
 LONGEST = TABLE * BLOCK
 USUAL = 8, 2, 14, 2  # rows, time, heads, kv_heads
-# Copies arrive only when they are waited for; what nobody wrote is no number.
+# Copies arrive only when they are waited for; memory that was never written holds NaN.
 LATE = pltpu.InterpretParams(uninitialized_memory="nan")
 
 
-# Chunks of up to 4 pages in pieces of 2, of 2 key heads in float32; 16 queries a step.
+# Chunks of up to 4 pages in pieces of 2, of 2 key heads in float32; 16 queries per step.
 SMALL = {
     "_CHUNK": 4 * 2 * 2 * BLOCK * SIZE * 4,
     "_PIECE": 2 * BLOCK,
@@ -47,8 +47,10 @@ def _close(found, wanted, atol: float = 1e-5) -> None:
 
 
 def _case(rows: int, time: int, heads: int, kv_heads: int, seed: int = 0, dtype=np.float32):
-    """q, pages, table, visible: some queries see nothing, one all, one a single key; the row in the
-    middle sees nothing."""
+    """q, pages, table, visible: some queries see nothing, one all, one a single key.
+
+    The row in the middle sees nothing.
+    """
     rng = np.random.default_rng(seed)
     q = jnp.asarray(rng.normal(size=(rows, time, heads, SIZE)), dtype)
     keys, values = 2 * rng.normal(size=(2, LAYERS, PAGES, kv_heads, BLOCK, SIZE))
@@ -82,7 +84,10 @@ def test_the_sizes_that_ship() -> None:
 
 @pytest.mark.slow
 def test_every_count_of_visible_keys() -> None:
-    """0 to all of them, one row each, in any order: an odd number, so that one core has all."""
+    """One row for each number of visible keys, in any order.
+
+    The number of rows is odd, so that one core has all of them.
+    """
     q, pages, table, _ = _case(LONGEST + 1, 1, 4, 2, seed=2)
     visible = np.random.default_rng(0).permutation(LONGEST + 1).astype(np.int32)[:, None]
     found = _attend(q, pages, 1, table, visible)
@@ -92,8 +97,10 @@ def test_every_count_of_visible_keys() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seeing", [[], [0], [5], [2, 3, 7], [0, 1, 6], range(8)])
 def test_copies_arrive_no_sooner_than_waited_for(seeing: list[int]) -> None:
-    """Between rows that see nothing, whatever the buffer in which the last row before them ended;
-    what nobody wrote is no number."""
+    """Rows that see nothing lie between others, whichever buffer the row before ended in.
+
+    Memory that was never written holds NaN.
+    """
     q, pages, table, visible = _case(*USUAL, seed=3)
     lengths = np.array([[3, 40], [33, 17], [0, 9], [40, 40], [1, 1], [20, 2], [0, 25], [40, 0]])
     visible[:] = 0
@@ -115,7 +122,7 @@ def test_tokens_of_a_prompt_see_one_more_each() -> None:
 def test_pages_that_no_query_sees_are_not_read() -> None:
     q, pages, table, visible = _case(*USUAL, seed=5)
     table[:, :3] = np.minimum(table[:, :3], PAGES - 2)
-    table[:, 3:] = PAGES - 1  # named, but behind what is seen
+    table[:, 3:] = PAGES - 1  # in the table, but after the visible keys
     visible = np.minimum(visible, 3 * BLOCK)
     wanted = _wanted(q, pages, 1, table, visible)
     spoiled = Pages(*(x.at[:, -1].set(jnp.nan) for x in (pages.keys, pages.values)))
@@ -143,8 +150,10 @@ def test_pages_and_queries_in_bfloat16() -> None:
 
 
 def _in_int8(pages: Pages) -> tuple[Pages, Pages]:
-    """Pages in int8, and what they stand for: tokens of very different size, so that the scale of
-    another, or none, is far off."""
+    """Pages in int8, and the values that they stand for.
+
+    Tokens differ so much in size that a wrong scale, or none, gives a result that is far off.
+    """
     size = 2.0 ** np.random.default_rng(0).integers(-3, 2, size=(*pages.keys.shape[:4], 1))
     size = size.astype(np.float32)
     keys, key_scales = quantize(pages.keys * size)
@@ -185,7 +194,7 @@ def test_parts_of_all_pages_together_are_the_whole(int8: bool) -> None:
 
 @pytest.mark.slow
 def test_in_loops_of_a_mesh_of_two() -> None:
-    """As the sampler calls it: in shard_map, in a scan over layers, with a part that is traced."""
+    """Called as by the sampler: in shard_map, in a scan over layers, with a traced part."""
     q, pages, table, visible = _case(2, 2, 4, 2, seed=11)
     mesh = jax.make_mesh((2,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -234,7 +243,7 @@ def test_lowers_for_tpu_without_one(kept) -> None:
         traced = jax.jit(functools.partial(paged_tpu.attend, share=(1, 2))).trace(*given)
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
         assert text.count("stablehlo.custom_call @tpu_custom_call") == 1
-        # XLA would else copy the scales of all layers to VMEM, for every layer.
+        # XLA would otherwise copy the scales of all layers to VMEM, for every layer.
         assert text.count("operand_index") == (4 if kept == jnp.int8 else 2)
 
 

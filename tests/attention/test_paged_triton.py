@@ -1,4 +1,4 @@
-"""The GPU kernels for pages in interpret mode against XLA's, and their lowering for GPUs."""
+"""Tests of the GPU kernels for pages, interpreted, against XLA's, and of their lowering."""
 
 import functools
 
@@ -34,7 +34,7 @@ def _pool(rng: np.random.Generator, kv_heads: int, size: int = SIZE, block: int 
 
 
 def _case(rows=5, time=3, heads=4, kv_heads=2, size=SIZE, block=BLOCK, seed=0):
-    """q, pages, layer, table and visible: one row sees nothing, others parts, some query all."""
+    """q, pages, layer, table and visible: one row sees nothing, others parts, some queries all."""
     rng = np.random.default_rng(seed)
     q = jnp.asarray(rng.normal(size=(rows, time, heads, size)), jnp.float32)
     table = np.array([rng.permutation(PAGES)[:TABLE] for _ in range(rows)]).astype(np.int32)
@@ -73,7 +73,7 @@ def test_equals_attention_in_xla(rows, time, heads, kv_heads, tile) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [HALF_PAGES, TWO_PAGES])
 def test_every_count_of_visible_keys(tile) -> None:
-    """At the edges of pages and blocks no key is lost, none is too much."""
+    """At the edges of pages and blocks no key is lost and none is extra."""
     q, pages, layer, table, _ = _case(LONGEST + 1, 1, 2, 1, seed=1)
     visible = np.random.default_rng(0).permutation(LONGEST + 1).astype(np.int32)[:, None]
     case = q, pages, layer, table, visible
@@ -82,7 +82,7 @@ def test_every_count_of_visible_keys(tile) -> None:
 
 def test_who_sees_nothing_gets_zeros() -> None:
     q, pages, layer, table, visible = _case(seed=2)
-    visible[1] = [0, 9, 0]  # alone or beside queries that do see
+    visible[1] = [0, 9, 0]  # alone or beside queries that see keys
     blind = visible == 0
     for some in (blind, np.full_like(blind, True)):
         out, lse = _found(q, pages, layer, table, np.where(some, 0, visible), tile=HALF_PAGES)
@@ -93,7 +93,7 @@ def test_who_sees_nothing_gets_zeros() -> None:
 
 @pytest.mark.slow
 def test_tokens_of_a_prompt_see_one_more_each() -> None:
-    """Many units a row, each of which reads its row's table."""
+    """Many units per row, each of which reads its row's table."""
     q, pages, layer, table, _ = _case(3, 40, 2, 1, seed=3)
     visible = np.array([0, 37, 88], np.int32)[:, None] + np.arange(40, dtype=np.int32) + 1
     visible[2, 30:] = 0
@@ -108,7 +108,7 @@ def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
     table = table.copy()
     table[:, 2:] = [10**6, -1]  # no page at all
     found = _found(q, pages, layer, table, visible, tile=TWO_PAGES)
-    # As far as any row's table says, from the tenth token of a second page on.
+    # Tables are read to the end of the longest row, from the tenth token of a second page on.
     second = np.setdiff1d(table[:, 1], table[:, 0])
     keys, values = (x.at[:, second, :, 9:].set(1e3) for x in (pages.keys, pages.values))
     others = _found(q, Pages(keys, values), layer, table, visible, tile=TWO_PAGES)
@@ -172,7 +172,7 @@ _list_jobs = jax.jit(paged_triton.list_jobs, static_argnums=(1, 2, 3))
 
 
 def _check_jobs(blocks: np.ndarray, pieces: int, most: int) -> np.ndarray:
-    """All blocks of all units once, in order; returns the lengths of jobs."""
+    """Check that blocks of all units are covered once, in order; returns the lengths of jobs."""
     jobs, spans = (np.asarray(x) for x in _list_jobs(blocks, 3, most, pieces))
     assert jobs.dtype == spans.dtype == np.int32
     assert len(jobs) <= len(blocks) + pieces
@@ -195,7 +195,7 @@ def test_jobs_are_all_blocks_once_in_nearly_equal_pieces() -> None:
         lengths = _check_jobs(blocks, pieces, most)
         allowed = max(-(-blocks.sum() // pieces), paged_triton.FEWEST)
         assert lengths.max() <= allowed
-    # One long row among short ones: it is dealt out, they are not.
+    # One long row among short ones: only the long one is split.
     lengths = _check_jobs(np.array([392, 3, 3, 3, 0, 0], np.int32), 40, 400)
     assert np.sum(lengths > 3) == 36 and lengths.max() == 11
     assert not np.any(_check_jobs(np.zeros(6, np.int32), 40, 400))
@@ -204,7 +204,7 @@ def test_jobs_are_all_blocks_once_in_nearly_equal_pieces() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 500])
 def test_how_the_work_is_cut_changes_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One job a unit, or one a block: 16 of some units, more than are merged at once."""
+    """One job per unit, or one per block: 16 for some units, more than are merged at once."""
     case = _case(2, 3, 2, 1, block=2 * BLOCK, seed=10)
     monkeypatch.setattr(paged_triton, "PROGRAMS", count)
     monkeypatch.setattr(paged_triton, "FEWEST", 1)
@@ -256,7 +256,7 @@ def test_layers_in_loops_on_shards() -> None:
         _close([x[number] for x in found], wanted)
 
 
-# ------------------------------------------------------------------------------ What GPUs are given
+# -------------------------------------------------------------------------------- Programs for GPUs
 
 
 def _abstract(rows, time, heads, kv_heads, size, dtype, block=128, tokens=2**20, layers=28):
@@ -271,7 +271,7 @@ def _abstract(rows, time, heads, kv_heads, size, dtype, block=128, tokens=2**20,
 
 
 SHAPES = [
-    (8, 8, 28, 4, 128, jnp.bfloat16),  # siblings behind prompts of 16K tokens
+    (8, 8, 28, 4, 128, jnp.bfloat16),  # siblings after prompts of 16K tokens
     (8, 8, 28, 4, 128, jnp.int8),
     (512, 1, 28, 4, 128, jnp.bfloat16),  # suffixes of slots
     (512, 1, 28, 4, 128, jnp.int8),
@@ -308,7 +308,10 @@ def test_lowers_where_the_platform_decides() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_and_memory(shape) -> None:
-    """Sums in float32; nothing as large as the keys that are read, and no float32 rounded."""
+    """Sums are float32.
+
+    No array is as large as the keys that are read, and no float32 is rounded.
+    """
     args = _abstract(*shape)
     attend = functools.partial(paged_triton.attend, interpret=False)
     made = list(programs.equations(jax.make_jaxpr(attend)(*args).jaxpr))
@@ -320,7 +323,7 @@ def test_products_and_memory(shape) -> None:
         assert dot.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
         assert all(n >= 16 and n & (n - 1) == 0 for x in dot.invars for n in x.aval.shape)
     rows, time, heads, kv_heads, size, _ = shape
-    # What the jobs leave: two times the queries, padded, and PROGRAMS blocks of at most 128.
+    # Size of the jobs' results: two times the queries, padded, and PROGRAMS blocks of at most 128.
     padded = rows * kv_heads * max(16, 2 * time * heads // kv_heads) + paged_triton.PROGRAMS * 128
     largest = max(x.aval.size for equation in made for x in equation.outvars)
     assert largest <= padded * max(size, 128)

@@ -1,4 +1,4 @@
-"""The TPU kernels in interpret mode against dense attention, and their lowering for TPU."""
+"""Tests of the TPU kernels, interpreted, against dense attention, and of their lowering."""
 
 import functools
 
@@ -12,7 +12,7 @@ from tests.attention import packed_rows
 from tests.attention.packed_rows import UNSEEING
 
 KV_HEADS, HEADS = 2, 2
-TIME = 600  # of most rows: no whole blocks; the same shapes are compiled once for all tests
+TIME = 600  # of most rows: no multiple of a block; all tests share the compiled shapes
 UNIT = 10  # of lengths of prompts and answers
 BLOCKS = splash.Blocks((128, 128), (128, 128), (128, 128))
 UNEQUAL_BLOCKS = splash.Blocks((256, 128), (128, 256), (256, 128))
@@ -139,13 +139,13 @@ def test_what_lies_in_dead_blocks_is_never_read() -> None:
             x = x.at[span].set(jnp.nan)
         return x
 
-    # The first answer's keys are spoiled too: only its own queries may notice.
+    # The first answer's keys are spoiled too: only its own queries may change.
     spans = (slice(128, 256), slice(384, TIME))
     spoiled, _ = _forward(q, spoil(k, *spans), spoil(v, *spans), index, index, last_query)
     others = np.r_[0:128, 256:TIME]
     np.testing.assert_array_equal(spoiled[others], out[others])
     assert np.isnan(spoiled[128:256]).all()
-    # Backward: queries and keys of the padding, which nothing sees.
+    # Backward: queries and keys of the padding, which no query sees.
     dirty = [spoil(x, spans[1]) for x in (q, k, v, d_out)]
     found = _backward(*dirty[:3], index, index, last_query, lse, out, dirty[3])
     for x, y in zip(found, gradients, strict=True):
@@ -172,7 +172,7 @@ def test_the_list_holds_the_live_pairs_in_runs(by_keys: bool) -> None:
     assert {p for p, kind in kinds.items() if kind == 2} == set(
         zip(*np.nonzero(every), strict=True)
     )
-    # Limits of blocks may call a pair live that is not, but not many; one dead pair a dead run.
+    # Limits of blocks may count a dead pair as live, but not many; one dead pair per dead run.
     assert sum(kind > 0 for kind in kinds.values()) <= some.sum() * 1.3
     assert any(kind == 0 for kind in kinds.values())
     for n, (run, word) in enumerate(zip(runs, words, strict=True)):

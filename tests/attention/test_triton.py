@@ -1,4 +1,4 @@
-"""The GPU kernels in interpret mode against dense attention, and their lowering for GPUs."""
+"""Tests of the GPU kernels, interpreted, against dense attention, and of their lowering."""
 
 import functools
 
@@ -13,7 +13,7 @@ from tests import programs
 from tests.attention import packed_rows
 from tests.attention.packed_rows import UNSEEING
 
-TIME = 300  # of most rows: no whole blocks; the same shapes are compiled once for all tests
+TIME = 300  # of most rows: no multiple of a block; all tests share the compiled shapes
 UNIT = 4  # of lengths of prompts and answers
 UNEQUAL = Tiles(Tile(16, 64, 4, 2), Tile(64, 16, 4, 2), Tile(32, 128, 4, 2))
 LONG = 131072
@@ -141,7 +141,7 @@ def test_dead_blocks_are_never_touched() -> None:
     def spoil(x):
         return x.at[64:128].set(jnp.nan).at[192:].set(jnp.nan)
 
-    # Of the first answer's keys only its own queries may notice, and nothing sees the padding.
+    # Only the first answer's queries may see its keys, and no query sees the padding.
     spoiled, _ = _forward(q, spoil(k), spoil(v), *indices)
     others = np.r_[0:64, 128:TIME]
     np.testing.assert_array_equal(spoiled[others], out[others])
@@ -158,7 +158,7 @@ def test_dead_blocks_are_never_touched() -> None:
 
 @pytest.mark.slow
 def test_full_pairs_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries behind all keys, that see all of them, notice nothing of a mask gone wrong."""
+    """Queries after all keys see all of them, so no pair is masked."""
     tensors, key = _tensors(64, 64, 1, 1, 16), np.arange(64, dtype=np.int32)
     row = (key + 64, key, np.full(64, 127, np.int32))
     wanted, _, gradients = packed_rows.reference(tensors, row)
@@ -189,7 +189,7 @@ def test_lists_hold_the_live_pairs(by_keys: bool) -> None:
         assert order[full:live] == sorted(order[full:live])
         assert set(np.flatnonzero(its_some)) <= set(order[:live])
         extra += live - its_some.sum()
-    # Limits of blocks may call a pair live that is not, but not many.
+    # Limits of blocks may count a dead pair as live, but not many.
     assert extra <= some.sum() * 0.3
 
 
@@ -243,7 +243,7 @@ def test_lowers_for_gpu_without_one(dtype, size: int, rows: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_products_and_memory(dtype) -> None:
-    """Sums in float32, float32 products in full precision, nothing of T * T but the lists."""
+    """Sums and products are float32 in full precision; only the lists have T * T entries."""
     args = _abstract(dtype, 64, 1, 1)
     for f, inputs, products in ((triton.forward, args[:6], 4), (triton.backward, args, 14)):
         made = list(
@@ -256,7 +256,7 @@ def test_products_and_memory(dtype) -> None:
             assert dot.params["preferred_element_type"] == jnp.float32
             if dtype == jnp.float32:
                 assert dot.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
-        # Rounded to two bytes are only operands of products, and results as they are stored.
+        # Only operands of products and stored results are rounded to two bytes.
         rounded = [x.outvars[0] for x in made if x.primitive.name == "convert_element_type"]
         rounded = {id(x) for x in rounded if x.aval.ndim and x.aval.dtype == jnp.bfloat16}
         users = {x.primitive.name for x in made if rounded & set(map(id, x.invars))}

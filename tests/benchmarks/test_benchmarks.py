@@ -1,4 +1,4 @@
-"""Benchmarks print one JSON line; the operations they state are those of the shape."""
+"""Tests of the benchmarks: one JSON line each, and operation counts that follow from the shapes."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ def test_sampling_prints_a_line_with_all_kinds() -> None:
 
 @pytest.mark.skipif(browser.PROGRAM is None, reason=browser.MISSING)
 def test_a_report_of_a_long_run_is_bounded_and_opens() -> None:
-    """Of a run whose documents alone are more than the page may hold."""
+    """A run whose documents alone are more than the page may hold."""
     flags = ["--steps=10", "--episodes=55", "--clusters=1000", "--document=12000", "--repeats=1"]
     line = commands.run(commands.parse(["report", *flags]))
     assert line["episodes_on_disk"] == line["episodes"] == 550
@@ -100,7 +100,7 @@ def test_refill_draws_the_lengths_that_it_forces() -> None:
     assert 1 < line["step_ratio"] == line["fixed_steps"] / line["refill_steps"]
     assert (
         line["idle"] == 0 and 0 < line["padded_group_slots"] < 1
-    )  # as many rows as slots: none rests
+    )  # as many rows as slots: no slot is free
 
 
 def test_refill_wants_slots_for_a_group() -> None:
@@ -149,14 +149,14 @@ def test_a_step_of_spell_by_phase() -> None:
         phase: tuple(line[f"{phase}_{kind}_tokens"] for kind in ("prompt", "reused", "answer"))
         for phase in ("questioner", "grounding", "responder", "verifier")
     }
-    # The documents of both questions are the same 45 tokens, of which five pages are whole.
+    # The documents of both questions are the same 45 tokens, which fill five pages.
     assert found == {
         "questioner": (2 * 30, 0, 2 * 6),
         "grounding": (2 * 15, 0, 2 * 6),
         "responder": (2 * 60, 40, 2 * 3 * 6),
         "verifier": (6 * 44, 144, 6 * 2 * 4),
     }
-    # Both responder and both questioner groups, and one of the verifier.
+    # Both responder and both questioner groups, and one verifier group.
     assert line["update_tokens"] == 2 * (60 + 18) + 2 * (30 + 6) + (44 + 8)
     assert 0 < line["sampler_difference"] < 1e-4
     phases = [line[f"{phase}_s"] for phase in (*found, "update")]
@@ -200,7 +200,7 @@ def test_a_step_beside_trl() -> None:
 
 @pytest.mark.slow
 def test_our_side_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without TRL: its side is what ours said, with other times."""
+    """Without TRL: its results are copies of ours with other times."""
     monkeypatch.setattr(trl.importlib.util, "find_spec", lambda name: name)
     run_side, found = trl._run, {}
     times = {"generate_s": [9.0, 4.0], "update_s": [9.0, 2.0], "peak_bytes": 2**40, "trl": "0"}

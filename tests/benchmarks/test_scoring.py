@@ -1,4 +1,4 @@
-"""The bench of scoring has every benchmark's rule, and replies that these rules tell apart."""
+"""Tests of the scoring benchmark: every benchmark's rule, and replies that the rules tell apart."""
 
 import statistics
 
@@ -16,7 +16,7 @@ def test_scoring_prints_a_line_with_every_benchmark() -> None:
     assert line["bench"] == "scoring" and line["limit_s"] == 60
     assert line["samples"] == sum(part["samples"] for part in parts.values())
     assert line["seconds"] == pytest.approx(sum(part["seconds"] for part in parts.values()))
-    assert line["processor_s"] > 0.2  # a worker's start alone
+    assert line["processor_s"] > 0.2  # the start of a worker alone
     assert line["samples_per_s"] == pytest.approx(line["samples"] / line["seconds"])
     longer = tuple(f"_{length // 1024}k" for length in LENGTHS)
     # A run's own questions are scored by the rules of docmath, frames and longbench_v2.
@@ -40,6 +40,6 @@ def test_replies_are_right_or_wrong_as_they_shall_be(name: str, writer: scoring.
         right: [kind.score(kind.sample(writer, item, right), item) for item in items]
         for right in (True, False)
     }
-    if name != "summary":  # which is never quite right
+    if name != "summary":  # which is never fully right
         assert scores[True] == [1.0] * 20
     assert statistics.mean(scores[False]) < 0.6

@@ -1,4 +1,4 @@
-"""A run of hundreds of updates neither grows nor compiles in its midst."""
+"""Tests that a run of hundreds of updates neither grows nor compiles after its first steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def line(step: int, resident: float, programs: int) -> dict[str, float]:
 
 
 def test_what_stays_is_compared() -> None:
-    """Behind the first steps, without the peaks; the last program is named."""
+    """Growth after the first steps, without the peaks; the last program is named."""
     lines = [
         line(step, 500 + 300 * (step % 3 > 0), 7 + (step > 60)) for step in range(1, STEPS + 1)
     ]
@@ -47,7 +47,7 @@ def test_a_short_run_is_refused() -> None:
 
 @pytest.mark.long
 def test_five_hundred_updates(tmp_path, monkeypatch) -> None:
-    """Of the demo's config with few questions on one device, so that it takes minutes."""
+    """The demo's config with few questions on one device, so that it takes minutes."""
     noise.use_one_device(monkeypatch)
     options = ["soak", "--steps=500", "--proposals=3", f"--workdir={tmp_path}"]
     found = commands.run(commands.parse(options))

@@ -1,4 +1,4 @@
-"""Every config loads and fits its dataclasses, and every ablation plays a step."""
+"""Tests that every config loads and fits its dataclasses, and that every ablation runs a step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import default_config
 from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import PackingConfig
-from spell_jax.learner.update import OptimizerConfig
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime.config import build
@@ -60,7 +60,7 @@ def test_a_runs_config_fits(name, tmp_path, monkeypatch):
     folder = config.policy.folder
     if folder == "tiny" or pathlib.Path(folder, "config.json").exists():
         make_run(config)
-    else:  # everything but the policy was found to be right before
+    else:  # everything but the policy was checked before
         with pytest.raises((ValueError, FileNotFoundError), match=r"policy\.folder = "):
             make_run(config)
 
@@ -90,7 +90,7 @@ def test_a_docstring_gives_the_command(name):
 
 @pytest.fixture
 def read_flags(monkeypatch):
-    """The config as an entry gets it from its command line."""
+    """The config as an entry point parses it from its command line."""
 
     def read(*arguments: str) -> ConfigDict:
         monkeypatch.setattr(sys, "argv", ["entry", *arguments])
@@ -145,7 +145,7 @@ def test_another_model_is_refused(read_flags):
 
 
 def test_demonstrations_fit_the_demos_caps():
-    """What the tiny policy was taught to write is not cut off when it plays."""
+    """Answers that the tiny policy was trained to write are not truncated in rollouts."""
     config = tiny.get_config()
     tokenizer = tokenizers.load(TINY_POLICY)
     stream = demonstrations.rows(prompts.load("compact"), demonstrations.Mixture(), seed=5)
@@ -159,7 +159,7 @@ def test_demonstrations_fit_the_demos_caps():
         assert len(tokenizer.chat(row.prompt)) <= config.sampler.max_prompt
 
 
-# ------------------------------------------------------------------------------------- ablations
+# ---------------------------------------------------------------------------------------- Ablations
 
 PAPER = {"algorithm.reference_source": "questioner"}
 STATIC = {"algorithm": default_config("rlvr").algorithm, "algorithm.static_questions": 12}
@@ -168,7 +168,7 @@ ABLATIONS = {
     "the paper's recipe": PAPER,
     "no memory": PAPER | {"algorithm.memory": 0},
     "frozen questioner": PAPER | {"algorithm.train_questioner": False},
-    "frozen questioner, anchored": {"algorithm.train_questioner": False},
+    "frozen questioner, frozen reader": {"algorithm.train_questioner": False},
     "no format penalty": PAPER | {"algorithm.format_penalty": False},
     "no grounding filter": PAPER | {"algorithm.grounding_samples": 0},
     "no verifier": PAPER | {"algorithm.responder_reward": "rule"},
@@ -189,19 +189,19 @@ ABLATIONS = {
         "algorithm.judge_model": "m",
     },
     "static questions": PAPER | STATIC | {"algorithm.responder_reward": "rule"},
-    "static questions, anchored": STATIC,
+    "static questions, frozen reader": STATIC,
 }
 
 
 def wavering(role: str, prompt: str, sibling: int, model: str) -> str:
-    """Right in most answers, wrong in every third, and never right without documents."""
+    """Answers that are mostly right, wrong in every third, and never right without documents."""
     if role == "responder" and model == "policy" and (sibling % 3 == 1 or "- " not in prompt):
         return "answer is unknown"
     return perfect(role, prompt, sibling, model)
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
-def test_an_ablation_plays_a_step(name, monkeypatch):
+def test_an_ablation_runs_a_step(name, monkeypatch):
     overrides = {
         "algorithm.questions": 6,
         "algorithm.generation_batch": 9,
@@ -222,8 +222,8 @@ def test_an_ablation_plays_a_step(name, monkeypatch):
         ("reference_reader",) if config.algorithm.reference_source == "frozen_reader" else ()
     )
     ask = ScriptedModels(wavering)
-    episodes = algorithm.play(ask, 1)
-    groups = algorithm.rows(episodes)
+    episodes = algorithm.rollout(ask, (0, 1), 1)
+    groups, annotations = algorithm.groups(episodes, (0, 1))
     roles = {group.role for group in groups}
     assert "responder" in roles
     assert all(
@@ -236,5 +236,5 @@ def test_an_ablation_plays_a_step(name, monkeypatch):
     assert ("verifier" in asked) == (config.algorithm.responder_reward not in ("rule", "random"))
     assert any(call.model == "reference_reader" for call in ask.calls) == bool(algorithm.models)
     assert 0 < algorithm.metrics(episodes).means()["solve_rate"] <= 1
-    assert all(algorithm.record(episode)["task"] for episode in episodes)
-    algorithm.play(ask, 2)
+    assert all(map(algorithm.record, episodes, annotations))
+    algorithm.rollout(ask, (0, 2), 2)

@@ -1,6 +1,6 @@
 """A stream of a built data set in one process, or in one of two that share the reading.
 
-python -m tests.data.hosts PORT PROCESS FOLDER        # prints what it was told, as JSON
+python -m tests.data.hosts PORT PROCESS FOLDER        # prints the clusters as JSON
 """
 
 from __future__ import annotations

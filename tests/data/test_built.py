@@ -1,4 +1,4 @@
-"""A built data set in the trainer: read by id when it is played, refused when it is not whole."""
+"""Tests of built data sets in the trainer: clusters read by id, damaged sets refused."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_a_build(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     assert not is_built(tmp_path) and not is_built(tmp_path / "a.txt")
     (tmp_path / "clusters-train.array_record-00000-of-00002").write_text("")
-    assert is_built(tmp_path)  # and not a folder of texts, though it is not whole
+    assert is_built(tmp_path)  # and not a folder of texts, though it is incomplete
 
 
 def test_texts_stay_in_storage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_an_index_of_other_records_is_refused(copy: Path) -> None:
 
 
 def test_a_damaged_record_is_named(copy: Path) -> None:
-    """Of the same size: only its reading can tell."""
+    """The damaged file has the same size: only reading it can tell."""
     path = copy / SHARD
     data = bytearray(path.read_bytes())
     data[64:4096] = bytes(4096 - 64)
@@ -219,7 +219,7 @@ def test_two_hosts_read_a_half_each_and_play_the_same(folder: Path) -> None:
     for mine, theirs, batch in zip(first["read"], second["read"], alone, strict=True):
         ids = list(dict.fromkeys(name for _, name, _ in batch))
         assert (mine, theirs) == (ids[0::2], ids[1::2])
-    # 21 clusters, of which the last batch has all; its 9 repeats are read once.
+    # 21 clusters, all of them in the last batch; its 9 repeats are read once.
     assert [len(names) for names in first["read"]] == [4, 4, 11]
     message = "host 1: ValueError: id03 is damaged"
     assert first["error"] == second["error"] == message

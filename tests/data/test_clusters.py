@@ -1,4 +1,4 @@
-"""Clusters: reading, skipping, cutting without loss and in linear time, grouping, splitting."""
+"""Tests of clusters: reading, skipping, lossless cutting in linear time, grouping, splitting."""
 
 import json
 import re
@@ -101,9 +101,9 @@ def test_documents_of_a_cluster_are_cut_in_place(tmp_path: Path) -> None:
     ("text", "pieces"),
     [
         ("a b c", ["abc"]),
-        # Paragraphs are packed up to the limit and never torn when they fit by themselves.
+        # Paragraphs are packed up to the limit and never torn when they fit alone.
         ("a " * 10 + "\n\n" + "b " * 10 + "\n \n" + "c " * 3, ["a" * 10, "b" * 10 + "c" * 3]),
-        # Too long by itself: lines, then sentences, then words.
+        # A paragraph over the limit is cut at lines, then sentences, then words.
         ("a " * 10 + "\n" + "b " * 10, ["a" * 10, "b" * 10]),
         ("a " * 9 + "a. " + "b " * 10, ["a" * 10 + ".", "b" * 10]),
         ("a " * 20, ["a" * 16, "a" * 4]),

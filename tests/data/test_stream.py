@@ -1,4 +1,4 @@
-"""The task stream: counts per task, one task a cluster, decks, repeats, exact resumption."""
+"""Tests of the task stream: counts per task, decks, repeats, exact resumption."""
 
 import json
 from collections import Counter
@@ -104,7 +104,7 @@ def test_a_resumed_stream_goes_on_exactly() -> None:
         stream.next(40)
     state = json.loads(json.dumps(stream.state_dict()))
     resumed = make_stream(31)
-    resumed.next(7)  # what it dealt before is forgotten
+    resumed.next(7)  # the clusters dealt before are forgotten
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     assert resumed.repeats == stream.repeats > 0
@@ -127,7 +127,7 @@ def test_a_stream_stopped_in_the_middle_of_a_deck_goes_on_with_it() -> None:
 
 
 def test_order_is_a_function_of_seed_and_ids() -> None:
-    """Not of the order in which a source has its clusters; and every epoch has another one."""
+    """The source's order of clusters does not matter, and every epoch has another order."""
     clusters = make_clusters(20)
     one = TaskStream(in_memory(clusters), TASKS[:1], [1], seed=5)
     two = TaskStream(in_memory(clusters[::-1]), TASKS[:1], [1], seed=5)
@@ -136,7 +136,7 @@ def test_order_is_a_function_of_seed_and_ids() -> None:
     orders = [[cluster.id for _, cluster in epoch] for epoch in epochs]
     assert len({tuple(order) for order in orders}) == 4
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
-    # The deck too, not only the order within a batch: halves of an epoch are other sets.
+    # The deck differs too, not only the order within a batch: halves of an epoch are other sets.
     halves = TaskStream(in_memory(clusters), TASKS[:1], [1], seed=5)
     sets = [frozenset(c.id for _, c in halves.next(10)) for _ in range(8)]
     assert len(set(sets)) == 8

@@ -1,4 +1,4 @@
-"""Generated stories: a chain of names, of which every line's place can be told."""
+"""Tests of generated stories: a chain of names that determines every line's place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_each_line_goes_on_where_the_one_before_it_ends(count):
         told = [line.split() for line in (f"- to {opening}", *lines)]
         assert all(a[2] == b[0] and b[1] == "to" for a, b in itertools.pairwise(told))
         givers = [giver for giver, _, _ in told[1:]]
-        assert len({*givers, told[-1][2]}) == count + 1  # so one order alone is a chain
+        assert len({*givers, told[-1][2]}) == count + 1  # so only one order is a chain
         assert all(len(line.strip()) >= tiny_stories.SHORTEST_LINE for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""The generated world: its grammar, its oracle, and the surface forms of its values."""
+"""Tests of the generated world: its grammar, its oracle, the surface forms of its values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_clusters_are_a_function_of_the_seed():
 
 
 def test_no_name_or_city_contains_another():
-    """A rule that looks for one text in another then cannot take one value for another."""
+    """A rule that searches for substrings then cannot take one value for another."""
     words = [w.lower() for w in (*world.NAMES, *itertools.chain(*world.CITIES))]
     assert len(set(words)) == len(words)
     for one, other in itertools.permutations(words, 2):
@@ -85,7 +85,7 @@ def test_the_oracle_agrees_with_the_generated_truth(kind, count):
         truth = world.oracle(question.text, texts)
         assert truth == world.canonical(question.answer)
         assert kind == "choice" or world.question_kind(question.text) == kind
-        # The evidence is stated in the documents, and leads to the answer.
+        # The documents state the evidence, and it leads to the answer.
         facts = world.read_facts(texts)
         lines = [line for line in question.evidence if " is " not in line]
         assert {f"- {line}" for line in lines} <= set(texts)

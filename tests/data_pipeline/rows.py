@@ -6,7 +6,7 @@ from typing import Any
 
 
 def musique(number: int, **changes: Any) -> dict[str, Any]:
-    """Two supporting paragraphs of four; the last names the answer."""
+    """Two supporting paragraphs of four; the last one names the answer."""
     texts = (
         (f"Town {number}", f"Town {number} lies in county {number}.", True),
         (f"Hill {number}", f"Hill {number} is of no use here.", False),

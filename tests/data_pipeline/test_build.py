@@ -1,4 +1,4 @@
-"""Whole builds: what comes out, that nothing is lost, stops at any moment, other runners."""
+"""Tests of whole builds: output, no losses, stops at any moment, other runners."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def text(topic: int, number: int, words: int = 120) -> str:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """160 texts of 8 topics in two sources; 6 copies, a text of the benchmark, and some of no
-    use."""
+    """160 texts of 8 topics in two sources; 6 copies, a benchmark text, and some useless ones."""
     root = tmp_path_factory.mktemp("texts")
     for name, topics in (("web", range(6)), ("filings", range(6, TOPICS))):
         (root / name).mkdir()
@@ -76,7 +75,7 @@ def files_of(out: Path) -> dict[str, bytes]:
 
 
 def test_nothing_is_lost(made):
-    """Every file ends in the clusters, cut or whole, or is named or counted."""
+    """Every file is in the clusters, cut or whole, or is named or counted."""
     manifest, out = made
     counts = {name: Counter() for name in manifest["counts"]}
     for name, stage in manifest["counts"].items():
@@ -153,7 +152,7 @@ def test_other_workers_give_the_same_bytes(config, made, tmp_path):
 
 @pytest.mark.slow
 def test_a_build_that_is_stopped_anywhere_goes_on(config, made, tmp_path, monkeypatch):
-    """Stopped before each stage is marked as done, then at each file of the output."""
+    """The build stops before each stage is marked as done, then at each file of the output."""
     out, stopped = tmp_path / "out", []
     create, store = build.FileSystems.create, output._store
 
@@ -177,7 +176,7 @@ def test_a_build_that_is_stopped_anywhere_goes_on(config, made, tmp_path, monkey
     files = [output.FEATURES, output.INFO, output.INDEX, output.MANIFEST]
     # Shards are written in any order, so the first stop at one stands for all.
     for name in [*STAGES, "clusters-train", *files]:
-        # Inside a pipeline the runner makes another error of it.
+        # Inside a pipeline the runner raises another error instead.
         with pytest.raises((KeyboardInterrupt, RuntimeError), match=name):
             build.build(config, str(out))
         assert stopped[-1].startswith(name)
@@ -235,7 +234,7 @@ def test_a_changed_file_is_read_again(tmp_path):
     ids=lambda flags: flags[0],
 )
 def test_graphs_for_other_runners(config, tmp_path, flags, caplog, monkeypatch):
-    # Beam asks Dataflow's buckets whether they keep what is deleted, without a network for minutes.
+    # Beam asks Dataflow's buckets whether they keep deleted files, without a network for minutes.
     monkeypatch.setattr(gcsio.GcsIO, "is_soft_delete_enabled", lambda self, path: False)
     monkeypatch.setattr(gcsio, "create_storage_client", lambda *given: None)
     caplog.set_level("INFO", "data_pipeline")

@@ -1,4 +1,4 @@
-"""Clusters from documents through all stages: what is in them, and that nothing else decides it."""
+"""Tests of clustering through all stages: content of clusters, and independence of all else."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def unit(rows):
 def corpus(topics=40, each=10, dimensions=32, noise=0.08):
     """Documents of topics; a topic is one of "news" and "blogs", or of "tables"."""
     random = np.random.default_rng(0)
-    centres = unit(random.normal(size=(topics, dimensions)))
+    centers = unit(random.normal(size=(topics, dimensions)))
     documents = []
     for number in range(topics * each):
         topic = number % topics
         source = "tables" if topic % 4 == 0 else ("news", "blogs")[random.integers(2)]
         document = make_document(f"topic {topic} text {number}", source, f"{number:04d}.txt")
-        vector = unit(centres[topic] + noise * random.normal(size=dimensions))
+        vector = unit(centers[topic] + noise * random.normal(size=dimensions))
         tokens = int(random.integers(20, 300))
         documents.append(document | {"vector": vector.tobytes(), "tokens": tokens})
     return documents
@@ -53,7 +53,7 @@ def run(folder, documents, config=CONFIG, options=(), together=()):
     """(clusters by id, removed, Done, Stages)"""
 
     def write(pipeline):
-        # A few elements a bundle, so that workers have something to share.
+        # A few elements per bundle, so that workers share the work.
         made = pipeline | beam.Create(documents) | beam.Reshuffle()
         return {"documents": made, "counts": made | beam.Map(lambda d: ("made", "s"))}
 
@@ -117,7 +117,7 @@ def test_limits_are_kept_and_sizes_are_counted(made):
 
 @pytest.mark.slow
 def test_pieces_of_a_document_stay_together(documents, tmp_path):
-    """Of one source alone, whatever its vectors; the others are clustered as ever."""
+    """Clusters have documents of one source, whatever the vectors; other sources are unchanged."""
     pieces = [
         d | {"place": f"{i % 9}.txt", "part": i} if d["source"] == "tables" else d
         for i, d in enumerate(documents)
@@ -185,7 +185,7 @@ def test_a_sample_is_that_of_the_smallest_ids():
     assert abs(len(taken) - 1000) < 100
     assert taken == set(sorted(ids)[: len(taken)])
     assert not list(cluster_module._sample(point | {"id": min(ids), "node": "b"}, large, 1000))
-    for name in ids:  # as many as there are: all
+    for name in ids:  # no more than there are: all
         assert list(cluster_module._sample(point | {"id": name, "node": "a"}, large, 4000))
 
 
@@ -235,7 +235,7 @@ def test_a_change_of_the_last_step_keeps_the_levels(documents, made, monkeypatch
 
 @pytest.fixture(scope="module")
 def unsplit(documents, tmp_path_factory):
-    """No levels, and some documents that fit in no cluster."""
+    """No levels, and some documents that fit into no cluster."""
     good = documents[0]
     nan = np.full(32, np.nan, np.float32).tobytes()
     bad = [

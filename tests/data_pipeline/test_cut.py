@@ -1,4 +1,4 @@
-"""Cutting: limits, order, ids, and where every piece goes."""
+"""Tests of cutting: limits, order, ids, and where every piece goes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_long_documents_are_cut_and_short_ones_are_counted():
 
 
 def test_chapters_keep_their_order():
-    """Parts of a book that was cut before: pieces of part 0 stand before those of part 1."""
+    """Parts of a book that was cut before: pieces of part 0 come before those of part 1."""
     chapters = [make_document(paragraphs(f"c{i}", 12), "books", "a.txt", part=i) for i in range(2)]
     documents = cut(reversed(chapters))["documents"]
     text = "\n\n".join(chapter["text"] for chapter in chapters)

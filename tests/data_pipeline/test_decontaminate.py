@@ -41,7 +41,7 @@ def index(*texts: tuple[str, str], dedup=None, threshold=0.8) -> Index:
     return Index(sorted(items), dedup or DedupConfig(), DecontaminateConfig(threshold))
 
 
-# ---------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ Reading
 
 
 def test_hotpotqa(tmp_path):
@@ -75,7 +75,7 @@ def test_musique(tmp_path):
         ("question", "What?"),
         ("question", "Part of it?"),
     }
-    # The same by the name of the list: objects inside a field are walked through as a whole.
+    # The same by the name of the list: objects inside a field are read recursively.
     found = read(tmp_path / "m.jsonl", row, ["paragraphs"])
     assert ("document", "Text one.") in found and ("document", "T") in found
 
@@ -102,7 +102,7 @@ def test_long_contexts_are_cut_at_blank_lines(tmp_path):
         ("document", long),
         ("document", other + "\nend"),
     }
-    # So are lists of paragraphs; questions are not.
+    # Lists of paragraphs too, but not questions.
     row = {"paragraphs": [long, short], "question": [long, short]}
     assert read(tmp_path / "p.json", row, ["paragraphs"], ["question"]) == {
         ("document", f"{long}\n\n{short}"),
@@ -174,7 +174,7 @@ def test_settings_are_checked():
             DecontaminateConfig(value)
 
 
-# ---------------------------------------------------------------------------------------- looking
+# ---------------------------------------------------------------------------------------- Searching
 
 
 def test_near_texts_are_found_and_others_not():
@@ -204,7 +204,7 @@ def test_questions_in_texts_are_found():
     assert inside(question.replace("Which", "What"))
     assert not inside(question.replace("of", "among"))
     assert index(("question", question), threshold=0.75).find(question.replace("of", "among"))
-    # Documents are not looked for inside others.
+    # Documents are not searched for inside others.
     assert index(("document", question)).find(f"{document} {question}") is None
 
 
@@ -235,7 +235,7 @@ def test_items_share_shingles():
     assert found.find(f"{question} it") is None
 
 
-# ------------------------------------------------------------------------------------------- stage
+# -------------------------------------------------------------------------------------------- Stage
 
 
 @pytest.mark.slow

@@ -71,11 +71,11 @@ def check_stars(edges, rounds, children, events):
 
 
 def names(number: int, prefix: str, seed: int = 0) -> list[bytes]:
-    """Nodes whose order says nothing of their numbers."""
+    """Nodes whose order says nothing about their numbers."""
     return [f"{prefix}{digest(str(i), str(seed))}".encode() for i in range(number)]
 
 
-# ------------------------------------------------------------------------------------------ stage
+# -------------------------------------------------------------------------------------------- Stage
 
 
 def few_documents() -> list[Document]:
@@ -139,7 +139,7 @@ def chinese_texts() -> list[Document]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """One run for all: (documents that were read, kept, removed, counts)."""
+    """One run for all tests: (documents read, kept, removed, counts)."""
     makers = (few_documents, families, copies_of_a_copy, equal_texts, texts_of_few_tokens)
     documents = [d for make in (*makers, chinese_texts) for d in make()]
     return documents, *run(tmp_path_factory.mktemp("corpus"), documents)
@@ -182,14 +182,14 @@ def test_nothing_is_lost(corpus):
 def test_finds_pairs_that_a_comparison_of_all_finds(corpus):
     documents, _, _, counts = corpus
     sets = {node_of(d): signatures.shingles(d["text"], 5) for d in documents}
-    # Equal texts are one node, whatever qualities they came with.
+    # Equal texts are one node, whatever their qualities.
     best = {min(node for node in sets if node[8:] == other[8:]) for other in sets}
     edges = [
         (a, b)
         for a, b in itertools.combinations(sorted(best), 2)
         if signatures.jaccard(sets[a], sets[b]) >= 0.8
     ]
-    # Every copy shares a band with what is near it here, so nothing is missed.
+    # Every copy shares a band with its near duplicates here, so nothing is missed.
     assert counts["pairs above the threshold", ""] == len(edges) > 40
     assert len(edges) <= counts["candidate pairs", ""] < 3 * len(edges)
     expected = components(edges)
@@ -255,7 +255,7 @@ def test_result_is_the_same_in_any_order_and_with_any_workers(tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_large_groups_are_capped_and_counted(tmp_path):
-    """100 texts of one shingle set share every band: 10 make pairs, 90 meet the first alone."""
+    """100 texts of one shingle set share every band: 10 make pairs, 90 meet only the first."""
     words = some_text(1)
     documents = [document(words + "!" * i, f"{i:03d}") for i in range(100)]
     kept, removed, counts = run(tmp_path, documents, DedupConfig(largest_group=10, rounds=3))
@@ -313,7 +313,7 @@ def test_settings_are_checked(field, value, message):
         DedupConfig(**{field: value})
 
 
-# -------------------------------------------------------------------------------------- components
+# --------------------------------------------------------------------------------------- Components
 
 
 @pytest.mark.slow
@@ -367,7 +367,7 @@ def test_a_node_between_two_stars_is_counted():
 
 @pytest.mark.slow
 def test_unconverged_documents_are_counted_and_nothing_is_lost(tmp_path):
-    """Windows of a long text, each near its neighbors alone: a chain of 30 documents."""
+    """Windows of a long text, each near its neighbors only: a chain of 30 documents."""
     words = some_text(1, 400).split()
     documents = [document(" ".join(words[6 * i : 6 * i + 100]), f"{i:02d}") for i in range(30)]
     kept, removed, counts = run(tmp_path / "1", documents, DedupConfig(rounds=1))

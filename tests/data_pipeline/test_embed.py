@@ -1,4 +1,4 @@
-"""Vectors of documents: of what they are about, and the same whatever the workers."""
+"""Tests of document vectors: topics, and the same vectors for any number of workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ THREADS = ["--direct_num_workers=2", "--direct_running_mode=multi_threading"]
 
 
 def documents(count: int, source: str = "") -> list[Document]:
-    """Of 25 words each, a third of them about a topic, which is the source if none is given."""
+    """Documents of 25 words, a third of them about a topic; by default the source is the topic."""
     made, rng = [], random.Random(0)
     for number in range(count):
         topic = rng.choice(sorted(TOPICS))
@@ -47,7 +47,7 @@ def documents(count: int, source: str = "") -> list[Document]:
 def run(
     folder: Path, given: list[Document], config: EmbedConfig = TFIDF, options=()
 ) -> tuple[dict[str, np.ndarray], list[Document], Done]:
-    """(vectors by id, documents as they came, the stage) of a run in a new folder."""
+    """(vectors by id, documents in their order, the stage) of a run in a new folder."""
     (folder / "given").mkdir(parents=True)
     table = pa.Table.from_pylist(given, SCHEMAS["documents"])
     pq.write_table(table, folder / "given" / "documents-0.parquet")
@@ -66,7 +66,7 @@ def bits(vectors: dict[str, np.ndarray]) -> dict[str, bytes]:
     return {name: vector.tobytes() for name, vector in vectors.items()}
 
 
-# ------------------------------------------------------------------------------------------- tfidf
+# ------------------------------------------------------------------------------------------- TF-IDF
 
 
 def test_the_nearest_document_is_about_the_same(tmp_path) -> None:
@@ -84,7 +84,7 @@ def test_the_nearest_document_is_about_the_same(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_cosines_are_those_of_weighted_words(tmp_path) -> None:
-    """With as many directions as there are, nothing of a sample of all documents is lost."""
+    """With the largest number of directions, a sample of all documents loses nothing."""
     given = documents(30)
     vectors, _, _ = run(tmp_path, given)
     texts = [re.findall(r"\w{2,}", d["text"]) for d in given]
@@ -157,7 +157,7 @@ def test_words() -> None:
     ]
 
 
-# ------------------------------------------------------------------------------------------ policy
+# ------------------------------------------------------------------------------------------- Policy
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_a_policy_is_released_when_nobody_needs_it(policy, monkeypatch) -> None:
     assert len(loaded) == 2
 
 
-# ------------------------------------------------------------------------------------------ config
+# ------------------------------------------------------------------------------------------- Config
 
 
 def test_a_config_is_built_from_a_section() -> None:

@@ -67,7 +67,7 @@ def test_languages():
     assert reason(FRENCH, FilterConfig()) == "another language"
     assert reason(FRENCH, FilterConfig(languages=("en", "fr"))) is None
     assert reason(FRENCH, FilterConfig(languages=())) is None
-    # Only the beginning is looked at.
+    # Only the beginning is examined.
     assert reason(ENGLISH * 9 + FRENCH * 50, FilterConfig()) is None
 
 

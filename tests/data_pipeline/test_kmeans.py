@@ -1,4 +1,4 @@
-"""k-means: what is nearest, whatever stands beside it; leaves within their limits."""
+"""Tests of k-means: nearest centroids in any context, and leaves within their limits."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def unit(rows):
 def topics(count, each, dimensions=32, noise=0.1, seed=0):
     """Vectors around random directions, and their topics, shuffled."""
     random = np.random.default_rng(seed)
-    centres = unit(random.normal(size=(count, dimensions)))
+    centers = unit(random.normal(size=(count, dimensions)))
     labels = random.permutation(np.repeat(np.arange(count), each))
-    return unit(centres[labels] + noise * random.normal(size=(len(labels), dimensions))), labels
+    return unit(centers[labels] + noise * random.normal(size=(len(labels), dimensions))), labels
 
 
 def exact(vectors, centroids):
@@ -60,7 +60,7 @@ def test_centroids_are_the_topics():
         nearest = assign(vectors, centroids)
         pure = sum(np.bincount(labels[nearest == label]).max() for label in range(10))
         assert pure / len(vectors) >= 0.8
-    centroids = fit_centroids(vectors, 60, seed=0)  # of a topic's own vectors there are enough
+    centroids = fit_centroids(vectors, 60, seed=0)  # the topic has enough vectors of its own
     nearest = assign(vectors, centroids)
     assert all(len(set(labels[nearest == label])) == 1 for label in range(len(centroids)))
 
@@ -70,7 +70,7 @@ def test_centroids_of_few_and_of_equal_vectors():
     row = unit(np.ones((1, 8)))
     np.testing.assert_allclose(fit_centroids(np.repeat(row, 30, axis=0), 5, seed=0), row, atol=1e-6)
     assert len(fit_centroids(unit(np.eye(3, 8)), 7, seed=0)) == 3
-    opposite = np.concatenate([row, -row])  # their mean points nowhere
+    opposite = np.concatenate([row, -row])  # the mean of these vectors has no direction
     np.testing.assert_array_equal(fit_centroids(opposite, 1, seed=0), row)
 
 
@@ -101,8 +101,10 @@ def test_products_use_one_thread():
 
 @pytest.fixture
 def near_ties():
-    """Rows halfway between two of 12 centroids, up to some 1e-9 that float32 products do not see:
-    their error is 1e-7. Two centroids are equal."""
+    """Rows halfway between two of 12 centroids, two of which are equal.
+
+    The distances differ by about 1e-9, and float32 products have an error of 1e-7.
+    """
     random = np.random.default_rng(0)
     centroids = unit(random.normal(size=(12, 256)))
     centroids[7] = centroids[3]
@@ -120,7 +122,7 @@ def test_assignment_is_exact_where_float32_is_not(near_ties):
     chosen = wide[np.arange(len(labels)), labels]
     assert (best - chosen).max() < 1e-14
     rough = (vectors @ centroids.T).argmax(axis=1)
-    assert (rough != labels).sum() > 10  # the case is as hard as it is meant to be
+    assert (rough != labels).sum() > 10  # the case is as hard as intended
     assert 3 in labels and 7 not in labels  # of equals the first
 
 
@@ -154,7 +156,7 @@ def test_leaves_have_every_document_once_and_keep_the_limits(data):
     for leaf, total in zip(leaves, sums, strict=True):
         assert (np.diff(leaf) > 0).all()
         assert len(leaf) <= SMALL.max_documents and total <= SMALL.max_cluster_tokens
-        if len(leaf) < SMALL.min_documents:  # then no other has room for it
+        if len(leaf) < SMALL.min_documents:  # then no other leaf has room for it
             rooms = [
                 len(leaf) + len(other) <= SMALL.max_documents and total + s <= 100
                 for other, s in zip(leaves, sums, strict=True)
@@ -172,8 +174,11 @@ def test_leaves_are_of_one_topic():
 
 
 def test_a_group_of_two_topics_is_split_between_them():
-    """19 and 21 documents of two topics, one group of k-means for its k is 1: a split along the
-    first principal direction parts them but for the one that makes the halves equal."""
+    """19 and 21 documents of two topics, one group of k-means for its k is 1.
+
+    A split along the first principal direction separates them, except for the document that makes
+    the halves equal.
+    """
     vectors, labels = topics(2, 20, noise=0.05)
     config = ClusterConfig(
         documents_per_cluster=10, min_documents=1, max_cluster_tokens=100_000, node_documents=64

@@ -1,4 +1,4 @@
-"""Short questions become long ones: padded to a target, counted, and as answerable as before."""
+"""Tests of long questions made from short ones: length, counts, and answerability."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def multi_hop(layout: str = "musique", count: int = 30) -> list[dict[str, Any]]:
 
 
 def answer_from(evidence: tuple[str, ...]) -> str:
-    """What a reader says who is shown the evidence of a made-up row alone."""
+    """Reply of a reader that sees only the evidence of a made-up row."""
     return f"The answer is {evidence[-1].partition(' is ')[2]}"
 
 
@@ -116,7 +116,7 @@ def test_rows_of_a_json_list_are_counted_alike(tmp_path, caplog):
 
 
 def test_distractors_that_hold_the_answer_are_left_out(tmp_path):
-    """As words: neither a part of a word nor "yes" keeps a paragraph out."""
+    """Whole words count: a part of a word or "yes" does not exclude a paragraph."""
     held = rows.musique(0)
     spoilers = ("of castle0   ROCK, too", "of CR0.", "of ancient castle0 rocks", "of CR01")
     given = [held]
@@ -152,7 +152,7 @@ def test_too_long_and_too_short_are_told_apart(tmp_path):
     lengths = [sum(map(count_words, q.documents)) for q in questions]
     assert summary["short_of_target"] == sum(length == max(lengths) for length in lengths) > 0
     _, summary = make(tmp_path, "musique", multi_hop(), LongConfig(60, 60))
-    assert summary["written"] and summary["short_of_target"] == 0  # all are as long as wanted
+    assert summary["written"] and summary["short_of_target"] == 0  # all have the requested length
     with pytest.raises(ValueError, match=r"no question was made; .*'too few distractors': 3"):
         make(tmp_path, "musique", multi_hop(count=3), LongConfig(300, 400))
 
@@ -181,7 +181,7 @@ def test_the_same_seed_gives_the_same_file(tmp_path, layout):
 
 
 def test_a_question_does_not_depend_on_those_before_it(tmp_path):
-    """Beside the pool: an unusable row of known paragraphs changes nothing behind it."""
+    """An unusable row whose paragraphs are known already changes nothing after it."""
     given = multi_hop(count=10)
     first, _ = make(tmp_path, "musique", given)
     again, _ = make(tmp_path, "musique", [*given, rows.musique(3, answerable=False)])
@@ -248,7 +248,10 @@ REAL = {
 @pytest.mark.long
 @pytest.mark.parametrize("layout", REAL)
 def test_real_rows(tmp_path, spell_data, layout):
-    """With Qwen2.5's tokens, as long as in the paper; prompts have as many as are counted."""
+    """With Qwen2.5's tokens the questions are as long as in the paper.
+
+    Prompts have as many tokens as are counted.
+    """
     pattern, written, left_out = REAL[layout]
     tokenizer = hf_folders.load(hf_folders.real(spell_data, "qwen2.5"))
     config = LongConfig(seed=3)
@@ -270,4 +273,4 @@ def test_real_rows(tmp_path, spell_data, layout):
     assert tokenizer.count(text) == pytest.approx(counted, rel=1e-3)
     named = [q for q in questions if q.task == "general_qa" and q.answer.lower() not in "yes no"]
     held = [rules.is_correct("\n".join(q.evidence), q.answer, q.task) for q in named]
-    assert sum(held) >= 0.9 * len(held)  # the answer stands in what it rests on
+    assert sum(held) >= 0.9 * len(held)  # the evidence contains the answer

@@ -1,4 +1,4 @@
-"""The output: what tfds reads, the same bytes whatever the workers, never half a data set."""
+"""Tests of the output: readable by tfds, identical for any number of workers, never incomplete."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CLUSTERS = sorted((make_cluster(number) for number in range(23)), key=lambda c: 
 
 
 def make_stages(path: Path, clusters=CLUSTERS, files: int = 3, options=()) -> Stages:
-    """Stages whose tasks are done, their table in so many files, in shuffled order."""
+    """Stages whose tasks are done, with their table in `files` files, in shuffled order."""
     shuffled = list(clusters)
     random.Random(files).shuffle(shuffled)
     folder = path / "stages" / "tasks"
@@ -100,7 +100,7 @@ print(json.dumps([{key: plain(value) for key, value in r.items()} for r in recor
 
 @pytest.mark.slow
 def test_tfds_reads_every_cluster_without_tensorflow(out: Path, tmp_path: Path) -> None:
-    """In a process of its own; also by name, where the folder is called as tfds has it."""
+    """In a process of its own; also by name, if the folder has the name that tfds expects."""
     named = tmp_path / "clusters" / "1.0.0"
     named.parent.mkdir()
     named.symlink_to(out)
@@ -132,7 +132,7 @@ def test_shards_are_equal_ranges_of_the_ids(out: Path) -> None:
 
 
 def test_a_group_has_one_record(out: Path) -> None:
-    """What random access needs."""
+    """Requirements of random access."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     reader = ArrayRecordReader(str(next(out.glob("clusters*"))))
@@ -210,8 +210,10 @@ def test_any_other_output_is_written_anew(tmp_path: Path, change: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("last", range(8))
 def test_an_output_that_stops_half_way_does_not_look_whole(tmp_path, monkeypatch, last) -> None:
-    """Stopped before the file number `last` (2 shards, features, info, index, manifest) has its
-    name, over an older output."""
+    """Stop before file number `last` gets its name, over an older output.
+
+    The files are 2 shards, features, info, index, manifest.
+    """
     stages, out = make_stages(tmp_path, CLUSTERS[:6], files=1), tmp_path / "out"
     write_again(stages, out, 2)
     older = hashes(out)

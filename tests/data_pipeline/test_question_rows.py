@@ -1,4 +1,4 @@
-"""Rows of published layouts become drafts; what is of no use is named, what is wrong refused."""
+"""Tests of rows of published layouts: drafts, named reasons for unusable rows, errors."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_tatqa_asks_several_questions_about_a_report():
     assert isinstance(figure, Draft) and isinstance(percent, Draft)
     assert (figure.task, figure.answer) == ("general_qa", "$1,452.4")
     assert figure.evidence == ("Sensors | $1,452.4 | 900",) and figure.giveaways == ()
-    # No row has its figures: all of the table.
+    # No row has its figures: all of the table is needed.
     assert len(percent.evidence) == 3 and percent.question.endswith("State it in percent.")
 
 
@@ -152,7 +152,7 @@ BAD = [
     ("hotpotqa", rows.hotpotqa(1, context=[["Town 1"]])),
     ("hotpotqa", rows.hotpotqa(1, context={"title": ["a"], "sentences": []})),
     ("tatqa", rows.tatqa(1, table={"uid": "a", "table": [["a"], [1]]})),
-    ("tatqa", rows.tatqa(1, paragraphs=[])),  # questions name some
+    ("tatqa", rows.tatqa(1, paragraphs=[])),  # the questions refer to some
     ("tatqa", rows.tatqa(1, questions=[{"answer_type": "arithmetic", "answer": True}])),
     ("tatqa", rows.tatqa(1, questions=None)),
     ("convfinqa", rows.convfinqa(1, questions=[])),

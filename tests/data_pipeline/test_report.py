@@ -1,4 +1,4 @@
-"""The page of a build: what is on it; that it is safe, self-contained and the same each time."""
+"""Tests of a build's page: content, safety, no external files, and the same page each time."""
 
 import dataclasses
 import warnings
@@ -129,7 +129,7 @@ def test_plots_show_the_numbers(page):
     assert names == ["funnel", "characters", "tokens", "components", "sizes", "sums", "map"]
     assert {"read", "54,321", "after filter", "1,234"} <= set(picture(page, "funnel"))
     assert {"read", "kept", "10k"} <= set(picture(page, "characters"))
-    # Groups of 3 and of 4 share a bar; sizes between 5 and 64 have empty ones.
+    # Groups of 3 and of 4 share a bar; sizes between 5 and 64 have empty bars.
     assert {"2", "40", "3–4", "11", "5–8", "65–128", "1"} <= set(picture(page, "components"))
     assert {"general_qa", "financial_math"} <= set(picture(page, "sizes"))
 
@@ -232,7 +232,7 @@ def test_every_text_is_escaped(content):
     words = "title key value package version stage what by task reason file because benchmark fell"
     for word in (words + " from pool source place text").split():
         assert EVIL + word in shown, word
-    # In plots too; a "$" is no formula there.
+    # The same in plots, where "$" begins no formula.
     assert EVIL + "f" in picture(page, "funnel")
     assert EVIL + "p" in picture(page, "sizes")
     assert {EVIL + "t", EVIL + "l (12)"} <= set(picture(page, "map"))
@@ -240,7 +240,7 @@ def test_every_text_is_escaped(content):
 
 def test_page_needs_nothing_from_outside(text, page):
     assert "@import" not in text
-    assert report._INK not in text  # plots have the page's own ink
+    assert report._INK not in text  # plots use the page's own ink
     assert text.count("url(") == text.count("url(#")
     assert not page.select("script, link, img, iframe, object, [src], [onload]")
     links = [tag["xlink:href"] for tag in page.select("use")]
@@ -334,7 +334,7 @@ def test_top_terms_tell_clusters_apart():
 def test_top_terms_of_scripts_without_spaces_are_short():
     chinese = "飓风杰克逊维尔。" * 3 + "飓风"
     korean, hindi = "한국어 문서 한국어", "हिन्दी में हिन्दी"
-    thai = "ประเทศไทย" * 30  # one run of letters
+    thai = "ประเทศไทย" * 30  # a run of letters
     terms = top_terms([[chinese], [korean], [hindi], [thai]], ["飓 text"], 20)
     assert terms[0][0] == "飓风"
     assert {len(term) for term in terms[0]} == {2}
@@ -359,7 +359,7 @@ def test_few_points_are_placed_by_pca():
 def test_many_points_are_placed_by_neighborhood():
     generator = np.random.default_rng(2)
     group = np.arange(60) % 10
-    # Ten groups in ten directions: no plane shows them apart.
+    # Ten groups in ten directions: no plane separates them.
     vectors = 5 * np.eye(10)[group] + 0.3 * generator.normal(size=(60, 10))
     places = place_points(vectors)
     assert np.array_equal(places, place_points(vectors))

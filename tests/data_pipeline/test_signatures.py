@@ -69,7 +69,7 @@ def test_shingles_of_chinese_text():
 
 @pytest.mark.slow
 def test_distinct_shingles_do_not_collide():
-    """Of 6^5 windows of few tokens, the hardest ones, and of 200,000 random ones."""
+    """6^5 windows of few tokens, the hardest ones, and 200,000 random ones."""
     windows = [" ".join(window) for window in itertools.product("abcdef", repeat=5)]
     found = np.concatenate([signatures.shingles(window, 5) for window in windows])
     assert len(np.unique(found)) == 6**5

@@ -86,7 +86,7 @@ def read(
     base: FilterConfig = ANY,
     options: Sequence[str] = (),
 ) -> dict[str, list[Any]]:
-    """What the stage makes, sorted: "documents", "files", "removed", "counts"."""
+    """Output of the stage, sorted: "documents", "files", "removed", "counts"."""
     tables: dict[str, list[Any]] = {}
     with beam.Pipeline(runner=FnApiRunner(), options=PipelineOptions([*options])) as pipeline:
         made = sources.make_read(pipeline, listed(configs), configs, base)
@@ -116,7 +116,7 @@ def listed(configs: Mapping[str, SourceConfig]) -> list[Listed]:
 
 
 def counts(tables: Mapping[str, list[Any]], source: str) -> dict[str, int]:
-    """Lengths aside."""
+    """Lengths are not compared."""
     return dict(
         Counter(what for what, of in tables["counts"] if of == source and " = " not in what)
     )
@@ -126,7 +126,7 @@ def folder(path: str, **fields: Any) -> SourceConfig:
     return SourceConfig(path, **{"layout": "folder", "tasks": TASKS, **fields})
 
 
-# ----------------------------------------------------------------------------------------- stage
+# -------------------------------------------------------------------------------------------- Stage
 
 
 def test_every_format_of_a_folder(tmp_path: Path):
@@ -392,7 +392,7 @@ def test_results_do_not_depend_on_workers(tmp_path: Path):
         "documents": 20 + 40 + 5,
         "files": 7,
         "removed": 1 + 40,
-        "counts": 2 * 85 + 7 + 1 + 40 + 85 + 65,  # lengths of those read and kept
+        "counts": 2 * 85 + 7 + 1 + 40 + 85 + 65,  # lengths of documents read and kept
     }
 
 
@@ -429,7 +429,7 @@ def test_a_row_group_that_breaks_off_costs_its_own_rows_only(tmp_path: Path):
     assert tables["removed"][0]["because"].startswith("row group 1, row 10: ")
 
 
-# --------------------------------------------------------------------------------------- listing
+# ------------------------------------------------------------------------------------------ Listing
 
 
 def test_what_a_path_may_be(tmp_path: Path):
@@ -537,7 +537,7 @@ def test_it_is_built_from_a_config_section():
     assert settings.build(SourceConfig, section, "s") == folder("in", languages=("zh",))
 
 
-# --------------------------------------------------------------------------------------- formats
+# ------------------------------------------------------------------------------------------ Formats
 
 
 @pytest.mark.parametrize(

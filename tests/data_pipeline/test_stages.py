@@ -1,4 +1,4 @@
-"""Stages: tables in and out, what is run again, what an unfinished run leaves, other runners."""
+"""Tests of stages: tables in and out, reruns, leftovers of an unfinished run, other runners."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_change_runs_what_it_is_about_and_all_behind(tmp_path, monkeypatch, ch
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [None, b"", b'{"finger', b"[]"])
 def test_what_an_unfinished_run_left_is_not_read(tmp_path, left):
-    """Its tables are whole files, but there is no done.json, or half of one."""
+    """Its tables are whole files, but done.json is missing or incomplete."""
     stages = Stages(str(tmp_path / "stages"))
     run_both(stages, texts=tuple("abcdef"))
     folder = tmp_path / "stages" / "shout"
@@ -132,7 +132,7 @@ def test_which_runner():
 
 @pytest.mark.slow
 def test_done_json_is_written_last(tmp_path, monkeypatch):
-    """A kill at any moment before leaves no sign of a finished stage."""
+    """A kill at any earlier moment leaves no sign of a finished stage."""
     stages = Stages(str(tmp_path / "stages"))
     original = stages_module.FileSystems.create
 

@@ -1,4 +1,4 @@
-"""Tasks: equal numbers, as many as can be, whatever the order of clusters."""
+"""Tests of tasks: equal numbers, as large as possible, for any order of clusters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def clusters_of(sizes):
 
 
 def most(sizes, tasks):
-    """By trying all ways to give each cluster to one of its tasks."""
+    """Best counts, by trying all ways to give each cluster to one of its tasks."""
     choices = [
         [None, *(task for task in pool.split("+") if task in tasks)]
         for pool, number in sizes.items()

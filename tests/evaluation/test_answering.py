@@ -1,4 +1,4 @@
-"""From prompts to scored rows, with a sampler that answers at once."""
+"""Tests from prompts to scored rows, with a sampler that answers at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = tokenizers.load(TINY_POLICY)
 
 
 class Parrot:
-    """Answers G times with the first token of a prompt, and keeps what it was asked."""
+    """Policy that answers G times with the first token of a prompt, and records its requests."""
 
     def __init__(self):
         self.tokenizer = WORDS
@@ -41,7 +41,7 @@ class Parrot:
 
 
 def load(name: str) -> Benchmark:
-    """Whose questions have the ids of any other's."""
+    """Benchmark whose question ids equal those of any other one."""
     made = evaluating.load(name, "")
     items = [dataclasses.replace(item, id=str(i)) for i, item in enumerate(made.items)]
     return dataclasses.replace(made, items=tuple(items))
@@ -51,8 +51,8 @@ def made(names=("text", "number"), limits=(24, 40), sampling=None, done=()) -> P
     policy = Parrot()
     questions = answering.tokenize(policy, list(map(load, names)), max(limits))
     for limit in limits:
-        drawn = answering.draw(sampling or Sampling(2), policy, questions, limit, set(done))
-        policy.rows = [row for _, rows in drawn for row in rows]
+        answered = answering.draw(sampling or Sampling(2), policy, questions, limit, set(done))
+        policy.rows = [row for _, rows in answered for row in rows]
     return policy
 
 
@@ -65,7 +65,7 @@ def test_a_key_is_by_seed_limit_benchmark_and_question():
     assert len(set(whole)) == 12  # two limits, two benchmarks, three questions
     assert not set(keys_of(made(sampling=Sampling(2, seed=1)))) & set(whole)
     assert keys_of(made(sampling=Sampling(5))) == whole
-    # Those of a question stay its own, whatever else is asked and in whatever order.
+    # Samples of a question do not depend on the other questions, nor on their order.
     assert keys_of(made(("number",), (40,))) == whole[9:]
     turned = keys_of(made(("number", "text"), (40, 24)))
     assert turned == [*whole[9:], *whole[6:9], *whole[3:6], *whole[:3]]
@@ -167,7 +167,7 @@ def test_the_better_of_rule_and_judge_counts(reply, judge, final):
 
     ordered = scored(judged=True)
     answering.ask_judge(ordered, Judge(ask, lambda *item: "|".join(item)))
-    assert asked == ["which?|no|first"]  # not what is right already, nor what says nothing
+    assert asked == ["which?|no|first"]  # not right answers, nor empty ones
     assert [one["judge"] for _, one in ordered] == [None, judge, None]
     assert [one["final"] for _, one in ordered] == [1.0, final, 0.0]
     assert [one["rule"] for _, one in ordered] == [1.0, 0.25, 0.0]

@@ -1,4 +1,4 @@
-"""Pictures of what a benchmark tells apart: each value is where its fields say."""
+"""Tests of figures of a benchmark's breakdown: each value is at its fields."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def part(mean: float, **fields) -> dict:
 
 
 @pytest.fixture
-def drawn(monkeypatch) -> list[Figure]:
+def saved(monkeypatch) -> list[Figure]:
     """The figures that are saved."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: figures.append(self))
     return figures
 
 
-def test_two_fields_are_a_heat_map(drawn, tmp_path):
+def test_two_fields_are_a_heat_map(saved, tmp_path):
     parts = [part(0.1, length=10, depth=0.0), part(0.2, length=2000, depth=0.0)]
     parts += [part(0.3, length=2000, depth=0.5)]
     pictures.draw(tmp_path / "a.png", "needle", {16: parts, 1024: parts[:1]})
-    first, second = [axes for axes in drawn[0].axes if axes.images]
+    first, second = [axes for axes in saved[0].axes if axes.images]
     assert np.array_equal(first.images[0].get_array().filled(-1), [[0.1, 0.2], [-1, 0.3]])
     assert first.images[0].get_clim() == (0, 1)
     assert [text.get_text() for text in first.get_xticklabels()] == ["10", "2,000"]
@@ -42,10 +42,10 @@ def test_two_fields_are_a_heat_map(drawn, tmp_path):
     assert second.get_title() == "needle, prompts of at most 1,024 tokens"
 
 
-def test_one_field_is_a_line_with_a_band(drawn, tmp_path):
+def test_one_field_is_a_line_with_a_band(saved, tmp_path):
     parts = [part(0.2, step=3), part(0.5, step=9)]
     pictures.draw(tmp_path / "a.png", "own questions", {16: parts})
-    (axes,) = drawn[0].axes
+    (axes,) = saved[0].axes
     assert axes.lines[0].get_xydata().tolist() == [[3, 0.2], [9, 0.5]]
     (band,) = axes.collections
     corners = {tuple(np.round(corner, 6).tolist()) for corner in band.get_paths()[0].vertices}

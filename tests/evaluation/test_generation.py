@@ -1,4 +1,4 @@
-"""Asking a policy in every role: the input's lines, the prompts they become, the output's lines."""
+"""Tests of sampling from a policy in every role: input lines, prompts, output lines."""
 
 import json
 import logging
@@ -129,7 +129,7 @@ def test_answers_of_every_role(workdir: Path) -> None:
 def test_what_is_too_long_is_not_answered_and_changes_no_other_answer(
     workdir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A request's draws go by its place among all requests."""
+    """A request's randomness depends on its position among all requests."""
     sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 5}
     policy, _ = weights.identify(workdir / "policy")
     long = "0 " * policy.max_positions

@@ -1,4 +1,4 @@
-"""The paper's protocol as numbers: cutting, pass@k, intervals, columns, tables."""
+"""Tests of the paper's protocol in numbers: truncation, pass@k, intervals, columns, tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_cutting_twice_is_cutting_to_the_smaller(count, first, second):
 
 
 def test_pass_at_k_is_equation_11():
-    """The reference's own bootstrap draws with replacement and is too low (spec 12.23)."""
+    """The reference's own bootstrap samples with replacement and is too low (spec 12.23)."""
     checked = 0
     for case in cases("pass_at_k.json"):
         n, c, k = (case["in"][name] for name in "nck")
@@ -100,7 +100,7 @@ def test_a_shared_column_needs_all_of_its_benchmarks():
 
 
 def test_intervals():
-    """Of shares, as the normal approximation has them; the same in every run."""
+    """Intervals of shares equal the normal approximation, and are the same in every run."""
     values = [1.0] * 60 + [0.0] * 140
     found = protocol.estimate(values, "frames", 0).record()
     half = 1.96 * math.sqrt(0.3 * 0.7 / 200)
@@ -124,7 +124,7 @@ def test_nothing_is_refused():
 
 
 def test_limits_are_written_short():
-    """And without a shared column there is one mean."""
+    """Without a shared column there is one mean."""
     row = protocol.aggregate({"frames": [[1.0]]}, SHARED, 0)
     limits = (16384, 100000, 128000, 1048576, 40)
     rows = [{"max_input": limit} | row for limit in limits]

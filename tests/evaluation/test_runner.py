@@ -1,4 +1,4 @@
-"""Evaluations: what is asked and written, what a stopped one goes on with, several hosts."""
+"""Tests of evaluations: requests, files, resumption, several hosts."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory) -> pathlib.Path:
-    """Noise with room for a judge's prompt."""
+    """Noise policy with room for a judge's prompt."""
     return noise.save_policy(tmp_path_factory.mktemp("judge") / "noise", max_positions=1024)
 
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch) -> list:
-    """Made-up benchmarks on one device; the requests that the sampler is given."""
+    """Made-up benchmarks on one device; returns the requests that the sampler gets."""
     requests, submit = [], Session.submit
 
     def count(self, request):
@@ -61,7 +61,7 @@ def asked(monkeypatch) -> list:
 
 @pytest.fixture(scope="module")
 def whole(policy, tmp_path_factory) -> pathlib.Path:
-    """The folder of an evaluation that nothing stopped."""
+    """The folder of an uninterrupted evaluation."""
     out = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
@@ -101,7 +101,7 @@ def test_every_sample_has_a_row_and_its_score(whole):
         assert (row["judge"] is not None) == bool(may_ask)
         assert row["final"] == max(row["rule"], float(row["judge"] == 1))
         assert 1 <= row["tokens_out"] <= benchmark.max_tokens
-    assert len({row["text"] for row in rows}) > len(rows) / 2  # siblings are not alike
+    assert len({row["text"] for row in rows}) > len(rows) / 2  # siblings are not equal
 
 
 def test_questions_that_are_told_apart(whole):
@@ -146,7 +146,7 @@ def test_prompts_are_cut_in_the_middle(policy, asked, tmp_path):
 
 @pytest.mark.slow
 def test_what_is_drawn_depends_on_the_question_alone(policy, whole, tmp_path):
-    """Not on which others are asked, nor on their order (but for the shape that all share)."""
+    """Samples depend neither on the other questions nor on their order (except for the shape)."""
     evaluating.run(policy, tmp_path / "out", benchmarks=("text", "number"), max_input=(40, 24))
 
     def by_place(out: pathlib.Path) -> dict:
@@ -167,7 +167,7 @@ def test_a_stopped_evaluation_goes_on(fault, policy, whole, asked, tmp_path, mon
     lines = (out / runner.SAMPLES).read_text().splitlines(keepends=True)
     done = QUESTIONS if fault.startswith("judged") else int(fault[-1])
     assert len(lines) == done * evaluating.SAMPLES
-    # The last question lacks a sample, and there is half a line.
+    # The last question lacks a sample, and the last line is incomplete.
     (out / runner.SAMPLES).write_text("".join(lines[:-1]) + '{"max_input": 2')
     asked.clear()
     evaluating.run(policy, out)
@@ -203,7 +203,7 @@ def test_another_evaluation_needs_another_folder(field, value, policy, whole):
 
 @pytest.mark.slow
 def test_other_weights_need_another_folder(whole, tmp_path):
-    """At the same place, as those of a run that was trained on."""
+    """The new weights are at the same path, as after more training."""
     policy = noise.save_policy(tmp_path / "noise")
     out = tmp_path / "out"
     evaluating.run(policy, out, limit=1, max_input=(24,))
@@ -216,7 +216,7 @@ def test_other_weights_need_another_folder(whole, tmp_path):
 
 @pytest.mark.slow
 def test_other_questions_need_another_folder(policy, tmp_path, monkeypatch):
-    """Under the same ids, as those of a folder whose files were replaced."""
+    """The questions keep their ids, as in a folder whose files were replaced."""
     evaluating.run(policy, tmp_path, limit=1, max_input=(24,))
 
     def load(*given):
@@ -319,14 +319,17 @@ def test_mistakes_are_named(changes, message, policy):
 
 
 def test_a_context_that_is_too_short_is_refused(policy, asked, tmp_path):
-    """Before anything is drawn, though the first limit would fit."""
+    """The error comes before any sampling, though the first limit would fit."""
     with pytest.raises(ValueError, match=r"have 260 tokens .* = 256"):
         evaluating.run(policy, tmp_path, sampling=Sampling(1, max_tokens=220))
     assert evaluating.LIMITS == (24, 40) and not asked
 
 
 def test_shapes_are_those_of_all_prompts(policy, monkeypatch):
-    """Whichever are wanted, so that a resumed evaluation draws as one that nothing stopped."""
+    """The sampler's sizes do not depend on which questions are wanted.
+
+    So a resumed evaluation samples like an uninterrupted one.
+    """
     configs = []
 
     def stop(config, sampler, *others):
@@ -343,11 +346,11 @@ def test_shapes_are_those_of_all_prompts(policy, monkeypatch):
     assert (configs[0].max_prompt, configs[0].max_tokens, configs[0].slots) == (30, 7, 6)
 
 
-# ------------------------------------------------------------------------------- As programs
+# ----------------------------------------------------------------------------------------- Programs
 
 
 def start(processes: int, *arguments: object, **environment: str) -> list[int]:
-    """Exit codes of an evaluation on two devices by so many processes."""
+    """Exit codes of an evaluation on two devices by `processes` processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -387,7 +390,7 @@ def test_a_policy_judges_on_two_processes_as_on_one(policy, judge, tmp_path):
 
 @pytest.mark.slow
 def test_generated_benchmarks_from_the_command_line(tmp_path):
-    """RULER, a grid of needles and a run's own questions, by a policy of noise."""
+    """RULER, a grid of needles and a run's own questions, with a noise policy."""
     policy = noise.save_policy(tmp_path / "noise", max_positions=1200)
     data, out = tmp_path / "data", tmp_path / "out"
     (data / "needle").mkdir(parents=True)

@@ -1,14 +1,15 @@
-"""A `gcloud` without a cloud, for tests: slices are folders, workers processes of this machine.
+"""A `gcloud` without a cloud, for tests: slices are folders, workers are local processes.
 
-1. Every call is appended to $FAKE_GCLOUD/calls.jsonl; flags that the manual does not have are
+1. Every call is appended to $FAKE_GCLOUD/calls.jsonl. Flags that the manual does not have are
    refused.
-2. What was queued is ACTIVE after $FAKE_WAITS descriptions, each slice with $FAKE_WORKERS workers.
-3. A worker is a home folder, $FAKE_GCLOUD/NAME-N/worker-I for the N-th slice of that name: ssh runs
+2. A queued request becomes ACTIVE after $FAKE_WAITS descriptions, and each slice has $FAKE_WORKERS
+   workers.
+3. A worker is a home folder, $FAKE_GCLOUD/NAME-N/worker-I for the N-th slice of that name. ssh runs
    its command there, scp copies there. Its python3 only notes what it should install, and makes
    "virtual environments" that are links to the tests' Python.
 4. The first $FAKE_LOSSES slices are lost at the $FAKE_LOST_AT-th description of their node, in the
    way of $FAKE_LOSS: a state of the node, one of the request (from its next description on), a
-   worker's number, which is then not reached, or REBOOT. All that runs there is killed.
+   worker's number, which is then unreachable, or REBOOT. All processes of the slice are killed.
 5. The verb named in $FAKE_FAIL fails.
 """
 
@@ -30,7 +31,7 @@ LOSS = os.environ.get("FAKE_LOSS", "PREEMPTED")
 REQUEST_STATES = ("FAILED", "SUSPENDED")
 
 _EVERYWHERE = {"--zone", "--project", "--quiet"}
-# The flags that the manuals of `gcloud compute tpus` have, as far as they are used.
+# The flags in the manuals of `gcloud compute tpus`, as far as they are used.
 FLAGS = {
     ("queued-resources", "create"): {
         *("--node-id", "--accelerator-type", "--runtime-version", "--spot", "--reserved"),
@@ -185,7 +186,7 @@ def unreached(state: dict, name: str, worker: int) -> bool:
 
 
 def kill(state: dict, name: str) -> None:
-    """Ends what runs on a slice's workers: the processes whose home lies there."""
+    """End the processes on a slice's workers, which are those whose home is there."""
     mark = f"HOME={ROOT / (name + '-' + str(state['made'][name]))}/worker-".encode()
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

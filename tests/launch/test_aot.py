@@ -1,4 +1,4 @@
-"""What launch/aot.py compiles is what a run calls; what it reads from a compiled program is there.
+"""Tests that launch/aot.py compiles the programs of a run, and parses compiled programs.
 
 Nothing here has a TPU. Programs are lowered for one from fake CPU devices, and compiled for one
 where libtpu is installed.
@@ -50,7 +50,7 @@ def make(policy=tiny.POLICY, mesh=MESHES[0], **overrides: Any) -> aot.Programs:
     return aot.Programs(small_config(**overrides), policy, meshes.make_mesh(mesh), LENGTH)
 
 
-# -------------------------------------------------------------------------------- What is compiled
+# -------------------------------------------------------------------------------- Compiled programs
 
 
 def test_every_phase_has_its_programs():
@@ -95,21 +95,21 @@ def test_every_phase_lowers_for_tpu_without_libtpu(kind, mesh):
 
 
 def same(abstract: Any, given: Any, where: str) -> None:
-    """Shapes, dtypes and placements of the same tree."""
+    """Shapes, dtypes and shardings of the same tree."""
     assert jax.tree.structure(abstract) == jax.tree.structure(given), where
     for wanted, found in zip(jax.tree.leaves(abstract), jax.tree.leaves(given), strict=True):
         assert (wanted.shape, wanted.dtype) == (found.shape, found.dtype), where
-        if isinstance(found.sharding, NamedSharding):  # the key is wherever it was made
+        if isinstance(found.sharding, NamedSharding):  # the key is on the device that made it
             assert wanted.sharding.is_equivalent_to(found.sharding, len(found.shape)), where
 
 
 def record(calls: dict[str, tuple], owner: Any, name: str) -> None:
-    """Notes the arguments with which owner.name is called."""
+    """Record the arguments with which owner.name is called."""
     function = getattr(owner, name)
 
     def called(*arguments, **options):
         described = jax.tree.map(
-            # Of donated arrays only the description is left afterwards.
+            # Donated arrays keep only their description.
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             arguments,
         )
@@ -144,11 +144,14 @@ def test_a_run_calls_what_is_compiled(mesh):
 
 
 def test_what_is_held_beside_the_arguments():
-    """Masters and optimizer are 12 bytes a weight, another model 4: one at a time is played."""
+    """Masters and optimizer take 12 bytes per weight, another model 4.
+
+    Rollouts use one model at a time.
+    """
     weights = make().trained
     copy = aot.bytes_per_chip(weights)
     by_name = {one.name: one.resident for one in make().of("all")}
-    counts = 4 * 4  # of updates: the state's, skipped ones, the optimizer's, the schedule's
+    counts = 4 * 4  # counters: the state's, skipped updates, the optimizer's, the schedule's
     assert by_name["prefill"] == by_name["decode"] == 3 * copy + counts
     assert by_name["logprob"] == by_name["accumulate"] == 3 * copy + counts
     assert by_name["apply"] == 0
@@ -159,7 +162,7 @@ def test_what_is_held_beside_the_arguments():
     more = {name: (anchored[name] - by_name[name]) // copy for name in by_name}
     assert more == dict.fromkeys(by_name, 1)
     other = make()
-    with other.config.unlocked():  # an algorithm whose references are given
+    with other.config.unlocked():  # an algorithm with given references
         del other.config.algorithm.reference_source
     assert {one.name: one.resident for one in other.of("all")} == by_name
     adapted = make(dataclasses.replace(tiny.POLICY, lora=LoraConfig(2)))
@@ -168,7 +171,7 @@ def test_what_is_held_beside_the_arguments():
     assert adapted.of("prefill")[0].resident == 3 * aot.bytes_per_chip(trained) + counts
 
 
-# ------------------------------------------------------------------------------ What is read of it
+# --------------------------------------------------------------------- Parsing of compiled programs
 
 
 def test_collectives_of_a_compiled_program():
@@ -201,8 +204,8 @@ def test_collectives_of_a_compiled_program():
     }
 
 
-# As XLA:TPU writes it (libtpu 0.0.42), attributes left out; the all-reduce-scatter as other
-# versions do.
+# Text as XLA:TPU writes it (libtpu 0.0.42), attributes left out; the all-reduce-scatter as in other
+# versions.
 TPU_TEXT = """\
 HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8]{0:T(8)})->f32[8]{0:T(8)}}
 
@@ -273,7 +276,7 @@ def test_a_line_a_program_and_the_others_after_a_failure(capsys):
     assert aot.describe(apply, least)["fits"] and not aot.describe(apply, least - 1)["fits"]
 
 
-# ------------------------------------------------------------------------------- What is mistaken
+# ----------------------------------------------------------------------------------------- Mistakes
 
 
 def test_mistakes_are_named(tmp_path):
@@ -314,7 +317,7 @@ def test_a_mesh_that_the_slice_does_not_have(monkeypatch):
         aot.make_mesh(small_config(), topologies.find("v5p-128"))
 
 
-# ------------------------------------------------------------------------------------ With libtpu
+# -------------------------------------------------------------------------------------- With libtpu
 
 
 @pytest.mark.tpu
@@ -352,6 +355,6 @@ def test_every_phase_compiles_for_a_slice(tmp_path, flags: list[str], scattered:
         assert line["fits"] and 0 < line["bytes"]["arguments"] < line["hbm"]
         assert line["collectives"]
     assert lines[0]["mesh"]["fsdp"] == (2 if flags else 16)
-    # In a layer, gradients of gathered keys and values go back to their devices by one each. Around
-    # a ring they travel with them.
+    # In a layer, gradients of gathered keys and values each return to their devices by one
+    # collective. Around a ring they travel with the keys and values.
     assert lines[3]["collectives"]["all-to-all"]["in_loops"] == scattered

@@ -1,4 +1,4 @@
-"""launch/check.py: every mistake by field, value and what would be right; and no device."""
+"""Tests of launch/check.py: every mistake has field, value and remedy, and no device is used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests import noise, tiny
 from tests.configs.test_configs import NAMES, has_algorithm, load
 from tests.paths import ROOT
 
-# What every line begins with: a field, and mostly its value.
+# Start of every line: a field, and mostly its value.
 LINE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*( = .*)?: .*")
 
 
@@ -53,8 +53,11 @@ def _no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
-    """Policies with few weights and room for long prompts, dense and of experts; documents; and a
-    run's folder with checkpoints of steps 2 and 4, and those of steps 6 and 8 not finished."""
+    """Folders for configs: policies, documents, and a run with checkpoints.
+
+    Policies have few weights and room for long prompts, dense and with experts. Checkpoints of
+    steps 2 and 4 are finished, those of steps 6 and 8 are not.
+    """
     root = tmp_path_factory.mktemp("check")
     tokenizer = tokenizers.load(TINY_POLICY)
     dense = PolicyConfig(tokenizer.vocab_size, 32, 1, 4, 2, 8, 48, max_positions=131_072)
@@ -81,7 +84,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]
 
 
 def small(**fields: Any) -> Any:
-    """A right config, but for these fields, by dotted name."""
+    """A valid config with these fields set, by dotted name."""
     return noise.small_config(TINY_POLICY, **fields)
 
 
@@ -124,7 +127,7 @@ def test_a_config_passes_with_it(
         if config[model].folder != "tiny":
             kind = "experts" if config.mesh.expert > 1 else "dense"
             config[model].folder = str(folders[kind])
-            config[model].thinking = ""  # their chat layout has none
+            config[model].thinking = ""  # the folder has no chat layout
             config[model].rope_scaling = ""  # they are of a short context by themselves
     if config.data.source not in GENERATED:
         noise.give_data(config, tmp_path)
@@ -132,7 +135,7 @@ def test_a_config_passes_with_it(
     found = check.check(config)
     assert found.mistakes == []
     assert found.topology and found.topology.chips == config.mesh.expert * config.mesh.context
-    assert check.describe(found)
+    assert describe.describe(found)
 
 
 def test_a_warm_start_is_told_where_it_is_checked() -> None:
@@ -278,13 +281,15 @@ def test_weights_are_looked_for_where_they_will_be_read(
     from_run = fields | {"init_from": str(folders["run"])}
     found = check.check(small(**from_run))
     assert found.mistakes == []
-    assert f"begins with the weights of {folders['run']}, its newest step" in check.describe(found)
+    assert f"begins with the weights of {folders['run']}, its newest step" in describe.describe(
+        found
+    )
     (line,) = check.check(small(**fields | {"init_from": str(tmp_path)})).mistakes
     assert line.startswith(f"init_from = '{tmp_path}': must be a run's folder, or RUN/checkpoints/")
     (folder / "pytorch_model.bin").unlink()
     found = check.check(small(**fields))
     assert found.mistakes == []
-    assert f"begins with random weights, for {folder} holds none" in check.describe(found)
+    assert f"begins with random weights, for {folder} holds none" in describe.describe(found)
 
 
 def test_weights_are_of_the_architecture(tmp_path: pathlib.Path) -> None:
@@ -307,16 +312,16 @@ def test_what_does_not_fit_into_memory_says_what_takes_most() -> None:
         (line,) = found.mistakes
         assert re.match(rf"{field} = \d+: (prefill|accumulate) takes [\d.]+ GiB of a chip", line)
         assert "v5e-4 has 15.75; must be less" in line
-        assert check.check(small(**fields), "cpu:4").mistakes == []  # nobody knows
+        assert check.check(small(**fields), "cpu:4").mistakes == []  # unknown
 
 
 def test_memory_is_that_of_the_runs_own_rows() -> None:
     fields = {"packing.buckets": ((160, 24), (256, 32)), "packing.token_budget": 2048}
     found = check.check(small(**fields), "cpu:4")
     assert found.plan and found.plan.programs.bucket == packing.Bucket(256, 32)
-    # Over four devices; of the short rows 12, which have fewer tokens.
+    # Over four devices; 12 of the short rows, which have fewer tokens.
     assert _trained(found) == (8, 256)
-    assert "rows of 256 tokens" in check.describe(found)
+    assert "rows of 256 tokens" in describe.describe(found)
     # A prompt with all of its answers, 512 tokens, is trained on in parts.
     found = check.check(small(**{"algorithm.group_size": 64, "packing.token_budget": 160}))
     assert _trained(found) == (1, 160)
@@ -329,7 +334,7 @@ def _trained(found: check.Checked) -> tuple[int, ...]:
     return tokens
 
 
-# ------------------------------------------------------------------------------------ Data, workdir
+# --------------------------------------------------------------------------------- Data and workdir
 
 
 def test_a_build_that_is_not_whole_is_told(tmp_path: pathlib.Path) -> None:
@@ -368,14 +373,14 @@ def test_a_workdir_is_left_as_it_is(tmp_path: pathlib.Path) -> None:
     found = check.check(small(), workdir=str(tmp_path / "new" / "run"))
     assert found.mistakes == [] and found.step is None
     assert not list(tmp_path.iterdir())
-    assert f"begins with the weights of {TINY_POLICY}, 3 steps" in check.describe(found)
+    assert f"begins with the weights of {TINY_POLICY}, 3 steps" in describe.describe(found)
 
 
 def test_a_run_is_resumed_as_it_began(folders: dict[str, pathlib.Path]) -> None:
     workdir = str(folders["run"])
     found = check.check(small(steps=8), workdir=workdir)
     assert found.mistakes == [] and found.step == 4
-    assert f"resumes step 4 of {workdir}/checkpoints, up to 8" in check.describe(found)
+    assert f"resumes step 4 of {workdir}/checkpoints, up to 8" in describe.describe(found)
     assert "steps = 8: was 4 when last started" in found.remarks
     assert len(found.remarks) == 1
     found = check.check(small(steps=3, seed=2), workdir=workdir)
@@ -384,11 +389,11 @@ def test_a_run_is_resumed_as_it_began(folders: dict[str, pathlib.Path]) -> None:
     assert found.mistakes == ["seed = 2: must be 0, with which this run began"]
 
 
-# --------------------------------------------------------------------------------- What a run does
+# -------------------------------------------------------------------------------------- Description
 
 
 def test_the_papers_step() -> None:
-    """128 questions x 8 answers; as many bad ones as good; an eighth as many verdicts."""
+    """128 questions x 8 answers; the same number of negatives; an eighth as many verdicts."""
     config = paper.get_config()
     sampling = build(SamplerConfig, config.sampler, "sampler")
     groups = describe.longest_groups(config, sampling)
@@ -427,11 +432,11 @@ def test_remarks_are_no_mistakes() -> None:
     )
     found = check.check(small(**{"sampler.samples_per_prompt_batch": 6}))
     assert ["2 of 6 places" in line for line in found.remarks] == [True]
-    assert "remark   sampler.samples_per_prompt_batch = 6" in check.describe(found)
+    assert "remark   sampler.samples_per_prompt_batch = 6" in describe.describe(found)
 
 
 def test_the_table_says_what_a_step_is() -> None:
-    said = check.describe(check.check(small(), "v5e-4"))
+    said = describe.describe(check.check(small(), "v5e-4"))
     for part in (
         "v5e-4: devices 4, each of 15.75 GiB; mesh fsdp=4",
         "up to 2 rounds of 9 proposals, until 3 questions have mixed rewards",
@@ -443,16 +448,16 @@ def test_the_table_says_what_a_step_is() -> None:
         "config.json, metrics.jsonl",
     ):
         assert part in said, said
-    static = check.describe(check.check(small(**{"algorithm.name": "rlvr"})))
+    static = describe.describe(check.check(small(**{"algorithm.name": "rlvr"})))
     assert "9 of 960 questions, written once" in static and "proposals" not in static
 
 
-# --------------------------------------------------------------------------------------- Command
+# ------------------------------------------------------------------------------------------ Command
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "launch.check", "--config=configs/tiny.py", *arguments]
-    # A platform that is not there: whoever asks for its devices is told so.
+    # The platform does not exist, so any request for its devices is an error.
     env = os.environ | {"JAX_PLATFORMS": "no_such_platform"}
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
 
@@ -470,7 +475,7 @@ def test_the_command_exits_by_what_it_finds(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_written_config_is_read_whole(tmp_path: pathlib.Path) -> None:
-    """A workdir whose config.json was cut off is not another run's."""
+    """A workdir whose config.json was truncated is not another run's."""
     config = small()
     start.write_config(plain(config), tmp_path)
     text = (tmp_path / "config.json").read_text()

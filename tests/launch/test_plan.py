@@ -1,4 +1,4 @@
-"""launch/plan.py: exact where it says so, near the compiler's figures elsewhere, and of use."""
+"""Tests of launch/plan.py: exact where it says so, near the compiler's figures elsewhere."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROGRAMS = ("prefill", "decode", "logprob", "accumulate", "apply")
 
 
 def _rows() -> list[list[str]]:
-    """The cells of the table of compiled programs, a line each."""
+    """Lines of the table of compiled programs."""
     lines = [line for line in DOCS.read_text().splitlines() if re.match(r"\| Qwen.*\| v\d", line)]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
@@ -90,7 +90,7 @@ def test_the_table_has_every_row_of_the_kind() -> None:
 
 @pytest.mark.slow
 def test_what_is_given_is_exact() -> None:
-    """All arguments of all programs are in the parts, once."""
+    """The parts include all arguments of all programs once."""
     made = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
     for program in made.programs.of("all"):
         given = plan._given(made.programs, program)
@@ -117,7 +117,7 @@ def test_a_plan_that_does_not_fit_says_what_helps() -> None:
     masters = made.needs[3].parts["masters"]
     saved = made.needs[3].parts["optimizer"] - offloaded.needs[3].parts["optimizer"]
     assert saved == 2 * masters
-    # While the weights change the moments are there, as they were and as they will be.
+    # While the weights change, the old and the new moments exist together.
     assert offloaded.needs[4].total - made.needs[4].total == pytest.approx(2 * masters, rel=1e-6)
     assert "too much" in plan.describe(made) and "fits" in plan.describe(made)
 

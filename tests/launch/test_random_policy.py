@@ -1,4 +1,4 @@
-"""Random policies of a given shape: a folder like any other, the same for the same seed."""
+"""Tests of random policies of a given shape: usual folders, equal for equal seeds."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ def test_a_folder_that_is_read(given, tmp_path) -> None:
     count = random_policy.make(shape, tokenizer, tmp_path / "b", changes, "float32")
     assert f"{count:,} random parameters" in done.stdout
     (_, first), (_, second) = (weights.load(tmp_path / name) for name in "ab")
-    # Up to the last place: tests compile without optimizations.
+    # Up to the last digit: tests compile without optimizations.
     np.testing.assert_allclose(first["embedding"], second["embedding"], rtol=1e-5, atol=1e-8)
     random_policy.make(shape, tokenizer, tmp_path / "c", changes, "float32", seed=1)
     assert not np.array_equal(first["embedding"], weights.load(tmp_path / "c")[1]["embedding"])

@@ -1,4 +1,4 @@
-"""Names of TPU slices, and what a machine without libtpu says."""
+"""Tests of names of TPU slices, and of the error on a machine without libtpu."""
 
 import importlib.util
 import math

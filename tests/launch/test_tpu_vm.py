@@ -1,4 +1,4 @@
-"""Training on a TPU slice, against a gcloud that plays the cloud here (fake_gcloud.py)."""
+"""Tests of training on a TPU slice, against a local gcloud (fake_gcloud.py)."""
 
 import json
 import os
@@ -18,8 +18,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 PLACE = ["--name=night", "--zone=us-west4-a"]
 SSH = ["compute", "tpus", "tpu-vm", "ssh", "night", "--zone=us-west4-a", "--quiet"]
 
-# The trainer: notes its start in the bucket, and ends with the status that plan.json has for this
-# worker's start, or waits for its end if that is null.
+# The trainer: notes its start in the bucket. It ends with the status that plan.json has for this
+# worker's start; if that is null, it waits to be ended.
 TRAINER = """
 import json, pathlib, sys, time
 bucket, worker = pathlib.Path(sys.argv[1]), pathlib.Path.home().name
@@ -37,7 +37,7 @@ sys.exit(status)
 
 
 class Cloud:
-    """The fake cloud, and the time that passes there."""
+    """The fake cloud and its clock."""
 
     def __init__(self, root: pathlib.Path):
         self.root, self.bucket = root / "cloud", root / "bucket"
@@ -46,12 +46,12 @@ class Cloud:
         self.plan([0], [0])
 
     def plan(self, *statuses: list[int | None]) -> None:
-        """What the trainer's starts end with, for each worker."""
+        """Set the exit statuses of the trainer's starts, for each worker."""
         plan = {f"worker-{i}": ends for i, ends in enumerate(statuses)}
         (self.bucket / "plan.json").write_text(json.dumps(plan))
 
     def sleep(self, seconds: float) -> None:
-        """Lets time pass, and all trainers come to where they end or wait."""
+        """Let time pass until all trainers have ended or wait."""
         self.now += seconds
         self.slept.append(seconds)
         assert len(self.slept) < 50, "nothing is waited for"
@@ -81,8 +81,11 @@ class Cloud:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def verbs(self) -> list[str]:
-        """The calls in short: a request's and its node's description are one, and ssh is what its
-        script is for."""
+        """Short names of the calls.
+
+        Descriptions of a request and of its node count as one. ssh is named by the purpose of its
+        script.
+        """
         words = []
         for _, _, kind, verb, *rest in self.calls():
             if verb == "ssh":
@@ -212,7 +215,7 @@ def test_a_second_copy_replaces_the_code_and_keeps_the_environment(cloud):
     assert cloud.main("copy", *PLACE) == 0
     code = cloud.home(1) / "spell_jax"
     assert sorted(path.name for path in code.iterdir()) == [".gitignore", "renamed.py"]
-    assert (cloud.root / "python3.txt").read_text().count("uv venv") == 2  # one a worker
+    assert (cloud.root / "python3.txt").read_text().count("uv venv") == 2  # one per worker
 
 
 def test_changes_that_are_not_committed_are_refused(cloud, capsys):
@@ -260,7 +263,10 @@ def test_what_has_exited_is_told_and_can_be_run_again(cloud, capsys):
 
 
 def test_a_stop_signal_to_everything_leaves_the_trainers_own_status(cloud, capsys):
-    """As at a shutdown: the shell around the trainer gets it too, and must outlive the trainer."""
+    """The shell around the trainer gets the signal too, as in a shutdown.
+
+    The shell must outlive the trainer.
+    """
     source = "import signal,sys,time,pathlib;signal.signal(15,lambda *_:sys.exit(75));"
     source += "(pathlib.Path.home()/'waits').touch();time.sleep(300)"
     cloud.main("create", *PLACE)
@@ -321,7 +327,7 @@ def test_logs_follow_one_worker(cloud):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Where the tests run in the background of a shell, interrupts are ignored.
+        # Interrupts are ignored if the tests run in the background of a shell.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout and process.stderr
@@ -335,12 +341,12 @@ def test_logs_follow_one_worker(cloud):
         assert "goes on" in process.stderr.read()
 
 
-# ---------------------------------------------------------------------------- Nothing but print
+# ------------------------------------------------------------------------------------ Printing only
 
 
 @pytest.mark.parametrize("action", tpu_vm.COMMANDS)
 def test_a_dry_run_makes_no_call(cloud, monkeypatch, capsys, action):
-    monkeypatch.setenv("PATH", str(cloud.root / "nothing"))  # a call of anything would fail
+    monkeypatch.setenv("PATH", str(cloud.root / "nothing"))  # any call would fail
     command = cloud.train() if action in ("run", "watch") else []
     assert cloud.main(action, *PLACE, "--dry_run", *command) == 0
     assert capsys.readouterr().out.count("gcloud compute tpus") >= 1
@@ -361,7 +367,7 @@ def test_what_a_dry_run_prints_can_be_pasted(cloud, capsys):
     assert cloud.calls()[before + len(pasted) :] == pasted
 
 
-# ---------------------------------------------------------------------------------------- Watch
+# ----------------------------------------------------------------------------------------- Watching
 
 FIRST = ["create", "describe", "ask", "scp", "install", "start"]
 AGAIN = ["delete", "describe", *FIRST]
@@ -390,7 +396,7 @@ def test_watch_survives_a_loss(cloud, monkeypatch, loss):
     at = verbs.index("delete")
     assert verbs[: at - 1][:9] == ["describe", *FIRST, "describe", "ask"]
     assert verbs[at:] == [*AGAIN, "describe", "ask"]
-    # A worker that does not answer is asked three times: it may be the connection.
+    # A worker that does not answer is asked three times: the connection may be the cause.
     assert verbs[:at].count("ask") == {"1": 5, "REBOOT": 3, "SUSPENDED": 3, "FAILED": 3}.get(
         loss, 2
     )
@@ -432,7 +438,7 @@ def test_watch_ends_with_the_trainers_status(cloud, statuses, want):
 
 @pytest.mark.slow
 def test_watch_waits_for_all_workers(cloud, monkeypatch):
-    """One has failed, the other still runs (and is lost later, which ends the test)."""
+    """One worker has failed, the other still runs (and is lost later, which ends the test)."""
     monkeypatch.setenv("FAKE_LOSSES", "1")
     monkeypatch.setenv("FAKE_LOST_AT", "6")
     cloud.plan([2, 0], [None, 0])
@@ -444,7 +450,7 @@ def test_watch_waits_for_all_workers(cloud, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("poll", "waits"), [(50, [60, 120]), (700, [30, 30])])
 def test_watch_gives_up(cloud, monkeypatch, capsys, poll, waits):
-    """The wait doubles for slices that are lost soon, and not for those that lived long."""
+    """The wait doubles for slices that are lost soon, not for those that lived long."""
     monkeypatch.setenv("FAKE_LOSSES", "99")
     cloud.plan([None] * 9, [None] * 9)
     options = ["--max_restarts=2", f"--poll_seconds={poll}"]
@@ -491,7 +497,7 @@ def test_watch_ends_when_somebody_deletes_the_slice(cloud, capsys):
     assert cloud.verbs().count("create") == 1
 
 
-# --------------------------------------------------------------------------- What goes wrong
+# ------------------------------------------------------------------------------------------- Errors
 
 
 @pytest.mark.parametrize("action", ["create", "watch", "logs"])
@@ -521,7 +527,7 @@ def test_a_failure_is_shown_whole(cloud, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("passes", [True, False])
 def test_watch_bears_two_failures_and_deletes_nothing(cloud, monkeypatch, capsys, passes):
-    """Such as of this machine's network: what the slice is doing is not known then."""
+    """Such as errors of this machine's network: the state of the slice is then unknown."""
     sleep = cloud.sleep
 
     def fail(seconds: float) -> None:
@@ -540,7 +546,7 @@ def test_watch_bears_two_failures_and_deletes_nothing(cloud, monkeypatch, capsys
 
 
 def test_a_worker_that_says_nothing_is_missed(cloud, monkeypatch):
-    """Whatever gcloud's exit status says."""
+    """The result does not depend on gcloud's exit status."""
     cloud.main("create", *PLACE)
     request = tpu_slice.Request("night", "us-west4-a")
     with pytest.raises(tpu_slice.CallError, match="2 of 3 workers have done it"):
@@ -548,10 +554,10 @@ def test_a_worker_that_says_nothing_is_missed(cloud, monkeypatch):
 
 
 def test_a_call_that_never_ends_is_ended(tmp_path):
-    """With what it has started, as gcloud starts ssh."""
+    """Together with the processes it started, as gcloud starts ssh."""
     child = tmp_path / "child"
     call = ["bash", "-c", 'sleep 300 & echo $! >"$0"; wait', str(child)]
-    for timeout in (0.2, 1, 5, 25):  # on a busy machine it may take a while to begin
+    for timeout in (0.2, 1, 5, 25):  # on a busy machine the start may take a while
         with pytest.raises(
             tpu_slice.CallError, match=r"^looking: bash took longer than .* s\nbash"
         ):

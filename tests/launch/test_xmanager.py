@@ -1,8 +1,8 @@
-"""Sweeps as XManager experiments: work units, checks, and what XManager is handed.
+"""Tests of sweeps as XManager experiments: work units, checks, and the calls to XManager.
 
-What XManager makes of it is looked at where it is installed (extra "xmanager"): the local executor
-trains for real, and Vertex AI's client gets as far as the request that it would send.
-Elsewhere a stand-in records the calls. No image is built and nothing is sent to a cloud anywhere.
+Where XManager is installed (extra "xmanager"), its results are checked: the local executor trains
+for real, and Vertex AI's client gets as far as the request that it would send. Elsewhere a stand-in
+records the calls. No image is built and nothing is sent to a cloud.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def test_a_plan_is_checked_whole():
 
 
 class Experiment:
-    """Records what is packaged and added; a unit whose flags hold `failing` fails."""
+    """Stand-in that records packaged and added units; a unit whose flags hold `failing` fails."""
 
     def __init__(self, failing: str = "none"):
         self.failing = failing
@@ -297,7 +297,7 @@ def test_vertex_gets_an_image_of_the_tracked_files_and_is_not_waited_for(stand_i
     assert not {".git", ".venv", "runs", ".cache"} & stand_in.files
     spec = made.executable_spec
     assert (spec.kind, spec.base_image) == ("PythonContainer", "python:3.12")
-    assert not Path(spec.path).exists()  # the copy is gone
+    assert not Path(spec.path).exists()  # the copy is deleted
     copied, inside, installed = spec.docker_instructions
     assert copied == "COPY spell_jax_checkout/ /spell_jax_checkout"
     assert inside == "WORKDIR /spell_jax_checkout"

@@ -1,4 +1,4 @@
-"""Advantages against the reference cases, and their properties: finite, centered, per task."""
+"""Tests of advantages against the reference cases: finite, centered, per task."""
 
 import functools
 import json

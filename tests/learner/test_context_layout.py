@@ -1,4 +1,4 @@
-"""Tokens dealt out over devices: every one once, prompts in zig-zag, answers in equal shares."""
+"""Tests of the layout of tokens over devices: prompts in zig-zag, answers in equal shares."""
 
 import numpy as np
 from hypothesis import given
@@ -41,6 +41,6 @@ def test_every_token_once_in_fair_shares(prompt, answers, padding, devices, mixe
     assert max(prompts) - min(prompts) <= 2
     counts = [int(is_answer[mine].sum()) for mine in shares]
     assert max(counts) - min(counts) <= 4
-    # What prompt tokens read is shared out evenly too, up to a chunk.
+    # The work of prompt tokens is shared out evenly too, up to a chunk.
     work = [int(mine[~is_answer[mine] & (mine < used)].sum()) for mine in shares]
     assert max(work) - min(work) <= 3 * len(is_answer)

@@ -1,8 +1,8 @@
-"""An update is the same step however its tokens are packed, computed and placed.
+"""Tests that an update does not depend on how its tokens are packed, computed and placed.
 
-Every test is one combination of: the policy's kind, the packing, the mesh, the attention's kernel,
-what the backward pass recomputes. A set that holds every pair of two choices runs always; with
-`make test-long` all policies, packings and meshes, each with the next kernel and remat in turn.
+Every test is one combination of the policy's kind, the packing, the mesh, the attention kernel, and
+the recomputation in the backward pass. A set with every pair of two choices always runs. With `make
+test-long` all policies, packings and meshes run, each with the next kernel and remat in turn.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import numpy as np
 import optax
 import pytest
 
+from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig
-from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy import lora
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -57,13 +58,13 @@ CHOICES = (tuple(POLICIES), tuple(PACKINGS), tuple(PLACES), KERNELS, REMAT)
 GROUPS = tiny.groups(7, seed=1)
 # With this epsilon a step is a smooth function of the gradient, not nearly its sign.
 SMOOTH = OptimizerConfig(learning_rate=0.01, epsilon=0.1, weight_decay=0.1)
-# A loss in which everything is: a ratio that is not 1, clipping, the entropy's gradient.
+# A loss with every term: a ratio that is not 1, clipping, the entropy's gradient.
 LOSS = LossConfig(old_logprobs="rollout", entropy_weight=0.1)
 BOUNDS = {"dense": 1e-5, "chunked": 1e-5, "splash": 5e-5, "triton": 5e-5}
 
 
 def covering() -> list[tuple[str, ...]]:
-    """Few combinations that hold every pair of two choices: greedily, the best of 50 drawn."""
+    """A few combinations that hold every pair of two choices: greedily, the best of 50 samples."""
     draw = random.Random(0)
     open_pairs = {
         ((i, a), (j, b))
@@ -87,18 +88,21 @@ def covering() -> list[tuple[str, ...]]:
 
 @functools.cache
 def _trained(name: str) -> Any:
-    """Weights of what is trained: random, adapters too, which begin as nothing otherwise."""
+    """Random trained weights, adapters included, which are otherwise zero at the start."""
     return lora.split(POLICIES[name], tiny.weights(POLICIES[name]))[0]
 
 
 def _step(policy: PolicyConfig, layout: PackingConfig, mesh: jax.sharding.Mesh, name: str):
-    """(weights after an update and Adam's first moments, by which gradients are seen; numbers)."""
+    """(weights and Adam's first moments after an update, metrics).
+
+    The moments show the gradients.
+    """
     learner = Learner(policy, SMOOTH, LOSS, layout, mesh, 0.7)
     base = dataclasses.replace(policy, lora=None)
     state = learner.init(tiny.weights(base))
-    params = jax.device_put(_trained(name), learner.param_shardings)
+    params = jax.device_put(_trained(name), learner.fns.param_shardings)
     state, numbers = learner.update(state.replace(params=params), GROUPS)
-    return jax.device_get((state.params, optax.tree.get(state.optimizer, "mu"))), numbers
+    return jax.device_get((state.params, optax.tree.get(state.opt_state, "mu"))), numbers
 
 
 @functools.cache
@@ -135,8 +139,7 @@ def test_an_update_is_the_same_step(combination: tuple[str, ...]) -> None:
 
 
 def every_placing() -> list[tuple[str, ...]]:
-    """All of the first three choices; 4 kernels and 5 ways of remat come round at different
-    paces."""
+    """All of the first three choices; 4 kernels and 5 kinds of remat cycle at different paces."""
     turns = zip(itertools.cycle(KERNELS), itertools.cycle(REMAT), strict=False)
     placings = itertools.product(*CHOICES[:3])
     return [(*placing, *turn) for placing, turn in zip(placings, turns, strict=False)]

@@ -1,4 +1,4 @@
-"""The vocabulary head: logprobs and entropies by hand, its gradients, meshes, sizes, precision."""
+"""Tests of the vocabulary head: values by hand, gradients, meshes, sizes, precision."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from tests import tiny
 
 UNTIED = dataclasses.replace(tiny.POLICY, tied_embeddings=False)
 ROWS, TIME, ANSWERS, WIDTH = 8, 16, 8, 32
-SMALLEST = 1  # numbers at once of which slices of 128 rows follow
+SMALLEST = 1  # numbers at once that give slices of 128 rows
 # Rows of the table and numbers at once. Slices: 5 of 128; 6 of 128, of which the last has one row
 # that is new; 3 of 256; the whole.
 SLICES = [(640, SMALLEST), (641, SMALLEST), (641, 20_000), (641, 2**26), (100, SMALLEST)]
@@ -30,7 +30,7 @@ ids = str
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What the head reads, and the gradients of what it returns."""
+    """Inputs of the head, and the gradients of its outputs."""
 
     table: jax.Array
     hidden: jax.Array
@@ -40,7 +40,7 @@ class Head:
     to_entropy: jax.Array
 
     def total(self, table: jax.Array, hidden: jax.Array, **options: Any):
-        """A number of which these are the gradients, and logprobs and entropies."""
+        """A scalar that has these gradients, and logprobs and entropies."""
         params = {"embedding": jnp.zeros_like(table), "unembedding": table}
         scores = score_tokens(UNTIED, params, hidden, self.source, self.target, 0.7, **options)
         return jnp.sum(self.to_logprob * scores[0] + self.to_entropy * scores[1]), scores
@@ -55,7 +55,7 @@ class Head:
 
 @functools.cache
 def _head(vocab: int, width: int = WIDTH, scale: float = 0.3) -> Head:
-    """Of random numbers. Targets include the first and the last token."""
+    """Inputs of random numbers. Targets include the first and the last token."""
     rng = np.random.default_rng(0)
     table = scale * rng.normal(size=(vocab, width))
     hidden = rng.normal(size=(ROWS, TIME, width))
@@ -75,7 +75,7 @@ def _wanted(vocab: int, width: int = WIDTH, scale: float = 0.3):
 
 
 def _assert_close(found: Any, wanted: Any, relative: float = 1e-5) -> None:
-    """To that of each array's largest entry."""
+    """Relative to each array's largest entry."""
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=relative * np.abs(b).max()),
         found,
@@ -143,7 +143,7 @@ def test_sizes_of_slices(rows: int, widest: int, numbers: int, size: int) -> Non
     ids=["logits", "weights", "the whole share"],
 )
 def test_the_bound_is_one_of_a_device(width: int, numbers: int, size: int) -> None:
-    """Of its 128 tokens, and of its 2,048 rows of the table."""
+    """Slices of its 128 tokens, and of its 2,048 rows of the table."""
     with jax.set_mesh(meshes.make_mesh({"context": 4, "tensor": 2})):
         assert heads._lay_out((4096, width), (1, 512), 1.0, numbers).size == size
 
@@ -205,7 +205,7 @@ def test_the_head_on_a_mesh_equals_one_device(
 
 
 def test_a_frozen_table_has_no_gradient() -> None:
-    """Neither its product nor its sum over devices is in the program."""
+    """The program has neither its product nor its sum over devices."""
     head = _head(640)
 
     def of_hidden(hidden):
@@ -254,8 +254,10 @@ def test_logits_exist_a_slice_at_a_time() -> None:
 
 
 def _many(vocab: int, states: int, answers: int, width: int = WIDTH) -> Head:
-    """bfloat16; one token is every answer, predicted by few hidden states in turn. No sum over
-    answers cancels."""
+    """bfloat16 inputs whose sums over answers do not cancel.
+
+    One token is every answer, predicted by few hidden states in turn.
+    """
     rng = np.random.default_rng(0)
     table = 0.1 * rng.normal(size=(vocab, width))
     hidden = rng.uniform(0.5, 1.5, size=(1, 64, width))
@@ -287,7 +289,7 @@ ROUNDED = 2**-8  # of bfloat16: half of it is the rounding of a result, the rest
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "width"), [(1, 32), (8, 32), (8, 33)])
 def test_the_gradient_of_the_table_is_summed_in_float32(devices: int, width: int) -> None:
-    """4,096 terms of one sign, of which a sum in bfloat16 stops growing after some hundreds."""
+    """4,096 terms of one sign: a sum in bfloat16 stops growing after some hundreds of them."""
     head = _many(vocab=256, states=64, answers=4096, width=width)
     gradient = jax.jit(jax.grad(functools.partial(head.total, numbers_at_once=1), has_aux=True))
     with jax.set_mesh(meshes.make_mesh({"context": devices}, jax.devices()[:devices])):
@@ -315,7 +317,7 @@ def test_the_gradient_of_a_shared_hidden_state_is_summed_in_float32(devices: int
 
 
 def test_the_last_rounding_comes_after_the_sum() -> None:
-    """As XLA for TPUs would not have it (collectives.rounded), so it is said in the program."""
+    """XLA for TPUs would drop the rounding (collectives.rounded), so the program states it."""
     head = _many(vocab=256, states=1, answers=16)
     gradient = jax.grad(functools.partial(head.total, numbers_at_once=1), (0, 1), has_aux=True)
     text = str(jax.make_jaxpr(gradient)(head.table, head.hidden))

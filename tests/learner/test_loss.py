@@ -1,4 +1,4 @@
-"""The clipped loss: reference cases, and gradients by hand."""
+"""Tests of the clipped loss: reference cases, and gradients by hand."""
 
 import json
 
@@ -88,7 +88,7 @@ def test_reference_policy_loss() -> None:
 
 
 def test_reference_kl() -> None:
-    # The reference's unclamped "k3" equals the clamped "low_var_kl" wherever no clamp is reached.
+    # The reference's unclamped "k3" equals the clamped "low_var_kl" where no clamp is reached.
     cases = [case for case in read("kl_penalty") if case["in"]["kind"] in ("k3", "low_var_kl")]
     assert len(cases) == 3
     for case in cases:
@@ -97,7 +97,7 @@ def test_reference_kl() -> None:
 
 
 def test_reference_kl_of_other_estimators() -> None:
-    # Its "kl" is k1 and its "mse" k2; "abs" we do not have.
+    # Its "kl" is k1 and its "mse" k2; we do not have its "abs".
     names = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
     cases = [case for case in read("kl_penalty") if case["in"]["kind"] in names]
     assert len(cases) == 7

@@ -1,4 +1,4 @@
-"""Numbers that go wrong: skipped to the bit, counted over checkpoints, and explained at the end."""
+"""Tests of non-finite updates: skipped to the bit, counted over checkpoints, explained."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 
 from spell_jax.learner import non_finite, packing
+from spell_jax.learner import update as updates
+from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.non_finite import MOST_ROWS, NonFinite
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, Group, PackingConfig
-from spell_jax.learner.update import Learner, OptimizerConfig, TrainState
+from spell_jax.learner.update import TrainState
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from tests import tiny
@@ -27,7 +30,7 @@ GROUPS = tiny.groups(7, seed=1)
 OTHERS = tiny.groups(5, seed=2)
 PACKING = PackingConfig((Bucket(48, 32),), token_budget=96)
 ON_POLICY = LossConfig()
-OPTIMISER = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
+OPTIMIZER = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
 EIGHT = (("fsdp", 8),)
 BAD = Group([3, 4], [[5], [6, 7], [8]], [0.5, NAN, -0.5], "verifier")
 BAD_ANSWER = dataclasses.replace(BAD, answers=[[6, 7]], advantages=[NAN])
@@ -36,7 +39,7 @@ BAD_ANSWER = dataclasses.replace(BAD, answers=[[6, 7]], advantages=[NAN])
 @functools.cache
 def _learner(
     mesh: tuple[tuple[str, int], ...] = (),
-    optimizer: OptimizerConfig = OPTIMISER,
+    optimizer: OptimizerConfig = OPTIMIZER,
     loss: LossConfig = ON_POLICY,
     policy=tiny.POLICY,
     compute_dtype: str = "float32",
@@ -54,8 +57,8 @@ def _begin(learner: Learner) -> TrainState:
 
 
 def _bits(state: TrainState) -> list[bytes]:
-    """Of weights, moments, the optimizer's counts and the step."""
-    kept = state.params, state.optimizer, state.step
+    """Bytes of weights, moments, the optimizer's counts and the step."""
+    kept = state.params, state.opt_state, state.step
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(jax.device_get(kept))]
 
 
@@ -63,7 +66,7 @@ def _answers(groups) -> list[tuple[list[int], list[int]]]:
     return [(list(g.prompt), list(g.answers[0])) for g in packing.separate_answers(groups)]
 
 
-# ---------------------------------------------------------------------------------------- Skipped
+# ---------------------------------------------------------------------------------- Skipped updates
 
 
 @pytest.mark.slow
@@ -78,8 +81,8 @@ def _answers(groups) -> list[tuple[list[int], list[int]]]:
     ids=["1", "fsdp", "data fsdp tensor", "fsdp context, moments on the host"],
 )
 def test_a_skipped_update_never_was(mesh: tuple, offload: bool) -> None:
-    """One bad row, which lies on one of the devices. 1e30 overflows in the norm's squares only."""
-    learner = _learner(mesh, dataclasses.replace(OPTIMISER, offload=offload))
+    """One bad row on one of the devices. 1e30 overflows in the norm's squares only."""
+    learner = _learner(mesh, dataclasses.replace(OPTIMIZER, offload=offload))
     state, wanted = _begin(learner), _begin(learner)
     before = _bits(state)
     places = jax.tree.map(lambda x: x.sharding, state)
@@ -96,13 +99,13 @@ def test_a_skipped_update_never_was(mesh: tuple, offload: bool) -> None:
         wanted, wanted_numbers = learner.update(wanted, groups)
         assert numbers == wanted_numbers and numbers["skipped_update"] == 0.0
     assert _bits(state) == _bits(wanted) != before
-    assert int(state.step) == 3 and learner.apply._cache_size() == 1
+    assert int(state.step) == 3 and learner.fns.apply._cache_size() == 1
 
 
 @pytest.mark.slow
 def test_a_weight_of_one_device_is_seen_by_all() -> None:
-    """And named; there is no use in more than some of the rows, which all are bad."""
-    learner = _learner(EIGHT, dataclasses.replace(OPTIMISER, max_skipped=2))
+    """The tensors are named; of the rows, which are all bad, only some are listed."""
+    learner = _learner(EIGHT, dataclasses.replace(OPTIMIZER, max_skipped=2))
     state = _begin(learner)
     kernel = state.params["layers"]["mlp"]["up_kernel"]
     state.params["layers"]["mlp"]["up_kernel"] = kernel = kernel.at[0, -1, 0].set(NAN)
@@ -134,9 +137,9 @@ def test_a_reference_that_is_not_finite_is_named() -> None:
 
 @pytest.mark.slow
 def test_a_float32_weight_that_bfloat16_does_not_hold() -> None:
-    """3.4e38 rounds to infinity. It is the embedding of one token: rows without it are good."""
+    """3.4e38 rounds to infinity. It is in the embedding of one token: rows without it are good."""
     policy = dataclasses.replace(tiny.POLICY, tied_embeddings=False)
-    optimizer = dataclasses.replace(OPTIMISER, max_skipped=1)
+    optimizer = dataclasses.replace(OPTIMIZER, max_skipped=1)
     learner = _learner(optimizer=optimizer, policy=policy, compute_dtype="bfloat16")
     state = learner.init(tiny.weights(policy))
     state.params["embedding"] = state.params["embedding"].at[2].set(3.4e38)
@@ -146,7 +149,7 @@ def test_a_float32_weight_that_bfloat16_does_not_hold() -> None:
     rows = [Group([5, 2], [[9], [10]], [1.0, -1.0]), Group([5, 6], [[2, 7], [11]], [0.5, -0.5])]
     with pytest.raises(NonFinite) as error:
         learner.update(state, [*GROUPS, *rows])
-    # The last token of an answer is predicted, but nothing is predicted from it.
+    # The last token of an answer is predicted, but predicts nothing.
     assert _answers(error.value.rows) == [([5, 2], [9]), ([5, 2], [10]), ([5, 6], [2, 7])]
     assert error.value.tensors == ["policy/embedding"]
 
@@ -165,7 +168,7 @@ def test_a_gradient_of_zero_is_an_update() -> None:
 
 
 def test_three_in_a_row_end_the_run(tmp_path) -> None:
-    """A good update begins anew, an empty one is neither, and a checkpoint keeps the count."""
+    """A good update resets the count, an empty one does not change it, a checkpoint keeps it."""
     learner = _learner()
     bad, state = [*GROUPS, BAD], _begin(learner)
     counts = []
@@ -175,9 +178,9 @@ def test_three_in_a_row_end_the_run(tmp_path) -> None:
     assert counts == [1, 2, 0, 1, None, 2] and int(state.step) == 2
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(6, {"policy": state}, {}, force=True)
-    restored = checkpoints.restore(6, {"policy": learner.abstract_state()})[0]["policy"]
+    restored = checkpoints.restore(6, {"policy": learner.fns.abstract_state})[0]["policy"]
     checkpoints.close()
-    programs = learner.accumulate._cache_size()
+    programs = learner.fns.accumulate._cache_size()
     with pytest.raises(NonFinite, match=r"3 updates in a row \(optimizer.max_skipped\)") as error:
         learner.update(restored, bad)
     assert "the last by 1 of its rows" in str(error.value)
@@ -186,19 +189,18 @@ def test_three_in_a_row_end_the_run(tmp_path) -> None:
     assert math.isnan(error.value.rows[0].advantages[0])
     total = sum(group.answer_tokens for group in bad)
     assert error.value.rows[0].weights == [1 / total], "the share in the update, not alone"
-    assert learner.accumulate._cache_size() == programs, "the search compiles nothing"
+    assert learner.fns.accumulate._cache_size() == programs, "the search compiles nothing"
 
 
 @pytest.mark.slow
-def test_what_cannot_be_repeated_is_said_and_all_rows_are_kept() -> None:
-    """A loss alone that is not finite is enough."""
-
-    class Broken(Learner):
-        def _apply(self, state, gradients, loss):
-            return super()._apply(state, gradients, loss + NAN)
-
-    optimizer = dataclasses.replace(OPTIMISER, max_skipped=1)
-    learner = Broken(tiny.POLICY, optimizer, ON_POLICY, PACKING, _learner().mesh, 0.7)
+def test_what_cannot_be_repeated_is_said_and_all_rows_are_kept(monkeypatch) -> None:
+    """A non-finite loss alone is enough."""
+    apply = updates.apply
+    monkeypatch.setattr(
+        updates, "apply", lambda spec, s, gradients, loss: apply(spec, s, gradients, loss + NAN)
+    )
+    optimizer = dataclasses.replace(OPTIMIZER, max_skipped=1)
+    learner = Learner(tiny.POLICY, optimizer, ON_POLICY, PACKING, _learner().mesh, 0.7)
     with pytest.raises(NonFinite, match="finite when it was run again") as error:
         learner.update(learner.init(tiny.weights()), GROUPS)
     assert _answers(error.value.rows) == _answers(GROUPS)
@@ -209,7 +211,7 @@ def test_the_number_in_a_row_is_checked() -> None:
         OptimizerConfig(max_skipped=0)
 
 
-# ------------------------------------------------------------------------------------- Which rows
+# ----------------------------------------------------------------------------------------- Bad rows
 
 
 def _single(advantage: float) -> Group:

@@ -1,4 +1,4 @@
-"""Packing: every answer token exactly once, behind its own prompt, whatever the shapes."""
+"""Tests of packing: every answer token exactly once, after its own prompt, for any shapes."""
 
 import dataclasses
 from collections import Counter
@@ -20,7 +20,10 @@ def _pack(groups: list[Group], buckets: list[Bucket], budget: int, multiple: int
 
 
 def _written(batches: list[MicroBatch]) -> Counter:
-    """All weighted tokens: (what the predicting position sees, target, advantage, weight, old)."""
+    """All weighted tokens, as (visible tokens, target, advantage, weight, old logprob).
+
+    Visible are those of the predicting position.
+    """
     found: Counter = Counter()
     for batch in batches:
         seen = np.asarray(visible(batch.index, batch.index, batch.last_query))
@@ -120,7 +123,7 @@ def test_answers_that_cannot_fit_are_refused_and_their_siblings_kept() -> None:
     assert [part.answers for part in refused] == [[[4] * 5]]
     assert [part.answers for part in fitting] == [[[3], [5, 5]]]
     assert [part.advantages for part in fitting] == [[1.0, 3.0]]
-    # Weights were given before: what is refused takes its share away, others keep theirs.
+    # Weights are assigned before packing: refused answers lose their share, others keep theirs.
     assert fitting[0].weights == [1 / 8, 1 / 8]
 
 
@@ -224,8 +227,11 @@ def test_parts_have_the_roles_of_the_whole() -> None:
 def test_answers_are_told_apart_and_logprobs_find_them(
     seed, count, length, answers, devices, shared
 ) -> None:
-    """An answer's tokens have one number in their row, which no other answer has; values of tokens
-    come back to the groups, however they were split; an answer that is refused has none."""
+    """Answer numbers in rows, and values of tokens brought back to their groups.
+
+    An answer's tokens have one number in their row, which no other answer has. Values return to the
+    groups for any split. A refused answer has none.
+    """
     length = -(-length // devices) * devices
     groups = tiny.groups(count, seed)
     packed = packing.numbered(groups)

@@ -1,9 +1,12 @@
-"""Recomputed logprobs, several updates by one batch, and variants of the loss through the Learner:
-the same however groups are packed and on whatever devices."""
+"""Tests of recomputed logprobs, several updates per batch, and variants of the loss.
+
+Results are the same for any packing and any devices.
+"""
 
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +15,11 @@ import optax
 import pytest
 
 from spell_jax.learner import packing
+from spell_jax.learner import update as updates
+from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, Group, PackingConfig
-from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy import lora, transformer
 from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime import mesh as meshes
@@ -33,15 +38,18 @@ Mesh = tuple[tuple[str, int], ...]
 
 
 class Counted(Learner):
-    """Counts how often its forward pass alone is traced."""
+    """A learner that records each trace of its forward pass alone."""
 
     def __init__(self, *args, **kwargs):
         self.traces: list[tuple[int, ...]] = []
-        super().__init__(*args, **kwargs)
+        logprobs = updates.logprobs
 
-    def _logprobs(self, params, frozen, batch):
-        self.traces.append(batch.tokens.shape)
-        return super()._logprobs(params, frozen, batch)
+        def traced(spec, params, frozen, batch):
+            self.traces.append(batch.tokens.shape)
+            return logprobs(spec, params, frozen, batch)
+
+        with mock.patch.object(updates, "logprobs", traced):
+            super().__init__(*args, **kwargs)
 
 
 @functools.cache
@@ -52,7 +60,7 @@ def learner(
     policy=tiny.POLICY,
     compute_dtype: str = "float32",
 ) -> Counted:
-    """On one device, or on the eight of a mesh."""
+    """A learner on one device, or on the eight of a mesh."""
     placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, None if mesh else jax.devices()[:1])
     return Counted(policy, SMOOTH, loss, layout, placed, TEMPERATURE, compute_dtype)
 
@@ -64,7 +72,7 @@ def _every_logprob(params: transformer.Params, tokens: jax.Array) -> jax.Array:
 
 
 def logprobs(params: transformer.Params, groups: list[Group]) -> list[list[np.ndarray]]:
-    """Of answer tokens, by hand: every answer behind its prompt in a row of its own."""
+    """Logprobs of answer tokens by hand: every answer after its prompt in a row of its own."""
     pairs = [(list(group.prompt), list(a)) for group in groups for a in group.answers]
     tokens = np.zeros((len(pairs), 64), np.int32)
     for row, (prompt, answer) in enumerate(pairs):
@@ -81,7 +89,7 @@ def fresh(made: Learner):
 
 def moments(state) -> Any:
     """Adam's first moment: after one step it is the clipped gradient times 1 - b1."""
-    return jax.device_get(optax.tree.get(state.optimizer, "mu"))
+    return jax.device_get(optax.tree.get(state.opt_state, "mu"))
 
 
 def assert_close(found: Any, wanted: Any, relative: float) -> None:
@@ -92,7 +100,7 @@ def assert_close(found: Any, wanted: Any, relative: float) -> None:
     jax.tree_util.tree_map_with_path(compare, found, wanted)
 
 
-# -------------------------------------------------------------------------------------- Recomputed
+# ------------------------------------------------------------------------------ Recomputed logprobs
 
 
 @pytest.mark.slow
@@ -127,7 +135,7 @@ def test_of_adapters_too() -> None:
     made = learner(policy=policy)
     state = made.init(tiny.weights())
     trained = lora.split(policy, tiny.weights(policy))[0]
-    state = state.replace(params=jax.device_put(trained, made.param_shardings))
+    state = state.replace(params=jax.device_put(trained, made.fns.param_shardings))
     _, whole = made.export(state.params)
     (found,) = made.recompute(state, GROUPS[:1])
     (wanted,) = logprobs(whole, GROUPS[:1])
@@ -196,12 +204,12 @@ def test_one_update_by_recomputed_logprobs_is_the_current_one(objective: str, ra
     for name in ("loss", "gradient_norm"):
         assert numbers[name] == pytest.approx(wanted_numbers[name], rel=2e-6), name
     assert numbers["clip_share"] == 0.0 and abs(numbers["approx_kl"]) < 1e-6
-    # How far the sampler is is not known to this update.
+    # The distance to the sampler is unknown to this update.
     assert set(wanted_numbers) - set(numbers) == {"sampler_difference"}
 
 
 def test_the_second_of_two_updates_has_a_ratio() -> None:
-    """Against logprobs and loss by hand, with the weights before and after the first."""
+    """Against logprobs and loss by hand, with the weights before and after the first update."""
     made = learner()
     state = fresh(made)
     first, second = packing.in_parts(made.recompute(state, GROUPS), 2)
@@ -244,7 +252,7 @@ def test_one_forward_program_a_bucket_compiled_at_the_start() -> None:
                 groups = made.recompute(state, tiny.groups(count, seed=count))
                 for part in packing.in_parts(groups, 2):
                     state, _ = made.update(state, part)
-            assert made.traces == wanted and made.logprobs._cache_size() == len(wanted)
+            assert made.traces == wanted and made.fns.logprobs._cache_size() == len(wanted)
 
 
 # -------------------------------------------------- Variants: packing and placing change nothing
@@ -277,7 +285,7 @@ def test_the_constant_of_sums_is_the_configs() -> None:
 
 @functools.cache
 def off_policy() -> list[Group]:
-    """Groups whose old logprobs are near: most ratios of answers are in bounds, some are not."""
+    """Groups with old logprobs near the new ones: most answers' ratios are in bounds, some not."""
     rng = np.random.default_rng(0)
     return [
         dataclasses.replace(group, old_logprobs=[x + 0.15 * rng.normal(size=len(x)) for x in found])
@@ -286,7 +294,7 @@ def off_policy() -> list[Group]:
 
 
 def step(name: str, layout: PackingConfig, mesh: Mesh):
-    """(Weights and moments, numbers) after an update."""
+    """(weights and moments, metrics) after an update."""
     fields = {"old_logprobs": "rollout", "entropy_weight": 0.1}
     made = learner(layout, LossConfig(**fields | VARIANTS[name]), mesh)
     state, numbers = made.update(fresh(made), off_policy())

@@ -1,4 +1,4 @@
-"""What an update says of itself, by hand."""
+"""Tests of an update's statistics, by hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from spell_jax.learner import packing, statistics, update
+from spell_jax.learner.learner import Learner
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Group
 from tests import tiny
 
@@ -34,7 +36,7 @@ def test_advantages_are_told_by_role():
 
 
 def test_answers_may_differ_in_length():
-    """Each token alone: its products with weights, and with the keys before it (half its own)."""
+    """Cost of each token alone: its products with weights, and with half of its own keys."""
     policy, prompt, answers = tiny.POLICY, 5, [2, 4]
     c = policy
     weights = c.layers * (c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads))
@@ -59,11 +61,11 @@ def test_speed_is_by_the_updates_seconds():
     assert statistics.speed([numbers], 2.0, [device("cpu")]).keys() == {"tokens_per_second/trained"}
 
 
-def learner(**layout: Any) -> update.Learner:
+def learner(**layout: Any) -> Learner:
     config = packing.PackingConfig((packing.Bucket(48, 32),), 96, **layout)
-    return update.Learner(
+    return Learner(
         tiny.POLICY,
-        update.OptimizerConfig(learning_rate=0.0),
+        OptimizerConfig(learning_rate=0.0),
         update.losses.LossConfig(),
         config,
         update.meshes.make_mesh(None, update.jax.devices()[:1]),
@@ -76,7 +78,7 @@ def test_an_update_counts_what_it_trained_on():
     for shared in (True, False):
         made = learner(shared_prefix=shared)
         _, numbers = made.update(made.start(tiny.weights()), groups)
-        # With 40 tokens of prompt a row of 48 has room for one answer: the prompt is repeated.
+        # With 40 prompt tokens a row of 48 has room for one answer: the prompt is repeated.
         assert numbers["trained_tokens"] == 3 * 40 + 21
         wanted = sum(statistics.operations(tiny.POLICY, 40, [n]) for n in (6, 7, 8))
         assert numbers["operations"] == pytest.approx(wanted)
@@ -84,7 +86,7 @@ def test_an_update_counts_what_it_trained_on():
 
 @pytest.mark.slow
 def test_entropy_is_told_by_role():
-    """Alone in an update, a role's entropy is that of the update; others are left out."""
+    """The only role of an update has the update's entropy; other roles are left out."""
     made = learner()
     answers = {"questioner": [7] * 3, "responder": [9] * 5, "verifier": [11], "row": [13] * 9}
     groups = {role: Group([3, 4], [answer], [1.0], role) for role, answer in answers.items()}

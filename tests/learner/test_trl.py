@@ -1,4 +1,4 @@
-"""A second opinion on the loss's variants: TRL's GRPOTrainer on the same numbers."""
+"""Tests of the loss's variants against TRL's GRPOTrainer on the same numbers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ pytestmark = pytest.mark.slow
 
 LENGTHS = (6, 2, 5, 3)
 ADVANTAGES = (1.2, -0.7, -1.0, 0.5)
-DRAWN = np.random.default_rng(0)
-LOG_PROBS = [-DRAWN.exponential(1.5, n) for n in LENGTHS]
-OLD, REFERENCE = ([x + 0.4 * DRAWN.normal(size=len(x)) for x in LOG_PROBS] for _ in range(2))
-LONGEST = 8  # tokens that an answer may have
+RANDOM = np.random.default_rng(0)
+LOGPROBS = [-RANDOM.exponential(1.5, n) for n in LENGTHS]
+OLD, REFERENCE = ([x + 0.4 * RANDOM.normal(size=len(x)) for x in LOGPROBS] for _ in range(2))
+LONGEST = 8  # maximum number of tokens of an answer
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Fields of ours, and of TRL's GRPOConfig."""
+    """Our fields, and those of TRL's GRPOConfig."""
 
     ours: dict[str, Any]
     trl: dict[str, Any]
@@ -64,11 +64,11 @@ def padded(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def by_trl(fields: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
-    """The loss and its gradient of each answer's logprobs; no model is run."""
+    """The loss and its gradient for each answer's logprobs; no model runs."""
     torch = pytest.importorskip("torch", reason="extra 'test'")
     trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="extra 'test'")
     fields = {"importance_sampling_level": "token", "epsilon": 0.2, "beta": 0.0} | fields
-    logprobs = torch.tensor(padded(LOG_PROBS), requires_grad=True)
+    logprobs = torch.tensor(padded(LOGPROBS), requires_grad=True)
     mask = torch.tensor(padded([np.ones(n) for n in LENGTHS]))
     trainer = mock.Mock(
         loss_type=fields["loss_type"],
@@ -107,7 +107,7 @@ def by_trl(fields: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
 
 
 def by_us(config: LossConfig) -> tuple[float, np.ndarray]:
-    """The same, the answers one behind the other."""
+    """The same values with the answers concatenated."""
     group = Group([1], [[2] * n for n in LENGTHS], ADVANTAGES, old_logprobs=OLD)
     weighed = packing.weigh([group], config.aggregation, config.sequence_tokens)
     (batch,) = packing.pack(weighed, [Bucket(1 + sum(LENGTHS), sum(LENGTHS))], 1)
@@ -117,7 +117,7 @@ def by_us(config: LossConfig) -> tuple[float, np.ndarray]:
         given = reference if config.kl_weight else None
         return losses.batch_loss(logprobs, jnp.zeros_like(logprobs), batch, config, given)[0]
 
-    loss, gradient = jax.value_and_grad(value)(jnp.concatenate(LOG_PROBS)[None])
+    loss, gradient = jax.value_and_grad(value)(jnp.concatenate(LOGPROBS)[None])
     return float(loss), np.asarray(gradient)[0]
 
 
@@ -128,5 +128,5 @@ def test_trl_has_the_same_loss_and_gradient(name: str) -> None:
     found, gradient = by_us(config)
     assert found == pytest.approx(loss, rel=1e-5, abs=1e-6)
     np.testing.assert_allclose(gradient, np.concatenate(gradients), rtol=1e-4, atol=1e-6)
-    is_clipped = gradient == 0  # somewhere, but where nothing loses its gradient
+    is_clipped = gradient == 0  # somewhere, except where nothing loses its gradient
     assert is_clipped.any() == (name not in ("CISPO", "KL"))

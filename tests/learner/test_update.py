@@ -1,7 +1,8 @@
-"""The update: the same step however groups are packed, and on whatever devices it runs."""
+"""Tests of the update: the same step for any packing and any devices."""
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,12 @@ import optax
 import pytest
 
 from spell_jax.learner import packing
+from spell_jax.learner import update as updates
+from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, Group, PackingConfig
-from spell_jax.learner.update import Learner, OptimizerConfig, TrainState
+from spell_jax.learner.update import TrainState
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
@@ -23,23 +27,27 @@ ON_POLICY = LossConfig()
 PACKING = PackingConfig(BUCKETS[1:], token_budget=192)
 # With this epsilon a step is a smooth function of the gradient, not nearly its sign.
 SMOOTH = OptimizerConfig(learning_rate=0.01, epsilon=1e-3, weight_decay=0.1)
-RELATIVE = 1e-5  # of a tensor's largest element, for what is the same up to the order of sums
+RELATIVE = 1e-5  # of a tensor's largest element, for values equal up to the order of sums
 
 
 class Counted(Learner):
-    """Counts how often its two jitted functions are traced."""
+    """A learner that records each trace of its two jitted functions."""
 
     def __init__(self, *args, **kwargs):
         self.traces: list[str] = []
-        super().__init__(*args, **kwargs)
+        accumulate, apply = updates.accumulate, updates.apply
 
-    def _accumulate(self, params, frozen, carry, batch, reference):
-        self.traces.append(f"accumulate {batch.tokens.shape}")
-        return super()._accumulate(params, frozen, carry, batch, reference)
+        def traced_accumulate(spec, params, frozen, carry, batch, reference):
+            self.traces.append(f"accumulate {batch.tokens.shape}")
+            return accumulate(spec, params, frozen, carry, batch, reference)
 
-    def _apply(self, state, gradients, loss):
-        self.traces.append("apply")
-        return super()._apply(state, gradients, loss)
+        def traced_apply(spec, state, gradients, loss):
+            self.traces.append("apply")
+            return apply(spec, state, gradients, loss)
+
+        patched = {"accumulate": traced_accumulate, "apply": traced_apply}
+        with mock.patch.multiple(updates, **patched):
+            super().__init__(*args, **kwargs)
 
 
 @functools.cache
@@ -64,7 +72,7 @@ def _learner(
 
 
 def _step(learner: Learner, groups: list[Group], reference=None) -> tuple[TrainState, dict]:
-    """(new state, numbers) of one update from the tiny weights."""
+    """(new state, metrics) of one update from the tiny weights."""
     state = learner.init(tiny.weights(learner.policy))
     state, numbers = learner.update(state, groups, reference)
     return jax.device_get(state), numbers
@@ -72,7 +80,7 @@ def _step(learner: Learner, groups: list[Group], reference=None) -> tuple[TrainS
 
 def _moments(state: TrainState):
     """Adam's first moment: after one step it is the clipped gradient times 1 - b1."""
-    return optax.tree.get(state.optimizer, "mu")
+    return optax.tree.get(state.opt_state, "mu")
 
 
 def _assert_close(found, wanted, relative: float = RELATIVE) -> None:
@@ -96,7 +104,7 @@ TEMPERATURE = 0.7
 
 
 def _rows(groups: list[Group]) -> tuple[np.ndarray, np.ndarray]:
-    """Each answer behind its prompt in a row [18] of its own, and which tokens are answers."""
+    """Each answer after its prompt in a row [18] of its own, and a mask of answer tokens."""
     pairs = [(list(group.prompt), list(a)) for group in groups for a in group.answers]
     tokens = np.zeros((len(pairs), 18), np.int32)
     answers = np.zeros(tokens.shape, np.float32)
@@ -108,7 +116,7 @@ def _rows(groups: list[Group]) -> tuple[np.ndarray, np.ndarray]:
 
 @jax.jit
 def _logprobs(params: transformer.Params, tokens: jax.Array) -> jax.Array:
-    """Logprob [rows, 18] of each token behind those before it in its row; 0 for the first."""
+    """Logprob [rows, 18] of each token given those before it in its row; 0 for the first."""
     logits = transformer.logits(tiny.POLICY, params, tokens)[:, :-1] / TEMPERATURE
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
     return jnp.pad(chosen[..., 0], ((0, 0), (1, 0)))
@@ -125,11 +133,11 @@ def _wanted() -> tuple[TrainState, dict]:
     return _step(_learner(), GROUPS)
 
 
-# ----------------------------------------------------------------------------- One step, many ways
+# ------------------------------------------------------------------------------ One step, many ways
 
 
 def test_loss_and_gradient_by_hand() -> None:
-    """No packing at all: every answer behind its prompt in a row of its own, plain causal."""
+    """Without packing: every answer after its prompt in its own row, plain causal attention."""
     tokens, answers = _rows(GROUPS)
     every_advantage = [a for group in GROUPS for a in group.advantages]
     share = answers * np.array(every_advantage, np.float32)[:, None]
@@ -197,7 +205,7 @@ def test_eight_devices_equal_one(mesh: tuple[tuple[str, int], ...]) -> None:
 
 
 def test_numbers_are_means_whatever_the_weights_add_up_to() -> None:
-    """Under role_mean (Eq. 10) the weights of each role add up to 1."""
+    """With role_mean (Eq. 10) the weights of each role add up to 1."""
     groups = [dataclasses.replace(group, role="responder") for group in tiny.groups(4)]
     twice = [*groups, *(dataclasses.replace(group, role="verifier") for group in groups)]
     _, wanted = _step(_learner(), groups)
@@ -254,7 +262,7 @@ def test_what_waits_on_the_host_comes_back_from_a_checkpoint(tmp_path) -> None:
     state, _ = learner.update(learner.init(tiny.weights()), SMALL)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"policy": state}, {}, force=True)
-    restored = checkpoints.restore(1, {"policy": learner.abstract_state()})[0]["policy"]
+    restored = checkpoints.restore(1, {"policy": learner.fns.abstract_state})[0]["policy"]
     checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves((_moments(restored), restored.params))}
@@ -270,7 +278,7 @@ def test_bfloat16_is_close_and_keeps_float32_masters() -> None:
     assert numbers["mean_logprob"] == pytest.approx(_wanted()[1]["mean_logprob"], rel=0.02)
 
 
-# ------------------------------------------------------------------------------- Steps that are not
+# -------------------------------------------------------------------------------------- Empty steps
 
 
 def test_buckets_that_cannot_be_dealt_out_are_refused() -> None:
@@ -303,7 +311,7 @@ def test_refused_answers_are_counted() -> None:
 
 
 def _difference(params) -> np.ndarray:
-    """Logprobs of SMALL's three answer tokens under these weights, less the tiny ones'."""
+    """Logprobs of SMALL's three answer tokens under these weights, minus the tiny weights' ones."""
     tokens, answers = _rows(SMALL)
     change = _logprobs(params, tokens) - _logprobs(tiny.weights(), tokens)
     return np.asarray(change)[answers > 0]
@@ -360,7 +368,7 @@ def test_ratio_against_the_sampler() -> None:
 
 @pytest.mark.slow
 def test_truncated_importance_weights() -> None:
-    """A constant factor of each token's share, of which the gradient knows nothing."""
+    """A constant factor of each token's share, which has no gradient."""
     learner = _learner(loss=LossConfig(tis_cap=1.5))
     tokens, answers = _rows(SMALL)
     current = np.asarray(_logprobs(tiny.weights(), tokens))[answers > 0]
@@ -387,22 +395,22 @@ def test_truncated_importance_weights() -> None:
 @pytest.mark.slow
 def test_an_update_between_other_things_is_the_same() -> None:
     learner = _learner(PackingConfig((Bucket(20, 8),), 40))
-    update = learner.begin(learner.init(tiny.weights()), GROUPS)
+    update = learner.start(learner.init(tiny.weights()), GROUPS)
     for _ in range(3):
-        update.go_on()
+        update.advance()
         transformer.logits(tiny.POLICY, tiny.weights(), jnp.ones((1, 4), jnp.int32))
     found, numbers = update.finish()
     wanted, wanted_numbers = _step(learner, GROUPS)
     assert numbers == wanted_numbers and numbers["micro_batches"] > 3
     jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
-    more_than_there_are = learner.begin(learner.init(tiny.weights()), GROUPS)
+    more_than_there_are = learner.start(learner.init(tiny.weights()), GROUPS)
     for _ in range(int(numbers["micro_batches"]) + 2):
-        more_than_there_are.go_on()
+        more_than_there_are.advance()
     found, _ = more_than_there_are.finish()
     jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
 
 
-# --------------------------------------------------------------------------- Compilation and state
+# ---------------------------------------------------------------------------- Compilation and state
 
 
 @pytest.mark.slow
@@ -417,13 +425,13 @@ def test_one_trace_and_one_program_a_bucket(mesh: tuple) -> None:
     state = learner.init(tiny.weights())
     learner.compile(state)
     assert learner.traces == wanted
-    programs = learner.accumulate._cache_size()
+    programs = learner.fns.accumulate._cache_size()
     for count in (1, 7, 3, 12):
         state, numbers = learner.update(state, tiny.groups(count, seed=count))
         assert numbers["skipped_update"] == 0.0
     assert learner.traces == [*wanted, "apply"]
-    assert learner.accumulate._cache_size() == programs == len(BUCKETS)
-    assert learner.apply._cache_size() == 1
+    assert learner.fns.accumulate._cache_size() == programs == len(BUCKETS)
+    assert learner.fns.apply._cache_size() == 1
 
 
 def test_state_is_as_the_checkpoint_expects_it() -> None:
@@ -435,7 +443,7 @@ def test_state_is_as_the_checkpoint_expects_it() -> None:
         assert (expected.shape, expected.dtype) == (leaf.shape, leaf.dtype)
         assert expected.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
 
-    jax.tree.map(compare, learner.abstract_state(), state)
+    jax.tree.map(compare, learner.fns.abstract_state, state)
 
 
 def test_given_weights_on_the_host_survive_an_update() -> None:
@@ -448,7 +456,7 @@ def test_given_weights_on_the_host_survive_an_update() -> None:
 def test_given_weights_on_devices_are_taken_over() -> None:
     """A large policy does not fit twice."""
     learner = _learner()
-    given = jax.device_put(tiny.weights(), learner.param_shardings)
+    given = jax.device_put(tiny.weights(), learner.fns.param_shardings)
     state = learner.init(given)
     jax.tree.map(np.testing.assert_array_equal, state.params, tiny.weights())
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))

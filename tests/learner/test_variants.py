@@ -1,4 +1,4 @@
-"""Every variant of the loss, value and gradient, against plain loops in float64."""
+"""Tests of every variant of the loss, value and gradient, against plain loops in float64."""
 
 import functools
 import itertools
@@ -40,7 +40,7 @@ def given() -> tuple[MicroBatch, dict[str, np.ndarray]]:
     rng = np.random.default_rng(40)
     logprobs = -rng.exponential(1.5, ANSWER.shape)
     real = ANSWER >= 0
-    # One advantage and one weight an answer: numbers by row and answer.
+    # One advantage and one weight per answer: numbers by row and answer.
     row, slot = np.arange(2)[:, None], np.maximum(ANSWER, 0)
     advantage = rng.normal(size=(2, 4))[row, slot] * real
     weight = rng.uniform(0.02, 0.1, size=(2, 4))[row, slot] * real
@@ -83,7 +83,7 @@ def _kl(estimator: str, policy: float, reference: float) -> float:
 
 
 def by_hand(config: LossConfig, moved: np.ndarray) -> dict[str, float]:
-    """The loss and its sums at logprobs `moved`, of which constants of the gradient do not know.
+    """The loss and its sums at logprobs `moved`; constants of the gradient stay at the old ones.
 
     Written out answer by answer and token by token.
     """
@@ -171,14 +171,14 @@ def test_value_sums_and_gradient(
         assert float(sums[name]) == pytest.approx(number, rel=1e-5, abs=1e-6), name
     np.testing.assert_allclose(gradient, slope(config), rtol=1e-4, atol=1e-6)
     assert set(sums) == {*config.sums, *losses.ROLE_SUMS}
-    if correction in ("rollout", "recompute"):  # something is clipped, and something is not
+    if correction in ("rollout", "recompute"):  # some ratios are clipped, some are not
         assert 0 < wanted["clip_share"] < 0.9 * float(sums["weight"])
         is_live = bool(dual_clip) and objective == "clip" and ratio != "sequence_mean"
         assert bool(wanted["dual_clip_share"]) == is_live
 
 
 def _gradient(**fields: Any) -> np.ndarray:
-    """Of a loss without other terms."""
+    """Gradient of a loss without other terms."""
     return np.asarray(found(LossConfig(dual_clip=0.0, **fields))[1])
 
 
@@ -207,8 +207,8 @@ def test_the_first_equation_of_eapo_and_its_gradient() -> None:
     pairs = list(zip(ratios, advantages, strict=True))
     terms = [min(r * a, min(max(r, 0.8), 1.28) * a) for r, a in pairs]
     assert float(value(flat)) == pytest.approx(-sum(terms) / 4, rel=1e-5)
-    # Each token of an answer has the whole answer's gradient; that of the second and the third is 0
-    # if it has moved enough.
+    # Each token of an answer has the whole answer's gradient. The second and the third have a
+    # gradient of 0 if they have moved enough.
     moving = [0.0 if (a > 0 and r > 1.28) or (a < 0 and r < 0.8) else -r * a / 4 for r, a in pairs]
     wanted = [g for g, log in zip(moving, logs, strict=True) for _ in log]
     np.testing.assert_allclose(jax.grad(value)(flat)[0], wanted, rtol=1e-5)
@@ -242,8 +242,10 @@ def test_no_token_of_cispo_loses_its_gradient() -> None:
 @pytest.mark.parametrize("ratio", losses.RATIOS)
 @pytest.mark.parametrize("objective", losses.OBJECTIVES)
 def test_on_policy_the_gradient_is_the_plain_one(objective: str, ratio: str) -> None:
-    """That of A log pi with the mean of an answer's weights: GSPO's as it is; Eq. 1's of EAPO is
-    that of each token times the answer's length."""
+    """Gradient of A log pi with the mean of an answer's weights.
+
+    It is GSPO's gradient. Eq. 1 of EAPO has that of each token times the answer's length.
+    """
     batch, _ = given()
     gradient = _gradient(objective=objective, ratio=ratio)
     length = np.array([[np.sum(row == a) * (a >= 0) for a in row] for row in batch.answer])
@@ -291,7 +293,7 @@ def test_a_sequence_needs_its_answers() -> None:
 
 
 def _mean_gradient(estimator: str, logits: jax.Array, reference: jax.Array) -> jax.Array:
-    """The mean over tokens drawn from the policy of the estimate's gradient, exactly."""
+    """The exact mean of the estimate's gradient over tokens sampled from the policy."""
 
     def estimates(logits):
         return losses.kl_estimate(
@@ -308,7 +310,7 @@ def _divergence(left: jax.Array, right: jax.Array) -> jax.Array:
 
 @pytest.mark.slow
 def test_means_and_gradients_of_kl_estimates() -> None:
-    """What their docstring says of them."""
+    """Properties that the docstring of the estimators states."""
     logits, reference = jnp.array([0.3, -1.0, 0.8, 0.1]), jnp.array([-0.2, 0.4, 0.9, -0.7])
     kl = _divergence(logits, reference)
     policy, of_reference = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
@@ -337,7 +339,7 @@ def test_k3_is_kept_within_bounds() -> None:
     np.testing.assert_array_equal(gradient, [0.0, 0.0])
 
 
-# ----------------------------------------------------------------------------------- Who sums what
+# ------------------------------------------------------------------------------------ Normalization
 
 
 @pytest.mark.slow
@@ -347,6 +349,6 @@ def test_sums_by_answer() -> None:
     for row, slot in np.argwhere(ANSWER >= 0):
         wanted[row, slot] = values[row][ANSWER[row] == ANSWER[row, slot]].sum()
     np.testing.assert_array_equal(packing.sum_by_answer(values, ANSWER), wanted)
-    # As many answers as slots.
+    # The number of answers equals that of slots.
     full = np.arange(12)[None]
     np.testing.assert_array_equal(packing.sum_by_answer(values[:1], full), values[:1])

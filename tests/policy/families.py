@@ -81,7 +81,7 @@ def make(family: str, seed: int = 0) -> Any:
 
 
 def save(family: str, folder: pathlib.Path, seed: int = 0) -> Any:
-    """Writes the model as transformers does; returns it."""
+    """Write the model as transformers does, and return it."""
     model = make(family, seed)
     model.save_pretrained(folder)
     return model

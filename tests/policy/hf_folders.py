@@ -62,7 +62,7 @@ def byte_level(markers=MARKERS, words=WORDS, merges=(("a", "b"), ("Ċ", "Ċ"), (
 
 
 def byte_fallback(scheme: str = "first") -> dict:
-    """A BPE of characters with byte fallback, as Llama 2 and Mistral have it."""
+    """A BPE of characters with byte fallback, like those of Llama 2 and Mistral."""
     tokens = ["<unk>", "<s>", "</s>"]
     pieces = [*tokens, *(f"<0x{i:02X}>" for i in range(256)), *"▁abi<>/s[]INST", "▁a", "ab"]
     space = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
@@ -149,12 +149,12 @@ def write(folder: Path, tokenizer: dict, tokenizer_config: dict | None = CONFIG,
 
 
 def ids_of(tokenizer: Tokenizer, *texts: str) -> list[int]:
-    """Ids that added tokens have, seen through a template that writes them."""
+    """Ids of added tokens, found through a template that writes them."""
     return [tokenizer._all.token_to_id(text) for text in texts]  # type: ignore[attr-defined]
 
 
 def same_as_transformers(folder: Path, messages, thinking: bool | None = None) -> list[int]:
-    """Asserts that ids are those of apply_chat_template, and returns them."""
+    """Assert that ids equal those of apply_chat_template, and return them."""
     found = load(folder, thinking).chat(messages)
     chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     option = {} if thinking is None else {"enable_thinking": thinking}
@@ -178,7 +178,7 @@ def theirs(folder: Path):
 
 @functools.cache
 def real(data: Path, name: str) -> Path:
-    """A folder as the Hub has it: qwen2.5-jinja has its template in a file of its own."""
+    """A folder in the Hub's layout: qwen2.5-jinja has its template in a separate file."""
     source, folder = data / "tokenizers", Path(SCRATCH.name) / name
     if name == "minimind":
         return source / name
@@ -206,7 +206,7 @@ def documents(data: Path) -> list[str]:
 
 @functools.cache
 def role_prompts(data: Path) -> list[str]:
-    """What the three roles are asked about real documents."""
+    """Prompts of the three roles about real documents."""
     words, texts = prompts.load("full"), documents(data)
     return [
         words.questioner("general_qa", texts[:2]),

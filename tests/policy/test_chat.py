@@ -1,4 +1,4 @@
-"""Chat templates: what a template writes are tokens, what a content says is text."""
+"""Tests of chat templates: template text becomes tokens, content stays text."""
 
 import string
 
@@ -12,7 +12,7 @@ TEXTS = ["<|end|>", "<|e", "<x>", "<x><x>", "[A]", "\n\n<", "é"]
 TOKENS = [Token(i, text) for i, text in enumerate(TEXTS)]
 END, X, XX = 0, 2, 3
 CHATML = "{% for m in messages %}<x>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}<x>"
-# Pieces from which hostile contents are made; the escapes' own characters among them.
+# Pieces of hostile contents, including the characters of the escapes.
 PIECES = [*TEXTS, "<", ">", "|", "end", "a", " ", "\n", ESCAPE, *DIGITS, ESCAPE + DIGITS[0] * 6]
 
 

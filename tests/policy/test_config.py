@@ -1,4 +1,4 @@
-"""Shapes of policies, and what a config.json may ask for."""
+"""Tests of shapes of policies, and of the requirements of a config.json."""
 
 import dataclasses
 import json

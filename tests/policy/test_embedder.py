@@ -1,4 +1,4 @@
-"""Vectors of texts: those of transformers, whatever the batch, the mesh and the spelling."""
+"""Tests of text embeddings: equal to transformers' for any batch and mesh."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = SENTENCE.split(" ")
 
 
 def tokenizer(*before: str) -> dict:
-    """As of Qwen3-Embedding: a byte-level BPE that puts END behind a text."""
+    """A tokenizer like Qwen3-Embedding's: a byte-level BPE that puts END after a text."""
     plain = hf_folders.byte_level()
     ids = {token["content"]: token["id"] for token in plain["added_tokens"]}
     tokens = {t: {"id": t, "ids": [ids[t]], "tokens": [t]} for t in (*before, END)}
@@ -49,14 +49,14 @@ def folder(tmp_path_factory) -> Path:
 
 
 def make(folder: Path, mesh: dict | None = None, **changes) -> Embedder:
-    """In float32, on one device if no mesh is given."""
+    """An embedder in float32, on one device if no mesh is given."""
     devices = jax.devices()[: 8 if mesh else 1]
     settings = {"max_tokens": 256, "token_budget": 1024, "dtype": "float32"} | changes
     return Embedder(folder, meshes.make_mesh(mesh, devices), **settings)
 
 
 def texts(count: int, longest: int = 40) -> list[str]:
-    """Of 1 to `longest` words; a word has about four tokens."""
+    """Random texts of 1 to `longest` words; a word has about four tokens."""
     rng = np.random.default_rng(0)
     lengths = 1 + rng.integers(longest, size=count)
     return [" ".join(rng.choice(WORDS, size)) for size in lengths]

@@ -1,4 +1,4 @@
-"""The embedding of tokens on meshes = jnp.take on one device; its gradient is added in float32."""
+"""Tests of token embedding on meshes against jnp.take, with float32 sums of gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ on_meshes = pytest.mark.parametrize("shape", MESHES, ids=str)
 
 
 def _inputs(vocab: int = VOCAB, width: int = WIDTH, time: int = TIME):
-    """A table, tokens of which some stand there often and some never, and weights of a sum."""
+    """A table, tokens of which some are frequent and some absent, and weights of a sum."""
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.normal(size=(vocab, width)), jnp.float32)
     tokens = rng.integers(0, vocab // 2, size=(ROWS, time)) * 2
@@ -80,7 +80,7 @@ def test_a_mesh_equals_one_device(shape: dict[str, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [m for m in MESHES if "context" in m], ids=str)
 def test_siblings_that_context_does_not_split(shape: dict[str, int]) -> None:
-    """Three tokens a row are on all devices of `context`, and count once."""
+    """Three tokens per row are on all devices of `context`, and count once."""
     _check(shape, _inputs(time=3))
 
 
@@ -100,7 +100,7 @@ REPEATS = 4096
     "shape", [{}, {"fsdp": 2, "context": 4}, {"expert": 4, "context": 2}], ids=str
 )
 def test_a_frequent_token_in_bfloat16(shape: dict[str, int]) -> None:
-    """Within a rounding of the float64 sum of 4,096 gradients, which jnp.take is far from."""
+    """Within a rounding of the float64 sum of 4,096 gradients; jnp.take is far from it."""
     rng = np.random.default_rng(0)
     given = jnp.asarray(1 + rng.uniform(size=(ROWS, REPEATS // ROWS, WIDTH)), jnp.bfloat16)
     tokens = jnp.full(given.shape[:2], 7, jnp.int32)
@@ -119,7 +119,7 @@ def test_a_frequent_token_in_bfloat16(shape: dict[str, int]) -> None:
 
 
 def _programs(shape: dict[str, int], time: int):
-    """Forward, and backward alone, for a mesh and a table [512, 64]: lowered, with placements."""
+    """Forward, and backward alone, for a mesh and a table [512, 64]: lowered, with shardings."""
     mesh = meshes.make_mesh(shape)
     table, tokens, given = _inputs(512, 64, time)
 
@@ -138,7 +138,7 @@ def _programs(shape: dict[str, int], time: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", MESHES[2:], ids=str)
 def test_no_device_holds_the_table(shape: dict[str, int]) -> None:
-    """Of programs for 64 tokens, no array is a whole [V, D], unless the mesh splits neither."""
+    """No array of a program for 64 tokens is a whole [V, D], if the mesh splits an axis."""
     split = {"fsdp", "context", "tensor"} & set(shape)
     for lowered in _programs(shape, time=TIME):
         shapes = re.findall(r"\[(\d[\d,]*)\]", lowered.compile().as_text())
@@ -157,8 +157,11 @@ def test_no_device_holds_the_table(shape: dict[str, int]) -> None:
     ids=str,
 )
 def test_collectives(shape, forward, backward) -> None:
-    """Tokens are gathered, their rows exchanged and summed over the vocabulary's parts. Back: the
-    same exchange, and a sum over what splits the tokens and not the table."""
+    """Collectives of the embedding.
+
+    Forward gathers tokens, exchanges their rows and sums them over the vocabulary's parts. Backward
+    has the same exchange, and a sum over the axes that split the tokens and not the table.
+    """
     names = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "collective_permute")
     back = {name: count for name, count in forward.items() if name != "all_reduce"} | backward
     for lowered, wanted in zip(_programs(shape, time=64), (forward, back), strict=True):

@@ -1,4 +1,4 @@
-"""Every family against transformers: logits, greedy text, padding, gradients, embeddings."""
+"""Tests of every family against transformers: logits, greedy text, gradients, embeddings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
 from tests.policy import families
 
-LENGTH = 120  # the stretched ropes of families.py come from a context of 32
+LENGTH = 120  # the scaled ropes of families.py start from a context of 32
 TOKENS = np.random.default_rng(0).integers(0, families.VOCAB, size=(2, LENGTH)).astype(np.int32)
 every_family = pytest.mark.parametrize("family", families.FAMILIES)
 
@@ -100,7 +100,7 @@ def test_a_padded_row_equals_the_row_alone(family: str, both) -> None:
 @pytest.mark.slow
 @every_family
 def test_gradients_equal_autograd(family: str, both, tmp_path) -> None:
-    """Of the summed logprob of a short text, for every tensor, relative to its largest entry."""
+    """Gradients of the summed logprob of a short text, relative to each tensor's largest entry."""
     model, config, params = both(family)
     import torch
 
@@ -115,7 +115,7 @@ def test_gradients_equal_autograd(family: str, both, tmp_path) -> None:
     ids = torch.tensor(text, dtype=torch.long)
     every = model(ids).logits.log_softmax(-1)[:, :-1]
     every.gather(-1, ids[:, 1:, None]).sum().backward()
-    # Their gradients take the way of weights: saved as a model, read by our table.
+    # Gradients are converted like weights: saved as a model, read by our table.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data, parameter.grad = parameter.grad, parameter.data

@@ -1,6 +1,6 @@
-"""Hugging Face tokenizers: ids as transformers makes them, and no document can write a token.
+"""Tests of Hugging Face tokenizers: ids equal transformers', documents cannot write tokens.
 
-Small tokenizers are made in hf_folders.py; the tests with `spell_data` read those of Qwen and
+Small tokenizers are made in hf_folders.py. The tests with `spell_data` read those of Qwen and
 MiniMind.
 """
 
@@ -132,7 +132,7 @@ def test_a_real_folder_is_saved_as_it_was(spell_data, tmp_path, name: str) -> No
     assert files == expected and len(files) >= 2
 
 
-# What the small ones show
+# Small tokenizers
 
 
 def test_layout_of_a_turn(small) -> None:

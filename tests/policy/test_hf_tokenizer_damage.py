@@ -1,4 +1,4 @@
-"""Damaged tokenizer files: an error that names the culprit, or no harm."""
+"""Tests of damaged tokenizer files: an error that names the file, or no harm."""
 
 import functools
 import json
@@ -97,7 +97,7 @@ FILES = ("tokenizer", "tokenizer_config", "generation_config")
 
 
 def places(value, path=()):
-    """The paths of all values in a JSON document, but for the letters of the vocabulary."""
+    """The paths of all values in a JSON document, except for the letters of the vocabulary."""
     inside = (
         value.items()
         if isinstance(value, dict)
@@ -123,7 +123,7 @@ def test_damage_is_refused_or_does_no_harm(tmp_path, kind, data) -> None:
     )
     files = dict(zip(FILES, (kind(), config | {"added_tokens_decoder": decoder}, {}), strict=True))
     files["generation_config"] = {"eos_token_id": [1, 2]}
-    files = json.loads(json.dumps(files))  # a copy, to be damaged
+    files = json.loads(json.dumps(files))  # a copy to damage
     folder = write(tmp_path, **files)
     tokenizers.load(folder)
     name = data.draw(st.sampled_from(FILES))

@@ -1,4 +1,4 @@
-"""Adapters: begin as nothing, alone are trained, merge into the kernels, and are PEFT's."""
+"""Tests of adapters: zero at the start, trained alone, merged into kernels, saved for PEFT."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from spell_jax.learner import update
+from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig
-from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy import lora, transformer, weights
 from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime import mesh as meshes
@@ -128,10 +130,10 @@ def test_an_update_trains_the_adapters_alone(mesh) -> None:
     params = tiny.weights(POLICY)
     start, frozen = lora.split(POLICY, params)
     state = learner.init(frozen)
-    state = dataclasses.replace(state, params=jax.device_put(start, learner.param_shardings))
+    state = dataclasses.replace(state, params=jax.device_put(start, learner.fns.param_shardings))
     state, numbers = learner.update(state, groups)
     assert _names(state.params) == _names(start)
-    assert {leaf.shape for leaf in jax.tree.leaves(state.optimizer)} <= {
+    assert {leaf.shape for leaf in jax.tree.leaves(state.opt_state)} <= {
         leaf.shape for leaf in jax.tree.leaves(start)
     } | {()}
     for before, after in zip(jax.tree.leaves(start), jax.tree.leaves(state.params), strict=True):
@@ -142,12 +144,14 @@ def test_an_update_trains_the_adapters_alone(mesh) -> None:
 
 @functools.cache
 def _gradient_norm() -> float:
-    """Of the adapters' part of the gradient, with every parameter trained."""
+    """The adapters' part of the gradient, with every parameter trained."""
     learner = _learner()
     batches, _ = learner.pack(tiny.groups(5))
 
     def loss(params):
-        return sum(learner._loss(params, {}, batch, None)[0] for batch in batches)
+        return sum(
+            update.micro_batch_loss(learner.spec, params, {}, batch, None)[0] for batch in batches
+        )
 
     gradient = jax.jit(jax.grad(loss))(tiny.weights(POLICY))
     trained, _ = lora.split(POLICY, gradient)
@@ -182,7 +186,7 @@ def test_the_sampler_plays_with_the_adapters() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama, llama3"])
 def test_equals_peft(family: str, tmp_path) -> None:
-    """Saved in PEFT's format and read by it: the same logits and gradients of the adapters."""
+    """PEFT reads the saved adapters: the same logits and gradients of the adapters."""
     torch = pytest.importorskip("torch", reason=families.REASON)
     peft = pytest.importorskip("peft", reason="the comparison needs peft (extra 'test')")
     model = families.save(family, tmp_path / "base")

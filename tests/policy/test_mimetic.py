@@ -1,4 +1,4 @@
-"""Random weights that begin with the parts of look-up."""
+"""Tests of mimetic initialization."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def test_biases_begin_large_and_are_the_same_for_all_seeds():
 
 @pytest.mark.parametrize("biases", [True, False])
 def test_something_tells_the_heads_of_a_group_apart(biases):
-    """Equal heads have equal gradients and stay equal for good."""
+    """Equal heads have equal gradients and stay equal forever."""
     found = attention(dataclasses.replace(POLICY, qkv_bias=biases, qk_norm=not biases))
     name = "q_bias" if biases else "q_kernel"
     heads = np.moveaxis(found[name], -2, 0)

@@ -1,4 +1,4 @@
-"""Experts: sorted and ragged = one expert at a time; on a mesh = on one device."""
+"""Tests of experts: sorted and ragged against one by one, and a mesh against one device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig
-from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy import moe, transformer
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
@@ -53,7 +54,7 @@ def _inputs(time=TIME, width=WIDTH, experts=EXPERTS):
 
 
 def _by_hand(x, weights, chosen, kernels):
-    """Every expert on every token, then the chosen ones are picked."""
+    """Reference: every expert on every token, of which the chosen ones are picked."""
     gate, up, down = kernels
     hidden = nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
     every = jnp.einsum("btef,efd->bted", hidden, down)
@@ -135,10 +136,10 @@ def test_chunks_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> N
     ("mesh", "sizes"),
     [
         ({"context": 4, "expert": 2}, {"time": 8}),
-        ({"context": 4, "expert": 2}, {}),  # five tokens a row, all on each device of `context`
+        ({"context": 4, "expert": 2}, {}),  # five tokens per row, all on each device of `context`
         ({"data": 2, "fsdp": 2, "context": 2}, {"time": 6}),
         ({"context": 2, "tensor": 2, "expert": 2}, {"time": 6}),
-        # What the mesh does not divide: the width, experts.
+        # Sizes that the mesh does not divide: the width, experts.
         ({"fsdp": 4, "context": 2}, {"time": 6}),
         ({"context": 4, "data": 2}, {"width": 14}),
         ({"context": 2, "expert": 4}, {"time": 6, "experts": 6}),
@@ -171,11 +172,11 @@ def test_few_tokens_have_neither_loop_nor_padding() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"data": 8}, {"fsdp": 2, "context": 2, "expert": 2}], ids=str)
 def test_kernel_gradients_are_summed_in_float32(mesh, monkeypatch) -> None:
-    """Over 256 chunks of a device, and over devices: what is left is the rounding of the end."""
+    """Over 256 chunks of a device, and over devices: only the final rounding is left."""
     rng = np.random.default_rng(0)
     rows, time, experts = 8, 512, 2
 
-    def draw(*shape):  # positive, so that sums grow far above what is added to them
+    def draw(*shape):  # positive, so that sums grow far above their terms
         return jnp.asarray(rng.uniform(0.5, 1, size=shape), jnp.bfloat16)
 
     kernels = draw(experts, 8, 4), draw(experts, 8, 4), draw(experts, 4, 8)
@@ -222,8 +223,9 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 @pytest.mark.parametrize(
     ("mesh", "forward", "backward"),
     [
-        # Three kernels, and tokens with their weights and experts; back, the gradient of the output
-        # too. Scattered are the output; the gradients of tokens and weights, and of the kernels.
+        # Gathered are three kernels, and tokens with their weights and experts; backward, the
+        # output's gradient too. Scattered are the output, and the gradients of tokens, weights and
+        # kernels.
         ({"context": 4, "expert": 2}, (6, 1, 0), (7, 5, 0)),
         ({"fsdp": 4, "data": 2}, (3, 0, 0), (3, 3, 3)),
         ({"data": 2, "tensor": 4}, (0, 0, 1), (0, 0, 5)),
@@ -252,7 +254,7 @@ def test_collectives(mesh, forward, backward) -> None:
 
 
 def test_frozen_experts_have_no_gradient() -> None:
-    """With adapters no expert is trained: nothing of its gradient is left in the program."""
+    """With adapters no expert is trained: the program has nothing of its gradient."""
     x, weights, chosen, kernels = _inputs(time=8, width=32)
 
     def to_x(x):
@@ -270,7 +272,7 @@ def test_each_device_holds_and_computes_its_own_experts() -> None:
     assert placed.shard_shape(shapes["layers"]["moe"]["gate_kernel"].shape)[1] == 1
     with jax.set_mesh(mesh):
         program = jax.jit(moe.mix).lower(*_inputs()).as_text()
-    # Of the ragged products' kernels [experts, in, out], a device has one expert.
+    # A device has one expert of the ragged products' kernels [experts, in, out].
     assert f"tensor<1x{WIDTH}x{HIDDEN}xf32>" in program
     assert "all_gather" in program and "reduce_scatter" in program
     assert "all_reduce" not in program

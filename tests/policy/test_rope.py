@@ -1,4 +1,4 @@
-"""Rotary positions: a rotation by the position, in float32 however far, stretched as elsewhere."""
+"""Tests of rotary positions: exact in float32 at any distance, scaled like transformers."""
 
 import dataclasses
 import math
@@ -71,8 +71,11 @@ def test_neighbors_differ_in_bfloat16_too() -> None:
     ids=lambda value: value["rope_type"] if isinstance(value, dict) else str(value),
 )
 def test_every_position_equals_transformers(theta, head_size, scaling) -> None:
-    """All 131,072 positions. One unit in the last place of one frequency would be up to .008; the
-    largest difference is 4e-6, where transformers' power is rounded the other way."""
+    """All 131,072 positions.
+
+    One unit in the last place of one frequency could be an error of .008. The largest difference is
+    4e-6, where transformers' power is rounded the other way.
+    """
     torch = pytest.importorskip("torch", reason=families.REASON)
     qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3", reason=families.REASON)
     fields = {"rope_parameters": scaling | {"rope_theta": theta}, "max_position_embeddings": FAR}

@@ -1,4 +1,4 @@
-"""Ids that come one by one say together what decode says of all."""
+"""Tests that ids decoded one by one give the same text as decode of all ids."""
 
 import functools
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_stream_says_what_decode_says(kind: str, data) -> None:
     runs = data.draw(st.lists(text | st.lists(known, max_size=20), max_size=8))
     ids = [i for run in runs for i in run]
     stream = words.stream()
-    for _ in range(2):  # finish() leaves it as new
+    for _ in range(2):  # finish() resets it
         assert "".join([*map(stream.push, ids), stream.finish()]) == words.decode(ids)
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer: lossless, and no text can open or close a turn."""
+"""Tests of the tokenizer: lossless, and no text can open or close a turn."""
 
 import functools
 
@@ -126,7 +126,7 @@ def test_a_model_without_an_end_is_refused(tmp_path) -> None:
     ("name", "size"), [("mistral-v1.model", 32_000), ("sp_test_model.model", 1000)]
 )
 def test_models_of_others(spell_data, tmp_path, name: str, size: int) -> None:
-    """As the sentencepiece package has it."""
+    """As in the sentencepiece package."""
     path = spell_data / "tokenizers" / "sentencepiece" / name
     (tmp_path / MODEL_FILE).write_bytes(path.read_bytes())
     found, wanted = tokenizers.load(tmp_path), sentencepiece.SentencePieceProcessor(str(path))

@@ -1,4 +1,4 @@
-"""The policy and its variants; test_families.py holds it against another implementation."""
+"""Tests of the policy's variants; test_families.py compares with another implementation."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ def test_logits_are_causal() -> None:
 
 
 def test_an_answer_behind_its_prompt_in_a_packed_row() -> None:
-    """Two answers behind one prompt score as each would alone."""
+    """Two answers after one prompt score as each would alone."""
     prompt, first, second = TOKENS[0, :6], TOKENS[0, 6:10], TOKENS[1, :5]
     packed = np.concatenate([prompt, first, second])[None]
     positions = jnp.array([[*range(10), *range(6, 11)]])
@@ -72,7 +72,7 @@ def test_an_answer_behind_its_prompt_in_a_packed_row() -> None:
 
 @pytest.mark.slow
 def test_remat_keeps_what_its_name_says() -> None:
-    """Numbers kept for the backward pass; that no gradient changes: learner/test_update.py."""
+    """Numbers kept for the backward pass; learner/test_update.py tests the gradients."""
 
     def kept(remat: str) -> int:
         policy = dataclasses.replace(tiny.POLICY, remat=remat)
@@ -82,13 +82,13 @@ def test_remat_keeps_what_its_name_says() -> None:
 
     block, attention, dots, none = map(kept, ("block", "attention", "dots", "none"))
     layers, tokens, c = tiny.POLICY.layers, TOKENS.size, tiny.POLICY
-    # The output, and one log-sum-exp a head.
+    # The output, and one log-sum-exp per head.
     assert attention - block == layers * tokens * c.heads * (c.head_size + 1)
     assert attention < dots < none
 
 
 def test_offload_puts_what_blocks_begin_with_on_the_host() -> None:
-    """Seen in the program for TPUs; for CPUs, whose memory is the host's, it is left out."""
+    """Visible in the program for TPUs; it is left out for CPUs, whose memory is the host's."""
 
     def text(remat: str) -> str:
         policy = dataclasses.replace(tiny.POLICY, remat=remat)
@@ -99,7 +99,7 @@ def test_offload_puts_what_blocks_begin_with_on_the_host() -> None:
 
 
 def test_gradients_of_matrices_are_summed_in_float32() -> None:
-    """Each comes out of one product of bfloat16 numbers, in float32; biases are summed so too."""
+    """Each is the float32 result of one product of bfloat16 numbers; biases are summed so too."""
     low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tiny.weights())
     gradient = jax.grad(lambda p: transformer.logits(tiny.POLICY, p, TOKENS).sum())
     made = list(programs.equations(jax.make_jaxpr(gradient)(low).jaxpr))

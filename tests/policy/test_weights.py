@@ -1,4 +1,4 @@
-"""Hugging Face folders: the same bits out and in, and damage that is named."""
+"""Tests of Hugging Face folders: the same bits out and in, and errors that name the damage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_tensors(folder: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    """All tensors of a folder, by the library alone."""
+    """All tensors of a folder, read by the library alone."""
     tensors: dict[str, np.ndarray] = {}
     for path in folder.glob("*.safetensors"):
         tensors |= safetensors.numpy.load_file(path)
@@ -155,7 +155,7 @@ def test_names_and_layout_of_experts(tmp_path) -> None:
         np.testing.assert_array_equal(tensor, moe[f"{name}_kernel"][1, 3].T)
 
 
-# -------------------------------------------------------------------------------- What is accepted
+# --------------------------------------------------------------------------------- Accepted folders
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
@@ -178,7 +178,7 @@ def test_names_may_lack_their_model(name: str, tmp_path) -> None:
 
 
 def test_an_embedding_model_may_lack_its_output_projection(tmp_path) -> None:
-    """As Qwen3-Embedding: names without "model.", and no lm_head whatever the config says."""
+    """Like Qwen3-Embedding: names without "model.", and no lm_head despite the config."""
     policy = POLICIES["qwen3"]
     untied = dataclasses.replace(policy, tied_embeddings=False)
     params = tiny.weights(untied)
@@ -239,7 +239,7 @@ def test_an_unknown_dtype_is_named(tmp_path) -> None:
         weights.save(folder, tiny.POLICY, tiny.weights(), dtype="float16")
 
 
-# -------------------------------------------------------------------------------------- What is not
+# ---------------------------------------------------------------------------------- Refused folders
 
 
 NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"

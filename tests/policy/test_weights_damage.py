@@ -1,4 +1,4 @@
-"""Whatever is done to a folder: the same weights come out, or an error that names the file."""
+"""Tests of random damage to a folder: the same weights, or an error that names the file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def originals(tmp_path_factory) -> dict[str, pathlib.Path]:
 
 
 def load_damaged(original: pathlib.Path, damage: Callable[[pathlib.Path], Any]) -> Any:
-    """What `load` makes of a damaged copy: parameters, or the message of its error."""
+    """Result of `load` on a damaged copy: parameters, or the message of its error."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch) / "policy"
         shutil.copytree(original, folder)
@@ -67,7 +67,7 @@ def load_damaged(original: pathlib.Path, damage: Callable[[pathlib.Path], Any]) 
 
 
 def assert_same_or_named(found: Any, pattern: str) -> None:
-    """The undamaged parameters, or an error that names a file of this pattern."""
+    """Check for the undamaged parameters, or an error that names a file of this pattern."""
     if isinstance(found, str):
         assert re.search(f"policy/({pattern}): ", found), found
     else:
@@ -80,7 +80,7 @@ def _pick(data: st.DataObject, original: pathlib.Path, pattern: str) -> pathlib.
 
 
 def _alter(data: st.DataObject, content: bytes, end: int) -> bytes:
-    """Content of which up to three of the first `end` bytes are others, or lost, or doubled."""
+    """Content with up to three of its first `end` bytes changed, lost or doubled."""
     altered = bytearray(content)
     for _ in range(data.draw(st.integers(1, 3))):
         end = min(end, len(altered))
@@ -130,7 +130,7 @@ def test_damaged_indices(data, originals) -> None:
     content = (originals["shards"] / files.INDEX).read_bytes()
     altered = _alter(data, content, len(content))
     found = load_damaged(originals["shards"], lambda f: (f / files.INDEX).write_bytes(altered))
-    # What is changed there may be a file's name, or a tensor's, which a file then has too many.
+    # The change may hit a file's name, or a tensor's name, which a file then has in addition.
     assert_same_or_named(found, rf"{files.INDEX}|[^/]*\.safetensors")
 
 
@@ -140,7 +140,7 @@ def test_damaged_configs(data, originals) -> None:
     content = (originals["one file"] / "config.json").read_bytes()
     altered = _alter(data, content, len(content))
     found = load_damaged(originals["one file"], lambda f: (f / "config.json").write_bytes(altered))
-    # Where the config is whole but another, it is the weights that do not fit.
+    # If the config is valid but another one, the error is that the weights do not fit.
     assert_same_or_named(found, f"config.json|{files.SINGLE}")
 
 
@@ -171,7 +171,7 @@ DTYPES = [np.int8, np.uint16, np.int64, np.float64, np.bool_, np.float16, ml_dty
 
 
 def _edit(data: st.DataObject, tensors: dict[str, np.ndarray]) -> tuple[str, str]:
-    """Changes one tensor; returns its name and what was done."""
+    """Change one tensor; return its name and the kind of change."""
     name = data.draw(st.sampled_from(sorted(tensors)))
     kind = data.draw(st.sampled_from(["rename", "drop", "duplicate", "reshape", "retype", "swap"]))
     other = data.draw(st.sampled_from(sorted(tensors)))
@@ -209,7 +209,7 @@ def test_edited_tensors(kind: str, data, originals) -> None:
         shapes.get(name) == tensor.shape and str(tensor.dtype) in types
         for name, tensor in edited.items()
     )
-    if fits and done != "drop":  # a change of values that nobody can see, or none
+    if fits and done != "drop":  # a change of values that cannot be detected, or none
         assert done in ("swap", "retype", "reshape") and not isinstance(found, str)
         assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, tiny.weights(POLICY))
     else:

@@ -1,6 +1,6 @@
-"""Weights that two hosts hold together are saved by one, layer by layer, as one host saves them.
+"""Tests that weights held by two hosts are saved layer by layer, as one host saves them.
 
-python -m tests.policy.test_weights_hosts PORT PROCESS FOLDER        # prints what became of it
+python -m tests.policy.test_weights_hosts PORT PROCESS FOLDER        # prints the results
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def test_one_of_two_hosts_saves_what_both_hold(experts: int, tmp_path: pathlib.P
     alone = {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir()}
     saved = {path.name: path.read_bytes() for path in (tmp_path / "host_0").iterdir()}
     assert saved == alone and len(alone) > 4
-    # A folder of its own is written by the first alone.
+    # A folder on the host's own disk is written by the first host only.
     assert not (tmp_path / "host_1").exists()
-    # No more than a layer, or the embedding, is gathered at once.
+    # Never more than a layer, or the embedding, is gathered at once.
     largest = max(params["embedding"].size, *(leaf[0].size for leaf in _leaves(params["layers"])))
     assert first["largest"] == second["largest"] == largest
     for told in (first, second):

@@ -1,4 +1,4 @@
-"""How much memory a load and a save take, measured in a program of its own (this file, too)."""
+"""Tests of the memory of a load and a save, measured in a process of their own (this file)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ QWEN_7B = dataclasses.replace(
     rope=RopeConfig(theta=1e6),
 )
 ON_LINUX = pathlib.Path("/proc/self/status").exists()
-PATTERN = 8 << 20  # bytes after which random values come again
+PATTERN = 8 << 20  # bytes after which random values repeat
 
 
 def _shapes(config: PolicyConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -63,7 +63,7 @@ def _shapes(config: PolicyConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def write_random(folder: pathlib.Path, config: PolicyConfig, shard_bytes: int) -> None:
-    """A folder of random bfloat16 weights of about 0.01, written without ever holding it."""
+    """A folder of random bfloat16 weights of about 0.01, written without holding it in memory."""
     bits = np.random.default_rng(0).integers(0, 1 << 16, PATTERN // 2, dtype=np.uint16)
     pattern = memoryview((bits & 0x807F | 0x3C00).tobytes())
     shards: list[dict[str, tuple[int, ...]]] = [{}]
@@ -94,7 +94,7 @@ def write_random(folder: pathlib.Path, config: PolicyConfig, shard_bytes: int) -
 
 
 def _status(field: str) -> int:
-    """Bytes that this process holds ("VmRSS") or has held ("VmHWM")."""
+    """Bytes that this process holds ("VmRSS") or has held at most ("VmHWM")."""
     # Not getrusage: its maximum is inherited from the process that started this one.
     for line in pathlib.Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
@@ -103,10 +103,11 @@ def _status(field: str) -> int:
 
 
 def measure(tiny: str, folder: str, on_mesh: bool, shard_bytes: int) -> dict[str, float]:
-    """Loads a folder in bfloat16, and saves it in shards unless their size is 0.
+    """Load a folder in bfloat16, and save it in shards unless their size is 0.
 
-    Returns bytes that stay of the load, the most bytes held above that, its seconds; the most bytes
-    held for the save.
+    Returns:
+      Bytes that remain after the load, the most bytes held above that, its seconds; the most bytes
+      held for the save.
     """
     import jax
 
@@ -122,7 +123,7 @@ def measure(tiny: str, folder: str, on_mesh: bool, shard_bytes: int) -> dict[str
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     found = {"kept": kept, "above": peak - kept, "before": before, "seconds": seconds, "save": 0}
     if shard_bytes:
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the highest mark
         before = _status("VmRSS")
         weights.save("saved", config, params, dtype="bfloat16", shard_bytes=shard_bytes)
         found["save"] = _status("VmHWM") - before
@@ -141,7 +142,7 @@ def _measure_elsewhere(
     done = subprocess.run(
         [sys.executable, __file__, *arguments],
         cwd=tmp_path,
-        # What is freed goes back to the system at once, if it is large.
+        # Freed memory goes back to the system at once, if it is large.
         env=environment | {"PYTHONPATH": str(root), "MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
         stdout=subprocess.PIPE,
         check=True,

@@ -1,4 +1,4 @@
-"""Weights read onto a mesh: the same values, each where it belongs, and nothing read in vain."""
+"""Tests of weights read onto a mesh: values, shardings, and no needless reading."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_load_onto_a_mesh_equals_a_plain_one(policy: PolicyConfig, shape, tmp_
     shapes, axes = transformer.abstract_params(policy)
     wanted = meshes.shardings(mesh, axes, shapes)
     assert jax.tree.map(lambda leaf: leaf.sharding, params) == wanted
-    # What is split over devices is saved as what is not.
+    # Weights split over devices are saved like unsplit ones.
     weights.save(tmp_path / "b", policy, params, shard_bytes=SHARD)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
@@ -66,7 +66,7 @@ def test_a_load_onto_a_mesh_in_bfloat16(tmp_path) -> None:
 @pytest.mark.parametrize("name", ["qwen2 untied", "qwen3_moe"])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_no_byte_is_read_twice(name: str, shape, tmp_path, counted) -> None:
-    """One host holds all of each parameter, however it is split."""
+    """One host holds all of each parameter, for any split."""
     policy = POLICIES[name]
     weights.save(tmp_path, policy, tiny.weights(policy))
     weights.load(tmp_path, meshes.make_mesh(shape))
@@ -80,7 +80,7 @@ def _tensors(folder) -> list[files.Tensor]:
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_a_device_reads_only_what_it_holds(name: str, shape, tmp_path, counted) -> None:
-    """Each device's part of every parameter by itself, as on a host that has only this device."""
+    """Each device's part of every parameter alone, as on a host that has only this device."""
     policy = POLICIES[name]
     weights.save(tmp_path, policy, tiny.weights(policy))
     shapes, axes = transformer.abstract_params(policy)
@@ -103,7 +103,7 @@ def test_a_device_reads_only_what_it_holds(name: str, shape, tmp_path, counted) 
             assert_same_bits(out, part)
             assert counted.total() == part.nbytes
             split += part.nbytes < whole.nbytes
-    assert split > 40  # else nothing was tested
+    assert split > 40  # otherwise nothing was tested
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
@@ -126,7 +126,7 @@ def test_a_load_asks_for_what_single_devices_hold(name: str, shape, tmp_path, mo
 
 
 def test_even_a_split_head_is_read(tmp_path) -> None:
-    """No rule splits H, the second of two flattened axes; reading would be right all the same."""
+    """No rule splits H, the second of two flattened axes; reading would be correct even so."""
     policy = tiny.POLICY
     weights.save(tmp_path, policy, tiny.weights())
     source = weights._Source(policy, *weights.match(policy, *files.scan(tmp_path)), "float32")

@@ -1,4 +1,4 @@
-"""Saving: shards, configs, and folders that are whole or not there."""
+"""Tests of saving: shards, configs, and folders that are complete or absent."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_tensor_larger_than_a_shard_gets_one_of_its_own(tmp_path) -> None:
 
 
 class _Tokenizer:
-    """Of a tokenizer what `save` needs: two ends, and perhaps a generation config of its own."""
+    """The parts of a tokenizer that `save` needs: two ends, and perhaps a generation config."""
 
     eos_id, pad_id, stop_ids = 7, 3, (7, 9)
 
@@ -195,7 +195,7 @@ def test_an_error_between_the_renames_brings_the_old_folder_back(tmp_path, monke
     assert_same_bits(weights.load(folder)[1], tiny.weights())
 
 
-# Saves the weights of seed 1; kills itself after writing two shards, or moving the old folder away.
+# Save the weights of seed 1; end after writing two shards, or after moving the old folder away.
 DYING = """
 import os, pathlib, signal, sys
 import safetensors.numpy
@@ -227,7 +227,7 @@ def test_a_killed_save_is_never_taken_for_whole_and_the_next_one_tidies_up(where
     if where == "write":
         assert len(list(tmp_path.iterdir())) == 3
         assert_same_bits(weights.load(folder)[1], tiny.weights())
-    else:  # between moving the old one away and the new one in
+    else:  # between moving the old folder away and the new one in
         assert len(list(tmp_path.iterdir())) == 3
         with pytest.raises(FileNotFoundError, match=r"config\.json"):
             weights.load(folder)

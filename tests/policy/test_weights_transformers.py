@@ -1,4 +1,4 @@
-"""Folders go to transformers and come from it, for every family."""
+"""Tests of folders written for transformers and read from it, for every family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report's page: what is chosen and packed, and what a browser makes of it."""
+"""Tests of the report's page: selection of episodes, packing, rendering in a browser."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spell_jax.reporting.panels import choose_panels
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.jsonl import write_records
 
-FORM = report_page._FORM.stat().st_size  # bytes of a page without anything on it
+FORM = report_page._FORM.stat().st_size  # bytes of a page without any content
 HOSTILE = "</script><script>document.title='out'</script><!--\u2028\u2029<b id=in>&amp;\ud83d${`"
 
 
@@ -41,7 +41,7 @@ def unpack(line: str):
     return json.loads(gzip.decompress(base64.b64decode(line, validate=True)))
 
 
-# ---------------------------------------------------------------------------------- What is chosen
+# ---------------------------------------------------------------------------------------- Selection
 
 
 def kinds_of(episodes) -> collections.Counter:
@@ -55,10 +55,10 @@ def test_rare_outcomes_are_chosen_as_often_as_frequent_ones():
     taken = collections.Counter()
     assert choose(episodes, 7, {"3", "45"}, taken) == [0, 1, 2, 3, 40, 45, 49]
     assert taken == {("a", "solved"): 4, ("a", "mixed"): 2, ("b", "solved"): 1}
-    # Those with documents come first.
+    # Episodes with documents come first.
     assert choose(episodes, 3, {"3", "45"}, collections.Counter()) == [3, 45, 49]
     assert choose(episodes, 99, set(), collections.Counter()) == list(range(50))
-    # What earlier steps had much of waits.
+    # Kinds that earlier steps had often come later.
     assert choose(episodes, 2, set(), collections.Counter({("a", "mixed"): 1})) == [0, 49]
 
 
@@ -72,7 +72,7 @@ def test_every_step_has_its_share(tmp_path):
     assert max(kinds_of(read.chosen).values()) < 12
     assert choose_episodes(workdir, 72) == read
     many = kinds_of(choose_episodes(workdir, 21).chosen)
-    assert len(many) >= 11 and max(many.values()) <= 2  # though a step has three of them only
+    assert len(many) >= 11 and max(many.values()) <= 2  # though a step has only three of them
     few = choose_episodes(workdir, 3)
     assert [e["step"] for e in few.chosen] == [1, 4, 7]
     assert few.found == few.played == 210 and set(few.counted) == set(range(1, 8))
@@ -81,7 +81,7 @@ def test_every_step_has_its_share(tmp_path):
 @pytest.mark.parametrize(
     "scores, wanted",
     [
-        ([], "skipped"),
+        ([], "declined"),
         ([0.0, 1.0], "mixed"),
         ([0.0, 0.0], "unsolved"),
         ([1.0, 1.0], "solved"),
@@ -89,7 +89,7 @@ def test_every_step_has_its_share(tmp_path):
     ],
 )
 def test_outcomes(scores, wanted):
-    assert outcome(scores, "skipped") == wanted
+    assert outcome(scores, "declined") == wanted
 
 
 def test_what_follows_from_episodes(tmp_path):
@@ -169,14 +169,14 @@ def test_tasks_of_other_games_have_no_share_and_nobody_no_reward(tmp_path):
     assert [group["mapping"] for group in overview["groups"]] == [None]
 
 
-# ---------------------------------------------------------------------------------- What is packed
+# ------------------------------------------------------------------------------------------ Packing
 
 
 def test_the_page_has_every_document_once_and_is_always_the_same(tmp_path, monkeypatch):
     clock = itertools.count(1_000_000_000, 1_000_000)
     monkeypatch.setattr("time.time", lambda: next(clock))
     workdir = write_run(tmp_path / "run", steps=3, episodes=5)
-    path_of(workdir, 3).write_bytes(path_of(workdir, 1).read_bytes())  # clusters come back
+    path_of(workdir, 3).write_bytes(path_of(workdir, 1).read_bytes())  # clusters repeat
     pages = [tmp_path / "a.html", tmp_path / "b.html"]
     for page in pages:
         write_page([measured(workdir)], epath.Path(page))
@@ -258,7 +258,7 @@ def test_seeds_are_bands_and_other_configs_curves(tmp_path):
 
 def test_on_a_full_page_texts_that_are_there_cost_nothing_more(tmp_path):
     workdir = write_run(tmp_path / "run", 10, 10, sizes=Sizes(document=4000, clusters=20))
-    write_page([measured(workdir)], epath.Path(tmp_path / "page.html"), size=FORM + 226_632)
+    write_page([measured(workdir)], epath.Path(tmp_path / "page.html"), size=FORM + 226_800)
     *lines, index = map(unpack, data_of(tmp_path / "page.html"))
     clusters = {tuple(map(tuple, entry["documents"])) for entry in index} - {()}
     assert [] not in lines
@@ -317,7 +317,7 @@ def test_the_command_compares_runs(tmp_path):
     assert unpack(data_of(one / "comparison.html")[0])["runs"] == [str(one), str(two)]
 
 
-# -------------------------------------------------------------------------------- In a browser
+# ------------------------------------------------------------------------------------- In a browser
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +343,7 @@ def state(page) -> str:
 
 
 def select(page, name: str, value: str) -> None:
-    """Sets a filter as a user does."""
+    """Set a filter like a user."""
     page.value(
         f"(() => {{ const field = document.forms[0].elements['{name}']; field.value = '{value}';"
         " field.dispatchEvent(new Event('input', { bubbles: true })); })()"
@@ -429,7 +429,7 @@ def test_an_episode_shows_its_evidence_and_keys_lead_on(page, large):
 def test_how_curves_are_drawn(page, large):
     page.open(large)
 
-    def drawn(panel: dict, *groups: dict, what: str = "path", of: str = "d") -> list[str]:
+    def plotted(panel: dict, *groups: dict, what: str = "path", of: str = "d") -> list[str]:
         given = ", ".join(map(json.dumps, ({"title": ""} | panel, groups)))
         found = f"[...chart({given}).querySelector('svg').querySelectorAll('{what}')]"
         return page.value(f"{found}.map(e => '{of}' ? e.getAttribute('{of}') : e.textContent)")
@@ -437,26 +437,26 @@ def test_how_curves_are_drawn(page, large):
     one = {"name": "g", "series": {"x": [[1, 2], [0.03, 0.37]], "y": [[1, 2], [0.1, 0.35]]}}
     metrics = {"all": "x", "b": "y"}
     # An axis begins and ends at a tick; a task's color does not depend on the curve of all tasks.
-    told = drawn({"metrics": metrics}, one, what="text", of="")
+    told = plotted({"metrics": metrics}, one, what="text", of="")
     assert told[:5] == ["0", "0.1", "0.2", "0.3", "0.4"]
-    colors = drawn({"metrics": metrics}, one, of="style")
+    colors = plotted({"metrics": metrics}, one, of="style")
     assert colors == ["stroke:var(--ink)", "stroke:var(--c0)"]
-    assert drawn({"metrics": {"b": "y"}}, one, of="style") == ["stroke:var(--c0)"]
-    # To compare, that of all tasks alone.
-    assert drawn({"metrics": metrics}, one, one, of="style") == [
+    assert plotted({"metrics": {"b": "y"}}, one, of="style") == ["stroke:var(--c0)"]
+    # A comparison plots only the metric of all tasks.
+    assert plotted({"metrics": metrics}, one, one, of="style") == [
         "stroke:var(--c0)", "stroke:var(--c1)"
     ]  # fmt: skip
     # What adds up is one area on another: 0 is at the bottom, 2 at the top.
     same = {"name": "g", "series": {name: [[1, 2], [1.0, 1.0]] for name in "xy"}}
-    lower, upper = drawn({"metrics": {"a": "x", "b": "y"}, "stacked": True}, same)
+    lower, upper = plotted({"metrics": {"a": "x", "b": "y"}, "stacked": True}, same)
     assert lower == "M46.0 102.0L410.0 102.0L410.0 196.0L46.0 196.0Z"
     assert upper == "M46.0 8.0L410.0 8.0L410.0 102.0L46.0 102.0Z"
-    # Of many steps the mean over neighbors, in front of the values; of a band its mean only.
+    # Many steps: the mean over neighbors, in front of the values. A band: its mean only.
     steps, values = list(range(120)), [float(n % 2) for n in range(120)]
-    raw, smooth = drawn({"metrics": {"a": "x"}}, one | {"series": {"x": [steps, values]}})
+    raw, smooth = plotted({"metrics": {"a": "x"}}, one | {"series": {"x": [steps, values]}})
     assert " 8.0L" in raw and " 8.0L" not in smooth
     seeds = one | {"series": {"x": [steps, values, values, values]}}
-    band, mean = drawn({"metrics": {"a": "x"}}, seeds)
+    band, mean = plotted({"metrics": {"a": "x"}}, seeds)
     assert mean == smooth and " 8.0L" not in band
 
 

@@ -1,4 +1,4 @@
-"""The page's plots as pictures: one a plot, with what the page shows."""
+"""Tests of the page's plots as pictures: one per plot, with the page's content."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_runs_are_compared_with_bands(tmp_path):
     panel = made["panels"][0]
     axes = axes_of(plots._draw_curves, panel, made["groups"])
     one, other = made["groups"]
-    # Of the solve rate by task, that of all tasks.
+    # Of the solve rate by task, only that of all tasks.
     wanted = {g["name"]: g["series"]["rollout/solve_rate"][1] for g in (one, other)}
     assert curves_of(axes) == wanted
     low, high = one["series"]["rollout/solve_rate"][2:]

@@ -29,7 +29,7 @@ def write_run(workdir, evaluation=None):
             {
                 "rollout/solve_rate": step / 10,
                 "rollout/share/accepted": 0.8,
-                "rollout/share/skipped": 0.2,
+                "rollout/share/declined": 0.2,
                 "train/grad_norm": float("nan") if step == 2 else 1.0,
                 **({"eval/responder/general_qa/8": 0.5} if step % 2 else {}),
             },
@@ -70,12 +70,12 @@ def test_names_become_panels_and_series():
             "rollout/share/accepted": 1,
             "eval/role/task/8": 0.1,
         },
-        {"step": 2, "rollout/solve_rate": None, "rollout/share/skipped": 0, "non_finite": 1},
+        {"step": 2, "rollout/solve_rate": None, "rollout/share/declined": 0, "non_finite": 1},
     ]
     assert _panels(records) == {
         "rollout": {
             "solve_rate": {"solve_rate": [(1, 0.5)]},
-            "share": {"accepted": [(1, 1)], "skipped": [(2, 0)]},
+            "share": {"accepted": [(1, 1)], "declined": [(2, 0)]},
         },
         "eval": {"role/task": {"8": [(1, 0.1)]}},
         "other": {"non_finite": {"non_finite": [(2, 1)]}},

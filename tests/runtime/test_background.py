@@ -1,4 +1,4 @@
-"""Work that nobody waits for: its order, its errors, and who is held up by it."""
+"""Tests of background work: order, errors, and blocking."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_so_much_may_wait_and_no_more():
         others = threading.Thread(target=hand_in)
         others.start()
         others.join(0.3)
-        # Two wait, beside the one that is being done and perhaps not yet taken from the queue.
+        # Two are queued, besides the one in progress, which may not have left the queue yet.
         assert others.is_alive() and len(handed) in (1, 2) and not taken
         gate.set()
         others.join()

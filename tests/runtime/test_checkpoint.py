@@ -88,7 +88,7 @@ def test_restores_onto_another_mesh(tmp_path, fsdp, tensor):
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path, devices):
-    """On CPU the host's copy may be the device's buffer: what is saved must not be overwritten."""
+    """On CPU the host's copy may be the device's buffer: saved data must not be overwritten."""
     place = NamedSharding(mesh_of(devices, 1), P("fsdp"))
     step = jax.jit(lambda x: x * 2 + 1, donate_argnums=0)
 
@@ -98,7 +98,7 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path, devices):
     x = jax.block_until_ready(step(jax.device_put(jnp.zeros(2**20), place)))
     before = address(x)
     x = step(x)
-    assert address(x) == before  # a donated buffer is overwritten, as long as nobody reads it
+    assert address(x) == before  # a donated buffer is overwritten if nobody reads it
     x = jax.block_until_ready(step(x + jnp.arange(2.0**20)))
     want = np.array(x)
     checkpoints = Checkpoints(tmp_path)
@@ -149,7 +149,7 @@ def test_bad_settings_are_named(tmp_path, field, least):
 
 
 class Handed(Exception):
-    """Ends a call when it has told what it was given."""
+    """Raised to end a call after it has recorded its arguments."""
 
 
 @pytest.mark.parametrize("workdir", ["gs://bucket/a/run", "/data/run", "run"])
@@ -169,7 +169,7 @@ def test_orbax_gets_the_path_as_it_was_given(monkeypatch, tmp_path, workdir):
 
 
 def test_all_reading_and_writing_of_ours_goes_through_epath(tmp_path, monkeypatch):
-    """A file system of epath's that is not local, except for what Orbax does itself."""
+    """A file system of epath's that is not local, except for Orbax's own operations."""
     local, seen = str(tmp_path / "bucket"), set()
     checkpoints = Checkpoints(tmp_path / "bucket")
     checkpoints.save(1, {"x": jnp.ones(2)}, {}, force=True)
@@ -269,7 +269,7 @@ def test_a_part_is_restored_without_the_rest(tmp_path):
         checkpoints.restore_part(2, wanted)
 
 
-# Kills the process at the first event of the second save whose kind and path are the wanted ones.
+# Kill the process at the first event of the second save with the wanted kind and path.
 KILLED_SAVE = """
     import os, signal, sys
     import jax.numpy as jnp
@@ -319,7 +319,7 @@ def test_a_killed_save_is_never_taken_for_complete(tmp_path, event, path, left):
     assert checkpoints.save(step + 1, {"x": 3 * jnp.ones(5)}, {"step": 2})
     assert checkpoints.restore(step + 1, {"x": jnp.zeros(5)})[0]["x"].tolist() == [3.0] * 5
     checkpoints.close()
-    # What was half written or half deleted is replaced when its step comes again.
+    # Incomplete or partly deleted steps are replaced when they are saved again.
     kept = {item.name for item in (tmp_path / "checkpoints").iterdir()}
     assert kept <= {str(step + 1), "1"} and str(step + 1) in kept
 

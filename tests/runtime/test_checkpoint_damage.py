@@ -1,5 +1,6 @@
-"""Checkpoints on disks that fail: damaged steps are skipped, failed saves are tried again and put
-elsewhere, and two processes agree.
+"""Tests of checkpoints on failing disks.
+
+Damaged steps are skipped, failed saves are retried and put elsewhere, and two processes agree.
 
 python -m tests.runtime.test_checkpoint_damage PORT PROCESS WORKDIR       # prints JSON
 """
@@ -56,7 +57,7 @@ def run_folder(tmp_path_factory) -> Path:
 
 # ----------------------------------------------------------------------------------------- Damage
 
-# The names of array data are random; these are the kinds, and how many files there are at least.
+# Kinds of files, and the least number of files; the names of array data are random.
 KINDS = {
     "hashes.txt": 1,
     "_CHECKPOINT_METADATA": 1,
@@ -112,7 +113,7 @@ def test_a_damaged_step_is_named_and_skipped(run_folder, tmp_path, caplog, kind,
         assert_restores(checkpoints, 1)
         with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 2"):
             checkpoints.restore(2, arrays_of(0))
-        # The run comes to this step again: it replaces what is there.
+        # The run reaches this step again and replaces the damaged files.
         assert checkpoints.save(2, arrays_of(2), {"step": 2}, force=True)
         assert checkpoints.newest_intact() == 2
         assert_restores(checkpoints, 2)
@@ -156,7 +157,7 @@ def test_all_steps_damaged_is_a_clear_error(run_folder, tmp_path):
     assert first == f"{workdir}/checkpoints: no step can be used:"
     assert lines[0] == "  step 2: host/metadata: missing"
     assert lines[1].startswith("  step 1: arrays/_METADATA: truncated to 0 of ")
-    for step in "12":  # not begun anew because of files that were removed
+    for step in "12":  # not restarted because of files that were removed
         (workdir / FOLDER / step / "hashes.txt").unlink()
     with pytest.raises(DamagedError, match=r"step 2: hashes\.txt: missing"):
         Checkpoints(workdir).newest_intact()
@@ -166,7 +167,7 @@ def test_all_steps_damaged_is_a_clear_error(run_folder, tmp_path):
 
 
 class Disk:
-    """Fails while it is full: no file may grow beyond 100 bytes, whoever writes it."""
+    """Fails while the disk is full: no process may write a file beyond 100 bytes."""
 
     def __init__(self) -> None:
         self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -227,7 +228,7 @@ def test_a_failure_in_the_background_is_told_at_the_next_save(tmp_path, disk, ca
     text = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("spell_jax"))
     assert f"{tmp_path}/checkpoints/1 could not be saved" in text and "File too large" in text
     assert "step 2 is saved instead" in text
-    assert checkpoints._pending is None  # this one was waited for
+    assert checkpoints._pending is None  # the save waited for this one
     assert checkpoints.newest_intact() == 2
     assert_restores(checkpoints, 2)
     checkpoints.close()
@@ -275,9 +276,9 @@ def unmount(workdir: Path) -> None:
     ],
 )
 def test_the_state_goes_to_the_fallback(tmp_path, monkeypatch, number, message):
-    """A run goes on from the folder that the error names."""
+    """A run resumes from the folder that the error names."""
     workdir, fallback, waits = tmp_path / "run", tmp_path / "other", []
-    (fallback / "run_step3").mkdir(parents=True)  # what another failure left is not touched
+    (fallback / "run_step3").mkdir(parents=True)  # files of another failure are not touched
     options = {"retries": 2, "backoff_s": 1.0, "fallback": fallback, "sleep": waits.append}
     checkpoints = Checkpoints(workdir, **options)
     checkpoints.save(1, arrays_of(1), {"step": 1}, force=True)
@@ -323,7 +324,7 @@ def test_two_processes_agree(tmp_path):
 
 
 def main() -> None:
-    """Steps 1 to 3 by both, the third damaged by the first; both go on from the second."""
+    """Steps 1 to 3 by both, the third damaged by the first; both resume from the second."""
     port, process, workdir = sys.argv[1:]
     me = connect(port, process)
     mesh = jax.make_mesh((4,), ("x",))

@@ -1,4 +1,4 @@
-"""Sums over devices in one or two stages; what splits what."""
+"""Tests of sums over devices in one or two stages, and of the axes that split data."""
 
 import jax
 import jax.numpy as jnp

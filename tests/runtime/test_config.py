@@ -1,4 +1,4 @@
-"""Config sections to dataclasses: what fits is taken, what does not is named."""
+"""Tests of config sections as dataclasses: valid fields are read, invalid ones are named."""
 
 import dataclasses
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig
-from spell_jax.learner.update import OptimizerConfig
 from spell_jax.runtime.config import build, check_choice, check_least
 from spell_jax.sampler.config import SamplerConfig
 

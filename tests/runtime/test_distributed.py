@@ -1,6 +1,8 @@
-"""How hosts find each other and what they tell: two real processes get the same, and fail together.
+"""Tests of hosts that find each other and exchange data: two real processes.
 
-python -m tests.runtime.test_distributed PORT PROCESS        # prints what it was told, as JSON
+Both processes get the same data, and fail together.
+
+python -m tests.runtime.test_distributed PORT PROCESS        # prints the data as JSON
 python -m tests.runtime.test_distributed PORT PROCESS FAILS  # process FAILS fails
 """
 
@@ -26,7 +28,10 @@ from spell_jax.runtime import distributed, rendezvous
 
 
 def run_two(module: str, *arguments: str) -> list[Any]:
-    """What two processes of a module print last, given a port, their number and more arguments."""
+    """Last line that each of two processes of a module prints.
+
+    Arguments of a process are a port, its number and `arguments`.
+    """
     ended = end_two(module, *arguments)
     assert [code for code, *_ in ended] == [0, 0], ended
     return [json.loads(text.splitlines()[-1]) for _, text, _ in ended]
@@ -55,7 +60,7 @@ def end_two(module: str, *arguments: str) -> list[tuple[int, str, str]]:
 
 
 def connect(port: str, process: str) -> int:
-    """Makes this process one of two, with two devices each; returns its number."""
+    """Make this process one of two, with two devices each; return its number."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     os.environ |= {distributed.COORDINATOR: f"localhost:{port}", distributed.PROCESSES: "2"}
@@ -68,7 +73,7 @@ def connect(port: str, process: str) -> int:
     return jax.process_index()
 
 
-# Items of both hosts: of other numbers and sizes, and more than the smallest exchange.
+# Items of both hosts: other numbers and sizes, and more than the smallest exchange.
 ITEMS = (
     ([b""], [b"a", b"\x00\xff" * 5, b""]),
     ([], []),
@@ -88,11 +93,11 @@ def test_two_hosts_get_all_items_and_fail_together() -> None:
     assert first["both"] == second["both"] == "host 0: KeyError: 'b'; host 1: OSError: a"
     assert (first["cause"], second["cause"]) == ("NoneType", "ValueError")
     assert first["after"] == second["after"] == [["00"], ["01"]]
-    # Of a broadcast process 0 alone does the work, of which all hear.
+    # Process 0 alone does the work of a broadcast; all get the result.
     assert first["broadcast"] == second["broadcast"] == {"verdicts": [1, 0, -1]}
     assert (first["asked"], second["asked"]) == ([0], [])
     assert first["refused"] == second["refused"] == "host 0: OSError: no server"
-    # What fails in a block on one host fails on all, behind it.
+    # An error in a block on one host is raised on all hosts after the block.
     assert first["blocks"] == second["blocks"] == ["", "host 1: OSError: disk full"]
     assert first["whole"] == second["whole"] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
 
@@ -100,7 +105,7 @@ def test_two_hosts_get_all_items_and_fail_together() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_error_of_one_ends_all_and_is_seen(failing: int) -> None:
-    """Without waiting: jax would let the one that failed wait five minutes for the other."""
+    """Without waiting: jax would let the failed process wait five minutes for the other one."""
     ended = end_two("tests.runtime.test_distributed", str(failing))
     assert ended[failing][0] == 1 and "ValueError: its own" in ended[failing][2]
     code, _, errors = ended[1 - failing]
@@ -143,7 +148,7 @@ OPEN_MPI = {
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """What was waited for and how jax was started, without either."""
+    """Record of the waiting and the start of jax, which are both replaced."""
     calls = types.SimpleNamespace(met=[], started=[], is_initialized=lambda: False)
     calls.initialize = lambda *given, **more: calls.started.append((given, more))
     monkeypatch.setattr(rendezvous, "meet", lambda *given: calls.met.append(given))
@@ -165,7 +170,8 @@ def _set(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
         (GIVEN, ("10.0.0.1:1234", 4, 3, None)),
         (SLURM, ("node3:62344", 3, 2, [1])),  # port 61440 + 5000 % 4096
         (OPEN_MPI, ("10.0.0.9:61441", 2, 1, [0])),
-        (SLURM | GIVEN, ("10.0.0.1:1234", 4, 3, None)),  # what is said goes before what is found
+        # stated values take precedence over detected ones
+        (SLURM | GIVEN, ("10.0.0.1:1234", 4, 3, None)),
     ],
 )
 def test_the_environment_says_who_joins(variables, place, joined, monkeypatch, capsys) -> None:
@@ -260,7 +266,7 @@ def _error_of_broadcast() -> str:
 
 
 def _split_rows() -> jax.Array:
-    """float32 [4, 2], a row a device."""
+    """float32 [4, 2], a row per device."""
     rows = np.arange(8, dtype=np.float32).reshape(4, 2)
     place = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x"))
     return jax.make_array_from_callback(rows.shape, place, lambda index: rows[index])

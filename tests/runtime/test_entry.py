@@ -143,7 +143,7 @@ def test_one_of_several_processes_does_not_wait_for_the_others(monkeypatch, caps
 
 
 def parse(*arguments: object):
-    """(what is left of a command line, the flags that it was parsed into)."""
+    """(remaining arguments of a command line, flags parsed from it)."""
     argv = ["program", *map(str, arguments)]
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, "", values, sys_argv=argv)

@@ -1,4 +1,4 @@
-"""Episodes on disk: a file a step, what does not fit into it, and what a resumed run leaves."""
+"""Tests of episodes on disk: one file per step, size limits, resumed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fault points: nothing without the variable, else the end at one passing of one point."""
+"""Tests of fault points: nothing without the variable, else the end at one passing of one point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON on disk: what is read, passed over and skipped with its place; what is written is whole."""
+"""Tests of JSON on disk: reading, skipping with line numbers, atomic writing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard's files, and Weights & Biases, of which a double stands in."""
+"""Tests of TensorBoard's files, and of Weights & Biases with a stand-in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spell_jax.runtime.metrics import MetricsWriter
 
 
 def events(workdir) -> list[Event]:
-    """What TensorBoard reads, in order: length, its checksum, the event, its checksum."""
+    """Events as TensorBoard reads them: length, its checksum, the event, its checksum."""
     (path,) = (workdir / "tensorboard").iterdir()
     file, found = io.BytesIO(path.read_bytes()), []
     while header := file.read(8):
@@ -65,7 +65,7 @@ FAKE = """
 
 @pytest.fixture
 def wandb(tmp_path, monkeypatch):
-    """A double of the package; its `calls` are what it was asked."""
+    """A stand-in for the package; `calls` records its use."""
     folder = tmp_path / "packages"
     folder.mkdir()
     (folder / "wandb.py").write_text(textwrap.dedent(FAKE))

@@ -1,4 +1,4 @@
-"""Meshes, and where tensors with logical axes come to lie on them."""
+"""Tests of meshes, and of shardings of tensors with logical axes."""
 
 import jax
 import jax.numpy as jnp

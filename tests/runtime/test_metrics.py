@@ -78,7 +78,7 @@ def lines_of(steps):
         ([], [3, 4, 5], [3, 4, 5]),  # the file is lost; a checkpoint keeps the last lines only
         ([1, 2, 3], [2, 3, 4, 5], [1, 2, 3, 4, 5]),  # older than the checkpoint
         ([1, 3, 5], [2, 4, 5], [1, 2, 3, 4, 5]),
-        ([1, 2, 6, 7], [4, 6], [1, 2, 4]),  # what is behind the checkpoint is played again
+        ([1, 2, 6, 7], [4, 6], [1, 2, 4]),  # steps after the checkpoint are repeated
         ([4, 5, 6], [], [4, 5]),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_damaged_tail_is_named(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
-    """Whole or not at all: each write puts all lines under another name first."""
+    """A write is atomic: it puts all lines under another name first."""
     run(tmp_path, range(3))
     writer = MetricsWriter(tmp_path, resume_step=2)
     before = (tmp_path / "metrics.jsonl").read_bytes()

@@ -1,6 +1,6 @@
-"""Preemption by real signals and a fake metadata server: who is told, when, and how it ends.
+"""Tests of preemption with real signals and a fake metadata server: notices, times, ends.
 
-python -m tests.runtime.test_preemption MODE LIMIT_S [PORT PROCESS]        # a run that is told
+python -m tests.runtime.test_preemption MODE LIMIT_S [PORT PROCESS]        # a run that gets notice
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ GOOGLE = {"Metadata-Flavor": "Google"}
 
 
 class Metadata:
-    """A fake server: each key's answers in turn, the last one again and again.
+    """A fake server: each key's answers in turn; the last one repeats.
 
     An answer is (status, headers, body); STALL as a body is never sent.
     """
@@ -148,7 +148,7 @@ class Metadata:
                     fake._is_over.wait()
                     return
                 time.sleep(0.01)
-                with contextlib.suppress(OSError):  # who asked may have gone
+                with contextlib.suppress(OSError):  # the client may be gone
                     self.send_response(status)
                     for name, value in headers.items():
                         self.send_header(name, value)
@@ -210,7 +210,7 @@ def test_an_event_that_ends_the_machine_is_told(by_variable: bool, monkeypatch) 
 
 @pytest.mark.usefixtures("_impatient")
 def test_stalls_and_garbage_are_asked_again(caplog) -> None:
-    """Also an answer that says so, but is of another server (a proxy, a captive portal)."""
+    """A valid answer of another kind of server (a proxy, a captive portal) does not count."""
     garbage = [
         (200, GOOGLE, b"\xff\x00" * 5000),
         (500, GOOGLE, GONE),
@@ -243,7 +243,7 @@ def test_a_server_that_is_not_there_stops_nothing() -> None:
         time.sleep(0.1)
         assert not told.should_stop()
     wait_for(lambda: threading.active_count() <= before)
-    with Preemption(PATIENCE_S) as told:  # the name does not resolve: nobody asks
+    with Preemption(PATIENCE_S) as told:  # the name does not resolve: no request is sent
         wait_for(lambda: threading.active_count() <= before + 1)
         assert not told.should_stop()
 
@@ -316,7 +316,7 @@ def test_a_run_that_hangs_is_ended_when_its_time_is_up() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "limit_s"), [("saves", PATIENCE_S), ("hangs_later", 6.0)])
 def test_all_hosts_stop_at_the_same_phase(mode: str, limit_s: float) -> None:
-    """One alone gets the signal; the limit holds for all from when they know."""
+    """Only one process gets the signal; the limit holds for all from when they know."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -331,7 +331,7 @@ def test_all_hosts_stop_at_the_same_phase(mode: str, limit_s: float) -> None:
 
 
 def hang() -> None:
-    """Waits for ever for a lock that nobody opens, in C, which signals do not interrupt."""
+    """Wait forever for a locked lock, in C, which signals do not interrupt."""
     library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)

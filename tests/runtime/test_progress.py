@@ -46,7 +46,7 @@ def terminal(monkeypatch) -> Terminal:
 
 
 def lines_seen(stream: io.StringIO) -> list[str]:
-    """What stands on a terminal at the end: a line that is cleared is gone."""
+    """Lines on a terminal at the end; a cleared line is gone."""
     lines = [line.rsplit("\x1b[2K", 1)[-1] for line in stream.getvalue().split("\n")]
     return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", line).rstrip() for line in lines]
 
@@ -169,11 +169,11 @@ def test_time_left_follows_a_moving_average_and_counts_down_within_a_step():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(total=14, start=4, stream=stream, plain_every=0, clock=clock)
     clock.now += 40
-    progress.update(5, "rollout")  # 40 s a step, compilation included
+    progress.update(5, "rollout")  # 40 s per step, compilation included
     clock.now += 10
-    progress.update(6, "rollout")  # which the second step takes back: 10 s a step, 8 to go
+    progress.update(6, "rollout")  # which the second step corrects: 10 s per step, 8 to go
     clock.now += 20
-    progress.update(7, "rollout")  # 10 + (20 - 10) / 5 = 12 s a step, 7 to go
+    progress.update(7, "rollout")  # 10 + (20 - 10) / 5 = 12 s per step, 7 to go
     clock.now += 6
     progress.update(7, "learn")
     assert times_left(stream) == ["6:00 left", "1:20 left", "1:24 left", "1:18 left"]

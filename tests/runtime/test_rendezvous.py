@@ -1,5 +1,4 @@
-"""Processes that wait for each other, here threads: all are told when all are there, or who is
-missing."""
+"""Tests of processes that wait for each other (threads here): all arrive, or some are missing."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def port() -> int:
 
 
 def told(port: int, count: int, indices: Iterable[int], limit: float) -> dict[int, str]:
-    """What each of these processes of `count` is told: nothing, or an error's text."""
+    """Result for each of these processes of `count`: None, or an error's text."""
     answers: dict[int, str] = {}
 
     def run(index: int) -> None:
@@ -86,7 +85,7 @@ def test_a_port_that_is_taken_is_an_error() -> None:
 
 
 def _say(port: int, text: bytes) -> None:
-    """Calls process 0, which may not be listening yet, and hangs up."""
+    """Connect to process 0, which may not be listening yet, and hang up."""
     for _ in range(100):
         try:
             with socket.create_connection(("localhost", port), timeout=5) as line:

@@ -1,4 +1,4 @@
-"""What a run says of itself: nobody waits for a slow disk, no second is lost."""
+"""Tests of a run's log: no waiting for a slow disk, and times that add up."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_full_disk_is_told_to_who_writes_next(tmp_path, monkeypatch):
             recorder.flush()
         with pytest.raises(OSError, match="No space left"):
             recorder.write(2, loss(2))
-        # What a checkpoint keeps has both steps.
+        # The lines in a checkpoint have both steps.
         assert [json.loads(line)["step"] for line in recorder.tail()] == [1, 2]
 
 
@@ -112,7 +112,7 @@ def test_the_newest_numbers_are_shown_in_every_phase(tmp_path):
 
 
 class Double:
-    """In the place of Wandb, of the progress line or of the footprint."""
+    """Stand-in for Wandb, the progress line or the process statistics."""
 
     def __init__(self, *given):
         self.given, self.closed = given, 0
@@ -126,7 +126,7 @@ class Double:
 
 @pytest.fixture
 def made(monkeypatch) -> list[Double]:
-    """The doubles of wandb's runs that were made."""
+    """The stand-ins for wandb's runs that were made."""
     doubles: list[Double] = []
     monkeypatch.setattr(
         recorders, "Wandb", lambda *given: doubles.append(Double(*given)) or doubles[-1]
@@ -146,7 +146,7 @@ def test_at_the_end_all_is_closed(tmp_path, made):
 
 
 def test_a_run_that_fails_is_not_finished_there(tmp_path, made):
-    """wandb then says by itself that it failed; the progress line is closed all the same."""
+    """wandb then reports the failure itself; the progress line is closed all the same."""
     recorder = Recorder(tmp_path, 9, wandb="reading")
     recorder.progress = Double()  # type: ignore[assignment]
     with pytest.raises(KeyError), recorder:

@@ -19,7 +19,7 @@ def test_every_second_is_spent_on_one_thing():
     watch.spend({"questioner": 4.0, "responder": 3.0})
     watch.enter("update")
     clock.now += 20
-    watch.spend({"responder": 5.0, "play": 2.0})  # played meanwhile
+    watch.spend({"responder": 5.0, "play": 2.0})  # rollout meanwhile
     assert watch.take() == {
         "start": 1.0,
         "play": 5.0,

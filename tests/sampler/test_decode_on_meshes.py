@@ -1,4 +1,4 @@
-"""In decoding weights stay where they are: only activations move."""
+"""Tests that weights stay in place in decoding: only activations move."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def test_no_weights_move_in_a_decode_step(policy, mesh) -> None:
     programs = aot.Programs(small_config(**sizes), policy, meshes.make_mesh(mesh), 16)
     (program,) = programs.of("decode")
     found = aot.collectives(program.lower().compile().as_text() or "")
-    smallest = min(  # of a layer's kernels of which a device has a part; k and v are small
+    smallest = min(  # kernels of a layer that are split over devices; k and v are small
         leaf.size // leaf.shape[0] * 4
         for path, leaf in jax.tree_util.tree_leaves_with_path(programs.played["layers"])
         if any(name in jax.tree_util.keystr(path) for name in ("gate", "up", "down"))

@@ -1,9 +1,9 @@
-"""What the whole sampler draws against the exact distribution: chi-square over 50,000 answers.
+"""Tests of the sampler's distribution against the exact one: chi-square over 50,000 answers.
 
-1. All cases are sampled in one session, so that rows of different prompts and options lie next to
-   each other. Each case is one prompt, asked 25 times for 2,000 answers of two tokens.
+1. All cases are sampled in one session, so that rows of different prompts and options are next to
+   each other. Each case is one prompt, with 25 requests for 2,000 answers of two tokens.
 2. The exact distribution is computed here in float64 from the logits of the whole model.
-3. Keys are fixed. A fair sampler is refused by one key in 1,000 for each chi-square.
+3. Keys are fixed. A correct sampler is rejected by one key in 1,000 for each chi-square.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CONFIG = SamplerConfig(
     decode_tokens=2,
 )
 REQUESTS, GROUP = 25, 2000
-LEAST_P = 1e-3  # of a chi-square statistic as large as the one that is found
+LEAST_P = 1e-3  # of a chi-square statistic at least as large as the one found
 FEWEST = 5  # draws that a cell of a chi-square must expect; rarer tokens are one cell
 CASES = {
     "all": Options(max_tokens=2),
@@ -60,15 +60,15 @@ every_case = pytest.mark.parametrize("case", CASES)
 
 
 def _prompt(case: str) -> list[int]:
-    """Each case has one of another length: within a page, to its end, over some."""
+    """Prompts of different lengths: within a page, to its end, over several pages."""
     number = list(CASES).index(case)
     length = (3, 4, 5, 8, 14, 16)[number]
     return np.random.default_rng(number).integers(POLICY.vocab_size, size=length).tolist()
 
 
 @functools.cache
-def _drawn() -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Of each case the tokens and the logprobs of all answers, both [50,000, 2]."""
+def _sampled() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Tokens and logprobs of all answers of each case, both [50,000, 2]."""
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
     asked = Sampler(POLICY, CONFIG, (), mesh).begin(tiny.weights(POLICY))
     cases = list(CASES) * REQUESTS
@@ -85,8 +85,11 @@ def _drawn() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 @functools.cache
 def _logprobs(case: str) -> tuple[np.ndarray, np.ndarray]:
-    """Log-softmax at the case's temperature, of the first token [V] and, whatever that was, of the
-    second [V, V]: float64, of the model without cache."""
+    """Float64 log-softmax at the case's temperature, from the model without cache.
+
+    Returns:
+      That of the first token [V], and that of the second token for every first one [V, V].
+    """
     every = np.arange(POLICY.vocab_size)
     rows = np.column_stack([np.tile(_prompt(case), (len(every), 1)), every])
     logits = transformer.logits(POLICY, tiny.weights(POLICY), jnp.asarray(rows))
@@ -97,7 +100,7 @@ def _logprobs(case: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _kept(probabilities: np.ndarray, options: Options) -> np.ndarray:
-    """The distribution [V] that the filters leave, by sorting."""
+    """The distribution [V] after the filters, by sorting."""
     order = np.argsort(-probabilities)
     falling = probabilities[order]
     count = options.top_k or len(falling)
@@ -111,13 +114,13 @@ def _kept(probabilities: np.ndarray, options: Options) -> np.ndarray:
 
 
 def _chi_square(counts: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
-    """(statistic, degrees of freedom) of counts [V]; nothing impossible may have been sampled."""
+    """(statistic, degrees of freedom) of counts [V]; no impossible token may be sampled."""
     assert counts[exact == 0].sum() == 0
     expected = exact * counts.sum()
     rare = expected < FEWEST
     found = np.append(counts[~rare], counts[rare].sum())
     wanted = np.append(expected[~rare], expected[rare].sum())
-    if wanted[-1] < FEWEST:  # too few even together: one cell with the least of the others
+    if wanted[-1] < FEWEST:  # too few even together: one cell with the rarest of the others
         found, wanted = (np.append(x[:-2], x[-2:].sum()) for x in (found, wanted))
     return float(np.sum((found - wanted) ** 2 / wanted)), len(found) - 1
 
@@ -126,7 +129,7 @@ def _chi_square(counts: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
 @every_case
 def test_first_tokens_are_of_the_exact_distribution(case: str) -> None:
     first, _ = _logprobs(case)
-    tokens, _ = _drawn()[case]
+    tokens, _ = _sampled()[case]
     assert len(tokens) == 50_000
     counts = np.bincount(tokens[:, 0], minlength=POLICY.vocab_size)
     squares, freedom = _chi_square(counts, _kept(np.exp(first), CASES[case]))
@@ -137,7 +140,7 @@ def test_first_tokens_are_of_the_exact_distribution(case: str) -> None:
 def test_second_tokens_are_of_the_exact_distribution_behind_each_first(case: str) -> None:
     """One chi-square for each first token that was sampled often; their sum is one too."""
     _, second = _logprobs(case)
-    tokens, _ = _drawn()[case]
+    tokens, _ = _sampled()[case]
     total, freedoms, used = 0.0, 0, 0
     for first in range(POLICY.vocab_size):
         behind = tokens[tokens[:, 0] == first, 1]
@@ -152,8 +155,8 @@ def test_second_tokens_are_of_the_exact_distribution_behind_each_first(case: str
 
 @every_case
 def test_logprobs_are_of_the_full_vocabulary_at_the_temperature(case: str) -> None:
-    """Whatever the filters left."""
+    """The same for any filters."""
     first, second = _logprobs(case)
-    tokens, logprobs = _drawn()[case]
+    tokens, logprobs = _sampled()[case]
     wanted = np.column_stack([first[tokens[:, 0]], second[tokens[:, 0], tokens[:, 1]]])
     np.testing.assert_allclose(logprobs, wanted, atol=2e-5)

@@ -1,4 +1,4 @@
-"""The sampler against a loop that runs the whole model for every token."""
+"""Tests of the sampler against a loop that runs the whole model for every token."""
 
 import dataclasses
 import functools
@@ -166,7 +166,7 @@ def test_neighbors_change_nothing() -> None:
         {"page_size": 8, "samples_per_prompt_batch": 1},
         {"slots": 3, "samples_per_prompt_batch": 2, "decode_tokens": 1},
         {"slots": 32, "prefill_tokens": 4, "decode_tokens": 16},
-        {"kv_cache_tokens": 28, "slots": 5},  # a prompt and an answer of the longest just fit
+        {"kv_cache_tokens": 28, "slots": 5},  # the longest prompt and the longest answer just fit
     ],
     ids=str,
 )
@@ -241,7 +241,7 @@ def test_answers_end_at_a_stop_token_or_at_the_cap() -> None:
 
 @pytest.mark.slow
 def test_decoding_ends_with_the_last_answer() -> None:
-    """The loop runs once where every answer stops at once, not to the cap."""
+    """The loop runs once if every answer stops at once, not up to the cap."""
     (stop,), *_ = _present(_sampler().sample(tiny.weights(), PROMPTS[:1], 1, KEY, max_tokens=1))
     sampler = Sampler(tiny.POLICY, CONFIG, stop.tokens.tolist(), _sampler().mesh)
     for group, prompts, steps in ((1, PROMPTS[:1], 1), (1, PROMPTS[1:2], 4)):
@@ -310,7 +310,7 @@ def test_weights_that_are_no_numbers_are_named() -> None:
 
 @pytest.mark.slow
 def test_the_request_whose_logprobs_are_no_numbers_is_named() -> None:
-    """A token whose embedding is no number spoils the one prompt that has it."""
+    """A token with a NaN embedding spoils only the prompt that has it."""
     table = tiny.weights()["embedding"].copy()
     table[63] = np.nan
     params = {**tiny.weights(), "embedding": table, "unembedding": tiny.weights()["embedding"]}

@@ -1,4 +1,4 @@
-"""Pool and weights of eight bits: what they cost, and that all else is as with whole ones."""
+"""Tests of int8 pool and weights: their error, and equality in everything else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _sampler(config: SamplerConfig, mesh: dict[str, int] | None = None) -> Sampl
 
 @pytest.mark.slow
 def test_first_tokens_differ_by_rounding_and_no_more() -> None:
-    """Keys and values of a prompt are read rounded: logprobs of tokens that both draw."""
+    """Keys and values of a prompt are rounded: compare logprobs of tokens that both sample."""
     found, wanted = (
         _sampler(config).sample(tiny.weights(), PROMPTS, 4, KEY) for config in (INT8, WHOLE)
     )
@@ -111,7 +111,7 @@ def test_weights_are_right_to_half_a_scale() -> None:
 
 
 def _meant(params):
-    """What quantized weights stand for, as plain ones."""
+    """Quantized weights as the plain ones that they stand for."""
     small = _quantize(params)
     layers = dict(small["layers"])
     for room in ("attention", "mlp"):

@@ -1,7 +1,7 @@
-"""Logprobs of the sampler against the learner's, behind prompts of 1,000 to 16,000 tokens.
+"""Tests of the sampler's logprobs against the learner's, after prompts of 1K to 16K tokens.
 
-The sampler reads a prompt page by page and draws behind it token by token; the learner reads the
-prompt and all of its answers at once, as one packed row. Weights and activations are float32.
+The sampler reads a prompt page by page and samples token by token. The learner reads the prompt and
+all of its answers at once, as one packed row. Weights and activations are float32.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, Group, PackingConfig
-from spell_jax.learner.update import Learner, OptimizerConfig
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
 from spell_jax.runtime import mesh as meshes
@@ -37,7 +38,7 @@ QWEN2 = PolicyConfig(
     rope=RopeConfig(theta=1e6),
 )
 QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True)
-# Each family with another rope. Stretched ones come from contexts that all prompts here exceed.
+# Each family with another rope. Scaled ones come from contexts that all prompts here exceed.
 POLICIES = {
     "qwen2": QWEN2,
     "qwen3, yarn": dataclasses.replace(
@@ -58,8 +59,8 @@ POLICIES = {
     ),
 }
 SIBLINGS, ANSWER = 3, 24
-# Lengths of the prompts of a session, and tokens of a page, which divides neither of them. The
-# second prompt begins as the first does, whose pages it shares.
+# Lengths of a session's prompts, and tokens per page, which divides neither of them. The second
+# prompt begins like the first one, whose pages it shares.
 SIZES = {
     "1K": ((1001, 777), 48),
     "4K": ((4099, 2050), 128),
@@ -73,14 +74,14 @@ def _mesh() -> jax.sharding.Mesh:
 
 
 def _prompts(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Alike but for the last five tokens."""
+    """Equal except for the last five tokens."""
     rng = np.random.default_rng(2)
     text = rng.integers(QWEN2.vocab_size, size=max(lengths)).tolist()
     return [text[: n - 5] + rng.integers(QWEN2.vocab_size, size=5).tolist() for n in lengths]
 
 
 def _sampled(policy: PolicyConfig, size: str, temperature: float) -> list[Group]:
-    """Prompts, answers and their logprobs as the sampler has them."""
+    """Prompts, answers and their logprobs from the sampler."""
     lengths, block = SIZES[size]
     config = SamplerConfig(
         temperature=temperature,

@@ -1,4 +1,4 @@
-"""Pages of the pool: users, prefixes that are known, and what is forgotten first."""
+"""Tests of the page pool: users, known prefixes, order of eviction."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,11 @@ A, B, C, D, E = b"a", b"b", b"c", b"d", b"e"
 
 
 def _read(pool: Pool, blocks: list[bytes], known: int | None = None) -> list[int]:
-    """Pages of a prompt: the known ones held (`known`: at most so many), the others taken."""
+    """Pages of a prompt: known ones are shared, the others are new.
+
+    Args:
+      known: maximum number of known pages to share.
+    """
     shared = pool.find(blocks[:known])
     pool.hold(shared)
     pages = list(shared)
@@ -116,7 +120,7 @@ def test_prompts_share_what_they_begin_with() -> None:
 
 
 def test_a_second_page_of_the_same_block_stays_unknown() -> None:
-    """The last page of a prompt is read again: the known one goes on to be it."""
+    """The last page of a prompt is read again: the known one stays in the index."""
     pool = Pool(4)
     first = _read(pool, [A, B])
     second = _read(pool, [A, B], known=1)
@@ -139,7 +143,7 @@ def test_a_page_without_a_name_is_free_at_once() -> None:
     assert pool.find([A]) == named, "free pages are taken before idle ones"
 
 
-# -------------------------------------------------------------------------------------- Forgetting
+# ----------------------------------------------------------------------------------------- Eviction
 
 
 def test_idle_pages_stay_known() -> None:
@@ -175,8 +179,11 @@ def test_of_a_prompt_its_end_is_forgotten_first() -> None:
 
 
 def test_a_page_that_is_used_again_is_another() -> None:
-    """Its old children are not found behind its new content, nor behind the old content elsewhere,
-    though they are still in the pool."""
+    """The old children of a reused page are not found again.
+
+    They are found neither after its new content, nor after the old content in another page, though
+    they are still in the pool.
+    """
     pool = Pool(4)
     old = pool.take()
     pool.name(old, None, A)
@@ -209,13 +216,13 @@ def test_the_same_page_with_the_same_content_again_has_no_children_of_old() -> N
 
 
 def _walk(seed: int, size: int, last_again: bool, steps: int = 400) -> list[list[int]]:
-    """Prompts that come and go, and pages of answers, beside a model of who uses and holds what;
-    the pages of each prompt.
+    """Random prompts that come and go, and pages of answers, beside a model of users and content.
 
-    last_again: the last block is read again though it may be known, as the sampler does.
+    Yields the pages of each prompt. With last_again, the last block is read again though it may be
+    known, as the sampler does.
     """
     rng, pool = np.random.default_rng(seed), Pool(size)
-    content: dict[int, tuple[bytes, ...]] = {}  # of each page the blocks up to it
+    content: dict[int, tuple[bytes, ...]] = {}  # for each page, the blocks up to it
     prompts: list[tuple[tuple[bytes, ...], list[int]]] = []
     answers: list[int] = []
     history = []

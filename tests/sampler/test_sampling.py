@@ -1,4 +1,4 @@
-"""Drawing tokens: the kept set, the frequencies, and the recorded logprobs."""
+"""Tests of token sampling: the kept set, the frequencies, and the recorded logprobs."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ DRAWS = 50_000
 
 
 def _by_sorting(probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    """The fewest most likely tokens whose mass reaches top_p, one row."""
+    """The fewest most likely tokens of one row whose mass reaches top_p."""
     order = np.argsort(-probabilities, kind="stable")
     count = int(np.searchsorted(np.cumsum(probabilities[order]), top_p)) + 1
     kept = np.zeros(len(probabilities), bool)
@@ -21,14 +21,14 @@ def _by_sorting(probabilities: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def _kept(probabilities: np.ndarray, **filters: float) -> np.ndarray:
-    """Which of the probabilities [N, V] are kept."""
+    """Mask of the probabilities [N, V] that are kept."""
     below = _below(probabilities)
     least = jax.jit(nucleus.threshold)(below, tiny.sampling(len(below), **filters))
     return np.asarray(below >= least[:, None])
 
 
 def _below(probabilities: np.ndarray) -> jax.Array:
-    """Their logarithms, less the largest of each row."""
+    """Their logarithms, minus the largest of each row."""
     logs = jnp.log(jnp.asarray(probabilities, jnp.float32))
     return logs - jnp.max(logs, axis=-1, keepdims=True)
 
@@ -46,10 +46,10 @@ def test_kept_set_equals_sorting(top_p: float) -> None:
     for row, kept in zip(probabilities, _kept(probabilities, top_p=top_p), strict=True):
         masses = np.cumsum(np.sort(row.astype(float))[::-1])
         if np.abs(masses - top_p).min() < 1e-6:
-            continue  # float32 cannot say on which side of top_p this sum lies
+            continue  # float32 cannot tell on which side of top_p this sum lies
         wanted = _by_sorting(row.astype(float), top_p)
         assert kept[wanted].all()
-        # What is as likely as the least of them, but for 3e-5, may be kept too.
+        # Tokens as likely as the least of them, up to 3e-5, may be kept too.
         assert (row[kept & ~wanted] > row[wanted].min() * (1 - 5e-5)).all()
         checked += (kept == wanted).all()
     assert checked > 50
@@ -64,7 +64,7 @@ def test_the_most_likely_are_kept(top_k: int) -> None:
 
 
 def test_filters_are_applied_one_after_the_other() -> None:
-    """The nucleus is of what top_k kept, scaled to 1; min_p is a share of the largest."""
+    """top_p applies to the tokens kept by top_k, scaled to 1; min_p is a share of the largest."""
     probabilities = _rows(30, 7)
     found = _kept(probabilities, top_k=5, top_p=0.8, min_p=0.1)
     for row, kept in zip(probabilities.astype(float), found, strict=True):
@@ -122,7 +122,7 @@ def test_frequencies_are_the_exact_distribution(temperature: float, top_p: float
     assert expected.min() > 50
     squares = np.sum((counts[possible] - expected) ** 2 / expected)
     freedom = possible.sum() - 1
-    # Three deviations of the chi-square distribution; the draws are fixed.
+    # Three deviations of the chi-square distribution; the keys are fixed.
     assert squares < freedom + 3 * np.sqrt(2 * freedom)
 
 

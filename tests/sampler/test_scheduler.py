@@ -1,4 +1,4 @@
-"""Plans of pages and slots, on the host alone: what is sampled comes from a random generator."""
+"""Tests of plans of pages and slots, on the host only; a random generator stands for sampling."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SHAPE = Shape(page_size=4, pages=20, slots=6, prompts=8, lanes=((1, 6), (3, 3)),
 
 
 def _request(prompt: int | Sequence[int], group: int = 1, max_tokens: int = 8) -> Request:
-    """`prompt`: tokens, or how many of 0, 1, 2, ..."""
+    """A request; `prompt` is its tokens, or the length n of a prompt 0, 1, 2, ..."""
     tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
     return Request(tokens, group, np.zeros(2, np.uint32), Options(max_tokens=max_tokens))
 
@@ -33,7 +33,7 @@ def _scheduler(*requests: Request, shards: int = 1, **sizes) -> Scheduler:
 
 
 def _other(number: int, length: int = 4) -> list[int]:
-    """A prompt that begins like no other number's."""
+    """A prompt whose beginning no other number shares."""
     return [100 * number + i for i in range(length)]
 
 
@@ -48,7 +48,7 @@ def _fill(scheduler: Scheduler) -> list[list[list[tuple[int, int]]]]:
 
 
 def _seated(lane: Lane) -> list[tuple[int, int] | None]:
-    """Of each slot the ticket and the number of its sequence."""
+    """Ticket and sequence number in each slot."""
     return [sequence and (sequence.prefilled.ticket, sequence.number) for sequence in lane.slots]
 
 
@@ -83,7 +83,7 @@ def test_tokens_take_whole_pages() -> None:
 def test_a_request_fits_if_prompt_and_answer_have_pages(
     prompt: int, max_tokens: int, fits: bool
 ) -> None:
-    """A page is one's or the other's."""
+    """A page has one owner only."""
     shape = dataclasses.replace(SHAPE, pages=8)
     assert shape.fits(_request(prompt, 99, max_tokens)) == fits
 
@@ -124,7 +124,7 @@ def test_admitted_prompts_share_pages() -> None:
 
 @pytest.mark.parametrize("length, reused", [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2)])
 def test_the_page_of_the_last_token_is_always_read(length: int, reused: int) -> None:
-    """Though the same prompt is there already."""
+    """The request waits though the same prompt is in the pool already."""
     scheduler = _scheduler(_request(length), _request(length), tasks=1)
     (shard,) = scheduler.shards
     plans = [task for ((task,),) in _fill(scheduler)]
@@ -148,7 +148,7 @@ def test_pages_of_requests_that_are_finished_are_shared_too() -> None:
 
 
 def test_shared_pages_that_nobody_uses_count_as_taken() -> None:
-    """Three of the pool's seven are idle: held, they are no longer to be had."""
+    """Three of the pool's seven pages are idle; once they are shared, they cannot be taken."""
     scheduler = _scheduler(_request(13), pages=7)
     (shard,) = scheduler.shards
     _fill(scheduler)
@@ -162,7 +162,7 @@ def test_shared_pages_that_nobody_uses_count_as_taken() -> None:
 
 
 def test_the_longest_answer_that_is_asked_for_is_kept_free() -> None:
-    """Whether it is of one who is there or of one who comes."""
+    """Room is needed for the longest answer of admitted and of new requests alike."""
     for longest in ((32, 4), (4, 32)):
         requests = [_request(_other(i), max_tokens=n) for i, n in enumerate(longest)]
         scheduler = _scheduler(*requests, pages=9)
@@ -197,7 +197,7 @@ def test_so_many_prompts_are_resident_and_no_more() -> None:
 
 
 def test_requests_are_admitted_in_their_order() -> None:
-    """A small one does not pass a large one that waits for pages."""
+    """A small request does not pass a large one that waits for pages."""
     large = _request(_other(1, 40), max_tokens=8)
     scheduler = _scheduler(_request(_other(0, 40)), large, _request(_other(2)), pages=20)
     _fill(scheduler)
@@ -251,11 +251,11 @@ def test_a_request_goes_to_another_shard_if_the_cheaper_has_no_room() -> None:
         assert found == tickets
 
 
-# ----------------------------------------------------------------------------------------- Reading
+# ------------------------------------------------------------------------------------------ Prefill
 
 
 def test_pages_are_read_behind_those_before_them_whoever_asked_for_those() -> None:
-    """The second prompt shares pages that are not read when it is admitted."""
+    """The second prompt shares pages that are not read yet when it is admitted."""
     scheduler = _scheduler(_request(12), _request([*range(11), 50]), tasks=2)
     plan = scheduler.plan_prefill()
     assert plan is not None and [number for _, number in plan[0]] == [0, 1]
@@ -394,7 +394,7 @@ def test_the_first_admitted_goes_on_and_others_wait_when_pages_run_out() -> None
             sequence.count = limit
     assert shard.pool.available == 0
     _finish(shard, 0)
-    for limits in ((8, 4), (12, 8), (16, 8), (16, 8)):  # the first one's prompt is a page more
+    for limits in ((8, 4), (12, 8), (16, 8), (16, 8)):  # the first prompt is a page longer
         assert tuple(shard.grow(lane, 4).values()) == limits
         second.count, third.count = limits
     assert len(first.pages) == len(second.pages) == 4
@@ -414,7 +414,7 @@ def test_whoever_waits_in_another_lane_keeps_the_first_ones_pages_free() -> None
 
 
 def test_seats_that_are_refilled_do_not_pass_those_admitted_before() -> None:
-    """The slot of one that ended goes to the youngest, whose number of slot is the lowest."""
+    """The slot of an ended sequence goes to the youngest one, whose slot number is the lowest."""
     requests = [_request(_other(i), max_tokens=4 if i == 0 else 16) for i in range(4)]
     scheduler = _scheduler(*requests, slots=3, pages=9)
     (shard,) = scheduler.shards
@@ -431,7 +431,7 @@ def test_seats_that_are_refilled_do_not_pass_those_admitted_before() -> None:
 
 
 class _Decoder:
-    """A sampler without a device: it plans as session.py does, and draws numbers of tokens."""
+    """A sampler without a device: it plans like session.py, and samples numbers of tokens."""
 
     def __init__(self, scheduler: Scheduler, seed: int, steps: int):
         self.scheduler, self.steps = scheduler, steps
@@ -444,7 +444,7 @@ class _Decoder:
         self.read: list[dict[int, tuple[int, ...]]] = [{} for _ in scheduler.shards]
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Answers them: half of them are asked for at first, one more whenever one is finished."""
+        """Answer them: half of them are submitted first, one more whenever one is finished."""
         asked = 0
         for _ in range(10_000):
             for request in requests[asked : len(requests) // 2 + len(self.finished)]:
@@ -519,7 +519,7 @@ class _Decoder:
         return sampled
 
     def _check(self) -> None:
-        """What must be true at any time."""
+        """Check the invariants."""
         shape = self.scheduler.shape
         for number, shard in enumerate(self.scheduler.shards):
             residents = {sequence.prefilled: None for sequence in shard.unfinished}

@@ -1,4 +1,4 @@
-"""Requests with options of their own, shared beginnings, full pools, stop strings, limits."""
+"""Tests of sessions: options per request, shared prefixes, full pools, stop strings, limits."""
 
 import dataclasses
 import functools
@@ -96,7 +96,7 @@ def test_requests_with_different_options_answer_as_they_would_alone() -> None:
 
 @pytest.mark.slow
 def test_each_request_is_drawn_by_its_own_options() -> None:
-    """By the rank and the share of the most likely token's probability of all that was sampled."""
+    """Compare rank and probability share of all sampled tokens with each request's options."""
     found = _answer(_sampler().begin(tiny.weights()), _requests((8, 8, 8, 8)))
     ranks, shares = [], []
     for prompt, options, samples in zip(PROMPTS, OPTIONS, found, strict=True):
@@ -114,10 +114,10 @@ def test_each_request_is_drawn_by_its_own_options() -> None:
 
 
 def test_shared_beginnings_are_read_once_and_change_nothing() -> None:
-    """To the bit: a page holds the same whoever made it."""
+    """Equal to the bit: a page's content does not depend on its maker."""
     requests, asked = _requests(), _sampler().begin(tiny.weights())
     found = _answer(asked, requests)
-    assert asked.reused_tokens == 3 * 20  # five whole pages, by all but the first
+    assert asked.reused_tokens == 3 * 20  # five whole pages, by all requests but the first
     again = _answer(asked, requests)  # also by prompts that are idle by now
     assert asked.reused_tokens == 3 * 20 + sum((len(p) - 1) // 4 * 4 for p in PROMPTS)
     for request, *both in zip(requests, found, again, strict=True):
@@ -143,7 +143,7 @@ def test_a_straggler_does_not_hold_its_neighbors_slots() -> None:
     config = dataclasses.replace(CONFIG, slots=2)
     asked = _sampler(config).begin(tiny.weights())
     _answer(asked, requests)
-    # Two slots: one draws 12 tokens, the other 22 in its turn, and then some rest.
+    # Two slots: one samples 12 tokens, the other 22 in its turn, and then some are free.
     assert asked.counts.tokens == 12 + 22 and asked.counts.decode_steps <= 26
     assert asked.counts.starved_slot_steps <= 0.05 * asked.counts.slot_steps
 
@@ -161,7 +161,7 @@ def test_empty_cells_and_slots_are_counted_apart() -> None:
 
 @pytest.mark.slow
 def test_stop_strings_end_an_answer_wherever_tokens_begin() -> None:
-    """A string of two tokens' parts; what is sampled behind it is forgotten, whatever the calls."""
+    """A string that spans two tokens; tokens sampled after it are dropped, for any calls."""
     (request,) = _requests()[:1]
     plain = _alone(request)
     text = Letters().decode(plain[0].tokens[:9].tolist())
@@ -237,7 +237,7 @@ def test_options_out_of_range_are_named(fields, message) -> None:
 
 @pytest.fixture
 def seconds(monkeypatch) -> list[float]:
-    """A clock that a fetch from the device moves by one second."""
+    """A clock that a fetch from the device advances by one second."""
     now, fetch = [0.0], jax.device_get
 
     def fetch_slowly(arrays):
@@ -263,7 +263,7 @@ def test_what_is_waited_for_is_shared_out_among_speakers(seconds):
     assert counts.waited.keys() == set(agents)
     assert sum(counts.waited.values()) == pytest.approx(seconds[0])
     assert seconds[0] == counts.decode_calls
-    # Alone, a agent has all of it.
+    # A single agent has all of it.
     alone = _sampler().begin(tiny.weights())
     _answer(alone, [requests[3]])
     assert alone.counts.waited == {"verifier": pytest.approx(alone.counts.decode_calls)}
@@ -272,7 +272,7 @@ def test_what_is_waited_for_is_shared_out_among_speakers(seconds):
 
 
 def test_a_call_is_shared_by_what_was_drawn_and_read(seconds):
-    """The first call reads both prompts and draws four tokens to each, the second is b's."""
+    """The first call reads both prompts and samples four tokens for each, the second is b's."""
     asked = _sampler().begin(tiny.weights())
     key = np.zeros(2, np.uint32)
     for prompt, tokens, agent in (([5] * 10, 4, "a"), ([6] * 30, 8, "b")):

@@ -1,4 +1,4 @@
-"""Guessed tokens: what is looked up, and that answers are those of plain decoding."""
+"""Tests of prompt lookup: proposals, and answers equal to those of plain decoding."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import speculative
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
+from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Request, Sample
-from spell_jax.sampler.session import Counts, request_keys
+from spell_jax.sampler.session import Counts
 from tests import tiny
 
 KEY = jax.random.key(11)
@@ -35,11 +36,11 @@ RNG = np.random.default_rng(2)
 PROMPTS = [RNG.integers(64, size=int(n)).tolist() for n in (1, 5, 8, 17, 24, 3, 9)]
 
 
-# -------------------------------------------------------------------------------- What is looked up
+# ---------------------------------------------------------------------------------------- Proposals
 
 
 def _guess_one(text: list[int], match: int, tokens: int) -> list[int]:
-    """The guess by a plain loop, of a prompt without own tokens or own tokens alone."""
+    """The proposal by a plain loop, from a prompt without own tokens or from own tokens alone."""
     wanted = text[len(text) - match :]
     for end in range(len(text) - 1, match - 1, -1):
         if len(wanted) == match and text[end - match : end] == wanted:
@@ -54,7 +55,7 @@ def test_the_last_place_where_it_stood_before(match: int, tokens: int) -> None:
     rng = np.random.default_rng(0)
     own = rng.integers(3, size=(60, 20)).astype(np.int32)
     count = rng.integers(1, 21, size=60).astype(np.int32)
-    prompts = np.full((2, 4), 9, np.int32)  # nothing to be found
+    prompts = np.full((2, 4), 9, np.int32)  # nothing can be found
     row, length = np.arange(60) % 2, np.full(60, 4)
     guess = jax.jit(functools.partial(speculative.guess, match=match, tokens=tokens))
     found = guess(prompts, row, length, own, count)
@@ -72,13 +73,13 @@ def test_guesses_come_from_the_slots_own_prompt() -> None:
     nothing = speculative.NOTHING
     assert found.tolist() == [
         [1, 2, 3],
-        [7, 8, 5],  # beyond the end of the prompt: what the slot drew follows
+        [7, 8, 5],  # beyond the end of the prompt: the slot's own tokens follow
         [nothing] * 3,  # a shorter one, in which it does not stand
         [3, 4, nothing],
     ]
 
 
-# --------------------------------------------------------------------- Answers are those without it
+# ------------------------------------------------------------ Answers equal those of plain decoding
 
 
 @functools.cache
@@ -112,7 +113,7 @@ def test_answers_equal_plain_decoding(tokens: int, match: int, temperature: floa
     (found, counts), (wanted, plain_counts) = _answers(speculation), _answers(plain)
     _assert_same(found, wanted)
     assert counts.tokens == plain_counts.tokens == plain_counts.busy
-    assert counts.busy < 0.9 * counts.tokens  # guesses were right now and then
+    assert counts.busy < 0.9 * counts.tokens  # some proposals were right
 
 
 @pytest.mark.slow

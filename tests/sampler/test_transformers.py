@@ -1,7 +1,7 @@
-"""Greedy answers of every family, by pages of several sizes, against transformers' generate().
+"""Tests of greedy answers of every family, for several page sizes, against generate().
 
-Prompts of many lengths are answered twice each in one session with few slots, by answers of
-several lengths: slots are freed and filled again while their neighbors go on.
+Prompts of many lengths are answered twice each in one session with few slots, with answers of
+several lengths: slots are freed and refilled while their neighbors continue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.policy import families
 
 pytestmark = pytest.mark.slow
 
-# (tokens of a prompt, of its answer): prompts lie within pages, fill them or go over them.
+# (tokens of a prompt, of its answer): prompts end within pages, fill them or exceed them.
 LENGTHS = ((129, 32), (3, 45), (16, 38), (61, 32), (1, 50), (32, 35), (20, 41), (57, 36))
 RNG = np.random.default_rng(4)
 PROMPTS = [RNG.integers(families.VOCAB, size=length).tolist() for length, _ in LENGTHS]
@@ -62,7 +62,7 @@ def _generate(model, prompt: list[int], tokens: int) -> list[int]:
 
 
 def _combinations() -> list[Any]:
-    """Every family with every size of a page, one of them in the quick set, in turn."""
+    """Every family with every page size, one of them in the quick set, in turn."""
     made = []
     for number, family in enumerate(families.FAMILIES):
         for turn, block in enumerate(BLOCKS):

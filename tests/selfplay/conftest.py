@@ -1,4 +1,4 @@
-"""What the tests of selfplay share: reference cases, our task names, a limit on running time."""
+"""Fixtures of the selfplay tests: reference cases, our task names, a limit on running time."""
 
 import json
 import signal
@@ -25,7 +25,7 @@ def _decode(value: dict[str, Any]) -> Any:
 
 @pytest.fixture(scope="session")
 def cases() -> Callable[[str], list[dict[str, Any]]]:
-    """Reads the cases of one file by its name without ending."""
+    """Read the cases of one file by its name without suffix."""
 
     def read(name: str) -> list[dict[str, Any]]:
         found = json.loads((REFERENCE_CASES / f"{name}.json").read_text(), object_hook=_decode)[

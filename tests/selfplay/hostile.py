@@ -1,9 +1,9 @@
-"""Texts that no parser should stumble over: random, mutated and adversarial, a function of a seed.
+"""Texts to test parsers with: random, mutated and adversarial, each a function of a seed.
 
 1. `good_texts` are well-formed outputs of the three roles, and the prompts that they answer.
 2. `texts` mutates them (bytes flipped, parts cut, repeated, exchanged between roles, characters
-   replaced by look-alikes) and makes others from hostile pieces, random characters, JSON values
-   and short members of the benchmark's families.
+   replaced by look-alikes). It makes others from hostile pieces, random characters, JSON values and
+   short members of the benchmark's families.
 3. `INJECTIONS` are texts that would leave a trace if anything ran them.
 """
 
@@ -161,7 +161,7 @@ def json_value(rng: random.Random, depth: int) -> Any:
 
 
 def _flip(rng: random.Random, text: str) -> str:
-    """Some bits of its bytes; what is no UTF-8 then becomes lone surrogates."""
+    """The text with some bits of its bytes flipped; invalid UTF-8 becomes lone surrogates."""
     data = bytearray(text.encode("utf-8", "surrogatepass"))
     for _ in range(min(len(data), rng.randint(1, 5))):
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)

@@ -1,4 +1,4 @@
-"""Structured answers, scores of evidence, rewards and quotes."""
+"""Tests of structured answers, scores of evidence, rewards and quotes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT = evidence.write_answer(GOOD)
 TAGS = tuple(f"<{slash}{name}>" for name in SECTIONS for slash in ("", "/"))
 
 
-# ------------------------------------------------------------------------------------- The sections
+# ----------------------------------------------------------------------------------------- Sections
 
 
 def test_what_is_written_is_read():
@@ -105,7 +105,7 @@ def test_the_full_prompts_ask_for_what_is_read():
     assert "There are 3 sets" in full.evidence_scores("q?", ["a", "b", "c"])
 
 
-# --------------------------------------------------------------------------------- What it is worth
+# ------------------------------------------------------------------------------- Scores and rewards
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_there_are_only_so_many_quotes():
     assert len(evidence.find_quotes("a..." * 3 * most)) == most + 1
     assert len(evidence.find_quotes("a\n" * most)) == most
     many = evidence.find_quotes("a\n" * (most + 1) + "- b")
-    assert many[-1] == "a - b"  # the rest is one text, as it stands
+    assert many[-1] == "a - b"  # the rest is one text, unchanged
 
 
 def test_verbatim_share():
@@ -217,7 +217,7 @@ def test_verbatim_share():
     assert share("- Arvo lives in Oslo.", documents) == 1.0
     assert share("Arvo lives\nin Rome", documents) == pytest.approx(10 / 17)
     assert share("Arvo ... Oslo.\n123456789", documents) == 0.5
-    assert share("Oslo. Bela", documents) == 0.0  # in no one document
+    assert share("Oslo. Bela", documents) == 0.0  # in no single document
     assert share("...", documents) == 0.0
     assert share("anything", "") == 0.0
 

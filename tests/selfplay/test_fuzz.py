@@ -1,8 +1,8 @@
-"""Hostile texts through every parser and rule: a result always, soon, and nothing is run.
+"""Tests of every parser and rule with hostile texts: a result always, in time, nothing run.
 
-The parsers are those of benchmarks/parsers.py, which has their times; a public function that is
-not listed there or here is an error. No test here measures times: inputs are long enough that what
-is not linear needs hours, and `linear` interrupts it.
+The parsers are those of benchmarks/parsers.py, which measures their times. A public function that
+is not listed there or here is an error. No test here measures times: inputs are long enough that
+superlinear code needs hours, and `linear` interrupts it.
 """
 
 import argparse
@@ -52,19 +52,18 @@ LIMIT_S = 60  # of processor time; a megabyte needs about 4
 SHORT, LONG = range(4), range(4, 40)  # seeds: 20,000 texts, and with the others 200,000
 LARGEST = 1_000_000
 
-# Modules of which no function is given what a model wrote, and functions of the others.
+# Modules without a function that gets model output, and functions of the others.
 NO_READERS = {
     *("warm_start.story_rows", "algorithms.reconstruction_evaluation", "puzzles.pose"),
     *("puzzles.gap", "puzzles.chance", "puzzles.options_of"),
-    *("puzzles.dense_reward", "puzzles.sparse_reward"),  # of what parse_order has read
+    *("puzzles.dense_reward", "puzzles.sparse_reward"),  # reads the result of parse_order
     *(
         "warm_start.demonstrations",
         "warm_start.evidence_rows",
         "selfplay.rewards",
         "selfplay.selection",
-        "algorithms.scoring",
     ),
-    # Of benchmarks these read files, make questions, ask and average.
+    # Functions of benchmarks that read files, make questions, ask and average.
     *("evaluation.answering", "warm_start.rlvr_questions"),
     *("algorithms.base", "algorithms.rollout", "algorithms.registry", "algorithms.algorithm"),
     *("algorithms.config", "algorithms.episode", "algorithms.rlvr", "algorithms.evidence_tree"),
@@ -134,7 +133,7 @@ def _is_share(value: float) -> bool:
 def _is_parsed(parsed: Parsed) -> bool:
     (parsed.question + parsed.answer).encode()
     accepted = parsed.status == "accepted"
-    return (accepted or parsed.status in ("bad_format", "skipped")) and accepted != bool(
+    return (accepted or parsed.status in ("bad_format", "declined")) and accepted != bool(
         parsed.reason
     )
 
@@ -211,7 +210,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
 
 
 def feed(text: str) -> None:
-    """One text through every parser."""
+    """Pass one text through every parser."""
     for name, parse in PARSERS.items():
         try:
             result = parse(text)
@@ -223,7 +222,7 @@ def feed(text: str) -> None:
 
 
 def short_name(module: str) -> str:
-    """ "spell_evaluation" of spell_jax.algorithms.spell.evaluation, else the last part."""
+    """"spell_evaluation" of spell_jax.algorithms.spell.evaluation, else the last part."""
     *_, folder, name = module.split(".")
     return f"{folder}_{name}" if name == "evaluation" else name
 
@@ -264,7 +263,7 @@ def test_no_text_is_too_hostile(seed: int) -> None:
 
 
 def test_good_texts_are_still_read() -> None:
-    """What is mutated is what the parsers are for, or mutating it would test little."""
+    """The mutated texts must be valid inputs of the parsers, or mutating them would test little."""
     accepted = {
         task
         for text in good_texts()
@@ -275,7 +274,7 @@ def test_good_texts_are_still_read() -> None:
     assert {PARSERS["parsing.parse_verdict"](text) for text in good_texts()} == {-1, 0, 1}
     made = [*texts(0, 2000)]
     parse = PARSERS["parsing.parse_question general_qa"]
-    assert {parse(text).status for text in made} == {"accepted", "bad_format", "skipped"}
+    assert {parse(text).status for text in made} == {"accepted", "bad_format", "declined"}
     assert len({*made}) > 1800
 
 
@@ -285,7 +284,7 @@ def test_figures_that_python_cannot_write_have_other_forms(text: str) -> None:
 
 
 def test_only_the_last_blocks_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each that is no JSON costs two errors: the 9,000 that fit into 100 KB took 70 ms."""
+    """Each part that is not JSON costs two errors: the 9,000 that fit into 100 KB took 70 ms."""
     tried = []
 
     def loads(text: str) -> Any:
@@ -297,7 +296,7 @@ def test_only_the_last_blocks_are_tried(monkeypatch: pytest.MonkeyPatch) -> None
     wrong = "```json{```"
     parse = PARSERS["parsing.parse_question general_qa"]
     assert parse(good + wrong * 9000).reason == "no_json"
-    assert len(tried) == 2 * parsing.MOST_BLOCKS + 2  # and what ends the text: nothing
+    assert len(tried) == 2 * parsing.MOST_BLOCKS + 2  # and the end of the text: nothing
     assert parse(good + wrong * (parsing.MOST_BLOCKS - 1)).status == "accepted"
 
 
@@ -343,11 +342,11 @@ def test_families_have_the_size_that_they_are_asked_for(family: str) -> None:
         assert 0.7 * size < len(text.encode("utf-8", "surrogatepass")) <= 1.01 * size
 
 
-# ----------------------------------------------------------------------------- nothing is evaluated
+# ----------------------------------------------------------------------------- Nothing is evaluated
 
 
 class Evaluated(BaseException):
-    """Something was run: nobody who catches exceptions can hide it."""
+    """Raised if something was run; a BaseException, so that no handler hides it."""
 
 
 WATCHED = ("exec", "compile", "import", "os.", "subprocess.", "pickle.", "socket.", "open")
@@ -361,15 +360,15 @@ def _hook(event: str, _: object) -> None:
 
 @contextmanager
 def nothing_may_run() -> Iterator[None]:
-    """Fails on what Python's audit events show, and on the evaluators themselves."""
+    """Fail on audit events of Python that run code, and on calls of the evaluators."""
     global _watching
 
     def refuse(*_: object, **__: object) -> None:
         raise Evaluated("an evaluator was called")
 
-    # Patched by hand: pytest's own patching imports while the first of them are in place.
+    # Patched by hand: pytest's own patching imports while the first patches are in place.
     found = [(module, name, getattr(module, name)) for module, name in evaluators()]
-    sys.addaudithook(_hook)  # stays for ever, asleep
+    sys.addaudithook(_hook)  # stays forever, inactive
     try:
         for module, name, _ in found:
             setattr(module, name, refuse)
@@ -382,7 +381,7 @@ def nothing_may_run() -> Iterator[None]:
 
 
 def evaluators() -> Iterator[tuple[Any, str]]:
-    """Module and name of what turns text into action; of other packages if they are in use."""
+    """Module and name of functions that evaluate text; of other packages if they are imported."""
     yield from ((builtins, name) for name in ("eval", "exec", "compile", "__import__"))
     yield from ((ast, "literal_eval"), (os, "system"), (os, "popen"))
     yield from ((pickle, "loads"), (subprocess, "Popen"))
@@ -429,7 +428,7 @@ def test_running_something_would_show(run: Callable[[], Any]) -> None:
         run()
 
 
-# ---------------------------------------------------------------------------- files, replies, state
+# ---------------------------------------------------------------------------- Files, replies, state
 
 
 @pytest.fixture
@@ -519,7 +518,7 @@ def episode(said: Sequence[str]) -> Episode:
 
 
 def test_records_of_episodes_are_json(tmp_path: Path) -> None:
-    """As the trainer writes them; half a surrogate pair comes back too."""
+    """As the trainer writes them; half a surrogate pair is restored too."""
     said = list(texts(1, 2000))
     made = (episode(said[i : i + 5]) for i in range(0, len(said), 5))
     words = prompts.load("compact")
@@ -527,7 +526,7 @@ def test_records_of_episodes_are_json(tmp_path: Path) -> None:
     write_records(tmp_path / "episodes.jsonl", records)
     back, skipped = read_records(tmp_path / "episodes.jsonl", lambda record: record)
     assert skipped == 0
-    # Two halves next to each other are read as the character that they make up.
+    # Two adjacent halves are read as the character that they make up.
     assert [_joined(record) for record in back] == [_joined(record) for record in records]
 
 

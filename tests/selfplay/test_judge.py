@@ -1,4 +1,4 @@
-"""The external judge against a server on this machine: verdicts, retries, cache, failures."""
+"""Tests of the external judge against a local server: verdicts, retries, cache, failures."""
 
 import json
 import threading
@@ -38,7 +38,7 @@ class Server(ThreadingHTTPServer):
         self.lock = threading.Lock()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that gave up waiting is part of a test, not news."""
+        """A client that gives up waiting is part of a test and not logged."""
 
     @property
     def url(self) -> str:
@@ -80,7 +80,7 @@ def server(monkeypatch) -> Iterator[Server]:
 
 
 class Time:
-    """A clock that goes on by sleeping alone; `sleeps` are all of them."""
+    """A clock that only sleeping advances; `sleeps` records all of them."""
 
     def __init__(self) -> None:
         self.now, self.sleeps, self.lock = 0.0, [], threading.Lock()

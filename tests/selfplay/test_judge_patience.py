@@ -1,4 +1,4 @@
-"""A judge whose server limits, drips and dies, and whose own process is killed between replies."""
+"""Tests of a judge with a rate-limited, slow or dying server, and a killed process."""
 
 import email.utils
 import json
@@ -34,7 +34,7 @@ def test_retry_after_is_waited_for_instead_of_a_shorter_pause(server: Server):
 
 
 def test_a_limit_holds_the_requests_of_all(server: Server):
-    """One worker, so that the second prompt comes behind the limit that the first one met."""
+    """One worker, so that the second prompt comes after the limit that the first one met."""
     limited = (429, "", {"Retry-After": "30"})
     server.respond = lambda prompt, _: limited if "a" in prompt[9:10] else completion("[[YES]]")
     clock = Time()
@@ -166,7 +166,7 @@ def test_a_judge_that_was_stopped_asks_for_the_rest_alone(server: Server, kept, 
     with kept["cache_file"].open("a") as file:
         file.write('{"key": "torn')
     sent = len(server.requests)
-    assert sent < 8  # nobody asked for what nobody would have read
+    assert sent < 8  # no request for a reply that nobody would read
     assert make_judge(server.url, cache=kept).judge(items) == [1] * 8
     assert len(server.requests) == sent + 5
     lines = kept["cache_file"].read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The question memory: bounds, order, duplicates, state."""
+"""Tests of the question memory: bounds, order, duplicates, state."""
 
 import json
 

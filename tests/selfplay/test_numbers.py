@@ -1,4 +1,4 @@
-"""Reading numbers safely: the reference cases, what we read in another way, any string."""
+"""Tests of safe number parsing: the reference cases, our deviations, any string."""
 
 import math
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from spell_jax.selfplay import numbers
 from spell_jax.selfplay.numbers import number_text, parse_number, same_number
 
-UNREADABLE = 999999999  # how the reference code writes "no number"
+UNREADABLE = 999999999  # "no number" in the reference code
 
-# What the reference makes of them is wrong or needs eval(); spec section 5.3 and 13.
+# The reference's results for these are wrong or need eval(); spec sections 5.3 and 13.
 NORMALIZE_DEVIATIONS = {
     "[1, 2]": None,  # a list is no number
     "{3,4}": None,
@@ -43,7 +43,7 @@ def test_reference_is_number(cases):
         (text,) = case["in"]
         expected = case["is_number"]["out"] or case["is_scientific_number"]["out"]
         if not text.isascii():
-            expected = False  # its own normalizer fails on these digits all the same
+            expected = False  # its own normalizer fails on these digits as well
         assert (parse_number(text) is not None) == expected, text
 
 
@@ -71,7 +71,7 @@ def test_reference_is_number(cases):
         ("5)", None),
         ("", None),
         ("0" * 99 + "5", 5),
-        ("0" * 100 + "5", None),  # too long to be a figure
+        ("0" * 100 + "5", None),  # too long for a figure
         ("(" * 200_000, None),
     ],
 )
@@ -91,7 +91,7 @@ def test_whole_numbers_stay_integers_for_the_reference_text():
         assert number_text(value) == written
 
 
-# (prediction, reference): the reference code ignores signs, takes NaN for anything, and finds all
+# (prediction, reference): the reference code ignores signs, accepts NaN for anything, and finds all
 # values below 0.001 equal because it rounds up to three decimals.
 SIGN_OR_NAN = [(5, -5), (-500, 5), (-12.34, 12.34)]
 
@@ -112,7 +112,7 @@ def test_reference_tolerance(cases):
     for case in cases("docmath_within_eps_round"):
         if case["fn"] == "within_eps":
             assert same_number(*case["in"]) == case["out"], case
-    assert not same_number(0.0001, 0.0009)  # round_up_to_decimal, which we do without
+    assert not same_number(0.0001, 0.0009)  # round_up_to_decimal, which we do not have
 
 
 numbers_in_range = st.floats(-1e80, 1e80) | st.integers(-(10**80), 10**80)

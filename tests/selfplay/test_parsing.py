@@ -1,4 +1,4 @@
-"""Questioner and verifier outputs: the reference cases, our additions, any string."""
+"""Tests of questioner and verifier outputs: the reference cases, our additions, any string."""
 
 import json
 
@@ -17,8 +17,8 @@ from spell_jax.selfplay.rules import TASKS
 
 OBJECT = '{"question": "What is X?", "answer": "42"}'
 OPTIONS = {"A": "one", "B": "two", "C": "three", "D": "four"}
-# Accepted here and not in the reference code: an object that ends the text is taken also behind an
-# opening fence that was never closed (spec section 12, row 20: take both forms).
+# Accepted here and not in the reference code: an object that ends the text, also after an opening
+# fence that was never closed (spec section 12, row 20: take both forms).
 ALSO_ACCEPTED = f"```json\n{OBJECT}"
 
 
@@ -31,7 +31,7 @@ def parse(text: str, task: str = "general_qa") -> Parsed:
 
 
 def outcome(record: object) -> tuple[str, str, str]:
-    """What our general_qa check makes of a record that the reference code found."""
+    """Result of our general_qa check for a record that the reference code found."""
     return _summary(parse(f"```json\n{json.dumps(record)}\n```"))
 
 
@@ -53,9 +53,9 @@ def test_reference_records(cases):
             assert _summary(parse(text)) == outcome(case["out"]), case
 
 
-# (task, answer) where we differ, with what we say.
+# (task, answer) of deviations, with our result.
 VALIDATOR_DEVIATIONS = {
-    ("docmath_qa", "1e400"): ("skipped", "not_a_number"),  # infinity stopped the reference's run
+    ("docmath_qa", "1e400"): ("declined", "not_a_number"),  # infinity stopped the reference's run
     ("docmath_qa", ".5"): ("accepted", "0.5"),  # was read as 5
     ("docmath_qa", "\N{MINUS SIGN}5"): ("accepted", "-5"),  # was read as 5
     ("docmath_qa", "True"): ("bad_format", "no_answer"),  # a JSON boolean is no figure
@@ -75,7 +75,7 @@ def test_reference_validators(cases, our_task):
             assert (parsed.status, parsed.answer or parsed.reason) == expected, case
             deviations.add(key)
         elif case["out"] == DROPPED:
-            assert parsed.status == "skipped", case
+            assert parsed.status == "declined", case
         elif case["out"] == BAD:
             assert parsed.status == "bad_format", case
         else:
@@ -116,8 +116,8 @@ def test_strings_are_left_alone():
 @pytest.mark.parametrize(
     ("text", "task", "status", "reason"),
     [
-        ("<think>" + OBJECT, "general_qa", "skipped", "unfinished_thought"),
-        ('{"Empty": "Empty"}', "general_qa", "skipped", "declined"),
+        ("<think>" + OBJECT, "general_qa", "declined", "unfinished_thought"),
+        ('{"Empty": "Empty"}', "general_qa", "declined", "nothing_to_ask"),
         ("", "general_qa", "bad_format", "no_json"),
         (OBJECT + " done", "general_qa", "bad_format", "no_json"),
         ('{"answer": "1"}', "general_qa", "bad_format", "no_question"),
@@ -125,9 +125,9 @@ def test_strings_are_left_alone():
         ('{"question": "q", "answer": "\\ud800"}', "general_qa", "bad_format", "invalid_unicode"),
         ('{"question": "\\ud800", "answer": "5"}', "financial_math", "bad_format",
          "invalid_unicode"),
-        ('{"question": "q", "answer": 0}', "financial_math", "skipped", "zero_answer"),
-        ('{"question": "q", "answer": NaN}', "financial_math", "skipped", "not_a_number"),
-        ('{"question": "q", "answer": "yes"}', "financial_math", "skipped", "not_a_number"),
+        ('{"question": "q", "answer": 0}', "financial_math", "declined", "zero_answer"),
+        ('{"question": "q", "answer": NaN}', "financial_math", "declined", "not_a_number"),
+        ('{"question": "q", "answer": "yes"}', "financial_math", "declined", "not_a_number"),
         ('{"question": "q", "answer": "A"}', "multiple_choice", "bad_format", "bad_options"),
         ("```json" + "[" * 5000 + "```", "general_qa", "bad_format", "too_deep"),
     ],
@@ -140,7 +140,7 @@ def test_answer_length_is_counted_by_the_caller_and_after_extraction():
     words = " ".join("w" * MAX_ANSWER_TOKENS)
     assert parse(json.dumps({"question": "q", "answer": f"The answer is {words}"})).answer == words
     longer = parse(json.dumps({"question": "q", "answer": words + " w"}))
-    assert (longer.status, longer.reason) == ("skipped", "long_answer")
+    assert (longer.status, longer.reason) == ("declined", "long_answer")
 
 
 @pytest.mark.parametrize("same", ["one", " ONE "])
@@ -212,7 +212,7 @@ records = st.fixed_dictionaries(
 @given(pieces | records, st.sampled_from(TASKS))
 def test_any_string_is_judged(text, task):
     parsed = parse(text, task)
-    assert parsed.status in ("accepted", "bad_format", "skipped")
+    assert parsed.status in ("accepted", "bad_format", "declined")
     assert bool(parsed.reason) == (parsed.status != "accepted")
     (parsed.question + parsed.answer).encode()
     assert parse_verdict(text) in (-1, 0, 1)

@@ -1,4 +1,4 @@
-"""Prompts: the exact compact texts, the paper's requirements on the full ones, loading, filling."""
+"""Tests of prompts: exact compact texts, the paper's requirements on full ones, loading."""
 
 import json
 import re

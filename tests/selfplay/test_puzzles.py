@@ -1,4 +1,4 @@
-"""Puzzles: what is taken out goes back; orders and rewards are those of brute force."""
+"""Tests of puzzles: removed paragraphs fit back; orders and rewards equal brute force."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def made(text: str, *args: int, **named: int) -> Puzzle:
 
 
 def filled(puzzle: Puzzle, letters: Sequence[str]) -> str:
-    """The document with these options in its gaps, put there from the front."""
+    """The document with these options in its gaps, filled from the front."""
     for number, letter in enumerate(letters, 1):
         before, _, behind = puzzle.document.partition(f"<gap {number}>")
         puzzle = Puzzle(before + puzzle.options[letter] + behind, puzzle.options, (), ())
@@ -43,7 +43,7 @@ def filled(puzzle: Puzzle, letters: Sequence[str]) -> str:
 
 
 def a_document(seed: int) -> str:
-    """Paragraphs of any writing with any white space between them; some occur twice."""
+    """Paragraphs in any script with any white space between them; some occur twice."""
     draw = random.Random(seed)
     signs = "ab c\tdé中文🎉İß\u00a0\u2028.,(A)<gap>{}\\$\x00"
     words = ["".join(draw.choices(signs, k=draw.randint(1, 30))).strip() for _ in range(12)]
@@ -55,7 +55,7 @@ def a_document(seed: int) -> str:
     return around + "".join(p + draw.choice(borders) for p in paragraphs) + around
 
 
-# --------------------------------------------------------------------------------- From a document
+# ---------------------------------------------------------------------------------- From a document
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -91,13 +91,13 @@ def test_a_puzzle_is_a_function_of_the_seed():
 
 
 def test_all_orders_and_all_paragraphs_are_drawn_alike():
-    drawn = [made(TEXT, 3, seed=seed) for seed in range(3000)]
-    orders = Counter(puzzle.truth for puzzle in drawn)
+    sampled = [made(TEXT, 3, seed=seed) for seed in range(3000)]
+    orders = Counter(puzzle.truth for puzzle in sampled)
     assert len(orders) == 6 and min(orders.values()) > 400
-    taken = Counter(first for puzzle in drawn for first, _ in puzzle.spans)
+    taken = Counter(first for puzzle in sampled for first, _ in puzzle.spans)
     assert len(taken) == 7 and min(taken.values()) > 1150  # of 9000 / 7
     neighbors = sum(
-        any(b[0] - a[1] == 2 for a, b in itertools.pairwise(puzzle.spans)) for puzzle in drawn
+        any(b[0] - a[1] == 2 for a, b in itertools.pairwise(puzzle.spans)) for puzzle in sampled
     )
     assert neighbors == pytest.approx(3000 * 25 / 35, rel=0.05)  # 10 of 35 triples have none
 
@@ -106,7 +106,7 @@ def test_all_orders_and_all_paragraphs_are_drawn_alike():
     ("text", "options", "reason"),
     [
         ("", 2, puzzles.FEW_PARAGRAPHS),
-        ("one\n\ntwo", 2, puzzles.FEW_PARAGRAPHS),  # nothing would stay
+        ("one\n\ntwo", 2, puzzles.FEW_PARAGRAPHS),  # nothing would remain
         ("one\n\none\n\none", 2, puzzles.FEW_OPTIONS),
         ("one\n\ntwo \t a\n\ntwo\na", 2, puzzles.FEW_OPTIONS),  # equal but for white space
         (TEXT + "\n\nSee <gap 3> above", 2, puzzles.HAS_GAPS),
@@ -160,7 +160,7 @@ def test_a_window_is_as_many_neighbors_as_fit():
     paragraphs = TEXT.split("\n\n")
     assert found == {"\n\n".join(paragraphs[i : i + 3]) for i in range(5)}
     assert windows(TEXT, 1) == windows("", 9) == {""}
-    # What does not fit ends it; what is before it has room still.
+    # The first paragraph that does not fit ends the window; room may remain before it.
     assert windows("a b\n\nc d e f g h\n\ni", 3) == {"a b", "i", ""}
 
 
@@ -208,13 +208,13 @@ def test_what_does_not_fit_has_a_reason():
     assert pose("x " * 100, 20) == puzzles.Posed(reason=puzzles.OVERLONG)
     assert pose("a\n\na\n\nb\n\nc", 50) == puzzles.Posed(reason=puzzles.FEW_OPTIONS)
     assert pose("", 50).reason == puzzles.OVERLONG
-    # A counter by which no prompt ever gets shorter.
+    # A counter that never lets a prompt get shorter.
     grown = itertools.count(1000)
     none = pose(TEXT, 900, count=lambda text: next(grown) if "Question: P" in text else 0)
     assert none.reason == puzzles.OVERLONG and none.truth == ()
 
 
-# ---------------------------------------------------------------------------------- From an answer
+# ----------------------------------------------------------------------------------- From an answer
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def brute_force(text: str, truth: str) -> tuple[bool, float, float]:
 
 
 def an_answer(draw: random.Random, truth: str) -> str:
-    """A box, more often than not with a permutation, among other words and boxes."""
+    """A box, usually with a permutation, among other words and boxes."""
     letters = list(truth)
     match draw.randrange(8):
         case 0 | 1 | 2:
@@ -335,19 +335,19 @@ def test_chance_is_the_mean_over_all_permutations(options):
         assert sum(reward(o, truth) for o in orders) / len(orders) == pytest.approx(mean)
 
 
-# -------------------------------------------------------------------------------- How many options
+# -------------------------------------------------------------------------------- Number of options
 
 
 def test_the_curriculum_sorts_the_mixture():
     total, options, weights = 1400, (8, 2, 6, 4), (5, 3, 3, 3)
-    drawn = [puzzles.options_of((i + 0.5) / total, options, weights) for i in range(total)]
-    assert drawn == sorted(drawn) == [2] * 300 + [4] * 300 + [6] * 300 + [8] * 500
-    assert puzzles.options_of(7.0, options, weights) == 8  # behind the run's end
+    sampled = [puzzles.options_of((i + 0.5) / total, options, weights) for i in range(total)]
+    assert sampled == sorted(sampled) == [2] * 300 + [4] * 300 + [6] * 300 + [8] * 500
+    assert puzzles.options_of(7.0, options, weights) == 8  # after the run's end
     assert puzzles.options_of(0.5, (2, 4), (1, 1)) == 4  # a draw below 0.5 is a 2
     assert puzzles.options_of(0.0, (5,), (0.1,)) == puzzles.options_of(1.0, (5,), (0.1,)) == 5
 
 
 def test_uniform_shares_draw_the_mixture():
     rng = np.random.default_rng(0)
-    drawn = Counter(puzzles.options_of(rng.random(), (2, 4), (1.0, 3.0)) for _ in range(4000))
-    assert drawn[4] == pytest.approx(3000, rel=0.03)
+    sampled = Counter(puzzles.options_of(rng.random(), (2, 4), (1.0, 3.0)) for _ in range(4000))
+    assert sampled[4] == pytest.approx(3000, rel=0.03)

@@ -1,4 +1,4 @@
-"""Votes, combination and the questioner's mapping, against the reference cases."""
+"""Tests of votes, combination and the questioner's mapping, against the reference cases."""
 
 import math
 
@@ -22,7 +22,7 @@ votes = st.lists(st.sampled_from([1, 0, -1]), min_size=1, max_size=16)
 
 
 def differs_on_purpose(text: str) -> bool:
-    """Where the first-seen value won a tie, or yes won without a majority (spec 12.5 and 14)."""
+    """Cases where the first-seen value won a tie, or yes won without a majority (spec 12.5, 14)."""
     ordered = sorted((text.count(kind) for kind in "YNM"), reverse=True)
     return ordered[0] == ordered[1] or (
         text.count("Y") == ordered[0] and 2 * ordered[0] <= len(text)
@@ -93,7 +93,7 @@ def test_reference_questioner_reward(cases):
             with pytest.raises(ValueError, match=r"mapping.*unknown.*gaussian"):
                 questioner_reward(score, mapping)
         elif case["in"].get("python_float"):
-            # The reference code needs a tensor here and raises; ours takes numbers.
+            # The reference code needs a tensor here and raises; ours accepts numbers.
             assert case["error"] == "TypeError"
             assert 0 < questioner_reward(score, mapping) <= 1
         else:

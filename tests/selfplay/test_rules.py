@@ -1,4 +1,4 @@
-"""The rule reward against the reference cases, its deviations, and any string."""
+"""Tests of the rule reward against the reference cases, its deviations, and any string."""
 
 import pytest
 from hypothesis import given
@@ -15,11 +15,11 @@ from spell_jax.selfplay.rules import (
     visible_text,
 )
 
-PREFIX = "The correct answer is "  # the reference code puts it in front of every reference answer
+PREFIX = "The correct answer is "  # the reference code puts it before every reference answer
 
 
 def find(cases, name, task, deviations=()):
-    """The cases whose input is a text, less the deviations, which must really differ."""
+    """The cases whose input is a text, without the deviations, which must really differ."""
     for case in cases(name):
         (text,) = case["in"]
         if text is None:
@@ -42,7 +42,7 @@ def test_reference_tail_of_long_figures(cases):
         (text,) = case["in"]
         if case["out"] == "Empty":
             assert extract_answer(text, "financial_math") is None
-        else:  # that function returns what is searched, ours what is found in it
+        else:  # that function returns the searched text, ours the text found in it
             found = extract_answer(text, "financial_math")
             assert found == find_answer(case["out"], "financial_math"), case
 
@@ -108,7 +108,7 @@ def test_reference_text_score(cases):
     assert checked > 40
 
 
-# Reference answers that the reference code reads in part only, or calls equal to any other
+# Reference answers that the reference code reads only in part, or calls equal to any other
 # unreadable text (spec section 5.3): 1e+16 as 1, 1.5e-07 as 1.5, True and 4.5.6 as unreadable.
 MISREAD = {"1e+16", "1.5e-07", "True", "4.5.6"}
 
@@ -187,7 +187,7 @@ def test_reference_of_several_lines_counts_by_its_first():
     ("first", "second", "task", "same"),
     [
         ("The U.S.A.", "usa", "general_qa", True),
-        ("Paris, France", "Paris", "general_qa", False),  # cover is not sameness
+        ("Paris, France", "Paris", "general_qa", False),  # containing is not equal
         ("the", "the", "general_qa", False),
         ("1,234", "1234.0", "financial_math", True),
         ("0.1+0.2", "0.3", "financial_math", True),

@@ -1,4 +1,4 @@
-"""What an update is made of: the reference pipeline replayed, verifier groups, random draws."""
+"""Tests of the groups of an update: the reference pipeline replayed, verifier groups."""
 
 from collections import Counter
 
@@ -25,9 +25,9 @@ OTHER_COMBINATIONS = {
 
 
 class Replay:
-    """One recorded step of the reference code: its script played again with our functions.
+    """One recorded step of the reference code: its script replayed with our functions.
 
-    A script row is (task, what the questioner wrote, answered without documents, right answers,
+    A script row is (task, questioner's output, answered without documents, right answers,
     paraphrased answers, yes votes on a paraphrase); see the note in the file.
     """
 
@@ -95,14 +95,14 @@ def test_reference_responder_groups_and_negatives(replays):
         assert uids(flat) == out["bad_cases"]["zero_variance"], case["name"]
         pool = sorted(replay.bad_format + replay.ungrounded + flat)
         good_tasks = [replay.tasks[questions[at]] for at in kept]
-        drawn = questioner_negatives(
+        negatives = questioner_negatives(
             good_tasks,
             [replay.tasks[at] for at in pool],
             case["in"].get("bad_ratio", 1),
             np.random.default_rng(0),
         )
         split = Counter(f"{task}|good" for task in good_tasks)
-        split.update(f"{replay.tasks[pool[at]]}|bad" for at in drawn)
+        split.update(f"{replay.tasks[pool[at]]}|bad" for at in negatives)
         assert split == final["questioner_rows_by_task_and_type"], case["name"]
 
 
@@ -142,7 +142,7 @@ def test_reference_verifier_groups(cases):
             consistency=given_["label_type"] == "maj_cons",
         )
         if majority(group) != out["llm_reward"]:
-            # Ties and pluralities of yes, in which we differ on purpose (see test_rewards.py).
+            # Ties and pluralities of yes are deliberate deviations (see test_rewards.py).
             deviations += 1
         else:
             assert chosen == out["selected"], case
@@ -163,8 +163,8 @@ def test_groups_are_taken_in_request_order():
 def test_shortfall_moves_on_to_the_next_task():
     good = ["b", "a", "a", "a", "b", "c"]
     bad = ["a", "b", "b", "b", "b", "d", "c"]
-    drawn = questioner_negatives(good, bad, 1, np.random.default_rng(0))
-    assert Counter(bad[at] for at in drawn) == {"a": 1, "b": 4, "c": 1}
+    negatives = questioner_negatives(good, bad, 1, np.random.default_rng(0))
+    assert Counter(bad[at] for at in negatives) == {"a": 1, "b": 4, "c": 1}
     assert questioner_negatives(good, bad, 0, np.random.default_rng(0)) == []
     assert questioner_negatives([], bad, 1, np.random.default_rng(0)) == []
 
@@ -199,8 +199,8 @@ tasks = st.lists(st.sampled_from("abcd"), max_size=30)
 
 @given(tasks, tasks, st.floats(0, 3), st.integers(0, 99))
 def test_negatives_are_bounded_distinct_and_repeatable(good, bad, ratio, seed):
-    drawn = questioner_negatives(good, bad, ratio, np.random.default_rng(seed))
-    assert drawn == sorted(set(drawn))
-    assert len(drawn) <= ratio * len(good)
-    assert {bad[at] for at in drawn} <= set(good)
-    assert drawn == questioner_negatives(good, bad, ratio, np.random.default_rng(seed))
+    negatives = questioner_negatives(good, bad, ratio, np.random.default_rng(seed))
+    assert negatives == sorted(set(negatives))
+    assert len(negatives) <= ratio * len(good)
+    assert {bad[at] for at in negatives} <= set(good)
+    assert negatives == questioner_negatives(good, bad, ratio, np.random.default_rng(seed))

@@ -2,10 +2,9 @@
 
 python -m tests.slow.killed POLICY WORKDIR [SETTINGS [hold:STEP | hang:SIGNALS]]
 
-SETTINGS are of the config, by dotted name, in JSON. Saves before step STEP are waited for, so that
-it is known which one is resumed. With "hold" the save of that step goes on for ever. With "hang"
-the trainer does so where it would save because it was told to stop, having sent itself so many more
-SIGTERMs.
+SETTINGS are config fields by dotted name, in JSON. Saves before step STEP are waited for, so that
+it is known which one is resumed. With "hold" the save of that step never ends. With "hang" the
+trainer hangs where it would save after a notice to stop, having sent itself SIGNALS more SIGTERMs.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def make_config(policy: pathlib.Path, **settings):
     return noise.small_config(policy, **({"steps": STEPS} | options | settings))
 
 
-# ------------------------------------------------------------------------- What a run leaves behind
+# ---------------------------------------------------------------------------------- Output of a run
 
 
 def models_of(config, workdir: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -47,7 +46,7 @@ def models_of(config, workdir: pathlib.Path) -> tuple[dict[str, Any], dict[str, 
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         run: Run = make_run(config)
-    abstract = run.learner.abstract_state()
+    abstract = run.learner.fns.abstract_state
     checkpoints = Checkpoints(workdir)
     step = checkpoints.newest_intact()
     assert step is not None
@@ -59,8 +58,10 @@ def models_of(config, workdir: pathlib.Path) -> tuple[dict[str, Any], dict[str, 
 
 
 def assert_same_state(config, workdir: pathlib.Path, other: pathlib.Path) -> None:
-    """Weights, optimizer, anchor, memory, data position and best score of the newest checkpoints,
-    to the bit."""
+    """Contents of the newest checkpoints to the bit.
+
+    These are weights, optimizer, frozen reader, memory, data position and best score.
+    """
     (models, state), (wanted, wanted_state) = (models_of(config, run) for run in (workdir, other))
     assert state == wanted_state, "host state"
     assert state["algorithm"]["memory"]["clusters"], (
@@ -73,7 +74,7 @@ def assert_same_state(config, workdir: pathlib.Path, other: pathlib.Path) -> Non
 
 
 def assert_same_run(config, workdir: pathlib.Path, other: pathlib.Path) -> None:
-    """All that a run of STEPS steps leaves, but for times and which checkpoints are still there."""
+    """All output of a run of STEPS steps, without times and the list of remaining checkpoints."""
     lines, wanted = (list(map(noise.steady, read_metrics(run))) for run in (workdir, other))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert lines == wanted, "metrics"
@@ -116,7 +117,7 @@ def hang(signals: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hold(step: int) -> None:
-    """Orbax writes under another name; it never comes to give it the step's."""
+    """Orbax writes under another name; the step's name never appears."""
     last = f"/checkpoints/{step}.orbax-checkpoint-tmp"
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:

@@ -3,8 +3,8 @@
 python -m tests.slow.several_hosts train POLICY WORKDIR [FAULT_PROCESS FAULT_STEP]
 python -m tests.slow.several_hosts sft POLICY WORKDIR SOURCE
 
-The process that a fault is given for is killed behind the update of that step, before it is saved.
-Answers are judged by a stand-in for an external judge, which only process 0 may ask.
+Process FAULT_PROCESS is killed after the update of step FAULT_STEP, before it is saved. A stand-in
+for an external judge, which only process 0 may ask, judges answers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 from configs import tiny_warm_start
 from spell_jax.learner import packing
 from spell_jax.runtime import setup as start
-from spell_jax.trainer import build as catalogue
+from spell_jax.trainer import build as trainer_build
 from spell_jax.trainer import loop, supervised
 from tests import noise
 
@@ -50,7 +50,7 @@ def judge(items: Sequence[tuple[str, str, str]]) -> list[int]:
 
 
 def die_behind(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills this process when the trainer counts the rows of a step, which the update is over."""
+    """Kill this process when the trainer counts the rows of a step, after the update."""
     count_answers, counted = packing.count_answers, []
 
     def count_or_die(groups):
@@ -89,7 +89,7 @@ def main() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.give_meaning(monkeypatch)
         noise.draw_nothing(monkeypatch)
-        monkeypatch.setattr(catalogue, "_make_judge", lambda *_: judge)
+        monkeypatch.setattr(trainer_build, "_make_judge", lambda *_: judge)
         if rest and jax.process_index() == int(rest[0]):
             die_behind(int(rest[1]), monkeypatch)
         loop.train(make_config(pathlib.Path(policy)), workdir)

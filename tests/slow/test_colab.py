@@ -1,4 +1,4 @@
-"""docs/colab.ipynb: stored clean, and every cell runs, from the cluster to the answers."""
+"""Tests of docs/colab.ipynb: stored without outputs, and every cell runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_it_is_stored_valid_and_without_outputs():
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """(the executed notebook, the run's folder): its parameters made small, all else as it is."""
+    """(the executed notebook, the run's folder); only the notebook's parameters are smaller."""
     workdir = tmp_path_factory.mktemp("colab")
     notebook = copy.deepcopy(read())
     [index] = [
@@ -59,12 +59,12 @@ def played(tmp_path_factory):
 
 
 def names(source: str) -> set[str]:
-    """Variables that are set at the beginning of a line."""
+    """Variables that are assigned at the beginning of a line."""
     return set(re.findall(r"^(\w+) = ", source, re.MULTILINE))
 
 
 def outputs_of(notebook: nbformat.NotebookNode, words: str) -> dict[str, str]:
-    """What the one cell with these words showed: all that it printed, and the rest by MIME type."""
+    """Output of the one cell with these words: all printed text, and the rest by MIME type."""
     [cell] = [cell for cell in code_cells(notebook) if words in cell.source]
     found = {"printed": ""}
     for output in cell.outputs:
@@ -119,7 +119,7 @@ def test_the_policies_answer(played):
     rows = rows_of(outputs_of(played[0], '"| question |')["text/markdown"])
     assert len(rows) == 8 and all(len(row) == 4 and all(row) for row in rows)
     answers = {answer for row in rows for answer in row[2:]}
-    assert len(answers) > 4  # not one thing whatever is asked
+    assert len(answers) > 4  # not one result for all questions
 
 
 def test_the_other_roles_answer(played):
@@ -129,7 +129,7 @@ def test_the_other_roles_answer(played):
 
 
 def test_an_entry_that_fails_ends_its_cell(tmp_path):
-    """A wrong field stops the notebook where it is, instead of three cells later."""
+    """A wrong field stops the notebook at its cell, instead of three cells later."""
     [cell] = [cell for cell in code_cells(read()) if "def run(" in cell.source]
     of_cell: dict[str, Any] = {"sys": sys, "subprocess": subprocess}
     exec(cell.source.split("\n\n\n")[0], of_cell)

@@ -1,6 +1,6 @@
-"""The README's numbers of the demo: three seeds, a control, 300 updates. `make test-long`, an hour.
+"""Tests of the demo's numbers in the README: three seeds, a control, 300 updates.
 
-Bounds are what the demo is meant to reach; README, "Results", has what it reached.
+`make test-long` takes an hour. Bounds are goals of the demo; README, "Results", has its results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERIFIER = ("verifier accuracy, by pair", "")
 
 
 def play(workdir: pathlib.Path, *flags: str) -> pathlib.Path:
-    """The demo's command, without its time limit: numbers are of so many updates."""
+    """The demo's command, without its time limit: the results are for a number of updates."""
     command = [sys.executable, "-m", "spell_jax.train", "--config=configs/tiny.py"]
     environment = os.environ | {"XLA_FLAGS": ""}
     flags = (f"--workdir={workdir}", "--config.max_minutes=0.", *flags)
@@ -66,7 +66,7 @@ def test_the_questioner_keeps_its_share_of_right_references(tables, task):
 
 
 def test_random_rewards_teach_nothing(tmp_path):
-    """The control: what the gains are made of is the rewards."""
+    """The control run has random rewards, so the gains are due to the rewards."""
     workdir = play(tmp_path / "random", "--config.algorithm.responder_reward=random")
     tables = [evaluation.read_evaluation(workdir)]
     assert mean_gain(tables, *RESPONDER, "8") < 0.05

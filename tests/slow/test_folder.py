@@ -1,4 +1,4 @@
-"""A folder of texts from end to end: rows by rules, warm start, self-play, validation, resume."""
+"""Test of a folder of texts from end to end: rows, warm start, self-play, resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import noise
 
 PLACES = ("Avalon", "Brobdingnag", "Camelot", "Dunsinane", "Elsinore", "Florin", "Gondor", "Hyrule")
 SIZES = ["--documents_per_cluster=4", "--max_document_tokens=48", "--held_out=0.3"]
-STATUSES = ("accepted", "bad_format", "skipped", "ungrounded", "overlong")
+STATUSES = ("accepted", "bad_format", "declined", "ungrounded", "overlong")
 
 
 @pytest.fixture(scope="module")

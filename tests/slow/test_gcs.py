@@ -1,8 +1,8 @@
-"""Workdirs in a bucket: the files of a run and its way on are those of a local one.
+"""Tests of workdirs in a bucket: the files of a run and its resumption equal a local run's.
 
-gcsfs (our files), TensorStore (arrays of checkpoints) and google-cloud-storage (TensorBoard) talk
-HTTP with a server of this process, which does all that they ask but to heed the conditions of a
-write (ifGenerationMatch).
+gcsfs (our files), TensorStore (arrays of checkpoints) and google-cloud-storage (TensorBoard) use
+HTTP with a server of this process, which implements all their requests except for the conditions of
+a write (ifGenerationMatch).
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def _server():
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://127.0.0.1:{port}")
-        # Nothing else is asked: neither who we are nor what kind of bucket it is.
+        # No other request is sent: neither for credentials nor for the kind of bucket.
         monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
         monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        # It uploads once more when the process ends, and tries minutes long to reach the server.
+        # It uploads once more when the process ends, and tries for minutes to reach the server.
         del GCSRecordWriter.__del__
         with create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket"):
             yield
 
 
 def call_main(entry, config, workdir: str | pathlib.Path) -> None:
-    """What `python -m ENTRY --config --workdir` does, on one device."""
+    """The effect of `python -m ENTRY --config --workdir`, on one device."""
     given = SimpleNamespace(FLAGS=SimpleNamespace(config=config, workdir=str(workdir)))
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
@@ -105,7 +105,7 @@ def test_a_run_in_a_bucket_has_the_files_of_a_local_one(local, remote):
     }
     assert {name.split("/")[1] for name in found if name.startswith("checkpoints/")} == {"1", "2"}
     events = [name for name in found if name.startswith("tensorboard/")]
-    assert len(events) == 2  # one a start
+    assert len(events) == 2  # one per start
     assert all(b"train/" in (remote / name).read_bytes() for name in events)
     pictures = [name for name in found if name.startswith("plots/")]
     assert len(pictures) == 6
@@ -120,7 +120,7 @@ def test_a_resumed_run_in_a_bucket_is_a_local_one_in_one_go(local, remote):
     assert read_evaluation(remote) == read_evaluation(local)
     lines = [list(map(noise.steady, read_metrics(workdir))) for workdir in (local, remote)]
     assert lines[0] == lines[1] and len(lines[0]) == 2
-    # Its times say that the first step was taken once.
+    # Its times show that the first step was run once.
     first = paths.open_folder("gs://bucket/first.jsonl").read_text()
     assert (remote / "metrics.jsonl").read_text().startswith(first)
 
@@ -214,7 +214,7 @@ def test_a_write_that_fails_leaves_the_old_object():
 
 
 def test_a_policy_is_replaced_as_a_whole(monkeypatch):
-    """What fails before the copy changes nothing; a death while copying leaves no config."""
+    """A failure before the copy changes nothing; a crash while copying leaves no config."""
     folder = paths.open_folder("gs://bucket/policy")
     for content in ("1", "2"):
         with files.replacing(folder) as scratch:
@@ -245,7 +245,7 @@ def test_a_policy_is_replaced_as_a_whole(monkeypatch):
 
 @pytest.mark.parametrize("workdir", ["gs://bucket/run", "/data/run", "runs/mine"])
 def test_paths_are_handed_on_unchanged(monkeypatch, workdir):
-    """To train and from there to Orbax; that Checkpoints gives it on is in test_checkpoint.py."""
+    """To train and from there to Orbax; test_checkpoint.py tests that Checkpoints passes it on."""
     given = []
     monkeypatch.setattr(loop, "train", lambda config, workdir: given.append(workdir))
     call_main(train, None, workdir)

@@ -1,5 +1,7 @@
-"""A run that is killed at any moment, or told to stop, and started again is the run that was not:
-real processes and real signals, sent where fault points stand (runtime/fault_injection.py)."""
+"""Tests that a run that is killed or told to stop resumes as if it had not been interrupted.
+
+Processes and signals are real; signals are sent at fault points (runtime/fault_injection.py).
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def play(
 def expect(
     code: int, resumed: int, policy: pathlib.Path, workdir: pathlib.Path, *fault: str, **settings
 ) -> str:
-    """Plays until a fault, behind a step that is resumed (0: none); its standard error."""
+    """Run until a fault, after a step that is resumed (0: none); returns its standard error."""
     found, error = play(policy, workdir, *fault, **settings)
     assert found == code, error[-3000:]
     told = f"resumed at step {resumed}\n" if resumed else "begins with the weights of"
@@ -53,14 +55,14 @@ def expect(
 
 
 def passings(point: str, whole: pathlib.Path, step: int = STEP) -> int:
-    """Which passing of a point, counted from the run's start, is in the midst of a step."""
+    """Number of a point's passing, counted from the run's start, in the middle of a step."""
     if point not in PHASES:
         return step
     return sum(played < step for played, _ in read_episodes(whole)) + QUESTION
 
 
 def checkpoint_files(workdir: pathlib.Path) -> set[str]:
-    """What tells how far the save of STEP came."""
+    """Files that show how far the save of STEP came."""
     folder = workdir / "checkpoints"
     return {path.name for path in folder.iterdir()} | {
         path.parent.name + "!" for path in folder.glob(f"*/{hashes.FILE}")
@@ -74,7 +76,7 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def whole(policy, tmp_path_factory) -> pathlib.Path:
-    """The workdir of a run that nobody disturbs."""
+    """The workdir of an uninterrupted run."""
     workdir = tmp_path_factory.mktemp("whole")
     expect(0, 0, policy, workdir)
     return workdir
@@ -84,8 +86,11 @@ def whole(policy, tmp_path_factory) -> pathlib.Path:
 
 
 def test_killed_at_every_point_a_run_is_the_same(policy, whole, tmp_path) -> None:
-    """One workdir; each process but the last is killed in the step behind the last that counts, the
-    first one in the step behind that, of which metrics and episodes are then written."""
+    """One workdir whose processes are killed in turn, except for the last.
+
+    Each is killed in the step after the last saved one. The first is killed one step later, when
+    metrics and episodes of that step are written.
+    """
     expect(KILLED, 0, policy, tmp_path, f"updated:{STEP + 1}", checkpoint_every=3)
     for point in (*PHASES, "played", "updated"):
         expect(KILLED, 3, policy, tmp_path, f"{point}:{QUESTION if point in PHASES else 1}")
@@ -123,8 +128,11 @@ def test_killed_before_anything_is_saved(point, policy, whole, tmp_path) -> None
 
 
 def test_told_to_stop_it_saves_and_goes_on_as_the_same_run(policy, whole, tmp_path) -> None:
-    """Where no step is saved but by being told: in the midst of playing the step before, behind an
-    update that step. A second SIGTERM, where it hangs, ends it at once."""
+    """SIGTERM in a run that saves only on notice.
+
+    It arrives in the middle of a rollout, which saves the step before, or after an update, which
+    saves that step. A second SIGTERM ends a hanging save at once.
+    """
     rarely = {"checkpoint_every": 100}
     fault = f"answered:{passings('answered', whole)}:term"
     error = expect(EXIT_CODE, 0, policy, tmp_path, fault, **rarely)
@@ -145,7 +153,7 @@ def test_told_to_stop_it_saves_and_goes_on_as_the_same_run(policy, whole, tmp_pa
 
 @pytest.mark.long
 def test_it_ends_when_its_time_is_up(policy, whole, tmp_path) -> None:
-    """It hangs where it should save: the checkpoint before counts."""
+    """The run hangs where it should save: the checkpoint before counts."""
     short = {"preemption_limit_s": 0.5}
     fault = f"verified:{passings('verified', whole)}:term", "hang:0"
     error = expect(EXIT_CODE, 0, policy, tmp_path, *fault, **short)
@@ -160,6 +168,6 @@ def test_told_to_stop_at_every_point(point, policy, whole, tmp_path) -> None:
     expect(EXIT_CODE, 0, policy, tmp_path, f"{point}:{passings(point, whole)}:term")
     code, error = play(policy, tmp_path)
     assert code == 0, error[-3000:]
-    # What is told in the background of a step is known at the end of a phase of the next.
+    # A notice in the background of a step is seen at the end of a phase of the next step.
     assert any(f"resumed at step {step}\n" in error for step in (STEP - 1, STEP, STEP + 1))
     killed.assert_same_run(killed.make_config(policy), tmp_path, whole)

@@ -1,8 +1,8 @@
-"""Every algorithm on real documents, for two updates: what is counted is what the records say.
+"""Tests of every algorithm on real documents, for two updates: counts equal the records.
 
-Policies have a real family's shape and tokenizer, and are random and narrow. They never say
-anything right; where rewards are to differ, what they said is replaced by texts that are made for
-the question, while tokens, logprobs and updates stay those of the sampler.
+Policies have a real family's shape and tokenizer, and are random and narrow. Their answers are
+never right. Where rewards must differ, answers are replaced by texts made for the question, while
+tokens, logprobs and updates stay those of the sampler.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from spell_jax.selfplay import prompts, rules
 from spell_jax.trainer import loop
 from tests import noise
 
-pytestmark = pytest.mark.long  # some minutes
+pytestmark = pytest.mark.long  # takes minutes
 
 Record = dict[str, Any]
 
@@ -123,7 +123,7 @@ def questions(spell_data, qwen, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def short_questions(spell_data, tmp_path_factory) -> pathlib.Path:
-    """Multi-hop questions as they are published, with their own 10 or 20 paragraphs alone."""
+    """Multi-hop questions as published, with only their own 10 or 20 paragraphs."""
     path = tmp_path_factory.mktemp("short") / "questions.jsonl"
     drafts = [
         draft
@@ -247,7 +247,7 @@ def test_reconstruction(spell_data, qwen, source, keep_equal, tmp_path, monkeypa
         assert (
             line["rollout/permutation"] == line["rollout/solve_rate"] == line["rollout/mixed"] == 0
         )
-        # All rewards are equal: kept, such groups make an update that teaches nothing.
+        # All rewards are equal; if such groups are kept, their update has no gradient.
         assert line["train/empty_update"] == (not keep_equal)
         assert line.get("train/rows/responder") == (4 * GROUP if keep_equal else None)
         if keep_equal:
@@ -330,13 +330,17 @@ def test_eapo_of_a_policy_without_format(qwen, llama, questions, tmp_path, monke
 
 
 class Script:
-    """Replaces what models say: of a question's four answers one is right, one quotes nothing that
-    is there, one has no format and one quotes in part. Of scorings one is well-formed at once, the
-    next behind a retry, the next never, and so on."""
+    """Replace the models' answers by texts that earn different rewards.
+
+    Of a question's four answers one is right, one quotes a text that no document has, one has no
+    format and one quotes in part. Of scorings one is well-formed at once, the next after a retry,
+    the next never, and so on.
+    """
 
     def __init__(self, questions: Sequence[Question]):
         self._questions = questions
-        self.scorings: dict[str, int] = {}  # question -> how often its answers were scored
+        # question -> number of times that its answers were scored
+        self.scorings: dict[str, int] = {}
         self.prompts: list[str] = []  # of the reward model
 
     def write(self, model: str, prompt: str) -> list[str]:
@@ -364,7 +368,7 @@ class Script:
 
 
 def answers_to(asked: Question) -> list[str]:
-    """Four answers to a question of which the first is right."""
+    """Four answers to a question, the first of which is right."""
     wrong = "-123456.5" if asked.task == "financial_math" else "nobody that is named here"
     quotes = [f'- "{quote}"' for quote in asked.evidence or asked.documents[:1]]
     invented = "- Of this the unwritten chapter tells."
@@ -422,7 +426,7 @@ def test_eapo_scores_retries_and_refreshes(qwen, llama, questions, tmp_path, mon
     assert has_changed(qwen, tmp_path / "policy") and has_changed(llama, tmp_path / "reward_model")
 
 
-# -------------------------------------------------------------------------- Given questions, SPELL
+# ------------------------------------------------------------------------ Given questions and SPELL
 
 
 def test_rlvr_on_long_questions(qwen, questions, tmp_path, monkeypatch) -> None:
@@ -446,7 +450,7 @@ def test_rlvr_on_questions_as_they_are(qwen, short_questions, tmp_path, monkeypa
 def check_rlvr(
     qwen: pathlib.Path, path: pathlib.Path, workdir: pathlib.Path
 ) -> list[tuple[Record, list[Record]]]:
-    """Two steps on given questions, and that they are those of the file."""
+    """Two steps on given questions, checked to be those of the file."""
     fields = {
         "data.questions": str(path),
         "algorithm.questions": 4,
@@ -457,7 +461,7 @@ def check_rlvr(
     fill = prompts.load("full").responder
     steps = run(config_of(rlvr.get_config(), qwen, **fields), workdir)
     asked = [e["question"] for _, episodes in steps for e in episodes]
-    assert len(asked) == len(set(asked)) == 8  # of an epoch no question twice
+    assert len(asked) == len(set(asked)) == 8  # no question twice in an epoch
     for line, episodes in steps:
         assert line["rollout/static_questions"] == len(known)
         for e in episodes:
@@ -472,7 +476,7 @@ def check_rlvr(
 
 @pytest.mark.parametrize("layout", ROWS)
 def test_references_are_right_by_the_rule(spell_data, layout) -> None:
-    """What is right earns 1, and what another question asks for only by chance."""
+    """A right answer earns 1; one for another question earns 1 only by chance."""
     drafts = [d for row in rows_of(spell_data, layout) for d in read_row(LAYOUTS[layout], row)]
     drafts = [d for d in drafts if isinstance(d, Draft)]
     said = [f"The answer is {d.answer}" for d in drafts]
@@ -505,7 +509,7 @@ def test_spell_on_filings(spell_data, qwen, meaning, tmp_path, monkeypatch) -> N
         "algorithm.grounding_samples": 2,
         "algorithm.grounding_threshold": 2,
         "algorithm.documents": (2,),
-        "algorithm.verifier_share": 1.0,  # of few rows the paper's eighth is none
+        "algorithm.verifier_share": 1.0,  # an eighth of few rows, as in the paper, is none
     }
     steps = run(config_of(paper.get_config("qwen2.5-7b-instruct"), qwen, **fields), tmp_path)
     filings = "\n".join(path.read_text("utf-8-sig") for path in sorted(folder.glob("*.txt")))
@@ -513,7 +517,7 @@ def test_spell_on_filings(spell_data, qwen, meaning, tmp_path, monkeypatch) -> N
     for line, episodes in steps:
         assert len(episodes) == 6
         statuses = Counter(e["status"] for e in episodes)
-        for status in ("accepted", "bad_format", "skipped", "ungrounded", "overlong"):
+        for status in ("accepted", "bad_format", "declined", "ungrounded", "overlong"):
             assert line[f"rollout/{status}"] == pytest.approx(statuses[status] / 6)
         for e in episodes:
             assert all(text in filings for text in e["documents"])
@@ -532,7 +536,7 @@ def test_spell_on_filings(spell_data, qwen, meaning, tmp_path, monkeypatch) -> N
 
 
 def check_answers(line: Record, episodes: Sequence[Record], qwen: pathlib.Path) -> Counter[str]:
-    """What was asked behind the proposals, and what came of it; the rows of each role."""
+    """Check requests after the proposals and their results; returns the rows of each role."""
     fills = prompts.load("full")
     solved = [e for e in episodes if e["scores"]]
     said = [fills.responder(e["task"], (), e["question"]) for e in episodes if e["blind"]]

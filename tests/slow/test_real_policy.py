@@ -1,5 +1,7 @@
-"""SPELL with a real model's tokenizer, chat template and shape, its weights random and small:
-play, learn, count, checkpoint, resume, export."""
+"""Test of SPELL with a real model's tokenizer, chat template and shape, and random weights.
+
+It covers rollout, update, counting, checkpoint, resumption and export.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ SHAPE = PolicyConfig(
     rope=RopeConfig(1e6),
     max_positions=32_768,
 )
-STATUSES = ("accepted", "bad_format", "skipped", "ungrounded", "overlong")
+STATUSES = ("accepted", "bad_format", "declined", "ungrounded", "overlong")
 EXPORTED = {
     "config.json",
     "generation_config.json",
@@ -56,7 +58,7 @@ def data() -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def policy(data, tmp_path_factory) -> pathlib.Path:
-    """A folder as a hub's, with random weights."""
+    """A folder in the Hub's layout, with random weights."""
     source, folder = tmp_path_factory.mktemp("tokenizer"), tmp_path_factory.mktemp("policy")
     real = data / "tokenizers" / "qwen2"
     packed = (real / "tokenizer.qwen2.5.rebuilt.json.gz").read_bytes()
@@ -94,7 +96,8 @@ def config_of(policy: pathlib.Path, documents: pathlib.Path, **changes):
         "data.max_document_tokens": 128,
         "data.held_out": 0.0,
         "algorithm.questions": 4,
-        "algorithm.generation_batch": 8,  # by chance all answers to four questions score alike
+        # by chance all answers to four questions get equal rewards
+        "algorithm.generation_batch": 8,
         "algorithm.max_generations": 1,
         "algorithm.group_size": 4,
         "algorithm.verifier_group_size": 4,
@@ -165,7 +168,7 @@ def check_with_transformers(folder: pathlib.Path) -> None:
 
 
 def test_asking_the_hub_folder(policy, tmp_path) -> None:
-    """generate on a Hugging Face folder, greedy: the same every time, and a long prompt is told."""
+    """generate on a Hugging Face folder, greedy: the same every time; a long prompt is reported."""
     records = [{"prompt": "Who signed the report?"}, {"prompt": "word " * 40_000}]
     sampling = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 4}
     texts = [record["prompt"] for record in records]

@@ -1,5 +1,7 @@
-"""A run of several processes is the run of one with as many devices; if one dies, all end, and
-started again they go on."""
+"""Tests that a run of several processes equals that of one with the same number of devices.
+
+If one process dies, all end, and a new start resumes the run.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def _wait(running: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, floa
 
 
 def succeed(processes: int, *arguments: object) -> list[str]:
-    """Runs to the end; what each process said on standard error."""
+    """Run to the end; returns each process's standard error."""
     ended = play(processes, *arguments)
     assert [code for code, *_ in ended] == [0] * processes, ended[-1][1][-3000:]
     return [error for _, error, _ in ended]
@@ -90,7 +92,7 @@ def alone(policy, tmp_path_factory) -> pathlib.Path:
 
 
 def assert_same_run(workdir: pathlib.Path, other: pathlib.Path, policy: pathlib.Path) -> None:
-    """Episodes to the byte, metrics but for times and rounding, weights to 1e-5."""
+    """Episodes to the byte, metrics except for times and rounding, weights to 1e-5."""
     for step in range(1, STEPS + 1):
         name = f"episodes/step_{step:06d}.jsonl.gz"
         assert (workdir / name).read_bytes() == (other / name).read_bytes(), name

@@ -1,4 +1,4 @@
-"""configs/tiny_eapo.py with two models of noise: a refresh, a resumed run, the report's page."""
+"""Tests of configs/tiny_eapo.py with two noise models: a refresh, a resumed run, the report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS, REFRESH = 2, 2
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Iterator[Any]:
-    """A few questions a step, and a reward model that is larger than the policy."""
+    """A few questions per step, and a reward model that is larger than the policy."""
     folder = tmp_path_factory.mktemp("given")
     for name, count in (("train", 12), ("held_out", 3)):
         made = evidence_rows.make_questions(count, count, (2, 3))
@@ -96,7 +96,7 @@ def test_a_refresh_moves_the_reward_model(config, whole):
 
 
 def moved(before: str, after: epath.Path) -> float:
-    """The most that a weight changed."""
+    """The largest change of a weight."""
     pair = [weights.load(epath.Path(folder), meshes.make_mesh())[1] for folder in (before, after)]
     return max(jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(a - b).max()), *pair)))
 

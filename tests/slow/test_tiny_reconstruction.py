@@ -1,4 +1,4 @@
-"""The demo of document reconstruction: two small steps up to the report, and its warm start."""
+"""Tests of the demo of document reconstruction: two small steps, the report, the warm start."""
 
 from __future__ import annotations
 
@@ -44,17 +44,19 @@ SMALL = {
 
 
 def read_noise(text: str, options: int) -> puzzles.Order:
-    """An order by the text's checksum, where random text states none: two letters may change
-    places, and one in three texts states nothing."""
-    drawn = zlib.crc32(text.encode(errors="replace")) % 3
+    """An order from the text's checksum, for random text that states none.
+
+    Two letters may be swapped, and one in three texts states nothing.
+    """
+    number = zlib.crc32(text.encode(errors="replace")) % 3
     letters = puzzles.LABELS[:options]
-    turned = letters[drawn:2] + letters[:drawn] + letters[2:] if drawn < 2 else ()
+    turned = letters[number:2] + letters[:number] + letters[2:] if number < 2 else ()
     return puzzles.Order(turned, bool(turned))
 
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory) -> epath.Path:
-    """Of a run of two steps with random weights, whose noise means something."""
+    """Workdir of a run of two steps with random weights and orders from checksums."""
     policy = noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
     config = tiny_reconstruction.get_config()
     noise.with_fields(config, SMALL | {"policy.folder": str(policy)})
@@ -103,8 +105,8 @@ def test_the_report_shows_it(workdir):
     assert "sparse reward of a guess" in json.dumps(overview)
     shown = {episode["question"] for episode in choose_episodes(workdir, 100).chosen}
     assert shown == {f"order of {k} paragraphs" for k in (2, 3, 4)}
-    drawn = {path.name for path in (workdir / PLOTS_FOLDER).iterdir()}
-    assert {"rollout.png", "train.png", "eval.png", "evaluation.png"} <= drawn
+    saved = {path.name for path in (workdir / PLOTS_FOLDER).iterdir()}
+    assert {"rollout.png", "train.png", "eval.png", "evaluation.png"} <= saved
 
 
 def test_the_demo_has_room_for_what_was_tuned():

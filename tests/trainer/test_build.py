@@ -1,4 +1,4 @@
-"""What a run begins with: its own checkpoint, another run's, a folder's weights, or random ones."""
+"""Tests of a run's initial weights: own checkpoint, another run's, a folder's, or random."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_equal(params, others) -> None:
 
 @pytest.mark.slow
 def test_first_its_own_checkpoint_then_the_next(policy, other, tmp_path, caplog):
-    """Each is there beside all that come behind it."""
+    """Sources of weights in order of precedence: each is present with all later ones."""
     caplog.set_level(logging.INFO, "spell_jax")
     folder, empty = tmp_path / "policy", tmp_path / "empty"
     shutil.copytree(policy, folder)
@@ -77,7 +77,7 @@ def test_first_its_own_checkpoint_then_the_next(policy, other, tmp_path, caplog)
     assert step == 0 and f"the weights of {other}, step {STEPS} (init_from)" in caplog.text
     assert_equal(models["policy"].params, last)
     assert_equal(models["reference_reader"], last)
-    assert not any(np.any(x) for x in jax.tree.leaves(models["policy"].optimizer))
+    assert not any(np.any(x) for x in jax.tree.leaves(models["policy"].opt_state))
 
     caplog.clear()
     config.init_from = ""
@@ -92,8 +92,8 @@ def test_first_its_own_checkpoint_then_the_next(policy, other, tmp_path, caplog)
     models, step = begin(config, empty)
     assert step == 0 and f"{folder} holds no weights: begins with random ones" in caplog.text
     shape = weights.identify(folder)[0]
-    drawn = jax.jit(lambda: transformer.init(shape, jax.random.key(config.seed)))()
-    assert_equal(models["policy"].params, drawn)
+    initial = jax.jit(lambda: transformer.init(shape, jax.random.key(config.seed)))()
+    assert_equal(models["policy"].params, initial)
 
 
 def test_a_step_of_another_run_is_named(policy, other, tmp_path):

@@ -1,4 +1,4 @@
-"""A checkpoint's policy as a folder: the weights of that step, merged or as adapters alone."""
+"""Tests of a checkpoint's policy as a folder: weights of that step, merged or adapters alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(policy, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def adapted(policy, tmp_path_factory) -> pathlib.Path:
-    """The workdir of two updates of adapters, with a stretched context."""
+    """The workdir of two updates of adapters, with a scaled context."""
     workdir = tmp_path_factory.mktemp("adapted")
     return play(noise.small_config(policy, **SHORT, **LORA), workdir)
 
@@ -90,7 +90,7 @@ def test_the_command_writes_bfloat16_of_a_chosen_step(run, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_adapters_alone_are_trained_kept_and_exported(policy, adapted, tmp_path) -> None:
-    """Resumed = uninterrupted; nothing but the adapted kernels has changed; both exports."""
+    """Resumed = uninterrupted; only the adapted kernels have changed; both exports."""
     resumed = tmp_path / "resumed"
     play(noise.small_config(policy, **SHORT | {"steps": 1}, **LORA), resumed)
     play(noise.small_config(policy, **SHORT, **LORA), resumed)

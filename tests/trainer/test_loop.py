@@ -1,4 +1,4 @@
-"""The trainer on a tiny policy: what a run writes, and that a resumed run is the same run."""
+"""Tests of the trainer on a tiny policy: files of a run, and equality of resumed runs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 
 class Finished:
-    """A run that is over: its folder, its parts, and how often each program was traced by step.
+    """A finished run: its folder, its parts, and the number of traces of each program by step.
 
-    Played on one of the fake devices, which is faster than on all, with noise that means something,
-    and with the programs of other runs; `alone`, with its own, and to its plots.
+    It runs on one of the fake devices, which is faster than on all, with noise that means
+    something, and with the programs of other runs; with `alone`, with its own programs and with
+    plots.
     """
 
     def __init__(
@@ -63,20 +64,20 @@ class Finished:
             loop.train(config, workdir)
 
     def _keep(self, run: loop.Run) -> loop.Run:
-        self.run, begin = run, run.players.begin
+        self.run, begin = run, run.players.start_step
         self.begun: list[int] = []
-        run.players.begin = lambda *given: (self.begun.append(given[0]), begin(*given))[1]
+        run.players.start_step = lambda *given: (self.begun.append(given[0]), begin(*given))[1]
         return run
 
     def _count(self, rows):
-        """Called once a step, behind its update."""
+        """Called once per step, after its update."""
         assert not self.run.players._models, "the copy that played takes memory"
         sampler, learner = self.run.players.sampler, self.run.learner
         programs = {
             "prefill": sampler.prefill,
             "decode": sampler.decode,
-            "accumulate": learner.accumulate,
-            "apply": learner.apply,
+            "accumulate": learner.fns.accumulate,
+            "apply": learner.fns.apply,
         }
         self.traces.append({name: f._cache_size() for name, f in programs.items()})
         return COUNT_ANSWERS(rows)
@@ -88,7 +89,7 @@ class Finished:
         """(models, the host's state) of the last checkpoint."""
         checkpoints = Checkpoints(self.workdir)
         names = (*self.run.algorithm.models, *others)
-        abstract = self.run.learner.abstract_state()
+        abstract = self.run.learner.fns.abstract_state
         target = {"policy": abstract} | dict.fromkeys(names, abstract.params)
         step = checkpoints.latest_step()
         assert step is not None
@@ -160,15 +161,14 @@ def test_metrics_tell_what_was_played_and_learned(whole):
     assert roles <= {name for line in updates for name in line}
     for line in updates:
         assert line["train/gradient_norm"] > 0 and line["train/skipped_update"] == 0
-        # Sampler and learner agree on the logprob of what was sampled.
+        # Sampler and learner agree on the logprob of sampled tokens.
         assert line["train/sampler_difference"] < 1e-4
     assert all(line["rollout/accepted"] + line["rollout/bad_format"] <= 1 for line in lines)
     assert ["eval/responder" in line for line in lines] == [False, True, False, True]
 
 
 def test_every_number_is_explained(whole):
-    """And what is explained there is what a run with real updates has, but for what this one does
-    not do."""
+    """Conversely, a run with real updates has all explained names, except for features it lacks."""
     written = {name for line in read_metrics(whole.workdir) for name in line} - {"step"}
     unknown, unused = metric_names.compare(written)
     assert not unknown
@@ -196,7 +196,7 @@ def test_the_parts_of_a_step_are_its_wall_time(whole):
 
 
 def test_every_step_has_random_numbers_of_its_own(whole):
-    """And every evaluation those of step 0, so that it never disturbs the steps."""
+    """Every evaluation uses the keys of step 0, so that it never disturbs the steps."""
     assert whole.begun == [0, 1, 2, 0, 3, 4, 0, 0]
 
 
@@ -242,7 +242,7 @@ def test_a_run_goes_on_only_as_it_began(field, value, message, resumed, policy):
 
 
 def test_the_best_policy_by_validation_is_kept(whole, policy):
-    """Also where a later one was worse."""
+    """Also if a later one was worse."""
     scores = [line["eval/responder"] for line in whole.metrics() if "eval/responder" in line]
     _, state = whole.checkpoint()
     assert state["best"] == max(scores)
@@ -260,13 +260,13 @@ def test_a_finished_run_is_left_as_it_is(resumed, policy):
 
 @pytest.mark.slow
 def test_noise_makes_empty_updates_and_time_ends_a_run(policy, tmp_path):
-    """A policy that has learned nothing: no question is accepted, and the run is none the worse."""
+    """An untrained policy: no question is accepted, and the run continues."""
     config = noise.small_config(policy, steps=100_000, max_minutes=0.02, validate_every=0)
     run = Finished(config, tmp_path, meaning=False, alone=True)
     lines = run.metrics()
     assert 1 <= len(lines) < 100_000
     assert all(line["train/empty_update"] == 1 for line in lines)
-    assert all(line["rollout/bad_format"] + line["rollout/skipped"] == 1 for line in lines)
+    assert all(line["rollout/bad_format"] + line["rollout/declined"] == 1 for line in lines)
     models, _ = run.checkpoint()
     _, first = weights.load(policy)
     jax.tree.map(np.testing.assert_array_equal, models["policy"].params, first)
@@ -289,21 +289,21 @@ def test_reference_and_renewed_anchor_go_on_from_a_checkpoint(policy, tmp_path):
     assert first.traces[-1]["accumulate"] == run.traces[-1]["accumulate"] == 1
     models, _ = run.checkpoint("reference")
     jax.tree.map(np.testing.assert_array_equal, models["reference"], kept)
-    # Renewed behind step 4, so that it is the policy of that step.
+    # Renewed after step 4, so that it is the policy of that step.
     jax.tree.map(np.testing.assert_array_equal, models["reference_reader"], models["policy"].params)
     assert (models["reference_reader"]["embedding"] != kept["embedding"]).any()
 
 
 @pytest.mark.slow
 def test_a_step_on_eight_devices_equals_one(policy, tmp_path):
-    """Parameters four ways over fsdp and two over tensor; the frozen copy as they are."""
+    """Parameters four ways over fsdp and two over tensor; the frozen copy likewise."""
     options = {"mesh.fsdp": 4, "mesh.tensor": 2, "validate_every": 0, "steps": 1}
     run = Finished(noise.small_config(policy, **options), tmp_path / "8", devices=8)
     assert run.run.learner.mesh.shape["fsdp"] == 4
     one = Finished(noise.small_config(policy, validate_every=0, steps=1), tmp_path / "1")
     assert list(read_episodes(tmp_path / "8")) == list(read_episodes(tmp_path / "1"))
     line, wanted = (
-        {name: value for name, value in line.items() if "/sampler/" not in name}  # how full it was
+        {name: value for name, value in line.items() if "/sampler/" not in name}  # its fill level
         for line in (*run.metrics(), *one.metrics())
     )
     assert not line["train/empty_update"]
@@ -317,9 +317,11 @@ def test_a_step_on_eight_devices_equals_one(policy, tmp_path):
         model["layers"]["mlp"]["up_kernel"].sharding
         for model in (models["reference_reader"], models["policy"].params)
     ]
-    assert places[0] == places[1] == run.run.learner.param_shardings["layers"]["mlp"]["up_kernel"]
+    assert (
+        places[0] == places[1] == run.run.learner.fns.param_shardings["layers"]["mlp"]["up_kernel"]
+    )
     assert run.traces[-1]["accumulate"] == run.traces[-1]["apply"] == 1
-    placed = run.run.learner.param_shardings["layers"]["mlp"]["up_kernel"]
+    placed = run.run.learner.fns.param_shardings["layers"]["mlp"]["up_kernel"]
     assert set(placed.spec) >= {meshes.EMBED, "tensor"}
     assert (weights.load(tmp_path / "8" / "policy")[1]["embedding"]).shape[1] == 32
 
@@ -333,8 +335,8 @@ def test_a_step_may_be_played_while_the_one_before_is_learned(policy, tmp_path):
     updated = [not line["train/empty_update"] for line in lines]
     assert all(updated[:2]) and updated[3]
     differences = [line.get("train/sampler_difference", 0.0) for line in lines]
-    # Steps 2, 3 and 5 are played with the weights before the update of the step before; the first,
-    # and what follows a checkpoint, with the newest.
+    # Rollouts of steps 2, 3 and 5 use the weights before the update of the step before. The first,
+    # and those after a checkpoint, use the newest weights.
     assert differences[0] < 1e-4 and differences[3] < 1e-4
     assert differences[1] > 1e-3 and (differences[4] > 1e-3 or not updated[4])
     Finished(noise.small_config(policy, steps=3, **options), tmp_path / "resumed")
@@ -361,7 +363,7 @@ def test_rows_of_numbers_that_go_wrong_are_written(policy, tmp_path, monkeypatch
 
 
 def test_the_chosen_step_is_profiled(whole):
-    """Though it is the run's last one."""
+    """Though it is the run's last step."""
     assert len(list((whole.workdir / "profile").rglob("*.xplane.pb"))) == 1
 
 
@@ -431,7 +433,7 @@ def test_a_bad_value_is_named_before_any_device_work(field, value, policy, monke
 
     monkeypatch.setattr(jax, "device_put", touched)
     monkeypatch.setattr(jax.random, "key", touched)
-    monkeypatch.setattr("spell_jax.learner.update.Learner.init", touched)
+    monkeypatch.setattr("spell_jax.learner.learner.Learner.init", touched)
     config = noise.small_config(policy, **{field: value})
     section = field.partition(".")[0] if field.startswith("mesh") else field
     with pytest.raises((ValueError, FileNotFoundError)) as failure:
@@ -457,6 +459,6 @@ def test_the_judge_needs_an_address_and_a_model(policy, monkeypatch):
 def test_the_parts_of_a_run_fit(policy):
     run = loop.make_run(noise.small_config(policy))
     assert isinstance(run.algorithm, Spell)
-    # Two tokens of a prompt's room are the chat's.
+    # Two tokens of a prompt's room are the chat layout's.
     assert run.algorithm._cap == 128 - len(run.tokenizer.chat("")) == 126
     assert len(run.tokenizer.chat("x" * 5)) == len(run.tokenizer.encode("x" * 5)) + 2

@@ -1,4 +1,4 @@
-"""A step that is learned from in several updates: as by hand, resumed, and what does not go."""
+"""Tests of a step with several updates: against updates by hand, resumed, and refused configs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def played(policy) -> Rollout:
-    """A step: how it is learned from is no matter."""
+    """Rollouts of a step do not depend on the number of its updates."""
     run = make_run(make_config(policy, "rollout"))
     played = Rollouts(run, runs.first_models(run), lambda: False).take(1)
     assert played and len(played.groups) > 2
@@ -82,7 +82,7 @@ def test_a_step_in_parts_is_as_by_hand(policy, played, tmp_path, correction):
     assert int(models["policy"].step) == 2
 
     learner, rows = run.learner, played.groups
-    state = learner.start(begun)
+    state = learner.fns.init(begun)
     if correction == "recompute":
         rows = learner.recompute(state, rows)
     by_hand = []
@@ -91,7 +91,7 @@ def test_a_step_in_parts_is_as_by_hand(policy, played, tmp_path, correction):
         by_hand.append(found)
     jax.tree.map(np.testing.assert_array_equal, models["policy"].params, state.params)
     assert numbers["policy"] == by_hand
-    # What was drawn before the first update is no longer on-policy in the second.
+    # Samples of before the first update are off-policy in the second.
     assert by_hand[1]["approx_kl"] != 0 or correction == "tis"
     if correction == "recompute":
         assert abs(by_hand[0]["approx_kl"]) < 1e-6
@@ -101,7 +101,7 @@ NOWHERE, BROKEN = epath.Path("unused"), [7]
 
 
 class Recorded:
-    """A learner that writes down what its updates are begun with; a state is their number."""
+    """A learner that records the states of its updates; a state is a number."""
 
     def __init__(self, correction: str):
         self.loss = LossConfig(**CORRECTIONS[correction])
@@ -111,11 +111,11 @@ class Recorded:
     def recompute(self, state: int, groups: list[Group]) -> list[Group]:
         return [dataclasses.replace(g, old_logprobs=[np.full(1, -2.0)]) for g in groups]
 
-    def begin(self, state: int, groups: list[Group], reference: Any = None) -> Any:
+    def start(self, state: int, groups: list[Group], reference: Any = None) -> Any:
         self.begun.append((state, [list(group.prompt) for group in groups], reference))
         return self
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         self.gone_on += 1
 
     def finish(self) -> tuple[int, dict[str, float]]:
@@ -126,7 +126,7 @@ class Recorded:
 
 
 def learn(rows: list[Group], correction: str = "recompute", workdir: epath.Path = NOWHERE) -> Any:
-    """(Learners, models, the update, its numbers) of a step in two parts with two models."""
+    """(Learners, models, the update, its metrics) of a step in two parts with two models."""
     own = {
         name: SimpleNamespace(
             learner=Recorded(correction),
@@ -151,7 +151,7 @@ def one(prompt: int, model: str) -> Group:
 
 
 def test_each_model_learns_its_own_rows() -> None:
-    """The policy in parts and with a reference, another one at once and without."""
+    """The policy in parts and with a reference, another model at once and without."""
     rows = [one(1, "policy"), one(2, "other"), one(3, "policy"), one(4, "other"), one(5, "policy")]
     learners, models, step, numbers = learn(rows)
     assert learners["policy"].begun == [(0, [[1], [5]], "frozen"), (1, [[3]], "frozen")]

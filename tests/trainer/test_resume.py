@@ -1,5 +1,4 @@
-"""Going on where a run cannot go on as it was: on other devices, with a step that was played ahead,
-without its disk."""
+"""Tests of resumption on other devices, with a rollout ahead of its update, or without a disk."""
 
 from __future__ import annotations
 
@@ -57,8 +56,10 @@ def episodes(workdir: pathlib.Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_on_other_meshes_a_run_goes_on_with_the_same_losses(policy, tmp_path) -> None:
-    """One device, then eight, then two times four; the reference of the loss goes along. Answers
-    are drawn alike on all, so that every number of a step may be compared."""
+    """One device, then eight, then two times four, also for the loss's reference.
+
+    Answers are sampled alike on all, so that every number of a step can be compared.
+    """
     fields = {"loss.kl_weight": 0.5, "loss.entropy_weight": 0.1, "validate_every": 0}
     make = functools.partial(killed.make_config, policy, **fields)
     wanted = play(make(), tmp_path / "one")
@@ -76,13 +77,15 @@ def test_on_other_meshes_a_run_goes_on_with_the_same_losses(policy, tmp_path) ->
             assert abs(line[f"train/{name}"] - want[f"train/{name}"]) < bound, (line["step"], name)
 
 
-# ------------------------------------------------------------------------------------ Playing ahead
+# ------------------------------------------------------------------------ Rollouts ahead of updates
 
 
 @pytest.mark.slow
 def test_a_step_that_was_played_ahead_is_played_again(policy, tmp_path, monkeypatch) -> None:
-    """Told to stop while step 4 is played ahead of step 3's update, a run leaves what one of three
-    steps leaves, in which nothing was played ahead of the last."""
+    """A notice to stop during the rollout of step 4, ahead of step 3's update.
+
+    The run leaves the files of a run of three steps, without a rollout ahead of the last.
+    """
     fields = {"staleness": 1, "loss.tis_cap": 2.0, "checkpoint_every": 100}
     make = functools.partial(killed.make_config, policy, **fields)
     play(make(steps=3), tmp_path / "three")
@@ -130,7 +133,7 @@ def test_a_step_that_is_left_is_played_again_alike(policy, monkeypatch) -> None:
 
 
 def count_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps that are played from now on."""
+    """The steps of rollouts from now on."""
     begun, roll_out = [], Rollouts._roll_out
 
     def roll_out_and_count(self, step, advance_update):
@@ -181,7 +184,7 @@ def test_without_its_disk_a_run_goes_on_in_the_fallback(
 def lose_disk(
     monkeypatch: pytest.MonkeyPatch, workdir: pathlib.Path, step: int, number: int, written: bool
 ) -> None:
-    """From a step's beginning on nothing new can be made in the workdir."""
+    """From the beginning of a step on nothing new can be made in the workdir."""
     roll_out, mkdir, put = Rollouts._roll_out, os.mkdir, MetricsWriter._put
 
     def fail(path, *given, **options):
@@ -206,7 +209,7 @@ def lose_disk(
 def test_a_checkpoint_waits_for_what_is_written_and_other_steps_do_not(
     policy, tmp_path, monkeypatch
 ) -> None:
-    """Of three steps behind a disk of half a second a file, every second one is saved."""
+    """With a disk of half a second per file, three steps save every second one."""
     write_lines, save, there = runtime_metrics.write_lines, Checkpoints.save, {}
 
     def slow(path, lines):
@@ -232,8 +235,11 @@ def test_a_checkpoint_waits_for_what_is_written_and_other_steps_do_not(
 def test_a_disk_that_fills_between_checkpoints_ends_the_run_with_all_saved(
     policy, whole, tmp_path, monkeypatch
 ) -> None:
-    """The metrics of step 2 cannot be written: known at that step or the next one, which is saved,
-    and the checkpoint has the lines that the disk has not."""
+    """The metrics of step 2 cannot be written.
+
+    The error is known at that step or the next one, which is saved, and the checkpoint has the
+    lines that are missing on disk.
+    """
     put = MetricsWriter._put
 
     def fill(self, lines):

@@ -1,4 +1,4 @@
-"""Supervised tuning: it learns, skips what it cannot read, and a resumed run is the same run."""
+"""Tests of supervised tuning: learning, unreadable rows, equality of resumed runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from configs import tiny_warm_start
 from spell_jax.evaluation import generation
-from spell_jax.learner import update
+from spell_jax.learner.learner import Learner
 from spell_jax.learner.non_finite import NonFinite
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
@@ -69,7 +69,7 @@ def steady_metrics(workdir: pathlib.Path) -> list[dict]:
 def test_loss_falls_and_the_result_loads(policy, source, tmp_path):
     config = small_config(policy, source, steps=40, rows_per_step=3, checkpoint_every=100)
     folder = supervised.fine_tune(config, tmp_path / "run")
-    # The loss itself is that of the policy gradient: advantage 1 and ratio 1, so -1 throughout.
+    # The loss equals that of the policy gradient with advantage 1 and ratio 1, so -1 throughout.
     losses = [-line["train/mean_logprob"] for line in read_metrics(tmp_path / "run")]
     assert len(losses) == 40
     assert losses[-1] < 0.5 < 4 < losses[0]
@@ -77,7 +77,7 @@ def test_loss_falls_and_the_result_loads(policy, source, tmp_path):
     assert shape == weights.load(policy)[0]
     assert (params["embedding"] != weights.load(policy)[1]["embedding"]).any()
     assert tokenizers.load(folder).encode("Oslo") == tokenizers.load(policy).encode("Oslo")
-    # What asks the result knows the prompts that it was tuned on.
+    # Readers of the result know the prompts that it was tuned on.
     assert generation.find_prompt_set(tmp_path / "run") == "compact"
 
 
@@ -87,7 +87,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(policy, source, tmp_path, monk
         return small_config(policy, source, checkpoint_every=2)
 
     whole = supervised.fine_tune(config(), tmp_path / "whole")
-    learn, steps = update.Learner.update, itertools.count(1)
+    learn, steps = Learner.update, itertools.count(1)
 
     def killed(*args):
         if next(steps) == 6:
@@ -95,10 +95,10 @@ def test_a_killed_run_goes_on_to_the_same_weights(policy, source, tmp_path, monk
         return learn(*args)
 
     with monkeypatch.context() as during:
-        during.setattr(update.Learner, "update", killed)
+        during.setattr(Learner, "update", killed)
         with pytest.raises(KeyboardInterrupt):
             supervised.fine_tune(config(), tmp_path / "killed")
-    # Step 5 was taken and written, the last checkpoint is of step 4.
+    # Step 5 was run and written, the last checkpoint is of step 4.
     assert [line["step"] for line in read_metrics(tmp_path / "killed")] == [1, 2, 3, 4, 5]
     resumed = supervised.fine_tune(config(), tmp_path / "killed")
     model = "model.safetensors"
@@ -112,7 +112,7 @@ def test_a_run_that_loses_its_machine_saves_and_goes_on(policy, source, tmp_path
         return small_config(policy, source, checkpoint_every=100)
 
     whole = supervised.fine_tune(config(), tmp_path / "whole")
-    learn, steps = update.Learner.update, itertools.count(1)
+    learn, steps = Learner.update, itertools.count(1)
 
     def warned(*args):
         if next(steps) == 5:
@@ -120,7 +120,7 @@ def test_a_run_that_loses_its_machine_saves_and_goes_on(policy, source, tmp_path
         return learn(*args)
 
     with monkeypatch.context() as during:
-        during.setattr(update.Learner, "update", warned)
+        during.setattr(Learner, "update", warned)
         with pytest.raises(Preempted, match="SIGTERM") as ended:
             supervised.fine_tune(config(), tmp_path / "left")
     assert ended.value.code == EXIT_CODE

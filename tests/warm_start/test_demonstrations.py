@@ -1,4 +1,4 @@
-"""Demonstrations of the tiny world: every one is right, and its row number says all about it."""
+"""Tests of demonstrations of the tiny world: all are right, and depend on the row number only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def thought_of(completion: str) -> list[str]:
 
 
 def check_evidence(row: demonstrations.Row) -> None:
-    """Lines are the documents', sums are right, a choice is the option's letter.
+    """Check a demonstration: lines are from the documents, sums are right, a choice is a letter.
 
     A questioner's thought opens with its question.
     """

@@ -1,5 +1,4 @@
-"""Rows and questions of the tiny world with evidence: what they say is so, and slips are as many
-as is said."""
+"""Tests of rows and questions of the tiny world with evidence: right, with the stated slips."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ def test_policy_rows_are_well_formed_and_slip_as_often_as_is_said():
         ) or (not right or world.canonical(answer.answer) != answer.answer.lower())
     assert 0.6 < counts["hasty"] / counts["two_hop"] < 0.75  # some slips look the same
     assert 0.15 < counts["slip"] / (COUNT - counts["hasty"]) < 0.25
-    # Some wrong lines say the same value.
+    # Some wrong lines state the same value.
     assert 0.87 < counts["lucky"] / counts["unsupported"] < 0.97
 
 
@@ -87,8 +86,10 @@ def test_rows_without_slips_are_right():
 
 
 def by_hand(question: str, lines: list[str]) -> int:
-    """The score that lines deserve, from the question's words alone: no slip is without the first
-    line and has the second."""
+    """The right score of lines, from the question's words alone.
+
+    No slip lacks the first line and has the second.
+    """
     name, needed = question.split()[-1], []
     for line in lines:
         if line.split()[0] == name and line not in needed:

@@ -1,5 +1,4 @@
-"""Rows made by rules: their facts are true and unique, and the algorithm's own parsers accept
-them."""
+"""Tests of rows made by rules: true and unique facts, accepted by the algorithm's parsers."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Sets of questions from a teacher: a scripted server on this machine, and the tiny policy."""
+"""Tests of question sets from a teacher: a scripted local server, and the tiny policy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REFUSED: Answer = (400, "")
 ENDS = {
     0: (QA, "kept"),
     1: (QA, "no_json"),
-    2: (QA, "declined"),
+    2: (QA, "nothing_to_ask"),
     3: (QA, "no_answer_stated"),
     4: (QA, "disagreed"),
     5: (QA, "judge_malformed"),
@@ -108,7 +108,7 @@ def stream(ends=ENDS) -> TaskStream:
 def build(
     out: pathlib.Path, server: Server, ends=ENDS, agreement: str = "judge", name="t", **changes
 ):
-    """A build by a server, as the command line makes it."""
+    """A build with a server, as from the command line."""
 
     def endpoint(model: str) -> Endpoint:
         return Endpoint(JudgeConfig(server.url, model, attempts=1, workers=1, timeout_s=20.0))
@@ -178,13 +178,13 @@ def test_who_is_asked_what(server, tmp_path):
         for at, c in enumerate(clusters())
         if at in answered
     }
-    # Letters need no judge; nobody judges what nobody said.
+    # Letters need no judge; missing answers are not judged.
     assert sorted(int(re.findall(r"Q(\d+)", p)[0]) for p in judged) == [0, 4, 5, 6, 9, 12]
 
 
 def counts_behind_writing() -> set[str]:
     """Ends of attempts whose question was asked."""
-    before = {"no_json", "declined", "no_reply_of_questioner", "zero_answer", "same_options"}
+    before = {"no_json", "nothing_to_ask", "no_reply_of_questioner", "zero_answer", "same_options"}
     return {end for _, end in ENDS.values()} - before
 
 
@@ -230,7 +230,7 @@ def test_stopped_and_started_again_nothing_is_asked_twice(
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     found = collections.Counter(map(json.dumps, server.requests))
     more = found - wanted
-    # The one that was under way, and what was refused before: nothing of that is on disk.
+    # The attempt in progress and refused requests leave nothing on disk.
     assert set(found) == set(wanted) and more.total() <= 1 + 3
 
 
@@ -276,7 +276,7 @@ def test_more_attempts_change_none_before_them(tmp_path):
 
 
 def test_the_same_prompt_may_be_answered_in_another_way(server, tmp_path):
-    """By the attempt: one cluster of which all is shown gives one prompt again and again."""
+    """Keys are by attempt: a cluster that is shown completely gives the same prompt each time."""
 
     def vary(prompt: str, times: int) -> Answer:
         status, text, *_ = respond(prompt, times)
@@ -333,7 +333,7 @@ def test_a_damaged_file_of_replies_is_asked_for_again(server, tmp_path, caplog):
     assert caplog.text.count("skipped") == 2
 
 
-def test_the_set_is_played(server, tmp_path):
+def test_the_set_is_trained_on(server, tmp_path):
     build(tmp_path, server)
     source, by_id = as_clusters(read_questions(tmp_path / "questions.jsonl", "x"))
     config = SpellConfig(responder_reward="rule", generation_batch=4, group_size=2)
@@ -345,9 +345,9 @@ def test_the_set_is_played(server, tmp_path):
         at = int(re.findall(r"Q(\d+)", prompt)[0])
         return f"The answer is {reference(at)}" if sibling else "no idea"
 
-    episodes = algorithm.play(ScriptedModels(write), 1)
-    assert [e.scores for e in episodes] == [[0.0, 1.0]] * 4
-    assert len(algorithm.rows(episodes)) == 4
+    episodes = algorithm.rollout(ScriptedModels(write), (0, 1), 1)
+    assert [e.scores for e in episodes] == [(0.0, 1.0)] * 4
+    assert len(algorithm.groups(episodes, (0, 1))[0]) == 4
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_a_policys_replies_depend_on_attempt_and_turn_alone(tmp_path, monkeypatc
         PolicyTeacher(policy, Options(1.0, max_tokens=256), 0)
 
 
-# --------------------------------------------------------------------------------- As a program
+# ------------------------------------------------------------------------------------------ Program
 
 
 ONE = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
@@ -453,7 +453,7 @@ def test_the_tiny_policy_from_the_command_line(tmp_path):
 
 @pytest.mark.long
 def test_the_tiny_policy_as_teacher_and_judge(tmp_path):
-    """It has not learned the judge's words: none of its verdicts is one."""
+    """It was not trained to judge: none of its replies is a verdict."""
     judge = [f"--judge_policy={TINY_POLICY}", "--judge_max_tokens=4", f"--out={tmp_path}"]
     done = program(*TINY, *judge)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Demonstrations of tiny stories: thoughts are right, guesses are any order, all are short."""
+"""Tests of demonstrations of tiny stories: right thoughts, any order as a guess, all short."""
 
 from __future__ import annotations
 

@@ -1,43 +1,47 @@
 """EAPO: answers in sections, rewarded for their evidence as well as for their outcome.
 
-What becomes of one question, each part a method below, in this order:
+One question goes through these parts, each a method below, in this order:
 
-1. answer   the policy reads all n documents and writes G answers: analysis, evidence, reasoning,
-            answer. What is not of this format earns nothing (Eq. 2).
-2. score    the reward model reads the evidence of all well-formed siblings together and gives each
-            set 1 to 5, without the documents. What it says is retried once if it is malformed; then
-            all evidence counts as neutral.
-3. reward   .1 format + .3 evidence, its score in relation to the siblings' + .6 outcome, by the
-            task's rule or an external judge.
-4. collect  (co-evolving) scorings that the outcomes bear out are kept: no score of 4 or more for an
-            answer that is wrong, none of 2 or less for one that is right. Every so many steps the
-            reward model is tuned on them, with advantage 1.
+1. answer   The policy reads all n documents and writes G answers of four sections: analysis,
+            evidence, reasoning, answer. An answer without this format earns nothing (Eq. 2).
+2. score    The reward model reads the evidence of all well-formed answers together, without the
+            documents, and gives each a score from 1 to 5. A malformed reply is retried once. If
+            that fails too, all evidence counts as neutral.
+3. reward   .1 format + .3 evidence (its score relative to the group's) + .6 outcome, by the task's
+            rule or an external judge.
+4. collect  (co-evolving) Scorings that the outcomes confirm are kept: no score of 4 or more for a
+            wrong answer, none of 2 or less for a right one. Every `refresh_every` steps the reward
+            model is trained on them, with advantage 1.
 
-All questions of a step are played at the same time. Source: EAPO, section 3; its Eq. 3 has one
-evidence set o and one target y an example, while a reply scores all siblings, so what is kept or
-dropped here is a whole reply, as it was sampled (rejection fine-tuning): the target is the model's
-own words, the contrast between siblings stays in its prompt, and nothing that the outcomes
-contradict is learned. Scores of 3 say nothing; `agreeing_share` limits how many of them a kept
-reply may have, or the model would learn to commit itself to nothing.
+Parts 1 and 2 are coroutines that run concurrently for all questions of a step. Source: EAPO,
+section 3. Its Eq. 3 has one evidence set o and one target y per example, but a reply scores all
+answers of a group. Kept or dropped is therefore a whole reply as it was sampled (rejection
+fine-tuning): the target is the model's own text, the contrast between answers stays in its prompt,
+and no score that the outcomes contradict is trained on. Scores of 3 carry no information.
+`agreeing_share` limits their number in a kept reply; otherwise the model would learn to give only
+neutral scores.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from spell_jax.algorithms.base import (
+    USED,
     AlgorithmContext,
+    Annotation,
     Answered,
     Ask,
+    Key,
     Models,
-    Reply,
     ask_judge,
     choose_judge,
 )
 from spell_jax.algorithms.eapo import episode as eapo_episode
 from spell_jax.algorithms.eapo.config import REWARD_MODEL, EapoConfig
-from spell_jax.algorithms.eapo.episode import Episode
+from spell_jax.algorithms.eapo.episode import Episode, Scoring
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import as_clusters
 from spell_jax.learner.advantages import group_advantages
@@ -45,12 +49,12 @@ from spell_jax.learner.packing import Group
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import evidence, rules
 
-HIGH, LOW = 4, 2  # scores that say that an answer will be right, or wrong (section 3.3)
-RETRY_TEMPERATURE = 1.0  # where the first reply was greedy, and would be the same again
+HIGH, LOW = 4, 2  # scores that predict a right, or a wrong, answer (section 3.3)
+RETRY_TEMPERATURE = 1.0  # after a greedy reply, which would be the same again
 
 
 class Eapo:
-    """The algorithm; `play` makes a step's episodes and `rows` its training groups."""
+    """The algorithm; see base.Algorithm."""
 
     def __init__(self, config: EapoConfig, context: AlgorithmContext):
         self.config = config
@@ -61,117 +65,127 @@ class Eapo:
         self._judge = choose_judge(config.rule, context)
         clusters, self._questions = as_clusters(context.questions())
         self._stream = context.deal(clusters)
-        self._kept: list[dict[str, Any]] = []  # since the last refresh, oldest first
-        self._refresh: list[dict[str, Any]] = []  # of this step, if it has one
+        self._kept: list[Scoring] = []  # since the last refresh, oldest first
 
-    def play(self, models: Models, step: int) -> list[Episode]:
-        """One step's questions, answered, scored and rewarded."""
+    def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
+        """Answers, scores and rewards of one step's questions."""
         dealt = self._stream.next(self.config.questions)
         episodes = [Episode(task, c, self._questions[c.id]) for task, c in dealt]
-        models.together(self.play_one, episodes)
-        self.ask_judge(episodes)
-        for episode in episodes:
-            self.reward(episode)
-        self.collect(episodes, step)
-        return episodes
+        episodes = self.ask_judge(models.run_all(self.rollout_one, episodes))
+        return self.collect([self.reward(e) for e in episodes], step)
 
-    async def play_one(self, ask: Ask, episode: Episode) -> None:
-        """All that a question goes through before it is rewarded."""
-        await self.answer(ask, episode)
-        await self.score(ask, episode)
+    async def rollout_one(self, ask: Ask, episode: Episode) -> Episode:
+        """Parts 1 and 2 of one question."""
+        return await self.score(ask, await self.answer(ask, episode))
 
     # 1. The policy answers.
 
-    async def answer(self, ask: Ask, episode: Episode) -> None:
-        """G answers; a prompt over the cap ends the episode."""
+    async def answer(self, ask: Ask, episode: Episode) -> Episode:
+        """Asks for G answers and parses them; a prompt over the cap ends the episode."""
         e = episode
         text = self._prompts.evidence(e.cluster.documents, e.question.question)
         (reply,) = await ask("responder", [text], self.config.group_size)
         if reply is None:
-            return
-        e.status, e.response = "accepted", reply
-        e.answers = [evidence.parse_answer(text) for text in reply.texts]
-        said = [a and evidence.as_sentence(a.answer, e.task) for a in e.answers]
-        e.predictions = [s and rules.extract_answer(s, e.task) for s in said]
-        e.outcomes = [rules.score(s or "", e.question.answer, e.task) for s in said]
-        documents = evidence.searchable(e.cluster.documents)
-        e.verbatim = [a and evidence.verbatim_share(a.evidence, documents) for a in e.answers]
-        known = e.question.evidence
-        e.supported = [
-            evidence.precision_and_recall(a.evidence, known) if a and known else None
-            for a in e.answers
-        ]
+            return e
+        answers = [evidence.parse_answer(text) for text in reply.texts]
+        said = [a and evidence.as_sentence(a.answer, e.task) for a in answers]
+        documents, known = evidence.searchable(e.cluster.documents), e.question.evidence
+        return dataclasses.replace(
+            e,
+            status="accepted",
+            response=reply,
+            answers=tuple(answers),
+            predictions=tuple(s and rules.extract_answer(s, e.task) for s in said),
+            outcomes=tuple(rules.score(s or "", e.question.answer, e.task) for s in said),
+            verbatim=tuple(a and evidence.verbatim_share(a.evidence, documents) for a in answers),
+            supported=tuple(
+                evidence.precision_and_recall(a.evidence, known) if a and known else None
+                for a in answers
+            ),
+        )
 
     # 2. The reward model compares.
 
-    async def score(self, ask: Ask, episode: Episode) -> None:
-        """A score for each well-formed sibling; where there is only one, there is nothing to
-        compare."""
+    async def score(self, ask: Ask, episode: Episode) -> Episode:
+        """Asks for a score of each well-formed answer; a single one has nothing to compare with."""
         e, c = episode, self.config
         sets = [answer.evidence for answer in e.answers if answer is not None]
         if not self.models or len(sets) < 2:
-            return
+            return e
         text = self._prompts.evidence_scores(e.question.question, sets)
         temperature = c.scoring_temperature
-        for _ in range(1 + c.retries):
+        for asked in range(1, 2 + c.retries):
             (reply,) = await ask(REWARD_MODEL, [text], 1, REWARD_MODEL, temperature)
-            e.asked += 1
-            e.scoring = reply
-            e.scores = reply and evidence.parse_scores(reply.texts[0], len(sets))
-            if reply is None or e.scores is not None:
-                return
+            scores = reply and evidence.parse_scores(reply.texts[0], len(sets))
+            e = dataclasses.replace(e, asked=asked, scoring=reply, scores=scores)
+            if reply is None or scores is not None:
+                break
             temperature = c.scoring_temperature or RETRY_TEMPERATURE
+        return e
 
     # 3. Rewards.
 
-    def ask_judge(self, episodes: Sequence[Episode]) -> None:
-        """(Option) an external judge's verdicts in the place of the rule's."""
+    def ask_judge(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """(Option) Replaces the rule's outcomes by an external judge's verdicts."""
         answered = [
-            Answered(e.question.question, e.question.answer, e.predictions, e.outcomes, e.judge)
+            Answered(e.question.question, e.question.answer, e.predictions, e.outcomes)
             for e in episodes
         ]
-        ask_judge(self._judge, answered)
+        return [
+            dataclasses.replace(e, outcomes=judged.outcomes, judge=judged.verdicts)
+            for e, judged in zip(episodes, ask_judge(self._judge, answered), strict=True)
+        ]
 
-    def reward(self, episode: Episode) -> None:
-        """Evidence in relation to the siblings', and the total (Eq. 2)."""
+    def reward(self, episode: Episode) -> Episode:
+        """Evidence rewards relative to the group's, total rewards (Eq. 2), and consistency."""
         e = episode
         well_formed = [answer is not None for answer in e.answers]
         shares = iter(evidence.normalize(e.scores, sum(well_formed)))
-        e.evidence = [next(shares) if formed else None for formed in well_formed]
-        parts = zip(well_formed, e.evidence, e.outcomes, strict=True)
-        weights = self.config.weights
-        e.totals = [evidence.total_reward(f, r or 0.0, o, weights) for f, r, o in parts]
+        rewards = [next(shares) if formed else None for formed in well_formed]
+        parts, weights = zip(well_formed, rewards, e.outcomes, strict=True), self.config.weights
+        return dataclasses.replace(
+            e,
+            evidence=tuple(rewards),
+            totals=tuple(evidence.total_reward(f, r or 0.0, o, weights) for f, r, o in parts),
+            consistent=is_consistent(e.scored(), self.config.agreeing_share),
+        )
 
-    # 4. What the reward model learns from.
+    # 4. What the reward model is trained on.
 
-    def collect(self, episodes: Sequence[Episode], step: int) -> None:
-        """Marks consistent scorings, and keeps them for a reward model that learns; at a refresh
-        all that are kept become this step's rows."""
-        for e in episodes:
-            e.consistent = is_consistent(e.scored(), self.config.agreeing_share)
+    def collect(self, episodes: Sequence[Episode], step: int) -> list[Episode]:
+        """Keeps the consistent scorings of a reward model that is trained.
+
+        Returns:
+          The episodes; at a refresh, the last one holds all kept scorings, and none are kept.
+        """
         if not self.trained:
-            return
-        self._kept += [_plain(e.scoring) for e in episodes if e.consistent and e.scoring]
+            return list(episodes)
+        self._kept += [Scoring.of(e.scoring) for e in episodes if e.consistent and e.scoring]
         self._kept = self._kept[-self.config.most_rollouts :]
-        self._refresh = []
-        if step % self.config.refresh_every == 0:
-            self._refresh, self._kept = self._kept, []
+        if step % self.config.refresh_every:
+            return list(episodes)
+        refresh, self._kept = tuple(self._kept), []
+        *others, last = episodes
+        return [*others, dataclasses.replace(last, refresh=refresh)]
 
-    def rows(self, episodes: Sequence[Episode]) -> list[Group]:
+    def groups(self, episodes: Sequence[Episode], key: Key) -> tuple[list[Group], list[Annotation]]:
         """The policy's groups of mixed total reward, and a refresh's of the reward model."""
-        groups = []
+        groups, annotations = [], []
         for e in episodes:
-            e.advantages = []
-            if e.response is not None and e.mixed:
-                divide = self.config.divide_by_deviation
-                e.advantages = group_advantages(e.totals, divide_by_deviation=divide).tolist()
-                groups.append(e.response.group(e.advantages, "responder"))
-        return groups + [_group(kept) for kept in self._refresh]
+            if e.response is None or not e.mixed:
+                why = "equal_rewards" if e.response else e.status
+                annotations.append(Annotation(used={"responder": why}))
+                continue
+            divide = self.config.divide_by_deviation
+            advantages = group_advantages(e.totals, divide_by_deviation=divide).tolist()
+            groups.append(e.response.group(advantages, "responder"))
+            annotations.append(Annotation({"responder": advantages}, {"responder": USED}))
+        return groups + [one.group() for e in episodes for one in e.refresh], annotations
 
-    # What is kept of a step.
+    # Metrics, records and state.
 
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:
-        """Shares and means before filtering, over all and per task."""
+        """Shares and means over all episodes and per task."""
         metrics = Metrics()
         for e in episodes:
             for suffix in ("", f"/{e.task}"):
@@ -179,44 +193,36 @@ class Eapo:
         metrics.add("stream_repeats", self._stream.repeats)
         if self.trained:
             metrics.add("kept_scorings", len(self._kept))
-            metrics.add("refreshed_scorings", len(self._refresh))
+            metrics.add("refreshed_scorings", sum(len(e.refresh) for e in episodes))
         return metrics
 
-    def record(self, episode: Episode) -> dict[str, Any]:
-        return eapo_episode.record(episode, self._prompts)
+    def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
+        """See eapo_episode.record."""
+        return eapo_episode.record(episode, annotation, self._prompts)
 
     def cluster(self, episode: Episode) -> Cluster:
         return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
-        """Data position, and the scorings that the next refresh learns from."""
-        return {"stream": self._stream.state_dict(), "kept": list(self._kept)}
+        """Data position, and the scorings kept for the next refresh."""
+        kept = [{"prompt": [*one.prompt], "answer": [*one.answer]} for one in self._kept]
+        return {"stream": self._stream.state_dict(), "kept": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._stream.load_state_dict(state["stream"])
-        self._kept = list(state["kept"])
+        self._kept = [Scoring(tuple(one["prompt"]), tuple(one["answer"])) for one in state["kept"]]
 
 
 def is_consistent(scored: Sequence[tuple[int, float]], least: float) -> bool:
-    """Whether the outcomes bear a scoring out, (score, outcome) pairs of its siblings: none
-    contradicts, and at least the share `least` of them agrees (section 3.3).
+    """Whether the outcomes confirm a scoring (section 3.3).
 
-    A score of 4 or 5 says that the answer is right, outcome 1, one of 1 or 2 that it is wrong.
+    A score of 4 or 5 predicts a right answer (outcome 1), one of 1 or 2 a wrong one.
+
+    Args:
+      scored: (score, outcome) pairs of the answers of a group.
+      least: smallest share of scores that the outcomes must confirm; none may contradict.
     """
     agreeing = sum((s >= HIGH and o == 1) or (s <= LOW and o == 0) for s, o in scored)
     neutral = sum(LOW < s < HIGH for s, _ in scored)
     is_whole = agreeing + neutral == len(scored)
     return bool(scored) and is_whole and agreeing >= least * len(scored)
-
-
-def _plain(scoring: Reply) -> dict[str, Any]:
-    """A scoring as state_dict keeps it."""
-    (sample,) = scoring.samples
-    return {
-        "prompt": [int(token) for token in scoring.prompt],
-        "answer": [int(token) for token in sample.tokens],
-    }
-
-
-def _group(kept: dict[str, Any]) -> Group:
-    return Group(kept["prompt"], [kept["answer"]], [1.0], REWARD_MODEL, model=REWARD_MODEL)

@@ -1,4 +1,4 @@
-"""The switches of EAPO: the paper's, its ablations, and what it leaves open."""
+"""Config of EAPO: the paper's recipe, its ablations, and what the paper leaves open."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ REWARD_MODELS = ("co_evolving", "static", "none")
 
 @dataclasses.dataclass(frozen=True)
 class EapoConfig(AlgorithmConfig):
-    """Every switch of the algorithm; the defaults are the paper's where it has them.
+    """Fields of config.algorithm for EAPO. The defaults are the paper's where it states them.
 
     Attributes:
-      questions: of a step [paper: batch size].
+      questions: questions per step [paper: batch size].
       group_size: G, answers to a question.
-      format_weight, evidence_weight, outcome_weight: of the total reward (Eq. 2).
-      reward_model: "co_evolving", "static" (scores, and never learns), or "none": nobody scores,
-        and evidence_weight goes to the outcome (section 5.3 with beta 0: GRPO by outcome alone, the
-        paper's control, that must keep the format all the same).
+      format_weight: weight of the format in the total reward (Eq. 2, alpha).
+      evidence_weight: weight of the evidence in the total reward (Eq. 2, beta).
+      outcome_weight: weight of the outcome in the total reward (Eq. 2, gamma).
+      reward_model: "co_evolving"; "static" (it scores and is never trained); or "none": evidence is
+        not scored and evidence_weight is added to the outcome's (section 5.3 with beta 0: GRPO by
+        outcome alone, the paper's control, which still requires the format).
       refresh_every: steps between two refreshes of a co-evolving reward model.
-      agreeing_share: least share of a kept scoring's scores that the outcome bears out; the others
-        are 3, for no score of it may contradict the outcome.
-      most_rollouts: scorings that are kept for a refresh; the oldest go first.
-      scoring_temperature: of the reward model; 0: greedy.
-      retries: further tries where its reply is malformed.
-      divide_by_deviation: whether advantages are in deviations of the group (Eq. 1).
+      agreeing_share: smallest share of scores in a kept scoring that the outcomes confirm. The
+        others are 3, because no score may contradict an outcome.
+      most_rollouts: most scorings kept for a refresh; the oldest are dropped first.
+      scoring_temperature: sampling temperature of the reward model; 0: greedy.
+      retries: further calls to the reward model after a malformed reply.
+      divide_by_deviation: whether advantages are divided by their group's deviation (Eq. 1).
     """
 
     name: str = "eapo"
@@ -58,7 +60,7 @@ class EapoConfig(AlgorithmConfig):
             )
 
     def budgets(self) -> list[RolloutBudget]:
-        """Of a step; a refresh learns from what was kept since the last one."""
+        """Upper bounds of a step; a refresh trains on the scorings kept since the last one."""
         answers = RolloutBudget(
             "answers", "responder", self.questions, self.group_size, self.questions
         )
@@ -70,7 +72,7 @@ class EapoConfig(AlgorithmConfig):
 
     @property
     def weights(self) -> evidence.Weights:
-        """Of Eq. 2, where nobody scores evidence those of section 5.3 with beta 0."""
+        """Weights of Eq. 2; without a reward model those of section 5.3 with beta 0."""
         shares = self.evidence_weight, self.outcome_weight
         if self.reward_model == "none":
             shares = 0.0, sum(shares)

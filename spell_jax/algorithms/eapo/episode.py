@@ -1,5 +1,4 @@
-"""One question of EAPO and all that became of it: as the algorithm plays it, on disk, in
-metrics."""
+"""One question of EAPO: its data during the rollout, its record, and its metrics."""
 
 from __future__ import annotations
 
@@ -7,37 +6,68 @@ import dataclasses
 import itertools
 from typing import Any
 
-from spell_jax.algorithms.base import Reply
-from spell_jax.algorithms.spell.episode import USED
+from spell_jax.algorithms.base import Annotation, Reply
+from spell_jax.algorithms.eapo.config import REWARD_MODEL
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import Question
+from spell_jax.learner.packing import Group
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay.evidence import Structured
 from spell_jax.selfplay.prompts import Prompts
 
 
-@dataclasses.dataclass
-class Episode:
-    """One question; lists have an entry for each of its G answers, None for one of bad format.
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """A kept reply of the reward model, which a refresh trains it on.
 
     Attributes:
-      task, cluster, question: what was asked about.
-      status: "accepted", or "overlong" where the prompt was over the cap.
+      prompt: token ids [P].
+      answer: token ids [S], stop token included.
+    """
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    @classmethod
+    def of(cls, reply: Reply) -> Scoring:
+        """The tokens of a reply of one sample."""
+        (sample,) = reply.samples
+        prompt, answer = map(int, reply.prompt), map(int, sample.tokens)
+        return cls(tuple(prompt), tuple(answer))
+
+    def group(self) -> Group:
+        """A supervised training group of the reward model: advantage 1, no old logprobs."""
+        prompt, answer = list(self.prompt), list(self.answer)
+        return Group(prompt, [answer], [1.0], REWARD_MODEL, model=REWARD_MODEL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """One question and its answers. Each part of the rollout returns a new episode.
+
+    Attributes:
+      task: task of the question.
+      cluster: its documents.
+      question: the question.
+      status: "accepted", or "overlong" if the policy's prompt is over the cap.
       response: the policy's reply, G answers.
-      answers: the same, parsed.
-      predictions: extracted answers; None also where a section states none.
-      outcomes: 1.0 for a right answer, else 0.0.
-      judge: the external judge's verdicts on predictions (negative: none), where it is asked.
-      verbatim: share of what is quoted that stands in the documents.
-      supported: precision and recall of what is quoted, where the question has its evidence.
-      asked: how often the reward model was asked.
-      scoring: its last reply; None where it was not asked, or its prompt was over the cap.
-      scores: its scores of the well-formed answers; None where it was not asked or failed.
-      evidence: evidence rewards.
-      totals: total rewards, 0.0 for a bad format.
-      consistent: whether the outcomes bear the scoring out; a co-evolving reward model then learns
-        from it.
-      advantages: of the answers, where they are trained on (`rows`).
+      answers: parsed answers [G]; None for a bad format, as in the lists below.
+      predictions: extracted answers [G]; None also if the answer's section states none.
+      outcomes: scores of the answers [G], 1.0 (right) or 0.0, by the rule or the external judge.
+      judge: the external judge's verdicts on the predictions that are not None (negative: no
+        verdict); empty without a judge.
+      verbatim: share of an answer's quotes that are in the documents [G].
+      supported: (precision, recall) of an answer's quotes [G], if the question has its evidence.
+      asked: number of calls to the reward model.
+      scoring: the reward model's last reply; None if it was not asked or its prompt was over the
+        cap.
+      scores: its scores of the well-formed answers; None if it was not asked or failed.
+      evidence: evidence rewards [G].
+      totals: total rewards [G], 0.0 for a bad format.
+      consistent: whether the outcomes confirm the scoring, so that a co-evolving reward model may
+        be trained on it.
+      refresh: kept scorings that the reward model is trained on in this step. In a step with a
+        refresh, the last episode holds all of them; in all other episodes it is empty.
     """
 
     task: str
@@ -45,34 +75,37 @@ class Episode:
     question: Question
     status: str = "overlong"
     response: Reply | None = None
-    answers: list[Structured | None] = dataclasses.field(default_factory=list)
-    predictions: list[str | None] = dataclasses.field(default_factory=list)
-    outcomes: list[float] = dataclasses.field(default_factory=list)
-    judge: list[int] = dataclasses.field(default_factory=list)
-    verbatim: list[float | None] = dataclasses.field(default_factory=list)
-    supported: list[tuple[float, float] | None] = dataclasses.field(default_factory=list)
+    answers: tuple[Structured | None, ...] = ()
+    predictions: tuple[str | None, ...] = ()
+    outcomes: tuple[float, ...] = ()
+    judge: tuple[int, ...] = ()
+    verbatim: tuple[float | None, ...] = ()
+    supported: tuple[tuple[float, float] | None, ...] = ()
     asked: int = 0
     scoring: Reply | None = None
     scores: tuple[int, ...] | None = None
-    evidence: list[float | None] = dataclasses.field(default_factory=list)
-    totals: list[float] = dataclasses.field(default_factory=list)
+    evidence: tuple[float | None, ...] = ()
+    totals: tuple[float, ...] = ()
     consistent: bool = False
-    advantages: list[float] = dataclasses.field(default_factory=list)
+    refresh: tuple[Scoring, ...] = ()
 
     @property
     def mixed(self) -> bool:
-        """Whether the group has reward spread, so that something can be learned from it."""
+        """Whether the rewards of the answers differ, so that advantages are not all zero."""
         return len(set(self.totals)) > 1
 
     def scored(self) -> list[tuple[int, float]]:
-        """(score, outcome) of each well-formed answer; empty where there are no scores."""
+        """(score, outcome) of each well-formed answer; empty if there are no scores."""
         pairs = zip(self.answers, self.outcomes, strict=True)
         outcomes = [outcome for answer, outcome in pairs if answer is not None]
         return [] if self.scores is None else list(zip(self.scores, outcomes, strict=True))
 
     def ordered(self) -> list[float]:
-        """Whether the scores put two answers in the order of their evidence's F1, for each pair in
-        which it differs: 1.0, 0.0, or 0.5 where both have the same score."""
+        """Agreement of the scores with the F1 of the evidence, for each pair whose F1 differs.
+
+        Returns:
+          1.0 if the scores have the same order, 0.0 if the opposite one, 0.5 if they are equal.
+        """
         found = [2 * p * r / ((p + r) or 1.0) for p, r in filter(None, self.supported)]
         if self.scores is None or len(found) != len(self.scores):
             return []
@@ -80,10 +113,13 @@ class Episode:
         return [0.5 if a == b else float((f > g) == (a > b)) for (f, a), (g, b) in pairs if f != g]
 
 
-def record(e: Episode, prompts: Prompts) -> dict[str, Any]:
-    """What an episode's line in the run's files holds: "scores" are the total rewards, as the
-    report's page reads them, and "judge" has None for answers that the judge was not asked about.
-    In "prompt", {documents[i]} stands for a text of the cluster."""
+def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
+    """An episode as a line of the run's files.
+
+    "scores" are the total rewards, as the report's page reads them. "judge" has None for answers
+    that the judge was not asked about. In "prompt", {documents[i]} stands for a text of the
+    cluster.
+    """
     verdicts, scores = iter(e.judge), iter(e.scores or ())
     texts = [f"{{documents[{i}]}}" for i in range(len(e.cluster.documents))]
     return {
@@ -96,18 +132,18 @@ def record(e: Episode, prompts: Prompts) -> dict[str, Any]:
         "question": e.question.question,
         "reference": e.question.answer,
         "answers": list(e.response.texts) if e.response else [],
-        "predictions": e.predictions,
-        "rule": e.outcomes,
+        "predictions": list(e.predictions),
+        "rule": list(e.outcomes),
         "judge": [p if p is None else next(verdicts) for p in e.predictions] if e.judge else [],
         "votes": [[] for _ in e.answers],
-        "scores": e.totals,
-        "advantages": {"responder": e.advantages} if e.advantages else {},
-        "used": {"responder": _use(e)},
+        "scores": list(e.totals),
+        "advantages": dict(annotation.advantages),
+        "used": dict(annotation.used),
         "measures": {
             "well_formed": [answer is not None for answer in e.answers],
             "evidence_score": [a and next(scores, None) for a in e.answers],
-            "evidence_reward": e.evidence,
-            "verbatim": e.verbatim,
+            "evidence_reward": list(e.evidence),
+            "verbatim": list(e.verbatim),
             "evidence_precision": [found and found[0] for found in e.supported],
             "evidence_recall": [found and found[1] for found in e.supported],
         },
@@ -117,14 +153,8 @@ def record(e: Episode, prompts: Prompts) -> dict[str, Any]:
     }
 
 
-def _use(e: Episode) -> str:
-    if e.advantages:
-        return USED
-    return "equal_rewards" if e.response else e.status
-
-
 def count(metrics: Metrics, e: Episode, suffix: str) -> None:
-    """Adds what an episode came to, before anything is filtered out; names end in `suffix`."""
+    """Adds an episode to the metrics, whether or not it is trained on; names end in `suffix`."""
     metrics.add(f"overlong{suffix}", e.response is None)
     if e.response is None:
         return

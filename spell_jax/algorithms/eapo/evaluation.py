@@ -1,10 +1,10 @@
-"""Held-out questions answered in sections: format, accuracy, and whether the evidence is the true.
+"""Held-out evaluation of EAPO: format, accuracy and quoted evidence of structured answers.
 
-1. Each question is answered once, greedily, as EAPO asks it.
-2. An answer of bad format is wrong and quotes nothing: all numbers are means over the same
-   questions, before and after a run.
-3. Precision and recall compare what is quoted with the supporting sentences of the questions that
-   come with them (Question.evidence).
+1. Each question is answered once, greedily, with EAPO's prompt.
+2. An answer of bad format counts as wrong and without quotes. All numbers are therefore means over
+   the same questions before and after a run.
+3. Precision and recall compare the quotes with the supporting sentences of the questions that have
+   them (Question.evidence).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from spell_jax.algorithms.base import Models
-from spell_jax.algorithms.scoring import Report, share
+from spell_jax.algorithms.held_out import Report, share
 from spell_jax.data.questions import Question
 from spell_jax.selfplay import evidence, rules
 from spell_jax.selfplay.prompts import Prompts
@@ -22,30 +22,35 @@ Outcomes = dict[str, list[float]]
 
 @dataclasses.dataclass(frozen=True)
 class EvidenceEvaluation:
-    """Greedy structured answers to given questions."""
+    """Greedy structured answers to given questions.
+
+    Attributes:
+      prompts: the prompt set.
+      questions: questions with their answers, documents and, if known, supporting sentences.
+    """
 
     prompts: Prompts
     questions: tuple[Question, ...]
 
-    def full(self, ask: Models) -> Report:
-        """Means by task, and over all."""
-        by_task = self._outcomes(ask)
+    def full(self, models: Models) -> Report:
+        """Means over all questions and by task."""
+        by_task = self._outcomes(models)
         rows = {
             task: {name: share(o) for name, o in some.items()} for task, some in by_task.items()
         }
         return {"structured answers": rows}
 
-    def quick(self, ask: Models) -> tuple[float, dict[str, float]]:
-        """(accuracy; that of "all" and of each task, the other means over all by name)."""
-        by_task = self._outcomes(ask)
+    def quick(self, models: Models) -> tuple[float, dict[str, float]]:
+        """(accuracy; accuracies by task and "all", and the other means over all questions)."""
+        by_task = self._outcomes(models)
         accuracies = {task: share(some.pop("accuracy"))[0] for task, some in by_task.items()}
         others = {name: share(outcomes)[0] for name, outcomes in by_task["all"].items()}
         return accuracies["all"], accuracies | others
 
-    def _outcomes(self, ask: Models) -> dict[str, Outcomes]:
-        """Task, and "all" -> name of a number -> outcomes."""
+    def _outcomes(self, models: Models) -> dict[str, Outcomes]:
+        """Task or "all" -> name of a measure -> outcomes."""
         texts = [self.prompts.evidence(q.documents, q.question) for q in self.questions]
-        replies = ask("responder", texts, temperature=0.0)
+        replies = models("responder", texts, temperature=0.0)
         found: dict[str, Outcomes] = {"all": {}}
         for question, reply in zip(self.questions, replies, strict=True):
             numbers = judge_answer("" if reply is None else reply.texts[0], question)
@@ -57,7 +62,7 @@ class EvidenceEvaluation:
 
 
 def judge_answer(text: str, question: Question) -> dict[str, float]:
-    """What is measured of a whole answer, numbers from 0 to 1 by name; see the module."""
+    """Measures of one answer by name, numbers from 0 to 1; see the module."""
     answer = evidence.parse_answer(text)
     quoted, accuracy = "", 0.0
     if answer is not None:

@@ -1,17 +1,17 @@
-"""Answers from a tree of evidence: several sets are drawn, and the best one is reasoned from.
+"""Tree of evidence: sample several evidence sets, choose the best, and reason from it.
 
-1. Each question is asked as EAPO asks it. The policy draws k branches of analysis and evidence,
-   each ended at the tag that closes the evidence.
-2. The sets of evidence are scored: by the likeness of their vectors to the question's
-   ("similarity", the paper's SSA), or by a judge that reads all of them together without the
-   documents ("judge", LLM-E).
-3. The best branch is gone on with, token by token as it was drawn, to k reasonings with answers,
-   which a judge may score as well ("judge", LLM-R). The best one's answer is the answer.
-4. Where nothing chooses ("none") a single branch is drawn: both so is the plain structured answer
-   (EAR). Of equals, and where scoring failed, the first well-formed branch is taken.
+1. Each question gets EAPO's prompt. The policy samples k branches of analysis and evidence, each
+   ended at the tag that closes the evidence.
+2. The evidence sets are scored: by the similarity of their vectors to the question's ("similarity",
+   the paper's SSA), or by a judge that reads all of them together without the documents ("judge",
+   LLM-E).
+3. The best branch is continued, token by token as it was sampled, with k reasonings and answers,
+   which a judge may score too ("judge", LLM-R). The best one's answer is the answer.
+4. With "none" a single branch is sampled; "none" twice is the plain structured answer (EAR). If
+   scores are equal or scoring failed, the first well-formed branch is chosen.
 
-Breadth first: all questions draw evidence, then all are scored, then all reason. Source: EAPO,
-section 2.2; its reranker is an embedding model here.
+All questions go through a part before the next part starts. Source: EAPO, section 2.2; an embedding
+model takes the place of its reranker.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ Embed = Callable[[Sequence[str]], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class TreeConfig:
-    """What the tree is like. Mistakes raise ValueError.
+    """Shape of the tree. Invalid values raise ValueError.
 
     Attributes:
-      width: k, branches where something chooses among them [paper: 3].
-      evidence_by: what chooses the evidence, one of EVIDENCE_BY.
-      reasoning_by: what chooses the reasoning, one of REASONING_BY.
+      width: k, number of branches to choose from [paper: 3].
+      evidence_by: how the evidence is chosen, one of EVIDENCE_BY.
+      reasoning_by: how the reasoning is chosen, one of REASONING_BY.
     """
 
     width: int = 3
@@ -66,14 +66,14 @@ class TreeConfig:
 
 @dataclasses.dataclass
 class Branch:
-    """What was drawn from one node.
+    """One continuation that was sampled from a node.
 
     Attributes:
-      tokens: ids without a stop token.
-      text: what they say, up to the closing tag that ended it.
-      sections: as evidence.parse_sections has them, from the first one on; None for a bad format.
-      logprob: sum over its tokens, in nats.
-      score: larger is better; None where it was not scored.
+      tokens: token ids from the start of the answer, without a stop token.
+      text: decoded text, up to the closing tag that ended the sample.
+      sections: sections of the text, as of evidence.parse_sections; None for a bad format.
+      logprob: sum over the sampled tokens, in nats.
+      score: score, larger is better; None if it was not scored.
     """
 
     tokens: list[int]
@@ -85,7 +85,17 @@ class Branch:
 
 @dataclasses.dataclass
 class _Node:
-    """A question with its prompt as token ids, and what grows from it."""
+    """A question with its prompt, and its tree.
+
+    Attributes:
+      record: the request.
+      ids: token ids of the prompt.
+      key: key data of the next samples, uint32 [2].
+      branches: sampled evidence.
+      chosen: best branch, or None if none is well-formed.
+      reasonings: sampled reasonings and answers after the best branch.
+      best: best reasoning, or None if none is well-formed.
+    """
 
     record: Record
     ids: list[int]
@@ -97,10 +107,10 @@ class _Node:
 
 
 def make_prompt(record: Record, prompts: Prompts) -> str:
-    """The text of one request; "task" is general_qa if it is not given.
+    """Text of one request's prompt; "task" is general_qa if it is not given.
 
     Raises:
-      ValueError: naming the field that is missing, unknown or of the wrong type.
+      ValueError: if a field is missing, unknown or of the wrong type; naming the field.
     """
     documents, question = record.get("documents"), record.get("question")
     if not isinstance(documents, list) or not all(isinstance(text, str) for text in documents):
@@ -113,16 +123,16 @@ def make_prompt(record: Record, prompts: Prompts) -> str:
 
 @dataclasses.dataclass
 class Tree:
-    """Grows a tree for each question.
+    """Answers questions with trees of evidence.
 
     Attributes:
-      policy: draws.
-      config: see TreeConfig.
-      prompts: the wording.
-      sampling: temperature, top_p and max_tokens, as in Options; the cap is of each of the two
+      policy: policy that answers.
+      config: shape of the tree.
+      prompts: the prompt set.
+      sampling: temperature, top_p and max_tokens, as in Options. The cap holds for each of the two
         parts of an answer.
-      judge: for the scores of "judge".
-      embed: for those of "similarity".
+      judge: judge for "judge".
+      embed: embedding function for "similarity".
     """
 
     policy: Policy
@@ -140,8 +150,17 @@ class Tree:
             raise ValueError(f"evidence_by = {by[0]!r}: needs an embedding model")
 
     def answer(self, records: Sequence[Record], texts: Sequence[str], seed: int) -> list[Record]:
-        """The output's lines, of records and the texts of their prompts (make_prompt); what is too
-        long for the policy's context has no branches."""
+        """Answers requests.
+
+        Args:
+          records: the requests.
+          texts: their prompts (make_prompt).
+          seed: seed of the samples.
+
+        Returns:
+          A line of the output per request (`describe`). A request that is too long for the policy's
+          context has no branches.
+        """
         chat = self.policy.tokenizer.chat
         key = jax.random.key(seed)
         keys = request_keys(key, len(records))
@@ -163,13 +182,13 @@ class Tree:
         ]
 
     def _find_evidence(self, nodes: Sequence[_Node]) -> None:
-        """Branches up to the end of the evidence, and the best of each question."""
+        """Samples branches up to the end of the evidence, and chooses the best per question."""
         width = 1 if self.config.evidence_by == "none" else self.config.width
-        for node, samples in self._draw(nodes, [node.ids for node in nodes], width, EVIDENCE_END):
+        for node, samples in self._sample(nodes, [node.ids for node in nodes], width, EVIDENCE_END):
             node.branches = [self._branch([], sample, EVIDENCE_END, 2) for sample in samples]
         items = [(node, formed) for node in nodes if len(formed := _formed(node.branches)) > 1]
         if self.config.evidence_by == "similarity":
-            self._rank_by_likeness(items)
+            self._rank_by_similarity(items)
         elif self.config.evidence_by == "judge":
             prompts = [
                 self.prompts.evidence_scores(_question(n), _sections(b, 1)) for n, b in items
@@ -179,10 +198,10 @@ class Tree:
             node.chosen = _best(node.branches)
 
     def _reason(self, nodes: Sequence[_Node]) -> None:
-        """Reasonings with answers from the chosen evidence, and the best of each question."""
+        """Samples reasonings after the chosen evidence, and chooses the best per question."""
         width = 1 if self.config.reasoning_by == "none" else self.config.width
         prefixes = [[*node.ids, *_chosen(node).tokens] for node in nodes]
-        for node, samples in self._draw(nodes, prefixes, width, ANSWER_END):
+        for node, samples in self._sample(nodes, prefixes, width, ANSWER_END):
             before = _chosen(node).tokens
             node.reasonings = [self._branch(before, one, ANSWER_END, 4) for one in samples]
         if self.config.reasoning_by == "judge":
@@ -197,18 +216,18 @@ class Tree:
         for node in nodes:
             node.best = _best(node.reasonings)
 
-    def _draw(
+    def _sample(
         self, nodes: Sequence[_Node], prompts: Sequence[list[int]], width: int, end: str
     ) -> list[tuple[_Node, list[Sample]]]:
-        """Each node with `width` continuations of its prompt."""
+        """Samples `width` continuations per prompt; (node, samples) in order of completion."""
         options = Options(**self.sampling, stop_strings=(end,))
         ids = [np.array(prompt, np.int32) for prompt in prompts]
         keys = np.array([node.key for node in nodes], np.uint32).reshape(-1, 2)
-        drawn = self.policy.draw(ids, width, keys, [options] * len(ids))
-        return [(nodes[place], samples) for place, samples in drawn]
+        sampled = self.policy.draw(ids, width, keys, [options] * len(ids))
+        return [(nodes[place], samples) for place, samples in sampled]
 
     def _branch(self, before: list[int], sample: Sample, end: str, sections: int) -> Branch:
-        """What a sample says behind the tokens `before`, with the sections up to its end."""
+        """A sample after the tokens `before`, parsed into its first `sections` sections."""
         text = self.policy.tokenizer.decode([*before, *sample.content])
         if sample.stop_string:
             text = text[: text.rindex(end) + len(end)]
@@ -216,8 +235,8 @@ class Tree:
         parsed = evidence.parse_sections(text, sections)
         return Branch([*before, *sample.content], text, parsed, logprob)
 
-    def _rank_by_likeness(self, items: Sequence[tuple[_Node, list[Branch]]]) -> None:
-        """Scores from -1 to 1: cosines of the vectors of question and evidence."""
+    def _rank_by_similarity(self, items: Sequence[tuple[_Node, list[Branch]]]) -> None:
+        """Sets scores from -1 to 1: cosines between the vectors of question and evidence."""
         assert self.embed is not None
         if not items:
             return
@@ -229,7 +248,7 @@ class Tree:
                 branch.score = float(np.dot(question, next(vectors)))
 
     def _rank_by_judge(self, groups: Sequence[list[Branch]], prompts: Sequence[str]) -> None:
-        """Scores from 1 to 5; none where the judge does not reply, or not as it is asked to."""
+        """Sets scores from 1 to 5; None if the judge gives no reply or a malformed one."""
         assert self.judge is not None
         replies = dict(self.judge(list(dict.fromkeys(prompts)))) if prompts else {}
         failed = 0
@@ -249,8 +268,11 @@ def describe(
     reasonings: Sequence[Branch],
     best: Branch | None,
 ) -> Record:
-    """The output's line of one request: the input's, the whole tree, and "prediction", the answer
-    (None: there is no well-formed one); with "right", if the line has the true "answer"."""
+    """A line of the output: the request and its tree.
+
+    "prediction" is the answer, or None if there is no well-formed one. "right" is added if the
+    request has the true "answer".
+    """
     documents = evidence.searchable(record["documents"])
     found = [
         _described(branch, branch is chosen)
@@ -287,13 +309,13 @@ def _formed(branches: Sequence[Branch]) -> list[Branch]:
 
 
 def _best(branches: Sequence[Branch]) -> Branch | None:
-    """The well-formed branch of the highest score, the first of equals."""
+    """The well-formed branch with the highest score; the first one wins a tie."""
     formed = _formed(branches)
     return max(formed, key=lambda b: -math.inf if b.score is None else b.score, default=None)
 
 
 def _sections(branches: Sequence[Branch], place: int) -> list[str]:
-    """One section of each branch, empty where its format is bad."""
+    """One section of each branch; "" for a bad format."""
     return [branch.sections[place] if branch.sections else "" for branch in branches]
 
 

@@ -1,14 +1,14 @@
-"""Document reconstruction: paragraphs go back to where they were (one prompt, G answers, a rule).
+"""Document reconstruction: a model puts removed paragraphs of a document back in order.
 
-1. pose    K paragraphs of a document are taken out, and shown as options in mixed order. K rises
-           over the run (curriculum). Of a document over the cap, neighboring paragraphs are taken.
-2. answer  the policy answers each puzzle G times with the order of the options.
-3. reward  the share of right places, or whether all are right: dense and sparse (1, 2).
-4. rows    groups whose rewards differ are trained on, with advantages over the group (GRPO).
+1. pose    K paragraphs of a document are removed and shown as shuffled options. K rises over the
+           run (curriculum). Of a document over the cap, neighboring paragraphs are used.
+2. answer  The policy answers each puzzle G times with the order of the options.
+3. reward  The share of options in their right places (dense, 1), or whether all are (sparse, 2).
+4. groups  Groups whose rewards differ are trained on, with advantages over the group (GRPO).
 
-Nobody labels anything: any document with enough paragraphs will do. The paper takes 128 documents a
-step and contexts of 64K tokens, 4096 of them for an answer; its 14,000 documents are the longest of
-three domains, which sources of the data pipeline are weighted for. Numbers in parentheses are
+No labels are needed: any document with enough paragraphs will do. The paper uses 128 documents per
+step and contexts of 64K tokens, 4096 of them for an answer. Its 14,000 documents are the longest of
+three domains; sources of the data pipeline can be weighted accordingly. Numbers in parentheses are
 equations of "Document Reconstruction Unlocks Scalable Long-Context RLVR", as are the sections.
 """
 
@@ -24,8 +24,11 @@ from typing import Any
 import numpy as np
 
 from spell_jax.algorithms.base import (
+    USED,
     AlgorithmConfig,
     AlgorithmContext,
+    Annotation,
+    Key,
     Models,
     Reply,
     RolloutBudget,
@@ -39,31 +42,35 @@ from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import puzzles
 from spell_jax.selfplay.puzzles import FEWEST_OPTIONS, MOST_OPTIONS, Order, Posed
 
+NO_PUZZLE = "no_puzzle"  # status of an episode whose document yields no puzzle
 REWARDS = {"dense": puzzles.dense_reward, "sparse": puzzles.sparse_reward}
-ROUNDS = 4  # of drawing documents, at most, where some give no puzzle
+ROUNDS = 4  # most rounds of taking documents, where some yield no puzzle
 
 
 @dataclasses.dataclass(frozen=True)
 class ReconstructionConfig(AlgorithmConfig):
-    """Every switch of the algorithm; the defaults are the paper's.
+    """Fields of config.algorithm for document reconstruction. The defaults are the paper's.
 
     Attributes:
-      documents: of a step, one puzzle each [paper: prompt batch size].
+      documents: documents per step, one puzzle each [paper: prompt batch size].
       group_size: G, answers to a puzzle.
       reward: "dense" (1) or "sparse" (2).
-      options, option_weights: K is one of these numbers, in these proportions. The paper prints
-        3:3:5 for four values; its 14,000 documents and section 5.3 suggest 3:3:3:5.
-      curriculum: K rises from step to step, the run as a whole having these proportions; False
-        draws it for each puzzle (the shuffled variant, section 5.6).
-      most_documents: clusters that are played; 0: all.
-      selection: which, by characters: the "longest", "shortest" or "random" ones (section 5.4).
-      min_paragraph, max_paragraph: characters of an option. The paper names none; a shorter
-        paragraph says nothing, a longer one leaves little of the document.
-      divide_by_deviation: whether advantages are in deviations of their group.
-      keep_equal: whether groups of equal rewards stay among the rows: they teach nothing, but the
-        loss is averaged over them as well.
-      evaluation_puzzles, validation_puzzles: held-out ones of each K, before and after a run
-        [paper: 500 in all], and during it.
+      options: possible values of K, the number of options.
+      option_weights: proportions of these values over the run. The paper prints 3:3:5 for four
+        values; its 14,000 documents and section 5.3 suggest 3:3:3:5.
+      curriculum: whether K rises from step to step, with these proportions over the whole run;
+        otherwise K is sampled for each puzzle (the shuffled variant, section 5.6).
+      most_documents: number of clusters that are used; 0: all.
+      selection: which clusters, by characters: the "longest", "shortest" or "random" ones (section
+        5.4).
+      min_paragraph: fewest characters of an option. The paper names no limit; a shorter paragraph
+        carries no information.
+      max_paragraph: most characters of an option; a longer one leaves little of the document.
+      divide_by_deviation: whether advantages are divided by their group's deviation.
+      keep_equal: whether groups of equal rewards are trained on too. Their advantages are 0, but
+        the loss is averaged over them as well.
+      evaluation_puzzles: held-out puzzles of each K before and after a run [paper: 500 in all].
+      validation_puzzles: held-out puzzles of each K during the run.
     """
 
     name: str = "reconstruction"
@@ -109,41 +116,43 @@ class ReconstructionConfig(AlgorithmConfig):
             )
 
     def budgets(self) -> list[RolloutBudget]:
-        """Of a step."""
+        """Upper bounds of a step."""
         return [
             RolloutBudget("answers", "responder", self.documents, self.group_size, self.documents)
         ]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Episode:
-    """A puzzle of a cluster (its documents one after the other) and what became of it.
+    """A puzzle and its answers.
 
     Attributes:
+      cluster: documents, joined one after the other.
       options: K.
       posed: the puzzle, or why there is none.
-      reply: G answers, the orders that they state, and their rewards.
-      advantages: of the answers, where they are trained on (`rows`).
+      reply: the policy's reply, G answers.
+      orders: orders of the options that the answers state [G].
+      scores: rewards of the answers [G].
     """
 
     cluster: Cluster
     options: int
     posed: Posed
     reply: Reply | None = None
-    orders: list[Order] = dataclasses.field(default_factory=list)
-    scores: list[float] = dataclasses.field(default_factory=list)
-    advantages: list[float] = dataclasses.field(default_factory=list)
+    orders: tuple[Order, ...] = ()
+    scores: tuple[float, ...] = ()
 
     @property
     def status(self) -> str:
+        """One of "accepted", "overlong" (a prompt over the cap), "no_puzzle" (posed.reason)."""
         if self.scores:
             return "accepted"
         fits = self.posed.puzzle is None and self.posed.reason != puzzles.OVERLONG
-        return "skipped" if fits else puzzles.OVERLONG
+        return NO_PUZZLE if fits else puzzles.OVERLONG
 
     @property
     def mixed(self) -> bool:
-        """Whether rewards differ, so that something can be learned from them."""
+        """Whether the rewards of the answers differ, so that advantages are not all zero."""
         return len(set(self.scores)) > 1
 
 
@@ -154,7 +163,7 @@ def pose(
     config: ReconstructionConfig,
     context: AlgorithmContext,
 ) -> Posed:
-    """A puzzle of K options from a cluster's documents, or why there is none."""
+    """Makes a puzzle of K options from a cluster's documents, or says why there is none."""
     make = functools.partial(
         puzzles.make_puzzle,
         rng,
@@ -168,68 +177,77 @@ def pose(
 
 
 class Reconstruction:
-    """The algorithm; `play` makes a step's episodes and `rows` its training groups."""
+    """The algorithm; see base.Algorithm."""
 
     models = ()
     trained = ()
 
     def __init__(self, config: ReconstructionConfig, context: AlgorithmContext):
         self.config = config
-        self._materials = context
+        self._context = context
         self.stream = context.deal(
             clusters.select(
                 context.clusters(), config.selection, config.most_documents, context.seed
             )
         )
 
-    def play(self, models: Models, step: int) -> list[Episode]:
-        """A step's puzzles, answered and rewarded."""
-        episodes = self.invite(step)
-        asked = [e for e in episodes if e.posed.puzzle]
-        prompts = [e.posed.prompt for e in asked]
-        replies = models("responder", prompts, self.config.group_size)
-        for e, reply in zip(asked, replies, strict=True):
-            if reply:
-                e.reply = reply
-                e.orders = [puzzles.parse_order(text, e.options) for text in reply.texts]
-                e.scores = [REWARDS[self.config.reward](o, e.posed.truth) for o in e.orders]
-        return episodes
+    def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
+        """A step's puzzles with answers and rewards."""
+        episodes = self.start_episodes(key, step)
+        prompts = [e.posed.prompt for e in episodes if e.posed.puzzle]
+        replies = iter(models("responder", prompts, self.config.group_size))
+        return [self._answered(e, next(replies)) if e.posed.puzzle else e for e in episodes]
 
-    def invite(self, step: int) -> list[Episode]:
-        """Puzzles from as many documents as a step has; in the place of those that give none others
-        are drawn, some rounds long. A draw depends on seed, step and number alone."""
+    def start_episodes(self, key: Key, step: int) -> list[Episode]:
+        """Makes puzzles from as many documents as a step has.
+
+        Documents that yield no puzzle are replaced by others, in at most ROUNDS rounds. The random
+        numbers of a puzzle depend only on the key and on the puzzle's index.
+        """
         episodes: list[Episode] = []
         posed, wanted = 0, self.config.documents
         for _ in range(ROUNDS):
             for _, cluster in self.stream.next(wanted - posed) if posed < wanted else ():
-                rng = np.random.default_rng([self._materials.seed, step, len(episodes)])
+                rng = np.random.default_rng([*key, len(episodes)])
                 options = self._options(rng, (step - 1) * wanted + posed)
-                found = pose(rng, cluster, options, self.config, self._materials)
+                found = pose(rng, cluster, options, self.config, self._context)
                 episodes.append(Episode(cluster, options, found))
                 posed += found.puzzle is not None
         return episodes
 
     def _options(self, rng: np.random.Generator, number: int) -> int:
-        """K of the run's puzzle of this number, from 0."""
-        c, drawn = self.config, rng.random()
-        share = (number + 0.5) / (c.documents * self._materials.steps)
-        return puzzles.options_of(share if c.curriculum else drawn, c.options, c.option_weights)
+        """K of the run's puzzle `number`, from 0."""
+        c, sampled = self.config, rng.random()
+        share = (number + 0.5) / (c.documents * self._context.steps)
+        return puzzles.options_of(share if c.curriculum else sampled, c.options, c.option_weights)
 
-    def rows(self, episodes: Sequence[Episode]) -> list[Group]:
-        """The groups whose rewards differ (with keep_equal all), and their advantages."""
-        groups = []
+    def _answered(self, episode: Episode, reply: Reply | None) -> Episode:
+        if reply is None:
+            return episode
+        reward, truth = REWARDS[self.config.reward], episode.posed.truth
+        orders = tuple(puzzles.parse_order(text, episode.options) for text in reply.texts)
+        scores = tuple(reward(order, truth) for order in orders)
+        return dataclasses.replace(episode, reply=reply, orders=orders, scores=scores)
+
+    def groups(self, episodes: Sequence[Episode], key: Key) -> tuple[list[Group], list[Annotation]]:
+        """The groups whose rewards differ (with keep_equal, all groups)."""
+        groups, annotations = [], []
         for e in episodes:
-            if e.reply and (e.mixed or self.config.keep_equal):
-                divide = self.config.divide_by_deviation
-                e.advantages = group_advantages(e.scores, divide_by_deviation=divide).tolist()
-                groups.append(e.reply.group(e.advantages, "responder"))
-        return groups
+            if e.reply is None or not (e.mixed or self.config.keep_equal):
+                why = "equal_rewards" if e.scores else e.status
+                annotations.append(Annotation(used={"responder": why}))
+                continue
+            divide = self.config.divide_by_deviation
+            advantages = group_advantages(e.scores, divide_by_deviation=divide).tolist()
+            groups.append(e.reply.group(advantages, "responder"))
+            annotations.append(Annotation({"responder": advantages}, {"responder": USED}))
+        return groups, annotations
 
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:
-        """What became of puzzles, and rewards beside those of a guess, over all and by K."""
+        """Shares of statuses, and rewards with those of a guess, over all puzzles and by K."""
         metrics = Metrics()
         for e in episodes:
-            for status in ("accepted", "skipped", puzzles.OVERLONG):
+            for status in ("accepted", NO_PUZZLE, puzzles.OVERLONG):
                 metrics.add(status, e.status == status)
             metrics.add("cut_documents", e.posed.cut, e.posed.puzzle is not None)
             if e.scores:
@@ -243,12 +261,13 @@ class Reconstruction:
         metrics.add("stream_repeats", self.stream.repeats)
         return metrics
 
-    def record(self, episode: Episode) -> dict[str, Any]:
-        """What a run's files hold; in "prompt", {document} stands for the window of the text with
-        gaps, which are at the spans of the window."""
+    def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
+        """An episode as a line of the run's files.
+
+        In "prompt", {document} stands for the window of the text, with gaps at the window's spans.
+        """
         e, puzzle = episode, episode.posed.puzzle
-        ask = self._materials.prompts.reconstruction
-        unused = "equal_rewards" if e.scores else e.status
+        ask = self._context.prompts.reconstruction
         return {
             "task": "reconstruction",
             "cluster": e.cluster.id,
@@ -262,16 +281,17 @@ class Reconstruction:
             "spans": [list(span) for span in puzzle.spans] if puzzle else [],
             "answers": list(e.reply.texts) if e.reply else [],
             "predictions": [", ".join(order.letters) or None for order in e.orders],
-            "rule": e.scores,
-            "scores": e.scores,
-            "advantages": {"responder": e.advantages} if e.advantages else {},
-            "used": {"responder": "used" if e.advantages else unused},
+            "rule": list(e.scores),
+            "scores": list(e.scores),
+            "advantages": dict(annotation.advantages),
+            "used": dict(annotation.used),
         }
 
     def cluster(self, episode: Episode) -> Cluster:
         return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
+        """Data position."""
         return {"stream": self.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -279,7 +299,7 @@ class Reconstruction:
 
 
 def _count(metrics: Metrics, e: Episode, suffix: str) -> None:
-    """Adds what the answers to a puzzle came to; names end in `suffix`."""
+    """Adds the answers to a puzzle to the metrics; names end in `suffix`."""
     metrics.add(f"solve_rate{suffix}", sum(e.scores) / len(e.scores))
     metrics.add(f"mixed{suffix}", e.mixed)
     for order in e.orders:

@@ -1,7 +1,8 @@
-"""Held-out puzzles of document reconstruction: greedy answers, by number of options.
+"""Held-out evaluation of document reconstruction: greedy answers, by number of options.
 
-As in the paper's validation (appendix A.2): how many answers are permutations of the options, and
-the dense and the sparse reward. What a guess earns on average stands beside them.
+Measures are those of the paper's validation (appendix A.2): the share of answers that are
+permutations of the options, the dense reward and the sparse reward. The report also has the mean
+rewards of a random guess.
 """
 
 from __future__ import annotations
@@ -11,30 +12,30 @@ from collections.abc import Sequence
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Models
+from spell_jax.algorithms.held_out import Report, share
 from spell_jax.algorithms.reconstruction.algorithm import ReconstructionConfig, pose
-from spell_jax.algorithms.scoring import Report, share
 from spell_jax.selfplay import puzzles
 from spell_jax.selfplay.puzzles import Posed
 
 MEASURES = ("permutation", "dense reward", "sparse reward")
-TRIES = 4  # documents for each wanted puzzle, at most: some give none
+TRIES = 4  # most documents tried per wanted puzzle: some yield none
 SEED = 10_000
 
 
 class PuzzleEvaluation:
-    """Held-out evaluation of the policy that plays Reconstruction.
+    """Held-out evaluation of a policy on reconstruction puzzles.
 
-    Puzzles are made once, as in training but for the seed, from the held-out documents in turns:
-    where there are few, one gives several.
+    Puzzles are made once, as in training but with a seed of their own. The held-out documents take
+    turns; if there are few, one document yields several puzzles.
     """
 
     def __init__(self, config: ReconstructionConfig, context: AlgorithmContext):
-        self._config, self._materials = config, context
+        self._config, self._context = config, context
         self._made: dict[tuple[int, int], tuple[Posed, ...]] = {}
 
-    def full(self, ask: Models) -> Report:
-        """Shares of each measure by K and over all, and the guess's."""
-        outcomes = self._outcomes(ask, self._config.evaluation_puzzles)
+    def full(self, models: Models) -> Report:
+        """Mean of each measure by K and over all puzzles, and the mean rewards of a guess."""
+        outcomes = self._outcomes(models, self._config.evaluation_puzzles)
         table = {
             name: {
                 column: share([rewards[place] for rewards in some])
@@ -44,14 +45,14 @@ class PuzzleEvaluation:
         }
         for place, name in enumerate(MEASURES[1:]):
             guesses = {str(k): puzzles.chance(k)[place] for k in sorted(self._config.options)}
-            played = [guess for k, guess in guesses.items() for _ in outcomes.get(k, ())]
+            over_all = [guess for k, guess in guesses.items() for _ in outcomes.get(k, ())]
             columns = {k: (guess, 0.0) for k, guess in guesses.items() if k in outcomes}
-            table[f"{name} of a guess"] = columns | {"all": (sum(played) / len(played), 0.0)}
+            table[f"{name} of a guess"] = columns | {"all": (sum(over_all) / len(over_all), 0.0)}
         return {"reconstruction, by number of options": table}
 
-    def quick(self, ask: Models) -> tuple[float, dict[str, float]]:
-        """(mean dense reward, all measures by name and K)."""
-        outcomes = self._outcomes(ask, self._config.validation_puzzles)
+    def quick(self, models: Models) -> tuple[float, dict[str, float]]:
+        """(mean dense reward; all measures by name and K)."""
+        outcomes = self._outcomes(models, self._config.validation_puzzles)
         numbers = {
             f"{name.replace(' ', '_')}" + ("" if column == "all" else f"/{column}"): share(
                 [rewards[place] for rewards in some]
@@ -61,14 +62,14 @@ class PuzzleEvaluation:
         }
         return numbers["dense_reward"], numbers
 
-    def _outcomes(self, ask: Models, count: int) -> dict[str, list[Sequence[float]]]:
-        """The MEASURES of each answer, by K and under "all"."""
+    def _outcomes(self, models: Models, count: int) -> dict[str, list[Sequence[float]]]:
+        """MEASURES of each answer, by K and under "all"."""
         asked = [
             (k, posed) for k in sorted(self._config.options) for posed in self._puzzles(k, count)
         ]
         if not asked:
             raise ValueError("held-out documents: none gives a puzzle; see algorithm.min_paragraph")
-        replies = ask("responder", [posed.prompt for _, posed in asked], temperature=0.0)
+        replies = models("responder", [posed.prompt for _, posed in asked], temperature=0.0)
         outcomes: dict[str, list[Sequence[float]]] = {"all": []}
         for (k, posed), reply in zip(asked, replies, strict=True):
             order = puzzles.parse_order("" if reply is None else reply.texts[0], k)
@@ -84,8 +85,8 @@ class PuzzleEvaluation:
         return self._made[options, count]
 
     def make(self, options: int, count: int) -> tuple[Posed, ...]:
-        """At most so many puzzles of K options, the same ones every time."""
-        source = self._materials.held_out()
+        """Makes at most `count` puzzles of K options, the same ones every time."""
+        source = self._context.held_out()
         ids = sorted(source.tasks)
         ids = [ids[i] for i in np.random.default_rng([SEED]).permutation(len(ids))]
         found: list[Posed] = []
@@ -94,7 +95,7 @@ class PuzzleEvaluation:
                 break
             (cluster,) = source.read([ids[number % len(ids)]])
             rng = np.random.default_rng([SEED, options, number])
-            posed = pose(rng, cluster, options, self._config, self._materials)
+            posed = pose(rng, cluster, options, self._config, self._context)
             if posed.puzzle:
                 found.append(posed)
         return tuple(found)

@@ -1,26 +1,27 @@
 """SPELL: one policy questions, answers and judges itself (the paper on one page).
 
-What becomes of one question, each part a method below, in this order:
+One question goes through these parts, each a method below, in this order:
 
-1. propose   the questioner reads m documents (and what it asked before) and writes a question with
-             a reference answer.
-2. filter    a question that is answered right without documents is ungrounded.
-3. anchor    (option) the reference is replaced by what a frozen copy of the first policy reads in
-             the same m documents, if its answers agree.
-4. answer    the responder reads all n documents and answers G times.
-5. verify    the verifier compares each answer with the reference, G_v times; the majority decides.
-6. reward    responder: max(rule, majority); verifier: agreement with the majority; questioner:
-             a Gaussian around half solved.
-7. select    which groups are trained on, with their advantages: one GRPO update for all roles.
+1. propose   The questioner reads m documents (and its earlier questions about the cluster) and
+             writes a question with a reference answer.
+2. filter    A question that is answered right without documents is ungrounded.
+3. reference (option) A frozen reader, a copy of the first policy, reads the same m documents. Its
+             answer replaces the reference if its samples agree.
+4. answer    The responder reads all n documents and answers G times.
+5. verify    The verifier compares each answer with the reference, G_v times; the majority decides.
+6. reward    Responder: max(rule, majority). Verifier: agreement with the majority. Questioner: a
+             Gaussian of the share of solved answers around one half.
+7. select    Groups that are trained on, with their advantages: one GRPO update for all roles.
 
-All questions of a round are played at the same time: parts 1-5 are coroutines, and each question
-goes on when what it asked is answered, whatever the others wait for. Rounds of 1-6 are repeated
-until enough questions have answers of mixed reward. Numbers in parentheses are equations of the
-paper; "spec" is docs/algorithm.md.
+Parts 1 to 5 are coroutines that run concurrently for all questions of a round. A question goes on
+to its next part as soon as its own samples are there. Rounds of parts 1 to 6 are repeated until
+enough questions have answers of mixed reward. Numbers in parentheses are equations of the paper;
+"spec" is docs/algorithm.md.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -29,8 +30,10 @@ import numpy as np
 
 from spell_jax.algorithms.base import (
     AlgorithmContext,
+    Annotation,
     Answered,
     Ask,
+    Key,
     Models,
     Reply,
     ask_judge,
@@ -38,7 +41,7 @@ from spell_jax.algorithms.base import (
 )
 from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.algorithms.spell.episode import Episode, documents_of
+from spell_jax.algorithms.spell.episode import Episode, TrainedReply, documents_of
 from spell_jax.data.clusters import LETTERS, Cluster
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from spell_jax.learner.packing import Group
@@ -49,7 +52,7 @@ from spell_jax.selfplay.memory import Entry, QuestionMemory
 
 
 class Spell:
-    """The algorithm; `play` makes a step's episodes and `rows` its training groups."""
+    """The algorithm; see base.Algorithm."""
 
     trained = ()
 
@@ -61,63 +64,54 @@ class Spell:
         self.models = ("reference_reader",) if config.reference_source == "frozen_reader" else ()
         self._count = context.count_tokens
         self._cap = context.prompt_cap
-        self.seed = context.seed
         self._judge = choose_judge(config.rule, context)
-        self.begin(0)
 
-    def begin(self, step: int) -> None:
-        """Every draw of a step depends on (seed, step) alone: a resumed run repeats it."""
-        self._step = step
-        self._rng = np.random.default_rng([self.seed, step])
-
-    def play(self, models: Models, step: int) -> list[Episode]:
+    def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
         """Rounds of self-play until enough questions have mixed rewards, or the cap is reached."""
-        self.begin(step)
+        rng = np.random.default_rng([*key])
         episodes: list[Episode] = []
         for _ in range(self.config.max_generations):
-            batch = self.invite()
-            models.together(self.play_one, batch)
-            self.ask_judge(batch)
-            self.reward(batch)
-            episodes += batch
+            batch = models.run_all(self.rollout_one, self.start_episodes(rng))
+            episodes += self.reward(self.ask_judge(batch), rng)
             if sum(e.mixed for e in episodes) >= self.config.questions:
                 break
         self.remember(episodes)
         return episodes
 
-    async def play_one(self, ask: Ask, episode: Episode) -> None:
-        """All that a question goes through before it is rewarded."""
-        await self.write(ask, episode)
-        await self.solve(ask, episode)
+    async def rollout_one(self, ask: Ask, episode: Episode) -> Episode:
+        """Parts 1 to 5 of one question."""
+        return await self.solve(ask, await self.write(ask, episode))
 
-    async def write(self, ask: Ask, episode: Episode) -> None:
-        """A question with a reference that passes all filters, or the reason why not."""
-        await self.propose(ask, episode)
+    async def write(self, ask: Ask, episode: Episode) -> Episode:
+        """Parts 1 to 3: a question with a reference that passes all filters, or why not."""
+        episode = await self.propose(ask, episode)
         fault_injection.point("proposed")
-        await self.filter(ask, episode)
-        await self.read_reference(ask, episode)
+        episode = await self.filter(ask, episode)
+        return await self.read_reference(ask, episode)
 
-    async def solve(self, ask: Ask, episode: Episode) -> None:
-        """Answers and verdicts."""
-        await self.answer(ask, episode)
+    async def solve(self, ask: Ask, episode: Episode) -> Episode:
+        """Parts 4 and 5: answers and verdicts."""
+        episode = await self.answer(ask, episode)
         fault_injection.point("answered")
-        await self.verify(ask, episode)
+        episode = await self.verify(ask, episode)
         fault_injection.point("verified")
+        return episode
 
-    # 1. The questioner writes.
+    # 1. The questioner writes a question.
 
-    def invite(self) -> list[Episode]:
-        """A round's episodes with their questioner's prompts."""
-        return [self._invite(*item) for item in self.stream.next(self.config.generation_batch)]
+    def start_episodes(self, rng: np.random.Generator) -> list[Episode]:
+        """Makes a round's episodes with the questioner's prompts."""
+        dealt = self.stream.next(self.config.generation_batch)
+        return [self._start_episode(task, cluster, rng) for task, cluster in dealt]
 
-    def _invite(self, task: str, cluster: Cluster) -> Episode:
+    def _start_episode(self, task: str, cluster: Cluster, rng: np.random.Generator) -> Episode:
         """An episode with its prompt; over the cap, new documents go, then the oldest history."""
         history = self.memory.get(task, cluster.id)
         seen = documents_of(history)
         unseen = [i for i in range(len(cluster.documents)) if i not in seen]
-        wanted = min(int(self._rng.choice(self.config.documents)), len(unseen))
-        new = [int(i) for i in self._rng.permutation(unseen)[:wanted]]
-        letter = LETTERS[self._rng.integers(4)] if task == "multiple_choice" else None
+        wanted = min(int(rng.choice(self.config.documents)), len(unseen))
+        new = [int(i) for i in rng.permutation(unseen)[:wanted]]
+        letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
         dropped = 0
         while True:
             shown = tuple(sorted(documents_of(history) | set(new)))
@@ -131,130 +125,137 @@ class Spell:
                 new.pop()
             else:
                 history = history[1:]
-                if not history:  # a questioner without any document is of no use
-                    new = [int(self._rng.integers(len(cluster.documents)))]
+                if not history:  # the questioner needs at least one document
+                    new = [int(rng.integers(len(cluster.documents)))]
 
-    async def propose(self, ask: Ask, episode: Episode) -> None:
-        """A question with its reference from m new documents and what was asked before."""
+    async def propose(self, ask: Ask, episode: Episode) -> Episode:
+        """Asks for a question with its reference, and parses it."""
         c = self.config
         (reply,) = await ask("questioner", [episode.questioner_prompt])
         if reply is None:
-            episode.reason = "questioner_prompt"
-            return
+            return dataclasses.replace(episode, status="overlong", reason="questioner_prompt")
         parsed = parsing.parse_question(
             reply.texts[0], episode.task, self._count, c.max_answer_tokens, c.distinct_options
         )
-        episode.proposal, episode.status, episode.reason = reply, parsed.status, parsed.reason
-        episode.question, episode.reference = parsed.question, parsed.answer
-        episode.own_reference = parsed.answer
-        skipped = parsed.status == "skipped" and parsed.reason != parsing.DECLINED
-        if (parsed.status == "bad_format" and c.format_penalty) or (skipped and c.skip_penalty):
-            episode.reward = rewards.BAD_FORMAT
+        declined = parsed.status == "declined" and parsed.reason != parsing.NOTHING_TO_ASK
+        is_bad = parsed.status == "bad_format"
+        is_punished = (is_bad and c.format_penalty) or (declined and c.decline_penalty)
+        return dataclasses.replace(
+            episode,
+            proposal=reply,
+            status=parsed.status,
+            reason=parsed.reason,
+            question=parsed.question,
+            reference=parsed.answer,
+            own_reference=parsed.answer,
+            reward=rewards.BAD_FORMAT if is_punished else None,
+        )
 
     # 2. Questions that need no documents are ungrounded.
 
-    async def filter(self, ask: Ask, episode: Episode) -> None:
-        """Marks an accepted question as ungrounded that is answered right without documents."""
+    async def filter(self, ask: Ask, episode: Episode) -> Episode:
+        """Rejects an accepted question that is answered right without documents."""
         if episode.status != "accepted" or not self.config.grounding_samples:
-            return
+            return episode
         text = self.prompts.responder(episode.task, (), episode.question)
         (reply,) = await ask("responder", [text], self.config.grounding_samples)
-        episode.blind = [rules.extract_answer(text, episode.task) for text in _texts(reply)]
-        right = [rules.score(t, episode.reference, episode.task) for t in _texts(reply)]
+        texts = () if reply is None else reply.texts
+        blind = tuple(rules.extract_answer(text, episode.task) for text in texts)
+        episode = dataclasses.replace(episode, blind=blind)
+        right = [rules.score(text, episode.reference, episode.task) for text in texts]
         if sum(right) >= self.config.grounding_threshold:
-            self._reject(episode, "known_without_documents")
+            return _reject(episode, "known_without_documents")
+        return episode
 
-    def _reject(self, episode: Episode, reason: str) -> None:
-        episode.status, episode.reason = "ungrounded", reason
-        episode.reward = rewards.UNGROUNDED
+    # 3. (Option) A frozen copy of the first policy states the reference.
 
-    # 3. (Option) a frozen copy of the first policy reads the reference.
-
-    async def read_reference(self, ask: Ask, episode: Episode) -> None:
-        """Replaces the reference by the frozen copy's, where it agrees with itself."""
+    async def read_reference(self, ask: Ask, episode: Episode) -> Episode:
+        """Replaces the reference by the frozen reader's answer, or rejects the question."""
         if episode.status != "accepted" or self.config.reference_source != "frozen_reader":
-            return
+            return episode
         documents = [episode.cluster.documents[i] for i in episode.shown]
         text = self.prompts.responder(episode.task, documents, episode.question)
         samples = self.config.reader_samples
         (reply,) = await ask("responder", [text], samples, model="reference_reader")
         if reply is None:
-            episode.status, episode.reason = "overlong", "reader_prompt"
-            return
+            return dataclasses.replace(episode, status="overlong", reason="reader_prompt")
         found = [rules.extract_answer(text, episode.task) for text in reply.texts]
         answer, count = most_frequent(found, episode.task)
         if answer is None or count < 2 or 2 * count <= samples:
-            self._reject(episode, "reader_disagrees")
-            return
-        episode.reference = answer
+            return _reject(episode, "reader_disagrees")
+        episode = dataclasses.replace(episode, reference=answer)
         same = [b is not None and rules.same_answer(answer, b, episode.task) for b in episode.blind]
         if sum(same) >= self.config.grounding_threshold:
-            self._reject(episode, "known_without_documents")
+            return _reject(episode, "known_without_documents")
+        return episode
 
     # 4. The responder answers from all documents.
 
-    async def answer(self, ask: Ask, episode: Episode) -> None:
-        """G answers to an accepted question; a prompt over the cap ends the episode."""
+    async def answer(self, ask: Ask, episode: Episode) -> Episode:
+        """Asks for G answers to an accepted question; a prompt over the cap ends the episode."""
         if episode.status != "accepted":
-            return
+            return episode
         e = episode
         text = self.prompts.responder(e.task, e.cluster.documents, e.question)
         (reply,) = await ask("responder", [text], self.config.group_size)
         if reply is None:
-            e.status, e.reason = "overlong", "responder_prompt"
-            return
-        e.response = reply
-        e.predictions = [rules.extract_answer(text, e.task) for text in reply.texts]
-        e.rule = [rules.score(text, e.reference, e.task) for text in reply.texts]
+            return dataclasses.replace(e, status="overlong", reason="responder_prompt")
+        return dataclasses.replace(
+            e,
+            response=reply,
+            predictions=tuple(rules.extract_answer(text, e.task) for text in reply.texts),
+            rule=tuple(rules.score(text, e.reference, e.task) for text in reply.texts),
+        )
 
-    # 5. The verifier compares.
+    # 5. The verifier compares answers with the reference.
 
-    async def verify(self, ask: Ask, episode: Episode) -> None:
-        """G_v votes on each answer that has something to compare (4)."""
+    async def verify(self, ask: Ask, episode: Episode) -> Episode:
+        """Asks for G_v votes on each answer that states a prediction (4)."""
         e = episode
-        e.judged = [None] * len(e.predictions)
-        e.votes = [[] for _ in e.predictions]
-        e.verdict_advantages = [[] for _ in e.predictions]
-        if self.config.responder_reward in ("rule", "random"):
-            return
-        compared = [i for i, prediction in enumerate(e.predictions) if prediction is not None]
-        texts = [
-            self.prompts.verifier(e.question, e.predictions[i] or "", e.reference) for i in compared
-        ]
-        replies = await ask("verifier", texts, self.config.verifier_group_size)
-        for i, reply in zip(compared, replies, strict=True):
-            e.judged[i] = reply
-            e.unjudged += reply is None
-            e.votes[i] = [parsing.parse_verdict(text) for text in _texts(reply)]
+        judged: list[Reply | None] = [None] * len(e.predictions)
+        votes: list[tuple[int, ...]] = [()] * len(e.predictions)
+        unjudged = 0
+        if self.config.responder_reward not in ("rule", "random"):
+            stated = [(i, p) for i, p in enumerate(e.predictions) if p is not None]
+            texts = [self.prompts.verifier(e.question, p, e.reference) for _, p in stated]
+            replies = await ask("verifier", texts, self.config.verifier_group_size)
+            for (i, _), reply in zip(stated, replies, strict=True):
+                if reply is None:
+                    unjudged += 1
+                else:
+                    judged[i] = reply
+                    votes[i] = tuple(parsing.parse_verdict(text) for text in reply.texts)
+        return dataclasses.replace(e, judged=tuple(judged), votes=tuple(votes), unjudged=unjudged)
 
-    def ask_judge(self, episodes: Sequence[Episode]) -> None:
-        """(Option) an external judge's verdicts in the place of the rule's."""
-        answered = [
-            Answered(e.question, e.reference, e.predictions, e.rule, e.judge) for e in episodes
+    def ask_judge(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """(Option) Replaces the rule's scores by an external judge's verdicts."""
+        answered = [Answered(e.question, e.reference, e.predictions, e.rule) for e in episodes]
+        return [
+            dataclasses.replace(e, rule=judged.outcomes, judge=judged.verdicts)
+            for e, judged in zip(episodes, ask_judge(self._judge, answered), strict=True)
         ]
-        ask_judge(self._judge, answered)
 
     # 6. Rewards.
 
-    def reward(self, episodes: Sequence[Episode]) -> None:
-        """Responder rewards (6), then the questioner's (7) from their mean."""
-        for episode in episodes:
-            if episode.response is None:
-                continue
-            episode.scores = [
-                self._responder_reward(rule, rewards.majority(votes))
-                for rule, votes in zip(episode.rule, episode.votes, strict=True)
-            ]
-            c = self.config
-            episode.reward = 0.0
-            if episode.mixed:
-                mean = episode.mean_score
-                episode.reward = rewards.questioner_reward(mean, c.mapping, c.mu, c.sigma)
+    def reward(self, episodes: Sequence[Episode], rng: np.random.Generator) -> list[Episode]:
+        """Rewards of the answers (6), and from their mean the questioner's (7)."""
+        return [e if e.response is None else self._reward(e, rng) for e in episodes]
 
-    def _responder_reward(self, rule: float, vote: int) -> float:
+    def _reward(self, episode: Episode, rng: np.random.Generator) -> Episode:
+        scores = tuple(
+            self._responder_reward(rule, rewards.majority(votes), rng)
+            for rule, votes in zip(episode.rule, episode.votes, strict=True)
+        )
+        c, e = self.config, dataclasses.replace(episode, scores=scores, reward=0.0)
+        if not e.mixed:
+            return e
+        reward = rewards.questioner_reward(e.mean_score, c.mapping, c.mu, c.sigma)
+        return dataclasses.replace(e, reward=reward)
+
+    def _responder_reward(self, rule: float, vote: int, rng: np.random.Generator) -> float:
         how = self.config.responder_reward
         if how == "random":
-            return float(self._rng.integers(2))
+            return float(rng.integers(2))
         if vote == -1 or how == "rule":
             return rule
         combined = {
@@ -265,8 +266,12 @@ class Spell:
         }
         return combined[how]
 
+    def _verifier_rewards(self, votes: Sequence[int]) -> list[float]:
+        """Reward of each vote on one answer (5)."""
+        return rewards.verifier_rewards(votes, -1.0 if self.config.malformed_penalty else 0.0)
+
     def remember(self, episodes: Sequence[Episode]) -> None:
-        """Writes the step's questions to memory; it was read as of the start of the step."""
+        """Writes a step's questions to the memory, after the step's last read of it."""
         for e in episodes:
             if e.response is not None:
                 read = e.new if self.config.memory_documents == "new" else e.shown
@@ -275,82 +280,95 @@ class Spell:
 
     # 7. What is trained on.
 
-    def rows(self, episodes: Sequence[Episode]) -> list[Group]:
-        """Training groups of all three roles with their advantages (8, 9), which episodes keep."""
-        for e in episodes:
-            e.advantages, e.verdict_advantages = {}, [[] for _ in e.judged]
-        answered = [e for e in episodes if e.response is not None]
-        kept, surplus = selection.split_groups([e.scores for e in answered], self.config.questions)
-        if self.config.keep_surplus:
-            kept = [*kept, *surplus]
-        good = [answered[i] for i in kept]
-        responder = []
-        for e in good:
-            if e.response is not None:
-                e.advantages["responder"] = self._group_advantages(e.scores)
-                responder.append(e.response.group(e.advantages["responder"], "responder"))
-        return (
-            responder + self._questioner_rows(good, episodes) + self._verifier_rows(good, answered)
-        )
+    def groups(self, episodes: Sequence[Episode], key: Key) -> tuple[list[Group], list[Annotation]]:
+        """Training groups of all three roles with their advantages (8, 9)."""
+        answered = [i for i, e in enumerate(episodes) if e.response is not None]
+        scores = [episodes[i].scores for i in answered]
+        kept, surplus = selection.split_groups(scores, self.config.questions)
+        good = [answered[i] for i in (kept + surplus if self.config.keep_surplus else kept)]
+        trained = [
+            *self._responder_replies(episodes, good),
+            *self._questioner_replies(episodes, good, key),
+            *self._verifier_replies(episodes, good, key),
+        ]
+        groups = [one.reply.group(one.advantages, one.role) for one in trained]
+        return groups, spell_episode.annotate(episodes, trained, self.config)
 
-    def _questioner_rows(self, good: Sequence[Episode], episodes: Sequence[Episode]) -> list[Group]:
+    def _responder_replies(
+        self, episodes: Sequence[Episode], good: Sequence[int]
+    ) -> list[TrainedReply]:
+        """The answers to the kept questions."""
+        pairs = [(i, episodes[i].response) for i in good]
+        return [
+            TrainedReply(i, "responder", reply, self._group_advantages(episodes[i].scores))
+            for i, reply in pairs
+            if reply is not None
+        ]
+
+    def _questioner_replies(
+        self, episodes: Sequence[Episode], good: Sequence[int], key: Key
+    ) -> list[TrainedReply]:
         """The kept questions and as many bad ones (reward 0 or below), normalized per task."""
         if not self.config.train_questioner:
             return []
-        pool = [e for e in episodes if e.reward is not None and e.reward <= 0 and not e.mixed]
-        # Drawn apart from the verifier's rows: a switch of one role leaves the other's as they are.
-        rng = np.random.default_rng([self.seed, self._step, 1])
+        pool = [
+            i
+            for i, e in enumerate(episodes)
+            if e.reward is not None and e.reward <= 0 and not e.mixed
+        ]
+        tasks = [e.task for e in episodes]
+        # A generator of its own: a switch of one role does not change the samples of another.
+        rng = np.random.default_rng([*key, 1])
         chosen = selection.questioner_negatives(
-            [e.task for e in good], [e.task for e in pool], self.config.negatives, rng
+            [tasks[i] for i in good], [tasks[i] for i in pool], self.config.negatives, rng
         )
         both = [*good, *(pool[i] for i in chosen)]
-        advantages = questioner_advantages([e.reward or 0.0 for e in both], [e.task for e in both])
-        groups = []
-        for e, advantage in zip(both, advantages.tolist(), strict=True):
-            if e.proposal is not None:
-                e.advantages["questioner"] = [advantage]
-                groups.append(e.proposal.group([advantage], "questioner"))
-        return groups
+        advantages = questioner_advantages(
+            [episodes[i].reward or 0.0 for i in both], [tasks[i] for i in both]
+        )
+        pairs = [(i, episodes[i].proposal) for i in both]
+        return [
+            TrainedReply(i, "questioner", reply, [advantage])
+            for (i, reply), advantage in zip(pairs, advantages.tolist(), strict=True)
+            if reply is not None
+        ]
 
-    def _verifier_rows(self, good: Sequence[Episode], answered: Sequence[Episode]) -> list[Group]:
-        """A few judged answers on which verdicts differ, of all answered questions."""
+    def _verifier_replies(
+        self, episodes: Sequence[Episode], good: Sequence[int], key: Key
+    ) -> list[TrainedReply]:
+        """A sample of the judged answers on which votes differ, of all answered questions."""
         c = self.config
         if not c.train_verifier:
             return []
         eligible = [
-            (e, i, reply)
-            for e in answered
+            (n, i, reply)
+            for n, e in enumerate(episodes)
             for i, reply in enumerate(e.judged)
-            if reply is not None and spell_episode.may_teach(e, i, c)
+            if reply is not None and spell_episode.is_eligible_verdict(e, i, c)
         ]
         chosen = selection.verifier_groups(
-            [rewards.majority(e.votes[i]) for e, i, _ in eligible],
+            [rewards.majority(episodes[n].votes[i]) for n, i, _ in eligible],
             len(good) * c.group_size,
             c.verifier_group_size,
             c.verifier_share,
-            np.random.default_rng([self.seed, self._step, 2]),
+            np.random.default_rng([*key, 2]),
             balance=c.balance_verdicts,
         )
-        groups = []
-        for e, i, reply in (eligible[at] for at in chosen):
-            advantages = self._group_advantages(self._verifier_rewards(e.votes[i]))
-            e.verdict_advantages[i] = advantages
-            groups.append(reply.group(advantages, "verifier"))
-        return groups
+        found = []
+        for n, i, reply in (eligible[at] for at in chosen):
+            advantages = self._group_advantages(self._verifier_rewards(episodes[n].votes[i]))
+            found.append(TrainedReply(n, "verifier", reply, advantages, i))
+        return found
 
     def _group_advantages(self, scores: Sequence[float]) -> list[float]:
-        """Of one group, of responder or verifier (8)."""
+        """Group-normalized advantages of one responder or verifier group (8)."""
         divide = self.config.divide_by_deviation
         return group_advantages(scores, divide_by_deviation=divide).tolist()
 
-    def _verifier_rewards(self, votes: Sequence[int]) -> list[float]:
-        """Of each vote on an answer (5)."""
-        return rewards.verifier_rewards(votes, -1.0 if self.config.malformed_penalty else 0.0)
-
-    # What is kept of a step.
+    # Metrics, records and state.
 
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:
-        """Shares and means before filtering, over all and per task (spec section 10)."""
+        """Shares and means over all episodes and per task (spec section 10)."""
         metrics = Metrics()
         for e in episodes:
             for suffix in ("", f"/{e.task}"):
@@ -364,9 +382,9 @@ class Spell:
         metrics.add("stream_repeats", self.stream.repeats)
         return metrics
 
-    def record(self, episode: Episode) -> dict[str, Any]:
-        """See spell_episode.record; behind `rows`."""
-        return spell_episode.record(episode, self.config, self.prompts)
+    def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
+        """See spell_episode.record."""
+        return spell_episode.record(episode, annotation, self.prompts)
 
     def cluster(self, episode: Episode) -> Cluster:
         return episode.cluster
@@ -380,8 +398,15 @@ class Spell:
         self.memory.load_state_dict(state["memory"])
 
 
+def _reject(episode: Episode, reason: str) -> Episode:
+    """The episode as ungrounded, with its penalty."""
+    return dataclasses.replace(
+        episode, status="ungrounded", reason=reason, reward=rewards.UNGROUNDED
+    )
+
+
 def most_frequent(answers: Sequence[str | None], task: str) -> tuple[str | None, int]:
-    """The answer that most others equal, and how many do; the first of equals wins."""
+    """(answer that equals most of the answers, their number); the first one wins a tie."""
     best: tuple[str | None, int] = (None, 0)
     for answer in answers:
         if answer is not None:
@@ -389,7 +414,3 @@ def most_frequent(answers: Sequence[str | None], task: str) -> tuple[str | None,
             if count > best[1]:
                 best = (answer, count)
     return best
-
-
-def _texts(reply: Reply | None) -> Sequence[str]:
-    return () if reply is None else reply.texts

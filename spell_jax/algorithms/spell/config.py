@@ -1,4 +1,4 @@
-"""The switches of SPELL: the paper's recipe, its ablations, and the departures that are named."""
+"""Config of SPELL: the paper's recipe, its ablations, and named departures from it."""
 
 from __future__ import annotations
 
@@ -17,46 +17,51 @@ REMEMBERED = ("shown", "new")
 
 @dataclasses.dataclass(frozen=True)
 class SpellConfig(AlgorithmConfig):
-    """Every switch of the algorithm; the defaults are the paper's (its ablations are the others).
+    """Fields of config.algorithm for SPELL. The defaults are the paper's; its ablations are others.
 
     Attributes:
-      questions: questions with mixed rewards that an update wants [paper: batch size].
+      questions: number of questions with mixed rewards in an update [paper: batch size].
       generation_batch: questions proposed in one round.
-      max_generations: rounds a step; then the update takes what there is.
+      max_generations: most rounds of a step. After them the update uses the questions there are.
       group_size: G, answers to a question.
-      verifier_group_size: G_v, verdicts on an answer; 1 is the single-verdict ablation.
-      documents: m, the questioner's new documents, drawn from these numbers.
-      memory: L, questions remembered for each task and cluster; 0: no memory.
-      memory_documents: what is kept with a remembered question: all documents that the questioner
-        was "shown", so that its context grows until it holds the cluster, or the "new" ones among
-        them (Algorithm 1), so that it holds at most m (L + 1).
-      memory_low, memory_high: mean rewards between which a question is remembered.
-      mapping, mu, sigma: the questioner's reward (7): "gaussian", "azr" or "r_zero".
-      max_answer_tokens: longer references are skipped (general questions; the others are short).
-      distinct_options: whether choices of which two are the same text are of bad format.
-      format_penalty: whether questions of bad format are punished; else they are dropped.
-      skip_penalty: whether skipped questions are punished like them, but for declined ones (the
-        paper's text; its code leaves them out).
-      grounding_samples: answers without documents to a question; 0: no grounding filter.
-      grounding_threshold: right ones among them that make a question ungrounded.
-      reference_source: "questioner", or "frozen_reader": the most frequent of `reader_samples`
-        answers of a frozen copy of the starting policy to the question behind the questioner's
-        documents. A question without an answer given at least twice and by more than half is
-        ungrounded, and so is one whose answer is given without documents as well, be it only
-        "unknown".
-      reader_samples: K.
-      reader_refresh: the frozen copy is renewed every so many steps; 0: never.
-      responder_reward: how rule and majority combine: "max" (6); "rule" asks no verifier; "random"
-        is a control that must destroy the policy.
-      train_questioner, train_verifier: False leaves their rows out of the update.
-      negatives: bad questioner rows for each good one.
-      malformed_penalty: whether a malformed verdict earns -1 (the paper's code) or 0 (its text).
-      verifier_share: verifier rows for each responder row.
-      consistency_gate: the verifier learns only where its majority agrees with the rule.
-      balance_verdicts: as many yes as no groups for the verifier.
+      verifier_group_size: G_v, votes on an answer; 1 is the single-verdict ablation.
+      documents: m, number of new documents for the questioner, sampled from these numbers.
+      memory: L, questions remembered per task and cluster; 0: no memory.
+      memory_documents: documents stored with a remembered question. "shown": all that the
+        questioner read, so that its context grows until it holds the cluster. "new": only the new
+        ones (Algorithm 1), so that its context has at most m (L + 1) documents.
+      memory_low: smallest mean reward of a remembered question.
+      memory_high: largest mean reward of a remembered question.
+      mapping: the questioner's reward (7): "gaussian", "azr" or "r_zero".
+      mu: mean of the Gaussian (7).
+      sigma: standard deviation of the Gaussian (7).
+      max_answer_tokens: most tokens of a reference of a general question (other references are
+        short); questions with longer references are declined.
+      distinct_options: whether multiple-choice questions with two equal options have a bad format.
+      format_penalty: whether questions of bad format get a penalty; else they are dropped.
+      decline_penalty: whether declined questions get the same penalty, unless the questioner itself
+        states that there is nothing to ask (the paper's text; its code has no such penalty).
+      grounding_samples: answers without documents per question; 0: no grounding filter.
+      grounding_threshold: number of right ones among them that makes a question ungrounded.
+      reference_source: author of the reference. "questioner"; or "frozen_reader": the most frequent
+        of `reader_samples` answers of a frozen copy of the starting policy, which reads the
+        questioner's documents. A question is ungrounded if no answer is given at least twice and
+        by more than half of the samples, or if that answer is also given without documents, even
+        if it is only "unknown".
+      reader_samples: K, answers of the frozen reader per question.
+      reader_refresh: the frozen reader is renewed every N steps; 0: never.
+      responder_reward: how rule and majority are combined: "max" (6), "verifier", "mean", "min";
+        "rule" uses no verifier; "random" is a control that must destroy the policy.
+      train_questioner: whether the update has questioner groups.
+      negatives: bad questioner groups per good one.
+      train_verifier: whether the update has verifier groups.
+      malformed_penalty: whether a malformed vote earns -1 (the paper's code) or 0 (its text).
+      verifier_share: verifier rows per responder row.
+      consistency_gate: whether the verifier is trained only where its majority equals the rule.
+      balance_verdicts: whether as many yes as no groups of the verifier are trained on.
       divide_by_deviation: whether advantages of responder and verifier are divided by their group's
-        deviation (8); Dr. GRPO (arXiv 2503.20783) leaves it out.
-      keep_surplus: train on all questions with mixed rewards, also those over `questions`.
+        deviation (8); Dr. GRPO (arXiv 2503.20783) does not divide.
+      keep_surplus: whether all questions with mixed rewards are trained on, beyond `questions`.
     """
 
     name: str = "spell"
@@ -76,7 +81,7 @@ class SpellConfig(AlgorithmConfig):
     max_answer_tokens: int = 40
     distinct_options: bool = False
     format_penalty: bool = True
-    skip_penalty: bool = False
+    decline_penalty: bool = False
     grounding_samples: int = 1
     grounding_threshold: int = 1
     reference_source: str = "questioner"
@@ -132,17 +137,17 @@ class SpellConfig(AlgorithmConfig):
         )
 
     def round_budgets(self, writes: bool = True) -> list[RolloutBudget]:
-        """Of a round, which is learned from with all others of its step.
+        """Upper bounds of one round; all rounds of a step are trained on together.
 
         Args:
-          writes: whether its questions are written in it, in up to max_generations rounds.
+          writes: whether questions are written in the round, in at most max_generations rounds.
         """
         batch, rng = self.generation_batch, np.random.default_rng(0)
-        played = batch * self.max_generations if writes else batch
-        good = played if self.keep_surplus else min(self.questions, played)
+        most = batch * self.max_generations if writes else batch
+        good = most if self.keep_surplus else min(self.questions, most)
         found = []
         if writes:
-            tasks = ["any"] * played
+            tasks = ["any"] * most
             bad = selection.questioner_negatives(tasks[:good], tasks[good:], self.negatives, rng)
             learned = (good + len(bad)) * self.train_questioner
             blind = self.grounding_samples
@@ -153,14 +158,17 @@ class SpellConfig(AlgorithmConfig):
             if self.reference_source == "frozen_reader":
                 found.append(
                     RolloutBudget(
-                        "answers of the anchor", "reference_reader", batch, self.reader_samples
+                        "answers of the frozen reader",
+                        "reference_reader",
+                        batch,
+                        self.reader_samples,
                     )
                 )
         found.append(RolloutBudget("answers", "responder", batch, self.group_size, good))
         if self.responder_reward not in ("rule", "random"):
             size, answers = self.verifier_group_size, self.group_size
             chosen = selection.verifier_groups(
-                [0, 1] * (played * answers),
+                [0, 1] * (most * answers),
                 good * answers,
                 size,
                 self.verifier_share,

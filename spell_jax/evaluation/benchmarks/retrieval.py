@@ -174,16 +174,16 @@ def load_rag(
     shown = {_rag_name(row): row for row in rows if _is_rare(task, row)}
     # The file has gigabytes. Reading it twice keeps only the sampled rows in memory.
     names = Counter(_rag_name(row) for row in published.rows_of(path) if _is_rare(task, row))
-    drawn = set(_drawn(sorted(names), _RAG_QUESTIONS))
+    kept = set(_choose(sorted(names), _RAG_QUESTIONS))
     if limit is None:
-        whole = sum(names[name] == places for name in drawn)
+        whole = sum(names[name] == places for name in kept)
         what = f"{path}, questions that stand there {places} times, once for each place"
         published.check_count(what, whole, _RAG_QUESTIONS, limit)
     items: list[Item] = []
     for number, row in enumerate(published.rows_of(path)):
         if len(items) == limit:
             break
-        if _is_rare(task, row) and _rag_name(row) in drawn:
+        if _is_rare(task, row) and _rag_name(row) in kept:
             items.append(_rag_item(number, row, shown))
     published.check_count(str(path), len(items), places * _RAG_QUESTIONS, limit)
     name = _with_length(f"helmet_{task}", length)
@@ -270,7 +270,7 @@ def load_icl(
     data = helmet_labels.read(task, folder, whole=limit is None)
     train = helmet_labels.by_label(data.train)
     shots = helmet_labels.TASKS[task].shots[LENGTHS.index(length)]
-    numbers = _drawn(range(len(data.test)), helmet_labels.QUESTIONS)[:limit]
+    numbers = _choose(range(len(data.test)), helmet_labels.QUESTIONS)[:limit]
     published.check_count(f"{folder}, {task}", len(numbers), helmet_labels.QUESTIONS, limit)
     items = tuple(_icl_item(number, *data.test[number], train, shots) for number in numbers)
     name = _with_length(f"helmet_{task}", length)
@@ -312,7 +312,7 @@ def load_infbench_sum(folder: Folder, limit: int | None = None) -> Benchmark:
     name = "longbook_sum_eng.jsonl"
     (path,) = published.locate(folder, [[name], [f"data/{name}"]])
     rows = list(published.rows_of(path))
-    numbers = _drawn_summaries(str(path), len(rows), 103, limit)
+    numbers = _choose_summaries(str(path), len(rows), 103, limit)
     summaries = [row.texts("answer") for row in rows]
     items = []
     for number in numbers:
@@ -338,7 +338,7 @@ def load_multi_lexsum(folder: Folder, limit: int | None = None) -> Benchmark:
     cases, others, documents = published.locate(folder, layouts)
     # dev.json and train.json contain JSON Lines in spite of their names.
     rows = [row for row in published.lines_of(cases) if row.values.get("summary/short")]
-    numbers = _drawn_summaries(f"{cases}, with summary/short", len(rows), 312, limit)
+    numbers = _choose_summaries(f"{cases}, with summary/short", len(rows), 312, limit)
     shown = [
         row.text("summary/short")
         for row in published.lines_of(others)
@@ -383,11 +383,11 @@ def rouge_l(text: str, reference: str) -> float:
     return 2 * common / (len(ours) + len(theirs))
 
 
-def _drawn_summaries(what: str, rows: int, of: int, limit: int | None) -> list[int]:
+def _choose_summaries(what: str, rows: int, of: int, limit: int | None) -> list[int]:
     """Indices of the texts to summarize among `rows`; `of` is the published number of rows."""
     if limit is None:
         published.check_count(what, rows, of, limit)
-    numbers = _drawn(range(rows), _SUMMARIES)[:limit]
+    numbers = _choose(range(rows), _SUMMARIES)[:limit]
     published.check_count(what, len(numbers), _SUMMARIES, limit)
     return numbers
 
@@ -421,11 +421,11 @@ def _extract_all(text: str, item: Item) -> str | None:
 
 
 def _extract_answer(text: str, item: Item) -> str | None:
-    return _behind(_ANSWER, text)
+    return _text_after(_ANSWER, text)
 
 
 def _extract_label(text: str, item: Item) -> str | None:
-    return _behind(_LABEL, text)
+    return _text_after(_LABEL, text)
 
 
 def _extract_summary(text: str, item: Item) -> str | None:
@@ -434,7 +434,7 @@ def _extract_summary(text: str, item: Item) -> str | None:
     return last.strip() or None
 
 
-def _behind(pattern: re.Pattern[str], text: str) -> str | None:
+def _text_after(pattern: re.Pattern[str], text: str) -> str | None:
     """Text captured by the first match, else the first line (HELMET's parse_output)."""
     visible = visible_text(text) or ""
     found = pattern.search(visible)
@@ -442,7 +442,7 @@ def _behind(pattern: re.Pattern[str], text: str) -> str | None:
     return stated.strip() or None
 
 
-def _drawn(choices: Sequence[T], count: int) -> list[T]:
+def _choose(choices: Sequence[T], count: int) -> list[T]:
     """Sample up to `count` of the choices; they keep their order and are the same in every run."""
     rng = random.Random(SEED)
     places = rng.sample(range(len(choices)), min(count, len(choices)))

@@ -67,10 +67,10 @@ class Source:
         return Pile(self.priced(around, before=" "))
 
     def noise(self) -> Pile:
-        return Pile(self.priced(itertools.repeat(NOISE), behind="\n"))
+        return Pile(self.priced(itertools.repeat(NOISE), after="\n"))
 
     def priced(
-        self, pieces: Iterable[str], before: str = "", behind: str = ""
+        self, pieces: Iterable[str], before: str = "", after: str = ""
     ) -> Iterator[tuple[str, int]]:
         """Yield (piece, number of its tokens, including its separator).
 
@@ -80,9 +80,9 @@ class Source:
         Args:
           pieces: texts without separators.
           before: separator before each piece.
-          behind: separator after each piece.
+          after: separator after each piece.
         """
-        return ((piece, self.cost(before + piece + behind)) for piece in pieces)
+        return ((piece, self.cost(before + piece + after)) for piece in pieces)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +122,9 @@ class Pile:
         return taken
 
     def _draw(self, wanted: Callable[[], bool]) -> None:
-        while wanted() and (drawn := next(self._priced, None)) is not None:
-            self._pieces.append(drawn)
-            self._ends.append(self._ends[-1] + max(drawn[1], 1))
+        while wanted() and (piece := next(self._priced, None)) is not None:
+            self._pieces.append(piece)
+            self._ends.append(self._ends[-1] + max(piece[1], 1))
 
 
 def split_sentences(text: str) -> tuple[str, ...]:

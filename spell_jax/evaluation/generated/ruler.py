@@ -156,7 +156,7 @@ class _Niah:
         asked = list(hidden)[: self.queries]  # keys are random, so the first ones are as well
         question = secret_question(self.value, asked, self.values)
         if self.hay == "needles":
-            pile = Pile(source.priced(self._other_needles(names), behind="\n"))
+            pile = Pile(source.priced(self._other_needles(names), after="\n"))
         else:
             pile = source.prose(rng) if self.hay == "prose" else source.noise()
 
@@ -324,8 +324,8 @@ def _frequent_words(
             middle = (low + high + 1) // 2
             fits = np.floor(middle * shares) @ costs - base <= budget
             low, high = (middle, high) if fits else (low, middle - 1)
-        drawn = np.repeat(np.arange(len(words)), np.floor(low * shares).astype(int))
-        shuffled = np.random.default_rng(order).permutation(drawn).tolist()
+        repeats = np.repeat(np.arange(len(words)), np.floor(low * shares).astype(int))
+        shuffled = np.random.default_rng(order).permutation(repeats).tolist()
         coded = " ".join(words[index] for index in shuffled)
         head = "Keep track of how often each word of this made-up language comes in the text."
         return Draft(f"{head}\n\n{coded}\n\n{question}", question, tuple(words[1:4]))

@@ -1,4 +1,4 @@
-"""EAPO without a model: who is asked what, rewards by brute force, what the reward model learns."""
+"""Tests of EAPO with scripted models: prompts, rewards by brute force, reward model's data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ from spell_jax.learner.advantages import group_advantages
 from spell_jax.reporting import episodes as report_episodes
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.selfplay.evidence import Structured, write_answer
-from tests.algorithms.scripted import MATH, PROMPTS, QA, ScriptedModels, read
+from tests.algorithms.scripted import (
+    MATH,
+    PROMPTS,
+    QA,
+    ScriptedModels,
+    read,
+    roll_out,
+    to_groups,
+    to_records,
+)
 
 Plan = Sequence[tuple[bool, bool]]  # (well-formed, right) of each sibling
 
@@ -54,11 +63,11 @@ def make_algorithm(known: Sequence[Question], judge=None, seed: int = 0, **optio
 
 @dataclasses.dataclass
 class Script:
-    """Writes answers by plan, and what the reward model says, one text a try.
+    """Script that writes answers by plan, and the reward model's replies, one text per try.
 
     Attributes:
-      questions, plans: by number.
-      scorings: number -> replies of the reward model, the last one again and again.
+      questions, plans: question texts and answer plans, by question number.
+      scorings: question number -> replies of the reward model; the last one repeats.
       over: roles whose prompts are over the cap.
     """
 
@@ -92,12 +101,12 @@ HALF = ((True, True), (True, False), (False, True), (True, True))
 
 
 def one(plan: Plan = HALF, said: Sequence[str] = ("1 5\n2 1\n3 3",), step: int = 1, **options):
-    """(algorithm, models, the episode) of a step of one question."""
+    """(algorithm, models, episode) of a step with one question."""
     questions = [dataclasses.replace(ask_about(0), evidence=options.pop("supporting", ()))]
     judge, over = options.pop("judge", None), options.pop("over", ())
     algorithm = make_algorithm(questions, judge, **({"group_size": len(plan)} | options))
     models = ScriptedModels(Script(questions, {0: plan}, {0: said}, over))
-    (episode,) = algorithm.play(models, step)
+    (episode,) = roll_out(algorithm, models, step)
     return algorithm, models, episode
 
 
@@ -113,13 +122,13 @@ def test_a_question_goes_to_the_policy_and_its_evidence_to_the_reward_model():
     assert second.temperature == 0.0
     asked = "Q00 what?\n"
     sets = "".join(f"{i}\n{asked}d0.0 text\nset {n}\n" for i, n in enumerate((0, 1, 3), 1))
-    assert second.prompts == (f"{sets}{asked}scores",)  # of the well-formed siblings alone
+    assert second.prompts == (f"{sets}{asked}scores",)  # of the well-formed siblings only
     assert episode.scores == (5, 1, 3)
-    assert episode.evidence == [1.0, 0.0, None, 0.5]
+    assert episode.evidence == (1.0, 0.0, None, 0.5)
     assert episode.totals == pytest.approx([1.0, 0.1, 0.0, 0.85])
-    assert episode.verbatim == [pytest.approx(9 / 14), pytest.approx(9 / 14), None, 9 / 14]
-    assert episode.predictions == ["alpha0", "999", None, "alpha0"]
-    (group,) = algorithm.rows([episode])
+    assert episode.verbatim == (pytest.approx(9 / 14), pytest.approx(9 / 14), None, 9 / 14)
+    assert episode.predictions == ("alpha0", "999", None, "alpha0")
+    (group,) = to_groups(algorithm, [episode])
     assert group.role == "responder" and group.model == "policy"
     wanted = tuple(round(float(a), 4) for a in group_advantages(episode.totals))
     assert read(group)[2] == wanted
@@ -134,7 +143,7 @@ def test_a_malformed_scoring_is_retried_once_in_another_way_and_then_neutral():
     assert (means["scoring_retried"], means["scoring_failed"]) == (1, 0)
     algorithm, models, episode = one(said=("what?", "1 5\n2 6\n3 3", "1 5\n2 1\n3 3"))
     assert episode.scores is None and episode.asked == 2
-    assert episode.evidence == [0.5, 0.5, None, 0.5]
+    assert episode.evidence == (0.5, 0.5, None, 0.5)
     assert episode.totals == pytest.approx([0.85, 0.25, 0.0, 0.85])
     assert algorithm.metrics([episode]).means()["scoring_failed"] == 1
     assert not episode.consistent
@@ -147,18 +156,16 @@ def test_a_malformed_scoring_is_retried_once_in_another_way_and_then_neutral():
 def test_quotes_and_scores_are_held_against_the_supporting_sentences():
     algorithm, _, episode = one(said=("1 3\n2 1\n3 1",), supporting=("set 0", "d0.0 text"))
     halves = pytest.approx((9 / 14, 0.5))
-    assert episode.supported == [(1.0, 1.0), halves, None, halves]
+    assert episode.supported == ((1.0, 1.0), halves, None, halves)
     assert episode.ordered() == [1.0, 1.0]  # the other two are equal
     means = algorithm.metrics([episode]).means()
     assert means["evidence_recall"] == pytest.approx(2 / 3)
     assert means["evidence_precision"] == pytest.approx((1 + 18 / 14) / 3)
     assert means["scoring_order"] == means[f"scoring_order/{QA}"] == 1.0
-    episode.scores = (2, 2, 5)
-    assert episode.ordered() == [0.5, 0.0]
-    episode.scores = None
-    assert episode.ordered() == []
+    assert dataclasses.replace(episode, scores=(2, 2, 5)).ordered() == [0.5, 0.0]
+    assert dataclasses.replace(episode, scores=None).ordered() == []
     algorithm, _, episode = one()  # a question without its evidence
-    assert episode.supported == [None] * 4 and episode.ordered() == []
+    assert episode.supported == (None,) * 4 and episode.ordered() == []
     assert not {"evidence_recall", "scoring_order"} & algorithm.metrics([episode]).means().keys()
 
 
@@ -167,16 +174,16 @@ def test_one_well_formed_answer_is_compared_with_nothing():
     assert [call.role for call in models.calls] == ["responder"]
     assert episode.totals == pytest.approx([0.85, 0, 0]) and episode.asked == 0
     _, models, episode = one(plan=((False, True),) * 3)
-    assert len(models.calls) == 1 and episode.totals == [0, 0, 0] and not episode.mixed
+    assert len(models.calls) == 1 and episode.totals == (0, 0, 0) and not episode.mixed
 
 
 def test_prompts_over_the_cap():
     algorithm, models, episode = one(over=("responder",))
-    assert episode.status == "overlong" and algorithm.rows([episode]) == []
+    assert episode.status == "overlong" and to_groups(algorithm, [episode]) == []
     assert len(models.calls) == 1 and algorithm.metrics([episode]).means()["overlong"] == 1
     _, models, episode = one(over=("reward_model",))
     assert len(models.calls) == 2  # the same prompt would be refused again
-    assert episode.evidence == [0.5, 0.5, None, 0.5] and episode.scoring is None
+    assert episode.evidence == (0.5, 0.5, None, 0.5) and episode.scoring is None
 
 
 @pytest.mark.parametrize(
@@ -193,12 +200,12 @@ def test_which_models_there_are(how, models, trained):
     algorithm, asked, episode = one(plan, ("1 5\n2 1",), **options)
     assert (algorithm.models, algorithm.trained) == (models, trained)
     assert any(call.model == "reward_model" for call in asked.calls) == bool(models)
-    roles = [(group.role, group.model) for group in algorithm.rows([episode])]
+    roles = [(group.role, group.model) for group in to_groups(algorithm, [episode])]
     learned = [("reward_model", "reward_model")] if trained else []
     assert roles == [("responder", "policy"), *learned]
     assert episode.consistent == bool(models)
     assert len(algorithm.state_dict()["kept"]) == 0
-    if how == "none":  # by the outcome alone; its weight is .6 + .3
+    if how == "none":  # by the outcome only; its weight is .6 + .3
         assert episode.totals == pytest.approx([1.0, 0.1])
         assert "scoring_failed" not in algorithm.metrics([episode]).means()
 
@@ -212,7 +219,7 @@ def test_the_judge_is_asked_about_well_formed_answers_and_replaces_the_rule():
 
     algorithm, _, episode = one(judge=judge, rule="judge")
     assert asked == [("Q00 what?", said, "alpha0") for said in ("alpha0", "999", "alpha0")]
-    assert episode.outcomes == [0, 1, 0, 1]  # without a verdict the rule's stays
+    assert episode.outcomes == (0, 1, 0, 1)  # without a verdict, the rule's reward stays
     assert algorithm.metrics([episode]).means()["judge_failed"] == pytest.approx(1 / 3)
     asked.clear()
     one(judge=judge)
@@ -227,7 +234,7 @@ def test_the_judge_is_asked_about_well_formed_answers_and_replaces_the_rule():
 def brute_force(
     formed: Sequence[bool], scores: Sequence[int] | None, right: Sequence[bool]
 ) -> list[Fraction]:
-    """Total rewards by the text of the issue, in exact numbers; scores are of all siblings."""
+    """Total rewards from the formula in the issue, in exact numbers; scores are of all siblings."""
     found = []
     for i, is_formed in enumerate(formed):
         if not is_formed:
@@ -244,13 +251,15 @@ def brute_force(
 
 def rewarded(algorithm: Eapo, formed, scores, right) -> list[float]:
     answer = Structured("a", "e", "r", "x")
-    episode = Episode(QA, Cluster("c", ("d",)), ask_about(0))
-    episode.answers = [answer if f else None for f in formed]
-    episode.outcomes = [float(r and f) for r, f in zip(right, formed, strict=True)]
-    if scores is not None:
-        episode.scores = tuple(s for s, f in zip(scores, formed, strict=True) if f)
-    algorithm.reward(episode)
-    return episode.totals
+    episode = Episode(
+        QA,
+        Cluster("c", ("d",)),
+        ask_about(0),
+        answers=tuple(answer if f else None for f in formed),
+        outcomes=tuple(float(r and f) for r, f in zip(right, formed, strict=True)),
+        scores=scores and tuple(s for s, f in zip(scores, formed, strict=True) if f),
+    )
+    return list(algorithm.reward(episode).totals)
 
 
 def test_rewards_of_every_combination_up_to_four_siblings():
@@ -260,7 +269,7 @@ def test_rewards_of_every_combination_up_to_four_siblings():
         vectors = [None, *itertools.product(range(1, 6), repeat=size)]
         for formed, scores in itertools.product(flags, vectors):
             if scores and any(s > 1 and not f for s, f in zip(scores, formed, strict=True)):
-                continue  # an answer of bad format has no score to vary
+                continue  # a badly formatted answer has no score to vary
             for right in flags:
                 wanted = [float(x) for x in brute_force(formed, scores, right)]
                 assert rewarded(algorithm, formed, scores, right) == pytest.approx(wanted), (
@@ -286,19 +295,20 @@ def test_rewards_of_random_groups_up_to_eight():
 
 def test_groups_without_spread_are_not_trained_on():
     algorithm, _, episode = one(plan=((True, True),) * 3, said=("1 4\n2 4\n3 4",))
-    assert episode.totals == [episode.totals[0]] * 3 and algorithm.rows([episode]) == []
-    assert algorithm.record(episode)["used"] == {"responder": "equal_rewards"}
+    assert episode.totals == (episode.totals[0],) * 3 and to_groups(algorithm, [episode]) == []
+    (record,) = to_records(algorithm, [episode])
+    assert record["used"] == {"responder": "equal_rewards"}
     algorithm, _, episode = one(divide_by_deviation=False)
-    (group,) = algorithm.rows([episode])
-    centred = np.array(episode.totals) - np.mean(episode.totals)
-    assert np.asarray(group.advantages) == pytest.approx(centred, abs=1e-6)
+    (group,) = to_groups(algorithm, [episode])
+    centered = np.array(episode.totals) - np.mean(episode.totals)
+    assert np.asarray(group.advantages) == pytest.approx(centered, abs=1e-6)
 
 
 # ------------------------------------------------------------------------------------ Co-evolution
 
 
 def by_hand(scored: Sequence[tuple[int, float]], least: float) -> bool:
-    """Whether a scoring is kept, sibling by sibling."""
+    """Whether the scoring of each sibling is kept."""
     says = {1: 0, 2: 0, 3: None, 4: 1, 5: 1}
     verdicts = [None if says[s] is None else says[s] == o for s, o in scored]
     if not verdicts or False in verdicts:
@@ -319,8 +329,10 @@ def test_consistency_by_brute_force():
 
 
 def campaign(steps: Sequence[int], algorithm: Eapo | None = None, **options: Any):
-    """(algorithm, rows of each step): three questions a step, of which the middle one is scored
-    against the outcomes in even steps."""
+    """(algorithm, groups of each step), with three questions per step.
+
+    The scoring of the middle question contradicts the outcomes in even steps.
+    """
     questions = [ask_about(i) for i in range(3)] + [ask_about(3, MATH)]
     plan = ((True, True), (True, False), (True, True))
     algorithm = algorithm or make_algorithm(questions, group_size=3, **({"questions": 4} | options))
@@ -330,18 +342,18 @@ def campaign(steps: Sequence[int], algorithm: Eapo | None = None, **options: Any
         scores = {0: (5, 1, 4), 1: middle, 2: (3, 3, 5), 3: (5, 2, 5 - step % 2)}
         said = {i: [labeled(some)] for i, some in scores.items()}
         models = ScriptedModels(Script(questions, dict.fromkeys(range(4), plan), said))
-        found.append([*map(read, algorithm.rows(algorithm.play(models, step)))])
+        found.append([*map(read, to_groups(algorithm, roll_out(algorithm, models, step)))])
     return algorithm, found
 
 
 def refreshes(found) -> list[int]:
-    """Rows of the reward model in each step."""
+    """Reward model rows of each step."""
     return [sum(prompt.endswith("scores") for prompt, *_ in step) for step in found]
 
 
 def test_the_reward_model_learns_every_twenty_steps_from_consistent_scorings():
     algorithm, found = campaign(range(1, 46))
-    # Of four scorings a step two are consistent, and the middle one in odd steps.
+    # Of four scorings per step two are consistent, and the middle one in odd steps.
     assert refreshes(found) == [0] * 19 + [50] + [0] * 19 + [50] + [0] * 5
     assert len(algorithm.state_dict()["kept"]) == 13
     learned = [row for row in found[19] if row[0].endswith("scores")]
@@ -349,19 +361,19 @@ def test_the_reward_model_learns_every_twenty_steps_from_consistent_scorings():
     assert [answers for prompt, answers, _ in learned if "Q01" in prompt] == [
         ("1 4\n2 2\n3 3",)
     ] * 10
-    assert not any("Q02" in prompt for prompt, *_ in learned)  # a third agrees, a half is asked for
+    assert not any("Q02" in prompt for prompt, *_ in learned)  # a third agrees, half is required
 
 
-def test_rows_are_the_same_when_they_are_made_twice():
+def test_groups_are_the_same_when_they_are_made_twice():
     questions = [ask_about(0)]
     algorithm = make_algorithm(questions, group_size=2, refresh_every=1)
     plan = ((True, True), (True, False))
     models = ScriptedModels(Script(questions, {0: plan}, {0: ["1 5\n2 1"]}))
-    episodes = algorithm.play(models, 1)
-    first, again = ([*map(read, algorithm.rows(episodes))] for _ in range(2))
+    episodes = roll_out(algorithm, models, 1)
+    first, again = ([*map(read, to_groups(algorithm, episodes))] for _ in range(2))
     assert first == again and len(first) == 2
-    (group,) = (group for group in algorithm.rows(episodes) if group.model == "reward_model")
-    assert group.old_logprobs is None  # it is shown, not drawn
+    (group,) = (group for group in to_groups(algorithm, episodes) if group.model == "reward_model")
+    assert group.old_logprobs is None  # it is given in the prompt, not sampled
 
 
 def test_the_oldest_scorings_go_first():
@@ -395,16 +407,17 @@ def test_the_record_is_json_and_the_page_reads_it(tmp_path):
     algorithm = make_algorithm(questions)
     plans = {0: HALF, 1: ((False, False),) * 4, 2: ((True, True),) * 4}
     said: dict[int, Sequence[str]] = {0: ["no"], 2: ["1 5\n2 5\n3 5\n4 5"]}
-    episodes = algorithm.play(ScriptedModels(Script(questions, plans, said)), 1)
+    episodes = roll_out(algorithm, ScriptedModels(Script(questions, plans, said)), 1)
     episodes.append(one(over=("responder",))[2])
-    algorithm.rows(episodes)
-    for record in map(algorithm.record, episodes):
+    _, annotations = algorithm.groups(episodes, (0, 1))
+    made = [algorithm.record(*pair) for pair in zip(episodes, annotations, strict=True)]
+    for record in made:
         assert json.loads(json.dumps(record)) == record
-    by_task = {algorithm.record(e)["question"][:3]: algorithm.record(e) for e in episodes[:3]}
+    by_task = {record["question"][:3]: record for record in made[:3]}
     assert by_task["Q00"]["prompt"] == "{documents[0]}\n{documents[1]}\nQ00 what?\nquote"
     assert by_task["Q00"]["used"]["responder"] == "used"
     assert by_task["Q00"]["scoring"] == "no" and by_task["Q00"]["evidence_scores"] is None
-    EpisodeWriter(tmp_path, 10_000).write(1, records(algorithm, episodes))
+    EpisodeWriter(tmp_path, 10_000).write(1, records(algorithm, episodes, annotations))
     page = report_episodes.choose_episodes(epath.Path(tmp_path), 10)
     assert page.found == 4 and len(page.chosen) == 4
     outcomes = {e["question"][:3]: e["outcome"] for e in page.chosen if e["answers"]}
@@ -417,18 +430,19 @@ def test_the_record_has_a_measure_for_each_answer():
     algorithm, _, episode = one(
         said=said, rule="judge", judge=lambda items: [1, 0, -1][: len(items)]
     )
-    record = algorithm.record(episode)
-    assert record["judge"] == [1, 0, None, -1]  # the third one is of bad format
+    (record,) = to_records(algorithm, [episode])
+    assert record["judge"] == [1, 0, None, -1]  # the third answer is badly formatted
     assert record["measures"] == {
         "well_formed": [True, True, False, True],
         "evidence_score": [5, 1, None, 4],
         "evidence_reward": [1.0, 0.0, None, 0.75],
-        "verbatim": episode.verbatim,
-        "evidence_precision": [None] * 4,  # the question is without its evidence
+        "verbatim": list(episode.verbatim),
+        "evidence_precision": [None] * 4,  # the question lacks its evidence
         "evidence_recall": [None] * 4,
     }
     failed, _, episode = one(said=("no",))
-    assert failed.record(episode)["measures"]["evidence_score"] == [None] * 4
+    (record,) = to_records(failed, [episode])
+    assert record["measures"]["evidence_score"] == [None] * 4
 
 
 def test_metrics_of_a_step():

@@ -1,4 +1,4 @@
-"""Structured answers to held-out questions, against what a script says."""
+"""Tests of held-out questions with structured answers, against a scripted policy."""
 
 from __future__ import annotations
 

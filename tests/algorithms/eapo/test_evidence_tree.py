@@ -1,4 +1,4 @@
-"""The tree of evidence: what is drawn from what, what chooses, and what is written."""
+"""Tests of the evidence tree: sampling of branches, selection, and output lines."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ def request(number: int, **fields: Any) -> dict[str, Any]:
 
 
 class Scripted:
-    """A policy whose tokens are bytes; `said` has what it draws, by question: evidence branches,
-    and reasonings by the evidence that they go on from.
+    """Policy whose tokens are bytes.
 
-    `drawn` has (number of prompts, width, stop string) of each call.
+    Attributes:
+      said: texts that it samples, by question: evidence branches, and reasonings by the evidence
+        that they continue.
+      calls: (number of prompts, width, stop string) of each call.
     """
 
     def __init__(
         self, evidence: Mapping[str, Sequence[str]], reasonings: Mapping[str, Sequence[str]]
     ):
         self.said = evidence, reasonings
-        self.drawn: list[tuple[int, int, str]] = []
+        self.calls: list[tuple[int, int, str]] = []
         self.prompts: list[str] = []
         self.keys: list[list[int]] = []
         self.config = SimpleNamespace(max_positions=1000)
@@ -46,8 +48,8 @@ class Scripted:
         if not ids:
             return
         (end,) = options[0].stop_strings
-        self.drawn.append((len(ids), width, end))
-        for place in reversed(range(len(ids))):  # they come in any order
+        self.calls.append((len(ids), width, end))
+        for place in reversed(range(len(ids))):  # results arrive in any order
             prompt = bytes(ids[place].tolist()).decode()
             self.prompts.append(prompt)
             self.keys.append(keys[place].tolist())
@@ -98,7 +100,7 @@ def grow(records=None, seed: int = 0, judge=None, embed=None, **config: Any):
 
 
 class Judge:
-    """Replies by a word of the prompt."""
+    """Judge that replies by a word of the prompt."""
 
     def __init__(self, replies: Mapping[str, str | None]):
         self.replies = replies
@@ -116,7 +118,7 @@ def chosen(branches: Sequence[dict[str, Any]]) -> list[int]:
 
 def test_plain_answers_draw_one_branch():
     lines, policy = grow(evidence_by="none")
-    assert policy.drawn == [(3, 1, "</evidence>"), (1, 1, "</answer>")]
+    assert policy.calls == [(3, 1, "</evidence>"), (1, 1, "</answer>")]
     first, second, third = lines
     assert policy.prompts[-1] == PROMPTS.evidence(DOCUMENTS, "Q0?") + branch("Bela")
     assert first["prediction"] == "Rome" and first["right"] is False
@@ -142,10 +144,10 @@ def test_a_token_may_hold_more_than_the_end_of_a_tag():
 def test_a_judge_compares_well_formed_evidence():
     judge = Judge({"Q0": '{"scores": [2, 5, 5]}'})
     lines, policy = grow(judge=judge)
-    assert policy.drawn == [(3, 3, "</evidence>"), (2, 1, "</answer>")]
+    assert policy.calls == [(3, 3, "</evidence>"), (2, 1, "</answer>")]
     assert judge.asked == [PROMPTS.evidence_scores("Q0?", ["Bela", "Arvo lives", "Oslo"])]
     assert [one["score"] for one in lines[0]["branches"]] == [2, 5, 5]
-    assert chosen(lines[0]["branches"]) == [1]  # the first of equals
+    assert chosen(lines[0]["branches"]) == [1]  # the first of several equal ones
     assert lines[0]["prediction"] == "Oslo" and lines[0]["right"] is True
     assert chosen(lines[1]["branches"]) == [1] and lines[1]["prediction"] == "Rome"
 
@@ -154,12 +156,12 @@ def test_reasonings_are_judged_as_well():
     second = "Arvo lives\n1\nQ0?\nd\n2\nQ0?\ne\n3\nQ0?\nf"
     judge = Judge({second: "1 1\n2 5\n3 2", "Q0": "1 1\n2 3\n3 2"})
     lines, policy = grow([request(0)], judge=judge, reasoning_by="judge")
-    assert policy.drawn == [(1, 3, "</evidence>"), (1, 3, "</answer>")]
+    assert policy.calls == [(1, 3, "</evidence>"), (1, 3, "</answer>")]
     assert len(judge.asked) == 2
     assert chosen(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Bergen"
     judge = Judge({"Q0?\nBela\n1\nQ0?\nb\n2\nQ0?\nc\nscores": "1 1\n2 5"})
     lines, policy = grow([request(0)], judge=judge, evidence_by="none", reasoning_by="judge")
-    assert policy.drawn == [(1, 1, "</evidence>"), (1, 3, "</answer>")]
+    assert policy.calls == [(1, 1, "</evidence>"), (1, 3, "</answer>")]
     assert chosen(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Oslo"
     assert [one["well_formed"] for one in lines[0]["reasonings"]] == [True, True, False]
 
@@ -192,13 +194,14 @@ def test_draws_follow_from_seed_and_place():
     _, other = grow(evidence_by="none", seed=1)
     assert not {*map(tuple, policy.keys)} & {*map(tuple, other.keys)}
     _, alone = grow([request(0)], evidence_by="none")
-    assert alone.keys == [policy.keys[2], policy.keys[3]]  # of the first of three, the last drawn
+    # of the first of three, and of the last one sampled
+    assert alone.keys == [policy.keys[2], policy.keys[3]]
 
 
 def test_what_is_too_long_is_not_asked(caplog):
     long = request(1, documents=["x" * 1000])
     lines, policy = grow([request(0), long], evidence_by="none")
-    assert policy.drawn[0][0] == 1 and "1 prompts are longer than 600 tokens" in caplog.text
+    assert policy.calls[0][0] == 1 and "1 prompts are longer than 600 tokens" in caplog.text
     assert lines[1]["branches"] == [] and lines[1]["prediction"] is None
     assert lines[0]["prediction"] == "Rome"
 

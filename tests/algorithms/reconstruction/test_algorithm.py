@@ -1,4 +1,4 @@
-"""Document reconstruction: what is posed, rewarded, trained on, measured, recorded and resumed."""
+"""Tests of document reconstruction: puzzles, rewards, rows, metrics, records and resumption."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import pytest
 from etils import epath
 
 from spell_jax.algorithms.base import records
-from spell_jax.algorithms.reconstruction.algorithm import ROUNDS, ReconstructionConfig
+from spell_jax.algorithms.reconstruction.algorithm import (
+    ROUNDS,
+    Reconstruction,
+    ReconstructionConfig,
+)
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.tiny_stories import make_stories
 from spell_jax.learner.advantages import group_advantages
@@ -30,28 +34,33 @@ from tests.algorithms.posing import (
     silent,
     solution,
 )
-from tests.algorithms.scripted import ScriptedModels, read
+from tests.algorithms.scripted import ScriptedModels, read, roll_out, to_groups, to_records
 
 SHORT = Cluster("short", ("a line\nand another",))
 
 
-def play(write=improving, step: int = 1, **options):
+def run(write=improving, step: int = 1, **options):
+    """(algorithm, models, episodes) of a step."""
     algorithm, ask = make_algorithm(**options), ScriptedModels(write)
-    return algorithm, ask, algorithm.play(ask, step)
+    return algorithm, ask, roll_out(algorithm, ask, step)
 
 
-# ------------------------------------------------------------------------------------ What is posed
+def start(algorithm: Reconstruction, step: int, seed: int = 0):
+    return algorithm.start_episodes((seed, step), step)
+
+
+# ------------------------------------------------------------------------------------------ Puzzles
 
 
 def test_a_step_asks_once_for_all_puzzles():
-    _, ask, episodes = play()
+    _, ask, episodes = run()
     (call,) = ask.calls
     assert (call.role, call.group, call.model, call.temperature) == ("responder", 4, "policy", None)
     assert list(call.prompts) == [e.posed.prompt for e in episodes] and len(episodes) == 6
     assert len({e.cluster.id for e in episodes}) == 6
     for e in episodes:
         assert e.posed.puzzle and len(e.posed.truth) == e.options
-        assert ", ".join(e.posed.truth) == solution(e.posed.prompt)  # it can be told
+        assert ", ".join(e.posed.truth) == solution(e.posed.prompt)  # the text tells the order
         assert e.status == "accepted"
 
 
@@ -59,15 +68,15 @@ def test_options_rise_over_the_run():
     algorithm = make_algorithm(
         documents=7, steps=20, options=(2, 4, 6, 8), option_weights=(3, 3, 3, 5)
     )
-    by_step = [[e.options for e in algorithm.invite(step)] for step in range(1, 21)]
+    by_step = [[e.options for e in start(algorithm, step)] for step in range(1, 21)]
     everything = [k for ks in by_step for k in ks]
     assert everything == [2] * 30 + [4] * 30 + [6] * 30 + [8] * 50
-    assert {e.options for e in algorithm.invite(21)} == {8}  # of a run that is made longer
+    assert {e.options for e in start(algorithm, 21)} == {8}  # the same run with more steps
 
 
 def test_the_shuffled_variant_mixes_options_in_every_part():
     algorithm = make_algorithm(documents=24, steps=20, curriculum=False)
-    parts = [Counter(e.options for e in algorithm.invite(step)) for step in range(1, 21)]
+    parts = [Counter(e.options for e in start(algorithm, step)) for step in range(1, 21)]
     assert all(len(part) > 2 for part in parts)
     everything = sum(parts, Counter())
     assert everything[8] == pytest.approx(480 * 5 / 14, rel=0.15)
@@ -76,37 +85,37 @@ def test_the_shuffled_variant_mixes_options_in_every_part():
 
 def test_a_puzzle_depends_on_seed_and_step_alone():
     first, again, other = (make_algorithm(seed=seed) for seed in (3, 3, 4))
-    prompts = [e.posed.prompt for e in first.invite(1)]
-    assert prompts == [e.posed.prompt for e in again.invite(1)]
-    assert prompts != [e.posed.prompt for e in other.invite(1)]
-    again.invite(2)
-    seen = {e.posed.prompt for step in range(2, 9) for e in first.invite(step)}
+    prompts = [e.posed.prompt for e in start(first, 1, seed=3)]
+    assert prompts == [e.posed.prompt for e in start(again, 1, seed=3)]
+    assert prompts != [e.posed.prompt for e in start(other, 1, seed=4)]
+    start(again, 2, seed=3)
+    seen = {e.posed.prompt for step in range(2, 9) for e in start(first, step, seed=3)}
     assert len(seen) == 7 * 6 and not seen & {*prompts}
 
 
 def test_others_are_drawn_for_documents_without_a_puzzle():
     many = [dataclasses.replace(SHORT, id=f"short {i}") for i in range(12)]
-    algorithm, ask, episodes = play(clusters=[*STORIES[:12], *many], steps=1)
+    algorithm, ask, episodes = run(clusters=[*STORIES[:12], *many], steps=1)
     posed = [e for e in episodes if e.posed.puzzle]
     refused = [e for e in episodes if not e.posed.puzzle]
     assert len(posed) == len(ask.calls[0].prompts) == 6 < len(episodes)
-    assert sorted(e.options for e in posed) == [2, 4, 4, 6, 8, 8]  # the mixture is that of a run
-    assert {(e.status, e.posed.reason) for e in refused} == {("skipped", puzzles.FEW_PARAGRAPHS)}
+    assert sorted(e.options for e in posed) == [2, 4, 4, 6, 8, 8]  # the mixture of a run
+    assert {(e.status, e.posed.reason) for e in refused} == {("no_puzzle", puzzles.FEW_PARAGRAPHS)}
     means = algorithm.metrics(episodes).means()
-    assert means["reason/few_paragraphs"] == means["skipped"] == len(refused) / len(episodes)
+    assert means["reason/few_paragraphs"] == means["no_puzzle"] == len(refused) / len(episodes)
     assert means["accepted"] == 6 / len(episodes) and "cut_documents" in means
 
 
 def test_documents_without_any_puzzle_end_the_search():
-    algorithm, ask, episodes = play(clusters=[SHORT])
-    assert len(episodes) == ROUNDS * 6 and algorithm.rows(episodes) == []
-    assert ask.calls[0].prompts == () and algorithm.metrics(episodes).means()["skipped"] == 1
+    algorithm, ask, episodes = run(clusters=[SHORT])
+    assert len(episodes) == ROUNDS * 6 and to_groups(algorithm, episodes) == []
+    assert ask.calls[0].prompts == () and algorithm.metrics(episodes).means()["no_puzzle"] == 1
     assert algorithm.metrics(episodes).means()["stream_repeats"] > 0
 
 
 def test_long_documents_are_cut_at_paragraphs():
     stories = make_stories(2, 12, (23,))
-    algorithm, _, episodes = play(clusters=stories, cap=60, options=(3,), option_weights=(1,))
+    algorithm, _, episodes = run(clusters=stories, cap=60, options=(3,), option_weights=(1,))
     for e in episodes:
         (text,) = e.cluster.documents
         assert e.posed.cut and len(e.posed.prompt.split()) <= 60
@@ -118,11 +127,12 @@ def test_long_documents_are_cut_at_paragraphs():
 
 def test_documents_of_a_cluster_follow_each_other():
     (one,), (two,) = (story.documents for story in make_stories(5, 2, (4,)))
-    _, _, episodes = play(
+    _, _, episodes = run(
         clusters=[Cluster("both", (one, two))], documents=1, options=(2,), option_weights=(1,)
     )
-    assert episodes[0].posed.reason == puzzles.FEW_PARAGRAPHS  # a blank line makes two paragraphs
-    _, _, episodes = play(
+    # a blank line separates two paragraphs
+    assert episodes[0].posed.reason == puzzles.FEW_PARAGRAPHS
+    _, _, episodes = run(
         clusters=[Cluster("both", (one.replace("\n", "\n\n"), two.replace("\n", "\n\n")))],
         documents=1,
         options=(8,),
@@ -132,11 +142,11 @@ def test_documents_of_a_cluster_follow_each_other():
 
 
 def test_what_is_over_the_samplers_cap_is_counted():
-    algorithm, _, episodes = play(lambda *_: None)
-    assert {e.status for e in episodes} == {"overlong"} and algorithm.rows(episodes) == []
+    algorithm, _, episodes = run(lambda *_: None)
+    assert {e.status for e in episodes} == {"overlong"} and to_groups(algorithm, episodes) == []
     means = algorithm.metrics(episodes).means()
     assert means["overlong"] == 1 and means["accepted"] == 0 and "dense_reward" not in means
-    record = algorithm.record(episodes[0])
+    record = to_records(algorithm, episodes)[0]
     assert record["answers"] == [] and record["used"] == {"responder": "overlong"}
     assert record["reference"] and record["status"] == "overlong"
 
@@ -145,12 +155,12 @@ def test_documents_are_selected_by_length():
     longest = make_algorithm(most_documents=8, selection="longest")
     shortest = make_algorithm(most_documents=8, selection="shortest")
     sizes = {c.id: len(c.documents[0]) for c in STORIES}
-    played = [
-        {e.cluster.id for step in range(1, 13) for e in algorithm.invite(step)}
+    used = [
+        {e.cluster.id for step in range(1, 13) for e in start(algorithm, step)}
         for algorithm in (longest, shortest)
     ]
-    assert all(len(ids) == 8 for ids in played)
-    assert min(sizes[i] for i in played[0]) > max(sizes[i] for i in played[1])
+    assert all(len(ids) == 8 for ids in used)
+    assert min(sizes[i] for i in used[0]) > max(sizes[i] for i in used[1])
 
 
 # ------------------------------------------------------------------------------- Rewards and rows
@@ -158,8 +168,8 @@ def test_documents_are_selected_by_length():
 
 @pytest.mark.parametrize("reward", ["dense", "sparse"])
 def test_rewards_and_rows(reward):
-    algorithm, _, episodes = play(reward=reward, documents=24, steps=1)
-    rows = {read(group)[0]: (group, read(group)) for group in algorithm.rows(episodes)}
+    algorithm, _, episodes = run(reward=reward, documents=24, steps=1)
+    rows = {read(group)[0]: (group, read(group)) for group in to_groups(algorithm, episodes)}
     partly = 0
     for e in episodes:
         assert e.reply
@@ -171,8 +181,8 @@ def test_rewards_and_rows(reward):
             for o in orders
         ]
         dense = [n / e.options for n in right]
-        assert e.scores == (dense if reward == "dense" else [float(n == 1) for n in dense])
-        assert e.scores[:2] == [1, 0]
+        assert list(e.scores) == (dense if reward == "dense" else [float(n == 1) for n in dense])
+        assert e.scores[:2] == (1, 0)
         partly += any(0 < s < 1 for s in e.scores)
         group, (prompt, answers, advantages) = rows[e.posed.prompt]
         assert (prompt, answers) == (e.posed.prompt, tuple(e.reply.texts))
@@ -183,41 +193,43 @@ def test_rewards_and_rows(reward):
 
 def test_equal_groups_teach_nothing():
     for write in (perfect, silent):
-        algorithm, _, episodes = play(write)
-        assert algorithm.rows(episodes) == [] and not any(e.advantages for e in episodes)
-        algorithm, _, episodes = play(write, keep_equal=True)
-        rows = algorithm.rows(episodes)
+        algorithm, _, episodes = run(write)
+        groups, annotations = algorithm.groups(episodes, (0, 1))
+        assert groups == [] and not any(a.advantages for a in annotations)
+        assert {a.used["responder"] for a in annotations} == {"equal_rewards"}
+        algorithm, _, episodes = run(write, keep_equal=True)
+        rows = to_groups(algorithm, episodes)
         assert len(rows) == 6 and not any(any(read(group)[2]) for group in rows)
 
 
 def test_advantages_without_deviation():
-    algorithm, _, episodes = play(divide_by_deviation=False)
-    for group, e in zip(algorithm.rows(episodes), episodes, strict=True):
+    algorithm, _, episodes = run(divide_by_deviation=False)
+    for group, e in zip(to_groups(algorithm, episodes), episodes, strict=True):
         mean = sum(e.scores) / len(e.scores)
         assert list(group.advantages) == pytest.approx([s - mean for s in e.scores], abs=1e-6)
 
 
-# ------------------------------------------------------------------------------- What is kept of it
+# ------------------------------------------------------------------------------------------ Records
 
 
-def test_metrics_of_players():
+def test_metrics_of_perfect_and_silent_policies():
     chances = {"dense_by_chance": 0.5, "sparse_by_chance": 0.5}
-    algorithm, _, episodes = play(perfect, options=(2,), option_weights=(1,))
+    algorithm, _, episodes = run(perfect, options=(2,), option_weights=(1,))
     means = algorithm.metrics(episodes).means()
     everything = ("permutation", "dense_reward", "sparse_reward", "solve_rate", "fully_solved")
     assert {means[name] for name in everything} == {1.0} and means["options"] == 2
     assert means["unsolved"] == means["mixed"] == means["cut_documents"] == 0
     assert {name: means[name] for name in chances} == chances
     assert {name: means[f"{name}/2"] for name in chances} == chances
-    algorithm, _, episodes = play(silent)
+    algorithm, _, episodes = run(silent)
     means = algorithm.metrics(episodes).means()
     assert {means[name] for name in everything} == {0.0} and means["unsolved"] == 1
-    algorithm, _, episodes = play(improving)
-    assert algorithm.metrics(episodes).means()["permutation"] == 0.75  # one of four says A, A
+    algorithm, _, episodes = run(improving)
+    assert algorithm.metrics(episodes).means()["permutation"] == 0.75  # one of four answers A, A
 
 
 def test_a_guess_earns_what_chance_says():
-    algorithm, _, episodes = play(
+    algorithm, _, episodes = run(
         guessing, documents=24, group_size=60, steps=1, reward="sparse", option_weights=(1,) * 4
     )
     means = algorithm.metrics(episodes).means()
@@ -231,20 +243,19 @@ def test_a_guess_earns_what_chance_says():
 
 
 def test_records():
-    algorithm, _, episodes = play()
-    unused = algorithm.record(episodes[0])
-    assert unused["used"] == {"responder": "equal_rewards"} and unused["advantages"] == {}
-    algorithm.rows(episodes)
-    for e, record in zip(episodes, records(algorithm, episodes), strict=True):
+    algorithm, _, episodes = run()
+    groups, annotations = algorithm.groups(episodes, (0, 1))
+    made = records(algorithm, episodes, annotations)
+    for e, group, record in zip(episodes, groups, made, strict=True):
         assert json.loads(json.dumps(record)) == record
         assert record["documents"] == list(e.cluster.documents)
         assert record["predictions"][:2] == [record["reference"], "A, A"]
         assert record["used"] == {"responder": "used"}
-        assert record["advantages"] == {"responder": e.advantages}
+        assert record["advantages"] == {"responder": list(group.advantages)}
 
 
 def prompt_again(record) -> str:
-    """The prompt of a record that has its documents."""
+    """Prompt of a record that includes its documents."""
     first, last = record["window"]
     text = "\n\n".join(record["documents"])[first:last]
     for number, (start, end) in reversed([*enumerate(record["spans"], 1)]):
@@ -254,9 +265,10 @@ def prompt_again(record) -> str:
 
 @pytest.mark.parametrize("cap", [50, 1000])
 def test_prompts_can_be_made_again_from_records(cap):
-    algorithm, _, episodes = play(clusters=make_stories(2, 12, (23,)), cap=cap)
+    algorithm, _, episodes = run(clusters=make_stories(2, 12, (23,)), cap=cap)
     assert all(e.posed.cut == (cap == 50) for e in episodes)
-    for e, record in zip(episodes, records(algorithm, episodes), strict=True):
+    made = records(algorithm, episodes, algorithm.groups(episodes, (0, 1))[1])
+    for e, record in zip(episodes, made, strict=True):
         assert prompt_again(record) == e.posed.prompt != record["prompt"]
 
 
@@ -265,7 +277,7 @@ def test_books_are_made_whole_again(spell_data):
     books = [Cluster(path.name, (path.read_text(encoding="utf-8"),)) for path in paths]
     algorithm = make_algorithm(books, documents=16, steps=2, cap=12_000, min_paragraph=80)
     for step in (1, 2):
-        posed = [e for e in algorithm.invite(step) if e.posed.puzzle]
+        posed = [e for e in start(algorithm, step) if e.posed.puzzle]
         assert len(posed) == 16 and any(e.posed.cut for e in posed)
         for e in posed:
             assert e.posed.puzzle and len(e.posed.prompt.split()) <= 12_000
@@ -279,12 +291,12 @@ def test_the_report_shows_puzzles(tmp_path):
     algorithm = make_algorithm([*STORIES, SHORT], documents=24, steps=2)
     writer, measured = EpisodeWriter(tmp_path, 10**6), MetricsWriter(tmp_path)
     for step, write in ((1, improving), (2, perfect)):
-        episodes = algorithm.play(ScriptedModels(write), step)
-        algorithm.rows(episodes)
-        writer.write(step, records(algorithm, episodes))
+        episodes = roll_out(algorithm, ScriptedModels(write), step)
+        _, annotations = algorithm.groups(episodes, (0, step))
+        writer.write(step, records(algorithm, episodes, annotations))
         measured.write(step, algorithm.metrics(episodes))
     chosen = choose_episodes(tmp_path, 50)
-    assert {e["outcome"] for e in chosen.chosen} >= {"mixed", "solved", "skipped"}
+    assert {e["outcome"] for e in chosen.chosen} >= {"mixed", "solved", "no_puzzle"}
     assert {e["task"] for e in chosen.chosen} == {"reconstruction"}
     folder = epath.Path(tmp_path)
     write_page([Measured(folder, read_metrics(folder), None)], folder / "page.html")
@@ -292,16 +304,16 @@ def test_the_report_shows_puzzles(tmp_path):
     assert (tmp_path / "page.html").stat().st_size > 10_000
 
 
-def test_a_resumed_algorithm_goes_on():
+def test_an_algorithm_resumes_from_its_state():
     algorithm = make_algorithm()
-    algorithm.play(ScriptedModels(guessing), 1)
+    roll_out(algorithm, ScriptedModels(guessing), 1)
     state = json.loads(json.dumps(algorithm.state_dict()))
     other = make_algorithm()
     other.load_state_dict(state)
     for step in (2, 3):
-        wanted = algorithm.play(ScriptedModels(guessing), step)
-        found = other.play(ScriptedModels(guessing), step)
-        assert [algorithm.record(e) for e in wanted] == [other.record(e) for e in found]
+        wanted = roll_out(algorithm, ScriptedModels(guessing), step)
+        found = roll_out(other, ScriptedModels(guessing), step)
+        assert to_records(algorithm, wanted, step) == to_records(other, found, step)
         assert [e.cluster for e in wanted] == [other.cluster(e) for e in found]
 
 

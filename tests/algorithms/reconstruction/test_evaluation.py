@@ -1,4 +1,4 @@
-"""Held-out puzzles: what is asked, what is counted, and that it is the same every time."""
+"""Tests of held-out puzzles: prompts, counts, and equal results every time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make(held_out=HELD_OUT, cap: int = 10_000, **options) -> PuzzleEvaluation:
     return PuzzleEvaluation(rising, context(held_out=held_out, cap=cap))
 
 
-def test_a_perfect_player():
+def test_a_perfect_policy():
     evaluation, ask = make(), ScriptedModels(perfect)
     score, numbers = evaluation.quick(ask)
     (call,) = ask.calls
@@ -35,7 +35,7 @@ def test_a_perfect_player():
     }
 
 
-def test_a_silent_player():
+def test_a_silent_policy():
     for write in (silent, lambda *_: None):  # None: over the cap
         score, numbers = make().quick(ScriptedModels(write))
         assert score == 0 and set(numbers.values()) == {0.0}

@@ -1,4 +1,4 @@
-"""One step of SPELL with scripted models: every switch, rewards, and the rows of the update."""
+"""Tests of one SPELL step with scripted models: every switch, rewards, rows of the update."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from tests.algorithms.scripted import (
     MATH,
     PROMPTS,
     QA,
-    Played,
+    Rollout,
     Row,
     Script,
     by_role,
     number,
     read,
+    to_groups,
 )
 
 ANSWERED = {"calls", "status", "rule", "votes", "scores", "rewards", "memory"}
 REWARDED = {"scores", "rewards", "memory"}
 UPDATE = {"responder", "questioner", "verifier"}
-# Switch -> the facts that it changes; all others must stay as they are.
+# Switch -> the facts that it changes; all other facts must stay the same.
 SWITCHES = {
     "memory": ({"memory": 0}, {"memory"}),
     "memory_low": ({"memory_low": 0.5}, {"memory"}),
@@ -33,7 +34,7 @@ SWITCHES = {
     "documents": ({"documents": (3,)}, {"shown", "memory", "questioner"}),
     "frozen questioner": ({"train_questioner": False}, {"questioner"}),
     "no format penalty": ({"format_penalty": False}, {"rewards", "questioner"}),
-    "skip penalty": ({"skip_penalty": True}, {"rewards", "questioner"}),
+    "decline penalty": ({"decline_penalty": True}, {"rewards", "questioner"}),
     "no grounding filter": ({"grounding_samples": 0}, ANSWERED | UPDATE),
     "two samples to filter": ({"grounding_samples": 2}, {"calls"}),
     "long answers": (
@@ -69,7 +70,7 @@ SWITCHES = {
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_changes_what_it_should_and_nothing_else(name):
     options, expected = SWITCHES[name]
-    plain, other = Played().facts(), Played(**options).facts()
+    plain, other = Rollout().facts(), Rollout(**options).facts()
     assert {fact for fact in plain if plain[fact] != other[fact]} == expected
 
 
@@ -81,16 +82,16 @@ def gaussian(mean: float, mu: float = 0.5, sigma: float = 0.5 / 3) -> float:
 
 
 def test_rewards_of_each_outcome():
-    played = Played()
-    assert played.of(0).scores == [1, 1, 1, 0]
-    assert played.of(0).reward == pytest.approx(gaussian(3 / 4))
-    assert played.of(16).reward == pytest.approx(1.0)  # half solved
-    assert played.of(10).reward == 0.0 and played.of(11).reward == 0.0  # all and none
-    assert played.of(3).reward == -1.0 and played.of(4).reward == -1.0
-    assert played.of(8).reward == -0.5 and played.of(9).reward == -0.5
+    rollout = Rollout()
+    assert rollout.of(0).scores == (1, 1, 1, 0)
+    assert rollout.of(0).reward == pytest.approx(gaussian(3 / 4))
+    assert rollout.of(16).reward == pytest.approx(1.0)  # half solved
+    assert rollout.of(10).reward == 0.0 and rollout.of(11).reward == 0.0  # all and none
+    assert rollout.of(3).reward == -1.0 and rollout.of(4).reward == -1.0
+    assert rollout.of(8).reward == -0.5 and rollout.of(9).reward == -0.5
     for at in (5, 6, 7):  # a zero, a long answer, an unfinished thought: neither good nor bad
-        assert (played.of(at).status, played.of(at).reward) == ("skipped", None)
-        assert Played(skip_penalty=True).of(at).reward == -1.0
+        assert (rollout.of(at).status, rollout.of(at).reward) == ("declined", None)
+        assert Rollout(decline_penalty=True).of(at).reward == -1.0
 
 
 @pytest.mark.parametrize(
@@ -103,11 +104,11 @@ def test_rewards_of_each_outcome():
     ],
 )
 def test_questioner_reward_of_each_mapping(options, expected):
-    assert Played(**options).of(0).reward == pytest.approx(expected)
+    assert Rollout(**options).of(0).reward == pytest.approx(expected)
 
 
-# Row 14: two right answers that the verifier rejects, one wrong one that it rejects, none.
-# Row 16: two paraphrases that only the verifier knows. Row 2: malformed verdicts on right answers.
+# Row 14: two right answers that the verifier rejects, one wrong answer that it rejects, none. Row
+# 16: two paraphrases that only the verifier accepts. Row 2: malformed verdicts on right answers.
 @pytest.mark.parametrize(
     ("how", "of_14", "of_16"),
     [
@@ -119,24 +120,24 @@ def test_questioner_reward_of_each_mapping(options, expected):
     ],
 )
 def test_how_rule_and_majority_combine(how, of_14, of_16):
-    played = Played(responder_reward=how)
-    assert played.of(14).scores == of_14
-    assert played.of(16).scores == of_16
-    assert played.of(2).scores == [1, 1, 1, 0]  # an ignored verifier leaves the rule
+    rollout = Rollout(responder_reward=how)
+    assert rollout.of(14).scores == tuple(of_14)
+    assert rollout.of(16).scores == tuple(of_16)
+    assert rollout.of(2).scores == (1, 1, 1, 0)  # an ignored verifier leaves the rule's reward
 
 
 def test_random_rewards_are_coins():
-    played = Played(responder_reward="random", group_size=64)
-    scores = np.concatenate([e.scores for e in played.episodes if e.scores])
+    rollout = Rollout(responder_reward="random", group_size=64)
+    scores = np.concatenate([e.scores for e in rollout.episodes if e.scores])
     assert set(scores) == {0.0, 1.0}
     assert abs(scores.mean() - 0.5) < 4 * 0.5 / math.sqrt(len(scores))
 
 
 def test_responder_rows_are_the_first_mixed_questions():
-    played = Played()
-    mixed = [e for e in played.episodes if e.mixed]
+    rollout = Rollout()
+    mixed = [e for e in rollout.episodes if e.mixed]
     assert [number(e) for e in mixed] == [0, 1, 2, 12, 13, 14, 16, 17]
-    for episode, group in zip(mixed, played.groups["responder"], strict=False):
+    for episode, group in zip(mixed, rollout.groups["responder"], strict=False):
         prompt, answers, advantages = read(group)
         assert prompt == PROMPTS.responder(
             episode.task, episode.cluster.documents, episode.question
@@ -145,21 +146,21 @@ def test_responder_rows_are_the_first_mixed_questions():
         scores = np.array(episode.scores)  # Eq. 8
         wanted = (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6)
         assert advantages == pytest.approx(wanted, abs=1e-4)
-    assert len(played.groups["responder"]) == 6
-    assert len(Played(keep_surplus=True).groups["responder"]) == 8
-    assert [read(g) for g in Played(questions=4).groups["responder"]] == [
-        read(g) for g in played.groups["responder"][:4]
+    assert len(rollout.groups["responder"]) == 6
+    assert len(Rollout(keep_surplus=True).groups["responder"]) == 8
+    assert [read(g) for g in Rollout(questions=4).groups["responder"]] == [
+        read(g) for g in rollout.groups["responder"][:4]
     ]
 
 
 def test_without_the_deviation_advantages_are_distances_from_the_mean():
-    """Dr. GRPO's, of responder and verifier alike."""
-    played = Played(divide_by_deviation=False)
-    mixed = [e for e in played.episodes if e.mixed]
-    for episode, group in zip(mixed, played.groups["responder"], strict=False):
+    """Advantages of Dr. GRPO, for responder and verifier."""
+    rollout = Rollout(divide_by_deviation=False)
+    mixed = [e for e in rollout.episodes if e.mixed]
+    for episode, group in zip(mixed, rollout.groups["responder"], strict=False):
         wanted = np.array(episode.scores) - np.mean(episode.scores)
         assert read(group)[2] == pytest.approx(wanted, abs=1e-4)
-    rows = verifier_verdicts(played)
+    rows = verifier_verdicts(rollout)
     assert rows
     for _, answers, advantages in rows:
         yes = np.array([a == "[[YES]]" for a in answers])
@@ -168,13 +169,13 @@ def test_without_the_deviation_advantages_are_distances_from_the_mean():
 
 
 def test_questioner_rows_are_normalized_by_task():
-    played = Played()
-    written = {e.proposal.texts[0]: e for e in played.episodes}
-    rows = [read(group) for group in played.groups["questioner"]]
+    rollout = Rollout()
+    written = {e.proposal.texts[0]: e for e in rollout.episodes}
+    rows = [read(group) for group in rollout.groups["questioner"]]
     found = [written[answers[0]] for _, answers, _ in rows]
     assert [number(e) for e in found[:6]] == [0, 1, 2, 12, 13, 14]  # the kept questions
     bad = found[6:]
-    assert len(bad) == len({number(e) for e in bad}) == 6  # as many bad ones
+    assert len(bad) == len({number(e) for e in bad}) == 6  # an equal number of bad ones
     assert all(e.reward is not None and e.reward <= 0 and not e.mixed for e in bad)
     for task in TASKS:  # Eq. 9
         rewards = np.array([e.reward for e in found if e.task == task])
@@ -185,25 +186,25 @@ def test_questioner_rows_are_normalized_by_task():
 
 def test_questioner_rows_by_switch():
     def bad(**options) -> list[int]:
-        played = Played(**options)
-        trained = {read(group)[1][0] for group in played.groups["questioner"]}
+        rollout = Rollout(**options)
+        trained = {read(group)[1][0] for group in rollout.groups["questioner"]}
         return [
-            number(e) for e in played.episodes if e.proposal.texts[0] in trained and not e.mixed
+            number(e) for e in rollout.episodes if e.proposal.texts[0] in trained and not e.mixed
         ]
 
-    assert len(bad(negatives=0.5)) == 1 + 1 + 0  # int(half) of 2, 1 and 3 kept ones, by task
+    assert len(bad(negatives=0.5)) == 1 + 1 + 0  # int(half) of 2, 1 and 3 kept questions, by task
     assert bad(negatives=0) == []
-    assert Played(train_questioner=False).groups["questioner"] == []
+    assert Rollout(train_questioner=False).groups["questioner"] == []
     assert {3, 4} & set(bad(negatives=9)) and not {3, 4} & set(
         bad(negatives=9, format_penalty=False)
     )
     assert {8, 9} & set(bad(negatives=9))
-    assert not {5, 6, 7} & set(bad(negatives=9))  # skipped ones never
+    assert not {5, 6, 7} & set(bad(negatives=9))  # never skipped ones
 
 
-def verifier_verdicts(played: Played) -> list[tuple[int, tuple[str, ...], tuple[float, ...]]]:
+def verifier_verdicts(rollout: Rollout) -> list[tuple[int, tuple[str, ...], tuple[float, ...]]]:
     found = []
-    for group in played.groups["verifier"]:
+    for group in rollout.groups["verifier"]:
         prompt, answers, advantages = read(group)
         found.append((int(prompt.split("Q")[1][:2]), answers, advantages))
     return found
@@ -211,9 +212,10 @@ def verifier_verdicts(played: Played) -> list[tuple[int, tuple[str, ...], tuple[
 
 def test_verifier_rows():
     everything = {"verifier_share": 9.0}
-    rows = verifier_verdicts(Played(**everything))
-    # One-sided or tied votes teach nothing, and by the gate a majority must be the rule's. Row 15
-    # (all right) is no use to the responder, but its verdicts are to the verifier.
+    rows = verifier_verdicts(Rollout(**everything))
+    # One-sided or tied votes are no use for training, and the gate requires that a majority agrees
+    # with the rule. Row 15 (all right) is no use to the responder, but its verdicts are to the
+    # verifier.
     assert [at for at, *_ in rows] == [1, 12, 13, 15, 15, 15, 17, 17, 17, 17]
     for _, answers, advantages in rows:
         yes = np.array([a == "[[YES]]" for a in answers])
@@ -221,15 +223,15 @@ def test_verifier_rows():
         wanted = (right - right.mean()) / (right.std(ddof=1) + 1e-6)
         assert advantages == pytest.approx(wanted, abs=1e-4)
     without_gate = [
-        at for at, *_ in verifier_verdicts(Played(**everything, consistency_gate=False))
+        at for at, *_ in verifier_verdicts(Rollout(**everything, consistency_gate=False))
     ]
     assert without_gate == [1, 12, 13, 13, 13, 15, 15, 15, 17, 17, 17, 17]
-    balanced = verifier_verdicts(Played(**everything, balance_verdicts=True))
+    balanced = verifier_verdicts(Rollout(**everything, balance_verdicts=True))
     majorities = [answers.count("[[YES]]") > 2 for _, answers, _ in balanced]
     assert sorted(majorities) == [False, False, True, True]
-    assert Played(train_verifier=False).groups["verifier"] == []
-    # One verdict is always of one mind: the single-verdict ablation does not train the verifier.
-    assert Played(**everything, verifier_group_size=1).groups["verifier"] == []
+    assert Rollout(train_verifier=False).groups["verifier"] == []
+    # Single verdicts never disagree, so the single-verdict ablation does not train the verifier.
+    assert Rollout(**everything, verifier_group_size=1).groups["verifier"] == []
 
 
 @pytest.mark.parametrize("penalty", [True, False])
@@ -237,26 +239,26 @@ def test_malformed_votes_are_punished_inside_a_usable_group(penalty):
     rows = [Row(QA, "ok", 0, 1, 1, 0)]
     script = Script(rows, verdicts={0: ("[[YES]]", "[[YES]]", "[[YES]]", "[[NO]]", "?")})
     options = {"verifier_group_size": 5, "verifier_share": 9.0, "malformed_penalty": penalty}
-    played = Played(rows, script=script, **options)
-    assert played.of(0).votes[0] == [1, 1, 1, 0, -1]
+    rollout = Rollout(rows, script=script, **options)
+    assert rollout.of(0).votes[0] == (1, 1, 1, 0, -1)
     rewards = np.array([1, 1, 1, 0, -penalty])
     wanted = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    assert read(played.groups["verifier"][0])[2] == pytest.approx(wanted, abs=1e-4)
+    assert read(rollout.groups["verifier"][0])[2] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_a_switch_of_one_role_leaves_the_draws_of_another():
-    share = {"verifier_share": 0.5}  # 3 of 10 groups are drawn
-    drawn = verifier_verdicts(Played(**share))
-    assert len(drawn) == 3
-    assert drawn == verifier_verdicts(Played(**share, negatives=0.5))
-    assert drawn == verifier_verdicts(Played(**share, train_questioner=False))
+    share = {"verifier_share": 0.5}  # 3 of 10 groups are chosen
+    chosen = verifier_verdicts(Rollout(**share))
+    assert len(chosen) == 3
+    assert chosen == verifier_verdicts(Rollout(**share, negatives=0.5))
+    assert chosen == verifier_verdicts(Rollout(**share, train_questioner=False))
 
 
-def test_rows_do_not_depend_on_how_often_they_are_asked_for():
-    played = Played()
-    again = by_role(played.algorithm.rows(played.episodes))
-    assert [read(g) for g in again["questioner"]] == [read(g) for g in played.groups["questioner"]]
-    assert [read(g) for g in again["verifier"]] == [read(g) for g in played.groups["verifier"]]
+def test_groups_do_not_depend_on_how_often_they_are_made():
+    rollout = Rollout()
+    again = by_role(to_groups(rollout.algorithm, rollout.episodes))
+    assert [read(g) for g in again["questioner"]] == [read(g) for g in rollout.groups["questioner"]]
+    assert [read(g) for g in again["verifier"]] == [read(g) for g in rollout.groups["verifier"]]
 
 
 @pytest.mark.parametrize(
@@ -271,9 +273,9 @@ def test_rows_do_not_depend_on_how_often_they_are_asked_for():
     ids=lambda row: f"{row.written}{row.blind}{row.right}",
 )
 def test_a_step_without_usable_rows_gives_no_groups(row):
-    played = Played([row] * 3)
-    assert played.algorithm.rows(played.episodes) == []
-    assert played.algorithm.metrics(played.episodes).means()["bad_format"] in (0.0, 1.0)
+    rollout = Rollout([row] * 3)
+    assert to_groups(rollout.algorithm, rollout.episodes) == []
+    assert rollout.algorithm.metrics(rollout.episodes).means()["bad_format"] in (0.0, 1.0)
 
 
 @pytest.mark.parametrize(

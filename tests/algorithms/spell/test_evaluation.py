@@ -1,4 +1,4 @@
-"""Held-out evaluation in the tiny world, with scripted models that are perfect or wrong."""
+"""Tests of held-out evaluation in the tiny world, with scripted models: perfect or wrong."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_held_out_documents_are_not_those_of_training(seed):
     items = [item for kind in world.KINDS for item in make().make_items(3, kind, 50)]
     alike = world.make_clusters(seed, 300, (3,))
     assert not {item.documents for item in items} & {c.documents for c in alike}
-    assert len({t for item in items for t in item.documents} & played) < 5  # chance meetings
+    assert len({t for item in items for t in item.documents} & played) < 5  # chance agreements
 
 
 def test_letters_tell_a_model_that_always_says_b():
@@ -199,7 +199,7 @@ def test_what_the_algorithm_refuses_is_not_accepted(spoil, task):
         ("Rome", world.canonical("Oslo"), "lookup", False),
         ("46.0", "46", "math", True),
         ("$46", "46", "math", True),
-        ("4600", "46", "math", False),  # the rule's percent tolerance has no place here
+        ("4600", "46", "math", False),  # the rule's tolerance in percent does not apply here
         ("-46", "46", "math", False),
         ("B", "B", "choice", True),
         ("b", "B", "choice", False),
@@ -217,7 +217,7 @@ def test_is_true(found, truth, kind, right):
         ({"per_cell": 0}, "per_cell"),
         ({"quick_per_cell": 0}, "quick_per_cell"),
         ({"documents": ()}, "documents"),
-        ({"documents": (3, 1)}, "documents"),  # no two hops in one document
+        ({"documents": (3, 1)}, "documents"),  # the two hops are never in one document
         ({"documents": (49,)}, "documents"),
         ({"quick_documents": (1,)}, "quick_documents"),
     ],

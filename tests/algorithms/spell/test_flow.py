@@ -1,4 +1,4 @@
-"""One step of SPELL with scripted models: who reads what and when, caps, judge, anchor, state."""
+"""Tests of one SPELL step with scripted models: order of prompts, caps, judge, state."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ from tests.algorithms.scripted import (
     QA,
     ROWS,
     VERDICTS,
-    Played,
+    Rollout,
     Row,
     Script,
     ScriptedModels,
     make_algorithm,
     read,
+    roll_out,
 )
 
-# ----------------------------------------------------------------------------- the order of things
+# --------------------------------------------------------------------------------- Order of prompts
 
 
 def test_what_each_role_reads():
-    played = Played()
-    questioner, blind, responder, verifier = played.ask.calls
-    assert [c.role for c in played.ask.calls] == [
+    rollout = Rollout()
+    questioner, blind, responder, verifier = rollout.ask.calls
+    assert [c.role for c in rollout.ask.calls] == [
         "questioner",
         "responder",
         "responder",
         "verifier",
     ]
-    assert [c.group for c in played.ask.calls] == [1, 1, 4, 4]
-    assert {c.model for c in played.ask.calls} == {"policy"}
-    assert {c.temperature for c in played.ask.calls} == {None}
-    for text, episode in zip(questioner.prompts, played.episodes, strict=True):
+    assert [c.group for c in rollout.ask.calls] == [1, 1, 4, 4]
+    assert {c.model for c in rollout.ask.calls} == {"policy"}
+    assert {c.temperature for c in rollout.ask.calls} == {None}
+    for text, episode in zip(questioner.prompts, rollout.episodes, strict=True):
         assert len(episode.shown) == 2 and list(episode.shown) == sorted(episode.shown)
         for index, document in enumerate(episode.cluster.documents):
             assert (document in text) == (index in episode.shown)
@@ -56,34 +57,34 @@ def test_what_each_role_reads():
 
 
 def test_letters_asked_for_are_balanced():
-    played = Played([Row(CHOICE, "ok", 0, 1, 0, 0)] * 400)
-    letters = [text[-2] for text in played.ask.calls[0].prompts]
+    rollout = Rollout([Row(CHOICE, "ok", 0, 1, 0, 0)] * 400)
+    letters = [text[-2] for text in rollout.ask.calls[0].prompts]
     counts = [letters.count(letter) for letter in "ABCD"]
     assert sum(counts) == 400 and all(abs(c - 100) < 40 for c in counts)
 
 
 def test_rounds_are_repeated_until_enough_questions_are_mixed():
-    rows = [Row(QA, "ok", 0, int(i % 3 == 0), 0, 0) for i in range(30)]  # every third is mixed
+    rows = [Row(QA, "ok", 0, int(i % 3 == 0), 0, 0) for i in range(30)]  # every third one is mixed
     for wanted, rounds in ((1, 1), (3, 2), (4, 2), (5, 3), (50, 5)):
-        played = Played(rows, generation_batch=6, questions=wanted, max_generations=5)
-        assert sum(c.role == "questioner" for c in played.ask.calls) == rounds
-        assert len(played.episodes) == 6 * rounds
-        assert len(played.groups["responder"]) == min(wanted, 2 * rounds)
+        rollout = Rollout(rows, generation_batch=6, questions=wanted, max_generations=5)
+        assert sum(c.role == "questioner" for c in rollout.ask.calls) == rounds
+        assert len(rollout.episodes) == 6 * rounds
+        assert len(rollout.groups["responder"]) == min(wanted, 2 * rounds)
 
 
 def test_memory_is_read_as_of_the_start_of_a_step():
     rows = [Row(QA, "ok", 0, 2, 0, 0), Row(MATH, "ok", 0, 0, 0, 0)]
-    played = Played(rows, cluster=9, generation_batch=4, max_generations=2, questions=9)
-    assert [len(e.history) for e in played.episodes] == [
+    rollout = Rollout(rows, cluster=9, generation_batch=4, max_generations=2, questions=9)
+    assert [len(e.history) for e in rollout.episodes] == [
         0
     ] * 8  # although cluster 0 came up 4 times
-    second = played.algorithm.play(played.ask, step=2)
+    second = roll_out(rollout.algorithm, rollout.ask, 2)
     assert [len(e.history) for e in second] == [1, 0] * 4
-    known = played.of(0)
+    known = rollout.of(0)
     assert second[0].history == (Entry(known.shown, known.question, known.reference),)
-    assert set(known.shown) < set(second[0].shown)  # all that was seen, and two new ones
+    assert set(known.shown) < set(second[0].shown)  # all documents seen so far, and two new ones
     assert len(second[0].shown) == 4
-    prompt = played.ask.calls[-1 - sum(c.role != "questioner" for c in played.ask.calls[-3:])]
+    prompt = rollout.ask.calls[-1 - sum(c.role != "questioner" for c in rollout.ask.calls[-3:])]
     assert "known: Q00 what? answer: alpha0" in prompt.prompts[0]
 
 
@@ -105,7 +106,7 @@ def test_memory_holds_the_last_questions_and_their_documents(kept, shown):
         [Row(QA, "ok", 0, 0, 0, 0)], cluster=7, memory=2, memory_documents=kept
     )
     ask = ScriptedModels(write)
-    steps = [algorithm.play(ask, step)[0] for step in range(1, 6)]
+    steps = [roll_out(algorithm, ask, step)[0] for step in range(1, 6)]
     assert [len(e.history) for e in steps] == [0, 1, 2, 2, 2]
     assert [len(e.shown) for e in steps] == shown
     assert steps[2].new == tuple(sorted(set(steps[2].shown) - set(steps[1].shown)))
@@ -120,40 +121,40 @@ def over(role: str, at: str, model: str = "policy"):
 
 
 def test_a_questioner_prompt_over_the_cap_is_counted_and_no_more():
-    played = Played(script=Script(ROWS, over=over("questioner", "d0.")))
-    episode = played.of(0)
+    rollout = Rollout(script=Script(ROWS, over=over("questioner", "d0.")))
+    episode = rollout.of(0)
     assert (episode.status, episode.reason) == ("overlong", "questioner_prompt")
     assert episode.reward is None and episode.response is None
-    assert len(played.ask.calls[1].prompts) == 12
-    assert played.algorithm.metrics(played.episodes).means()["overlong"] == pytest.approx(1 / 18)
+    assert len(rollout.ask.calls[1].prompts) == 12
+    assert rollout.algorithm.metrics(rollout.episodes).means()["overlong"] == pytest.approx(1 / 18)
 
 
 def test_a_responder_prompt_over_the_cap_is_counted_and_no_more():
     script = Script(ROWS, over=lambda role, prompt, _: role == "responder" and "d10." in prompt)
-    played = Played(script=script, negatives=9)
-    assert (played.of(10).status, played.of(10).reason) == ("overlong", "responder_prompt")
-    assert played.of(10).reward is None
-    texts = [read(group)[1][0] for group in played.groups["questioner"]]
-    assert played.of(10).proposal.texts[0] not in texts
-    assert played.of(11).proposal.texts[0] in texts  # as all other bad ones are
-    clusters = [row["cluster"] for row in played.algorithm.memory.state_dict()["clusters"]]
+    rollout = Rollout(script=script, negatives=9)
+    assert (rollout.of(10).status, rollout.of(10).reason) == ("overlong", "responder_prompt")
+    assert rollout.of(10).reward is None
+    texts = [read(group)[1][0] for group in rollout.groups["questioner"]]
+    assert rollout.of(10).proposal.texts[0] not in texts
+    assert rollout.of(11).proposal.texts[0] in texts  # like all other bad ones
+    clusters = [row["cluster"] for row in rollout.algorithm.memory.state_dict()["clusters"]]
     assert "d10" not in clusters and "d13" in clusters
 
 
 def test_an_answer_whose_verdict_prompt_is_over_the_cap_is_judged_by_the_rule():
-    plain = Played()
-    played = Played(script=Script(ROWS, over=over("verifier", "alpha0"), verdicts=VERDICTS))
-    assert played.of(0).votes == [[], [], [], []]  # the reference stands in all of its prompts
-    assert played.of(0).scores == [1, 1, 0, 0] != plain.of(0).scores
-    means = played.algorithm.metrics(played.episodes).means()
+    plain = Rollout()
+    rollout = Rollout(script=Script(ROWS, over=over("verifier", "alpha0"), verdicts=VERDICTS))
+    assert rollout.of(0).votes == ((), (), (), ())  # the reference is in all of its prompts
+    assert rollout.of(0).scores == (1, 1, 0, 0) != plain.of(0).scores
+    means = rollout.algorithm.metrics(rollout.episodes).means()
     assert means["unjudged"] == pytest.approx(3 / 44)
     assert plain.algorithm.metrics(plain.episodes).means()["unjudged"] == 0
 
 
 def test_a_question_too_long_for_the_filter_passes_it():
     script = Script(ROWS, over=lambda role, prompt, _: prompt.startswith("Empty\nQ09"))
-    played = Played(script=script)
-    assert played.of(9).status == "accepted" and played.of(8).status == "ungrounded"
+    rollout = Rollout(script=script)
+    assert rollout.of(9).status == "accepted" and rollout.of(8).status == "ungrounded"
 
 
 def test_new_documents_are_dropped_first_then_the_oldest_history():
@@ -162,12 +163,12 @@ def test_new_documents_are_dropped_first_then_the_oldest_history():
         algorithm.memory.push(QA, "d0", Entry((0, 1), "old", "a"), 0.5)
         algorithm.memory.push(QA, "d0", Entry((1, 2), "new", "b"), 0.5)
         ask = ScriptedModels(lambda *_: "no JSON")
-        (episode,) = algorithm.play(ask, 1)
+        (episode,) = roll_out(algorithm, ask, 1)
         count = len(ask.calls[0].prompts[0].split())
         assert count <= cap or (len(episode.shown) == 1 and not episode.history)
         return len(episode.shown), [e.question for e in episode.history], episode.dropped
 
-    # Words: 2 a document, 4 a known question, 3 of the template (2 without known questions).
+    # Words: 2 per document, 4 per known question, 3 of the template (2 without known questions).
     assert shown(100) == (7, ["old", "new"], 0)
     assert shown(25) == (7, ["old", "new"], 0)
     assert shown(24) == (6, ["old", "new"], 1)
@@ -177,7 +178,7 @@ def test_new_documents_are_dropped_first_then_the_oldest_history():
     assert shown(1) == (1, [], 6)  # nothing is left to drop: the sampler refuses it
 
 
-# ------------------------------------------------------------------------------- judge and anchor
+# -------------------------------------------------------------------------- Judge and frozen reader
 
 
 def test_an_external_judge_takes_the_place_of_the_rule():
@@ -187,24 +188,24 @@ def test_an_external_judge_takes_the_place_of_the_rule():
         asked.extend(items)
         return [{"alpha0": 0, "beta0": 1}.get(prediction, -1) for _, prediction, _ in items]
 
-    played = Played(rule="judge", judge=judge)
-    assert played.of(0).rule == [0.0, 0.0, 1.0, 0.0]
-    assert played.of(1).rule == [1.0, 0.0, 0.0, 0.0]  # no verdict: the rule's own
+    rollout = Rollout(rule="judge", judge=judge)
+    assert rollout.of(0).rule == (0.0, 0.0, 1.0, 0.0)
+    assert rollout.of(1).rule == (1.0, 0.0, 0.0, 0.0)  # no verdict: the rule's reward stays
     assert ("Q00 what?", "beta0", "alpha0") in asked
-    predictions = [p for e in played.episodes for p in e.predictions if p is not None]
+    predictions = [p for e in rollout.episodes for p in e.predictions if p is not None]
     assert len(asked) == len(predictions)
     failed = sum(p not in ("alpha0", "beta0") for p in predictions) / len(predictions)
-    assert played.algorithm.metrics(played.episodes).means()["judge_failed"] == pytest.approx(
+    assert rollout.algorithm.metrics(rollout.episodes).means()["judge_failed"] == pytest.approx(
         failed
     )
-    assert Played(rule="judge", judge=judge, responder_reward="rule").of(0).scores == [0, 0, 1, 0]
+    assert Rollout(rule="judge", judge=judge, responder_reward="rule").of(0).scores == (0, 0, 1, 0)
     with pytest.raises(ValueError, match=r"algorithm\.rule"):
         make_algorithm(ROWS, rule="judge")
 
 
-def anchored(anchors, rows=ROWS, **options) -> Played:
-    script = Script(rows, anchors=anchors, verdicts=VERDICTS, over=options.pop("over", never))
-    return Played(rows, script=script, reference_source="frozen_reader", **options)
+def frozen_reader(reader, rows=ROWS, **options) -> Rollout:
+    script = Script(rows, reader=reader, verdicts=VERDICTS, over=options.pop("over", never))
+    return Rollout(rows, script=script, reference_source="frozen_reader", **options)
 
 
 def never(role: str, prompt: str, model: str) -> bool:
@@ -212,29 +213,29 @@ def never(role: str, prompt: str, model: str) -> bool:
 
 
 def test_the_frozen_copy_reads_the_questioners_documents():
-    played = anchored({})
-    assert played.algorithm.models == ("reference_reader",) and Played().algorithm.models == ()
-    (call,) = [c for c in played.ask.calls if c.model == "reference_reader"]
+    rollout = frozen_reader({})
+    assert rollout.algorithm.models == ("reference_reader",) and Rollout().algorithm.models == ()
+    (call,) = [c for c in rollout.ask.calls if c.model == "reference_reader"]
     assert (call.role, call.group) == ("responder", 4)
-    accepted = [e for e in played.episodes if e.response is not None]
+    accepted = [e for e in rollout.episodes if e.response is not None]
     assert len(call.prompts) == len(accepted) == 11
     for text, episode in zip(call.prompts, accepted, strict=True):
         documents = [episode.cluster.documents[i] for i in episode.shown]
         assert text == PROMPTS.responder(episode.task, documents, episode.question)
-    # Where the copy agrees with the questioner nothing else changes.
-    plain, facts = Played().facts(), played.facts()
+    # If the frozen reader agrees with the questioner, nothing else changes.
+    plain, facts = Rollout().facts(), rollout.facts()
     assert {fact for fact in plain if plain[fact] != facts[fact]} == {"calls"}
 
 
 def test_the_most_frequent_answer_of_the_frozen_copy_is_the_reference():
-    played = anchored({0: ("Beta0.", "alpha0", "beta0", "beta0")})
-    episode = played.of(0)
+    rollout = frozen_reader({0: ("Beta0.", "alpha0", "beta0", "beta0")})
+    episode = rollout.of(0)
     assert (episode.own_reference, episode.reference) == ("alpha0", "Beta0")
-    assert episode.rule == [0.0, 0.0, 1.0, 0.0]
-    verifier = next(c for c in played.ask.calls if c.role == "verifier")
+    assert episode.rule == (0.0, 0.0, 1.0, 0.0)
+    verifier = next(c for c in rollout.ask.calls if c.role == "verifier")
     assert "two: Beta0" in verifier.prompts[0]
-    assert played.algorithm.memory.get(QA, "d0")[0].answer == "Beta0"
-    means = played.algorithm.metrics(played.episodes).means()
+    assert rollout.algorithm.memory.get(QA, "d0")[0].answer == "Beta0"
+    means = rollout.algorithm.metrics(rollout.episodes).means()
     assert means["reference_replaced"] == pytest.approx(1 / 11)
 
 
@@ -244,11 +245,11 @@ def test_the_most_frequent_answer_of_the_frozen_copy_is_the_reference():
         (("x", "x", "x", "y"), "accepted"),
         (("x", "y", "x", "y"), "ungrounded"),  # two of four are not more than half
         (("x", "y", "z", "v"), "ungrounded"),
-        (("", "", "", ""), "ungrounded"),  # no answer is not an answer
+        (("", "", "", ""), "ungrounded"),  # no answer does not count as an answer
     ],
 )
 def test_a_frozen_copy_that_disagrees_makes_a_question_ungrounded(answers, status):
-    episode = anchored({0: answers}).of(0)
+    episode = frozen_reader({0: answers}).of(0)
     assert episode.status == status
     if status == "ungrounded":
         assert (episode.reason, episode.reward) == ("reader_disagrees", -0.5)
@@ -257,25 +258,25 @@ def test_a_frozen_copy_that_disagrees_makes_a_question_ungrounded(answers, statu
 
 def test_what_the_frozen_copy_says_without_documents_too_is_ungrounded():
     blind = ("Unknown.", "unknown", "unknown", "x")
-    episode = anchored({0: blind}).of(0)
+    episode = frozen_reader({0: blind}).of(0)
     assert (episode.status, episode.reason) == ("ungrounded", "known_without_documents")
-    assert (episode.blind, episode.reward) == (["unknown"], -0.5)
-    allowed = anchored({0: blind}, grounding_samples=2, grounding_threshold=2)
-    assert allowed.of(0).status == "ungrounded"  # both say so
-    assert anchored({0: blind}, grounding_samples=0).of(0).status == "accepted"  # nobody was asked
+    assert (episode.blind, episode.reward) == (("unknown",), -0.5)
+    allowed = frozen_reader({0: blind}, grounding_samples=2, grounding_threshold=2)
+    assert allowed.of(0).status == "ungrounded"  # both agree
+    assert frozen_reader({0: blind}, grounding_samples=0).of(0).status == "accepted"
 
 
 def test_agreement_takes_two():
     rows = [Row(QA, "ok", 0, 2, 0, 0)]
-    assert anchored({0: ("x", "y")}, rows, reader_samples=2).of(0).status == "ungrounded"
-    assert anchored({0: ("x", "y", "x")}, rows, reader_samples=3).of(0).status == "accepted"
+    assert frozen_reader({0: ("x", "y")}, rows, reader_samples=2).of(0).status == "ungrounded"
+    assert frozen_reader({0: ("x", "y", "x")}, rows, reader_samples=3).of(0).status == "accepted"
 
 
-def test_an_anchor_prompt_over_the_cap_punishes_nobody():
-    played = anchored(
+def test_a_reader_prompt_over_the_cap_punishes_nobody():
+    rollout = frozen_reader(
         {}, over=lambda r, prompt, model: model == "reference_reader" and "Q00" in prompt
     )
-    episode = played.of(0)
+    episode = rollout.of(0)
     assert (episode.status, episode.reason) == ("overlong", "reader_prompt")
     assert episode.reward is None
 
@@ -304,7 +305,7 @@ MANY = tuple(Row(QA, "ok", 0, i % 4, 1, i % 5) for i in range(24))
 
 
 def write_anything(role: str, prompt: str, sibling: int, model: str) -> str:
-    """Texts that depend on nothing but prompt and sibling, valid for every task."""
+    """Texts that depend only on prompt and sibling, valid for every task."""
     at = sum(prompt.encode()) + sibling
     if role == "questioner":
         options = {letter: f"{letter}{at % 7}" for letter in "ABCD"}
@@ -315,18 +316,20 @@ def write_anything(role: str, prompt: str, sibling: int, model: str) -> str:
     return f"answer is {'ABCD'[at % 4]}" if "(A)" in prompt else f"answer is {1 + at % 9}"
 
 
-def play_on(algorithm: Spell, steps) -> list[Any]:
-    ask, told = ScriptedModels(write_anything), []
+def run_steps(algorithm: Spell, steps, seed: int = 0) -> list[Any]:
+    """Records, groups and metrics of each step."""
+    ask, found = ScriptedModels(write_anything), []
     for step in steps:
-        episodes = algorithm.play(ask, step)
-        told.append([algorithm.record(e) for e in episodes])
-        told.append([read(g) for g in algorithm.rows(episodes)])
-        told.append(algorithm.metrics(episodes).means())
-    return told
+        episodes = algorithm.rollout(ask, (seed, step), step)
+        groups, annotations = algorithm.groups(episodes, (seed, step))
+        found.append([algorithm.record(*pair) for pair in zip(episodes, annotations, strict=True)])
+        found.append([read(group) for group in groups])
+        found.append(algorithm.metrics(episodes).means())
+    return found
 
 
 def new_algorithm(seed: int = 0, **options) -> Spell:
-    algorithm = make_algorithm(
+    return make_algorithm(
         MANY,
         stream=real_stream(seed),
         generation_batch=9,
@@ -335,46 +338,44 @@ def new_algorithm(seed: int = 0, **options) -> Spell:
         max_generations=3,
         **options,
     )
-    algorithm.seed = seed
-    return algorithm
 
 
 def test_a_step_is_a_function_of_seed_and_step():
-    first = play_on(new_algorithm(), (1, 2, 3))
-    assert first == play_on(new_algorithm(), (1, 2, 3))
-    assert first != play_on(new_algorithm(seed=1), (1, 2, 3))
-    assert play_on(new_algorithm(), (1,))[0] != play_on(new_algorithm(), (2,))[0]
+    first = run_steps(new_algorithm(), (1, 2, 3))
+    assert first == run_steps(new_algorithm(), (1, 2, 3))
+    assert first != run_steps(new_algorithm(seed=1), (1, 2, 3), seed=1)
+    assert run_steps(new_algorithm(), (1,))[0] != run_steps(new_algorithm(), (2,))[0]
     assert any(rows for rows in first[1::3])
 
 
 @pytest.mark.parametrize("reward", ["max", "random"])
-def test_a_algorithm_goes_on_from_its_state(reward):
-    whole = play_on(new_algorithm(responder_reward=reward), range(1, 7))
+def test_an_algorithm_resumes_from_its_state(reward):
+    whole = run_steps(new_algorithm(responder_reward=reward), range(1, 7))
     algorithm = new_algorithm(responder_reward=reward)
-    play_on(algorithm, range(1, 4))
+    run_steps(algorithm, range(1, 4))
     state = json.loads(json.dumps(algorithm.state_dict()))
     resumed = new_algorithm(responder_reward=reward)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == algorithm.state_dict()
-    assert play_on(resumed, range(4, 7)) == whole[9:]
+    assert run_steps(resumed, range(4, 7)) == whole[9:]
     assert len(resumed.memory) > 0
 
 
 def test_records_are_json_and_hold_what_happened():
-    played = Played()
-    records = [json.loads(json.dumps(played.algorithm.record(e))) for e in played.episodes]
+    rollout = Rollout()
+    records = [json.loads(json.dumps(record)) for record in rollout.records()]
     assert records[0]["answers"][0] == "answer is alpha0"
     assert records[0]["scores"] == [1, 1, 1, 0] and records[0]["votes"][3] == []
     assert records[3]["proposal"] == "Q03 but no JSON" and records[3]["answers"] == []
 
 
 def test_metrics_are_shares_of_what_happened():
-    played = Played()
-    means = played.algorithm.metrics(played.episodes).means()
+    rollout = Rollout()
+    means = rollout.algorithm.metrics(rollout.episodes).means()
     expected = {
         "accepted": 11 / 18,
         "bad_format": 2 / 18,
-        "skipped": 3 / 18,
+        "declined": 3 / 18,
         "ungrounded": 2 / 18,
         "overlong": 0,
         "mixed": 8 / 11,
@@ -389,13 +390,13 @@ def test_metrics_are_shares_of_what_happened():
         "reason/long_answer": 1 / 18,
         "reason/unfinished_thought": 1 / 18,
         "reason/known_without_documents": 2 / 18,
-        "solve_rate": np.mean([e.mean_score for e in played.episodes if e.scores]),
-        "no_answer": np.mean([p is None for e in played.episodes for p in e.predictions]),
+        "solve_rate": np.mean([e.mean_score for e in rollout.episodes if e.scores]),
+        "no_answer": np.mean([p is None for e in rollout.episodes for p in e.predictions]),
         "memory_entries": 0,
         "stream_repeats": 0,
     }
-    expected["responder_reward"] = np.mean([s for e in played.episodes for s in e.scores])
-    votes = [(rule, v) for e in played.episodes for rule, v in zip(e.rule, e.votes, strict=True)]
+    expected["responder_reward"] = np.mean([s for e in rollout.episodes for s in e.scores])
+    votes = [(rule, v) for e in rollout.episodes for rule, v in zip(e.rule, e.votes, strict=True)]
     rewarded = [r for _, v in votes for r in verifier_rewards(v)]
     assert {-1.0, 0.0, 1.0} == set(rewarded)
     expected["verifier_reward"] = np.mean(rewarded)
@@ -407,8 +408,8 @@ def test_metrics_are_shares_of_what_happened():
     for name, value in expected.items():
         if name != "memory_entries":
             assert means[name] == pytest.approx(value), name
-    assert means["memory_entries"] == len(played.algorithm.memory) == 10
-    mild = Played(malformed_penalty=False)
+    assert means["memory_entries"] == len(rollout.algorithm.memory) == 10
+    mild = Rollout(malformed_penalty=False)
     reward = mild.algorithm.metrics(mild.episodes).means()["verifier_reward"]
     assert reward == pytest.approx(np.mean([max(r, 0.0) for r in rewarded]))
 
@@ -423,16 +424,16 @@ def test_the_filter_counts_right_answers_of_several():
 
     for threshold, status in ((2, "ungrounded"), (3, "accepted")):
         algorithm = make_algorithm(rows, grounding_samples=4, grounding_threshold=threshold)
-        assert algorithm.play(ScriptedModels(write), 1)[0].status == status
+        assert roll_out(algorithm, ScriptedModels(write), 1)[0].status == status
 
 
-def test_questions_are_parsed_with_the_games_own_limits(monkeypatch):
+def test_questions_are_parsed_with_the_algorithms_own_limits(monkeypatch):
     seen = []
 
     def parse(text, task, count, limit, distinct):
         seen.append((limit, distinct))
-        return parsing.Parsed("skipped")
+        return parsing.Parsed("declined")
 
     monkeypatch.setattr("spell_jax.algorithms.spell.algorithm.parsing.parse_question", parse)
-    Played([Row(QA, "ok", 0, 1, 0, 0)], max_answer_tokens=7, distinct_options=True)
+    Rollout([Row(QA, "ok", 0, 1, 0, 0)], max_answer_tokens=7, distinct_options=True)
     assert seen == [(7, True)]

@@ -1,37 +1,43 @@
-"""What is kept of an episode: its prompt without the documents, advantages, and its use or why
-there was none."""
+"""Tests of an episode's record: prompt without documents, advantages, and its use."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import json
-from typing import Any
 
 import pytest
 
-from tests.algorithms.scripted import CHOICE, MATH, QA, Played, Row, Script, read
+from tests.algorithms.scripted import (
+    CHOICE,
+    MATH,
+    QA,
+    Rollout,
+    Row,
+    Script,
+    read,
+    roll_out,
+    to_records,
+)
 
 EVERYTHING = {"verifier_share": 9.0, "negatives": 9}
 
 
-def records(played: Played) -> list[dict[str, Any]]:
-    return [played.algorithm.record(episode) for episode in played.episodes]
-
-
 @pytest.mark.parametrize("step", [1, 2])
 def test_the_prompt_is_there_but_for_the_documents(step):
-    played = Played()
+    rollout = Rollout()
+    episodes = rollout.episodes
     if step == 2:  # the memory holds questions
-        played.episodes = played.algorithm.play(played.ask, 2)
-    for episode, record in zip(played.episodes, records(played), strict=True):
+        episodes = roll_out(rollout.algorithm, rollout.ask, 2)
+    found = to_records(rollout.algorithm, episodes, step)
+    for episode, record in zip(episodes, found, strict=True):
         documents = episode.cluster.documents
         filled = record["prompt"]
         for i, document in enumerate(documents):
             filled = filled.replace(f"{{documents[{i}]}}", document)
         assert filled == episode.questioner_prompt != record["prompt"]
         assert not any(document in record["prompt"] for document in documents)
-    assert any(episode.history for episode in played.episodes) == (step == 2)
+    assert any(episode.history for episode in episodes) == (step == 2)
 
 
 @pytest.mark.parametrize(
@@ -44,9 +50,9 @@ def test_the_prompt_is_there_but_for_the_documents(step):
     ],
 )
 def test_what_is_used_is_what_is_trained_on(options):
-    played = Played(**options)
+    rollout = Rollout(**options)
     used = collections.defaultdict(list)
-    for record in records(played):
+    for record in rollout.records():
         advantages, use = record["advantages"], record["used"]
         for role, texts in (("questioner", [record["proposal"]]), ("responder", record["answers"])):
             assert (use[role] == "used") == (role in advantages)
@@ -58,7 +64,7 @@ def test_what_is_used_is_what_is_trained_on(options):
                 verdicts = ["[[YES]]" if vote else "[[NO]]" for vote in record["votes"][i]]
                 used["verifier"].append((tuple(verdicts), some))
         assert json.loads(json.dumps(record)) == record
-    for role, groups in played.groups.items():
+    for role, groups in rollout.groups.items():
         wanted = [read(group)[1:] for group in groups]
         found = [(texts, tuple(round(a, 4) for a in some)) for texts, some in used[role]]
         assert sorted(found) == sorted(wanted), role
@@ -66,51 +72,51 @@ def test_what_is_used_is_what_is_trained_on(options):
 
 
 def test_why_something_is_not_used():
-    played = Played(questions=4, negatives=0, verifier_share=0.5)
-    found = records(played)
+    rollout = Rollout(questions=4, negatives=0, verifier_share=0.5)
+    found = rollout.records()
     why = {int(record["cluster"].removeprefix("d")): record["used"] for record in found}
     assert [why[n]["responder"] for n in (0, 1, 2, 12)] == ["used"] * 4
     assert {why[n]["responder"] for n in (13, 14, 16, 17)} == {"surplus"}
     assert {why[n]["responder"] for n in (10, 11, 15)} == {"equal_rewards"}
     assert [why[n]["responder"] for n in (3, 4, 5, 8)] == [
-        "bad_format", "bad_format", "skipped", "ungrounded"
+        "bad_format", "bad_format", "declined", "ungrounded"
     ]  # fmt: skip
     assert {why[n]["questioner"] for n in (0, 1, 2, 12)} == {"used"}
     assert {why[n]["questioner"] for n in (13, 14, 16, 17)} == {"surplus"}
-    assert {why[n]["questioner"] for n in (3, 8, 10, 11)} == {"not_drawn"}
+    assert {why[n]["questioner"] for n in (3, 8, 10, 11)} == {"not_sampled"}
     assert {why[n]["questioner"] for n in (5, 6)} == {"no_reward"}
     verdicts = collections.Counter(use for n in why for use in why[n]["verifier"])
-    assert verdicts["used"] == 2 and verdicts["not_drawn"] == 8
+    assert verdicts["used"] == 2 and verdicts["not_sampled"] == 8
     predictions = [prediction for record in found for prediction in record["predictions"]]
     assert verdicts["not_judged"] == predictions.count(None) > 0
     assert verdicts["nothing_to_learn"] == len(predictions) - 10 - predictions.count(None)
 
 
 def test_roles_that_are_not_trained_say_so():
-    for record in records(Played(train_questioner=False, train_verifier=False)):
+    for record in Rollout(train_questioner=False, train_verifier=False).records():
         assert record["used"]["questioner"] == "not_trained"
         assert set(record["used"]["verifier"]) <= {"not_trained", "not_judged"}
 
 
 def test_a_prompt_over_the_cap_has_no_proposal():
     rows = [Row(QA, "ok", 0, 2, 1, 4), Row(MATH, "ok", 0, 2, 1, 4), Row(CHOICE, "ok", 0, 2, 1, 4)]
-    played = Played(rows, script=Script(rows))
-    episode = played.episodes[0]
-    episode.proposal, episode.status, episode.response = None, "overlong", None
-    played.algorithm.rows(played.episodes)
-    use = played.algorithm.record(episode)["used"]
+    rollout = Rollout(rows, script=Script(rows))
+    first, *others = rollout.episodes
+    first = dataclasses.replace(first, proposal=None, status="overlong", response=None)
+    use = to_records(rollout.algorithm, [first, *others])[0]["used"]
     assert use["questioner"] == "no_proposal" and use["responder"] == "overlong"
 
 
-def test_rows_forget_what_they_said_before():
-    played = Played(**EVERYTHING)
-    first = records(played)
-    played.algorithm.rows(played.episodes)
-    assert records(played) == first
-    played.algorithm.config = dataclasses.replace(
-        played.algorithm.config, questions=1, verifier_share=0.0
+def test_groups_change_no_episode():
+    rollout = Rollout(**EVERYTHING)
+    first = rollout.records()
+    assert to_records(rollout.algorithm, rollout.episodes) == first
+    rollout.algorithm.config = dataclasses.replace(
+        rollout.algorithm.config, questions=1, verifier_share=0.0
     )
-    played.algorithm.rows(played.episodes)
-    again = records(played)
+    again = to_records(rollout.algorithm, rollout.episodes)
+    assert rollout.records() == first
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rollout.episodes[0].status = "accepted"  # type: ignore[misc]
     assert [r["used"]["responder"] for r in again].count("used") == 1
     assert all("used" not in r["used"]["verifier"] for r in again)

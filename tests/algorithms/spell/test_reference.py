@@ -1,11 +1,14 @@
-"""The algorithm against recorded steps of the paper's own code
-(tests/reference_cases/README.md)."""
+"""Tests of the algorithm against recorded steps of the paper's own code.
+
+See tests/reference_cases/README.md.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from spell_jax.algorithms.spell.episode import Episode
@@ -20,6 +23,8 @@ from tests.algorithms.scripted import (
     make_algorithm,
     number,
     read,
+    roll_out,
+    to_groups,
 )
 from tests.paths import REFERENCE_CASES
 
@@ -30,7 +35,7 @@ TASKS = {
     "doc_mc": "multiple_choice",
 }
 VOTES = {"Y": "[[YES]]", "N": "[[NO]]"}
-# We also take an object that ends the text behind a fence that was never closed (spec 12, row 20).
+# We also accept an object that ends the text after a fence that was never closed (spec 12, row 20).
 ALSO_ACCEPTED = '```json\n{"question": "What is X?", "answer": "42"}'
 MAPPINGS = {"rzero": "r_zero", "reverse": "azr"}
 
@@ -42,14 +47,14 @@ def cases(name: str) -> list[dict]:
 
 
 class Replay:
-    """A recorded step, played by our algorithm."""
+    """A recorded step, replayed with our algorithm."""
 
     def __init__(self, case: dict):
         given = case["in"]
         self.rows = [Row(TASKS[task], *rest) for task, *rest in given["spec"]]
-        # In a tie of the votes the reference code takes the value seen first, here YES. We need
-        # more than half (spec 12, row 5), which is undone by scripting such a tie as all YES: that
-        # answer is judged the same, and its group is in neither code trained on.
+        # If votes tie, the reference code takes the value seen first, here YES. We need more than
+        # half (spec 12, row 5). Scripting such a tie as all YES undoes the difference: the answer
+        # is judged alike, and neither code trains on its group.
         tied = given["gv"] // 2
         script = [
             Row(r.task, r.written, r.blind, r.right, r.paraphrased, given["gv"])
@@ -70,8 +75,8 @@ class Replay:
             responder_reward=given.get("combine", "max"),
         )
         self.ask = ScriptedModels(Script(script, votes=given["gv"]))
-        self.episodes = self.algorithm.play(self.ask, step=1)
-        self.groups = by_role(self.algorithm.rows(self.episodes))
+        self.episodes = roll_out(self.algorithm, self.ask, 1)
+        self.groups = by_role(to_groups(self.algorithm, self.episodes))
 
 
 @pytest.fixture(scope="module", params=cases("pipeline"), ids=lambda case: case["name"])
@@ -84,12 +89,12 @@ def uids(episodes) -> list[str]:
 
 
 def test_bad_questions(replay):
-    case, played = replay
+    case, ours = replay
     expected = case["out"]["bad_cases"]
     kinds = {
-        "bad_format": [e for e in played.episodes if e.status == "bad_format"],
-        "bad_ground": [e for e in played.episodes if e.status == "ungrounded"],
-        "zero_variance": [e for e in played.episodes if e.scores and not e.mixed],
+        "bad_format": [e for e in ours.episodes if e.status == "bad_format"],
+        "bad_ground": [e for e in ours.episodes if e.status == "ungrounded"],
+        "zero_variance": [e for e in ours.episodes if e.scores and not e.mixed],
     }
     assert {name: uids(found) for name, found in kinds.items() if found} == expected
     earned = {"bad_format": -1.0, "bad_ground": -0.5, "zero_variance": 0.0}
@@ -98,16 +103,16 @@ def test_bad_questions(replay):
 
 
 def test_what_the_models_are_asked(replay):
-    case, played = replay
-    # The first of our calls is the questioner's, which the recorded script does not count.
-    asked = [{"n": call.group, "prompts": len(call.prompts)} for call in played.ask.calls[1:]]
+    case, ours = replay
+    # Our first call is the questioner's, which the recorded script does not count.
+    asked = [{"n": call.group, "prompts": len(call.prompts)} for call in ours.ask.calls[1:]]
     assert asked == case["out"]["generation_calls"]
 
 
 def test_rewards_of_usable_groups(replay):
-    case, played = replay
+    case, ours = replay
     expected = case["out"]["kept_groups_rule_llm_final"]
-    usable = dict(zip(uids(played.episodes), played.episodes, strict=True))
+    usable = dict(zip(uids(ours.episodes), ours.episodes, strict=True))
     usable = {uid: e for uid, e in usable.items() if e.mixed}
     assert list(usable) == list(expected)
     for uid, e in usable.items():
@@ -117,18 +122,18 @@ def test_rewards_of_usable_groups(replay):
 
 
 def test_questioner_rewards(replay):
-    case, played = replay
-    found = dict(zip(uids(played.episodes), played.episodes, strict=True))
-    # Advantages are left out: the reference drew other negatives (README of the cases).
+    case, ours = replay
+    found = dict(zip(uids(ours.episodes), ours.episodes, strict=True))
+    # Advantages are left out: the reference sampled other negatives (README of the cases).
     for uid, (_, reward, _) in case["out"]["final"]["questioner_type_reward_adv"].items():
         assert found[uid].reward == pytest.approx(reward, abs=1e-6)
 
 
 def test_verifier_groups_that_may_be_used(replay):
-    case, played = replay
+    case, ours = replay
     eligible = Counter(
         f"d{number(e)}"
-        for e in played.episodes
+        for e in ours.episodes
         for votes, rule in zip(e.votes, e.rule, strict=True)
         if selection.eligible_verifier_group(votes, rule)
     )
@@ -136,15 +141,15 @@ def test_verifier_groups_that_may_be_used(replay):
 
 
 def test_memory(replay):
-    case, played = replay
+    case, ours = replay
     names = {ours: theirs for theirs, ours in TASKS.items()}
     stored = {
         f"{names[row['task']]}_{row['cluster']}": [
             [len(documents), question, answer] for documents, question, answer in row["entries"]
         ]
-        for row in played.algorithm.memory.state_dict()["clusters"]
+        for row in ours.algorithm.memory.state_dict()["clusters"]
     }
-    # Which two of three documents were shown is another draw.
+    # Which two of three documents were shown is another random choice.
     expected = {
         key: [[len(documents), question, answer] for documents, question, answer in entries]
         for key, entries in case["out"]["history"].items()
@@ -153,16 +158,16 @@ def test_memory(replay):
 
 
 def test_rows_of_the_update(replay):
-    case, played = replay
+    case, ours = replay
     final = case["out"]["final"]
-    counts = {role: sum(len(g.answers) for g in gs) for role, gs in played.groups.items()}
+    counts = {role: sum(len(g.answers) for g in gs) for role, gs in ours.groups.items()}
     assert counts == final["rows_by_role"]
-    good = [e for e in played.episodes if e.mixed][: case["in"]["train_bs"]]
+    good = [e for e in ours.episodes if e.mixed][: case["in"]["train_bs"]]
     assert uids(good) == final["responder_uids"] == final["questioner_good_uids"]
     tasks = {task: name for name, task in TASKS.items()}
-    texts = {e.proposal.texts[0]: e for e in played.episodes if e.proposal}
+    texts = {e.proposal.texts[0]: e for e in ours.episodes if e.proposal}
     split = Counter()
-    for group in played.groups["questioner"]:
+    for group in ours.groups["questioner"]:
         episode = texts[read(group)[1][0]]
         split[f"{tasks[episode.task]}|{'good' if episode in good else 'bad'}"] += 1
     assert split == final["questioner_rows_by_task_and_type"]
@@ -171,8 +176,9 @@ def test_rows_of_the_update(replay):
 def test_what_the_verifier_is_asked():
     """verifier_skips.json: an answer without a prediction is not judged, any other one is.
 
-    Not of ours: a missing reference (an accepted question has one), and tasks that are not judged
-    (we judge all three, as the paper's script does).
+    Two cases do not apply to us: a missing reference (an accepted question has one), and tasks that
+    are
+    not judged (we judge all three, like the paper's script).
     """
     compared = 0
     for case in cases("verifier_skips"):
@@ -185,12 +191,13 @@ def test_what_the_verifier_is_asked():
             lambda role, prompt, sibling, model, v=given["votes"]: VOTES[v[sibling]]
         )
         (task, cluster), *_ = algorithm.stream.next(1)
-        episode = Episode(task, cluster, (0, 1), (), reference=given["gt"])
-        episode.predictions = [given["pred"]]
-        ask.together(algorithm.verify, [episode])
+        episode = Episode(
+            task, cluster, (0, 1), (), reference=given["gt"], predictions=(given["pred"],)
+        )
+        (episode,) = ask.run_all(algorithm.verify, [episode])
         majority = rewards.majority(episode.votes[0]) if episode.votes[0] else -100
         assert majority == out["llm_reward"]
-        rule = 1.0  # the recorded runs had the rule agree
+        rule = 1.0  # the rule agreed in the recorded runs
         chosen = selection.eligible_verifier_group(episode.votes[0], rule)
         assert chosen == out["selected"]
         compared += 1
@@ -198,7 +205,7 @@ def test_what_the_verifier_is_asked():
 
 
 def test_documents_shown_to_the_questioner():
-    """questioner_prompt_docs.json: count, order and forced ids; the ids drawn are another draw."""
+    """questioner_prompt_docs.json: count, order and forced ids. The sampled ids differ."""
     for case in cases("questioner_prompt_docs"):
         given, out = case["in"], case["out"]
         source = given["data_source"].partition("_")[0]
@@ -209,7 +216,7 @@ def test_documents_shown_to_the_questioner():
         for shown, question, answer in given["history"]:
             algorithm.memory.push(task, "d0", Entry(tuple(shown), question, answer), 0.5)
         ask = ScriptedModels(lambda *_: "no JSON")
-        (episode,) = algorithm.play(ask, step=given["seed"])
+        (episode,) = roll_out(algorithm, ask, given["seed"])
         forced = {i for shown, _, _ in given["history"] for i in shown}
         assert list(episode.shown) == sorted(set(episode.shown)), case
         assert forced <= set(episode.shown)
@@ -231,11 +238,12 @@ def test_what_a_proposal_earns():
     for case in cases("questioner_get_record"):
         (text,), out = case["in"], case["out"]
         algorithm = make_algorithm([Row("general_qa", "ok", 0, 1, 0, 0)])
-        (episode,) = episodes = algorithm.invite()
-        ScriptedModels(lambda *_, text=text: text).together(algorithm.propose, episodes)
+        episodes = algorithm.start_episodes(np.random.default_rng(0))
+        ask = ScriptedModels(lambda *_, text=text: text)
+        (episode,) = ask.run_all(algorithm.propose, episodes)
         outcomes[episode.status] += 1
         if "Empty" in out:
-            assert (episode.status, episode.reward) == ("skipped", None), text
+            assert (episode.status, episode.reward) == ("declined", None), text
         elif not out and text != ALSO_ACCEPTED:
             assert (episode.status, episode.reward) == ("bad_format", -1.0), text
-    assert set(outcomes) == {"accepted", "bad_format", "skipped"}
+    assert set(outcomes) == {"accepted", "bad_format", "declined"}

@@ -1,4 +1,4 @@
-"""Benchmarks of long documents, from small folders in the published layouts."""
+"""Tests of benchmarks of long documents, from small folders in the published layouts."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_limits(tmp_path):
     with pytest.raises(ValueError, match=r"limit = 6, but there are only 5 rows"):
         load("longbench_v2", tmp_path, 6)
     write(tmp_path / "data.json", [choice_row(i) for i in range(503)])
-    assert len(load("longbench_v2", tmp_path, 900).items) == 503  # so many at most
+    assert len(load("longbench_v2", tmp_path, 900).items) == 503  # the whole set
     assert len(load("docmath", tmp_path, 801).items) == 800
     write(tmp_path / "data.json", [choice_row(i) for i in range(502)])
     with pytest.raises(ValueError, match=r"502 rows, but 503 are published"):
@@ -304,7 +304,10 @@ def one_item(folder: pathlib.Path, name: str, truth) -> Benchmark:
 
 
 def test_reference_cases(tmp_path):
-    """What the paper's evaluation extracts and scores, but for its README's departures."""
+    """Predictions and scores equal those of the paper's evaluation.
+
+    The README of its cases lists the departures.
+    """
     cases = json.loads((REFERENCE_CASES / "eval_process_answer.json").read_text())["cases"]
     scores = []
     for case in cases:
@@ -317,8 +320,8 @@ def test_reference_cases(tmp_path):
         if wanted["em_score"] is None:
             assert score == wanted["judge"], case
         else:
-            # There the rule score of free text is always 0: it looks up a metric that is missing.
-            # That None there equals the text "None" is no answer either.
+            # There the rule score of free text is always 0: it looks up a metric that is missing. A
+            # None there equals the text "None", which is no answer either.
             found = wanted["pred"] is not None and bool(wanted["pred"])
             covers = found and normalize_answer(truth) in normalize_answer(wanted["pred"])
             assert score == float(covers), case

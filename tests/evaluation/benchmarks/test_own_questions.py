@@ -1,4 +1,4 @@
-"""A run's own questions: which are asked, with which documents, and how they are scored."""
+"""Tests of a run's own questions: selection, documents and scoring."""
 
 from __future__ import annotations
 

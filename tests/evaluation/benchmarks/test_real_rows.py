@@ -1,7 +1,7 @@
-"""Real questions, documents and answers, written in the layouts of LongBench and DocMath-Eval.
+"""Tests with real questions and answers, in the layouts of LongBench and DocMath-Eval.
 
 The published files themselves are not among the sample data. LongBench's three sets were made from
-the development sets that these rows are of, DocMath-Eval in part from TAT-QA.
+the development sets that these rows come from, DocMath-Eval in part from TAT-QA.
 """
 
 from __future__ import annotations

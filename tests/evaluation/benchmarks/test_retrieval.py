@@ -1,4 +1,4 @@
-"""MRCR and HELMET, from small folders in the published layouts."""
+"""Tests of MRCR and HELMET, from small folders in the published layouts."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def mrcr_item(answer: str) -> Item:
 
 @given(st.text("abcd efgh", max_size=300), st.text("abcd efgh", max_size=300))
 def test_mrcr_score_is_the_graders(answer, reply):
-    """As README.md of the dataset says: prefix, strip it from both, ratio."""
+    """Formula in the dataset's README.md: check the prefix, strip it from both, ratio."""
     wanted = difflib.SequenceMatcher(None, reply.strip(), answer).ratio()
     assert score_mrcr(f"KEY{reply.strip()}", mrcr_item(answer)) == pytest.approx(wanted)
     assert score_mrcr(f"<think>KEY</think>{reply}", mrcr_item(answer)) == 0.0
@@ -102,7 +102,7 @@ def test_mrcr_score_is_the_graders(answer, reply):
 
 
 def test_only_the_beginning_of_a_long_reply_is_matched():
-    answer = "".join(chr(0x4E00 + i) for i in range(500))  # difflib passes over frequent characters
+    answer = "".join(chr(0x4E00 + i) for i in range(500))  # difflib skips frequent characters
     short = answer + "x" * 1400
     assert score_mrcr(f"KEY{short}", mrcr_item(answer)) == pytest.approx(1000 / 2400)
     late = "x" * 1400 + answer
@@ -110,7 +110,7 @@ def test_only_the_beginning_of_a_long_reply_is_matched():
     assert score_mrcr(f"KEY{answer}{'x' * 100_000}", mrcr_item(answer)) == pytest.approx(
         1000 / 101_000
     )
-    # Not matched, and no time spent on it: behind twice the reference and 1000 characters.
+    # No match, and no time spent: the copy is after twice the reference and 1000 characters.
     behind = "x" * 2000 + answer
     assert score_mrcr(f"KEY{behind}", mrcr_item(answer)) == 0.0
     assert difflib.SequenceMatcher(None, behind, answer).ratio() > 0.3
@@ -182,8 +182,8 @@ def test_popular_questions_are_left_out(tmp_path):
     write_lines(tmp_path / "kilt" / "popqa_test_1000_k105_dep6.jsonl", rows)
     write_lines(tmp_path / "kilt" / "popqa_test_1000_k3_dep6.jsonl", rows[:60])
     benchmark = load("helmet_pop", tmp_path)
-    drawn = {int(item.fields["question_id"]) for item in benchmark.items}
-    assert len(benchmark.items) == 600 and not any(i % 2 for i in drawn)
+    ids = {int(item.fields["question_id"]) for item in benchmark.items}
+    assert len(benchmark.items) == 600 and not any(i % 2 for i in ids)
     for item in benchmark.items:  # no example is the question itself
         assert item.prompt.count(f"Question: {item.question}") == 1
     del rows[0]["s_pop"]
@@ -266,7 +266,7 @@ def test_icl(tmp_path, task):
     assert benchmark.score(f"label: {reference}\n\nlabel: x", item) == 1.0
     assert benchmark.score(reference, item) == 1.0
     assert benchmark.score(f"{reference}1", item) == 0.0 == benchmark.score("", item)
-    # The mapping is that of the prompt, and another for another question.
+    # The mapping of labels is that of the prompt, and differs for another question.
     mappings = {i.references for i in benchmark.items if i.fields == item.fields}
     assert len(mappings) > 1 or len(benchmark.items) == 1
 
@@ -280,7 +280,7 @@ def test_examples_come_in_mixed_rounds_of_every_label():
     assert Counter(label for _, label in examples[27:]).total() == 1
     texts = Counter(text for text, _ in examples)
     assert texts["x"] >= 9 and max(texts[text] for text in "1234567890") == 1
-    assert {texts[text] for text in "pqrst"} <= {1, 2}  # all of them before any comes again
+    assert {texts[text] for text in "pqrst"} <= {1, 2}  # all of them before any repeats
 
 
 def test_labels_agree_with_the_examples(tmp_path):
@@ -338,7 +338,7 @@ def test_csv_files(tmp_path):
         load("helmet_banking77", tmp_path, 1)
 
 
-# ------------------------------------------------------------------------------------- summaries
+# ---------------------------------------------------------------------------------------- Summaries
 
 
 def test_infbench(tmp_path):
@@ -357,7 +357,7 @@ def test_infbench(tmp_path):
     assert benchmark.score("Summary: or so", item) == 1.0
     assert load("helmet_infbench_sum", tmp_path, 4).items == benchmark.items[:4]
     assert load("helmet_infbench_sum", tmp_path, 101).items == benchmark.items
-    assert [int(item.id) for item in benchmark.items] != list(range(100))  # drawn of all
+    assert [int(item.id) for item in benchmark.items] != list(range(100))  # sampled from all
     write_lines(tmp_path / "longbook_sum_eng.jsonl", rows[1:])
     with pytest.raises(ValueError, match=r"102 rows, but 103 are published"):
         load("helmet_infbench_sum", tmp_path)
@@ -377,7 +377,7 @@ def write_lexsum(folder: pathlib.Path, cases: int = 454) -> None:
     write_lines(folder / "dev.json", [case(i, "dev") for i in range(cases)])
     write_lines(folder / "train.json", [case(i, "train") for i in range(320)])
     sources = {f"d{i}": {"doc_text": f"Document {i}.", "doc_title": "x"} for i in range(5)}
-    text = json.dumps(sources)[:-1] + ', "unused": {"doc_text": NaN}}'  # as the real file has it
+    text = json.dumps(sources)[:-1] + ', "unused": {"doc_text": NaN}}'  # as in the real file
     (folder / "sources.json").write_text(text)
 
 
@@ -438,7 +438,7 @@ def test_a_summary_is_what_stands_behind_the_word():
     assert retrieval.score_summary("<think>police killed the gunman", item) == 0.0
 
 
-# -------------------------------------------------------------------------------------- registry
+# ----------------------------------------------------------------------------------------- Registry
 
 
 def test_columns_name_benchmarks():

@@ -1,4 +1,4 @@
-"""Short benchmarks, from small folders in the published layouts; and mathematical equality."""
+"""Tests of short benchmarks, from small folders in published layouts, and of math equality."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_extracted_mathematics(text, found):
         (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)", True),
         ("(3, 4)", "(4, 3)", False),
         ("(1, 2)", "1 < x < 2", True),
-        ("1 < x < 2", "(1, 2)", False),  # a pair may be meant
+        ("1 < x < 2", "(1, 2)", False),  # may be read as a pair
         (r"\{1, 2\}", r"\{2,1\}", True),
         (r"2\sqrt{3}", r"\sqrt{12}", True),
         (r"x^2+2x+1", r"(x+1)^2", True),
@@ -161,7 +161,7 @@ def test_model_text_is_not_evaluated(tmp_path):
     for text in (code, f"1+{code}", rf"\text{{{code}}}", f"${code}$", "exit()", "1}$ 2*3"):
         math_equal.equal(text, "7")
     assert not mark.exists()
-    # The library's reader of plain expressions, which calls eval, is not asked for.
+    # SymPy's parser of plain expressions, which calls eval, is not used.
     source = pathlib.Path(math_equal.__file__).read_text()
     assert "targets = [LatexExtractionConfig()]" in source
 
@@ -283,6 +283,6 @@ def test_extracted_letters(text, letter):
 
 @pytest.mark.parametrize("text", ["{" * 200_000, r"\boxed{" * 30_000, "answer is " * 30_000])
 def test_hostile_texts_are_read_in_linear_time(text):
-    """No clock: what is worse than linear would take minutes."""
+    """No clock: superlinear code would take minutes."""
     extract_letter(text, ITEM)
     extract_math(text, ITEM)

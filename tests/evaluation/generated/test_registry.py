@@ -1,4 +1,4 @@
-"""Generated benchmarks by name: lengths with the chat layout, texts from a folder, clear errors."""
+"""Tests of generated benchmarks: lengths with the chat layout, texts from a folder, errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spell_jax.policy.model import TINY_POLICY
 from spell_jax.policy.tokenizer_base import Tokenizer
 from tests.policy import hf_folders
 
-# ChatML with a system's turn, as Qwen2.5's: the layout is 60 tokens of this tokenizer.
+# ChatML with a system turn, like Qwen2.5's: the layout is 60 tokens of this tokenizer.
 LAYOUT = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + hf_folders.CHATML
 
 

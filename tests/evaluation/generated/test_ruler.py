@@ -1,4 +1,4 @@
-"""RULER's tasks and the needle grid, solved by regular expressions that know only the prompt."""
+"""Tests of RULER's tasks and the needle grid, solved by regular expressions on the prompt."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prose(sentences: int = 3000) -> str:
 
 @functools.cache
 def qa_rows(count: int = 160) -> tuple[QaRow, ...]:
-    """Each of ten documents names a town's mayor; the question is about one town."""
+    """Ten documents, each naming a town's mayor; the question is about one town."""
     rng, rows = np.random.default_rng(8), []
     filler = prose().replace("\n", " ").split()
     for index in range(count):
@@ -141,7 +141,7 @@ def test_lengths_in_tokens_of_qwen(length: int, spell_data: Path):
         counted.clear()
         made = ruler(task, 0, length, count, text=text, rows=rows, items=1)
         (item,) = made.items
-        # Its pieces, itself, its frame; here and there itself again.
+        # Counted are the prompt's pieces, the prompt, its frame, and sometimes the prompt again.
         assert sum(counted) < (3.3 + 16_000 / length) * len(item.prompt), task
         check_lengths(made, length, tokenizer.count)
         if task != "qa":
@@ -190,7 +190,7 @@ def test_the_seed_decides(task: str):
     assert len(set(prompts)) == 3 and len({item.id for item in first.items}) == 3
     assert [item.id for item in other.items] == [item.id for item in first.items]
     assert (first.judged, first.name) == (False, f"ruler_{task}_4096")
-    # More items are the same ones and others behind them.
+    # With more items, the first ones stay and others follow.
     assert make(task, items=5).items[:3] == first.items
 
 
@@ -214,7 +214,7 @@ def test_needles_collide_with_nothing(task: str, needles: int | None, references
         keys, values = [key for key, _ in found], [value for _, value in found]
         assert len(set(values)) == len(found) and len(item.references) == references
         assert len(set(keys)) == (1 if task == "niah_multivalue" else len(found))
-        for name in {*keys, *item.references}:  # nothing else in the text has it
+        for name in {*keys, *item.references}:  # nothing else in the text contains it
             assert hay_of(item).count(name) == (
                 4 if (task, name) == ("niah_multivalue", keys[0]) else 1
             )
@@ -234,7 +234,7 @@ def test_needles_are_at_their_depths(task: str):
         assert len(item.fields["depths"]) == len(item.references)
         for value, depth in zip(item.references, item.fields["depths"], strict=True):
             before = words(hay[: places[value]])
-            # A sentence has 30 words at most and a needle 8, of which 7 stand before its value.
+            # A sentence has at most 30 words and a needle 8, of which 7 precede its value.
             assert abs(before - depth * total) <= 30 + 4 * 8
             seen.add(round(depth * 4))
     assert seen == {0, 1, 2, 3, 4}
@@ -323,8 +323,8 @@ def test_no_name_is_a_part_of_another():
 def test_names_avoid_the_text(kind: str):
     first = Names(np.random.default_rng(0)).draw(kind)
     taken = Names(np.random.default_rng(0), f"there is {first} in it")
-    drawn = [taken.draw(kind) for _ in range(2000)]
-    assert first not in drawn and len(set(drawn)) == 2000
+    sampled = [taken.draw(kind) for _ in range(2000)]
+    assert first not in sampled and len(set(sampled)) == 2000
 
 
 def test_names_come_to_an_end(monkeypatch: pytest.MonkeyPatch):
@@ -369,7 +369,7 @@ def test_the_grid_has_a_needle_at_each_depth_and_length():
     assert len({item.references for item in made.items}) == len({i.id for i in made.items}) == 24
     assert needle(3, words, prose(), lengths=(1024,)).items[0] == made.items[0]
     assert needle(4, words, prose(), lengths=(1024,)).items[0] != made.items[0]
-    # One for each cell, if nothing else is said; of fewer the first, of more those again.
+    # One item per cell by default; fewer items take the first cells, more repeat them.
     whole = needle(3, words, prose(), lengths=lengths, depths=depths).items
     assert [i.id for i in whole] == [f"needle-{n}-{d}-0" for n in lengths for d in depths]
     assert made.items[:12] == whole and len(needle(0, words, prose(), lengths=(1024,)).items) == 11

@@ -1,0 +1,334 @@
+"""The host-side driver of updates: packs groups into micro-batches and runs the jitted functions.
+
+1. Groups are split, weighted and packed on the host (packing.py).
+2. `start` casts the weights; `advance` dispatches one micro-batch at a time, so that a rollout can
+   run between them; `finish` runs the rest and applies the gradient (update.py).
+3. After too many skipped updates in a row it raises NonFinite, with the groups that caused it
+   (non_finite.py).
+
+Supervised fine-tuning is the same update with advantage 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spell_jax.learner import loss as losses
+from spell_jax.learner import non_finite, packing, statistics, update
+from spell_jax.learner.optimizer import OptimizerConfig
+from spell_jax.learner.update import Carry, TrainState, UpdateSpec
+from spell_jax.policy import lora, transformer
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+
+
+class Learner:
+    """Updates of one model on one mesh.
+
+    Args:
+      policy: architecture.
+      optimizer: AdamW and its schedule.
+      loss: the policy-gradient loss.
+      packing_config: shapes of micro-batches.
+      mesh: devices.
+      temperature: sampling temperature, at which logprobs are taken.
+      compute_dtype: dtype of weights and activations, "float32" or "bfloat16".
+
+    Attributes:
+      fns: the jitted functions (update.UpdateFns).
+      frozen: weights that are not trained, in the compute dtype; {} without adapters.
+
+    Raises:
+      ValueError: if a bucket cannot be split over the mesh's context axis.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        optimizer: OptimizerConfig,
+        loss: losses.LossConfig,
+        packing_config: packing.PackingConfig,
+        mesh: jax.sharding.Mesh,
+        temperature: float = 1.0,
+        compute_dtype: str = "float32",
+    ):
+        packing_config.check_splits(meshes.context_shards(mesh))
+        self.policy, self.loss, self.packing, self.mesh = policy, loss, packing_config, mesh
+        self.temperature = temperature
+        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.max_skipped = optimizer.max_skipped
+        self.spec = UpdateSpec(policy, optimizer, loss, temperature, compute_dtype)
+        self.fns = update.make_update_fns(self.spec, mesh)
+        self.frozen: transformer.Params = {}
+
+    # ------------------------------------------------------------------------------------ Weights
+
+    def init(self, source: transformer.Params | jax.Array) -> TrainState:
+        """Training state for given weights, or for random ones from a key.
+
+        Arrays on devices are donated, so that a large policy exists once. If the policy has
+        adapters, the weights are its frozen base, and the adapters start as no change.
+        """
+        given = isinstance(source, dict)
+        key = jax.random.key(0) if given else source
+        if self.policy.lora:
+            self.freeze(source if given else self.fns.random(key, "frozen"))
+        if given and not self.policy.lora:
+            trained = jax.device_put(source, self.fns.param_shardings)
+        else:
+            trained = self.fns.random(key, "trained")
+        return self.fns.init(trained)
+
+    def freeze(self, params: transformer.Params) -> None:
+        """Takes the weights that are not trained, for a policy with adapters."""
+        self.frozen = self.fns.cast(jax.device_put(params, self.fns.frozen_shardings))
+
+    def cast(self, params: transformer.Params) -> transformer.Params:
+        """The whole policy in the compute dtype, as the sampler uses it, from trained weights."""
+        return lora.join(self.fns.cast(params), self.frozen)
+
+    def export(self, params: transformer.Params) -> tuple[PolicyConfig, transformer.Params]:
+        """(architecture, weights) of the policy as a model of its own, adapters merged."""
+        return lora.merge(self.policy, lora.join(params, self.frozen))
+
+    # -------------------------------------------------------------------------------- Micro-batches
+
+    def weigh(self, groups: Sequence[packing.Group]) -> list[packing.Group]:
+        """The groups with the weights of their tokens in the loss."""
+        return packing.weigh(groups, self.loss.aggregation, self.loss.sequence_tokens)
+
+    def pack(self, groups: Sequence[packing.Group]) -> tuple[list[packing.MicroBatch], int]:
+        """(micro-batches of the groups, number of answers that fit no bucket)."""
+        batches, _, refused = self.pack_weighed(self.weigh(groups))
+        return batches, refused
+
+    def pack_weighed(
+        self, groups: Sequence[packing.Group]
+    ) -> tuple[list[packing.MicroBatch], list[packing.Group], int]:
+        """As pack, for groups that have weights; also returns the groups as they were packed."""
+        if not self.packing.shared_prefix:
+            groups = packing.separate_answers(groups)
+        fitting, refused = packing.split_groups(groups, self.packing.buckets[-1])
+        batches = packing.pack(
+            fitting,
+            self.packing.buckets,
+            self.packing.token_budget,
+            meshes.row_shards(self.mesh),
+            meshes.context_shards(self.mesh),
+        )
+        return batches, fitting, len(refused)
+
+    def place(self, batch: packing.MicroBatch) -> packing.MicroBatch:
+        """A micro-batch on the devices of the mesh."""
+        sharding = meshes.by_rows_and_time(self.mesh)
+        return meshes.device_put(batch, jax.tree.map(lambda _: sharding, batch))
+
+    def empty_batch(self, bucket: packing.Bucket) -> packing.MicroBatch:
+        """Padding only, with the shape and sharding of the bucket's micro-batches."""
+        rows = packing.row_count(bucket, self.packing.token_budget, meshes.row_shards(self.mesh))
+        batch = packing.empty_micro_batch(bucket, rows)
+        return jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
+
+    # ------------------------------------------------------------------------------------- Updates
+
+    def update(
+        self,
+        state: TrainState,
+        groups: Sequence[packing.Group],
+        reference: transformer.Params | None = None,
+    ) -> tuple[TrainState, dict[str, float]]:
+        """One optimizer step on all groups; see `start` and `Update.finish`."""
+        return self.start(state, groups, reference).finish()
+
+    def start(
+        self,
+        state: TrainState,
+        groups: Sequence[packing.Group],
+        reference: transformer.Params | None = None,
+    ) -> Update:
+        """Starts an update that runs micro-batch by micro-batch, between other device programs.
+
+        Args:
+          state: donated when the update is finished.
+          groups: prompts with answers and advantages; none leaves the state as it is.
+          reference: weights of the reference model; needed if loss.kl_weight is not 0.
+
+        Raises:
+          ValueError: if the loss needs a reference or old logprobs that are missing.
+        """
+        if bool(self.loss.kl_weight) != (reference is not None):
+            raise ValueError(
+                f"loss.kl_weight = {self.loss.kl_weight}: reference weights must be given if, "
+                "and only if, it is not 0"
+            )
+        needed = self.loss.old_logprobs != "on_policy" or self.loss.tis_cap
+        if needed and any(g.old_logprobs is None for g in groups):
+            raise ValueError(
+                f"loss.old_logprobs = {self.loss.old_logprobs!r}, loss.tis_cap = "
+                f"{self.loss.tis_cap}: need the old_logprobs of every group"
+            )
+        return Update(self, state, groups, reference)
+
+    def recompute(self, state: TrainState, groups: Sequence[packing.Group]) -> list[packing.Group]:
+        """The groups with old_logprobs of the state's weights, for old_logprobs = "recompute".
+
+        One forward pass before the mini-batches of a step, in the programs that `compile` made.
+
+        Args:
+          state: not changed.
+          groups: groups of all updates of the step.
+
+        Returns:
+          The groups in order. Logprobs of an answer that fits no bucket are NaN; the update refuses
+          it too.
+        """
+        batches, *_ = self.pack_weighed(packing.numbered(groups))
+        if not batches:
+            return packing.with_logprobs(groups, [], [])
+        with self.on_mesh():
+            params = self.fns.cast(state.params)
+            found = [self.fns.logprobs(params, self.frozen, self.place(b)) for b in batches]
+        return packing.with_logprobs(groups, batches, jax.device_get(found))
+
+    def compile(self, state: TrainState, reference: transformer.Params | None = None) -> None:
+        """Compiles the programs of every bucket, so that no later step waits for them."""
+        with self.on_mesh():
+            params = self.fns.cast(state.params)
+            if reference is not None:
+                reference = self.cast(reference)
+            carry = self.fns.empty_carry()
+            for bucket in self.packing.buckets:
+                batch = self.empty_batch(bucket)
+                if self.loss.old_logprobs == "recompute":
+                    self.fns.logprobs(params, self.frozen, batch)
+                carry = self.fns.accumulate(params, self.frozen, carry, batch, reference)
+
+    def lower(self, state: TrainState, bucket: packing.Bucket) -> jax.stages.Lowered:
+        """The lowered program of a bucket's micro-batches, for inspection; nothing runs."""
+        batch = self.empty_batch(bucket)
+        with self.on_mesh():
+            params, carry = self.fns.cast(state.params), self.fns.empty_carry()
+            return self.fns.accumulate.lower(params, self.frozen, carry, batch, None)
+
+    def on_mesh(self) -> contextlib.ExitStack:
+        """Context in which the functions are traced and called."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(jax.set_mesh(self.mesh))
+        stack.enter_context(nn.logical_axis_rules(meshes.RULES))
+        return stack
+
+
+class Update:
+    """One optimizer step in progress; Learner.start makes it."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        state: TrainState,
+        groups: Sequence[packing.Group],
+        reference: transformer.Params | None,
+    ):
+        self._learner, self._state = learner, state
+        self._groups = learner.weigh(groups)
+        self._batches, self._fitting, self._refused = learner.pack_weighed(self._groups)
+        self._master_reference = reference
+        self._next = 0
+        self._carry: Carry | None = None
+        self._params: transformer.Params | None = None
+        self._reference: transformer.Params | None = None
+        if self._batches:
+            with learner.on_mesh():
+                self._cast(state)
+                self._carry = learner.fns.empty_carry()
+
+    def _cast(self, state: TrainState) -> None:
+        """Makes the weights in the compute dtype, as micro-batches read them."""
+        reference = self._master_reference
+        self._params = self._learner.fns.cast(state.params)
+        self._reference = None if reference is None else self._learner.cast(reference)
+
+    def advance(self) -> None:
+        """Dispatches the next micro-batch, if one is left; does not wait for it."""
+        if self._next == len(self._batches):
+            return
+        with self._learner.on_mesh():
+            self._carry = self._add(self._carry, self._batches[self._next])
+        self._next += 1
+
+    def _add(self, carry: Carry | None, batch: packing.MicroBatch) -> Carry:
+        learner = self._learner
+        batch = learner.place(batch)
+        return learner.fns.accumulate(self._params, learner.frozen, carry, batch, self._reference)
+
+    def finish(self) -> tuple[TrainState, dict[str, float]]:
+        """Runs what is left.
+
+        An update whose loss or gradient norm is not finite leaves weights, moments and step as they
+        are, to the bit; its "skipped_update" is 1. Empty updates do not end a row of skipped ones.
+
+        Returns:
+          The new state, and named numbers of the update (docs/metrics.md, train/).
+
+        Raises:
+          NonFinite: if it is the optimizer.max_skipped-th skipped update in a row, counted over
+            resumed runs too.
+        """
+        batches, refused = self._batches, float(self._refused)
+        if not batches:
+            return self._state, {"empty_update": 1.0, "refused_answers": refused}
+        while self._next < len(batches):
+            self.advance()
+        assert self._carry is not None
+        gradients, sums = self._carry
+        # Not needed while the weights change, which takes memory too.
+        self._params = self._reference = self._carry = None
+        with self._learner.on_mesh():
+            state, norms = self._learner.fns.apply(self._state, gradients, sums["loss"])
+        del gradients
+        sums, norms = jax.device_get((sums, norms))
+        if norms["skipped_in_a_row"] >= self._learner.max_skipped:
+            raise self._explain(state)
+        return state, statistics.means(sums, norms) | self._packed_numbers()
+
+    def _packed_numbers(self) -> dict[str, float]:
+        filled = sum(np.count_nonzero(batch.last_query >= 0) for batch in self._batches)
+        slots = sum(np.size(batch.tokens) for batch in self._batches)
+        operations = sum(
+            statistics.operations(self._learner.policy, len(group.prompt), map(len, group.answers))
+            for group in self._fitting
+        )
+        return {
+            "trained_tokens": float(filled),
+            "operations": operations,
+            "fill": filled / slots,
+            "micro_batches": float(len(self._batches)),
+            "refused_answers": float(self._refused),
+            "empty_update": 0.0,
+        }
+
+    def _explain(self, state: TrainState) -> non_finite.NonFinite:
+        """Finds the groups and tensors that are not finite, by running parts of the update again.
+
+        All hosts do this alike: what they decide by is the same on all of them.
+        """
+        learner = self._learner
+
+        def is_finite(groups: Sequence[packing.Group]) -> bool:
+            carry = learner.fns.empty_carry()
+            for batch in learner.pack_weighed(groups)[0]:
+                carry = self._add(carry, batch)
+            gradients, sums = carry
+            return bool(update.measure(gradients, sums["loss"])[1])
+
+        with learner.on_mesh():
+            self._cast(state)
+            read = {"policy": lora.join(self._params, learner.frozen), "reference": self._reference}
+            tensors = non_finite.find_tensors(read, meshes.replicated(learner.mesh))
+            rows = non_finite.find_rows(self._groups, is_finite)
+        return non_finite.NonFinite(int(state.skipped), rows or self._groups, tensors, bool(rows))
