@@ -10,7 +10,7 @@
 
 Shapes: B prompts, P prompt tokens, G answers per prompt, S answer tokens, A = G S, D width.
 N = B G decode slots. The trainer (spell_jax/train.py) is made of the same parts. It adds the other
-roles, packing of rows, pages of any number, slots that are refilled, and checkpoints.
+roles of self-play, prompts of any length, packing of rows, refilled slots and checkpoints.
 """
 
 import functools
@@ -74,7 +74,7 @@ def make_questions(c: Config, count: int, seed: int) -> tuple[Questions, list[tu
 
 # 2. Rollout --------------------------------------------------------------------------------------
 def sample(c: Config, params: transformer.Params, questions: Questions, key) -> programs.Sampled:
-    """N = B G answers. The KV cache has one page of P tokens for each prompt and each answer."""
+    """Samples G answers per prompt. The KV cache has one page for each prompt and each answer."""
     B, G, P, D = c.groups, c.group_size, c.prompt_tokens, c.policy.width
     N, shards = B * G, meshes.row_shards(c.mesh)  # a shard counts prompts, slots, pages from 0
     prompt, slot = jnp.arange(B) % (B // shards), jnp.arange(N) % (N // shards)  # [B], [N]
@@ -141,9 +141,9 @@ def loss(params, c: Config, questions: Questions, answers: programs.Sampled, adv
     last_query = row([jnp.where(p < length, P + G * S - 1, -1), jnp.where(real, a - s + S - 1, -1)])
     source = jnp.where(s == 0, length - 1, a - 1)  # the prompt's end predicts each first token
     with nn.logical_axis_rules(meshes.RULES):
-        attn, mask = attend.packed(c.policy.attention), {"last_query": last_query}
+        attention = attend.packed(c.policy.attention)
         hidden, *_ = transformer.hidden_states(
-            c.policy, params, tokens, positions, attn, None, mask
+            c.policy, params, tokens, positions, attention, context={"last_query": last_query}
         )
         logprobs, _ = lm_head.score_tokens(c.policy, params, hidden, source, tokens[:, P:], 1.0)
     old = jax.lax.stop_gradient(logprobs)  # on-policy: the ratio is 1, its gradient is not 0
@@ -164,7 +164,7 @@ def make_step(c: Config, truths: list[tuple[str, str]], params: transformer.Para
         like = jax.ShapeDtypeStruct((c.groups, c.group_size), jnp.float32)
         host = functools.partial(score, c, truths)
         rewards = jax.pure_callback(host, like, questions.index, answers.tokens, answers.new)
-        advantages = group_advantages(rewards)
+        advantages = group_advantages(rewards)  # [B, G]
         value, grads = jax.value_and_grad(loss)(params, c, questions, answers, advantages)
         updates, moments = optimizer.update(grads, moments, params)
         metrics = {"reward": rewards.mean(), "loss": value, "gradient_norm": optax.tree.norm(grads)}

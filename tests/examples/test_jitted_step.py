@@ -96,7 +96,7 @@ def _learner(c: Config) -> Learner:
 
 
 def compare(c: Config, steps: list[Step]) -> tuple[float, float, dict[str, float]]:
-    """Largest differences from the trainer, of weights and (relative) of moments, and its metrics."""
+    """Largest differences from the trainer: of weights, of moments (relative); and its metrics."""
     learner = _learner(c)
     state = learner.init(weights.load(TINY_POLICY)[1])
     absolute, relative, numbers = 0.0, 0.0, {}

@@ -14,7 +14,7 @@ from spell_jax.data import questions as files
 from spell_jax.data import tiny_world as world
 from spell_jax.policy import tokenizer
 from spell_jax.selfplay import evidence, prompts, rules
-from spell_jax.sft import read_rows
+from spell_jax.trainer.supervised import read_rows
 from spell_jax.warm_start import evidence_rows
 from spell_jax.warm_start.evidence_rows import Mixture, policy_rows, reward_rows
 
