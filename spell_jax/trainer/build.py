@@ -139,7 +139,7 @@ def make_algorithm(
 
 
 def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
-    """What the algorithm is made from. It reads only the prompts; data is opened when asked for."""
+    """Context of the algorithm. Only the prompts are read now; data is opened when asked for."""
     data, prompts = config.data, prompt_sets.load(config.algorithm.prompts)
 
     @functools.cache

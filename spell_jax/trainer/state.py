@@ -58,13 +58,15 @@ def restore_or_init(
 
 
 def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> None:
-    """Whether a run that has done so many steps may go on with a config.
+    """Checks that a checkpoint fits the config.
 
     Args:
-      saved: the config that it had, as settings.plain.
+      config: the run's config.
+      step: step of the checkpoint.
+      saved: config of the checkpoint, as config.to_dict.
 
     Raises:
-      ValueError: it has more steps than the config, or another seed.
+      ValueError: if the checkpoint has more steps than the config, or another seed.
     """
     if step > config.steps:
         raise ValueError(f"steps = {config.steps}: must be at least {step}, which are done")
@@ -75,7 +77,7 @@ def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> Non
 
 
 def first_models(run: Run) -> dict[str, Any]:
-    """All models as they begin (`first_state`)."""
+    """All models before the first step (see first_state)."""
     models: dict[str, Any] = {}
     for name, model in run.own.items():
         state = first_state(run.config, name, model)
@@ -84,12 +86,14 @@ def first_models(run: Run) -> dict[str, Any]:
 
 
 def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState:
-    """A new optimizer and, in this order: for the policy, the weights of config.init_from, another
-    run; those of the model's folder; random ones by the seed, where that holds a config and a
-    tokenizer alone.
+    """The state before the first step, with a new optimizer.
+
+    The weights are those of config.init_from (for the policy), else those of the model's folder,
+    else random ones, if the folder holds only a config and a tokenizer.
 
     Raises:
-      FileNotFoundError, ValueError: there is no such run, it is damaged or of another shape.
+      FileNotFoundError, ValueError: if the run of init_from does not exist, is damaged, or has
+        another shape.
     """
     learner = model.learner
     if config.init_from and name == "policy":
@@ -107,7 +111,7 @@ def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState
 
 
 def load_weights(model: Model) -> transformer.Params:
-    """The weights of the model's folder, on the mesh; what is not trained needs no masters."""
+    """Weights of the model's folder, on the mesh: float32, or the compute dtype if frozen."""
     dtype = model.learner.compute_dtype.name if model.policy.lora else "float32"
     return weights.load(model.folder, model.learner.mesh, dtype)[1]
 
@@ -115,18 +119,21 @@ def load_weights(model: Model) -> transformer.Params:
 def read_weights(
     workdir: epath.Path, policy: PolicyConfig, mesh: jax.sharding.Mesh, step: int | None = None
 ) -> tuple[int, transformer.Params]:
-    """What a run has trained: (step, float32 weights on the mesh); of a policy with adapters those
-    alone.
+    """Trained weights of a run's policy.
 
     Args:
-      workdir: of the run.
-      policy: its architecture.
-      step: one of its checkpoints; None: the newest that is intact.
+      workdir: folder of the run.
+      policy: architecture.
+      mesh: devices that get the weights.
+      step: step of the checkpoint; None: the newest intact one.
+
+    Returns:
+      (step, float32 weights); only the adapters, if the policy has any.
 
     Raises:
-      FileNotFoundError: the run has no checkpoint (of that step).
-      ValueError: it is of another shape.
-      DamagedError: none is intact.
+      FileNotFoundError: if the run has no checkpoint (of that step).
+      ValueError: if it has another shape.
+      DamagedError: if none is intact.
     """
     if not (workdir / CHECKPOINTS_FOLDER).is_dir():
         raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: not there")
@@ -143,20 +150,23 @@ def read_weights(
 
 
 def save_model(run: Run, models: dict[str, Any], name: str, folder: epath.Path) -> None:
-    """A trained model as a Hugging Face folder in the dtype that it is played with."""
+    """Saves a trained model as a Hugging Face folder, in its compute dtype."""
     model = run.own[name]
     policy, params = model.learner.export(models[name].params)
     weights.save(folder, policy, params, model.tokenizer, model.learner.compute_dtype.name)
 
 
 def copy(params: transformer.Params) -> transformer.Params:
-    """Buffers of its own: those of the training state are donated at every update."""
+    """Copies weights into new buffers; those of a training state are donated at every update."""
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), params)
 
 
 class RolloutParams(Mapping[str, transformer.Params]):
-    """Weights in the compute dtype by model name. They are made when they are looked up: who lets
-    go of one model's before another's has the memory of one."""
+    """Weights in the compute dtype by model name, for a rollout.
+
+    They are made when they are looked up, so that a caller who drops one model's weights before it
+    looks up another's needs the memory of one.
+    """
 
     def __init__(self, run: Run, models: Mapping[str, Any]):
         self._run, self._models = run, dict(models)
@@ -174,7 +184,7 @@ class RolloutParams(Mapping[str, transformer.Params]):
 
 
 def refresh_reference_reader(config: RunConfig, models: dict[str, Any], step: int) -> None:
-    """Renews the frozen copy every config.algorithm.reader_refresh steps (0 or none: never)."""
+    """Replaces the frozen reader by a copy of the policy every algorithm.reader_refresh steps."""
     every = getattr(config.algorithm, "reader_refresh", 0)
     if "reference_reader" in models and every and step % every == 0:
         models["reference_reader"] = copy(models["policy"].params)

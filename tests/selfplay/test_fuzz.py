@@ -32,9 +32,8 @@ import pytest
 from benchmarks import parsers
 from benchmarks.parsers import FAMILIES, PARSERS
 from spell_jax import algorithms, evaluation, selfplay, warm_start
-from spell_jax.algorithms.base import Reply
+from spell_jax.algorithms.base import Annotation, Reply
 from spell_jax.algorithms.spell import episode as spell_episode
-from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.clusters import Cluster, read_clusters
 from spell_jax.data.questions import read_questions
@@ -66,6 +65,7 @@ NO_READERS = {
     # Functions of benchmarks that read files, make questions, ask and average.
     *("evaluation.answering", "warm_start.rlvr_questions"),
     *("algorithms.base", "algorithms.rollout", "algorithms.registry", "algorithms.algorithm"),
+    *("held_out.share", "algorithms.tree_generation"),
     *("algorithms.config", "algorithms.episode", "algorithms.rlvr", "algorithms.evidence_tree"),
     *("evaluation.registry", "evaluation.base", "evaluation.generated", "evaluation.names"),
     *("evaluation.needle", "evaluation.own_questions", "evaluation.figures", "evaluation.ruler"),
@@ -222,7 +222,7 @@ def feed(text: str) -> None:
 
 
 def short_name(module: str) -> str:
-    """"spell_evaluation" of spell_jax.algorithms.spell.evaluation, else the last part."""
+    """ "spell_evaluation" of spell_jax.algorithms.spell.evaluation, else the last part."""
     *_, folder, name = module.split(".")
     return f"{folder}_{name}" if name == "evaluation" else name
 
@@ -514,7 +514,7 @@ def episode(said: Sequence[str]) -> Episode:
     reply = Reply([], [], list(said))
     made = Episode("general_qa", Cluster(said[0], tuple(said)), (0,), (Entry((0,), *said[:2]),))
     written = {"reason": said[1], "question": said[2], "reference": said[3], "proposal": reply}
-    return dataclasses.replace(made, **written, response=reply, predictions=list(said))
+    return dataclasses.replace(made, **written, response=reply, predictions=tuple(said))
 
 
 def test_records_of_episodes_are_json(tmp_path: Path) -> None:
@@ -522,7 +522,7 @@ def test_records_of_episodes_are_json(tmp_path: Path) -> None:
     said = list(texts(1, 2000))
     made = (episode(said[i : i + 5]) for i in range(0, len(said), 5))
     words = prompts.load("compact")
-    records = [spell_episode.record(one, SpellConfig(), words) for one in made]
+    records = [spell_episode.record(one, Annotation(), words) for one in made]
     write_records(tmp_path / "episodes.jsonl", records)
     back, skipped = read_records(tmp_path / "episodes.jsonl", lambda record: record)
     assert skipped == 0

@@ -120,7 +120,7 @@ def test_a_step_that_is_left_is_played_again_alike(policy, monkeypatch) -> None:
 
         calls.clear()
         played = Rollouts(run, models, should_stop).take(step)
-        return played and [json.dumps(run.algorithm.record(e)) for e in played.episodes]
+        return played and [json.dumps(line) for line in played.records(run.algorithm)]
 
     record(1)
     before = json.dumps(run.algorithm.state_dict())
