@@ -149,10 +149,10 @@ def count_flops(policy: PolicyConfig, prompt: int, response: int, group: int) ->
     }
 
 
-def _random_groups(options: argparse.Namespace, vocab: int) -> list[packing.Group]:
+def _random_groups(options: argparse.Namespace, vocab: int) -> list[packing.TrainGroup]:
     rng = np.random.default_rng(0)
     return [
-        packing.Group(
+        packing.TrainGroup(
             rng.integers(vocab, size=options.prompt),
             list(rng.integers(vocab, size=(options.group, options.response))),
             list(rng.normal(size=options.group)),

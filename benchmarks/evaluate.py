@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.sample import HOW, devices, make_sampler, random_params
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler.requests import Options, Request
+from spell_jax.sampler.requests import Options, SampleRequest
 
 
 def bench_evaluate(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def bench_evaluate(policy: PolicyConfig, options: argparse.Namespace) -> dict[st
     def together() -> int:
         session = samplers["together"].begin(params)
         for number, prompt in enumerate(prompts):
-            session.submit(Request(prompt, options.group, _key(number, 0), how))
+            session.submit(SampleRequest(prompt, options.group, _key(number, 0), how))
         return sum(len(one.tokens) for _, some in session.results() for one in some)
 
     def alone() -> int:
@@ -68,7 +68,7 @@ def bench_evaluate(policy: PolicyConfig, options: argparse.Namespace) -> dict[st
         for number, prompt in enumerate(prompts):
             for sample in range(options.group):
                 session = samplers["alone"].begin(params)
-                session.submit(Request(prompt, 1, _key(number, sample), how))
+                session.submit(SampleRequest(prompt, 1, _key(number, sample), how))
                 tokens += sum(len(one.tokens) for _, some in session.results() for one in some)
         return tokens
 

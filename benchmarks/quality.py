@@ -29,7 +29,7 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import request_keys
-from spell_jax.sampler.requests import Request, Sample
+from spell_jax.sampler.requests import Sample, SampleRequest
 from spell_jax.trainer import build as runs
 from spell_jax.trainer import state
 
@@ -48,7 +48,7 @@ def bench_quality(options: argparse.Namespace) -> dict[str, Any]:
     run = runs.make_run(tiny.get_config())
     params = run.learner.cast(state.load_weights(run.own["policy"]))
     prompts = _prompts(run, options)
-    whole = dataclasses.replace(run.players.sampler.config, top_p=1.0)
+    whole = dataclasses.replace(run.worker.sampler.config, top_p=1.0)
     small = dataclasses.replace(
         whole,
         cache_dtype=options.cache,
@@ -103,7 +103,7 @@ def _answers(
     session = sampler.begin(params)
     how = config.options(config.max_tokens, temperature=temperature)
     for prompt, key in zip(prompts, request_keys(jax.random.key(0), len(prompts)), strict=True):
-        session.submit(Request(prompt, 1, key, how))
+        session.submit(SampleRequest(prompt, 1, key, how))
     answers = dict(session.results())
     samples = [answers[ticket][0] for ticket in range(len(prompts))]
     return samples, session.counts.tokens / session.counts.busy

@@ -32,7 +32,7 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import request_keys
-from spell_jax.sampler.requests import Options, Request, Sample
+from spell_jax.sampler.requests import Options, Sample, SampleRequest
 from spell_jax.sampler.scheduler import DecodeSequence, Lane, Shape, Shard
 from spell_jax.sampler.session import Session
 
@@ -88,7 +88,7 @@ class ForcedSession(Session):
         shards: list[Shard] = [_ForcedShard(shape, lengths) for _ in self._scheduler.shards]
         self._scheduler.shards = shards
 
-    def ask(self, request: Request, lengths: Sequence[int]) -> int:
+    def ask(self, request: SampleRequest, lengths: Sequence[int]) -> int:
         """Queue a request.
 
         Args:
@@ -189,7 +189,7 @@ def _answer_in_parts(
     for part in parts:
         for i in part:
             how = Options(**HOW, max_tokens=cap)
-            session.ask(Request(prompts[i], len(lengths[i]), keys[i], how), lengths[i])
+            session.ask(SampleRequest(prompts[i], len(lengths[i]), keys[i], how), lengths[i])
         found |= dict(session.results())
     seconds = time.perf_counter() - clock
     sampled = [[len(sample.tokens) for sample in found[i]] for i in range(len(prompts))]
@@ -319,7 +319,7 @@ def bench_spell(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, 
     groups = {phase: _group(options, phase) for phase in _PHASES}
     _warm_up(sampler.begin(params), [(groups[phase], len(prompts[phase])) for phase in _PHASES])
     del params
-    state, _ = learner.update(state, [packing.Group([0], [[0]], [1.0])])
+    state, _ = learner.update(state, [packing.TrainGroup([0], [[0]], [1.0])])
     jax.block_until_ready(state)
 
     clock = time.perf_counter()
@@ -434,7 +434,7 @@ def _spell_groups(
     prompts: dict[str, Prompts],
     said: dict[str, list[list[Sample]]],
     options: argparse.Namespace,
-) -> list[packing.Group]:
+) -> list[packing.TrainGroup]:
     """Training groups of the step, with random rewards."""
     verdicts = options.questions * options.group * SpellConfig().verifier_share
     counts = {

@@ -27,7 +27,7 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import request_keys
-from spell_jax.sampler.requests import Options, Request
+from spell_jax.sampler.requests import Options, SampleRequest
 
 
 def bench_sample(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _measure(kind, sampler: Sampler, params, prompts, group: int, options) -> di
         keys = request_keys(jax.random.key(1), len(prompts))
         how = Options(**HOW, max_tokens=tokens)
         for prompt, key in zip(prompts, keys, strict=True):
-            session.submit(Request(prompt[:length], group, key, how))
+            session.submit(SampleRequest(prompt[:length], group, key, how))
         answers = dict(session.results())
         assert sum(len(s.tokens) for some in answers.values() for s in some) == (
             options.group * tokens

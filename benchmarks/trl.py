@@ -149,7 +149,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     return {**seconds, "parameters": parameters, "peak_bytes": peak_bytes(), **devices()}
 
 
-def _generate(learner, sampler, state, rng, options, step: int) -> list[packing.Group]:
+def _generate(learner, sampler, state, rng, options, step: int) -> list[packing.TrainGroup]:
     """Sample answers to random prompts and give them random rewards."""
     shape = (options.groups, options.prompt)
     prompts = rng.integers(sampler.policy.vocab_size, size=shape).tolist()

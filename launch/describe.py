@@ -166,12 +166,12 @@ def _describe_start(found: Checked) -> list[str]:
 # ---------------------------------------------------------------------------------- Largest update
 
 
-def dummy_group(prompt: int, tokens: int, answers: int, role: str) -> packing.Group:
+def dummy_group(prompt: int, tokens: int, answers: int, role: str) -> packing.TrainGroup:
     """A dummy group with the given prompt and answer lengths."""
-    return packing.Group(range(prompt), [range(tokens)] * answers, [0.0] * answers, role)
+    return packing.TrainGroup(range(prompt), [range(tokens)] * answers, [0.0] * answers, role)
 
 
-def longest_groups(config: Config, sampling: SamplerConfig) -> list[packing.Group]:
+def longest_groups(config: Config, sampling: SamplerConfig) -> list[packing.TrainGroup]:
     """Groups of the largest possible update, with every prompt and answer at its token cap."""
     groups = []
     for demand in budgets(config)[1]:
@@ -189,7 +189,7 @@ def budgets(config: Config) -> tuple[str, Sequence[RolloutBudget]]:
 
 
 def rows_by_bucket(
-    groups: Sequence[packing.Group], layout: packing.PackingConfig
+    groups: Sequence[packing.TrainGroup], layout: packing.PackingConfig
 ) -> Counter[packing.Bucket]:
     """Count the packed rows of each bucket."""
     if not layout.shared_prefix:

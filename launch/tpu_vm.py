@@ -1,7 +1,8 @@
 """Rent a TPU slice on Google Cloud, run a command on it, and restart it when the slice is lost.
 
     python -m launch.tpu_vm watch --name=spell --zone=us-west4-a --topology=v5e-16 --spot \
-        -- -m spell_jax.train --config=configs/paper.py:qwen2.5-7b-instruct --workdir=gs://BUCKET/run
+        -- -m spell_jax.train --config=configs/paper.py:qwen2.5-7b-instruct
+        --workdir=gs://BUCKET/run
 
 1. `create` queues a request for the slice at Google Cloud.
 2. `copy` packs the committed files, copies them to all workers and installs them there.

@@ -8,7 +8,7 @@ import os
 import jax
 import numpy as np
 
-from spell_jax.learner.packing import Group
+from spell_jax.learner.packing import TrainGroup
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.sampler import sampling as sampling_ops
@@ -58,7 +58,7 @@ def weights(policy: PolicyConfig = POLICY, seed: int = 0) -> transformer.Params:
 
 def groups(
     count: int, seed: int = 0, prompt: int = 12, answer: int = 6, siblings: int = 4
-) -> list[Group]:
+) -> list[TrainGroup]:
     """Random groups with limited numbers of prompt tokens, answer tokens and siblings."""
     rng = np.random.default_rng(seed)
 
@@ -69,7 +69,7 @@ def groups(
     for index in range(count):
         answers = [ids(answer) for _ in range(rng.integers(1, siblings + 1))]
         made.append(
-            Group(
+            TrainGroup(
                 prompt=ids(prompt),
                 answers=answers,
                 advantages=list(rng.normal(size=len(answers))),

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from spell_jax.data.clusters import Cluster, Source
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
-from spell_jax.learner.packing import Group
+from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime import distributed
 from spell_jax.runtime.config import check_choice
 from spell_jax.runtime.metrics import Metrics
@@ -133,7 +133,7 @@ class Reply:
     samples: Sequence[Sample]
     texts: Sequence[str]
 
-    def group(self, advantages: Iterable[float], role: str, model: str = "policy") -> Group:
+    def group(self, advantages: Iterable[float], role: str, model: str = "policy") -> TrainGroup:
         """Makes a training group of this prompt and its answers.
 
         Args:
@@ -141,7 +141,7 @@ class Reply:
           role: role that answered; metrics are counted by it.
           model: model that is trained on the group.
         """
-        return Group(
+        return TrainGroup(
             self.prompt,
             [sample.tokens for sample in self.samples],
             [float(a) for a in advantages],
@@ -281,7 +281,9 @@ class Algorithm(Protocol):
         """Samples the episodes of a step (from 1) and advances the state of `state_dict`."""
         ...
 
-    def groups(self, episodes: Sequence[Episode], key: Key) -> tuple[list[Group], list[Annotation]]:
+    def groups(
+        self, episodes: Sequence[Episode], key: Key
+    ) -> tuple[list[TrainGroup], list[Annotation]]:
         """Selects what is trained on.
 
         Returns:

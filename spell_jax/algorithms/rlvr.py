@@ -24,7 +24,7 @@ from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import Question
-from spell_jax.learner.packing import Group
+from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.metrics import Metrics
 
@@ -132,7 +132,9 @@ class Rlvr:
             ]
         return questions
 
-    def groups(self, episodes: Sequence[Episode], key: Key) -> tuple[list[Group], list[Annotation]]:
+    def groups(
+        self, episodes: Sequence[Episode], key: Key
+    ) -> tuple[list[TrainGroup], list[Annotation]]:
         """Responder (and verifier) groups; without proposals there are no questioner groups."""
         groups, annotations = self._spell.groups(episodes, key)
         return groups, [_without_questioner(annotation) for annotation in annotations]

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,8 @@ from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.policy.transformer import Params
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.engine import Sampler
-from spell_jax.sampler.requests import Request, Sample
+from spell_jax.sampler.keys import fold_keys
+from spell_jax.sampler.requests import Sample, SampleRequest
 from spell_jax.sampler.session import Session
 
 
@@ -282,7 +282,7 @@ class RolloutWorker:
             cap = config.max_verdict_tokens if is_verdict else config.max_tokens
             others = {} if call.temperature is None else {"temperature": call.temperature}
             options = config.options(cap, **others)
-            request = Request(call.prompt_ids[place], call.group, key, options, call.agent)
+            request = SampleRequest(call.prompt_ids[place], call.group, key, options, call.agent)
             tickets[session.submit(request)] = call, place
             call.missing += 1
         return tickets
@@ -330,34 +330,3 @@ class RolloutWorker:
         self.metrics.add_sum(f"answer_tokens/{agent}", tokens, len(samples))
         self.metrics.add_sum(f"truncated/{agent}", truncated, len(samples))
         self.metrics.add_sum(f"refused/{agent}", refused, len(call.replies))
-
-
-_FOLDED = 256  # keys per call: one shape, so that nothing compiles in the middle of a run
-
-
-def fold_keys(key: np.ndarray, numbers: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """Folds each of N tuples into a key, number by number.
-
-    Args:
-      key: key data, uint32 [2].
-      numbers: N tuples of equal length.
-
-    Returns:
-      Key data, uint32 [N, 2].
-    """
-    if not numbers:
-        return np.zeros((0, 2), np.uint32)
-    pieces = -(-len(numbers) // _FOLDED)
-    padded = np.zeros((pieces, _FOLDED, len(numbers[0])), np.uint32)
-    padded.reshape(-1, len(numbers[0]))[: len(numbers)] = numbers
-    # On the CPU: an accelerator would finish its queued sampler calls first.
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        folded = [np.asarray(_fold_all(key, piece)) for piece in padded]
-    return np.concatenate(folded)[: len(numbers)]
-
-
-@jax.jit
-def _fold_all(key: jax.Array, numbers: jax.Array) -> jax.Array:
-    first = jax.random.wrap_key_data(key)
-    keys = jax.vmap(lambda some: functools.reduce(jax.random.fold_in, some, first))(numbers)
-    return jax.random.key_data(keys)

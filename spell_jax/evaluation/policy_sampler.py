@@ -16,7 +16,7 @@ from spell_jax.runtime import distributed, hashes
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
-from spell_jax.sampler.requests import Options, Request, Sample
+from spell_jax.sampler.requests import Options, Sample, SampleRequest
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Policy:
         session = sampler.begin(self._params)
         tickets = {
             session.submit(
-                Request(cast(Any, prompts[place]), group, keys[place], options[place])
+                SampleRequest(cast(Any, prompts[place]), group, keys[place], options[place])
             ): place
             for place in places
         }

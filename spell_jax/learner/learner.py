@@ -99,18 +99,18 @@ class Learner:
 
     # -------------------------------------------------------------------------------- Micro-batches
 
-    def weigh(self, groups: Sequence[packing.Group]) -> list[packing.Group]:
+    def weigh(self, groups: Sequence[packing.TrainGroup]) -> list[packing.TrainGroup]:
         """The groups with the weights of their tokens in the loss."""
         return packing.weigh(groups, self.loss.aggregation, self.loss.sequence_tokens)
 
-    def pack(self, groups: Sequence[packing.Group]) -> tuple[list[packing.MicroBatch], int]:
+    def pack(self, groups: Sequence[packing.TrainGroup]) -> tuple[list[packing.MicroBatch], int]:
         """(micro-batches of the groups, number of answers that fit no bucket)."""
         batches, _, refused = self.pack_weighed(self.weigh(groups))
         return batches, refused
 
     def pack_weighed(
-        self, groups: Sequence[packing.Group]
-    ) -> tuple[list[packing.MicroBatch], list[packing.Group], int]:
+        self, groups: Sequence[packing.TrainGroup]
+    ) -> tuple[list[packing.MicroBatch], list[packing.TrainGroup], int]:
         """As pack, for groups that have weights; also returns the groups as they were packed."""
         if not self.packing.shared_prefix:
             groups = packing.separate_answers(groups)
@@ -140,7 +140,7 @@ class Learner:
     def update(
         self,
         state: TrainState,
-        groups: Sequence[packing.Group],
+        groups: Sequence[packing.TrainGroup],
         reference: transformer.Params | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all groups; see `start` and `Update.finish`."""
@@ -149,7 +149,7 @@ class Learner:
     def start(
         self,
         state: TrainState,
-        groups: Sequence[packing.Group],
+        groups: Sequence[packing.TrainGroup],
         reference: transformer.Params | None = None,
     ) -> Update:
         """Starts an update that runs micro-batch by micro-batch, between other device programs.
@@ -175,7 +175,9 @@ class Learner:
             )
         return Update(self, state, groups, reference)
 
-    def recompute(self, state: TrainState, groups: Sequence[packing.Group]) -> list[packing.Group]:
+    def recompute(
+        self, state: TrainState, groups: Sequence[packing.TrainGroup]
+    ) -> list[packing.TrainGroup]:
         """The groups with old_logprobs of the state's weights, for old_logprobs = "recompute".
 
         One forward pass before the mini-batches of a step, in the programs that `compile` made.
@@ -231,7 +233,7 @@ class Update:
         self,
         learner: Learner,
         state: TrainState,
-        groups: Sequence[packing.Group],
+        groups: Sequence[packing.TrainGroup],
         reference: transformer.Params | None,
     ):
         self._learner, self._state = learner, state
@@ -319,7 +321,7 @@ class Update:
         """
         learner = self._learner
 
-        def is_finite(groups: Sequence[packing.Group]) -> bool:
+        def is_finite(groups: Sequence[packing.TrainGroup]) -> bool:
             carry = learner.fns.empty_carry()
             for batch in learner.pack_weighed(groups)[0]:
                 carry = self._add(carry, batch)

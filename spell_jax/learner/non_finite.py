@@ -39,7 +39,7 @@ class NonFinite(RuntimeError):
     """
 
     def __init__(
-        self, skipped: int, rows: Sequence[packing.Group], tensors: Sequence[str], alone: bool
+        self, skipped: int, rows: Sequence[packing.TrainGroup], tensors: Sequence[str], alone: bool
     ):
         self.skipped, self.rows, self.tensors, self.alone = skipped, rows, tensors, alone
         found = (
@@ -55,8 +55,8 @@ class NonFinite(RuntimeError):
 
 
 def find_rows(
-    groups: Sequence[packing.Group], is_finite: Callable[[Sequence[packing.Group]], bool]
-) -> list[packing.Group]:
+    groups: Sequence[packing.TrainGroup], is_finite: Callable[[Sequence[packing.TrainGroup]], bool]
+) -> list[packing.TrainGroup]:
     """Smallest sets of groups or single answers that are not finite, at most MOST_ROWS groups.
 
     Args:
@@ -66,7 +66,7 @@ def find_rows(
     return list(itertools.islice(_search(groups, is_finite), MOST_ROWS))
 
 
-def _search(groups, is_finite) -> Iterator[packing.Group]:
+def _search(groups, is_finite) -> Iterator[packing.TrainGroup]:
     if is_finite(groups):
         return
     half = len(groups) // 2
@@ -140,7 +140,7 @@ def write_rows(
     return path
 
 
-def _record(group: packing.Group, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def _record(group: packing.TrainGroup, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """Converts a group of one answer to a JSON-able dict."""
     prompt, answer = ([int(token) for token in ids] for ids in (group.prompt, group.answers[0]))
     old = None if group.old_logprobs is None else [_number(x) for x in group.old_logprobs[0]]

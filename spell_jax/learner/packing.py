@@ -29,7 +29,7 @@ Array = Any  # numpy on the host, jax on the devices
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class TrainGroup:
     """One prompt and its answers.
 
     Attributes:
@@ -169,7 +169,7 @@ class PackingConfig:
                 )
 
 
-def count_answers(groups: Sequence[Group]) -> dict[str, int]:
+def count_answers(groups: Sequence[TrainGroup]) -> dict[str, int]:
     """Answers by role."""
     counts: dict[str, int] = {}
     for group in groups:
@@ -194,7 +194,9 @@ def sum_by_answer(values: Array, answer: Array) -> jax.Array:
     return jnp.take_along_axis(sums, slot, axis=1, mode="fill", fill_value=0)
 
 
-def split_groups(groups: Sequence[Group], largest: Bucket) -> tuple[list[Group], list[Group]]:
+def split_groups(
+    groups: Sequence[TrainGroup], largest: Bucket
+) -> tuple[list[TrainGroup], list[TrainGroup]]:
     """Splits groups by answers until each fits the largest bucket.
 
     Returns:
@@ -220,7 +222,7 @@ def split_groups(groups: Sequence[Group], largest: Bucket) -> tuple[list[Group],
     return fitting, refused
 
 
-def _take(group: Group, indices: Sequence[int]) -> Group:
+def _take(group: TrainGroup, indices: Sequence[int]) -> TrainGroup:
     if len(indices) == len(group.answers):
         return group
 
@@ -236,12 +238,12 @@ def _take(group: Group, indices: Sequence[int]) -> Group:
     )
 
 
-def separate_answers(groups: Sequence[Group]) -> list[Group]:
+def separate_answers(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
     """One group per answer, prompts repeated: the same gradient without shared prefixes."""
     return [_take(group, [i]) for group in groups for i in range(len(group.answers))]
 
 
-def in_parts(groups: Sequence[Group], count: int) -> list[list[Group]]:
+def in_parts(groups: Sequence[TrainGroup], count: int) -> list[list[TrainGroup]]:
     """Split groups into `count` parts, one per update.
 
     Groups are dealt out like cards, so each part has the roles of the whole in the same order, and
@@ -255,7 +257,7 @@ def in_parts(groups: Sequence[Group], count: int) -> list[list[Group]]:
     return [list(groups[first::count]) for first in range(min(count, len(groups)))]
 
 
-def numbered(groups: Sequence[Group]) -> list[Group]:
+def numbered(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
     """The groups with 0, 1, 2, ... for the advantages of their answers, by which with_logprobs
     finds them again, and any weights."""
     made, first = [], 0
@@ -267,8 +269,8 @@ def numbered(groups: Sequence[Group]) -> list[Group]:
 
 
 def with_logprobs(
-    groups: Sequence[Group], batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray]
-) -> list[Group]:
+    groups: Sequence[TrainGroup], batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray]
+) -> list[TrainGroup]:
     """The groups with logprobs of their answer tokens for `old_logprobs`.
 
     Args:
@@ -313,8 +315,8 @@ def check_aggregation(aggregation: str, sequence_tokens: int) -> None:
 
 
 def weigh(
-    groups: Sequence[Group], aggregation: str = "token_mean", sequence_tokens: int = 0
-) -> list[Group]:
+    groups: Sequence[TrainGroup], aggregation: str = "token_mean", sequence_tokens: int = 0
+) -> list[TrainGroup]:
     """Gives every answer the weight of its tokens, so that a loss is the plain weighted sum.
 
     Done before groups are split or packed, so that neither changes the loss.
@@ -356,7 +358,7 @@ def weigh(
 
 
 def pack(
-    groups: Sequence[Group],
+    groups: Sequence[TrainGroup],
     buckets: Sequence[Bucket],
     token_budget: int,
     row_multiple: int = 1,
@@ -383,7 +385,9 @@ def pack(
     return batches
 
 
-def rows_of(groups: Sequence[Group], buckets: Sequence[Bucket]) -> dict[Bucket, list[list[int]]]:
+def rows_of(
+    groups: Sequence[TrainGroup], buckets: Sequence[Bucket]
+) -> dict[Bucket, list[list[int]]]:
     """Rows of each bucket, of each row the indices of its groups; arguments as of `pack`."""
     rows: dict[Bucket, list[list[int]]] = {bucket: [] for bucket in buckets}
     order = sorted(range(len(groups)), key=lambda i: (-groups[i].tokens, i))
@@ -397,7 +401,7 @@ def row_count(bucket: Bucket, token_budget: int, row_multiple: int = 1) -> int:
     return max(1, token_budget // bucket.length // row_multiple) * row_multiple
 
 
-def _assign(groups: Sequence[Group], order: Sequence[int], buckets: Sequence[Bucket]):
+def _assign(groups: Sequence[TrainGroup], order: Sequence[int], buckets: Sequence[Bucket]):
     """Yields (bucket, group indices of one row), first fit in order of falling length."""
     largest = buckets[-1]
     open_rows: list[tuple[list[int], int, int]] = []
@@ -420,7 +424,7 @@ def _assign(groups: Sequence[Group], order: Sequence[int], buckets: Sequence[Buc
 
 
 def _stack(
-    groups: Sequence[Group], rows: list[list[int]], bucket: Bucket, count: int, devices: int
+    groups: Sequence[TrainGroup], rows: list[list[int]], bucket: Bucket, count: int, devices: int
 ) -> MicroBatch:
     batch = empty_micro_batch(bucket, count)
     for row, members in enumerate(rows):
@@ -459,7 +463,9 @@ def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
     )
 
 
-def _write(batch: MicroBatch, row: int, start: int, filled: int, group: Group) -> tuple[int, int]:
+def _write(
+    batch: MicroBatch, row: int, start: int, filled: int, group: TrainGroup
+) -> tuple[int, int]:
     """Writes one group at column `start`, its answer tokens at slot `filled`; returns both ends."""
     if group.weights is None:
         raise ValueError("groups are weighed before they are packed")

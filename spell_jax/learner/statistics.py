@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spell_jax.data.clusters import ROLES
-from spell_jax.learner.packing import Group
+from spell_jax.learner.packing import TrainGroup
 from spell_jax.policy.config import PolicyConfig
 
 # Dense bfloat16 floating-point operations per second of one device, as stated by its maker: in
@@ -56,7 +56,7 @@ def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]
     return found | norms | more | {"answer_tokens": tokens}
 
 
-def advantages(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
+def advantages(groups: Sequence[TrainGroup]) -> dict[str, tuple[float, int]]:
     """(sum, count) over answers of each role's advantages.
 
     The names are "advantage/ROLE", and "advantage_size/ROLE" for absolute values.
@@ -70,7 +70,7 @@ def advantages(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
 
 
 def sampler_difference(
-    sampled: Sequence[Group], recomputed: Sequence[Group]
+    sampled: Sequence[TrainGroup], recomputed: Sequence[TrainGroup]
 ) -> dict[str, tuple[float, int]]:
     """Absolute difference between logprobs of the learner and the sampler.
 

@@ -97,7 +97,7 @@ def _time(names: Collection[str]) -> Iterator[Panel]:
     yield Panel(
         "Time",
         "Tokens per second of rollout",
-        {name: f"time/tokens_per_second/{name}" for name in ("drawn", "read")},
+        {name: f"time/tokens_per_second/{name}" for name in ("sampled", "prefilled")},
     )
     yield Panel(
         "Time",
@@ -107,10 +107,10 @@ def _time(names: Collection[str]) -> Iterator[Panel]:
     )
     yield Panel(
         "Time",
-        "Sampler: idle slots, empty cells, reused prompt tokens",
+        "Sampler: starved slots, padded group slots, reused prompt tokens",
         {
             name.replace("_", " "): f"rollout/sampler/{name}"
-            for name in ("idle_slots", "padded_group_slots", "reused_prompt_tokens")
+            for name in ("starved_slots", "padded_group_slots", "reused_prompt_tokens")
         },
     )
 

@@ -19,7 +19,7 @@ TRAINING_POINTS = (
     "proposed",  # a question was written (passed once per question)
     "answered",  # a question was answered
     "verified",  # the answers to a question were verified
-    "played",  # the rollouts of a step are done, the update has not begun
+    "rolled_out",  # the rollouts of a step are done, the update has not begun
     "updated",  # the weights are updated, nothing is written yet
     "saving",  # a checkpoint is being written, in the background
     "written",  # its files are written, its hashes are not

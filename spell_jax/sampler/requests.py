@@ -44,7 +44,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class SampleRequest:
     """A prompt to be answered `group` times.
 
     Attributes:

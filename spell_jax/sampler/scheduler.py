@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spell_jax.sampler.page_pool import Pool
-from spell_jax.sampler.requests import Request
+from spell_jax.sampler.requests import SampleRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Shape:
         fitting = (i for i, (cells, _) in enumerate(self.lanes) if group <= cells)
         return next(fitting, len(self.lanes) - 1)
 
-    def fits(self, request: Request) -> bool:
+    def fits(self, request: SampleRequest) -> bool:
         """Whether the request fits into an otherwise empty pool."""
         longest = self.pages_of(request.options.max_tokens)
         return self.pages_of(len(request.prompt)) + longest <= self.pages
@@ -74,7 +74,7 @@ class PrefilledPrompt:
     """
 
     ticket: int
-    request: Request
+    request: SampleRequest
     tokens: np.ndarray
     index: int
     pages: list[int]
@@ -179,7 +179,7 @@ class Shard:
         self._indices = list(range(shape.prompts - 1, -1, -1))
         self._needs: Counter[int] = Counter()  # pages of max_tokens -> number of sequences
 
-    def cost(self, blocks: Sequence[bytes], request: Request) -> int:
+    def cost(self, blocks: Sequence[bytes], request: SampleRequest) -> int:
         """Cost of admitting a request to this shard, for comparison with other shards.
 
         It is the number of pages to prefill plus the number of unfinished sequences.
@@ -187,7 +187,7 @@ class Shard:
         known = len(self._shared(blocks, request))
         return self.shape.pages_of(len(request.prompt)) - known + len(self.unfinished)
 
-    def admit(self, ticket: int, request: Request, blocks: Sequence[bytes]) -> bool:
+    def admit(self, ticket: int, request: SampleRequest, blocks: Sequence[bytes]) -> bool:
         """Admits a request if there is room; returns whether it was admitted.
 
         Takes the pages of its prompt, adds the unknown ones to the prefill tasks, and queues its
@@ -268,7 +268,7 @@ class Shard:
         self._indices.append(prefilled.index)
         return True
 
-    def _shared(self, blocks: Sequence[bytes], request: Request) -> list[int]:
+    def _shared(self, blocks: Sequence[bytes], request: SampleRequest) -> list[int]:
         """Known pages of the prompt's prefix.
 
         The page of the last token is never shared: its hidden state, from which answers start, has
@@ -294,9 +294,9 @@ class Scheduler:
     def __init__(self, shape: Shape, shards: int):
         self.shape = shape
         self.shards = [Shard(shape) for _ in range(shards)]
-        self.queue: deque[tuple[int, Request, list[bytes]]] = deque()
+        self.queue: deque[tuple[int, SampleRequest, list[bytes]]] = deque()
 
-    def submit(self, ticket: int, request: Request) -> None:
+    def submit(self, ticket: int, request: SampleRequest) -> None:
         """Appends a request to the queue.
 
         Raises:

@@ -28,7 +28,7 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import batching, programs
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.keys import request_keys
-from spell_jax.sampler.requests import Options, Request, Sample
+from spell_jax.sampler.requests import Options, Sample, SampleRequest
 from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class Session:
         """Number of prompt tokens taken from a shared prefix instead of being read again."""
         return sum(shard.reused_tokens for shard in self._scheduler.shards)
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: SampleRequest) -> int:
         """Queues a request and returns its ticket, a number from 0.
 
         Raises:
@@ -219,7 +219,7 @@ class Session:
         requests = []
         for index, prompt in enumerate(prompts):
             try:
-                requests.append(Request(prompt, group, keys[index], options))
+                requests.append(SampleRequest(prompt, group, keys[index], options))
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from error
         fitting = [self._sampler.fits(prompt) for prompt in prompts]

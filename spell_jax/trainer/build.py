@@ -61,7 +61,7 @@ class Run:
     Attributes:
       config: the run's config.
       own: models with their own weights by name, "policy" first.
-      players: worker that samples from the models for the algorithm.
+      worker: object that samples from the models for the algorithm.
       algorithm: what is rolled out and trained on.
       evaluation: held-out evaluation, or None where the data has no held-out questions.
       watch: timer of the main thread's phases.
@@ -69,7 +69,7 @@ class Run:
 
     config: RunConfig
     own: dict[str, Model]
-    players: RolloutWorker
+    worker: RolloutWorker
     algorithm: Algorithm
     evaluation: Evaluation | None
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
@@ -121,8 +121,8 @@ def make_run(config: RunConfig | Config) -> Run:
     samplers = {
         name: _make_text_sampler(model, config.sampler, mesh) for name, model in own.items()
     }
-    players = RolloutWorker(samplers.pop("policy"), jax.random.key(config.seed), samplers)
-    return Run(config, own, players, algorithm, evaluation)
+    worker = RolloutWorker(samplers.pop("policy"), jax.random.key(config.seed), samplers)
+    return Run(config, own, worker, algorithm, evaluation)
 
 
 def make_algorithm(

@@ -40,9 +40,9 @@ class HeldOut:
         run, every = self._run, self._run.config.validate_every
         if run.evaluation is None or not every or step % every:
             return None
-        run.players.start_step(_STEP, RolloutParams(run, self._models))
-        score, numbers = run.evaluation.quick(run.players)
-        run.players.end_step()
+        run.worker.start_step(_STEP, RolloutParams(run, self._models))
+        score, numbers = run.evaluation.quick(run.worker)
+        run.worker.end_step()
         for name, value in numbers.items():
             metrics.add(f"eval/{name}", value)
         return score
@@ -52,9 +52,9 @@ class HeldOut:
         run = self._run
         if run.evaluation is None:
             return
-        run.players.start_step(_STEP, RolloutParams(run, self._models))
-        result = run.evaluation.full(run.players)
-        run.players.end_step()
+        run.worker.start_step(_STEP, RolloutParams(run, self._models))
+        result = run.evaluation.full(run.worker)
+        run.worker.end_step()
         path = self._workdir / tables.EVALUATION_FILE
         if self._is_writer:
             results = json.loads(path.read_text()) if path.exists() else {}

@@ -98,7 +98,7 @@ def _loop(
         logger.enter("rollout", step - 1)
         with setup.profiled(step in config.profile_steps, workdir):
             rollout = rollouts.take(step)
-            fault_injection.point("played")
+            fault_injection.point("rolled_out")
             saver.stop_if_preempted(step - 1, rollouts.state_before(rollout))  # repeats this step
             assert rollout is not None
 

@@ -27,7 +27,7 @@ class Rollout:
     """
 
     episodes: Sequence[Any]
-    groups: list[packing.Group]
+    groups: list[packing.TrainGroup]
     annotations: Sequence[Annotation]
     metrics: Metrics
     state_before: dict[str, Any]
@@ -96,7 +96,7 @@ class Rollouts:
 
         `advance_update` is called whenever the device has been given its next sampler calls.
         """
-        run, worker = self._run, self._run.players
+        run, worker = self._run, self._run.worker
 
         def between_calls() -> None:
             advance_update()

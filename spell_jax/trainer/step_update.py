@@ -26,7 +26,7 @@ class StepUpdate:
         sampler's own logprobs reports it itself).
     """
 
-    def __init__(self, run: Run, models: dict[str, Any], groups: Sequence[packing.Group]):
+    def __init__(self, run: Run, models: dict[str, Any], groups: Sequence[packing.TrainGroup]):
         self._run, self._models = run, models
         by_model = {name: [g for g in groups if g.model == name] for name in run.trained}
         own = by_model.pop("policy")
@@ -63,6 +63,6 @@ class StepUpdate:
                     found.setdefault(name, []).append(numbers)
         return found
 
-    def _start(self, name: str, part: Sequence[packing.Group]) -> Update:
+    def _start(self, name: str, part: Sequence[packing.TrainGroup]) -> Update:
         reference = self._models.get("reference") if name == "policy" else None
         return self._run.own[name].learner.start(self._models[name], part, reference)

@@ -114,10 +114,10 @@ def make_policy(config: Config) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
     return build(PolicyConfig, section, "policy"), tokenizer
 
 
-def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packing.Group:
+def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packing.TrainGroup:
     """A row as a training group of one answer with advantage 1."""
     answer = [*tokenizer.encode(row.completion), tokenizer.eos_id]
-    return packing.Group(tokenizer.chat(row.prompt), [answer], [1.0], row.role)
+    return packing.TrainGroup(tokenizer.chat(row.prompt), [answer], [1.0], row.role)
 
 
 def make_learner(config: Config, policy: PolicyConfig) -> Learner:

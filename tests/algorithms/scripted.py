@@ -16,7 +16,7 @@ from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.clusters import TASKS, Cluster, in_memory
 from spell_jax.data.stream import TaskStream
-from spell_jax.learner.packing import Group
+from spell_jax.learner.packing import TrainGroup
 from spell_jax.sampler.requests import Sample
 from spell_jax.selfplay import prompts
 
@@ -123,7 +123,7 @@ def roll_out(algorithm: Algorithm, models: Models, step: int, seed: int = 0) -> 
     return list(algorithm.rollout(models, (seed, step), step))
 
 
-def to_groups(algorithm: Algorithm, episodes: Sequence[Any], step: int = 1) -> list[Group]:
+def to_groups(algorithm: Algorithm, episodes: Sequence[Any], step: int = 1) -> list[TrainGroup]:
     """The training groups of a step with seed 0."""
     return algorithm.groups(episodes, (0, step))[0]
 
@@ -134,7 +134,7 @@ def to_records(algorithm: Algorithm, episodes: Sequence[Any], step: int = 1) -> 
     return [algorithm.record(e, a) for e, a in zip(episodes, annotations, strict=True)]
 
 
-def read(group: Group) -> tuple[str, tuple[str, ...], tuple[float, ...]]:
+def read(group: TrainGroup) -> tuple[str, tuple[str, ...], tuple[float, ...]]:
     """(prompt, answers, advantages) of a training group of a scripted algorithm."""
     answers = tuple(bytes(int(t) for t in answer).decode() for answer in group.answers)
     return (
@@ -298,8 +298,8 @@ def number(episode: Episode) -> int:
     return int(episode.cluster.id[1:])
 
 
-def by_role(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    found: dict[str, list[Group]] = {"responder": [], "questioner": [], "verifier": []}
+def by_role(groups: Sequence[TrainGroup]) -> dict[str, list[TrainGroup]]:
+    found: dict[str, list[TrainGroup]] = {"responder": [], "questioner": [], "verifier": []}
     for group in groups:
         found[group.role].append(group)
     return found

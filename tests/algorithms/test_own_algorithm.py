@@ -22,7 +22,7 @@ from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.base import AlgorithmConfig, AlgorithmContext, Annotation, Key, Reply
 from spell_jax.config import default_config, extra_model
 from spell_jax.data.clusters import Cluster
-from spell_jax.learner.packing import Group
+from spell_jax.learner.packing import TrainGroup
 from spell_jax.policy import weights
 from spell_jax.reporting.episodes import choose_episodes
 from spell_jax.reporting.page import Measured, write_page
@@ -148,7 +148,7 @@ class Pair:
             found.append((cluster, [said, judged, copied]))
         return found
 
-    def groups(self, episodes: Any, key: Key) -> tuple[list[Group], list[Annotation]]:
+    def groups(self, episodes: Any, key: Key) -> tuple[list[TrainGroup], list[Annotation]]:
         groups = []
         for _, (said, judged, _) in episodes:
             groups.append(said.group([1.0, -1.0, 0.5, -0.5], "responder"))

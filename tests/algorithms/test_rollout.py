@@ -12,7 +12,7 @@ import pytest
 
 from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
 from spell_jax.sampler.config import SamplerConfig
-from spell_jax.sampler.requests import Request, Sample
+from spell_jax.sampler.requests import Sample, SampleRequest
 from spell_jax.sampler.session import Counts
 
 WORDS = ("zero", "one", "two", "end")
@@ -23,7 +23,7 @@ class FakeSession:
 
     reused_tokens = 0
 
-    def __init__(self, params: Any, asked: list[tuple[Any, Request]]):
+    def __init__(self, params: Any, asked: list[tuple[Any, SampleRequest]]):
         self.params, self.asked = params, asked
         self.counts = Counts(
             prompt_tokens=4,
@@ -34,9 +34,9 @@ class FakeSession:
         )
         self.counts.tokens, self.counts.prefilled_tokens = 7, 3
         self.counts.waited = {"responder": 0.5, str(params): 0.25}
-        self.waiting: dict[int, tuple[int, Request]] = {}
+        self.waiting: dict[int, tuple[int, SampleRequest]] = {}
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: SampleRequest) -> int:
         self.asked.append((self.params, request))
         ticket = len(self.asked)
         self.waiting[ticket] = len(request.prompt), request
@@ -58,7 +58,7 @@ class FakeSampler:
     config = SamplerConfig(max_tokens=9, max_verdict_tokens=2)
 
     def __init__(self):
-        self.asked: list[tuple[Any, Request]] = []
+        self.asked: list[tuple[Any, SampleRequest]] = []
         self.begun: list[Any] = []
 
     def begin(self, params: Any) -> FakeSession:

@@ -15,7 +15,7 @@ from examples.jitted_step import Config, Questions
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
-from spell_jax.learner.packing import Bucket, Group, PackingConfig
+from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
 from spell_jax.policy import weights
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime import mesh as meshes
@@ -39,7 +39,7 @@ class Step(NamedTuple):
       metrics: what the step returned.
     """
 
-    groups: list[Group]
+    groups: list[TrainGroup]
     params: Any
     mu: Any
     metrics: dict[str, float]
@@ -73,7 +73,9 @@ def _copied(tree: Any) -> Any:
     return jax.tree.map(np.array, tree)
 
 
-def _groups(c: Config, batch: Questions, truths: list[tuple[str, str]], answers) -> list[Group]:
+def _groups(
+    c: Config, batch: Questions, truths: list[tuple[str, str]], answers
+) -> list[TrainGroup]:
     made = []
     for row, (prompt, length, index) in enumerate(zip(*batch, strict=True)):
         slots = range(row * c.group_size, (row + 1) * c.group_size)
@@ -83,7 +85,7 @@ def _groups(c: Config, batch: Questions, truths: list[tuple[str, str]], answers)
         )
         advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
         sampled = [answers.logprobs[n, : answers.new[n]] for n in slots]
-        made.append(Group(prompt[:length], tokens, list(advantages), old_logprobs=sampled))
+        made.append(TrainGroup(prompt[:length], tokens, list(advantages), old_logprobs=sampled))
     return made
 
 
@@ -145,7 +147,7 @@ def test_the_step_is_the_trainers_update():
     ],
     ids=["no mean", "no deviation", "mean over answers"],
 )
-def test_the_comparison_notices_other_losses(wrong: Callable[[Group], list[float]]):
+def test_the_comparison_notices_other_losses(wrong: Callable[[TrainGroup], list[float]]):
     c, steps = run_example()
     groups = [dataclasses.replace(g, advantages=wrong(g)) for g in steps[0].groups]
     absolute, relative, _ = compare(c, [steps[0]._replace(groups=groups)])

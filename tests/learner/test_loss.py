@@ -26,7 +26,7 @@ def read(name: str) -> list[dict]:
 
 def _weights(mask: np.ndarray, mode: str) -> np.ndarray:
     """Token weights of rows that are groups of one answer each."""
-    groups = [packing.Group([1], [[2] * int(row.sum())], [0.0]) for row in mask]
+    groups = [packing.TrainGroup([1], [[2] * int(row.sum())], [0.0]) for row in mask]
     if mode in AGGREGATIONS:
         weighed = packing.weigh(groups, AGGREGATIONS[mode])
     else:

@@ -19,7 +19,7 @@ from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.non_finite import MOST_ROWS, NonFinite
 from spell_jax.learner.optimizer import OptimizerConfig
-from spell_jax.learner.packing import Bucket, Group, PackingConfig
+from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
 from spell_jax.learner.update import TrainState
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
@@ -32,7 +32,7 @@ PACKING = PackingConfig((Bucket(48, 32),), token_budget=96)
 ON_POLICY = LossConfig()
 OPTIMIZER = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
 EIGHT = (("fsdp", 8),)
-BAD = Group([3, 4], [[5], [6, 7], [8]], [0.5, NAN, -0.5], "verifier")
+BAD = TrainGroup([3, 4], [[5], [6, 7], [8]], [0.5, NAN, -0.5], "verifier")
 BAD_ANSWER = dataclasses.replace(BAD, answers=[[6, 7]], advantages=[NAN])
 
 
@@ -87,7 +87,7 @@ def test_a_skipped_update_never_was(mesh: tuple, offload: bool) -> None:
     before = _bits(state)
     places = jax.tree.map(lambda x: x.sharding, state)
     for advantage in (NAN, INF, -INF, 1e30):
-        bad = Group([3, 4], [[5]], [advantage])
+        bad = TrainGroup([3, 4], [[5]], [advantage])
         state, numbers = learner.update(state, [*GROUPS, bad])
         assert numbers["skipped_update"] == numbers["skipped_in_a_row"] == 1.0
         assert numbers["micro_batches"] > (1 if not mesh else 0)
@@ -146,7 +146,10 @@ def test_a_float32_weight_that_bfloat16_does_not_hold() -> None:
     assert np.isfinite(state.params["embedding"]).all()
     state, numbers = learner.update(state, GROUPS)
     assert numbers["skipped_update"] == 0.0
-    rows = [Group([5, 2], [[9], [10]], [1.0, -1.0]), Group([5, 6], [[2, 7], [11]], [0.5, -0.5])]
+    rows = [
+        TrainGroup([5, 2], [[9], [10]], [1.0, -1.0]),
+        TrainGroup([5, 6], [[2, 7], [11]], [0.5, -0.5]),
+    ]
     with pytest.raises(NonFinite) as error:
         learner.update(state, [*GROUPS, *rows])
     # The last token of an answer is predicted, but predicts nothing.
@@ -214,8 +217,8 @@ def test_the_number_in_a_row_is_checked() -> None:
 # ----------------------------------------------------------------------------------------- Bad rows
 
 
-def _single(advantage: float) -> Group:
-    return Group([1], [[2]], [advantage])
+def _single(advantage: float) -> TrainGroup:
+    return TrainGroup([1], [[2]], [advantage])
 
 
 def _total(groups) -> float:
@@ -242,7 +245,7 @@ def test_rows_that_are_bad_only_together_and_rows_without_end() -> None:
 
     groups = [_single(x) for x in (1, 1, 6, 7, 0, 0, 0, 0)]
     assert non_finite.find_rows(groups, is_small) == groups[2:4]
-    siblings = Group([1], [[2], [3]], [6.0, 7.0])
+    siblings = TrainGroup([1], [[2], [3]], [6.0, 7.0])
     assert non_finite.find_rows([siblings], is_small) == [siblings]
     many = [_single(INF)] * 100
     assert len(non_finite.find_rows(many, is_small)) == MOST_ROWS
@@ -250,7 +253,7 @@ def test_rows_that_are_bad_only_together_and_rows_without_end() -> None:
 
 def test_rows_are_written_with_all_that_was_learned_from(tmp_path) -> None:
     old = [np.array([-0.5, -INF], np.float32), np.array([NAN], np.float32)]
-    group = Group([3, np.int64(4)], [np.array([5, 6]), [7]], [INF, 0.5], "verifier", old)
+    group = TrainGroup([3, np.int64(4)], [np.array([5, 6]), [7]], [INF, 0.5], "verifier", old)
     error = NonFinite(3, packing.weigh([group, BAD_ANSWER]), [], True)
     decode = lambda ids: "\ud800" + "-".join(map(str, ids))  # noqa: E731
     path = non_finite.write_rows(error, tmp_path, 12, decode)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from spell_jax.attention.masks import visible
 from spell_jax.learner import packing
-from spell_jax.learner.packing import Bucket, Group, MicroBatch
+from spell_jax.learner.packing import Bucket, MicroBatch, TrainGroup
 from tests import tiny
 
 
-def _pack(groups: list[Group], buckets: list[Bucket], budget: int, multiple: int = 1):
+def _pack(groups: list[TrainGroup], buckets: list[Bucket], budget: int, multiple: int = 1):
     fitting, refused = packing.split_groups(packing.weigh(groups), buckets[-1])
     return packing.pack(fitting, buckets, budget, multiple), refused
 
@@ -41,7 +41,7 @@ def _written(batches: list[MicroBatch]) -> Counter:
     return found
 
 
-def _wanted(groups: list[Group]) -> Counter:
+def _wanted(groups: list[TrainGroup]) -> Counter:
     wanted: Counter = Counter()
     for group in packing.weigh(groups):
         for i, answer in enumerate(group.answers):
@@ -55,7 +55,7 @@ def _wanted(groups: list[Group]) -> Counter:
 
 
 def test_layout_of_a_row() -> None:
-    group = Group([11, 12], [[21, 22], [31]], [0.5, -1.0], old_logprobs=[[-1, -2], [-3]])
+    group = TrainGroup([11, 12], [[21, 22], [31]], [0.5, -1.0], old_logprobs=[[-1, -2], [-3]])
     (batch,), refused = _pack([group], [Bucket(6, 4)], 6)
     assert not refused
     np.testing.assert_array_equal(batch.tokens, [[11, 12, 21, 22, 31, 0]])
@@ -70,7 +70,7 @@ def test_layout_of_a_row() -> None:
 
 
 def test_two_groups_in_a_row_do_not_meet() -> None:
-    groups = [Group([1, 2], [[3]], [1.0]), Group([4], [[5]], [2.0])]
+    groups = [TrainGroup([1, 2], [[3]], [1.0]), TrainGroup([4], [[5]], [2.0])]
     (batch,), _ = _pack(groups, [Bucket(8, 4)], 8)
     np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 4, 5, 0, 0, 0]])
     np.testing.assert_array_equal(batch.last_query, [[2, 2, 2, 4, 4, -1, -1, -1]])
@@ -80,7 +80,7 @@ def test_two_groups_in_a_row_do_not_meet() -> None:
 
 def test_first_fit_decreasing_is_deterministic_and_fills_rows() -> None:
     sizes = [3, 9, 5, 7, 4, 4]  # 9 | 7+3 | 5+4 | 4 in rows of 10
-    groups = [Group([i] * (size - 1), [[50 + i]], [1.0]) for i, size in enumerate(sizes)]
+    groups = [TrainGroup([i] * (size - 1), [[50 + i]], [1.0]) for i, size in enumerate(sizes)]
     (batch,), _ = _pack(groups, [Bucket(10, 10)], 40)
     rows = [[int(t) - 50 for t in row if t >= 50] for row in batch.target]
     assert rows == [[1], [3, 0], [2, 4], [5]]
@@ -90,14 +90,14 @@ def test_first_fit_decreasing_is_deterministic_and_fills_rows() -> None:
 
 
 def test_rows_take_the_smallest_bucket_that_holds_them() -> None:
-    groups = [Group([1] * 2, [[2]], [1.0])]
+    groups = [TrainGroup([1] * 2, [[2]], [1.0])]
     assert _pack(groups, [Bucket(4, 2), Bucket(16, 8)], 16)[0][0].tokens.shape == (4, 4)
-    many_answers = [Group([1], [[2], [3], [4]], [1.0] * 3)]  # 4 tokens, but 3 of answers
+    many_answers = [TrainGroup([1], [[2], [3], [4]], [1.0] * 3)]  # 4 tokens, but 3 of answers
     assert _pack(many_answers, [Bucket(4, 2), Bucket(16, 8)], 16)[0][0].tokens.shape == (1, 16)
 
 
 def test_a_micro_batch_keeps_to_the_budget_and_to_the_devices() -> None:
-    groups = [Group([1] * 6, [[2] * 2], [1.0]) for _ in range(7)]
+    groups = [TrainGroup([1] * 6, [[2] * 2], [1.0]) for _ in range(7)]
     batches, _ = _pack(groups, [Bucket(8, 4)], 24)
     assert [batch.tokens.shape for batch in batches] == [(3, 8)] * 3
     batches, _ = _pack(groups, [Bucket(8, 4)], 24, multiple=2)
@@ -107,7 +107,7 @@ def test_a_micro_batch_keeps_to_the_budget_and_to_the_devices() -> None:
 
 
 def test_long_groups_are_split_by_answers_and_repeat_their_prompt() -> None:
-    group = Group([1, 2, 3], [[10], [11, 12], [13, 14], [15]], [1.0, 2.0, 3.0, 4.0])
+    group = TrainGroup([1, 2, 3], [[10], [11, 12], [13, 14], [15]], [1.0, 2.0, 3.0, 4.0])
     weighed = packing.weigh([group])
     parts, refused = packing.split_groups(weighed, Bucket(6, 3))
     assert not refused
@@ -118,7 +118,7 @@ def test_long_groups_are_split_by_answers_and_repeat_their_prompt() -> None:
 
 
 def test_answers_that_cannot_fit_are_refused_and_their_siblings_kept() -> None:
-    group = Group([1, 2], [[3], [4] * 5, [5, 5]], [1.0, 2.0, 3.0])
+    group = TrainGroup([1, 2], [[3], [4] * 5, [5, 5]], [1.0, 2.0, 3.0])
     fitting, refused = packing.split_groups(packing.weigh([group]), Bucket(6, 6))
     assert [part.answers for part in refused] == [[[4] * 5]]
     assert [part.answers for part in fitting] == [[[3], [5, 5]]]
@@ -156,9 +156,9 @@ def test_every_answer_token_is_there_once(
 
 
 GROUPS = [
-    Group([1], [[1] * 2, [1] * 4], [1.0, 1.0], "responder"),
-    Group([1], [[1] * 3], [1.0], "responder"),
-    Group([1], [[1] * 1, [1] * 6], [1.0, 1.0], "verifier"),
+    TrainGroup([1], [[1] * 2, [1] * 4], [1.0, 1.0], "responder"),
+    TrainGroup([1], [[1] * 3], [1.0], "responder"),
+    TrainGroup([1], [[1] * 1, [1] * 6], [1.0, 1.0], "verifier"),
 ]
 
 
@@ -196,7 +196,7 @@ def test_sums_of_sequences_have_one_weight_for_all_tokens() -> None:
 
 @given(count=st.integers(0, 20), parts=st.integers(1, 9))
 def test_parts_have_all_groups_in_their_order(count: int, parts: int) -> None:
-    groups = [Group([1], [[2]], [float(i)]) for i in range(count)]
+    groups = [TrainGroup([1], [[2]], [float(i)]) for i in range(count)]
     found = packing.in_parts(groups, parts)
     assert len(found) == min(count, parts) and all(found)
     numbers = [[group.advantages[0] for group in part] for part in found]
@@ -209,7 +209,7 @@ def test_parts_have_all_groups_in_their_order(count: int, parts: int) -> None:
 
 
 def test_parts_have_the_roles_of_the_whole() -> None:
-    groups = [Group([1], [[2]], [1.0], role) for role in "aaaaaabbbb"]
+    groups = [TrainGroup([1], [[2]], [1.0], role) for role in "aaaaaabbbb"]
     assert [[g.role for g in part] for part in packing.in_parts(groups, 2)] == [list("aaabb")] * 2
     with pytest.raises(ValueError, match="count = 0: groups are dealt out to at least 1 part"):
         packing.in_parts(groups, 0)
@@ -292,6 +292,6 @@ def test_mistakes_are_named() -> None:
 )
 def test_a_group_that_does_not_hold_together_is_refused(fields: dict, message: str) -> None:
     whole = {"prompt": [1], "answers": [[2], [3, 4]], "advantages": [1.0, -1.0]}
-    Group(**whole)
+    TrainGroup(**whole)
     with pytest.raises(ValueError, match=message):
-        Group(**whole | fields)
+        TrainGroup(**whole | fields)

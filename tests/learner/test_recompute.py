@@ -19,7 +19,7 @@ from spell_jax.learner import update as updates
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
-from spell_jax.learner.packing import Bucket, Group, PackingConfig
+from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
 from spell_jax.policy import lora, transformer
 from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime import mesh as meshes
@@ -71,7 +71,7 @@ def _every_logprob(params: transformer.Params, tokens: jax.Array) -> jax.Array:
     return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
 
 
-def logprobs(params: transformer.Params, groups: list[Group]) -> list[list[np.ndarray]]:
+def logprobs(params: transformer.Params, groups: list[TrainGroup]) -> list[list[np.ndarray]]:
     """Logprobs of answer tokens by hand: every answer after its prompt in a row of its own."""
     pairs = [(list(group.prompt), list(a)) for group in groups for a in group.answers]
     tokens = np.zeros((len(pairs), 64), np.int32)
@@ -158,7 +158,7 @@ def test_in_the_compute_dtype_as_the_update_reads_them() -> None:
 @pytest.mark.slow
 def test_refused_answers_have_none_and_are_refused_again() -> None:
     made = learner()
-    long = Group([3] * 40, [[4] * 3, [4] * 20, [5]], [1.0, 1.0, -1.0])
+    long = TrainGroup([3] * 40, [[4] * 3, [4] * 20, [5]], [1.0, 1.0, -1.0])
     state = fresh(made)
     *others, found = made.recompute(state, [*GROUPS, long])
     first, second, third = found.old_logprobs or []
@@ -170,7 +170,7 @@ def test_refused_answers_have_none_and_are_refused_again() -> None:
     state, numbers = made.update(state, [*others, found])
     assert numbers["refused_answers"] == 1 and np.isfinite(numbers["loss"])
     assert numbers["skipped_update"] == 0 and int(state.step) == 1
-    nothing = Group([3] * 60, [[4]], [1.0])
+    nothing = TrainGroup([3] * 60, [[4]], [1.0])
     (found,) = made.recompute(state, [nothing])
     assert np.isnan((found.old_logprobs or [])[0]).all()
     assert made.recompute(state, []) == []
@@ -284,7 +284,7 @@ def test_the_constant_of_sums_is_the_configs() -> None:
 
 
 @functools.cache
-def off_policy() -> list[Group]:
+def off_policy() -> list[TrainGroup]:
     """Groups with old logprobs near the new ones: most answers' ratios are in bounds, some not."""
     rng = np.random.default_rng(0)
     return [

@@ -12,7 +12,7 @@ import pytest
 from spell_jax.learner import packing, statistics, update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.optimizer import OptimizerConfig
-from spell_jax.learner.packing import Group
+from spell_jax.learner.packing import TrainGroup
 from tests import tiny
 
 
@@ -22,9 +22,9 @@ def device(kind: str) -> Any:
 
 def test_advantages_are_told_by_role():
     groups = [
-        Group([1], [[2], [3]], [1.0, -2.0], "responder"),
-        Group([1], [[2]], [-0.5], "questioner"),
-        Group([1], [[2]], [4.0], "responder"),
+        TrainGroup([1], [[2], [3]], [1.0, -2.0], "responder"),
+        TrainGroup([1], [[2]], [-0.5], "questioner"),
+        TrainGroup([1], [[2]], [4.0], "responder"),
     ]
     assert statistics.advantages(groups) == {
         "advantage/responder": (3.0, 3),
@@ -74,7 +74,7 @@ def learner(**layout: Any) -> Learner:
 
 @pytest.mark.slow
 def test_an_update_counts_what_it_trained_on():
-    groups = [Group([3] * 40, [[4] * 6, [5] * 7, [6] * 8], [1.0, -1.0, 0.0])]
+    groups = [TrainGroup([3] * 40, [[4] * 6, [5] * 7, [6] * 8], [1.0, -1.0, 0.0])]
     for shared in (True, False):
         made = learner(shared_prefix=shared)
         _, numbers = made.update(made.start(tiny.weights()), groups)
@@ -89,7 +89,7 @@ def test_entropy_is_told_by_role():
     """The only role of an update has the update's entropy; other roles are left out."""
     made = learner()
     answers = {"questioner": [7] * 3, "responder": [9] * 5, "verifier": [11], "row": [13] * 9}
-    groups = {role: Group([3, 4], [answer], [1.0], role) for role, answer in answers.items()}
+    groups = {role: TrainGroup([3, 4], [answer], [1.0], role) for role, answer in answers.items()}
 
     def numbers(*roles: str) -> dict[str, float]:
         return made.update(made.start(tiny.weights()), [groups[role] for role in roles])[1]
@@ -106,7 +106,7 @@ def test_entropy_is_told_by_role():
 
 
 def test_how_far_the_sampler_is_from_what_was_recomputed():
-    before = [Group([1], [[2, 3], [4]], [1.0, 1.0], old_logprobs=[[-1.0, -2.0], [-3.0]])]
+    before = [TrainGroup([1], [[2, 3], [4]], [1.0, 1.0], old_logprobs=[[-1.0, -2.0], [-3.0]])]
     again = [np.float32([-1.5, -1.75]), np.float32([np.nan])]  # the second answer was refused
     after = [dataclasses.replace(before[0], old_logprobs=again)]
     assert statistics.sampler_difference(before, after) == {"sampler_difference": (0.75, 2)}

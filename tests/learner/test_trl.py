@@ -15,7 +15,7 @@ import pytest
 from spell_jax.learner import loss as losses
 from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig
-from spell_jax.learner.packing import Bucket, Group
+from spell_jax.learner.packing import Bucket, TrainGroup
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +108,7 @@ def by_trl(fields: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
 
 def by_us(config: LossConfig) -> tuple[float, np.ndarray]:
     """The same values with the answers concatenated."""
-    group = Group([1], [[2] * n for n in LENGTHS], ADVANTAGES, old_logprobs=OLD)
+    group = TrainGroup([1], [[2] * n for n in LENGTHS], ADVANTAGES, old_logprobs=OLD)
     weighed = packing.weigh([group], config.aggregation, config.sequence_tokens)
     (batch,) = packing.pack(weighed, [Bucket(1 + sum(LENGTHS), sum(LENGTHS))], 1)
     reference = jnp.concatenate(REFERENCE)[None]

@@ -15,7 +15,7 @@ from spell_jax.learner import update as updates
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
-from spell_jax.learner.packing import Bucket, Group, PackingConfig
+from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
 from spell_jax.learner.update import TrainState
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
@@ -71,7 +71,7 @@ def _learner(
     )
 
 
-def _step(learner: Learner, groups: list[Group], reference=None) -> tuple[TrainState, dict]:
+def _step(learner: Learner, groups: list[TrainGroup], reference=None) -> tuple[TrainState, dict]:
     """(new state, metrics) of one update from the tiny weights."""
     state = learner.init(tiny.weights(learner.policy))
     state, numbers = learner.update(state, groups, reference)
@@ -99,11 +99,11 @@ def _assert_same_step(found, wanted, relative: float = RELATIVE) -> None:
 
 
 GROUPS = tiny.groups(7, seed=1)
-SMALL = [Group([5, 6, 7], [[8, 9], [10]], [0.5, -1.5])]
+SMALL = [TrainGroup([5, 6, 7], [[8, 9], [10]], [0.5, -1.5])]
 TEMPERATURE = 0.7
 
 
-def _rows(groups: list[Group]) -> tuple[np.ndarray, np.ndarray]:
+def _rows(groups: list[TrainGroup]) -> tuple[np.ndarray, np.ndarray]:
     """Each answer after its prompt in a row [18] of its own, and a mask of answer tokens."""
     pairs = [(list(group.prompt), list(a)) for group in groups for a in group.answers]
     tokens = np.zeros((len(pairs), 18), np.int32)
@@ -176,7 +176,7 @@ def test_packing_changes_nothing(packing_config: PackingConfig) -> None:
 
 
 def test_shared_prefixes_save_tokens() -> None:
-    group = Group([3] * 20, [[5, 6]] * 4, [1.0, -1.0, 0.5, 0.0])
+    group = TrainGroup([3] * 20, [[5, 6]] * 4, [1.0, -1.0, 0.5, 0.0])
     shared, _ = _learner().pack([group])
     separate, _ = _learner(PackingConfig(BUCKETS[1:], 192, shared_prefix=False)).pack([group])
     count = [sum(int((b.last_query >= 0).sum()) for b in batches) for batches in (shared, separate)]
@@ -297,12 +297,12 @@ def test_an_empty_update_changes_nothing() -> None:
 
 
 def test_refused_answers_are_counted() -> None:
-    long = Group([3] * 40, [[4] * 3, [4] * 20], [1.0, 1.0])
+    long = TrainGroup([3] * 40, [[4] * 3, [4] * 20], [1.0, 1.0])
     state, numbers = _step(_learner(), [*GROUPS, long])
     assert numbers["refused_answers"] == 1 and int(state.step) == 1
     learner = _learner()
     before = learner.init(tiny.weights())
-    after, numbers = learner.update(before, [Group([3] * 60, [[4]], [1.0])])
+    after, numbers = learner.update(before, [TrainGroup([3] * 60, [[4]], [1.0])])
     assert after is before
     assert numbers == {"empty_update": 1.0, "refused_answers": 1.0}
 
@@ -352,7 +352,7 @@ def test_ratio_against_the_sampler() -> None:
     current = np.asarray(_logprobs(tiny.weights(), tokens))[answers > 0]
     shift = np.array([0.1, -0.5, 0.15])
 
-    def with_old(old: np.ndarray) -> list[Group]:
+    def with_old(old: np.ndarray) -> list[TrainGroup]:
         return [dataclasses.replace(SMALL[0], old_logprobs=[old[:2], old[2:]])]
 
     _, numbers = _step(learner, with_old(current - shift))
@@ -465,7 +465,7 @@ def test_given_weights_on_devices_are_taken_over() -> None:
 def test_updates_learn() -> None:
     learner = _learner()
     state = learner.init(tiny.weights())
-    group = Group([5, 6, 7], [[8, 9, 10], [11, 12]], [1.0, -1.0])
+    group = TrainGroup([5, 6, 7], [[8, 9, 10], [11, 12]], [1.0, -1.0])
     for _ in range(8):
         state, _ = learner.update(state, [group])
     tokens, answers = _rows([group])

@@ -13,7 +13,7 @@ import pytest
 from spell_jax.learner import loss as losses
 from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig
-from spell_jax.learner.packing import Bucket, Group, MicroBatch
+from spell_jax.learner.packing import Bucket, MicroBatch, TrainGroup
 
 # Answers of 3, 2, 4; of 2, 6, 1, 2 tokens; and padding.
 ANSWER = np.array(
@@ -188,7 +188,7 @@ def test_the_first_equation_of_eapo_and_its_gradient() -> None:
     logs = [[-1.0, -2.0, -0.5], [-0.3, -0.7], [-1.1], [-2.0, -1.0]]
     olds = [[-1.2, -1.9, -0.6], [-0.9, -0.4], [-0.7], [-2.1, -1.4]]
     advantages = [1.0, 1.0, -1.0, -0.5]
-    group = Group([1], [[2] * len(x) for x in logs], advantages, old_logprobs=olds)
+    group = TrainGroup([1], [[2] * len(x) for x in logs], advantages, old_logprobs=olds)
     config = LossConfig(
         ratio="sequence",
         old_logprobs="rollout",

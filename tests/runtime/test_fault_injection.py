@@ -16,7 +16,7 @@ PASSES = """
 from spell_jax.runtime import fault_injection
 for step in (1, 2, 3):
     print("play", step, flush=True)
-    fault_injection.point("played")
+    fault_injection.point("rolled_out")
     print("update", step, flush=True)
     fault_injection.point("updated")
 """
@@ -38,9 +38,9 @@ def test_points_are_passed_without_the_variable(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_count_is_of_one_point_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fault_injection.VARIABLE, "updated:2:raise")
-    fault_injection.point("played")
+    fault_injection.point("rolled_out")
     fault_injection.point("updated")
-    fault_injection.point("played")
+    fault_injection.point("rolled_out")
     with pytest.raises(fault_injection.Fault, match="updated:2:raise"):
         fault_injection.point("updated")
     fault_injection.point("updated")  # once only
@@ -68,4 +68,4 @@ def test_a_process_is_ended(fault: str, code: int) -> None:
 def test_a_mistake_is_named(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fault_injection.VARIABLE, wanted)
     with pytest.raises(ValueError, match=rf"SPELL_FAULT = '{wanted}': must be NAME:COUNT"):
-        fault_injection.point("played")
+        fault_injection.point("rolled_out")

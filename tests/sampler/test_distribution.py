@@ -22,7 +22,7 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import session
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
-from spell_jax.sampler.requests import Options, Request
+from spell_jax.sampler.requests import Options, SampleRequest
 from tests import tiny
 
 POLICY = PolicyConfig(
@@ -74,7 +74,7 @@ def _sampled() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     cases = list(CASES) * REQUESTS
     keys = session.request_keys(jax.random.key(5), len(cases))
     for case, key in zip(cases, keys, strict=True):
-        asked.submit(Request(_prompt(case), GROUP, key, CASES[case]))
+        asked.submit(SampleRequest(_prompt(case), GROUP, key, CASES[case]))
     answers = dict(asked.results())
     found = {}
     for first, case in enumerate(CASES):

@@ -19,7 +19,7 @@ from spell_jax.sampler import sampling as nucleus
 from spell_jax.sampler import session
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
-from spell_jax.sampler.requests import Request, Sample
+from spell_jax.sampler.requests import Sample, SampleRequest
 from tests import tiny
 from tests.paths import REFERENCE_CASES
 
@@ -121,7 +121,7 @@ def test_siblings_and_requests_differ() -> None:
 
 def test_logprobs_equal_the_learners() -> None:
     groups = [
-        packing.Group(
+        packing.TrainGroup(
             prompt, [s.tokens for s in group], [1.0] * GROUP, "", [s.logprobs for s in group]
         )
         for prompt, group in zip(PROMPTS, _samples(), strict=True)
@@ -180,7 +180,7 @@ def test_any_order_of_requests_gives_the_same_to_the_bit() -> None:
     """Within one compiled shape: whatever the slots, the neighbors and the time of asking."""
     keys = session.request_keys(KEY, len(PROMPTS))
     options = CONFIG.options(CONFIG.max_tokens)
-    requests = [Request(p, GROUP, k, options) for p, k in zip(PROMPTS, keys, strict=True)]
+    requests = [SampleRequest(p, GROUP, k, options) for p, k in zip(PROMPTS, keys, strict=True)]
     for seed in range(3):
         rng, asked = np.random.default_rng(seed), _sampler().begin(tiny.weights())
         order = rng.permutation(len(requests)).tolist()

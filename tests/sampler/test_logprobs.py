@@ -17,7 +17,7 @@ from flax import linen as nn
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
-from spell_jax.learner.packing import Bucket, Group, PackingConfig
+from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
 from spell_jax.runtime import mesh as meshes
@@ -80,7 +80,7 @@ def _prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     return [text[: n - 5] + rng.integers(QWEN2.vocab_size, size=5).tolist() for n in lengths]
 
 
-def _sampled(policy: PolicyConfig, size: str, temperature: float) -> list[Group]:
+def _sampled(policy: PolicyConfig, size: str, temperature: float) -> list[TrainGroup]:
     """Prompts, answers and their logprobs from the sampler."""
     lengths, block = SIZES[size]
     config = SamplerConfig(
@@ -104,12 +104,12 @@ def _sampled(policy: PolicyConfig, size: str, temperature: float) -> list[Group]
     for prompt, samples in zip(prompts, answers, strict=True):
         assert samples is not None
         tokens, logprobs = [s.tokens for s in samples], [s.logprobs for s in samples]
-        groups.append(Group(prompt, tokens, [1.0] * SIBLINGS, old_logprobs=logprobs))
+        groups.append(TrainGroup(prompt, tokens, [1.0] * SIBLINGS, old_logprobs=logprobs))
     return groups
 
 
 def _scored(
-    policy: PolicyConfig, groups: list[Group], temperature: float
+    policy: PolicyConfig, groups: list[TrainGroup], temperature: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """(the sampler's logprobs, the learner's) of all answer tokens."""
     answers = SIBLINGS * ANSWER

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from spell_jax.sampler.requests import Options, Request
+from spell_jax.sampler.requests import Options, SampleRequest
 from spell_jax.sampler.scheduler import (
     DecodeSequence,
     Lane,
@@ -19,13 +19,13 @@ from spell_jax.sampler.scheduler import (
 SHAPE = Shape(page_size=4, pages=20, slots=6, prompts=8, lanes=((1, 6), (3, 3)), tasks=4)
 
 
-def _request(prompt: int | Sequence[int], group: int = 1, max_tokens: int = 8) -> Request:
+def _request(prompt: int | Sequence[int], group: int = 1, max_tokens: int = 8) -> SampleRequest:
     """A request; `prompt` is its tokens, or the length n of a prompt 0, 1, 2, ..."""
     tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
-    return Request(tokens, group, np.zeros(2, np.uint32), Options(max_tokens=max_tokens))
+    return SampleRequest(tokens, group, np.zeros(2, np.uint32), Options(max_tokens=max_tokens))
 
 
-def _scheduler(*requests: Request, shards: int = 1, **sizes) -> Scheduler:
+def _scheduler(*requests: SampleRequest, shards: int = 1, **sizes) -> Scheduler:
     scheduler = Scheduler(dataclasses.replace(SHAPE, **sizes), shards)
     for ticket, request in enumerate(requests):
         scheduler.submit(ticket, request)
@@ -443,7 +443,7 @@ class _Decoder:
         # Of each shard's pages the tokens up to their end, as far as prefill has read them.
         self.read: list[dict[int, tuple[int, ...]]] = [{} for _ in scheduler.shards]
 
-    def run(self, requests: Sequence[Request]) -> None:
+    def run(self, requests: Sequence[SampleRequest]) -> None:
         """Answer them: half of them are submitted first, one more whenever one is finished."""
         asked = 0
         for _ in range(10_000):
@@ -547,7 +547,7 @@ class _Decoder:
                     self._check_read(number, prefilled, len(prefilled.pages))
 
 
-def _random_requests(rng: np.random.Generator, count: int, shape: Shape) -> list[Request]:
+def _random_requests(rng: np.random.Generator, count: int, shape: Shape) -> list[SampleRequest]:
     """Prompts with common beginnings, some of them equal; the longest take the whole pool."""
     stems = [rng.integers(3, size=40).tolist() for _ in range(3)]
     made = []

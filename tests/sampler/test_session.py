@@ -13,7 +13,7 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import session
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
-from spell_jax.sampler.requests import Options, Request, Sample
+from spell_jax.sampler.requests import Options, Sample, SampleRequest
 from tests import tiny
 
 CONFIG = SamplerConfig(
@@ -61,12 +61,12 @@ def _sampler(config: SamplerConfig = CONFIG) -> Sampler:
     return Sampler(tiny.POLICY, config, (), mesh, Letters().stream)
 
 
-def _requests(groups=(4, 1, 3, 6)) -> list[Request]:
+def _requests(groups=(4, 1, 3, 6)) -> list[SampleRequest]:
     keys = session.request_keys(KEY, len(PROMPTS))
-    return [Request(*each) for each in zip(PROMPTS, groups, keys, OPTIONS, strict=True)]
+    return [SampleRequest(*each) for each in zip(PROMPTS, groups, keys, OPTIONS, strict=True)]
 
 
-def _answer(asked: session.Session, requests: list[Request]) -> list[list[Sample]]:
+def _answer(asked: session.Session, requests: list[SampleRequest]) -> list[list[Sample]]:
     places = {asked.submit(request): index for index, request in enumerate(requests)}
     found: list[list[Sample]] = [[] for _ in requests]
     for ticket, samples in asked.results():
@@ -74,7 +74,7 @@ def _answer(asked: session.Session, requests: list[Request]) -> list[list[Sample
     return found
 
 
-def _alone(request: Request, config: SamplerConfig = CONFIG) -> list[Sample]:
+def _alone(request: SampleRequest, config: SamplerConfig = CONFIG) -> list[Sample]:
     return _answer(_sampler(config).begin(tiny.weights()), [request])[0]
 
 
@@ -139,7 +139,7 @@ def test_a_pool_with_room_for_one_answer_gives_the_same() -> None:
 def test_a_straggler_does_not_hold_its_neighbors_slots() -> None:
     options = [Options(max_tokens=12), *[Options(max_tokens=2)] * 11]
     keys = session.request_keys(KEY, 12)
-    requests = [Request([5, 6, n], 1, keys[n], options[n]) for n in range(12)]
+    requests = [SampleRequest([5, 6, n], 1, keys[n], options[n]) for n in range(12)]
     config = dataclasses.replace(CONFIG, slots=2)
     asked = _sampler(config).begin(tiny.weights())
     _answer(asked, requests)
@@ -196,14 +196,14 @@ def test_what_cannot_be_answered_is_an_error_at_once() -> None:
     asked = _sampler().begin(tiny.weights())
     key = session.request_keys(KEY, 1)[0]
     with pytest.raises(ValueError, match="a prompt of 33 tokens is over the cap of 32"):
-        asked.submit(Request([5] * 33, 1, key, OPTIONS[0]))
+        asked.submit(SampleRequest([5] * 33, 1, key, OPTIONS[0]))
     with pytest.raises(ValueError, match="max_tokens = 13 is over the cap of 12"):
-        asked.submit(Request([5], 1, key, Options(max_tokens=13)))
+        asked.submit(SampleRequest([5], 1, key, Options(max_tokens=13)))
     mesh = _sampler().mesh
     blind = Sampler(tiny.POLICY, CONFIG, (), mesh).begin(tiny.weights())
     with pytest.raises(ValueError, match="stop strings need a sampler with a tokenizer"):
-        blind.submit(Request([5], 1, key, Options(max_tokens=3, stop_strings=("a",))))
-    assert asked.submit(Request([5], 1, key, OPTIONS[0])) == 0  # nothing of it was kept
+        blind.submit(SampleRequest([5], 1, key, Options(max_tokens=3, stop_strings=("a",))))
+    assert asked.submit(SampleRequest([5], 1, key, OPTIONS[0])) == 0  # nothing of it was kept
 
 
 def test_a_pool_that_is_too_small_is_an_error_before_any_device_is_used() -> None:
@@ -277,7 +277,7 @@ def test_a_call_is_shared_by_what_was_drawn_and_read(seconds):
     key = np.zeros(2, np.uint32)
     for prompt, tokens, agent in (([5] * 10, 4, "a"), ([6] * 30, 8, "b")):
         options = Options(temperature=0.0, max_tokens=tokens)
-        asked.submit(Request(prompt, 1, key, options, agent))
+        asked.submit(SampleRequest(prompt, 1, key, options, agent))
     list(asked.results())
     assert seconds == [2.0]
     assert asked.counts.waited == pytest.approx({"a": 14 / 48, "b": 34 / 48 + 1})

@@ -14,7 +14,7 @@ from spell_jax.sampler import speculative
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import request_keys
-from spell_jax.sampler.requests import Request, Sample
+from spell_jax.sampler.requests import Sample, SampleRequest
 from spell_jax.sampler.session import Counts
 from tests import tiny
 
@@ -90,7 +90,7 @@ def _answers(config: SamplerConfig, stops=(), mesh=()) -> tuple[list[list[Sample
     keys = request_keys(KEY, 2 * len(PROMPTS))
     for i, key in enumerate(keys):
         group, how = (3, 1)[i % 2], config.options(40 - i)
-        session.submit(Request(PROMPTS[i // 2], group, key, how))
+        session.submit(SampleRequest(PROMPTS[i // 2], group, key, how))
     answers = dict(session.results())
     return [answers[i] for i in range(len(keys))], session.counts
 

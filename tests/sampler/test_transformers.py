@@ -19,7 +19,7 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import session
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
-from spell_jax.sampler.requests import Options, Request
+from spell_jax.sampler.requests import Options, SampleRequest
 from tests.policy import families
 
 pytestmark = pytest.mark.slow
@@ -91,7 +91,7 @@ def test_greedy_answers_equal_transformers(family: str, page_size: int, model) -
     keys = session.request_keys(jax.random.key(0), len(PROMPTS))
     for prompt, answer, key in zip(PROMPTS, wanted, keys, strict=True):
         options = Options(temperature=0.0, max_tokens=len(answer))
-        asked.submit(Request(prompt, GROUP, key, options))
+        asked.submit(SampleRequest(prompt, GROUP, key, options))
     found = dict(asked.results())
     for ticket, answer in enumerate(wanted):
         for sample in found[ticket]:

@@ -193,7 +193,7 @@ def test_what_others_write_is_seen():
 
 
 def test_rows_that_are_not_finite_are_written():
-    group = packing.Group([1], [[2]], [np.inf], "verifier")
+    group = packing.TrainGroup([1], [[2]], [np.inf], "verifier")
     error = non_finite.NonFinite(1, [group], [], True)
     path = non_finite.write_rows(error, paths.open_folder("gs://bucket/bad"), 7, str)
     assert str(path) == "gs://bucket/bad/non_finite/7.jsonl"

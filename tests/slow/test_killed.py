@@ -92,7 +92,7 @@ def test_killed_at_every_point_a_run_is_the_same(policy, whole, tmp_path) -> Non
     metrics and episodes of that step are written.
     """
     expect(KILLED, 0, policy, tmp_path, f"updated:{STEP + 1}", checkpoint_every=3)
-    for point in (*PHASES, "played", "updated"):
+    for point in (*PHASES, "rolled_out", "updated"):
         expect(KILLED, 3, policy, tmp_path, f"{point}:{QUESTION if point in PHASES else 1}")
     # The checkpoint of step 3 stays until that of step 4 is whole, with its hashes ("!").
     expect(KILLED, 3, policy, tmp_path, "saving:1", f"hold:{STEP}")
@@ -140,7 +140,9 @@ def test_told_to_stop_it_saves_and_goes_on_as_the_same_run(policy, whole, tmp_pa
     assert checkpoint_files(tmp_path) == {"3", "3!"}
 
     patient = {"preemption_limit_s": 3600.0}
-    error = expect(EXIT_CODE, 3, policy, tmp_path, "played:1:term", "hang:1", **rarely, **patient)
+    error = expect(
+        EXIT_CODE, 3, policy, tmp_path, "rolled_out:1:term", "hang:1", **rarely, **patient
+    )
     assert "a second SIGTERM: ends at once" in error
     assert checkpoint_files(tmp_path) == {"3", "3!"}
 

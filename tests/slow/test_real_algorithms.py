@@ -268,7 +268,7 @@ def test_reconstruction(spell_data, qwen, source, keep_equal, tmp_path, monkeypa
 
 
 def check_puzzle(record: Record, files: Sequence[str]) -> str:
-    """Check that a record's puzzle is a real document with paragraphs taken out; its whole prompt."""
+    """Check that a puzzle is a real document with paragraphs taken out; return its prompt."""
     (document,) = record["documents"]
     assert document in files
     first, last = record["window"]

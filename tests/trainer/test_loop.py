@@ -64,15 +64,15 @@ class Finished:
             loop.train(config, workdir)
 
     def _keep(self, run: loop.Run) -> loop.Run:
-        self.run, begin = run, run.players.start_step
+        self.run, begin = run, run.worker.start_step
         self.begun: list[int] = []
-        run.players.start_step = lambda *given: (self.begun.append(given[0]), begin(*given))[1]
+        run.worker.start_step = lambda *given: (self.begun.append(given[0]), begin(*given))[1]
         return run
 
     def _count(self, rows):
         """Called once per step, after its update."""
-        assert not self.run.players._models, "the copy that played takes memory"
-        sampler, learner = self.run.players.sampler, self.run.learner
+        assert not self.run.worker._models, "the copy that played takes memory"
+        sampler, learner = self.run.worker.sampler, self.run.learner
         programs = {
             "prefill": sampler.prefill,
             "decode": sampler.decode,

@@ -18,7 +18,7 @@ from spell_jax import config as configs
 from spell_jax.learner import packing
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.non_finite import NonFinite
-from spell_jax.learner.packing import Group
+from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
@@ -108,10 +108,10 @@ class Recorded:
         self.begun: list[tuple[int, list[list[int]], Any]] = []
         self.gone_on = 0
 
-    def recompute(self, state: int, groups: list[Group]) -> list[Group]:
+    def recompute(self, state: int, groups: list[TrainGroup]) -> list[TrainGroup]:
         return [dataclasses.replace(g, old_logprobs=[np.full(1, -2.0)]) for g in groups]
 
-    def start(self, state: int, groups: list[Group], reference: Any = None) -> Any:
+    def start(self, state: int, groups: list[TrainGroup], reference: Any = None) -> Any:
         self.begun.append((state, [list(group.prompt) for group in groups], reference))
         return self
 
@@ -125,7 +125,9 @@ class Recorded:
         return state + 1, {"groups": len(groups)}
 
 
-def learn(rows: list[Group], correction: str = "recompute", workdir: epath.Path = NOWHERE) -> Any:
+def learn(
+    rows: list[TrainGroup], correction: str = "recompute", workdir: epath.Path = NOWHERE
+) -> Any:
     """(Learners, models, the update, its metrics) of a step in two parts with two models."""
     own = {
         name: SimpleNamespace(
@@ -146,8 +148,8 @@ def learn(rows: list[Group], correction: str = "recompute", workdir: epath.Path 
     return {name: model.learner for name, model in own.items()}, models, step, numbers
 
 
-def one(prompt: int, model: str) -> Group:
-    return Group([prompt], [[5]], [1.0], old_logprobs=[np.full(1, -1.0)], model=model)
+def one(prompt: int, model: str) -> TrainGroup:
+    return TrainGroup([prompt], [[5]], [1.0], old_logprobs=[np.full(1, -1.0)], model=model)
 
 
 def test_each_model_learns_its_own_rows() -> None:

@@ -45,7 +45,7 @@ from spell_jax.algorithms.eapo.episode import Episode, Scoring
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import as_clusters
 from spell_jax.learner.advantages import group_advantages
-from spell_jax.learner.packing import Group
+from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import evidence, rules
 
@@ -168,7 +168,9 @@ class Eapo:
         *others, last = episodes
         return [*others, dataclasses.replace(last, refresh=refresh)]
 
-    def groups(self, episodes: Sequence[Episode], key: Key) -> tuple[list[Group], list[Annotation]]:
+    def groups(
+        self, episodes: Sequence[Episode], key: Key
+    ) -> tuple[list[TrainGroup], list[Annotation]]:
         """The policy's groups of mixed total reward, and a refresh's of the reward model."""
         groups, annotations = [], []
         for e in episodes:

@@ -10,7 +10,7 @@ from spell_jax.algorithms.base import Annotation, Reply
 from spell_jax.algorithms.eapo.config import REWARD_MODEL
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import Question
-from spell_jax.learner.packing import Group
+from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay.evidence import Structured
 from spell_jax.selfplay.prompts import Prompts
@@ -35,10 +35,10 @@ class Scoring:
         prompt, answer = map(int, reply.prompt), map(int, sample.tokens)
         return cls(tuple(prompt), tuple(answer))
 
-    def group(self) -> Group:
+    def group(self) -> TrainGroup:
         """A supervised training group of the reward model: advantage 1, no old logprobs."""
         prompt, answer = list(self.prompt), list(self.answer)
-        return Group(prompt, [answer], [1.0], REWARD_MODEL, model=REWARD_MODEL)
+        return TrainGroup(prompt, [answer], [1.0], REWARD_MODEL, model=REWARD_MODEL)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ from spell_jax.algorithms.base import (
 from spell_jax.data import clusters
 from spell_jax.data.clusters import Cluster
 from spell_jax.learner.advantages import group_advantages
-from spell_jax.learner.packing import Group
+from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import puzzles
@@ -229,7 +229,9 @@ class Reconstruction:
         scores = tuple(reward(order, truth) for order in orders)
         return dataclasses.replace(episode, reply=reply, orders=orders, scores=scores)
 
-    def groups(self, episodes: Sequence[Episode], key: Key) -> tuple[list[Group], list[Annotation]]:
+    def groups(
+        self, episodes: Sequence[Episode], key: Key
+    ) -> tuple[list[TrainGroup], list[Annotation]]:
         """The groups whose rewards differ (with keep_equal, all groups)."""
         groups, annotations = [], []
         for e in episodes:

@@ -44,7 +44,7 @@ from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode, TrainedReply, documents_of
 from spell_jax.data.clusters import LETTERS, Cluster
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
-from spell_jax.learner.packing import Group
+from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import parsing, rewards, rules, selection
@@ -280,7 +280,9 @@ class Spell:
 
     # 7. What is trained on.
 
-    def groups(self, episodes: Sequence[Episode], key: Key) -> tuple[list[Group], list[Annotation]]:
+    def groups(
+        self, episodes: Sequence[Episode], key: Key
+    ) -> tuple[list[TrainGroup], list[Annotation]]:
         """Training groups of all three roles with their advantages (8, 9)."""
         answered = [i for i, e in enumerate(episodes) if e.response is not None]
         scores = [episodes[i].scores for i in answered]
