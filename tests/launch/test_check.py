@@ -37,7 +37,7 @@ from tests.configs.test_configs import NAMES, has_algorithm, load
 from tests.paths import ROOT
 
 # Start of every line: a field, and mostly its value.
-LINE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*( = .*)?: .*")
+LINE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*(\[\d+\])?( = .*)?: .*")
 
 
 @pytest.fixture(autouse=True)

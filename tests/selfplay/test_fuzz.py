@@ -63,7 +63,8 @@ NO_READERS = {
         "selfplay.selection",
     ),
     # Functions of benchmarks that read files, make questions, ask and average.
-    *("evaluation.answering", "warm_start.rlvr_questions"),
+    *("evaluation.answering", "evaluation.generation", "evaluation.runner"),
+    "warm_start.rlvr_questions",
     *("algorithms.base", "algorithms.rollout", "algorithms.registry", "algorithms.algorithm"),
     *("held_out.share", "algorithms.tree_generation"),
     *("algorithms.config", "algorithms.episode", "algorithms.rlvr", "algorithms.evidence_tree"),
