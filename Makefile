@@ -39,6 +39,7 @@ lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/python -m tests.house
 
 clean:
 	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis *.egg-info

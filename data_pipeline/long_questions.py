@@ -20,7 +20,7 @@ Random choices for a question depend only on the seed and its number. Only docum
 leave room for the rest of the prompt and the answer, or lower --max_tokens. Use rows of training
 splits: nothing here checks for benchmark data. The other half of the paper's data, questions that a
 model writes about tables and prose of Wikipedia pages, is made by
-`python -m spell_jax.warm_start.rlvr_questions` from clusters of such pages
+`python -m spell_jax.algorithms.rlvr.questions` from clusters of such pages
 (data_pipeline/layouts.py keeps a page's tables as "| a | b |" lines). The paper does not state its
 distractors; these are the other rows' documents.
 """

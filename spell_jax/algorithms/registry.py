@@ -17,7 +17,7 @@ from spell_jax.algorithms.eapo.evaluation import EvidenceEvaluation
 from spell_jax.algorithms.held_out import Evaluation, HeldOutQuestions
 from spell_jax.algorithms.reconstruction.algorithm import Reconstruction, ReconstructionConfig
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
-from spell_jax.algorithms.rlvr import Rlvr, RlvrConfig
+from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import TinyEvaluation

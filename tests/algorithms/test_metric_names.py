@@ -10,7 +10,7 @@ import pytest
 from spell_jax.algorithms.eapo.evaluation import EvidenceEvaluation
 from spell_jax.algorithms.held_out import HeldOutQuestions
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
-from spell_jax.algorithms.rlvr import Rlvr, RlvrConfig
+from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.data.clusters import Cluster
 from tests import metric_names
 from tests.algorithms import posing, scripted

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict, config_flags
 
 from configs import paper, tiny
 from spell_jax import config as configs
-from spell_jax.algorithms.rlvr import Rlvr
+from spell_jax.algorithms.rlvr.algorithm import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import default_config

@@ -64,7 +64,7 @@ NO_READERS = {
     ),
     # Functions of benchmarks that read files, make questions, ask and average.
     *("evaluation.answering", "evaluation.generation", "evaluation.runner"),
-    "warm_start.rlvr_questions",
+    "algorithms.questions",
     *("algorithms.base", "algorithms.rollout", "algorithms.registry", "algorithms.algorithm"),
     *("held_out.share", "algorithms.tree_generation"),
     *("algorithms.config", "algorithms.episode", "algorithms.rlvr", "algorithms.evidence_tree"),

@@ -1,6 +1,6 @@
 """Build a static question set from clusters with a teacher model, for SPELL's RLVR baseline.
 
-    python -m spell_jax.warm_start.rlvr_questions --source=DIR --out=OUT \
+    python -m spell_jax.algorithms.rlvr.questions --source=DIR --out=OUT \
         --attempts=4000 --tokenizer=FOLDER
         (--teacher_url=URL --teacher_model=NAME | --teacher_policy=DIR)
         (--judge_url=URL --judge_model=NAME | --judge_policy=DIR | --agreement=rule)
@@ -67,7 +67,7 @@ AGREEMENTS = ("judge", "rule")
 KEPT = "kept"
 _UNDECIDED = {MALFORMED: "judge_malformed", UNANSWERED: "judge_unanswered"}
 log = logging.getLogger(
-    "spell_jax.warm_start.rlvr_questions"
+    "spell_jax.algorithms.rlvr.questions"
 )  # __name__ is "__main__" if run as a script
 
 # (prompts, their (attempt, turn) pairs) -> (prompt index, reply) in order of arrival. A reply of

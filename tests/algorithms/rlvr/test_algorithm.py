@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 
 from spell_jax.algorithms.base import records
-from spell_jax.algorithms.rlvr import Rlvr, RlvrConfig
+from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.data.clusters import TASKS
 from spell_jax.data.questions import Question, as_clusters
 from spell_jax.data.stream import TaskStream

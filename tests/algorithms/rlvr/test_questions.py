@@ -15,7 +15,9 @@ import sys
 import pytest
 
 from configs import tiny
-from spell_jax.algorithms.rlvr import Rlvr, RlvrConfig
+from spell_jax.algorithms.rlvr import questions as rlvr_questions
+from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
+from spell_jax.algorithms.rlvr.questions import PolicyTeacher, Settings, Teacher
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.clusters import TASKS, Cluster, in_memory
@@ -27,8 +29,6 @@ from spell_jax.runtime import fault_injection
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.judge import Endpoint, Judge, JudgeConfig
-from spell_jax.warm_start import rlvr_questions
-from spell_jax.warm_start.rlvr_questions import PolicyTeacher, Settings, Teacher
 from tests import noise
 from tests.algorithms.scripted import ScriptedModels, make_context
 from tests.selfplay.test_judge import Answer, Server, completion, server
@@ -403,7 +403,7 @@ ONE = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
 
 
 def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "spell_jax.warm_start.rlvr_questions", *arguments]
+    command = [sys.executable, "-m", "spell_jax.algorithms.rlvr.questions", *arguments]
     whole = os.environ | ONE | environment
     return subprocess.run(command, capture_output=True, text=True, env=whole, check=False)
 
