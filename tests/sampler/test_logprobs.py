@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
@@ -118,7 +119,7 @@ def _scored(
     learner = Learner(policy, OptimizerConfig(), LossConfig(), layout, _mesh(), temperature)
     batches, refused = learner.pack(groups)
     assert not refused and len(batches) == len(groups)
-    score = jax.jit(learner.score)
+    score = jax.jit(functools.partial(update.score, learner.spec))
     found, wanted = [], []
     with jax.set_mesh(_mesh()), nn.logical_axis_rules(meshes.RULES):
         for batch in batches:

@@ -32,7 +32,6 @@ from spell_jax.runtime import setup as start
 from spell_jax.runtime.episodes import EpisodeWriter, read_episodes
 from spell_jax.runtime.jsonl import write_json, write_records
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
-from spell_jax.trainer import loop
 from tests import noise
 
 RANDOM = ("checkpoints/", "tensorboard/")  # folders with random names and times in names
@@ -247,7 +246,7 @@ def test_a_policy_is_replaced_as_a_whole(monkeypatch):
 def test_paths_are_handed_on_unchanged(monkeypatch, workdir):
     """To train and from there to Orbax; test_checkpoint.py tests that Checkpoints passes it on."""
     given = []
-    monkeypatch.setattr(loop, "train", lambda config, workdir: given.append(workdir))
+    monkeypatch.setattr(train, "train", lambda config, workdir: given.append(workdir))
     call_main(train, None, workdir)
     assert isinstance(given[0], epath.Path) and str(given[0]) == workdir
     assert str(given[0] / "checkpoints") == f"{workdir}/checkpoints"
