@@ -371,7 +371,7 @@ def test_neighbors_with_one_table_are_read_as_one(queries: int) -> None:
 
 def _int8(pages: Pages) -> tuple[Pages, Pages]:
     """The pool as int8, and the values that its numbers stand for."""
-    (keys, key_scales), (values, value_scales) = map(paged.quantize, (pages.keys, pages.values))
+    (keys, key_scales), (values, value_scales) = map(quantize, (pages.keys, pages.values))
     meant = Pages(keys * key_scales[..., None], values * value_scales[..., None])
     return Pages(keys, values, key_scales, value_scales), meant
 
