@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from spell_jax.policy import lora, transformer, weights
+from spell_jax.policy.config import LoraConfig
 from tests.runtime.test_distributed import connect, run_two
 
 pytestmark = pytest.mark.slow
@@ -70,7 +71,7 @@ def make_adapters() -> tuple[Any, Any]:
 
     from tests import tiny  # touches devices
 
-    policy = dataclasses.replace(tiny.POLICY, lora=lora.LoraConfig(2, 4.0, "_proj"))
+    policy = dataclasses.replace(tiny.POLICY, lora=LoraConfig(2, 4.0, "_proj"))
     rng = np.random.default_rng(1)
     shapes, _ = transformer.abstract_params(policy)
 
