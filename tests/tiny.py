@@ -15,10 +15,11 @@ from spell_jax.sampler import sampling as sampling_ops
 
 
 def _compile_quickly() -> None:
-    """Tests spend their time in the compiler, not in what it makes: a third of it this way.
+    """Lower XLA's optimization level.
 
-    Only in this process, not in the programs that tests start, and only if no test has used a
-    device before. A flag that a version does not know would end the process.
+    Tests spend their time in the compiler: this takes a third of it. It works only in this process,
+    not in the programs that tests start, and only if no test has used a device before. An unknown
+    flag would end the process.
     """
     jax.config.update("jax_disable_most_optimizations", True)
     if jax.__version__.startswith("0.10."):

@@ -77,7 +77,7 @@ def test_an_update_counts_what_it_trained_on():
     groups = [TrainGroup([3] * 40, [[4] * 6, [5] * 7, [6] * 8], [1.0, -1.0, 0.0])]
     for shared in (True, False):
         made = learner(shared_prefix=shared)
-        _, numbers = made.update(made.start(tiny.weights()), groups)
+        _, numbers = made.update(made.init(tiny.weights()), groups)
         # With 40 prompt tokens a row of 48 has room for one answer: the prompt is repeated.
         assert numbers["trained_tokens"] == 3 * 40 + 21
         wanted = sum(statistics.operations(tiny.POLICY, 40, [n]) for n in (6, 7, 8))
@@ -92,7 +92,7 @@ def test_entropy_is_told_by_role():
     groups = {role: TrainGroup([3, 4], [answer], [1.0], role) for role, answer in answers.items()}
 
     def numbers(*roles: str) -> dict[str, float]:
-        return made.update(made.start(tiny.weights()), [groups[role] for role in roles])[1]
+        return made.update(made.init(tiny.weights()), [groups[role] for role in roles])[1]
 
     alone = {role: numbers(role)["entropy"] for role in groups}
     assert len(set(np.round(list(alone.values()), 4))) == 4

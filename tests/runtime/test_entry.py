@@ -1,4 +1,7 @@
-"""Commands: a user's mistake is one line and status 2, a crash a traceback and status 1."""
+"""Tests of commands: a user's mistake is one line and status 2, a crash is a traceback.
+
+The status of a crash is 1.
+"""
 
 from __future__ import annotations
 

@@ -177,7 +177,10 @@ def test_compiled_shapes_change_nothing(sizes: dict[str, int]) -> None:
 
 
 def test_any_order_of_requests_gives_the_same_to_the_bit() -> None:
-    """Within one compiled shape: whatever the slots, the neighbors and the time of asking."""
+    """Answers depend neither on slots, nor on neighbors, nor on the time of submission.
+
+    This holds within one compiled shape.
+    """
     keys = session.request_keys(KEY, len(PROMPTS))
     options = CONFIG.options(CONFIG.max_tokens)
     requests = [SampleRequest(p, GROUP, k, options) for p, k in zip(PROMPTS, keys, strict=True)]

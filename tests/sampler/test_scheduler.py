@@ -38,7 +38,10 @@ def _other(number: int, length: int = 4) -> list[int]:
 
 
 def _fill(scheduler: Scheduler) -> list[list[list[tuple[int, int]]]]:
-    """Reads and seats until no free slot waits for a page: the plans, as tickets and numbers."""
+    """Prefill and seat until no free slot waits for a page.
+
+    Returns the plans, as tickets and numbers.
+    """
     plans = []
     while (plan := scheduler.plan_prefill()) is not None:
         plans.append([[(prefilled.ticket, number) for prefilled, number in one] for one in plan])

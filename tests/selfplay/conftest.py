@@ -59,6 +59,9 @@ def _alarm() -> Iterator[None]:
 
 @pytest.fixture
 def linear() -> Iterator[None]:
-    """Interrupts a test that would take hours on a long input; linear code needs far below 1 s."""
+    """Interrupt a test that would take hours on a long input.
+
+    Linear code needs far less than 1 s.
+    """
     with _alarm():
         yield

@@ -103,7 +103,10 @@ ELSEWHERE = {
 
 @pytest.fixture
 def linear() -> Iterator[None]:
-    """Interrupts what would take hours, by processor time: a busy machine changes nothing."""
+    """Interrupt code that would take hours.
+
+    The limit is processor time, so that a busy machine changes nothing.
+    """
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"still running after {LIMIT_S} s: not linear in the length of its text")
@@ -229,7 +232,10 @@ def short_name(module: str) -> str:
 
 
 def public_functions() -> Iterator[str]:
-    """ "module.function" and "module.Class.method" of what reads texts, less whole NO_READERS."""
+    """Names of public readers of texts, without whole NO_READERS.
+
+    They are "module.function" and "module.Class.method".
+    """
     for package in (selfplay, warm_start, evaluation, algorithms):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             label = short_name(found.name)

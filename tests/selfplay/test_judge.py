@@ -27,7 +27,10 @@ def completion(text: str) -> Answer:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with `respond(prompt, how often this prompt has come)` and keeps what it was sent."""
+    """Server that records its requests and answers with `respond`.
+
+    Its arguments are the prompt and the number of requests with this prompt so far.
+    """
 
     daemon_threads = True
 

@@ -254,7 +254,7 @@ def permutations_of(options: int) -> set[tuple[str, ...]]:
 
 
 def brute_force(text: str, truth: str) -> tuple[bool, float, float]:
-    """(valid, dense, sparse) by spelling out every permutation, and reading sign by sign."""
+    """(valid, dense, sparse) from all permutations spelled out, read character by character."""
     visible = text.split("</think>")[-1]
     if "<think>" in text and "</think>" not in text:
         visible = ""

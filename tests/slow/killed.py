@@ -33,7 +33,10 @@ STEP = 4  # in which runs are ended
 
 
 def make_config(policy: pathlib.Path, **settings):
-    """Each step is saved and one checkpoint kept (and the best); the fourth renews the anchor."""
+    """Config of the run: each step is saved and one checkpoint kept (and the best).
+
+    The fourth step renews the frozen reader.
+    """
     options = {"checkpoint_every": 1, "keep_checkpoints": 1, "algorithm.reader_refresh": 4}
     return noise.small_config(policy, **({"steps": STEPS} | options | settings))
 

@@ -105,7 +105,7 @@ def test_a_step_that_was_played_ahead_is_played_again(policy, tmp_path, monkeypa
 
 
 def test_a_step_that_is_left_is_played_again_alike(policy, monkeypatch) -> None:
-    """Told to stop between two calls of the sampler, in the step's midst: nothing of it is left."""
+    """A notice to stop between two calls of the sampler discards the whole step."""
     noise.use_one_device(monkeypatch)
     noise.give_meaning(monkeypatch)
     run = make_run(killed.make_config(policy))
