@@ -226,7 +226,7 @@ def feed(text: str) -> None:
 
 
 def short_name(module: str) -> str:
-    """ "spell_evaluation" of spell_jax.algorithms.spell.evaluation, else the last part."""
+    """Last part of a module name; "spell_evaluation" for algorithms.spell.evaluation."""
     *_, folder, name = module.split(".")
     return f"{folder}_{name}" if name == "evaluation" else name
 

@@ -1,0 +1,264 @@
+"""Tests of the house rules on small snippets, and on this checkout."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import house
+from tests.house import Source
+from tests.paths import ROOT
+
+
+def found(path: str, text: str) -> list[str]:
+    """Violations of one file, each as "line: rule: text"."""
+    return [str(one).split(":", 1)[1] for one in house.check([Source.parse(path, text)], {})]
+
+
+def rules(path: str, text: str) -> list[tuple[int, str]]:
+    """(line, rule) of the violations of one file."""
+    return [(one.line, one.rule) for one in house.check([Source.parse(path, text)], {})]
+
+
+def imported(**files: str) -> list[tuple[str, int, str]]:
+    """(path, line, rule) of the violations of files, given by path with "__" for "/"."""
+    sources = [Source.parse(f"{p.replace('__', '/')}.py", text) for p, text in files.items()]
+    return [(one.path, one.line, one.rule) for one in house.check(sources, {})]
+
+
+# ------------------------------------------------------------------------------------------- Words
+
+
+@pytest.mark.parametrize("word", sorted(house.OPENINGS))
+def test_a_docstring_begins_with_a_noun_or_a_verb(word):
+    text = f'"""{word} is here."""\n\n\ndef f():\n    """\n    {word} else.\n    """\n'
+    assert rules("launch/a.py", text) == [(1, "opening"), (5, "opening")]
+
+
+def test_other_openings_are_right():
+    assert not found("launch/a.py", '"""Whatever is here."""\n\nx = """What?"""\n')
+    assert not found("launch/a.py", 'def f():\n    """Offer of what."""\n')
+
+
+@pytest.mark.parametrize(
+    "phrase",
+    [
+        "at most so many",
+        "SO MANY",
+        "is begun with",
+        "are begun with",
+        "drawn",
+        "it drew one",
+        "behind the prompt",
+        "learned from",
+        "learnt from",
+        "of whom",
+        "a game of two",
+        "games",
+        "anchored",
+        "so\nmany",
+        "is begun\n    with",
+    ],
+)
+def test_phrases_in_docstrings_comments_and_markdown(phrase):
+    text = f'"""A module.\n\n{phrase}\n"""\n'
+    assert rules("launch/a.py", text) == [(3, "phrase")]
+    text = "x = 1\n" + "".join(f"# {line}\n" for line in phrase.split("\n"))
+    assert rules("launch/a.py", text) == [(2, "phrase")]
+    assert [one.line for one in house.check([], {"docs/a.md": f"# A\n\n{phrase}\n"})] == [3]
+
+
+def test_phrases_are_whole_words_of_prose():
+    text = '"""Withdrawn, gamers, so manyfold."""\nx = "drawn behind so many games"\n'
+    assert not found("launch/a.py", text)
+
+
+def test_an_allowed_quote_is_right_in_its_file_alone(monkeypatch):
+    monkeypatch.setattr(house, "ALLOWED", {"docs/a.md": ("behind a flag",), "": ("video game",)})
+    text = "A video\ngame behind a\nflag, behind\n"
+    assert [one.line for one in house.check([], {"docs/a.md": text})] == [3]
+    assert [one.line for one in house.check([], {"docs/b.md": text})] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "drawn = 1",
+        "x.drawn_tokens",
+        "f(drawn=1)",
+        "def f(*, drawn): ...",
+        "def f(**drawn): ...",
+        "def log_prob(): ...",
+        "class LogProbs: ...",
+        "LAST_READER = 1",
+        "import numpy as drawn",
+        "lambda drawn: 1",
+        "[1 for drawn in x]",
+    ],
+)
+def test_old_names(code):
+    assert rules("launch/a.py", f"{code}\n") == [(1, "name")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "optimise",
+        "Optimiser",
+        "normalised",
+        "tokenising",
+        "INITIALISATION",
+        "denormalise",
+        "serialisable",
+        "quantised",
+        "summarise_all",
+        "behaviour",
+        "colours",
+        "neighbours",
+        "centre",
+        "centred",
+        "analyse",
+        "labelled",
+        "catalogue",
+        "lossBehaviour",
+    ],
+)
+def test_british_spelling(name):
+    assert rules("launch/a.py", f"x = 1\n{name} = 1\n") == [(2, "spelling")]
+    assert rules("launch/a.py", f"x.{name}(1)\n") == [(1, "spelling")]
+    if name.islower():
+        assert rules(f"launch/{name}.py", "") == [(1, "spelling")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    "noise raised precise otherwise optimizer center metrics four hour labeled catalog logprob "
+    "centers fired logs_probe readers analysis specialist redrawn parallelism realistic".split(),
+)
+def test_other_names_are_right(name):
+    assert not found("launch/a.py", f"{name} = 1\n")
+
+
+def test_a_name_is_reported_once_and_tests_keep_theirs():
+    assert rules("launch/a.py", "drawn = 1\ndrawn += drawn\n") == [(1, "name")]
+    assert not found("tests/test_a.py", "def test_it_is_drawn_in_colour(): ...\n")
+
+
+# ----------------------------------------------------------------------------------------- Imports
+
+
+def test_imports_run_downhill():
+    below = {"spell_jax__policy__a": "", "spell_jax__runtime__a": "", "spell_jax__config": ""}
+    down = "from spell_jax.policy import a\nfrom spell_jax.policy.a import b\n"
+    assert not imported(**below, spell_jax__sampler__a=down)
+    assert not imported(**below, spell_jax__train="from spell_jax import config\n")
+    assert not imported(**below, spell_jax__policy__b="from spell_jax.policy import a\n")
+    up = "import spell_jax.policy.a\n"
+    assert imported(**below | {"spell_jax__runtime__a": up}) == [
+        ("spell_jax/runtime/a.py", 1, "import")
+    ]
+    up = "x = 1\n\n\ndef f():\n    from spell_jax import config\n"
+    assert imported(**below, spell_jax__algorithms__b=up) == [
+        ("spell_jax/algorithms/b.py", 5, "import")
+    ]
+
+
+def test_sampler_and_learner_do_not_know_each_other():
+    given = {"spell_jax__sampler__a": "", "spell_jax__learner__a": ""}
+    for here, there in (("sampler", "learner"), ("learner", "sampler")):
+        added = {f"spell_jax__{here}__b": f"from spell_jax.{there}.a import x\n"}
+        assert imported(**given, **added) == [(f"spell_jax/{here}/b.py", 1, "import")]
+
+
+def test_imports_for_types_and_relative_imports_count():
+    text = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from ..policy.a import x\n"
+    given = {"spell_jax__policy__a": "", "spell_jax__data__a": text}
+    assert imported(**given) == [("spell_jax/data/a.py", 4, "import")]
+
+
+@pytest.mark.parametrize("package", house.OUTSIDE)
+def test_the_package_imports_nothing_from_outside(package):
+    text = f"import os\nfrom {package} import a\n"
+    assert imported(spell_jax__train=text) == [("spell_jax/train.py", 2, "import")]
+    assert not imported(launch__a=text.replace(package, "configs"))
+
+
+def test_circles_within_a_room():
+    one = "if 1:\n    from spell_jax.data import b\n"
+    two = "def f():\n    from spell_jax.data.c import x\n"
+    given = {"spell_jax__data__a": one, "spell_jax__data__b": two}
+    assert not imported(**given, spell_jax__data__c="")
+    back = "from spell_jax.data.a import y\n"
+    assert imported(**given, spell_jax__data__c=back) == [("spell_jax/data/a.py", 1, "circle")]
+    assert imported(launch__a="from launch import b\n", launch__b="from launch.a import x\n") == [
+        ("launch/a.py", 1, "circle")
+    ]
+
+
+def test_circles_are_components_of_several_nodes():
+    edges = {"a": "b", "b": "ca", "c": "cd", "d": "ef", "e": "", "f": "d"}
+    assert house.circles(edges) == [["a", "b"], ["d", "f"]]
+
+
+# ----------------------------------------------------------------------------------------- Lengths
+
+
+def test_lengths_of_functions_and_modules():
+    def function(lines: int) -> str:
+        return "@decorator\ndef f():\n" + "    x = 1\n" * (lines - 1)
+
+    assert not found("launch/a.py", function(80))
+    assert rules("launch/a.py", function(81)) == [(2, "length")]
+    method = "class A:\n" + "".join(f"    {line}\n" for line in function(81).splitlines())
+    assert rules("launch/a.py", method) == [(3, "length")]
+    assert not found("launch/a.py", "x = 1\n" * 600)
+    assert rules("launch/a.py", "x = 1\n" * 601) == [(1, "length")]
+    assert not found("tests/a.py", "x = 1\n" * 601 + function(81))
+
+
+# -------------------------------------------------------------------------------------------- Tree
+
+
+def test_the_checkout_keeps_the_rules():
+    assert [str(one) for one in house.check(*house.read())] == []
+
+
+def test_the_picture_of_imports_is_small():
+    counts = house.measure(house.read()[0])
+    assert counts["rooms"] <= 20 and counts["floors"] <= 9 and counts["arrows"] <= 85
+    assert counts["circles between rooms"] == counts["circles between modules"] == 0
+
+
+def test_floors_are_those_of_the_longest_path():
+    assert house._floors({"a": {"b"}, "b": {"c"}, "c": set(), "d": {"c"}}) == 3
+    assert house._floors({"a": {"b"}, "b": {"a", "c"}, "c": set()}) == 2
+
+
+def test_the_command(tmp_path):
+    def run(*arguments: str, root: Path = ROOT) -> tuple[int, list[str]]:
+        command = [sys.executable, "-m", "tests.house", *arguments]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        return done.returncode, done.stdout.splitlines()
+
+    copy = tmp_path / "copy"
+    (copy / "tests").mkdir(parents=True)
+    for name in ("house.py", "paths.py"):
+        (copy / "tests" / name).write_text((ROOT / "tests" / name).read_text())
+    (copy / "launch").mkdir()
+    (copy / "launch" / "bad.py").write_text('"""Of nothing."""\n')
+    (copy / "docs.md").write_text("Fine.\n\nSo many.\n")
+    subprocess.run(["git", "init", "-q"], cwd=copy, check=True)
+    assert run(root=copy) == (
+        1,
+        [
+            "docs.md:3: phrase: 'So many': say N, at most N, every N",
+            "launch/bad.py:1: opening: 'Of nothing.': begin with a noun or verb",
+        ],
+    )
+    (copy / "docs.md").unlink()
+    (copy / "launch" / "bad.py").unlink()
+    assert run(root=copy) == (0, [])
+    assert run("--other", root=copy)[0] == 2
+    code, lines = run("--measure", root=copy)
+    assert code == 0 and "       0  rooms" in lines
