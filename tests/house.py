@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import io
 import re
 import subprocess
@@ -53,7 +54,7 @@ PHRASES = {
     r"(?:is|are) begun with": "uses, starts from",
     r"drawn|drew": "sampled, chosen, plotted",
     r"behind": "after",
-    r"learne[dt] from": "trained on",
+    r"learn(?:ed|t) from": "trained on",
     r"of whom": "a relative clause with that",
     r"games?": "algorithm",
     r"anchored": "reads with a frozen reader",
@@ -181,6 +182,11 @@ class Source:
         """Dotted name of the module."""
         return self.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the syntax tree."""
+        return list(ast.walk(self.tree))
+
 
 # ------------------------------------------------------------------------------------------- Words
 
@@ -190,7 +196,7 @@ _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def docstrings(source: Source) -> Iterator[tuple[int, str]]:
     """Yield (line, text) of every docstring; strings after attributes are not docstrings."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, _Definition) and ast.get_docstring(node, clean=False) is not None:
             first = node.body[0]
             assert isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
@@ -241,9 +247,9 @@ def phrases(path: str, blocks: Iterable[tuple[int, str]]) -> Iterator[Violation]
                 yield Violation(path, at, "phrase", f"{word!r}: say {instead}")
 
 
-def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _names(source: Source) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of names, attributes, arguments, keywords and definitions."""
-    for node in ast.walk(tree):
+    for node in source.nodes:
         line = getattr(node, "lineno", 1)
         match node:
             case ast.Name():
@@ -269,7 +275,7 @@ def names(source: Source) -> Iterator[Violation]:
     Tests keep their names: a name is how a history of failures refers to a test.
     """
     seen: set[str] = set()
-    for line, name in [(1, source.module.rpartition(".")[2]), *sorted(_names(source.tree))]:
+    for line, name in [(1, source.module.rpartition(".")[2]), *sorted(_names(source))]:
         if name in seen or name in FOREIGN_NAMES or name.startswith("test_"):
             continue
         seen.add(name)
@@ -297,7 +303,7 @@ def imports(source: Source, modules: Set[str]) -> list[tuple[int, str]]:
       of OUTSIDE apart.
     """
     found = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             given = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -398,7 +404,7 @@ def lengths(source: Source) -> Iterator[Violation]:
     if lines > LONGEST_MODULE:
         text = f"module of {lines} lines: at most {LONGEST_MODULE}"
         yield Violation(source.path, 1, "length", text)
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             lines = node.end_lineno - node.lineno + 1

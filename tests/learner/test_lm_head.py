@@ -148,8 +148,8 @@ def test_the_bound_is_one_of_a_device(width: int, numbers: int, size: int) -> No
         assert heads._lay_out((4096, width), (1, 512), 1.0, numbers).size == size
 
 
-# Mesh, rows and width of the table, devices in one stage, and how often collectives stand in the
-# program that is handed to the compiler. all_gather: source (forward and backward), gradient of
+# Mesh, rows and width of the table, devices in one stage, and counts of collectives in the program
+# before compilation. all_gather: source (forward and backward), gradient of
 # picked states, slice (forward and backward). reduce_scatter: picked states, gradient of a slice
 # (an axis or a stage each). all_reduce: with `tensor` highest logit, mass, moment, chosen logit,
 # gradient of picked states; gradient of a slice, over axes that split tokens alone.

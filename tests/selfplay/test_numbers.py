@@ -101,7 +101,7 @@ def test_reference_compare_two_numbers(cases):
         prediction, reference = case["in"]
         if not all(isinstance(value, int | float) for value in case["in"]):
             continue  # text, lists and null never get past parse_number
-        expected = case.get("out", False)  # where it raises, we say no
+        expected = case.get("out", False)  # where it raises, our result is no
         if (prediction, reference) in SIGN_OR_NAN or math.isnan(prediction):
             assert expected, "no deviation any more"
             expected = False

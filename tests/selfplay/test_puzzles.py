@@ -343,7 +343,7 @@ def test_the_curriculum_sorts_the_mixture():
     sampled = [puzzles.options_of((i + 0.5) / total, options, weights) for i in range(total)]
     assert sampled == sorted(sampled) == [2] * 300 + [4] * 300 + [6] * 300 + [8] * 500
     assert puzzles.options_of(7.0, options, weights) == 8  # after the run's end
-    assert puzzles.options_of(0.5, (2, 4), (1, 1)) == 4  # a draw below 0.5 is a 2
+    assert puzzles.options_of(0.5, (2, 4), (1, 1)) == 4  # a value below 0.5 is a 2
     assert puzzles.options_of(0.0, (5,), (0.1,)) == puzzles.options_of(1.0, (5,), (0.1,)) == 5
 
 

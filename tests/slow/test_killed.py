@@ -23,7 +23,7 @@ from tests.slow.killed import STEP
 
 KILLED = -signal.SIGKILL
 QUESTION = 5  # of a step's nine or eighteen
-PHASES = ("proposed", "answered", "verified")  # passed once a question; all others once a step
+PHASES = ("proposed", "answered", "verified")  # passed once per question; others once per step
 
 
 def play(
