@@ -229,7 +229,7 @@ _VERDICTS = (
     _Option("votes", 8, "verdicts on an answer G_v"),
     _Option("template", 192, "tokens that all verifier prompts begin with"),
     _Option("question", 64, "tokens of a question"),
-    _Option("answer", 64, "tokens behind it in a verifier prompt, of one answer alone"),
+    _Option("answer", 64, "tokens of the one answer that follows it in a verifier prompt"),
 )
 _OPTIONS = {
     "update": (

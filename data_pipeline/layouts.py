@@ -412,7 +412,7 @@ def _line(stream: BinaryIO, limit: int, last: int) -> bytes:
     try:
         return stream.readline(limit)
     except Exception as error:
-        raise Unusable("breaks off", f"behind line {last + 1}: {describe(error)}") from error
+        raise Unusable("breaks off", f"after line {last + 1}: {describe(error)}") from error
 
 
 def as_quality(value: Any) -> float | None:

@@ -76,5 +76,5 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "kv_cache_tokens", Sizes.kv_cache_tokens, "Of the pool, a part of the mesh."
     )
-    flags.DEFINE_integer("slots", Sizes.slots, "Answers drawn at once.")
+    flags.DEFINE_integer("slots", Sizes.slots, "Answers sampled at once.")
     flags.DEFINE_integer("prefill_tokens", Sizes.prefill_tokens, "Of prompts read at once.")
