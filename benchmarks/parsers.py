@@ -110,7 +110,7 @@ def _by_section() -> dict[str, Parser]:
         "evidence.parse_answer": evidence.parse_answer,
         "evidence.parse_sections": lambda text: evidence.parse_sections(text, 2),
         "evidence.write_answer": lambda text: evidence.write_answer(
-            evidence.Structured(text, text, text, text)
+            evidence.StructuredAnswer(text, text, text, text)
         ),
         "evidence.parse_scores": lambda text: evidence.parse_scores(text, 3),
         "evidence.find_quotes": evidence.find_quotes,
@@ -126,7 +126,9 @@ def _by_section() -> dict[str, Parser]:
         parsers[f"eapo_evaluation.judge_answer {task}"] = functools.partial(
             judge_answer, question=question
         )
-        parsers[f"evidence.as_sentence {task}"] = functools.partial(evidence.as_sentence, task=task)
+        parsers[f"evidence.with_answer_phrase {task}"] = functools.partial(
+            evidence.with_answer_phrase, task=task
+        )
     return parsers
 
 

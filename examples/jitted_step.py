@@ -64,7 +64,7 @@ def make_questions(c: Config, count: int, seed: int) -> tuple[Questions, list[tu
     tokens, length = np.zeros((count, c.prompt_tokens), np.int32), np.zeros(count, np.int32)
     for i in range(count):
         documents = tiny_world.make_documents(rng, int(rng.integers(4, 8)))
-        question = tiny_world.draw_question(rng, documents, tiny_world.KINDS[i % 3])
+        question = tiny_world.sample_question(rng, documents, tiny_world.KINDS[i % 3])
         task = tiny_world.TASK_OF_KIND[question.kind]
         prompt = c.tokenizer.chat(texts.responder(task, documents, question.text))
         tokens[i, : len(prompt)], length[i] = prompt, len(prompt)

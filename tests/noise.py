@@ -217,9 +217,9 @@ def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
 def give_evidence_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let EAPO read checksums instead of parsing; most of its scores contradict the outcomes."""
 
-    def parse_answer(text: str) -> evidence.Structured | None:
+    def parse_answer(text: str) -> evidence.StructuredAnswer | None:
         said = str(_sum(text) % 2)
-        return evidence.Structured("", f"E{said}", "", said) if _sum(text) % 8 else None
+        return evidence.StructuredAnswer("", f"E{said}", "", said) if _sum(text) % 8 else None
 
     def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
         if _sum(text) % 6 == 0:

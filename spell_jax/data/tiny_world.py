@@ -127,7 +127,7 @@ def line_of(facts: Facts, name: str) -> str:
     return " ".join([name, *(facts[name, attribute] for attribute in ATTRIBUTES)])
 
 
-def draw_question(rng: np.random.Generator, documents: Sequence[str], kind: str) -> Question:
+def sample_question(rng: np.random.Generator, documents: Sequence[str], kind: str) -> Question:
     """Sample a question of the given kind that the documents answer.
 
     A choice asks for a friend. A small model learns to match names first, and matching is all that
@@ -138,7 +138,7 @@ def draw_question(rng: np.random.Generator, documents: Sequence[str], kind: str)
     names = sorted({name for name, _ in facts})
     name = names[rng.integers(len(names))]
     if kind == "math":
-        return _draw_sum(rng, facts, names)
+        return _sample_sum_question(rng, facts, names)
     if kind == "two_hop":
         pairs = [n for n in names if (facts[n, "friend"], "city") in facts]
         if pairs:
@@ -154,7 +154,7 @@ def draw_question(rng: np.random.Generator, documents: Sequence[str], kind: str)
     return Question(kind, f"{attribute} of {name}", (line_of(facts, name),), value)
 
 
-def _draw_sum(rng: np.random.Generator, facts: Facts, names: list[str]) -> Question:
+def _sample_sum_question(rng: np.random.Generator, facts: Facts, names: list[str]) -> Question:
     people = rng.choice(names, size=2, replace=len(names) < 2)  # distinct: two documents to find
     a, b = ((str(name), ("sales", "costs")[rng.integers(2)]) for name in people)
     word = SUMS[rng.integers(len(SUMS))]
@@ -175,12 +175,12 @@ def _stated(x: int, word: str, y: int) -> str:
     return f"{x} {word} {y} is {add_up(x, word, y)}"
 
 
-def draw_sum(rng: np.random.Generator, word: str) -> str:
+def sample_sum(rng: np.random.Generator, word: str) -> str:
     """Sample a sum of two figures with a word of SUMS, worded as in evidence."""
     return _stated(int(_figure(rng)), word, int(_figure(rng)))
 
 
-def draw_options(rng: np.random.Generator, answer: str, letter: str) -> dict[str, str]:
+def sample_options(rng: np.random.Generator, answer: str, letter: str) -> dict[str, str]:
     """Sample four distinct options of the answer's type, with the answer at `letter`.
 
     Wrong options come from the whole world. The documents hold few values, so a small questioner

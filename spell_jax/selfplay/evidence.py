@@ -34,7 +34,7 @@ _MARKS = "\"'“”‘’ "
 
 
 @dataclass(frozen=True)
-class Structured:
+class StructuredAnswer:
     """The sections of a well-formed answer, stripped and non-empty."""
 
     analysis: str
@@ -55,13 +55,13 @@ class Weights:
 # ------------------------------------------------------------------------------------- The sections
 
 
-def write_answer(structured: Structured) -> str:
+def write_answer(answer: StructuredAnswer) -> str:
     """Return the text that `parse_answer` parses into these sections."""
-    pairs = zip(SECTIONS, astuple(structured), strict=True)
+    pairs = zip(SECTIONS, astuple(answer), strict=True)
     return "".join(f"<{name}>{content}</{name}>" for name, content in pairs)
 
 
-def parse_answer(text: str) -> Structured | None:
+def parse_answer(text: str) -> StructuredAnswer | None:
     """Parse a whole answer into its sections; None if its format is bad.
 
     Thoughts are dropped. The rest must contain each of the eight tags exactly once and in order,
@@ -69,7 +69,7 @@ def parse_answer(text: str) -> Structured | None:
     prompt asks for, and it prevents a second set of evidence outside the evidence section.
     """
     sections = parse_sections(text, len(SECTIONS))
-    return None if sections is None else Structured(*sections)
+    return None if sections is None else StructuredAnswer(*sections)
 
 
 def parse_sections(text: str, count: int) -> tuple[str, ...] | None:
@@ -92,7 +92,7 @@ def _has_tag(text: str) -> bool:
     return any(f"<{name}>" in text or f"</{name}>" in text for name in SECTIONS)
 
 
-def as_sentence(answer: str, task: str) -> str:
+def with_answer_phrase(answer: str, task: str) -> str:
     """Prefix an answer section with "The answer is", unless the rules already find an answer in it.
 
     Raises:

@@ -2,8 +2,8 @@
 
 1. `make_puzzle` removes K paragraphs and puts <gap 1>, <gap 2>, ... in their places. The shuffled
    paragraphs become lettered options. The truth is their letters in the order of the gaps.
-2. `pose` makes a puzzle whose prompt fits the token cap. If the document is too long, `cut_window`
-   first selects neighboring paragraphs.
+2. `make_prompted_puzzle` makes a puzzle whose prompt fits the token cap. If the document is too
+   long, `cut_window` first selects neighboring paragraphs.
 3. `parse_order` reads the letters in the last box of an answer.
 4. `dense_reward` and `sparse_reward` compare them with the truth. `chance` is the expected reward
    of a random guess.
@@ -182,7 +182,7 @@ def gap(number: int) -> str:
 
 
 @dataclass(frozen=True)
-class Posed:
+class PromptedPuzzle:
     """A puzzle and its prompt.
 
     Attributes:
@@ -205,14 +205,14 @@ class Posed:
         return self.puzzle.truth if self.puzzle else ()
 
 
-def pose(
+def make_prompted_puzzle(
     make: Callable[[str], tuple[Puzzle | None, str]],
     ask: Callable[[str, Mapping[str, str]], str],
     rng: np.random.Generator,
     text: str,
     count_tokens: CountTokens,
     prompt_cap: int,
-) -> Posed:
+) -> PromptedPuzzle:
     """Make a puzzle from a text, or from a window of it, with a prompt that fits the token cap.
 
     Args:
@@ -230,13 +230,13 @@ def pose(
             break
         puzzle, reason = make(text[first:last])
         if puzzle is None:
-            return Posed(reason=reason)
+            return PromptedPuzzle(reason=reason)
         prompt = ask(puzzle.document, puzzle.options)
         over = count_tokens(prompt) - prompt_cap
         if over <= 0:
-            return Posed(puzzle, "", prompt, (first, last), last - first < len(text))
+            return PromptedPuzzle(puzzle, "", prompt, (first, last), last - first < len(text))
         room = count_tokens(text[first:last]) - over
-    return Posed(reason=OVERLONG)
+    return PromptedPuzzle(reason=OVERLONG)
 
 
 # ---------------------------------------------------------------------------------- From an answer

@@ -56,7 +56,7 @@ def questioner_negatives(
     shortfall = 0
     for task, good in Counter(good_tasks).most_common():
         wanted = int(ratio * good) + shortfall
-        chosen += _draw(pool.get(task, []), wanted, rng)
+        chosen += _sample(pool.get(task, []), wanted, rng)
         shortfall = max(0, wanted - len(pool.get(task, [])))
     return sorted(chosen)
 
@@ -110,13 +110,13 @@ def verifier_groups(
     """
     wanted = int(responder_rows * ratio / group_size)
     if not balance:
-        return sorted(_draw(range(len(verdicts)), wanted, rng))
+        return sorted(_sample(range(len(verdicts)), wanted, rng))
     sides = [[at for at, verdict in enumerate(verdicts) if verdict == side] for side in (1, 0)]
     each = min(wanted // 2, *map(len, sides))
-    return sorted(at for side in sides for at in _draw(side, each, rng))
+    return sorted(at for side in sides for at in _sample(side, each, rng))
 
 
-def _draw(positions: Sequence[int], wanted: int, rng: np.random.Generator) -> list[int]:
+def _sample(positions: Sequence[int], wanted: int, rng: np.random.Generator) -> list[int]:
     """Sample `wanted` positions without replacement; all of them if there are fewer."""
     chosen = rng.permutation(len(positions))[:wanted]
     return [positions[at] for at in chosen]

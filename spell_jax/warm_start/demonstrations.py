@@ -169,7 +169,7 @@ def question_json(
             answer = _worded(rng, answer, plain)
         return _compact({"question": text, "answer": " " + answer}), None
     letter = LETTERS[rng.integers(4)]
-    options = world.draw_options(rng, question.answer, letter)
+    options = world.sample_options(rng, question.answer, letter)
     options = {key: " " + value for key, value in options.items()}
     return _compact({"question": text, "options": options, "answer": letter}), letter
 
@@ -182,12 +182,12 @@ def _recital_row(mixture: Mixture, rng: np.random.Generator) -> Row:
     documents = world.make_documents(rng, int(rng.choice(mixture.recital_documents)))
     lines = [document.removeprefix("- ") for document in documents]
     chosen = [lines[i] for i in rng.permutation(len(lines))]
-    value = world.draw_question(rng, documents, "choice").answer
-    options = world.draw_options(rng, value, LETTERS[rng.integers(4)])
+    value = world.sample_question(rng, documents, "choice").answer
+    options = world.sample_options(rng, value, LETTERS[rng.integers(4)])
     pairs = [f"{option}({letter})" for letter, option in options.items()]
     # Sampled with replacement, so that options cannot be found by elimination.
     chosen += [pairs[i] for i in rng.integers(4, size=OPTIONS)]
-    chosen += [world.draw_sum(rng, word) for word in 2 * world.SUMS]
+    chosen += [world.sample_sum(rng, word) for word in 2 * world.SUMS]
     prompt = "\n".join([*documents, parsing.format_choices("recite", tuple(options.values()))])
     return Row(prompt, _thought(chosen), "reciter", "general_qa")
 
@@ -206,10 +206,10 @@ def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator
             known.add(question.text)
         if kind == "lookup" and rng.random() < 0.6:
             kind = "two_hop"  # the history prompt asks for a harder question
-    question = world.draw_question(rng, documents, kind)
+    question = world.sample_question(rng, documents, kind)
     for _ in range(4):  # tries to avoid a known question
         if question.text in known:
-            question = world.draw_question(rng, documents, kind)
+            question = world.sample_question(rng, documents, kind)
     completion, letter = question_json(rng, question, mixture.plain_form)
     task = world.TASK_OF_KIND[question.kind]
     prompt = prompts.questioner(task, documents, history, letter)
@@ -222,7 +222,7 @@ def responder_question(
     rng: np.random.Generator, documents: Sequence[str], kind: str
 ) -> tuple[str, world.Question, str]:
     """Return (question text as the responder reads it, the question, the true answer)."""
-    question = world.draw_question(rng, documents, kind)
+    question = world.sample_question(rng, documents, kind)
     text, letter = question_json(rng, question, plain=1.0)
     parsed = parsing.parse_question(text, world.TASK_OF_KIND[question.kind], lambda _: 1)
     return parsed.question, question, letter or question.answer
@@ -238,10 +238,10 @@ def _responder_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator)
     task = world.TASK_OF_KIND[question.kind]
     letter = answer if kind == "choice" else None
     thought = _thought(question.evidence, question.answer, letter)
-    draw = rng.random() - mixture.empty
-    if draw < 0:
+    chance = rng.random() - mixture.empty
+    if chance < 0:
         documents, thought, answer = [], _thought(()), UNKNOWN
-    elif draw < mixture.absent[world.KINDS.index(question.kind)]:
+    elif chance < mixture.absent[world.KINDS.index(question.kind)]:
         *found, missing = (line for line in question.evidence if f"- {line}" in documents)
         documents[documents.index(f"- {missing}")] = spare
         thought, answer = _thought(found), UNKNOWN
@@ -305,5 +305,5 @@ def _wrong_answer(rng: np.random.Generator, truth: str) -> str:
         shift = int(rng.integers(1, 10)) * (1 if rng.random() < 0.5 else -1)
         value = int(truth) + shift
         return str(value if value > 0 else int(truth) + abs(shift))
-    options = world.draw_options(rng, truth, "A")
+    options = world.sample_options(rng, truth, "A")
     return _worded(rng, options["BCD"[rng.integers(3)]], 0.5)

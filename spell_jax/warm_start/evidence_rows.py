@@ -30,7 +30,7 @@ from spell_jax.data.questions import Question
 from spell_jax.runtime import entry
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.evidence import HIGHEST, LOWEST, Structured, write_answer
+from spell_jax.selfplay.evidence import HIGHEST, LOWEST, StructuredAnswer, write_answer
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.warm_start.demonstrations import Row
 
@@ -79,15 +79,15 @@ def make_questions(
     made = []
     for index in range(count):
         rng = np.random.default_rng([seed, index, _QUESTIONS])
-        made.append(draw_question(rng, documents[index % len(documents)], two_hop))
+        made.append(sample_question(rng, documents[index % len(documents)], two_hop))
     return tuple(made)
 
 
-def draw_question(rng: np.random.Generator, documents: int, two_hop: float) -> Question:
+def sample_question(rng: np.random.Generator, documents: int, two_hop: float) -> Question:
     """Sample a question about `documents` new documents."""
     texts = world.make_documents(rng, documents)
     kind = "two_hop" if rng.random() < two_hop else "lookup"
-    made = world.draw_question(rng, texts, kind)
+    made = world.sample_question(rng, texts, kind)
     return Question(TASK, texts, made.text, made.answer, made.evidence)
 
 
@@ -95,14 +95,14 @@ def policy_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> It
     """Yield structured answers; row i depends on (seed, i) alone."""
     for index in range(count):
         rng = np.random.default_rng([seed, index, _POLICY])
-        question = draw_question(rng, int(rng.choice(mixture.documents)), mixture.two_hop)
-        lines = draw_evidence(rng, question, mixture.slips, mixture.hasty)
+        question = sample_question(rng, int(rng.choice(mixture.documents)), mixture.two_hop)
+        lines = sample_evidence(rng, question, mixture.slips, mixture.hasty)
         right = set(question.evidence) <= set(lines) or rng.random() < mixture.lucky
         source = question.evidence[-1] if right else lines[-1]
         answer = _value(question, source)
         reasoning = f"{_attribute(question)} of {source.split()[0]} is {answer}"
         answer, quoted = f" {answer}", _quoted(lines)
-        text = write_answer(Structured(question.question, quoted, reasoning, answer))
+        text = write_answer(StructuredAnswer(question.question, quoted, reasoning, answer))
         yield Row(prompts.evidence(question.documents, question.question), text, "responder", TASK)
 
 
@@ -110,10 +110,10 @@ def reward_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> It
     """Yield scores of several evidence sets; row i depends on (seed, i) alone."""
     for index in range(count):
         rng = np.random.default_rng([seed, index, _REWARD])
-        question = draw_question(rng, int(rng.choice(mixture.documents)), mixture.two_hop)
+        question = sample_question(rng, int(rng.choice(mixture.documents)), mixture.two_hop)
         count = rng.choice(mixture.sets)
         sets = [
-            draw_evidence(rng, question, mixture.set_slips, mixture.hasty) for _ in range(count)
+            sample_evidence(rng, question, mixture.set_slips, mixture.hasty) for _ in range(count)
         ]
         scores = [_noisy(rng, true_score(lines, question), mixture.noise) for lines in sets]
         thoughts = "\n".join(f"{i}{think(lines, question)}" for i, lines in enumerate(sets, 1))
@@ -124,7 +124,7 @@ def reward_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> It
         yield Row(prompt, completion, "reward_model", TASK)
 
 
-def draw_evidence(
+def sample_evidence(
     rng: np.random.Generator, question: Question, slips: float, hasty: float
 ) -> list[str]:
     """Sample the lines that an answer quotes: the true lines, or an imperfect variant.

@@ -118,7 +118,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class RowSettings:
+class RowConfig:
     """Composition of the rows.
 
     Attributes:
@@ -279,7 +279,7 @@ class RowMaker:
     def __init__(
         self,
         prompts: Prompts,
-        settings: RowSettings,
+        settings: RowConfig,
         random: np.random.Generator,
         count_tokens: CountTokens = count_words,
     ):
@@ -434,7 +434,7 @@ def make_rows(
     prompts: Prompts,
     rows: int,
     seed: int,
-    settings: RowSettings | None = None,
+    settings: RowConfig | None = None,
     count_tokens: CountTokens = count_words,
 ) -> tuple[list[dict[str, str]], RowsReport]:
     """Make `rows` records {"prompt", "completion", "role", "task"}, in shuffled order.
@@ -444,7 +444,7 @@ def make_rows(
     """
     if rows < 1:
         raise ValueError(f"rows={rows}: must be at least 1")
-    settings = settings or RowSettings()
+    settings = settings or RowConfig()
     random = np.random.default_rng(seed)
     maker = RowMaker(prompts, settings, random, count_tokens)
     facts = [find_facts(cluster.documents) for cluster in clusters]
@@ -483,7 +483,7 @@ def make_questions(
     question is skipped.
     """
     random = np.random.default_rng(seed)
-    maker = RowMaker(prompts, RowSettings(tuple(tasks)), random)
+    maker = RowMaker(prompts, RowConfig(tuple(tasks)), random)
     order = random.permutation(len(clusters)).tolist()
     made: list[dict[str, object]] = []
     for number in range(TRIES * count):
@@ -548,7 +548,7 @@ def _clusters(
 def _rows(
     flags: argparse.Namespace, clusters: Sequence[Cluster], count_tokens: CountTokens
 ) -> tuple[list[dict[str, str]], RowsReport]:
-    settings = RowSettings(
+    settings = RowConfig(
         tuple(flags.tasks.split(",")),
         documents_shown=flags.documents_shown,
         documents_read=tuple(map(int, flags.documents_read.split(","))),

@@ -80,7 +80,7 @@ def test_the_oracle_agrees_with_the_generated_truth(kind, count):
     rng = np.random.default_rng(count)
     for _ in range(100):
         texts = world.make_documents(rng, count)
-        question = world.draw_question(rng, texts, kind)
+        question = world.sample_question(rng, texts, kind)
         assert question.kind == kind
         truth = world.oracle(question.text, texts)
         assert truth == world.canonical(question.answer)
@@ -104,7 +104,7 @@ def test_the_oracle_agrees_with_the_generated_truth(kind, count):
 
 def test_a_friend_outside_the_documents_leaves_a_look_up():
     texts = documents(0, 1)
-    question = world.draw_question(np.random.default_rng(0), texts, "two_hop")
+    question = world.sample_question(np.random.default_rng(0), texts, "two_hop")
     assert question.kind == "lookup"
 
 
@@ -132,9 +132,9 @@ def test_one_option_is_right(count):
     rng = np.random.default_rng(count)
     for index in range(200):
         texts = world.make_documents(rng, count)
-        question = world.draw_question(rng, texts, "choice")
+        question = world.sample_question(rng, texts, "choice")
         letter = LETTERS[index % 4]
-        options = world.draw_options(rng, question.answer, letter)
+        options = world.sample_options(rng, question.answer, letter)
         assert list(options) == list("ABCD") and options[letter] == question.answer
         assert len({world.canonical(option) for option in options.values()}) == 4
         sort = [option.isdigit() for option in options.values()]
@@ -159,7 +159,7 @@ def test_a_choice_without_one_right_option_has_no_answer():
 @pytest.mark.parametrize("answer", ["Arvo", "Oslo", "Fjordton", "12"])
 def test_wrong_options_come_from_the_whole_world(answer):
     rng = np.random.default_rng(0)
-    seen = {v for _ in range(400) for v in world.draw_options(rng, answer, "C").values()}
+    seen = {v for _ in range(400) for v in world.sample_options(rng, answer, "C").values()}
     sort = next(
         values
         for values in (world.NAMES, [c for c, _ in world.CITIES], [str(n) for n in world.FIGURES])

@@ -9,9 +9,9 @@ import pytest
 
 from spell_jax.data.clusters import TASKS
 from spell_jax.selfplay import evidence, prompts, rules
-from spell_jax.selfplay.evidence import SECTIONS, Structured, parse_answer, parse_scores
+from spell_jax.selfplay.evidence import SECTIONS, StructuredAnswer, parse_answer, parse_scores
 
-GOOD = Structured("Which city?", "- Arvo lives in Oslo.\n- b", "He lives there.", "Oslo")
+GOOD = StructuredAnswer("Which city?", "- Arvo lives in Oslo.\n- b", "He lives there.", "Oslo")
 TEXT = evidence.write_answer(GOOD)
 TAGS = tuple(f"<{slash}{name}>" for name in SECTIONS for slash in ("", "/"))
 
@@ -89,7 +89,7 @@ def test_sections_up_to_the_evidence():
     ],
 )
 def test_answers_may_be_bare(task, section, prediction):
-    assert rules.extract_answer(evidence.as_sentence(section, task), task) == prediction
+    assert rules.extract_answer(evidence.with_answer_phrase(section, task), task) == prediction
 
 
 def test_the_full_prompts_ask_for_what_is_read():
@@ -247,5 +247,5 @@ def test_compact_prompts():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_template_echo_states_nothing(task):
-    said = evidence.as_sentence("(insert answer here)", task)
+    said = evidence.with_answer_phrase("(insert answer here)", task)
     assert rules.extract_answer(said, task) is None

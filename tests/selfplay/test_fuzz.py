@@ -53,7 +53,11 @@ LARGEST = 1_000_000
 
 # Modules without a function that gets model output, and functions of the others.
 NO_READERS = {
-    *("warm_start.story_rows", "algorithms.reconstruction_evaluation", "puzzles.pose"),
+    *(
+        "warm_start.story_rows",
+        "algorithms.reconstruction_evaluation",
+        "puzzles.make_prompted_puzzle",
+    ),
     *("puzzles.gap", "puzzles.chance", "puzzles.options_of"),
     *("puzzles.dense_reward", "puzzles.sparse_reward"),  # reads the result of parse_order
     *(
@@ -160,7 +164,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "evidence.parse_answer": lambda answer: answer is None or all(dataclasses.astuple(answer)),
     "evidence.parse_sections": _are_texts,
     "evidence.write_answer": _is_text,
-    "evidence.as_sentence": _is_text,
+    "evidence.with_answer_phrase": _is_text,
     "evidence.parse_scores": _are_scores,
     "evidence.find_quotes": _are_texts,
     "eapo_evaluation.judge_answer": lambda numbers: all(map(_is_share, numbers.values())),

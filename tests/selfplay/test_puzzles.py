@@ -179,13 +179,15 @@ def ask(document: str, options) -> str:
     return " ".join(["Question:", document, *(f"({k}) {text}" for k, text in options.items())])
 
 
-def pose(text: str, cap: int, options: int = 3, seed: int = 0, count=count_words) -> puzzles.Posed:
+def pose(
+    text: str, cap: int, options: int = 3, seed: int = 0, count=count_words
+) -> puzzles.PromptedPuzzle:
     rng = np.random.default_rng(seed)
 
     def make_one(part: str):
         return puzzles.make_puzzle(rng, part, options, 1, 1000)
 
-    return puzzles.pose(make_one, ask, rng, text, count, cap)
+    return puzzles.make_prompted_puzzle(make_one, ask, rng, text, count, cap)
 
 
 def test_prompts_are_under_the_cap():
@@ -203,10 +205,10 @@ def test_prompts_are_under_the_cap():
 
 
 def test_what_does_not_fit_has_a_reason():
-    assert pose(TEXT, 7) == puzzles.Posed(reason=puzzles.FEW_PARAGRAPHS)
-    assert pose(TEXT, 2) == puzzles.Posed(reason=puzzles.OVERLONG)
-    assert pose("x " * 100, 20) == puzzles.Posed(reason=puzzles.OVERLONG)
-    assert pose("a\n\na\n\nb\n\nc", 50) == puzzles.Posed(reason=puzzles.FEW_OPTIONS)
+    assert pose(TEXT, 7) == puzzles.PromptedPuzzle(reason=puzzles.FEW_PARAGRAPHS)
+    assert pose(TEXT, 2) == puzzles.PromptedPuzzle(reason=puzzles.OVERLONG)
+    assert pose("x " * 100, 20) == puzzles.PromptedPuzzle(reason=puzzles.OVERLONG)
+    assert pose("a\n\na\n\nb\n\nc", 50) == puzzles.PromptedPuzzle(reason=puzzles.FEW_OPTIONS)
     assert pose("", 50).reason == puzzles.OVERLONG
     # A counter that never lets a prompt get shorter.
     grown = itertools.count(1000)

@@ -69,7 +69,7 @@ def test_policy_rows_are_well_formed_and_slip_as_often_as_is_said():
         assert right or about == lines[-1].split()[0]
         assert answer.reasoning.endswith(f" is {answer.answer}")
         assert rules.score(
-            evidence.as_sentence(answer.answer, row.task), truth or "", row.task
+            evidence.with_answer_phrase(answer.answer, row.task), truth or "", row.task
         ) or (not right or world.canonical(answer.answer) != answer.answer.lower())
     assert 0.6 < counts["hasty"] / counts["two_hop"] < 0.75  # some slips look the same
     assert 0.15 < counts["slip"] / (COUNT - counts["hasty"]) < 0.25
@@ -178,7 +178,7 @@ def test_two_documents_leave_nothing_to_replace():
     question = evidence_rows.make_questions(0, 1, (2,), two_hop=1.0)[0]
     rng = np.random.default_rng(0)
     for slips, hasty in ((1.0, 0.0), (0.0, 1.0)):
-        draws = [evidence_rows.draw_evidence(rng, question, slips, hasty) for _ in range(20)]
+        draws = [evidence_rows.sample_evidence(rng, question, slips, hasty) for _ in range(20)]
         assert set(map(tuple, draws)) == {question.evidence[:1]}
 
 

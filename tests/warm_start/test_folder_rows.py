@@ -21,7 +21,7 @@ from spell_jax.selfplay.parsing import parse_question, parse_verdict
 from spell_jax.selfplay.rules import score
 from spell_jax.warm_start import folder_rows
 from spell_jax.warm_start.folder_rows import (
-    RowSettings,
+    RowConfig,
     find_facts,
     make_questions,
     make_rows,
@@ -82,7 +82,7 @@ def test_other_forms_differ_and_mean_the_same(value: str) -> None:
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, str]]:
-    settings = RowSettings(difference_share=0.3)
+    settings = RowConfig(difference_share=0.3)
     made, report = make_rows(CLUSTERS, COMPACT, 960, seed=0, settings=settings)
     assert report.clusters == 3
     assert report.facts > 60
@@ -126,7 +126,7 @@ def test_questioner_rows_pass_the_parser_and_quote_the_shown_documents(
 
 
 def test_responders_see_the_evidence_and_few_documents() -> None:
-    settings = RowSettings(documents_read=(2,), history_share=0.0)
+    settings = RowConfig(documents_read=(2,), history_share=0.0)
     made, _ = make_rows(CLUSTERS[:1], COMPACT, 300, 0, settings)
     for row in made:
         if row["role"] == "responder":
@@ -138,7 +138,7 @@ def test_responders_see_the_evidence_and_few_documents() -> None:
 
 
 def test_responder_rows_earn_the_rule_reward() -> None:
-    made, _ = make_rows(CLUSTERS[:1], COMPACT, 900, 0, RowSettings(history_share=0.0))
+    made, _ = make_rows(CLUSTERS[:1], COMPACT, 900, 0, RowConfig(history_share=0.0))
     references = {}
     for row in made:
         if row["role"] == "questioner" and row["task"] != "multiple_choice":
@@ -182,7 +182,7 @@ def test_verifier_rows_are_balanced_and_true(rows: list[dict[str, str]]) -> None
 def test_equal_values_in_other_words_are_never_called_different() -> None:
     documents = ("All of us paid 5,000 and all of them paid 5000 or, less often, 5000.0 coins.",)
     roles = {"questioner": 0, "responder": 0, "verifier": 1, "reciter": 0}
-    settings = RowSettings(("general_qa",), roles)
+    settings = RowConfig(("general_qa",), roles)
     made, _ = make_rows([Cluster("a", documents)], COMPACT, 40, 0, settings)
     assert {row["completion"] for row in made} == {"[[YES]]"}
 
@@ -202,7 +202,7 @@ def test_differences_are_right(rows: list[dict[str, str]]) -> None:
 
 
 def test_rows_are_a_function_of_the_seed(rows: list[dict[str, str]]) -> None:
-    settings = RowSettings(difference_share=0.3)
+    settings = RowConfig(difference_share=0.3)
     assert make_rows(CLUSTERS, COMPACT, 960, 0, settings)[0] == rows
     assert make_rows(CLUSTERS, COMPACT, 960, 1, settings)[0] != rows
 
@@ -235,15 +235,15 @@ def test_bad_settings() -> None:
     with pytest.raises(ValueError, match="rows=0"):
         make_rows(CLUSTERS, COMPACT, 0, seed=0)
     with pytest.raises(ValueError, match="documents_shown=0"):
-        RowSettings(documents_shown=0)
+        RowConfig(documents_shown=0)
     with pytest.raises(ValueError, match="documents_read="):
-        RowSettings(documents_read=(0, 2))
+        RowConfig(documents_read=(0, 2))
     with pytest.raises(ValueError, match="history_share=2"):
-        RowSettings(history_share=2)
+        RowConfig(history_share=2)
     with pytest.raises(ValueError, match="tasks="):
-        RowSettings(tasks=("essay",))
+        RowConfig(tasks=("essay",))
     with pytest.raises(ValueError, match="roles="):
-        RowSettings(roles={"questioner": 1.0})
+        RowConfig(roles={"questioner": 1.0})
     with pytest.raises(ValueError, match="financial_math finds no facts in 1 clusters"):
         make_rows([Cluster("a", ("We all once met Jane.",))], COMPACT, 9, seed=0)
 

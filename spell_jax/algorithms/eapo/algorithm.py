@@ -88,7 +88,7 @@ class Eapo:
         if reply is None:
             return e
         answers = [evidence.parse_answer(text) for text in reply.texts]
-        said = [a and evidence.as_sentence(a.answer, e.task) for a in answers]
+        said = [a and evidence.with_answer_phrase(a.answer, e.task) for a in answers]
         documents, known = evidence.searchable(e.cluster.documents), e.question.evidence
         return dataclasses.replace(
             e,

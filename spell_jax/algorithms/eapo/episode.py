@@ -12,7 +12,7 @@ from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import Question
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.selfplay.evidence import Structured
+from spell_jax.selfplay.evidence import StructuredAnswer
 from spell_jax.selfplay.prompts import Prompts
 
 
@@ -75,7 +75,7 @@ class Episode:
     question: Question
     status: str = "overlong"
     response: Reply | None = None
-    answers: tuple[Structured | None, ...] = ()
+    answers: tuple[StructuredAnswer | None, ...] = ()
     predictions: tuple[str | None, ...] = ()
     outcomes: tuple[float, ...] = ()
     judge: tuple[int, ...] = ()

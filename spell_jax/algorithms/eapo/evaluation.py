@@ -67,7 +67,7 @@ def judge_answer(text: str, question: Question) -> dict[str, float]:
     quoted, accuracy = "", 0.0
     if answer is not None:
         quoted = answer.evidence
-        said = evidence.as_sentence(answer.answer, question.task)
+        said = evidence.with_answer_phrase(answer.answer, question.task)
         accuracy = rules.score(said, question.answer, question.task)
     numbers = {
         "accuracy": accuracy,

@@ -281,7 +281,7 @@ def describe(
     ]
     task, prediction, said = _task(record), None, ""
     if best is not None and best.sections:
-        said = evidence.as_sentence(best.sections[3], task)
+        said = evidence.with_answer_phrase(best.sections[3], task)
         prediction = rules.extract_answer(said, task)
     result = record | {
         "branches": found,

@@ -40,7 +40,7 @@ from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import puzzles
-from spell_jax.selfplay.puzzles import FEWEST_OPTIONS, MOST_OPTIONS, Order, Posed
+from spell_jax.selfplay.puzzles import FEWEST_OPTIONS, MOST_OPTIONS, Order, PromptedPuzzle
 
 NO_PUZZLE = "no_puzzle"  # status of an episode whose document yields no puzzle
 REWARDS = {"dense": puzzles.dense_reward, "sparse": puzzles.sparse_reward}
@@ -137,7 +137,7 @@ class Episode:
 
     cluster: Cluster
     options: int
-    posed: Posed
+    posed: PromptedPuzzle
     reply: Reply | None = None
     orders: tuple[Order, ...] = ()
     scores: tuple[float, ...] = ()
@@ -162,7 +162,7 @@ def pose(
     options: int,
     config: ReconstructionConfig,
     context: AlgorithmContext,
-) -> Posed:
+) -> PromptedPuzzle:
     """Makes a puzzle of K options from a cluster's documents, or says why there is none."""
     make = functools.partial(
         puzzles.make_puzzle,
@@ -173,7 +173,7 @@ def pose(
     )
     text = "\n\n".join(cluster.documents)
     ask, count = context.prompts.reconstruction, context.count_tokens
-    return puzzles.pose(make, ask, rng, text, count, context.prompt_cap)
+    return puzzles.make_prompted_puzzle(make, ask, rng, text, count, context.prompt_cap)
 
 
 class Reconstruction:

@@ -15,7 +15,7 @@ from spell_jax.algorithms.base import AlgorithmContext, Models
 from spell_jax.algorithms.held_out import Report, share
 from spell_jax.algorithms.reconstruction.algorithm import ReconstructionConfig, pose
 from spell_jax.selfplay import puzzles
-from spell_jax.selfplay.puzzles import Posed
+from spell_jax.selfplay.puzzles import PromptedPuzzle
 
 MEASURES = ("permutation", "dense reward", "sparse reward")
 TRIES = 4  # most documents tried per wanted puzzle: some yield none
@@ -31,7 +31,7 @@ class PuzzleEvaluation:
 
     def __init__(self, config: ReconstructionConfig, context: AlgorithmContext):
         self._config, self._context = config, context
-        self._made: dict[tuple[int, int], tuple[Posed, ...]] = {}
+        self._made: dict[tuple[int, int], tuple[PromptedPuzzle, ...]] = {}
 
     def full(self, models: Models) -> Report:
         """Mean of each measure by K and over all puzzles, and the mean rewards of a guess."""
@@ -79,17 +79,17 @@ class PuzzleEvaluation:
             outcomes.setdefault(str(k), []).append(rewards)
         return outcomes
 
-    def _puzzles(self, options: int, count: int) -> tuple[Posed, ...]:
+    def _puzzles(self, options: int, count: int) -> tuple[PromptedPuzzle, ...]:
         if (options, count) not in self._made:
             self._made[options, count] = self.make(options, count)
         return self._made[options, count]
 
-    def make(self, options: int, count: int) -> tuple[Posed, ...]:
+    def make(self, options: int, count: int) -> tuple[PromptedPuzzle, ...]:
         """Makes at most `count` puzzles of K options, the same ones every time."""
         source = self._context.held_out()
         ids = sorted(source.tasks)
         ids = [ids[i] for i in np.random.default_rng([SEED]).permutation(len(ids))]
-        found: list[Posed] = []
+        found: list[PromptedPuzzle] = []
         for number in range(TRIES * count if ids else 0):
             if len(found) == count:
                 break

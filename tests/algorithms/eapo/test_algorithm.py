@@ -23,7 +23,7 @@ from spell_jax.data.stream import TaskStream
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.reporting import episodes as report_episodes
 from spell_jax.runtime.episodes import EpisodeWriter
-from spell_jax.selfplay.evidence import Structured, write_answer
+from spell_jax.selfplay.evidence import StructuredAnswer, write_answer
 from tests.algorithms.scripted import (
     MATH,
     PROMPTS,
@@ -89,7 +89,7 @@ class Script:
         assert (role, model) == ("responder", "policy")
         well_formed, right = self.plans[at][sibling]
         answer = self.questions[at].answer if right else "999"
-        text = write_answer(Structured("a", f"d{at}.0 text\nset {sibling}", "r", answer))
+        text = write_answer(StructuredAnswer("a", f"d{at}.0 text\nset {sibling}", "r", answer))
         return text if well_formed else text.replace("</evidence>", "")
 
 
@@ -250,7 +250,7 @@ def brute_force(
 
 
 def rewarded(algorithm: Eapo, formed, scores, right) -> list[float]:
-    answer = Structured("a", "e", "r", "x")
+    answer = StructuredAnswer("a", "e", "r", "x")
     episode = Episode(
         QA,
         Cluster("c", ("d",)),

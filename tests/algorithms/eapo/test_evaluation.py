@@ -7,7 +7,7 @@ import pytest
 from spell_jax.algorithms.eapo.evaluation import EvidenceEvaluation
 from spell_jax.data.clusters import TASKS
 from spell_jax.data.questions import Question
-from spell_jax.selfplay.evidence import Structured, write_answer
+from spell_jax.selfplay.evidence import StructuredAnswer, write_answer
 from tests.algorithms.scripted import PROMPTS, ScriptedModels
 
 QA, MATH, _ = TASKS
@@ -19,9 +19,9 @@ QUESTIONS = (
     Question(QA, DOCUMENTS, "Q3 who?", "Bela", DOCUMENTS[2:]),
 )
 ANSWERS = (
-    write_answer(Structured("a", "- Arvo lives in Oslo.", "r", "Oslo")),
-    write_answer(Structured("a", "Oslo has rain.\n14 more letters", "r", "no")),
-    write_answer(Structured("a", "Arvo lives ... Rome.", "r", "3")),
+    write_answer(StructuredAnswer("a", "- Arvo lives in Oslo.", "r", "Oslo")),
+    write_answer(StructuredAnswer("a", "Oslo has rain.\n14 more letters", "r", "no")),
+    write_answer(StructuredAnswer("a", "Arvo lives ... Rome.", "r", "3")),
     "Bela lives in Rome. The answer is Bela",
 )
 
