@@ -4,16 +4,11 @@
         -- -m spell_jax.train --config=configs/paper.py:qwen2.5-7b-instruct
         --workdir=gs://BUCKET/run
 
-1. `create` queues a request for the slice at Google Cloud.
-2. `copy` packs the committed files, copies them to all workers and installs them there.
-3. `run` starts Python with the arguments after `--` on all workers, detached from the connection. A
-   worker refuses to start a second command. `logs` and `status` inspect it. `delete` deletes the
-   slice.
-4. `watch` does 1 to 3 and then polls the workers every --poll_seconds. If the slice or a worker is
-   lost, or the command exits with 75 (a preempted trainer), it deletes the slice and starts over.
-   The trainer resumes from its workdir.
-5. `watch` ends with the command's exit status when the command has exited on all workers. If it is
-   started again, it continues to watch the running command.
+`create` queues a request for the slice. `copy` packs the committed files and installs them on all
+workers. `run` starts Python there with the arguments after `--`, detached; a worker refuses a
+second command. `status` and `logs` inspect it. `delete` deletes the slice. `watch` does all of
+this: it polls every --poll_seconds; if the slice or a worker is lost, or the command exits with 75
+(a preempted trainer), it deletes the slice and starts over. It ends with the command's exit status.
 
 Every call is printed before it is made, ready to paste into a shell. With --dry_run none is made.
 The required setup (gcloud, permissions, buckets) is in docs/launching.md.
@@ -22,311 +17,355 @@ The required setup (gcloud, permissions, buckets) is in docs/launching.md.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import json
+import os
+import pathlib
 import shlex
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
 
-from launch.tpu_slice import Caller, CallError, Report, Request, Slice, digest
+from launch import topologies
 from spell_jax.runtime.preemption import EXIT_CODE
 
 COMMANDS = ("create", "copy", "run", "logs", "status", "watch", "delete")
-
-_PATIENCE = 3  # consecutive failures after which they no longer count as transient
-# Back-off in seconds before a lost slice is requested again. It starts at _FIRST_WAIT, doubles for
-# every consecutive slice that was lost within _QUICK seconds, and stops at _LONGEST_WAIT.
-_FIRST_WAIT, _LONGEST_WAIT, _QUICK = 30, 1800, 600
-
-
-# ---------------------------------------------------------------------------------------- Watch
-
-
-@dataclasses.dataclass
-class Watch:
-    """Loop that keeps a command running on a slice until the command has exited.
-
-    Attributes:
-      slice: slice to use; its pack() must have been called.
-      command: arguments of Python.
-      max_restarts: number of times that a lost slice is requested again.
-      poll_seconds: seconds between two polls.
-      sleep: time.sleep or a replacement.
-      clock: time.monotonic or a replacement.
-    """
-
-    slice: Slice
-    command: Sequence[str]
-    max_restarts: int
-    poll_seconds: float
-    sleep: Callable[[float], object]
-    clock: Callable[[], float]
-
-    def __post_init__(self):
-        self._restarts = self._quick = self._silent = 0
-        self._requested = self._started = False
-        self._since = self.clock()
-
-    def run(self) -> int:
-        """Watch until the command has exited on all workers.
-
-        Returns:
-          The first nonzero exit status among the workers, or 0.
-
-        Raises:
-          CallError: if 3 polls in a row failed.
-          RuntimeError: if max_restarts is exceeded, a worker runs another command, or the slice was
-            deleted by someone else.
-        """
-        failures = 0
-        while True:
-            try:
-                status = self._turn()
-                failures = 0
-            except CallError as error:
-                failures += 1
-                if failures == _PATIENCE:
-                    raise
-                _say(f"{error}\n(failure {failures} in a row, tried again)")
-                status = None
-            if status is not None:
-                return status
-            self.sleep(self.poll_seconds)
-
-    def rehearse(self) -> None:
-        """Make the calls of a run whose slice is lost once; for a dry run."""
-        self.slice.look()
-        self.slice.create()
-        _say("once it is ready, if the command does not run yet:")
-        self.slice.reports(0)
-        self.slice.copy(0)
-        self.slice.run(self.command, 0)
-        _say(f"every {self.poll_seconds:g} s:")
-        self.slice.look()
-        self.slice.reports(0)
-        _say(f"when it is lost, at most {self.max_restarts} times, and then from the top:")
-        self.slice.delete()
-
-    def _turn(self) -> int | None:
-        """Act on the slice's state; return the exit status at the end, else None."""
-        seen = self.slice.look()
-        if seen.kind == "absent":
-            if self._requested:  # not a preemption: a preempted slice stays queued as SUSPENDED
-                raise RuntimeError(f"{self.slice.request.name}: somebody has deleted it")
-            self.slice.create()
-            self._requested = True
-            return None
-        self._requested |= seen.kind != "deleting"
-        if seen.kind in ("waiting", "deleting"):
-            _say(f"waiting: {seen.text}")
-        elif seen.kind == "lost":
-            self._restart(seen.text)
-        elif not self._started:
-            self._start(seen.workers)
-        else:
-            return self._ask(seen.workers)
-        return None
-
-    def _start(self, workers: int) -> None:
-        running = [r for r in self.slice.reports(workers) if r.state == "running"]
-        if any(report.digest != digest(self.command) for report in running):
-            raise RuntimeError(
-                f"{running[0].host} runs another command: watch that one, or delete the slice"
-            )
-        if running:
-            _say("the command runs already")
-        else:
-            self.slice.copy(workers)
-            self.slice.run(self.command, workers)
-        self._started = True
-
-    def _ask(self, workers: int) -> int | None:
-        try:
-            reports = self.slice.reports(workers)
-            self._silent = 0
-        except CallError as error:
-            self._silent += 1
-            _say(f"{error}\n(silence {self._silent} of {_PATIENCE})")
-            if self._silent >= _PATIENCE:
-                self._restart("the workers do not answer")
-            return None
-        _say(", ".join(f"{report.host} {_state(report)}" for report in reports))
-        if idle := [report.host for report in reports if report.state == "idle"]:
-            self._restart(f"on {', '.join(idle)} the command is gone without an exit status")
-            return None
-        if any(report.state == "running" for report in reports):
-            return None
-        statuses = [report.status for report in reports]
-        if EXIT_CODE in statuses:
-            # Other workers may have failed with other statuses because they lost this peer.
-            self._restart(f"the command was preempted (exit status {EXIT_CODE})")
-            return None
-        return next((status for status in statuses if status), 0)
-
-    def _restart(self, why: str) -> None:
-        """Delete the slice and wait, so that the next turn requests it again."""
-        if self._restarts == self.max_restarts:
-            raise RuntimeError(
-                f"{self.slice.request.name}: given up after {self._restarts} restarts "
-                f"(max_restarts); the last time: {why}"
-            )
-        _say(f"lost: {why}")
-        self.slice.delete()
-        self._restarts += 1
-        now = self.clock()
-        self._quick = self._quick + 1 if now - self._since < _QUICK else 0
-        wait = min(_FIRST_WAIT * 2**self._quick, _LONGEST_WAIT)
-        _say(f"restart {self._restarts} of {self.max_restarts} in {wait} s")
-        self.sleep(wait)
-        self._since = self.clock()
-        self._requested = self._started = False
-        self._silent = 0
+# Google's JAX image for each generation (cloud.google.com/tpu/docs/runtimes).
+RUNTIMES = {
+    "v4": "tpu-ubuntu2204-base",
+    "v5e": "v2-alpha-tpuv5-lite",
+    "v5p": "v2-alpha-tpuv5",
+    "v6e": "v2-alpha-tpuv6e",
+}
+# States of a request or a node in which it never becomes usable. Unlisted states are temporary.
+LOST = ("FAILED", "SUSPENDED", "PREEMPTED", "TERMINATED", "STOPPED")
+SCRIPT = pathlib.Path(__file__).with_name("tpu_worker.sh")
+ON_WORKER = f"--command={SCRIPT.read_text().rstrip()}; "  # a function of SCRIPT follows
+PATIENCE = 3  # consecutive failures after which they no longer count as transient
+# Seconds before a lost slice is requested again: FIRST_WAIT, doubled for every slice in a row that
+# was lost within QUICK seconds, at most LONGEST_WAIT.
+FIRST_WAIT, LONGEST_WAIT, QUICK = 30, 1800, 600
 
 
-def _state(report: Report) -> str:
-    return f"exited with {report.status}" if report.state == "exited" else report.state
+class CallError(RuntimeError):
+    """A called program failed or took too long; the message has the command and its output."""
 
 
-def _say(text: str) -> None:
+class Lost(Exception):
+    """The slice must be deleted and requested again; the message says why."""
+
+
+def say(text: str) -> None:
     """Print text as shell comments, so that the whole output can be pasted into a shell."""
-    stamp = time.strftime("%H:%M:%S")
-    print("\n".join(f"# {stamp} {line}" for line in text.splitlines()), flush=True)
+    print("\n".join(f"# {time.strftime('%T')} {line}" for line in text.splitlines()), flush=True)
 
 
-# --------------------------------------------------------------------------------- Command line
+def printable(words: Sequence[str]) -> str:
+    """Quote a command for a shell, with `$(cat SCRIPT)` instead of the text of SCRIPT."""
+    short = f'--command="$(cat {shlex.quote(str(SCRIPT))})"\'; '
+    return shlex.join(words).replace(shlex.quote(ON_WORKER)[:-1], short)
 
 
-def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command line into options and the command after `--`.
-
-    Raises:
-      ValueError: if the action needs a command and has none or the reverse, or an option is out of
-        range.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.tpu_vm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("action", choices=COMMANDS)
-    parser.add_argument("--name", required=True, help="of the slice")
-    parser.add_argument("--zone", required=True)
-    parser.add_argument("--project", default="", help="by default gcloud's")
-    parser.add_argument("--topology", default="v5e-16", help="a name of launch/topologies.py")
-    parser.add_argument("--runtime_version", default="", help="by default the generation's image")
-    capacity = parser.add_mutually_exclusive_group()
-    for kind in ("spot", "reserved"):
-        capacity.add_argument(f"--{kind}", dest="capacity", action="store_const", const=kind)
-    parser.add_argument("--valid_until_duration", default="", help="limit of waiting, such as 6h")
-    parser.add_argument("--worker", type=int, default=0, help="whose log is shown")
-    parser.add_argument("--max_restarts", type=int, default=50)
-    parser.add_argument("--poll_seconds", type=float, default=60)
-    parser.add_argument("--dry_run", action="store_true", help="print the calls, make none")
-    before, command = list(arguments), []
-    if "--" in before:
-        at = before.index("--")
-        before, command = before[:at], before[at + 1 :]
-    given = parser.parse_args(before)
-    needed = given.action in ("run", "watch")
-    if needed != bool(command):
-        right = "must be Python's arguments, behind --" if needed else "must be empty"
-        raise ValueError(f"command = {shlex.join(command)!r}: {right} with {given.action}")
-    if given.max_restarts < 0:
-        raise ValueError(f"max_restarts = {given.max_restarts}: must be at least 0")
-    if not given.poll_seconds > 0:
-        raise ValueError(f"poll_seconds = {given.poll_seconds}: must be more than 0")
-    return given, command
-
-
-def act(
-    given: argparse.Namespace,
-    command: Sequence[str],
-    sleep: Callable[[float], object],
-    clock: Callable[[], float],
-) -> int:
-    """Perform the action of the parsed options.
+def call(words: Sequence[str], dry_run: bool = False, limit: float | None = 1800) -> str:
+    """Print a command and, unless `dry_run`, run it.
 
     Args:
-      given: parsed options.
-      command: arguments of Python, for "run" and "watch".
-      sleep: time.sleep or a replacement.
-      clock: time.monotonic or a replacement.
+      words: program and its arguments.
+      dry_run: whether the command is only printed.
+      limit: time limit in seconds; None means none, and that the output goes to the terminal.
 
     Returns:
-      The exit status.
+      The command's stdout.
     """
-    fields = [field.name for field in dataclasses.fields(Request)]
-    request = Request(**{name: getattr(given, name) or "" for name in fields})
-    tpu = Slice(request, Caller(given.dry_run))
-    if given.action == "create":
-        tpu.create()
-    elif given.action == "delete":
-        tpu.delete()
-    elif given.action == "logs":
-        return tpu.logs(given.worker)
-    elif given.action == "watch":
-        tpu.pack()
-        watch = Watch(tpu, command, given.max_restarts, given.poll_seconds, sleep, clock)
-        if given.dry_run:
-            watch.rehearse()
-            return 0
+    print(shown := printable(words), flush=True)
+    if dry_run:
+        return ""
+    pipe = subprocess.PIPE if limit else None
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe}
+    with subprocess.Popen(words, text=True, errors="replace", process_group=0, **pipes) as process:
         try:
-            status = watch.run()
-            _say(f"the command has exited with {status}")
+            out, error = process.communicate(timeout=limit)
+        except BaseException as why:
+            os.killpg(process.pid, signal.SIGKILL)  # the whole group, because gcloud starts ssh
+            if isinstance(why, subprocess.TimeoutExpired):
+                raise CallError(f"took longer than {limit:g} s: {shown}") from why
+            raise
+    if process.returncode:
+        raise CallError(f"exit status {process.returncode}: {shown}\n{out}{error}".rstrip())
+    return out
+
+
+# -------------------------------------------------------------------------------------- The slice
+
+
+def gcloud(given: Namespace, *words: str, limit: float | None = 1800) -> str:
+    command = ["gcloud", "compute", "tpus", *words, *given.place, "--quiet"]
+    return call(command, given.dry_run, limit)
+
+
+def describe(given: Namespace, kind: str) -> dict[str, Any]:
+    try:
+        return json.loads(gcloud(given, kind, "describe", given.name, "--format=json") or "{}")
+    except CallError as error:
+        if "NOT_FOUND" in str(error):
+            return {}
+        raise
+
+
+def look(given: Namespace) -> tuple[str, str, int]:
+    """Query the slice.
+
+    Returns:
+      Its state: "absent" (never requested, or deleted), "waiting" (queued, or temporarily
+      unusable), "deleting", "lost" or "ready"; a description; its number of workers.
+    """
+    request, node = describe(given, "queued-resources"), describe(given, "tpu-vm")
+    queued, state = request.get("state", {}).get("state"), node.get("state", "absent")
+    text = f"request {json.dumps(request.get('state', 'absent'))}, node {state}"
+    if given.dry_run or (queued == "ACTIVE" and state == "READY"):
+        return "ready", text, len(node.get("networkEndpoints", ()))
+    if not request or queued == "DELETING":
+        return ("deleting" if request else "absent"), text, 0
+    lost = queued in LOST or (queued == "ACTIVE" and state in ("absent", *LOST))
+    return ("lost" if lost else "waiting"), text, 0
+
+
+def create(given: Namespace) -> None:
+    runtime = given.runtime_version or RUNTIMES[given.topology.partition("-")[0]]
+    accelerator = topologies.find(given.topology).accelerator
+    flags = [f"--accelerator-type={accelerator}", f"--runtime-version={runtime}"]
+    flags += given.capacity
+    if given.valid_until_duration:
+        flags.append(f"--valid-until-duration={given.valid_until_duration}")
+    gcloud(given, "queued-resources", "create", given.name, f"--node-id={given.name}", *flags)
+
+
+def delete(given: Namespace) -> None:
+    gcloud(given, "queued-resources", "delete", given.name, "--force")
+
+
+def pack(given: Namespace) -> None:
+    """Pack the committed files; uncommitted changes would make the running code unidentifiable."""
+    changed = call(["git", "status", "--porcelain", "--untracked-files=no"], given.dry_run)
+    if changed:
+        raise RuntimeError(f"the code has uncommitted changes; commit them:\n{changed.rstrip()}")
+    if not given.dry_run:
+        os.makedirs(os.path.dirname(given.archive), exist_ok=True)
+    output = f"--output={given.archive}"
+    call(["git", "archive", "--format=tar.gz", output, "HEAD"], given.dry_run)
+
+
+def copy(given: Namespace, workers: int) -> None:
+    """Copy the packed code to all workers and install it there."""
+    target = f"{given.name}:spell_jax.tar.gz"
+    gcloud(given, "tpu-vm", "scp", given.archive, target, "--worker=all")
+    on_all(given, "install", workers)
+
+
+def run(given: Namespace, workers: int) -> None:
+    """Start the command on all workers, detached from the connection."""
+    on_all(given, f"start {shlex.quote(given.command)}", workers)
+
+
+def report(given: Namespace, workers: int) -> list[list[str]]:
+    """Query host name, state ("idle", "running" or "exited:STATUS") and command of each worker."""
+    return [[*words, ""][:3] for words in on_all(given, "report", workers)]
+
+
+def on_all(given: Namespace, function: str, workers: int) -> list[list[str]]:
+    """Call a function of SCRIPT on all workers; return the words of each success line."""
+    out = gcloud(given, "tpu-vm", "ssh", given.name, "--worker=all", f"{ON_WORKER}{function}")
+    lines = [line.rstrip().split(maxsplit=3) for line in out.splitlines()]
+    found = [words[1:] for words in lines if words[:1] == ["spell_jax_worker"]]
+    # gcloud's exit status is not enough: its manual does not define it.
+    if len(found) != workers and not given.dry_run:
+        raise CallError(f"{function}: succeeded on {len(found)} of {workers} workers\n{out}")
+    return sorted(found, key=lambda words: (len(words[0]), words))  # worker 10 after worker 9
+
+
+# ------------------------------------------------------------------------------------------ Watch
+
+
+def watch(given: Namespace) -> int:
+    """Keep the command running until it has exited on all workers.
+
+    Returns:
+      The first nonzero exit status among the workers, or 0.
+    """
+    pack(given)
+    if given.dry_run:
+        say("each call once; if the slice is lost, it is deleted and all starts over")
+        for step in (create, start, poll, delete):
+            step(given)
+        return 0
+    restarts, wait = 0, FIRST_WAIT
+    while True:
+        since = time.monotonic()
+        try:
+            return use_slice(given)
+        except Lost as why:
+            if restarts == given.max_restarts:
+                problem = f"gave up after {restarts} restarts (--max_restarts)"
+                raise RuntimeError(f"{given.name}: {problem}; the last time: {why}") from why
+            say(f"lost: {why}")
+        try:
+            delete(given)
+        except CallError as error:  # the slice may be usable; otherwise it is lost again
+            say(str(error))
+        wait = min(2 * wait, LONGEST_WAIT) if time.monotonic() - since < QUICK else FIRST_WAIT
+        restarts += 1
+        say(f"restart {restarts} of {given.max_restarts} in {wait} s")
+        time.sleep(wait)
+
+
+def use_slice(given: Namespace) -> int:
+    """Request the slice unless it exists, start the command unless it runs, and poll both.
+
+    Raises:
+      Lost: if the slice, a worker or the command was preempted.
+      CallError: if 3 turns in a row failed before the command ran.
+      RuntimeError: if the workers run another command, or someone else deleted the slice.
+    """
+    requested = started = False
+    failures = 0
+    while True:
+        state = "unknown"
+        try:
+            state, text, workers = look(given)
+            if state == "absent" and requested:  # a preempted slice stays queued as SUSPENDED
+                raise RuntimeError(f"{given.name}: someone else deleted the slice")
+            if state == "absent":
+                create(given)
+            elif state == "lost":
+                raise Lost(text)
+            elif state == "ready" and not started:
+                start(given, workers)
+                started = True
+            elif state == "ready":
+                if (status := poll(given, workers)) is not None:
+                    return status
+            else:
+                say(f"waiting: {text}")
+            requested |= state != "deleting"
+            failures = 0
+        except CallError as error:
+            failures += 1
+            say(f"{error}\n(failure {failures} in a row)")
+            if failures == PATIENCE and started and state == "ready":
+                raise Lost("the workers do not answer") from error
+            if failures == PATIENCE:
+                raise
+        time.sleep(given.poll_seconds)
+
+
+def start(given: Namespace, workers: int = 0) -> None:
+    """Copy the code and start the command, unless the workers run it already."""
+    running = [words for words in report(given, workers) if words[1] == "running"]
+    for host, _, command in running:
+        if command.split() != given.command.split():
+            raise RuntimeError(f"{host} runs another command; watch that, or delete the slice")
+    if running:
+        return say("the command is running already")
+    copy(given, workers)
+    run(given, workers)
+
+
+def poll(given: Namespace, workers: int = 0) -> int | None:
+    """Poll the workers; return the exit status of the command if all have one, else None."""
+    states = {host: state for host, state, _ in report(given, workers)}
+    say(", ".join(f"{host} {state}" for host, state in states.items()))
+    if idle := [host for host, state in states.items() if state == "idle"]:
+        raise Lost(f"on {', '.join(idle)} the command ended without an exit status")
+    if "running" in states.values():
+        return None
+    statuses = [int(state.removeprefix("exited:")) for state in states.values()]
+    if EXIT_CODE in statuses:  # other workers may have failed because they lost this peer
+        raise Lost(f"the command was preempted (exit status {EXIT_CODE})")
+    return next(filter(None, statuses), 0)
+
+
+# ----------------------------------------------------------------------------------- Command line
+
+
+def parse(words: Sequence[str]) -> Namespace:
+    """Parse the options, and what follows `--` as `command`, quoted for a shell."""
+    parser = argparse.ArgumentParser(prog="python -m launch.tpu_vm", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("action", choices=COMMANDS)
+    add("--name", required=True, help="name of the slice")
+    add("--zone", required=True, help="Google Cloud zone, such as us-west4-a")
+    add("--project", default="", help="Google Cloud project (default: gcloud's)")
+    add("--topology", default="v5e-16", choices=topologies.TOPOLOGIES, help="default: v5e-16")
+    add("--runtime_version", default="", help="image of the machines (default: the generation's)")
+    capacity = parser.add_mutually_exclusive_group()
+    for kind in ("--spot", "--reserved"):
+        capacity.add_argument(kind, dest="capacity", action="append_const", const=kind, default=[])
+    add("--valid_until_duration", default="", help="time limit in the queue, such as 6h")
+    add("--worker", type=int, default=0, help="worker whose log is shown")
+    add("--max_restarts", type=int, default=50, help="times that a lost slice is requested again")
+    add("--poll_seconds", type=float, default=60, help="seconds between two polls")
+    add("--dry_run", action="store_true", help="print the calls without making them")
+    end = words.index("--") if "--" in words else len(words)
+    given = parser.parse_args(words[:end])
+    given.command = shlex.join(words[end + 1 :])
+    if bool(given.command) != (given.action in ("run", "watch")):
+        parser.error("run and watch need the arguments of Python after --; other actions take none")
+    if given.max_restarts < 0 or not given.poll_seconds > 0:
+        parser.error("--max_restarts must be at least 0 and --poll_seconds above 0")
+    given.place = [f"--zone={given.zone}", *[f"--project={given.project}"] * bool(given.project)]
+    given.archive = f"runs/launch/{given.name}.tar.gz"
+    return given
+
+
+def act(given: Namespace) -> int:
+    """Perform the action; return the exit status."""
+    if given.action == "watch":
+        try:
+            return watch(given)
         finally:
-            _say("the slice is paid for until it is deleted, if it is still there:")
-            print(shlex.join(["python", "-m", "launch.tpu_vm", "delete", *_place(request)]))
-        return status
+            say("the slice is paid for until it is deleted:")
+            place = [f"--name={given.name}", *given.place]
+            print(shlex.join(["python", "-m", "launch.tpu_vm", "delete", *place]))
+    if given.action == "logs":
+        tail = "--command=tail -n 100 -F spell_jax_run/log"
+        gcloud(given, "tpu-vm", "ssh", given.name, f"--worker={given.worker}", tail, limit=None)
+    elif given.action in ("create", "delete"):
+        (create if given.action == "create" else delete)(given)
     else:
-        _act_on_workers(given.action, tpu, command)
+        state, text, workers = look(given)
+        say(text)
+        if given.action == "status" and state != "ready":
+            return 0
+        if state != "ready":
+            raise RuntimeError(f"{given.name}: must be ready, but is {state}")
+        if given.action == "status":
+            say("\n".join(" ".join(words) for words in report(given, workers)))
+        elif given.action == "copy":
+            pack(given)
+            copy(given, workers)
+        else:
+            run(given, workers)
     return 0
 
 
-def _act_on_workers(action: str, tpu: Slice, command: Sequence[str]) -> None:
-    seen = tpu.look()
-    ready = tpu.caller.dry_run or seen.kind == "ready"
-    if action == "status":
-        _say(seen.text)
-        for report in tpu.reports(seen.workers) if ready else ():
-            _say(f"{report.host} {_state(report)}")
-        return
-    if not ready:
-        raise RuntimeError(f"{tpu.request.name}: is not ready ({seen.text})")
-    if action == "copy":
-        tpu.pack()
-        tpu.copy(seen.workers)
-    else:
-        tpu.run(command, seen.workers)
-
-
-def _place(request: Request) -> list[str]:
-    place = [f"--name={request.name}", f"--zone={request.zone}"]
-    return [*place, f"--project={request.project}"] if request.project else place
-
-
-def main(
-    arguments: Sequence[str] | None = None,
-    sleep: Callable[[float], object] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> int:
-    """Run the command line.
-
-    Returns:
-      2 for invalid options, 1 for a failure, 130 if interrupted (the slice keeps running); else 0,
-      or for `watch` the exit status of the command and for `logs` that of gcloud.
-    """
+def main(words: Sequence[str]) -> int:
+    """Run the command line; return the exit status (130 if interrupted)."""
+    given = parse(words)
     try:
-        return act(*parse(sys.argv[1:] if arguments is None else arguments), sleep, clock)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return act(given)
+    except FileNotFoundError as error:
+        print(f"{error} (is {error.filename} installed and on PATH?)", file=sys.stderr)
     except RuntimeError as error:
         print(error, file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
-        print("interrupted; what was started on Google Cloud goes on", file=sys.stderr)
+        print("interrupted; what was started on Google Cloud continues", file=sys.stderr)
         return 130
+    return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
