@@ -58,7 +58,7 @@ def bench_evaluate(policy: PolicyConfig, options: argparse.Namespace) -> dict[st
     }
 
     def together() -> int:
-        session = samplers["together"].begin(params)
+        session = samplers["together"].start_session(params)
         for number, prompt in enumerate(prompts):
             session.submit(SampleRequest(prompt, options.group, _key(number, 0), how))
         return sum(len(one.tokens) for _, some in session.results() for one in some)
@@ -67,7 +67,7 @@ def bench_evaluate(policy: PolicyConfig, options: argparse.Namespace) -> dict[st
         tokens = 0
         for number, prompt in enumerate(prompts):
             for sample in range(options.group):
-                session = samplers["alone"].begin(params)
+                session = samplers["alone"].start_session(params)
                 session.submit(SampleRequest(prompt, 1, _key(number, sample), how))
                 tokens += sum(len(one.tokens) for _, some in session.results() for one in some)
         return tokens

@@ -100,13 +100,13 @@ def _answers(
 ) -> tuple[list[Sample], float]:
     """Sample an answer to each prompt; also return the tokens per pass and busy slot."""
     sampler = Sampler(run.policy, config, run.tokenizer.stop_ids, run.learner.mesh)
-    session = sampler.begin(params)
+    session = sampler.start_session(params)
     how = config.options(config.max_tokens, temperature=temperature)
     for prompt, key in zip(prompts, request_keys(jax.random.key(0), len(prompts)), strict=True):
         session.submit(SampleRequest(prompt, 1, key, how))
     answers = dict(session.results())
     samples = [answers[ticket][0] for ticket in range(len(prompts))]
-    return samples, session.counts.tokens / session.counts.busy
+    return samples, session.counts.tokens / session.counts.busy_slot_steps
 
 
 def _score(

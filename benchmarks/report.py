@@ -21,7 +21,7 @@ from typing import Any
 from etils import epath
 
 from benchmarks import browser
-from spell_jax.reporting.page import PAGE, Measured, write_page
+from spell_jax.reporting.page import PAGE, RunData, write_page
 from spell_jax.reporting.tables import EVALUATION_FILE, read_evaluation
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.runtime.jsonl import write_json, write_records
@@ -192,9 +192,9 @@ def write_run(
     return epath.Path(workdir)
 
 
-def measured(workdir: epath.Path) -> Measured:
+def measured(workdir: epath.Path) -> RunData:
     """Read a run's folder into the page's input."""
-    return Measured(workdir, read_metrics(workdir), read_evaluation(workdir))
+    return RunData(workdir, read_metrics(workdir), read_evaluation(workdir))
 
 
 def bench_report(options: argparse.Namespace) -> dict[str, Any]:

@@ -73,8 +73,8 @@ class _ForcedShard(Shard):
         super().__init__(shape)
         self._lengths = lengths
 
-    def grow(self, lane: Lane, steps: int) -> dict[DecodeSequence, int]:
-        limits = super().grow(lane, steps)
+    def allocate_pages(self, lane: Lane, steps: int) -> dict[DecodeSequence, int]:
+        limits = super().allocate_pages(lane, steps)
         return {s: min(limit, self._lengths[_name(s)]) for s, limit in limits.items()}
 
 
@@ -154,7 +154,7 @@ def bench_refill(policy: PolicyConfig, options: argparse.Namespace) -> dict[str,
     if slots < options.group:
         raise ValueError(f"slots = {slots}: must be at least group = {options.group}")
     params = random_params(policy, mesh, options.dtype)
-    _warm_up(sampler.begin(params), [(options.group, len(prompts))])
+    _warm_up(sampler.start_session(params), [(options.group, len(prompts))])
     wave = slots // options.group
     waves = [range(i, min(i + wave, len(prompts))) for i in range(0, len(prompts), wave)]
     line = _sizes(policy, options) | {"slots": slots, "tokens": int(lengths.sum())}
@@ -252,14 +252,14 @@ def bench_verify(policy: PolicyConfig, options: argparse.Namespace) -> dict[str,
     rng = np.random.default_rng(options.seed)
     shared = verifier_prompts(rng, policy.vocab_size, options, options.questions)
     apart = [[*divmod(i, policy.vocab_size), *prompt[2:]] for i, prompt in enumerate(shared)]
-    _warm_up(sampler.begin(params), [(options.votes, len(shared))])
+    _warm_up(sampler.start_session(params), [(options.votes, len(shared))])
     line = _sizes(policy, options) | {"slots": sampler.shape.slots * sampler.shards}
     line |= {"prompts": len(shared), "prompt_tokens": len(shared) * longest}
     how = Options(**HOW, max_tokens=options.verdict)
     for kind, prompts in {"shared": shared, "apart": apart}.items():
         seconds, reused = [], 0
         for _ in range(options.repeats):
-            session = sampler.begin(params)
+            session = sampler.start_session(params)
             clock = time.perf_counter()
             _, reused = _ask(session, prompts, options.votes, jax.random.key(1), how)
             seconds.append(time.perf_counter() - clock)
@@ -317,13 +317,15 @@ def bench_spell(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, 
     rng = np.random.default_rng(options.seed)
     prompts = _spell_prompts(rng, policy.vocab_size, options)
     groups = {phase: _group(options, phase) for phase in _PHASES}
-    _warm_up(sampler.begin(params), [(groups[phase], len(prompts[phase])) for phase in _PHASES])
+    _warm_up(
+        sampler.start_session(params), [(groups[phase], len(prompts[phase])) for phase in _PHASES]
+    )
     del params
     state, _ = learner.update(state, [packing.TrainGroup([0], [[0]], [1.0])])
     jax.block_until_ready(state)
 
     clock = time.perf_counter()
-    session = sampler.begin(learner.cast(state.params))
+    session = sampler.start_session(learner.cast(state.params))
     jax.block_until_ready(session._state)
     line = _sizes(policy, options) | {"slots": sampler.shape.slots * sampler.shards}
     line |= {"begin_s": time.perf_counter() - clock}

@@ -130,7 +130,7 @@ def _measure(kind, sampler: Sampler, params, prompts, group: int, options) -> di
     """Measure the seconds, tokens/s and KV cache bytes of one kind of request."""
 
     def ask(tokens: int, length: int) -> None:
-        session = sampler.begin(params)
+        session = sampler.start_session(params)
         keys = request_keys(jax.random.key(1), len(prompts))
         how = Options(**HOW, max_tokens=tokens)
         for prompt, key in zip(prompts, keys, strict=True):

@@ -153,7 +153,7 @@ def _generate(learner, sampler, state, rng, options, step: int) -> list[packing.
     """Sample answers to random prompts and give them random rewards."""
     shape = (options.groups, options.prompt)
     prompts = rng.integers(sampler.policy.vocab_size, size=shape).tolist()
-    session = sampler.begin(learner.cast(state.params))
+    session = sampler.start_session(learner.cast(state.params))
     how = Options(temperature=1.0, max_tokens=options.response)
     found = session.sample(prompts, options.group, jax.random.key(step), how)
     groups = []

@@ -219,7 +219,7 @@ class Programs:
 
     def _sampling(self, name: str, tokens: tuple[int, ...], function, batch) -> Program:
         """A sampler program; its arguments are weights, sampler state and the call's arrays."""
-        state = jax.eval_shape(lambda: self.sampler.make_empty(self.learner.compute_dtype))
+        state = jax.eval_shape(lambda: self.sampler.init_state(self.learner.compute_dtype))
         state = meshes.with_sharding(state, self.sampler.shardings)
         played = self.sampler.abstract_params(self.played)
         arguments = (

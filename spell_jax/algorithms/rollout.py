@@ -111,7 +111,7 @@ class RolloutWorker:
         refused because they are over the cap. By session: use of the slots (Session.counts).
       sampled_tokens: number of sampled tokens since `start_step`.
       prefilled_tokens: number of prefilled prompt tokens since `start_step`.
-      waited: seconds in which the host waited for the device, by role or model (Counts.waited).
+      waited: seconds in which the host waited for the device, by role or model.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class RolloutWorker:
         places = [(call, place) for call in new for place in range(len(call.prompt_ids))]
         keys = fold_keys(self._key, [(self._step, *call.number, place) for call, place in places])
         for (call, place), key in zip(places, keys, strict=True):
-            if not self.sampler.fits(call.prompt_ids[place]):
+            if not self.sampler.prompt_fits(call.prompt_ids[place]):
                 continue
             is_verdict = call.role == "verifier"
             cap = config.max_verdict_tokens if is_verdict else config.max_tokens
@@ -298,7 +298,10 @@ class RolloutWorker:
         """The session of a model; all prompts of a step share their common prefixes in it."""
         if self._session is None or self._session[0] != model:
             self._close()
-            self._session = model, self._text_sampler_of(model).sampler.begin(self._models[model])
+            self._session = (
+                model,
+                self._text_sampler_of(model).sampler.start_session(self._models[model]),
+            )
         return self._session[1]
 
     def _close(self) -> None:
@@ -315,7 +318,7 @@ class RolloutWorker:
         self.metrics.add_sum("sampler/reused_prompt_tokens", reused, all_tokens)
         self.sampled_tokens += counts.tokens
         self.prefilled_tokens += counts.prefilled_tokens
-        for agent, seconds in counts.waited.items():
+        for agent, seconds in counts.device_wait_seconds.items():
             self.waited[agent] += seconds
 
     def _count(self, call: PendingCall) -> None:

@@ -121,7 +121,7 @@ class Policy:
         sampler = Sampler(self.config, config, self.tokenizer.stop_ids, mesh, stream)
         if self._params is None:
             _, self._params = weights.load(self.folder, mesh, self._dtype)
-        session = sampler.begin(self._params)
+        session = sampler.start_session(self._params)
         tickets = {
             session.submit(
                 SampleRequest(cast(Any, prompts[place]), group, keys[place], options[place])

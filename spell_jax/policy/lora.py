@@ -108,7 +108,7 @@ def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base
     for path, name in targets(config).items():
         room, ours = path.split("/")
         for x, letter in (("a", "A"), ("b", "B")):
-            value = distributed.whole(adapters["layers"][room][f"{ours}_lora_{x}"]).astype(
+            value = distributed.fetch_global(adapters["layers"][room][f"{ours}_lora_{x}"]).astype(
                 np.float32
             )
             for layer, part in enumerate(value):

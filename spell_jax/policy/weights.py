@@ -588,7 +588,7 @@ def _their_tensors(
     entries, sizes = table(config), _sizes(config)
     for path, layer, _ in _parts(config):
         entry = entries[path]
-        value = distributed.whole(flat[path] if layer is None else flat[path][layer])
+        value = distributed.fetch_global(flat[path] if layer is None else flat[path][layer])
         for part in value if entry.expertwise else [value]:
             part = entry.in_their_order(part)
             out = np.empty(part.shape, DTYPES[dtype][0])

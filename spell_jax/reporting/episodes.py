@@ -58,7 +58,7 @@ class Episodes:
       documents: cluster -> texts, for chosen episodes whose documents are on disk.
       counted: step -> metrics computed from its episodes (episodes/...).
       points: (mean score, questioner's reward) -> number of episodes.
-      played: number of episodes in the steps on disk, including those that the run did not store.
+      total: number of episodes in the steps on disk, including those that the run did not store.
       found: number of readable episodes on disk.
     """
 
@@ -66,7 +66,7 @@ class Episodes:
     documents: dict[str, list[str]] = field(default_factory=dict)
     counted: dict[int, dict[str, float]] = field(default_factory=dict)
     points: collections.Counter[tuple[float, float]] = field(default_factory=collections.Counter)
-    played: int = 0
+    total: int = 0
     found: int = 0
 
 
@@ -80,7 +80,7 @@ def choose_episodes(workdir: epath.Path, limit: int) -> Episodes:
         episodes = [episode for _, episode in pairs]
         texts = {e["cluster"]: e["documents"] for e in episodes if e["documents"]}
         result.found += len(episodes)
-        result.played += max(len(episodes), episodes[0]["of"])
+        result.total += max(len(episodes), episodes[0]["of"])
         result.counted[step] = _counted(episodes)
         for e in episodes:
             if e["scores"] and e["reward"] is not None:

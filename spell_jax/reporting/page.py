@@ -42,7 +42,7 @@ EPISODES = 2000  # maximum number on a page, over all runs
 POINTS = 1000  # maximum number of steps in a curve, evenly spaced
 PAGE_BYTES = 50_000_000
 
-_FORM = pathlib.Path(__file__).with_name(PAGE)
+_TEMPLATE = pathlib.Path(__file__).with_name(PAGE)
 _DATA = "@DATA@"
 _PLACE_BYTES = 24  # maximum size of a document's entry in the index
 _MISSES = 20  # consecutive values that do not fit before the page counts as full
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunData:
     """Measurements of a run, the input of the page.
 
     Attributes:
@@ -70,7 +70,7 @@ class Measured:
 
 
 def write_page(
-    runs: Sequence[Measured], path: epath.Path, size: int = PAGE_BYTES, episodes: int = EPISODES
+    runs: Sequence[RunData], path: epath.Path, size: int = PAGE_BYTES, episodes: int = EPISODES
 ) -> dict[str, Any]:
     """Write the page of one or more runs.
 
@@ -90,7 +90,7 @@ def write_page(
         choose_episodes(run.workdir, part)
         for run, part in zip(runs, shares_of(episodes, len(runs)), strict=True)
     ]
-    form = _FORM.read_text(encoding="utf-8")
+    form = _TEMPLATE.read_text(encoding="utf-8")
     overview = _overview(runs, read)
     first = _packed(overview)
     room = size - len(form.encode()) - len(first)
@@ -187,7 +187,7 @@ class _Lines:
 # ---------------------------------------------------------------------------------------- Overview
 
 
-def _overview(runs: Sequence[Measured], read: Sequence[Episodes]) -> dict[str, Any]:
+def _overview(runs: Sequence[RunData], read: Sequence[Episodes]) -> dict[str, Any]:
     """Data of the page except the episodes."""
     configs = [_config(run.workdir) for run in runs]
     groups = group_by_seed(configs)
@@ -218,7 +218,7 @@ def _overview(runs: Sequence[Measured], read: Sequence[Episodes]) -> dict[str, A
         "others": sorted(name for name in names if name not in used),
         "evaluation": _evaluation(groups, [run.evaluation for run in runs]),
         "found": sum(some.found for some in read),
-        "played": sum(some.played for some in read),
+        "total": sum(some.total for some in read),
     }
 
 

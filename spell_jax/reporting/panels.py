@@ -17,7 +17,7 @@ from spell_jax.data.clusters import ROLES, TASKS
 # Phases after the waiting times of the agents; "rollout" is the rest of the rollout's time.
 _PHASES = ("rollout", "update", "validate", "write", "save")
 _STATUSES = ("accepted", "bad_format", "declined", "no_puzzle", "ungrounded", "overlong")
-_SPEAKERS = (*ROLES, "reference_reader")
+_AGENTS = (*ROLES, "reference_reader")
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ def _learning(names: Collection[str]) -> Iterator[Panel]:
         ("Answer length, tokens", "rollout/answer_tokens"),
         ("Answers truncated at the cap", "rollout/truncated"),
     ):
-        yield panel(title, _parts(names, name, _SPEAKERS))
+        yield panel(title, _parts(names, name, _AGENTS))
     yield panel("Questioner's reward", divided("rollout/questioner_reward"))
     yield panel("Held out, by validation", _matching(names, r"eval/(\w+)"))
 
 
 def _time(names: Collection[str]) -> Iterator[Panel]:
-    phases = *_parts(names, "rollout/answer_tokens", _SPEAKERS), *_PHASES
+    phases = *_parts(names, "rollout/answer_tokens", _AGENTS), *_PHASES
     seconds = {phase: f"time/seconds/{phase}" for phase in phases}
     yield Panel("Time", "Seconds a step, by phase", seconds, True)
     yield Panel(

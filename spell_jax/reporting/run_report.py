@@ -24,7 +24,7 @@ from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from spell_jax.reporting.page import COMPARISON, PAGE, Measured, write_page
+from spell_jax.reporting.page import COMPARISON, PAGE, RunData, write_page
 from spell_jax.reporting.plots import draw_page
 from spell_jax.reporting.tables import before_after_table, merged_keys, read_evaluation
 from spell_jax.runtime import entry
@@ -68,7 +68,7 @@ def plot_run(workdir: str | epath.Path) -> list[epath.Path]:
     return draw_run(read_run(workdir))
 
 
-def read_run(workdir: str | epath.Path) -> Measured:
+def read_run(workdir: str | epath.Path) -> RunData:
     """Reads a run's metrics and evaluation.
 
     Raises:
@@ -80,10 +80,10 @@ def read_run(workdir: str | epath.Path) -> Measured:
     records = read_metrics(workdir)
     if not records:
         raise ValueError(f"{workdir / METRICS_FILE}: no line yet; the run has not ended a step")
-    return Measured(workdir, records, read_evaluation(workdir))
+    return RunData(workdir, records, read_evaluation(workdir))
 
 
-def draw_run(run: Measured) -> list[epath.Path]:
+def draw_run(run: RunData) -> list[epath.Path]:
     """Draws a run's metrics and evaluation.
 
     Returns:

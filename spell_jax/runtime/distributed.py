@@ -82,12 +82,12 @@ def join() -> None:
     place = _given_place() or _found_place(limit)
     if place is None or place.count == 1:
         return
-    _say(
+    _log_stderr(
         f"waiting for {place.count} processes at {place.address}, up to {limit} seconds: this is "
         f"process {place.index} of {place.count}, counted from 0"
     )
     try:
-        rendezvous.meet(place.address, place.count, place.index, limit)
+        rendezvous.wait_for_all(place.address, place.count, place.index, limit)
     except TimeoutError as error:
         raise TimeoutError(f"{JOIN_SECONDS} = {limit}: time is up; {error}") from None
     jax.distributed.initialize(
@@ -100,7 +100,7 @@ def join() -> None:
         heartbeat_timeout_seconds=lost,
     )
     atexit.register(_leave_if_failed, place)
-    _say(f"all {place.count} are there; if one is lost, all end within {lost} seconds")
+    _log_stderr(f"all {place.count} are there; if one is lost, all end within {lost} seconds")
 
 
 def _leave_if_failed(place: _Place) -> None:
@@ -109,7 +109,7 @@ def _leave_if_failed(place: _Place) -> None:
     That shutdown would wait minutes for the other processes, which wait for this one.
     """
     if hasattr(sys, "last_value"):
-        _say(
+        _log_stderr(
             f"process {place.index} of {place.count} stops by the error above; if that is a broken "
             "connection, another process died first"
         )
@@ -126,7 +126,7 @@ def leave(status: int) -> None:
         os._exit(status)
 
 
-def _say(text: str) -> None:
+def _log_stderr(text: str) -> None:
     print(f"spell_jax: {text}", file=sys.stderr, flush=True)
 
 
@@ -244,7 +244,7 @@ def fail_together() -> Iterator[None]:
     make_together(report)
 
 
-def whole(array: Any) -> np.ndarray:
+def fetch_global(array: Any) -> np.ndarray:
     """A numpy or jax array as one numpy array.
 
     Parts on other hosts are fetched; for that, every device briefly holds the whole array.

@@ -24,7 +24,7 @@ WANDB_FILE = "wandb_id"  # file in a run's folder with the id of its wandb run
 log = logging.getLogger(__name__)
 
 
-class Board(Protocol):
+class MetricLogger(Protocol):
     """A logger that takes the metrics of a step."""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None: ...

@@ -20,7 +20,7 @@ from absl import logging
 from etils import epath
 
 from spell_jax.runtime.jsonl import write_lines
-from spell_jax.runtime.loggers import Board, TensorBoard
+from spell_jax.runtime.loggers import MetricLogger, TensorBoard
 
 METRICS_FILE = "metrics.jsonl"
 TAIL = 1000  # lines of metrics.jsonl kept in a checkpoint
@@ -128,7 +128,7 @@ def _parse(place: Any, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], s
         yield record, line
 
 
-def at_once(work: Callable[..., Any], *given: Any) -> None:
+def run_now(work: Callable[..., Any], *given: Any) -> None:
     """Runs work(*given) immediately; the synchronous alternative to Background.submit."""
     work(*given)
 
@@ -147,7 +147,7 @@ class MetricsWriter:
       tail: lines kept by the checkpoint of resume_step (see the method). They supply steps that the
         file lacks because it is lost, older, or of another folder.
       submit: function that runs disk work, as Background.submit.
-      boards: loggers besides TensorBoard.
+      loggers: loggers besides TensorBoard.
 
     Raises:
       ValueError: if the file to resume or the tail is damaged (see `read_metrics`).
@@ -159,8 +159,8 @@ class MetricsWriter:
         resume_step: int | None = None,
         is_writer: bool = True,
         tail: Sequence[str] = (),
-        submit: Callable[..., None] = at_once,
-        boards: Sequence[Board] = (),
+        submit: Callable[..., None] = run_now,
+        loggers: Sequence[MetricLogger] = (),
     ) -> None:
         self._is_writer = is_writer
         self._submit = submit
@@ -176,7 +176,7 @@ class MetricsWriter:
             lines = {record["step"]: line for record, line in found}  # the file overrides the tail
             self._lines = {step: lines[step] for step in sorted(lines) if step <= resume_step}
         self._put(list(self._lines.values()))
-        self._boards = [TensorBoard(folder, resume_step), *boards]
+        self._loggers = [TensorBoard(folder, resume_step), *loggers]
 
     def write(self, step: int, metrics: Metrics | Mapping[str, Any]) -> None:
         """Writes the line of a step; `tail` includes it on return, even if the disk is full.
@@ -210,8 +210,8 @@ class MetricsWriter:
 
     def _put_step(self, lines: Sequence[str], step: int, numbers: Mapping[str, float]) -> None:
         self._put(lines)
-        for board in self._boards:
-            board.write(step, numbers)
+        for logger in self._loggers:
+            logger.write(step, numbers)
 
     def _put(self, lines: Sequence[str]) -> None:
         write_lines(self._path, (line + "\n" for line in lines))
@@ -226,5 +226,5 @@ class MetricsWriter:
     def close(self) -> None:
         """Closes the loggers; call it after all submitted work is done."""
         if self._is_writer:
-            for board in self._boards:
-                board.close()
+            for logger in self._loggers:
+                logger.close()

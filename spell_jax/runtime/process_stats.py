@@ -18,7 +18,7 @@ _BUILT = "/jax/core/compile/backend_compile_duration"
 _STATUS = pathlib.Path("/proc/self/statm")  # Linux; the second number counts resident pages
 
 
-class Footprint:
+class ProcessStats:
     """Counts the programs that XLA compiles or loads from its cache, starting now."""
 
     def __init__(self) -> None:

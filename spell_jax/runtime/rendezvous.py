@@ -18,7 +18,7 @@ _PATIENCE = 5.0  # seconds to wait for a caller's index, or for the answer of pr
 _LONGEST = 4096  # maximum size of a message in bytes
 
 
-def meet(address: str, count: int, index: int, limit: float) -> None:
+def wait_for_all(address: str, count: int, index: int, limit: float) -> None:
     """Waits until all processes of a run have called this.
 
     Args:

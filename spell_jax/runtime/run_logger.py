@@ -18,12 +18,12 @@ from spell_jax.runtime.background import Background
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.runtime.loggers import Wandb
 from spell_jax.runtime.metrics import Metrics, MetricsWriter
-from spell_jax.runtime.process_stats import Footprint
+from spell_jax.runtime.process_stats import ProcessStats
 from spell_jax.runtime.progress import Progress
-from spell_jax.runtime.timers import Stopwatch
+from spell_jax.runtime.timers import PhaseTimer
 
 
-class Recorder:
+class RunLogger:
     """Everything that a run writes and shows between two checkpoints; a context.
 
     Every process makes one and calls it in the same way; only process 0 writes.
@@ -36,7 +36,7 @@ class Recorder:
       episodes: maximum number of characters per step, see EpisodeWriter.
       wandb: project of Weights & Biases; "" for none.
       config: config of the run, sent to Weights & Biases.
-      watch: stopwatch of this thread, if others read it too.
+      timer: stopwatch of this thread, if others read it too.
 
     Attributes:
       progress: the progress line, which also holds the time limit.
@@ -56,27 +56,27 @@ class Recorder:
         episodes: int = 0,
         wandb: str = "",
         config: Mapping[str, Any] | None = None,
-        watch: Stopwatch | None = None,
+        timer: PhaseTimer | None = None,
     ) -> None:
         is_writer = jax.process_index() == 0
         folder, resume_step = epath.Path(workdir), done or None
-        boards = [Wandb(wandb, folder, resume_step, config)] if wandb and is_writer else []
+        loggers = [Wandb(wandb, folder, resume_step, config)] if wandb and is_writer else []
         self._background = Background()
         submit = self._background.submit
-        self._metrics = MetricsWriter(folder, resume_step, is_writer, tail, submit, boards)
+        self._metrics = MetricsWriter(folder, resume_step, is_writer, tail, submit, loggers)
         self._episodes = EpisodeWriter(folder, episodes, resume_step, is_writer)
-        self._footprint = Footprint()
+        self._process_stats = ProcessStats()
         self._shown: dict[str, float | str] = {}
         self.progress = Progress(steps, start=done, enabled=is_writer)
-        self._watch = watch or Stopwatch()
+        self._timer = timer or PhaseTimer()
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> RunLogger:
         self._background.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.progress.close()
-        self._footprint.close()
+        self._process_stats.close()
         self._background.__exit__(*error)
         if error[0] is None:
             self._metrics.close()
@@ -84,7 +84,7 @@ class Recorder:
     def enter(self, phase: str, done: int, shown: Mapping[str, float | str] | None = None) -> None:
         """Starts a phase of the run, with `done` finished steps and the newest numbers to show."""
         self._shown |= shown or {}
-        self._watch.enter(phase)
+        self._timer.enter(phase)
         self.progress.update(done, phase, self._shown)
 
     def write(self, step: int, metrics: Metrics, episodes: Iterable[Any] = ()) -> None:
@@ -93,11 +93,11 @@ class Recorder:
         Raises:
           Exception: the error of an earlier background write.
         """
-        seconds = self._watch.take()
+        seconds = self._timer.take()
         metrics.add("time/step_seconds", sum(seconds.values()))
         for name, some in seconds.items():
             metrics.add(f"time/seconds/{name}", some)
-        for name, value in self._footprint.numbers().items():
+        for name, value in self._process_stats.numbers().items():
             metrics.add(f"process/{name}", value)
         self._metrics.write(step, metrics)
         self._background.submit(self._episodes.write, step, list(episodes))

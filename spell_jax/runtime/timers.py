@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 
-class Stopwatch:
+class PhaseTimer:
     """Seconds by activity; at every moment exactly one activity is running.
 
     Args:
@@ -26,7 +26,7 @@ class Stopwatch:
         self._seconds[self._name] += now - self._since
         self._name, self._since = name, now
 
-    def spend(self, seconds: Mapping[str, float]) -> None:
+    def reassign(self, seconds: Mapping[str, float]) -> None:
         """Moves seconds from the current activity to the named ones."""
         for name, some in seconds.items():
             self._seconds[name] += some

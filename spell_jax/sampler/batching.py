@@ -16,15 +16,15 @@ from spell_jax.sampler import programs, sampling
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.scheduler import DecodeSequence, PrefilledPrompt, Scheduler, Shard
 
-Tasks = list[list[tuple[PrefilledPrompt, int]]]
-Limits = list[dict[DecodeSequence, int]]
+Tasks = list[list[tuple[PrefilledPrompt, int]]]  # for each shard its (prompt, page index) pairs
+Limits = list[dict[DecodeSequence, int]]  # for each shard the result of Shard.allocate_pages
 
 
 def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> programs.PromptPages:
     """Input arrays of a prefill call.
 
     Args:
-      scheduler: scheduler that made the plan; gives the shape.
+      scheduler: scheduler that arrays the plan; gives the shape.
       tasks: for each shard, its list of (prompt, page index).
       max_prompt: maximum length of a prompt, in tokens.
     """
@@ -51,27 +51,15 @@ def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> program
 
 
 def slots(
-    scheduler: Scheduler,
-    lane: int,
-    limits: Limits,
-    enough: int,
-    config: SamplerConfig,
+    scheduler: Scheduler, lane: int, limits: Limits, enough: int, config: SamplerConfig
 ) -> programs.Slots:
-    """Input arrays of a decode call.
-
-    Args:
-      scheduler: scheduler whose lanes hold the sequences.
-      lane: index of the lane to decode.
-      limits: for each shard, the result of Shard.grow.
-      enough: number of slots that must have ended for the call to return.
-      config: maximum lengths of prompts and answers, and whether to speculate.
-    """
+    """Input arrays of a decode call of one lane; `enough` ended slots make it return."""
     shape, shards = scheduler.shape, len(scheduler.shards)
     cells, rows = shape.lanes[lane]
     one, many = (shards, shape.slots), (shards, rows, cells)
     prompt_pages = shape.pages_of(config.max_prompt)
     suffix_pages = shape.pages_of(config.longest_answer)
-    made = programs.Slots(
+    arrays = programs.Slots(
         prefilled=np.full(one, -1, np.int32),
         prompt_length=np.zeros(one, np.int32),
         count=np.zeros(one, np.int32),
@@ -94,12 +82,12 @@ def slots(
     )
     if config.speculative_tokens:
         tokens = np.zeros((*many[:2], config.max_prompt), np.int32)
-        made = dataclasses.replace(made, prompt_tokens=tokens)
+        arrays = dataclasses.replace(arrays, prompt_tokens=tokens)
     for number, shard in enumerate(scheduler.shards):
         for sequence, limit in limits[number].items():
-            _seat(made, (number, sequence.slot), sequence, limit, number * shape.prompts)
-        _row_up(made, number, shard, lane)
-    return _flat(made)
+            _fill_slot(arrays, (number, sequence.slot), sequence, limit, number * shape.prompts)
+        _fill_rows(arrays, number, shard, lane)
+    return _flat(arrays)
 
 
 def shardings(mesh: Any, batch: Any) -> Any:
@@ -113,27 +101,27 @@ def _flat(batch: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim else x, batch)
 
 
-def _seat(
-    made: programs.Slots, at: tuple[int, int], sequence: DecodeSequence, limit: int, first: int
+def _fill_slot(
+    arrays: programs.Slots, at: tuple[int, int], sequence: DecodeSequence, limit: int, first: int
 ) -> None:
     """Fills in one slot; `first` is the index of the shard's first prompt in prompt_hidden."""
     prefilled, options = sequence.prefilled, sequence.prefilled.request.options
     if sequence.fresh:
-        made.prefilled[at] = first + prefilled.index
-    made.prompt_length[at] = len(prefilled.request.prompt)
-    made.count[at], made.limit[at] = sequence.count, limit
-    made.key[at], made.sample_index[at] = prefilled.request.key, sequence.number
-    made.suffix_table[at][: len(sequence.pages)] = sequence.pages
-    for name, values in vars(made.sampling).items():
+        arrays.prefilled[at] = first + prefilled.index
+    arrays.prompt_length[at] = len(prefilled.request.prompt)
+    arrays.count[at], arrays.limit[at] = sequence.count, limit
+    arrays.key[at], arrays.sample_index[at] = prefilled.request.key, sequence.number
+    arrays.suffix_table[at][: len(sequence.pages)] = sequence.pages
+    for name, values in vars(arrays.sampling).items():
         values[at] = getattr(options, name)
 
 
-def _row_up(made: programs.Slots, number: int, shard: Shard, lane: int) -> None:
+def _fill_rows(arrays: programs.Slots, number: int, shard: Shard, lane: int) -> None:
     """Fills in the decode rows of one shard's lane."""
     for row, (prefilled, some) in enumerate(shard.lanes[lane].groups()):
-        made.row[number, some], made.cell[number, some] = row, range(len(some))
-        made.slot[number, row, : len(some)] = some
-        made.prompt_visible[number, row, : len(some)] = len(prefilled.request.prompt)
-        made.prompt_table[number, row, : len(prefilled.pages)] = prefilled.pages
-        if made.prompt_tokens is not None:
-            made.prompt_tokens[number, row, -len(prefilled.tokens) :] = prefilled.tokens
+        arrays.row[number, some], arrays.cell[number, some] = row, range(len(some))
+        arrays.slot[number, row, : len(some)] = some
+        arrays.prompt_visible[number, row, : len(some)] = len(prefilled.request.prompt)
+        arrays.prompt_table[number, row, : len(prefilled.pages)] = prefilled.pages
+        if arrays.prompt_tokens is not None:
+            arrays.prompt_tokens[number, row, -len(prefilled.tokens) :] = prefilled.tokens

@@ -12,6 +12,10 @@ from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.sampler.requests import Options
 from spell_jax.sampler.scheduler import Shape
 
+_SIZES = (  # fields that must be at least 1
+    *("max_tokens", "max_verdict_tokens", "max_prompt", "page_size", "kv_cache_tokens", "slots"),
+    *("samples_per_prompt_batch", "prefill_tokens", "decode_tokens", "speculative_ngram"),
+)
 _CHOICES = {
     "cache_dtype": ("compute", "int8"),
     "weights_dtype": ("compute", "int8"),
@@ -71,19 +75,7 @@ class SamplerConfig:
     attention: str = "auto"
 
     def __post_init__(self):
-        sizes = ("max_tokens", "max_verdict_tokens", "max_prompt", "page_size", "kv_cache_tokens")
-        sizes += (
-            "slots",
-            "samples_per_prompt_batch",
-            "prefill_tokens",
-            "decode_tokens",
-            "speculative_ngram",
-        )
-        check_least(self, "sampler.", **dict.fromkeys(sizes, 1))
-        if self.speculative_tokens < 0:
-            raise ValueError(
-                f"sampler.speculative_tokens = {self.speculative_tokens}: must be 0 or more"
-            )
+        check_least(self, "sampler.", **dict.fromkeys(_SIZES, 1), speculative_tokens=0)
         check_choice(self, "sampler.", **_CHOICES)
         try:
             self.options(1)

@@ -1,13 +1,9 @@
 """Sampler: two jitted programs, prefill and decode, for one policy on one mesh.
 
-1. A request is a prompt and a number G of samples. `programs.prefill` reads the prompt once, page
-   by page; `programs.decode` samples its G answers against the shared KV cache.
-2. A Session (session.py) serves requests with fixed weights. The scheduler (scheduler.py) assigns
-   pages and decode slots.
-3. Answers do not depend on the slot, on other requests, or on the time of submission: every token
-   has its own PRNG key, folded from request, sample and token index.
-4. A prompt above `max_prompt` is refused. Logits that are not finite end the run with an error that
-   names the request.
+A request is a prompt and a number G of samples. `programs.prefill` reads the prompt once, page by
+page; `programs.decode` samples its G answers against the shared KV cache. Answers do not depend on
+the slot, on other requests, or on the time of submission: every token has its own PRNG key, folded
+from request, sample and token index.
 """
 
 from __future__ import annotations
@@ -48,8 +44,7 @@ class Sampler:
           config: sampling parameters and sizes.
           stop_ids: token ids that end an answer.
           mesh: device mesh.
-          stream: constructor of a tokenizer's incremental decoder. Requests with stop strings need
-            it.
+          stream: constructor of a tokenizer's incremental decoder, for stop strings.
 
         Raises:
           ValueError: if the sizes of the config do not fit together or do not fit the policy.
@@ -61,14 +56,12 @@ class Sampler:
         self.stream = stream
         self.shards = meshes.row_shards(mesh)
         self.shape = config.shape(mesh)
-        kept = meshes.replicated(mesh)
-        where = kv_cache.pages_sharding(mesh, policy)
-        pages = Pages(where, where)
-        if config.cache_dtype == "int8":
-            pages = Pages(where, where, where, where)
-        lanes = (kept,) * len(self.shape.lanes)
-        own = (meshes.by_rows(mesh),) * len(lanes) if config.speculative_tokens else ()
-        self.shardings = shardings = programs.State(pages, kept, lanes, own)
+        replicated, lanes = meshes.replicated(mesh), len(self.shape.lanes)
+        # An int8 pool has keys, values and the scales of both.
+        arrays = 4 if config.cache_dtype == "int8" else 2
+        pages = Pages(*(kv_cache.pages_sharding(mesh, policy),) * arrays)
+        own = (meshes.by_rows(mesh),) * lanes if config.speculative_tokens else ()
+        self.shardings = shardings = programs.State(pages, replicated, (replicated,) * lanes, own)
         kernel = config.attention
         self.prefill: jax.stages.Wrapped = jax.jit(
             functools.partial(programs.prefill, policy, kernel=kernel),
@@ -89,24 +82,21 @@ class Sampler:
             ),
             static_argnames="lane",
             donate_argnums=1,
-            out_shardings=(shardings, kept),
+            out_shardings=(shardings, replicated),
         )
         self._quantized = None
         if config.weights_dtype == "int8":
             int8.check(policy)
             shapes, axes = transformer.abstract_params(policy)
-            whole = int8.kernels(meshes.shardings(mesh, axes, shapes))
-            self._quantized = int8.placements(whole)
+            kernels = int8.kernels(meshes.shardings(mesh, axes, shapes))
+            self._quantized = int8.placements(kernels)
             self._quantize = jax.jit(int8.small_kernels, out_shardings=self._quantized)
-        self.empty: jax.stages.Wrapped = jax.jit(
-            self.make_empty, static_argnums=0, out_shardings=shardings
+        self.init_state: jax.stages.Wrapped = jax.jit(
+            self._init_state, static_argnums=0, out_shardings=shardings
         )
 
-    def make_empty(self, dtype: Any) -> programs.State:
-        """Initial state of a session, with an empty pool.
-
-        Also used under `eval_shape`. `dtype` is the compute dtype.
-        """
+    def _init_state(self, dtype: Any) -> programs.State:
+        """State with an empty pool, for weights of a compute dtype."""
         c, shape = self.policy, self.shape
         cached = jnp.int8 if self.config.cache_dtype == "int8" else dtype
         _, kv_heads = kv_cache.head_split(self.mesh, c.heads, c.kv_heads)
@@ -122,18 +112,14 @@ class Sampler:
             ),
         )
 
-    def begin(self, params: transformer.Params) -> Session:
+    def start_session(self, params: transformer.Params) -> Session:
         """Session with the given weights (in the compute dtype); allocates its pool."""
         if self._quantized is not None:
             params = int8.joined(params, self._quantize(int8.kernels(params)))
         return Session(self, params)
 
     def abstract_params(self, params: transformer.Params) -> transformer.Params:
-        """Shapes and shardings of the weights that the programs receive.
-
-        Args:
-          params: shapes with shardings of the weights that `begin` receives.
-        """
+        """Shapes and shardings that the programs receive for those given to `start_session`."""
         if self._quantized is None:
             return params
         small = jax.eval_shape(int8.small_kernels, int8.kernels(params))
@@ -167,8 +153,8 @@ class Sampler:
         """
         cap = self.config.max_tokens if max_tokens is None else max_tokens
         options = self.config.options(cap, **others)
-        return self.begin(params).sample(prompts, group, key, options)
+        return self.start_session(params).sample(prompts, group, key, options)
 
-    def fits(self, prompt: Sequence[int]) -> bool:
+    def prompt_fits(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt is within the cap `max_prompt`."""
         return len(prompt) <= self.config.max_prompt

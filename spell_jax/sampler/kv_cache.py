@@ -1,12 +1,12 @@
 """Attention of prompts and decode slots to the page pool, on one device or a mesh.
 
-1. Slots, prompt rows and pages are colocated: each shard of the mesh's row axes (data, fsdp,
-   expert) has its own pool, and its tables index pages of that pool.
-2. The `context` axis splits every page by tokens, so each device holds an equal part of every
-   prompt. All queries of a shard attend to each part, and the results are merged by log-sum-exp.
+Each layer is one shard_map: no part of the pool ever moves between devices.
+
+1. Each shard of the mesh's row axes has its own slots and pool; its tables index that pool.
+2. The `context` axis splits every page by tokens. All queries of a shard attend to each part, and
+   the results are merged by log-sum-exp.
 3. The `tensor` axis splits heads. If there are fewer key heads than devices, a key head is
    replicated on the devices whose query heads read it.
-4. Each layer is one shard_map: no part of the pool ever moves between devices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 
 # Fields of programs.Slots that arrange slots in rows and list their pages.
-PLACES = ("row", "cell", "slot", "prompt_table", "prompt_visible", "suffix_table")
+LAYOUT = ("row", "cell", "slot", "prompt_table", "prompt_visible", "suffix_table")
 
 
 def head_split(mesh: Any, heads: int, kv_heads: int) -> tuple[str | None, int]:
@@ -52,9 +52,7 @@ def attend_prompts(
     """Attention for prefill, the policy's `Attend`: writes keys and values, then attends.
 
     Args:
-      q: queries [B, C, N, H].
-      k: keys [B, C, K, H].
-      v: values [B, C, K, H].
+      q, k, v: queries [B, C, N, H], keys and values [B, C, K, H].
       cache: page pool.
       context: "page", the page to write to, int32 [B]; "table", pages of the prompt, int32 [B, J];
         "visible", number of leading keys that each token attends to, int32 [B, C].
@@ -63,9 +61,9 @@ def attend_prompts(
     Returns:
       Output [B, C, N, H] in q's dtype, and the updated pool.
     """
-    given = {name: context[name] for name in ("page", "table", "visible")}
+    arrays = {name: context[name] for name in ("page", "table", "visible")}
     function = functools.partial(_prompts_on_device, kernel)
-    return _run(function, meshes.CONTEXT, q, k, v, cache, context["layer"], given)
+    return _run(function, meshes.CONTEXT, q, k, v, cache, context["layer"], arrays)
 
 
 def attend_slots(
@@ -77,38 +75,36 @@ def attend_slots(
     is the number of slots.
 
     Args:
-      q: queries [N * T, 1, heads, H].
-      k: keys [N * T, 1, K, H].
-      v: values [N * T, 1, K, H].
+      q, k, v: queries [N * T, 1, heads, H], keys and values [N * T, 1, K, H].
       cache: page pool.
       context: "page" and "offset", the place to write to, int32 [N * T]; "visible", number of the
         slot's own tokens to attend to, including this one, int32 [N * T]; and the arrays named in
-        PLACES.
+        LAYOUT.
       kernel: attention kernel, see paged.attend.
 
     Returns:
       Output [N * T, 1, heads, H] in q's dtype, and the updated pool.
     """
-    given = {name: context[name] for name in ("page", "offset", "visible", *PLACES)}
+    arrays = {name: context[name] for name in ("page", "offset", "visible", *LAYOUT)}
     function = functools.partial(_slots_on_device, kernel)
-    return _run(function, None, q, k, v, cache, context["layer"], given)
+    return _run(function, None, q, k, v, cache, context["layer"], arrays)
 
 
-def _run(function, time: str | None, q, k, v, pages: Pages, layer, given):
-    """Runs function(q, k, v, pages, layer, given, share) on each device's shards.
+def _run(function, time: str | None, q, k, v, pages: Pages, layer, arrays):
+    """Runs function(q, k, v, pages, layer, arrays, share) on each device's shards.
 
     `share` is (index, size) of the device on the `context` axis.
     """
     mesh = collectives.current_mesh()
     axis, kept = head_split(mesh, q.shape[2], k.shape[2])
     if mesh is None:
-        return function(q, k, v, pages, layer, given, (0, 1))
+        return function(q, k, v, pages, layer, arrays, (0, 1))
     k, v = (jnp.repeat(x, kept // k.shape[2], axis=2) for x in (k, v))
     parts = mesh.shape[meshes.CONTEXT]
 
-    def on_device(q, k, v, pages, layer, given):
+    def on_device(q, k, v, pages, layer, arrays):
         share = (jax.lax.axis_index(meshes.CONTEXT), parts)
-        return function(q, k, v, pages, layer, given, share)
+        return function(q, k, v, pages, layer, arrays, share)
 
     tokens = PartitionSpec(meshes.ROWS, time, axis)
     specs = _pages_spec(axis), PartitionSpec(), PartitionSpec(meshes.ROWS)
@@ -117,44 +113,44 @@ def _run(function, time: str | None, q, k, v, pages: Pages, layer, given):
         in_specs=(tokens, tokens, tokens, *specs),
         out_specs=(tokens, specs[0]),
         check_vma=False,
-    )(q, k, v, pages, layer, given)
+    )(q, k, v, pages, layer, arrays)
 
 
-def _prompts_on_device(kernel: str, q, k, v, pages: Pages, layer, given, share):
-    pages = write_pages(pages, layer, given["page"], k, v)
+def _prompts_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
+    pages = write_pages(pages, layer, arrays["page"], k, v)
     queries = q
     if share[1] > 1:
         queries = jax.lax.all_gather(q, meshes.CONTEXT, axis=1, tiled=True)
-    found = paged.attend(queries, pages, layer, given["table"], given["visible"], share, kernel)
+    parts = paged.attend(queries, pages, layer, arrays["table"], arrays["visible"], share, kernel)
     if share[1] == 1:
-        return found[0].astype(q.dtype), pages
-    out = jax.lax.psum_scatter(_weighed(*found), meshes.CONTEXT, scatter_dimension=1, tiled=True)
+        return parts[0].astype(q.dtype), pages
+    out = jax.lax.psum_scatter(_weighted(*parts), meshes.CONTEXT, scatter_dimension=1, tiled=True)
     return out.astype(q.dtype), pages
 
 
-def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, given, share):
+def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
     part, parts = share
-    owner, offset = given["offset"] // pages.block, given["offset"] % pages.block
-    page = given["page"] if parts == 1 else jnp.where(owner == part, given["page"], 0)
+    owner, offset = arrays["offset"] // pages.block, arrays["offset"] % pages.block
+    page = arrays["page"] if parts == 1 else jnp.where(owner == part, arrays["page"], 0)
     pages = write_tokens(pages, layer, page, offset, k[:, 0], v[:, 0])
     read = functools.partial(paged.attend, pages=pages, layer=layer, share=share, kernel=kernel)
-    (slots, _), (rows, cells) = given["suffix_table"].shape, given["slot"].shape
+    (slots, _), (rows, cells) = arrays["suffix_table"].shape, arrays["slot"].shape
     q = q.reshape(slots, -1, *q.shape[2:])  # [N, T, heads, H]
     time = q.shape[1]
-    own = given["visible"].reshape(slots, time)
-    suffix = read(q, table=given["suffix_table"], visible=own)
-    siblings = jnp.take(q, given["slot"], axis=0, mode="fill", fill_value=0)  # [M, G, T, heads, H]
+    own = arrays["visible"].reshape(slots, time)
+    suffix = read(q, table=arrays["suffix_table"], visible=own)
+    siblings = jnp.take(q, arrays["slot"], axis=0, mode="fill", fill_value=0)  # [M, G, T, heads, H]
     siblings = siblings.reshape(rows, cells * time, *q.shape[2:])
-    prompt = jnp.repeat(given["prompt_visible"], time, axis=1)
-    found = read(siblings, table=given["prompt_table"], visible=prompt)
-    at = given["row"], given["cell"]
-    out, lse = (x.reshape(rows, cells, time, *x.shape[2:])[at] for x in found)
-    found = paged.merge((out, lse), suffix)
-    out = found[0] if parts == 1 else jax.lax.psum(_weighed(*found), meshes.CONTEXT)
+    prompt = jnp.repeat(arrays["prompt_visible"], time, axis=1)
+    prompt_part = read(siblings, table=arrays["prompt_table"], visible=prompt)
+    at = arrays["row"], arrays["cell"]
+    out, lse = (x.reshape(rows, cells, time, *x.shape[2:])[at] for x in prompt_part)
+    merged = paged.merge((out, lse), suffix)
+    out = merged[0] if parts == 1 else jax.lax.psum(_weighted(*merged), meshes.CONTEXT)
     return out.reshape(slots * time, 1, *q.shape[2:]).astype(q.dtype), pages
 
 
-def _weighed(out: jax.Array, lse: jax.Array) -> jax.Array:
+def _weighted(out: jax.Array, lse: jax.Array) -> jax.Array:
     """A device's weighted share of attention over all devices of `context`.
 
     The sum of the shares is the attention to all keys.

@@ -1,9 +1,8 @@
 """Decode logits on the current mesh, without moving the unembedding table [V, D].
 
-1. The table is sharded with its vocabulary over `tensor` and its width over `fsdp` and `context`.
-   Each device multiplies its part of the width for all slots that these devices share.
-2. The partial products are summed in float32 and scattered to the devices that sample the slots.
-   Slots are split over all devices, and each device has whole rows of logits for its own.
+The table is sharded with its vocabulary over `tensor` and its width over `fsdp` and `context`. Each
+device multiplies its part; partial products are summed in float32 and scattered, so that each
+device has whole rows of logits for its share of the slots.
 """
 
 from __future__ import annotations

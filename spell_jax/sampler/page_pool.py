@@ -40,8 +40,7 @@ class Pool:
         """Pages of the longest known prefix of a prompt's blocks."""
         pages, parent = [], _ROOT
         for block in blocks:
-            page = self._known.get((parent, block))
-            if page is None:
+            if (page := self._known.get((parent, block))) is None:
                 break
             pages.append(page)
             parent = self._serial[page]

@@ -1,16 +1,7 @@
 """The sampler's two device programs: prefill of prompt pages, and decoding of all slots.
 
-1. `prefill` reads B pages of prompts. It writes their keys and values to the pool and keeps the
-   last token's hidden state of every prompt that ends. Earlier pages of a prompt are in the pool or
-   in the same call.
-2. `decode` runs N slots, one answer each. All samples of a prompt attend to its pages in one matrix
-   product, and each slot attends to the pages of its own suffix. The two parts are merged by
-   log-sum-exp.
-3. The decode loop ends when `steps` tokens are sampled or enough slots are free to be refilled.
-4. With speculation, a pass also feeds proposed tokens (speculative.py). Proposals that equal the
-   sampled tokens are accepted.
-5. The host decides all placement (page tables, slots, limits) between calls and passes it in as
-   arrays, so shapes never change.
+The host decides all placement (page tables, slots, limits) between calls and passes it in as
+arrays, so shapes never change.
 """
 
 from __future__ import annotations
@@ -27,7 +18,7 @@ from spell_jax.attention.pages import Pages
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.sampler import kv_cache, lm_head, speculative
-from spell_jax.sampler import sampling as nucleus
+from spell_jax.sampler.sampling import Sampling, sample
 
 # NumPy on the host, JAX on a device; the same trees also hold shardings or abstract shapes.
 Array = Any
@@ -35,115 +26,72 @@ Array = Any
 
 @flax.struct.dataclass
 class State:
-    """Device state that persists between calls.
+    """Device state that persists between calls."""
 
-    Attributes:
-      pages: page pool. Page 0 is scratch: rows without a task write there.
-      prompt_hidden: hidden state of the last token of each prefilled prompt, [R, D].
-      hidden: for each lane, the hidden state of each slot's last token, [N, D].
-      own: for each lane, the tokens that each slot has sampled, int32 [N, S]; entries after its
-        count are undefined. Empty without speculation.
-    """
-
-    pages: Pages
-    prompt_hidden: Array
-    hidden: tuple[Array, ...]
+    pages: Pages  # page pool. Page 0 is scratch: rows without a task write there
+    prompt_hidden: Array  # hidden state of the last token of each prefilled prompt, [R, D]
+    hidden: tuple[Array, ...]  # for each lane, the hidden state of each slot's last token, [N, D]
+    # For each lane, the tokens that each slot has sampled, int32 [N, S]; entries after its count
+    # are undefined. Empty without speculation.
     own: tuple[Array, ...]
 
 
 @flax.struct.dataclass
 class PromptPages:
-    """Batch of B prompt pages to prefill.
+    """Batch of B prompt pages to prefill."""
 
-    Attributes:
-      tokens: token ids, int32 [B, C], padded after the end of the prompt.
-      start: position of the page's first token, int32 [B].
-      length: number of prompt tokens in the page, int32 [B]; 0 for a row without a task.
-      page: pool page that keys and values are written to, int32 [B].
-      table: pages of the prompt in order, including this one, int32 [B, J].
-      prefilled: index into prompt_hidden if the prompt ends in this page, int32 [B]; R otherwise.
-    """
-
-    tokens: Array
-    start: Array
-    length: Array
-    page: Array
-    table: Array
+    tokens: Array  # token ids, int32 [B, C], padded after the end of the prompt
+    start: Array  # position of the page's first token, int32 [B]
+    length: Array  # number of prompt tokens in the page, int32 [B]; 0 for a row without a task
+    page: Array  # pool page that keys and values are written to, int32 [B]
+    table: Array  # pages of the prompt in order, including this one, int32 [B, J]
+    # Index into prompt_hidden if the prompt ends in this page, int32 [B]; R otherwise.
     prefilled: Array
 
 
 @flax.struct.dataclass
 class Slots:
-    """N decode slots, arranged in M rows of G cells; a row holds samples of one prompt.
+    """N decode slots, arranged in M rows of G cells; a row holds samples of one prompt."""
 
-    Attributes:
-      prefilled: index of the prompt whose hidden state a new sample starts from, int32 [N]; -1 for
-        a slot that continues.
-      prompt_length: tokens of the slot's prompt, int32 [N].
-      count: tokens sampled so far, int32 [N].
-      limit: token count at which the slot must stop, int32 [N]. If equal to count, the slot is
-        idle.
-      key: PRNG key data of the request, uint32 [N, 2].
-      sample_index: index of the sample in its request, int32 [N]; folded into the key.
-      row: row of the slot, int32 [N].
-      cell: cell of the slot within its row, int32 [N].
-      slot: slot of each cell (the inverse of row and cell), int32 [M, G]; N for an empty cell.
-      prompt_table: pages of the row's prompt, int32 [M, J].
-      prompt_visible: number of prompt keys that a cell attends to, int32 [M, G]: the prompt's
-        length, or 0 for an empty cell.
-      suffix_table: pages of the slot's own tokens, int32 [N, I].
-      sampling: sampling parameters, arrays [N].
-      enough: number of slots that must have ended for the call to return, int32 scalar.
-      prompt_tokens: token ids of the row's prompt, right-aligned, int32 [M, P]; None without
-        speculation.
-    """
-
+    # Index of the prompt whose hidden state a new sample starts from, int32 [N]; -1 for a slot that
+    # continues.
     prefilled: Array
-    prompt_length: Array
-    count: Array
+    prompt_length: Array  # tokens of the slot's prompt, int32 [N]
+    count: Array  # tokens sampled so far, int32 [N]
+    # Token count at which the slot must stop, int32 [N]. If equal to count, the slot is idle.
     limit: Array
-    key: Array
-    sample_index: Array
-    row: Array
-    cell: Array
+    key: Array  # PRNG key data of the request, uint32 [N, 2]
+    sample_index: Array  # index of the sample in its request, int32 [N]; folded into the key
+    row: Array  # row of the slot, int32 [N]
+    cell: Array  # cell of the slot within its row, int32 [N]
+    # Slot of each cell (the inverse of row and cell), int32 [M, G]; N for an empty cell.
     slot: Array
-    prompt_table: Array
+    prompt_table: Array  # pages of the row's prompt, int32 [M, J]
+    # Number of prompt keys that a cell attends to, int32 [M, G]: the prompt's length, or 0 for an
+    # empty cell.
     prompt_visible: Array
-    suffix_table: Array
-    sampling: nucleus.Sampling
-    enough: Array
+    suffix_table: Array  # pages of the slot's own tokens, int32 [N, I]
+    sampling: Sampling  # sampling parameters, arrays [N]
+    enough: Array  # number of slots that must have ended for the call to return, int32 scalar
+    # Token ids of the row's prompt, right-aligned, int32 [M, P]; None without speculation.
     prompt_tokens: Array | None = None
 
 
 @flax.struct.dataclass
 class Sampled:
-    """Result of a `decode` call.
+    """Result of a `decode` call."""
 
-    Attributes:
-      tokens: sampled token ids, int32 [N, steps]; the first `new` of each slot are valid.
-      logprobs: logprobs of the tokens, float32 [N, steps].
-      new: number of sampled tokens, int32 [N].
-      stopped: whether the last token is a stop token, bool [N].
-      busy: number of loop passes that sampled for the slot, int32 [N].
-      steps: number of loop passes, int32 scalar.
-    """
-
-    tokens: jax.Array
-    logprobs: jax.Array
-    new: jax.Array
-    stopped: jax.Array
-    busy: jax.Array
-    steps: jax.Array
+    tokens: jax.Array  # sampled token ids, int32 [N, steps]; the first `new` of each slot are valid
+    logprobs: jax.Array  # logprobs of the tokens, float32 [N, steps]
+    new: jax.Array  # number of sampled tokens, int32 [N]
+    stopped: jax.Array  # whether the last token is a stop token, bool [N]
+    busy: jax.Array  # number of loop passes that sampled for the slot, int32 [N]
+    steps: jax.Array  # number of loop passes, int32 scalar
 
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-    """Parameters of prompt lookup, see speculative.guess.
-
-    Attributes:
-      tokens: number of tokens proposed per pass; 0 disables speculation.
-      match: number of trailing tokens that must match before a proposal.
-    """
+    """Parameters of prompt lookup, see speculative.propose; 0 tokens disable it."""
 
     tokens: int = 0
     match: int = 2
@@ -157,22 +105,19 @@ def prefill(
     *,
     kernel: str = "auto",
 ) -> State:
-    """Reads pages of prompts into the KV cache.
+    """Reads B pages of prompts into the KV cache, and keeps the hidden state of each prompt's end.
 
     Args:
       config: architecture of the policy.
       params: parameters in the compute dtype.
       state: device state; donated by the caller.
-      batch: pages to read, in any order, also those of one prompt.
+      batch: pages to read. Earlier pages of a prompt are in the pool or in the same call.
       kernel: attention kernel, see paged.attend.
-
-    Returns:
-      The new state.
     """
     offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
     positions = batch.start[:, None] + offsets
-    seen = jnp.where(batch.length[:, None] > 0, positions + 1, 0)
-    context = {"page": batch.page, "table": batch.table, "visible": seen}
+    visible = jnp.where(batch.length[:, None] > 0, positions + 1, 0)
+    context = {"page": batch.page, "table": batch.table, "visible": visible}
     attend = functools.partial(kv_cache.attend_prompts, kernel=kernel)
     hidden, pages, _ = transformer.hidden_states(
         config, params, batch.tokens, positions, attend, state.pages, context
@@ -198,6 +143,11 @@ def decode(
 ) -> tuple[State, Sampled]:
     """Samples up to `steps` tokens in every slot that is not at its limit.
 
+    All samples of a prompt attend to its pages in one matrix product, and each slot attends to the
+    pages of its own suffix; the two parts are merged by log-sum-exp. The loop ends early when
+    enough slots are free to be refilled. With speculation, a pass also feeds proposed tokens, and
+    those that equal the sampled tokens are accepted.
+
     Args:
       config: architecture of the policy.
       params: parameters in the compute dtype.
@@ -209,55 +159,51 @@ def decode(
       stop_ids: token ids that end an answer.
       speculation: parameters of prompt lookup. They do not change the sampled tokens.
       kernel: attention kernel, see paged.attend.
-
-    Returns:
-      The new state and the sampled tokens.
     """
     fresh = (slots.prefilled >= 0)[:, None]
     hidden = jnp.where(fresh, state.prompt_hidden[slots.prefilled], state.hidden[lane])
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key), slots.sample_index)
-    draw = functools.partial(_draw, config, params, keys, slots.sampling)
+    sample_next = functools.partial(_sample, config, params, keys, slots.sampling)
     forward = functools.partial(_forward, config, params, slots, page_size, kernel)
 
-    def room(sampled):
-        """Number of tokens that each slot may still sample."""
+    def tokens_left(sampled):
         left = jnp.minimum(slots.limit - slots.count, steps) - sampled.new
         return jnp.where(sampled.stopped, 0, left)
 
-    def going_on(carry):
+    def should_continue(carry):
         *_, sampled = carry
-        active = room(sampled) > 0
+        active = tokens_left(sampled) > 0
         enough = jnp.sum((slots.count < slots.limit) & ~active) >= slots.enough
         return (sampled.steps < steps) & ~enough & jnp.any(active)
 
-    def one_pass(carry):
+    def decode_step(carry):
         hidden, pages, own, sampled = carry
-        left, count = room(sampled), slots.count + sampled.new
-        given, logprobs = draw(hidden[:, None], count)
-        found = given
+        left, count = tokens_left(sampled), slots.count + sampled.new
+        tokens, logprobs = sample_next(hidden[:, None], count)
+        inputs = tokens
         if speculation.tokens:
-            own = _note(own, given, count)
-            given = jnp.concatenate([given, _guess(slots, own, count + 1, speculation)], axis=1)
-        new, pages = forward(pages, given, count, left)
+            own = _write_own(own, tokens, count)
+            inputs = jnp.concatenate([tokens, _propose(slots, own, count + 1, speculation)], axis=1)
+        new, pages = forward(pages, inputs, count, left)
         if speculation.tokens:
-            more = draw(new[:, :-1], count + 1)
-            own = _note(own, more[0], count + 1)
-            found = jnp.concatenate([found, more[0]], axis=1)
+            more = sample_next(new[:, :-1], count + 1)
+            own = _write_own(own, more[0], count + 1)
+            tokens = jnp.concatenate([tokens, more[0]], axis=1)
             logprobs = jnp.concatenate([logprobs, more[1]], axis=1)
-        kept = _kept(given, found, left, stop_ids)
-        last = jnp.maximum(jnp.sum(kept, axis=1) - 1, 0)
+        accepted = _accepted(inputs, tokens, left, stop_ids)
+        last = jnp.maximum(jnp.sum(accepted, axis=1) - 1, 0)
         new = jnp.take_along_axis(new, last[:, None, None], axis=1)[:, 0]
-        hidden = jnp.where(kept[:, :1], new, hidden)
-        return hidden, pages, own, _append(sampled, found, logprobs, kept, stop_ids)
+        hidden = jnp.where(accepted[:, :1], new, hidden)
+        return hidden, pages, own, _append(sampled, tokens, logprobs, accepted, stop_ids)
 
     own = state.own[lane] if speculation.tokens else None
     carry = hidden, state.pages, own, _no_samples(len(hidden), steps)
-    hidden, pages, own, sampled = jax.lax.while_loop(going_on, one_pass, carry)
+    hidden, pages, own, sampled = jax.lax.while_loop(should_continue, decode_step, carry)
     state = dataclasses.replace(
         state,
         pages=pages,
-        hidden=_with(state.hidden, lane, hidden),
-        own=_with(state.own, lane, own) if speculation.tokens else (),
+        hidden=_replaced(state.hidden, lane, hidden),
+        own=_replaced(state.own, lane, own) if speculation.tokens else (),
     )
     return state, sampled
 
@@ -273,11 +219,11 @@ def _no_samples(slots: int, steps: int) -> Sampled:
     )
 
 
-def _with(some: tuple, place: int, one: Any) -> tuple:
-    return (*some[:place], one, *some[place + 1 :])
+def _replaced(items: tuple, index: int, item: Any) -> tuple:
+    return (*items[:index], item, *items[index + 1 :])
 
 
-def _draw(config, params, keys, sampling: nucleus.Sampling, hidden, count):
+def _sample(config, params, keys, sampling: Sampling, hidden, count):
     """Samples tokens and their logprobs [N, T] from hidden states [N, T, D].
 
     The first token of each slot has index `count` [N] in its answer.
@@ -289,48 +235,48 @@ def _draw(config, params, keys, sampling: nucleus.Sampling, hidden, count):
     )(keys, number)
     logits = lm_head.logits(config, params, hidden.reshape(-1, width))
     sampling = jax.tree.map(lambda x: jnp.repeat(x, time), sampling)
-    token, logprob = nucleus.draw(logits, uniform.reshape(-1), sampling)
+    token, logprob = sample(logits, uniform.reshape(-1), sampling)
     return token.reshape(slots, time), logprob.reshape(slots, time)
 
 
-def _guess(slots: Slots, own, count, speculation: Speculation) -> jax.Array:
+def _propose(slots: Slots, own, count, speculation: Speculation) -> jax.Array:
     """Proposes tokens that may follow the first `count` tokens of each slot's own [N, S]."""
     prompts: Any = slots.prompt_tokens  # not None: speculation is on
-    given = prompts, slots.row, slots.prompt_length, own, count
-    return speculative.guess(*given, speculation.match, speculation.tokens)
+    text = prompts, slots.row, slots.prompt_length, own, count
+    return speculative.propose(*text, speculation.match, speculation.tokens)
 
 
-def _note(own: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
+def _write_own(own: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
     """Writes tokens [N, T] into each slot's own [N, S], starting at index `count`."""
-    place = count[:, None] + jnp.arange(tokens.shape[1])
-    return own.at[jnp.arange(len(own))[:, None], place].set(tokens, mode="drop")
+    index = count[:, None] + jnp.arange(tokens.shape[1])
+    return own.at[jnp.arange(len(own))[:, None], index].set(tokens, mode="drop")
 
 
-def _kept(given, found, room, stop_ids: tuple[int, ...]) -> jax.Array:
-    """Mask [N, T] of the sampled tokens that are accepted, at most `room` [N] per slot.
+def _accepted(inputs, tokens, left, stop_ids: tuple[int, ...]) -> jax.Array:
+    """Mask [N, T] of the sampled tokens that are accepted, at most `left` [N] per slot.
 
     A token is accepted if it and all tokens before it equal the tokens that were fed to the policy,
     and no token before it is a stop token.
     """
-    right = found == given
-    right &= jnp.pad(~_stops(found, stop_ids)[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    right = tokens == inputs
+    right &= jnp.pad(~_stops(tokens, stop_ids)[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     right = jnp.cumprod(right, axis=1, dtype=jnp.int32) > 0
-    return right & (jnp.arange(found.shape[1]) < room[:, None])
+    return right & (jnp.arange(tokens.shape[1]) < left[:, None])
 
 
 def _stops(tokens: jax.Array, stop_ids: tuple[int, ...]) -> jax.Array:
     return jnp.isin(tokens, jnp.asarray(stop_ids, jnp.int32))
 
 
-def _forward(config, params, slots: Slots, page_size: int, kernel: str, pages, tokens, count, room):
+def _forward(config, params, slots: Slots, page_size: int, kernel: str, pages, tokens, count, left):
     """Feeds T tokens per slot; returns hidden states [N, T, D] and the updated pool.
 
     The first token of each slot has index `count` in its answer. Keys and values of the first
-    `room` tokens are written.
+    `left` tokens are written.
     """
     time = jnp.arange(tokens.shape[1])
     number = count[:, None] + time
-    inside = time < room[:, None]
+    inside = time < left[:, None]
     table = slots.suffix_table
     page = jnp.take_along_axis(table, number // page_size, axis=1, mode="clip")
     # The policy sees each token as a row of its own, so sharding is the same with speculation.
@@ -338,28 +284,28 @@ def _forward(config, params, slots: Slots, page_size: int, kernel: str, pages, t
         "page": jnp.where(inside, page, 0).reshape(-1),
         "offset": (number % page_size).reshape(-1),
         "visible": jnp.where(inside, number + 1, 0).reshape(-1),
-        **{name: getattr(slots, name) for name in kv_cache.PLACES},
+        **{name: getattr(slots, name) for name in kv_cache.LAYOUT},
     }
     positions = (slots.prompt_length[:, None] + number).reshape(-1, 1)
-    given = jnp.maximum(tokens, 0).reshape(-1, 1)
+    inputs = jnp.maximum(tokens, 0).reshape(-1, 1)
     attend = functools.partial(kv_cache.attend_slots, kernel=kernel)
     hidden, pages, _ = transformer.hidden_states(
-        config, params, given, positions, attend, pages, context
+        config, params, inputs, positions, attend, pages, context
     )
     return hidden.reshape(*tokens.shape, -1), pages
 
 
-def _append(sampled: Sampled, tokens, logprobs, kept, stop_ids: tuple[int, ...]) -> Sampled:
+def _append(sampled: Sampled, tokens, logprobs, accepted, stop_ids: tuple[int, ...]) -> Sampled:
     """Appends the accepted ones of tokens [N, T] to the result."""
     rows, steps = sampled.tokens.shape
-    place = sampled.new[:, None] + jnp.arange(tokens.shape[1])
-    place = jnp.where(kept, place, steps)  # out of bounds: dropped
-    at = jnp.arange(rows)[:, None], place
+    index = sampled.new[:, None] + jnp.arange(tokens.shape[1])
+    index = jnp.where(accepted, index, steps)  # out of bounds: dropped
+    at = jnp.arange(rows)[:, None], index
     return Sampled(
         tokens=sampled.tokens.at[at].set(tokens, mode="drop"),
         logprobs=sampled.logprobs.at[at].set(logprobs, mode="drop"),
-        new=sampled.new + jnp.sum(kept, axis=1),
-        stopped=sampled.stopped | jnp.any(kept & _stops(tokens, stop_ids), axis=1),
-        busy=sampled.busy + kept[:, 0],
+        new=sampled.new + jnp.sum(accepted, axis=1),
+        stopped=sampled.stopped | jnp.any(accepted & _stops(tokens, stop_ids), axis=1),
+        busy=sampled.busy + accepted[:, 0],
         steps=sampled.steps + 1,
     )

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from spell_jax.runtime.config import check_least
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -29,16 +31,11 @@ class Options:
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature = {self.temperature}: must be 0 or more")
+        check_least(self, "", temperature=0, top_k=0, max_tokens=1)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p}: must be in (0, 1]")
-        if self.top_k < 0:
-            raise ValueError(f"top_k = {self.top_k}: must be 0 (all) or more")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p = {self.min_p}: must be in [0, 1]")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens = {self.max_tokens}: must be at least 1")
         if "" in self.stop_strings:
             raise ValueError("stop_strings: none may be empty")
 
@@ -64,8 +61,7 @@ class SampleRequest:
     def __post_init__(self):
         if not len(self.prompt):
             raise ValueError("the prompt is empty")
-        if self.group < 1:
-            raise ValueError(f"group = {self.group}: must be at least 1")
+        check_least(self, "", group=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,23 +28,20 @@ _STRETCH = 128
 
 @flax.struct.dataclass
 class Sampling:
-    """Sampling parameters of each row; filters are applied in the order given here.
+    """Sampling parameters of each row; filters are applied in the order given here."""
 
-    Attributes:
-      temperature: softmax temperature, float32 [N], 0 or more; 0 takes the most likely token.
-      top_k: number of most likely tokens to keep, int32 [N]; 0 keeps all.
-      top_p: nucleus mass, float32 [N] in (0, 1]. Keeps the fewest most likely tokens whose share of
-        the mass left by top_k reaches it.
-      min_p: least kept probability relative to the most likely token, float32 [N] in [0, 1].
-    """
-
+    # Softmax temperature, float32 [N], 0 or more; 0 takes the most likely token.
     temperature: Any  # NumPy on the host, JAX on a device
-    top_k: Any
+    top_k: Any  # number of most likely tokens to keep, int32 [N]; 0 keeps all
+    # Nucleus mass, float32 [N] in (0, 1]. Keeps the fewest most likely tokens whose share of the
+    # mass left by top_k reaches it.
     top_p: Any
-    min_p: Any
+    min_p: Any  # least kept probability relative to the most likely token, float32 [N] in [0, 1]
 
 
-def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+def sample(
+    logits: jax.Array, uniform: jax.Array, sampling: Sampling
+) -> tuple[jax.Array, jax.Array]:
     """Samples one token per row.
 
     Args:

@@ -1,12 +1,11 @@
 """Scheduler: assigns pages and decode slots to requests between device calls.
 
-1. Requests are queued. A request is admitted to a shard that has room. It shares the pages of its
-   known prefix, and its other pages become prefill tasks.
-2. Once a prompt is prefilled, its sequences take free slots in the order of admission. A sequence
-   is given more pages as it grows.
+1. A request is admitted to a shard that has room. It shares the pages of its known prefix, and its
+   other pages become prefill tasks.
+2. Once a prompt is prefilled, its sequences take free slots in the order of admission.
 3. The first admitted sequence can always continue: others receive pages only while enough remain
-   for the longest requested answer. A sequence without a page pauses in its slot. When the first
-   sequence ends, its pages go to the next, so nothing is evicted and recomputed.
+   for the longest requested answer. A sequence without a page pauses in its slot, so nothing is
+   evicted and recomputed.
 4. The plan depends only on requests and sampled tokens, never on the clock, so all hosts of a run
    plan alike. Nothing here touches a device.
 """
@@ -14,6 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -25,27 +25,18 @@ from spell_jax.sampler.requests import SampleRequest
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Fixed sizes of one shard of the mesh's row axes.
+    """Fixed sizes of one shard of the mesh's row axes."""
 
-    Attributes:
-      page_size: tokens of a page, C.
-      pages: pages of the pool.
-      slots: decode slots of each lane.
-      prompts: maximum number of prompts in the pool at once.
-      lanes: (cells G of a row, rows M) of each compiled decode shape, in ascending order. A request
-        uses the first lane with a cell for each of its sequences, or else the last.
-      tasks: pages of a prefill call.
-    """
-
-    page_size: int
-    pages: int
-    slots: int
-    prompts: int
+    page_size: int  # tokens of a page, C
+    pages: int  # pages of the pool
+    slots: int  # decode slots of each lane
+    prompts: int  # maximum number of prompts in the pool at once
+    # (cells G of a row, rows M) of each compiled decode shape, in ascending order. A request uses
+    # the first lane with a cell for each of its sequences, or else the last.
     lanes: tuple[tuple[int, int], ...]
-    tasks: int
+    tasks: int  # pages of a prefill call
 
     def pages_of(self, tokens: int) -> int:
-        """Number of pages for this many tokens."""
         return -(-tokens // self.page_size)
 
     def lane_of(self, group: int) -> int:
@@ -61,46 +52,27 @@ class Shape:
 
 @dataclasses.dataclass(eq=False)
 class PrefilledPrompt:
-    """An admitted prompt, whose pages are in the pool or about to be prefilled.
+    """An admitted prompt, whose pages are in the pool or about to be prefilled."""
 
-    Attributes:
-      ticket: number of the request.
-      request: the request.
-      tokens: token ids of the prompt, int32 [P].
-      index: row of the prompt in State.prompt_hidden, within its shard.
-      pages: pages of its blocks, in order.
-      unread: number of pages that no prefill call has read yet.
-      unfinished: number of its sequences that have not ended.
-    """
-
-    ticket: int
+    ticket: int  # number of the request
     request: SampleRequest
-    tokens: np.ndarray
-    index: int
-    pages: list[int]
-    unread: int
-    unfinished: int
+    tokens: np.ndarray  # token ids of the prompt, int32 [P]
+    index: int  # row of the prompt in State.prompt_hidden, within its shard
+    pages: list[int]  # pages of its blocks, in order
+    unread: int  # number of pages that no prefill call has read yet
+    unfinished: int  # number of its sequences that have not ended
 
 
 @dataclasses.dataclass(eq=False)
 class DecodeSequence:
-    """One answer that is being sampled.
-
-    Attributes:
-      prefilled: prompt of the sequence.
-      number: index of the sample in its request.
-      slot: slot in its lane, -1 while it is queued.
-      pages: pages of its own tokens, in order.
-      count: number of tokens sampled so far.
-      fresh: whether no decode call has run for it yet.
-    """
+    """One answer that is being sampled."""
 
     prefilled: PrefilledPrompt
-    number: int
-    slot: int = -1
-    pages: list[int] = dataclasses.field(default_factory=list)
-    count: int = 0
-    fresh: bool = True
+    number: int  # index of the sample in its request
+    slot: int = -1  # slot in its lane, -1 while it is queued
+    pages: list[int] = dataclasses.field(default_factory=list)  # pages of its own tokens, in order
+    count: int = 0  # number of tokens sampled so far
+    fresh: bool = True  # whether no decode call has run for it yet
 
     @property
     def max_tokens(self) -> int:
@@ -113,8 +85,8 @@ class Lane:
     def __init__(self, cells: int, rows: int, slots: int):
         self.cells, self.rows = cells, rows
         self.slots: list[DecodeSequence | None] = [None] * slots
-        self.waiting: deque[DecodeSequence] = deque()
-        self._seated: Counter[PrefilledPrompt] = Counter()
+        self.queued: deque[DecodeSequence] = deque()
+        self._slot_counts: Counter[PrefilledPrompt] = Counter()
 
     @property
     def free(self) -> int:
@@ -123,7 +95,7 @@ class Lane:
     @property
     def has_free_slots(self) -> bool:
         """Whether slots stay free after all queued sequences have taken one."""
-        return self.free > len(self.waiting)
+        return self.free > len(self.queued)
 
     def groups(self) -> list[tuple[PrefilledPrompt, list[int]]]:
         """Decode rows: (prompt, slots of its sequences), at most `cells` slots each."""
@@ -137,33 +109,31 @@ class Lane:
             for i in range(0, len(slots), self.cells)
         ]
 
-    def seat(self) -> None:
+    def fill_slots(self) -> None:
         """Assigns free slots to queued sequences, first in, first out.
 
         Stops at the first sequence whose prompt is not prefilled yet or that would need one row too
         many.
         """
-        for slot, taken in enumerate(self.slots):
-            if taken is not None:
-                continue
-            if not self.waiting or self.waiting[0].prefilled.unread:
+        free_slots = [slot for slot, sequence in enumerate(self.slots) if sequence is None]
+        for slot in free_slots:
+            if not self.queued or self.queued[0].prefilled.unread:
                 return
-            prefilled = self.waiting[0].prefilled
-            opens_row = self._seated[prefilled] % self.cells == 0
-            if opens_row and self._rows() == self.rows:
+            prefilled = self.queued[0].prefilled
+            opens_row = self._slot_counts[prefilled] % self.cells == 0
+            if opens_row and self._row_count() == self.rows:
                 return
-            sequence = self.slots[slot] = self.waiting.popleft()
+            sequence = self.slots[slot] = self.queued.popleft()
             sequence.slot = slot
-            self._seated[prefilled] += 1
+            self._slot_counts[prefilled] += 1
 
-    def leave(self, sequence: DecodeSequence) -> None:
+    def free_slot(self, sequence: DecodeSequence) -> None:
         self.slots[sequence.slot] = None
-        self._seated[sequence.prefilled] -= 1
-        if not self._seated[sequence.prefilled]:
-            del self._seated[sequence.prefilled]
+        self._slot_counts[sequence.prefilled] -= 1
+        self._slot_counts += Counter()  # drops zeros
 
-    def _rows(self) -> int:
-        return sum(-(-count // self.cells) for count in self._seated.values())
+    def _row_count(self) -> int:
+        return sum(-(-count // self.cells) for count in self._slot_counts.values())
 
 
 class Shard:
@@ -180,19 +150,12 @@ class Shard:
         self._needs: Counter[int] = Counter()  # pages of max_tokens -> number of sequences
 
     def cost(self, blocks: Sequence[bytes], request: SampleRequest) -> int:
-        """Cost of admitting a request to this shard, for comparison with other shards.
-
-        It is the number of pages to prefill plus the number of unfinished sequences.
-        """
+        """Number of pages to prefill for a request plus the number of unfinished sequences."""
         known = len(self._shared(blocks, request))
         return self.shape.pages_of(len(request.prompt)) - known + len(self.unfinished)
 
     def admit(self, ticket: int, request: SampleRequest, blocks: Sequence[bytes]) -> bool:
-        """Admits a request if there is room; returns whether it was admitted.
-
-        Takes the pages of its prompt, adds the unknown ones to the prefill tasks, and queues its
-        sequences.
-        """
+        """Admits a request if there is room; returns whether it was admitted."""
         shape, prompt = self.shape, request.prompt
         shared, total = self._shared(blocks, request), shape.pages_of(len(prompt))
         longest = shape.pages_of(request.options.max_tokens)
@@ -201,17 +164,17 @@ class Shard:
             return False
         self.pool.hold(shared)
         self.reused_tokens += len(shared) * shape.page_size
-        pages = shared + [self.pool.take() for _ in range(total - len(shared))]
+        unread = total - len(shared)
+        pages = shared + [self.pool.take() for _ in range(unread)]
         for number in range(len(shared), len(blocks)):
             parent = pages[number - 1] if number else None
             self.pool.name(pages[number], parent, blocks[number])
-        unread = total - len(shared)
         index = self._indices.pop()
         tokens = np.asarray(prompt, np.int32)
         prefilled = PrefilledPrompt(ticket, request, tokens, index, pages, unread, request.group)
         self.tasks.extend((prefilled, number) for number in range(len(shared), total))
         sequences = [DecodeSequence(prefilled, number) for number in range(request.group)]
-        self.lanes[shape.lane_of(request.group)].waiting.extend(sequences)
+        self.lanes[shape.lane_of(request.group)].queued.extend(sequences)
         self.unfinished |= dict.fromkeys(sequences)
         self._needs[longest] += request.group
         return True
@@ -225,15 +188,15 @@ class Shard:
         return tasks
 
     @property
-    def must_read(self) -> bool:
+    def needs_prefill(self) -> bool:
         """Whether a free slot cannot be filled because its next prompt is not prefilled."""
-        for lane in self.lanes:
-            ahead = list(lane.waiting)[: lane.free]
-            if any(sequence.prefilled.unread for sequence in ahead):
-                return True
-        return False
+        return any(
+            sequence.prefilled.unread
+            for lane in self.lanes
+            for sequence in itertools.islice(lane.queued, lane.free)
+        )
 
-    def grow(self, lane: Lane, steps: int) -> dict[DecodeSequence, int]:
+    def allocate_pages(self, lane: Lane, steps: int) -> dict[DecodeSequence, int]:
         """Gives running sequences pages for their next `steps` tokens, in order of admission.
 
         Returns:
@@ -241,9 +204,9 @@ class Shard:
           current count, the sequence pauses in this call.
         """
         limits = {}
-        seated = set(filter(None, lane.slots))
+        running = set(filter(None, lane.slots))
         for position, sequence in enumerate(self.unfinished):
-            if sequence not in seated:
+            if sequence not in running:
                 continue
             wanted = self.shape.pages_of(min(sequence.count + steps, sequence.max_tokens))
             while len(sequence.pages) < wanted and (position == 0 or self._spare() > 0):
@@ -253,13 +216,11 @@ class Shard:
 
     def finish(self, lane: Lane, sequence: DecodeSequence) -> bool:
         """Frees a sequence's slot and pages; returns whether it was the last of its request."""
-        lane.leave(sequence)
+        lane.free_slot(sequence)
         self.pool.release(sequence.pages)
         del self.unfinished[sequence]
-        longest = self.shape.pages_of(sequence.max_tokens)
-        self._needs[longest] -= 1
-        if not self._needs[longest]:
-            del self._needs[longest]
+        self._needs[self.shape.pages_of(sequence.max_tokens)] -= 1
+        self._needs += Counter()  # drops zeros
         prefilled = sequence.prefilled
         prefilled.unfinished -= 1
         if prefilled.unfinished:
@@ -269,19 +230,15 @@ class Shard:
         return True
 
     def _shared(self, blocks: Sequence[bytes], request: SampleRequest) -> list[int]:
-        """Known pages of the prompt's prefix.
-
-        The page of the last token is never shared: its hidden state, from which answers start, has
-        to be computed.
-        """
+        """Known pages of the prompt's prefix."""
+        # Not the last token's page: its hidden state, from which answers start, must be computed.
         return self.pool.find(blocks[: (len(request.prompt) - 1) // self.shape.page_size])
 
     def _spare(self, longest: int = 0) -> int:
         """Number of pages that sequences other than the first admitted one may take.
 
-        The rest is a reserve. With it the first admitted sequence, and after it the next, can
-        always grow to the longest requested answer. `longest` is that of a request about to be
-        admitted, in pages.
+        With the rest, the first admitted sequence, and after it the next, can always grow to the
+        longest requested answer. `longest` is that of a request about to be admitted, in pages.
         """
         first = next(iter(self.unfinished), None)
         held = len(first.pages) if first else 0
@@ -318,15 +275,10 @@ class Scheduler:
         return bool(self.queue) or any(shard.unfinished for shard in self.shards)
 
     def plan_prefill(self) -> list[list[tuple[PrefilledPrompt, int]]] | None:
-        """Prefill tasks of each shard for the next call.
-
-        Returns:
-          For each shard a list of (prompt, page index), or None if no free slot needs a prompt to
-          be read.
-        """
+        """Prefill tasks (prompt, page index) of each shard; None if no free slot needs one."""
         while self._admit(lambda shard, lane: shard.lanes[lane].has_free_slots):
             pass
-        if not any(shard.must_read for shard in self.shards):
+        if not any(shard.needs_prefill for shard in self.shards):
             return None
         # Rows of the call that would be padding read the next prompts.
         while self._admit(lambda shard, _: len(shard.tasks) < self.shape.tasks):
@@ -346,13 +298,13 @@ class Scheduler:
                 return True
         return False
 
-    def seat(self) -> None:
+    def fill_slots(self) -> None:
         """Fills free slots in all lanes of all shards."""
         for shard in self.shards:
             for lane in shard.lanes:
-                lane.seat()
+                lane.fill_slots()
 
-    def waiting(self, lane: int) -> bool:
+    def has_queued(self, lane: int) -> bool:
         """Whether a request or sequence is queued for a slot of this lane."""
         queued = any(self.shape.lane_of(r.group) == lane for _, r, _ in self.queue)
-        return queued or any(shard.lanes[lane].waiting for shard in self.shards)
+        return queued or any(shard.lanes[lane].queued for shard in self.shards)

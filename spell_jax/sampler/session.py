@@ -1,12 +1,8 @@
 """Session: serves sampling requests with fixed weights while the host does other work.
 
-1. Each `advance` collects the results of the running decode calls, plans (scheduler.py), and
-   dispatches the next calls to the device.
-2. `advance` returns while the device works. The host can process finished answers and submit more
-   requests, which join at the next `advance`.
-3. The order of results depends only on the sampled tokens, never on the clock.
-4. Stop strings are searched for here, in the decoded text. Tokens sampled after a stop string are
-   dropped.
+Each `advance` collects the results of the running decode calls, plans (scheduler.py), and
+dispatches the next calls. It returns while the device works, so the host can process answers and
+submit more requests. The order of results depends only on the sampled tokens, never on the clock.
 """
 
 from __future__ import annotations
@@ -35,65 +31,43 @@ log = logging.getLogger(__name__)
 
 # While requests are queued, a decode call returns as soon as 1 in 16 of its active slots is free.
 # Few slots are then idle, and refills are planned in batches instead of one at a time.
-_REFILLED = 16
+_REFILL_SHARE = 16
 
 
 @dataclasses.dataclass
 class Counts:
-    """Counters of a session.
+    """Counters of a session."""
 
-    Attributes:
-      prompt_tokens: prompt tokens of all submitted requests.
-      prefill_calls: calls of the prefill program.
-      prefill_pages: pages read by these calls.
-      decode_calls: calls of the decode program.
-      decode_steps: passes of the decode loop, over all calls.
-      tokens: sampled tokens.
-      slot_steps: slots times decode passes.
-      busy: slot steps that sampled at least one token (more than one with speculation).
-      starved_slot_steps: slot steps that sampled nothing while a request was queued.
-      group_slot_steps: cells times passes, over the decode rows in use.
-      padded_group_slots: those of the above whose cell had no sequence.
-      prefilled_tokens: prompt tokens that were read, not taken from a shared prefix.
-      waited: seconds per agent in which the host was blocked by the device. A decode call serves
-        many agents, so its wait is divided in proportion to their sampled tokens and to their
-        prompt tokens prefilled since the previous wait.
-    """
-
-    prompt_tokens: int = 0
-    prefill_calls: int = 0
-    prefill_pages: int = 0
-    decode_calls: int = 0
-    decode_steps: int = 0
-    tokens: int = 0
-    slot_steps: int = 0
-    busy: int = 0
-    starved_slot_steps: int = 0
-    group_slot_steps: int = 0
-    padded_group_slots: int = 0
-    prefilled_tokens: int = 0
-    waited: dict[str, float] = dataclasses.field(default_factory=dict)
+    prompt_tokens: int = 0  # prompt tokens of all submitted requests
+    prefill_calls: int = 0  # calls of the prefill program
+    prefill_pages: int = 0  # pages read by these calls
+    decode_calls: int = 0  # calls of the decode program
+    decode_steps: int = 0  # passes of the decode loop, over all calls
+    tokens: int = 0  # sampled tokens
+    slot_steps: int = 0  # slots times decode passes
+    # Slot steps that sampled at least one token (more than one with speculation).
+    busy_slot_steps: int = 0
+    starved_slot_steps: int = 0  # slot steps that sampled nothing while a request was queued
+    group_slot_steps: int = 0  # cells times passes, over the decode rows in use
+    padded_group_slots: int = 0  # those of the above whose cell had no sequence
+    prefilled_tokens: int = 0  # prompt tokens that were read, not taken from a shared prefix
+    # Seconds per agent in which the host was blocked by the device. A decode call serves many
+    # agents, so its wait is divided in proportion to their sampled tokens and to their prompt
+    # tokens prefilled since the previous wait.
+    device_wait_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class _Answer:
-    """An answer under construction.
+    """An answer under construction."""
 
-    Attributes:
-      tokens: token ids so far.
-      logprobs: logprob of each token.
-      text: decoded text so far, searched for stop strings.
-      stream: incremental decoder that produces the text; None if there are no stop strings.
-      stop_string: stop string that was found, or "".
-      stopped: whether the answer ended by a stop token or stop string.
-    """
-
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    text: str = ""
+    tokens: list[int] = dataclasses.field(default_factory=list)  # token ids so far
+    logprobs: list[float] = dataclasses.field(default_factory=list)  # logprob of each token
+    text: str = ""  # decoded text so far, searched for stop strings
+    # Incremental decoder that produces the text; None if there are no stop strings.
     stream: Stream | None = None
-    stop_string: str = ""
-    stopped: bool = False
+    stop_string: str = ""  # stop string that was found, or ""
+    stopped: bool = False  # whether the answer ended by a stop token or stop string
 
     def push(self, token: int, logprob: float, strings: Sequence[str]) -> None:
         """Appends one token; sets `stopped` if it completes a stop string."""
@@ -114,38 +88,19 @@ class _Answer:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A decode call in flight.
+    """A decode call in flight."""
 
-    Attributes:
-      lane: index of the lane that it samples for.
-      limits: for each shard, its sequences and the token count at which each must stop.
-      waited: whether a request was queued for a slot of this lane.
-      cells: number of cells of the decode rows in use.
-      empty: number of these cells without a sequence.
-      sampled: result on the device.
-    """
-
-    lane: int
+    lane: int  # index of the lane that it samples for
+    # For each shard, its sequences and the token count at which each must stop.
     limits: batching.Limits
-    waited: bool
-    cells: int
-    empty: int
-    sampled: programs.Sampled
+    has_queued: bool  # whether a request was queued for a slot of this lane
+    cells: int  # number of cells of the decode rows in use
+    empty: int  # number of these cells without a sequence
+    sampled: programs.Sampled  # result on the device
 
 
 class CompiledSampler(Protocol):
-    """The part of engine.Sampler that a session uses.
-
-    Attributes:
-      config: sampling parameters and sizes.
-      mesh: device mesh.
-      shape: sizes of one shard of the mesh's row axes.
-      shards: number of these shards.
-      stream: constructor of a tokenizer's incremental decoder; None without a tokenizer.
-      prefill: jitted programs.prefill.
-      decode: jitted programs.decode.
-      empty: jitted constructor of the initial state; takes the compute dtype.
-    """
+    """The part of engine.Sampler that a session uses."""
 
     config: SamplerConfig
     mesh: jax.sharding.Mesh
@@ -154,11 +109,9 @@ class CompiledSampler(Protocol):
     stream: Callable[[], Stream] | None
     prefill: jax.stages.Wrapped
     decode: jax.stages.Wrapped
-    empty: jax.stages.Wrapped
+    init_state: jax.stages.Wrapped
 
-    def fits(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt is within the cap `max_prompt`."""
-        ...
+    def prompt_fits(self, prompt: Sequence[int]) -> bool: ...
 
 
 class Session:
@@ -169,11 +122,11 @@ class Session:
         self._sampler = sampler
         self._params = params
         with jax.set_mesh(sampler.mesh):
-            self._state = sampler.empty(params["final_norm"]["scale"].dtype)
+            self._state = sampler.init_state(params["final_norm"]["scale"].dtype)
         self._scheduler = Scheduler(sampler.shape, sampler.shards)
         self._answers: dict[int, list[_Answer]] = {}
         self._running: list[_Call] = []
-        self._worked: Counter[str] = Counter()  # tokens per agent since the last wait
+        self._processed: Counter[str] = Counter()  # tokens per agent since the last wait
         self._tickets = 0
 
     @property
@@ -189,7 +142,7 @@ class Session:
             into the pool, or if it has stop strings and the sampler has no tokenizer.
         """
         sampler, ticket, options = self._sampler, self._tickets, request.options
-        if not sampler.fits(request.prompt):
+        if not sampler.prompt_fits(request.prompt):
             raise ValueError(
                 f"request {ticket}: a prompt of {len(request.prompt)} tokens is over the cap of "
                 f"{sampler.config.max_prompt}"
@@ -203,10 +156,8 @@ class Session:
             raise ValueError(f"request {ticket}: stop strings need a sampler with a tokenizer")
         self._scheduler.submit(ticket, request)
         self.counts.prompt_tokens += len(request.prompt)
-        stream = sampler.stream if options.stop_strings else None
-        self._answers[ticket] = [
-            _Answer(stream=stream() if stream else None) for _ in range(request.group)
-        ]
+        make_stream = sampler.stream if options.stop_strings and sampler.stream else lambda: None
+        self._answers[ticket] = [_Answer(stream=make_stream()) for _ in range(request.group)]
         self._tickets += 1
         return ticket
 
@@ -214,7 +165,6 @@ class Session:
         self, prompts: Sequence[Sequence[int]], group: int, key: jax.Array, options: Options
     ) -> list[list[Sample] | None]:
         """See Sampler.sample. All other requests must have been answered before."""
-        answers: list[list[Sample] | None] = [None] * len(prompts)
         keys = request_keys(key, len(prompts))
         requests = []
         for index, prompt in enumerate(prompts):
@@ -222,15 +172,18 @@ class Session:
                 requests.append(SampleRequest(prompt, group, keys[index], options))
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from error
-        fitting = [self._sampler.fits(prompt) for prompt in prompts]
-        if refused := [len(p) for p, fits in zip(prompts, fitting, strict=True) if not fits]:
+        tickets, refused = {}, []
+        for index, request in enumerate(requests):
+            if self._sampler.prompt_fits(request.prompt):
+                tickets[self.submit(request)] = index
+            else:
+                refused.append(len(request.prompt))
+        if refused:
             cap = self._sampler.config.max_prompt
             log.warning("prompts of %s tokens are over the cap of %d: not answered", refused, cap)
-        places = {
-            self.submit(request): index for index, request in enumerate(requests) if fitting[index]
-        }
+        answers: list[list[Sample] | None] = [None] * len(prompts)
         for ticket, samples in self.results():
-            answers[places[ticket]] = samples
+            answers[tickets[ticket]] = samples
         return answers
 
     def results(self) -> Iterator[tuple[int, list[Sample]]]:
@@ -258,8 +211,8 @@ class Session:
         scheduler = self._scheduler
         while (tasks := scheduler.plan_prefill()) is not None:
             self._prefill(tasks)
-            scheduler.seat()
-        scheduler.seat()
+            scheduler.fill_slots()
+        scheduler.fill_slots()
         for lane in range(len(scheduler.shape.lanes)):
             if any(any(shard.lanes[lane].slots) for shard in scheduler.shards):
                 self._decode(lane)
@@ -272,16 +225,16 @@ class Session:
             start, prompt = number * self._scheduler.shape.page_size, prefilled.request.prompt
             tokens = min(len(prompt) - start, self._scheduler.shape.page_size)
             self.counts.prefilled_tokens += tokens
-            self._worked[prefilled.request.agent] += tokens
+            self._processed[prefilled.request.agent] += tokens
         self._state = self._call(meshes.RULES, self._sampler.prefill, batch)
 
     def _decode(self, lane: int) -> None:
-        """Dispatches one call of a lane's decode program."""
         scheduler, c = self._scheduler, self._sampler.config
-        limits = [shard.grow(shard.lanes[lane], c.decode_tokens) for shard in scheduler.shards]
-        going = sum(sequence.count < limit for one in limits for sequence, limit in one.items())
-        waited = scheduler.waiting(lane)
-        enough = max(1, going // _REFILLED) if waited else going + 1
+        shards = scheduler.shards
+        limits = [shard.allocate_pages(shard.lanes[lane], c.decode_tokens) for shard in shards]
+        active = sum(sequence.count < limit for one in limits for sequence, limit in one.items())
+        has_queued = scheduler.has_queued(lane)
+        enough = max(1, active // _REFILL_SHARE) if has_queued else active + 1
         slots = batching.slots(scheduler, lane, limits, enough, c)
         self._state, sampled = self._call(
             meshes.DECODE_RULES, self._sampler.decode, slots, lane=lane
@@ -289,7 +242,7 @@ class Session:
         rows = np.sum(np.any(slots.prompt_visible, axis=-1))
         cells = int(rows) * slots.prompt_visible.shape[-1]
         empty = cells - int(np.count_nonzero(slots.prompt_visible))
-        self._running.append(_Call(lane, limits, waited, cells, empty, sampled))
+        self._running.append(_Call(lane, limits, has_queued, cells, empty, sampled))
         for sequence in (sequence for one in limits for sequence in one):
             sequence.fresh = False
 
@@ -302,21 +255,21 @@ class Session:
     # -------------------------------------------------------------------------- Collect from device
 
     def _collect(self, call: _Call) -> Iterator[tuple[int, list[Sample]]]:
-        """Collects the result of a call; yields (ticket, answers) of requests that it finished."""
+        """Collects a call's result; yields (ticket, answers) of the requests that it finished."""
         clock = time.monotonic()
         sampled, scheduler = jax.device_get(call.sampled), self._scheduler
-        waited = time.monotonic() - clock
+        wait_seconds = time.monotonic() - clock
         finished = []
         for number, limits in enumerate(call.limits):
             shard = scheduler.shards[number]
             for sequence in limits:
                 slot = number * scheduler.shape.slots + sequence.slot
-                self._worked[sequence.prefilled.request.agent] += int(sampled.new[slot])
+                self._processed[sequence.prefilled.request.agent] += int(sampled.new[slot])
                 if self._push(sequence, sampled, slot):
                     ticket = sequence.prefilled.ticket
                     if shard.finish(shard.lanes[call.lane], sequence):
                         finished.append(ticket)
-        self._count(call, sampled, waited)
+        self._count(call, sampled, wait_seconds)
         for ticket in finished:
             yield ticket, [answer.sample() for answer in self._answers.pop(ticket)]
 
@@ -336,20 +289,19 @@ class Session:
         answer.stopped = bool(sampled.stopped[slot])
         return answer.stopped or sequence.count == options.max_tokens
 
-    def _count(self, call: _Call, sampled: programs.Sampled, waited: float) -> None:
-        counts, taken = self.counts, int(sampled.steps)
-        slot_steps, tokens = taken * len(sampled.new), int(sampled.new.sum())
+    def _count(self, call: _Call, sampled: programs.Sampled, wait_seconds: float) -> None:
+        counts, steps = self.counts, int(sampled.steps)
+        slot_steps, busy = steps * len(sampled.new), int(sampled.busy.sum())
         counts.decode_calls += 1
-        counts.decode_steps += taken
-        counts.tokens += tokens
+        counts.decode_steps += steps
+        counts.tokens += int(sampled.new.sum())
         counts.slot_steps += slot_steps
-        busy = int(sampled.busy.sum())
-        counts.busy += busy
-        counts.starved_slot_steps += (slot_steps - busy) * call.waited
-        counts.group_slot_steps += taken * call.cells
-        counts.padded_group_slots += taken * call.empty
-        worked = self._worked.total() or 1
-        for agent, tokens in self._worked.items():
-            before = counts.waited.get(agent, 0.0)
-            counts.waited[agent] = before + waited * tokens / worked
-        self._worked.clear()
+        counts.busy_slot_steps += busy
+        counts.starved_slot_steps += (slot_steps - busy) * call.has_queued
+        counts.group_slot_steps += steps * call.cells
+        counts.padded_group_slots += steps * call.empty
+        total = self._processed.total() or 1
+        for agent, tokens in self._processed.items():
+            before = counts.device_wait_seconds.get(agent, 0.0)
+            counts.device_wait_seconds[agent] = before + wait_seconds * tokens / total
+        self._processed.clear()

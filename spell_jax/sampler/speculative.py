@@ -1,10 +1,9 @@
 """Prompt-lookup (n-gram) speculative decoding.
 
-1. The text of a slot is its prompt and its sampled tokens. If its last tokens occur earlier in the
-   text, the tokens that followed there are proposed. Of several occurrences the last counts. This
-   helps because answers quote their documents.
-2. Every token is still sampled from the policy. A proposal is accepted only while it equals the
-   sampled token (programs.py), so answers equal those of plain decoding.
+If the last tokens of a prompt and its answer occur earlier in that text, the tokens that followed
+there (at the last such place) are proposed. This helps because answers quote their documents. Every
+token is still sampled from the policy, and a proposal is accepted only while it equals the sampled
+token (programs.py), so answers equal those of plain decoding.
 
 Source: Saxena, Prompt Lookup Decoding (2023); Leviathan et al. 2023 (arXiv 2211.17192) for checking
 several tokens in one pass.
@@ -19,10 +18,10 @@ from jax.sharding import PartitionSpec
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 
-NOTHING = -1  # no proposal: equals no sampled token
+NO_TOKEN = -1  # no proposal: equals no sampled token
 
 
-def guess(
+def propose(
     prompts: jax.Array,
     row: jax.Array,
     length: jax.Array,
@@ -43,35 +42,36 @@ def guess(
       tokens: number of tokens to propose.
 
     Returns:
-      int32 [N, tokens]; NOTHING where there is no proposal.
+      int32 [N, tokens]; NO_TOKEN where there is no proposal.
     """
-    given = (prompts, row, length, own, count)
 
     def on_device(prompts, row, length, own, count):
-        return _guess(prompts[row], length, own, count, match, tokens)
+        return _propose(prompts[row], length, own, count, match, tokens)
 
     if collectives.current_mesh() is None:
-        return on_device(*given)
+        return on_device(prompts, row, length, own, count)
     rows = PartitionSpec(meshes.ROWS)
-    return jax.shard_map(on_device, in_specs=rows, out_specs=rows, check_vma=False)(*given)
+    return jax.shard_map(on_device, in_specs=rows, out_specs=rows, check_vma=False)(
+        prompts, row, length, own, count
+    )
 
 
-def _guess(prompt, length, own, count, match: int, tokens: int) -> jax.Array:
+def _propose(prompt, length, own, count, match: int, tokens: int) -> jax.Array:
     """`guess` with the prompt of each slot, int32 [N, P], on one device."""
     padded = prompt.shape[1]
     text = jnp.concatenate([prompt, own], axis=1)
-    place = jnp.arange(text.shape[1])
+    index = jnp.arange(text.shape[1])
     last = padded + count - 1  # index of the last sampled token
-    inside = (place >= padded - length[:, None]) & (place <= last[:, None])
-    text = jnp.where(inside, text, NOTHING)
-    found = inside & (place < last[:, None])
+    inside = (index >= padded - length[:, None]) & (index <= last[:, None])
+    text = jnp.where(inside, text, NO_TOKEN)
+    matches = inside & (index < last[:, None])
     for back in range(match):
         wanted = jnp.take_along_axis(text, (last - back)[:, None], axis=1)
-        before = jnp.pad(text, ((0, 0), (back, 0)), constant_values=NOTHING)[:, : text.shape[1]]
-        found &= (before == wanted) & (wanted != NOTHING)
-    where = jnp.max(jnp.where(found, place, -1), axis=1)
-    following = where[:, None] + 1 + jnp.arange(tokens)
-    guessed = jnp.take_along_axis(text, following, axis=1, mode="fill", fill_value=NOTHING)
+        before = jnp.pad(text, ((0, 0), (back, 0)), constant_values=NO_TOKEN)[:, : text.shape[1]]
+        matches &= (before == wanted) & (wanted != NO_TOKEN)
+    end = jnp.max(jnp.where(matches, index, -1), axis=1)  # of the last match
+    following = end[:, None] + 1 + jnp.arange(tokens)
+    proposed = jnp.take_along_axis(text, following, axis=1, mode="fill", fill_value=NO_TOKEN)
     # A proposal ends where the text ends.
-    known = jnp.cumprod(guessed != NOTHING, axis=1, dtype=jnp.int32) > 0
-    return jnp.where(known & (where >= 0)[:, None], guessed, NOTHING)
+    known = jnp.cumprod(proposed != NO_TOKEN, axis=1, dtype=jnp.int32) > 0
+    return jnp.where(known & (end >= 0)[:, None], proposed, NO_TOKEN)

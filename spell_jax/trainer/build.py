@@ -31,7 +31,7 @@ from spell_jax.policy.model import ModelConfig, find_folder, read_model
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
-from spell_jax.runtime.timers import Stopwatch
+from spell_jax.runtime.timers import PhaseTimer
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.judge import JUDGE_KEY, Endpoint, Judge, JudgeConfig
@@ -64,7 +64,7 @@ class Run:
       worker: object that samples from the models for the algorithm.
       algorithm: what is rolled out and trained on.
       evaluation: held-out evaluation, or None where the data has no held-out questions.
-      watch: timer of the main thread's phases.
+      timer: timer of the main thread's phases.
     """
 
     config: RunConfig
@@ -72,7 +72,7 @@ class Run:
     worker: RolloutWorker
     algorithm: Algorithm
     evaluation: Evaluation | None
-    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
+    timer: PhaseTimer = dataclasses.field(default_factory=PhaseTimer)
 
     @property
     def policy(self) -> PolicyConfig:

@@ -23,7 +23,7 @@ from spell_jax.runtime import distributed, entry, fault_injection, setup
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config
 from spell_jax.runtime.preemption import Preemption
-from spell_jax.runtime.run_logger import Recorder
+from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.trainer import state, step_metrics
 from spell_jax.trainer.build import Run, make_run
 from spell_jax.trainer.held_out import HeldOut
@@ -65,7 +65,7 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
     return workdir
 
 
-def make_logger(run: Run, workdir: epath.Path, step: int, tail: list[str]) -> Recorder:
+def make_logger(run: Run, workdir: epath.Path, step: int, tail: list[str]) -> RunLogger:
     """The run's logger; it also writes config.json.
 
     Args:
@@ -77,11 +77,16 @@ def make_logger(run: Run, workdir: epath.Path, step: int, tail: list[str]) -> Re
     if jax.process_index() == 0:
         setup.write_config(fields, workdir)
     options = {"episodes": config.episode_characters, "wandb": config.wandb, "config": fields}
-    return Recorder(workdir, config.steps, step, tail, watch=run.watch, **options)
+    return RunLogger(workdir, config.steps, step, tail, timer=run.timer, **options)
 
 
 def _loop(
-    run: Run, models: dict[str, Any], workdir: epath.Path, logger: Recorder, saver: Saver, step: int
+    run: Run,
+    models: dict[str, Any],
+    workdir: epath.Path,
+    logger: RunLogger,
+    saver: Saver,
+    step: int,
 ) -> None:
     config = run.config
     for name, model in run.trained.items():

@@ -118,7 +118,7 @@ class Rollouts:
         metrics.merge(run.algorithm.metrics(episodes), "rollout/")
         metrics.merge(worker.metrics, "rollout/")
         seconds, waited = time.monotonic() - clock, worker.waited
-        run.watch.spend(waited | {"rollout": seconds - sum(waited.values())})
+        run.timer.reassign(waited | {"rollout": seconds - sum(waited.values())})
         rates = {"sampled": worker.sampled_tokens, "prefilled": worker.prefilled_tokens}
         for name, tokens in rates.items():
             metrics.add_sum(f"time/tokens_per_second/{name}", tokens, seconds)

@@ -10,7 +10,7 @@ from spell_jax.config import to_dict
 from spell_jax.runtime import distributed
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.preemption import Preempted, Preemption
-from spell_jax.runtime.run_logger import Recorder
+from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.trainer.build import Run
 
 
@@ -34,7 +34,7 @@ class Saver:
         run: Run,
         models: dict[str, Any],
         store: Checkpoints,
-        logger: Recorder,
+        logger: RunLogger,
         preemption: Preemption,
         best: float | None,
     ):

@@ -40,5 +40,5 @@ def collect(
     trained = [one for updates in numbers.values() for one in updates if not one["empty_update"]]
     if trained and not is_ahead:
         devices = run.learner.mesh.devices.flatten().tolist()
-        metrics.merge(statistics.speed(trained, run.watch.spent("update"), devices), "time/")
+        metrics.merge(statistics.speed(trained, run.timer.spent("update"), devices), "time/")
     return metrics

@@ -33,7 +33,7 @@ from spell_jax.runtime.config import Config, build, plain
 from spell_jax.runtime.jsonl import read_records
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.runtime.preemption import Preempted, Preemption
-from spell_jax.runtime.run_logger import Recorder
+from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.selfplay import prompts
 from spell_jax.warm_start import demonstrations, story_rows
 
@@ -185,24 +185,24 @@ def _steps(
     stream = row_stream(config, done * config.rows_per_step)
     refused = 0.0
     options = {"wandb": config.wandb, "config": plain(config)}
-    with Recorder(workdir, config.steps, done, **options) as recorder:
+    with RunLogger(workdir, config.steps, done, **options) as logger:
         for step in range(done + 1, config.steps + 1):
-            recorder.enter("tune", step - 1)
+            logger.enter("tune", step - 1)
             rows = itertools.islice(stream, config.rows_per_step)
             groups = [to_group(row, tokenizer) for row in rows]
             with non_finite.rows_written(workdir, step, tokenizer.decode):
                 state, numbers = learner.update(state, groups)
             refused += numbers["refused_answers"]
-            recorder.enter("write", step, {"logprob": numbers.get("mean_logprob", 0.0)})
+            logger.enter("write", step, {"logprob": numbers.get("mean_logprob", 0.0)})
             if step % config.log_every == 0 or step == config.steps:
                 metrics = Metrics()
                 metrics.merge({name: (value, 1.0) for name, value in numbers.items()}, "train/")
-                recorder.write(step, metrics)
+                logger.write(step, metrics)
             must_stop = preemption.should_stop()
             force = must_stop or step == config.steps
             if force or step % config.checkpoint_every == 0:
-                recorder.enter("save", step)
-                recorder.flush()
+                logger.enter("save", step)
+                logger.flush()
             checkpoints.save(step, state, {}, force=force)
             if must_stop:
                 raise Preempted(preemption.why)

@@ -25,7 +25,7 @@ from spell_jax.data.clusters import Cluster
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.policy import weights
 from spell_jax.reporting.episodes import choose_episodes
-from spell_jax.reporting.page import Measured, write_page
+from spell_jax.reporting.page import RunData, write_page
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.metrics import Metrics
@@ -108,7 +108,7 @@ def test_the_example_runs(counting, policy, tmp_path, monkeypatch):
     chosen = choose_episodes(workdir, 100).chosen
     assert len(chosen) == 4 * STEPS
     assert all(e["question"].startswith("How often: ") and len(e["answers"]) == 4 for e in chosen)
-    write_page([Measured(workdir, lines, None)], workdir / "report.html")
+    write_page([RunData(workdir, lines, None)], workdir / "report.html")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class FakeSession:
             padded_group_slots=2,
         )
         self.counts.tokens, self.counts.prefilled_tokens = 7, 3
-        self.counts.waited = {"responder": 0.5, str(params): 0.25}
+        self.counts.device_wait_seconds = {"responder": 0.5, str(params): 0.25}
         self.waiting: dict[int, tuple[int, SampleRequest]] = {}
 
     def submit(self, request: SampleRequest) -> int:
@@ -61,11 +61,11 @@ class FakeSampler:
         self.asked: list[tuple[Any, SampleRequest]] = []
         self.begun: list[Any] = []
 
-    def begin(self, params: Any) -> FakeSession:
+    def start_session(self, params: Any) -> FakeSession:
         self.begun.append(params)
         return FakeSession(params, self.asked)
 
-    def fits(self, prompt: list[int]) -> bool:
+    def prompt_fits(self, prompt: list[int]) -> bool:
         return len(prompt) <= 5
 
 

@@ -105,8 +105,8 @@ def main() -> None:
         split = lora.split(policy, params)[0]
         print(json.dumps({"spanning": not jax.tree.leaves(split)[0].is_fully_addressable}))
         return
-    sizes, whole = [], distributed.whole
-    distributed.whole = lambda array: (sizes.append(array.size), whole(array))[1]
+    sizes, whole = [], distributed.fetch_global
+    distributed.fetch_global = lambda array: (sizes.append(array.size), whole(array))[1]
     weights.save(folder / f"host_{me}", policy, params, shard_bytes=SHARD_BYTES)
     (folder / "file").touch()
     error = ""

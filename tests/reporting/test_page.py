@@ -18,12 +18,12 @@ from benchmarks import browser
 from benchmarks.report import CONFIG, TASKS, Sizes, Writer, measured, write_run
 from spell_jax.reporting import page as report_page
 from spell_jax.reporting.episodes import choose, choose_episodes, outcome
-from spell_jax.reporting.page import Measured, group_by_seed, write_page
+from spell_jax.reporting.page import RunData, group_by_seed, write_page
 from spell_jax.reporting.panels import choose_panels
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.jsonl import write_records
 
-FORM = report_page._FORM.stat().st_size  # bytes of a page without any content
+TEMPLATE_BYTES = report_page._TEMPLATE.stat().st_size  # bytes of a page without any content
 HOSTILE = "</script><script>document.title='out'</script><!--\u2028\u2029<b id=in>&amp;\ud83d${`"
 
 
@@ -75,7 +75,7 @@ def test_every_step_has_its_share(tmp_path):
     assert len(many) >= 11 and max(many.values()) <= 2  # though a step has only three of them
     few = choose_episodes(workdir, 3)
     assert [e["step"] for e in few.chosen] == [1, 4, 7]
-    assert few.found == few.played == 210 and set(few.counted) == set(range(1, 8))
+    assert few.found == few.total == 210 and set(few.counted) == set(range(1, 8))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_what_follows_from_episodes(tmp_path):
     wrong = [{"scores": ["x"]}, {"documents": [1]}, {"answers": [1]}, {"votes": 1}, {"used": []}]
     write_records(path_of(workdir, 1), [{"of": 9} | lines[0], *lines[1:], "no object", *wrong])
     read = choose_episodes(workdir, 100)
-    assert read.found == 5 and read.played == 9 and read.points == {(0.25, 0.25): 4}
+    assert read.found == 5 and read.total == 9 and read.points == {(0.25, 0.25): 4}
     assert read.counted[1] == {
         "episodes/mixed/general_qa": 0.25,
         "episodes/mixed/financial_math": 0.75,
@@ -164,7 +164,7 @@ def test_tasks_of_other_games_have_no_share_and_nobody_no_reward(tmp_path):
     write_records(path_of(workdir, 1), [{"of": 2} | lines[0], lines[1]])
     assert [n for n in choose_episodes(workdir, 9).counted[1] if "mixed" in n] == []
     records = [{"step": 1, "rollout/solve_rate": 0.25}]
-    write_page([Measured(workdir, records, None)], epath.Path(tmp_path / "page.html"))
+    write_page([RunData(workdir, records, None)], epath.Path(tmp_path / "page.html"))
     overview = unpack(data_of(tmp_path / "page.html")[0])
     assert [group["mapping"] for group in overview["groups"]] == [None]
 
@@ -204,20 +204,20 @@ def test_a_full_page_leaves_episodes_out_evenly(tmp_path):
     path = epath.Path(tmp_path / "page.html")
     found = {}
     for room in (4_732, 16_632, 76_632, 966_632):
-        size = FORM + room
+        size = TEMPLATE_BYTES + room
         write_page([measured(workdir)], path, size)
         assert path.stat().length <= size
         overview, *_, index = map(unpack, data_of(tmp_path / "page.html"))
         assert overview["found"] == 100
         found[room] = len(index), sum(bool(entry["documents"]) for entry in index)
         if room == 76_632:
-            assert path.stat().length > FORM + 61_632
+            assert path.stat().length > TEMPLATE_BYTES + 61_632
             assert {e["step"] for e in index} == set(range(1, 11))
     assert found[966_632] == (100, 100)
     episodes, complete = found[76_632]
     assert 30 < episodes < 80 and episodes / 3 < complete < episodes
     with pytest.raises(ValueError, match="bytes of curves are too many"):
-        write_page([measured(workdir)], path, FORM)
+        write_page([measured(workdir)], path, TEMPLATE_BYTES)
 
 
 def test_without_documents_episodes_may_fill_the_page(tmp_path):
@@ -226,9 +226,9 @@ def test_without_documents_episodes_may_fill_the_page(tmp_path):
         episodes = [e | {"documents": None} for n, e in read_episodes(workdir) if n == step]
         write_records(path_of(workdir, step), episodes)
     path = epath.Path(tmp_path / "page.html")
-    write_page([measured(workdir)], path, FORM + 56_632)
+    write_page([measured(workdir)], path, TEMPLATE_BYTES + 56_632)
     # With half of the room it would be 29,000.
-    assert 39_632 < path.stat().length - FORM <= 56_632
+    assert 39_632 < path.stat().length - TEMPLATE_BYTES <= 56_632
 
 
 def test_seeds_are_bands_and_other_configs_curves(tmp_path):
@@ -258,7 +258,9 @@ def test_seeds_are_bands_and_other_configs_curves(tmp_path):
 
 def test_on_a_full_page_texts_that_are_there_cost_nothing_more(tmp_path):
     workdir = write_run(tmp_path / "run", 10, 10, sizes=Sizes(document=4000, clusters=20))
-    write_page([measured(workdir)], epath.Path(tmp_path / "page.html"), size=FORM + 226_800)
+    write_page(
+        [measured(workdir)], epath.Path(tmp_path / "page.html"), size=TEMPLATE_BYTES + 226_800
+    )
     *lines, index = map(unpack, data_of(tmp_path / "page.html"))
     clusters = {tuple(map(tuple, entry["documents"])) for entry in index} - {()}
     assert [] not in lines
@@ -569,7 +571,7 @@ def test_nothing_that_a_model_wrote_is_more_than_text(page, tmp_path):
     config = {HOSTILE: HOSTILE, "algorithm": {"mapping": HOSTILE}}
     (workdir / "config.json").write_text(json.dumps(config))
     table = {HOSTILE: {HOSTILE: {HOSTILE: [0.5, 0.1]}}}
-    run = Measured(workdir, lines_of_metrics, (table, table))
+    run = RunData(workdir, lines_of_metrics, (table, table))
     write_page([run], epath.Path(tmp_path / "page.html"))
     form = (tmp_path / "page.html").read_text()
     assert form.count("</script>") == 2 and "\u2028" not in form

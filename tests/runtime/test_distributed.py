@@ -302,7 +302,7 @@ def main() -> None:
         "asked": asked,
         "refused": _error_of_broadcast(),
         "blocks": [_error_of_block(False), _error_of_block(me == 1)],
-        "whole": distributed.whole(_split_rows()).tolist(),
+        "whole": distributed.fetch_global(_split_rows()).tolist(),
     }
     print(json.dumps(result))
 

@@ -27,15 +27,15 @@ def events(workdir) -> list[Event]:
 
 
 def test_tensorboard_reads_a_step_as_soon_as_it_is_written(tmp_path):
-    board = TensorBoard(tmp_path)
-    board.write(3, {"train/loss": 0.5, "rollout/solve_rate": 0.25})
+    logger = TensorBoard(tmp_path)
+    logger.write(3, {"train/loss": 0.5, "rollout/solve_rate": 0.25})
     version, start, step = events(tmp_path)
     assert version.file_version == "brain.Event:2"
     assert start.session_log.status == SessionLog.START and start.step == 0
     assert step.step == 3
     values = {value.tag: value.simple_value for value in step.summary.value}
     assert values == {"train/loss": 0.5, "rollout/solve_rate": 0.25}
-    board.close()
+    logger.close()
 
 
 def test_tensorboard_forgets_what_comes_behind_a_checkpoint(tmp_path):
@@ -79,8 +79,8 @@ def wandb(tmp_path, monkeypatch):
 
 def test_wandb_has_the_same_numbers_at_the_same_steps(wandb, tmp_path):
     workdir = epath.Path(tmp_path / "mine")
-    board = Wandb("reading", workdir, None, {"seed": 3})
-    writer = MetricsWriter(workdir, boards=[board])
+    logger = Wandb("reading", workdir, None, {"seed": 3})
+    writer = MetricsWriter(workdir, loggers=[logger])
     writer.write(1, {"a": 1.0, "b": float("nan")})
     writer.close()
     (_, options), *calls = wandb.calls
@@ -116,10 +116,10 @@ def test_a_run_that_goes_on_is_the_same_run_of_wandb(wandb, tmp_path):
 
 
 def test_no_wandb_is_no_end_of_a_run(wandb, tmp_path, caplog):
-    board = Wandb("reading", epath.Path(tmp_path))
+    logger = Wandb("reading", epath.Path(tmp_path))
     for step in (4, 5, 6):
-        board.write(step, {"a": 1.0})
-    board.close()
+        logger.write(step, {"a": 1.0})
+    logger.close()
     assert [call[1]["step"] for call in wandb.calls if call[0] == "log"] == [4]
     assert wandb.calls[-1][0] == "log"
     assert "wandb: no network; from step 5 on nothing is written there" in caplog.text

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from spell_jax.runtime.rendezvous import meet
+from spell_jax.runtime.rendezvous import wait_for_all
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def told(port: int, count: int, indices: Iterable[int], limit: float) -> dict[in
 
     def run(index: int) -> None:
         try:
-            meet(f"localhost:{port}", count, index, limit)
+            wait_for_all(f"localhost:{port}", count, index, limit)
             answers[index] = ""
         except TimeoutError as error:
             answers[index] = str(error)
@@ -81,7 +81,7 @@ def test_who_calls_again_counts_once_and_is_told(port: int) -> None:
 
 def test_a_port_that_is_taken_is_an_error() -> None:
     with socket.create_server(("", 0)) as server, pytest.raises(OSError, match="in use"):
-        meet(f"localhost:{server.getsockname()[1]}", 2, 0, 5)
+        wait_for_all(f"localhost:{server.getsockname()[1]}", 2, 0, 5)
 
 
 def _say(port: int, text: bytes) -> None:

@@ -9,11 +9,11 @@ import time
 import pytest
 
 from spell_jax.runtime import metrics as runtime_metrics
-from spell_jax.runtime import run_logger as recorders
+from spell_jax.runtime import run_logger as run_logger
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import Metrics, read_metrics
-from spell_jax.runtime.run_logger import Recorder
-from spell_jax.runtime.timers import Stopwatch
+from spell_jax.runtime.run_logger import RunLogger
+from spell_jax.runtime.timers import PhaseTimer
 
 
 def loss(value: float) -> Metrics:
@@ -29,15 +29,15 @@ def test_a_slow_disk_holds_no_step_up(tmp_path, monkeypatch):
         assert gate.wait(60)
         write_lines(path, lines)
 
-    with Recorder(tmp_path, 9, episodes=1000) as recorder:
+    with RunLogger(tmp_path, 9, episodes=1000) as logger:
         monkeypatch.setattr(runtime_metrics, "write_lines", slow)
         for step in (1, 2, 3):
-            recorder.write(step, loss(step), [{"question": f"q{step}"}])
-            lines = [json.loads(line) for line in recorder.tail()]
+            logger.write(step, loss(step), [{"question": f"q{step}"}])
+            lines = [json.loads(line) for line in logger.tail()]
             assert [line["step"] for line in lines] == list(range(1, step + 1))
         assert read_metrics(tmp_path) == [] and not list(read_episodes(tmp_path))
         threading.Timer(0.1, gate.set).start()
-        recorder.flush()
+        logger.flush()
         lines = read_metrics(tmp_path)
         assert [line["train/loss"] for line in lines] == [1, 2, 3]
         assert [step for step, _ in read_episodes(tmp_path)] == [1, 2, 3]
@@ -47,9 +47,9 @@ def test_a_slow_disk_holds_no_step_up(tmp_path, monkeypatch):
 
 def test_an_episode_is_taken_as_it_is_when_it_is_handed_in(tmp_path, monkeypatch):
     gate, episode = threading.Event(), {"question": "then"}
-    with Recorder(tmp_path, 9, episodes=1000) as recorder:
-        recorder._background.submit(gate.wait)
-        recorder.write(1, loss(1), (dict(episode) for _ in range(1)))
+    with RunLogger(tmp_path, 9, episodes=1000) as logger:
+        logger._background.submit(gate.wait)
+        logger.write(1, loss(1), (dict(episode) for _ in range(1)))
         episode["question"] = "now"
         gate.set()
     ((_, record),) = read_episodes(tmp_path)
@@ -60,26 +60,26 @@ def test_a_full_disk_is_told_to_who_writes_next(tmp_path, monkeypatch):
     def full(path, lines):
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left"), Recorder(tmp_path, 9) as recorder:
+    with pytest.raises(OSError, match="No space left"), RunLogger(tmp_path, 9) as logger:
         monkeypatch.setattr(runtime_metrics, "write_lines", full)
-        recorder.write(1, loss(1))
+        logger.write(1, loss(1))
         with pytest.raises(OSError, match="No space left"):
-            recorder.flush()
+            logger.flush()
         with pytest.raises(OSError, match="No space left"):
-            recorder.write(2, loss(2))
+            logger.write(2, loss(2))
         # The lines in a checkpoint have both steps.
-        assert [json.loads(line)["step"] for line in recorder.tail()] == [1, 2]
+        assert [json.loads(line)["step"] for line in logger.tail()] == [1, 2]
 
 
 def test_parts_of_a_step_add_up_to_its_wall_time(tmp_path):
-    watch, began = Stopwatch(), time.monotonic()
-    with Recorder(tmp_path, 9, watch=watch) as recorder:
+    timer, began = PhaseTimer(), time.monotonic()
+    with RunLogger(tmp_path, 9, timer=timer) as logger:
         for step in (1, 2):
             for phase in ("rollout", "update", "save"):
-                recorder.enter(phase, step - 1)
+                logger.enter(phase, step - 1)
                 time.sleep(0.02)
-            watch.spend({"responder": 0.01})
-            recorder.write(step, loss(step))
+            timer.reassign({"responder": 0.01})
+            logger.write(step, loss(step))
         gone = time.monotonic() - began
     lines = read_metrics(tmp_path)
     for line in lines:
@@ -91,19 +91,19 @@ def test_parts_of_a_step_add_up_to_its_wall_time(tmp_path):
 
 
 def test_a_line_says_what_the_process_takes(tmp_path):
-    with Recorder(tmp_path, 1) as recorder:
-        recorder.write(1, loss(1))
+    with RunLogger(tmp_path, 1) as logger:
+        logger.write(1, loss(1))
     (line,) = read_metrics(tmp_path)
     assert line["process/resident_mib"] > 10 and line["process/programs"] == 0
 
 
 def test_the_newest_numbers_are_shown_in_every_phase(tmp_path):
     shown = []
-    with Recorder(tmp_path, 9, done=2) as recorder:
-        recorder.progress.update = lambda *given: shown.append((given[0], given[1], dict(given[2])))
-        recorder.enter("rollout", 2)
-        recorder.enter("update", 2, {"solved": 0.5})
-        recorder.enter("save", 3)
+    with RunLogger(tmp_path, 9, done=2) as logger:
+        logger.progress.update = lambda *given: shown.append((given[0], given[1], dict(given[2])))
+        logger.enter("rollout", 2)
+        logger.enter("update", 2, {"solved": 0.5})
+        logger.enter("save", 3)
     assert shown == [
         (2, "rollout", {}),
         (2, "update", {"solved": 0.5}),
@@ -129,37 +129,37 @@ def made(monkeypatch) -> list[Double]:
     """The stand-ins for wandb's runs that were made."""
     doubles: list[Double] = []
     monkeypatch.setattr(
-        recorders, "Wandb", lambda *given: doubles.append(Double(*given)) or doubles[-1]
+        run_logger, "Wandb", lambda *given: doubles.append(Double(*given)) or doubles[-1]
     )
     return doubles
 
 
 def test_at_the_end_all_is_closed(tmp_path, made):
-    recorder = Recorder(tmp_path, 9, 3, wandb="reading", config={"seed": 1})
-    recorder._footprint.close()
-    recorder.progress, recorder._footprint = Double(), Double()  # type: ignore[assignment]
-    with recorder:
-        assert recorder.progress.closed == made[0].closed == 0
-    (board,) = made
-    assert board.given == ("reading", tmp_path, 3, {"seed": 1})
-    assert board.closed == recorder.progress.closed == recorder._footprint.closed == 1
+    logger = RunLogger(tmp_path, 9, 3, wandb="reading", config={"seed": 1})
+    logger._process_stats.close()
+    logger.progress, logger._process_stats = Double(), Double()  # type: ignore[assignment]
+    with logger:
+        assert logger.progress.closed == made[0].closed == 0
+    (logger,) = made
+    assert logger.given == ("reading", tmp_path, 3, {"seed": 1})
+    assert logger.closed == logger.progress.closed == logger._process_stats.closed == 1
 
 
 def test_a_run_that_fails_is_not_finished_there(tmp_path, made):
     """wandb then reports the failure itself; the progress line is closed all the same."""
-    recorder = Recorder(tmp_path, 9, wandb="reading")
-    recorder.progress = Double()  # type: ignore[assignment]
-    with pytest.raises(KeyError), recorder:
+    logger = RunLogger(tmp_path, 9, wandb="reading")
+    logger.progress = Double()  # type: ignore[assignment]
+    with pytest.raises(KeyError), logger:
         raise KeyError("a mistake")
-    assert made[0].closed == 0 and recorder.progress.closed == 1
+    assert made[0].closed == 0 and logger.progress.closed == 1
 
 
 def test_only_the_first_process_writes_and_episodes_are_asked_for(tmp_path, made, monkeypatch):
-    with Recorder(tmp_path / "first", 9) as recorder:
-        recorder.write(1, loss(1), [{"question": "q"}])
+    with RunLogger(tmp_path / "first", 9) as logger:
+        logger.write(1, loss(1), [{"question": "q"}])
     assert not (tmp_path / "first" / "episodes").exists() and not made
-    monkeypatch.setattr(recorders.jax, "process_index", lambda: 1)
-    with Recorder(tmp_path / "second", 9, episodes=True, wandb="reading") as recorder:
-        recorder.write(1, loss(1), [{"question": "q"}])
-        assert recorder.tail() == []
+    monkeypatch.setattr(run_logger.jax, "process_index", lambda: 1)
+    with RunLogger(tmp_path / "second", 9, episodes=True, wandb="reading") as logger:
+        logger.write(1, loss(1), [{"question": "q"}])
+        assert logger.tail() == []
     assert not (tmp_path / "second").exists() and not made

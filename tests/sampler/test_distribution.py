@@ -70,7 +70,7 @@ def _prompt(case: str) -> list[int]:
 def _sampled() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Tokens and logprobs of all answers of each case, both [50,000, 2]."""
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
-    asked = Sampler(POLICY, CONFIG, (), mesh).begin(tiny.weights(POLICY))
+    asked = Sampler(POLICY, CONFIG, (), mesh).start_session(tiny.weights(POLICY))
     cases = list(CASES) * REQUESTS
     keys = session.request_keys(jax.random.key(5), len(cases))
     for case, key in zip(cases, keys, strict=True):

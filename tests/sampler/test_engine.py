@@ -15,10 +15,10 @@ from spell_jax.learner import packing
 from spell_jax.learner.lm_head import score_tokens
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler import sampling as nucleus
-from spell_jax.sampler import session
+from spell_jax.sampler import programs, sampling
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
+from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Sample, SampleRequest
 from tests import tiny
 from tests.paths import REFERENCE_CASES
@@ -73,8 +73,8 @@ def _assert_same(found: list[list[Sample]], wanted: list[list[Sample]], atol: fl
 def _next(params, tokens, length, key, step, temperature: float) -> tuple[jax.Array, jax.Array]:
     logits = transformer.logits(tiny.POLICY, params, tokens[None])[0, length - 1]
     uniform = jax.random.uniform(jax.random.fold_in(key, step))
-    sampling = tiny.sampling(1, temperature, CONFIG.top_p)
-    token, logprob = nucleus.draw(logits[None], uniform[None], sampling)
+    filters = tiny.sampling(1, temperature, CONFIG.top_p)
+    token, logprob = sampling.sample(logits[None], uniform[None], filters)
     return token[0], logprob[0]
 
 
@@ -181,11 +181,11 @@ def test_any_order_of_requests_gives_the_same_to_the_bit() -> None:
 
     This holds within one compiled shape.
     """
-    keys = session.request_keys(KEY, len(PROMPTS))
+    keys = request_keys(KEY, len(PROMPTS))
     options = CONFIG.options(CONFIG.max_tokens)
     requests = [SampleRequest(p, GROUP, k, options) for p, k in zip(PROMPTS, keys, strict=True)]
     for seed in range(3):
-        rng, asked = np.random.default_rng(seed), _sampler().begin(tiny.weights())
+        rng, asked = np.random.default_rng(seed), _sampler().start_session(tiny.weights())
         order = rng.permutation(len(requests)).tolist()
         first, later = order[: seed + 2], order[seed + 2 :]
         tickets = {asked.submit(requests[i]): i for i in first}
@@ -248,7 +248,7 @@ def test_decoding_ends_with_the_last_answer() -> None:
     (stop,), *_ = _present(_sampler().sample(tiny.weights(), PROMPTS[:1], 1, KEY, max_tokens=1))
     sampler = Sampler(tiny.POLICY, CONFIG, stop.tokens.tolist(), _sampler().mesh)
     for group, prompts, steps in ((1, PROMPTS[:1], 1), (1, PROMPTS[1:2], 4)):
-        asked = sampler.begin(tiny.weights())
+        asked = sampler.start_session(tiny.weights())
         asked.sample(prompts, group, KEY, CONFIG.options(4))
         assert asked.counts.decode_steps == steps
 
@@ -266,7 +266,7 @@ def test_an_answer_ends_behind_its_first_stop_token(case, monkeypatch) -> None:
         tokens = io_callback(lambda: script[:, next(column)].astype(np.int32), shape)
         return tokens, jnp.zeros(tokens.shape)
 
-    monkeypatch.setattr(nucleus, "draw", scripted)
+    monkeypatch.setattr(programs, "sample", scripted)
     sizes = {
         "slots": rows,
         "samples_per_prompt_batch": 1,

@@ -63,7 +63,7 @@ def test_first_tokens_differ_by_rounding_and_no_more() -> None:
 
 def test_a_pool_of_eight_bits_takes_a_quarter_and_its_scales() -> None:
     def size(config: SamplerConfig) -> int:
-        state = jax.eval_shape(lambda: _sampler(config).make_empty(jnp.float32))
+        state = jax.eval_shape(lambda: _sampler(config).init_state(jnp.float32))
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.pages))
 
     head = tiny.POLICY.head_size
@@ -104,7 +104,7 @@ def test_weights_are_right_to_half_a_scale() -> None:
             assert np.all(np.abs(found * scale - kernel) <= 0.5001 * scale)
     sampler = _sampler(dataclasses.replace(WHOLE, weights_dtype="int8"))
     params = jax.device_put(params)
-    small = sampler.begin(params)._params
+    small = sampler.start_session(params)._params
     assert small["embedding"] is params["embedding"]
     bias = small["layers"]["attention"]["q_bias"]
     assert bias is params["layers"]["attention"]["q_bias"]

@@ -98,7 +98,7 @@ def _sampled(policy: PolicyConfig, size: str, temperature: float) -> list[TrainG
         decode_tokens=8,
     )
     prompts = _prompts(lengths)
-    asked = Sampler(policy, config, (), _mesh()).begin(tiny.weights(policy))
+    asked = Sampler(policy, config, (), _mesh()).start_session(tiny.weights(policy))
     answers = asked.sample(prompts, SIBLINGS, jax.random.key(1), config.options(ANSWER))
     assert asked.reused_tokens == (min(lengths) - 5) // block * block
     groups = []

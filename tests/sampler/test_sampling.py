@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spell_jax.sampler import sampling as nucleus
+from spell_jax.sampler.sampling import Sampling, sample, threshold
 from tests import tiny
 
 DRAWS = 50_000
@@ -23,7 +23,7 @@ def _by_sorting(probabilities: np.ndarray, top_p: float) -> np.ndarray:
 def _kept(probabilities: np.ndarray, **filters: float) -> np.ndarray:
     """Mask of the probabilities [N, V] that are kept."""
     below = _below(probabilities)
-    least = jax.jit(nucleus.threshold)(below, tiny.sampling(len(below), **filters))
+    least = jax.jit(threshold)(below, tiny.sampling(len(below), **filters))
     return np.asarray(below >= least[:, None])
 
 
@@ -77,14 +77,14 @@ def test_filters_are_applied_one_after_the_other() -> None:
 @pytest.mark.slow
 def test_rows_have_filters_of_their_own() -> None:
     probabilities = np.repeat(_rows(1, 6), 4, axis=0)
-    different = nucleus.Sampling(
+    different = Sampling(
         np.ones(4, np.float32),
         np.array([0, 2, 0, 0], np.int32),
         np.array([1, 1, 0.5, 1], np.float32),
         np.array([0, 0, 0, 0.3], np.float32),
     )
     below = _below(probabilities)
-    found = np.asarray(below >= nucleus.threshold(below, different)[:, None])
+    found = np.asarray(below >= threshold(below, different)[:, None])
     each = [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}]
     for row, filters in enumerate(each):
         np.testing.assert_array_equal(found[row], _kept(probabilities[:1], **filters)[0])
@@ -114,7 +114,7 @@ def test_frequencies_are_the_exact_distribution(temperature: float, top_p: float
     uniform = jax.random.uniform(jax.random.key(1), (DRAWS,))
     rows = jnp.broadcast_to(logits, (DRAWS, 12))
     sampling = tiny.sampling(DRAWS, temperature, top_p)
-    tokens, _ = jax.jit(nucleus.draw)(rows, uniform, sampling)
+    tokens, _ = jax.jit(sample)(rows, uniform, sampling)
     counts = np.bincount(tokens, minlength=12)
     possible = exact > 0
     assert counts[~possible].sum() == 0
@@ -130,7 +130,7 @@ def test_frequencies_are_the_exact_distribution(temperature: float, top_p: float
 def test_uniforms_walk_through_the_tokens_in_order() -> None:
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
     uniform = jnp.array([0.0, 0.49, 0.51, 0.74, 0.76, 0.874, 0.876, 0.99999994])
-    tokens, _ = nucleus.draw(jnp.broadcast_to(logits, (8, 4)), uniform, tiny.sampling(8))
+    tokens, _ = sample(jnp.broadcast_to(logits, (8, 4)), uniform, tiny.sampling(8))
     np.testing.assert_array_equal(tokens, [0, 0, 1, 1, 2, 2, 3, 3])
 
 
@@ -143,12 +143,12 @@ def test_no_token_outside_the_nucleus_whatever_the_rounding() -> None:
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=4096) * 3, jnp.float32)
     below = (logits - jnp.max(logits))[None]
-    kept = np.asarray(below >= nucleus.threshold(below, tiny.sampling(1, top_p=0.9))[:, None])[0]
+    kept = np.asarray(below >= threshold(below, tiny.sampling(1, top_p=0.9))[:, None])[0]
     sums = np.cumsum(np.where(kept, np.exp(below[0]), 0))
     uniform = np.concatenate([np.nextafter(sums, 0), sums, np.nextafter(sums, 1)]) / sums[-1]
     uniform = jnp.clip(uniform.astype(np.float32), 0, 1 - 2**-24)
     rows = jnp.broadcast_to(logits, (len(uniform), 4096))
-    tokens, _ = jax.jit(nucleus.draw)(rows, uniform, tiny.sampling(len(rows), top_p=0.9))
+    tokens, _ = jax.jit(sample)(rows, uniform, tiny.sampling(len(rows), top_p=0.9))
     assert kept[np.asarray(tokens)].all()
     assert len(set(np.asarray(tokens).tolist())) > 0.9 * kept.sum()
 
@@ -158,7 +158,7 @@ def test_no_token_outside_the_nucleus_whatever_the_rounding() -> None:
 def test_logprobs_are_of_the_full_vocabulary(temperature: float) -> None:
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(40, 30)) * 2, jnp.float32)
     uniform = jax.random.uniform(jax.random.key(0), (40,))
-    tokens, logprobs = nucleus.draw(logits, uniform, tiny.sampling(40, temperature, 0.5))
+    tokens, logprobs = sample(logits, uniform, tiny.sampling(40, temperature, 0.5))
     every = jax.nn.log_softmax(logits / (temperature or 1.0))
     wanted = np.take_along_axis(np.asarray(every), np.asarray(tokens)[:, None], 1)[:, 0]
     np.testing.assert_allclose(logprobs, wanted, atol=1e-6)
@@ -170,5 +170,5 @@ def test_logprobs_are_of_the_full_vocabulary(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_logits_that_are_no_numbers_give_no_logprob(temperature: float) -> None:
     sampling = tiny.sampling(1, temperature, 0.9)
-    tokens, logprobs = nucleus.draw(jnp.full((1, 5), jnp.nan), jnp.array([0.3]), sampling)
+    tokens, logprobs = sample(jnp.full((1, 5), jnp.nan), jnp.array([0.3]), sampling)
     assert 0 <= int(tokens[0]) < 5 and np.isnan(logprobs[0])

@@ -45,12 +45,12 @@ def _fill(scheduler: Scheduler) -> list[list[list[tuple[int, int]]]]:
     plans = []
     while (plan := scheduler.plan_prefill()) is not None:
         plans.append([[(prefilled.ticket, number) for prefilled, number in one] for one in plan])
-        scheduler.seat()
-    scheduler.seat()
+        scheduler.fill_slots()
+    scheduler.fill_slots()
     return plans
 
 
-def _seated(lane: Lane) -> list[tuple[int, int] | None]:
+def _slots_of(lane: Lane) -> list[tuple[int, int] | None]:
     """Ticket and sequence number in each slot."""
     return [sequence and (sequence.prefilled.ticket, sequence.number) for sequence in lane.slots]
 
@@ -159,7 +159,7 @@ def test_shared_pages_that_nobody_uses_count_as_taken() -> None:
     scheduler.submit(1, _request(_other(1), max_tokens=12))
     scheduler.submit(2, _request(13, max_tokens=12))
     assert _fill(scheduler) == [[[(1, 0)]]]
-    assert scheduler.waiting(0), "1 + 4 pages of prompts, and 3 of an answer, are more than 7"
+    assert scheduler.has_queued(0), "1 + 4 pages of prompts, and 3 of an answer, are more than 7"
     _finish(shard, 1)
     assert _fill(scheduler) == [[[(2, 3)]]]
 
@@ -220,13 +220,13 @@ def test_nothing_is_planned_while_no_slot_is_free() -> None:
     scheduler = _scheduler(_request(4, 2), _request(_other(1), 2), slots=2, tasks=1)
     assert _fill(scheduler) == [[[(0, 0)]]]
     assert scheduler.plan_prefill() is None
-    assert scheduler.waiting(1) and not scheduler.waiting(0)
+    assert scheduler.has_queued(1) and not scheduler.has_queued(0)
     _finish(scheduler.shards[0], 0, 1)
     assert _fill(scheduler) == [[[(1, 0)]]]
-    assert scheduler.waiting(1), "its second sequence"
+    assert scheduler.has_queued(1), "its second sequence"
     _finish(scheduler.shards[0], 0, 0)
     _fill(scheduler)
-    assert not scheduler.waiting(1)
+    assert not scheduler.has_queued(1)
 
 
 def test_a_request_goes_to_the_shard_with_its_pages_or_with_less_to_do() -> None:
@@ -262,18 +262,18 @@ def test_pages_are_read_behind_those_before_them_whoever_asked_for_those() -> No
     scheduler = _scheduler(_request(12), _request([*range(11), 50]), tasks=2)
     plan = scheduler.plan_prefill()
     assert plan is not None and [number for _, number in plan[0]] == [0, 1]
-    scheduler.seat()
-    assert not any(_seated(scheduler.shards[0].lanes[0])), "no prompt is read to its end"
+    scheduler.fill_slots()
+    assert not any(_slots_of(scheduler.shards[0].lanes[0])), "no prompt is read to its end"
     scheduler.submit(2, _request([*range(8), 60]))
     assert _fill(scheduler) == [[[(0, 2), (1, 2)]], [[(2, 2)]]]
-    assert _seated(scheduler.shards[0].lanes[0])[:3] == [(0, 0), (1, 0), (2, 0)]
+    assert _slots_of(scheduler.shards[0].lanes[0])[:3] == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_nobody_is_seated_before_the_prompt_is_read() -> None:
     scheduler = _scheduler(_request(12, 2), _request(_other(1), 2), tasks=1)
     (shard,), seats = scheduler.shards, []
     while scheduler.plan_prefill() is not None:
-        scheduler.seat()
+        scheduler.fill_slots()
         seats.append(len(shard.lanes[1].slots) - shard.lanes[1].free)
     assert seats == [0, 0, 2, 4]
 
@@ -286,7 +286,7 @@ def test_what_no_free_slot_waits_for_is_read_only_in_rows_that_would_be_empty() 
     assert _fill(scheduler) == []
     _finish(scheduler.shards[0], 0)
     assert _fill(scheduler) == [[[(2, 2)]]]
-    assert _seated(scheduler.shards[0].lanes[0]) == [(2, 0), (1, 0)]
+    assert _slots_of(scheduler.shards[0].lanes[0]) == [(2, 0), (1, 0)]
 
 
 def test_a_lane_whose_slots_are_taken_does_not_keep_the_other_from_reading() -> None:
@@ -295,7 +295,7 @@ def test_a_lane_whose_slots_are_taken_does_not_keep_the_other_from_reading() -> 
     assert _fill(scheduler) == [[[(0, 0)]]]
     scheduler = _scheduler(one, several, _request(_other(2)), slots=1, tasks=1)
     assert _fill(scheduler) == [[[(0, 0)]], [[(1, 0)]]]
-    assert [_seated(lane) for lane in scheduler.shards[0].lanes] == [[(0, 0)], [(1, 0)]]
+    assert [_slots_of(lane) for lane in scheduler.shards[0].lanes] == [[(0, 0)], [(1, 0)]]
 
 
 # ----------------------------------------------------------------------------------------- Seating
@@ -305,11 +305,11 @@ def test_siblings_are_seated_in_the_order_of_admission() -> None:
     scheduler = _scheduler(_request(4, 3), _request(_other(1), 2), _request(_other(2), 3))
     lane = scheduler.shards[0].lanes[1]
     _fill(scheduler)
-    assert _seated(lane) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]
+    assert _slots_of(lane) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]
     _finish(scheduler.shards[0], 1, 0)
     _fill(scheduler)
-    assert _seated(lane) == [(0, 0), (0, 1), (0, 2), (2, 1), (1, 1), (2, 0)]
-    assert [(sequence.slot, sequence.number) for sequence in lane.waiting] == [(-1, 2)]
+    assert _slots_of(lane) == [(0, 0), (0, 1), (0, 2), (2, 1), (1, 1), (2, 0)]
+    assert [(sequence.slot, sequence.number) for sequence in lane.queued] == [(-1, 2)]
     for slot, sequence in enumerate(lane.slots):
         assert sequence is not None and sequence.slot == slot
 
@@ -326,7 +326,7 @@ def test_rows_are_of_one_prompt_and_no_more_than_the_lane_has() -> None:
 
     _fill(scheduler)
     assert rows() == [(0, [0, 1, 2]), (0, [3])]
-    assert _seated(lane)[4:] == [None, None], "free slots, but no row for the next prompt"
+    assert _slots_of(lane)[4:] == [None, None], "free slots, but no row for the next prompt"
     _finish(shard, 0, 1)
     _fill(scheduler)
     assert rows() == [(0, [0, 2, 3]), (1, [1, 4])]
@@ -348,17 +348,17 @@ def test_a_straggler_does_not_keep_its_siblings_slots() -> None:
     assert [_finish(shard, 0, number) for number in (0, 2)] == [False, False]
     assert lane.free == 2
     _fill(scheduler)
-    assert _seated(lane) == [(2, 0), (0, 1), (2, 1), (1, 0), (1, 1), (1, 2)]
+    assert _slots_of(lane) == [(2, 0), (0, 1), (2, 1), (1, 0), (1, 1), (1, 2)]
     assert _finish(shard, 0, 1)
     _fill(scheduler)
-    assert _seated(lane)[1] == (2, 2)
+    assert _slots_of(lane)[1] == (2, 2)
 
 
 def test_prompt_pages_are_released_with_the_last_sibling() -> None:
     scheduler = _scheduler(_request(12, 3))
     (shard,) = scheduler.shards
     _fill(scheduler)
-    shard.grow(shard.lanes[1], 4)
+    shard.allocate_pages(shard.lanes[1], 4)
     for number, available in ((1, 15), (2, 16)):
         assert not _finish(shard, 0, number)
         assert shard.pool.available == available
@@ -377,9 +377,9 @@ def test_pages_come_for_the_next_tokens_and_end_with_the_answer() -> None:
     sequence = _sibling(shard, 0)
     for count, pages, limit in ((0, 1, 4), (1, 1, 4), (2, 2, 8), (6, 3, 10), (9, 3, 10)):
         sequence.count = count
-        assert shard.grow(shard.lanes[0], 3) == {sequence: limit}
+        assert shard.allocate_pages(shard.lanes[0], 3) == {sequence: limit}
         assert len(sequence.pages) == pages
-    assert shard.grow(shard.lanes[1], 3) == {}
+    assert shard.allocate_pages(shard.lanes[1], 3) == {}
 
 
 def test_the_first_admitted_goes_on_and_others_wait_when_pages_run_out() -> None:
@@ -392,17 +392,17 @@ def test_the_first_admitted_goes_on_and_others_wait_when_pages_run_out() -> None
     first, second, third = sequences = [_sibling(shard, ticket) for ticket in range(3)]
     wanted = [(4, 4, 0), (8, 4, 0), (12, 4, 0), (16, 4, 0), (16, 4, 0)]
     for limits in wanted:
-        assert tuple(shard.grow(lane, 4).values()) == limits
+        assert tuple(shard.allocate_pages(lane, 4).values()) == limits
         for sequence, limit in zip(sequences, limits, strict=True):
             sequence.count = limit
     assert shard.pool.available == 0
     _finish(shard, 0)
     for limits in ((8, 4), (12, 8), (16, 8), (16, 8)):  # the first prompt is a page longer
-        assert tuple(shard.grow(lane, 4).values()) == limits
+        assert tuple(shard.allocate_pages(lane, 4).values()) == limits
         second.count, third.count = limits
     assert len(first.pages) == len(second.pages) == 4
     _finish(shard, 1)
-    assert shard.grow(lane, 4) == {third: 12}
+    assert shard.allocate_pages(lane, 4) == {third: 12}
 
 
 def test_whoever_waits_in_another_lane_keeps_the_first_ones_pages_free() -> None:
@@ -412,8 +412,8 @@ def test_whoever_waits_in_another_lane_keeps_the_first_ones_pages_free() -> None
     _fill(scheduler)
     single, several = shard.lanes
     for _ in range(2):
-        assert [*shard.grow(single, 8).values()] == [4, 0]
-    assert [*shard.grow(several, 16).values()] == [16, 0]
+        assert [*shard.allocate_pages(single, 8).values()] == [4, 0]
+    assert [*shard.allocate_pages(several, 16).values()] == [16, 0]
 
 
 def test_seats_that_are_refilled_do_not_pass_those_admitted_before() -> None:
@@ -425,8 +425,8 @@ def test_seats_that_are_refilled_do_not_pass_those_admitted_before() -> None:
     _fill(scheduler)
     _finish(shard, 0)
     _fill(scheduler)
-    assert _seated(lane) == [(3, 0), (1, 0), (2, 0)]
-    limits = shard.grow(lane, 8)
+    assert _slots_of(lane) == [(3, 0), (1, 0), (2, 0)]
+    limits = shard.allocate_pages(lane, 8)
     assert {s.prefilled.ticket: limit for s, limit in limits.items()} == {1: 8, 2: 8, 3: 0}
 
 
@@ -467,9 +467,9 @@ class _Decoder:
             for number, tasks in enumerate(plan):
                 self._read(number, tasks)
             pages += sum(map(len, plan))
-            self.scheduler.seat()
+            self.scheduler.fill_slots()
             self._check()
-        self.scheduler.seat()
+        self.scheduler.fill_slots()
         self._check()
         return pages
 
@@ -491,7 +491,7 @@ class _Decoder:
         limits = []
         for lane in range(len(self.scheduler.shape.lanes)):
             for number, shard in enumerate(self.scheduler.shards):
-                found = shard.grow(shard.lanes[lane], self.steps)
+                found = shard.allocate_pages(shard.lanes[lane], self.steps)
                 assert set(found) == set(filter(None, shard.lanes[lane].slots))
                 limits.append((number, lane, found))
         self._check()
@@ -499,9 +499,9 @@ class _Decoder:
             for first in list(shard.unfinished)[:1]:
                 (limit,) = (found[first] for *_, found in limits if first in found)
                 assert limit >= min(first.count + self.steps, first.max_tokens)
-        return sum(self._draw(*one) for one in limits)
+        return sum(self._sample(*one) for one in limits)
 
-    def _draw(self, number: int, lane: int, limits: dict[DecodeSequence, int]) -> int:
+    def _sample(self, number: int, lane: int, limits: dict[DecodeSequence, int]) -> int:
         shard, sampled = self.scheduler.shards[number], 0
         for sequence, limit in limits.items():
             self.history.append((number, sequence.prefilled.ticket, sequence.number, limit))
@@ -575,7 +575,7 @@ def _simulate(shape: Shape, shards: int, seed: int, steps: int, count: int = 40)
         assert shard.pool.available == shape.pages
         assert not shard._needs and not shard.unfinished and not shard.tasks
         assert sorted(shard._indices) == list(range(shape.prompts))
-        assert not any(any(lane.slots) or lane.waiting or lane._seated for lane in shard.lanes)
+        assert not any(any(lane.slots) or lane.queued or lane._slot_counts for lane in shard.lanes)
     assert not scheduler.unfinished and scheduler.plan_prefill() is None
     return decoder
 

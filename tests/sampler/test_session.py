@@ -75,7 +75,7 @@ def _answer(asked: session.Session, requests: list[SampleRequest]) -> list[list[
 
 
 def _alone(request: SampleRequest, config: SamplerConfig = CONFIG) -> list[Sample]:
-    return _answer(_sampler(config).begin(tiny.weights()), [request])[0]
+    return _answer(_sampler(config).start_session(tiny.weights()), [request])[0]
 
 
 def _assert_identical(found: list[Sample], wanted: list[Sample]) -> None:
@@ -88,7 +88,7 @@ def _assert_identical(found: list[Sample], wanted: list[Sample]) -> None:
 @pytest.mark.slow
 def test_requests_with_different_options_answer_as_they_would_alone() -> None:
     requests = _requests()
-    found = _answer(_sampler().begin(tiny.weights()), requests)
+    found = _answer(_sampler().start_session(tiny.weights()), requests)
     for request, samples in zip(requests, found, strict=True):
         _assert_identical(samples, _alone(request))
         assert {len(s.tokens) for s in samples} == {request.options.max_tokens}
@@ -97,7 +97,7 @@ def test_requests_with_different_options_answer_as_they_would_alone() -> None:
 @pytest.mark.slow
 def test_each_request_is_drawn_by_its_own_options() -> None:
     """Compare rank and probability share of all sampled tokens with each request's options."""
-    found = _answer(_sampler().begin(tiny.weights()), _requests((8, 8, 8, 8)))
+    found = _answer(_sampler().start_session(tiny.weights()), _requests((8, 8, 8, 8)))
     ranks, shares = [], []
     for prompt, options, samples in zip(PROMPTS, OPTIONS, found, strict=True):
         rows = np.zeros((len(samples), 48), np.int32)
@@ -115,7 +115,7 @@ def test_each_request_is_drawn_by_its_own_options() -> None:
 
 def test_shared_beginnings_are_read_once_and_change_nothing() -> None:
     """Equal to the bit: a page's content does not depend on its maker."""
-    requests, asked = _requests(), _sampler().begin(tiny.weights())
+    requests, asked = _requests(), _sampler().start_session(tiny.weights())
     found = _answer(asked, requests)
     assert asked.reused_tokens == 3 * 20  # five whole pages, by all requests but the first
     again = _answer(asked, requests)  # also by prompts that are idle by now
@@ -128,7 +128,7 @@ def test_shared_beginnings_are_read_once_and_change_nothing() -> None:
 @pytest.mark.slow
 def test_a_pool_with_room_for_one_answer_gives_the_same() -> None:
     small = dataclasses.replace(CONFIG, kv_cache_tokens=CONFIG.longest)
-    requests, asked = _requests(), _sampler(small).begin(tiny.weights())
+    requests, asked = _requests(), _sampler(small).start_session(tiny.weights())
     for request, samples in zip(requests, _answer(asked, requests), strict=True):
         for a, b in zip(samples, _alone(request), strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
@@ -141,7 +141,7 @@ def test_a_straggler_does_not_hold_its_neighbors_slots() -> None:
     keys = session.request_keys(KEY, 12)
     requests = [SampleRequest([5, 6, n], 1, keys[n], options[n]) for n in range(12)]
     config = dataclasses.replace(CONFIG, slots=2)
-    asked = _sampler(config).begin(tiny.weights())
+    asked = _sampler(config).start_session(tiny.weights())
     _answer(asked, requests)
     # Two slots: one samples 12 tokens, the other 22 in its turn, and then some are free.
     assert asked.counts.tokens == 12 + 22 and asked.counts.decode_steps <= 26
@@ -149,7 +149,7 @@ def test_a_straggler_does_not_hold_its_neighbors_slots() -> None:
 
 
 def test_empty_cells_and_slots_are_counted_apart() -> None:
-    asked = _sampler().begin(tiny.weights())
+    asked = _sampler().start_session(tiny.weights())
     _answer(asked, [_requests((3, 1, 3, 3))[2]])  # three siblings in a row of four cells
     counts = asked.counts
     assert counts.decode_steps == 9 and counts.tokens == 27 and counts.starved_slot_steps == 0
@@ -193,14 +193,14 @@ def test_the_first_of_several_stop_strings_counts() -> None:
 
 
 def test_what_cannot_be_answered_is_an_error_at_once() -> None:
-    asked = _sampler().begin(tiny.weights())
+    asked = _sampler().start_session(tiny.weights())
     key = session.request_keys(KEY, 1)[0]
     with pytest.raises(ValueError, match="a prompt of 33 tokens is over the cap of 32"):
         asked.submit(SampleRequest([5] * 33, 1, key, OPTIONS[0]))
     with pytest.raises(ValueError, match="max_tokens = 13 is over the cap of 12"):
         asked.submit(SampleRequest([5], 1, key, Options(max_tokens=13)))
     mesh = _sampler().mesh
-    blind = Sampler(tiny.POLICY, CONFIG, (), mesh).begin(tiny.weights())
+    blind = Sampler(tiny.POLICY, CONFIG, (), mesh).start_session(tiny.weights())
     with pytest.raises(ValueError, match="stop strings need a sampler with a tokenizer"):
         blind.submit(SampleRequest([5], 1, key, Options(max_tokens=3, stop_strings=("a",))))
     assert asked.submit(SampleRequest([5], 1, key, OPTIONS[0])) == 0  # nothing of it was kept
@@ -221,10 +221,10 @@ def test_refused_prompts_are_logged_with_lengths_and_cap(caplog) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": -1.0}, r"temperature = -1\.0: must be 0 or more"),
-        ({"temperature": float("nan")}, r"temperature = nan: must be 0 or more"),
+        ({"temperature": -1.0}, r"temperature = -1\.0: must be at least 0"),
+        ({"temperature": float("nan")}, r"temperature = nan: must be at least 0"),
         ({"top_p": 0.0}, r"top_p = 0\.0: must be in \(0, 1\]"),
-        ({"top_k": -1}, r"top_k = -1: must be 0 \(all\) or more"),
+        ({"top_k": -1}, r"top_k = -1: must be at least 0"),
         ({"min_p": 1.1}, r"min_p = 1\.1: must be in \[0, 1\]"),
         ({"max_tokens": 0}, r"max_tokens = 0: must be at least 1"),
         ({"stop_strings": ("",)}, "none may be empty"),
@@ -250,7 +250,7 @@ def seconds(monkeypatch) -> list[float]:
 
 
 def test_what_is_waited_for_is_shared_out_among_speakers(seconds):
-    asked = _sampler().begin(tiny.weights())
+    asked = _sampler().start_session(tiny.weights())
     agents = ("questioner", "responder", "responder", "verifier")
     requests = [
         dataclasses.replace(request, agent=agent)
@@ -260,24 +260,26 @@ def test_what_is_waited_for_is_shared_out_among_speakers(seconds):
     counts = asked.counts
     assert counts.prefilled_tokens == counts.prompt_tokens - asked.reused_tokens > 0
     assert asked.reused_tokens > 0
-    assert counts.waited.keys() == set(agents)
-    assert sum(counts.waited.values()) == pytest.approx(seconds[0])
+    assert counts.device_wait_seconds.keys() == set(agents)
+    assert sum(counts.device_wait_seconds.values()) == pytest.approx(seconds[0])
     assert seconds[0] == counts.decode_calls
     # A single agent has all of it.
-    alone = _sampler().begin(tiny.weights())
+    alone = _sampler().start_session(tiny.weights())
     _answer(alone, [requests[3]])
-    assert alone.counts.waited == {"verifier": pytest.approx(alone.counts.decode_calls)}
+    assert alone.counts.device_wait_seconds == {
+        "verifier": pytest.approx(alone.counts.decode_calls)
+    }
     assert alone.counts.prefilled_tokens == len(requests[3].prompt)
     assert len(answers[3]) == 6
 
 
 def test_a_call_is_shared_by_what_was_drawn_and_read(seconds):
     """The first call reads both prompts and samples four tokens for each, the second is b's."""
-    asked = _sampler().begin(tiny.weights())
+    asked = _sampler().start_session(tiny.weights())
     key = np.zeros(2, np.uint32)
     for prompt, tokens, agent in (([5] * 10, 4, "a"), ([6] * 30, 8, "b")):
         options = Options(temperature=0.0, max_tokens=tokens)
         asked.submit(SampleRequest(prompt, 1, key, options, agent))
     list(asked.results())
     assert seconds == [2.0]
-    assert asked.counts.waited == pytest.approx({"a": 14 / 48, "b": 34 / 48 + 1})
+    assert asked.counts.device_wait_seconds == pytest.approx({"a": 14 / 48, "b": 34 / 48 + 1})

@@ -45,8 +45,8 @@ def _guess_one(text: list[int], match: int, tokens: int) -> list[int]:
     for end in range(len(text) - 1, match - 1, -1):
         if len(wanted) == match and text[end - match : end] == wanted:
             following = text[end : end + tokens]
-            return following + [speculative.NOTHING] * (tokens - len(following))
-    return [speculative.NOTHING] * tokens
+            return following + [speculative.NO_TOKEN] * (tokens - len(following))
+    return [speculative.NO_TOKEN] * tokens
 
 
 @pytest.mark.parametrize("match", [1, 2, 3])
@@ -57,8 +57,8 @@ def test_the_last_place_where_it_stood_before(match: int, tokens: int) -> None:
     count = rng.integers(1, 21, size=60).astype(np.int32)
     prompts = np.full((2, 4), 9, np.int32)  # nothing can be found
     row, length = np.arange(60) % 2, np.full(60, 4)
-    guess = jax.jit(functools.partial(speculative.guess, match=match, tokens=tokens))
-    found = guess(prompts, row, length, own, count)
+    propose = jax.jit(functools.partial(speculative.propose, match=match, tokens=tokens))
+    found = propose(prompts, row, length, own, count)
     for i in range(60):
         assert found[i].tolist() == _guess_one(own[i, : count[i]].tolist(), match, tokens)
 
@@ -69,8 +69,8 @@ def test_guesses_come_from_the_slots_own_prompt() -> None:
     row, length = np.array([1, 0, 0, 1]), np.array([6, 4, 1, 6])
     own = np.array([[5, 6, 9], [5, 6, 9], [5, 6, 9], [3, 4, 9]], np.int32)
     count = np.array([2, 2, 2, 2])
-    found = speculative.guess(prompts, row, length, own, count, 2, 3)
-    nothing = speculative.NOTHING
+    found = speculative.propose(prompts, row, length, own, count, 2, 3)
+    nothing = speculative.NO_TOKEN
     assert found.tolist() == [
         [1, 2, 3],
         [7, 8, 5],  # beyond the end of the prompt: the slot's own tokens follow
@@ -86,7 +86,7 @@ def test_guesses_come_from_the_slots_own_prompt() -> None:
 def _answers(config: SamplerConfig, stops=(), mesh=()) -> tuple[list[list[Sample]], Counts]:
     devices = None if mesh else jax.devices()[:1]
     placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices)
-    session = Sampler(tiny.POLICY, config, stops, placed).begin(tiny.weights())
+    session = Sampler(tiny.POLICY, config, stops, placed).start_session(tiny.weights())
     keys = request_keys(KEY, 2 * len(PROMPTS))
     for i, key in enumerate(keys):
         group, how = (3, 1)[i % 2], config.options(40 - i)
@@ -112,12 +112,12 @@ def test_answers_equal_plain_decoding(tokens: int, match: int, temperature: floa
     speculation = dataclasses.replace(plain, speculative_tokens=tokens, speculative_ngram=match)
     (found, counts), (wanted, plain_counts) = _answers(speculation), _answers(plain)
     _assert_same(found, wanted)
-    assert counts.tokens == plain_counts.tokens == plain_counts.busy
-    assert counts.busy < 0.9 * counts.tokens  # some proposals were right
+    assert counts.tokens == plain_counts.tokens == plain_counts.busy_slot_steps
+    assert counts.busy_slot_steps < 0.9 * counts.tokens  # some proposals were right
 
 
 @pytest.mark.slow
-def test_stop_tokens_end_an_answer_inside_a_guess() -> None:
+def test_stop_tokens_end_an_answer_inside_a_propose() -> None:
     stops = tuple(range(0, 64, 7))
     speculation = dataclasses.replace(PLAIN, speculative_tokens=4, speculative_ngram=1)
     (found, _), (wanted, _) = _answers(speculation, stops), _answers(PLAIN, stops)

@@ -87,7 +87,7 @@ def test_greedy_answers_equal_transformers(family: str, page_size: int, model) -
         decode_tokens=7,
     )
     sampler = Sampler(config, sizes, (), meshes.make_mesh({"fsdp": 1}, jax.devices()[:1]))
-    asked = sampler.begin(params)
+    asked = sampler.start_session(params)
     keys = session.request_keys(jax.random.key(0), len(PROMPTS))
     for prompt, answer, key in zip(PROMPTS, wanted, keys, strict=True):
         options = Options(temperature=0.0, max_tokens=len(answer))

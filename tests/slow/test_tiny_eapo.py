@@ -15,7 +15,7 @@ from etils import epath
 from configs import tiny_eapo
 from spell_jax.policy import weights
 from spell_jax.reporting.episodes import choose_episodes
-from spell_jax.reporting.page import Measured, write_page
+from spell_jax.reporting.page import RunData, write_page
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.jsonl import write_records
@@ -119,4 +119,4 @@ def test_the_report_shows_questions_and_evaluation(whole):
     for when in ("before", "after"):
         names = tables[when]["structured answers"]["all"]
         assert {"accuracy", "well_formed", "evidence_recall"} <= set(names)
-    write_page([Measured(whole, lines_of(whole), None)], whole / "report.html")
+    write_page([RunData(whole, lines_of(whole), None)], whole / "report.html")

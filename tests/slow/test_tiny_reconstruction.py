@@ -14,7 +14,7 @@ from configs import tiny_reconstruction, tiny_reconstruction_warm_start
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.reporting.episodes import choose_episodes
-from spell_jax.reporting.page import PAGE, Measured, write_page
+from spell_jax.reporting.page import PAGE, RunData, write_page
 from spell_jax.reporting.run_report import PLOTS_FOLDER
 from spell_jax.reporting.tables import EVALUATION_FILE, read_evaluation
 from spell_jax.runtime.episodes import read_episodes
@@ -99,7 +99,7 @@ def test_it_is_evaluated_before_and_after(workdir):
 
 
 def test_the_report_shows_it(workdir):
-    measured = Measured(workdir, read_metrics(workdir), read_evaluation(workdir))
+    measured = RunData(workdir, read_metrics(workdir), read_evaluation(workdir))
     overview = write_page([measured], workdir / PAGE)
     assert (workdir / PAGE).stat().length > 0
     assert "sparse reward of a guess" in json.dumps(overview)

@@ -20,7 +20,7 @@ from spell_jax.data.clusters import Cluster
 from spell_jax.data.tiny_stories import make_stories
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.reporting.episodes import choose_episodes
-from spell_jax.reporting.page import Measured, write_page
+from spell_jax.reporting.page import RunData, write_page
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
 from spell_jax.selfplay import puzzles
@@ -299,7 +299,7 @@ def test_the_report_shows_puzzles(tmp_path):
     assert {e["outcome"] for e in chosen.chosen} >= {"mixed", "solved", "no_puzzle"}
     assert {e["task"] for e in chosen.chosen} == {"reconstruction"}
     folder = epath.Path(tmp_path)
-    write_page([Measured(folder, read_metrics(folder), None)], folder / "page.html")
+    write_page([RunData(folder, read_metrics(folder), None)], folder / "page.html")
     assert "order of 2 paragraphs" in {e["question"] for e in chosen.chosen}
     assert (tmp_path / "page.html").stat().st_size > 10_000
 
