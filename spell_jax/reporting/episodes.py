@@ -1,8 +1,4 @@
-"""Selection of a run's episodes for the report page, and statistics over all of them.
-
-Episodes are chosen evenly over steps, tasks and outcomes. The same files always give the same
-choice.
-"""
+"""Selection of a run's episodes for the report page, and statistics over all of them."""
 
 from __future__ import annotations
 
@@ -19,59 +15,38 @@ from spell_jax.data.clusters import ROLES, TASKS
 from spell_jax.runtime.episodes import episode_files, read_episodes
 
 # Fields of an episode's line that the page uses, with their defaults.
+_TEXTS = ("task", "cluster", "status", "reason", "question", "reference", "own_reference", "prompt")
+_LISTS = (
+    *("shown", "known", "blind", "answers", "predictions", "rule", "judge", "votes", "scores"),
+    *("window", "spans"),
+)
 _FIELDS: dict[str, Any] = {
-    "task": "",
-    "cluster": "",
-    "status": "",
-    "reason": "",
-    "question": "",
-    "reference": "",
-    "own_reference": "",
-    "proposal": None,
-    "reward": None,
-    "number": 0,
-    "of": 0,
-    "shown": [],
-    "known": [],
-    "prompt": "",
-    "blind": [],
-    "answers": [],
-    "predictions": [],
-    "rule": [],
-    "judge": [],
-    "votes": [],
-    "scores": [],
-    "advantages": {},
-    "used": {},
-    "measures": {},
-    "window": [],
-    "spans": [],
+    **dict.fromkeys(_TEXTS, ""),
+    **dict.fromkeys(("proposal", "reward")),
+    **dict.fromkeys(("number", "of"), 0),
+    **{name: [] for name in _LISTS},
+    **{name: {} for name in ("advantages", "used", "measures")},
 }
 
 
 @dataclass
 class Episodes:
-    """Chosen episodes of a run and statistics over all its episodes.
+    """Chosen episodes of a run and statistics over all its episodes."""
 
-    Attributes:
-      chosen: episodes for the page, ordered by step, with "step", "outcome" and "roles" added.
-      documents: cluster -> texts, for chosen episodes whose documents are on disk.
-      counted: step -> metrics computed from its episodes (episodes/...).
-      points: (mean score, questioner's reward) -> number of episodes.
-      total: number of episodes in the steps on disk, including those that the run did not store.
-      found: number of readable episodes on disk.
-    """
-
+    # Episodes for the page, ordered by step, with "step", "outcome" and "roles" added.
     chosen: list[dict[str, Any]] = field(default_factory=list)
+    # Cluster -> texts, for chosen episodes whose documents are on disk.
     documents: dict[str, list[str]] = field(default_factory=dict)
+    # Step -> metrics computed from its episodes (episodes/...).
     counted: dict[int, dict[str, float]] = field(default_factory=dict)
+    # (Mean score, questioner's reward) -> number of episodes.
     points: collections.Counter[tuple[float, float]] = field(default_factory=collections.Counter)
-    total: int = 0
-    found: int = 0
+    total: int = 0  # episodes in the steps on disk, including those that the run did not store
+    found: int = 0  # readable episodes on disk
 
 
 def choose_episodes(workdir: epath.Path, limit: int) -> Episodes:
-    """Read all of WORKDIR/episodes, one step at a time, and keep at most `limit` episodes."""
+    """Reads all of WORKDIR/episodes, one step at a time, and keeps at most `limit` episodes."""
     result = Episodes()
     steps = evenly(list(episode_files(workdir)), limit)
     shares = dict(zip(steps, shares_of(limit, len(steps)), strict=True))
@@ -86,8 +61,8 @@ def choose_episodes(workdir: epath.Path, limit: int) -> Episodes:
             if e["scores"] and e["reward"] is not None:
                 mean = sum(e["scores"]) / len(e["scores"])
                 result.points[round(mean, 4), round(e["reward"], 4)] += 1
-        for place in choose(episodes, shares.get(step, 0), set(texts), taken):
-            episode = episodes[place] | {"step": step}
+        for index in choose(episodes, shares.get(step, 0), set(texts), taken):
+            episode = episodes[index] | {"step": step}
             del episode["documents"]
             result.chosen.append(episode)
             if episode["cluster"] in texts:
@@ -101,7 +76,7 @@ def choose(
     known: set[str],
     taken: collections.Counter[tuple[str, str]],
 ) -> list[int]:
-    """Choose at most `wanted` episodes of a step.
+    """Chooses at most `wanted` episodes of a step; returns their indices, ascending.
 
     Each choice takes the (task, outcome) that was taken least often so far. Among its episodes,
     those of `known` clusters come first, then those that come first in `episodes`.
@@ -111,20 +86,16 @@ def choose(
       wanted: maximum number of episodes to choose.
       known: clusters whose documents are on disk.
       taken: (task, outcome) -> number of episodes taken so far; updated here.
-
-    Returns:
-      Indices of the chosen episodes, ascending.
     """
-    kinds: dict[tuple[str, str], list[int]] = {}
-    for place, e in enumerate(episodes):
-        kinds.setdefault((e["task"], e["outcome"]), []).append(place)
-    for places in kinds.values():
-        places.sort(key=lambda place: (episodes[place]["cluster"] not in known, place))
-        places.reverse()
+    queues: dict[tuple[str, str], collections.deque[int]] = collections.defaultdict(
+        collections.deque
+    )
+    for index in sorted(range(len(episodes)), key=lambda i: episodes[i]["cluster"] not in known):
+        queues[episodes[index]["task"], episodes[index]["outcome"]].append(index)
     chosen = []
-    while len(chosen) < wanted and any(kinds.values()):
-        rarest = min((kind for kind in kinds if kinds[kind]), key=lambda kind: (taken[kind], kind))
-        chosen.append(kinds[rarest].pop())
+    while len(chosen) < wanted and any(queues.values()):
+        rarest = min((kind for kind in queues if queues[kind]), key=lambda k: (taken[k], k))
+        chosen.append(queues[rarest].popleft())
         taken[rarest] += 1
     return sorted(chosen)
 
@@ -139,7 +110,7 @@ def outcome(scores: Sequence[float], status: str) -> str:
 
 
 def _episode(line: Any) -> dict[str, Any]:
-    """Check and convert a line for the page; raises TypeError for a value of another type."""
+    """Checks and converts a line for the page; raises TypeError for a value of another type."""
     if not isinstance(line, dict):
         raise TypeError("not an object")
     episode = {name: line.get(name, default) for name, default in _FIELDS.items()}
@@ -147,7 +118,7 @@ def _episode(line: Any) -> dict[str, Any]:
         if default is not None and not isinstance(episode[name], type(default)):
             raise TypeError(f"{name} is {type(episode[name]).__name__}")
     scores = [float(score) for score in episode["scores"]]
-    said = (episode["proposal"], episode["answers"], any(episode["votes"]))
+    outputs = (episode["proposal"], episode["answers"], any(episode["votes"]))
     documents = line.get("documents") or []
     if not all(isinstance(text, str) for text in (*documents, *episode["answers"])):
         raise TypeError("documents and answers are not all texts")
@@ -155,7 +126,7 @@ def _episode(line: Any) -> dict[str, Any]:
         "scores": scores,
         "reward": None if episode["reward"] is None else float(episode["reward"]),
         "outcome": outcome(scores, episode["status"]),
-        "roles": [role for role, words in zip(ROLES, said, strict=True) if words],
+        "roles": [role for role, output in zip(ROLES, outputs, strict=True) if output],
         "documents": documents,
     }
 
@@ -172,12 +143,12 @@ def _counted(episodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def shares_of(total: int, parts: int) -> list[int]:
-    """Split `total` into `parts` whole numbers that are as even as possible."""
+    """Splits `total` into `parts` whole numbers that are as even as possible."""
     return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
 
 
 def evenly(items: Sequence[int], limit: int) -> list[int]:
-    """Choose at most `limit` items, evenly spaced, with the first and the last one."""
+    """Chooses at most `limit` items, evenly spaced, with the first and the last one."""
     if len(items) <= limit:
         return list(items)
     return [items[i * (len(items) - 1) // max(limit - 1, 1)] for i in range(limit)]

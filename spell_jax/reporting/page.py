@@ -2,15 +2,11 @@
 
 1. Runs whose configs differ only in the seed form a group. The group has a curve of its means and a
    band from the smallest to the largest value.
-2. Episodes are chosen evenly over steps, tasks and outcomes; the same files always give the same
-   choice. An episode has its documents, if the run stored them. A shared text is stored once.
-3. If the page gets full, half of it is reserved for documents. Omitted episodes and documents are
-   spread evenly, and the page states their number.
-4. Everything that a run wrote is data. It is embedded in report.html as lines of base64, which
-   cannot end a script. Each line is JSON, compressed by gzip.
-5. Line 0 is the overview and the last line is the index of episodes. The lines between them are
-   episodes and documents, each unpacked when it is viewed.
-6. report.html draws the page; text enters its elements as textContent only.
+2. If the page gets full, half of it is reserved for documents. Omitted episodes and documents are
+   spread evenly, and the page states their number. A shared text is stored once.
+3. Data is embedded in report.html as lines of base64 (JSON, compressed by gzip), which cannot end a
+   script; text enters its elements as textContent only. Line 0 is the overview and the last line is
+   the index of episodes. The lines between them are unpacked when they are viewed.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ import gzip
 import json
 import logging
 import pathlib
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +27,8 @@ from etils import epath
 
 from spell_jax.data.clusters import ROLES
 from spell_jax.reporting.episodes import Episodes, choose_episodes, evenly, shares_of
-from spell_jax.reporting.panels import choose_panels
+from spell_jax.reporting.panels import choose_panels, other_panels
+from spell_jax.reporting.tables import Table, compare, six_digits
 from spell_jax.runtime.config import flat
 from spell_jax.runtime.jsonl import write_lines
 from spell_jax.runtime.setup import CONFIG_FILE
@@ -56,32 +54,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunData:
-    """Measurements of a run, the input of the page.
-
-    Attributes:
-      workdir: folder of the run.
-      records: lines of the run's metrics.
-      evaluation: (before, after) tables {section: {row: {column: [mean, half_width]}}}, or None.
-    """
+    """Measurements of a run, the input of the page."""
 
     workdir: epath.Path
-    records: Sequence[Mapping[str, Any]]
-    evaluation: tuple[Mapping, Mapping] | None
+    records: Sequence[Mapping[str, Any]]  # lines of its metrics
+    evaluation: tuple[Table, Table] | None  # before and after training, see tables.py
 
 
 def write_page(
     runs: Sequence[RunData], path: epath.Path, size: int = PAGE_BYTES, episodes: int = EPISODES
 ) -> dict[str, Any]:
-    """Write the page of one or more runs.
+    """Writes the page of one or more runs; returns its overview (all except the episodes).
 
     Args:
       runs: measurements of the runs.
       path: file to write.
       size: maximum size of the page in bytes.
       episodes: maximum number of episodes, over all runs.
-
-    Returns:
-      The overview: everything on the page except the episodes.
 
     Raises:
       ValueError: if the curves alone exceed `size`; compare fewer runs.
@@ -90,14 +79,14 @@ def write_page(
         choose_episodes(run.workdir, part)
         for run, part in zip(runs, shares_of(episodes, len(runs)), strict=True)
     ]
-    form = _TEMPLATE.read_text(encoding="utf-8")
-    overview = _overview(runs, read)
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    overview = make_overview(runs, read)
     first = _packed(overview)
-    room = size - len(form.encode()) - len(first)
+    room = size - len(template.encode()) - len(first)
     if room < 0:
         raise ValueError(f"{path}: {len(first):,} bytes of curves are too many for the page")
     lines = [first, *_episode_lines(read, room)]
-    write_lines(path, [form.replace(_DATA, "\n".join(lines))])
+    write_lines(path, [template.replace(_DATA, "\n".join(lines))])
     return overview
 
 
@@ -115,7 +104,7 @@ def _episode_lines(read: Sequence[Episodes], room: int) -> list[str]:
     places: dict[str, tuple[int, int]] = {}  # text -> (line, index in the line)
 
     def add_episodes(keep_free: int) -> None:
-        lines.begin(keep_free)
+        lines.start_pass(keep_free)
         for number in order:
             entry = entries[number]
             if not entry["at"]:
@@ -123,7 +112,7 @@ def _episode_lines(read: Sequence[Episodes], room: int) -> list[str]:
                 entry["at"] = lines.add(every[number][1], extra)
 
     def add_documents() -> None:
-        lines.begin(keep_free=0)
+        lines.start_pass(keep_free=0)
         for number in order:
             entry = entries[number]
             if not entry["at"] or entry["documents"]:
@@ -143,9 +132,9 @@ def _episode_lines(read: Sequence[Episodes], room: int) -> list[str]:
 
 def _entry(run: int, episode: Mapping[str, Any]) -> dict[str, Any]:
     """Index entry of an episode; "at" is its line number, None until it has a line."""
-    kinds = {name: episode[name] for name in ("step", "task", "outcome", "roles")}
+    filters = {name: episode[name] for name in ("step", "task", "outcome", "roles")}
     title = episode["question"][:_TITLE_CHARACTERS]
-    return {"at": None, "run": run, "title": title, "documents": []} | kinds
+    return {"at": None, "run": run, "title": title, "documents": []} | filters
 
 
 def _index_bytes(entry: Mapping[str, Any]) -> int:
@@ -159,18 +148,14 @@ class _Lines:
     def __init__(self, room: int):
         self.packed: list[str] = []
         self._room = room - _index_bytes({})
-        self.begin(0)
+        self.start_pass(0)
 
-    def begin(self, keep_free: int) -> None:
-        """Start a pass over the episodes that leaves `keep_free` bytes for later passes."""
+    def start_pass(self, keep_free: int) -> None:
+        """Starts a pass over the episodes that leaves `keep_free` bytes for later passes."""
         self._keep_free, self._misses = keep_free, 0
 
     def add(self, value: Any, extra: int = 0) -> int | None:
-        """Append a value as a line, and reserve `extra` bytes elsewhere on the page.
-
-        Returns:
-          The line number, or None if the value does not fit.
-        """
+        """Appends a value, with `extra` bytes elsewhere; its line number, or None if too large."""
         if self._misses == _MISSES:
             return None
         line = _packed(value)
@@ -187,8 +172,8 @@ class _Lines:
 # ---------------------------------------------------------------------------------------- Overview
 
 
-def _overview(runs: Sequence[RunData], read: Sequence[Episodes]) -> dict[str, Any]:
-    """Data of the page except the episodes."""
+def make_overview(runs: Sequence[RunData], read: Sequence[Episodes]) -> dict[str, Any]:
+    """Makes the data of the page except the episodes."""
     configs = [_config(run.workdir) for run in runs]
     groups = group_by_seed(configs)
     labels = _labels(groups, configs, [str(run.workdir) for run in runs])
@@ -200,7 +185,7 @@ def _overview(runs: Sequence[RunData], read: Sequence[Episodes]) -> dict[str, An
         if name != "step" and isinstance(value, int | float)
     }
     panels = choose_panels(names)
-    used = {name for panel in panels for name in panel.metrics.values()}
+    shown = {name for panel in panels for name in panel.metrics.values()}
     return {
         "title": ", ".join(dict.fromkeys(run.workdir.name for run in runs)),
         "runs": [str(run.workdir) for run in runs],
@@ -215,8 +200,8 @@ def _overview(runs: Sequence[RunData], read: Sequence[Episodes]) -> dict[str, An
             for label, members in zip(labels, groups, strict=True)
         ],
         "panels": [dataclasses.asdict(panel) for panel in panels],
-        "others": sorted(name for name in names if name not in used),
-        "evaluation": _evaluation(groups, [run.evaluation for run in runs]),
+        "others": other_panels(names.keys() - shown),
+        "evaluation": compare(groups, [run.evaluation for run in runs]),
         "found": sum(some.found for some in read),
         "total": sum(some.total for some in read),
     }
@@ -293,8 +278,11 @@ def _series(
         if not steps:
             continue
         values = [found[step] for step in steps]
-        kinds = [_mean] if len(runs) == 1 else [_mean, min, max]
-        series[name] = [steps, *([_short(kind(some)) for some in values] for kind in kinds)]
+        reductions = [statistics.fmean] if len(runs) == 1 else [statistics.fmean, min, max]
+        series[name] = [
+            steps,
+            *([six_digits(reduce(some)) for some in values] for reduce in reductions),
+        ]
     return series
 
 
@@ -304,7 +292,7 @@ def _mapping(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
     try:
         name, mu, sigma = (algorithm[key] for key in ("mapping", "mu", "sigma"))
         means = [i / 100 for i in range(101)]
-        curve = [[x, _short(rewards.questioner_reward(x, name, mu, sigma))] for x in means]
+        curve = [[x, six_digits(rewards.questioner_reward(x, name, mu, sigma))] for x in means]
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
     return {"name": name, "curve": curve}
@@ -312,67 +300,14 @@ def _mapping(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _points(read: Sequence[Episodes]) -> list[list[float]]:
     """List of [mean score, questioner's reward, number of episodes]."""
-    points: collections.Counter[tuple[float, float]] = collections.Counter()
-    for episodes in read:
-        points.update(episodes.points)
+    points = sum((episodes.points for episodes in read), collections.Counter())
     return [[x, y, count] for (x, y), count in sorted(points.items())]
-
-
-def _evaluation(
-    groups: Sequence[Sequence[int]], tables: Sequence[tuple[Mapping, Mapping] | None]
-) -> list[dict[str, Any]]:
-    """Evaluation tables of all groups, one per section, with rows {"name", "cells"}.
-
-    A row has one pair [before, after] per group, each [mean, half_width, runs] or None. The
-    half-width of several runs is half the range of their means.
-    """
-    sections: dict[str, dict[tuple[str, str], None]] = {}
-    for table in (table for pair in tables if pair for table in pair):
-        for section, rows in table.items():
-            for row, columns in rows.items():
-                for column in columns:
-                    sections.setdefault(section, {})[row, column] = None
-
-    def cell(members: Sequence[int], when: int, section: str, row: str, column: str) -> Any:
-        pairs = [pair for i in members if (pair := tables[i])]
-        found = [p[when].get(section, {}).get(row, {}).get(column) for p in pairs]
-        found = [value for value in found if value is not None]
-        if not found:
-            return None
-        means = [mean for mean, _ in found]
-        half = found[0][1] if len(found) == 1 else (max(means) - min(means)) / 2
-        return [_short(_mean(means)), _short(half), len(found)]
-
-    return [
-        {
-            "title": section,
-            "rows": [
-                {
-                    "name": [row, column],
-                    "cells": [
-                        [cell(members, when, section, row, column) for when in (0, 1)]
-                        for members in groups
-                    ],
-                }
-                for row, column in rows
-            ],
-        }
-        for section, rows in sections.items()
-    ]
 
 
 # ----------------------------------------------------------------------------------------- Helpers
 
 
 def _packed(value: Any) -> str:
-    """Encode a value as JSON, gzip and base64; deterministic."""
+    """Encodes a value as JSON, gzip and base64; deterministic."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")

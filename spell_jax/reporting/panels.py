@@ -1,16 +1,11 @@
-"""Panels of the report page: groups of metrics in one plot, for any algorithm.
-
-1. A panel lists its metrics by name, or takes all metrics of a kind: by task or another breakdown,
-   by agent, rewards, held-out measures.
-2. A panel without any measured metric is left out.
-3. Metrics that are in no panel are among the page's other metrics.
-"""
+"""Panels of the report page: groups of metrics in one plot, for any algorithm."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from spell_jax.data.clusters import ROLES, TASKS
 
@@ -22,27 +17,40 @@ _AGENTS = (*ROLES, "reference_reader")
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot of one or more curves.
+    """A plot of one or more curves."""
 
-    Attributes:
-      section: section of the page, "Learning" or "Time".
-      title: heading; the part before a colon is the name.
-      metrics: label -> metric. Colors follow this order, so equal first labels have equal colors in
-        all panels. Metrics that the run has not measured are allowed.
-      stacked: whether the values are parts of a sum, plotted as stacked areas.
-    """
-
-    section: str
-    title: str
+    section: str  # of the page: "Learning" or "Time"
+    title: str  # the part before a colon is the name
+    # Label -> metric, measured or not. Colors follow this order, so equal first labels have equal
+    # colors in all panels.
     metrics: dict[str, str]
-    stacked: bool = False
+    stacked: bool = False  # whether the values are parts of a sum, plotted as stacked areas
 
 
 def choose_panels(names: Collection[str]) -> list[Panel]:
-    """Choose the panels of a run that has measured the metrics `names`."""
+    """Chooses the panels with measured metrics `names`; each takes them by name or by pattern."""
     known = set(names)
     panels = [*_learning(known), *_time(known)]
     return [panel for panel in panels if known & set(panel.metrics.values())]
+
+
+def other_panels(names: Collection[str]) -> list[dict[str, Any]]:
+    """Panels of the remaining metrics: "a/b/c" and "a/b/d" are two curves of the panel "a/b"."""
+    panels: dict[str, dict[str, str]] = {}
+    for name in sorted(names):
+        beginning, _, last = name.rpartition("/")
+        panels.setdefault(beginning if "/" in beginning else name, {})[last] = name
+    return [{"title": title, "metrics": metrics} for title, metrics in panels.items()]
+
+
+def panels_by_prefix(names: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+    """Prefix -> panels of all its metrics; names without a prefix belong to "other"."""
+    prefixes: dict[str, list[dict[str, Any]]] = {}
+    for panel in other_panels(names):
+        prefix, _, rest = panel["title"].partition("/")
+        name, title = (prefix, rest) if rest else ("other", prefix)
+        prefixes.setdefault(name, []).append(panel | {"title": title})
+    return prefixes
 
 
 def _learning(names: Collection[str]) -> Iterator[Panel]:
@@ -81,11 +89,8 @@ def _learning(names: Collection[str]) -> Iterator[Panel]:
         {n: f"rollout/{n}" for n in ("verdict_yes", "malformed_votes", "verdict_ignored")},
     )
     yield panel("Entropy of the policy", {"entropy": "train/entropy"})
-    for title, name in (
-        ("Answer length, tokens", "rollout/answer_tokens"),
-        ("Answers truncated at the cap", "rollout/truncated"),
-    ):
-        yield panel(title, _parts(names, name, _AGENTS))
+    yield panel("Answer length, tokens", _parts(names, "rollout/answer_tokens", _AGENTS))
+    yield panel("Answers truncated at the cap", _parts(names, "rollout/truncated", _AGENTS))
     yield panel("Questioner's reward", divided("rollout/questioner_reward"))
     yield panel("Held out, by validation", _matching(names, r"eval/(\w+)"))
 

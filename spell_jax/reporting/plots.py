@@ -1,23 +1,23 @@
-"""Plots of the report page as PNG files for papers, one plot per file, by matplotlib.
+"""Plots of the report page as PNG files, with the page's data, colors and smoothing.
 
-1. Plots use the data of the page (returned by `page.write_page`) and its colors: curves, stacked
-   areas, bands over seeds, the questioner's reward.
-2. As on the page, curves of more than MANY steps are smoothed over neighboring steps. A single
-   run's values are a faint line under its curve.
-3. A file is named by the title of its plot up to a colon: "Solve rate: ..." is solve_rate.png. The
-   page's other metrics have their own names, such as train_grad_norm.png.
+A file is named by the title of its plot up to a colon: "Solve rate: ..." is solve_rate.png. The
+page's other metrics have their own names, such as train_grad_norm.png.
 """
 
 from __future__ import annotations
 
+import functools
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from spell_jax.reporting.panels import panels_by_prefix
 
 MANY = 60  # steps; as in report.html
 SIZE = (4.2, 2.8)  # inches
@@ -38,36 +38,44 @@ _DASHES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (10, 4)))
 _NAME_CHARACTERS = 80
 
 
+class Plot(NamedTuple):
+    title: str
+    draw: Callable[[Axes], None]
+    height: float = SIZE[1]
+
+
 def draw_page(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Path]:
-    """Draw all plots of a page into a folder, which is created if it is missing.
+    """Draws all plots of a page into a folder; returns the paths of the files.
+
+    The evaluation is plotted only for several groups of runs; draw_run does it for one.
 
     Args:
       overview: return value of `page.write_page`.
-      folder: folder of the plots.
-
-    Returns:
-      Paths of the files: the page's panels, the questioner's reward, the evaluation and the other
-      metrics. The evaluation is plotted only for several groups of runs; plot_run does it for one.
+      folder: folder of the plots; made if it is missing.
     """
-    groups = overview["groups"]
-    plots: list[tuple] = [  # title, drawing function, and height if not the default
-        (panel["title"], lambda axes, panel=panel: _draw_curves(axes, panel, groups))
-        for panel in overview["panels"]
-    ]
+    groups, tables = overview["groups"], overview["evaluation"]
+    plots = [_curves(panel, groups) for panel in overview["panels"]]
     if any(group["points"] or group["mapping"] for group in groups):
-        title = "Questioner's reward by mean reward"
-        plots.append((title, lambda axes: _draw_mapping(axes, groups)))
+        draw = functools.partial(_draw_mapping, groups=groups)
+        plots.append(Plot("Questioner's reward by mean reward", draw))
     if len(groups) > 1:
-        for table in overview["evaluation"]:
-            title = f"Evaluation, {table['title']}"
-            height = max(SIZE[1], 0.8 + 0.2 * len(table["rows"]) * len(groups))
-            plots.append((title, lambda axes, t=table: _draw_table(axes, t, groups), height))
-    for title, metrics in _other_panels(overview["others"]).items():
-        panel = {"metrics": metrics, "stacked": False}
-        plots.append((title, lambda axes, panel=panel: _draw_curves(axes, panel, groups)))
+        plots += [_intervals(table, groups, "Evaluation, ") for table in tables]
+    plots += [_curves(panel, groups) for panel in overview["others"]]
     folder.mkdir(parents=True, exist_ok=True)
-    names = file_names([title for title, *_ in plots])
-    return [_draw(folder / f"{name}.png", *plot) for name, plot in zip(names, plots, strict=True)]
+    names = file_names([plot.title for plot in plots])
+    pairs = zip(names, plots, strict=True)
+    return [_save(folder / f"{name}.png", [plot], _DPI) for name, plot in pairs]
+
+
+def draw_run(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Path]:
+    """Draws one run: a picture per metric prefix, and evaluation.png if it has an evaluation."""
+    groups, pictures = overview["groups"], {}
+    for name, panels in sorted(panels_by_prefix(overview["groups"][0]["series"]).items()):
+        pictures[name] = [_curves(panel, groups) for panel in panels]
+    if overview["evaluation"]:
+        pictures["evaluation"] = [_intervals(table, groups) for table in overview["evaluation"]]
+    folder.mkdir(exist_ok=True)
+    return [_save(folder / f"{name}.png", plots) for name, plots in pictures.items()]
 
 
 def file_names(titles: Sequence[str]) -> list[str]:
@@ -81,33 +89,36 @@ def file_names(titles: Sequence[str]) -> list[str]:
     return names
 
 
-def _other_panels(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Title -> {label: metric}: "a/b/c" and "a/b/d" are two curves of the plot "a/b"."""
-    panels: dict[str, dict[str, str]] = {}
-    for name in names:
-        *beginning, last = name.split("/")
-        title = "/".join(beginning) if len(beginning) > 1 else name
-        panels.setdefault(title, {})[last] = name
-    return panels
+def _curves(panel: Mapping[str, Any], groups: Sequence[Mapping]) -> Plot:
+    return Plot(panel["title"], functools.partial(_draw_curves, panel=panel, groups=groups))
 
 
-def _draw(
-    path: epath.Path, title: str, draw: Callable[[Axes], None], height: float = SIZE[1]
-) -> epath.Path:
-    figure = Figure(figsize=(SIZE[0], height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(_plain(title), fontsize=9, wrap=True)
-    axes.tick_params(labelsize=7)
-    axes.grid(alpha=0.3)
-    draw(axes)
+def _intervals(table: Mapping[str, Any], groups: Sequence[Mapping], before: str = "") -> Plot:
+    draw = functools.partial(_draw_table, table=table, groups=groups)
+    height = max(SIZE[1], 0.8 + 0.2 * len(table["rows"]) * len(groups))
+    return Plot(before + table["title"], draw, height)
+
+
+def _save(path: epath.Path, plots: Sequence[Plot], dpi: int = 110) -> epath.Path:
+    """Writes one picture of plots, in at most three columns."""
+    columns = min(3, len(plots))
+    rows = math.ceil(len(plots) / columns)
+    height = max(plot.height for plot in plots)
+    figure = Figure(figsize=(SIZE[0] * columns, height * rows), layout="constrained")
+    for index, plot in enumerate(plots, 1):
+        axes = figure.add_subplot(rows, columns, index)
+        axes.set_title(_plain(plot.title), fontsize=9, wrap=True)
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.3)
+        plot.draw(axes)
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=_DPI)
+    figure.savefig(picture, dpi=dpi)
     path.write_bytes(picture.getvalue())
     return path
 
 
 def _draw_curves(axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping]) -> None:
-    """Draw one curve per metric and group.
+    """Draws one curve per metric and group.
 
     Stacked values of a single group become areas. Several groups are compared by the metric
     over all tasks, if there is one.
@@ -124,7 +135,7 @@ def _draw_curves(axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping]
         if metric in group["series"]
     ]
     shift = 1 if "all" in metrics else 0
-    if panel["stacked"] and not several and len(found) > 1:
+    if panel.get("stacked") and not several and len(found) > 1:
         _stack(axes, [(labels[m], m, series) for _, m, series in found])
     else:
         for g, m, (steps, mean, *band) in found:
@@ -156,7 +167,7 @@ def _draw_curves(axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping]
 
 
 def _stack(axes: Axes, found: Sequence[tuple[str, int, Sequence]]) -> None:
-    """Draw the curves of one group as stacked areas; missing values count as 0."""
+    """Draws the curves of one group as stacked areas; missing values count as 0."""
     steps = sorted({step for _, _, (some, *_) in found for step in some})
     heights = []
     for _, _, (some, mean, *_) in found:
@@ -177,7 +188,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def _draw_mapping(axes: Axes, groups: Sequence[Mapping]) -> None:
-    """Draw the questioner's reward over the mean answer reward; circle area counts questions."""
+    """Draws the questioner's reward over the mean answer reward; circle area counts questions."""
     most = max([1, *(count for group in groups for *_, count in group["points"])])
     for g, group in enumerate(groups):
         color = _COLORS[g % len(_COLORS)]
@@ -195,7 +206,7 @@ def _draw_mapping(axes: Axes, groups: Sequence[Mapping]) -> None:
 
 
 def _draw_table(axes: Axes, table: Mapping[str, Any], groups: Sequence[Mapping]) -> None:
-    """Draw means with intervals, one line per row: before and after training, for each group."""
+    """Draws means with intervals, one line per row: before and after training, for each group."""
     rows = table["rows"]
     kinds = [(g, when) for g in range(len(groups)) for when in (0, 1)]
     for place, (g, when) in enumerate(kinds):
@@ -204,6 +215,7 @@ def _draw_table(axes: Axes, table: Mapping[str, Any], groups: Sequence[Mapping])
         if not found:
             continue
         heights, means, halves, _ = zip(*found, strict=True)
+        name = f"{groups[g]['name']}: " if len(groups) > 1 else ""
         axes.errorbar(
             means,
             heights,
@@ -211,7 +223,7 @@ def _draw_table(axes: Axes, table: Mapping[str, Any], groups: Sequence[Mapping])
             fmt="o" if when else "x",
             markersize=3,
             color=_COLORS[g % len(_COLORS)],
-            label=_plain(f"{groups[g]['name']}: {('before', 'after')[when]}"),
+            label=_plain(name + ("before", "after")[when]),
         )
     names = [_plain(" ".join(row["name"])) for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=6)

@@ -1,12 +1,14 @@
-"""Tables of a run's evaluation: evaluation.json, read and printed.
+"""Tables of a run's evaluation: evaluation.json, read, compared and printed.
 
 evaluation.json holds {"before": table, "after": table}, with
-table = {section: {row: {column: [mean, half_width]}}}.
+table = {section: {row: {column: [mean, half_width]}}}. A half-width is that of the 95 % interval,
+in the metric's own unit.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +16,7 @@ from etils import epath
 
 EVALUATION_FILE = "evaluation.json"
 
-# Mean and half the width of its 95 % interval, both in the metric's own unit.
-Cell = Sequence[float]
-Table = Mapping[str, Mapping[str, Mapping[str, Cell]]]
+Table = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 
 
 def read_evaluation(workdir: str | epath.Path) -> tuple[Table, Table] | None:
@@ -36,41 +36,9 @@ def read_evaluation(workdir: str | epath.Path) -> tuple[Table, Table] | None:
         raise ValueError(f'{path}: want an object with "before" and "after"')
     if not {"before", "after"} <= set(document):
         return None
-    tables = []
     for name in ("before", "after"):
         _check_table(document[name], f"{path}: {name}", depth=3)
-        tables.append(document[name])
-    return tables[0], tables[1]
-
-
-def before_after_table(before: Table, after: Table) -> str:
-    """Formats two tables as aligned text.
-
-    Each cell is a line `before -> after  difference`, in the order in which the names first appear.
-    A cell that one side lacks is shown as "-", without a difference.
-    """
-    lines: list[str] = []
-    for section in merged_keys(before, after):
-        old_rows, new_rows = before.get(section, {}), after.get(section, {})
-        cells = [
-            (row, column, old_rows.get(row, {}).get(column), new_rows.get(row, {}).get(column))
-            for row in merged_keys(old_rows, new_rows)
-            for column in merged_keys(old_rows.get(row, {}), new_rows.get(row, {}))
-        ]
-        texts = [
-            (row, column, _cell_text(old), "->", _cell_text(new), _difference_text(old, new))
-            for row, column, old, new in cells
-        ]
-        if lines:
-            lines.append("")
-        lines.append(section)
-        lines += [f"  {line}" for line in _aligned([("", "", "before", "", "after", ""), *texts])]
-    return "\n".join(lines)
-
-
-def merged_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """Returns the keys of both mappings, each once, those of `first` first."""
-    return list(dict.fromkeys([*first, *second]))
+    return document["before"], document["after"]
 
 
 def _check_table(value: Any, place: str, depth: int) -> None:
@@ -87,21 +55,85 @@ def _check_table(value: Any, place: str, depth: int) -> None:
         raise ValueError(f"{place}: want [mean, half_width], got {json.dumps(value)[:60]}")
 
 
-def _cell_text(cell: Cell | None) -> str:
-    return "-" if cell is None else f"{cell[0]:.3f} ± {cell[1]:.3f}"
+def compare(
+    groups: Sequence[Sequence[int]], runs: Sequence[tuple[Table, Table] | None]
+) -> list[dict[str, Any]]:
+    """Evaluation tables of groups of runs: {"title", "rows"}, one per section.
+
+    Args:
+      groups: indices of each group's runs.
+      runs: (before, after) tables of each run, or None.
+
+    Returns:
+      Rows {"name": [row, column], "cells"} with one pair [before, after] per group, each
+      [mean, half_width, runs] or None. The half-width of several runs is half the range of their
+      means.
+    """
+    sections: dict[str, dict[str, dict[str, None]]] = {}
+    for table in (table for pair in runs if pair for table in pair):
+        for section, rows in table.items():
+            for row, columns in rows.items():
+                sections.setdefault(section, {}).setdefault(row, {}).update(dict.fromkeys(columns))
+
+    def cell(members: Sequence[int], when: int, section: str, row: str, column: str) -> Any:
+        pairs = [pair for i in members if (pair := runs[i])]
+        found = [pair[when].get(section, {}).get(row, {}).get(column) for pair in pairs]
+        found = [value for value in found if value is not None]
+        if not found:
+            return None
+        means = [mean for mean, _ in found]
+        half = found[0][1] if len(found) == 1 else (max(means) - min(means)) / 2
+        return [six_digits(statistics.fmean(means)), six_digits(half), len(found)]
+
+    return [
+        {
+            "title": section,
+            "rows": [
+                {
+                    "name": [row, column],
+                    "cells": [
+                        [cell(members, when, section, row, column) for when in (0, 1)]
+                        for members in groups
+                    ],
+                }
+                for row, columns in rows.items()
+                for column in columns
+            ],
+        }
+        for section, rows in sections.items()
+    ]
 
 
-def _difference_text(old: Cell | None, new: Cell | None) -> str:
-    return "" if old is None or new is None else f"{new[0] - old[0]:+.3f}"
+def six_digits(value: float) -> float:
+    """Rounds to six significant digits."""
+    return float(f"{value:.6g}")
+
+
+def before_after_table(before: Table, after: Table) -> str:
+    """Formats two tables as aligned text, with a line `before -> after  difference` per cell.
+
+    A cell that one side lacks is shown as "-", without a difference.
+    """
+    sections = []
+    for table in compare([[0]], [(before, after)]):
+        lines = [("", "", "before", "", "after", "")]
+        for row in table["rows"]:
+            old, new = row["cells"][0]
+            texts = [
+                "-" if cell is None else f"{cell[0]:.3f} ± {cell[1]:.3f}" for cell in (old, new)
+            ]
+            difference = f"{new[0] - old[0]:+.3f}" if old and new else ""
+            lines.append((*row["name"], texts[0], "->", texts[1], difference))
+        sections.append("\n".join([table["title"], *_aligned(lines)]))
+    return "\n\n".join(sections)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Pads columns to equal width: the first two flush left, numbers flush right."""
+    """Indented lines whose first two columns are flush left and the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            text.ljust(width) if index < 2 else text.rjust(width)
-            for index, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = [f"{text:<{w}}" for text, w in zip(row[:2], widths, strict=False)]
+        cells += [f"{text:>{w}}" for text, w in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines

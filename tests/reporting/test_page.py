@@ -278,9 +278,9 @@ def test_a_full_page_is_found_out_by_what_does_not_fit():
     assert lines.packed == [report_page._packed(small)] * 2
     assert [lines.add(large, 0) for _ in range(20)] == [None] * 20
     assert lines.add(small, 0) is None
-    lines.begin(keep_free=11)
+    lines.start_pass(keep_free=11)
     assert lines.add(small, 0) is None
-    lines.begin(keep_free=10)
+    lines.start_pass(keep_free=10)
     assert lines.add(small, 1) is None and lines.add(small, 0) == 3
 
 

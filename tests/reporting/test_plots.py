@@ -142,6 +142,6 @@ def test_texts_are_not_taken_for_mathematics(tmp_path):
     hostile = "$\\frac{$_{"
     panel = {"metrics": {hostile: "x", "_b": "x"}, "stacked": False}
     draw = functools.partial(plots._draw_curves, panel=panel, groups=[group("g", x=[[1], [1.0]])])
-    path = plots._draw(epath.Path(tmp_path / "a.png"), hostile, draw)
+    path = plots._save(epath.Path(tmp_path / "a.png"), [plots.Plot(hostile, draw)])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert list(curves_of(axes_of(draw))) == ["\\$\\frac{\\$ {", "b"]

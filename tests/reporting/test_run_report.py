@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from spell_jax.reporting.run_report import _panels, plot_run
+from spell_jax.reporting.panels import panels_by_prefix
+from spell_jax.reporting.run_report import plot_run
 from spell_jax.reporting.tables import before_after_table, read_evaluation
 from spell_jax.runtime.metrics import MetricsWriter
 
@@ -63,22 +64,15 @@ def test_only_what_was_measured_is_drawn(tmp_path):
 
 
 def test_names_become_panels_and_series():
-    records = [
-        {
-            "step": 1,
-            "rollout/solve_rate": 0.5,
-            "rollout/share/accepted": 1,
-            "eval/role/task/8": 0.1,
-        },
-        {"step": 2, "rollout/solve_rate": None, "rollout/share/declined": 0, "non_finite": 1},
-    ]
-    assert _panels(records) == {
-        "rollout": {
-            "solve_rate": {"solve_rate": [(1, 0.5)]},
-            "share": {"accepted": [(1, 1)], "declined": [(2, 0)]},
-        },
-        "eval": {"role/task": {"8": [(1, 0.1)]}},
-        "other": {"non_finite": {"non_finite": [(2, 1)]}},
+    shares = {name: f"rollout/share/{name}" for name in ("accepted", "declined")}
+    names = ["rollout/solve_rate", *shares.values(), "eval/role/task/8", "non_finite"]
+    assert panels_by_prefix(names) == {
+        "rollout": [
+            {"title": "share", "metrics": shares},
+            {"title": "solve_rate", "metrics": {"solve_rate": "rollout/solve_rate"}},
+        ],
+        "eval": [{"title": "role/task", "metrics": {"8": "eval/role/task/8"}}],
+        "other": [{"title": "non_finite", "metrics": {"non_finite": "non_finite"}}],
     }
 
 

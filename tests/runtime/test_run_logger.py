@@ -140,9 +140,8 @@ def test_at_the_end_all_is_closed(tmp_path, made):
     logger.progress, logger._process_stats = Double(), Double()  # type: ignore[assignment]
     with logger:
         assert logger.progress.closed == made[0].closed == 0
-    (logger,) = made
-    assert logger.given == ("reading", tmp_path, 3, {"seed": 1})
-    assert logger.closed == logger.progress.closed == logger._process_stats.closed == 1
+    assert made[0].given == ("reading", tmp_path, 3, {"seed": 1})
+    assert made[0].closed == logger.progress.closed == logger._process_stats.closed == 1
 
 
 def test_a_run_that_fails_is_not_finished_there(tmp_path, made):
