@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.eapo.evaluation import judge_answer
+from spell_jax.algorithms.eapo.evaluation import measure_answer
 from spell_jax.algorithms.spell import evaluation as tiny_world
 from spell_jax.data.clusters import LETTERS, TASKS, count_words
 from spell_jax.data.questions import Question
@@ -123,8 +123,8 @@ def _by_section() -> dict[str, Parser]:
     }
     for task in TASKS:
         question = Question(task, ("Arvo lives in Oslo. " * 100,), "Where?", "Oslo", ("Arvo",))
-        parsers[f"eapo_evaluation.judge_answer {task}"] = functools.partial(
-            judge_answer, question=question
+        parsers[f"eapo_evaluation.measure_answer {task}"] = functools.partial(
+            measure_answer, question=question
         )
         parsers[f"evidence.with_answer_phrase {task}"] = functools.partial(
             evidence.with_answer_phrase, task=task

@@ -178,7 +178,7 @@ def longest_groups(config: Config, sampling: SamplerConfig) -> list[packing.Trai
         is_verdict = demand.role == "verifier"
         tokens = sampling.max_verdict_tokens if is_verdict else sampling.max_tokens
         group = dummy_group(sampling.max_prompt, tokens, demand.replies, demand.role)
-        groups += [group] * demand.learned
+        groups += [group] * demand.trained
     return groups
 
 

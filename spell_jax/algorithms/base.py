@@ -11,14 +11,13 @@ it: `groups`, `metrics` and `record` are functions of their arguments.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from spell_jax.data.clusters import Cluster, Source
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
-from spell_jax.runtime import distributed
 from spell_jax.runtime.config import check_choice
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.requests import Sample
@@ -27,6 +26,7 @@ from spell_jax.selfplay.prompts import Prompts
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Answer = TypeVar("Answer", covariant=True)
 Episode = Any  # a frozen dataclass of the algorithm
 # (seed, step): the entropy of all numpy generators of a step, default_rng([*key]),
 # default_rng([*key, 1]), ... A resumed run therefore repeats its random numbers.
@@ -63,11 +63,7 @@ class AlgorithmConfig:
             raise ValueError(f"algorithm.prompts = {self.prompts!r}: {error}") from error
 
     def check_judge(self) -> None:
-        """Checks that a judge is configured if the rule needs one.
-
-        Raises:
-          ValueError: if it is not, naming the field and the remedy.
-        """
+        """Raises ValueError if the rule needs a judge and none is configured."""
         if self.rule == "judge" and not self.judge_url.startswith(("http://", "https://")):
             raise ValueError(
                 f"algorithm.judge_url = {self.judge_url!r}: must be the http(s) address of a "
@@ -88,6 +84,27 @@ class AlgorithmConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RolloutBudget:
+    """Upper bound of one kind of samples in a step.
+
+    Attributes:
+      what: name of the samples, such as "answers".
+      role: role that gives them.
+      prompts: number of prompts.
+      replies: samples per prompt.
+      trained: number of groups, each a prompt and its samples, that are trained on.
+      model: model that is trained on them.
+    """
+
+    what: str
+    role: str
+    prompts: int
+    replies: int
+    trained: int = 0
+    model: str = "policy"
+
+
+@dataclasses.dataclass(frozen=True)
 class AlgorithmContext:
     """Inputs of an algorithm besides its config.
 
@@ -101,7 +118,7 @@ class AlgorithmContext:
       held_out: opens the clusters that training never reads.
       deal: makes a stream of clusters by the run's tasks, weights and seed.
       questions: reads the given questions (config.data.questions).
-      judge: external judge, or None if none is configured.
+      judge: external judge if algorithm.rule is "judge", else None.
     """
 
     prompts: Prompts
@@ -151,42 +168,7 @@ class Reply:
         )
 
 
-class Ask(Protocol):
-    """Coroutine function that samples from a model: `replies = await ask(role, prompts, group)`.
-
-    The request goes to the RolloutWorker (algorithms/rollout.py). At the await, the coroutine
-    yields a PendingCall. The worker tokenizes the prompts and submits one request per prompt to the
-    sampler's session (sampler/session.py, Session.submit), where it joins the requests of all other
-    coroutines. The worker resumes the coroutine when all replies to this call are there.
-
-    Args:
-      role: role that answers: "questioner", "responder", "verifier" or a name of the algorithm's.
-        The role "verifier" has a cap of answer tokens of its own (sampler.max_verdict_tokens).
-      prompts: texts of the prompts.
-      group: G, number of samples per prompt.
-      model: "policy" or one of Algorithm.models.
-      temperature: sampling temperature; None: sampler.temperature.
-
-    Returns:
-      One reply per prompt, in order; None for a prompt over the sampler's cap.
-    """
-
-    async def __call__(
-        self,
-        role: str,
-        prompts: Sequence[str],
-        group: int = 1,
-        model: str = "policy",
-        temperature: float | None = None,
-    ) -> list[Reply | None]: ...
-
-
-class Models(Protocol):
-    """The models of an algorithm.
-
-    Called like an Ask, it blocks until all replies are there; no await is needed.
-    """
-
+class _Call(Protocol[Answer]):
     def __call__(
         self,
         role: str,
@@ -194,7 +176,33 @@ class Models(Protocol):
         group: int = 1,
         model: str = "policy",
         temperature: float | None = None,
-    ) -> list[Reply | None]: ...
+    ) -> Answer:
+        """Samples from a model.
+
+        Args:
+          role: role that answers: "questioner", "responder", "verifier" or a name of the
+            algorithm's. "verifier" has its own cap of answer tokens (sampler.max_verdict_tokens).
+          prompts: texts of the prompts.
+          group: G, number of samples per prompt.
+          model: "policy" or one of Algorithm.models.
+          temperature: sampling temperature; None: sampler.temperature.
+        """
+        ...
+
+
+# One reply per prompt, in order; None for a prompt over the sampler's cap.
+Replies = list[Reply | None]
+
+# `replies = await ask(role, prompts, group)` in a coroutine. The request goes to the RolloutWorker
+# (algorithms/rollout.py): the await yields a PendingCall, the worker tokenizes the prompts and
+# submits one request per prompt to the sampler's session (sampler/session.py, Session.submit),
+# where it joins the requests of all other coroutines. The worker resumes the coroutine when all
+# replies to this call are there.
+Ask = _Call[Awaitable[Replies]]
+
+
+class Models(_Call[Replies], Protocol):
+    """The models of an algorithm. Called like an Ask, without await, it blocks until answered."""
 
     def run_all(
         self, function: Callable[[Ask, Item], Coroutine[Any, Any, Result]], items: Sequence[Item]
@@ -210,27 +218,6 @@ class Models(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class RolloutBudget:
-    """Upper bound of one kind of samples in a step.
-
-    Attributes:
-      what: name of the samples, such as "answers".
-      role: role that gives them.
-      prompts: number of prompts.
-      replies: samples per prompt.
-      learned: number of groups, each a prompt and its samples, that are trained on.
-      model: model that is trained on them.
-    """
-
-    what: str
-    role: str
-    prompts: int
-    replies: int
-    learned: int = 0
-    model: str = "policy"
-
-
 # ------------------------------------------------------------------------------- The algorithm
 
 
@@ -241,7 +228,7 @@ class Annotation:
     Attributes:
       advantages: role -> advantages of its samples, for roles that are trained on. A role with
         several replies per episode (SPELL's verifier) has a list per reply, empty if not used.
-      used: role -> "used", or a word for why it is not trained on; a list of words for a role with
+      used: role -> USED, or a word for why it is not trained on; a list of words for a role with
         several replies.
     """
 
@@ -249,7 +236,7 @@ class Annotation:
     used: Mapping[str, str | Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
-USED = "used"  # the word in Annotation.used for what is trained on
+USED = "used"
 
 
 class Algorithm(Protocol):
@@ -320,76 +307,3 @@ def records(
     for episode, annotation in zip(episodes, annotations, strict=True):
         documents = list(algorithm.cluster(episode).documents)
         yield algorithm.record(episode, annotation) | {"documents": documents}
-
-
-# ---------------------------------------------------------------------------- The external judge
-
-
-def choose_judge(rule: str, context: AlgorithmContext) -> JudgeFunction | None:
-    """The external judge if the rule is "judge", else None.
-
-    Raises:
-      ValueError: if the rule is "judge" and none is configured.
-    """
-    if rule != "judge":
-        return None
-    if context.judge is None:
-        raise ValueError(
-            'algorithm.rule = "judge": needs algorithm.judge_url and algorithm.judge_model'
-        )
-    return context.judge
-
-
-@dataclasses.dataclass(frozen=True)
-class Answered:
-    """A question with its answers, as an external judge reads them.
-
-    Attributes:
-      question: text of the question.
-      reference: reference answer.
-      predictions: extracted answers; None if there is nothing to judge.
-      outcomes: score of each answer by the algorithm's rule.
-    """
-
-    question: str
-    reference: str
-    predictions: Sequence[str | None]
-    outcomes: Sequence[float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Judged:
-    """Scores of a question's answers after the judge was asked.
-
-    Attributes:
-      outcomes: score of each answer: the judge's verdict, or the rule's where it gave none.
-      verdicts: the judge's verdicts on the predictions that are not None (negative: no verdict);
-        empty without a judge.
-    """
-
-    outcomes: tuple[float, ...]
-    verdicts: tuple[int, ...] = ()
-
-
-def ask_judge(judge: JudgeFunction | None, answered: Sequence[Answered]) -> list[Judged]:
-    """(Option) Replaces the rule's outcomes by an external judge's verdicts.
-
-    One host asks the judge and broadcasts the verdicts: two calls might not agree.
-    """
-    if judge is None:
-        return [Judged(tuple(a.outcomes)) for a in answered]
-    places = [(n, i) for n, a in enumerate(answered) for i in range(len(a.predictions))]
-    places = [(n, i) for n, i in places if answered[n].predictions[i] is not None]
-    items = [
-        (answered[n].question, answered[n].predictions[i] or "", answered[n].reference)
-        for n, i in places
-    ]
-    outcomes = [list(a.outcomes) for a in answered]
-    verdicts: list[list[int]] = [[] for _ in answered]
-    for (n, i), verdict in zip(
-        places, distributed.broadcast(lambda: list(judge(items))), strict=True
-    ):
-        verdicts[n].append(verdict)
-        if verdict >= 0:
-            outcomes[n][i] = float(verdict)
-    return [Judged(tuple(o), tuple(v)) for o, v in zip(outcomes, verdicts, strict=True)]

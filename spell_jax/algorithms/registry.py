@@ -13,7 +13,7 @@ from typing import Any
 from spell_jax.algorithms.base import Algorithm, AlgorithmConfig, AlgorithmContext
 from spell_jax.algorithms.eapo.algorithm import Eapo
 from spell_jax.algorithms.eapo.config import EapoConfig
-from spell_jax.algorithms.eapo.evaluation import EvidenceEvaluation
+from spell_jax.algorithms.eapo.evaluation import held_out_evidence
 from spell_jax.algorithms.held_out import Evaluation, HeldOutQuestions
 from spell_jax.algorithms.reconstruction.algorithm import Reconstruction, ReconstructionConfig
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
@@ -22,7 +22,7 @@ from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import TinyEvaluation
 from spell_jax.data.config import DataConfig
-from spell_jax.data.questions import as_clusters, read_questions
+from spell_jax.data.questions import Question, read_questions
 from spell_jax.runtime.config import build
 
 
@@ -60,25 +60,12 @@ def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:
 
 
 def check_inputs(config: AlgorithmConfig, data: DataConfig) -> None:
-    """Checks that the algorithm takes the kind of data that the config has.
-
-    Raises:
-      ValueError: if it does not.
-    """
+    """Raises ValueError if the algorithm does not take the kind of data that the config has."""
     inputs = ALGORITHMS[config.name].inputs
     if data.questions and "questions" not in inputs:
         raise ValueError(f"data.questions = {data.questions!r}: must be '', for this algorithm")
     if not data.questions and "clusters" not in inputs:
         raise ValueError("data.questions = '': must be a .jsonl of questions, for this algorithm")
-
-
-def _make_rlvr(config: RlvrConfig, context: AlgorithmContext) -> Rlvr:
-    questions = context.questions()
-    if not questions:
-        return Rlvr(config, Spell(config, context))
-    source, given = as_clusters(questions)
-    context = dataclasses.replace(context, clusters=lambda: source)
-    return Rlvr(config, Spell(config, context), given)
 
 
 def _evaluate_spell(
@@ -87,10 +74,8 @@ def _evaluate_spell(
     if data.source == "tiny" and not data.questions:
         sizes = data.tiny.evaluation
         return TinyEvaluation(context.prompts, config, context.count_tokens, sizes)
-    if data.validation:
-        questions = read_questions(data.validation, "data.validation")
-        return HeldOutQuestions(context.prompts, questions)
-    return None
+    questions = _read_validation(data)
+    return HeldOutQuestions(context.prompts, questions) if questions else None
 
 
 def _evaluate_reconstruction(
@@ -102,15 +87,17 @@ def _evaluate_reconstruction(
 def _evaluate_eapo(
     config: EapoConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
-    if not data.validation:
-        return None
-    questions = read_questions(data.validation, "data.validation")
-    return EvidenceEvaluation(context.prompts, questions)
+    questions = _read_validation(data)
+    return held_out_evidence(context.prompts, questions) if questions else None
+
+
+def _read_validation(data: DataConfig) -> tuple[Question, ...]:
+    return read_questions(data.validation, "data.validation") if data.validation else ()
 
 
 ALGORITHMS: dict[str, AlgorithmSpec] = {
     "spell": AlgorithmSpec(SpellConfig, Spell, _evaluate_spell),
-    "rlvr": AlgorithmSpec(RlvrConfig, _make_rlvr, _evaluate_spell, ("clusters", "questions")),
+    "rlvr": AlgorithmSpec(RlvrConfig, Rlvr, _evaluate_spell, ("clusters", "questions")),
     "reconstruction": AlgorithmSpec(ReconstructionConfig, Reconstruction, _evaluate_reconstruction),
     "eapo": AlgorithmSpec(EapoConfig, Eapo, _evaluate_eapo, ("questions",)),
 }

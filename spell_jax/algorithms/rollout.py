@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spell_jax.algorithms.base import Ask, Item, Reply, Result
+from spell_jax.algorithms.base import Ask, Item, Replies, Reply, Result
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.policy.transformer import Params
 from spell_jax.runtime.metrics import Metrics
@@ -35,11 +36,7 @@ class PendingCall:
 
     Attributes:
       number: (number of the coroutine in the step, number of the call in the coroutine), from 1.
-      role: see base.Ask, as the next four.
-      prompts: texts.
-      group: samples per prompt.
-      model: model that answers.
-      temperature: sampling temperature; None: the configured one.
+      role, prompts, group, model, temperature: the arguments of base.Ask.
       item: index of the coroutine in `run_all`.
       prompt_ids: the prompts as token ids.
       replies: replies so far, in the order of the prompts.
@@ -49,12 +46,12 @@ class PendingCall:
     number: tuple[int, int]
     role: str
     prompts: Sequence[str]
-    group: int
-    model: str
-    temperature: float | None
+    group: int = 1
+    model: str = "policy"
+    temperature: float | None = None
     item: int = 0
     prompt_ids: list[list[int]] = dataclasses.field(default_factory=list)
-    replies: list[Reply | None] = dataclasses.field(default_factory=list)
+    replies: Replies = dataclasses.field(default_factory=list)
     missing: int = 0
 
     @property
@@ -62,31 +59,20 @@ class PendingCall:
         """Name under which the call is counted: the role, or the model if it is not the policy."""
         return self.role if self.model == "policy" else self.model
 
-    def __await__(self) -> Generator[PendingCall, None, list[Reply | None]]:
+    def __await__(self) -> Generator[PendingCall, None, Replies]:
         yield self
         return self.replies
 
 
-class _Ask:
-    """The Ask of one coroutine; it numbers the coroutine's calls."""
+def _make_ask(coroutine: int) -> Ask:
+    """The Ask of one coroutine, which numbers its calls."""
+    calls = itertools.count(1)
 
-    def __init__(self, coroutine: int):
-        self._coroutine = coroutine
-        self._calls = 0
+    async def ask(*call: Any, **options: Any) -> Replies:
+        pending = PendingCall((coroutine, next(calls)), *call, **options)
+        return await pending if pending.prompts else []
 
-    async def __call__(
-        self,
-        role: str,
-        prompts: Sequence[str],
-        group: int = 1,
-        model: str = "policy",
-        temperature: float | None = None,
-    ) -> list[Reply | None]:
-        self._calls += 1
-        if not prompts:
-            return []
-        number = self._coroutine, self._calls
-        return await PendingCall(number, role, prompts, group, model, temperature)
+    return ask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,19 +116,8 @@ class RolloutWorker:
         self.sampler = text_sampler.sampler
         self._text_sampler, self._others = text_sampler, others or {}
         self._key = np.asarray(jax.random.key_data(key))
-        self._step = 0
-        self._coroutines = 0
-        self._models: Mapping[str, Params] = {}
-        self._between_calls: Callable[[], None] = lambda: None
         self._is_running = False
-        self._session: tuple[str, Session] | None = None
-        self._reset()
-
-    def _reset(self) -> None:
-        """Sets all counts to zero."""
-        self.metrics = Metrics()
-        self.sampled_tokens = self.prefilled_tokens = 0
-        self.waited: defaultdict[str, float] = defaultdict(float)
+        self.start_step(0, {})
 
     def start_step(
         self,
@@ -159,31 +134,25 @@ class RolloutWorker:
           between_calls: function called after each dispatch of sampler calls to the device. It may
             dispatch more work. Its place in the order of calls depends only on the sampled tokens.
         """
-        self._step = step
+        self._step, self._models, self._between_calls = step, models, between_calls
         self._coroutines = 0
-        self._models, self._session = models, None
-        self._between_calls = between_calls
-        self._reset()
+        self._session: tuple[str, Session] | None = None
+        self.metrics = Metrics()
+        self.sampled_tokens = self.prefilled_tokens = 0
+        self.waited: defaultdict[str, float] = defaultdict(float)
 
     def end_step(self) -> None:
         """Releases weights and KV cache: they would only take memory during the update."""
         self._close()
         self._models, self._between_calls = {}, lambda: None
 
-    def __call__(
-        self,
-        role: str,
-        prompts: Sequence[str],
-        group: int = 1,
-        model: str = "policy",
-        temperature: float | None = None,
-    ) -> list[Reply | None]:
+    def __call__(self, *call: Any, **options: Any) -> Replies:
         """Samples and blocks until all replies are there; see base.Models."""
 
-        async def ask_all(ask: Ask, prompts: Sequence[str]) -> list[Reply | None]:
-            return await ask(role, prompts, group, model, temperature)
+        async def ask_all(ask: Ask, _: None) -> Replies:
+            return await ask(*call, **options)
 
-        (replies,) = self.run_all(ask_all, [prompts])
+        (replies,) = self.run_all(ask_all, [None])
         return replies
 
     def run_all(
@@ -229,7 +198,7 @@ class RolloutWorker:
 
         for number, item in enumerate(items):
             self._coroutines += 1
-            coroutines.append(function(_Ask(self._coroutines), item))
+            coroutines.append(function(_make_ask(self._coroutines), item))
             resume(number)
         while model := next((name for name, calls in pending.items() if calls), None):
             for call in self._answer(model, pending[model]):
@@ -280,8 +249,8 @@ class RolloutWorker:
                 continue
             is_verdict = call.role == "verifier"
             cap = config.max_verdict_tokens if is_verdict else config.max_tokens
-            others = {} if call.temperature is None else {"temperature": call.temperature}
-            options = config.options(cap, **others)
+            changes = {} if call.temperature is None else {"temperature": call.temperature}
+            options = config.options(cap, **changes)
             request = SampleRequest(call.prompt_ids[place], call.group, key, options, call.agent)
             tickets[session.submit(request)] = call, place
             call.missing += 1
@@ -314,8 +283,9 @@ class RolloutWorker:
         self.metrics.add_sum(
             "sampler/padded_group_slots", counts.padded_group_slots, counts.group_slot_steps
         )
-        reused, all_tokens = session.reused_tokens, counts.prompt_tokens
-        self.metrics.add_sum("sampler/reused_prompt_tokens", reused, all_tokens)
+        self.metrics.add_sum(
+            "sampler/reused_prompt_tokens", session.reused_tokens, counts.prompt_tokens
+        )
         self.sampled_tokens += counts.tokens
         self.prefilled_tokens += counts.prefilled_tokens
         for agent, seconds in counts.device_wait_seconds.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import Algorithm, AlgorithmContext, Models, Reply
+from spell_jax.algorithms.base import Algorithm, AlgorithmContext, Models, Replies, Reply
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
@@ -30,10 +30,10 @@ class Call:
     """One call of an algorithm to its models."""
 
     role: str
-    prompts: tuple[str, ...]
-    group: int
-    model: str
-    temperature: float | None
+    prompts: Sequence[str]
+    group: int = 1
+    model: str = "policy"
+    temperature: float | None = None
 
 
 class PendingCall:
@@ -41,9 +41,9 @@ class PendingCall:
 
     def __init__(self, call: Call):
         self.call = call
-        self.replies: list[Reply | None] = []
+        self.replies: Replies = []
 
-    def __await__(self) -> Generator[PendingCall, None, list[Reply | None]]:
+    def __await__(self) -> Generator[PendingCall, None, Replies]:
         yield self
         return self.replies
 
@@ -60,16 +60,11 @@ class ScriptedModels:
         self._write = write
         self.calls: list[Call] = []
 
-    def __call__(
-        self,
-        role: str,
-        prompts: Sequence[str],
-        group: int = 1,
-        model: str = "policy",
-        temperature: float | None = None,
-    ) -> list[Reply | None]:
-        self.calls.append(Call(role, tuple(prompts), group, model, temperature))
-        return [self._reply(role, prompt, group, model) for prompt in prompts]
+    def __call__(self, *given: Any, **options: Any) -> Replies:
+        call = Call(*given, **options)
+        call = dataclasses.replace(call, prompts=tuple(call.prompts))
+        self.calls.append(call)
+        return [self._reply(call.role, p, call.group, call.model) for p in call.prompts]
 
     def run_all(self, function: Callable[..., Coroutine], items: Sequence[Any]) -> list[Any]:
         running = {i: function(self._ask, item) for i, item in enumerate(items)}
@@ -94,17 +89,9 @@ class ScriptedModels:
             running = {i: running[i] for i in pending}
         return [results[i] for i in range(len(items))]
 
-    async def _ask(
-        self,
-        role: str,
-        prompts: Sequence[str],
-        group: int = 1,
-        model: str = "policy",
-        temperature: float | None = None,
-    ) -> list[Reply | None]:
-        if not prompts:
-            return []
-        return await PendingCall(Call(role, tuple(prompts), group, model, temperature))
+    async def _ask(self, *given: Any, **options: Any) -> Replies:
+        call = Call(*given, **options)
+        return await PendingCall(call) if call.prompts else []
 
     def _reply(self, role: str, prompt: str, group: int, model: str) -> Reply | None:
         texts = [self._write(role, prompt, sibling, model) for sibling in range(group)]
@@ -260,20 +247,20 @@ class Deck:
         self._at = state["at"]
 
 
+SMALL = {
+    "questions": 6,
+    "max_generations": 1,
+    "group_size": 4,
+    "verifier_group_size": 4,
+    "documents": (2,),
+    "verifier_share": 0.25,
+}
+
+
 def make_algorithm(rows: Sequence[Row], *, cluster: int = 3, cap: int = 10_000, **options) -> Spell:
-    """An algorithm of one round over all rows, with `documents` documents per cluster."""
-    judge = options.pop("judge", None)
-    deck: Any = options.pop("stream", None) or Deck(rows, cluster)
-    defaults = {
-        "questions": 6,
-        "generation_batch": len(rows),
-        "max_generations": 1,
-        "group_size": 4,
-        "verifier_group_size": 4,
-        "documents": (2,),
-        "verifier_share": 0.25,
-    }
-    config = SpellConfig(**(defaults | options))
+    """An algorithm of one round over all rows, with `cluster` documents per cluster."""
+    judge, deck = options.pop("judge", None), Deck(rows, cluster)
+    config = SpellConfig(**(SMALL | {"generation_batch": len(rows)} | options))
     return Spell(config, make_context(deal=lambda _: deck, prompt_cap=cap, judge=judge))
 
 

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 
 import pytest
 
-from spell_jax.algorithms.eapo.evaluation import EvidenceEvaluation
+from spell_jax.algorithms.eapo.evaluation import held_out_evidence
 from spell_jax.algorithms.held_out import HeldOutQuestions
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
-from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.data.clusters import Cluster
 from tests import metric_names
 from tests.algorithms import posing, scripted
 from tests.algorithms.eapo import test_evaluation as structured
 from tests.algorithms.eapo.test_algorithm import one
+from tests.algorithms.rlvr import test_algorithm as rlvr
 from tests.algorithms.scripted import PROMPTS, ScriptedModels, roll_out
 
 
@@ -45,17 +45,14 @@ def of_eapo() -> set[str]:
     ):
         algorithm, _, episode = one(**options)
         measured |= algorithm.metrics([episode]).means().keys()
-    evaluation = EvidenceEvaluation(PROMPTS, structured.QUESTIONS)
+    evaluation = held_out_evidence(PROMPTS, structured.QUESTIONS)
     return in_run(measured, evaluation.quick(ScriptedModels(structured.write))[1])
 
 
 def of_rlvr() -> set[str]:
     """Questions that the first step writes."""
-    rows = scripted.ROWS
-    spell = scripted.make_algorithm(
-        rows, verifier_share=1.0, rule="judge", judge=lambda items: [1] * len(items)
-    )
-    algorithm, script = Rlvr(RlvrConfig(static_questions=len(rows)), spell), scripted.Script(rows)
+    algorithm = rlvr.new_algorithm(rule="judge", judge=lambda items: [1] * len(items))
+    script = scripted.Script(scripted.ROWS)
     evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
     held_out = evaluation.quick(ScriptedModels(structured.write))[1]
     return in_run(

@@ -86,7 +86,7 @@ NO_READERS = {
     *("numbers.same_number", "numbers.number_text", "prompts.load"),
     *("evidence.normalize", "evidence.total_reward"),
     # These read answers by functions that are listed.
-    *("eapo_evaluation.EvidenceEvaluation.full", "eapo_evaluation.EvidenceEvaluation.quick"),
+    "eapo_evaluation.held_out_evidence",
     *("folder_rows.make_rows", "folder_rows.make_questions", "folder_rows.main"),
     *("folder_rows.RowMaker.question", "folder_rows.RowMaker.row"),
     *("memory.QuestionMemory.get", "memory.QuestionMemory.state_dict"),
@@ -167,7 +167,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "evidence.with_answer_phrase": _is_text,
     "evidence.parse_scores": _are_scores,
     "evidence.find_quotes": _are_texts,
-    "eapo_evaluation.judge_answer": lambda numbers: all(map(_is_share, numbers.values())),
+    "eapo_evaluation.measure_answer": lambda numbers: all(map(_is_share, numbers.values())),
     "evidence.searchable": _is_text,
     "evidence.verbatim_share": _is_share,
     "evidence.precision_and_recall": lambda pair: all(map(_is_share, pair)),

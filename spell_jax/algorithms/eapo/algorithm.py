@@ -28,23 +28,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from spell_jax.algorithms.base import (
-    USED,
-    AlgorithmContext,
-    Annotation,
-    Answered,
-    Ask,
-    Key,
-    Models,
-    ask_judge,
-    choose_judge,
-)
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, Key, Models
 from spell_jax.algorithms.eapo import episode as eapo_episode
 from spell_jax.algorithms.eapo.config import REWARD_MODEL, EapoConfig
 from spell_jax.algorithms.eapo.episode import Episode, Scoring
+from spell_jax.algorithms.episode import ask_judge, responder_groups
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import as_clusters
-from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import evidence, rules
@@ -62,7 +52,7 @@ class Eapo:
         self.models: tuple[str, ...] = (REWARD_MODEL,) if has else ()
         self.trained: tuple[str, ...] = (REWARD_MODEL,) if learns else ()
         self._prompts = context.prompts
-        self._judge = choose_judge(config.rule, context)
+        self._judge = context.judge
         clusters, self._questions = as_clusters(context.questions())
         self._stream = context.deal(clusters)
         self._kept: list[Scoring] = []  # since the last refresh, oldest first
@@ -70,9 +60,13 @@ class Eapo:
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
         """Answers, scores and rewards of one step's questions."""
         dealt = self._stream.next(self.config.questions)
-        episodes = [Episode(task, c, self._questions[c.id]) for task, c in dealt]
-        episodes = self.ask_judge(models.run_all(self.rollout_one, episodes))
+        started = [self._start_episode(task, cluster) for task, cluster in dealt]
+        episodes = ask_judge(self._judge, models.run_all(self.rollout_one, started))
         return self.collect([self.reward(e) for e in episodes], step)
+
+    def _start_episode(self, task: str, cluster: Cluster) -> Episode:
+        q = self._questions[cluster.id]
+        return Episode(task, cluster, q.evidence, question=q.question, reference=q.answer)
 
     async def rollout_one(self, ask: Ask, episode: Episode) -> Episode:
         """Parts 1 and 2 of one question."""
@@ -83,20 +77,20 @@ class Eapo:
     async def answer(self, ask: Ask, episode: Episode) -> Episode:
         """Asks for G answers and parses them; a prompt over the cap ends the episode."""
         e = episode
-        text = self._prompts.evidence(e.cluster.documents, e.question.question)
+        text = self._prompts.evidence(e.cluster.documents, e.question)
         (reply,) = await ask("responder", [text], self.config.group_size)
         if reply is None:
-            return e
+            return dataclasses.replace(e, reason="responder_prompt")
         answers = [evidence.parse_answer(text) for text in reply.texts]
-        said = [a and evidence.with_answer_phrase(a.answer, e.task) for a in answers]
-        documents, known = evidence.searchable(e.cluster.documents), e.question.evidence
+        stated = [a and evidence.with_answer_phrase(a.answer, e.task) for a in answers]
+        documents, known = evidence.searchable(e.cluster.documents), e.known_evidence
         return dataclasses.replace(
             e,
             status="accepted",
             response=reply,
             answers=tuple(answers),
-            predictions=tuple(s and rules.extract_answer(s, e.task) for s in said),
-            outcomes=tuple(rules.score(s or "", e.question.answer, e.task) for s in said),
+            predictions=tuple(s and rules.extract_answer(s, e.task) for s in stated),
+            rule=tuple(rules.score(s or "", e.reference, e.task) for s in stated),
             verbatim=tuple(a and evidence.verbatim_share(a.evidence, documents) for a in answers),
             supported=tuple(
                 evidence.precision_and_recall(a.evidence, known) if a and known else None
@@ -112,12 +106,12 @@ class Eapo:
         sets = [answer.evidence for answer in e.answers if answer is not None]
         if not self.models or len(sets) < 2:
             return e
-        text = self._prompts.evidence_scores(e.question.question, sets)
+        text = self._prompts.evidence_scores(e.question, sets)
         temperature = c.scoring_temperature
         for asked in range(1, 2 + c.retries):
             (reply,) = await ask(REWARD_MODEL, [text], 1, REWARD_MODEL, temperature)
             scores = reply and evidence.parse_scores(reply.texts[0], len(sets))
-            e = dataclasses.replace(e, asked=asked, scoring=reply, scores=scores)
+            e = dataclasses.replace(e, asked=asked, scoring=reply, evidence_scores=scores)
             if reply is None or scores is not None:
                 break
             temperature = c.scoring_temperature or RETRY_TEMPERATURE
@@ -125,28 +119,17 @@ class Eapo:
 
     # 3. Rewards.
 
-    def ask_judge(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """(Option) Replaces the rule's outcomes by an external judge's verdicts."""
-        answered = [
-            Answered(e.question.question, e.question.answer, e.predictions, e.outcomes)
-            for e in episodes
-        ]
-        return [
-            dataclasses.replace(e, outcomes=judged.outcomes, judge=judged.verdicts)
-            for e, judged in zip(episodes, ask_judge(self._judge, answered), strict=True)
-        ]
-
     def reward(self, episode: Episode) -> Episode:
         """Evidence rewards relative to the group's, total rewards (Eq. 2), and consistency."""
         e = episode
         well_formed = [answer is not None for answer in e.answers]
-        shares = iter(evidence.normalize(e.scores, sum(well_formed)))
+        shares = iter(evidence.normalize(e.evidence_scores, sum(well_formed)))
         rewards = [next(shares) if formed else None for formed in well_formed]
-        parts, weights = zip(well_formed, rewards, e.outcomes, strict=True), self.config.weights
+        parts, weights = zip(well_formed, rewards, e.rule, strict=True), self.config.weights
         return dataclasses.replace(
             e,
             evidence=tuple(rewards),
-            totals=tuple(evidence.total_reward(f, r or 0.0, o, weights) for f, r, o in parts),
+            scores=tuple(evidence.total_reward(f, r or 0.0, o, weights) for f, r, o in parts),
             consistent=is_consistent(e.scored(), self.config.agreeing_share),
         )
 
@@ -172,16 +155,7 @@ class Eapo:
         self, episodes: Sequence[Episode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
         """The policy's groups of mixed total reward, and a refresh's of the reward model."""
-        groups, annotations = [], []
-        for e in episodes:
-            if e.response is None or not e.mixed:
-                why = "equal_rewards" if e.response else e.status
-                annotations.append(Annotation(used={"responder": why}))
-                continue
-            divide = self.config.divide_by_deviation
-            advantages = group_advantages(e.totals, divide_by_deviation=divide).tolist()
-            groups.append(e.response.group(advantages, "responder"))
-            annotations.append(Annotation({"responder": advantages}, {"responder": USED}))
+        groups, annotations = responder_groups(episodes, self.config.divide_by_deviation)
         return groups + [one.group() for e in episodes for one in e.refresh], annotations
 
     # Metrics, records and state.

@@ -8,8 +8,7 @@ from typing import Any
 
 from spell_jax.algorithms.base import Annotation, Reply
 from spell_jax.algorithms.eapo.config import REWARD_MODEL
-from spell_jax.data.clusters import Cluster
-from spell_jax.data.questions import Question
+from spell_jax.algorithms.episode import QuestionEpisode
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay.evidence import StructuredAnswer
@@ -42,63 +41,43 @@ class Scoring:
 
 
 @dataclasses.dataclass(frozen=True)
-class Episode:
-    """One question and its answers. Each part of the rollout returns a new episode.
+class Episode(QuestionEpisode):
+    """One question and its answers; the status is "accepted" or "overlong".
 
     Attributes:
-      task: task of the question.
-      cluster: its documents.
-      question: the question.
-      status: "accepted", or "overlong" if the policy's prompt is over the cap.
-      response: the policy's reply, G answers.
+      known_evidence: supporting sentences of the question, if they are known.
       answers: parsed answers [G]; None for a bad format, as in the lists below.
-      predictions: extracted answers [G]; None also if the answer's section states none.
-      outcomes: scores of the answers [G], 1.0 (right) or 0.0, by the rule or the external judge.
-      judge: the external judge's verdicts on the predictions that are not None (negative: no
-        verdict); empty without a judge.
       verbatim: share of an answer's quotes that are in the documents [G].
-      supported: (precision, recall) of an answer's quotes [G], if the question has its evidence.
+      supported: (precision, recall) of an answer's quotes [G], if the evidence is known.
       asked: number of calls to the reward model.
       scoring: the reward model's last reply; None if it was not asked or its prompt was over the
         cap.
-      scores: its scores of the well-formed answers; None if it was not asked or failed.
+      evidence_scores: its scores of the well-formed answers; None if it was not asked or failed.
       evidence: evidence rewards [G].
-      totals: total rewards [G], 0.0 for a bad format.
       consistent: whether the outcomes confirm the scoring, so that a co-evolving reward model may
         be trained on it.
       refresh: kept scorings that the reward model is trained on in this step. In a step with a
         refresh, the last episode holds all of them; in all other episodes it is empty.
     """
 
-    task: str
-    cluster: Cluster
-    question: Question
-    status: str = "overlong"
-    response: Reply | None = None
+    known_evidence: tuple[str, ...] = ()
     answers: tuple[StructuredAnswer | None, ...] = ()
-    predictions: tuple[str | None, ...] = ()
-    outcomes: tuple[float, ...] = ()
-    judge: tuple[int, ...] = ()
     verbatim: tuple[float | None, ...] = ()
     supported: tuple[tuple[float, float] | None, ...] = ()
     asked: int = 0
     scoring: Reply | None = None
-    scores: tuple[int, ...] | None = None
+    evidence_scores: tuple[int, ...] | None = None
     evidence: tuple[float | None, ...] = ()
-    totals: tuple[float, ...] = ()
     consistent: bool = False
     refresh: tuple[Scoring, ...] = ()
 
-    @property
-    def mixed(self) -> bool:
-        """Whether the rewards of the answers differ, so that advantages are not all zero."""
-        return len(set(self.totals)) > 1
-
     def scored(self) -> list[tuple[int, float]]:
         """(score, outcome) of each well-formed answer; empty if there are no scores."""
-        pairs = zip(self.answers, self.outcomes, strict=True)
+        if self.evidence_scores is None:
+            return []
+        pairs = zip(self.answers, self.rule, strict=True)
         outcomes = [outcome for answer, outcome in pairs if answer is not None]
-        return [] if self.scores is None else list(zip(self.scores, outcomes, strict=True))
+        return list(zip(self.evidence_scores, outcomes, strict=True))
 
     def ordered(self) -> list[float]:
         """Agreement of the scores with the F1 of the evidence, for each pair whose F1 differs.
@@ -107,36 +86,35 @@ class Episode:
           1.0 if the scores have the same order, 0.0 if the opposite one, 0.5 if they are equal.
         """
         found = [2 * p * r / ((p + r) or 1.0) for p, r in filter(None, self.supported)]
-        if self.scores is None or len(found) != len(self.scores):
+        if self.evidence_scores is None or len(found) != len(self.evidence_scores):
             return []
-        pairs = itertools.combinations(zip(found, self.scores, strict=True), 2)
+        pairs = itertools.combinations(zip(found, self.evidence_scores, strict=True), 2)
         return [0.5 if a == b else float((f > g) == (a > b)) for (f, a), (g, b) in pairs if f != g]
 
 
 def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
     """An episode as a line of the run's files.
 
-    "scores" are the total rewards, as the report's page reads them. "judge" has None for answers
-    that the judge was not asked about. In "prompt", {documents[i]} stands for a text of the
-    cluster.
+    "judge" has None for answers that the judge was not asked about. In "prompt", {documents[i]}
+    stands for a text of the cluster.
     """
-    verdicts, scores = iter(e.judge), iter(e.scores or ())
+    verdicts, scores = iter(e.judge), iter(e.evidence_scores or ())
     texts = [f"{{documents[{i}]}}" for i in range(len(e.cluster.documents))]
     return {
         "task": e.task,
         "cluster": e.cluster.id,
         "shown": list(range(len(texts))),
-        "prompt": prompts.evidence(texts, e.question.question),
+        "prompt": prompts.evidence(texts, e.question),
         "status": e.status,
-        "reason": "" if e.response else "responder_prompt",
-        "question": e.question.question,
-        "reference": e.question.answer,
+        "reason": e.reason,
+        "question": e.question,
+        "reference": e.reference,
         "answers": list(e.response.texts) if e.response else [],
         "predictions": list(e.predictions),
-        "rule": list(e.outcomes),
+        "rule": list(e.rule),
         "judge": [p if p is None else next(verdicts) for p in e.predictions] if e.judge else [],
         "votes": [[] for _ in e.answers],
-        "scores": list(e.totals),
+        "scores": list(e.scores),
         "advantages": dict(annotation.advantages),
         "used": dict(annotation.used),
         "measures": {
@@ -147,7 +125,7 @@ def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, An
             "evidence_precision": [found and found[0] for found in e.supported],
             "evidence_recall": [found and found[1] for found in e.supported],
         },
-        "evidence_scores": None if e.scores is None else list(e.scores),
+        "evidence_scores": None if e.evidence_scores is None else list(e.evidence_scores),
         "scoring": e.scoring.texts[0] if e.scoring else None,
         "consistent": e.consistent,
     }
@@ -159,8 +137,8 @@ def count(metrics: Metrics, e: Episode, suffix: str) -> None:
     if e.response is None:
         return
     metrics.add(f"mixed{suffix}", e.mixed)
-    metrics.add(f"solve_rate{suffix}", sum(e.outcomes) / len(e.outcomes))
-    for answer, outcome, total in zip(e.answers, e.outcomes, e.totals, strict=True):
+    metrics.add(f"solve_rate{suffix}", sum(e.rule) / len(e.rule))
+    for answer, outcome, total in zip(e.answers, e.rule, e.scores, strict=True):
         metrics.add(f"well_formed{suffix}", answer is not None)
         metrics.add(f"outcome_reward{suffix}", outcome)
         metrics.add(f"total_reward{suffix}", total)
@@ -178,7 +156,7 @@ def count(metrics: Metrics, e: Episode, suffix: str) -> None:
         failed = sum(verdict < 0 for verdict in e.judge)
         metrics.add_sum(f"judge_failed{suffix}", failed, len(e.judge))
     if e.asked:
-        metrics.add(f"scoring_failed{suffix}", e.scores is None)
+        metrics.add(f"scoring_failed{suffix}", e.evidence_scores is None)
         metrics.add(f"scoring_retried{suffix}", e.asked > 1)
         metrics.add(f"scoring_consistent{suffix}", e.consistent)
     for score, outcome in e.scored():

@@ -14,17 +14,15 @@ equations of "Document Reconstruction Unlocks Scalable Long-Context RLVR", as ar
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from spell_jax.algorithms.base import (
-    USED,
     AlgorithmConfig,
     AlgorithmContext,
     Annotation,
@@ -33,21 +31,21 @@ from spell_jax.algorithms.base import (
     Reply,
     RolloutBudget,
 )
+from spell_jax.algorithms.episode import QuestionEpisode, responder_groups
 from spell_jax.data import clusters
 from spell_jax.data.clusters import Cluster
-from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import puzzles
-from spell_jax.selfplay.puzzles import FEWEST_OPTIONS, MOST_OPTIONS, Order, PromptedPuzzle
+from spell_jax.selfplay.puzzles import FEWEST_OPTIONS, MOST_OPTIONS, OVERLONG, Order, PromptedPuzzle
 
 NO_PUZZLE = "no_puzzle"  # status of an episode whose document yields no puzzle
 REWARDS = {"dense": puzzles.dense_reward, "sparse": puzzles.sparse_reward}
 ROUNDS = 4  # most rounds of taking documents, where some yield no puzzle
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ReconstructionConfig(AlgorithmConfig):
     """Fields of config.algorithm for document reconstruction. The defaults are the paper's.
 
@@ -122,38 +120,21 @@ class ReconstructionConfig(AlgorithmConfig):
         ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Episode:
-    """A puzzle and its answers.
+@dataclass(frozen=True)
+class Episode(QuestionEpisode):
+    """A puzzle and its answers; the documents of the cluster are joined one after the other.
+
+    Statuses are "accepted", "overlong" (a prompt over the cap) and "no_puzzle" (posed.reason).
 
     Attributes:
-      cluster: documents, joined one after the other.
       options: K.
       posed: the puzzle, or why there is none.
-      reply: the policy's reply, G answers.
       orders: orders of the options that the answers state [G].
-      scores: rewards of the answers [G].
     """
 
-    cluster: Cluster
     options: int
     posed: PromptedPuzzle
-    reply: Reply | None = None
     orders: tuple[Order, ...] = ()
-    scores: tuple[float, ...] = ()
-
-    @property
-    def status(self) -> str:
-        """One of "accepted", "overlong" (a prompt over the cap), "no_puzzle" (posed.reason)."""
-        if self.scores:
-            return "accepted"
-        fits = self.posed.puzzle is None and self.posed.reason != puzzles.OVERLONG
-        return NO_PUZZLE if fits else puzzles.OVERLONG
-
-    @property
-    def mixed(self) -> bool:
-        """Whether the rewards of the answers differ, so that advantages are not all zero."""
-        return len(set(self.scores)) > 1
 
 
 def pose(
@@ -164,16 +145,15 @@ def pose(
     context: AlgorithmContext,
 ) -> PromptedPuzzle:
     """Makes a puzzle of K options from a cluster's documents, or says why there is none."""
-    make = functools.partial(
-        puzzles.make_puzzle,
-        rng,
-        options=options,
-        min_paragraph=config.min_paragraph,
-        max_paragraph=config.max_paragraph,
+
+    def make(text: str) -> tuple[puzzles.Puzzle | None, str]:
+        least, most = config.min_paragraph, config.max_paragraph
+        return puzzles.make_puzzle(rng, text, options, least, most)
+
+    text, ask = "\n\n".join(cluster.documents), context.prompts.reconstruction
+    return puzzles.make_prompted_puzzle(
+        make, ask, rng, text, context.count_tokens, context.prompt_cap
     )
-    text = "\n\n".join(cluster.documents)
-    ask, count = context.prompts.reconstruction, context.count_tokens
-    return puzzles.make_prompted_puzzle(make, ask, rng, text, count, context.prompt_cap)
 
 
 class Reconstruction:
@@ -185,11 +165,10 @@ class Reconstruction:
     def __init__(self, config: ReconstructionConfig, context: AlgorithmContext):
         self.config = config
         self._context = context
-        self.stream = context.deal(
-            clusters.select(
-                context.clusters(), config.selection, config.most_documents, context.seed
-            )
+        source = clusters.select(
+            context.clusters(), config.selection, config.most_documents, context.seed
         )
+        self.stream = context.deal(source)
 
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
         """A step's puzzles with answers and rewards."""
@@ -210,10 +189,23 @@ class Reconstruction:
             for _, cluster in self.stream.next(wanted - posed) if posed < wanted else ():
                 rng = np.random.default_rng([*key, len(episodes)])
                 options = self._options(rng, (step - 1) * wanted + posed)
-                found = pose(rng, cluster, options, self.config, self._context)
-                episodes.append(Episode(cluster, options, found))
-                posed += found.puzzle is not None
+                episodes.append(self._pose(rng, cluster, options))
+                posed += episodes[-1].posed.puzzle is not None
         return episodes
+
+    def _pose(self, rng: np.random.Generator, cluster: Cluster, options: int) -> Episode:
+        posed = pose(rng, cluster, options, self.config, self._context)
+        is_overlong = posed.puzzle or posed.reason == OVERLONG  # unless the puzzle is answered
+        return Episode(
+            "reconstruction",
+            cluster,
+            options,
+            posed,
+            status=OVERLONG if is_overlong else NO_PUZZLE,
+            reason=posed.reason,
+            question=f"order of {options} paragraphs",
+            reference=", ".join(posed.truth),
+        )
 
     def _options(self, rng: np.random.Generator, number: int) -> int:
         """K of the run's puzzle `number`, from 0."""
@@ -227,29 +219,28 @@ class Reconstruction:
         reward, truth = REWARDS[self.config.reward], episode.posed.truth
         orders = tuple(puzzles.parse_order(text, episode.options) for text in reply.texts)
         scores = tuple(reward(order, truth) for order in orders)
-        return dataclasses.replace(episode, reply=reply, orders=orders, scores=scores)
+        return replace(
+            episode,
+            status="accepted",
+            response=reply,
+            orders=orders,
+            predictions=tuple(", ".join(order.letters) or None for order in orders),
+            rule=scores,
+            scores=scores,
+        )
 
     def groups(
         self, episodes: Sequence[Episode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
         """The groups whose rewards differ (with keep_equal, all groups)."""
-        groups, annotations = [], []
-        for e in episodes:
-            if e.reply is None or not (e.mixed or self.config.keep_equal):
-                why = "equal_rewards" if e.scores else e.status
-                annotations.append(Annotation(used={"responder": why}))
-                continue
-            divide = self.config.divide_by_deviation
-            advantages = group_advantages(e.scores, divide_by_deviation=divide).tolist()
-            groups.append(e.reply.group(advantages, "responder"))
-            annotations.append(Annotation({"responder": advantages}, {"responder": USED}))
-        return groups, annotations
+        c = self.config
+        return responder_groups(episodes, c.divide_by_deviation, c.keep_equal)
 
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:
         """Shares of statuses, and rewards with those of a guess, over all puzzles and by K."""
         metrics = Metrics()
         for e in episodes:
-            for status in ("accepted", NO_PUZZLE, puzzles.OVERLONG):
+            for status in ("accepted", NO_PUZZLE, OVERLONG):
                 metrics.add(status, e.status == status)
             metrics.add("cut_documents", e.posed.cut, e.posed.puzzle is not None)
             if e.scores:
@@ -258,7 +249,7 @@ class Reconstruction:
                 metrics.add("fully_solved", min(e.scores) >= 1)
                 for suffix in ("", f"/{e.options}"):
                     _count(metrics, e, suffix)
-        for reason, count in Counter(e.posed.reason for e in episodes if e.posed.reason).items():
+        for reason, count in Counter(e.reason for e in episodes if e.reason).items():
             metrics.add_sum(f"reason/{reason}", count, len(episodes))
         metrics.add("stream_repeats", self.stream.repeats)
         return metrics
@@ -271,19 +262,19 @@ class Reconstruction:
         e, puzzle = episode, episode.posed.puzzle
         ask = self._context.prompts.reconstruction
         return {
-            "task": "reconstruction",
+            "task": e.task,
             "cluster": e.cluster.id,
             "status": e.status,
-            "reason": e.posed.reason,
+            "reason": e.reason,
             "options": e.options,
             "window": list(e.posed.window),
             "prompt": ask("{document}", puzzle.options) if puzzle else "",
-            "question": f"order of {e.options} paragraphs",
-            "reference": ", ".join(puzzle.truth) if puzzle else "",
+            "question": e.question,
+            "reference": e.reference,
             "spans": [list(span) for span in puzzle.spans] if puzzle else [],
-            "answers": list(e.reply.texts) if e.reply else [],
-            "predictions": [", ".join(order.letters) or None for order in e.orders],
-            "rule": list(e.scores),
+            "answers": list(e.response.texts) if e.response else [],
+            "predictions": list(e.predictions),
+            "rule": list(e.rule),
             "scores": list(e.scores),
             "advantages": dict(annotation.advantages),
             "used": dict(annotation.used),
@@ -302,7 +293,7 @@ class Reconstruction:
 
 def _count(metrics: Metrics, e: Episode, suffix: str) -> None:
     """Adds the answers to a puzzle to the metrics; names end in `suffix`."""
-    metrics.add(f"solve_rate{suffix}", sum(e.scores) / len(e.scores))
+    metrics.add(f"solve_rate{suffix}", e.mean_score)
     metrics.add(f"mixed{suffix}", e.mixed)
     for order in e.orders:
         metrics.add(f"permutation{suffix}", order.is_permutation)

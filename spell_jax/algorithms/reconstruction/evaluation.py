@@ -7,13 +7,13 @@ rewards of a random guess.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Models
 from spell_jax.algorithms.held_out import Report, share
-from spell_jax.algorithms.reconstruction.algorithm import ReconstructionConfig, pose
+from spell_jax.algorithms.reconstruction.algorithm import REWARDS, ReconstructionConfig, pose
 from spell_jax.selfplay import puzzles
 from spell_jax.selfplay.puzzles import PromptedPuzzle
 
@@ -31,22 +31,19 @@ class PuzzleEvaluation:
 
     def __init__(self, config: ReconstructionConfig, context: AlgorithmContext):
         self._config, self._context = config, context
-        self._made: dict[tuple[int, int], tuple[PromptedPuzzle, ...]] = {}
+        self._puzzles = functools.cache(self.make)
 
     def full(self, models: Models) -> Report:
         """Mean of each measure by K and over all puzzles, and the mean rewards of a guess."""
         outcomes = self._outcomes(models, self._config.evaluation_puzzles)
         table = {
-            name: {
-                column: share([rewards[place] for rewards in some])
-                for column, some in outcomes.items()
-            }
-            for place, name in enumerate(MEASURES)
+            name: {column: share(measures[name]) for column, measures in outcomes.items()}
+            for name in MEASURES
         }
         for place, name in enumerate(MEASURES[1:]):
-            guesses = {str(k): puzzles.chance(k)[place] for k in sorted(self._config.options)}
-            over_all = [guess for k, guess in guesses.items() for _ in outcomes.get(k, ())]
-            columns = {k: (guess, 0.0) for k, guess in guesses.items() if k in outcomes}
+            guesses = {k: puzzles.chance(int(k))[place] for k in outcomes if k != "all"}
+            over_all = [guess for k, guess in guesses.items() for _ in outcomes[k][name]]
+            columns = {k: (guess, 0.0) for k, guess in guesses.items()}
             table[f"{name} of a guess"] = columns | {"all": (sum(over_all) / len(over_all), 0.0)}
         return {"reconstruction, by number of options": table}
 
@@ -54,35 +51,29 @@ class PuzzleEvaluation:
         """(mean dense reward; all measures by name and K)."""
         outcomes = self._outcomes(models, self._config.validation_puzzles)
         numbers = {
-            f"{name.replace(' ', '_')}" + ("" if column == "all" else f"/{column}"): share(
-                [rewards[place] for rewards in some]
-            )[0]
-            for place, name in enumerate(MEASURES)
-            for column, some in outcomes.items()
+            name.replace(" ", "_") + ("" if column == "all" else f"/{column}"): share(values[name])[
+                0
+            ]
+            for name in MEASURES
+            for column, values in outcomes.items()
         }
         return numbers["dense_reward"], numbers
 
-    def _outcomes(self, models: Models, count: int) -> dict[str, list[Sequence[float]]]:
-        """MEASURES of each answer, by K and under "all"."""
-        asked = [
-            (k, posed) for k in sorted(self._config.options) for posed in self._puzzles(k, count)
-        ]
-        if not asked:
+    def _outcomes(self, models: Models, count: int) -> dict[str, dict[str, list[float]]]:
+        """Value of each of MEASURES for each answer, by K and under "all"."""
+        posed = [(k, p) for k in sorted(self._config.options) for p in self._puzzles(k, count)]
+        if not posed:
             raise ValueError("held-out documents: none gives a puzzle; see algorithm.min_paragraph")
-        replies = models("responder", [posed.prompt for _, posed in asked], temperature=0.0)
-        outcomes: dict[str, list[Sequence[float]]] = {"all": []}
-        for (k, posed), reply in zip(asked, replies, strict=True):
+        replies = models("responder", [p.prompt for _, p in posed], temperature=0.0)
+        outcomes = {str(k): {name: [] for name in MEASURES} for k in ("all", *dict(posed))}
+        for (k, p), reply in zip(posed, replies, strict=True):
             order = puzzles.parse_order("" if reply is None else reply.texts[0], k)
-            dense = puzzles.dense_reward(order, posed.truth)
-            rewards = float(order.is_permutation), dense, puzzles.sparse_reward(order, posed.truth)
-            outcomes["all"].append(rewards)
-            outcomes.setdefault(str(k), []).append(rewards)
+            dense, sparse = (f(order, p.truth) for f in REWARDS.values())
+            measured = float(order.is_permutation), dense, sparse
+            for name, value in zip(MEASURES, measured, strict=True):
+                outcomes["all"][name].append(value)
+                outcomes[str(k)][name].append(value)
         return outcomes
-
-    def _puzzles(self, options: int, count: int) -> tuple[PromptedPuzzle, ...]:
-        if (options, count) not in self._made:
-            self._made[options, count] = self.make(options, count)
-        return self._made[options, count]
 
     def make(self, options: int, count: int) -> tuple[PromptedPuzzle, ...]:
         """Makes at most `count` puzzles of K options, the same ones every time."""

@@ -11,7 +11,7 @@ One question goes through these parts, each a method below, in this order:
 5. verify    The verifier compares each answer with the reference, G_v times; the majority decides.
 6. reward    Responder: max(rule, majority). Verifier: agreement with the majority. Questioner: a
              Gaussian of the share of solved answers around one half.
-7. select    Groups that are trained on, with their advantages: one GRPO update for all roles.
+7. groups    Groups that are trained on, with their advantages: one GRPO update for all roles.
 
 Parts 1 to 5 are coroutines that run concurrently for all questions of a round. A question goes on
 to its next part as soon as its own samples are there. Rounds of parts 1 to 6 are repeated until
@@ -21,27 +21,18 @@ enough questions have answers of mixed reward. Numbers in parentheses are equati
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import (
-    AlgorithmContext,
-    Annotation,
-    Answered,
-    Ask,
-    Key,
-    Models,
-    Reply,
-    ask_judge,
-    choose_judge,
-)
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, Key, Models, Reply
+from spell_jax.algorithms.episode import ask_judge
 from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.algorithms.spell.episode import Episode, TrainedReply, documents_of
+from spell_jax.algorithms.spell.episode import Advantages, Episode, documents_of
 from spell_jax.data.clusters import LETTERS, Cluster
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from spell_jax.learner.packing import TrainGroup
@@ -64,7 +55,7 @@ class Spell:
         self.models = ("reference_reader",) if config.reference_source == "frozen_reader" else ()
         self._count = context.count_tokens
         self._cap = context.prompt_cap
-        self._judge = choose_judge(config.rule, context)
+        self._judge = context.judge
 
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
         """Rounds of self-play until enough questions have mixed rewards, or the cap is reached."""
@@ -72,7 +63,7 @@ class Spell:
         episodes: list[Episode] = []
         for _ in range(self.config.max_generations):
             batch = models.run_all(self.rollout_one, self.start_episodes(rng))
-            episodes += self.reward(self.ask_judge(batch), rng)
+            episodes += [self.reward(e, rng) for e in ask_judge(self._judge, batch)]
             if sum(e.mixed for e in episodes) >= self.config.questions:
                 break
         self.remember(episodes)
@@ -133,14 +124,14 @@ class Spell:
         c = self.config
         (reply,) = await ask("questioner", [episode.questioner_prompt])
         if reply is None:
-            return dataclasses.replace(episode, status="overlong", reason="questioner_prompt")
+            return replace(episode, status="overlong", reason="questioner_prompt")
         parsed = parsing.parse_question(
             reply.texts[0], episode.task, self._count, c.max_answer_tokens, c.distinct_options
         )
-        declined = parsed.status == "declined" and parsed.reason != parsing.NOTHING_TO_ASK
         is_bad = parsed.status == "bad_format"
+        declined = parsed.status == "declined" and parsed.reason != parsing.NOTHING_TO_ASK
         is_punished = (is_bad and c.format_penalty) or (declined and c.decline_penalty)
-        return dataclasses.replace(
+        return replace(
             episode,
             proposal=reply,
             status=parsed.status,
@@ -155,52 +146,51 @@ class Spell:
 
     async def filter(self, ask: Ask, episode: Episode) -> Episode:
         """Rejects an accepted question that is answered right without documents."""
-        if episode.status != "accepted" or not self.config.grounding_samples:
-            return episode
-        text = self.prompts.responder(episode.task, (), episode.question)
-        (reply,) = await ask("responder", [text], self.config.grounding_samples)
+        e, samples = episode, self.config.grounding_samples
+        if e.status != "accepted" or not samples:
+            return e
+        (reply,) = await ask("responder", [self.prompts.responder(e.task, (), e.question)], samples)
         texts = () if reply is None else reply.texts
-        blind = tuple(rules.extract_answer(text, episode.task) for text in texts)
-        episode = dataclasses.replace(episode, blind=blind)
-        right = [rules.score(text, episode.reference, episode.task) for text in texts]
-        if sum(right) >= self.config.grounding_threshold:
-            return _reject(episode, "known_without_documents")
-        return episode
+        e = replace(e, blind=tuple(rules.extract_answer(text, e.task) for text in texts))
+        right = sum(rules.score(text, e.reference, e.task) for text in texts)
+        if right >= self.config.grounding_threshold:
+            return _reject(e, "known_without_documents")
+        return e
 
     # 3. (Option) A frozen copy of the first policy states the reference.
 
     async def read_reference(self, ask: Ask, episode: Episode) -> Episode:
         """Replaces the reference by the frozen reader's answer, or rejects the question."""
-        if episode.status != "accepted" or self.config.reference_source != "frozen_reader":
-            return episode
-        documents = [episode.cluster.documents[i] for i in episode.shown]
-        text = self.prompts.responder(episode.task, documents, episode.question)
-        samples = self.config.reader_samples
+        e, samples = episode, self.config.reader_samples
+        if e.status != "accepted" or self.config.reference_source != "frozen_reader":
+            return e
+        documents = [e.cluster.documents[i] for i in e.shown]
+        text = self.prompts.responder(e.task, documents, e.question)
         (reply,) = await ask("responder", [text], samples, model="reference_reader")
         if reply is None:
-            return dataclasses.replace(episode, status="overlong", reason="reader_prompt")
-        found = [rules.extract_answer(text, episode.task) for text in reply.texts]
-        answer, count = most_frequent(found, episode.task)
+            return replace(e, status="overlong", reason="reader_prompt")
+        answers = [rules.extract_answer(text, e.task) for text in reply.texts]
+        answer, count = most_frequent(answers, e.task)
         if answer is None or count < 2 or 2 * count <= samples:
-            return _reject(episode, "reader_disagrees")
-        episode = dataclasses.replace(episode, reference=answer)
-        same = [b is not None and rules.same_answer(answer, b, episode.task) for b in episode.blind]
-        if sum(same) >= self.config.grounding_threshold:
-            return _reject(episode, "known_without_documents")
-        return episode
+            return _reject(e, "reader_disagrees")
+        same = sum(b is not None and rules.same_answer(answer, b, e.task) for b in e.blind)
+        e = replace(e, reference=answer)
+        if same >= self.config.grounding_threshold:
+            return _reject(e, "known_without_documents")
+        return e
 
     # 4. The responder answers from all documents.
 
     async def answer(self, ask: Ask, episode: Episode) -> Episode:
         """Asks for G answers to an accepted question; a prompt over the cap ends the episode."""
-        if episode.status != "accepted":
-            return episode
         e = episode
+        if e.status != "accepted":
+            return e
         text = self.prompts.responder(e.task, e.cluster.documents, e.question)
         (reply,) = await ask("responder", [text], self.config.group_size)
         if reply is None:
-            return dataclasses.replace(e, status="overlong", reason="responder_prompt")
-        return dataclasses.replace(
+            return replace(e, status="overlong", reason="responder_prompt")
+        return replace(
             e,
             response=reply,
             predictions=tuple(rules.extract_answer(text, e.task) for text in reply.texts),
@@ -220,37 +210,25 @@ class Spell:
             texts = [self.prompts.verifier(e.question, p, e.reference) for _, p in stated]
             replies = await ask("verifier", texts, self.config.verifier_group_size)
             for (i, _), reply in zip(stated, replies, strict=True):
-                if reply is None:
-                    unjudged += 1
-                else:
-                    judged[i] = reply
-                    votes[i] = tuple(parsing.parse_verdict(text) for text in reply.texts)
-        return dataclasses.replace(e, judged=tuple(judged), votes=tuple(votes), unjudged=unjudged)
-
-    def ask_judge(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """(Option) Replaces the rule's scores by an external judge's verdicts."""
-        answered = [Answered(e.question, e.reference, e.predictions, e.rule) for e in episodes]
-        return [
-            dataclasses.replace(e, rule=judged.outcomes, judge=judged.verdicts)
-            for e, judged in zip(episodes, ask_judge(self._judge, answered), strict=True)
-        ]
+                judged[i] = reply
+                votes[i] = tuple(map(parsing.parse_verdict, reply.texts if reply else ()))
+            unjudged = replies.count(None)
+        return replace(e, judged=tuple(judged), votes=tuple(votes), unjudged=unjudged)
 
     # 6. Rewards.
 
-    def reward(self, episodes: Sequence[Episode], rng: np.random.Generator) -> list[Episode]:
+    def reward(self, episode: Episode, rng: np.random.Generator) -> Episode:
         """Rewards of the answers (6), and from their mean the questioner's (7)."""
-        return [e if e.response is None else self._reward(e, rng) for e in episodes]
-
-    def _reward(self, episode: Episode, rng: np.random.Generator) -> Episode:
+        if episode.response is None:
+            return episode
         scores = tuple(
             self._responder_reward(rule, rewards.majority(votes), rng)
             for rule, votes in zip(episode.rule, episode.votes, strict=True)
         )
-        c, e = self.config, dataclasses.replace(episode, scores=scores, reward=0.0)
+        c, e = self.config, replace(episode, scores=scores, reward=0.0)
         if not e.mixed:
             return e
-        reward = rewards.questioner_reward(e.mean_score, c.mapping, c.mu, c.sigma)
-        return dataclasses.replace(e, reward=reward)
+        return replace(e, reward=rewards.questioner_reward(e.mean_score, c.mapping, c.mu, c.sigma))
 
     def _responder_reward(self, rule: float, vote: int, rng: np.random.Generator) -> float:
         how = self.config.responder_reward
@@ -278,89 +256,78 @@ class Spell:
                 entry = Entry(read, e.question, e.reference)
                 self.memory.push(e.task, e.cluster.id, entry, e.mean_score)
 
-    # 7. What is trained on.
+    # 7. Groups that are trained on.
 
     def groups(
         self, episodes: Sequence[Episode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
         """Training groups of all three roles with their advantages (8, 9)."""
-        answered = [i for i, e in enumerate(episodes) if e.response is not None]
-        scores = [episodes[i].scores for i in answered]
+        answered = [n for n, e in enumerate(episodes) if e.response is not None]
+        scores = [episodes[n].scores for n in answered]
         kept, surplus = selection.split_groups(scores, self.config.questions)
         good = [answered[i] for i in (kept + surplus if self.config.keep_surplus else kept)]
-        trained = [
-            *self._responder_replies(episodes, good),
-            *self._questioner_replies(episodes, good, key),
-            *self._verifier_replies(episodes, good, key),
+        advantages: Advantages = {
+            (n, "responder", 0): self._group_advantages(episodes[n].scores) for n in good
+        }
+        # Generators of their own: a switch of one role does not change the samples of another.
+        if self.config.train_questioner:
+            rng = np.random.default_rng([*key, 1])
+            advantages |= self._questioner_advantages(episodes, good, rng)
+        if self.config.train_verifier:
+            rng = np.random.default_rng([*key, 2])
+            advantages |= self._verifier_advantages(episodes, len(good), rng)
+        groups = [
+            episodes[n].reply(role, i).group(some, role)
+            for (n, role, i), some in advantages.items()
         ]
-        groups = [one.reply.group(one.advantages, one.role) for one in trained]
-        return groups, spell_episode.annotate(episodes, trained, self.config)
+        return groups, spell_episode.annotate(episodes, advantages, self.config)
 
-    def _responder_replies(
-        self, episodes: Sequence[Episode], good: Sequence[int]
-    ) -> list[TrainedReply]:
-        """The answers to the kept questions."""
-        pairs = [(i, episodes[i].response) for i in good]
-        return [
-            TrainedReply(i, "responder", reply, self._group_advantages(episodes[i].scores))
-            for i, reply in pairs
-            if reply is not None
-        ]
-
-    def _questioner_replies(
-        self, episodes: Sequence[Episode], good: Sequence[int], key: Key
-    ) -> list[TrainedReply]:
-        """The kept questions and as many bad ones (reward 0 or below), normalized per task."""
-        if not self.config.train_questioner:
-            return []
-        pool = [
-            i
-            for i, e in enumerate(episodes)
+    def _questioner_advantages(
+        self, episodes: Sequence[Episode], good: Sequence[int], rng: np.random.Generator
+    ) -> Advantages:
+        """The kept questions and as many bad ones (reward 0 or below), normalized per task (9)."""
+        bad = [
+            n
+            for n, e in enumerate(episodes)
             if e.reward is not None and e.reward <= 0 and not e.mixed
         ]
         tasks = [e.task for e in episodes]
-        # A generator of its own: a switch of one role does not change the samples of another.
-        rng = np.random.default_rng([*key, 1])
         chosen = selection.questioner_negatives(
-            [tasks[i] for i in good], [tasks[i] for i in pool], self.config.negatives, rng
+            [tasks[n] for n in good], [tasks[n] for n in bad], self.config.negatives, rng
         )
-        both = [*good, *(pool[i] for i in chosen)]
+        rows = [*good, *(bad[i] for i in chosen)]
         advantages = questioner_advantages(
-            [episodes[i].reward or 0.0 for i in both], [tasks[i] for i in both]
+            [episodes[n].reward or 0.0 for n in rows], [tasks[n] for n in rows]
         )
-        pairs = [(i, episodes[i].proposal) for i in both]
-        return [
-            TrainedReply(i, "questioner", reply, [advantage])
-            for (i, reply), advantage in zip(pairs, advantages.tolist(), strict=True)
-            if reply is not None
-        ]
+        return {
+            (n, "questioner", 0): [advantage]
+            for n, advantage in zip(rows, advantages.tolist(), strict=True)
+            if episodes[n].proposal is not None
+        }
 
-    def _verifier_replies(
-        self, episodes: Sequence[Episode], good: Sequence[int], key: Key
-    ) -> list[TrainedReply]:
-        """A sample of the judged answers on which votes differ, of all answered questions."""
+    def _verifier_advantages(
+        self, episodes: Sequence[Episode], good: int, rng: np.random.Generator
+    ) -> Advantages:
+        """A sample of the judged answers on which votes differ, of all answered questions (8)."""
         c = self.config
-        if not c.train_verifier:
-            return []
         eligible = [
-            (n, i, reply)
+            (n, i, e.votes[i])
             for n, e in enumerate(episodes)
             for i, reply in enumerate(e.judged)
             if reply is not None and spell_episode.is_eligible_verdict(e, i, c)
         ]
         chosen = selection.verifier_groups(
-            [rewards.majority(episodes[n].votes[i]) for n, i, _ in eligible],
-            len(good) * c.group_size,
+            [rewards.majority(votes) for _, _, votes in eligible],
+            good * c.group_size,
             c.verifier_group_size,
             c.verifier_share,
-            np.random.default_rng([*key, 2]),
+            rng,
             balance=c.balance_verdicts,
         )
-        found = []
-        for n, i, reply in (eligible[at] for at in chosen):
-            advantages = self._group_advantages(self._verifier_rewards(episodes[n].votes[i]))
-            found.append(TrainedReply(n, "verifier", reply, advantages, i))
-        return found
+        return {
+            (n, "verifier", i): self._group_advantages(self._verifier_rewards(votes))
+            for n, i, votes in (eligible[at] for at in chosen)
+        }
 
     def _group_advantages(self, scores: Sequence[float]) -> list[float]:
         """Group-normalized advantages of one responder or verifier group (8)."""
@@ -375,8 +342,8 @@ class Spell:
         for e in episodes:
             for suffix in ("", f"/{e.task}"):
                 spell_episode.count(metrics, e, suffix)
-                for vote_rewards in map(self._verifier_rewards, e.votes):
-                    for reward in vote_rewards:
+                for votes in e.votes:
+                    for reward in self._verifier_rewards(votes):
                         metrics.add(f"verifier_reward{suffix}", reward)
         for reason, count in Counter(e.reason for e in episodes if e.reason).items():
             metrics.add_sum(f"reason/{reason}", count, len(episodes))
@@ -402,17 +369,12 @@ class Spell:
 
 def _reject(episode: Episode, reason: str) -> Episode:
     """The episode as ungrounded, with its penalty."""
-    return dataclasses.replace(
-        episode, status="ungrounded", reason=reason, reward=rewards.UNGROUNDED
-    )
+    return replace(episode, status="ungrounded", reason=reason, reward=rewards.UNGROUNDED)
 
 
 def most_frequent(answers: Sequence[str | None], task: str) -> tuple[str | None, int]:
     """(answer that equals most of the answers, their number); the first one wins a tie."""
-    best: tuple[str | None, int] = (None, 0)
-    for answer in answers:
-        if answer is not None:
-            count = sum(o is not None and rules.same_answer(answer, o, task) for o in answers)
-            if count > best[1]:
-                best = (answer, count)
-    return best
+    stated = [answer for answer in answers if answer is not None]
+    counts = [sum(rules.same_answer(a, other, task) for other in stated) for a in stated]
+    most = max(counts, default=0)
+    return (stated[counts.index(most)], most) if most else (None, 0)

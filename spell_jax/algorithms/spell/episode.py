@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spell_jax.algorithms.base import USED, Annotation, Reply
+from spell_jax.algorithms.episode import QuestionEpisode
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.data.clusters import Cluster
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import rewards, selection
 from spell_jax.selfplay.memory import Entry
@@ -16,14 +16,16 @@ from spell_jax.selfplay.prompts import Prompts
 
 STATUSES = ("accepted", "bad_format", "declined", "ungrounded", "overlong")
 
+# (index of the episode, role, index of the judged answer or 0) -> advantages of the reply's
+# samples, for the replies that are trained on.
+Advantages = dict[tuple[int, str, int], list[float]]
+
 
 @dataclasses.dataclass(frozen=True)
-class Episode:
-    """One proposed question and its answers. Each part of the rollout returns a new episode.
+class Episode(QuestionEpisode):
+    """One proposed question and its answers; statuses are STATUSES.
 
     Attributes:
-      task: task of the question, one of TASKS.
-      cluster: documents that the question is about.
       shown: indices of the documents that the questioner reads, ascending.
       history: remembered questions in the questioner's prompt, oldest first.
       dropped: number of documents and remembered questions left out of the questioner's prompt to
@@ -31,47 +33,25 @@ class Episode:
       letter: letter that the right option of a multiple-choice question shall have, else None.
       questioner_prompt: text of the questioner's prompt.
       proposal: the questioner's reply.
-      status: "accepted", or where the episode ended: "overlong" (a prompt over the cap),
-        "bad_format", "declined" (a question that is neither rewarded nor trained on), "ungrounded".
-      reason: one word for why it ended, for counting.
+      own_reference: the questioner's reference answer; `reference` may be the frozen reader's.
       blind: extracted answers to the question without documents.
-      question: the question as parsed.
-      reference: reference answer, the questioner's or the frozen reader's.
-      own_reference: the questioner's reference answer.
-      response: the responder's reply, G answers.
-      predictions: extracted answers [G]; None if an answer states none.
-      rule: scores of the answers [G], by the rule or the external judge.
-      judge: the external judge's verdicts on the predictions that are not None (negative: no
-        verdict); empty without a judge.
       judged: the verifier's reply to each answer [G]; None if there was nothing to compare.
       unjudged: number of answers without a verdict because the verifier's prompt was over the cap.
       votes: G_v votes on each answer [G], 1, 0 or -1; empty where there are no verdicts.
-      scores: rewards of the answers [G].
       reward: the questioner's reward; None if the question earns none and is not trained on.
     """
 
-    task: str
-    cluster: Cluster
     shown: tuple[int, ...]
     history: tuple[Entry, ...]
     dropped: int = 0
     letter: str | None = None
     questioner_prompt: str = ""
     proposal: Reply | None = None
-    status: str = "overlong"
-    reason: str = ""
-    question: str = ""
-    reference: str = ""
     own_reference: str = ""
     blind: tuple[str | None, ...] = ()
-    response: Reply | None = None
-    predictions: tuple[str | None, ...] = ()
-    rule: tuple[float, ...] = ()
-    judge: tuple[int, ...] = ()
     judged: tuple[Reply | None, ...] = ()
     unjudged: int = 0
     votes: tuple[tuple[int, ...], ...] = ()
-    scores: tuple[float, ...] = ()
     reward: float | None = None
 
     @property
@@ -80,14 +60,12 @@ class Episode:
         seen = documents_of(self.history)
         return tuple(index for index in self.shown if index not in seen)
 
-    @property
-    def mean_score(self) -> float:
-        return sum(self.scores) / len(self.scores) if self.scores else 0.0
-
-    @property
-    def mixed(self) -> bool:
-        """Whether the rewards of the answers differ, so that advantages are not all zero."""
-        return len(set(self.scores)) > 1
+    def reply(self, role: str, answer: int) -> Reply:
+        """The reply of a role that gave one; the verifier gives one to each answer."""
+        replies = {"questioner": self.proposal, "responder": self.response}
+        reply = self.judged[answer] if role == "verifier" else replies[role]
+        assert reply is not None
+        return reply
 
 
 def documents_of(history: Sequence[Entry]) -> set[int]:
@@ -101,49 +79,26 @@ def is_eligible_verdict(e: Episode, i: int, config: SpellConfig) -> bool:
     return selection.eligible_verifier_group(e.votes[i], e.rule[i], consistency=gate)
 
 
-# ------------------------------------------------------------------------------------- Annotations
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainedReply:
-    """A reply that the update trains on.
-
-    Attributes:
-      episode: index of its episode in the step.
-      role: role that gave it.
-      reply: the reply.
-      advantages: one advantage per sample.
-      answer: for the verifier, index of the judged answer; else 0.
-    """
-
-    episode: int
-    role: str
-    reply: Reply
-    advantages: list[float]
-    answer: int = 0
-
-
 def annotate(
-    episodes: Sequence[Episode], trained: Sequence[TrainedReply], config: SpellConfig
+    episodes: Sequence[Episode],
+    advantages: Mapping[tuple[int, str, int], list[float]],
+    config: SpellConfig,
 ) -> list[Annotation]:
     """For each episode, advantages by role, and the use of each role's replies or why not."""
-    advantages: list[dict[str, list[float]]] = [{} for _ in episodes]
-    verdicts: list[dict[int, list[float]]] = [{} for _ in episodes]
-    for one in trained:
-        if one.role == "verifier":
-            verdicts[one.episode][one.answer] = one.advantages
-        else:
-            advantages[one.episode][one.role] = one.advantages
-    found = []
-    for e, own, of_answer in zip(episodes, advantages, verdicts, strict=True):
-        answers = range(len(e.judged))
-        used: dict[str, str | list[str]] = {
-            "questioner": USED if "questioner" in own else _why_no_question(e, config),
-            "responder": USED if "responder" in own else _why_no_answers(e),
-            "verifier": [USED if i in of_answer else _why_no_votes(e, i, config) for i in answers],
+    annotations = []
+    for n, e in enumerate(episodes):
+        roles = [role for role in ("responder", "questioner") if (n, role, 0) in advantages]
+        votes = [advantages.get((n, "verifier", i), []) for i in range(len(e.judged))]
+        used = {
+            "questioner": USED if "questioner" in roles else _why_no_question(e, config),
+            "responder": USED if "responder" in roles else _why_no_answers(e),
+            "verifier": [
+                USED if some else _why_no_votes(e, i, config) for i, some in enumerate(votes)
+            ],
         }
-        found.append(Annotation(own | {"verifier": [of_answer.get(i, []) for i in answers]}, used))
-    return found
+        own = {role: advantages[n, role, 0] for role in roles}
+        annotations.append(Annotation(own | {"verifier": votes}, used))
+    return annotations
 
 
 def _why_no_question(e: Episode, config: SpellConfig) -> str:
@@ -168,9 +123,6 @@ def _why_no_votes(e: Episode, i: int, config: SpellConfig) -> str:
     if not config.train_verifier:
         return "not_trained"
     return "not_sampled" if is_eligible_verdict(e, i, config) else "nothing_to_learn"
-
-
-# ----------------------------------------------------------------------------------------- On disk
 
 
 def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
@@ -205,9 +157,6 @@ def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, An
         "advantages": dict(annotation.advantages),
         "used": dict(annotation.used),
     }
-
-
-# -------------------------------------------------------------------------------------- In metrics
 
 
 def count(metrics: Metrics, e: Episode, suffix: str) -> None:

@@ -123,14 +123,14 @@ def test_a_question_goes_to_the_policy_and_its_evidence_to_the_reward_model():
     asked = "Q00 what?\n"
     sets = "".join(f"{i}\n{asked}d0.0 text\nset {n}\n" for i, n in enumerate((0, 1, 3), 1))
     assert second.prompts == (f"{sets}{asked}scores",)  # of the well-formed siblings only
-    assert episode.scores == (5, 1, 3)
+    assert episode.evidence_scores == (5, 1, 3)
     assert episode.evidence == (1.0, 0.0, None, 0.5)
-    assert episode.totals == pytest.approx([1.0, 0.1, 0.0, 0.85])
+    assert episode.scores == pytest.approx([1.0, 0.1, 0.0, 0.85])
     assert episode.verbatim == (pytest.approx(9 / 14), pytest.approx(9 / 14), None, 9 / 14)
     assert episode.predictions == ("alpha0", "999", None, "alpha0")
     (group,) = to_groups(algorithm, [episode])
     assert group.role == "responder" and group.model == "policy"
-    wanted = tuple(round(float(a), 4) for a in group_advantages(episode.totals))
+    wanted = tuple(round(float(a), 4) for a in group_advantages(episode.scores))
     assert read(group)[2] == wanted
     assert read(group)[1] == tuple(episode.response.texts if episode.response else ())
 
@@ -138,13 +138,13 @@ def test_a_question_goes_to_the_policy_and_its_evidence_to_the_reward_model():
 def test_a_malformed_scoring_is_retried_once_in_another_way_and_then_neutral():
     algorithm, models, episode = one(said=("what?", "1 5\n2 1\n3 3"))
     assert [call.temperature for call in models.calls[1:]] == [0.0, 1.0]
-    assert episode.scores == (5, 1, 3) and episode.asked == 2
+    assert episode.evidence_scores == (5, 1, 3) and episode.asked == 2
     means = algorithm.metrics([episode]).means()
     assert (means["scoring_retried"], means["scoring_failed"]) == (1, 0)
     algorithm, models, episode = one(said=("what?", "1 5\n2 6\n3 3", "1 5\n2 1\n3 3"))
-    assert episode.scores is None and episode.asked == 2
+    assert episode.evidence_scores is None and episode.asked == 2
     assert episode.evidence == (0.5, 0.5, None, 0.5)
-    assert episode.totals == pytest.approx([0.85, 0.25, 0.0, 0.85])
+    assert episode.scores == pytest.approx([0.85, 0.25, 0.0, 0.85])
     assert algorithm.metrics([episode]).means()["scoring_failed"] == 1
     assert not episode.consistent
     _, models, _ = one(said=("what?",), retries=3, scoring_temperature=0.7)
@@ -162,8 +162,8 @@ def test_quotes_and_scores_are_held_against_the_supporting_sentences():
     assert means["evidence_recall"] == pytest.approx(2 / 3)
     assert means["evidence_precision"] == pytest.approx((1 + 18 / 14) / 3)
     assert means["scoring_order"] == means[f"scoring_order/{QA}"] == 1.0
-    assert dataclasses.replace(episode, scores=(2, 2, 5)).ordered() == [0.5, 0.0]
-    assert dataclasses.replace(episode, scores=None).ordered() == []
+    assert dataclasses.replace(episode, evidence_scores=(2, 2, 5)).ordered() == [0.5, 0.0]
+    assert dataclasses.replace(episode, evidence_scores=None).ordered() == []
     algorithm, _, episode = one()  # a question without its evidence
     assert episode.supported == (None,) * 4 and episode.ordered() == []
     assert not {"evidence_recall", "scoring_order"} & algorithm.metrics([episode]).means().keys()
@@ -172,9 +172,9 @@ def test_quotes_and_scores_are_held_against_the_supporting_sentences():
 def test_one_well_formed_answer_is_compared_with_nothing():
     _, models, episode = one(plan=((True, True), (False, True), (False, False)))
     assert [call.role for call in models.calls] == ["responder"]
-    assert episode.totals == pytest.approx([0.85, 0, 0]) and episode.asked == 0
+    assert episode.scores == pytest.approx([0.85, 0, 0]) and episode.asked == 0
     _, models, episode = one(plan=((False, True),) * 3)
-    assert len(models.calls) == 1 and episode.totals == (0, 0, 0) and not episode.mixed
+    assert len(models.calls) == 1 and episode.scores == (0, 0, 0) and not episode.mixed
 
 
 def test_prompts_over_the_cap():
@@ -206,7 +206,7 @@ def test_which_models_there_are(how, models, trained):
     assert episode.consistent == bool(models)
     assert len(algorithm.state_dict()["kept"]) == 0
     if how == "none":  # by the outcome only; its weight is .6 + .3
-        assert episode.totals == pytest.approx([1.0, 0.1])
+        assert episode.scores == pytest.approx([1.0, 0.1])
         assert "scoring_failed" not in algorithm.metrics([episode]).means()
 
 
@@ -219,13 +219,8 @@ def test_the_judge_is_asked_about_well_formed_answers_and_replaces_the_rule():
 
     algorithm, _, episode = one(judge=judge, rule="judge")
     assert asked == [("Q00 what?", said, "alpha0") for said in ("alpha0", "999", "alpha0")]
-    assert episode.outcomes == (0, 1, 0, 1)  # without a verdict, the rule's reward stays
+    assert episode.rule == (0, 1, 0, 1)  # without a verdict, the rule's reward stays
     assert algorithm.metrics([episode]).means()["judge_failed"] == pytest.approx(1 / 3)
-    asked.clear()
-    one(judge=judge)
-    assert not asked
-    with pytest.raises(ValueError, match=r'algorithm.rule = "judge"'):
-        one(rule="judge")
 
 
 # ---------------------------------------------------------------------------------------- Rewards
@@ -254,12 +249,11 @@ def rewarded(algorithm: Eapo, formed, scores, right) -> list[float]:
     episode = Episode(
         QA,
         Cluster("c", ("d",)),
-        ask_about(0),
         answers=tuple(answer if f else None for f in formed),
-        outcomes=tuple(float(r and f) for r, f in zip(right, formed, strict=True)),
-        scores=scores and tuple(s for s, f in zip(scores, formed, strict=True) if f),
+        rule=tuple(float(r and f) for r, f in zip(right, formed, strict=True)),
+        evidence_scores=scores and tuple(s for s, f in zip(scores, formed, strict=True) if f),
     )
-    return list(algorithm.reward(episode).totals)
+    return list(algorithm.reward(episode).scores)
 
 
 def test_rewards_of_every_combination_up_to_four_siblings():
@@ -295,12 +289,12 @@ def test_rewards_of_random_groups_up_to_eight():
 
 def test_groups_without_spread_are_not_trained_on():
     algorithm, _, episode = one(plan=((True, True),) * 3, said=("1 4\n2 4\n3 4",))
-    assert episode.totals == (episode.totals[0],) * 3 and to_groups(algorithm, [episode]) == []
+    assert episode.scores == (episode.scores[0],) * 3 and to_groups(algorithm, [episode]) == []
     (record,) = to_records(algorithm, [episode])
     assert record["used"] == {"responder": "equal_rewards"}
     algorithm, _, episode = one(divide_by_deviation=False)
     (group,) = to_groups(algorithm, [episode])
-    centered = np.array(episode.totals) - np.mean(episode.totals)
+    centered = np.array(episode.scores) - np.mean(episode.scores)
     assert np.asarray(group.advantages) == pytest.approx(centered, abs=1e-6)
 
 
@@ -450,7 +444,7 @@ def test_metrics_of_a_step():
     means = algorithm.metrics([episode]).means()
     assert means["solve_rate"] == means["outcome_reward"] == 0.5
     assert means["well_formed"] == 0.75
-    assert means["total_reward"] == pytest.approx(np.mean(episode.totals))
+    assert means["total_reward"] == pytest.approx(np.mean(episode.scores))
     assert means["evidence_reward"] == pytest.approx((1 + 0 + 0.75) / 3)
     assert means["evidence_score"] == pytest.approx(10 / 3)
     assert (means["evidence_score_right"], means["evidence_score_wrong"]) == (4.5, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spell_jax.algorithms.eapo.evaluation import EvidenceEvaluation
+from spell_jax.algorithms.eapo.evaluation import held_out_evidence
 from spell_jax.data.clusters import TASKS
 from spell_jax.data.questions import Question
 from spell_jax.selfplay.evidence import StructuredAnswer, write_answer
@@ -33,7 +33,7 @@ def write(role: str, prompt: str, sibling: int, model: str) -> str | None:
 
 def test_every_number_of_every_question() -> None:
     models = ScriptedModels(write)
-    score, numbers = EvidenceEvaluation(PROMPTS, QUESTIONS).quick(models)
+    score, numbers = held_out_evidence(PROMPTS, QUESTIONS).quick(models)
     (call,) = models.calls
     assert (call.temperature, call.group) == (0.0, 1)
     assert call.prompts == tuple(PROMPTS.evidence(q.documents, q.question) for q in QUESTIONS)
@@ -47,7 +47,7 @@ def test_every_number_of_every_question() -> None:
 
 
 def test_the_report_has_a_row_a_task() -> None:
-    rows = EvidenceEvaluation(PROMPTS, QUESTIONS).full(ScriptedModels(write))["structured answers"]
+    rows = held_out_evidence(PROMPTS, QUESTIONS).full(ScriptedModels(write))["structured answers"]
     assert set(rows) == {"all", QA, MATH}
     assert rows["all"]["accuracy"][0] == 0.5 and rows["all"]["accuracy"][1] > 0
     assert "evidence_recall" not in rows[MATH]
@@ -55,5 +55,5 @@ def test_the_report_has_a_row_a_task() -> None:
 
 
 def test_a_prompt_over_the_cap_is_an_answer_of_bad_format() -> None:
-    score, numbers = EvidenceEvaluation(PROMPTS, QUESTIONS).quick(ScriptedModels(lambda *_: None))
+    score, numbers = held_out_evidence(PROMPTS, QUESTIONS).quick(ScriptedModels(lambda *_: None))
     assert score == 0 and set(numbers.values()) == {0.0}

@@ -172,8 +172,8 @@ def test_rewards_and_rows(reward):
     rows = {read(group)[0]: (group, read(group)) for group in to_groups(algorithm, episodes)}
     partly = 0
     for e in episodes:
-        assert e.reply
-        orders = [puzzles.parse_order(text, e.options) for text in e.reply.texts]
+        assert e.response
+        orders = [puzzles.parse_order(text, e.options) for text in e.response.texts]
         right = [
             sum(a == b for a, b in zip(o.letters, e.posed.truth, strict=False))
             if o.is_permutation
@@ -185,7 +185,7 @@ def test_rewards_and_rows(reward):
         assert e.scores[:2] == (1, 0)
         partly += any(0 < s < 1 for s in e.scores)
         group, (prompt, answers, advantages) = rows[e.posed.prompt]
-        assert (prompt, answers) == (e.posed.prompt, tuple(e.reply.texts))
+        assert (prompt, answers) == (e.posed.prompt, tuple(e.response.texts))
         assert advantages == tuple(np.round(group_advantages(e.scores).astype(float), 4).tolist())
         assert group.role == "responder" and group.model == "policy"
     assert bool(partly) == (reward == "dense")

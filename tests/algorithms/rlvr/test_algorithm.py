@@ -10,7 +10,7 @@ from etils import epath
 from spell_jax.algorithms.base import records
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.data.clusters import TASKS
-from spell_jax.data.questions import Question, as_clusters
+from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
 from spell_jax.reporting.episodes import choose_episodes
 from tests.algorithms.scripted import (
@@ -18,12 +18,14 @@ from tests.algorithms.scripted import (
     PROMPTS,
     QA,
     ROWS,
+    SMALL,
     VERDICTS,
+    Deck,
     Row,
     Script,
     ScriptedModels,
     by_role,
-    make_algorithm,
+    make_context,
     read,
     roll_out,
     to_groups,
@@ -35,10 +37,11 @@ ACCEPTED = ["Q00", "Q01", "Q02", "Q10", "Q11", "Q12", "Q13", "Q14", "Q15", "Q16"
 
 
 def new_algorithm(rows=ROWS, static: int = len(ROWS), **options) -> Rlvr:
-    return Rlvr(
-        RlvrConfig(static_questions=static),
-        make_algorithm(rows, **({"verifier_share": 1.0} | options)),
-    )
+    """An algorithm that writes its questions about the rows' clusters."""
+    deck, context = Deck(rows), {"judge": options.pop("judge", None)}
+    fields = SMALL | {"generation_batch": len(rows), "verifier_share": 1.0} | options
+    config = RlvrConfig(static_questions=static, **fields)
+    return Rlvr(config, make_context(deal=lambda _: deck, **context))
 
 
 def new_ask(rows=ROWS, **options) -> ScriptedModels:
@@ -70,7 +73,7 @@ def test_the_set_is_written_once():
     assert stems(second) == ACCEPTED
     assert [e.question for e in first] != [e.question for e in second]  # in another order
     assert algorithm.metrics(second).means()["static_questions"] == 11
-    assert not algorithm._spell.memory  # nothing is remembered: there is no questioner
+    assert not algorithm.memory  # nothing is remembered: there is no questioner
 
 
 def test_all_proposals_asked_for_are_made():
@@ -160,9 +163,14 @@ GIVEN = tuple(
 
 
 def given_algorithm(questions=GIVEN, tasks=TASKS, weights=(1.0, 1.0, 1.0), **options) -> Rlvr:
-    source, by_id = as_clusters(questions)
-    stream = TaskStream(source, tasks, weights, seed=0)
-    return Rlvr(RlvrConfig(), make_algorithm(ROWS, stream=stream, **options), by_id)
+    """An algorithm with given questions."""
+    context = make_context(
+        deal=lambda source: TaskStream(source, tasks, weights, seed=0),
+        questions=lambda: questions,
+        judge=options.pop("judge", None),
+    )
+    config = RlvrConfig(**(SMALL | {"generation_batch": len(ROWS)} | options))
+    return Rlvr(config, context)
 
 
 def test_given_questions_are_answered_from_their_documents():

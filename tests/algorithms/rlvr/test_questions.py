@@ -18,10 +18,8 @@ from configs import tiny
 from spell_jax.algorithms.rlvr import questions as rlvr_questions
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.algorithms.rlvr.questions import PolicyTeacher, Settings, Teacher
-from spell_jax.algorithms.spell.algorithm import Spell
-from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.clusters import TASKS, Cluster, in_memory
-from spell_jax.data.questions import as_clusters, read_questions
+from spell_jax.data.questions import read_questions
 from spell_jax.data.stream import TaskStream
 from spell_jax.evaluation.policy_sampler import Policy, Sizes
 from spell_jax.policy.model import TINY_POLICY
@@ -335,11 +333,9 @@ def test_a_damaged_file_of_replies_is_asked_for_again(server, tmp_path, caplog):
 
 def test_the_set_is_trained_on(server, tmp_path):
     build(tmp_path, server)
-    source, by_id = as_clusters(read_questions(tmp_path / "questions.jsonl", "x"))
-    config = SpellConfig(responder_reward="rule", generation_batch=4, group_size=2)
-    dealt = TaskStream(source, TASKS, (1.0,) * 3, seed=0)
-    spell = Spell(config, make_context(prompts=COMPACT, deal=lambda _: dealt))
-    algorithm = Rlvr(RlvrConfig(), spell, by_id)
+    questions = read_questions(tmp_path / "questions.jsonl", "x")
+    config = RlvrConfig(responder_reward="rule", generation_batch=4, group_size=2)
+    algorithm = Rlvr(config, make_context(prompts=COMPACT, questions=lambda: questions))
 
     def write(role, prompt, sibling, model):
         at = int(re.findall(r"Q(\d+)", prompt)[0])

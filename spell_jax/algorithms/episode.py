@@ -1,0 +1,102 @@
+"""Episodes of one question with a group of answers: rewards, training groups, external judge."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeVar
+
+from spell_jax.algorithms.base import USED, Annotation, JudgeFunction, Reply
+from spell_jax.data.clusters import Cluster
+from spell_jax.learner.advantages import group_advantages
+from spell_jax.learner.packing import TrainGroup
+from spell_jax.runtime import distributed
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionEpisode:
+    """One question and its answers. Each part of a rollout returns a new episode.
+
+    Attributes:
+      task: task of the question.
+      cluster: documents that the question is about.
+      status: "accepted", or where the episode ended: "overlong" (a prompt over the cap), or a word
+        of the algorithm's.
+      reason: one word for why it ended, for counting.
+      question: text of the question.
+      reference: reference answer.
+      response: the policy's reply, G answers.
+      predictions: extracted answers [G]; None if an answer states none.
+      rule: scores of the answers [G], by the rule or the external judge.
+      judge: the external judge's verdicts on the predictions that are not None (negative: no
+        verdict); empty without a judge.
+      scores: rewards of the answers [G].
+    """
+
+    task: str
+    cluster: Cluster
+    _: dataclasses.KW_ONLY
+    status: str = "overlong"
+    reason: str = ""
+    question: str = ""
+    reference: str = ""
+    response: Reply | None = None
+    predictions: tuple[str | None, ...] = ()
+    rule: tuple[float, ...] = ()
+    judge: tuple[int, ...] = ()
+    scores: tuple[float, ...] = ()
+
+    @property
+    def mean_score(self) -> float:
+        return sum(self.scores) / len(self.scores) if self.scores else 0.0
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the rewards of the answers differ, so that advantages are not all zero."""
+        return len(set(self.scores)) > 1
+
+
+AnyEpisode = TypeVar("AnyEpisode", bound=QuestionEpisode)
+
+
+def ask_judge(judge: JudgeFunction | None, episodes: Sequence[AnyEpisode]) -> Sequence[AnyEpisode]:
+    """(Option) Replaces the rule's scores by an external judge's verdicts, where it gives one.
+
+    One host asks the judge and broadcasts the verdicts: two calls might not agree.
+    """
+    if judge is None:
+        return episodes
+    items = [(e.question, p, e.reference) for e in episodes for p in e.predictions if p is not None]
+    verdicts = iter(distributed.broadcast(lambda: list(judge(items))))
+    judged = []
+    for e in episodes:
+        given = [-1 if p is None else next(verdicts) for p in e.predictions]
+        rule = [old if new < 0 else float(new) for old, new in zip(e.rule, given, strict=True)]
+        stated = [v for v, p in zip(given, e.predictions, strict=True) if p is not None]
+        judged.append(dataclasses.replace(e, rule=tuple(rule), judge=tuple(stated)))
+    return judged
+
+
+def responder_groups(
+    episodes: Sequence[QuestionEpisode], divide_by_deviation: bool, keep_equal: bool = False
+) -> tuple[list[TrainGroup], list[Annotation]]:
+    """The responder's training groups with group-normalized advantages (GRPO).
+
+    Args:
+      episodes: episodes of a step.
+      divide_by_deviation: whether advantages are divided by their group's deviation.
+      keep_equal: whether groups of equal rewards are trained on too.
+
+    Returns:
+      The training groups, and one annotation per episode.
+    """
+    groups, annotations = [], []
+    for e in episodes:
+        if e.response is None or not (e.mixed or keep_equal):
+            why = "equal_rewards" if e.response else e.status
+            annotations.append(Annotation(used={"responder": why}))
+            continue
+        advantages = group_advantages(e.scores, divide_by_deviation=divide_by_deviation).tolist()
+        groups.append(e.response.group(advantages, "responder"))
+        annotations.append(Annotation({"responder": advantages}, {"responder": USED}))
+    return groups, annotations
