@@ -259,7 +259,8 @@ SMALL = {
 
 def make_algorithm(rows: Sequence[Row], *, cluster: int = 3, cap: int = 10_000, **options) -> Spell:
     """An algorithm of one round over all rows, with `cluster` documents per cluster."""
-    judge, deck = options.pop("judge", None), Deck(rows, cluster)
+    judge = options.pop("judge", None)
+    deck: Any = options.pop("stream", None) or Deck(rows, cluster)
     config = SpellConfig(**(SMALL | {"generation_batch": len(rows)} | options))
     return Spell(config, make_context(deal=lambda _: deck, prompt_cap=cap, judge=judge))
 

@@ -92,7 +92,7 @@ NO_READERS = {
     *("memory.QuestionMemory.get", "memory.QuestionMemory.state_dict"),
     *("held_out.Evaluation.full", "held_out.Evaluation.quick", "spell_evaluation.task_kind"),
     # These read answers by functions that are listed.
-    *("held_out.HeldOutQuestions.full", "held_out.HeldOutQuestions.quick"),
+    *(f"held_out.HeldOutQuestions.{name}" for name in ("full", "quick", "measure")),
     *("spell_evaluation.TinyEvaluation.full", "spell_evaluation.TinyEvaluation.quick"),
     "spell_evaluation.TinyEvaluation.make_items",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from etils import epath
@@ -38,10 +39,11 @@ ACCEPTED = ["Q00", "Q01", "Q02", "Q10", "Q11", "Q12", "Q13", "Q14", "Q15", "Q16"
 
 def new_algorithm(rows=ROWS, static: int = len(ROWS), **options) -> Rlvr:
     """An algorithm that writes its questions about the rows' clusters."""
-    deck, context = Deck(rows), {"judge": options.pop("judge", None)}
+    judge = options.pop("judge", None)
+    deck: Any = Deck(rows)
     fields = SMALL | {"generation_batch": len(rows), "verifier_share": 1.0} | options
     config = RlvrConfig(static_questions=static, **fields)
-    return Rlvr(config, make_context(deal=lambda _: deck, **context))
+    return Rlvr(config, make_context(deal=lambda _: deck, judge=judge))
 
 
 def new_ask(rows=ROWS, **options) -> ScriptedModels:
