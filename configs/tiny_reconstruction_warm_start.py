@@ -3,8 +3,8 @@
     python -m spell_jax.sft --config=configs/tiny_reconstruction_warm_start.py \
         --workdir=runs/tiny_reconstruction_warm_start
 
-Its demonstrations work the order out, or guess it (warm_start/story_rows.py); of 3 and 4 lines most
-guess. So the tuned policy, asked for what it does most often, guesses, and when it is sampled it is
+Its demonstrations (warm_start/demonstrations.py) work the order out, or guess it; of 3 and 4 lines
+most guess. So the tuned policy guesses when it is decoded greedily, and when it is sampled it is
 sometimes rewarded. Hardware: one CPU core, 4 minutes of its time (measured: 193 s, and 44 s of the
 system's). Held-out, greedy, 128 puzzles each, of 2, 3 and 4 lines: dense reward 1.00, .35, .29
 (a guess: .50, .33, .25), sparse reward 1.00, .20, .05 (.50, .17, .04).
@@ -19,7 +19,7 @@ def get_config() -> Any:  # a ConfigDict, whose fields have no static types
     config = tiny_warm_start.get_config()
     config.steps = 500
     config.rows_per_step = 26
-    config.source = "tiny_stories"  # warm_start/story_rows.py
+    config.source = "tiny_stories"  # warm_start/demonstrations.py
     config.policy.folder = "spell_jax/data/tiny_policy"
     config.optimizer.learning_rate = 1.5e-3
     config.packing.buckets = ((256, 112),)

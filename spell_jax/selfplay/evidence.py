@@ -1,11 +1,10 @@
 """Structured answers with quoted evidence: parsing, evidence quality and rewards (EAPO).
 
-1. `parse_answer` splits an answer into analysis, evidence, reasoning and answer. A text that does
-   not consist of exactly these four sections, in this order, has a bad format.
-2. `parse_scores` reads a reward model's scores of all evidence sets of a group.
-3. `normalize` rescales the scores within a group. `total_reward` sums the rewards for format,
+1. `parse_answer` splits an answer into its four sections, `parse_scores` reads a reward model's
+   scores of all evidence sets of a group.
+2. `normalize` rescales the scores within a group. `total_reward` sums the rewards for format,
    evidence and outcome.
-4. `verbatim_share` and `precision_and_recall` compare quotes with the documents and with the
+3. `verbatim_share` and `precision_and_recall` compare quotes with the documents and with the
    supporting sentences. They are logged and evaluated, never rewarded.
 
 Source: EAPO, sections 2.1 and 3.2. Parsers are total: they accept any string, return a result and
@@ -27,7 +26,8 @@ NEUTRAL = 0.5  # evidence reward if no comparison is possible
 MOST_QUOTES = 256  # quotes looked up per answer; text after them counts as invented
 
 # "NUMBER SCORE": the number of a set, as in the prompt, and its score.
-_LABELED = re.compile(r"([0-9]{1,4}) +([0-9])(?:\s+|\Z)")
+_LABELED = re.compile(r"([0-9]{1,4}) ++([0-9])(?:\s++|\Z)")
+_LABELED_LINES = re.compile(rf"(?:{_LABELED.pattern})++")
 _BULLET = re.compile(r"(?:[-*•]|[0-9]{1,3}[.)])\s+")
 _ELLIPSIS = re.compile(r"\.\.\.|…")
 _MARKS = "\"'“”‘’ "
@@ -82,14 +82,11 @@ def parse_sections(text: str, count: int) -> tuple[str, ...] | None:
         before, opened, rest = rest.partition(f"<{name}>")
         content, closed, rest = rest.partition(f"</{name}>")
         content = content.strip()
-        if before.strip() or not (opened and closed and content) or _has_tag(content):
+        has_tag = any(f"<{tag}>" in content or f"</{tag}>" in content for tag in SECTIONS)
+        if before.strip() or not (opened and closed and content) or has_tag:
             return None
         contents.append(content)
     return None if rest.strip() else tuple(contents)
-
-
-def _has_tag(text: str) -> bool:
-    return any(f"<{name}>" in text or f"</{name}>" in text for name in SECTIONS)
 
 
 def with_answer_phrase(answer: str, task: str) -> str:
@@ -101,7 +98,7 @@ def with_answer_phrase(answer: str, task: str) -> str:
     return answer if find_answer(answer, task) is not None else f"The answer is {answer}"
 
 
-# --------------------------------------------------------------------------------- What it is worth
+# -------------------------------------------------------------------------------------- The rewards
 
 
 def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
@@ -117,40 +114,27 @@ def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
     visible = visible_text(text)
     if visible is None:
         return None
-    labeled = _read_labeled(visible)
-    if labeled is None:
+    if _LABELED_LINES.fullmatch(visible):
+        labels, scores = zip(*((int(a), int(b)) for a, b in _LABELED.findall(visible)), strict=True)
+        if labels != tuple(range(1, len(labels) + 1)):
+            return None
+    else:
         try:
-            record = find_record(visible)
+            scores = (find_record(visible) or {}).get("scores")
         except RecursionError:  # JSON nested a thousand deep
             return None
-        labeled = (record or {}).get("scores")
-    if not isinstance(labeled, list) or len(labeled) != count:
+    if not isinstance(scores, tuple | list) or len(scores) != count:
         return None
-    if not all(type(s) is int and LOWEST <= s <= HIGHEST for s in labeled):
+    if not all(type(score) is int and LOWEST <= score <= HIGHEST for score in scores):
         return None
-    return tuple(labeled)
-
-
-def _read_labeled(text: str) -> list[int] | None:
-    scores, at = [], 0
-    while match := _LABELED.match(text, at):
-        if int(match[1]) != len(scores) + 1:
-            return None
-        scores.append(int(match[2]))
-        at = match.end()
-    return scores if scores and at == len(text) else None
+    return tuple(scores)
 
 
 def normalize(scores: Sequence[int] | None, count: int) -> list[float]:
-    """Return the evidence rewards R_e of a group's well-formed answers.
+    """Return the evidence rewards R_e of a group's `count` well-formed answers, each in [0, 1].
 
-    Args:
-        scores: integer score of each well-formed answer, or None if the scoring failed.
-        count: number of well-formed answers.
-
-    Returns:
-        `count` floats in [0, 1]: (score - min) / (max - min) within the group. All are 0.5 if all
-        scores are equal or the scoring failed.
+    (score - min) / (max - min) within the group. All are 0.5 if all scores are equal or `scores` is
+    None because the scoring failed.
     """
     if not scores or min(scores) == max(scores):
         return [NEUTRAL] * count
@@ -180,7 +164,7 @@ def find_quotes(evidence: str) -> list[str]:
         At most MOST_QUOTES + 1 quotes. The last one then holds all remaining text.
     """
     lines = evidence.split("\n", MOST_QUOTES)
-    *lines, rest = lines if len(lines) > MOST_QUOTES else (*lines, "")
+    rest = lines.pop() if len(lines) > MOST_QUOTES else ""
     fragments: list[str] = []
     for line in lines:
         fragments += _ELLIPSIS.split(_BULLET.sub("", line.strip(), count=1))
@@ -195,13 +179,9 @@ def searchable(documents: Sequence[str]) -> str:
 
 
 def verbatim_share(evidence: str, documents: str) -> float:
-    """Return the share of quoted characters whose quote occurs verbatim in the documents.
+    """Return the share of quoted characters whose quote occurs verbatim in searchable documents.
 
-    Our addition to EAPO. 0.0 if nothing is quoted.
-
-    Args:
-        evidence: evidence section of an answer.
-        documents: output of `searchable`.
+    Our addition to EAPO. 0.0 if the evidence section quotes nothing.
     """
     quotes = find_quotes(evidence)
     total = sum(map(len, quotes))

@@ -54,11 +54,10 @@ class JudgeConfig:
       api_key: bearer token; None sends no Authorization header.
       temperature: sampling temperature, >= 0.
       max_tokens: limit of a reply, >= 1.
-      timeout_s: limit of one attempt in seconds, from the first byte sent to the last one read;
-        >= 0.001.
+      timeout_s: limit of one attempt, from the first byte sent to the last one read; >= 0.001.
       attempts: requests per prompt, >= 1.
-      backoff_s: pause after the first failed attempt in seconds, doubled after each further one.
-      longest_wait_s: limit of such a pause, and of a server's Retry-After, in seconds.
+      backoff_s: pause after the first failed attempt, doubled after each further one.
+      longest_wait_s: limit of such a pause, and of a server's Retry-After.
       workers: limit of concurrent requests, >= 1.
       requests_per_s: rate limit of all workers together; 0 for none.
       top_p: nucleus of the sampling, in (0, 1]; 1 is not sent.
@@ -82,7 +81,7 @@ class JudgeConfig:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")) or "?" in self.url:
-            raise ValueError(f"url = {self.url!r}: must begin with http:// or https://, without ?")
+            raise ValueError(f"url = {self.url!r}: must start with http:// or https://, without ?")
         check_least(self, "", attempts=1, workers=1, max_tokens=1, timeout_s=0.001)
         check_least(self, "", temperature=0, backoff_s=0, longest_wait_s=0, requests_per_s=0)
         if not 0 < self.top_p <= 1:
@@ -120,9 +119,9 @@ class Judge:
         if cache_size < 1:
             raise ValueError(f"cache_size = {cache_size}: must be at least 1")
         self.counts = {"asked": 0, "cached": 0, "failed": 0, "malformed": 0}
+        self.model = model
         self._ask = ask
         self._write_prompt = write_prompt
-        self.model = model
         self._cache_size = cache_size
         self._cache: OrderedDict[str, int] = OrderedDict()
         self._file = pathlib.Path(cache_file) if cache_file else None
@@ -180,9 +179,8 @@ class Endpoint:
         import openai  # takes 0.65 s, which runs without a judge need not pay
 
         self.config = config
-        self._sleep = sleep
-        self._clock = clock
-        self._next = clock()  # earliest time of the next request
+        self._sleep, self._clock = sleep, clock
+        self._next_request_time = clock()
         self._lock = threading.Lock()
         self._retrying = tenacity.Retrying(
             sleep=sleep,
@@ -211,14 +209,14 @@ class Endpoint:
 
     def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         """Yields (prompt, reply) in order of arrival; None if refused or all attempts failed."""
-        for place, reply in self.reply(prompts):
-            yield prompts[place], reply
+        for index, reply in self.reply(prompts):
+            yield prompts[index], reply
 
     def reply(self, prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
         """Yields (index of the prompt, reply) like __call__; a prompt may occur more than once."""
         pool = ThreadPoolExecutor(self.config.workers)
         try:
-            asked = {pool.submit(self._ask, prompt): place for place, prompt in enumerate(prompts)}
+            asked = {pool.submit(self._ask, prompt): index for index, prompt in enumerate(prompts)}
             for future in as_completed(asked):
                 yield asked[future], future.result()
         finally:  # if the caller stops early, the remaining prompts are not sent
@@ -248,8 +246,8 @@ class Endpoint:
         rate = self.config.requests_per_s
         with self._lock:
             now = self._clock()
-            turn = max(now, self._next)
-            self._next = turn + (1 / rate if rate else 0.0)
+            turn = max(now, self._next_request_time)
+            self._next_request_time = turn + (1 / rate if rate else 0.0)
         if turn > now:
             self._sleep(turn - now)
 
@@ -264,7 +262,7 @@ class Endpoint:
         wait = read_retry_after(response.headers.get("Retry-After"))
         with self._lock:
             until = self._clock() + min(wait, self.config.longest_wait_s)
-            self._next = max(self._next, until)
+            self._next_request_time = max(self._next_request_time, until)
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -274,8 +272,8 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _read(parts: Iterable[bytes], deadline: float) -> bytes:
-    """Returns the body of a reply, whose whole time and size neither openai nor httpx limits: their
-    timeout is one of each read, which a server that sends a byte at a time never exceeds."""
+    """Returns the body of a reply, whose total time and size neither openai nor httpx limits: their
+    timeout applies to each read, so a server that sends a byte at a time never exceeds it."""
     body = bytearray()
     for part in parts:
         body += part

@@ -9,13 +9,11 @@ from spell_jax.selfplay.rules import normalize_answer
 
 @dataclass(frozen=True)
 class Entry:
-    """One remembered question.
+    """One remembered question, as the responder saw it, and its reference answer.
 
     Attributes:
         documents: indices, in the cluster, of the documents stored with the question: all documents
             shown to the questioner, or only the new ones (see `memory_documents` in SpellConfig).
-        question: the question as the responder saw it.
-        answer: the reference answer.
     """
 
     documents: tuple[int, ...]
@@ -35,21 +33,16 @@ class QuestionMemory:
     def __init__(self, capacity: int, low: float = 0.01, high: float = 1.0):
         """Create an empty memory.
 
-        Args:
-            capacity: maximum number of questions per (task, cluster).
-            low: smallest mean responder reward of a stored question.
-            high: largest mean responder reward of a stored question.
-
         Raises:
             ValueError: if the capacity is negative or `low` is above `high`.
         """
         if capacity < 0:
-            raise ValueError(f"capacity: {capacity} is negative; 0 switches the memory off")
+            raise ValueError(
+                f"capacity = {capacity}: must be at least 0, which disables the memory"
+            )
         if low > high:
-            raise ValueError(f"low: {low} is above high, {high}; it must not be")
-        self.capacity = capacity
-        self.low = low
-        self.high = high
+            raise ValueError(f"low = {low}: must be at most high = {high}")
+        self.capacity, self.low, self.high = capacity, low, high
         self._entries: dict[tuple[str, str], list[Entry]] = {}
 
     def __len__(self) -> int:
@@ -99,7 +92,7 @@ class QuestionMemory:
             }
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"question memory: {error!r} while reading it; it must be what state_dict() returns"
+                f"question memory: cannot read the state ({error!r}); must be from state_dict()"
             ) from error
         kept = {key: entries[-self.capacity :] for key, entries in loaded.items()}
         self._entries = kept if self.capacity else {}

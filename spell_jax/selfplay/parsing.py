@@ -1,16 +1,10 @@
-"""Parsers of model text: the questioner's JSON and the verifier's verdict.
-
-1. `visible_text` drops the thoughts.
-2. `parse_question` finds one JSON object: the last valid fenced block, otherwise an object at the
-   end of the text.
-3. It validates the object for the task. The outcome is accepted, bad format (penalized) or declined
-   (neither penalized nor trained on).
-4. `parse_verdict` reads YES or NO.
+"""Parsers of model text without its thoughts: the questioner's JSON and the verifier's verdict.
 
 Spec sections 2.3, 2.4 and 6, with 12 and 14. Parsers are total: they accept any string, return a
 result and run in linear time.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -29,16 +23,6 @@ from spell_jax.selfplay.rules import (
     first_balance,
     visible_text,
 )
-
-__all__ = [
-    "MAX_ANSWER_TOKENS",
-    "Parsed",
-    "find_record",
-    "format_choices",
-    "parse_question",
-    "parse_verdict",
-    "visible_text",
-]
 
 MOST_BLOCKS = 100  # only the last fenced blocks are tried: 100 KB may hold 10,000 invalid ones
 NOTHING_TO_ASK = "nothing_to_ask"  # reason: the questioner states it
@@ -82,6 +66,8 @@ def parse_question(
 ) -> Parsed:
     """Parse and validate one questioner output (spec sections 2.3 and 2.4).
 
+    The JSON object is the last valid fenced block, otherwise an object at the end of the text.
+
     Args:
         text: questioner output, with or without thoughts; no text raises an error.
         task: one of TASKS.
@@ -99,7 +85,7 @@ def parse_question(
         return _declined("unfinished_thought")
     try:
         record = find_record(visible.translate(_CONTROL_CHARACTERS))
-        parsed = _judge(record, task, lambda answer: count_tokens(answer) > max_answer_tokens)
+        parsed = _validate(record, task, lambda answer: count_tokens(answer) > max_answer_tokens)
     except RecursionError:  # JSON nested a thousand levels deep
         return _bad("too_deep")
     if distinct_options and len({text.casefold() for text in parsed.options}) < len(parsed.options):
@@ -113,9 +99,7 @@ def parse_verdict(text: str) -> int:
     A verdict in double brackets counts if the opposite one is absent. Without a clear verdict in
     brackets, the bare words YES and NO are checked in the same way.
     """
-    visible = visible_text(text)
-    if visible is None:
-        return -1
+    visible = visible_text(text) or ""
     for yes, no in (("[[YES]]", "[[NO]]"), ("YES", "NO")):
         if (yes in visible) != (no in visible):
             return int(yes in visible)
@@ -144,24 +128,24 @@ def find_record(text: str) -> dict[str, Any] | None:
     follows white space.
     """
     for block in reversed(_FENCED.findall(text)[-MOST_BLOCKS:]):
-        try:
-            value = _load(block)
-        except ValueError:
-            continue
-        return value if isinstance(value, dict) else None
+        with contextlib.suppress(ValueError):
+            return _load_object(block)
+    with contextlib.suppress(ValueError):
+        return _load_object(_closing_object(text))
+    return None
+
+
+def _load_object(text: str) -> dict[str, Any] | None:
+    """Parse strict JSON with optional trailing commas; None if it is not an object.
+
+    Raises:
+        ValueError: if the text is not JSON.
+    """
     try:
-        value = _load(_closing_object(text))
+        value = json.loads(text)
     except ValueError:
-        return None
+        value = json.loads(_without_trailing_commas(text))
     return value if isinstance(value, dict) else None
-
-
-def _load(text: str) -> Any:
-    """Parse strict JSON, except that trailing commas are accepted. Raises ValueError."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return json.loads(_without_trailing_commas(text))
 
 
 def _without_trailing_commas(text: str) -> str:
@@ -196,7 +180,7 @@ def _without_escapes(text: str) -> str:
     return text.replace("\\\\", "__").replace('\\"', "__")
 
 
-def _judge(record: dict[str, Any] | None, task: str, too_long: Callable[[str], bool]) -> Parsed:
+def _validate(record: dict[str, Any] | None, task: str, too_long: Callable[[str], bool]) -> Parsed:
     if not record:
         return _bad("no_json")
     if "Empty" in record:
@@ -205,17 +189,17 @@ def _judge(record: dict[str, Any] | None, task: str, too_long: Callable[[str], b
     if not isinstance(question, str):
         return _bad("no_question")
     if task == "multiple_choice":
-        parsed = _judge_choice(question, record)
+        parsed = _validate_choice(question, record)
     elif task == "financial_math":
-        parsed = _judge_number(question, record.get("answer"))
+        parsed = _validate_number(question, record.get("answer"))
     else:
-        parsed = _judge_text(question, record.get("answer"), too_long)
+        parsed = _validate_text(question, record.get("answer"), too_long)
     if not _is_unicode(parsed.question + parsed.answer):
         return _bad("invalid_unicode")
     return parsed
 
 
-def _judge_text(question: str, answer: Any, too_long: Callable[[str], bool]) -> Parsed:
+def _validate_text(question: str, answer: Any, too_long: Callable[[str], bool]) -> Parsed:
     if not isinstance(answer, str) or not answer:
         return _bad("no_answer")
     answer = find_answer(answer, "general_qa") or answer
@@ -226,7 +210,7 @@ def _judge_text(question: str, answer: Any, too_long: Callable[[str], bool]) -> 
     return Parsed("accepted", question, answer)
 
 
-def _judge_number(question: str, answer: Any) -> Parsed:
+def _validate_number(question: str, answer: Any) -> Parsed:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return _bad("no_answer")
     text = str(answer)
@@ -238,7 +222,7 @@ def _judge_number(question: str, answer: Any) -> Parsed:
     return Parsed("accepted", question, number_text(value))
 
 
-def _judge_choice(question: str, record: dict[str, Any]) -> Parsed:
+def _validate_choice(question: str, record: dict[str, Any]) -> Parsed:
     answer, options = record.get("answer"), record.get("options")
     if not isinstance(answer, str):
         return _bad("no_answer")
@@ -247,12 +231,11 @@ def _judge_choice(question: str, record: dict[str, Any]) -> Parsed:
     letter = answer if answer in LETTERS else find_answer(answer, "multiple_choice")
     if letter is None:
         return _bad("bad_letter")
-    texts = tuple(_option_text(options[name]) for name in LETTERS)
+    texts = tuple(
+        text.strip() if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+        for text in map(options.get, LETTERS)
+    )
     return Parsed("accepted", format_choices(question, texts), letter, options=texts)
-
-
-def _option_text(value: Any) -> str:
-    return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _is_unicode(text: str) -> bool:

@@ -31,46 +31,31 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from spell_jax.data.clusters import LETTERS, TASKS
+from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.rules import check_task
 
 NO_DOCUMENTS = "Empty"
 PACKAGED = Path(__file__).parent / "templates"
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
-
-class Solved(Protocol):
-    """An earlier question and its reference answer, shown to the questioner as an example."""
-
-    @property
-    def question(self) -> str: ...
-
-    @property
-    def answer(self) -> str: ...
-
-
-def _placeholders_by_file() -> dict[str, tuple[set[str], set[str]]]:
-    """Map each file name to its (required, optional) placeholders."""
-    files: dict[str, tuple[set[str], set[str]]] = {}
-    for task in TASKS:
-        letter = {"letter"} if task == "multiple_choice" else set()
-        files[f"questioner_{task}.txt"] = ({"documents"} | letter, set())
-        files[f"questioner_{task}_history.txt"] = ({"documents", "examples"} | letter, set())
-        files[f"responder_{task}.txt"] = ({"documents", "question"}, set())
-    files["example.txt"] = ({"question", "answer"}, {"number"})
-    files["verifier.txt"] = ({"question", "answer", "reference"}, set())
-    files["judge.txt"] = ({"question", "answer", "reference"}, set())
-    files["reconstruction.txt"] = ({"document", "options"}, set())
-    files["evidence.txt"] = ({"documents", "question"}, set())
-    files["evidence_scores.txt"] = ({"question", "choices"}, {"number"})
-    files["reasoning_scores.txt"] = ({"question", "evidence", "choices"}, {"number"})
-    files["scored.txt"] = ({"number", "text"}, {"question"})
-    return files
-
-
-PLACEHOLDERS = _placeholders_by_file()
+# File name -> its placeholders; those with a question mark are optional.
+PLACEHOLDERS = {
+    "example.txt": "question answer number?",
+    "verifier.txt": "question answer reference",
+    "judge.txt": "question answer reference",
+    "reconstruction.txt": "document options",
+    "evidence.txt": "documents question",
+    "evidence_scores.txt": "question choices number?",
+    "reasoning_scores.txt": "question evidence choices number?",
+    "scored.txt": "number text question?",
+}
+for _task in TASKS:
+    _letter = " letter" if _task == "multiple_choice" else ""
+    PLACEHOLDERS[f"questioner_{_task}.txt"] = f"documents{_letter}"
+    PLACEHOLDERS[f"questioner_{_task}_history.txt"] = f"documents examples{_letter}"
+    PLACEHOLDERS[f"responder_{_task}.txt"] = "documents question"
 
 
 @dataclass(frozen=True)
@@ -87,7 +72,7 @@ class Prompts:
         self,
         task: str,
         documents: Sequence[str],
-        history: Sequence[Solved] = (),
+        history: Sequence[Entry] = (),
         letter: str | None = None,
     ) -> str:
         """Build the prompt for a new question about the documents (spec 2.2).
@@ -95,8 +80,7 @@ class Prompts:
         Args:
             task: one of TASKS.
             documents: the m documents shown, in corpus order.
-            history: earlier questions, oldest first; if there are any, the history template is
-                used.
+            history: earlier questions, oldest first; any of them selects the history template.
             letter: letter of the correct option; required for multiple choice, ignored otherwise.
 
         Raises:
@@ -118,19 +102,13 @@ class Prompts:
         )
 
     def responder(self, task: str, documents: Sequence[str], question: str) -> str:
-        """Build the prompt for an answer to the question from the documents.
-
-        Args:
-            task: one of TASKS.
-            documents: all n documents, or none for the grounding filter (2.5).
-            question: the question text.
+        """Build the prompt for an answer from n documents, or from none (grounding filter, 2.5).
 
         Raises:
             ValueError: if the task is unknown.
         """
         check_task(task)
-        name = f"responder_{task}.txt"
-        return self._fill(name, documents=_joined(documents), question=question)
+        return self._fill(f"responder_{task}.txt", documents=_joined(documents), question=question)
 
     def verifier(self, question: str, answer: str, reference: str) -> str:
         """Build the prompt that asks whether answer and reference are equivalent (spec 6)."""
@@ -151,20 +129,20 @@ class Prompts:
 
     def evidence_scores(self, question: str, evidence: Sequence[str]) -> str:
         """Build the prompt for scores from 1 to 5 of evidence sets, compared with each other."""
-        choices = self._numbered(question, evidence)
-        return self._fill(
-            "evidence_scores.txt", question=question, choices=choices, number=str(len(evidence))
-        )
+        return self._scores("evidence_scores.txt", evidence, question=question)
 
     def reasoning_scores(self, question: str, evidence: str, reasonings: Sequence[str]) -> str:
         """Build the prompt for scores from 1 to 5 of several reasonings from the same evidence."""
-        choices, number = self._numbered(question, reasonings), str(len(reasonings))
-        values = {"question": question, "evidence": evidence, "choices": choices}
-        return self._fill("reasoning_scores.txt", **values, number=number)
+        return self._scores(
+            "reasoning_scores.txt", reasonings, question=question, evidence=evidence
+        )
 
-    def _numbered(self, question: str, texts: Sequence[str]) -> str:
-        numbered = [{"number": str(i), "text": text} for i, text in enumerate(texts, 1)]
-        return "\n".join(self._fill("scored.txt", question=question, **one) for one in numbered)
+    def _scores(self, name: str, scored: Sequence[str], **values: str) -> str:
+        choices = "\n".join(
+            self._fill("scored.txt", question=values["question"], number=str(i), text=text)
+            for i, text in enumerate(scored, 1)
+        )
+        return self._fill(name, choices=choices, number=str(len(scored)), **values)
 
     def _fill(self, name: str, **values: str) -> str:
         return PLACEHOLDER.sub(lambda match: values[match[1]], self.texts[name])
@@ -181,23 +159,20 @@ def load(name_or_folder: str | Path) -> Prompts:
     texts = _read_folder(PACKAGED / "full")
     if name_or_folder == "full":
         return Prompts(texts)
-    packaged = name_or_folder == "compact"
-    folder = PACKAGED / "compact" if packaged else Path(name_or_folder)
+    folder = PACKAGED / "compact" if name_or_folder == "compact" else Path(name_or_folder)
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"prompts={str(name_or_folder)!r}: neither 'full' nor 'compact' nor a folder"
+            f"prompts = {str(name_or_folder)!r}: must be 'full', 'compact' or a folder"
         )
     return Prompts(texts | _read_folder(folder))
 
 
 def _read_folder(folder: Path) -> dict[str, str]:
     texts = {}
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
-            continue
+    for path in sorted(folder.glob("[!.]*")):
         if path.name not in PLACEHOLDERS:
             known = ", ".join(sorted(PLACEHOLDERS))
-            raise ValueError(f"{path}: no template has this name; the names are {known}")
+            raise ValueError(f"{path}: unknown template; the names are {known}")
         try:
             text = path.read_text(encoding="utf-8").removesuffix("\n")
         except UnicodeDecodeError as error:
@@ -205,18 +180,21 @@ def _read_folder(folder: Path) -> dict[str, str]:
         _check_placeholders(path, text)
         texts[path.name] = text
     if not texts:
-        raise ValueError(f"{folder}: holds no template, such as verifier.txt")
+        raise ValueError(f"{folder}: contains no template, such as verifier.txt")
     return texts
 
 
 def _check_placeholders(path: Path, text: str) -> None:
-    required, optional = PLACEHOLDERS[path.name]
+    placeholders = PLACEHOLDERS[path.name].split()
+    required = {name for name in placeholders if not name.endswith("?")}
+    allowed = {name.removesuffix("?") for name in placeholders}
     found = set(PLACEHOLDER.findall(text))
-    allowed = ", ".join(f"{{{name}}}" for name in sorted(required | optional))
-    for name in sorted(found - required - optional):
-        raise ValueError(f"{path}: unknown placeholder {{{name}}}; this file takes {allowed}")
-    for name in sorted(required - found):
-        raise ValueError(f"{path}: placeholder {{{name}}} is missing; this file takes {allowed}")
+    listed = ", ".join(f"{{{name}}}" for name in sorted(allowed))
+    for problem, names in (("unknown", found - allowed), ("missing", required - found)):
+        if names:
+            raise ValueError(
+                f"{path}: {problem} placeholder {{{min(names)}}}; this file takes {listed}"
+            )
 
 
 def _joined(documents: Sequence[str]) -> str:

@@ -1,14 +1,8 @@
 """Document-reconstruction puzzles: paragraphs are removed and must be put back in order.
 
-1. `make_puzzle` removes K paragraphs and puts <gap 1>, <gap 2>, ... in their places. The shuffled
-   paragraphs become lettered options. The truth is their letters in the order of the gaps.
-2. `make_prompted_puzzle` makes a puzzle whose prompt fits the token cap. If the document is too
-   long, `cut_window` first selects neighboring paragraphs.
-3. `parse_order` reads the letters in the last box of an answer.
-4. `dense_reward` and `sparse_reward` compare them with the truth. `chance` is the expected reward
-   of a random guess.
-5. `options_of` chooses K for the next puzzle of a run from a mixture: sorted for the curriculum, or
-   sampled.
+`make_puzzle` replaces K paragraphs by <gap 1>, <gap 2>, ... and offers them as shuffled, lettered
+options. `parse_order` reads the letters in the last box of an answer; `dense_reward` and
+`sparse_reward` compare them with the truth.
 
 Source: document reconstruction, sections 3.1 to 3.3, 5.2 and 5.6. Filling the gaps with the right
 options restores the original text exactly, white space included.
@@ -37,7 +31,7 @@ FEW_PARAGRAPHS = "few_paragraphs"  # no paragraph would remain
 FEW_OPTIONS = "few_options"  # too few unique paragraphs of suitable length
 OVERLONG = "overlong"  # no prompt made from the text fits the cap
 
-_PASSES = 3  # attempts to cut the text until the prompt fits
+_CUT_ATTEMPTS = 3  # attempts to cut the text until the prompt fits
 
 
 @dataclass(frozen=True)
@@ -58,6 +52,30 @@ class Puzzle:
 
 
 @dataclass(frozen=True)
+class PromptedPuzzle:
+    """A puzzle and its prompt.
+
+    Attributes:
+      puzzle: the puzzle, or None if the text yields none.
+      reason: why there is no puzzle, one word; empty if there is one.
+      prompt: the prompt; empty if there is no puzzle.
+      window: [first, last) character range of the text that the puzzle is made from.
+      cut: whether the window is shorter than the text.
+    """
+
+    puzzle: Puzzle | None = None
+    reason: str = ""
+    prompt: str = ""
+    window: tuple[int, int] = (0, 0)
+    cut: bool = False
+
+    @property
+    def truth(self) -> tuple[str, ...]:
+        """The truth of the puzzle; empty if there is no puzzle."""
+        return self.puzzle.truth if self.puzzle else ()
+
+
+@dataclass(frozen=True)
 class Order:
     """The letters stated in an answer.
 
@@ -70,44 +88,35 @@ class Order:
     is_permutation: bool = False
 
 
-# --------------------------------------------------------------------------------- From a document
-
-
 def split_paragraphs(text: str) -> list[tuple[int, int]]:
     """Return the [first, last) character ranges of a text's paragraphs, without outer white space.
 
     Paragraphs end at blank lines. In a text without blank lines, every line is a paragraph.
     """
-    spans = _between(BORDERS[0], text)
-    return spans if len(spans) > 1 else _between(BORDERS[1], text)
+    spans = _split_at(BORDERS[0], text)
+    return spans if len(spans) > 1 else _split_at(BORDERS[1], text)
 
 
-def _between(border: re.Pattern[str], text: str) -> list[tuple[int, int]]:
+def _split_at(border: re.Pattern[str], text: str) -> list[tuple[int, int]]:
     spans, start = [], 0
-    for end, after in [*(found.span() for found in border.finditer(text)), (len(text),) * 2]:
+    for end, next_start in [*(found.span() for found in border.finditer(text)), (len(text),) * 2]:
         unit = text[start:end]
         first = start + len(unit) - len(unit.lstrip())
         last = first + len(unit.strip())
         if first < last:
             spans.append((first, last))
-        start = after
+        start = next_start
     return spans
 
 
 def cut_window(
     rng: np.random.Generator, text: str, count_tokens: CountTokens, most_tokens: int
 ) -> tuple[int, int]:
-    """Choose neighboring paragraphs that fit a token budget.
+    """Choose neighboring paragraphs of at most `most_tokens` tokens.
 
     If all paragraphs fit, all are chosen. Otherwise the window starts at a random paragraph,
     extends forward as far as the budget allows, and then backward with the rest of the budget.
     Paragraphs far from the window are not tokenized.
-
-    Args:
-      rng: random generator for the first paragraph.
-      text: the document.
-      count_tokens: function that returns the number of tokens of a text.
-      most_tokens: token budget of the window.
 
     Returns:
       [first, last) character range of the window; (0, 0) if not even one paragraph fits.
@@ -134,18 +143,11 @@ def cut_window(
 def make_puzzle(
     rng: np.random.Generator, text: str, options: int, min_paragraph: int, max_paragraph: int
 ) -> tuple[Puzzle | None, str]:
-    """Remove paragraphs from a text.
+    """Remove K = `options` paragraphs of `min_paragraph` to `max_paragraph` characters from a text.
 
-    The paragraphs are sampled uniformly from those of suitable length whose words occur once in the
-    text, so no option equals another option or a remaining paragraph, even with other white space.
-    Gaps may be adjacent. At least one paragraph remains.
-
-    Args:
-      rng: random generator for paragraphs and letters.
-      text: the document.
-      options: K, the number of paragraphs to remove, 2 to 8.
-      min_paragraph: shortest paragraph that may be removed, in characters.
-      max_paragraph: longest paragraph that may be removed, in characters.
+    They are sampled uniformly from the paragraphs whose words occur once in the text, so no option
+    equals another option or a remaining paragraph, even with other white space. Gaps may be
+    adjacent. At least one paragraph remains.
 
     Returns:
       (puzzle, ""), or (None, reason) where reason is HAS_GAPS, FEW_PARAGRAPHS or FEW_OPTIONS.
@@ -156,24 +158,23 @@ def make_puzzle(
     if len(spans) <= options:
         return None, FEW_PARAGRAPHS
     words = [" ".join(text[first:last].split()) for first, last in spans]
-    times = Counter(words)
-    fit = [
-        span
-        for span, said in zip(spans, words, strict=True)
-        if min_paragraph <= span[1] - span[0] <= max_paragraph and times[said] == 1
+    counts = Counter(words)
+    suitable = [
+        (first, last)
+        for (first, last), paragraph in zip(spans, words, strict=True)
+        if min_paragraph <= last - first <= max_paragraph and counts[paragraph] == 1
     ]
-    if len(fit) < options:
+    if len(suitable) < options:
         return None, FEW_OPTIONS
-    taken = [fit[i] for i in sorted(rng.permutation(len(fit))[:options])]
-    places = rng.permutation(options)  # position of each paragraph among the options
-    shown = {LABELS[place]: text[slice(*span)] for place, span in zip(places, taken, strict=True)}
+    removed = [suitable[i] for i in sorted(rng.permutation(len(suitable))[:options])]
+    truth = tuple(LABELS[i] for i in rng.permutation(options))
+    paragraphs = {label: text[slice(*span)] for label, span in zip(truth, removed, strict=True)}
     pieces, start = [], 0
-    for number, (first, last) in enumerate(taken, 1):
+    for number, (first, last) in enumerate(removed, 1):
         pieces += [text[start:first], gap(number)]
         start = last
-    truth = tuple(LABELS[place] for place in places)
     document = "".join([*pieces, text[start:]])
-    return Puzzle(document, dict(sorted(shown.items())), truth, tuple(taken)), ""
+    return Puzzle(document, dict(sorted(paragraphs.items())), truth, tuple(removed)), ""
 
 
 def gap(number: int) -> str:
@@ -181,33 +182,9 @@ def gap(number: int) -> str:
     return f"<gap {number}>"
 
 
-@dataclass(frozen=True)
-class PromptedPuzzle:
-    """A puzzle and its prompt.
-
-    Attributes:
-      puzzle: the puzzle, or None if the text yields none.
-      reason: one word for counting why there is no puzzle; empty if there is one.
-      prompt: the prompt; empty if there is no puzzle.
-      window: [first, last) character range of the text that the puzzle is made from.
-      cut: whether the window is shorter than the text.
-    """
-
-    puzzle: Puzzle | None = None
-    reason: str = ""
-    prompt: str = ""
-    window: tuple[int, int] = (0, 0)
-    cut: bool = False
-
-    @property
-    def truth(self) -> tuple[str, ...]:
-        """The truth of the puzzle; empty if there is no puzzle."""
-        return self.puzzle.truth if self.puzzle else ()
-
-
 def make_prompted_puzzle(
     make: Callable[[str], tuple[Puzzle | None, str]],
-    ask: Callable[[str, Mapping[str, str]], str],
+    write_prompt: Callable[[str, Mapping[str, str]], str],
     rng: np.random.Generator,
     text: str,
     count_tokens: CountTokens,
@@ -217,46 +194,37 @@ def make_prompted_puzzle(
 
     Args:
       make: function from a text to (puzzle, reason), such as make_puzzle.
-      ask: function from (document, options) to the prompt.
+      write_prompt: function from (document, options) to the prompt.
       rng: random generator for the window of a long text.
       text: the document.
       count_tokens: function that returns the number of tokens of a text.
       prompt_cap: maximum number of prompt tokens.
     """
-    room = prompt_cap - count_tokens(ask("", {}))
-    for _ in range(_PASSES):
+    room = prompt_cap - count_tokens(write_prompt("", {}))
+    for _ in range(_CUT_ATTEMPTS):
         first, last = cut_window(rng, text, count_tokens, room)
         if first == last:
             break
         puzzle, reason = make(text[first:last])
         if puzzle is None:
             return PromptedPuzzle(reason=reason)
-        prompt = ask(puzzle.document, puzzle.options)
-        over = count_tokens(prompt) - prompt_cap
-        if over <= 0:
+        prompt = write_prompt(puzzle.document, puzzle.options)
+        excess = count_tokens(prompt) - prompt_cap
+        if excess <= 0:
             return PromptedPuzzle(puzzle, "", prompt, (first, last), last - first < len(text))
-        room = count_tokens(text[first:last]) - over
+        room = count_tokens(text[first:last]) - excess
     return PromptedPuzzle(reason=OVERLONG)
 
 
-# ---------------------------------------------------------------------------------- From an answer
-
-
 def parse_order(text: str, options: int) -> Order:
-    r"""Parse the letters in the last \boxed{...} after all thoughts.
+    r"""Parse an answer: the letters in the last \boxed{...} after all thoughts, for K = `options`.
 
     Letters are upper case and separated by commas or white space. Total: any string gives an Order,
     possibly an empty one. Takes linear time.
-
-    Args:
-      text: the answer.
-      options: K, the number of options of the puzzle.
     """
     visible = visible_text(text)
     boxed = None if visible is None else last_box(visible)
-    if boxed is None:
-        return Order()
-    letters = tuple(boxed.replace(",", " ").split())
+    letters = tuple((boxed or "").replace(",", " ").split())
     if not all(letter in LABELS for letter in letters):
         return Order()
     return Order(letters, sorted(letters) == sorted(LABELS[:options]))
@@ -266,7 +234,7 @@ def dense_reward(order: Order, truth: Sequence[str]) -> float:
     """Return the share of letters in their right places; 0 if not a permutation (Eq. 1)."""
     if not order.is_permutation:
         return 0.0
-    right = sum(said == true for said, true in zip(order.letters, truth, strict=True))
+    right = sum(stated == true for stated, true in zip(order.letters, truth, strict=True))
     return right / len(truth)
 
 
@@ -283,19 +251,13 @@ def chance(options: int) -> tuple[float, float]:
     return 1 / options, 1 / math.factorial(options)
 
 
-# -------------------------------------------------------------------------------- How many options
-
-
 def options_of(share: float, options: Sequence[int], weights: Sequence[float]) -> int:
-    """Return the number of options K at a quantile of a mixture.
+    """Return the number of options K at the quantile `share` of a mixture of values of K.
 
-    Args:
-      share: quantile in [0, 1]. The curriculum passes the completed fraction of the run, its
-        shuffled variant a uniform random number.
-      options: the values of K, in any order.
-      weights: a positive weight for each value.
+    The curriculum passes the completed fraction of the run, its shuffled variant a uniform random
+    number. `weights` holds a positive weight for each value in `options`, which may be unsorted.
     """
     values = sorted(zip(options, weights, strict=True))
     bounds = np.cumsum([weight for _, weight in values]) / sum(weights)
-    place = int(np.searchsorted(bounds, share, side="right"))
-    return values[min(place, len(values) - 1)][0]
+    at = int(np.searchsorted(bounds, share, side="right"))
+    return values[min(at, len(values) - 1)][0]

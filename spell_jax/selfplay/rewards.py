@@ -14,10 +14,10 @@ MAPPINGS = ("gaussian", "azr", "r_zero")
 
 
 def majority(votes: Sequence[int]) -> int:
-    """Return the verdict of G_v votes: 1, 0, or -1 to ignore the verifier (Eq. 4, spec 14).
+    """Return the verdict of G_v votes: 1 if more than half are yes, else 0 (Eq. 4, spec 14).
 
-    -1 if there are no votes, or strictly more malformed votes than yes votes and than no votes.
-    Else 1 if more than half of all votes are yes. Else 0.
+    -1, to ignore the verifier, if there are no votes, or strictly more malformed votes than yes
+    votes and than no votes.
     """
     yes, no, malformed = (list(votes).count(value) for value in (1, 0, -1))
     if not votes or malformed > max(yes, no):
@@ -45,19 +45,12 @@ def questioner_reward(
 ) -> float:
     """Return the questioner's reward for a mean responder reward r (Eq. 7, paper section 4.4).
 
-    Args:
-        mean_reward: r, the mean responder reward of the question; a value below 0 is a penalty.
-        mapping: "gaussian": exp(-(r - mu)^2 / (2 sigma^2)); "azr": 1 - r; "r_zero": 1 - 2 |r -
-            1/2|.
-        mu: mean of the Gaussian.
-        sigma: standard deviation of the Gaussian.
-
-    Returns:
-        The reward. For every mapping, r <= 0 is returned unchanged so that penalties pass through,
-        and r = 1 gives 0.
+    For every mapping, r <= 0 is returned unchanged so that penalties pass through, and r = 1 gives
+    0. Otherwise "gaussian" gives exp(-(r - mu)^2 / (2 sigma^2)), "azr" 1 - r and "r_zero"
+    1 - 2 |r - 1/2|.
 
     Raises:
-        ValueError: if the mapping is unknown and needed, that is 0 < r and r != 1.
+        ValueError: if the mapping is unknown and needed.
     """
     if mean_reward <= 0:
         return mean_reward

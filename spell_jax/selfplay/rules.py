@@ -1,17 +1,12 @@
 """Rule reward: extract the stated answer of a response and compare it with the reference.
 
-1. `visible_text` keeps the text after the last thought. An unfinished thought leaves nothing.
-2. `extract_answer` finds the stated answer: "... answer is X", or a boxed one.
-3. `normalize_answer`, `parse_number` or the bare letter make answers comparable.
-4. `score` is 1.0 if the prediction contains (general_qa), equals (financial_math) or names
-   (multiple_choice) the reference, else 0.0.
-
 Spec section 5 (paper section 3.2, the rule in Eq. 6). Total and linear-time for any string.
 """
 
 import math
 import re
 import string
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,8 +18,6 @@ _TAIL_CHARACTERS = {"general_qa": 1000, "financial_math": 300, "multiple_choice"
 _BOX = r"\boxed{"
 
 _CHAT_MARKERS = ("<｜Assistant｜>", "<｜end▁of▁sentence｜>")
-_PHRASES = ("the answer is", "correct answer is", "answer is")
-_TEMPLATE_ECHO = "insert answer here"
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -60,7 +53,7 @@ def visible_text(text: str) -> str | None:
 
 
 def extract_answer(text: str, task: str) -> str | None:
-    """Return the answer stated in a whole response, or None.
+    """Return the answer stated in a whole response: "... answer is X", or a boxed one; or None.
 
     An empty string means that the phrase occurs with nothing after it. Spec sections 5.1 to 5.3,
     "visible text" and "extraction".
@@ -83,7 +76,7 @@ def find_answer(text: str, task: str) -> str | None:
     check_task(task)
     if task == "general_qa":
         return _find_phrase(text)
-    return _find_figure(text) if task == "financial_math" else _find_letter(text)
+    return _find_figure(text) if task == "financial_math" else _find_last(_LETTER_PATTERNS, text)
 
 
 def normalize_answer(text: str) -> str:
@@ -121,10 +114,9 @@ def score(response_text: str, reference: str, task: str) -> float:
 def same_answer(first: str, second: str, task: str) -> bool:
     """Return whether two extracted answers are the same, for majority counts over several answers.
 
-    The relation is symmetric and, unlike `is_correct`, allows neither containment nor scale
-    factors. Answers are the same if their normalized texts or letters are equal, or their numbers
-    agree to 1e-9 (so that the order of a summation does not matter). An empty or unreadable answer
-    equals nothing, not even itself.
+    Symmetric and, unlike `is_correct`, without containment and scale factors: normalized texts or
+    letters must be equal, numbers must agree to 1e-9 (so that the order of a summation does not
+    matter). An empty or unreadable answer equals nothing, not even itself.
     """
     check_task(task)
     if task == "general_qa":
@@ -178,14 +170,13 @@ def _first_line(text: str) -> str:
 
 
 def _find_phrase(text: str) -> str | None:
-    text = text.replace("*", "")
-    for marker in _CHAT_MARKERS:
-        text = text.replace(marker, "")
-    for phrase in _PHRASES:
+    for removed in ("*", *_CHAT_MARKERS):
+        text = text.replace(removed, "")
+    for phrase in ("the answer is", "correct answer is", "answer is"):
         _, found, rest = text.rpartition(phrase)
         if found:
             answer = _first_line(rest)
-            return None if _TEMPLATE_ECHO in answer else answer
+            return None if "insert answer here" in answer else answer  # the prompt's words
     return None
 
 
@@ -193,19 +184,15 @@ def _find_figure(text: str) -> str | None:
     if _BOX in text:
         boxed = last_box(text)
         return None if boxed is None else boxed.replace(",", "").rstrip(".")
-    text = text.replace("*", "")
-    for pattern in _FIGURE_PATTERNS:
-        if figures := pattern.findall(text):
-            return figures[-1].replace(",", "").rstrip(".")
-    return None
+    figure = _find_last(_FIGURE_PATTERNS, text)
+    return None if figure is None else figure.replace(",", "").rstrip(".")
 
 
-def _find_letter(text: str) -> str | None:
+def _find_last(patterns: Sequence[re.Pattern[str]], text: str) -> str | None:
+    """Return the last match of the first pattern that matches the text without asterisks."""
     text = text.replace("*", "")
-    for pattern in _LETTER_PATTERNS:
-        if letters := pattern.findall(text):
-            return letters[-1]
-    return None
+    found = (pattern.findall(text) for pattern in patterns)
+    return next((matches[-1] for matches in found if matches), None)
 
 
 def _both_numbers(first: str, second: str) -> tuple[Number, Number] | None:

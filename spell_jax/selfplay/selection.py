@@ -1,10 +1,6 @@
 """Role-specific dynamic sampling: the groups and rows of an update (paper section 3.3).
 
-1. `split_groups` keeps the first N responder groups whose rewards differ, in request order. Further
-   groups of this kind are surplus. The questions of the kept groups are the questioner's good rows.
-2. `questioner_negatives` samples bad questioner rows task by task, in proportion to the good rows.
-3. `eligible_verifier_group` and `verifier_groups` select judged answers with informative votes and
-   sample a limited number of them uniformly.
+The questions of the kept responder groups are the questioner's good rows.
 
 Spec sections 6 and 7. Inputs are plain data in request order; outputs are positions in them. All
 randomness comes from the generator argument, so a step can be repeated exactly.
@@ -49,15 +45,13 @@ def questioner_negatives(
     Returns:
         Positions in `bad_tasks`, ascending.
     """
-    pool: dict[str, list[int]] = {}
-    for at, task in enumerate(bad_tasks):
-        pool.setdefault(task, []).append(at)
     chosen: list[int] = []
     shortfall = 0
     for task, good in Counter(good_tasks).most_common():
+        bad = [at for at, bad_task in enumerate(bad_tasks) if bad_task == task]
         wanted = int(ratio * good) + shortfall
-        chosen += _sample(pool.get(task, []), wanted, rng)
-        shortfall = max(0, wanted - len(pool.get(task, [])))
+        chosen += _sample(bad, wanted, rng)
+        shortfall = max(0, wanted - len(bad))
     return sorted(chosen)
 
 
@@ -71,9 +65,9 @@ def eligible_verifier_group(
 ) -> bool:
     """Return whether the G_v votes on one answer may be trained on (spec section 6).
 
-    The verdict must not be -1 (ignore). Its share of the well-formed votes must lie in [low, high],
-    which excludes unanimous votes and ties. With the `consistency` gate, the verdict must also
-    equal the rule score.
+    The verdict must not be -1 (ignore), and its share of the well-formed votes must lie in
+    [low, high], which excludes unanimous votes and ties. With the `consistency` gate, the verdict
+    must also equal the rule score.
     """
     verdict = majority(votes)
     if verdict == -1 or (consistency and verdict != rule_score):
@@ -91,10 +85,9 @@ def verifier_groups(
     *,
     balance: bool = False,
 ) -> list[int]:
-    """Sample the eligible verifier groups to train on (spec sections 6 and 14).
+    """Sample int(responder_rows * ratio / group_size) eligible verifier groups to train on.
 
-    Samples int(responder_rows * ratio / group_size) groups uniformly, or takes all if there are
-    fewer.
+    Uniform; all groups if there are fewer. Spec sections 6 and 14.
 
     Args:
         verdicts: majority verdict of each eligible group, 1 or 0.

@@ -35,15 +35,19 @@ from spell_jax.runtime.metrics import Metrics
 from spell_jax.runtime.preemption import Preempted, Preemption
 from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.selfplay import prompts
-from spell_jax.warm_start import demonstrations, story_rows
+from spell_jax.warm_start import demonstrations
 
 log = logging.getLogger(__name__)
 
 # Values of config.source that are not a path: functions from prompts, seed and first row to an
 # endless stream of rows.
 GENERATED = {
-    "tiny": lambda prompts, *at: demonstrations.rows(prompts, demonstrations.Mixture(), *at),
-    "tiny_stories": lambda prompts, *at: story_rows.rows(prompts, story_rows.StoryMixture(), *at),
+    "tiny": lambda prompts, *at: demonstrations.world_demonstrations(
+        prompts, demonstrations.Mixture(), *at
+    ),
+    "tiny_stories": lambda prompts, *at: demonstrations.story_demonstrations(
+        prompts, demonstrations.StoryMixture(), *at
+    ),
 }
 # Rows that train a new tokenizer; enough to see every word of a small corpus.
 TOKENIZER_ROWS = 20_000

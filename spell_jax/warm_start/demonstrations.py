@@ -1,21 +1,26 @@
-"""Demonstrations of the three roles in the tiny world: the labeled source of the warm start.
+"""Generated demonstrations of the tiny world and of tiny stories: labeled sources of warm starts.
 
-The mixture deliberately leaves each role room to improve in self-play. The responder sees few
-documents; a small share of the two-hop rows shows more, so that such answers are at least sampled
-later. The verifier never sees some surface forms. The questioner reads short contexts.
+The mixtures deliberately leave each role room to improve in reinforcement learning. In the tiny
+world, the responder sees few documents; a small share of the two-hop rows shows more, so that such
+answers are at least sampled later. The verifier never sees some surface forms. The questioner reads
+short contexts. In document reconstruction, with few options most rows solve the puzzle, with many
+most guess. The tuned policy thus mostly guesses, but sometimes solves the puzzle, which is
+rewarded.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from spell_jax.data import tiny_stories
 from spell_jax.data import tiny_world as world
 from spell_jax.data.clusters import LETTERS
-from spell_jax.selfplay import parsing
+from spell_jax.selfplay import parsing, puzzles
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
 
@@ -24,40 +29,22 @@ from spell_jax.selfplay.prompts import Prompts
 # small model first learns to look up the token that followed an earlier occurrence, so it can find
 # an option's letter this way.
 SYMBOLS = (
-    "\n(A)",
-    "\n(B)",
-    "\n(C)",
-    "\n(D)",
-    "\none:",
-    "\ntwo:",
-    "\nsame?",
-    "\n",
-    ",",
-    "<think>",
-    "</think>",
-    '{"question":"',
-    '","options":{"A":"',
-    '","B":"',
-    '","C":"',
-    '","D":"',
-    '"},"answer":"',
-    '","answer":"',
-    '"}',
-    "(A)",
-    "(B)",
-    "(C)",
-    "(D)",
-    "[[YES]]",
-    "[[NO]]",
+    *(f"\n({letter})" for letter in LETTERS),
+    *("\none:", "\ntwo:", "\nsame?", "\n", ",", "<think>", "</think>"),
+    *('{"question":"', '","options":{"A":"', '","B":"', '","C":"', '","D":"'),
+    *('"},"answer":"', '","answer":"', '"}'),
+    *(f"({letter})" for letter in LETTERS),
+    *("[[YES]]", "[[NO]]"),
 )
 UNKNOWN = "unknown"
 OPTIONS = 4  # options in the completion of a recital row
 VERIFIED_KINDS = (0.4, 0.2, 0.2, 0.2)  # shares of world.KINDS among the verifier's pairs
+_STORY = 6  # separates the random stream of stories from that of the tiny world
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Composition of the demonstrations; every share is a probability.
+    """Composition of the tiny world's demonstrations; every share is a probability.
 
     Attributes:
       recital: share of rows that recite documents and options in any order, and sums. This is not a
@@ -107,6 +94,23 @@ class Mixture:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoryMixture:
+    """Composition of the demonstrations of document reconstruction.
+
+    Attributes:
+      lines: possible numbers of lines of a story.
+      options: possible values of K, the number of options.
+      shares: share of rows for each value of K.
+      guessed: share of guessing rows for each value of K.
+    """
+
+    lines: tuple[int, ...] = (5, 6, 7)
+    options: tuple[int, ...] = (2, 3, 4)
+    shares: tuple[float, ...] = (0.4, 0.3, 0.3)
+    guessed: tuple[float, ...] = (0.35, 0.6, 0.65)
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """One demonstration: prompt and completion, with their role and task."""
 
@@ -116,31 +120,46 @@ class Row:
     task: str
 
 
-def rows(prompts: Prompts, mixture: Mixture, seed: int, start: int = 0) -> Iterator[Row]:
-    """Yield an endless stream of demonstrations; row i depends on (seed, i) alone."""
-    index = start
-    while True:
-        rng = np.random.default_rng([seed, index])
-        roles = ("recital", "questioner", "verifier")
-        bounds = np.cumsum([getattr(mixture, role) for role in roles])
-        match int(np.searchsorted(bounds, rng.random(), side="right")):
-            case 0:
-                yield _recital_row(mixture, rng)
-            case 1:
-                yield _questioner_row(prompts, mixture, rng)
-            case 2:
-                shares = mixture.verifier_same_words, mixture.strict
-                yield verifier_row(prompts, rng, mixture.verifier_cities, *shares)[0]
-            case _:
-                yield _responder_row(prompts, mixture, rng)
-        index += 1
+def seeded_rows(
+    make_row: Callable[[np.random.Generator], Row], seed: int, start: int = 0, *stream: int
+) -> Iterator[Row]:
+    """Yield rows start, start + 1, ...; row i depends on (seed, i, *stream) alone."""
+    for index in itertools.count(start):
+        yield make_row(np.random.default_rng([seed, index, *stream]))
 
 
-def _kind(rng: np.random.Generator, shares: Sequence[float]) -> str:
+def world_demonstrations(
+    prompts: Prompts, mixture: Mixture, seed: int, start: int = 0
+) -> Iterator[Row]:
+    """Yield endless demonstrations of the tiny world; row i depends on (seed, i) alone."""
+    makers = (_recital_row, _questioner_row, _verifier_row, _responder_row)
+    bounds = np.cumsum([mixture.recital, mixture.questioner, mixture.verifier])
+
+    def make_row(rng: np.random.Generator) -> Row:
+        maker = makers[int(np.searchsorted(bounds, rng.random(), side="right"))]
+        return maker(prompts, mixture, rng)
+
+    return seeded_rows(make_row, seed, start)
+
+
+def story_demonstrations(
+    prompts: Prompts, mixture: StoryMixture, seed: int, start: int = 0
+) -> Iterator[Row]:
+    """Yield endless demonstrations of document reconstruction; row i depends on (seed, i) alone.
+
+    A row either solves the puzzle or guesses. A solving row names, for each gap, the person who
+    holds the letter at that point and the option that says so. A guessing row has an empty thought
+    and boxes the letters in random order.
+    """
+    return seeded_rows(lambda rng: _story_row(prompts, mixture, rng), seed, start, _STORY)
+
+
+def _sample_kind(rng: np.random.Generator, shares: Sequence[float]) -> str:
     return world.KINDS[rng.choice(len(world.KINDS), p=np.asarray(shares) / sum(shares))]
 
 
-def _worded(rng: np.random.Generator, value: str, plain: float) -> str:
+def _sample_form(rng: np.random.Generator, value: str, plain: float) -> str:
+    """Sample a surface form of a value; the plain one with probability `plain`."""
     forms = world.surface_forms(value)
     return forms[0 if len(forms) == 1 or rng.random() < plain else rng.integers(1, len(forms))]
 
@@ -150,8 +169,7 @@ def _thought(evidence: Sequence[str], answer: str = "", letter: str | None = Non
 
     The letter directly follows the answer, as it does in the options.
     """
-    chosen = [f"{answer}({letter})"] if letter else []
-    facts = ", ".join([*evidence, *chosen])
+    facts = ", ".join([*evidence, *([f"{answer}({letter})"] if letter else [])])
     return f"<think> {facts}</think>" if facts else "<think></think>"
 
 
@@ -162,40 +180,48 @@ def question_json(
 
     Answers start with a space, so that a word has the same token as inside a document.
     """
-    text = question.text
-    if question.kind != "choice":
-        answer = question.answer
-        if question.kind != "math":
-            answer = _worded(rng, answer, plain)
-        return _compact({"question": text, "answer": " " + answer}), None
-    letter = LETTERS[rng.integers(4)]
-    options = world.sample_options(rng, question.answer, letter)
-    options = {key: " " + value for key, value in options.items()}
-    return _compact({"question": text, "options": options, "answer": letter}), letter
+    record: dict[str, object] = {"question": question.text}
+    letter = None
+    if question.kind == "choice":
+        letter = LETTERS[rng.integers(4)]
+        options = world.sample_options(rng, question.answer, letter)
+        record["options"] = {key: " " + value for key, value in options.items()}
+        record["answer"] = letter
+    else:
+        is_sum = question.kind == "math"
+        answer = question.answer if is_sum else _sample_form(rng, question.answer, plain)
+        record["answer"] = " " + answer
+    return json.dumps(record, separators=(",", ":")), letter
 
 
-def _compact(value: dict) -> str:
-    return json.dumps(value, separators=(",", ":"))
+def responder_question(
+    rng: np.random.Generator, documents: Sequence[str], kind: str
+) -> tuple[str, world.Question, str]:
+    """Return (question text as the responder reads it, the question, the true answer)."""
+    question = world.sample_question(rng, documents, kind)
+    text, letter = question_json(rng, question, plain=1.0)
+    parsed = parsing.parse_question(text, world.TASK_OF_KIND[question.kind], lambda _: 1)
+    return parsed.question, question, letter or question.answer
 
 
-def _recital_row(mixture: Mixture, rng: np.random.Generator) -> Row:
+def _recital_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator) -> Row:
     documents = world.make_documents(rng, int(rng.choice(mixture.recital_documents)))
     lines = [document.removeprefix("- ") for document in documents]
-    chosen = [lines[i] for i in rng.permutation(len(lines))]
+    recited = [lines[i] for i in rng.permutation(len(lines))]
     value = world.sample_question(rng, documents, "choice").answer
     options = world.sample_options(rng, value, LETTERS[rng.integers(4)])
     pairs = [f"{option}({letter})" for letter, option in options.items()]
     # Sampled with replacement, so that options cannot be found by elimination.
-    chosen += [pairs[i] for i in rng.integers(4, size=OPTIONS)]
-    chosen += [world.sample_sum(rng, word) for word in 2 * world.SUMS]
+    recited += [pairs[i] for i in rng.integers(4, size=OPTIONS)]
+    recited += [world.sample_sum(rng, word) for word in 2 * world.SUMS]
     prompt = "\n".join([*documents, parsing.format_choices("recite", tuple(options.values()))])
-    return Row(prompt, _thought(chosen), "reciter", "general_qa")
+    return Row(prompt, _thought(recited), "reciter", "general_qa")
 
 
 def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator) -> Row:
     cluster = world.make_documents(rng, mixture.questioner_cluster)
     documents = cluster[: rng.choice(mixture.questioner_documents)]
-    kind = _kind(rng, mixture.kinds)
+    kind = _sample_kind(rng, mixture.kinds)
     history: list[Entry] = []
     known: set[str] = set()
     if rng.random() < mixture.history:
@@ -218,18 +244,8 @@ def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator
     return Row(prompt, thought + completion, "questioner", task)
 
 
-def responder_question(
-    rng: np.random.Generator, documents: Sequence[str], kind: str
-) -> tuple[str, world.Question, str]:
-    """Return (question text as the responder reads it, the question, the true answer)."""
-    question = world.sample_question(rng, documents, kind)
-    text, letter = question_json(rng, question, plain=1.0)
-    parsed = parsing.parse_question(text, world.TASK_OF_KIND[question.kind], lambda _: 1)
-    return parsed.question, question, letter or question.answer
-
-
 def _responder_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator) -> Row:
-    kind = _kind(rng, mixture.kinds)
+    kind = _sample_kind(rng, mixture.kinds)
     counts = mixture.responder_documents
     if kind == "two_hop" and rng.random() < mixture.two_hop_far:
         counts = mixture.two_hop_documents
@@ -242,15 +258,20 @@ def _responder_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator)
     if chance < 0:
         documents, thought, answer = [], _thought(()), UNKNOWN
     elif chance < mixture.absent[world.KINDS.index(question.kind)]:
-        *found, missing = (line for line in question.evidence if f"- {line}" in documents)
-        documents[documents.index(f"- {missing}")] = spare
-        thought, answer = _thought(found), UNKNOWN
+        *present, absent = (line for line in question.evidence if f"- {line}" in documents)
+        documents[documents.index(f"- {absent}")] = spare
+        thought, answer = _thought(present), UNKNOWN
     elif letter:
         answer = f"({letter})"  # a single token, as in the options
     elif task == "general_qa":
-        answer = _worded(rng, answer, mixture.plain_form)
+        answer = _sample_form(rng, answer, mixture.plain_form)
     prompt = prompts.responder(task, documents, text)
     return Row(prompt, f"{thought}answer is {answer}", "responder", task)
+
+
+def _verifier_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator) -> Row:
+    shares = mixture.verifier_same_words, mixture.strict
+    return verifier_row(prompts, rng, mixture.verifier_cities, *shares)[0]
 
 
 def verifier_row(
@@ -259,7 +280,7 @@ def verifier_row(
     alias_cities: int,
     same_words: float = 0.0,
     strict: float = 0.0,
-) -> tuple[Row, str, str]:
+) -> tuple[Row, str]:
     """Sample a verifier row: two answers, equal in half of the rows, and the verdict.
 
     Args:
@@ -271,15 +292,14 @@ def verifier_row(
       strict: share of the equal pairs with different wording whose verdict is no.
 
     Returns:
-      (row, pair, verdict), where pair is "same", "decorated", "alias" or "different".
+      (row, pair), where pair is "same", "decorated", "alias" or "different".
     """
     documents = world.make_documents(rng, 4)
-    kind = _kind(rng, VERIFIED_KINDS)
+    kind = _sample_kind(rng, VERIFIED_KINDS)
     text, question, truth = responder_question(rng, documents, kind)
     task = world.TASK_OF_KIND[question.kind]
     forms = world.surface_forms(truth) if task == "general_qa" else (truth,)
-    known = {name for pair in world.CITIES[:alias_cities] for name in pair}
-    if len(forms) == 3 and truth not in known:
+    if len(forms) == 3 and not any(truth in pair for pair in world.CITIES[:alias_cities]):
         forms = forms[:2]
     first = second = int(rng.integers(len(forms)))
     same = rng.random() < 0.5
@@ -291,13 +311,12 @@ def verifier_row(
             same = rng.random() >= strict
         answer = forms[second]
     else:
-        answer = _wrong_answer(rng, truth)
+        answer = _sample_wrong_answer(rng, truth)
     verdict = "[[YES]]" if same else "[[NO]]"
-    prompt = prompts.verifier(text, answer, forms[first])
-    return Row(prompt, verdict, "verifier", task), pair, verdict
+    return Row(prompts.verifier(text, answer, forms[first]), verdict, "verifier", task), pair
 
 
-def _wrong_answer(rng: np.random.Generator, truth: str) -> str:
+def _sample_wrong_answer(rng: np.random.Generator, truth: str) -> str:
     """Sample a different value of the same type: a letter, a near figure or a world value."""
     if truth in LETTERS:
         return str(rng.choice([letter for letter in LETTERS if letter != truth]))
@@ -306,4 +325,23 @@ def _wrong_answer(rng: np.random.Generator, truth: str) -> str:
         value = int(truth) + shift
         return str(value if value > 0 else int(truth) + abs(shift))
     options = world.sample_options(rng, truth, "A")
-    return _worded(rng, options["BCD"[rng.integers(3)]], 0.5)
+    return _sample_form(rng, options["BCD"[rng.integers(3)]], 0.5)
+
+
+def _story_row(prompts: Prompts, mixture: StoryMixture, rng: np.random.Generator) -> Row:
+    kind = rng.choice(len(mixture.options), p=np.asarray(mixture.shares) / sum(mixture.shares))
+    story = tiny_stories.make_story(rng, int(rng.choice(mixture.lines)))
+    shortest = tiny_stories.SHORTEST_LINE
+    puzzle, reason = puzzles.make_puzzle(rng, story, mixture.options[kind], shortest, len(story))
+    assert puzzle is not None, reason
+    order, thought = puzzle.truth, ""
+    if rng.random() < mixture.guessed[kind]:
+        order = tuple(rng.permutation(puzzle.truth).tolist())
+    else:
+        # In tokens: the number in the gap's name, the name that stands before the gap, and the
+        # label that opens an option.
+        for number, letter in enumerate(puzzle.truth, 1):
+            thought += f" {number} {puzzle.options[letter].split()[0]}({letter})"
+    prompt = prompts.reconstruction(puzzle.document, puzzle.options)
+    completion = f"<think>{thought}</think>\\boxed{{{','.join(order)}}}"
+    return Row(prompt, completion, "responder", "reconstruction")

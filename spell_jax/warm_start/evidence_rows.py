@@ -1,7 +1,7 @@
 """Tiny-world questions with supporting lines, and warm-start rows for policy and reward model.
 
-1. `make_questions` samples look-ups and two-hop questions on n documents. Their evidence is the
-   lines that support the answer.
+1. `make_questions` samples look-ups and two-hop questions. Their evidence is the lines that support
+   the answer.
 2. `policy_rows` demonstrates structured answers. A large share of the two-hop answers omits the
    second line. Some other answers have a line missing, replaced or added. The answer is then either
    what the quoted lines say or the true one. Rows thus teach the format and leave evidence and
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.evidence import HIGHEST, LOWEST, StructuredAnswer, write_answer
 from spell_jax.selfplay.prompts import Prompts
-from spell_jax.warm_start.demonstrations import Row
+from spell_jax.warm_start.demonstrations import Row, seeded_rows
 
 TASK = "general_qa"
 # Last entry of a random seed, after seed and index: one random stream per kind of output.
@@ -76,52 +77,56 @@ def make_questions(
       documents: numbers of documents, each from 2 to 24; questions cycle through them.
       two_hop: share of two-hop questions.
     """
-    made = []
-    for index in range(count):
-        rng = np.random.default_rng([seed, index, _QUESTIONS])
-        made.append(sample_question(rng, documents[index % len(documents)], two_hop))
-    return tuple(made)
+    generators = (np.random.default_rng([seed, index, _QUESTIONS]) for index in range(count))
+    sizes = itertools.cycle(documents)
+    return tuple(sample_question(rng, next(sizes), two_hop) for rng in generators)
 
 
 def sample_question(rng: np.random.Generator, documents: int, two_hop: float) -> Question:
     """Sample a question about `documents` new documents."""
     texts = world.make_documents(rng, documents)
     kind = "two_hop" if rng.random() < two_hop else "lookup"
-    made = world.sample_question(rng, texts, kind)
-    return Question(TASK, texts, made.text, made.answer, made.evidence)
+    question = world.sample_question(rng, texts, kind)
+    return Question(TASK, texts, question.text, question.answer, question.evidence)
 
 
 def policy_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> Iterator[Row]:
     """Yield structured answers; row i depends on (seed, i) alone."""
-    for index in range(count):
-        rng = np.random.default_rng([seed, index, _POLICY])
+
+    def make_row(rng: np.random.Generator) -> Row:
         question = sample_question(rng, int(rng.choice(mixture.documents)), mixture.two_hop)
         lines = sample_evidence(rng, question, mixture.slips, mixture.hasty)
         right = set(question.evidence) <= set(lines) or rng.random() < mixture.lucky
         source = question.evidence[-1] if right else lines[-1]
-        answer = _value(question, source)
-        reasoning = f"{_attribute(question)} of {source.split()[0]} is {answer}"
-        answer, quoted = f" {answer}", _quoted(lines)
-        text = write_answer(StructuredAnswer(question.question, quoted, reasoning, answer))
-        yield Row(prompts.evidence(question.documents, question.question), text, "responder", TASK)
+        name, *values = source.split()
+        attribute = question.question.split()[0]
+        answer = values[world.ATTRIBUTES.index(attribute)]
+        reasoning = f"{attribute} of {name} is {answer}"
+        sections = question.question, _bulleted(lines), reasoning, f" {answer}"
+        prompt = prompts.evidence(question.documents, question.question)
+        return Row(prompt, write_answer(StructuredAnswer(*sections)), "responder", TASK)
+
+    return itertools.islice(seeded_rows(make_row, seed, 0, _POLICY), count)
 
 
 def reward_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> Iterator[Row]:
     """Yield scores of several evidence sets; row i depends on (seed, i) alone."""
-    for index in range(count):
-        rng = np.random.default_rng([seed, index, _REWARD])
+
+    def make_row(rng: np.random.Generator) -> Row:
         question = sample_question(rng, int(rng.choice(mixture.documents)), mixture.two_hop)
-        count = rng.choice(mixture.sets)
         sets = [
-            sample_evidence(rng, question, mixture.set_slips, mixture.hasty) for _ in range(count)
+            sample_evidence(rng, question, mixture.set_slips, mixture.hasty)
+            for _ in range(rng.choice(mixture.sets))
         ]
-        scores = [_noisy(rng, true_score(lines, question), mixture.noise) for lines in sets]
-        thoughts = "\n".join(f"{i}{think(lines, question)}" for i, lines in enumerate(sets, 1))
-        verdict = "\n".join(f"{i} {score}" for i, score in enumerate(scores, 1))
-        completion = f"<think>{thoughts}</think>{verdict}"
-        texts = [_quoted(lines).strip() for lines in sets]
+        scores = [_add_noise(rng, true_score(lines, question), mixture.noise) for lines in sets]
+        numbered = list(zip(itertools.count(1), sets, scores))
+        thoughts = "\n".join(f"{i}{write_comparison(lines, question)}" for i, lines, _ in numbered)
+        verdict = "\n".join(f"{i} {score}" for i, _, score in numbered)
+        texts = [_bulleted(lines).strip() for lines in sets]
         prompt = prompts.evidence_scores(question.question, texts)
-        yield Row(prompt, completion, "reward_model", TASK)
+        return Row(prompt, f"<think>{thoughts}</think>{verdict}", "reward_model", TASK)
+
+    return itertools.islice(seeded_rows(make_row, seed, 0, _REWARD), count)
 
 
 def sample_evidence(
@@ -155,21 +160,21 @@ def sample_evidence(
     return [*true[:-1], spare[0]]
 
 
-def think(lines: Sequence[str], question: Question) -> str:
+def write_comparison(lines: Sequence[str], question: Question) -> str:
     """Write the thought on an evidence set: per line, wanted name, the line's name, verdict.
 
     After a match, the wanted name is the friend named in that line; after the last match it is "-".
     The two names are adjacent because a small model compares names that are next to each other.
     """
-    said, hops = "", len(question.evidence)
-    name = question.question.split()[-1]
+    thought, hops = "", len(question.evidence)
+    wanted = question.question.split()[-1]
     for line in lines:
-        found, *_, friend = line.split()
-        equal = hops > 0 and found == name
-        said += f" {name if hops else '-'} {found}{'[[YES]]' if equal else '[[NO]]'}"
+        name, *_, friend = line.split()
+        equal = hops > 0 and name == wanted
+        thought += f" {wanted if hops else '-'} {name}{'[[YES]]' if equal else '[[NO]]'}"
         hops -= equal
-        name = friend if equal else name
-    return said
+        wanted = friend if equal else wanted
+    return thought
 
 
 def true_score(lines: Sequence[str], question: Question) -> int:
@@ -183,28 +188,17 @@ def true_score(lines: Sequence[str], question: Question) -> int:
     return max(LOWEST, round(LOWEST + (HIGHEST - LOWEST) * share) - superfluous)
 
 
-def _quoted(lines: Sequence[str]) -> str:
-    """Format lines as an evidence section.
-
-    After a bullet, a name has the same token as in a document.
-    """
+def _bulleted(lines: Sequence[str]) -> str:
+    """Format an evidence section. After a bullet, a name has the same token as in a document."""
     return "".join(f"\n- {line}" for line in lines) + "\n"
 
 
-def _noisy(rng: np.random.Generator, score: int, noise: float) -> int:
+def _add_noise(rng: np.random.Generator, score: int, noise: float) -> int:
+    """Return a score that is off by one with probability `noise`."""
     if rng.random() >= noise:
         return score
     step = 1 if score == LOWEST else -1 if score == HIGHEST else int(rng.choice((-1, 1)))
     return score + step
-
-
-def _attribute(question: Question) -> str:
-    return question.question.split()[0]
-
-
-def _value(question: Question, line: str) -> str:
-    """Return the value of the question's attribute in a line."""
-    return line.split()[1 + world.ATTRIBUTES.index(_attribute(question))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -212,23 +206,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Rows and questions with evidence.")
     parser.add_argument("--out", required=True, help="folder to write to")
     parser.add_argument("--prompts", default="compact", help="compact, full or a folder")
-    parser.add_argument("--rows", type=int, default=20_000, help="of each kind")
-    parser.add_argument("--questions", type=int, default=2000, help="to train on")
-    parser.add_argument("--held_out", type=int, default=256, help="questions")
-    parser.add_argument("--documents", type=int, nargs="+", default=[5], help="of a question")
+    parser.add_argument("--rows", type=int, default=20_000, help="rows per file")
+    parser.add_argument("--questions", type=int, default=2000, help="training questions")
+    parser.add_argument("--held_out", type=int, default=256, help="held-out questions")
+    parser.add_argument(
+        "--documents", type=int, nargs="+", default=[5], help="documents per question"
+    )
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args(arguments)
-    words, mixture, out = prompt_sets.load(flags.prompts), Mixture(), Path(flags.out)
+    prompts, out = prompt_sets.load(flags.prompts), Path(flags.out)
+    held_out = flags.seed + HELD_OUT_SEED, flags.held_out
+    files = {
+        "policy": policy_rows(prompts, Mixture(), flags.seed, flags.rows),
+        "reward": reward_rows(prompts, Mixture(), flags.seed, flags.rows),
+        "train": make_questions(flags.seed, flags.questions, flags.documents),
+        "held_out": make_questions(*held_out, flags.documents),
+    }
     out.mkdir(parents=True, exist_ok=True)
-    for name, make in (("policy", policy_rows), ("reward", reward_rows)):
-        rows = make(words, mixture, flags.seed, flags.rows)
-        write_records(out / f"{name}.jsonl", map(dataclasses.asdict, rows))
-    for name, seed, count in (
-        ("train", flags.seed, flags.questions),
-        ("held_out", flags.seed + HELD_OUT_SEED, flags.held_out),
-    ):
-        questions = make_questions(seed, count, flags.documents)
-        write_records(out / f"{name}.jsonl", map(dataclasses.asdict, questions))
+    for name, records in files.items():
+        write_records(out / f"{name}.jsonl", map(dataclasses.asdict, records))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,14 @@
 1. A fact is a number or a name together with its cue, the few words just before it in the same
    line. A fact counts only if its cue occurs once in the whole cluster.
 2. Questions ask for facts: which number or name follows a cue (general QA; for multiple choice,
-   other values of the cluster are the wrong options), or the difference of two numbers.
+   other values of the cluster are the wrong options), or the difference of two numbers. Every
+   question has passed the parser that self-play uses.
 3. A questioner row quotes the fact and writes the question. A responder row quotes it and answers
    from the documents. A verifier row compares the reference with itself, with another form of it,
-   or with another value. Every question has passed the parser that self-play uses.
+   or with another value.
 4. A reciter row is not part of self-play. Its completion repeats the documents of the prompt in
    another order. It teaches a randomly initialized policy to find and copy text, faster than the
    roles' short answers do.
-5. Roles, tasks, letters and verdicts have given shares. All output is a function of the seed.
-6. Values are written with a space in front, so that their tokens are those in the documents.
 
     python -m spell_jax.warm_start.folder_rows --source=FOLDER --out=DIR
 
@@ -22,6 +21,7 @@ folder with that tokenizer and the same settings.
 """
 
 import argparse
+import dataclasses
 import json
 import logging
 import re
@@ -32,24 +32,19 @@ from pathlib import Path
 
 import numpy as np
 
-from spell_jax.data.built import open_source
-from spell_jax.data.clusters import (
-    LETTERS,
-    TASKS,
-    Cluster,
-    CountTokens,
-    count_words,
-    split_held_out,
-)
+from spell_jax.data.clusters import LETTERS, TASKS, Cluster, CountTokens, count_words
+from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.data.stream import batch_counts
 from spell_jax.policy import tokenizer
 from spell_jax.runtime import entry
+from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.numbers import Number, parse_number, same_number
 from spell_jax.selfplay.parsing import parse_question
 from spell_jax.selfplay.prompts import Prompts
-from spell_jax.warm_start.demonstrations import SYMBOLS
+from spell_jax.warm_start.demonstrations import SYMBOLS, Row
 
 ROLES = ("questioner", "responder", "verifier", "reciter")
 ROWS_FILE, QUESTIONS_FILE = "rows.jsonl", "questions.jsonl"
@@ -67,6 +62,10 @@ FORBIDDEN_IN_CUE = re.compile(r"[\"'\\{}<>*`]")
 
 CLOSING = ".,;:!?"
 TRIES = 4  # passes over the clusters before giving up on a task
+
+# Flags that are fields of DataConfig and of RowConfig.
+_DATA_FLAGS = ("source", "grouping", "documents_per_cluster", "max_document_tokens", "held_out")
+_ROW_FLAGS = ("tasks", "documents_shown", "documents_read", "history_share", "difference_share")
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +88,13 @@ class Fact:
     value: str
 
     @property
-    def quote(self) -> str:
-        return f"{self.cue} {self.value}"
+    def integer(self) -> int:
+        """The value if it has digits only, else 0."""
+        return int(self.value) if self.value.isdecimal() else 0
 
 
 @dataclass(frozen=True)
-class Question:
+class FactQuestion:
     """A question made from facts of one cluster.
 
     Attributes:
@@ -103,8 +103,8 @@ class Question:
             letter.
         documents: indices of the documents that contain the evidence.
         question: the question as the responder sees it.
-        answer: the reference as the parser returns it.
-        written: the answer as the responder writes it.
+        reference: the answer as the parser returns it.
+        answer: the answer as the responder writes it.
         others: values of the same kind in the cluster that differ in meaning.
     """
 
@@ -112,8 +112,8 @@ class Question:
     quote: str
     documents: frozenset[int]
     question: str
+    reference: str
     answer: str
-    written: str
     others: tuple[str, ...]
 
 
@@ -143,37 +143,16 @@ class RowConfig:
 
     def __post_init__(self) -> None:
         if not self.tasks or any(task not in TASKS for task in self.tasks):
-            raise ValueError(f"tasks={self.tasks}: must be one or more of {TASKS}")
-        if (
-            set(self.roles) != set(ROLES)
-            or min(self.roles.values()) < 0
-            or not any(self.roles.values())
-        ):
-            raise ValueError(f"roles={dict(self.roles)}: must give each of {ROLES} a share")
-        if self.documents_shown < 1:
-            raise ValueError(f"documents_shown={self.documents_shown}: must be at least 1")
+            raise ValueError(f"tasks = {self.tasks}: must be one or more of {TASKS}")
+        shares = self.roles.values()
+        if {*self.roles} != {*ROLES} or min(shares) < 0 or not any(shares):
+            raise ValueError(f"roles = {dict(self.roles)}: must give each of {ROLES} a share")
+        check_least(self, "", documents_shown=1)
         if not self.documents_read or min(self.documents_read) < 1:
-            raise ValueError(f"documents_read={self.documents_read}: each must be at least 1")
+            raise ValueError(f"documents_read = {self.documents_read}: each must be at least 1")
         for name in ("history_share", "difference_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be from 0 to 1")
-
-
-@dataclass
-class RowsReport:
-    """Counts of a run over clusters.
-
-    Attributes:
-        clusters: number of clusters.
-        facts: number of facts found in them.
-        refused: "task: reason" -> number of questions that the parser rejected.
-        without: task -> number of attempts on a cluster whose facts did not allow a question.
-    """
-
-    clusters: int = 0
-    facts: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    without: Counter[str] = field(default_factory=Counter)
+                raise ValueError(f"{name} = {getattr(self, name)}: must be from 0 to 1")
 
 
 # ------------------------------------------------------------------------------------------- facts
@@ -182,19 +161,18 @@ class RowsReport:
 def find_facts(documents: Sequence[str]) -> list[Fact]:
     """Find all facts of a cluster, in text order; linear in the text's length."""
     words = [list(WORD.finditer(document)) for document in documents]
-    cues = [_cues([word[0] for word in line]) for line in words]
-    times = Counter(cue for document_cues in cues for cue in document_cues)
+    cues = [_cues([word[0] for word in matches]) for matches in words]
+    counts = Counter(cue for document_cues in cues for cue in document_cues)
     facts = []
-    for index, document in enumerate(documents):
-        found = words[index]
-        texts = [word[0] for word in found]
-        for position, cue in enumerate(cues[index][:-1], CUE_WORDS):
-            value = _value(texts, position)
-            if value is None or times[cue] > 1 or not _is_cue(" ".join(cue)):
+    for index, (document, matches) in enumerate(zip(documents, words, strict=True)):
+        texts = [word[0] for word in matches]
+        for position, cue_words in enumerate(cues[index][:-1], CUE_WORDS):
+            cue, value = " ".join(cue_words), _value(texts, position)
+            if value is None or counts[cue_words] > 1 or not _is_cue(cue):
                 continue
             last = position + value[1].count(" ")
-            if "\n" not in document[found[position - CUE_WORDS].start() : found[last].end()]:
-                facts.append(Fact(index, value[0], " ".join(cue), value[1]))
+            if "\n" not in document[matches[position - CUE_WORDS].start() : matches[last].end()]:
+                facts.append(Fact(index, value[0], cue, value[1]))
     return facts
 
 
@@ -204,11 +182,8 @@ def _cues(words: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _is_cue(cue: str) -> bool:
-    return (
-        len(cue) <= LONGEST_CUE
-        and FORBIDDEN_IN_CUE.search(cue) is None
-        and any(character.isalpha() for character in cue)
-    )
+    usable = len(cue) <= LONGEST_CUE and not FORBIDDEN_IN_CUE.search(cue)
+    return usable and any(map(str.isalpha, cue))
 
 
 def _value(words: Sequence[str], position: int) -> tuple[str, str] | None:
@@ -234,11 +209,6 @@ def _number(text: str) -> Number | None:
     return parse_number(text) if NUMBER.fullmatch(text) else None
 
 
-def _integer(fact: Fact) -> int:
-    """Return the fact's value if it has digits only, else 0."""
-    return int(fact.value) if fact.value.isdecimal() else 0
-
-
 def means_the_same(one: str, two: str) -> bool:
     """Return whether two values are too close to serve as different ones in demonstrations.
 
@@ -247,8 +217,8 @@ def means_the_same(one: str, two: str) -> bool:
     first, second = _number(one), _number(two)
     if first is not None and second is not None:
         return same_number(first, second) or same_number(second, first)
-    plain_one, plain_two = one.casefold(), two.casefold()
-    return plain_one in plain_two or plain_two in plain_one
+    one, two = one.casefold(), two.casefold()
+    return one in two or two in one
 
 
 def other_forms(value: str) -> list[str]:
@@ -256,14 +226,15 @@ def other_forms(value: str) -> list[str]:
     if value in LETTERS:
         return [f"({value})", f"{value}."]
     if _number(value) is None:
-        return [form for form in (value.upper(), value.lower(), f"{value}.") if form != value]
-    unit = "%" if value.endswith("%") else ""
-    plain = value.strip("$%").replace(",", "")
-    whole, point, fraction = plain.partition(".")
-    grouped = f"{int(whole):,}{point}{fraction}"
-    padded = f"{plain}0" if point else f"{plain}.0"
-    forms = (plain, grouped, padded, f"the number {plain}")
-    return [f"{form}{unit}" for form in forms if f"{form}{unit}" != value]
+        forms = [value.upper(), value.lower(), f"{value}."]
+    else:
+        unit = "%" if value.endswith("%") else ""
+        plain = value.strip("$%").replace(",", "")
+        whole, point, fraction = plain.partition(".")
+        grouped = f"{int(whole):,}{point}{fraction}"
+        padded = f"{plain}0" if point else f"{plain}.0"
+        forms = [f"{form}{unit}" for form in (plain, grouped, padded, f"the number {plain}")]
+    return [form for form in forms if form != value]
 
 
 # -------------------------------------------------------------------------------------------- rows
@@ -273,31 +244,24 @@ class RowMaker:
     """Maker of rows from the facts of one cluster at a time.
 
     Attributes:
-        report: counts of what was found and rejected so far.
+        counts: "clusters", "facts", "rejected TASK: REASON" (questions that the parser rejected)
+            and "skipped TASK" (clusters whose facts did not allow a question).
     """
 
     def __init__(
         self,
         prompts: Prompts,
-        settings: RowConfig,
-        random: np.random.Generator,
+        config: RowConfig,
+        rng: np.random.Generator,
         count_tokens: CountTokens = count_words,
     ):
-        """Create a maker.
-
-        Args:
-            prompts: prompts of the rows.
-            settings: composition of the rows.
-            random: random generator of all choices.
-            count_tokens: token counter of the question parser.
-        """
-        self.report = RowsReport()
+        self.counts: Counter[str] = Counter()
         self._prompts = prompts
-        self._settings = settings
-        self._random = random
+        self._config = config
+        self._rng = rng
         self._count_tokens = count_tokens
 
-    def question(self, task: str, facts: Sequence[Fact], letter: str) -> Question | None:
+    def question(self, task: str, facts: Sequence[Fact], letter: str) -> FactQuestion | None:
         """Make a question about one or two facts; None if these facts do not allow one.
 
         Args:
@@ -309,44 +273,44 @@ class RowMaker:
             facts = [fact for fact in facts if fact.kind == "number"]
         if not facts:
             return None
-        fact = facts[int(self._random.integers(len(facts)))]
+        fact = facts[int(self._rng.integers(len(facts)))]
         values = dict.fromkeys(other.value for other in facts if other.kind == fact.kind)
-        others = [value for value in values if not means_the_same(value, fact.value)]
         used, text, answer = [fact], f"which {fact.kind} follows: {fact.cue}", fact.value
+        is_difference = (
+            task == "financial_math" and self._rng.random() < self._config.difference_share
+        )
+        if is_difference and (pair := self._sample_pair(facts)):
+            used, answer = pair, str(pair[0].integer - pair[1].integer)
+            text = f"number after: {pair[0].cue} minus number after: {pair[1].cue}"
+        others = [value for value in values if not means_the_same(value, answer)]
+        quote = " ".join(f"{fact.cue} {fact.value}" for fact in used)
+        # Values have a space in front, so that their tokens are those in the documents.
         record: dict[str, object] = {"question": text, "answer": f" {answer}"}
         if task == "multiple_choice":
-            options = self._options(fact.value, others, letter)
+            options = self._sample_options(answer, others, letter)
             if options is None:
                 return None
-            answer, others = f"({letter})", [other for other in LETTERS if other != letter]
             record = {"question": text, "options": options, "answer": letter}
-        elif task == "financial_math" and self._random.random() < self._settings.difference_share:
-            pair = self._pair(facts)
-            if pair is not None:
-                used, answer = pair, str(_integer(pair[0]) - _integer(pair[1]))
-                text = f"number after: {pair[0].cue} minus number after: {pair[1].cue}"
-                record = {"question": text, "answer": f" {answer}"}
-                others = [value for value in values if not means_the_same(value, answer)]
-        quote = " ".join(fact.quote for fact in used)
-        if task == "multiple_choice":
+            answer, others = f"({letter})", [other for other in LETTERS if other != letter]
             quote += answer  # the letter follows the value at the end of the quote
         written = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
         completion = f"<think> {quote}</think>{written}"
         parsed = parse_question(completion, task, self._count_tokens)
         if parsed.status != "accepted":
-            self.report.refused[f"{task}: {parsed.reason}"] += 1
+            self.counts[f"rejected {task}: {parsed.reason}"] += 1
             return None
-        places = frozenset(fact.document for fact in used)
-        return Question(
-            completion, quote, places, parsed.question, parsed.answer, answer, tuple(others)
-        )
+        documents = frozenset(fact.document for fact in used)
+        texts = parsed.question, parsed.answer, answer
+        return FactQuestion(completion, quote, documents, *texts, tuple(others))
 
     def row(
         self, role: str, task: str, cluster: Cluster, facts: Sequence[Fact], letter: str
-    ) -> dict[str, str] | None:
+    ) -> Row | None:
         """Make a row of the role; None if the cluster's facts do not allow one."""
         if role == "reciter":
-            return self._recital(task, cluster)
+            shown = self._sample_documents(cluster, frozenset(), self._sample_count())
+            recited = [shown[int(index)] for index in self._rng.permutation(len(shown))]
+            return Row("\n".join([*shown, RECITE]), "\n".join(recited), role, task)
         item = self.question(task, facts, letter)
         if item is None:
             return None
@@ -354,79 +318,72 @@ class RowMaker:
             prompt = self._questioner_prompt(task, cluster, facts, letter, item)
             completion = item.completion
         elif role == "responder":
-            shown = self._shown(cluster, item.documents, self._documents_read())
+            shown = self._sample_documents(cluster, item.documents, self._sample_count())
             prompt = self._prompts.responder(task, shown, item.question)
-            completion = f"<think> {item.quote}</think>answer is {item.written}"
+            completion = f"<think> {item.quote}</think>answer is {item.answer}"
         else:
-            answer, verdict = self._compared(item)
-            prompt = self._prompts.verifier(item.question, answer, item.answer)
+            answer, verdict = self._sample_comparison(item)
+            prompt = self._prompts.verifier(item.question, answer, item.reference)
             completion = f"[[{verdict}]]"
-        return {"prompt": prompt, "completion": completion, "role": role, "task": task}
-
-    def _recital(self, task: str, cluster: Cluster) -> dict[str, str]:
-        """Make a row whose prompt holds documents and whose completion permutes them."""
-        shown = self._shown(cluster, frozenset(), self._documents_read())
-        again = [shown[int(index)] for index in self._random.permutation(len(shown))]
-        prompt = "\n".join([*shown, RECITE])
-        return {
-            "prompt": prompt,
-            "completion": "\n".join(again),
-            "role": "reciter",
-            "task": task,
-        }
+        return Row(prompt, completion, role, task)
 
     def _questioner_prompt(
-        self, task: str, cluster: Cluster, facts: Sequence[Fact], letter: str, item: Question
+        self, task: str, cluster: Cluster, facts: Sequence[Fact], letter: str, item: FactQuestion
     ) -> str:
-        history: list[Question] = []
-        if self._random.random() < self._settings.history_share:
-            for _ in range(self._random.integers(1, 4)):
-                past = self.question(task, facts, LETTERS[self._random.integers(4)])
-                if past and past.quote not in [item.quote, *(known.quote for known in history)]:
-                    history.append(past)
-        seen = item.documents.union(*(past.documents for past in history))
-        total = self._settings.documents_shown + (len(seen) if history else 0)
-        return self._prompts.questioner(task, self._shown(cluster, seen, total), history, letter)
+        items = [item]
+        if self._rng.random() < self._config.history_share:
+            for _ in range(self._rng.integers(1, 4)):
+                past = self.question(task, facts, LETTERS[self._rng.integers(4)])
+                if past and past.quote not in [known.quote for known in items]:
+                    items.append(past)
+        needed = frozenset().union(*(known.documents for known in items))
+        total = self._config.documents_shown + (len(needed) if len(items) > 1 else 0)
+        history = [Entry((), past.question, past.reference) for past in items[1:]]
+        documents = self._sample_documents(cluster, needed, total)
+        return self._prompts.questioner(task, documents, history, letter)
 
-    def _documents_read(self) -> int:
-        return int(self._random.choice(self._settings.documents_read))
+    def _sample_count(self) -> int:
+        return int(self._rng.choice(self._config.documents_read))
 
-    def _shown(self, cluster: Cluster, needed: frozenset[int], total: int) -> list[str]:
+    def _sample_documents(self, cluster: Cluster, needed: frozenset[int], total: int) -> list[str]:
         """Return the needed documents and sampled others, up to `total`, in corpus order."""
         others = [index for index in range(len(cluster.documents)) if index not in needed]
-        extra = self._random.permutation(others)[: max(0, total - len(needed))].tolist()
+        extra = self._rng.permutation(others)[: max(0, total - len(needed))].tolist()
         return [cluster.documents[int(index)] for index in sorted([*needed, *extra])]
 
-    def _options(self, value: str, others: Sequence[str], letter: str) -> dict[str, str] | None:
+    def _sample_options(
+        self, value: str, others: Sequence[str], letter: str
+    ) -> dict[str, str] | None:
         """Return the value at its letter and three values that differ from it and each other."""
-        chosen: list[str] = []
-        for index in map(int, self._random.permutation(len(others))):
-            if not any(means_the_same(others[index], other) for other in chosen):
-                chosen.append(others[index])
-            if len(chosen) == 3:
-                rest = iter(chosen)
-                return {name: f" {value if name == letter else next(rest)}" for name in LETTERS}
+        wrong: list[str] = []
+        for index in map(int, self._rng.permutation(len(others))):
+            if not any(means_the_same(others[index], other) for other in wrong):
+                wrong.append(others[index])
+            if len(wrong) == 3:
+                wrong.insert(LETTERS.index(letter), value)
+                return {name: f" {text}" for name, text in zip(LETTERS, wrong, strict=True)}
         return None
 
-    def _pair(self, facts: Sequence[Fact]) -> list[Fact] | None:
+    def _sample_pair(self, facts: Sequence[Fact]) -> list[Fact] | None:
         """Return two facts with small whole numbers, the larger first; None if impossible."""
-        small = [fact for fact in facts if 0 < _integer(fact) < LARGEST_DIFFERENCE_TERM]
+        small = [fact for fact in facts if 0 < fact.integer < LARGEST_DIFFERENCE_TERM]
         if len(small) < 2:
             return None
-        one, two = (small[i] for i in self._random.choice(len(small), 2, replace=False))
-        pair = sorted([one, two], key=_integer, reverse=True)
-        return pair if _integer(pair[0]) > _integer(pair[1]) else None
+        one, two = (small[i] for i in self._rng.choice(len(small), 2, replace=False))
+        if one.integer == two.integer:
+            return None
+        return [one, two] if one.integer > two.integer else [two, one]
 
-    def _compared(self, item: Question) -> tuple[str, str]:
+    def _sample_comparison(self, item: FactQuestion) -> tuple[str, str]:
         """Sample (answer to compare with the reference, verdict)."""
-        answer = item.answer.strip()
-        kind = self._random.choice(list(VERDICT_SHARES), p=list(VERDICT_SHARES.values()))
+        answer = item.reference.strip()
+        kind = self._rng.choice(list(VERDICT_SHARES), p=list(VERDICT_SHARES.values()))
         if kind == "same":
             return answer, "YES"
         if kind == "different" and item.others:
-            return item.others[self._random.integers(len(item.others))], "NO"
+            return item.others[self._rng.integers(len(item.others))], "NO"
         forms = other_forms(answer)
-        return forms[self._random.integers(len(forms))], "YES"
+        return forms[self._rng.integers(len(forms))], "YES"
 
 
 def make_rows(
@@ -434,44 +391,47 @@ def make_rows(
     prompts: Prompts,
     rows: int,
     seed: int,
-    settings: RowConfig | None = None,
+    config: RowConfig | None = None,
     count_tokens: CountTokens = count_words,
-) -> tuple[list[dict[str, str]], RowsReport]:
-    """Make `rows` records {"prompt", "completion", "role", "task"}, in shuffled order.
+) -> tuple[list[Row], Counter[str]]:
+    """Make `rows` rows, in shuffled order.
+
+    Returns:
+        (rows, counts); see RowMaker.
 
     Raises:
         ValueError: if rows is below 1, or no cluster has enough facts for one of the tasks.
     """
     if rows < 1:
-        raise ValueError(f"rows={rows}: must be at least 1")
-    settings = settings or RowConfig()
-    random = np.random.default_rng(seed)
-    maker = RowMaker(prompts, settings, random, count_tokens)
+        raise ValueError(f"rows = {rows}: must be at least 1")
+    config = config or RowConfig()
+    rng = np.random.default_rng(seed)
+    maker = RowMaker(prompts, config, rng, count_tokens)
     facts = [find_facts(cluster.documents) for cluster in clusters]
-    maker.report.clusters, maker.report.facts = len(clusters), sum(map(len, facts))
+    maker.counts.update(clusters=len(clusters), facts=sum(map(len, facts)))
     order: list[int] = []
-    made = []
-    for role, role_rows in batch_counts(rows, settings.roles, dict.fromkeys(ROLES, rows)).items():
-        equal = dict.fromkeys(settings.tasks, 1.0)
-        shares = batch_counts(role_rows, equal, dict.fromkeys(equal, role_rows))
-        for task, count in shares.items():
-            for number in range(count):
-                letter = LETTERS[number % len(LETTERS)]
-                row = None
-                for _ in range(TRIES * len(clusters)):
-                    order = order or random.permutation(len(clusters)).tolist()
-                    index = order.pop()
-                    row = maker.row(role, task, clusters[index], facts[index], letter)
-                    if row is not None:
-                        break
-                    maker.report.without[task] += 1
-                else:
-                    raise ValueError(
-                        f"tasks: {task} finds no facts in {len(clusters)} clusters; leave it out "
-                        "or make the clusters larger"
-                    )
-                made.append(row)
-    return [made[i] for i in random.permutation(len(made))], maker.report
+
+    def make_row(role: str, task: str, letter: str) -> Row:
+        nonlocal order
+        for _ in range(TRIES * len(clusters)):
+            order = order or rng.permutation(len(clusters)).tolist()
+            index = order.pop()
+            if row := maker.row(role, task, clusters[index], facts[index], letter):
+                return row
+            maker.counts[f"skipped {task}"] += 1
+        raise ValueError(
+            f"tasks: found no facts for {task} in {len(clusters)} clusters; leave it out or make "
+            "the clusters larger"
+        )
+
+    equal = dict.fromkeys(config.tasks, 1.0)
+    made = [
+        make_row(role, task, LETTERS[number % len(LETTERS)])
+        for role, role_rows in batch_counts(rows, config.roles, dict.fromkeys(ROLES, rows)).items()
+        for task, count in batch_counts(role_rows, equal, dict.fromkeys(equal, role_rows)).items()
+        for number in range(count)
+    ]
+    return [made[i] for i in rng.permutation(len(made))], maker.counts
 
 
 def make_questions(
@@ -482,16 +442,16 @@ def make_questions(
     Tasks alternate and clusters come in shuffled order. A cluster whose facts do not allow a
     question is skipped.
     """
-    random = np.random.default_rng(seed)
-    maker = RowMaker(prompts, RowConfig(tuple(tasks)), random)
-    order = random.permutation(len(clusters)).tolist()
+    rng = np.random.default_rng(seed)
+    maker = RowMaker(prompts, RowConfig(tuple(tasks)), rng)
+    order = rng.permutation(len(clusters)).tolist()
     made: list[dict[str, object]] = []
     for number in range(TRIES * count):
         cluster, task = clusters[order[number % len(order)]], tasks[number % len(tasks)]
         item = maker.question(task, find_facts(cluster.documents), LETTERS[number % len(LETTERS)])
         if item is not None:
-            question = {"question": item.question, "answer": item.answer.strip()}
-            made.append({"task": task, "documents": list(cluster.documents), **question})
+            texts = {"question": item.question, "answer": item.reference.strip()}
+            made.append({"task": task, "documents": list(cluster.documents), **texts})
         if len(made) == count:
             break
     return made
@@ -501,62 +461,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command-line entry: read a folder of texts, write rows, tokenizer and questions."""
     flags = _flags().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    out = Path(flags.out)
+    out, prompts = Path(flags.out), prompt_sets.load(flags.prompts)
     out.mkdir(parents=True, exist_ok=True)
+    data = DataConfig(**{name: getattr(flags, name) for name in _DATA_FLAGS})
+    config = RowConfig(**{name: getattr(flags, name) for name in _ROW_FLAGS})
+
+    def read(count_tokens: CountTokens) -> list[list[Cluster]]:
+        """Training and held-out clusters."""
+        sources = open_clusters(data, flags.seed, count_tokens)
+        return [source.read(list(source.tasks)) for source in sources]
+
     if flags.tokenizer:
         words = tokenizer.load(flags.tokenizer)
     else:
         # No tokenizer yet: sizes in words are close enough for the texts that it is trained on.
-        training, _ = _clusters(flags, count_words)
-        rows, _ = _rows(flags, training, count_words)
-        texts = (row["prompt"] + row["completion"] for row in rows)
+        rows, _ = make_rows(read(count_words)[0], prompts, flags.rows, flags.seed, config)
+        texts = (row.prompt + row.completion for row in rows)
         words = tokenizer.train(texts, flags.vocab_size, SYMBOLS)
     words.save(out)
-    training, held_out = _clusters(flags, words.count)
-    rows, report = _rows(flags, training, words.count)
-    write_records(out / ROWS_FILE, rows)
-    log.info(
-        "%s: %d rows from %d facts in %d clusters; refused %s, clusters passed over %s",
-        out / ROWS_FILE,
-        len(rows),
-        report.facts,
-        report.clusters,
-        dict(report.refused),
-        dict(report.without),
-    )
+    training, held_out = read(words.count)
+    rows, counts = make_rows(training, prompts, flags.rows, flags.seed, config, words.count)
+    write_records(out / ROWS_FILE, map(dataclasses.asdict, rows))
+    log.info("%s: %d rows; %s", out / ROWS_FILE, len(rows), dict(counts))
     if held_out:
-        prompts, tasks = prompt_sets.load(flags.prompts), flags.tasks.split(",")
-        questions = make_questions(held_out, prompts, flags.questions, flags.seed, tasks)
+        questions = make_questions(held_out, prompts, flags.questions, flags.seed, flags.tasks)
         write_records(out / QUESTIONS_FILE, questions)
-        log.info("%s: %d from %d", out / QUESTIONS_FILE, len(questions), len(held_out))
-
-
-def _clusters(
-    flags: argparse.Namespace, count_tokens: CountTokens
-) -> tuple[list[Cluster], list[Cluster]]:
-    source = open_source(
-        flags.source,
-        count_tokens=count_tokens,
-        max_document_tokens=flags.max_document_tokens,
-        documents_per_cluster=flags.documents_per_cluster,
-        grouping=flags.grouping,
-    )
-    training, held_out = split_held_out(list(source.tasks), flags.held_out)
-    return source.read(training), source.read(held_out)
-
-
-def _rows(
-    flags: argparse.Namespace, clusters: Sequence[Cluster], count_tokens: CountTokens
-) -> tuple[list[dict[str, str]], RowsReport]:
-    settings = RowConfig(
-        tuple(flags.tasks.split(",")),
-        documents_shown=flags.documents_shown,
-        documents_read=tuple(map(int, flags.documents_read.split(","))),
-        history_share=flags.history_share,
-        difference_share=flags.difference_share,
-    )
-    prompts = prompt_sets.load(flags.prompts)
-    return make_rows(clusters, prompts, flags.rows, flags.seed, settings, count_tokens)
+        log.info("%s: %d questions", out / QUESTIONS_FILE, len(questions))
 
 
 def _flags() -> argparse.ArgumentParser:
@@ -565,21 +495,30 @@ def _flags() -> argparse.ArgumentParser:
     add("--source", required=True, help="folder of texts, JSONL of clusters, or built folder")
     add("--out", required=True, help="folder to write")
     add("--rows", type=int, default=12_000)
-    add("--questions", type=int, default=200, help="at most so many about held-out clusters")
+    add("--questions", type=int, default=200, help="maximum number about held-out clusters")
     add("--seed", type=int, default=0)
-    add("--tasks", default=",".join(TASKS), help="comma-separated")
+    add("--tasks", type=_split, default=TASKS, help="comma-separated")
     add("--prompts", default="compact", help="full, compact, or a folder of templates")
-    add("--tokenizer", default="", help="folder with tokenizer.model; empty: one is trained")
+    add("--tokenizer", default="", help="folder with tokenizer.model; empty: train one")
     add("--vocab_size", type=int, default=2048, help="pieces of the tokenizer to train")
     add("--max_document_tokens", type=int, default=64)
     add("--documents_per_cluster", type=int, default=4)
-    add("--documents_shown", type=int, default=2, help="by the questioner")
-    add("--documents_read", default="1,2,3", help="by the responder: one of these numbers")
+    add("--documents_shown", type=int, default=2, help="documents that the questioner sees")
+    add(
+        "--documents_read",
+        type=lambda text: tuple(map(int, _split(text))),
+        default=(1, 2, 3),
+        help="possible numbers of documents that the responder reads, comma-separated",
+    )
     add("--grouping", default="order", help="order or similarity")
     add("--history_share", type=float, default=0.25)
     add("--difference_share", type=float, default=0.0)
     add("--held_out", type=float, default=0.05, help="share of clusters for --questions")
     return parser
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 if __name__ == "__main__":

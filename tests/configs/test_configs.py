@@ -148,7 +148,9 @@ def test_demonstrations_fit_the_demos_caps():
     """Answers that the tiny policy was trained to write are not truncated in rollouts."""
     config = tiny.get_config()
     tokenizer = tokenizers.load(TINY_POLICY)
-    stream = demonstrations.rows(prompts.load("compact"), demonstrations.Mixture(), seed=5)
+    stream = demonstrations.world_demonstrations(
+        prompts.load("compact"), demonstrations.Mixture(), seed=5
+    )
     for row in itertools.islice(stream, 600):
         cap = config.sampler.max_tokens
         if row.role == "reciter":

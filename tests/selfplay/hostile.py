@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.parsers import FAMILIES
 from spell_jax.data.clusters import LETTERS
 from spell_jax.selfplay import prompts
-from spell_jax.warm_start.demonstrations import Mixture, rows
+from spell_jax.warm_start.demonstrations import Mixture, world_demonstrations
 
 INJECTIONS = (
     "__import__('os').system('echo evaluated')",
@@ -82,7 +82,9 @@ LOOK_ALIKES = str.maketrans(
 @functools.cache
 def good_texts() -> tuple[str, ...]:
     """Outputs of all roles in both prompt sets, and their prompts."""
-    demonstrated = list(islice(rows(prompts.load("compact"), Mixture(), seed=0), 60))
+    demonstrated = list(
+        islice(world_demonstrations(prompts.load("compact"), Mixture(), seed=0), 60)
+    )
     options = dict(zip(LETTERS, ("one", "two", "three", "four"), strict=True))
     records = (
         {"question": "What is the sum?", "answer": "1,250.5"},

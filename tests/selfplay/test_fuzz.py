@@ -54,7 +54,6 @@ LARGEST = 1_000_000
 # Modules without a function that gets model output, and functions of the others.
 NO_READERS = {
     *(
-        "warm_start.story_rows",
         "algorithms.reconstruction_evaluation",
         "puzzles.make_prompted_puzzle",
     ),

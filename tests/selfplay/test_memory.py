@@ -87,7 +87,7 @@ def test_a_broken_state_changes_nothing(state):
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match=r"capacity: -1"):
+    with pytest.raises(ValueError, match=r"capacity = -1"):
         QuestionMemory(-1)
-    with pytest.raises(ValueError, match=r"low: 0.9 is above high, 0.5"):
+    with pytest.raises(ValueError, match=r"low = 0.9: must be at most high = 0.5"):
         QuestionMemory(3, low=0.9, high=0.5)

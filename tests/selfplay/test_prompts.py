@@ -2,12 +2,12 @@
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from spell_jax.selfplay import prompts
+from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.parsing import parse_question, parse_verdict
 from spell_jax.selfplay.rules import TASKS, extract_answer
 from tests.paths import REFERENCE_CASES
@@ -15,13 +15,7 @@ from tests.paths import REFERENCE_CASES
 CASES = REFERENCE_CASES / "questioner_prompt_docs.json"
 
 
-@dataclass(frozen=True)
-class Pair:
-    question: str
-    answer: str
-
-
-HISTORY = (Pair("q1?", "a1"), Pair("q2?", "a2"))
+HISTORY = (Entry((), "q1?", "a1"), Entry((), "q2?", "a2"))
 
 COMPACT = {
     "questioner_general_qa": "{documents}\nask general",
@@ -185,7 +179,7 @@ def test_layout_after_the_instructions_is_that_of_the_reference() -> None:
     names = {"doc_general_qa": TASKS[0], "docmath_qa": TASKS[1], "doc_mc": TASKS[2]}
     checked = 0
     for case in json.loads(CASES.read_text(encoding="utf-8"))["cases"]:
-        history = [Pair(question, answer) for _, question, answer in case["in"]["history"]]
+        history = [Entry((), question, answer) for _, question, answer in case["in"]["history"]]
         documents = [f"<<doc{index}>>" for index in case["out"]["docs_in_prompt_order"]]
         prompt = full.questioner(names[case["in"]["task"]], documents, history, letter="B")
         tail = prompt.rpartition("<text>\n")[2]
@@ -198,7 +192,7 @@ def test_layout_after_the_instructions_is_that_of_the_reference() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("history", [(), HISTORY])
-def test_the_output_example_passes_the_parser(task: str, history: tuple[Pair, ...]) -> None:
+def test_the_output_example_passes_the_parser(task: str, history: tuple[Entry, ...]) -> None:
     prompt = prompts.load("full").questioner(task, ["document"], history, letter="D")
     example = prompt.replace("<one number other than zero>", "12")
     block = example[example.index("```json") : example.rindex("```") + 3]
@@ -226,7 +220,7 @@ def test_text_cannot_inject_placeholders() -> None:
     assert (
         compact.responder("general_qa", [hostile], "q {documents}") == f"{hostile}\nq {{documents}}"
     )
-    prompt = compact.questioner("general_qa", [hostile], [Pair(hostile, hostile)])
+    prompt = compact.questioner("general_qa", [hostile], [Entry((), hostile, hostile)])
     assert prompt == f"{hostile}\nknown: {hostile} answer: {hostile}\nask harder general"
 
 
@@ -253,11 +247,11 @@ def test_own_folder_overrides_by_file_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("verifyer.txt", "x", "no template has this name"),
+        ("verifyer.txt", "x", "unknown template"),
         (
             "verifier.txt",
             "{question} {answer}",
-            r"verifier.txt: placeholder \{reference\} is missing",
+            r"verifier.txt: missing placeholder \{reference\}",
         ),
         (
             "verifier.txt",
@@ -270,7 +264,7 @@ def test_own_folder_overrides_by_file_name(tmp_path: Path) -> None:
             r"responder_general_qa.txt: unknown placeholder \{qestion\}",
         ),
         ("verifier.txt", b"\xff", "not UTF-8"),
-        (".hidden", "x", "holds no template"),
+        (".hidden", "x", "contains no template"),
     ],
 )
 def test_bad_folders(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
@@ -280,5 +274,5 @@ def test_bad_folders(tmp_path: Path, name: str, text: str | bytes, message: str)
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="neither 'full' nor 'compact'"):
+    with pytest.raises(FileNotFoundError, match="must be 'full', 'compact' or a folder"):
         prompts.load(tmp_path / "none")

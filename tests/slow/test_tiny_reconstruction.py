@@ -21,7 +21,7 @@ from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.selfplay import prompts, puzzles
 from spell_jax.trainer import loop, supervised
-from spell_jax.warm_start import story_rows
+from spell_jax.warm_start import demonstrations
 from tests import noise
 
 SMALL = {
@@ -114,7 +114,9 @@ def test_the_demo_has_room_for_what_was_tuned():
     config = tiny_reconstruction.get_config()
     bucket, _ = tiny_reconstruction_warm_start.get_config().packing.buckets[-1]
     tokenizer = tokenizers.load(TINY_POLICY)
-    rows = story_rows.rows(prompts.load("compact"), story_rows.StoryMixture(), seed=5)
+    rows = demonstrations.story_demonstrations(
+        prompts.load("compact"), demonstrations.StoryMixture(), seed=5
+    )
     for row in itertools.islice(rows, 600):
         group = supervised.to_group(row, tokenizer)
         assert len(group.prompt) <= config.sampler.max_prompt, row

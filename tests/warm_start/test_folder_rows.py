@@ -20,6 +20,7 @@ from spell_jax.selfplay import prompts
 from spell_jax.selfplay.parsing import parse_question, parse_verdict
 from spell_jax.selfplay.rules import score
 from spell_jax.warm_start import folder_rows
+from spell_jax.warm_start.demonstrations import Row
 from spell_jax.warm_start.folder_rows import (
     RowConfig,
     find_facts,
@@ -81,59 +82,59 @@ def test_other_forms_differ_and_mean_the_same(value: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[dict[str, str]]:
-    settings = RowConfig(difference_share=0.3)
-    made, report = make_rows(CLUSTERS, COMPACT, 960, seed=0, settings=settings)
-    assert report.clusters == 3
-    assert report.facts > 60
+def rows() -> list[Row]:
+    config = RowConfig(difference_share=0.3)
+    made, counts = make_rows(CLUSTERS, COMPACT, 960, seed=0, config=config)
+    assert counts["clusters"] == 3
+    assert counts["facts"] > 60
     return made
 
 
-def test_shares(rows: list[dict[str, str]]) -> None:
-    assert Counter(row["role"] for row in rows) == {
+def test_shares(rows: list[Row]) -> None:
+    assert Counter(row.role for row in rows) == {
         "questioner": 240,
         "responder": 240,
         "verifier": 144,
         "reciter": 336,
     }
-    counts = Counter((row["role"], row["task"]) for row in rows)
+    counts = Counter((row.role, row.task) for row in rows)
     assert all(counts["questioner", task] == 80 for task in TASKS)
-    assert [row["role"] for row in rows] != sorted(row["role"] for row in rows)
+    assert [row.role for row in rows] != sorted(row.role for row in rows)
 
 
 def test_questioner_rows_pass_the_parser_and_quote_the_shown_documents(
-    rows: list[dict[str, str]],
+    rows: list[Row],
 ) -> None:
     letters: Counter[str] = Counter()
     harder = 0
     for row in rows:
-        if row["role"] != "questioner":
+        if row.role != "questioner":
             continue
-        parsed = parse_question(row["completion"], row["task"], count_words)
+        parsed = parse_question(row.completion, row.task, count_words)
         assert parsed.status == "accepted", parsed.reason
-        assert row["completion"].startswith("<think>")
-        assert "\n" not in row["completion"]
-        harder += "\nask harder " in row["prompt"]
-        if row["task"] == "multiple_choice":
+        assert row.completion.startswith("<think>")
+        assert "\n" not in row.completion
+        harder += "\nask harder " in row.prompt
+        if row.task == "multiple_choice":
             letters[parsed.answer] += 1
-            assert row["prompt"].endswith(f"choice ({parsed.answer})")
+            assert row.prompt.endswith(f"choice ({parsed.answer})")
             assert len(set(parsed.options)) == 4
         if " minus " not in parsed.question:
-            quote = row["completion"].removeprefix("<think> ").partition("</think>")[0]
-            assert quote.removesuffix(f"({parsed.answer})") in row["prompt"]
+            quote = row.completion.removeprefix("<think> ").partition("</think>")[0]
+            assert quote.removesuffix(f"({parsed.answer})") in row.prompt
     assert letters == dict.fromkeys(LETTERS, 20)
     assert 30 <= harder <= 90
 
 
 def test_responders_see_the_evidence_and_few_documents() -> None:
-    settings = RowConfig(documents_read=(2,), history_share=0.0)
-    made, _ = make_rows(CLUSTERS[:1], COMPACT, 300, 0, settings)
+    config = RowConfig(documents_read=(2,), history_share=0.0)
+    made, _ = make_rows(CLUSTERS[:1], COMPACT, 300, 0, config)
     for row in made:
-        if row["role"] == "responder":
-            documents = [text for text in CLUSTERS[0].documents if text in row["prompt"]]
+        if row.role == "responder":
+            documents = [text for text in CLUSTERS[0].documents if text in row.prompt]
             assert len(documents) == 2
-            quote = row["completion"].removeprefix("<think>").partition("</think>")[0]
-            evidence = quote[:-3] if row["task"] == "multiple_choice" else quote  # without "(A)"
+            quote = row.completion.removeprefix("<think>").partition("</think>")[0]
+            evidence = quote[:-3] if row.task == "multiple_choice" else quote  # without "(A)"
             assert evidence in " " + "\n".join(documents)
 
 
@@ -141,38 +142,38 @@ def test_responder_rows_earn_the_rule_reward() -> None:
     made, _ = make_rows(CLUSTERS[:1], COMPACT, 900, 0, RowConfig(history_share=0.0))
     references = {}
     for row in made:
-        if row["role"] == "questioner" and row["task"] != "multiple_choice":
-            parsed = parse_question(row["completion"], row["task"], count_words)
-            references[row["task"], parsed.question] = parsed.answer
+        if row.role == "questioner" and row.task != "multiple_choice":
+            parsed = parse_question(row.completion, row.task, count_words)
+            references[row.task, parsed.question] = parsed.answer
     scores = [
-        score(row["completion"], references[key], row["task"])
+        score(row.completion, references[key], row.task)
         for row in made
-        if row["role"] == "responder"
-        and (key := (row["task"], row["prompt"].rpartition("\n")[2])) in references
+        if row.role == "responder"
+        and (key := (row.task, row.prompt.rpartition("\n")[2])) in references
     ]
     assert len(scores) > 50
     assert set(scores) == {1.0}
 
 
 def test_multiple_choice_answers_name_the_option_that_is_quoted(
-    rows: list[dict[str, str]],
+    rows: list[Row],
 ) -> None:
-    chosen = [r for r in rows if r["role"] == "responder" and r["task"] == "multiple_choice"]
+    chosen = [r for r in rows if r.role == "responder" and r.task == "multiple_choice"]
     for row in chosen:
-        quote, _, letter = row["completion"].partition("</think>answer is ")
-        option = row["prompt"].rpartition(f"\n{letter} ")[2].partition("\n")[0]
+        quote, _, letter = row.completion.partition("</think>answer is ")
+        option = row.prompt.rpartition(f"\n{letter} ")[2].partition("\n")[0]
         assert quote.endswith(f" {option}{letter}")
-    assert Counter(row["completion"][-2] for row in chosen) == dict.fromkeys(LETTERS, 20)
+    assert Counter(row.completion[-2] for row in chosen) == dict.fromkeys(LETTERS, 20)
 
 
-def test_verifier_rows_are_balanced_and_true(rows: list[dict[str, str]]) -> None:
+def test_verifier_rows_are_balanced_and_true(rows: list[Row]) -> None:
     verdicts: Counter[int] = Counter()
     for row in rows:
-        if row["role"] != "verifier":
+        if row.role != "verifier":
             continue
-        verdict = parse_verdict(row["completion"])
+        verdict = parse_verdict(row.completion)
         verdicts[verdict] += 1
-        one, two = (row["prompt"].split(f"\n{name}: ")[1].split("\n")[0] for name in ("one", "two"))
+        one, two = (row.prompt.split(f"\n{name}: ")[1].split("\n")[0] for name in ("one", "two"))
         bare = one.removeprefix("the number ").strip("().")
         assert means_the_same(bare, two.strip()) == bool(verdict), (one, two)
     assert verdicts[-1] == 0
@@ -182,41 +183,41 @@ def test_verifier_rows_are_balanced_and_true(rows: list[dict[str, str]]) -> None
 def test_equal_values_in_other_words_are_never_called_different() -> None:
     documents = ("All of us paid 5,000 and all of them paid 5000 or, less often, 5000.0 coins.",)
     roles = {"questioner": 0, "responder": 0, "verifier": 1, "reciter": 0}
-    settings = RowConfig(("general_qa",), roles)
-    made, _ = make_rows([Cluster("a", documents)], COMPACT, 40, 0, settings)
-    assert {row["completion"] for row in made} == {"[[YES]]"}
+    config = RowConfig(("general_qa",), roles)
+    made, _ = make_rows([Cluster("a", documents)], COMPACT, 40, 0, config)
+    assert {row.completion for row in made} == {"[[YES]]"}
 
 
-def test_differences_are_right(rows: list[dict[str, str]]) -> None:
+def test_differences_are_right(rows: list[Row]) -> None:
     checked = 0
     for row in rows:
-        if row["role"] == "responder" and " minus number after: " in row["prompt"]:
-            question = row["prompt"].rpartition("\nnumber after: ")[2]
+        if row.role == "responder" and " minus number after: " in row.prompt:
+            question = row.prompt.rpartition("\nnumber after: ")[2]
             larger, smaller = (
-                int(row["prompt"].split(f"{cue} ")[1].split()[0])
+                int(row.prompt.split(f"{cue} ")[1].split()[0])
                 for cue in question.split(" minus number after: ")
             )
-            assert row["completion"].endswith(f"answer is {larger - smaller}")
+            assert row.completion.endswith(f"answer is {larger - smaller}")
             checked += 1
     assert checked > 5
 
 
-def test_rows_are_a_function_of_the_seed(rows: list[dict[str, str]]) -> None:
-    settings = RowConfig(difference_share=0.3)
-    assert make_rows(CLUSTERS, COMPACT, 960, 0, settings)[0] == rows
-    assert make_rows(CLUSTERS, COMPACT, 960, 1, settings)[0] != rows
+def test_rows_are_a_function_of_the_seed(rows: list[Row]) -> None:
+    config = RowConfig(difference_share=0.3)
+    assert make_rows(CLUSTERS, COMPACT, 960, 0, config)[0] == rows
+    assert make_rows(CLUSTERS, COMPACT, 960, 1, config)[0] != rows
 
 
-def test_reciter_rows_are_documents_once_more(rows: list[dict[str, str]]) -> None:
+def test_reciter_rows_are_documents_once_more(rows: list[Row]) -> None:
     reordered = 0
     for row in rows:
-        if row["role"] == "reciter":
-            found = [d for c in CLUSTERS for d in c.documents if d in row["prompt"]]
-            assert row["prompt"] == "\n".join([*found, "recite"])
+        if row.role == "reciter":
+            found = [d for c in CLUSTERS for d in c.documents if d in row.prompt]
+            assert row.prompt == "\n".join([*found, "recite"])
             assert 1 <= len(found) <= 3
-            again = row["completion"].split("\n")
+            again = row.completion.split("\n")
             assert sorted(again) == sorted("\n".join(found).split("\n"))
-            reordered += row["completion"] != "\n".join(found)
+            reordered += row.completion != "\n".join(found)
     assert reordered > 50
 
 
@@ -231,20 +232,20 @@ def test_questions_about_held_out_clusters_have_answers_in_their_documents() -> 
         assert answer and answer.replace(",", "") in text.replace(",", "")
 
 
-def test_bad_settings() -> None:
-    with pytest.raises(ValueError, match="rows=0"):
+def test_bad_config() -> None:
+    with pytest.raises(ValueError, match="rows = 0"):
         make_rows(CLUSTERS, COMPACT, 0, seed=0)
-    with pytest.raises(ValueError, match="documents_shown=0"):
+    with pytest.raises(ValueError, match="documents_shown = 0"):
         RowConfig(documents_shown=0)
-    with pytest.raises(ValueError, match="documents_read="):
+    with pytest.raises(ValueError, match="documents_read = "):
         RowConfig(documents_read=(0, 2))
-    with pytest.raises(ValueError, match="history_share=2"):
+    with pytest.raises(ValueError, match="history_share = 2"):
         RowConfig(history_share=2)
-    with pytest.raises(ValueError, match="tasks="):
+    with pytest.raises(ValueError, match="tasks = "):
         RowConfig(tasks=("essay",))
-    with pytest.raises(ValueError, match="roles="):
+    with pytest.raises(ValueError, match="roles = "):
         RowConfig(roles={"questioner": 1.0})
-    with pytest.raises(ValueError, match="financial_math finds no facts in 1 clusters"):
+    with pytest.raises(ValueError, match="no facts for financial_math in 1 clusters"):
         make_rows([Cluster("a", ("We all once met Jane.",))], COMPACT, 9, seed=0)
 
 
@@ -286,6 +287,6 @@ def test_command_line(tmp_path: Path) -> None:
 def test_real_folders(spell_data: Path, tmp_path: Path, source: str) -> None:
     folder_rows.main([f"--source={spell_data / source}", f"--out={tmp_path}", "--rows=300"])
     for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if row["role"] == "questioner":
-            assert parse_question(row["completion"], row["task"], count_words).status == "accepted"
+        row = Row(**json.loads(line))
+        if row.role == "questioner":
+            assert parse_question(row.completion, row.task, count_words).status == "accepted"

@@ -148,11 +148,11 @@ class TinyEvaluation:
             demonstrations.verifier_row(self.prompts, rng, len(world.CITIES))
             for _ in range(2 * self.sizes.per_cell)
         ]
-        replies = models("verifier", [row.prompt for row, *_ in rows], temperature=0.0)
+        replies = models("verifier", [row.prompt for row, _ in rows], temperature=0.0)
         outcomes: dict[str, list[bool]] = {"all": []}
-        for (_, pair, verdict), reply in zip(rows, replies, strict=True):
+        for (row, pair), reply in zip(rows, replies, strict=True):
             vote = -1 if reply is None else parsing.parse_verdict(reply.texts[0])
-            right = vote == parsing.parse_verdict(verdict)
+            right = vote == parsing.parse_verdict(row.completion)
             outcomes["all"].append(right)
             outcomes.setdefault(pair, []).append(right)
         return {pair: share(cells) for pair, cells in outcomes.items()}

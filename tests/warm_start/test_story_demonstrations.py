@@ -11,8 +11,7 @@ import pytest
 from spell_jax.policy import tokenizer
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.selfplay import prompts, puzzles
-from spell_jax.warm_start import story_rows
-from spell_jax.warm_start.story_rows import StoryMixture
+from spell_jax.warm_start.demonstrations import StoryMixture, story_demonstrations
 from tests.algorithms.posing import solution
 
 PROMPTS = prompts.load("compact")
@@ -20,7 +19,7 @@ COUNT = 1500
 
 
 def take(mixture: StoryMixture | None = None, seed: int = 0, start: int = 0, count: int = COUNT):
-    made = story_rows.rows(PROMPTS, mixture or StoryMixture(), seed, start)
+    made = story_demonstrations(PROMPTS, mixture or StoryMixture(), seed, start)
     return list(itertools.islice(made, count))
 
 
