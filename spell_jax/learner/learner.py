@@ -1,8 +1,8 @@
 """The host-side driver of updates: packs groups into micro-batches and runs the jitted functions.
 
-1. Groups are split, weighted and packed on the host (packing.py).
+1. Groups are dealt out to mini-batches, and weighted, split and packed on the host (packing.py).
 2. `start` casts the weights; `advance` dispatches one micro-batch at a time, so that a rollout can
-   run between them; `finish` runs the rest and applies the gradient (update.py).
+   run between them; `finish` runs the rest and applies the gradients (update.py).
 3. After too many skipped updates in a row it raises NonFinite, with the groups that caused it
    (non_finite.py).
 
@@ -99,19 +99,14 @@ class Learner:
 
     # -------------------------------------------------------------------------------- Micro-batches
 
-    def weigh(self, groups: Sequence[packing.TrainGroup]) -> list[packing.TrainGroup]:
-        """The groups with the weights of their tokens in the loss."""
-        return packing.weigh(groups, self.loss.aggregation, self.loss.sequence_tokens)
-
-    def pack(self, groups: Sequence[packing.TrainGroup]) -> tuple[list[packing.MicroBatch], int]:
-        """(micro-batches of the groups, number of answers that fit no bucket)."""
-        batches, _, refused = self.pack_weighed(self.weigh(groups))
-        return batches, refused
-
-    def pack_weighed(
+    def pack(
         self, groups: Sequence[packing.TrainGroup]
     ) -> tuple[list[packing.MicroBatch], list[packing.TrainGroup], int]:
-        """As pack, for groups that have weights; also returns the groups as they were packed."""
+        """Packs groups that have weights.
+
+        Returns:
+          (micro-batches, the groups as split for them, number of answers that fit no bucket).
+        """
         if not self.packing.shared_prefix:
             groups = packing.separate_answers(groups)
         fitting, refused = packing.split_groups(groups, self.packing.buckets[-1])
@@ -123,6 +118,10 @@ class Learner:
             meshes.context_shards(self.mesh),
         )
         return batches, fitting, len(refused)
+
+    def weigh(self, groups: Sequence[packing.TrainGroup]) -> list[packing.TrainGroup]:
+        """The groups with the weights of their tokens in the loss."""
+        return packing.weigh(groups, self.loss.aggregation, self.loss.sequence_tokens)
 
     def place(self, batch: packing.MicroBatch) -> packing.MicroBatch:
         """A micro-batch on the devices of the mesh."""
@@ -144,20 +143,25 @@ class Learner:
         reference: transformer.Params | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all groups; see `start` and `Update.finish`."""
-        return self.start(state, groups, reference).finish()
+        state, (numbers,) = self.start(state, groups, reference).finish()
+        return state, numbers
 
     def start(
         self,
         state: TrainState,
         groups: Sequence[packing.TrainGroup],
         reference: transformer.Params | None = None,
+        minibatches: int = 1,
     ) -> Update:
         """Starts an update that runs micro-batch by micro-batch, between other device programs.
+
+        With loss.old_logprobs = "recompute" it first runs one forward pass over all groups.
 
         Args:
           state: donated when the update is finished.
           groups: prompts with answers and advantages; none leaves the state as it is.
           reference: weights of the reference model; needed if loss.kl_weight is not 0.
+          minibatches: number of optimizer steps among which the groups are dealt out.
 
         Raises:
           ValueError: if the loss needs a reference or old logprobs that are missing.
@@ -167,34 +171,28 @@ class Learner:
                 f"loss.kl_weight = {self.loss.kl_weight}: reference weights must be given if, "
                 "and only if, it is not 0"
             )
-        needed = self.loss.old_logprobs != "on_policy" or self.loss.tis_cap
-        if needed and any(g.old_logprobs is None for g in groups):
+        if self.loss.uses_rollout_logprobs and any(g.old_logprobs is None for g in groups):
             raise ValueError(
                 f"loss.old_logprobs = {self.loss.old_logprobs!r}, loss.tis_cap = "
                 f"{self.loss.tis_cap}: need the old_logprobs of every group"
             )
-        return Update(self, state, groups, reference)
+        difference: dict[str, float] = {}
+        if self.loss.old_logprobs == "recompute":
+            sampled, groups = groups, self.recompute(state, groups)
+            difference = statistics.sampler_difference(sampled, groups)
+        parts = packing.in_parts(groups, minibatches) or [[]]
+        return Update(self, state, parts, reference, difference)
 
     def recompute(
         self, state: TrainState, groups: Sequence[packing.TrainGroup]
     ) -> list[packing.TrainGroup]:
-        """The groups with old_logprobs of the state's weights, for old_logprobs = "recompute".
+        """The groups with the state's own logprobs as old_logprobs, from a forward pass.
 
-        One forward pass before the mini-batches of a step, in the programs that `compile` made.
-
-        Args:
-          state: not changed.
-          groups: groups of all updates of the step.
-
-        Returns:
-          The groups in order. Logprobs of an answer that fits no bucket are NaN; the update refuses
-          it too.
+        Logprobs of an answer that fits no bucket are NaN; the update refuses it too.
         """
-        batches, *_ = self.pack_weighed(packing.numbered(groups))
-        if not batches:
-            return packing.with_logprobs(groups, [], [])
+        batches, *_ = self.pack(packing.with_ids(groups))
         with self.on_mesh():
-            params = self.fns.cast(state.params)
+            params = self.fns.cast(state.params) if batches else {}
             found = [self.fns.logprobs(params, self.frozen, self.place(b)) for b in batches]
         return packing.with_logprobs(groups, batches, jax.device_get(found))
 
@@ -227,76 +225,91 @@ class Learner:
 
 
 class Update:
-    """One optimizer step in progress; Learner.start makes it."""
+    """The optimizer steps of one model on its groups, in progress; Learner.start makes it."""
 
     def __init__(
         self,
         learner: Learner,
         state: TrainState,
-        groups: Sequence[packing.TrainGroup],
+        parts: Sequence[Sequence[packing.TrainGroup]],
         reference: transformer.Params | None,
+        difference: dict[str, float],
     ):
-        self._learner, self._state = learner, state
+        self._learner, self._state, self._master_reference = learner, state, reference
+        self._difference = difference
+        self._later = parts[1:]
+        self._start_step(parts[0])
+
+    def _start_step(self, groups: Sequence[packing.TrainGroup]) -> None:
+        """Packs the groups of one optimizer step and casts the weights for it."""
+        learner = self._learner
         self._groups = learner.weigh(groups)
-        self._batches, self._fitting, self._refused = learner.pack_weighed(self._groups)
-        self._master_reference = reference
+        self._batches, self._fitting, self._refused = learner.pack(self._groups)
         self._next = 0
         self._carry: Carry | None = None
-        self._params: transformer.Params | None = None
-        self._reference: transformer.Params | None = None
         if self._batches:
             with learner.on_mesh():
-                self._cast(state)
+                self._cast(self._state)
                 self._carry = learner.fns.empty_carry()
 
     def _cast(self, state: TrainState) -> None:
         """Makes the weights in the compute dtype, as micro-batches read them."""
         reference = self._master_reference
-        self._params = self._learner.fns.cast(state.params)
+        self._params: transformer.Params | None = self._learner.fns.cast(state.params)
         self._reference = None if reference is None else self._learner.cast(reference)
 
     def advance(self) -> None:
-        """Dispatches the next micro-batch, if one is left; does not wait for it."""
+        """Dispatches the next micro-batch of the current optimizer step, if one is left.
+
+        It does not wait for the device.
+        """
         if self._next == len(self._batches):
             return
         with self._learner.on_mesh():
-            self._carry = self._add(self._carry, self._batches[self._next])
+            self._carry = self._accumulate(self._carry, self._batches[self._next])
         self._next += 1
 
-    def _add(self, carry: Carry | None, batch: packing.MicroBatch) -> Carry:
+    def _accumulate(self, carry: Carry | None, batch: packing.MicroBatch) -> Carry:
         learner = self._learner
         batch = learner.place(batch)
         return learner.fns.accumulate(self._params, learner.frozen, carry, batch, self._reference)
 
-    def finish(self) -> tuple[TrainState, dict[str, float]]:
+    def finish(self) -> tuple[TrainState, list[dict[str, float]]]:
         """Runs what is left.
 
-        An update whose loss or gradient norm is not finite leaves weights, moments and step as they
-        are, to the bit; its "skipped_update" is 1. Empty updates do not end a row of skipped ones.
+        A step whose loss or gradient norm is not finite leaves weights, moments and step count as
+        they are, to the bit; its "skipped_update" is 1. Empty steps do not end a row of skipped
+        ones.
 
         Returns:
-          The new state, and named numbers of the update (docs/metrics.md, train/).
+          The new state, and named numbers of each optimizer step (docs/metrics.md, train/).
 
         Raises:
           NonFinite: if it is the optimizer.max_skipped-th skipped update in a row, counted over
             resumed runs too.
         """
-        batches, refused = self._batches, float(self._refused)
-        if not batches:
-            return self._state, {"empty_update": 1.0, "refused_answers": refused}
-        while self._next < len(batches):
+        numbers = [self._finish_step() | self._difference]
+        for part in self._later:
+            self._start_step(part)
+            numbers.append(self._finish_step())
+        return self._state, numbers
+
+    def _finish_step(self) -> dict[str, float]:
+        if not self._batches:
+            return {"empty_update": 1.0, "refused_answers": float(self._refused)}
+        while self._next < len(self._batches):
             self.advance()
         assert self._carry is not None
         gradients, sums = self._carry
         # Not needed while the weights change, which takes memory too.
         self._params = self._reference = self._carry = None
         with self._learner.on_mesh():
-            state, norms = self._learner.fns.apply(self._state, gradients, sums["loss"])
+            self._state, norms = self._learner.fns.apply(self._state, gradients, sums["loss"])
         del gradients
         sums, norms = jax.device_get((sums, norms))
         if norms["skipped_in_a_row"] >= self._learner.max_skipped:
-            raise self._explain(state)
-        return state, statistics.means(sums, norms) | self._packed_numbers()
+            raise self._explain()
+        return statistics.means(sums, norms) | self._packed_numbers()
 
     def _packed_numbers(self) -> dict[str, float]:
         filled = sum(np.count_nonzero(batch.last_query >= 0) for batch in self._batches)
@@ -314,7 +327,7 @@ class Update:
             "empty_update": 0.0,
         }
 
-    def _explain(self, state: TrainState) -> non_finite.NonFinite:
+    def _explain(self) -> non_finite.NonFinite:
         """Finds the groups and tensors that are not finite, by running parts of the update again.
 
         All hosts do this alike: what they decide by is the same on all of them.
@@ -323,14 +336,16 @@ class Update:
 
         def is_finite(groups: Sequence[packing.TrainGroup]) -> bool:
             carry = learner.fns.empty_carry()
-            for batch in learner.pack_weighed(groups)[0]:
-                carry = self._add(carry, batch)
+            for batch in learner.pack(groups)[0]:
+                carry = self._accumulate(carry, batch)
             gradients, sums = carry
             return bool(update.measure(gradients, sums["loss"])[1])
 
         with learner.on_mesh():
-            self._cast(state)
+            self._cast(self._state)
             read = {"policy": lora.join(self._params, learner.frozen), "reference": self._reference}
             tensors = non_finite.find_tensors(read, meshes.replicated(learner.mesh))
             rows = non_finite.find_rows(self._groups, is_finite)
-        return non_finite.NonFinite(int(state.skipped), rows or self._groups, tensors, bool(rows))
+        return non_finite.NonFinite(
+            int(self._state.skipped), rows or self._groups, tensors, bool(rows)
+        )

@@ -41,6 +41,7 @@ class TrainGroup:
       old_logprobs: optional, one float32 array [S_i] an answer: logprobs of the policy that sampled
         them.
       weights: one number an answer, the share of each of its tokens in the loss (weigh()).
+      ids: one integer an answer, by which it is found again in the micro-batches (with_ids()).
       model: who learns from it, one of an algorithm's trained models.
     """
 
@@ -50,6 +51,7 @@ class TrainGroup:
     role: str = "responder"
     old_logprobs: Sequence[np.ndarray] | None = None
     weights: Sequence[float] | None = None
+    ids: Sequence[int] | None = None
     model: str = "policy"
 
     def __post_init__(self):
@@ -95,6 +97,7 @@ class MicroBatch:
       role: int32 [B, A], the number of the answer's role in ROLES, or one more for another role.
       answer: int32 [B, A], the number of the answer in its row, -1 where padded. An answer is in
         one row, however groups are split.
+      answer_id: int32 [B, A], the answer's id in its TrainGroup, -1 where padded or none was given.
     """
 
     tokens: Array
@@ -108,6 +111,7 @@ class MicroBatch:
     old_logprob: Array
     role: Array
     answer: Array
+    answer_id: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +239,7 @@ def _take(group: TrainGroup, indices: Sequence[int]) -> TrainGroup:
         advantages=pick(group.advantages),
         old_logprobs=pick(group.old_logprobs),
         weights=pick(group.weights),
+        ids=pick(group.ids),
     )
 
 
@@ -257,14 +262,13 @@ def in_parts(groups: Sequence[TrainGroup], count: int) -> list[list[TrainGroup]]
     return [list(groups[first::count]) for first in range(min(count, len(groups)))]
 
 
-def numbered(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
-    """The groups with 0, 1, 2, ... for the advantages of their answers, by which with_logprobs
-    finds them again, and any weights."""
-    made, first = [], 0
+def with_ids(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+    """The groups with ids 0, 1, 2, ... of their answers, and weights of 1, ready to be packed."""
+    counter = itertools.count()
+    made = []
     for group in groups:
-        numbers = [float(first + i) for i in range(len(group.answers))]  # float32 up to 2^24
-        made.append(dataclasses.replace(group, advantages=numbers, weights=[1.0] * len(numbers)))
-        first += len(numbers)
+        ids = [next(counter) for _ in group.answers]
+        made.append(dataclasses.replace(group, ids=ids, weights=[1.0] * len(ids)))
     return made
 
 
@@ -274,29 +278,24 @@ def with_logprobs(
     """The groups with logprobs of their answer tokens for `old_logprobs`.
 
     Args:
-      groups: as they were before they were numbered and packed.
-      batches: of the numbered groups.
+      groups: groups, as they were before with_ids.
+      batches: micro-batches of with_ids(groups).
       logprobs: float32 [B, A] of each micro-batch.
 
     Returns:
       The groups; logprobs of an answer that is in no micro-batch are NaN.
     """
-    found: dict[int, np.ndarray] = {}
+    answers = [answer for group in groups for answer in group.answers]
+    old = [np.full(len(answer), np.nan, np.float32) for answer in answers]
     for batch, values in zip(batches, logprobs, strict=True):
-        real = batch.answer >= 0
-        numbers, tokens = batch.advantage[real].astype(int), np.asarray(values)[real]
-        ends = np.flatnonzero(np.diff(numbers)) + 1  # an answer's tokens stand side by side
-        found |= {
-            int(number[0]): part
-            for number, part in zip(np.split(numbers, ends), np.split(tokens, ends), strict=True)
-            if len(number)
-        }
-    made, number = [], itertools.count()
-    for group in groups:
-        missing = (np.full(len(answer), np.nan, np.float32) for answer in group.answers)
-        old = [found.get(next(number), nothing) for nothing in missing]
-        made.append(dataclasses.replace(group, old_logprobs=old))
-    return made
+        for row, row_values in zip(batch.answer_id, np.asarray(values), strict=True):
+            for index in np.unique(row[row >= 0]):
+                old[index] = row_values[row == index]
+    found = iter(old)
+    return [
+        dataclasses.replace(group, old_logprobs=[next(found) for _ in group.answers])
+        for group in groups
+    ]
 
 
 AGGREGATIONS = ("token_mean", "group_mean", "role_mean", "sequence_mean", "sequence_sum")
@@ -460,6 +459,7 @@ def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
         old_logprob=np.zeros(short, np.float32),
         role=np.zeros(short, np.int32),
         answer=np.full(short, -1, np.int32),
+        answer_id=np.full(short, -1, np.int32),
     )
 
 
@@ -487,6 +487,8 @@ def _write(
         batch.weight[row, slots] = group.weights[i]
         batch.role[row, slots] = role
         batch.answer[row, slots] = number + i
+        if group.ids is not None:
+            batch.answer_id[row, slots] = group.ids[i]
         if group.old_logprobs is not None:
             batch.old_logprob[row, slots] = group.old_logprobs[i]
         column, filled = end, filled + len(answer)

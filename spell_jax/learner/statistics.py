@@ -71,25 +71,25 @@ def advantages(groups: Sequence[TrainGroup]) -> dict[str, tuple[float, int]]:
 
 def sampler_difference(
     sampled: Sequence[TrainGroup], recomputed: Sequence[TrainGroup]
-) -> dict[str, tuple[float, int]]:
-    """Absolute difference between logprobs of the learner and the sampler.
-
-    An update cannot report it, because it does not see both.
+) -> dict[str, float]:
+    """Mean absolute difference between the sampler's and the learner's logprobs.
 
     Args:
-      sampled: groups with the sampler's old_logprobs.
+      sampled: groups with the sampler's old_logprobs; groups without are not counted.
       recomputed: the same groups from Learner.recompute; answers with NaN are not counted.
 
     Returns:
-      (sum, count) over answer tokens, as "sampler_difference".
+      {"sampler_difference": mean over answer tokens}; {} if there are none.
     """
     total, count = 0.0, 0
     for before, after in zip(sampled, recomputed, strict=True):
-        for given, found in zip(before.old_logprobs or (), after.old_logprobs or (), strict=True):
+        if before.old_logprobs is None or after.old_logprobs is None:
+            continue
+        for given, found in zip(before.old_logprobs, after.old_logprobs, strict=True):
             if np.isfinite(found).all():
                 total += float(np.abs(np.asarray(found) - np.asarray(given)).sum())
                 count += len(found)
-    return {"sampler_difference": (total, count)}
+    return {"sampler_difference": total / count} if count else {}
 
 
 def operations(policy: PolicyConfig, prompt: int, answers: Iterable[int]) -> float:

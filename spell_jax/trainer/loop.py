@@ -2,9 +2,9 @@
 
     while step < config.steps:
         rollout = rollouts.take(step)                    # the algorithm samples episodes
-        update = StepUpdate(rollout.groups)              # micro-batches of their training groups
+        update = step_update.start(rollout.groups)       # micro-batches of their training groups
         rollouts.look_ahead(step + 1, update.advance)    # with staleness = 1, at the same time
-        numbers = update.finish()                        # one or more optimizer steps
+        numbers = step_update.finish(update)             # one or more optimizer steps
         logger.write(step, metrics, episodes)
         saver.save(step)                                 # every checkpoint_every steps
 
@@ -24,12 +24,11 @@ from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config
 from spell_jax.runtime.preemption import Preemption
 from spell_jax.runtime.run_logger import RunLogger
-from spell_jax.trainer import state, step_metrics
+from spell_jax.trainer import state, step_update
 from spell_jax.trainer.build import Run, make_run
 from spell_jax.trainer.held_out import HeldOut
 from spell_jax.trainer.rollouts import Rollouts
 from spell_jax.trainer.saver import Saver
-from spell_jax.trainer.step_update import StepUpdate
 
 
 def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
@@ -108,15 +107,15 @@ def _loop(
             assert rollout is not None
 
             logger.enter("update", step - 1, rollout.progress())
-            update = StepUpdate(run, models, rollout.groups)
+            update = step_update.start(run, models, rollout.groups)
             if rollouts.may_look_ahead(step) and not logger.progress.is_over():
                 rollouts.look_ahead(step + 1, update.advance)
-            numbers = update.finish(workdir, step)
+            numbers = step_update.finish(run, models, rollout.groups, update, workdir, step)
             fault_injection.point("updated")
         state.refresh_reference_reader(config, models, step)
 
         logger.enter("validate", step)
-        metrics = step_metrics.collect(run, rollout, update, numbers, rollouts.is_ahead)
+        metrics = step_update.metrics(run, rollout, numbers, rollouts.is_ahead)
         score = held_out.validate(step, metrics)
         logger.enter("write", step)
         algorithm_state = rollouts.algorithm_state()

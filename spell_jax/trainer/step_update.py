@@ -1,4 +1,4 @@
-"""All optimizer updates of one step: of the policy, and of the algorithm's other trained models."""
+"""The optimizer updates of one training step, and the step's metrics."""
 
 from __future__ import annotations
 
@@ -9,60 +9,80 @@ from etils import epath
 
 from spell_jax.learner import non_finite, packing, statistics
 from spell_jax.learner.learner import Update
+from spell_jax.runtime.metrics import Metrics
 from spell_jax.trainer.build import Run
+from spell_jax.trainer.rollouts import Rollout
 
 
-class StepUpdate:
-    """The updates of a step, one after the other: the policy's mini-batches, then other models.
+def start(run: Run, models: Mapping[str, Any], groups: Sequence[packing.TrainGroup]) -> Update:
+    """Starts the policy's update, whose micro-batches may run during the next rollout."""
+    own = [group for group in groups if group.model == "policy"]
+    reference = models.get("reference")
+    return run.learner.start(models["policy"], own, reference, run.config.minibatches)
+
+
+def finish(
+    run: Run,
+    models: dict[str, Any],
+    groups: Sequence[packing.TrainGroup],
+    update: Update,
+    workdir: epath.Path,
+    step: int,
+) -> dict[str, list[dict[str, float]]]:
+    """Finishes the policy's update, then updates the algorithm's other trained models.
 
     Args:
       run: the run.
-      models: states and weights by name; `finish` replaces the trained ones.
+      models: states and weights by name; the trained ones are replaced.
       groups: training groups of the step, of all models.
+      update: the policy's update, from `start`.
+      workdir: folder of the run.
+      step: number of the training step.
 
-    Attributes:
-      rollout_difference: (sum, weight) by name of how far the sampler's logprobs are from
-        recomputed ones; empty unless loss.old_logprobs = "recompute" (an update that uses the
-        sampler's own logprobs reports it itself).
+    Returns:
+      Named numbers of each optimizer step, by model. A model without groups has none, except the
+      policy, which then has those of an empty update.
+
+    Raises:
+      NonFinite: as learner.Update.finish; the rows are written below workdir/non_finite.
     """
+    numbers: dict[str, list[dict[str, float]]] = {}
+    for name, model in run.trained.items():
+        with non_finite.rows_written(workdir, step, model.tokenizer.decode):
+            if name != "policy":
+                own = [group for group in groups if group.model == name]
+                if not own:
+                    continue
+                update = model.learner.start(models[name], own)
+            models[name], numbers[name] = update.finish()
+    return numbers
 
-    def __init__(self, run: Run, models: dict[str, Any], groups: Sequence[packing.TrainGroup]):
-        self._run, self._models = run, models
-        by_model = {name: [g for g in groups if g.model == name] for name in run.trained}
-        own = by_model.pop("policy")
-        self.rollout_difference: Mapping[str, tuple[float, float]] = {}
-        if run.learner.loss.old_logprobs == "recompute":
-            sampled, own = own, run.learner.recompute(models["policy"], own)
-            self.rollout_difference = statistics.sampler_difference(sampled, own)
-        self._parts = {"policy": packing.in_parts(own, run.config.minibatches) or [[]]}
-        self._parts |= {name: packing.in_parts(some, 1) for name, some in by_model.items()}
-        self._first: Update | None = self._start("policy", self._parts["policy"][0])
 
-    def advance(self) -> None:
-        """Dispatches one micro-batch of the first update, if one is left; does not wait for it."""
-        if self._first:
-            self._first.advance()
+def metrics(
+    run: Run,
+    rollout: Rollout,
+    numbers: Mapping[str, Sequence[Mapping[str, float]]],
+    is_ahead: bool,
+) -> Metrics:
+    """The step's metrics; docs/metrics.md explains every name.
 
-    def finish(self, workdir: epath.Path, step: int) -> dict[str, list[dict[str, float]]]:
-        """Runs everything that is left.
-
-        Returns:
-          By model, the named numbers of each of its updates. A model without groups has none; the
-          policy then has those of an empty update.
-
-        Raises:
-          NonFinite: as learner.Update.finish; the rows are written below workdir/non_finite.
-        """
-        found: dict[str, list[dict[str, float]]] = {}
-        for name, parts in self._parts.items():
-            decode = self._run.own[name].tokenizer.decode
-            with non_finite.rows_written(workdir, step, decode):
-                for part in parts:
-                    started, self._first = self._first or self._start(name, part), None
-                    self._models[name], numbers = started.finish()
-                    found.setdefault(name, []).append(numbers)
-        return found
-
-    def _start(self, name: str, part: Sequence[packing.TrainGroup]) -> Update:
-        reference = self._models.get("reference") if name == "policy" else None
-        return self._run.own[name].learner.start(self._models[name], part, reference)
+    Args:
+      run: the run, whose timers give the seconds of the update.
+      rollout: the step's rollout.
+      numbers: numbers of each optimizer step by model, from `finish`.
+      is_ahead: whether the next rollout ran during the update; then no speed is given.
+    """
+    metrics = Metrics()
+    metrics.merge(rollout.metrics)
+    for role, count in packing.count_answers(rollout.groups).items():
+        metrics.add(f"train/rows/{role}", count)
+    for model, updates in numbers.items():
+        prefix = "train/" if model == "policy" else f"train/{model}/"
+        for one in updates:
+            metrics.merge({name: (value, 1.0) for name, value in one.items()}, prefix)
+    metrics.merge(statistics.advantages(rollout.groups), "train/")
+    trained = [one for updates in numbers.values() for one in updates if not one["empty_update"]]
+    if trained and not is_ahead:
+        devices = run.learner.mesh.devices.flatten().tolist()
+        metrics.merge(statistics.speed(trained, run.timer.spent("update"), devices), "time/")
+    return metrics

@@ -234,21 +234,22 @@ def test_answers_are_told_apart_and_logprobs_find_them(
     """
     length = -(-length // devices) * devices
     groups = tiny.groups(count, seed)
-    packed = packing.numbered(groups)
+    packed = packing.with_ids(groups)
     if not shared:
         packed = packing.separate_answers(packed)
     fitting, refused = packing.split_groups(packed, Bucket(length, answers))
     batches = packing.pack(fitting, [Bucket(length, answers)], 3 * length, 1, devices)
     for batch in batches:
         np.testing.assert_array_equal(batch.answer >= 0, batch.weight > 0)
-        for row, told in zip(batch.answer, batch.advantage, strict=True):
+        np.testing.assert_array_equal(batch.answer >= 0, batch.answer_id >= 0)
+        for row, told in zip(batch.answer, batch.answer_id, strict=True):
             real = row >= 0
             pairs = set(zip(row[real].tolist(), told[real].tolist(), strict=True))
             assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
             assert {a for a, _ in pairs} == set(range(len(pairs)))
     found = packing.with_logprobs(groups, batches, [-np.float32(b.target) for b in batches])
     assert len(found) == len(groups)
-    nowhere = {group.advantages[0] for group in refused}
+    nowhere = {group.ids[0] for group in refused if group.ids}
     numbers = iter(range(10_000))
     for group, given_back in zip(groups, found, strict=True):
         assert given_back.advantages == group.advantages and given_back.role == group.role

@@ -399,7 +399,7 @@ def test_an_update_between_other_things_is_the_same() -> None:
     for _ in range(3):
         update.advance()
         transformer.logits(tiny.POLICY, tiny.weights(), jnp.ones((1, 4), jnp.int32))
-    found, numbers = update.finish()
+    found, (numbers,) = update.finish()
     wanted, wanted_numbers = _step(learner, GROUPS)
     assert numbers == wanted_numbers and numbers["micro_batches"] > 3
     jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)

@@ -55,6 +55,7 @@ def given() -> tuple[MicroBatch, dict[str, np.ndarray]]:
         old_logprob=((logprobs - 0.25 * rng.normal(size=ANSWER.shape)) * real).astype(np.float32),
         role=np.zeros_like(ANSWER),
         answer=ANSWER,
+        answer_id=ANSWER,
     )
     numbers = {
         "logprobs": logprobs.astype(np.float32),

@@ -146,7 +146,7 @@ def test_an_update_trains_the_adapters_alone(mesh) -> None:
 def _gradient_norm() -> float:
     """The adapters' part of the gradient, with every parameter trained."""
     learner = _learner()
-    batches, _ = learner.pack(tiny.groups(5))
+    batches, *_ = learner.pack(learner.weigh(tiny.groups(5)))
 
     def loss(params):
         return sum(

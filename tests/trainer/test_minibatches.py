@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 from collections.abc import Iterator
@@ -15,16 +14,15 @@ import pytest
 from etils import epath
 
 from spell_jax import config as configs
-from spell_jax.learner import packing
-from spell_jax.learner.loss import LossConfig
+from spell_jax.learner import packing, statistics
+from spell_jax.learner.learner import Update
 from spell_jax.learner.non_finite import NonFinite
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.trainer import loop
+from spell_jax.trainer import loop, step_update
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
 from spell_jax.trainer.rollouts import Rollout, Rollouts
-from spell_jax.trainer.step_update import StepUpdate
 from tests import noise
 
 CORRECTIONS = {
@@ -73,108 +71,96 @@ def played(policy) -> Rollout:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_a_step_in_parts_is_as_by_hand(policy, played, tmp_path, correction):
+def test_minibatches_equal_updates_by_hand(policy, played, tmp_path, correction):
     run = make_run(make_config(policy, correction))
     models = runs.first_models(run)
-    begun = runs.copy(models["policy"].params)
-    numbers = StepUpdate(run, models, played.groups).finish(epath.Path(tmp_path), 1)
+    first_params = runs.copy(models["policy"].params)
+    update = step_update.start(run, models, played.groups)
+    numbers = step_update.finish(run, models, played.groups, update, epath.Path(tmp_path), 1)
     assert list(numbers) == ["policy"] and len(numbers["policy"]) == 2
     assert int(models["policy"].step) == 2
 
-    learner, rows = run.learner, played.groups
-    state = learner.fns.init(begun)
+    learner, groups = run.learner, played.groups
+    state, difference = learner.fns.init(first_params), {}
     if correction == "recompute":
-        rows = learner.recompute(state, rows)
-    by_hand = []
-    for part in packing.in_parts(rows, 2):
-        state, found = learner.update(state, part)
-        by_hand.append(found)
+        groups = learner.recompute(state, groups)
+        difference = statistics.sampler_difference(played.groups, groups)
+    found = []
+    for part in packing.in_parts(groups, 2):
+        state, (one_step,) = Update(learner, state, [part], None, {}).finish()
+        found.append(one_step)
+    found[0] |= difference
     jax.tree.map(np.testing.assert_array_equal, models["policy"].params, state.params)
-    assert numbers["policy"] == by_hand
+    assert numbers["policy"] == found
     # Samples of before the first update are off-policy in the second.
-    assert by_hand[1]["approx_kl"] != 0 or correction == "tis"
+    assert found[1]["approx_kl"] != 0 or correction == "tis"
     if correction == "recompute":
-        assert abs(by_hand[0]["approx_kl"]) < 1e-6
+        assert abs(found[0]["approx_kl"]) < 1e-6
 
 
-NOWHERE, BROKEN = epath.Path("unused"), [7]
+BROKEN = [7]
 
 
 class Recorded:
     """A learner that records the states of its updates; a state is a number."""
 
-    def __init__(self, correction: str):
-        self.loss = LossConfig(**CORRECTIONS[correction])
-        self.begun: list[tuple[int, list[list[int]], Any]] = []
-        self.gone_on = 0
+    def __init__(self):
+        self.started: list[tuple[int, list[list[int]], Any, int]] = []
 
-    def recompute(self, state: int, groups: list[TrainGroup]) -> list[TrainGroup]:
-        return [dataclasses.replace(g, old_logprobs=[np.full(1, -2.0)]) for g in groups]
-
-    def start(self, state: int, groups: list[TrainGroup], reference: Any = None) -> Any:
-        self.begun.append((state, [list(group.prompt) for group in groups], reference))
+    def start(
+        self, state: int, groups: list[TrainGroup], reference: Any = None, minibatches: int = 1
+    ) -> Any:
+        prompts = [list(group.prompt) for group in groups]
+        self.started.append((state, prompts, reference, minibatches))
         return self
 
-    def advance(self) -> None:
-        self.gone_on += 1
-
-    def finish(self) -> tuple[int, dict[str, float]]:
-        state, groups, _ = self.begun[-1]
-        if groups == [BROKEN]:
+    def finish(self) -> tuple[int, list[dict[str, float]]]:
+        state, prompts, _, minibatches = self.started[-1]
+        if BROKEN in prompts:
             raise NonFinite(1, [one(7, "other")], [], alone=True)
-        return state + 1, {"groups": len(groups)}
+        return state + minibatches, [{"groups": len(prompts)}]
 
 
-def learn(
-    rows: list[TrainGroup], correction: str = "recompute", workdir: epath.Path = NOWHERE
-) -> Any:
-    """(Learners, models, the update, its metrics) of a step in two parts with two models."""
+def learn(groups: list[TrainGroup], workdir: epath.Path) -> Any:
+    """(Learners, models, numbers) of a step in two mini-batches with two models."""
     own = {
         name: SimpleNamespace(
-            learner=Recorded(correction),
+            learner=Recorded(),
             tokenizer=SimpleNamespace(decode=lambda ids, name=name: f"{name} {ids}"),
         )
         for name in ("policy", "other")
     }
     config = SimpleNamespace(minibatches=2)
-    run: Any = SimpleNamespace(
-        own=own, trained=own, config=config, learner=own["policy"].learner, algorithm=None
-    )
+    run: Any = SimpleNamespace(trained=own, config=config, learner=own["policy"].learner)
     models = {"policy": 0, "other": 10, "reference": "frozen"}
-    step = StepUpdate(run, models, rows)
-    step.advance()
-    numbers = step.finish(workdir, 1)
-    step.advance()
-    return {name: model.learner for name, model in own.items()}, models, step, numbers
+    update = step_update.start(run, models, groups)
+    numbers = step_update.finish(run, models, groups, update, workdir, 1)
+    return {name: model.learner for name, model in own.items()}, models, numbers
 
 
 def one(prompt: int, model: str) -> TrainGroup:
     return TrainGroup([prompt], [[5]], [1.0], old_logprobs=[np.full(1, -1.0)], model=model)
 
 
-def test_each_model_learns_its_own_rows() -> None:
-    """The policy in parts and with a reference, another model at once and without."""
-    rows = [one(1, "policy"), one(2, "other"), one(3, "policy"), one(4, "other"), one(5, "policy")]
-    learners, models, step, numbers = learn(rows)
-    assert learners["policy"].begun == [(0, [[1], [5]], "frozen"), (1, [[3]], "frozen")]
-    assert learners["other"].begun == [(10, [[2], [4]], None)]
+def test_each_model_is_trained_on_its_own_groups(tmp_path) -> None:
+    """The policy in mini-batches and with a reference, another model at once and without."""
+    groups = [one(1, "policy"), one(2, "other"), one(3, "policy"), one(4, "other")]
+    learners, models, numbers = learn(groups, epath.Path(tmp_path))
+    assert learners["policy"].started == [(0, [[1], [3]], "frozen", 2)]
+    assert learners["other"].started == [(10, [[2], [4]], None, 1)]
     assert models == {"policy": 2, "other": 11, "reference": "frozen"}
-    assert numbers == {"policy": [{"groups": 2}, {"groups": 1}], "other": [{"groups": 2}]}
-    assert learners["policy"].gone_on == 1, "of the first part, while it is the newest"
-    difference, weight = step.rollout_difference["sampler_difference"]
-    assert difference / weight == pytest.approx(1.0)
-    assert not learn(rows, "rollout")[2].rollout_difference
+    assert numbers == {"policy": [{"groups": 2}], "other": [{"groups": 2}]}
 
 
-def test_without_rows_the_policys_update_is_empty() -> None:
-    learners, models, _, numbers = learn([])
-    assert learners["policy"].begun == [(0, [], "frozen")] and not learners["other"].begun
+def test_without_groups_only_the_policy_has_an_update(tmp_path) -> None:
+    learners, models, numbers = learn([], epath.Path(tmp_path))
+    assert learners["policy"].started == [(0, [], "frozen", 2)] and not learners["other"].started
     assert numbers == {"policy": [{"groups": 0}]} and models["other"] == 10
 
 
 def test_rows_that_go_wrong_are_told_in_their_models_words(tmp_path) -> None:
     with pytest.raises(NonFinite):
-        learn([one(1, "policy"), one(7, "other")], workdir=epath.Path(tmp_path))
+        learn([one(1, "policy"), one(7, "other")], epath.Path(tmp_path))
     (line,) = (tmp_path / "non_finite" / "1.jsonl").read_text().splitlines()
     assert json.loads(line)["prompt"] == "other [7]"
 
