@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -54,6 +55,8 @@ def score_tokens(
       float32 logprobs [B, A] under the full vocabulary at that temperature (no top-p
       renormalization, spec section 9), and float32 entropies [B, A] in nats.
     """
+    chex.assert_equal_shape([source, target])
+    chex.assert_rank([hidden, source], [3, 2])
     table = params["embedding" if config.tied_embeddings else "unembedding"]
     layout = _lay_out(table.shape, target.shape, temperature or 1.0, numbers_at_once)
     return _head(_pick(hidden, source, layout), table, target, layout)

@@ -13,11 +13,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from spell_jax.learner import packing
-from spell_jax.runtime.config import check_choice
+from spell_jax.runtime.config import check_choice, check_least
 
 OLD_LOGPROBS = ("on_policy", "rollout", "recompute")
 OBJECTIVES = ("clip", "cispo")
@@ -77,9 +78,7 @@ class LossConfig:
     def __post_init__(self):
         check_choice(self, "loss.", objective=OBJECTIVES, ratio=RATIOS)
         check_choice(self, "loss.", kl_estimator=KL_ESTIMATORS, old_logprobs=OLD_LOGPROBS)
-        for field in ("clip_low", "clip_high", "kl_weight", "entropy_weight"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"loss.{field} = {getattr(self, field)}: must be 0 or more")
+        check_least(self, "loss.", clip_low=0, clip_high=0, kl_weight=0, entropy_weight=0)
         if self.tis_cap and not self.tis_cap >= 1:
             raise ValueError(f"loss.tis_cap = {self.tis_cap}: must be at least 1, or 0 for none")
         if self.tis_cap and self.old_logprobs != "on_policy":
@@ -128,6 +127,7 @@ def batch_loss(
     Returns:
       The scalar loss, and the sums named in LossConfig.sums and ROLE_SUMS.
     """
+    chex.assert_equal_shape([logprobs, entropy, batch.weight])
     old, weight = jax.lax.stop_gradient(logprobs), batch.weight
     if config.old_logprobs != "on_policy":
         old = batch.old_logprob
@@ -182,6 +182,7 @@ def policy_loss(
       out of bounds), share of dual-clipped tokens, and approximate KL (always of tokens, whatever
       `ratio` is).
     """
+    chex.assert_equal_shape([logprobs, old_logprobs, advantages, weights])
     tokens = log_ratio(logprobs, old_logprobs)
     far = log_ratio(logprobs, old_logprobs, config.ratio, answer)
     ratio = jnp.exp(jnp.clip(far, -_FARTHEST, _FARTHEST))
@@ -267,6 +268,7 @@ def kl_estimate(
       reference_logprobs: float32, same shape.
       estimator: one of KL_ESTIMATORS.
     """
+    chex.assert_equal_shape([logprobs, reference_logprobs])
     difference = reference_logprobs - logprobs
     if estimator == "k1":
         return -difference

@@ -47,16 +47,14 @@ class OptimizerConfig:
     max_skipped: int = 3
 
     def __post_init__(self):
-        for field in ("learning_rate", "warmup_steps", "final_fraction", "weight_decay"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be 0 or more")
+        least = {"learning_rate": 0, "warmup_steps": 0, "final_fraction": 0, "weight_decay": 0}
+        check_least(self, "optimizer.", **least, max_skipped=1)
         for field in ("epsilon", "clip_norm"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be above 0")
         for field in ("b1", "b2"):
             if not 0 <= getattr(self, field) < 1:
                 raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be in [0, 1)")
-        check_least(self, "optimizer.", max_skipped=1)
         check_choice(self, "optimizer.", schedule=SCHEDULES)
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -175,24 +176,22 @@ class PackingConfig:
 
 def count_answers(groups: Sequence[TrainGroup]) -> dict[str, int]:
     """Answers by role."""
-    counts: dict[str, int] = {}
+    counts = collections.Counter()
     for group in groups:
-        counts[group.role] = counts.get(group.role, 0) + len(group.answers)
-    return counts
+        counts[group.role] += len(group.answers)
+    return dict(counts)
 
 
 def sum_by_role(values: Array, role: Array) -> jax.Array:
-    """Sums of values [B, A] over the answer tokens of each role (see MicroBatch): float32
-    [len(ROLES) + 1]."""
+    """Sums of values [B, A] by role [B, A] (see MicroBatch), float32 [len(ROLES) + 1]."""
     of_role = role[..., None] == jnp.arange(len(ROLES) + 1)
     return jnp.sum(jnp.where(of_role, values[..., None], 0.0), axis=(0, 1))
 
 
 def sum_by_answer(values: Array, answer: Array) -> jax.Array:
-    """At each token the sum of values float32 [B, A] over the tokens of its answer (see
-    MicroBatch), 0 where padded: float32 [B, A]."""
+    """The sum of values over each token's answer, 0 where padded; all float32 [B, A]."""
     size = answer.shape[1]
-    slot = jnp.where(answer >= 0, answer, size)  # one too many, which nothing is added to
+    slot = jnp.where(answer >= 0, answer, size)  # out of range, so that nothing is added
     rows = jnp.arange(len(answer))[:, None]
     sums = jnp.zeros_like(values).at[rows, slot].add(values, mode="drop")
     return jnp.take_along_axis(sums, slot, axis=1, mode="fill", fill_value=0)
@@ -205,7 +204,7 @@ def split_groups(
 
     Returns:
       (groups that fit, with prompts repeated where split; groups of single answers that cannot
-      fit at all: the caller counts them).
+      fit, for the caller to count).
     """
     fitting, refused = [], []
     for group in groups:
@@ -249,16 +248,13 @@ def separate_answers(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
 
 
 def in_parts(groups: Sequence[TrainGroup], count: int) -> list[list[TrainGroup]]:
-    """Split groups into `count` parts, one per update.
+    """Split groups into `count` parts, one per optimizer step.
 
     Groups are dealt out like cards, so each part has the roles of the whole in the same order, and
     sizes differ by at most one. Fewer groups than `count` make fewer parts; no part is empty.
-
-    Raises:
-      ValueError: if count is below 1.
     """
     if count < 1:
-        raise ValueError(f"count = {count}: groups are dealt out to at least 1 part")
+        raise ValueError(f"count = {count}: must be at least 1")
     return [list(groups[first::count]) for first in range(min(count, len(groups)))]
 
 
@@ -337,21 +333,21 @@ def weigh(
     check_aggregation(aggregation, sequence_tokens)
     total = sum(group.answer_tokens for group in groups)
     answers = sum(len(group.answers) for group in groups)
-    of_role: dict[str, int] = {}
+    of_role = collections.Counter()
     for group in groups:
-        of_role[group.role] = of_role.get(group.role, 0) + group.answer_tokens
+        of_role[group.role] += group.answer_tokens
     weighed = []
     for group in groups:
-        tokens = {
-            "token_mean": lambda answer, group=group: total,
-            "group_mean": lambda answer, group=group: group.answer_tokens * len(groups),
-            "role_mean": lambda answer, group=group: of_role[group.role],
-            "sequence_mean": lambda answer, group=group: (
-                len(answer) * len(group.answers) * len(groups)
-            ),
-            "sequence_sum": lambda answer, group=group: sequence_tokens * answers,
-        }[aggregation]
-        weights = [1.0 / tokens(answer) for answer in group.answers]
+        own = {  # tokens among which the loss is divided
+            "token_mean": total,
+            "group_mean": group.answer_tokens * len(groups),
+            "role_mean": of_role[group.role],
+            "sequence_sum": sequence_tokens * answers,
+        }
+        weights = [
+            1.0 / own.get(aggregation, len(answer) * len(group.answers) * len(groups))
+            for answer in group.answers
+        ]
         weighed.append(dataclasses.replace(group, weights=weights))
     return weighed
 
@@ -387,7 +383,7 @@ def pack(
 def rows_of(
     groups: Sequence[TrainGroup], buckets: Sequence[Bucket]
 ) -> dict[Bucket, list[list[int]]]:
-    """Rows of each bucket, of each row the indices of its groups; arguments as of `pack`."""
+    """Group indices of each row of each bucket; arguments as of `pack`."""
     rows: dict[Bucket, list[list[int]]] = {bucket: [] for bucket in buckets}
     order = sorted(range(len(groups)), key=lambda i: (-groups[i].tokens, i))
     for bucket, members in _assign(groups, order, buckets):
@@ -396,7 +392,7 @@ def rows_of(
 
 
 def row_count(bucket: Bucket, token_budget: int, row_multiple: int = 1) -> int:
-    """Rows of every micro-batch of a bucket: as many as the budget holds, but never none."""
+    """Rows of every micro-batch of a bucket: as many as the budget holds, at least one."""
     return max(1, token_budget // bucket.length // row_multiple) * row_multiple
 
 
@@ -425,6 +421,7 @@ def _assign(groups: Sequence[TrainGroup], order: Sequence[int], buckets: Sequenc
 def _stack(
     groups: Sequence[TrainGroup], rows: list[list[int]], bucket: Bucket, count: int, devices: int
 ) -> MicroBatch:
+    """One micro-batch; with several devices the tokens of a row are laid out over them."""
     batch = empty_micro_batch(bucket, count)
     for row, members in enumerate(rows):
         start = filled = 0
@@ -433,15 +430,11 @@ def _stack(
             is_answer[start + len(groups[index].prompt) : start + groups[index].tokens] = True
             start, filled = _write(batch, row, start, filled, groups[index])
         if devices > 1:
-            _deal(batch, row, context_layout.order(is_answer, start, devices))
+            order = context_layout.order(is_answer, start, devices)
+            for array in (batch.tokens, batch.positions, batch.index, batch.last_query):
+                array[row] = array[row, order]
+            batch.source[row] = np.argsort(order)[batch.source[row]]
     return batch
-
-
-def _deal(batch: MicroBatch, row: int, order: np.ndarray) -> None:
-    """Puts the tokens of a row in an order [T]."""
-    for array in (batch.tokens, batch.positions, batch.index, batch.last_query):
-        array[row] = array[row, order]
-    batch.source[row] = np.argsort(order)[batch.source[row]]
 
 
 def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:

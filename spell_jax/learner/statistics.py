@@ -61,12 +61,14 @@ def advantages(groups: Sequence[TrainGroup]) -> dict[str, tuple[float, int]]:
 
     The names are "advantage/ROLE", and "advantage_size/ROLE" for absolute values.
     """
-    found: dict[str, list[float]] = {}
+    by_role: dict[str, list[float]] = {}
     for group in groups:
-        found.setdefault(group.role, []).extend(group.advantages)
-    pairs = {f"advantage/{role}": (sum(some), len(some)) for role, some in found.items()}
-    sizes = {role: (sum(map(abs, some)), len(some)) for role, some in found.items()}
-    return pairs | {f"advantage_size/{role}": pair for role, pair in sizes.items()}
+        by_role.setdefault(group.role, []).extend(group.advantages)
+    pairs = {}
+    for role, values in by_role.items():
+        pairs[f"advantage/{role}"] = (sum(values), len(values))
+        pairs[f"advantage_size/{role}"] = (sum(map(abs, values)), len(values))
+    return pairs
 
 
 def sampler_difference(

@@ -146,6 +146,10 @@ def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
     def opened() -> tuple[clusters.Source, clusters.Source]:
         return open_clusters(data, config.seed, tokenizer.count)
 
+    @functools.cache
+    def questions() -> tuple[Question, ...]:
+        return read_questions(data.questions, "data.questions") if data.questions else ()
+
     def deal(source: clusters.Source) -> stream.TaskStream:
         return stream.TaskStream(source, data.tasks, data.task_weights, config.seed)
 
@@ -158,7 +162,7 @@ def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
         clusters=lambda: opened()[0],
         held_out=lambda: opened()[1],
         deal=deal,
-        questions=functools.cache(lambda: _read_questions(data.questions)),
+        questions=questions,
         judge=_make_judge(config.algorithm, prompts),
     )
 
@@ -191,12 +195,8 @@ def _make_text_sampler(model: Model, config: SamplerConfig, mesh: jax.sharding.M
     return TextSampler(sampler, tokenizer)
 
 
-def _read_questions(path: str) -> tuple[Question, ...]:
-    return read_questions(path, "data.questions") if path else ()
-
-
 def _make_judge(algorithm: AlgorithmConfig, prompts: prompt_sets.Prompts) -> JudgeFunction | None:
     if algorithm.rule != "judge":
         return None
-    settings = JudgeConfig(algorithm.judge_url, algorithm.judge_model, os.environ.get(JUDGE_KEY))
-    return Judge(Endpoint(settings), prompts.judge, settings.model).judge
+    config = JudgeConfig(algorithm.judge_url, algorithm.judge_model, os.environ.get(JUDGE_KEY))
+    return Judge(Endpoint(config), prompts.judge, config.model).judge

@@ -19,13 +19,7 @@ _STEP = 0
 
 
 class HeldOut:
-    """The run's held-out evaluation; it does nothing where the data holds nothing out.
-
-    Args:
-      run: the run.
-      models: states and weights by name.
-      workdir: folder of the run.
-    """
+    """The run's held-out evaluation; it does nothing where the data holds nothing out."""
 
     def __init__(self, run: Run, models: dict[str, Any], workdir: epath.Path):
         self._run, self._models, self._workdir = run, models, workdir

@@ -17,16 +17,10 @@ from spell_jax.trainer.build import Run
 class Saver:
     """Writer of checkpoints between the steps of the loop.
 
-    Args:
-      run: the run; the checkpoint keeps its config.
-      models: states and weights by name; the loop replaces its values.
-      store: the checkpoints' folder.
-      logger: flushed before a checkpoint, so that the files hold every step up to it.
-      preemption: signals that the machine is taken away.
-      best: best validation score so far, or None.
+    The logger is flushed before a checkpoint, so that the files hold every step up to it.
 
     Attributes:
-      best: as given; the loop replaces it.
+      best: best validation score so far, or None; the loop replaces it.
     """
 
     def __init__(

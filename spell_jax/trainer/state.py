@@ -58,16 +58,7 @@ def restore_or_init(
 
 
 def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> None:
-    """Checks that a checkpoint fits the config.
-
-    Args:
-      config: the run's config.
-      step: step of the checkpoint.
-      saved: config of the checkpoint, as config.to_dict.
-
-    Raises:
-      ValueError: if the checkpoint has more steps than the config, or another seed.
-    """
+    """Raises ValueError if a checkpoint has more steps than the config, or another seed."""
     if step > config.steps:
         raise ValueError(f"steps = {config.steps}: must be at least {step}, which are done")
     if saved.get("seed", config.seed) != config.seed:
@@ -119,16 +110,10 @@ def load_weights(model: Model) -> transformer.Params:
 def read_weights(
     workdir: epath.Path, policy: PolicyConfig, mesh: jax.sharding.Mesh, step: int | None = None
 ) -> tuple[int, transformer.Params]:
-    """Trained weights of a run's policy.
-
-    Args:
-      workdir: folder of the run.
-      policy: architecture.
-      mesh: devices that get the weights.
-      step: step of the checkpoint; None: the newest intact one.
+    """Trained weights of a run's policy, by default from the newest intact checkpoint.
 
     Returns:
-      (step, float32 weights); only the adapters, if the policy has any.
+      (step, float32 weights on the mesh); only the adapters, if the policy has any.
 
     Raises:
       FileNotFoundError: if the run has no checkpoint (of that step).
@@ -164,8 +149,8 @@ def copy(params: transformer.Params) -> transformer.Params:
 class RolloutParams(Mapping[str, transformer.Params]):
     """Weights in the compute dtype by model name, for a rollout.
 
-    They are made when they are looked up, so that a caller who drops one model's weights before it
-    looks up another's needs the memory of one.
+    Each lookup casts anew, so that a caller who drops one model's weights before it looks up
+    another's needs the memory of one.
     """
 
     def __init__(self, run: Run, models: Mapping[str, Any]):

@@ -169,7 +169,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"data.tasks": ()}, "", r"data.tasks = \(\): must be one or more of"),
     ({"data.tiny.evaluation.per_cell": 0}, "", r"data.tiny.evaluation.per_cell = 0: must be"),
-    ({"loss.clip_low": -1.0}, "", r"loss.clip_low = -1.0: must be 0 or more"),
+    ({"loss.clip_low": -1.0}, "", r"loss.clip_low = -1.0: must be at least 0"),
     (
         {"optimizer.schedule": "linear", "optimizer.warmup_steps": 3},
         "",

@@ -177,8 +177,8 @@ def test_packing_changes_nothing(packing_config: PackingConfig) -> None:
 
 def test_shared_prefixes_save_tokens() -> None:
     group = TrainGroup([3] * 20, [[5, 6]] * 4, [1.0, -1.0, 0.5, 0.0])
-    shared, _ = _learner().pack([group])
-    separate, _ = _learner(PackingConfig(BUCKETS[1:], 192, shared_prefix=False)).pack([group])
+    separate = _learner(PackingConfig(BUCKETS[1:], 192, shared_prefix=False))
+    shared, separate = (made.pack(made.weigh([group]))[0] for made in (_learner(), separate))
     count = [sum(int((b.last_query >= 0).sum()) for b in batches) for batches in (shared, separate)]
     assert count == [20 + 8, 4 * 22]
 
@@ -221,7 +221,7 @@ def test_fill_is_the_share_of_slots_with_a_token(shared: bool) -> None:
     _, numbers = _step(_learner(layout), groups)
     answers = sum(len(answer) for group in groups for answer in group.answers)
     prompts = sum(len(g.prompt) * (1 if shared else len(g.answers)) for g in groups)
-    batches, _ = _learner(layout).pack(groups)
+    batches, *_ = _learner(layout).pack(packing.weigh(groups))
     slots = sum(batch.tokens.size for batch in batches)
     assert numbers["fill"] == pytest.approx((answers + prompts) / slots)
 
