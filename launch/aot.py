@@ -3,25 +3,22 @@
     python -m launch.aot --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-16 \
         [--length=16384] [--phase=all] --policy=CONFIG.json [--layers=2] [--config.X=Y ...]
 
-1. The policy's architecture comes from a Hugging Face config.json. No weights are read and no
-   array is allocated: every argument is a shape with a sharding.
-2. The trainer's own Learner and Sampler are built on the config's mesh over the slice's devices
-   (topologies.py). Their jitted functions are lowered for P = --length prompt tokens and
+1. The architecture comes from a Hugging Face config.json. No weights are read and no array is
+   allocated: every argument is a shape with a sharding.
+2. The trainer's own Learner and Sampler are built on the config's mesh over the slice's devices.
+   Their jitted functions are lowered for P = --length prompt tokens and
    G = config.algorithm.group_size answers of S = config.sampler.max_tokens tokens each. A training
    row has P + G S tokens.
 3. The phases are "prefill", "decode", "logprob" (the learner's forward pass alone) and "update"
-   (two programs, "accumulate" and "apply").
-4. Each program is compiled, on any CPU, and described by one line of JSON, with bytes per chip.
-   "resident" is memory that the trainer holds besides the program's arguments, such as float32
-   master weights and optimizer state during sampling. A program fits if it compiles and its peak
-   plus "resident" is at most the chip's memory.
-5. Collectives are counted once per occurrence in the program, with the bytes of their results on
+   (two programs, "accumulate" and "apply"). Each program is compiled, on any CPU, and described by
+   one line of JSON, with bytes per chip. It fits if it compiles and its peak plus "resident" is at
+   most the chip's memory. "resident" is what the trainer holds besides the program's arguments,
+   such as float32 master weights and optimizer state during sampling, or copies of the policy.
+4. Collectives are counted once per occurrence in the program, with the bytes of their results on
    one chip. Those "in_loops" (the scan over layers, the tokens of an answer) run every iteration.
-6. Copies of the policy (frozen reader, KL reference) count as resident. A model with its own config
-   section, such as reward_model, is not counted and its programs are not compiled.
+5. A model with its own config section, such as reward_model, is left out.
 
-All programs are tried. The exit status is 0 if all fit, else 1. Programs are only compiled, so
-nothing here measures speed.
+All programs are tried. The exit status is 0 if all fit, else 1. Nothing here measures speed.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -59,8 +56,16 @@ from spell_jax.sampler.scheduler import Scheduler
 
 log = logging.getLogger("launch.aot")  # __name__ is __main__ when this is the entry
 
-PHASES = ("prefill", "decode", "logprob", "update")
-_SAID = 400  # characters kept of an error: the start of a compiler's message has the memory figures
+# Program -> phase.
+PROGRAMS = {
+    "prefill": "prefill",
+    "decode": "decode",
+    "logprob": "logprob",
+    "accumulate": "update",
+    "apply": "update",
+}
+PHASES = tuple(dict.fromkeys(PROGRAMS.values()))
+_ERROR_CHARACTERS = 400  # kept of an error: a compiler's message starts with the memory figures
 
 
 # --------------------------------------------------------------------------------------- Programs
@@ -71,36 +76,31 @@ class Program:
     """One jitted function with its abstract arguments.
 
     Attributes:
-      phase: phase name, one of PHASES.
-      name: program name: the phase, or "accumulate" or "apply".
+      name: program name, one of PROGRAMS.
       tokens: shape [rows, tokens] of the token array that the program reads.
       resident: bytes per chip that the trainer holds meanwhile, not counting `arguments`.
       function: jitted function.
       arguments: positional arguments, trees of jax.ShapeDtypeStruct.
-      options: static keyword arguments.
       mesh: mesh that the program runs on.
+      options: static keyword arguments.
       rules: logical axis rules that the trainer sets around the call.
     """
 
-    phase: str
     name: str
     tokens: tuple[int, ...]
     resident: int
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    options: dict[str, Any]
     mesh: jax.sharding.Mesh
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     rules: meshes.Rules = meshes.RULES
-
-    def trace(self) -> Any:
-        """Trace the function under the trainer's mesh and axis rules (a jax.stages.Traced)."""
-        with jax.set_mesh(self.mesh), nn.logical_axis_rules(self.rules):
-            return self.function.trace(*self.arguments, **self.options)
 
     def lower(self, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
         """Lower for the mesh's devices, or for other platforms (for example "tpu" from a CPU)."""
-        traced = self.trace()
         with jax.set_mesh(self.mesh):
+            with nn.logical_axis_rules(self.rules):
+                traced: Any = self.function
+                traced = traced.trace(*self.arguments, **self.options)
             return traced.lower(lowering_platforms=platforms)
 
 
@@ -112,26 +112,20 @@ def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig
       path: path of a Hugging Face config.json; "" means the one in config.policy.folder.
       layers: number of layers L that replaces the policy's own; 0 keeps it.
 
-    Returns:
-      The architecture.
-
     Raises:
-      ValueError: if a field of the file, or `layers`, is invalid.
+      ValueError: if a field of the file is invalid.
       FileNotFoundError: if the folder or the file does not exist.
     """
-    section = config.policy
-    if not path and section.folder != "tiny" and not pathlib.Path(section.folder).is_dir():
+    folder = config.policy.folder
+    if not path and folder != "tiny" and not pathlib.Path(folder).is_dir():
         raise FileNotFoundError(
-            f"policy.folder = {section.folder!r}: is no folder here; name a Hugging Face "
-            "config.json by --policy, no weights are needed"
+            f"policy.folder = {folder!r}: no such folder; name a Hugging Face config.json by "
+            "--policy, no weights are needed"
         )
     file = pathlib.Path(path) if path else find_folder(config.policy) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"policy = {str(file)!r}: must be a Hugging Face config.json")
-    policy = PolicyConfig.from_hf(file)
-    if layers < 0:
-        raise ValueError(f"layers = {layers}: must be 1 or more, or 0 for the policy's own")
-    policy = shape_policy(section, policy)
+    policy = shape_policy(config.policy, PolicyConfig.from_hf(file))
     return dataclasses.replace(policy, layers=layers or policy.layers)
 
 
@@ -182,110 +176,98 @@ class Programs:
         self.sampler = Sampler(policy, dataclasses.replace(sampling, max_prompt=length), (0,), mesh)
         self.lane = self.sampler.shape.lane_of(self.group)
         shapes, axes = transformer.abstract_params(policy)
-        whole = meshes.with_sharding(
+        self.rollout_params = meshes.with_sharding(
             shapes, meshes.shardings(mesh, axes, shapes), self.learner.compute_dtype
         )
-        self.played = whole
-        self.trained, self.frozen = lora.split(policy, whole)
+        self.trained, self.frozen = lora.split(policy, self.rollout_params)
         self.state = self.learner.fns.abstract_state
 
-    def of(self, phase: str) -> list[Program]:
-        """Return the programs of one phase.
+    def select(self, phase: str) -> list[Program]:
+        """Return the programs of one of PHASES, or of "all"."""
+        names = [name for name in PROGRAMS if phase in ("all", PROGRAMS[name])]
+        return [getattr(self, f"_{name}")() for name in names]
 
-        Args:
-          phase: one of PHASES, or "all".
-
-        Raises:
-          ValueError: if the phase is unknown.
-        """
-        if phase != "all" and phase not in PHASES:
-            raise ValueError(f"phase = {phase!r}: must be 'all' or one of {PHASES}")
-        wanted = PHASES if phase == "all" else (phase,)
-        return [program for name in wanted for program in getattr(self, f"_{name}")()]
-
-    def _prefill(self) -> list[Program]:
+    def _prefill(self) -> Program:
         sampler, shards = self.sampler, self.sampler.shards
         scheduler = Scheduler(sampler.shape, shards)
         batch = batching.prompt_pages(scheduler, [[]] * shards, sampler.config.max_prompt)
-        return [self._sampling("prefill", batch.tokens.shape, sampler.prefill, batch)]
+        return self._sampling("prefill", batch.tokens.shape, sampler.prefill, batch)
 
-    def _decode(self) -> list[Program]:
+    def _decode(self) -> Program:
         sampler, shards = self.sampler, self.sampler.shards
         limits = [{} for _ in range(shards)]
         scheduler = Scheduler(sampler.shape, shards)
         batch = batching.slots(scheduler, self.lane, limits, 1, sampler.config)
-        made = self._sampling("decode", (len(batch.count), 1), sampler.decode, batch)
-        return [dataclasses.replace(made, options={"lane": self.lane}, rules=meshes.DECODE_RULES)]
+        program = self._sampling("decode", (len(batch.count), 1), sampler.decode, batch)
+        return dataclasses.replace(program, options={"lane": self.lane}, rules=meshes.DECODE_RULES)
 
     def _sampling(self, name: str, tokens: tuple[int, ...], function, batch) -> Program:
         """A sampler program; its arguments are weights, sampler state and the call's arrays."""
         state = jax.eval_shape(lambda: self.sampler.init_state(self.learner.compute_dtype))
         state = meshes.with_sharding(state, self.sampler.shardings)
-        played = self.sampler.abstract_params(self.played)
-        arguments = (
-            played,
-            state,
-            meshes.with_sharding(batch, batching.shardings(self.mesh, batch)),
-        )
-        held = self._others() + bytes_per_chip(self.state)
-        if played is not self.played:  # the full-precision kernels stay resident as well
-            held += bytes_per_chip(int8.kernels(self.played))
-        return self._program(name, name, tokens, function, arguments, held)
+        params, resident = self.sampler.abstract_params(self.rollout_params), self._state_and_copies
+        if params is not self.rollout_params:  # the full-precision kernels stay resident as well
+            resident += bytes_per_chip(int8.kernels(self.rollout_params))
+        batch = meshes.with_sharding(batch, batching.shardings(self.mesh, batch))
+        return Program(name, tokens, resident, function, (params, state, batch), self.mesh)
 
-    def _logprob(self) -> list[Program]:
-        learner, batch = self.learner, self._batch()
-
+    def _logprob(self) -> Program:
         def score(params, frozen, batch):
-            return update.score(learner.spec, lora.join(params, frozen), batch)
+            return update.score(self.learner.spec, lora.join(params, frozen), batch)
 
-        arguments, function = (self.trained, self.frozen, batch), jax.jit(score)
-        shape, held = batch.tokens.shape, self._others() + bytes_per_chip(self.state)
-        return [self._program("logprob", "logprob", shape, function, arguments, held)]
+        batch = self._batch()
+        arguments, shape = (self.trained, self.frozen, batch), batch.tokens.shape
+        resident = self._state_and_copies
+        return Program("logprob", shape, resident, jax.jit(score), arguments, self.mesh)
 
-    def _update(self) -> list[Program]:
-        learner, batch, held = self.learner, self._batch(), self._others()
-        reference = self.played if learner.loss.kl_weight else None
-        gradients, sums = jax.eval_shape(learner.fns.empty_carry)
-        gradients = meshes.with_sharding(gradients, learner.fns.param_shardings)
-        weights = (self.trained, self.frozen)
-        sums = self._replicated(sums)
-        arguments = (*weights, (gradients, sums), batch, reference)
+    def _accumulate(self) -> Program:
+        learner, batch = self.learner, self._batch()
+        reference = self.rollout_params if learner.loss.kl_weight else None
+        arguments = (self.trained, self.frozen, self._carry(), batch, reference)
         shape, function = batch.tokens.shape, learner.fns.accumulate
-        state = bytes_per_chip(self.state)
-        first = self._program("update", "accumulate", shape, function, arguments, held + state)
-        held += bytes_per_chip(self.frozen)
-        given = (self.state, gradients, sums["loss"])
-        second = self._program("update", "apply", (), learner.fns.apply, given, held)
-        return [first, second]
+        resident = self._state_and_copies
+        return Program("accumulate", shape, resident, function, arguments, self.mesh)
 
-    def _program(self, phase, name, tokens, function, arguments, held) -> Program:
-        return Program(phase, name, tokens, held, function, arguments, {}, self.mesh)
+    def _apply(self) -> Program:
+        gradients, sums = self._carry()
+        resident = self._copies + bytes_per_chip(self.frozen)
+        arguments = (self.state, gradients, sums["loss"])
+        return Program("apply", (), resident, self.learner.fns.apply, arguments, self.mesh)
 
     # -------------------------------------------------------------------------- Arguments
 
     def _batch(self) -> packing.MicroBatch:
         budget, shards = self.learner.packing.token_budget, meshes.row_shards(self.mesh)
         rows = packing.row_count(self.bucket, budget, shards)
-        where = meshes.by_rows_and_time(self.mesh)
         batch = packing.empty_micro_batch(self.bucket, rows)
-        return meshes.with_sharding(batch, jax.tree.map(lambda _: where, batch))
+        return _uniform(batch, meshes.by_rows_and_time(self.mesh))
 
-    def _replicated(self, tree: Any) -> Any:
-        return meshes.with_sharding(
-            tree, jax.tree.map(lambda _: meshes.replicated(self.mesh), tree)
-        )
+    def _carry(self) -> Any:
+        """Accumulated gradients and sums."""
+        gradients, sums = jax.eval_shape(self.learner.fns.empty_carry)
+        gradients = meshes.with_sharding(gradients, self.learner.fns.param_shardings)
+        return gradients, _uniform(sums, meshes.replicated(self.mesh))
 
     # ------------------------------------------------------------------- Resident memory
 
-    def _others(self) -> int:
+    @property
+    def _copies(self) -> int:
         """Bytes per chip of the float32 copies of the policy (frozen reader, KL reference).
 
         Only the model that answers exists in the compute dtype, and it is among a program's
         arguments (RolloutParams in trainer/state.py).
         """
         has_frozen_reader = self.config.algorithm.get("reference_source") == "frozen_reader"
-        others = bool(self.learner.loss.kl_weight) + has_frozen_reader
-        return others * bytes_per_chip(self.state.params)
+        copies = bool(self.learner.loss.kl_weight) + has_frozen_reader
+        return copies * bytes_per_chip(self.state.params)
+
+    @property
+    def _state_and_copies(self) -> int:
+        return bytes_per_chip(self.state) + self._copies
+
+
+def _uniform(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    return meshes.with_sharding(tree, jax.tree.map(lambda _: sharding, tree))
 
 
 def bytes_per_chip(tree: Any) -> int:
@@ -308,37 +290,14 @@ _KINDS = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) .*\{\n")
 _COLLECTIVE = re.compile(rf" = (.+?) ({'|'.join(_KINDS)})(-start)?\(")
-_CALLEE = re.compile(r"(calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)")
+_CALLEE = re.compile(r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)")
+_LOOP = re.compile(r"(?:body|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_LAYOUT_OR_COMMENT = re.compile(r"\{[^{}]*\}|/\*.*?\*/")
+_LAYOUT_OR_COMMENT = re.compile(r"\{[^{}\n]*\}|/\*.*?\*/")
+_ROOT_TYPE = re.compile(r"^  ROOT \S+ = ([^(]*)", re.MULTILINE)
 _SHAPE = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
-# TPU fusions that overlap with a running collective. Their text names the collective again.
-_ONGOING = ("async_collective_fusion", "AsyncCollectiveDone")
-
-
-@dataclasses.dataclass
-class _Computation:
-    """One computation of an HLO text.
-
-    Attributes:
-      name: name of the computation.
-      collectives: (kind, bytes of the result on one device) of each collective in it.
-      callees: names of computations that it calls, loops apart.
-      loops: names of the bodies and conditions of its while loops.
-      result: bytes of its root on one device.
-      starts: whether an asynchronous collective starts in it.
-      goes_on: whether a collective that started elsewhere is named in it.
-    """
-
-    name: str
-    collectives: list[tuple[str, int]] = dataclasses.field(default_factory=list)
-    callees: set[str] = dataclasses.field(default_factory=set)
-    loops: set[str] = dataclasses.field(default_factory=set)
-    result: int = 0
-    starts: bool = False
-    goes_on: bool = False
 
 
 def collectives(text: str) -> dict[str, dict[str, int]]:
@@ -357,76 +316,49 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
       Kind -> "count", "bytes" (of the results on one device) and "in_loops" (the part of the count
       inside a loop or in a computation that a loop calls).
     """
-    computations = _read(text)
-    looped = _called(computations, set().union(*(c.loops for c in computations.values())))
+    parts = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
+    computations = {found[1]: part for part in parts if (found := _COMPUTATION.match(part))}
+    looped = _called(computations, _LOOP.findall(text))
     totals: dict[str, dict[str, int]] = {}
-    for computation in computations.values():
-        if computation.goes_on and not computation.starts:
+    for name, part in computations.items():
+        ongoing = name.startswith("async_collective_fusion") or "AsyncCollectiveDone" in part
+        if ongoing and "AsyncCollectiveStart" not in part:
             continue
-        for kind, size in computation.collectives:
-            if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
-                kind, size = "reduce-scatter", computation.result
+        plain = _LAYOUT_OR_COMMENT.sub("", part)
+        for result, kind, start in _COLLECTIVE.findall(plain):
+            if start and kind != "all-reduce":  # its result is a tuple (operands, results, ...)
+                result = split_outside_brackets(result[1:-1])[1]
+            if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+                kind, result = "reduce-scatter", _ROOT_TYPE.findall(plain)[0]
             total = totals.setdefault(kind, {"count": 0, "bytes": 0, "in_loops": 0})
             total["count"] += 1
-            total["bytes"] += size
-            total["in_loops"] += computation.name in looped
+            total["bytes"] += _type_bytes(result)
+            total["in_loops"] += name in looped
     return dict(sorted(totals.items()))
 
 
-def _read(text: str) -> dict[str, _Computation]:
-    """Parse an HLO text into its computations, by name."""
-    current = _Computation("")
-    computations = {current.name: current}
-    for line in text.splitlines():
-        if not line.startswith(" ") and (header := _COMPUTATION.fullmatch(line)):
-            current = _Computation(header[1], goes_on=header[1].startswith(_ONGOING))
-            computations[current.name] = current
-            continue
-        for how, callee in _CALLEE.findall(line):
-            (current.loops if how in ("body", "condition") else current.callees).add(callee)
-        for names in _BRANCHES.findall(line):
-            current.callees |= {name.strip(" %") for name in names.split(",")}
-        current.starts |= "AsyncCollectiveStart" in line
-        current.goes_on |= "AsyncCollectiveDone" in line
-        plain = _LAYOUT_OR_COMMENT.sub("", line)
-        if match := _COLLECTIVE.search(plain):
-            kind, starts = match[2], bool(match[3])
-            current.collectives.append((kind, _result_bytes(match[1], kind, starts)))
-        if line.startswith("  ROOT "):
-            current.result = _type_bytes(plain.split(" = ", 1)[1].split("(", 1)[0])
-    return computations
-
-
-def _called(computations: dict[str, _Computation], names: set[str]) -> set[str]:
+def _called(computations: dict[str, str], names: Sequence[str]) -> set[str]:
     """Return these computations and all that they call, directly or indirectly."""
     called, todo = set(names), list(names)
     while todo:
-        one = computations.get(todo.pop())
-        new = (one.callees | one.loops) - called if one else set()
-        called |= new
-        todo += new
+        part = computations.get(todo.pop(), "")
+        callees = set(_CALLEE.findall(part))
+        for branches in _BRANCHES.findall(part):
+            callees |= {branch.strip(" %") for branch in branches.split(",")}
+        todo += callees - called
+        called |= callees
     return called
 
 
-def _result_bytes(type_text: str, kind: str, starts: bool) -> int:
-    """Bytes of a collective's result.
-
-    An asynchronous start, all-reduce apart, returns a tuple (operands, results, ...).
-    """
-    if not starts or kind == "all-reduce":
-        return _type_bytes(type_text)
-    return _type_bytes(_parts(type_text)[1])
-
-
-def _parts(tuple_text: str) -> list[str]:
-    """Split a tuple such as "(a, (b, c), d)" into its top-level elements."""
+def split_outside_brackets(text: str) -> list[str]:
+    """Split a text such as "a, (b, c), d" at the commas outside of brackets."""
     parts, depth = [""], 0
-    for letter in tuple_text[1:-1]:
-        depth += {"(": 1, ")": -1, "[": 1, "]": -1}.get(letter, 0)
-        if letter == "," and not depth:
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
             parts.append("")
         else:
-            parts[-1] += letter
+            parts[-1] += character
     return parts
 
 
@@ -453,8 +385,8 @@ def describe(program: Program, hbm: int) -> dict[str, Any]:
       A JSON-able line: phase, shapes, seconds, "fits", bytes per chip and collectives; or the
       compiler's error.
     """
-    line: dict[str, Any] = {"phase": program.phase, "program": program.name}
-    line |= {"tokens": program.tokens, "fits": False}
+    line: dict[str, Any] = {"phase": PROGRAMS[program.name], "program": program.name}
+    line |= {"tokens": program.tokens, "resident": program.resident, "hbm": hbm, "fits": False}
     clock = time.monotonic()
     try:
         lowered = program.lower()
@@ -464,48 +396,37 @@ def describe(program: Program, hbm: int) -> dict[str, Any]:
     except Exception as error:  # compilers raise many types; the other programs must be tried
         if not isinstance(error, jax.errors.JaxRuntimeError):
             log.exception("%s", program.name)
-        line["compile_seconds"] = round(time.monotonic() - clock, 1)
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        return line | {"resident": program.resident, "hbm": hbm, "error": said[:_SAID]}
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return line | {"error": text[:_ERROR_CHARACTERS]}
     line["compile_seconds"] = round(time.monotonic() - clock, 1)
-    memory = memory_of(compiled)
-    line["fits"] = memory["peak"] + program.resident <= hbm
-    line |= {"bytes": memory, "resident": program.resident, "hbm": hbm}
+    line["bytes"] = memory_of(compiled)
+    line["fits"] = line["bytes"]["peak"] + program.resident <= hbm
     return line | {"collectives": collectives(compiled.as_text() or "")}
 
 
 def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
     """Bytes on one chip by use; "peak" is the maximum at any time, arguments included."""
     stats: Any = compiled.memory_analysis()
-    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
-    temporaries, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
-    total = arguments + temporaries + outputs - aliased
+    found = {
+        "arguments": stats.argument_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "aliased": stats.alias_size_in_bytes,
+    }
     # Both overestimate: the compiler's peak includes fast on-chip memory, and the sum includes
     # buffers that are never live together. Take the smaller one.
-    peak = min(getattr(stats, "peak_memory_in_bytes", 0) or total, total)
-    return {
-        "arguments": arguments,
-        "temporaries": temporaries,
-        "outputs": outputs,
-        "aliased": aliased,
-        "peak": peak,
-    }
+    total = sum(found.values()) - 2 * found["aliased"]
+    return found | {"peak": min(getattr(stats, "peak_memory_in_bytes", 0) or total, total)}
 
 
 def report(programs: list[Program], hbm: int, where: dict[str, Any]) -> bool:
-    """Print one JSON line per program and return whether all programs fit.
-
-    Args:
-      programs: programs to compile.
-      hbm: bytes of a chip's memory that programs may use.
-      where: fields added to each line.
-    """
-    fit = True
+    """Print one JSON line per program, with the fields of `where`; return whether all fit."""
+    fits = []
     for program in programs:
         line = describe(program, hbm)
         print(json.dumps(where | line), flush=True)
-        fit &= line["fits"]
-    return fit
+        fits.append(line["fits"])
+    return all(fits)
 
 
 def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mesh:
@@ -524,39 +445,36 @@ def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mes
         ) from error
 
 
-def prompt_length(config: Config, given: int | None) -> int:
-    """Prompt tokens P: `given`, or the sampler's cap if it is None."""
-    return config.sampler.max_prompt if given is None else given
-
-
 def define_flags() -> None:
-    """Define the flags for a run on a slice.
-
-    Each entry point calls this, so that one process can import several of them.
-    """
-    config_flags.DEFINE_config_file("config", None, "The run's configuration.")
-    flags.DEFINE_string("topology", None, "The slice, such as v5e-16; topologies.py lists them.")
-    flags.DEFINE_integer("length", None, "Prompt tokens P; by default the sampler's cap.")
-    flags.DEFINE_string("policy", "", "A Hugging Face config.json; by default the folder's.")
-    flags.DEFINE_integer("layers", 0, "Another number of layers, for quick trials.", lower_bound=0)
+    """Define the flags for a run on a slice, which read_flags reads."""
+    config_flags.DEFINE_config_file("config", None, "Config file of the run.")
+    flags.DEFINE_string("topology", None, "TPU slice, such as v5e-16 (launch/topologies.py).")
+    flags.DEFINE_integer("length", None, "Prompt tokens P (default: config.sampler.max_prompt).")
+    flags.DEFINE_string("policy", "", "Hugging Face config.json (default: that of policy.folder).")
+    flags.DEFINE_integer("layers", 0, "Number of layers, for quick trials.", lower_bound=0)
     flags.mark_flags_as_required(["config", "topology"])
 
 
-def main(_) -> None:
+def read_flags() -> tuple[Config, PolicyConfig, topologies.Topology, int]:
+    """Read config, architecture, slice and prompt tokens P from the flags."""
     given = flags.FLAGS
-    topology = topologies.find(given.topology)
     policy = read_policy(given.config, given.policy, given.layers)
+    length = given.config.sampler.max_prompt if given.length is None else given.length
+    return given.config, policy, topologies.find(given.topology), length
+
+
+def main(_) -> None:
+    config, policy, topology, length = read_flags()
     # These programs are large, and a later run would not hit them in the cache.
     jax.config.update("jax_enable_compilation_cache", False)
-    mesh = make_mesh(given.config, topology)
-    length = prompt_length(given.config, given.length)
-    programs = Programs(given.config, policy, mesh, length)
+    mesh = make_mesh(config, topology)
+    programs = Programs(config, policy, mesh, length)
     where = {"topology": topology.name, "mesh": dict(mesh.shape), "layers": policy.layers}
     entry.setup_done()
-    sys.exit(0 if report(programs.of(given.phase), topology.hbm, where) else 1)
+    sys.exit(0 if report(programs.select(flags.FLAGS.phase), topology.hbm, where) else 1)
 
 
 if __name__ == "__main__":
     define_flags()
-    flags.DEFINE_enum("phase", "all", ("all", *PHASES), "What is compiled.")
+    flags.DEFINE_enum("phase", "all", ("all", *PHASES), "Programs to compile.")
     entry.run_main(main)

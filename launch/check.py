@@ -4,15 +4,12 @@
         [--topology=v5e-16] [--workdir=DIR]
 
 1. Each section of the config is checked on its own by the trainer's functions, so that a mistake
-   in one section does not hide a mistake in another.
-2. Sections that are valid are then checked together: policy, tokenizer and weight headers, the mesh
-   over the topology's devices, sampler and training rows on that mesh, memory (plan.py), algorithm
-   and data, and the contents of the workdir.
-3. A topology is a slice of topologies.py, or cpu:N or gpu:N for N devices of unknown memory. If
+   in one section does not hide a mistake in another. Valid sections are then checked together.
+2. A topology is a slice of topologies.py, or cpu:N or gpu:N for N devices of unknown memory. If
    none is given, the mesh is laid over the fewest devices that it can use.
-4. Each mistake is printed as one line (field, value, remedy), and the exit status is 1.
-5. Without mistakes, a table describes the run, remarks point out settings that are allowed but may
-   be unintended, and the exit status is 0.
+3. Each mistake is printed as one line (field, value, remedy), and the exit status is 1. Without
+   mistakes, a table describes the run, remarks point out settings that are allowed but may be
+   unintended, and the exit status is 0.
 
 Shapes are computed on this machine's CPU. No file is written.
 """
@@ -31,19 +28,14 @@ from typing import Any, TypeVar
 import jax
 from absl import flags
 from etils import epath
-from jax.sharding import AbstractMesh, AxisType
 from ml_collections import config_flags
 
 from configs import tiny
 from launch import plan, topologies
-from launch.describe import (
-    ANY_MEMORY,
-    Checked,
-    describe,
-    dummy_group,
-)
+from launch.describe import Checked, describe, dummy_group
+from launch.topologies import GIB
 from spell_jax import config as configs
-from spell_jax.algorithms import registry as registry
+from spell_jax.algorithms import registry
 from spell_jax.algorithms.base import AlgorithmConfig
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data import built
@@ -53,25 +45,21 @@ from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, safetensors, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model
-from spell_jax.runtime import entry, hashes, paths
+from spell_jax.runtime import entry, hashes, paths, setup
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime import setup as start
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.runtime.config import Config, build, changes
 from spell_jax.sampler import kv_cache
 from spell_jax.sampler.config import SamplerConfig
-from spell_jax.trainer import state as runs
+from spell_jax.trainer import state
 from spell_jax.trainer.build import make_algorithm, make_context
 
 T = TypeVar("T")
 
 # Exceptions whose messages are meant for users: invalid config, file errors, missing library. Any
 # other exception of _MISTAKES is printed with its type.
-_SAID = (ValueError, OSError, ImportError)
-_MISTAKES = (*_SAID, TypeError, LookupError, AttributeError)
-
-
-# ---------------------------------------------------------------------------------------- Mistakes
+_USER_ERRORS = (ValueError, OSError, ImportError)
+_MISTAKES = (*_USER_ERRORS, TypeError, LookupError, AttributeError)
 
 
 class Attempts:
@@ -85,14 +73,15 @@ class Attempts:
         self.mistakes: list[str] = []
         self._config = config
 
-    def __call__(self, field: str, make: Callable[..., T], *given: Any) -> T | None:
-        """Call make(*given) and record the error if it raises.
+    def __call__(self, field: str, make: Callable[..., T], *given: Any, **options: Any) -> T | None:
+        """Call make(*given, **options) and record the error if it raises.
 
         Args:
           field: field to blame if the error message does not begin with one.
           make: function to call.
           *given: its arguments. A None argument means that an earlier step failed; `make` is then
             not called.
+          **options: its keyword arguments.
 
         Returns:
           The result, or None if the call failed or was skipped.
@@ -100,22 +89,18 @@ class Attempts:
         if any(value is None for value in given):
             return None
         try:
-            return make(*given)
+            return make(*given, **options)
         except _MISTAKES as error:
-            said = str(error) if isinstance(error, _SAID) else repr(error)
-            line = self._with_field(field, said)
-            if line not in self.mistakes:  # two functions may check the same field
-                self.mistakes.append(line)
+            text = str(error) if isinstance(error, _USER_ERRORS) else repr(error)
+            first = re.match(r"[a-z_]+\b(?=\.| = |:|\[)", text)
+            if not first or first[0] not in (*self._config, "topology", "workdir"):
+                text = f"{_with_value(self._config, field)}: {text}"
+            if text not in self.mistakes:  # two functions may check the same field
+                self.mistakes.append(text)
             return None
 
-    def _with_field(self, field: str, said: str) -> str:
-        first = re.match(r"[a-z_]+\b(?=\.| = |:|\[)", said)
-        if first and (first[0] in self._config or first[0] in ("topology", "workdir")):
-            return said
-        return f"{_named(self._config, field)}: {said}"
 
-
-def _named(config: Config, field: str) -> str:
+def _with_value(config: Config, field: str) -> str:
     """Format a field as "dotted.name = value", and a section as its name alone."""
     value = config
     for name in field.split("."):
@@ -139,88 +124,83 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
       The mistakes, and everything that could be computed.
     """
     attempt = Attempts(config)
-    found = Checked(config, attempt.mistakes)
+    checked = Checked(config, attempt.mistakes)
     if "algorithm" not in config:
         attempt("algorithm", configs.read, config)
-        return found
-    found.workdir = attempt("workdir", _open_workdir, workdir or None)
-    found.step = attempt("workdir", newest_step, found.workdir)
-    attempt("steps", _check_resumed, config, found.workdir, found.step)
+        return checked
+    checked.workdir = attempt("workdir", _open_workdir, workdir or None)
+    checked.step = attempt("workdir", newest_step, checked.workdir)
+    if checked.step is not None:
+        saved = _saved_config(checked.workdir)
+        attempt("steps", state.check_resumed, config, checked.step, saved)
     before = len(attempt.mistakes)
-    found.sampling = attempt("sampler", build, SamplerConfig, config.sampler, "sampler")
-    found.layout = attempt("packing", build, packing.PackingConfig, config.packing, "packing")
+    checked.sampling = attempt("sampler", build, SamplerConfig, config.sampler, "sampler")
+    checked.layout = attempt("packing", build, packing.PackingConfig, config.packing, "packing")
     loss_config = attempt("loss", build, loss.LossConfig, config.loss, "loss")
-    optimizer, steps = OptimizerConfig, {"total_steps": config.steps}
-    attempt("optimizer", lambda: build(optimizer, config.optimizer, "optimizer", **steps))
-    fields = [name for name, value in config.items() if not hasattr(value, "items")]
-    # A valid loss goes along because not every loss allows every staleness.
-    names = (*fields, "loss") if loss_config else fields
-    run = attempt("steps", _check_alone, config, names)
+    _check_optimizer(config.optimizer, "optimizer", config, attempt)
+    names = [name for name, value in config.items() if not hasattr(value, "items")]
+    # A valid loss is included because not every loss allows every staleness.
+    run = attempt("steps", _check_alone, config, [*names, "loss"] if loss_config else names)
     algorithm = attempt("algorithm", registry.read_algorithm, config.algorithm)
-    tokenizer = _check_policy(found, attempt)
+    tokenizer = _check_policy(checked, attempt)
     for name in configs.model_sections(config):
         attempt(name, _check_alone, config, (name,))
         if name != "policy":
-            _check_other(config, name, attempt)
-    found.topology = attempt("mesh", find_topology, topology, config.mesh)
-    found.mesh = attempt("mesh", _lay_out, config.mesh, found.topology)
-    _check_rows(found, attempt)
+            _check_extra_model(config, name, attempt)
+    _check_devices(checked, topology, attempt)
     if len(attempt.mistakes) == before:
-        found.plan = attempt("mesh", _plan, found)
-        attempt("mesh", _check_memory, found.plan)
+        checked.plan = attempt("mesh", _plan, checked)
+        attempt("mesh", _check_memory, checked.plan)
     data = attempt("data", _check_data, config.data, algorithm or SpellConfig())
-    attempt(
-        "data.source", _make, config, tokenizer, found.sampling, found.mesh, run, algorithm, data
-    )
+    if None not in (tokenizer, checked.sampling, checked.mesh, run, algorithm, data):
+        attempt("data.source", _make_algorithm, config, tokenizer)
     if data and built.is_built(config.data.source):  # checked despite other mistakes
         attempt("data.source", built.Built, config.data.source)
     if not attempt.mistakes:
-        found.remarks += _remarks(found)
-    return found
+        checked.remarks += _remarks(checked)
+    return checked
 
 
-def _check_data(section: Config, algorithm: AlgorithmConfig) -> bool:
-    """Check the section `data` for an algorithm; return True.
+def _check_optimizer(section: Config, name: str, config: Config, attempt: Attempts) -> None:
+    attempt(name, build, OptimizerConfig, section, name, total_steps=config.steps)
 
-    Raises:
-      ValueError: if a field is invalid, or of a kind that the algorithm does not take.
-    """
+
+def _check_data(section: Config, algorithm: AlgorithmConfig) -> DataConfig:
+    """Check the section `data`, and that the algorithm takes data of its kind."""
     data = build(DataConfig, section, "data")
     registry.check_inputs(algorithm, data)
     data.check()
-    return True
+    return data
+
+
+def _make_algorithm(config: Config, tokenizer: Any) -> None:
+    read = configs.read(config)
+    make_algorithm(read, make_context(read, tokenizer))
 
 
 def _check_alone(config: Config, names: Sequence[str]) -> bool:
-    """Check only the named fields, by putting them into an otherwise valid config.
+    """Check only the named fields, by putting them into an otherwise valid config; return True.
 
     This is needed because spell_jax.config.read stops at the first mistake.
-
-    Returns:
-      True.
-
-    Raises:
-      ValueError: if one of the fields is invalid.
     """
-    right = tiny.get_config()
-    with right.unlocked():
+    valid = tiny.get_config()
+    with valid.unlocked():
         for name in names:
-            right[name] = config[name]
-    configs.read(right)
+            valid[name] = config[name]
+    configs.read(valid)
     return True
 
 
-def _check_policy(found: Checked, attempt: Attempts) -> Any:
+def _check_policy(checked: Checked, attempt: Attempts) -> Any:
     """Check the policy and the headers of its weights; return the tokenizer."""
-    config, sampling = found.config, found.sampling
+    config, sampling = checked.config, checked.sampling
     folder = attempt("policy.folder", find_folder, config.policy)
-    read = attempt("policy.folder", read_model, config.policy, folder)
-    if read is None:
+    policy, tokenizer = attempt("policy.folder", read_model, config.policy, folder) or (None, None)
+    if policy is None:
         return None
-    policy, tokenizer = read
-    found.policy = policy
+    checked.policy = policy
     # Same condition as at a run's start in trainer/state.py, which otherwise reads no weights.
-    if (found.step is None and not config.init_from) or policy.lora:
+    if (checked.step is None and not config.init_from) or policy.lora:
         attempt("policy.folder", _check_weights, policy, folder)
     if sampling is not None:
         attempt("sampler", policy.check_length, sampling.longest)
@@ -229,88 +209,59 @@ def _check_policy(found: Checked, attempt: Attempts) -> Any:
     return tokenizer
 
 
-def _check_other(config: Config, name: str, attempt: Attempts) -> None:
+def _check_extra_model(config: Config, name: str, attempt: Attempts) -> None:
     """Check a model other than the policy that has its own config section."""
     folder = attempt(f"{name}.folder", find_folder, config[name], name)
-    read = attempt(f"{name}.folder", read_model, config[name], folder)
-    if folder and read:
-        attempt(f"{name}.folder", _check_weights, read[0], folder)
-    fields = config[name].get("optimizer", {})
-    optimizer, steps = OptimizerConfig, {"total_steps": config.steps}
-    attempt(f"{name}.optimizer", lambda: build(optimizer, fields, f"{name}.optimizer", **steps))
+    model = attempt(f"{name}.folder", read_model, config[name], folder)
+    if model:
+        attempt(f"{name}.folder", _check_weights, model[0], folder)
+    _check_optimizer(config[name].get("optimizer", {}), f"{name}.optimizer", config, attempt)
 
 
 def _check_weights(policy: PolicyConfig, folder: pathlib.Path) -> None:
-    """Check tensor names and shapes in the weight headers.
-
-    A folder without weights passes: the run then starts from random weights.
-
-    Raises:
-      ValueError: if a tensor is missing, unexpected or of the wrong shape.
-    """
-    if not safetensors.has_weights(folder):
-        return
-    weights.match(policy, *safetensors.scan(folder))
+    """Check tensor names and shapes in the headers of weights, if the folder has weights."""
+    if safetensors.has_weights(folder):
+        weights.match(policy, *safetensors.scan(folder))
 
 
-def _check_rows(found: Checked, attempt: Attempts) -> None:
+# ------------------------------------------------------------------------------ Devices and memory
+
+
+def _check_devices(checked: Checked, topology: str, attempt: Attempts) -> None:
     """Check that sizes split over the devices and that training rows hold the longest answer."""
-    attempt("packing", _check_longest, found.layout, found.sampling)
-    attempt("mesh", _check_heads, found.policy, found.mesh)
-    attempt("mesh", _check_experts, found.policy, found.mesh)
-    if found.mesh is None:
-        return
-    if found.layout is not None:
-        attempt("packing", found.layout.check_splits, meshes.context_shards(found.mesh))
-    if found.sampling is not None:
-        attempt("sampler", found.sampling.shape, found.mesh)
-
-
-def _make(config: Config, tokenizer: Any, *right: Any) -> None:
-    """Build the algorithm and its data.
-
-    `right` is unused: it lets Attempts skip the call if an earlier check failed.
-    """
-    read = configs.read(config)
-    make_algorithm(read, make_context(read, tokenizer))
-
-
-# ------------------------------------------------------------------------------ Devices and rows
+    config, layout, sampling = checked.config, checked.layout, checked.sampling
+    checked.topology = attempt("mesh", find_topology, topology, config.mesh)
+    checked.mesh = attempt("mesh", topologies.abstract_mesh, checked.topology, config.mesh)
+    attempt("packing", _check_longest, layout, sampling)
+    attempt("mesh", _check_heads, checked.policy, checked.mesh)
+    attempt("mesh", _check_experts, checked.policy, checked.mesh)
+    if checked.mesh is not None:
+        if layout is not None:
+            attempt("packing", layout.check_splits, meshes.context_shards(checked.mesh))
+        if sampling is not None:
+            attempt("sampler", sampling.shape, checked.mesh)
 
 
 def find_topology(name: str, mesh: Mapping[str, int]) -> topologies.Topology:
-    """Find the devices of a name.
+    """Find the devices of a name: a slice of topologies.py, cpu:N or gpu:N.
 
     Args:
-      name: name of a slice in topologies.py, cpu:N or gpu:N; "" means the fewest devices that the
-        mesh can use.
+      name: the name; "" means the fewest devices that the mesh can use.
       mesh: axis name -> size of the config's mesh.
-
-    Returns:
-      The topology.
 
     Raises:
       ValueError: if the name is unknown.
     """
-    if not name:
-        sizes = [size for size in mesh.values() if isinstance(size, int) and size > 0]
-        return _devices("no topology given", math.prod(sizes))
-    if named := re.fullmatch(r"(?:cpu|gpu):([1-9]\d*)", name):
-        return _devices(name, int(named[1]))
+    sizes = [size for size in mesh.values() if isinstance(size, int) and size > 0]
+    named = re.fullmatch(r"(?:cpu|gpu):([1-9]\d*)", name)
+    if named or not name:
+        count = int(named[1]) if named else math.prod(sizes)
+        memory, name = topologies.ANY_MEMORY, name or "no topology given"
+        return topologies.Topology(name, "", count, (count,), memory, "")
     try:
         return topologies.find(name)
     except ValueError as error:
         raise ValueError(f"{error}, cpu:N, gpu:N") from error
-
-
-def _devices(name: str, count: int) -> topologies.Topology:
-    """A topology of `count` devices of unknown kind and memory."""
-    return topologies.Topology(name, "", count, (count,), ANY_MEMORY, "")
-
-
-def _lay_out(shape: Mapping[str, int], topology: topologies.Topology) -> AbstractMesh:
-    sizes = meshes.axis_sizes(dict(shape), topology.chips)
-    return AbstractMesh(sizes, meshes.AXES, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def _check_heads(policy: PolicyConfig, mesh: Any) -> None:
@@ -339,29 +290,27 @@ def _check_longest(layout: packing.PackingConfig, sampling: SamplerConfig) -> No
     """Check that the largest bucket holds the longest prompt followed by one longest answer.
 
     A group that is too long only with all its answers is no mistake: packing splits it.
-
-    Raises:
-      ValueError: if packing would leave the longest answer out.
     """
-    prompt, largest = sampling.max_prompt, layout.buckets[-1]
-    tokens = sampling.max_tokens
+    prompt, tokens, largest = sampling.max_prompt, sampling.max_tokens, layout.buckets[-1]
     _, refused = packing.split_groups([dummy_group(prompt, tokens, 1, "responder")], largest)
     if refused:
         raise ValueError(
             f"packing.buckets: the largest, ({largest.length}, {largest.answers}), must be at "
             f"least ({prompt + tokens}, {tokens}), sampler.max_prompt + sampler.max_tokens and "
-            "sampler.max_tokens; longer answers would be sampled, but not learned from"
+            "sampler.max_tokens; longer answers would be sampled, but not trained on"
         )
 
 
-# ------------------------------------------------------------------------------------------ Memory
-
-
-def _plan(found: Checked) -> plan.Plan:
+def _plan(checked: Checked) -> plan.Plan:
     """Plan memory (plan.py) for the run's own bucket with the most tokens per micro-batch."""
-    config, policy, layout, topology = found.config, found.policy, found.layout, found.topology
+    config, policy, layout, topology = (
+        checked.config,
+        checked.policy,
+        checked.layout,
+        checked.topology,
+    )
     assert policy and layout and topology
-    budget, shards = layout.token_budget, meshes.row_shards(found.mesh)
+    budget, shards = layout.token_budget, meshes.row_shards(checked.mesh)
     bucket = max(
         layout.buckets,
         key=lambda bucket: packing.row_count(bucket, budget, shards) * bucket.length,
@@ -369,8 +318,8 @@ def _plan(found: Checked) -> plan.Plan:
     return plan.Plan(config, policy, topology, config.sampler.max_prompt, bucket)
 
 
-# Part of memory (plan.PARTS) -> field whose change makes it smaller, and the right direction. Used
-# for the largest part of the program that takes the most memory.
+# Part of memory (plan.PARTS) -> field whose change makes it smaller, and the change. Used for the
+# largest part of the program that takes the most memory.
 _SMALLER = {
     "weights": ("mesh.fsdp", "more, or mesh.context or mesh.tensor"),
     "masters": ("mesh.fsdp", "more, or mesh.context, or policy.lora_rank above 0"),
@@ -385,14 +334,14 @@ _SMALLER = {
 def _check_memory(made: plan.Plan) -> None:
     if made.fits:
         return
-    worst = max(made.needs, key=lambda need: need.total)
-    part = max(worst.parts, key=lambda name: worst.parts[name])
-    field, right = _SMALLER[part]
+    parts, topology = made.worst.parts, made.topology
+    part = max(parts, key=lambda name: parts[name])
+    field, change = _SMALLER[part]
     raise ValueError(
-        f"{_named(made.config, field)}: {worst.program} takes {worst.total / plan.GIB:.2f} GiB of "
-        f"a chip, {worst.parts[part] / plan.GIB:.2f} of them {part}, but {made.topology.name} has "
-        f"{made.topology.hbm / plan.GIB:.2f}; must be {right}, or a larger slice (python -m "
-        "launch.plan tries such changes)"
+        f"{_with_value(made.config, field)}: {made.worst.program} takes "
+        f"{made.worst.total / GIB:.2f} GiB of a chip, {parts[part] / GIB:.2f} of them {part}, but "
+        f"{topology.name} has {topology.hbm / GIB:.2f}; must be {change}, or a larger slice "
+        "(python -m launch.plan tries such changes)"
     )
 
 
@@ -400,24 +349,18 @@ def _check_memory(made: plan.Plan) -> None:
 
 
 def _open_workdir(workdir: str) -> epath.Path:
-    """Check that a local workdir is writable, or can be created; a remote one is not tried.
-
-    Raises:
-      ValueError: if no file can be created there.
-    """
+    """Check that a local workdir is writable, or can be created; a remote one is not tried."""
     path = epath.Path(workdir)
     if paths.is_remote(workdir):
         return path
     try:
-        folder = epath.Path(workdir).absolute()
+        folder = path.absolute()
         while not folder.exists():
             folder = folder.parent
         with tempfile.TemporaryFile(dir=folder):
             return path
     except OSError as error:
-        raise ValueError(
-            f"workdir = {workdir!r}: must be a folder that files can be made in ({error})"
-        ) from error
+        raise ValueError(f"workdir = {workdir!r}: must be a writable folder ({error})") from error
 
 
 def newest_step(workdir: epath.Path) -> int | None:
@@ -431,22 +374,13 @@ def newest_step(workdir: epath.Path) -> int | None:
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
-def _check_resumed(config: Config, workdir: epath.Path, step: int) -> None:
-    """Check that the run can resume with this config, as far as WORKDIR/config.json tells.
+def _saved_config(workdir: epath.Path | None) -> dict[str, Any]:
+    """Read the config that the workdir was last started with; {} if it is unreadable.
 
-    Raises:
-      ValueError: if the checkpoint is past the config's last step, or has another seed.
-    """
-    runs.check_resumed(config, step, _ran_with(workdir))
-
-
-def _ran_with(workdir: epath.Path) -> dict[str, Any]:
-    """Read the config that the workdir was last started with.
-
-    An unreadable file gives an empty dict: the run would write it anew.
+    A run would write an unreadable file anew.
     """
     try:
-        return json.loads((workdir / start.CONFIG_FILE).read_text())
+        return json.loads((workdir / setup.CONFIG_FILE).read_text()) if workdir else {}
     except (OSError, ValueError):
         return {}
 
@@ -454,30 +388,31 @@ def _ran_with(workdir: epath.Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------- Remarks
 
 
-def _remarks(found: Checked) -> list[str]:
-    config, sampling, lines = found.config, found.sampling, []
+def _remarks(checked: Checked) -> list[str]:
+    config, sampling, lines = checked.config, checked.sampling, []
     assert sampling
-    shape = sampling.shape(found.mesh)
-    slots = shape.slots * meshes.row_shards(found.mesh)
+    shape = sampling.shape(checked.mesh)
+    slots = shape.slots * meshes.row_shards(checked.mesh)
     if slots != sampling.slots:
         lines.append(
-            f"sampler.slots = {sampling.slots}: becomes {slots}, as many for each of "
-            f"{found.mesh.size} devices"
+            f"sampler.slots = {sampling.slots}: becomes {slots}, the same number on each of "
+            f"{checked.mesh.size} devices"
         )
     group, (cells, _) = config.algorithm.group_size, shape.lanes[-1]
     field = f"sampler.samples_per_prompt_batch = {sampling.samples_per_prompt_batch}"
     if group > cells:
         lines.append(
-            f"{field}: a prompt is read for {cells} answers at once; algorithm.group_size = "
+            f"{field}: a prompt is read once for every {cells} answers; algorithm.group_size = "
             f"{group} would read it once for all"
         )
     if group < cells:
         lines.append(
-            f"{field}: {cells - group} of {cells} places at a prompt stay empty; "
+            f"{field}: {cells - group} of {cells} slots of a prompt stay empty; "
             f"algorithm.group_size = {group} would fill all"
         )
-    if found.workdir is not None and found.step is not None:
-        changed = changes(configs.to_dict(configs.read(config)), _ran_with(found.workdir))
+    if checked.step is not None:
+        before = _saved_config(checked.workdir)
+        changed = changes(configs.to_dict(configs.read(config)), before)
         lines += [f"{change} when last started" for change in changed]
     return lines
 
@@ -486,17 +421,17 @@ def main(_) -> None:
     # Computing shapes creates a few small arrays. They go to the CPU so that no TPU is claimed.
     jax.config.update("jax_platforms", "cpu")
     given = flags.FLAGS
-    found = check(given.config, given.topology, given.workdir)
-    if found.mistakes:
-        print("\n".join(found.mistakes))
+    checked = check(given.config, given.topology, given.workdir)
+    if checked.mistakes:
+        print("\n".join(checked.mistakes))
         sys.exit(1)
     entry.setup_done()
-    print(describe(found))
+    print(describe(checked))
 
 
 if __name__ == "__main__":
-    config_flags.DEFINE_config_file("config", None, "The run's configuration.")
-    flags.DEFINE_string("topology", "", "The devices: v5e-16, v5p-32, ..., cpu:N or gpu:N.")
-    flags.DEFINE_string("workdir", "", "The run's folder, if there is one yet.")
+    config_flags.DEFINE_config_file("config", None, "Config file of the run.")
+    flags.DEFINE_string("topology", "", "Devices: v5e-16, v5p-32, ..., cpu:N or gpu:N.")
+    flags.DEFINE_string("workdir", "", "Folder of the run, if there is one yet.")
     flags.mark_flag_as_required("config")
     entry.run_main(main)

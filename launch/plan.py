@@ -5,24 +5,22 @@
 
 1. The programs are those of aot.py, built on an abstract mesh, so libtpu is not needed.
 2. A program's arguments and the memory resident besides them are exact: bytes of sharded shapes.
-3. A program's temporaries are estimated from shapes (`_made`). The factors were fitted to compiler
-   results for the rows in docs/long_context.md. tests/launch/test_plan.py checks that every
-   program's peak is within 25 % of them.
-4. If everything fits, the largest batches that fit are printed, else the changes that help.
-5. The exit status is 0 if everything fits, else 1.
+3. Its temporaries are estimated from shapes. The factors were fitted to compiler results for the
+   rows in docs/long_context.md; every program's peak is within 25 % of them.
+4. If everything fits, the largest batches that fit are printed, else the changes that help. The
+   exit status is 0 or 1.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
-from typing import Any
-
-from absl import flags
-from jax.sharding import AbstractMesh, AxisType
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from launch import aot, topologies
+from launch.topologies import GIB
 from spell_jax.learner import packing
 from spell_jax.policy import moe
 from spell_jax.policy.config import PolicyConfig
@@ -30,13 +28,11 @@ from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
 
-GIB = 2**30
 PARTS = ("weights", "masters", "optimizer", "gradients", "activations", "KV cache", "logits")
 _MOST_ROWS = 4096  # bound of the search for the largest batch
 
 
-@dataclasses.dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """Bytes on one chip while a program runs.
 
     Attributes:
@@ -54,175 +50,167 @@ class Need:
         return sum(self.parts.values())
 
 
-class _Sizes:
-    """Estimated sizes of the temporaries of a program that reads [rows, tokens], per chip.
-
-    Sizes are in bytes if not stated otherwise.
+class _Temporaries:
+    """Estimated bytes of temporaries, per chip, of a program that reads [rows, tokens].
 
     Attributes:
-      number: bytes of a number in the compute dtype.
-      policy: architecture of the policy.
+      itemsize: bytes of a number in the compute dtype.
       context: number of shards along the mesh's context axis.
       rows: rows B on this chip.
-      row: tokens T of a row, over all context shards.
-      n: tokens on this chip.
-      group: size of the mesh's expert axis.
+      row_tokens: tokens T of a row, over all context shards.
+      tokens: tokens on this chip.
+      expert_shards: size of the mesh's expert axis.
       heads: query heads N on this chip.
-      kv_heads: key/value heads K on this chip.
-      wide: feed-forward width F on this chip.
+      query_width: width N H of the queries on this chip.
+      key_width: width K H of the keys on this chip.
+      feed_forward: feed-forward width F on this chip.
       vocab: vocabulary entries V on this chip.
       overlapped: whether the compiler splits products with weights to overlap their all-gathers.
     """
 
-    def __init__(self, programs: aot.Programs, tokens: tuple[int, ...]):
+    def __init__(self, programs: aot.Programs, shape: tuple[int, ...]):
         c, mesh = programs.policy, programs.mesh
-        rows, self.row = tokens
-        self.number = programs.learner.compute_dtype.itemsize
-        self.policy: PolicyConfig = c
+        rows, self.row_tokens = shape
+        self.policy, self.itemsize = c, programs.learner.compute_dtype.itemsize
         self.context = meshes.context_shards(mesh)
         self.rows = rows // meshes.row_shards(mesh)
-        self.n = self.rows * self.row // self.context
-        tensor, self.group = mesh.shape[meshes.TENSOR], mesh.shape[meshes.EXPERT]
-        self.heads, self.kv_heads, self.wide, self.vocab = (
+        self.tokens = self.rows * self.row_tokens // self.context
+        tensor, self.expert_shards = mesh.shape[meshes.TENSOR], mesh.shape[meshes.EXPERT]
+        self.heads, kv_heads, self.feed_forward, self.vocab = (
             size // tensor if size % tensor == 0 else size
             for size in (c.heads, c.kv_heads, c.feed_forward, c.vocab_size)
         )
+        self.query_width, self.key_width = self.heads * c.head_size, kv_heads * c.head_size
         shards = mesh.shape["fsdp"] * self.context
         # A product is split if each weight shard is a multiple of 16 wide, that is whole registers.
         self.overlapped = c.width % shards == 0 and c.width // shards % 16 == 0
 
     def per_token(self, count: float) -> int:
         """Bytes of `count` numbers for each token on the chip."""
-        return int(self.n * count * self.number)
+        return int(self.tokens * count * self.itemsize)
 
-    @property
     def layer(self) -> int:
         """Bytes of a layer's all-gathered weights, without experts."""
-        c = self.policy
-        attention = c.width * c.head_size * 2 * (self.heads + self.kv_heads)
-        return (attention + 3 * c.width * self.wide * (not c.experts)) * self.number
+        numbers = 2 * (self.query_width + self.key_width)
+        numbers += 3 * self.feed_forward * (not self.policy.experts)
+        return self.policy.width * numbers * self.itemsize
 
-    @property
     def experts(self) -> int:
         """Bytes of the all-gathered experts of a layer that one chip multiplies with."""
         c = self.policy
-        return 3 * c.experts // self.group * c.width * self.wide * self.number
+        return 3 * c.experts // self.expert_shards * c.width * self.feed_forward * self.itemsize
 
     def pairs(self, numbers: int) -> int:
         """Bytes of `numbers` numbers for each (token, expert) pair in a chunk."""
-        tokens = min(moe.CHUNK, self.n * self.group)
-        return tokens * self.policy.experts_per_token * numbers * self.number
+        tokens = min(moe.CHUNK, self.tokens * self.expert_shards)
+        return tokens * self.policy.experts_per_token * numbers * self.itemsize
 
-    @property
     def keys(self) -> int:
         """Bytes of the keys and values on a chip at once: a whole row, or two shards of a ring."""
-        c = self.policy
-        share = 2 / self.context if c.ring and self.context > 1 else 1
+        share = 2 / self.context if self.policy.ring and self.context > 1 else 1
         rows = self.rows if self.context > 1 else 1
-        return int(rows * self.row * share) * 2 * self.kv_heads * c.head_size * self.number
+        return int(rows * self.row_tokens * share) * 2 * self.key_width * self.itemsize
 
-    def reading(self) -> int:
+    def prefill(self) -> int:
         """Peak of a prefill call: queries of all context shards and float32 attention outputs."""
-        heads = self.heads * self.policy.head_size
-        return self.rows * self.row * heads * (2 * self.number + 4)
+        return self.rows * self.row_tokens * self.query_width * (2 * self.itemsize + 4)
 
     def saved(self) -> int:
         """Bytes of the activations that all layers save for the backward pass."""
-        c, heads = self.policy, self.heads * self.policy.head_size
-        products = heads + 2 * self.kv_heads * c.head_size + 2 * c.width + 2 * self.wide
+        width, queries = self.policy.width, self.query_width
+        products = queries + 2 * self.key_width + 2 * width + 2 * self.feed_forward
         by_remat = {
             "offload": 0.0,
-            "block": c.width,
-            "attention": c.width + heads + self.heads * 4 / self.number,
-            "dots": c.width + products,
-            "none": 2 * c.width + 2 * heads + 2 * products + 2 * self.wide,
+            "block": width,
+            "attention": width + queries + self.heads * 4 / self.itemsize,
+            "dots": width + products,
+            "none": 2 * width + 2 * queries + 2 * products + 2 * self.feed_forward,
         }
-        return c.layers * self.per_token(by_remat[c.remat])
+        return self.policy.layers * self.per_token(by_remat[self.policy.remat])
 
     def forward(self) -> int:
         """Peak temporaries of a layer's forward pass."""
-        c, heads = self.policy, self.heads * self.policy.head_size
-        attention = self.keys + self.per_token(3 * heads) + self.layer // 3
-        if c.experts:
-            return max(attention, self.experts + self.pairs(2 * c.width) + self.layer)
-        wide = (3 if self.overlapped else 1) * self.wide
-        return max(attention, self.per_token(wide) + self.layer // 3)
+        attention = self.keys() + self.per_token(3 * self.query_width) + self.layer() // 3
+        if self.policy.experts:
+            return max(attention, self.experts() + self.pairs(2 * self.policy.width) + self.layer())
+        width = (3 if self.overlapped else 1) * self.feed_forward
+        return max(attention, self.per_token(width) + self.layer() // 3)
 
     def backward(self) -> int:
         """Peak temporaries of a layer's backward pass, including the recomputed forward pass."""
-        c, heads = self.policy, self.heads * self.policy.head_size
-        kept = self.per_token(2 * heads + 4 * c.width)
+        width, queries = self.policy.width, self.query_width
+        kept = self.per_token(2 * queries + 4 * width)
         # Keys, keys after RoPE, and gradients in the compute dtype and (to be summed) in float32.
-        attention = kept + 3 * self.keys + 8 * self.keys // self.number + self.per_token(6 * heads)
-        if c.experts:
-            totals = self.experts * 4 // self.number
-            rows = self.pairs(5 * c.width + 3 * self.wide)
-            return max(attention, kept + self.experts + totals + rows + self.layer)
-        widest = c.width * self.wide * 4
-        return max(attention, kept + self.per_token(5 * self.wide) + self.layer + widest)
+        keys = 3 * self.keys() + 8 * self.keys() // self.itemsize
+        attention = kept + keys + self.per_token(6 * queries)
+        if self.policy.experts:
+            sums = self.experts() * 4 // self.itemsize
+            pairs = self.pairs(5 * width + 3 * self.feed_forward)
+            return max(attention, kept + self.experts() + sums + pairs + self.layer())
+        gradient = width * self.feed_forward * 4
+        feed_forward = self.per_token(5 * self.feed_forward) + self.layer() + gradient
+        return max(attention, kept + feed_forward)
 
     def head(self, answers: int) -> int:
         """Peak of the LM head: answer states, one slice of logits and weights, and gradients."""
         own = self.rows * answers // self.context
         slices = 3 * min(2**26, max(own * self.vocab, 128 * own)) * 4
-        return slices + (self.rows * answers + 3 * own) * self.policy.width * self.number
+        return slices + (self.rows * answers + 3 * own) * self.policy.width * self.itemsize
 
 
-def _made(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
+def _temporaries(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
     """Estimate the bytes of a program's temporaries, by PARTS."""
     if program.name == "apply":
         # The optimizer's two moments of each weight are copied from the host and back.
         offloaded = programs.config.optimizer.offload
         return {"optimizer": 4 * aot.bytes_per_chip(programs.state.params) if offloaded else 0}
-    sizes = _Sizes(programs, program.tokens)
+    sizes = _Temporaries(programs, program.tokens)
     if program.name == "decode":
         # Devices along fsdp compute their rows together: logits as partial sums and as sums.
         sharing = programs.mesh.shape["data"] * programs.mesh.shape[meshes.EXPERT]
         sampled = program.tokens[0] * (1 + programs.sampler.config.speculative_tokens)
         return {"logits": 2 * sampled // sharing * sizes.vocab * 4}
     if program.name == "prefill":
-        return {"activations": sizes.reading()}
+        return {"activations": sizes.prefill()}
     head = sizes.head(programs.bucket.answers)
     if program.name == "logprob":
         return {"activations": sizes.forward(), "logits": max(0, head // 2 - sizes.forward())}
     # The gradient of one micro-batch, before it is added to the accumulated one.
-    gradients = aot.bytes_per_chip(programs.trained)
-    layers = gradients + sizes.backward()
-    made = {"gradients": gradients, "activations": sizes.saved() + sizes.backward()}
-    return made | {"logits": max(0, head - layers)}
+    gradients, backward = aot.bytes_per_chip(programs.trained), sizes.backward()
+    parts = {"gradients": gradients, "activations": sizes.saved() + backward}
+    return parts | {"logits": max(0, head - gradients - backward)}
 
 
-def _given(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
+def _arguments_and_resident(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
     """Compute the exact bytes of a program's arguments and of resident memory, by PARTS."""
-    count, state = aot.bytes_per_chip, programs.state
-    counts = state.step, state.skipped
-    masters, optimizer = count(state.params), count((state.opt_state, counts))
-    arguments = count(program.arguments)
+    count, state, arguments = aot.bytes_per_chip, programs.state, program.arguments
+    masters = count(state.params)
+    optimizer = count((state.opt_state, state.step, state.skipped))
     parts = {"masters": masters, "optimizer": optimizer}
     if program.name == "apply":
-        _, gradients, loss = map(count, program.arguments)
-        parts |= {"gradients": gradients, "activations": loss}
-        return parts | {"weights": program.resident}
-    parts["weights"] = program.resident - masters - optimizer
+        _, gradients, loss = map(count, arguments)
+        return parts | {"gradients": gradients, "activations": loss, "weights": program.resident}
+    weights = program.resident - masters - optimizer
     if program.name == "accumulate":
-        parts["gradients"] = count(program.arguments[2])
-        parts["weights"] += count((program.arguments[:2], program.arguments[4]))
-        return parts | {"activations": count(program.arguments[3])}
-    if program.name in ("prefill", "decode"):
-        cache = count(program.arguments[1].pages)
-        parts["weights"] += count(program.arguments[0])
-        rest = arguments - cache - count(program.arguments[0])
-        return parts | {"KV cache": cache, "activations": rest}
-    parts["weights"] += arguments
-    return parts
+        parts |= {"gradients": count(arguments[2]), "activations": count(arguments[3])}
+        weights += count((arguments[:2], arguments[4]))
+    elif program.name == "logprob":
+        weights += count(arguments)
+    else:
+        params, sampler_state, _ = arguments
+        cache = count(sampler_state.pages)
+        weights += count(params)
+        parts |= {"KV cache": cache, "activations": count(arguments[1:]) - cache}
+    return parts | {"weights": weights}
 
 
 def needs(programs: aot.Programs) -> list[Need]:
-    """Memory that each program needs, in the order of aot.PHASES."""
+    """Memory that each program needs, in the order of aot.PROGRAMS."""
     found = []
-    for program in programs.of("all"):
-        given, made = _given(programs, program), _made(programs, program)
-        parts = {name: given.get(name, 0) + made.get(name, 0) for name in PARTS}
+    for program in programs.select("all"):
+        exact = Counter(_arguments_and_resident(programs, program))
+        estimated = Counter(_temporaries(programs, program))
+        parts = {name: exact[name] + estimated[name] for name in PARTS}
         found.append(Need(program.name, parts, program.resident))
     return found
 
@@ -253,24 +241,23 @@ class Plan:
         Raises:
           ValueError: if a field is invalid (see aot.Programs) or the mesh does not match the slice.
         """
-        self.config, self.policy, self.topology, self.length = config, policy, topology, length
-        self.bucket = bucket
-        sizes = meshes.axis_sizes(config.mesh, topology.chips)
-        types = (AxisType.Auto,) * len(sizes)
-        mesh: Any = AbstractMesh(sizes, meshes.AXES, axis_types=types)
+        self.config, self.policy, self.topology = config, policy, topology
+        self.length, self.bucket = length, bucket
+        mesh: Any = topologies.abstract_mesh(topology, config.mesh)
         self.programs = aot.Programs(config, policy, mesh, length, bucket)
         entry.setup_done()
         self.needs = needs(self.programs)
+        self.worst = max(self.needs, key=lambda need: need.total)
 
     @property
     def fits(self) -> bool:
-        return all(need.total <= self.topology.hbm for need in self.needs)
+        return self.worst.total <= self.topology.hbm
 
-    def changed(self, **fields: Any) -> Plan:
-        """Return the plan with config fields changed: `a__b=value` changes config.a.b."""
+    def changed(self, fields: Mapping[str, Any]) -> Plan:
+        """Return the plan with other values of config fields, given by dotted name."""
         config: Any = self.config.copy_and_resolve_references()
         with config.unlocked():
-            config.update_from_flattened_dict({k.replace("__", "."): v for k, v in fields.items()})
+            config.update_from_flattened_dict(fields)
         section = config.policy
         policy = dataclasses.replace(self.policy, remat=section.remat, ring=section.ring)
         return Plan(config, policy, self.topology, self.length, self.bucket)
@@ -278,22 +265,20 @@ class Plan:
     def largest(self) -> dict[str, int]:
         """Largest values that fit of the fields that bound the batch: dotted name -> tokens."""
         bucket, shards = self.programs.bucket, meshes.row_shards(self.programs.mesh)
+        # Only the planned bucket: the config's other buckets may be larger than the budget.
+        planned = {"packing.buckets": ((bucket.length, bucket.answers),)}
         found = {}
         for field, tokens, names in (
-            ("sampler__kv_cache_tokens", self._cached, ("prefill", "decode")),
-            ("packing__token_budget", bucket.length, ("accumulate",)),
+            ("sampler.kv_cache_tokens", self._cached, ("prefill", "decode")),
+            ("packing.token_budget", bucket.length, ("accumulate",)),
         ):
             rows = 0
             while rows + shards <= _MOST_ROWS:
-                fields: dict[str, Any] = {field: (rows + shards) * tokens}
-                # Only the planned bucket: the config's other buckets may be larger than the budget.
-                fields["packing__buckets"] = ((bucket.length, bucket.answers),)
-                tried = self.changed(**fields)
-                wanted = [need for need in tried.needs if need.program in names]
-                if any(need.total > self.topology.hbm for need in wanted):
+                tried = self.changed({field: (rows + shards) * tokens} | planned).needs
+                if any(n.total > self.topology.hbm for n in tried if n.program in names):
                     break
                 rows += shards
-            found[field.replace("__", ".")] = rows * tokens
+            found[field] = rows * tokens
         return found
 
     @property
@@ -305,38 +290,35 @@ class Plan:
 
     def helpful(self) -> Iterator[tuple[str, Plan]]:
         """Yield (flags, plan) of single changes that lower the largest program's memory."""
-        worst = max(need.total for need in self.needs)
-        for flag, fields in self._options():
+        for fields in self._options():
             try:
-                tried = self.changed(**fields)
+                tried = self.changed(fields)
             except ValueError:  # rows or buckets do not divide over the changed mesh
                 continue
-            if max(need.total for need in tried.needs) < worst:
-                yield flag, tried
+            if tried.worst.total < self.worst.total:
+                yield " ".join(f"--config.{name}={value}" for name, value in fields.items()), tried
 
-    def _options(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        c, sizes = self.config, dict(self.programs.mesh.shape)
-        bucket, shards = self.programs.bucket, meshes.row_shards(self.programs.mesh)
-        longest = max(shards * bucket.length, c.packing.buckets[-1][0])
-        least = {"packing.token_budget": longest, "sampler.kv_cache_tokens": shards * self._cached}
-        for name, tokens in least.items():
-            section, field = name.split(".")
-            if c[section][field] >= tokens + shards:
-                yield f"--config.{name}={tokens}", {f"{section}__{field}": tokens}
+    def _options(self) -> Iterator[dict[str, Any]]:
+        c, sizes = self.config, self.programs.mesh.shape
+        shards = meshes.row_shards(self.programs.mesh)
+        rows = max(shards * self.programs.bucket.length, c.packing.buckets[-1][0])
+        if c.packing.token_budget >= rows + shards:
+            yield {"packing.token_budget": rows}
+        if c.sampler.kv_cache_tokens >= shards * (self._cached + 1):
+            yield {"sampler.kv_cache_tokens": shards * self._cached}
         if c.policy.remat not in ("block", "offload"):
-            yield "--config.policy.remat=block", {"policy__remat": "block"}
+            yield {"policy.remat": "block"}
         if c.policy.remat != "offload":
-            yield "--config.policy.remat=offload", {"policy__remat": "offload"}
+            yield {"policy.remat": "offload"}
         if not c.optimizer.offload:
-            yield "--config.optimizer.offload=True", {"optimizer__offload": True}
+            yield {"optimizer.offload": True}
         if sizes["context"] > 1 and not c.policy.ring:
-            yield "--config.policy.ring=True", {"policy__ring": True}
+            yield {"policy.ring": True}
         for axis in ("data", "fsdp", "expert"):
             for factor in (2**i for i in range(1, sizes[axis].bit_length())):
                 if sizes[axis] % factor == 0:
-                    less, more = sizes[axis] // factor, sizes["context"] * factor
-                    flag = f"--config.mesh.{axis}={less} --config.mesh.context={more}"
-                    yield flag, {f"mesh__{axis}": less, "mesh__context": more}
+                    context = sizes["context"] * factor
+                    yield {f"mesh.{axis}": sizes[axis] // factor, "mesh.context": context}
 
 
 # ----------------------------------------------------------------------------------------- Report
@@ -346,18 +328,16 @@ def table(plan: Plan) -> str:
     """Format one line per program, in GiB per chip."""
     lines = ["".join([f"{'':12}", *(f"{name:>13}" for name in PARTS), f"{'total':>10}"])]
     for need in plan.needs:
-        cells = [f"{need.parts[name] / GIB:13.2f}" for name in PARTS]
+        cells = "".join(f"{need.parts[name] / GIB:13.2f}" for name in PARTS)
         ending = "" if need.total <= plan.topology.hbm else "  too much"
-        lines.append("".join([f"{need.program:12}", *cells, f"{need.total / GIB:10.2f}", ending]))
+        lines.append(f"{need.program:12}{cells}{need.total / GIB:10.2f}{ending}")
     return "\n".join(lines)
 
 
 def describe(plan: Plan) -> str:
     """Format the whole report of a plan."""
-    mesh = " ".join(f"{k}={v}" for k, v in plan.programs.mesh.shape.items() if v > 1)
-    hbm = plan.topology.hbm / GIB
     lines = [
-        f"{plan.topology.name}: {plan.topology.chips} chips, {hbm:.2f} GiB each; mesh {mesh or 1}",
+        topologies.describe(plan.topology, plan.programs.mesh),
         f"prompts of {plan.length} tokens, {plan.programs.group} answers of "
         f"{plan.config.sampler.max_tokens}; GiB a chip, activations and logits are estimates",
         "",
@@ -370,17 +350,13 @@ def describe(plan: Plan) -> str:
         return "\n".join(lines)
     lines.append("It does not fit. What would help, one change at a time (its largest total):")
     for flag, tried in plan.helpful():
-        worst = max(need.total for need in tried.needs)
-        lines.append(f"  {flag:60} {worst / GIB:8.2f}  {'fits' if tried.fits else ''}".rstrip())
-    lines.append("  or a larger slice")
-    return "\n".join(lines)
+        fits = "fits" if tried.fits else ""
+        lines.append(f"  {flag:60} {tried.worst.total / GIB:8.2f}  {fits}".rstrip())
+    return "\n".join([*lines, "  or a larger slice"])
 
 
 def main(_) -> None:
-    given = flags.FLAGS
-    topology = topologies.find(given.topology)
-    policy = aot.read_policy(given.config, given.policy, given.layers)
-    plan = Plan(given.config, policy, topology, aot.prompt_length(given.config, given.length))
+    plan = Plan(*aot.read_flags())
     print(describe(plan))
     sys.exit(0 if plan.fits else 1)
 

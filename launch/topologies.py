@@ -2,37 +2,39 @@
 
 1. A name is a chip generation and a count: of chips for v5e and v6e, of TensorCores (two per chip)
    for v4 and v5p.
-2. The table has the arrangement of a slice's chips and the memory of one chip that a program can
-   use, as the compiler reports it ("exceeds available HBM (15.75G)").
+2. The memory of a chip is what the compiler reports ("exceeds available HBM (15.75G)").
 3. devices() gets the slice's devices from libtpu (`pip install -e '.[tpu]'`). Programs can be
    compiled for them on any CPU, but they hold no arrays and run nothing.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
-from typing import Any
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import AbstractMesh, AxisType
 
-_GIB = 2**30
+from spell_jax.runtime import mesh as meshes
+
+GIB = 2**30
+ANY_MEMORY = sys.maxsize
 
 
-@dataclasses.dataclass(frozen=True)
-class Topology:
-    """A TPU slice.
+class Topology(NamedTuple):
+    """A TPU slice, or other devices, whose `layout` and `accelerator` are "".
 
     Attributes:
       name: name under which it is rented, such as "v5e-16".
       layout: name in jax.experimental.topologies, such as "v5e:4x4".
       chips: number of chips; each is one JAX device.
       shape: number of chips along each physical axis.
-      hbm: bytes of a chip's memory that a program may use.
+      hbm: bytes of a chip's memory that a program may use; ANY_MEMORY if unknown.
       accelerator: accelerator type of Google Cloud's virtual machines, such as "v5litepod-16".
-      options: additional (name, value) options of get_topology_desc.
     """
 
     name: str
@@ -41,52 +43,34 @@ class Topology:
     shape: tuple[int, ...]
     hbm: int
     accelerator: str
-    options: tuple[tuple[str, str], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Generation:
-    """Properties shared by the slices of a generation.
-
-    Attributes:
-      accelerator: prefix of Google Cloud's accelerator type.
-      counted: units per chip that slice names count: 1 (chips) or 2 (TensorCores).
-      hbm_gib: GiB of a chip's memory that a program may use.
-      shapes: chips along each physical axis, of every slice.
-      options: additional options of get_topology_desc.
-    """
-
-    accelerator: str
-    counted: int
-    hbm_gib: float
-    shapes: tuple[tuple[int, ...], ...]
-    options: tuple[tuple[str, str], ...] = ()
 
 
 _FLAT = ((2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8))
+# Generation -> prefix of the accelerator type, units per chip that names count (chips or
+# TensorCores), usable GiB of a chip, chips along each physical axis of every slice.
 _GENERATIONS = {
-    # Without the option, libtpu splits a v4 chip into two devices with half the memory each.
-    "v4": _Generation("v4", 2, 30.75, _CUBES, (("chip_config_name", "megacore"),)),
-    "v5e": _Generation("v5litepod", 1, 15.75, _FLAT),
-    "v5p": _Generation("v5p", 2, 95.74, _CUBES),
-    "v6e": _Generation("v6e", 1, 31.25, _FLAT),
+    "v4": ("v4", 2, 30.75, _CUBES),
+    "v5e": ("v5litepod", 1, 15.75, _FLAT),
+    "v5p": ("v5p", 2, 95.74, _CUBES),
+    "v6e": ("v6e", 1, 31.25, _FLAT),
 }
+# Without this option, libtpu splits a v4 chip into two devices with half the memory each.
+_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 
 
 def _slices():
-    for generation, kind in _GENERATIONS.items():
-        for shape in kind.shapes:
+    for generation, (accelerator, counted, gib, shapes) in _GENERATIONS.items():
+        for shape in shapes:
             chips = math.prod(shape)
-            size = chips * kind.counted
+            size = chips * counted
             yield Topology(
                 name=f"{generation}-{size}",
                 layout=f"{generation}:{'x'.join(map(str, shape))}",
                 chips=chips,
                 shape=shape,
-                hbm=int(kind.hbm_gib * _GIB),
-                accelerator=f"{kind.accelerator}-{size}",
-                options=kind.options,
+                hbm=int(gib * GIB),
+                accelerator=f"{accelerator}-{size}",
             )
 
 
@@ -102,6 +86,20 @@ def find(name: str) -> Topology:
     if name not in TOPOLOGIES:
         raise ValueError(f"topology = {name!r}: must be one of {', '.join(TOPOLOGIES)}")
     return TOPOLOGIES[name]
+
+
+def abstract_mesh(topology: Topology, shape: Mapping[str, int]) -> AbstractMesh:
+    """Make a mesh without devices; errors as in runtime.mesh.axis_sizes."""
+    sizes = meshes.axis_sizes(dict(shape), topology.chips)
+    return AbstractMesh(sizes, meshes.AXES, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def describe(topology: Topology, mesh: Any) -> str:
+    """Format name, number of devices, memory and mesh on one line."""
+    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+    known = topology.hbm < ANY_MEMORY
+    memory = f"{topology.hbm / GIB:.2f} GiB each" if known else "unknown memory"
+    return f"{topology.name}: {topology.chips} devices, {memory}; mesh {sizes or 1}"
 
 
 def devices(topology: Topology) -> list[Any]:
@@ -126,7 +124,8 @@ def devices(topology: Topology) -> list[Any]:
         raise ModuleNotFoundError(
             "compiling for TPUs needs libtpu: pip install -e '.[tpu]' (no TPU is needed)"
         ) from error
+    options = _OPTIONS.get(topology.layout.partition(":")[0], {})
     description = topologies.get_topology_desc(
-        platform="tpu", topology_name=topology.layout, **dict(topology.options)
+        platform="tpu", topology_name=topology.layout, **options
     )
     return list(description.devices)

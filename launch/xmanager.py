@@ -10,22 +10,20 @@
 2. A work unit is `python -m spell_jax.train` with plain --config.a.b=value flags and a workdir of
    its own, WORKDIR/NNN-field=value. If it is started again, it resumes from its checkpoint.
 3. The config of every unit is checked before anything starts: fields, types, ranges.
-4. local: the units run on this machine one after another, because each may need all devices. If a
-   unit fails, the others still run and the exit status is 1.
+4. local: the units run one after another, because each may need all devices. If a unit fails, the
+   others still run and the exit status is 1.
 5. vertex: the files tracked by git go into an image based on --base_image, with the accelerator's
    pip extra. The launcher does not wait for the units. Vertex AI's disks do not outlive a job, so
    the workdir and all folders must be in buckets, which are mounted under /gcs/.
 
 Start this file as a module, as above: `xmanager launch` finds a script by its file name, which here
-equals the name of the xmanager package. XManager's own flags (--xm_...) are accepted. For machines
-that XManager cannot rent from Vertex AI, such as newer TPUs, use tpu_vm.py.
+equals the name of the xmanager package. XManager's own flags (--xm_...) are accepted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import importlib
 import itertools
 import pathlib
@@ -35,12 +33,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 from ml_collections import config_flags
 
 from configs import tiny
+from launch.aot import split_outside_brackets
 from spell_jax import config as configs
 from spell_jax.algorithms import registry
 from spell_jax.data.config import GENERATED
@@ -62,8 +61,7 @@ _LONGEST_NAME = 120  # characters of a workdir's name; file systems end at 255 b
 _OVERRIDE = re.compile(r"--config\.([\w.]+)=(.*)", re.DOTALL)
 
 
-@dataclasses.dataclass(frozen=True)
-class WorkUnit:
+class WorkUnit(NamedTuple):
     """One training run of the experiment.
 
     Attributes:
@@ -95,22 +93,10 @@ def parse_sweep(texts: Sequence[str]) -> dict[str, list[str]]:
             raise ValueError(f"sweep = {text!r}: must be FIELD=VALUE,VALUE...")
         if field in sweep:
             raise ValueError(f"sweep = {text!r}: must give all values of {field} at once")
-        sweep[field] = _split(values)
+        sweep[field] = split_outside_brackets(values)
         if len(set(sweep[field])) < len(sweep[field]) or "" in sweep[field]:
-            raise ValueError(f"sweep = {text!r}: must be values that differ, none of them empty")
+            raise ValueError(f"sweep = {text!r}: must be distinct values, none of them empty")
     return sweep
-
-
-def _split(values: str) -> list[str]:
-    """Split at the commas outside of brackets."""
-    parts, depth = [""], 0
-    for character in values:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
 
 
 def work_units(
@@ -155,7 +141,7 @@ def read_config(unit: WorkUnit) -> Config:
     """
     first, *others = (flag for flag in unit.flags if flag.startswith("--config"))
     file = first.removeprefix("--config=")
-    if not pathlib.Path(file).is_file():
+    if not pathlib.Path(file.partition(":")[0]).is_file():
         raise ValueError(f"config = {file!r}: must be a file of configs/")
     config = _parse(first)
     for flag in others:
@@ -222,11 +208,11 @@ def requirements(executor: str, accelerator: str, cpu: int, ram_gib: int) -> dic
     Raises:
       ValueError: if the accelerator is unknown, or there is any requirement for a local run.
     """
+    given = {"accelerator": accelerator, "cpu": cpu, "ram_gib": ram_gib}
     if executor == "local":
-        for field, value in {"accelerator": accelerator, "cpu": cpu, "ram_gib": ram_gib}.items():
+        for field, value in given.items():
             if value:
                 raise ValueError(f"{field} = {value!r}: must not be given for executor = 'local'")
-        return {}
     wanted = {name: value for name, value in (("cpu", cpu), ("ram", ram_gib * 2**30)) if value}
     if accelerator:
         name, _, count = accelerator.partition("=")
@@ -255,25 +241,22 @@ def copied_checkout() -> Iterator[pathlib.Path]:
         yield copy
 
 
-def program(xm: Any, xm_local: Any) -> Any:
-    """An XManager packageable that runs the trainer with this Python."""
-    return xm.Packageable(
-        executable_spec=xm.Binary(path=sys.executable),
-        executor_spec=xm_local.Local.Spec(),
-        args=["-m", "spell_jax.train"],
-    )
-
-
-def image(xm: Any, xm_local: Any, checkout: pathlib.Path, base_image: str, extra: str) -> Any:
-    """An XManager packageable with the trainer in an image.
+def packageable(
+    xm: Any, xm_local: Any, checkout: pathlib.Path | None, base_image: str, extra: str
+) -> Any:
+    """An XManager packageable that runs the trainer.
 
     Args:
       xm: module xmanager.xm.
       xm_local: module xmanager.xm_local.
-      checkout: folder whose files go into the image.
+      checkout: folder whose files go into an image; None means to run here with this Python.
       base_image: name of the image to build on.
-      extra: pip extra of setup.py to install, or "".
+      extra: pip extra of setup.py to install in the image, or "".
     """
+    if checkout is None:
+        binary, local = xm.Binary(path=sys.executable), xm_local.Local.Spec()
+        arguments = ["-m", "spell_jax.train"]
+        return xm.Packageable(executable_spec=binary, executor_spec=local, args=arguments)
     package = f".[{extra}]" if extra else "."
     spec = xm.PythonContainer(
         path=str(checkout),
@@ -289,32 +272,6 @@ def image(xm: Any, xm_local: Any, checkout: pathlib.Path, base_image: str, extra
     return xm.Packageable(executable_spec=spec, executor_spec=xm_local.Vertex.Spec())
 
 
-async def launch(
-    experiment: Any, job: Any, units: Sequence[WorkUnit], wait: bool
-) -> list[tuple[str, str]]:
-    """Add every unit to an open experiment.
-
-    Args:
-      experiment: open XManager experiment.
-      job: function from a unit's flags to an XManager job.
-      units: work units, started in this order.
-      wait: whether each unit must end before the next one starts.
-
-    Returns:
-      (name, error) of each unit that failed; empty if `wait` is False.
-    """
-    failed = []
-    for unit in units:
-        print(f"{unit.name}: python -m spell_jax.train {' '.join(unit.flags)}", flush=True)
-        added = await experiment.add(job(list(unit.flags)))
-        if wait:
-            try:
-                await added.wait_until_complete()
-            except Exception as error:  # XManager passes on whatever the executor raised
-                failed.append((unit.name, str(error)))
-    return failed
-
-
 async def run(
     title: str, executor: str, units: Sequence[WorkUnit], wanted: dict[str, int], base_image: str
 ) -> list[tuple[str, str]]:
@@ -322,34 +279,36 @@ async def run(
 
     Args:
       title: title of the experiment.
-      executor: one of EXECUTORS.
-      units: work units.
+      executor: one of EXECUTORS; a unit of "local" ends before the next one starts.
+      units: work units, started in this order.
       wanted: machine requirements, from requirements().
       base_image: name of the image to build on (vertex).
 
     Returns:
-      (name, error) of each unit that failed.
+      (name, error) of each unit that failed; empty for "vertex".
     """
     # Imported by name because the extra may be missing where types are checked.
     xm: Any = importlib.import_module("xmanager.xm")
     xm_local: Any = importlib.import_module("xmanager.xm_local")
     machine = {"local": xm_local.Local, "vertex": xm_local.Vertex}[executor]
+    extra = next((EXTRAS[name] for name in wanted if name in EXTRAS), "")
     failed: list[tuple[str, str]] = []
     try:
         async with xm_local.create_experiment(experiment_title=title) as experiment:
-            if executor == "local":
-                [executable] = experiment.package([program(xm, xm_local)])
-            else:
-                extra = next((EXTRAS[name] for name in wanted if name in EXTRAS), "")
-                with copied_checkout() as checkout:
-                    made = image(xm, xm_local, checkout, base_image, extra)
-                    [executable] = experiment.package([made])
-
-            def job(flags: list[str]) -> Any:
-                asked = xm.JobRequirements(**wanted)
-                return xm.Job(executable=executable, executor=machine(asked), args=flags)
-
-            failed += await launch(experiment, job, units, wait=executor == "local")
+            is_local = executor == "local"
+            with contextlib.nullcontext() if is_local else copied_checkout() as checkout:
+                made = packageable(xm, xm_local, checkout, base_image, extra)
+                [executable] = experiment.package([made])
+            for unit in units:
+                print(f"{unit.name}: python -m spell_jax.train {' '.join(unit.flags)}", flush=True)
+                on = machine(xm.JobRequirements(**wanted))
+                job = xm.Job(executable=executable, executor=on, args=list(unit.flags))
+                added = await experiment.add(job)
+                if is_local:
+                    try:
+                        await added.wait_until_complete()
+                    except Exception as error:  # XManager passes on what the executor raised
+                        failed.append((unit.name, str(error)))
     except Exception:
         if not failed:  # leaving the experiment raises a unit's error again
             raise
@@ -385,20 +344,6 @@ def main(argv: Sequence[str]) -> None:
     sys.exit(bool(failed))
 
 
-def import_xmanager() -> None:
-    """Import XManager, which defines its flags.
-
-    Raises:
-      ImportError: if it is not installed; names the extra.
-    """
-    try:
-        importlib.import_module("xmanager.xm_local")
-    except ImportError as error:
-        raise ImportError(
-            f"XManager is not installed ({error}): pip install -e '.[xmanager]'"
-        ) from error
-
-
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Parse the launcher's and XManager's flags; --config.* flags are left for the units."""
     of_config = [flag for flag in argv if flag.startswith("--config.")]
@@ -408,13 +353,17 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
 
 if __name__ == "__main__":
     with entry.user_errors():
-        import_xmanager()
-    flags.DEFINE_enum("executor", None, list(EXECUTORS), "Where the work units run.", required=True)
-    flags.DEFINE_string("config", None, "File of the config.", required=True)
-    flags.DEFINE_string("workdir", None, "The experiment's folder.", required=True)
+        try:
+            importlib.import_module("xmanager.xm_local")  # defines its flags
+        except ImportError as error:
+            hint = "pip install -e '.[xmanager]'"
+            raise ImportError(f"XManager is not installed ({error}): {hint}") from error
+    flags.DEFINE_enum("executor", None, list(EXECUTORS), "Place to run the units.", required=True)
+    flags.DEFINE_string("config", None, "Config file of the runs.", required=True)
+    flags.DEFINE_string("workdir", None, "Folder of the experiment.", required=True)
     flags.DEFINE_multi_string("sweep", [], "FIELD=VALUE,VALUE...; can be repeated.")
     flags.DEFINE_string("accelerator", "", "NAME=COUNT, such as a100=8 or tpu_v3=8.")
-    flags.DEFINE_integer("cpu", 0, "Cores of a machine, at least.", lower_bound=0)
-    flags.DEFINE_integer("ram_gib", 0, "Memory of a machine in GiB, at least.", lower_bound=0)
-    flags.DEFINE_string("base_image", "python:3.11", "What the image is made on.")
+    flags.DEFINE_integer("cpu", 0, "Minimum number of cores of a machine.", lower_bound=0)
+    flags.DEFINE_integer("ram_gib", 0, "Minimum memory of a machine in GiB.", lower_bound=0)
+    flags.DEFINE_string("base_image", "python:3.11", "Image to build on.")
     entry.run_main(main, parse_flags)

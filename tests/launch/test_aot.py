@@ -56,17 +56,17 @@ def make(policy=tiny.POLICY, mesh=MESHES[0], **overrides: Any) -> aot.Programs:
 
 def test_every_phase_has_its_programs():
     programs = make()
-    names = {phase: [one.name for one in programs.of(phase)] for phase in aot.PHASES}
+    names = {phase: [one.name for one in programs.select(phase)] for phase in aot.PHASES}
     assert names == {
         "prefill": ["prefill"],
         "decode": ["decode"],
         "logprob": ["logprob"],
         "update": ["accumulate", "apply"],
     }
-    assert [one.name for one in programs.of("all")] == [
+    assert [one.name for one in programs.select("all")] == [
         name for phase in aot.PHASES for name in names[phase]
     ]
-    shapes = {one.name: one.tokens for one in programs.of("all")}
+    shapes = {one.name: one.tokens for one in programs.select("all")}
     assert shapes["prefill"] == (16, 8) and shapes["decode"] == (8 * GROUP, 1)
     assert shapes["logprob"] == shapes["accumulate"] == (8, LENGTH + GROUP * ANSWER)
 
@@ -90,7 +90,7 @@ KINDS = {
 )
 def test_every_phase_lowers_for_tpu_without_libtpu(kind, mesh):
     policy, overrides = KINDS[kind]
-    for program in make(policy, mesh, **overrides).of("all"):
+    for program in make(policy, mesh, **overrides).select("all"):
         text = program.lower(platforms=("tpu",)).as_text()
         assert "stablehlo" in text and "num_partitions = 8" in text, program.name
 
@@ -122,9 +122,9 @@ def record(calls: dict[str, tuple], owner: Any, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_run_calls_what_is_compiled(mesh):
+def test_a_run_calls_the_compiled_programs(mesh):
     programs = make(mesh=mesh, policy=dataclasses.replace(tiny.POLICY, tied_embeddings=False))
-    wanted = {one.name: one for one in programs.of("all")}
+    wanted = {one.name: one for one in programs.select("all")}
     learner, sampler, calls = programs.learner, programs.sampler, {}
     fns: Any = SimpleNamespace(**learner.fns._asdict())  # unlike the tuple, it can be changed
     learner.fns = fns
@@ -146,32 +146,32 @@ def test_a_run_calls_what_is_compiled(mesh):
         assert wanted[name].options == options
 
 
-def test_what_is_held_beside_the_arguments():
+def test_resident_memory_besides_the_arguments():
     """Masters and optimizer take 12 bytes per weight, another model 4.
 
     Rollouts use one model at a time.
     """
     weights = make().trained
     copy = aot.bytes_per_chip(weights)
-    by_name = {one.name: one.resident for one in make().of("all")}
+    by_name = {one.name: one.resident for one in make().select("all")}
     counts = 4 * 4  # counters: the state's, skipped updates, the optimizer's, the schedule's
     assert by_name["prefill"] == by_name["decode"] == 3 * copy + counts
     assert by_name["logprob"] == by_name["accumulate"] == 3 * copy + counts
     assert by_name["apply"] == 0
     anchored = {
         one.name: one.resident
-        for one in make(**{"algorithm.reference_source": "frozen_reader"}).of("all")
+        for one in make(**{"algorithm.reference_source": "frozen_reader"}).select("all")
     }
     more = {name: (anchored[name] - by_name[name]) // copy for name in by_name}
     assert more == dict.fromkeys(by_name, 1)
     other = make()
     with other.config.unlocked():  # an algorithm with given references
         del other.config.algorithm.reference_source
-    assert {one.name: one.resident for one in other.of("all")} == by_name
+    assert {one.name: one.resident for one in other.select("all")} == by_name
     adapted = make(dataclasses.replace(tiny.POLICY, lora=LoraConfig(2)))
-    trained, frozen = lora.split(adapted.policy, adapted.played)
+    trained, frozen = lora.split(adapted.policy, adapted.rollout_params)
     assert aot.bytes_per_chip(trained) < aot.bytes_per_chip(frozen)
-    assert adapted.of("prefill")[0].resident == 3 * aot.bytes_per_chip(trained) + counts
+    assert adapted.select("prefill")[0].resident == 3 * aot.bytes_per_chip(trained) + counts
 
 
 # --------------------------------------------------------------------- Parsing of compiled programs
@@ -265,8 +265,8 @@ def test_collectives_of_a_tpu_program_count_once():
 @pytest.mark.slow
 def test_a_line_a_program_and_the_others_after_a_failure(capsys):
     programs = make()
-    apply = programs.of("update")[1]
-    broken = dataclasses.replace(apply, name="broken", function=jax.jit(lambda *_: 1 / 0))
+    apply = programs.select("update")[1]
+    broken = dataclasses.replace(apply, function=jax.jit(lambda *_: 1 / 0))
     assert not aot.report([broken, apply], 2**30, {"topology": "none"})
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert not first["fits"] and "ZeroDivisionError: division by zero" in first["error"]
@@ -287,8 +287,6 @@ def test_mistakes_are_named(tmp_path):
         aot.Programs(small_config(), tiny.POLICY, meshes.make_mesh(), 0)
     with pytest.raises(ValueError, match="max_position_embeddings = 256"):
         aot.Programs(small_config(), tiny.POLICY, meshes.make_mesh(), 251)
-    with pytest.raises(ValueError, match="phase = 'both': must be 'all' or one of"):
-        make().of("both")
     with pytest.raises(FileNotFoundError, match=r"must be a Hugging Face config\.json"):
         aot.read_policy(small_config(), str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match=r"policy\.folder = ''"):

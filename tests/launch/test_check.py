@@ -88,9 +88,9 @@ def small(**fields: Any) -> Any:
     return noise.small_config(TINY_POLICY, **fields)
 
 
-def fields_of(found: check.Checked) -> list[str]:
-    assert all(LINE.fullmatch(line) for line in found.mistakes), found.mistakes
-    return [re.split(r" = |: ", line)[0] for line in found.mistakes]
+def fields_of(checked: check.Checked) -> list[str]:
+    assert all(LINE.fullmatch(line) for line in checked.mistakes), checked.mistakes
+    return [re.split(r" = |: ", line)[0] for line in checked.mistakes]
 
 
 # ----------------------------------------------------------------------------------------- Configs
@@ -99,7 +99,7 @@ RUNS = [name for name in NAMES if has_algorithm(name)]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_config_says_what_is_still_to_be_given(name: str) -> None:
+def test_a_config_names_what_must_still_be_given(name: str) -> None:
     config = load(name)[1]
     missing = set()
     for model in configs.model_sections(config):
@@ -119,7 +119,7 @@ def test_a_config_says_what_is_still_to_be_given(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_config_passes_with_it(
+def test_a_completed_config_passes(
     name: str, folders: dict[str, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     config = load(name)[1]
@@ -132,16 +132,16 @@ def test_a_config_passes_with_it(
     if config.data.source not in GENERATED:
         noise.give_data(config, tmp_path)
         config.data.documents_per_cluster = 1
-    found = check.check(config)
-    assert found.mistakes == []
-    assert found.topology and found.topology.chips == config.mesh.expert * config.mesh.context
-    assert describe.describe(found)
+    checked = check.check(config)
+    assert checked.mistakes == []
+    assert checked.topology and checked.topology.chips == config.mesh.expert * config.mesh.context
+    assert describe.describe(checked)
 
 
-def test_a_warm_start_is_told_where_it_is_checked() -> None:
+def test_a_warm_start_config_is_refused() -> None:
     config = importlib.import_module("configs.tiny_warm_start").get_config()
-    found = check.check(config)
-    assert fields_of(found) == ["algorithm"] and "spell_jax.sft" in found.mistakes[0]
+    checked = check.check(config)
+    assert fields_of(checked) == ["algorithm"] and "spell_jax.sft" in checked.mistakes[0]
 
 
 # ---------------------------------------------------------------------------------------- Mistakes
@@ -223,13 +223,13 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "topology", "line"), MISTAKES)
-def test_a_mistake_is_told_alone(fields: dict[str, Any], topology: str, line: str) -> None:
-    found = check.check(small(**fields), topology)
-    assert len(found.mistakes) == 1 and re.match(line, found.mistakes[0]), found.mistakes
-    assert fields_of(found)
+def test_a_mistake_is_reported_alone(fields: dict[str, Any], topology: str, line: str) -> None:
+    checked = check.check(small(**fields), topology)
+    assert len(checked.mistakes) == 1 and re.match(line, checked.mistakes[0]), checked.mistakes
+    assert fields_of(checked)
 
 
-def test_the_right_ones_have_no_mistake() -> None:
+def test_valid_configs_have_no_mistake() -> None:
     assert check.check(small()).mistakes == []
     assert check.check(small(**CONTEXT), "cpu:4").mistakes == []
     assert check.check(small(**{"mesh.tensor": 4}), "v5e-8").mistakes == []
@@ -237,7 +237,7 @@ def test_the_right_ones_have_no_mistake() -> None:
     assert check.check(small(**longest)).mistakes == []
 
 
-def test_mistakes_of_all_sections_are_told_at_once(tmp_path: pathlib.Path) -> None:
+def test_mistakes_of_all_sections_are_reported_at_once(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
     mistakes = {
         "steps": 0,
@@ -250,8 +250,8 @@ def test_mistakes_of_all_sections_are_told_at_once(tmp_path: pathlib.Path) -> No
         "optimizer.b1": 2.0,
         "mesh.fsdp": 3,
     }
-    found = check.check(small(**mistakes), "cpu:8", str(tmp_path / "file"))
-    fields = fields_of(found)
+    checked = check.check(small(**mistakes), "cpu:8", str(tmp_path / "file"))
+    fields = fields_of(checked)
     assert sorted(fields) == sorted({*mistakes, "workdir", "mesh"} - {"mesh.fsdp"})
     for other in ({"data.source": "no/such"}, {"sampler.kv_cache_tokens": 128}):
         two = check.check(small(**{"loss.clip_low": -1.0} | other))
@@ -260,15 +260,15 @@ def test_mistakes_of_all_sections_are_told_at_once(tmp_path: pathlib.Path) -> No
 
 def test_experts_are_split_evenly_and_keep_their_weights(folders: dict[str, pathlib.Path]) -> None:
     experts = {"policy.folder": str(folders["experts"])}
-    found = check.check(small(**experts, **{"mesh.expert": 3}), "cpu:3")
-    assert found.mistakes == ["mesh.expert = 3: must divide the policy's 8 experts"]
+    checked = check.check(small(**experts, **{"mesh.expert": 3}), "cpu:3")
+    assert checked.mistakes == ["mesh.expert = 3: must divide the policy's 8 experts"]
     fields = {"sampler.weights_dtype": "int8", "loss.clip_low": -1.0}
-    found = check.check(small(**experts, **fields))
-    assert sorted(fields_of(found)) == sorted(fields)
+    checked = check.check(small(**experts, **fields))
+    assert sorted(fields_of(checked)) == sorted(fields)
     assert check.check(small(**experts, **{"mesh.expert": 4}), "cpu:8").mistakes == []
 
 
-def test_weights_are_looked_for_where_they_will_be_read(
+def test_weights_are_checked_where_they_will_be_read(
     folders: dict[str, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     folder = tmp_path / "policy"
@@ -279,17 +279,17 @@ def test_weights_are_looked_for_where_they_will_be_read(
     assert line.startswith(f"policy.folder = '{folder}': {folder}/model.safetensors: not there")
     assert check.check(small(**fields), workdir=str(folders["run"])).mistakes == []
     from_run = fields | {"init_from": str(folders["run"])}
-    found = check.check(small(**from_run))
-    assert found.mistakes == []
-    assert f"begins with the weights of {folders['run']}, its newest step" in describe.describe(
-        found
+    checked = check.check(small(**from_run))
+    assert checked.mistakes == []
+    assert f"starts from the weights of {folders['run']}, its newest step" in describe.describe(
+        checked
     )
     (line,) = check.check(small(**fields | {"init_from": str(tmp_path)})).mistakes
     assert line.startswith(f"init_from = '{tmp_path}': must be a run's folder, or RUN/checkpoints/")
     (folder / "pytorch_model.bin").unlink()
-    found = check.check(small(**fields))
-    assert found.mistakes == []
-    assert f"begins with random weights, for {folder} holds none" in describe.describe(found)
+    checked = check.check(small(**fields))
+    assert checked.mistakes == []
+    assert f"starts from random weights, because {folder} has none" in describe.describe(checked)
 
 
 def test_weights_are_of_the_architecture(tmp_path: pathlib.Path) -> None:
@@ -302,14 +302,14 @@ def test_weights_are_of_the_architecture(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_into_memory_says_what_takes_most() -> None:
+def test_a_memory_mistake_names_the_largest_part() -> None:
     cases = {
         "sampler.kv_cache_tokens": {"sampler.kv_cache_tokens": 2**26},
         "packing.token_budget": {"packing.token_budget": 2**21},
     }
     for field, fields in cases.items():
-        found = check.check(small(**fields), "v5e-4")
-        (line,) = found.mistakes
+        checked = check.check(small(**fields), "v5e-4")
+        (line,) = checked.mistakes
         assert re.match(rf"{field} = \d+: (prefill|accumulate) takes [\d.]+ GiB of a chip", line)
         assert "v5e-4 has 15.75; must be less" in line
         assert check.check(small(**fields), "cpu:4").mistakes == []  # unknown
@@ -317,76 +317,76 @@ def test_what_does_not_fit_into_memory_says_what_takes_most() -> None:
 
 def test_memory_is_that_of_the_runs_own_rows() -> None:
     fields = {"packing.buckets": ((160, 24), (256, 32)), "packing.token_budget": 2048}
-    found = check.check(small(**fields), "cpu:4")
-    assert found.plan and found.plan.programs.bucket == packing.Bucket(256, 32)
+    checked = check.check(small(**fields), "cpu:4")
+    assert checked.plan and checked.plan.programs.bucket == packing.Bucket(256, 32)
     # Over four devices; 12 of the short rows, which have fewer tokens.
-    assert _trained(found) == (8, 256)
-    assert "rows of 256 tokens" in describe.describe(found)
+    assert _trained(checked) == (8, 256)
+    assert "rows of 256 tokens" in describe.describe(checked)
     # A prompt with all of its answers, 512 tokens, is trained on in parts.
-    found = check.check(small(**{"algorithm.group_size": 64, "packing.token_budget": 160}))
-    assert _trained(found) == (1, 160)
+    checked = check.check(small(**{"algorithm.group_size": 64, "packing.token_budget": 160}))
+    assert _trained(checked) == (1, 160)
 
 
-def _trained(found: check.Checked) -> tuple[int, ...]:
+def _trained(checked: check.Checked) -> tuple[int, ...]:
     """Rows and tokens of the micro-batches that memory was planned for."""
-    assert found.plan
-    (tokens,) = (p.tokens for p in found.plan.programs.of("update") if p.name == "accumulate")
+    assert checked.plan
+    (tokens,) = (p.tokens for p in checked.plan.programs.select("update") if p.name == "accumulate")
     return tokens
 
 
 # --------------------------------------------------------------------------------- Data and workdir
 
 
-def test_a_build_that_is_not_whole_is_told(tmp_path: pathlib.Path) -> None:
+def test_an_incomplete_build_is_reported(tmp_path: pathlib.Path) -> None:
     (tmp_path / "clusters-train.array_record-00000-of-00002").write_text("")
     source = {"data.source": str(tmp_path)}
     line = f"data.source = '{tmp_path}': {tmp_path}/manifest.json: is missing"
-    (told,) = check.check(small(**source)).mistakes
-    assert told.startswith(line)
+    (line,) = check.check(small(**source)).mistakes
+    assert line.startswith(line)
     for other in ({"policy.folder": ""}, {"algorithm.group_size": 1}):
-        found = check.check(small(**source, **other))
-        assert fields_of(found) == [*other, "data.source"]
-        assert found.mistakes[1].startswith(line)
+        checked = check.check(small(**source, **other))
+        assert fields_of(checked) == [*other, "data.source"]
+        assert checked.mistakes[1].startswith(line)
 
 
 def test_documents_are_read(tmp_path: pathlib.Path) -> None:
     source = {"data.source": str(tmp_path)}
-    (told,) = check.check(small(**source)).mistakes
-    assert told.startswith("data.source = ") and "no usable text" in told
+    (line,) = check.check(small(**source)).mistakes
+    assert line.startswith("data.source = ") and "no usable text" in line
     (tmp_path / "a.txt").write_text("One text.")
-    (told,) = check.check(small(**source)).mistakes
-    assert "one cluster cannot be split" in told
+    (line,) = check.check(small(**source)).mistakes
+    assert "one cluster cannot be split" in line
     assert check.check(small(**source, **{"data.held_out": 0.0})).mistakes == []
-    found = check.check(small(**source, **{"data.validation": "no/such"}))
-    assert found.mistakes == ["data.validation = 'no/such': must be a .jsonl of questions"]
+    checked = check.check(small(**source, **{"data.validation": "no/such"}))
+    assert checked.mistakes == ["data.validation = 'no/such': must be a .jsonl of questions"]
 
 
 @pytest.mark.parametrize("place", ["file", "file/run", "/proc/run"])
-def test_a_workdir_that_cannot_be_is_told(tmp_path: pathlib.Path, place: str) -> None:
+def test_an_impossible_workdir_is_reported(tmp_path: pathlib.Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     workdir = str(tmp_path / place)
-    (told,) = check.check(small(), workdir=workdir).mistakes
-    assert told.startswith(f"workdir = '{workdir}': must be a folder that files can be made in")
+    (line,) = check.check(small(), workdir=workdir).mistakes
+    assert line.startswith(f"workdir = '{workdir}': must be a writable folder")
 
 
-def test_a_workdir_is_left_as_it_is(tmp_path: pathlib.Path) -> None:
-    found = check.check(small(), workdir=str(tmp_path / "new" / "run"))
-    assert found.mistakes == [] and found.step is None
+def test_a_workdir_is_not_changed(tmp_path: pathlib.Path) -> None:
+    checked = check.check(small(), workdir=str(tmp_path / "new" / "run"))
+    assert checked.mistakes == [] and checked.step is None
     assert not list(tmp_path.iterdir())
-    assert f"begins with the weights of {TINY_POLICY}, 3 steps" in describe.describe(found)
+    assert f"starts from the weights of {TINY_POLICY}, 3 steps" in describe.describe(checked)
 
 
-def test_a_run_is_resumed_as_it_began(folders: dict[str, pathlib.Path]) -> None:
+def test_a_run_is_resumed_with_its_config(folders: dict[str, pathlib.Path]) -> None:
     workdir = str(folders["run"])
-    found = check.check(small(steps=8), workdir=workdir)
-    assert found.mistakes == [] and found.step == 4
-    assert f"resumes step 4 of {workdir}/checkpoints, up to 8" in describe.describe(found)
-    assert "steps = 8: was 4 when last started" in found.remarks
-    assert len(found.remarks) == 1
-    found = check.check(small(steps=3, seed=2), workdir=workdir)
-    assert found.mistakes == ["steps = 3: must be at least 4, which are done"]
-    found = check.check(small(steps=4, seed=2), workdir=workdir)
-    assert found.mistakes == ["seed = 2: must be 0, with which this run began"]
+    checked = check.check(small(steps=8), workdir=workdir)
+    assert checked.mistakes == [] and checked.step == 4
+    assert f"resumes step 4 of {workdir}/checkpoints, up to 8" in describe.describe(checked)
+    assert "steps = 8: was 4 when last started" in checked.remarks
+    assert len(checked.remarks) == 1
+    checked = check.check(small(steps=3, seed=2), workdir=workdir)
+    assert checked.mistakes == ["steps = 3: must be at least 4, which are done"]
+    checked = check.check(small(steps=4, seed=2), workdir=workdir)
+    assert checked.mistakes == ["seed = 2: must be 0, with which this run began"]
 
 
 # -------------------------------------------------------------------------------------- Description
@@ -420,25 +420,25 @@ def test_rows_are_counted_as_they_are_packed(shared: bool) -> None:
     assert len(packed) == 2
 
 
-def test_remarks_are_no_mistakes() -> None:
-    found = check.check(
+def test_remarks_are_not_mistakes() -> None:
+    checked = check.check(
         small(**{"sampler.slots": 14, "sampler.samples_per_prompt_batch": 2}), "cpu:4"
     )
-    assert found.mistakes == []
-    first, second = found.remarks
+    assert checked.mistakes == []
+    first, second = checked.remarks
     assert first.startswith("sampler.slots = 14: becomes 16")
     assert second.startswith(
-        "sampler.samples_per_prompt_batch = 2: a prompt is read for 2 answers at once"
+        "sampler.samples_per_prompt_batch = 2: a prompt is read once for every 2 answers"
     )
-    found = check.check(small(**{"sampler.samples_per_prompt_batch": 6}))
-    assert ["2 of 6 places" in line for line in found.remarks] == [True]
-    assert "remark   sampler.samples_per_prompt_batch = 6" in describe.describe(found)
+    checked = check.check(small(**{"sampler.samples_per_prompt_batch": 6}))
+    assert ["2 of 6 slots" in line for line in checked.remarks] == [True]
+    assert "remark   sampler.samples_per_prompt_batch = 6" in describe.describe(checked)
 
 
-def test_the_table_says_what_a_step_is() -> None:
-    said = describe.describe(check.check(small(), "v5e-4"))
+def test_the_table_describes_a_step() -> None:
+    text = describe.describe(check.check(small(), "v5e-4"))
     for part in (
-        "v5e-4: devices 4, each of 15.75 GiB; mesh fsdp=4",
+        "v5e-4: 4 devices, 15.75 GiB each; mesh fsdp=4",
         "up to 2 rounds of 9 proposals, until 3 questions have mixed rewards",
         "a round asks for, at most, with prompts of up to 128 tokens",
         "36 answers: 9 prompts x 4",
@@ -447,7 +447,7 @@ def test_the_table_says_what_a_step_is() -> None:
         "micro-batches of 4",
         "config.json, metrics.jsonl",
     ):
-        assert part in said, said
+        assert part in text, text
     static = describe.describe(check.check(small(**{"algorithm.name": "rlvr"})))
     assert "9 of 960 questions, written once" in static and "proposals" not in static
 
@@ -463,7 +463,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_command_exits_by_what_it_finds(tmp_path: pathlib.Path) -> None:
+def test_the_exit_status_of_the_command(tmp_path: pathlib.Path) -> None:
     done = _run("--topology=v5e-4", f"--workdir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "706,176 parameters, 3 layers" in done.stdout
@@ -474,11 +474,11 @@ def test_the_command_exits_by_what_it_finds(tmp_path: pathlib.Path) -> None:
     assert [line.split(" = ")[0] for line in lines] == ["steps", "mesh"]
 
 
-def test_a_written_config_is_read_whole(tmp_path: pathlib.Path) -> None:
+def test_a_truncated_config_is_ignored(tmp_path: pathlib.Path) -> None:
     """A workdir whose config.json was truncated is not another run's."""
     config = small()
     start.write_config(plain(config), tmp_path)
     text = (tmp_path / "config.json").read_text()
-    assert json.loads(text)["seed"] == dict(check._ran_with(check.epath.Path(tmp_path)))["seed"]
+    assert json.loads(text)["seed"] == dict(check._saved_config(check.epath.Path(tmp_path)))["seed"]
     (tmp_path / "config.json").write_text(text[:40])
-    assert dict(check._ran_with(check.epath.Path(tmp_path))) == {}
+    assert dict(check._saved_config(check.epath.Path(tmp_path))) == {}

@@ -89,11 +89,11 @@ def test_the_table_has_every_row_of_the_kind() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_given_is_exact() -> None:
+def test_arguments_and_resident_memory_are_exact() -> None:
     """The parts include all arguments of all programs once."""
     made = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
-    for program in made.programs.of("all"):
-        given = plan._given(made.programs, program)
+    for program in made.programs.select("all"):
+        given = plan._arguments_and_resident(made.programs, program)
         arguments = aot.bytes_per_chip(program.arguments)
         assert sum(given.values()) == arguments + program.resident, program.name
     state = made.programs.state
@@ -133,10 +133,9 @@ def test_the_largest_batches_fit_and_no_larger_ones() -> None:
     assert set(largest) == set(rows)
     for field, tokens in largest.items():
         assert tokens > 0 and tokens % rows[field] == 0
-        key = field.replace(".", "__")
-        bucket = {"packing__buckets": ((49_152, 32_768),)}
-        assert made.changed(**{key: tokens}, **bucket).fits
-        assert not made.changed(**{key: tokens + rows[field]}, **bucket).fits
+        bucket = {"packing.buckets": ((49_152, 32_768),)}
+        assert made.changed({field: tokens} | bucket).fits
+        assert not made.changed({field: tokens + rows[field]} | bucket).fits
     assert f"--config.packing.token_budget={largest['packing.token_budget']}" in plan.describe(made)
 
 
@@ -148,16 +147,16 @@ def test_the_largest_batches_fit_and_no_larger_ones() -> None:
         ({"policy.ring": True}, "activations"),
     ],
 )
-def test_what_saves_memory_does_in_the_plan(fields: dict[str, Any], part: str) -> None:
+def test_fields_that_save_memory_do_so_in_the_plan(fields: dict[str, Any], part: str) -> None:
     made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16", **{"policy.remat": "none"})
-    changed = made.changed(**{k.replace(".", "__"): v for k, v in fields.items()})
+    changed = made.changed(fields)
     assert changed.needs[3].parts[part] < made.needs[3].parts[part]
 
 
-def test_what_the_backward_pass_keeps_by_remat() -> None:
+def test_saved_activations_by_remat() -> None:
     names = ("offload", "block", "attention", "dots", "none")
     made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16")
-    kept = [made.changed(policy__remat=name).needs[3].parts["activations"] for name in names]
+    kept = [made.changed({"policy.remat": name}).needs[3].parts["activations"] for name in names]
     assert kept == sorted(set(kept))
     inputs = 28 * 163_840 // 16 * 3584 * 2  # layers, a chip's tokens, their width in bfloat16
     assert kept[1] - kept[0] == inputs
@@ -174,7 +173,7 @@ def test_adapters_have_small_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_and_exits_by_it(tmp_path: pathlib.Path) -> None:
+def test_the_command_prints_a_table_and_sets_the_exit_status(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN.to_hf()))
     command = [sys.executable, "-m", "launch.plan", "--config=configs/paper.py:qwen2.5-7b-instruct"]
@@ -191,7 +190,7 @@ def test_the_command_prints_a_table_and_exits_by_it(tmp_path: pathlib.Path) -> N
         assert word in results[1].stdout
 
 
-def test_mistakes_are_told() -> None:
+def test_a_mesh_must_match_the_slice() -> None:
     with pytest.raises(ValueError, match=r"mesh = .*: makes 8 devices, but there are 16"):
         _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8")
     assert meshes.axis_sizes({"fsdp": -1, "context": 2}, 8) == (1, 4, 2, 1, 1)

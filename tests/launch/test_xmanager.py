@@ -49,7 +49,7 @@ def test_a_sweep_is_fields_with_their_values():
         (["seed"], "must be FIELD=VALUE"),
         (["=1"], "must be FIELD=VALUE"),
         (["--config.seed=1"], "must be FIELD=VALUE"),
-        (["seed=0,1,0"], "values that differ"),
+        (["seed=0,1,0"], "distinct values"),
         (["seed="], "none of them empty"),
         (["seed=0", "seed=1"], "all values of seed at once"),
     ],
@@ -82,7 +82,7 @@ def test_without_a_sweep_there_is_one_unit():
     assert unit == WorkUnit("000", ("--config=configs/tiny.py", "--workdir=w/000"))
 
 
-def test_names_are_those_of_folders():
+def test_names_are_valid_folder_names():
     sweep = {"data.source": ["/a b/../c"], "algorithm.documents": ["(2,3)"], "x": ["y" * 300]}
     [unit] = xmanager.work_units(TINY, "w", sweep, [])
     assert unit.name.startswith("000-data.source=_a_b_.._c-algorithm.documents=_2_3_-x=yyy")
@@ -123,6 +123,11 @@ def test_a_units_config_is_what_its_flags_say():
 def test_an_unknown_field_or_a_wrong_type_is_named(override, message):
     with pytest.raises(ValueError, match=message):
         xmanager.read_config(one_unit(override))
+
+
+def test_a_config_file_may_take_an_argument():
+    config = xmanager.read_config(one_unit("seed=3", config="configs/paper.py:qwen3-4b-thinking"))
+    assert (config.seed, config.sampler.max_tokens) == (3, 20_480)
 
 
 def test_a_missing_config_is_named():
@@ -169,7 +174,7 @@ def test_folders_are_here_or_in_buckets():
             xmanager.check(xmanager.read_config(one_unit(override)), "vertex")
 
 
-def test_requirements_are_xmanagers():
+def test_requirements_have_xmanagers_names():
     assert xmanager.requirements("local", "", 0, 0) == {}
     assert xmanager.requirements("vertex", "a100=8", 12, 30) == {
         "cpu": 12,
@@ -185,7 +190,7 @@ def test_accelerators_without_a_machine_are_refused(accelerator):
 
 
 @pytest.mark.parametrize("wanted", [("a100=8", 0, 0), ("", 4, 0), ("", 0, 8)])
-def test_this_machine_is_as_it_is(wanted):
+def test_requirements_are_refused_for_this_machine(wanted):
     with pytest.raises(ValueError, match="must not be given for executor = 'local'"):
         xmanager.requirements("local", *wanted)
 
@@ -197,7 +202,7 @@ def given(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**values | changes)
 
 
-def test_a_plan_is_checked_whole():
+def test_all_units_of_a_plan_are_checked():
     units, wanted = xmanager.plan(given(), ["--config.steps=3"])
     assert [unit.name for unit in units] == ["000-seed=0", "001-seed=1"] and wanted == {}
     with pytest.raises(ValueError, match=r"steps = 0"):  # of the last unit
@@ -283,7 +288,7 @@ def test_local_units_run_one_after_another_whatever_fails(stand_in):
     assert job.args == ["--config=configs/tiny.py", "--workdir=w/002-seed=2", "--config.seed=2"]
 
 
-def test_what_is_no_units_failure_is_raised(stand_in, monkeypatch):
+def test_other_failures_than_a_units_are_raised(stand_in, monkeypatch):
     monkeypatch.setattr(Experiment, "package", lambda self, packageables: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         launch("local", {}, seed=["0"])
@@ -335,7 +340,7 @@ needs_xmanager = pytest.mark.skipif(
 
 @pytest.mark.slow
 @needs_xmanager
-def test_the_local_executor_trains_and_goes_on_after_a_failure(tmp_path):
+def test_the_local_executor_trains_and_continues_after_a_failure(tmp_path):
     workdir = tmp_path / "sweep"
     workdir.mkdir()
     (workdir / "000-seed=0-algorithm.documents=_1_").write_text("a file where a folder shall be")
@@ -367,7 +372,7 @@ def test_the_local_executor_trains_and_goes_on_after_a_failure(tmp_path):
         ("tpu_v3=8", "cloud-tpu", "TPU_V3", 8),
     ],
 )
-def test_what_vertex_would_be_sent(accelerator, machine, kind, count, monkeypatch, tmp_path):
+def test_requests_to_vertex(accelerator, machine, kind, count, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     vertex = importlib.import_module("xmanager.cloud.vertex")
     executables = importlib.import_module("xmanager.xm_local.executables")
