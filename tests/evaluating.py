@@ -23,12 +23,14 @@ from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation import runner
 from spell_jax.evaluation.answering import Sampling
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
-from spell_jax.evaluation.policy_sampler import Policy, PolicyJudge, Sizes
+from spell_jax.evaluation.judge import PolicyJudge
+from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.runtime import setup as start
+from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.judge import Judge
 
-SIZES = Sizes(kv_cache_tokens=512, slots=8, prefill_tokens=128, page_size=16)
+SIZES = SamplerConfig(kv_cache_tokens=512, slots=8, prefill_tokens=128, page_size=16)
 LIMITS = (24, 40)
 ITEMS = 3
 SAMPLES = 2

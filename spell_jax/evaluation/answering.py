@@ -15,7 +15,7 @@ import json
 import logging
 import pathlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -27,13 +27,14 @@ from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import read_records, write_records
 from spell_jax.sampler.keys import fold_keys
-from spell_jax.sampler.requests import Options, Sample
+from spell_jax.sampler.requests import Options
 from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Judge
 
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-Place = tuple[int, str, str]  # limit, benchmark, question
+KEY_FIELDS = ("max_input", "benchmark", "id")
+QuestionKey = tuple[int, str, str]  # values of KEY_FIELDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,9 @@ class Question:
         """Whether a judge is asked about answers with a rule score below 1."""
         return self.benchmark.judged and self.item.judged
 
+    def key(self, limit: int) -> QuestionKey:
+        return limit, self.benchmark.name, self.item.id
+
 
 def tokenize(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> list[Question]:
     """Tokenize all questions and truncate each prompt to `longest` tokens.
@@ -110,12 +114,9 @@ def tokenize(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> l
 
 
 def check_context(sampling: Sampling, policy: Policy, questions: Sequence[Question]) -> None:
-    """Check that the longest prompt and answer fit into the policy's context.
+    """Raise ValueError if the longest prompt and answer exceed the policy's context.
 
     The check runs before any sampling, so that a limit that is too large does not fail hours later.
-
-    Raises:
-      ValueError: if they do not fit.
     """
     longest = max(len(one.ids) for one in questions)
     cap = max(sampling.options(one.benchmark).max_tokens for one in questions)
@@ -130,57 +131,56 @@ def fingerprint(benchmark: Benchmark) -> str:
     return made.hexdigest()
 
 
-def draw(
+def sample_answers(
     sampling: Sampling,
     policy: Policy,
     questions: Sequence[Question],
     limit: int,
-    done: set[tuple[Any, ...]],
-) -> Iterator[tuple[Place, list[Row]]]:
+    done: Set[QuestionKey],
+) -> Iterator[tuple[QuestionKey, list[Row]]]:
     """Sample answers to every question that is not in `done`.
 
-    The key of a question is folded from the seed with the limit, the benchmark and the question id.
-    The sampler folds in the sample and token indices. (The paper's code uses one seed for all
-    samples of a question; spec section 11.)
+    The PRNG key of a question is folded from the seed with the limit, the benchmark and the
+    question id. The sampler folds in the sample and token indices. (The paper's code uses one seed
+    for all samples of a question; spec section 11.)
 
     Args:
       sampling: sampling options.
       policy: policy that answers.
       questions: all questions, answered ones included.
       limit: maximum prompt length in tokens.
-      done: (limit, benchmark, question id) of the questions to skip.
+      done: keys of the questions to skip.
 
     Yields:
-      (limit, benchmark, question id) and the G unscored rows of a question, in order of completion.
+      The key and the G unscored rows of a question, in order of completion.
     """
-    places = [(limit, one.benchmark.name, one.item.id) for one in questions]
-    wanted = [i for i, place in enumerate(places) if place not in done]
-    log.info("max_input %d: %d of %d questions to answer", limit, len(wanted), len(places))
-    key = np.asarray(jax.random.key_data(jax.random.key(sampling.seed)))
-    keys = fold_keys(key, [(place[0], *map(_number, place[1:])) for place in places])
+    names = [one.key(limit) for one in questions]
+    wanted = [i for i, name in enumerate(names) if name not in done]
+    log.info("max_input %d: %d of %d questions to answer", limit, len(wanted), len(names))
+    seed = np.asarray(jax.random.key_data(jax.random.key(sampling.seed)))
+    keys = fold_keys(seed, [(limit, *(zlib.crc32(n.encode()) for n in name[1:])) for name in names])
     options = [sampling.options(one.benchmark) for one in questions]
     prompts = [protocol.truncate(one.ids, limit) for one in questions]
-    sampled = policy.draw(prompts, sampling.samples, keys, options, wanted)
+    sampled = policy.sample(prompts, sampling.samples, keys, options, wanted)
     for count, (i, samples) in enumerate(sampled, 1):
-        row = dict(zip(("max_input", "benchmark", "id"), places[i], strict=True))
+        row = dict(zip(KEY_FIELDS, names[i], strict=True))
         row |= {"tokens_in": len(prompts[i]), "truncated": questions[i].length > limit}
-        texts = [policy.tokenizer.decode(sample.content) for sample in samples]
-        both = enumerate(zip(texts, samples, strict=True))
-        yield places[i], [row | _describe(j, text, sample) for j, (text, sample) in both]
+        rows = [
+            row
+            | {
+                "sample": number,
+                "text": policy.tokenizer.decode(sample.content),
+                "tokens_out": len(sample.tokens),
+                "stopped": bool(sample.stopped),
+            }
+            for number, sample in enumerate(samples)
+        ]
+        yield names[i], rows
         if count % 100 == 0:
             log.info("max_input %d: %d of %d questions answered", limit, count, len(wanted))
 
 
-def _number(text: str) -> int:
-    return zlib.crc32(text.encode())
-
-
-def _describe(number: int, text: str, sample: Sample) -> Row:
-    counts = {"tokens_out": len(sample.tokens), "stopped": bool(sample.stopped)}
-    return {"sample": number, "text": text} | counts
-
-
-def read_finished(path: pathlib.Path, samples: int) -> dict[Place, list[Row]]:
+def read_finished(path: pathlib.Path, samples: int) -> dict[QuestionKey, list[Row]]:
     """Read the rows of completely sampled questions, and remove all other lines from the file.
 
     Args:
@@ -188,50 +188,49 @@ def read_finished(path: pathlib.Path, samples: int) -> dict[Place, list[Row]]:
       samples: samples per question, G.
 
     Returns:
-      (limit, benchmark, question id) -> the G rows in sample order.
+      Key of a question -> its G rows in sample order.
     """
     if not path.exists():
         return {}
-    fields = ("max_input", "benchmark", "id")
-    found: dict[Place, list[Row]] = {}
-    lines, torn = read_records(path, lambda row: (tuple(row[name] for name in fields), row))
-    for place, row in lines:
-        found.setdefault(place, []).append(row)
+    found: dict[QuestionKey, list[Row]] = {}
+    lines, torn = read_records(path, lambda row: (tuple(row[name] for name in KEY_FIELDS), row))
+    for key, row in lines:
+        found.setdefault(key, []).append(row)
     wanted = list(range(samples))
-    whole = {k: rows for k, rows in found.items() if [row["sample"] for row in rows] == wanted}
-    if torn or len(whole) < len(found):
-        write_records(path, (row for rows in whole.values() for row in rows))
-    log.info("%s: %d questions are answered already", path, len(whole))
-    return whole
+    complete = {k: rows for k, rows in found.items() if [row["sample"] for row in rows] == wanted}
+    if torn or len(complete) < len(found):
+        write_records(path, (row for rows in complete.values() for row in rows))
+    log.info("%s: %d questions are answered already", path, len(complete))
+    return complete
 
 
-def score(question: Question, row: Row) -> None:
-    """Add the extracted prediction, the rule score and the breakdown fields to a row."""
-    row["prediction"] = question.benchmark.extract(row["text"], question.item)
-    row["rule"] = row["final"] = float(question.benchmark.score(row["text"], question.item))
-    row["judge"] = None
-    if question.benchmark.by:
-        row["by"] = {name: question.item.fields[name] for name in question.benchmark.by}
+def score(answered: Sequence[tuple[Question, Row]]) -> None:
+    """Add the extracted prediction, the rule score and the breakdown fields to the rows."""
+    for question, row in answered:
+        benchmark, item = question.benchmark, question.item
+        row["prediction"] = benchmark.extract(row["text"], item)
+        row["rule"] = row["final"] = float(benchmark.score(row["text"], item))
+        row["judge"] = None
+        if benchmark.by:
+            row["by"] = {name: item.fields[name] for name in benchmark.by}
 
 
-def ask_judge(ordered: Sequence[tuple[Question, Row]], judge: Judge | None) -> None:
+def ask_judge(answered: Sequence[tuple[Question, Row]], judge: Judge | None) -> None:
     """Ask the judge about answers with a rule score below 1, and add its verdicts to their rows.
 
     All processes must call this together; only process 0 has rows. The judge sees the first
     reference only, like the judge of the paper.
     """
     if judge is None:
-        if any(question.judged for question, _ in ordered):
+        if any(question.judged for question, _ in answered):
             log.warning("no judge is given: free text is scored by the rule alone")
         return
     asked = [
-        (question.item, row)
-        for question, row in ordered
+        (row, (question.item.question, row["prediction"], question.item.references[0]))
+        for question, row in answered
         if question.judged and row["rule"] < 1 and row["prediction"]
     ]
-    verdicts = judge.judge(
-        [(item.question, row["prediction"], item.references[0]) for item, row in asked]
-    )
-    for (_, row), verdict in zip(asked, verdicts, strict=True):
+    verdicts = judge.judge([item for _, item in asked])
+    for (row, _), verdict in zip(asked, verdicts, strict=True):
         row["judge"] = {MALFORMED: "malformed", UNANSWERED: "unanswered"}.get(verdict, verdict)
         row["final"] = max(row["rule"], float(max(verdict, 0)))

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from absl import app
 
 from spell_jax.data.clusters import ROLES
@@ -37,45 +36,40 @@ log = logging.getLogger(__name__)
 Record = dict[str, Any]
 # Request and wording -> prompt; raises ValueError for a bad request.
 MakePrompt = Callable[[Record, Prompts], str]
-# Requests, prompts and seed -> lines of the output.
-Answer = Callable[[Sequence[Record], Sequence[str], int], list[Record]]
-# Policy, wording, flags and sampling options -> how requests are answered.
-Prepare = Callable[[Policy, Prompts, Any, Record], Answer]
 
 
-def run(given: Any, make: MakePrompt | None = None, prepare: Prepare | None = None) -> None:
+def run(given: Any) -> None:
     """Answers the requests of --prompts and writes --out; all processes call it together.
 
     Args:
       given: parsed flags of spell_jax/generate.py.
-      make: prompt of a request; None means `make_prompt`.
-      prepare: how requests are answered; None means `answer`.
 
     Raises:
       UsageError: if the flags name no policy.
       FileNotFoundError, ValueError: if a file is missing or damaged, or a flag is out of range.
     """
+    policy, prompts, sampling = load(given)
+    records, texts = read_requests(given.prompts, prompts)
+    write(given, answer(policy, records, texts, given.samples, sampling, given.seed))
+
+
+def load(given: Any) -> tuple[Policy, Prompts, Record]:
+    """Returns the policy, the wording of its prompts and the sampling options; errors as `run`."""
     workdir = pathlib.Path(given.workdir) if given.workdir else None
     folder = given.policy or (workdir and workdir / "policy")
     if not folder:
-        raise app.UsageError("--workdir or --policy: one of them must say which policy is asked")
+        raise app.UsageError("--workdir or --policy: one of them must name the policy")
     prompts = prompt_sets.load(given.prompt_set or find_prompt_set(workdir))
     temperature = 0.0 if given.greedy else given.temperature
     sampling = {"temperature": temperature, "top_p": given.top_p, "max_tokens": given.max_tokens}
     Options(**sampling)
-    policy = Policy(folder, given.dtype, tokenizers.THINKING[given.thinking])
-    answers = (prepare or _prepare)(policy, prompts, given, sampling)
-    records, texts = read_requests(given.prompts, prompts, make or make_prompt)
-    results = answers(records, texts, given.seed)
+    return Policy(folder, given.dtype, tokenizers.THINKING[given.thinking]), prompts, sampling
+
+
+def write(given: Any, results: Sequence[Record]) -> None:
+    """Writes the lines of --out; only process 0 does."""
     if jax.process_index() == 0:
         write_records(pathlib.Path(given.out), results)
-
-
-def _prepare(policy: Policy, prompts: Prompts, given: Any, sampling: Record) -> Answer:
-    def answers(records: Sequence[Record], texts: Sequence[str], seed: int) -> list[Record]:
-        return answer(policy, records, texts, given.samples, sampling, seed)
-
-    return answers
 
 
 def find_prompt_set(workdir: pathlib.Path | None) -> str:
@@ -121,15 +115,7 @@ def _text(record: Record, name: str) -> str:
 def read_requests(
     path: str | pathlib.Path, prompts: Prompts, make: MakePrompt = make_prompt
 ) -> tuple[list[Record], list[str]]:
-    """Reads the requests of a JSONL file; bad lines are logged and skipped.
-
-    Args:
-      path: file with a JSON object per line.
-      prompts: wording of the prompts.
-      make: prompt of a request.
-
-    Returns:
-      (requests, their prompts).
+    """Returns the requests of a JSONL file and their prompts; bad lines are logged and skipped.
 
     Raises:
       FileNotFoundError: if the file does not exist.
@@ -177,21 +163,21 @@ def answer(
       ValueError: if no prompt fits, or a sampling option is out of range.
     """
     options = Options(**sampling)
-    ids = [policy.tokenizer.chat(prompt) for prompt in prompts]
-    cap = policy.config.max_positions - options.max_tokens
-    fitting = [i for i, prompt in enumerate(ids) if len(prompt) <= cap]
-    if not fitting:
-        policy.config.check_length(min(map(len, ids)) + options.max_tokens)
+    ids, fitting = policy.fit(prompts, options.max_tokens)
+    room = policy.config.max_positions - options.max_tokens
+    if not ids:
+        raise ValueError(
+            f"max_tokens = {options.max_tokens}: leaves {room} of the policy's "
+            "max_position_embeddings, and every prompt is longer"
+        )
     entry.setup_done()
-    if len(fitting) < len(ids):
-        refused = len(ids) - len(fitting)
-        log.warning("%d prompts are longer than %d tokens and were not answered", refused, cap)
-    keys = request_keys(jax.random.key(seed), len(ids))[fitting]
-    asked = [np.array(ids[i], np.int32) for i in fitting]
-    sampled = policy.draw(asked, samples, keys, [options] * len(asked))
-    found = {fitting[place]: group for place, group in sampled}
+    if refused := len(prompts) - len(ids):
+        log.warning("%d prompts are longer than %d tokens and were not answered", refused, room)
+    keys = request_keys(jax.random.key(seed), len(prompts))[fitting]
+    sampled = policy.sample(ids, samples, keys, [options] * len(ids))
+    answers = {fitting[i]: group for i, group in sampled}
     return [
-        describe(record, found.get(i, []), policy.tokenizer) for i, record in enumerate(records)
+        describe(record, answers.get(i, []), policy.tokenizer) for i, record in enumerate(records)
     ]
 
 

@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from absl import app, flags
 
-from spell_jax.evaluation.policy_sampler import Policy, PolicyJudge, Sizes
+from spell_jax.evaluation.policy_sampler import SIZES, Policy, check_room
 from spell_jax.policy import weights
+from spell_jax.runtime import distributed
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.judge import JUDGE_KEY, Endpoint, Judge, JudgeConfig
 
 REPLIES = "judge.jsonl"
 
 
-def make_judge(given: Any, out: pathlib.Path, sizes: Sizes) -> Judge | None:
-    """Build the judge that the flags select; its replies are kept in OUT/judge.jsonl.
+@dataclasses.dataclass(frozen=True)
+class PolicyJudge:
+    """A policy of our own as the judge, with greedy replies.
+
+    All processes must call it together. The prompts of process 0 count, and every process gets the
+    replies.
+
+    Attributes:
+      policy: policy that replies.
+      max_tokens: maximum reply length in tokens.
+    """
+
+    policy: Policy
+    max_tokens: int
+
+    def __post_init__(self):
+        check_room(self.policy, self.max_tokens, "judge")
+
+    def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+        """Yield (prompt, reply); the reply is None if the prompt does not fit. See judge.Ask."""
+        prompts = distributed.broadcast(lambda: list(prompts))
+        keys = np.zeros((len(prompts), 2), np.uint32)  # unused: decoding is greedy
+        options = Options(temperature=0.0, max_tokens=self.max_tokens)
+        for place, reply in self.policy.reply(prompts, keys, options):
+            yield prompts[place], reply
+
+
+def make_judge(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Judge | None:
+    """Build the judge that the flags select, if any; its replies are kept in OUT/judge.jsonl.
 
     Args:
       given: parsed flags; see `define_flags`.
       out: output folder.
       sizes: sampler sizes, used if the judge is a policy.
-
-    Returns:
-      The judge, or None if the flags select none.
 
     Raises:
       UsageError: if only one of --judge_url and --judge_model is set, or an endpoint and a policy.
@@ -59,22 +89,27 @@ def make_judge(given: Any, out: pathlib.Path, sizes: Sizes) -> Judge | None:
     return Judge(ask, prompt_sets.load("full").judge, model, cache_file=kept)
 
 
-def read_sizes(given: Any) -> Sizes:
+def read_sizes(given: Any) -> SamplerConfig:
     """Sampler sizes from the flags."""
-    return Sizes(given.kv_cache_tokens, given.slots, given.prefill_tokens)
+    names = ("kv_cache_tokens", "slots", "prefill_tokens")
+    return SamplerConfig(**{name: getattr(given, name) for name in names})
 
 
 def define_flags() -> None:
     """Define the flags of the judge and of the policies that are sampled."""
-    flags.DEFINE_string("judge_url", "", "A chat-completions address.")
-    flags.DEFINE_string("judge_model", "", "The model's name there.")
-    flags.DEFINE_string("judge_policy", "", "A policy's folder, for the judge.")
-    flags.DEFINE_integer("judge_max_tokens", 8192, "Cap of a judge's reply.")
-    flags.DEFINE_integer("judge_workers", 16, "Requests to the judge under way at once.")
-    flags.DEFINE_float("judge_rate", 0.0, "Requests to the judge a second; 0: any.")
-    flags.DEFINE_enum("dtype", "float32", list(weights.DTYPES), "Of policies' weights.")
+    flags.DEFINE_string("judge_url", "", "URL of the judge's OpenAI-compatible API.")
+    flags.DEFINE_string("judge_model", "", "Model name of the judge at --judge_url.")
+    flags.DEFINE_string("judge_policy", "", "Policy folder of a local judge.")
+    flags.DEFINE_integer("judge_max_tokens", 8192, "Maximum length of a judge's reply in tokens.")
+    flags.DEFINE_integer("judge_workers", 16, "Maximum number of concurrent requests to the judge.")
+    flags.DEFINE_float("judge_rate", 0.0, "Maximum requests to the judge per second; 0: no limit.")
+    flags.DEFINE_enum("dtype", "float32", list(weights.DTYPES), "Dtype of the policies' weights.")
     flags.DEFINE_integer(
-        "kv_cache_tokens", Sizes.kv_cache_tokens, "Of the pool, a part of the mesh."
+        "kv_cache_tokens",
+        SIZES.kv_cache_tokens,
+        "KV cache capacity in tokens per row shard of the mesh, besides one prompt and answer.",
     )
-    flags.DEFINE_integer("slots", Sizes.slots, "Answers sampled at once.")
-    flags.DEFINE_integer("prefill_tokens", Sizes.prefill_tokens, "Of prompts read at once.")
+    flags.DEFINE_integer("slots", SIZES.slots, "Maximum number of answers decoded at once.")
+    flags.DEFINE_integer(
+        "prefill_tokens", SIZES.prefill_tokens, "Maximum number of prompt tokens per prefill call."
+    )

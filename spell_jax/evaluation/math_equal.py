@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _WHOLE = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.0*)?")
 _IGNORED = re.compile(r"\s+|\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\$")
 _idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-_places = threading.Semaphore(WORKERS)
+_slots = threading.Semaphore(WORKERS)
 
 
 def check_installed() -> None:
@@ -47,14 +47,10 @@ def check_installed() -> None:
 
 @functools.lru_cache(maxsize=100_000)
 def equal(prediction: str, reference: str) -> bool:
-    """Whether an answer equals the reference; False if either cannot be parsed in time.
+    """Whether two answers are equal; False if either cannot be parsed in time.
 
-    Any string is accepted, and the call returns within seconds. Results are cached, because the
-    samples of a question often repeat an answer.
-
-    Args:
-      prediction: answer, as LaTeX without dollar signs or as a plain number.
-      reference: correct answer, in the same form.
+    Answers are LaTeX without dollar signs, or plain numbers. Any string is accepted, and the call
+    returns within seconds. Results are cached, because samples often repeat an answer.
 
     Raises:
       ImportError: if Math-Verify is not installed.
@@ -68,16 +64,13 @@ def equal(prediction: str, reference: str) -> bool:
     if ours == theirs:
         return True
     if _WHOLE.fullmatch(ours) and _WHOLE.fullmatch(theirs):
-        return _whole(ours) == _whole(theirs)
+        first, second = (int(one.partition(".")[0].replace(",", "")) for one in (ours, theirs))
+        return first == second
     return _ask(prediction, reference)
 
 
 def _plain(text: str) -> str:
     return _IGNORED.sub("", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
-
-
-def _whole(digits: str) -> int:
-    return int(digits.partition(".")[0].replace(",", ""))
 
 
 class _Worker:
@@ -114,13 +107,13 @@ class _Worker:
 
 
 def _ask(prediction: str, reference: str) -> bool:
-    with _places:
+    with _slots:
         worker, answer = _take(), None
         try:
             answer = worker.ask(prediction, reference)
         finally:
             if answer is None:
-                log.warning("not equal, as a worker ended over it: %r, %r", prediction, reference)
+                log.warning("not equal, because the worker died: %r, %r", prediction, reference)
                 worker.end()
             else:
                 _idle.put(worker)
@@ -129,14 +122,13 @@ def _ask(prediction: str, reference: str) -> bool:
 
 def _take() -> _Worker:
     """An idle worker that is still alive, else a new one."""
-    while not _idle.empty():
+    while True:
         try:
             worker = _idle.get_nowait()
-        except queue.Empty:  # another thread took it
-            break
+        except queue.Empty:
+            return _Worker()
         if worker.process.poll() is None:
             return worker
-    return _Worker()
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""A policy on disk with the project's own sampler: many prompts, G answers to each."""
+"""A policy folder with the project's own sampler: many prompts, G answers to each."""
 
 from __future__ import annotations
 
@@ -20,23 +20,9 @@ from spell_jax.sampler.requests import Options, Sample, SampleRequest
 
 log = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sampler sizes that depend on the machine's memory; see SamplerConfig.
-
-    Attributes:
-      kv_cache_tokens: tokens in the KV cache pool of each row shard of the mesh, in addition to the
-        longest prompt and answer.
-      slots: maximum number of answers decoded at once, over all devices.
-      prefill_tokens: maximum number of prompt tokens in one prefill call.
-      page_size: tokens per page of the KV cache.
-    """
-
-    kv_cache_tokens: int = 65_536
-    slots: int = 512
-    prefill_tokens: int = 8192
-    page_size: int = 128
+# Sizes that depend on the machine's memory. Here kv_cache_tokens counts the tokens per row shard of
+# the mesh, in addition to the longest prompt and answer. All lengths follow from the prompts.
+SIZES = SamplerConfig(kv_cache_tokens=65_536)
 
 
 class Policy:
@@ -47,7 +33,7 @@ class Policy:
         folder: str | pathlib.Path,
         dtype: str = "float32",
         thinking: bool | None = None,
-        sizes: Sizes | None = None,
+        sizes: SamplerConfig = SIZES,
     ):
         """Read the architecture and the tokenizer, but not the weights.
 
@@ -55,14 +41,14 @@ class Policy:
           folder: Hugging Face folder of the policy.
           dtype: dtype of the weights.
           thinking: thinking mode of the chat template; see `tokenizer.load`.
-          sizes: sampler sizes; None uses the defaults.
+          sizes: sampler sizes; see `SIZES`.
 
         Raises:
           FileNotFoundError, ValueError: see weights.identify.
         """
         self.folder = pathlib.Path(folder)
         self.config, self.tokenizer = weights.identify(folder, thinking)
-        self.sizes = sizes or Sizes()
+        self.sizes = sizes
         self._dtype = dtype
         self._params: transformer.Params | None = None
 
@@ -74,7 +60,7 @@ class Policy:
         """Free the weights."""
         self._params = None
 
-    def draw(
+    def sample(
         self,
         prompts: Sequence[np.ndarray],
         group: int,
@@ -99,22 +85,22 @@ class Policy:
         Raises:
           ValueError: if the longest prompt and answer exceed the policy's context.
         """
-        places = range(len(prompts)) if wanted is None else wanted
-        if not places:
+        indices = range(len(prompts)) if wanted is None else wanted
+        if not indices:
             return
         mesh, sizes = meshes.make_mesh(), self.sizes
         shards, lengths = meshes.row_shards(mesh), [len(prompt) for prompt in prompts]
         longest, cap = max(lengths), max(one.max_tokens for one in options)
         self.config.check_length(longest + cap)
         room = longest + cap + 2 * sizes.page_size
-        config = SamplerConfig(
+        config = dataclasses.replace(
+            sizes,
             max_tokens=cap,
             max_verdict_tokens=1,
             max_prompt=longest,
-            page_size=sizes.page_size,
             kv_cache_tokens=shards * (sizes.kv_cache_tokens + room),
             slots=min(sizes.slots, group * len(prompts)),
-            samples_per_prompt_batch=min(8, group),
+            samples_per_prompt_batch=min(sizes.samples_per_prompt_batch, group),
             prefill_tokens=min(sizes.prefill_tokens, shards * sum(lengths)),
         )
         stream = self.tokenizer.stream
@@ -123,10 +109,8 @@ class Policy:
             _, self._params = weights.load(self.folder, mesh, self._dtype)
         session = sampler.start_session(self._params)
         tickets = {
-            session.submit(
-                SampleRequest(cast(Any, prompts[place]), group, keys[place], options[place])
-            ): place
-            for place in places
+            session.submit(SampleRequest(cast(Any, prompts[i]), group, keys[i], options[i])): i
+            for i in indices
         }
         for ticket, samples in session.results():
             yield tickets[ticket], samples
@@ -144,30 +128,32 @@ class Policy:
           options: sampling options of all prompts.
 
         Yields:
-          (index of the prompt, reply text), in order of completion. The reply is None if the prompt
-          does not fit into the context.
+          (index of the prompt, reply text). The reply is None if the prompt does not fit into the
+          context; these come first, the others in order of completion.
         """
-        room = self.config.max_positions - options.max_tokens
-        ids = [np.array(self.tokenizer.chat(prompt), np.int32) for prompt in prompts]
-        fitting = [place for place, one in enumerate(ids) if len(one) <= room]
-        for place in sorted(set(range(len(ids))) - set(fitting)):
+        ids, fitting = self.fit(prompts, options.max_tokens)
+        for place in sorted(set(range(len(prompts))) - set(fitting)):
             yield place, None
-        asked = [ids[place] for place in fitting]
-        for at, (sample,) in self.draw(asked, 1, keys[fitting], [options] * len(asked)):
+        for at, (sample,) in self.sample(ids, 1, keys[fitting], [options] * len(ids)):
             yield fitting[at], self.tokenizer.decode(sample.content)
         self.release()
 
+    def fit(self, prompts: Sequence[str], max_tokens: int) -> tuple[list[np.ndarray], list[int]]:
+        """Tokenize prompts; keep those that leave room for `max_tokens` in the context.
+
+        Returns:
+          (token ids int32 [P] of the kept prompts, their indices among all prompts).
+        """
+        room = self.config.max_positions - max_tokens
+        ids = enumerate(np.array(self.tokenizer.chat(prompt), np.int32) for prompt in prompts)
+        fitting = {place: one for place, one in ids if len(one) <= room}
+        return list(fitting.values()), list(fitting)
+
 
 def check_room(policy: Policy, max_tokens: int, name: str) -> None:
-    """Check that replies of `max_tokens` leave room for a prompt in the policy's context.
+    """Raise ValueError if replies of `max_tokens` leave no room for a prompt in the context.
 
-    Args:
-      policy: policy that replies.
-      max_tokens: maximum reply length in tokens.
-      name: role of the policy, for the error message.
-
-    Raises:
-      ValueError: if they leave no room.
+    `name` is the role of the policy, for the error message.
     """
     positions = policy.config.max_positions
     if not 0 < max_tokens < positions:
@@ -175,30 +161,3 @@ def check_room(policy: Policy, max_tokens: int, name: str) -> None:
             f"{name}_max_tokens = {max_tokens}: must leave room for a prompt in the "
             f"{name}'s max_position_embeddings = {positions}"
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class PolicyJudge:
-    """A policy of our own as the judge, with greedy replies.
-
-    All processes must call it together. The prompts of process 0 count, and every process gets the
-    replies.
-
-    Attributes:
-      policy: policy that replies.
-      max_tokens: maximum reply length in tokens.
-    """
-
-    policy: Policy
-    max_tokens: int
-
-    def __post_init__(self):
-        check_room(self.policy, self.max_tokens, "judge")
-
-    def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-        """Yield (prompt, reply); the reply is None if the prompt does not fit. See judge.Ask."""
-        prompts = distributed.broadcast(lambda: list(prompts))
-        keys = np.zeros((len(prompts), 2), np.uint32)  # unused: decoding is greedy
-        options = Options(temperature=0.0, max_tokens=self.max_tokens)
-        for place, reply in self.policy.reply(prompts, keys, options):
-            yield prompts[place], reply

@@ -14,14 +14,12 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-T = TypeVar("T")
-
-DRAWS = 2000  # bootstrap samples: the ends of an interval are accurate to about 3 % of its width
-TAILS = (2.5, 97.5)  # percentiles at the ends of the interval
+BOOTSTRAP_SAMPLES = 2000  # the ends of an interval are accurate to about 3 % of its width
+INTERVAL = (2.5, 97.5)  # percentiles at the ends of an interval
 ATTEMPTS = (1, 2, 4, 8)  # k of pass@k, at most the number of samples
 
 Columns = Mapping[str, Sequence[str]]  # title -> benchmarks that the column averages
@@ -68,28 +66,23 @@ class Estimate:
 
     Attributes:
       value: mean over the questions.
-      draws: means over bootstrap samples of the questions, float [DRAWS].
+      resampled: means over bootstrap samples of the questions, float [BOOTSTRAP_SAMPLES].
     """
 
     value: float
-    draws: np.ndarray
+    resampled: np.ndarray
 
     def record(self) -> dict[str, float]:
         """The mean and its 95 % interval, as {"mean", "low", "high"}."""
-        low, high = np.percentile(self.draws, TAILS).tolist()
+        low, high = np.percentile(self.resampled, INTERVAL).tolist()
         return {"mean": self.value, "low": low, "high": high}
 
 
 def estimate(values: Sequence[float], name: str, seed: int) -> Estimate:
     """Mean of one value per question, with its bootstrap distribution.
 
-    Every run resamples the same questions of a benchmark of the same name and size, so that the
-    intervals of two policies differ by their answers alone.
-
-    Args:
-      values: one value per question.
-      name: benchmark name; it is part of the bootstrap seed.
-      seed: bootstrap seed.
+    The bootstrap is seeded by the seed and the benchmark's name: every run resamples the same
+    questions, so that the intervals of two policies differ by their answers alone.
 
     Raises:
       ValueError: if there are no values.
@@ -97,15 +90,16 @@ def estimate(values: Sequence[float], name: str, seed: int) -> Estimate:
     if not values:
         raise ValueError(f"{name}: has no questions")
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    draws = rng.integers(len(values), size=(DRAWS, len(values)))
-    return Estimate(math.fsum(values) / len(values), np.asarray(values, float)[draws].mean(axis=1))
+    chosen = rng.integers(len(values), size=(BOOTSTRAP_SAMPLES, len(values)))
+    resampled = np.asarray(values, float)[chosen].mean(axis=1)
+    return Estimate(math.fsum(values) / len(values), resampled)
 
 
 def mean(estimates: Iterable[Estimate]) -> Estimate:
     """Unweighted mean of independent estimates, at least one."""
     some = list(estimates)
     value = math.fsum(one.value for one in some) / len(some)
-    return Estimate(value, np.mean([one.draws for one in some], axis=0))
+    return Estimate(value, np.mean([one.resampled for one in some], axis=0))
 
 
 def columns(names: Iterable[str], shared: Columns) -> dict[str, Sequence[str]]:
@@ -114,10 +108,10 @@ def columns(names: Iterable[str], shared: Columns) -> dict[str, Sequence[str]]:
     A shared column is used only if all its benchmarks are present. It takes the position of the
     first of them.
     """
-    there = list(names)
-    whole = {title: some for title, some in shared.items() if set(some) <= set(there)}
-    title_of = {name: title for title, some in whole.items() for name in some}
-    return {title_of.get(name, name): whole.get(title_of.get(name, ""), (name,)) for name in there}
+    names = list(names)
+    complete = {title: some for title, some in shared.items() if set(some) <= set(names)}
+    title_of = {name: title for title, some in complete.items() for name in some}
+    return {title_of.get(n, n): complete.get(title_of.get(n, ""), (n,)) for n in names}
 
 
 def aggregate(
@@ -141,11 +135,8 @@ def aggregate(
         raise ValueError("benchmarks = (): must name one at least")
     samples = min((len(one) for some in scores.values() for one in some), default=0)
     made: dict[str, Any] = {"benchmarks": {}, "columns": {}, "average": {}, "task_mean": {}}
-    for k, kind in kinds(samples):
-        by_name = {
-            name: estimate([best_of(one, k) for one in some], name, seed)
-            for name, some in scores.items()
-        }
+    for kind, k in _pass_at(samples).items():
+        by_name = {name: _estimate_best(some, k, name, seed) for name, some in scores.items()}
         by_column = {
             title: mean(by_name[name] for name in members)
             for title, members in columns(scores, shared).items()
@@ -156,6 +147,15 @@ def aggregate(
         made["average"][kind] = mean(by_column.values()).record()
         made["task_mean"][kind] = mean(by_name.values()).record()
     return made
+
+
+def _pass_at(samples: int) -> dict[str, int]:
+    """ "pass@k" -> k, for each k that this number of samples allows."""
+    return {f"pass@{k}": k for k in ATTEMPTS if k <= max(1, samples)}
+
+
+def _estimate_best(scores: Sequence[Sequence[float]], k: int, name: str, seed: int) -> Estimate:
+    return estimate([best_of(one, k) for one in scores], name, seed)
 
 
 def summarize(
@@ -182,60 +182,51 @@ def summarize(
     """
     made = []
     for limit in limits:
-        by_name = {
-            name: [r for r in rows if (r["max_input"], r["benchmark"]) == (limit, name)]
-            for name in names
-        }
-        scores = {
-            name: [[row["final"] for row in group] for group in _batches(some, samples)]
-            for name, some in by_name.items()
-        }
+        groups: dict[str, list[Sequence[Mapping[str, Any]]]] = {name: [] for name in names}
+        kept = [row for row in rows if row["max_input"] == limit and row["benchmark"] in groups]
+        for i in range(0, len(kept), samples):
+            groups[kept[i]["benchmark"]].append(kept[i : i + samples])
+        scores = {name: [_finals(group) for group in some] for name, some in groups.items()}
         found = aggregate(scores, shared, seed)
-        for name, some in by_name.items():
-            found["benchmarks"][name] |= _counts(some, samples)
+        for name, some in groups.items():
+            found["benchmarks"][name] |= _counts(some)
             if parts := _parts(some, samples, name, seed):
                 found["benchmarks"][name]["by"] = parts
         made.append({"max_input": limit} | found)
     return made
 
 
+def _finals(group: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [row["final"] for row in group]
+
+
 def _parts(
-    rows: Sequence[Mapping[str, Any]], samples: int, name: str, seed: int
+    groups: Sequence[Sequence[Mapping[str, Any]]], samples: int, name: str, seed: int
 ) -> list[dict[str, Any]]:
     """Means over the questions with equal breakdown fields ("by")."""
     scores: dict[tuple[Any, ...], list[list[float]]] = {}
-    for group in _batches(rows, samples):
+    for group in groups:
         if "by" in group[0]:
-            values = tuple(group[0]["by"].items())
-            scores.setdefault(values, []).append([row["final"] for row in group])
-    return [
-        {**dict(values), "questions": len(some)}
-        | {
-            kind: estimate([best_of(one, k) for one in some], name, seed).record()
-            for k, kind in kinds(samples)
-        }
-        for values, some in sorted(scores.items(), key=lambda pair: [v for _, v in pair[0]])
-    ]
+            scores.setdefault(tuple(group[0]["by"].items()), []).append(_finals(group))
+    parts = []
+    for fields, some in sorted(scores.items(), key=lambda pair: [value for _, value in pair[0]]):
+        part = {**dict(fields), "questions": len(some)}
+        for kind, k in _pass_at(samples).items():
+            part[kind] = _estimate_best(some, k, name, seed).record()
+        parts.append(part)
+    return parts
 
 
-def kinds(samples: int) -> list[tuple[int, str]]:
-    """(k, "pass@k") for each k that this number of samples allows."""
-    return [(k, f"pass@{k}") for k in ATTEMPTS if k <= max(1, samples)]
-
-
-def _batches(rows: Sequence[T], size: int) -> list[Sequence[T]]:
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
-
-
-def _counts(rows: Sequence[Mapping[str, Any]], samples: int) -> dict[str, Any]:
+def _counts(groups: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """Further statistics of a benchmark: counts, and means over its samples."""
+    rows = [row for group in groups for row in group]
 
     def share(values: Iterable[float]) -> float:
         return sum(values) / len(rows)
 
     verdicts = [row["judge"] for row in rows if row["judge"] is not None]
     return {
-        "questions": len(rows) // samples,
+        "questions": len(groups),
         "rule": share(row["rule"] for row in rows),
         "judged": len(verdicts),
         "malformed": verdicts.count("malformed"),

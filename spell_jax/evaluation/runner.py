@@ -1,7 +1,7 @@
 """One evaluation of a policy on public benchmarks: check, sample, score, judge, write.
 
-1. Each prompt limit, benchmark and question is a place. Its samples are appended to samples.jsonl
-   when all of them are there, so a restarted evaluation skips it.
+1. The G samples of a question at a prompt limit are appended to samples.jsonl when all of them
+   exist, so a restarted evaluation skips the question.
 2. Scores and the judge's verdicts are computed at the end, for rows of earlier starts too.
 3. config.json in the output folder describes the evaluation; another one needs another folder.
 """
@@ -12,25 +12,25 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from absl import app
 
 from spell_jax.evaluation import answering, figures, protocol
-from spell_jax.evaluation.answering import Place, Row, Sampling
+from spell_jax.evaluation.answering import QuestionKey, Row, Sampling
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.evaluation.benchmarks.base import Benchmark
-from spell_jax.evaluation.policy_sampler import Policy, Sizes
+from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import distributed, entry, fault_injection, setup
 from spell_jax.runtime.jsonl import append_records, write_json, write_lines, write_records
+from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay.judge import Judge
 
-SAMPLES, SUMMARY, TABLE = "samples.jsonl", "summary.json", "table.md"
-PLOTS = "plots"
+SAMPLES, SUMMARY, TABLE, PLOTS = "samples.jsonl", "summary.json", "table.md", "plots"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class EvaluationConfig:
         for name in ("benchmarks", "max_input"):
             given = getattr(self, name)
             if not given or len(set(given)) < len(given):
-                raise ValueError(f"{name} = {given}: must name one at least, and each once")
+                raise ValueError(f"{name} = {given}: must have at least one entry, each once")
         if self.limit < 0:
             raise ValueError(f"limit = {self.limit}: must be 0 (all) or more")
         if min(self.max_input) < 1:
@@ -91,11 +91,11 @@ def from_flags(given: Any) -> EvaluationConfig:
     """Makes the config from the flags of spell_jax/evaluate.py.
 
     Raises:
-      UsageError: if the policy is not given once, or --max_input is not a list of numbers.
+      UsageError: if not exactly one flag names the policy, or --max_input has no numbers.
       ValueError: if a flag is out of range.
     """
     if bool(given.workdir) == bool(given.policy):
-        raise app.UsageError("--workdir or --policy: one of them must say which policy is asked")
+        raise app.UsageError("--workdir or --policy: exactly one of them must name the policy")
     if not all(map(str.isdecimal, given.max_input)):
         raise app.UsageError(f"--max_input = {given.max_input}: must be numbers of tokens")
     return EvaluationConfig(
@@ -115,7 +115,7 @@ def run(
     out: str | os.PathLike[str],
     name: str,
     judge: Judge | None = None,
-    sizes: Sizes | None = None,
+    sizes: SamplerConfig = SIZES,
     compare: Sequence[str | os.PathLike[str]] = (),
 ) -> dict[str, Any]:
     """Evaluates a policy; all processes call it together.
@@ -125,7 +125,7 @@ def run(
       out: local output folder, made if missing; only process 0 reads and writes there.
       name: name of the policy in the table.
       judge: judge of answers with a rule score below 1; None uses the rule alone.
-      sizes: sizes of the sampler.
+      sizes: sampler sizes; see policy_sampler.SIZES.
       compare: output folders of other evaluations, whose rows are added to the table.
 
     Returns:
@@ -139,73 +139,51 @@ def run(
     out = pathlib.Path(out)
     policy = Policy(config.policy, config.dtype, tokenizers.THINKING[config.thinking], sizes)
     benchmarks = config.load(policy.tokenizer)
-    wanted = dataclasses.asdict(config) | {
+    description = dataclasses.asdict(config) | {
         "weights": policy.fingerprint(),
         "questions": {one.name: answering.fingerprint(one) for one in benchmarks},
     }
-    rows: dict[Place, list[Row]] = {}  # on process 0
+    rows: dict[QuestionKey, list[Row]] = {}  # on process 0
+    others: list[dict[str, Any]] = []  # on process 0
 
-    def resume() -> list[Place]:
-        for folder in compare:
-            json.loads((pathlib.Path(folder) / SUMMARY).read_text())  # fails now, not after hours
+    def resume() -> list[QuestionKey]:
+        others.extend(json.loads((pathlib.Path(one) / SUMMARY).read_text()) for one in compare)
         out.mkdir(parents=True, exist_ok=True)
-        setup.check_same(out / setup.CONFIG_FILE, wanted, "an evaluation")
+        setup.check_same(out / setup.CONFIG_FILE, description, "an evaluation")
         rows.update(answering.read_finished(out / SAMPLES, config.sampling.samples))
         return list(rows)
 
-    done = {tuple(place) for place in distributed.broadcast(resume)}
+    done = {tuple(key) for key in distributed.broadcast(resume)}
     questions = answering.tokenize(policy, benchmarks, max(config.max_input))
     answering.check_context(config.sampling, policy, questions)
     entry.setup_done()
     for limit in config.max_input:
-        for place, new in answering.draw(config.sampling, policy, questions, limit, done):
+        sampled = answering.sample_answers(config.sampling, policy, questions, limit, done)
+        for key, new in sampled:
             if jax.process_index() == 0:
                 append_records(out / SAMPLES, new)
-                rows[place] = new
+                rows[key] = new
                 fault_injection.point("sampled")
     policy.release()
-    finals = _score(config, questions, rows, judge)
+    asked = [(one, one.key(limit)) for limit in config.max_input for one in questions]
+    answered = [(one, row) for one, key in asked for row in rows.get(key, ())]
+    distributed.broadcast(lambda: answering.score(answered))
+    answering.ask_judge(answered, judge)
 
     def finish() -> dict[str, Any]:
-        summary = _summarize(config, name, benchmarks, finals, judge.model if judge else None)
-        others = [json.loads((pathlib.Path(one) / SUMMARY).read_text()) for one in compare]
-        write_records(out / SAMPLES, finals)
+        final = [row for _, row in answered]
+        summary = _summarize(config, name, benchmarks, final, judge.model if judge else None)
+        write_records(out / SAMPLES, final)
         write_json(out / SUMMARY, summary)
         write_lines(out / TABLE, [protocol.table([summary, *others])])
-        _draw(out / PLOTS, benchmarks, summary)
+        (out / PLOTS).mkdir(exist_ok=True)
+        for one in benchmarks:
+            if one.by:
+                parts = {r["max_input"]: r["benchmarks"][one.name]["by"] for r in summary["rows"]}
+                figures.plot_breakdown(out / PLOTS / f"{one.name}.png", one.title, parts)
         return summary
 
     return distributed.broadcast(finish)
-
-
-def _score(
-    config: EvaluationConfig,
-    questions: Sequence[answering.Question],
-    rows: Mapping[Place, Sequence[Row]],
-    judge: Judge | None,
-) -> list[Row]:
-    """Scores the rows of process 0 by rule and judge; returns them in the order of the places."""
-    ordered: list[tuple[answering.Question, Row]] = []
-
-    def score() -> None:
-        for limit in config.max_input:
-            for one in questions:
-                for row in rows.get((limit, one.benchmark.name, one.item.id), ()):
-                    ordered.append((one, row))
-                    answering.score(one, row)
-
-    distributed.broadcast(score)
-    answering.ask_judge(ordered, judge)
-    return [row for _, row in ordered]
-
-
-def _draw(folder: pathlib.Path, benchmarks: Sequence[Benchmark], summary: Mapping) -> None:
-    """Draws the benchmarks with a breakdown by fields of their questions."""
-    folder.mkdir(exist_ok=True)
-    for one in benchmarks:
-        if one.by:
-            found = {row["max_input"]: row["benchmarks"][one.name]["by"] for row in summary["rows"]}
-            figures.draw(folder / f"{one.name}.png", one.title, found)
 
 
 def _summarize(
@@ -216,14 +194,14 @@ def _summarize(
     judge: str | None,
 ) -> dict[str, Any]:
     """Returns the content of summary.json."""
-    names, samples = [one.name for one in benchmarks], config.sampling.samples
+    names, sampling = [one.name for one in benchmarks], config.sampling
     return {
         "policy": name,
         "judge": judge,
         "limit": config.limit,
-        **dataclasses.asdict(config.sampling),
+        **dataclasses.asdict(sampling),
         "titles": {one.name: one.title for one in benchmarks},
         "rows": protocol.summarize(
-            rows, names, config.max_input, samples, registry.COLUMNS, config.sampling.seed
+            rows, names, config.max_input, sampling.samples, registry.COLUMNS, sampling.seed
         ),
     }

@@ -32,7 +32,7 @@ class Parrot:
         self.config = PolicyConfig(WORDS.vocab_size, 8, 1, 1, 1, 8, 8, max_positions=64)
         self.asked: list[tuple] = []
 
-    def draw(self, prompts, group, keys, options, wanted):
+    def sample(self, prompts, group, keys, options, wanted):
         for place in wanted:
             self.asked.append((tuple(prompts[place]), tuple(keys[place].tolist()), options[place]))
             tokens = [int(prompts[place][0])]
@@ -51,7 +51,9 @@ def made(names=("text", "number"), limits=(24, 40), sampling=None, done=()) -> P
     policy = Parrot()
     questions = answering.tokenize(policy, list(map(load, names)), max(limits))
     for limit in limits:
-        answered = answering.draw(sampling or Sampling(2), policy, questions, limit, set(done))
+        answered = answering.sample_answers(
+            sampling or Sampling(2), policy, questions, limit, set(done)
+        )
         policy.rows = [row for _, rows in answered for row in rows]
     return policy
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from spell_jax.evaluation import figures as pictures
+from spell_jax.evaluation import figures
 
 
 def part(mean: float, **fields) -> dict:
@@ -21,15 +21,15 @@ def part(mean: float, **fields) -> dict:
 @pytest.fixture
 def saved(monkeypatch) -> list[Figure]:
     """The figures that are saved."""
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: figures.append(self))
-    return figures
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: saved.append(self))
+    return saved
 
 
 def test_two_fields_are_a_heat_map(saved, tmp_path):
     parts = [part(0.1, length=10, depth=0.0), part(0.2, length=2000, depth=0.0)]
     parts += [part(0.3, length=2000, depth=0.5)]
-    pictures.draw(tmp_path / "a.png", "needle", {16: parts, 1024: parts[:1]})
+    figures.plot_breakdown(tmp_path / "a.png", "needle", {16: parts, 1024: parts[:1]})
     first, second = [axes for axes in saved[0].axes if axes.images]
     assert np.array_equal(first.images[0].get_array().filled(-1), [[0.1, 0.2], [-1, 0.3]])
     assert first.images[0].get_clim() == (0, 1)
@@ -44,7 +44,7 @@ def test_two_fields_are_a_heat_map(saved, tmp_path):
 
 def test_one_field_is_a_line_with_a_band(saved, tmp_path):
     parts = [part(0.2, step=3), part(0.5, step=9)]
-    pictures.draw(tmp_path / "a.png", "own questions", {16: parts})
+    figures.plot_breakdown(tmp_path / "a.png", "own questions", {16: parts})
     (axes,) = saved[0].axes
     assert axes.lines[0].get_xydata().tolist() == [[3, 0.2], [9, 0.5]]
     (band,) = axes.collections

@@ -110,7 +110,7 @@ def test_intervals():
     assert found == protocol.estimate(values, "frames", 0).record()
     assert found != protocol.estimate(values, "frames", 1).record()
     other = protocol.estimate(values, "docmath", 0)
-    assert np.any(other.draws != protocol.estimate(values, "frames", 0).draws)
+    assert np.any(other.resampled != protocol.estimate(values, "frames", 0).resampled)
     both = protocol.mean([protocol.estimate(values, "frames", 0), other]).record()
     width = both["high"] - both["low"]  # of two independent ones: narrower by the root of 2
     assert width == pytest.approx(2 * half / math.sqrt(2), rel=0.1)

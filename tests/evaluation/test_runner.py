@@ -19,7 +19,8 @@ import pytest
 from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation import policy_sampler, protocol, runner
 from spell_jax.evaluation.answering import Sampling
-from spell_jax.evaluation.policy_sampler import Policy, PolicyJudge
+from spell_jax.evaluation.judge import PolicyJudge
+from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.runtime import fault_injection
@@ -341,7 +342,7 @@ def test_shapes_are_those_of_all_prompts(policy, monkeypatch):
     options = [Options(max_tokens=cap) for cap in (2, 7, 4)]
     for wanted in (None, [0], [2, 1]):
         with pytest.raises(InterruptedError):
-            next(Policy(policy, sizes=evaluating.SIZES).draw(prompts, 2, None, options, wanted))
+            next(Policy(policy, sizes=evaluating.SIZES).sample(prompts, 2, None, options, wanted))
     assert configs == [configs[0]] * 3
     assert (configs[0].max_prompt, configs[0].max_tokens, configs[0].slots) == (30, 7, 6)
 

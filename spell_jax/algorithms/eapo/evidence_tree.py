@@ -223,7 +223,7 @@ class Tree:
         options = Options(**self.sampling, stop_strings=(end,))
         ids = [np.array(prompt, np.int32) for prompt in prompts]
         keys = np.array([node.key for node in nodes], np.uint32).reshape(-1, 2)
-        sampled = self.policy.draw(ids, width, keys, [options] * len(ids))
+        sampled = self.policy.sample(ids, width, keys, [options] * len(ids))
         return [(nodes[place], samples) for place, samples in sampled]
 
     def _branch(self, before: list[int], sample: Sample, end: str, sections: int) -> Branch:

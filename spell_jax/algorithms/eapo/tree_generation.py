@@ -3,56 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from absl import app
 
 from spell_jax.algorithms.eapo import evidence_tree
-from spell_jax.algorithms.eapo.evidence_tree import Record
 from spell_jax.evaluation import generation
-from spell_jax.evaluation.policy_sampler import Policy, PolicyJudge
+from spell_jax.evaluation.judge import PolicyJudge
+from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy.embedder import Embedder
 from spell_jax.runtime import distributed, entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.selfplay.judge import JUDGE_KEY, Ask, Endpoint, JudgeConfig
-from spell_jax.selfplay.prompts import Prompts
 
 EMBED_TOKENS = 8192  # tokens of a batch of texts to embed
 
 
 def run(given: Any) -> None:
-    """Answers the questions of --prompts with trees and writes --out; see generation.run."""
-    generation.run(given, evidence_tree.make_prompt, prepare)
-
-
-def prepare(policy: Policy, prompts: Prompts, given: Any, sampling: Record) -> generation.Answer:
-    """Makes the tree that the flags describe.
-
-    Args:
-      policy: policy that answers.
-      prompts: wording of its prompts.
-      given: parsed flags of spell_jax/generate.py.
-      sampling: sampling options of each half of an answer, evidence and reasoning.
-
-    Returns:
-      A function from requests, prompts and seed to lines of the output.
+    """Answers the questions of --prompts with trees and writes --out.
 
     Raises:
       UsageError: if flags do not go together.
-      FileNotFoundError, ValueError: if a flag is out of range, or a folder is missing or damaged.
+      FileNotFoundError, ValueError: if a file or folder is missing or damaged, or a flag is out of
+        range.
     """
+    policy, prompts, sampling = generation.load(given)
     config = evidence_tree.TreeConfig(given.width, given.evidence_by, given.reasoning_by)
     by = config.evidence_by, config.reasoning_by
     judge = make_judge(given, policy) if "judge" in by else None
     embed = make_embed(given) if "similarity" in by else None
     tree = evidence_tree.Tree(policy, config, prompts, sampling, judge, embed)
-
-    def answer(records: Sequence[Record], texts: Sequence[str], seed: int) -> list[Record]:
-        entry.setup_done()
-        return tree.answer(records, texts, seed)
-
-    return answer
+    requests = generation.read_requests(given.prompts, prompts, evidence_tree.make_prompt)
+    entry.setup_done()
+    generation.write(given, tree.answer(*requests, given.seed))
 
 
 def make_judge(given: Any, policy: Policy) -> Ask:

@@ -47,13 +47,14 @@ from spell_jax.data.clusters import GROUPINGS, LETTERS, TASKS, Cluster
 from spell_jax.data.questions import Question, as_record
 from spell_jax.data.stream import TaskStream
 from spell_jax.evaluation import judge as judging
-from spell_jax.evaluation.policy_sampler import Policy, Sizes, check_room
+from spell_jax.evaluation.policy_sampler import Policy, check_room
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime import distributed, entry, fault_injection
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.jsonl import append_records, read_records, write_json
+from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import parsing, rules
@@ -398,7 +399,7 @@ def _line(attempt: Attempt) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------- Command line
 
 
-def make_teacher(given: Any, out: pathlib.Path, sizes: Sizes) -> Teacher:
+def make_teacher(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Teacher:
     """Create the teacher selected on the command line.
 
     Raises:

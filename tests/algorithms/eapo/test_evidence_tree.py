@@ -44,7 +44,7 @@ class Scripted:
             chat=lambda text: list(text.encode()), decode=lambda ids: bytes(ids).decode()
         )
 
-    def draw(self, ids, width: int, keys: np.ndarray, options: Sequence[Options]):
+    def sample(self, ids, width: int, keys: np.ndarray, options: Sequence[Options]):
         if not ids:
             return
         (end,) = options[0].stop_strings

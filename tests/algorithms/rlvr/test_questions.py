@@ -21,9 +21,10 @@ from spell_jax.algorithms.rlvr.questions import PolicyTeacher, Settings, Teacher
 from spell_jax.data.clusters import TASKS, Cluster, in_memory
 from spell_jax.data.questions import read_questions
 from spell_jax.data.stream import TaskStream
-from spell_jax.evaluation.policy_sampler import Policy, Sizes
+from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime import fault_injection
+from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.judge import Endpoint, Judge, JudgeConfig
@@ -376,7 +377,7 @@ def test_a_judge_goes_with_its_agreement(tmp_path):
 @pytest.mark.slow
 def test_a_policys_replies_depend_on_attempt_and_turn_alone(tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
-    sizes = Sizes(kv_cache_tokens=512, slots=8, prefill_tokens=128, page_size=16)
+    sizes = SamplerConfig(kv_cache_tokens=512, slots=8, prefill_tokens=128, page_size=16)
     policy = Policy(noise.save_policy(tmp_path / "noise"), sizes=sizes)
     ask = PolicyTeacher(policy, Options(1.0, max_tokens=6), 0)
     prompts = ["- Arvo Oslo 34 12 Bela\nask general"] * 4
@@ -500,7 +501,7 @@ def flags_given(tmp_path: pathlib.Path, **changes):
 )
 def test_mistakes_of_the_teacher_are_named(tmp_path, changes, error):
     with pytest.raises(Exception, match=error):
-        rlvr_questions.make_teacher(flags_given(tmp_path, **changes), tmp_path, Sizes())
+        rlvr_questions.make_teacher(flags_given(tmp_path, **changes), tmp_path, SIZES)
 
 
 @pytest.mark.parametrize(
