@@ -55,7 +55,8 @@ def _plot_line(axes: Axes, parts: Sequence[Mapping[str, Any]], field: str) -> No
     axes.set_ylim(-0.02, 1.02)
     axes.grid(alpha=0.3)
     # Difficulty is the quantity of the paper's Figure 4.
-    other = axes.secondary_yaxis("right", functions=(functools.partial(np.subtract, 1),) * 2)
+    one_minus = functools.partial(np.subtract, 1)
+    other = axes.secondary_yaxis("right", functions=(one_minus, one_minus))
     other.set_ylabel(f"difficulty, 1 - {METRIC}", fontsize=8)
     other.tick_params(labelsize=7)
 

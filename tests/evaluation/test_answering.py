@@ -51,10 +51,8 @@ def made(names=("text", "number"), limits=(24, 40), sampling=None, done=()) -> P
     policy = Parrot()
     questions = answering.tokenize(policy, list(map(load, names)), max(limits))
     for limit in limits:
-        answered = answering.sample_answers(
-            sampling or Sampling(2), policy, questions, limit, set(done)
-        )
-        policy.rows = [row for _, rows in answered for row in rows]
+        given = sampling or Sampling(2), policy, questions, limit, set(done)
+        policy.rows = [row for _, rows in answering.sample_answers(*given) for row in rows]
     return policy
 
 
@@ -146,8 +144,7 @@ def scored(judged: bool, by_item: bool = True, texts=("yes", "no", "")) -> list[
     )
     question = Question(benchmark, item, np.zeros(1, np.int32), 1)
     ordered = [(question, {"text": text, "rule": 9.0, "final": 9.0}) for text in texts]
-    for pair in ordered:
-        answering.score(*pair)
+    answering.score(ordered)
     return ordered
 
 
