@@ -71,20 +71,13 @@ class EvaluationConfig:
             raise ValueError(f"max_input = {self.max_input}: must be at least 1")
 
     def load(self, tokenizer: Tokenizer) -> list[Benchmark]:
-        """Reads the benchmarks for a policy with this tokenizer, on every process.
-
-        Raises:
-          FileNotFoundError, ValueError: see registry.load.
-          ValueError: if a benchmark has no questions, or two with one id.
-        """
-        found = []
-        for name in self.benchmarks:
-            folder = registry.find_folder(name, self.data)
-            found.append(registry.load(name, folder, self.limit or None, tokenizer))
-            ids = [item.id for item in found[-1].items]
-            if not ids or len(set(ids)) < len(ids):
-                raise ValueError(f"{name}: must have questions, and each an id of its own")
-        return found
+        """Reads the benchmarks for a policy with this tokenizer; raises as registry.load."""
+        folders = [registry.find_folder(name, self.data) for name in self.benchmarks]
+        limit = self.limit or None
+        return [
+            registry.load(name, folder, limit, tokenizer)
+            for name, folder in zip(self.benchmarks, folders, strict=True)
+        ]
 
 
 def from_flags(given: Any) -> EvaluationConfig:

@@ -43,7 +43,7 @@ class Benchmark:
       extract: (sample text, item) -> stated answer, or None; accepts any text.
       score: (sample text, item) -> rule score in [0, 1]; accepts any text, in linear time.
       judged: whether a judge is asked about answers with a rule score below 1.
-      max_tokens: default maximum answer length in tokens.
+      max_tokens: default maximum answer length in tokens (paper Appendix E.2, F.2, F.3: 4096).
       by: one or two item fields; scores are also averaged separately for each of their values.
     """
 
@@ -52,6 +52,6 @@ class Benchmark:
     items: tuple[Item, ...]
     extract: Callable[[str, Item], str | None]
     score: Callable[[str, Item], float]
-    judged: bool
-    max_tokens: int
+    judged: bool = False
+    max_tokens: int = 4096
     by: tuple[str, ...] = ()

@@ -31,24 +31,11 @@ _ANNOTATION = re.compile(r"\[[^\[\]:]*:+([^\[\]]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
-class Labeled:
-    """Labeled texts of a dataset.
-
-    Attributes:
-      train: (text, label) pairs for the examples in prompts.
-      test: (text, label) pairs for the questions.
-    """
-
-    train: Sequence[tuple[str, str]]
-    test: Sequence[tuple[str, str]]
-
-
-@dataclasses.dataclass(frozen=True)
 class Task:
     """Reader and published sizes of a dataset.
 
     Attributes:
-      reader: folder -> labeled texts.
+      reader: folder -> pairs for the examples in prompts, pairs for the questions.
       train: number of training texts.
       test: number of test texts.
       labels: number of labels.
@@ -56,37 +43,37 @@ class Task:
         configs/icl_short.yaml and icl.yaml.
     """
 
-    reader: Callable[[Folder], Labeled]
+    reader: Callable[[Folder], tuple[Pairs, Pairs]]
     train: int
     test: int
     labels: int
     shots: tuple[int, int, int, int, int]
 
 
-def read(task: str, folder: Folder, whole: bool) -> Labeled:
-    """Read the labeled texts of a dataset.
+def read(task: str, folder: Folder, complete: bool) -> tuple[Pairs, Pairs]:
+    """Read the pairs for examples and for questions of a dataset.
 
     Args:
       task: key of `TASKS`.
       folder: folder of the published files.
-      whole: whether to require the published numbers of texts and labels.
+      complete: whether to require the published numbers of texts and labels.
 
     Raises:
       FileNotFoundError, ValueError: if the folder is not as published.
     """
     kind = TASKS[task]
-    data = kind.reader(folder)
-    labels = {label for _, label in data.train}
-    if strange := {label for _, label in data.test} - labels:
+    train, test = kind.reader(folder)
+    labels = {label for _, label in train}
+    if strange := {label for _, label in test} - labels:
         raise ValueError(f"{folder}, {task}: no example has the label {min(strange)!r}. {HELP}")
-    if whole:
-        published.check_count(f"{folder}, {task}, examples", len(data.train), kind.train, None)
-        published.check_count(f"{folder}, {task}, test", len(data.test), kind.test, None)
+    if complete:
+        published.check_count(f"{folder}, {task}, examples", len(train), kind.train, None)
+        published.check_count(f"{folder}, {task}, test", len(test), kind.test, None)
         published.check_count(f"{folder}, {task}, labels", len(labels), kind.labels, None)
-    return data
+    return train, test
 
 
-def by_label(pairs: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+def by_label(pairs: Pairs) -> dict[str, list[str]]:
     """Map each label to its texts, with labels in alphabetical order."""
     texts: dict[str, list[str]] = {label: [] for label in sorted({label for _, label in pairs})}
     for text, label in pairs:
@@ -114,14 +101,13 @@ def balanced(by_label: Mapping[str, Sequence[str]], count: int, rng: random.Rand
     return examples[:count]
 
 
-def _trec(fine: bool, folder: Folder) -> Labeled:
-    """Read lines such as "DESC:manner How did ...", in Latin-1."""
-    names = ["train_5500.label", "TREC_10.label"]
-    train, test = (_trec_file(path, fine) for path in published.locate(folder, [names]))
-    return Labeled(train, test)
+def _trec(fine: bool, folder: Folder) -> tuple[Pairs, Pairs]:
+    train, test = published.locate(folder, [["train_5500.label", "TREC_10.label"]])
+    return _trec_file(train, fine), _trec_file(test, fine)
 
 
 def _trec_file(path: Path, fine: bool) -> Pairs:
+    """Read lines such as "DESC:manner How did ...", in Latin-1."""
     pairs = []
     lines = path.read_text(encoding="latin-1").rstrip("\n").split("\n")
     for number, line in enumerate(lines):
@@ -134,30 +120,34 @@ def _trec_file(path: Path, fine: bool) -> Pairs:
     return pairs
 
 
-def _banking77(folder: Folder) -> Labeled:
-    paths = published.locate(folder, [["train.csv", "test.csv"]])
+def _banking77(folder: Folder) -> tuple[Pairs, Pairs]:
     train, test = (
         [(row.text("text"), row.text("category")) for row in published.rows_of(path)]
-        for path in paths
+        for path in published.locate(folder, [["train.csv", "test.csv"]])
     )
-    return Labeled(train, test)
+    return train, test
 
 
-def _clinic150(folder: Folder) -> Labeled:
+def _clinic150(folder: Folder) -> tuple[Pairs, Pairs]:
     """Read {"train": [[text, label], ...], "oos_train": ..., "val": ..., "oos_val": ..., ...}."""
     name = "data_oos_plus.json"
     (path,) = published.locate(folder, [[name], [f"data/{name}"]])
-    whole = Row(str(path), published.json_value(path, dict))
-    parts = {}
-    for part in ("train", "oos_train", "val", "oos_val"):
-        pairs = whole.get(part, list, "a list of [text, label]")
-        if not all(isinstance(p, list) and list(map(type, p)) == [str, str] for p in pairs):
-            raise whole.wrong(part, "a list of [text, label]")
-        parts[part] = [(text, label) for text, label in pairs]
-    return Labeled(parts["train"] + parts["oos_train"], parts["val"] + parts["oos_val"])
+    file = Row(str(path), published.json_value(path, dict))
+    train, test = (
+        [pair for part in (name, f"oos_{name}") for pair in _clinic_part(file, part)]
+        for name in ("train", "val")
+    )
+    return train, test
 
 
-def _nlu(folder: Folder) -> Labeled:
+def _clinic_part(file: Row, part: str) -> Pairs:
+    pairs = file.get(part, list, "a list of [text, label]")
+    if not all(isinstance(p, list) and list(map(type, p)) == [str, str] for p in pairs):
+        raise file.wrong(part, "a list of [text, label]")
+    return [(text, label) for text, label in pairs]
+
+
+def _nlu(folder: Folder) -> tuple[Pairs, Pairs]:
     """Read semicolon-separated rows. Scenario and intent form the label; "null" means no text.
 
     As in Hugging Face's nlu_evaluation_data, which HELMET reads, the text is answer_annotation
@@ -179,20 +169,12 @@ def _nlu(folder: Folder) -> Labeled:
         (rest if label in seen else first).append((text, label))
         seen.add(label)
     held_out = -(-len(pairs) // 10)
-    return Labeled(first + rest[held_out:], rest[:held_out])
-
-
-def _coarse(folder: Folder) -> Labeled:
-    return _trec(False, folder)
-
-
-def _fine(folder: Folder) -> Labeled:
-    return _trec(True, folder)
+    return first + rest[held_out:], rest[:held_out]
 
 
 TASKS = {
-    "trec_coarse": Task(_coarse, 5452, 500, 6, (400, 800, 1600, 3300, 6600)),
-    "trec_fine": Task(_fine, 5452, 500, 50, (400, 800, 1600, 3200, 6400)),
+    "trec_coarse": Task(lambda dir: _trec(False, dir), 5452, 500, 6, (400, 800, 1600, 3300, 6600)),
+    "trec_fine": Task(lambda dir: _trec(True, dir), 5452, 500, 50, (400, 800, 1600, 3200, 6400)),
     "banking77": Task(_banking77, 10_003, 3080, 77, (360, 720, 1450, 2900, 5900)),
     "clinic150": Task(_clinic150, 15_250, 3100, 151, (440, 880, 1750, 3525, 7050)),
     "nlu": Task(_nlu, 23_143, 2572, 68, (510, 1020, 2040, 4080, 8296)),

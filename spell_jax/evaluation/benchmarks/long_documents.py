@@ -12,23 +12,21 @@
 4. DocMath: paragraphs are joined by newlines. Frames: documents are joined by newlines, and each is
    its title, a newline and its text (spec section 11).
 
-Layouts: docs/evaluation.md.
+Sources and layouts: docs/evaluation.md. Loaders are `published.Loader`s.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from spell_jax.data.clusters import LETTERS
 from spell_jax.evaluation.benchmarks import published
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
-from spell_jax.evaluation.benchmarks.published import Folder, Row
+from spell_jax.evaluation.benchmarks.published import Folder, Loader, Row
 from spell_jax.selfplay import prompts, rules
 from spell_jax.selfplay.numbers import number_text
 from spell_jax.selfplay.parsing import format_choices
-
-MAX_TOKENS = 4096  # per answer of non-thinking models (paper Appendix E.2)
 
 LONGBENCH_TITLES = {"hotpotqa": "HotpotQA", "2wikimqa": "2WikiMQA", "musique": "MuSiQue"}
 # Counts from evalscope's card of the dataset; the paper gives only their sum.
@@ -41,43 +39,31 @@ DOCMATH_ROWS = {
 
 
 def load_longbench_v2(folder: Folder, limit: int | None = None) -> Benchmark:
-    """Load LongBench v2, 503 multiple-choice questions, from `data.json`.
-
-    Source: huggingface.co/datasets/zai-org/LongBench-v2.
-
-    Raises:
-      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
-    """
+    """Load LongBench v2, 503 multiple-choice questions, from `data.json`."""
     rows = published.read(folder, [["data.json"]], 503, limit)
     items = map(_longbench_v2_item, rows)
     return _benchmark("longbench_v2", "LB-V2", items, "multiple_choice", ("difficulty", "length"))
 
 
+def _longbench_v2_item(row: Row) -> Item:
+    answer = row.text("answer")
+    if answer not in LETTERS:
+        raise row.wrong("answer", f"one of {', '.join(LETTERS)}")
+    options = [row.text(f"choice_{letter}") for letter in LETTERS]
+    question = format_choices(row.text("question"), options)
+    fields = {name: row.text(name) for name in ("domain", "sub_domain", "difficulty", "length")}
+    name, documents = row.text("_id"), [row.text("context")]
+    return _item(row, name, "multiple_choice", documents, question, answer, **fields)
+
+
 def load_longbench(task: str, folder: Folder, limit: int | None = None) -> Benchmark:
-    """Load one of LongBench's multi-hop sets, 200 questions, from `data/TASK.jsonl`.
-
-    Source: huggingface.co/datasets/zai-org/LongBench.
-
-    Args:
-      task: "hotpotqa", "2wikimqa" or "musique".
-      folder: folder of the unpacked data.zip, or the `data` folder in it.
-      limit: see `published.read`.
-
-    Raises:
-      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
-    """
+    """Load one of LongBench's multi-hop sets (`LONGBENCH_TITLES`), from `data/TASK.jsonl`."""
     rows = published.read(folder, [[f"data/{task}.jsonl"], [f"{task}.jsonl"]], 200, limit)
-    items = (
-        _item(
-            row.text("_id"),
-            "general_qa",
-            [row.text("context")],
-            row.text("input"),
-            row.texts("answers")[0],
-            row,
-        )
-        for row in rows
-    )
+    items = []
+    for row in rows:
+        name, documents = row.text("_id"), [row.text("context")]
+        question, reference = row.text("input"), row.texts("answers")[0]
+        items.append(_item(row, name, "general_qa", documents, question, reference))
     return _benchmark(task, LONGBENCH_TITLES[task], items, "general_qa")
 
 
@@ -85,19 +71,14 @@ def load_frames(folder: Folder, limit: int | None = None) -> Benchmark:
     """Load Frames with the texts of its Wikipedia pages, 824 questions, from `test.jsonl`.
 
     Google's own files have links only; modelscope.cn/datasets/iic/frames adds the texts.
-
-    Raises:
-      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
     """
     rows = published.read(folder, [["test.jsonl"]], 824, limit)
     items = []
     for number, row in enumerate(rows):
         pages = row.rows("wiki_items")
         documents = [f"{page.text('title')}\n{page.get('text', str, 'a text')}" for page in pages]
-        item = _item(
-            str(number), "general_qa", documents, row.text("Prompt"), row.text("Answer"), row
-        )
-        items.append(item)
+        question, reference = row.text("Prompt"), row.text("Answer")
+        items.append(_item(row, str(number), "general_qa", documents, question, reference))
     return _benchmark("frames", "Frames", items, "general_qa")
 
 
@@ -105,12 +86,7 @@ def load_docmath(folder: Folder, limit: int | None = None) -> Benchmark:
     """Load DocMath-Eval's four testmini sets, 800 questions, from `data/SET_testmini.json`.
 
     `limit` takes the first questions of the sets in the order of `DOCMATH_ROWS`.
-    Source: huggingface.co/datasets/yale-nlp/DocMath-Eval (access is granted on request).
-
-    Raises:
-      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
     """
-    published.check_limit(limit)
     items: list[Item] = []
     for split, count in DOCMATH_ROWS.items():
         left = None if limit is None else limit - len(items)
@@ -122,39 +98,32 @@ def load_docmath(folder: Folder, limit: int | None = None) -> Benchmark:
     return _benchmark("docmath", "DocMath", items, "financial_math", ("split",))
 
 
-def _longbench_v2_item(row: Row) -> Item:
-    letter = row.text("answer")
-    if letter not in LETTERS:
-        raise row.wrong("answer", f"one of {', '.join(LETTERS)}")
-    options = [row.text(f"choice_{letter}") for letter in LETTERS]
-    question = format_choices(row.text("question"), options)
-    fields = {name: row.text(name) for name in ("domain", "sub_domain", "difficulty", "length")}
-    documents = [row.text("context")]
-    return _item(row.text("_id"), "multiple_choice", documents, question, letter, row, fields)
-
-
 def _docmath_item(row: Row, split: str) -> Item:
     truth = row.get("ground_truth", (str, int, float), "a number or a truth value")
     reference = truth.strip() if isinstance(truth, str) else number_text(truth)
+    name, question = row.text("question_id"), row.text("question")
     documents = row.texts("paragraphs")
-    fields = {"split": split}
-    name = row.text("question_id")
-    return _item(name, "financial_math", documents, row.text("question"), reference, row, fields)
+    return _item(row, name, "financial_math", documents, question, reference, split=split)
 
 
 def _item(
+    row: Row,
     name: str,
     task: str,
-    documents: list[str],
+    documents: Sequence[str],
     question: str,
     reference: str,
-    row: Row,
-    fields: dict[str, str] | None = None,
+    **fields: str,
 ) -> Item:
     if not reference.strip():
         raise ValueError(f"{row.where}: the reference answer is empty. {published.HELP}")
     prompt = _prompts().responder(task, documents, question)
-    return Item(name, prompt, question, (reference,), fields or {})
+    return Item(name, prompt, question, (reference,), fields)
+
+
+@functools.cache
+def _prompts() -> prompts.Prompts:
+    return prompts.load("full")
 
 
 def _benchmark(
@@ -163,17 +132,12 @@ def _benchmark(
     return Benchmark(
         name,
         title,
-        published.unique(list(items), name),
-        extract=functools.partial(_extract, task),
+        tuple(items),
+        extract=lambda text, item: rules.extract_answer(text, task),
         score=functools.partial(score_rule, task),
         judged=task != "multiple_choice",
-        max_tokens=MAX_TOKENS,
         by=by,
     )
-
-
-def _extract(task: str, text: str, item: Item) -> str | None:
-    return rules.extract_answer(text, task)
 
 
 def score_rule(task: str, text: str, item: Item) -> float:
@@ -181,6 +145,9 @@ def score_rule(task: str, text: str, item: Item) -> float:
     return rules.score(text, item.references[0], task)
 
 
-@functools.cache
-def _prompts() -> prompts.Prompts:
-    return prompts.load("full")
+LOADERS: dict[str, Loader] = {
+    "longbench_v2": load_longbench_v2,
+    "frames": load_frames,
+    "docmath": load_docmath,
+    **{task: functools.partial(load_longbench, task) for task in LONGBENCH_TITLES},
+}

@@ -10,19 +10,19 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import json
 import logging
 import operator
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from etils import epath
 
 from spell_jax.data.clusters import SURROGATE, TASKS
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
-from spell_jax.evaluation.benchmarks.published import HELP, Folder, check_limit
+from spell_jax.evaluation.benchmarks.published import HELP, Folder
 from spell_jax.runtime.episodes import episode_files, read_episodes
 from spell_jax.runtime.setup import CONFIG_FILE
 from spell_jax.selfplay import prompts, rules
@@ -31,7 +31,6 @@ T = TypeVar("T")
 
 NAME = "own_questions"
 PER_STEP = 64  # maximum number of questions per step
-MAX_TOKENS = 4096  # per answer, as for the other questions about documents
 
 log = logging.getLogger(__name__)
 
@@ -50,23 +49,22 @@ def load(folder: Folder, limit: int | None = None) -> Benchmark:
       ValueError: if no question can be asked, or config.json is not a run's config.
       FileNotFoundError: if there are no episodes, or the run's own prompt files no longer exist.
     """
-    check_limit(limit)
     if not episode_files(folder):
         raise FileNotFoundError(f"{folder}: must have episodes/ of a run. {HELP}")
-    words = _words(epath.Path(folder) / CONFIG_FILE)
-    left_out: collections.Counter[str] = collections.Counter()
+    wording = _load_prompts(epath.Path(folder) / CONFIG_FILE)
+    left_out: Counter[str] = Counter()
     items: list[Item] = []
     for step, some in itertools.groupby(read_episodes(folder), key=operator.itemgetter(0)):
-        asked = _askable([record for _, record in some], left_out)
+        asked = list(_items(step, [record for _, record in some], wording, left_out))
         chosen = evenly(asked, PER_STEP)
         left_out[f"over {PER_STEP} a step"] += len(asked) - len(chosen)
-        items += [_item(step, *one, words) for one in chosen]
-    told = f"left out: {dict(+left_out)}"
-    log.info("%s: %d questions; %s", folder, len(items), told)
+        items += chosen
+    counts = f"left out: {dict(+left_out)}"
+    log.info("%s: %d questions; %s", folder, len(items), counts)
     if not items:
         raise ValueError(
-            f"{folder}: no accepted question with its documents in episodes/; {told}. A run keeps "
-            "documents up to config.episode_characters characters a step"
+            f"{folder}: no accepted question with its documents in episodes/; {counts}. A run "
+            "keeps documents up to config.episode_characters characters a step"
         )
     return Benchmark(
         name=NAME,
@@ -75,12 +73,11 @@ def load(folder: Folder, limit: int | None = None) -> Benchmark:
         extract=lambda text, item: rules.extract_answer(text, item.fields["task"]),
         score=lambda text, item: rules.score(text, item.references[0], item.fields["task"]),
         judged=True,
-        max_tokens=MAX_TOKENS,
         by=("step",),
     )
 
 
-def _words(config: epath.Path) -> prompts.Prompts:
+def _load_prompts(config: epath.Path) -> prompts.Prompts:
     if not config.exists():
         return prompts.load("full")
     try:
@@ -98,48 +95,31 @@ def evenly(values: Sequence[T], count: int) -> list[T]:
     return [values[(2 * i + 1) * len(values) // (2 * count)] for i in range(count)]
 
 
-def _askable(
-    records: Sequence[dict[str, Any]], left_out: collections.Counter[str]
-) -> list[tuple[int, dict[str, Any], list[str]]]:
-    """(index in the step, record, documents) of each question of a step that can be asked."""
-    texts: dict[str, list[str]] = {}
-    for record in records:
-        if record.get("documents"):
-            texts[str(record.get("cluster"))] = record["documents"]
-    found = []
-    for place, record in enumerate(records):
+def _items(
+    step: int,
+    records: Sequence[dict[str, Any]],
+    wording: prompts.Prompts,
+    left_out: Counter[str],
+) -> Iterator[Item]:
+    """Questions of a step that can be asked; counts the reasons for the others."""
+    texts = {str(r.get("cluster")): r["documents"] for r in records if r.get("documents")}
+    for i, record in enumerate(records):
         documents = texts.get(str(record.get("cluster")))
         if record.get("status") != "accepted":
             left_out["not accepted"] += 1
         elif documents is None:
             left_out["without documents"] += 1
-        elif not _is_whole(record, documents):
+        elif not _is_complete(record, documents):
             left_out["damaged"] += 1
         else:
-            found.append((place, record, documents))
-    return found
+            task, question = record["task"], record["question"]
+            prompt = wording.responder(task, documents, question)
+            judged, fields = task != "multiple_choice", {"step": step, "task": task}
+            yield Item(f"{step}-{i}", prompt, question, (record["reference"],), fields, judged)
 
 
-def _is_whole(record: dict[str, Any], documents: Any) -> bool:
+def _is_complete(record: dict[str, Any], documents: Any) -> bool:
     if not isinstance(documents, list) or record.get("task") not in TASKS:
         return False
     texts = (record.get("question"), record.get("reference"), *documents)
     return all(isinstance(t, str) and t and not SURROGATE.search(t) for t in texts)
-
-
-def _item(
-    step: int,
-    place: int,
-    record: dict[str, Any],
-    documents: Sequence[str],
-    words: prompts.Prompts,
-) -> Item:
-    task, question = record["task"], record["question"]
-    return Item(
-        f"{step}-{place}",
-        words.responder(task, documents, question),
-        question,
-        (record["reference"],),
-        {"step": step, "task": task},
-        judged=task != "multiple_choice",
-    )

@@ -3,28 +3,31 @@
 1. A dataset has one or several layouts (its authors' download, a mirror). Each is a list of files.
 2. The first layout found in the folder is read row by row: .json (a list), .jsonl, .csv, .parquet.
 3. The number of rows must equal the published one, unless `limit` asks for fewer.
-4. Any deviation is an error that names the file, the row, the field and the expected value.
+4. Any deviation is a ValueError that names the file, the row, the field and the expected value; a
+   missing file is a FileNotFoundError.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spell_jax.evaluation.benchmarks.base import Benchmark, Item
+from spell_jax.data.clusters import SURROGATE
+from spell_jax.evaluation.benchmarks.base import Benchmark
 
-HELP = "docs/evaluation.md says where to get it and how it lies"
+HELP = "docs/evaluation.md says where to get it and which files it has"
 Folder = str | Path
 Layouts = Sequence[Sequence[str]]
-Loader = Callable[[Folder, int | None], Benchmark]  # (folder, limit) -> benchmark
+# (folder of the files, number of questions or None for all) -> benchmark. The folder has one of the
+# layouts that the loader names. A loader raises FileNotFoundError or ValueError if it is not as
+# published.
+Loader = Callable[[Folder, int | None], Benchmark]
 T = TypeVar("T")
-
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +45,8 @@ class Row:
     def get(self, field: str, kinds: type[T] | tuple[type[T], ...], wanted: str) -> T:
         """Value of a field; raises ValueError if it is missing or of another type."""
         if field not in self.values:
-            there = ", ".join(map(str, self.values))[:200]
-            raise ValueError(f"{self.where}: no field {field!r} ({wanted}); it has {there}. {HELP}")
+            names = ", ".join(map(str, self.values))[:200]
+            raise ValueError(f"{self.where}: no field {field!r} ({wanted}); it has {names}. {HELP}")
         value = self.values[field]
         if not isinstance(value, kinds):
             raise self.wrong(field, wanted)
@@ -51,7 +54,7 @@ class Row:
 
     def text(self, field: str) -> str:
         """Text of a field, not blank; lone surrogates, which have no UTF-8, become U+FFFD."""
-        value = _SURROGATE.sub("\ufffd", self.get(field, str, "a text"))
+        value = SURROGATE.sub("\ufffd", self.get(field, str, "a text"))
         if not value.strip():
             raise self.wrong(field, "a text that is not empty")
         return value
@@ -61,7 +64,7 @@ class Row:
         values = self.get(field, list, "a list of texts")
         if not values or not all(isinstance(value, str) for value in values):
             raise self.wrong(field, "a list of at least one text")
-        return [_SURROGATE.sub("\ufffd", value) for value in values]
+        return [SURROGATE.sub("\ufffd", value) for value in values]
 
     def rows(self, field: str) -> list[Row]:
         """List of objects in a field, as rows."""
@@ -76,8 +79,8 @@ class Row:
         return ValueError(f"{self.where}: {field} = {value}; it must be {wanted}. {HELP}")
 
 
-def choose(folder: Folder, layouts: Layouts) -> int:
-    """Index of the layout that a folder has: the first layout whose first file exists.
+def locate(folder: Folder, layouts: Layouts) -> list[Path]:
+    """Files of the layout that a folder has: the first layout whose first file exists.
 
     Raises:
       FileNotFoundError: if the folder, all layouts, or a file of the chosen layout is missing.
@@ -85,38 +88,56 @@ def choose(folder: Folder, layouts: Layouts) -> int:
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder. {HELP}")
-    for index, names in enumerate(layouts):
-        if (folder / names[0]).is_file():
-            missing = [name for name in names if not (folder / name).is_file()]
-            if missing:
-                raise FileNotFoundError(
-                    f"{folder}: {names[0]} is there, {missing[0]} is not. {HELP}"
-                )
-            return index
+    for names in layouts:
+        missing = [name for name in names if not (folder / name).is_file()]
+        if not missing:
+            return [folder / name for name in names]
+        if names[0] not in missing:
+            raise FileNotFoundError(f"{folder}: {names[0]} is there, {missing[0]} is not. {HELP}")
     wanted = ", or ".join(" and ".join(names) for names in layouts)
     raise FileNotFoundError(f"{folder}: must have {wanted}. {HELP}")
 
 
-def locate(folder: Folder, layouts: Layouts) -> list[Path]:
-    """Files of the layout that a folder has; raises as `choose`."""
-    return [Path(folder) / name for name in layouts[choose(folder, layouts)]]
+def rows_of(path: Path, format: str = "", delimiter: str = ",") -> Iterator[Row]:
+    """Iterate over the rows of a file, in file order.
 
-
-def rows_of(path: Path, delimiter: str = ",") -> Iterator[Row]:
-    """Iterate over the rows of a .json, .jsonl, .csv or .parquet file, in file order.
+    Args:
+      path: file to read.
+      format: ".json", ".jsonl", ".csv" or ".parquet"; "" takes the suffix of `path`.
+      delimiter: character between the fields of a .csv file.
 
     Raises:
       ValueError: if the file is damaged or is not a list of objects.
     """
-    if path.suffix == ".csv":
-        return _as_rows(path, _csv(path, delimiter))
-    readers = {".json": _json_list, ".jsonl": _json_lines, ".parquet": _parquet}
-    return _as_rows(path, readers[path.suffix](path))
+    format = format or path.suffix
+    values = json_value(path, list) if format == ".json" else _values(path, format, delimiter)
+    number = 0
+    try:
+        for value in values:
+            if not isinstance(value, dict):
+                raise ValueError(f"must be an object, is {type(value).__name__}")
+            yield Row(f"{path}, row {number}", value)
+            number += 1
+    except (ValueError, OSError, RecursionError, csv.Error) as error:
+        raise ValueError(f"{path}, row {number}: {error}. {HELP}") from error
 
 
-def lines_of(path: Path) -> Iterator[Row]:
-    """Iterate over the rows of a JSON Lines file with any name; raises as `rows_of`."""
-    return _as_rows(path, _json_lines(path))
+def _values(path: Path, format: str, delimiter: str) -> Iterable[Any]:
+    if format == ".jsonl":
+        with path.open("rb") as lines:
+            for line in lines:
+                if line.strip():
+                    yield json.loads(line.decode("utf-8-sig"))
+    elif format == ".csv":
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            # Blanks before a quoted field are not part of it.
+            yield from csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
+    else:
+        import pyarrow.parquet as pq  # here, because the other formats do not need it
+
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(64):
+                yield from batch.to_pylist()
 
 
 def json_value(path: Path, kind: type[T]) -> T:
@@ -131,18 +152,6 @@ def json_value(path: Path, kind: type[T]) -> T:
     return value
 
 
-def _as_rows(path: Path, values: Iterable[Any]) -> Iterator[Row]:
-    number = 0
-    try:
-        for value in values:
-            if not isinstance(value, dict):
-                raise ValueError(f"must be an object, is {type(value).__name__}")
-            yield Row(f"{path}, row {number}", value)
-            number += 1
-    except (ValueError, OSError, RecursionError, csv.Error) as error:
-        raise ValueError(f"{path}, row {number}: {error}. {HELP}") from error
-
-
 def read(folder: Folder, layouts: Layouts, published: int, limit: int | None) -> list[Row]:
     """Read all rows of a dataset, or the first `limit`.
 
@@ -153,25 +162,14 @@ def read(folder: Folder, layouts: Layouts, published: int, limit: int | None) ->
       limit: maximum number of rows; None reads all. Rows after the limit are not checked.
 
     Raises:
-      FileNotFoundError: see `choose`.
+      FileNotFoundError: see `locate`.
       ValueError: if the number of rows is wrong or a file is damaged.
     """
-    check_limit(limit)
     paths = locate(folder, layouts)
-    found: list[Row] = []
-    for path in paths:
-        for row in rows_of(path):
-            found.append(row)
-            if len(found) == limit:
-                return found
-    check_count(" and ".join(map(str, paths)), len(found), published, limit)
-    return found
-
-
-def check_limit(limit: int | None) -> None:
-    """Raise ValueError if the limit is below 1."""
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit = {limit}: must be at least 1")
+    rows = list(itertools.islice(itertools.chain.from_iterable(map(rows_of, paths)), limit))
+    if len(rows) != limit:
+        check_count(" and ".join(map(str, paths)), len(rows), published, limit)
+    return rows
 
 
 def check_count(what: str, found: int, published: int, limit: int | None) -> None:
@@ -184,38 +182,3 @@ def check_count(what: str, found: int, published: int, limit: int | None) -> Non
         f"{what}: {found} rows, but {published} are published, and scores of other sets do not "
         f"compare; limit=N takes the first N. {HELP}"
     )
-
-
-def unique(items: Sequence[Item], name: str) -> tuple[Item, ...]:
-    """The items as a tuple; raises ValueError if two of them have the same id."""
-    seen: set[str] = set()
-    for item in items:
-        if item.id in seen:
-            raise ValueError(f"{name}: two rows have the id {item.id!r}. {HELP}")
-        seen.add(item.id)
-    return tuple(items)
-
-
-def _json_list(path: Path) -> list[Any]:
-    return json_value(path, list)
-
-
-def _json_lines(path: Path) -> Iterator[Any]:
-    with path.open("rb") as lines:
-        for line in lines:
-            if line.strip():
-                yield json.loads(line.decode("utf-8-sig"))
-
-
-def _csv(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        # Blanks before a quoted field are not part of it.
-        yield from csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
-
-
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet as pq  # here, because the other formats do not need it
-
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(64):
-            yield from batch.to_pylist()

@@ -11,23 +11,17 @@ docs/evaluation.md lists the names, the source of each dataset, and its files.
 
 from __future__ import annotations
 
-import functools
 import pathlib
+from collections import Counter
 
 from spell_jax.evaluation.benchmarks import long_documents, own_questions, retrieval, short
 from spell_jax.evaluation.benchmarks.base import Benchmark
-from spell_jax.evaluation.benchmarks.published import Folder, Loader
+from spell_jax.evaluation.benchmarks.published import HELP, Folder, Loader
 from spell_jax.evaluation.generated import registry as generated
 from spell_jax.policy.tokenizer_base import Tokenizer
 
 LOADERS: dict[str, Loader] = {
-    "longbench_v2": long_documents.load_longbench_v2,
-    "frames": long_documents.load_frames,
-    "docmath": long_documents.load_docmath,
-    **{
-        task: functools.partial(long_documents.load_longbench, task)
-        for task in long_documents.LONGBENCH_TITLES
-    },
+    **long_documents.LOADERS,
     **short.LOADERS,
     **retrieval.LOADERS,
     own_questions.NAME: own_questions.load,
@@ -60,8 +54,8 @@ def load(
     Args:
       name: key of `LOADERS`, or a name in one of the forms `generated.FORMS`.
       folder: folder of the files.
-      limit: maximum number of questions; None loads all. Published files then need only as many
-        rows as the limit takes.
+      limit: maximum number of questions, at least 1; None loads all. Published files then need only
+        as many rows as the limit takes.
       tokenizer: tokenizer of the policy; generated benchmarks measure their length in its tokens.
 
     Raises:
@@ -69,9 +63,14 @@ def load(
       FileNotFoundError: if the folder or a file in it is missing.
       ImportError: if a package that the benchmark needs is missing; the message names it.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit = {limit}: must be at least 1")
     if generated.family(name):
         return generated.load(name, folder, limit, tokenizer)
     if name not in LOADERS:
         known = ", ".join((*LOADERS, *generated.FORMS))
         raise ValueError(f"benchmark {name!r} is unknown; there are {known}")
-    return LOADERS[name](folder, limit)
+    benchmark = LOADERS[name](folder, limit)
+    if twice := [id for id, n in Counter(item.id for item in benchmark.items).items() if n > 1]:
+        raise ValueError(f"{name}: two rows have the id {twice[0]!r}. {HELP}")
+    return benchmark

@@ -18,7 +18,7 @@
 4. HELMET sets a length in tokens by the number of passages or examples; `LENGTHS` are its lengths.
    Books and court files are not truncated here: the caller truncates prompts to the model's limit.
 
-Layouts: docs/evaluation.md.
+Sources and layouts: docs/evaluation.md. Loaders are `published.Loader`s.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from spell_jax.evaluation.benchmarks import helmet_labels, published
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
-from spell_jax.evaluation.benchmarks.published import Folder, Row
+from spell_jax.evaluation.benchmarks.published import Folder, Loader, Row
+from spell_jax.evaluation.generated.haystack import extract
 from spell_jax.selfplay.rules import normalize_answer, visible_text
 
 T = TypeVar("T")
 
-MAX_TOKENS = 4096  # paper Appendix F.3
 LENGTHS = (8192, 16384, 32768, 65536, 131072)
 PAPER_LENGTH = 16384
 SEED = 42
@@ -60,12 +60,9 @@ _RAG = {
     "pop": ("popqa_test_1000_k{}_dep6", "popqa_test_1000_k3_dep6", 6),
 }
 _POPULARITY = 3.0  # log10; PopQA questions are about pages with fewer than 10^3 views a month
-_RAG_QUESTIONS = 100
-_SUMMARIES = 100
+_QUESTIONS = 100  # sampled from a set of RAG or summaries
 _EXAMPLES = 2  # in each prompt of RAG and summaries
 
-_ANSWER = re.compile(r"answer:([^\n]*)", re.IGNORECASE)
-_LABEL = re.compile(r"label:([^\n]*)", re.IGNORECASE)
 _SUMMARY = re.compile(r"summary:", re.IGNORECASE)
 _WORD = re.compile(r"[a-z0-9]+")
 
@@ -96,17 +93,13 @@ def load_mrcr(needles: int, folder: Folder, limit: int | None = None) -> Benchma
     """Load MRCR with 2, 4 or 8 needles.
 
     The files are `Nneedle/Nneedle_0.parquet` and `Nneedle/Nneedle_1.parquet`, formerly one file,
-    `Nneedle.parquet`. Source: huggingface.co/datasets/openai/mrcr.
-
-    Raises:
-      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
+    `Nneedle.parquet`.
     """
     name = f"{needles}needle"
     layouts = [[f"{name}/{name}_0.parquet", f"{name}/{name}_1.parquet"], [f"{name}.parquet"]]
     rows = published.read(folder, layouts, MRCR_ROWS, limit)
-    items = tuple(_mrcr_item(number, row) for number, row in enumerate(rows))
-    title = f"MRCR-{name}"
-    return Benchmark(f"mrcr_{name}", title, items, _extract_all, score_mrcr, False, MAX_TOKENS)
+    items = tuple(_mrcr_item(str(number), row) for number, row in enumerate(rows))
+    return Benchmark(f"mrcr_{name}", f"MRCR-{name}", items, extract, score_mrcr)
 
 
 def score_mrcr(text: str, item: Item) -> float:
@@ -130,7 +123,7 @@ def score_mrcr(text: str, item: Item) -> float:
     return ratio * (len(reply[:most]) + len(wanted)) / (len(reply) + len(wanted))
 
 
-def _mrcr_item(number: int, row: Row) -> Item:
+def _mrcr_item(id: str, row: Row) -> Item:
     try:
         messages = json.loads(row.text("prompt"))
         texts = [(_SPEAKERS[turn["role"]], turn["content"]) for turn in messages]
@@ -144,7 +137,7 @@ def _mrcr_item(number: int, row: Row) -> Item:
         raise row.wrong("answer", f"a text that begins with random_string_to_prepend, {prefix!r}")
     names = ("n_needles", "desired_msg_index", "total_messages", "n_chars")
     fields = {name: row.get(name, int, "a number") for name in names}
-    return Item(str(number), prompt, question, (answer,), fields | {"prefix": prefix})
+    return Item(id, prompt, question, (answer,), fields | {"prefix": prefix})
 
 
 # ------------------------------------------------------------------------------------------- RAG
@@ -156,39 +149,33 @@ def load_rag(
     """Load questions asked after passages of Wikipedia, from HELMET's `data/kilt/`.
 
     100 questions are sampled. Each is asked 6 times (HotpotQA: 3), once per position of its gold
-    passage. Source: huggingface.co/datasets/princeton-nlp/HELMET.
+    passage.
 
     Args:
       task: "nq", "trivia", "hotpot" or "pop".
       folder: folder of HELMET's unpacked data.tar.gz, or the `data` or `data/kilt` folder in it.
       limit: maximum number of items, in file order; None loads all.
       length: prompt length in tokens, one of `LENGTHS`.
-
-    Raises:
-      FileNotFoundError, ValueError: if the folder is not as published.
     """
-    published.check_limit(limit)
-    questions, examples, places = _RAG[task]
-    path = _kilt_file(folder, questions.format(_PASSAGES[length]))
-    rows = published.rows_of(_kilt_file(folder, examples))
-    shown = {_rag_name(row): row for row in rows if _is_rare(task, row)}
+    question_file, example_file, positions = _RAG[task]
+    path, examples = (
+        published.locate(folder, [[f"{at}{name}.jsonl"] for at in ("data/kilt/", "kilt/", "")])[0]
+        for name in (question_file.format(_PASSAGES[length]), example_file)
+    )
+    example_of = {_rag_name(row): row for row in published.rows_of(examples) if _is_rare(task, row)}
     # The file has gigabytes. Reading it twice keeps only the sampled rows in memory.
     names = Counter(_rag_name(row) for row in published.rows_of(path) if _is_rare(task, row))
-    kept = set(_choose(sorted(names), _RAG_QUESTIONS))
+    chosen = set(_choose(sorted(names), _QUESTIONS))
     if limit is None:
-        whole = sum(names[name] == places for name in kept)
-        what = f"{path}, questions that stand there {places} times, once for each place"
-        published.check_count(what, whole, _RAG_QUESTIONS, limit)
-    items: list[Item] = []
-    for number, row in enumerate(published.rows_of(path)):
-        if len(items) == limit:
-            break
-        if _is_rare(task, row) and _rag_name(row) in kept:
-            items.append(_rag_item(number, row, shown))
-    published.check_count(str(path), len(items), places * _RAG_QUESTIONS, limit)
+        complete = sum(names[name] == positions for name in chosen)
+        what = f"{path}, questions that occur {positions} times, once per position"
+        published.check_count(what, complete, _QUESTIONS, limit)
+    rows = enumerate(published.rows_of(path))
+    found = ((i, row) for i, row in rows if _is_rare(task, row) and _rag_name(row) in chosen)
+    items = tuple(_rag_item(str(i), row, example_of) for i, row in itertools.islice(found, limit))
+    published.check_count(str(path), len(items), positions * _QUESTIONS, limit)
     name = _with_length(f"helmet_{task}", length)
-    title = f"HELMET {task}"
-    return Benchmark(name, title, tuple(items), _extract_answer, score_rag, False, MAX_TOKENS)
+    return Benchmark(name, f"HELMET {task}", items, _extractor("answer"), score_rag)
 
 
 def score_rag(text: str, item: Item) -> float:
@@ -196,11 +183,6 @@ def score_rag(text: str, item: Item) -> float:
     reply = normalize_answer(visible_text(text) or "")
     wanted = map(normalize_answer, item.references)
     return float(any(reference and reference in reply for reference in wanted))
-
-
-def _kilt_file(folder: Folder, name: str) -> Path:
-    layouts = [[f"{place}{name}.jsonl"] for place in ("data/kilt/", "kilt/", "")]
-    return published.locate(folder, layouts)[0]
 
 
 def _is_rare(task: str, row: Row) -> bool:
@@ -215,18 +197,18 @@ def _rag_name(row: Row) -> str:
     return str(row.values["id"]) if "id" in row.values else row.text("question")
 
 
-def _rag_item(number: int, row: Row, shown: Mapping[str, Row]) -> Item:
-    """Build an item; `shown` maps names to example rows (for PopQA, its own test questions)."""
-    question = row.text("question")
-    others = sorted(name for name in shown if name != _rag_name(row))
-    chosen = [shown[name] for name in _rng(question).sample(others, min(_EXAMPLES, len(others)))]
+def _rag_item(id: str, row: Row, example_of: Mapping[str, Row]) -> Item:
+    """Build an item; for PopQA, the examples are its own test questions, except this one."""
+    name, question = _rag_name(row), row.text("question")
+    others = sorted(other for other in example_of if other != name)
+    chosen = _rng(question).sample(others, min(_EXAMPLES, len(others)))
     examples = "".join(
-        f"{_passages(other)}\n\nQuestion: {other.text('question')}\n"
-        f"Answer: {_answers(other)[0]}\n\n"
-        for other in chosen
+        f"{_passages(example)}\n\nQuestion: {example.text('question')}\n"
+        f"Answer: {_answers(example)[0]}\n\n"
+        for example in map(example_of.__getitem__, chosen)
     )
     prompt = _RAG_PROMPT.format(examples=examples, documents=_passages(row), question=question)
-    return Item(str(number), prompt, question, _answers(row), {"question_id": _rag_name(row)})
+    return Item(id, prompt, question, _answers(row), {"question_id": name})
 
 
 def _passages(row: Row) -> str:
@@ -262,97 +244,79 @@ def load_icl(
       folder: folder of the dataset, as its authors publish it.
       limit: maximum number of questions; None loads all 500.
       length: prompt length in tokens, one of `LENGTHS`.
-
-    Raises:
-      FileNotFoundError, ValueError: if the folder is not as published.
     """
-    published.check_limit(limit)
-    data = helmet_labels.read(task, folder, whole=limit is None)
-    train = helmet_labels.by_label(data.train)
+    train, test = helmet_labels.read(task, folder, complete=limit is None)
+    by_label = helmet_labels.by_label(train)
     shots = helmet_labels.TASKS[task].shots[LENGTHS.index(length)]
-    numbers = _choose(range(len(data.test)), helmet_labels.QUESTIONS)[:limit]
+    numbers = _choose(range(len(test)), helmet_labels.QUESTIONS)[:limit]
     published.check_count(f"{folder}, {task}", len(numbers), helmet_labels.QUESTIONS, limit)
-    items = tuple(_icl_item(number, *data.test[number], train, shots) for number in numbers)
+    items = tuple(_icl_item(str(number), *test[number], by_label, shots) for number in numbers)
     name = _with_length(f"helmet_{task}", length)
-    title = f"HELMET {task}"
-    return Benchmark(name, title, items, _extract_label, score_icl, False, MAX_TOKENS)
+    return Benchmark(name, f"HELMET {task}", items, _extractor("label"), score_icl)
 
 
 def score_icl(text: str, item: Item) -> float:
     """1.0 if the stated label is correct, else 0.0."""
-    found = _extract_label(text, item)
+    found = _extractor("label")(text, item)
     return float(found is not None and normalize_answer(found) == item.references[0])
 
 
 def _icl_item(
-    number: int, text: str, label: str, train: Mapping[str, Sequence[str]], shots: int
+    id: str, text: str, label: str, train: Mapping[str, Sequence[str]], shots: int
 ) -> Item:
     rng = _rng(text)
-    order = list(range(len(train)))
-    rng.shuffle(order)
-    written = dict(zip(train, map(str, order), strict=True))
+    numbers = list(map(str, range(len(train))))
+    rng.shuffle(numbers)
+    number_of = dict(zip(train, numbers, strict=True))
     examples = helmet_labels.balanced(train, shots, rng)
-    shown = "\n\n".join(f"{example}\nlabel: {written[kind]}" for example, kind in examples)
+    shown = "\n\n".join(f"{example}\nlabel: {number_of[kind]}" for example, kind in examples)
     prompt = _ICL_PROMPT.format(examples=shown, question=text)
-    return Item(str(number), prompt, text, (written[label],), {"label": label})
+    return Item(id, prompt, text, (number_of[label],), {"label": label})
 
 
 # ------------------------------------------------------------------------------------- summaries
 
 
 def load_infbench_sum(folder: Folder, limit: int | None = None) -> Benchmark:
-    """Load summaries of novels, 100 sampled of 103, from InfiniteBench's `longbook_sum_eng.jsonl`.
-
-    Source: huggingface.co/datasets/xinrongzhang2022/InfiniteBench.
-
-    Raises:
-      FileNotFoundError, ValueError: if the folder is not as published.
-    """
-    published.check_limit(limit)
+    """Load summaries of novels from InfiniteBench's `longbook_sum_eng.jsonl`: 100 of 103."""
     name = "longbook_sum_eng.jsonl"
     (path,) = published.locate(folder, [[name], [f"data/{name}"]])
     rows = list(published.rows_of(path))
-    numbers = _choose_summaries(str(path), len(rows), 103, limit)
     summaries = [row.texts("answer") for row in rows]
     items = []
-    for number in numbers:
-        others = [answers[0] for i, answers in enumerate(summaries) if i != number]
-        examples = _summary_examples(others, str(number))
-        prompt = _BOOK_PROMPT.format(examples=examples, text=rows[number].text("context"))
-        items.append(Item(str(number), prompt, "Summarize the book.", tuple(summaries[number])))
-    return _summary_benchmark("helmet_infbench_sum", "HELMET InfBench Sum", items)
+    for i in _choose_summaries(str(path), len(rows), 103, limit):
+        others = [answers[0] for j, answers in enumerate(summaries) if j != i]
+        examples = _summary_examples(others, str(i))
+        prompt = _BOOK_PROMPT.format(examples=examples, text=rows[i].text("context"))
+        items.append(Item(str(i), prompt, "Summarize the book.", tuple(summaries[i])))
+    name, title = "helmet_infbench_sum", "HELMET InfBench Sum"
+    return Benchmark(name, title, tuple(items), _extract_summary, score_summary)
 
 
 def load_multi_lexsum(folder: Folder, limit: int | None = None) -> Benchmark:
     """Load short summaries of lawsuits, from Multi-LexSum v20230518: 100 sampled of 312 (dev set).
 
     `sources.json` (2.2 GB) is held in memory while it is read.
-    Source: huggingface.co/datasets/allenai/multi_lexsum.
-
-    Raises:
-      FileNotFoundError, ValueError: if the folder is not as published.
     """
-    published.check_limit(limit)
     names = ["dev.json", "train.json", "sources.json"]
-    layouts = [[f"{place}{name}" for name in names] for place in ("releases/v20230518/", "")]
+    layouts = [[f"{at}{name}" for name in names] for at in ("releases/v20230518/", "")]
     cases, others, documents = published.locate(folder, layouts)
     # dev.json and train.json contain JSON Lines in spite of their names.
-    rows = [row for row in published.lines_of(cases) if row.values.get("summary/short")]
+    rows, examples = (
+        [row for row in published.rows_of(path, ".jsonl") if row.values.get("summary/short")]
+        for path in (cases, others)
+    )
     numbers = _choose_summaries(f"{cases}, with summary/short", len(rows), 312, limit)
-    shown = [
-        row.text("summary/short")
-        for row in published.lines_of(others)
-        if row.values.get("summary/short")
-    ]
-    texts = _case_texts([rows[number] for number in numbers], documents)
+    shown = [row.text("summary/short") for row in examples]
+    sources = Row(str(documents), published.json_value(documents, dict))
     items = []
-    for number, text in zip(numbers, texts, strict=True):
-        row = rows[number]
+    for row in (rows[number] for number in numbers):
         name = str(row.get("case_id", (str, int), "an id"))
+        text = "\n\n".join(_case_documents(row, sources))
         prompt = _LAW_PROMPT.format(examples=_summary_examples(shown, name), text=text)
-        reference = row.text("summary/short")
-        items.append(Item(name, prompt, "Summarize the case.", (reference,)))
-    return _summary_benchmark("helmet_multi_lexsum", "HELMET Multi-LexSum", items)
+        items.append(Item(name, prompt, "Summarize the case.", (row.text("summary/short"),)))
+    name, title = "helmet_multi_lexsum", "HELMET Multi-LexSum"
+    return Benchmark(name, title, tuple(items), _extract_summary, score_summary)
 
 
 def score_summary(text: str, item: Item) -> float:
@@ -371,15 +335,15 @@ def rouge_l(text: str, reference: str) -> float:
     ours, theirs = _WORD.findall(text.lower()), _WORD.findall(reference.lower())
     if not ours or not theirs:
         return 0.0
-    places: dict[str, int] = {}
-    for place, word in enumerate(theirs):
-        places[word] = places.get(word, 0) | 1 << place
+    positions: dict[str, int] = {}
+    for i, word in enumerate(theirs):
+        positions[word] = positions.get(word, 0) | 1 << i
     full = (1 << len(theirs)) - 1
-    open_places = full
+    unmatched = full
     for word in ours:
-        matched = open_places & places.get(word, 0)
-        open_places = ((open_places + matched) | (open_places - matched)) & full
-    common = len(theirs) - open_places.bit_count()
+        matched = unmatched & positions.get(word, 0)
+        unmatched = ((unmatched + matched) | (unmatched - matched)) & full
+    common = len(theirs) - unmatched.bit_count()
     return 2 * common / (len(ours) + len(theirs))
 
 
@@ -387,19 +351,15 @@ def _choose_summaries(what: str, rows: int, of: int, limit: int | None) -> list[
     """Indices of the texts to summarize among `rows`; `of` is the published number of rows."""
     if limit is None:
         published.check_count(what, rows, of, limit)
-    numbers = _choose(range(rows), _SUMMARIES)[:limit]
-    published.check_count(what, len(numbers), _SUMMARIES, limit)
+    numbers = _choose(range(rows), _QUESTIONS)[:limit]
+    published.check_count(what, len(numbers), _QUESTIONS, limit)
     return numbers
 
 
-def _case_texts(rows: Sequence[Row], path: Path) -> Iterator[str]:
-    sources = Row(str(path), published.json_value(path, dict))
-    for row in rows:
-        documents = []
-        for name in row.texts("case_documents"):
-            document = sources.get(name, dict, f"the document of {row.where}")
-            documents.append(Row(f"{path}, {name}", document).get("doc_text", str, "a text"))
-        yield "\n\n".join(documents)
+def _case_documents(row: Row, sources: Row) -> Iterator[str]:
+    for name in row.texts("case_documents"):
+        document = sources.get(name, dict, f"the document of {row.where}")
+        yield Row(f"{sources.where}, {name}", document).get("doc_text", str, "a text")
 
 
 def _summary_examples(summaries: Sequence[str], key: str) -> str:
@@ -408,45 +368,32 @@ def _summary_examples(summaries: Sequence[str], key: str) -> str:
     return f"Summaries of other texts, to show what they look like:\n\n{shown}\n\n" if shown else ""
 
 
-def _summary_benchmark(name: str, title: str, items: Sequence[Item]) -> Benchmark:
-    unique = published.unique(items, name)
-    return Benchmark(name, title, unique, _extract_summary, score_summary, False, MAX_TOKENS)
+def _extract_summary(text: str, item: Item) -> str | None:
+    *_, last = _SUMMARY.split(visible_text(text) or "")
+    return last.strip() or None
 
 
 # ---------------------------------------------------------------------------------------- shared
 
 
-def _extract_all(text: str, item: Item) -> str | None:
-    return visible_text(text) or None
+@functools.cache
+def _extractor(word: str) -> Callable[[str, Item], str | None]:
+    """Reader of the text after "WORD:", else of the first line (HELMET's parse_output)."""
+    pattern = re.compile(rf"{word}:([^\n]*)", re.IGNORECASE)
 
+    def extract_stated(text: str, item: Item) -> str | None:
+        visible = visible_text(text) or ""
+        found = pattern.search(visible)
+        stated = found[1] if found else visible.partition("\n")[0]
+        return stated.strip() or None
 
-def _extract_answer(text: str, item: Item) -> str | None:
-    return _text_after(_ANSWER, text)
-
-
-def _extract_label(text: str, item: Item) -> str | None:
-    return _text_after(_LABEL, text)
-
-
-def _extract_summary(text: str, item: Item) -> str | None:
-    visible = visible_text(text) or ""
-    *_, last = _SUMMARY.split(visible)
-    return last.strip() or None
-
-
-def _text_after(pattern: re.Pattern[str], text: str) -> str | None:
-    """Text captured by the first match, else the first line (HELMET's parse_output)."""
-    visible = visible_text(text) or ""
-    found = pattern.search(visible)
-    stated = found[1] if found else visible.partition("\n")[0]
-    return stated.strip() or None
+    return extract_stated
 
 
 def _choose(choices: Sequence[T], count: int) -> list[T]:
     """Sample up to `count` of the choices; they keep their order and are the same in every run."""
-    rng = random.Random(SEED)
-    places = rng.sample(range(len(choices)), min(count, len(choices)))
-    return [choices[place] for place in sorted(places)]
+    indices = random.Random(SEED).sample(range(len(choices)), min(count, len(choices)))
+    return [choices[i] for i in sorted(indices)]
 
 
 def _rng(key: str) -> random.Random:
@@ -458,20 +405,14 @@ def _with_length(name: str, length: int) -> str:
     return name if length == PAPER_LENGTH else f"{name}_{length // 1024}k"
 
 
-def _loaders() -> dict[str, published.Loader]:
-    loaders: dict[str, published.Loader] = {
-        f"mrcr_{needles}needle": functools.partial(load_mrcr, needles) for needles in (2, 4, 8)
-    }
-    for length in LENGTHS:
-        for task in _RAG:
-            name = _with_length(f"helmet_{task}", length)
-            loaders[name] = functools.partial(load_rag, task, length=length)
-        for task in helmet_labels.TASKS:
-            name = _with_length(f"helmet_{task}", length)
-            loaders[name] = functools.partial(load_icl, task, length=length)
-    loaders["helmet_infbench_sum"] = load_infbench_sum
-    loaders["helmet_multi_lexsum"] = load_multi_lexsum
-    return loaders
-
-
-LOADERS = _loaders()
+LOADERS: dict[str, Loader] = {
+    **{f"mrcr_{needles}needle": functools.partial(load_mrcr, needles) for needles in (2, 4, 8)},
+    **{
+        _with_length(f"helmet_{task}", length): functools.partial(load, task, length=length)
+        for length in LENGTHS
+        for load, tasks in ((load_rag, _RAG), (load_icl, helmet_labels.TASKS))
+        for task in tasks
+    },
+    "helmet_infbench_sum": load_infbench_sum,
+    "helmet_multi_lexsum": load_multi_lexsum,
+}

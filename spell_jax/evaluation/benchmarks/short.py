@@ -14,7 +14,7 @@
 3. No judge is asked, because both metrics are exact.
 4. Prompts have no examples.
 
-Layouts: docs/evaluation.md.
+Sources and layouts: docs/evaluation.md. Loaders are `published.Loader`s.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
 
 from spell_jax.evaluation import math_equal
 from spell_jax.evaluation.benchmarks import published
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
-from spell_jax.evaluation.benchmarks.published import Folder, Row
+from spell_jax.evaluation.benchmarks.published import Folder, Loader, Row
 from spell_jax.selfplay.numbers import number_text
 from spell_jax.selfplay.rules import (
     brace_steps,
@@ -39,7 +39,6 @@ from spell_jax.selfplay.rules import (
     visible_text,
 )
 
-MAX_TOKENS = 4096  # paper Appendix F.2
 OPTIONS = "ABCDEFGHIJ"
 
 _MATH_PROMPT = "{question}\n\nWork step by step, and give the final answer inside \\boxed{{}}."
@@ -62,98 +61,86 @@ _LETTER_PATTERNS = tuple(
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Layout of one publisher's files.
-
-    Attributes:
-      files: file names, relative to the folder.
-      question: name of the question field.
-      answer: name of the answer field.
-    """
-
-    files: Sequence[str]
-    question: str
-    answer: str
-
-
-@dataclasses.dataclass(frozen=True)
 class MathSet:
     """A set of mathematical problems.
 
     Attributes:
       title: heading of its table column.
       rows: published number of rows.
-      layouts: layouts in which it is published.
+      layouts: files of each publisher -> names of their fields of question and answer.
     """
 
     title: str
     rows: int
-    layouts: Sequence[Layout]
+    layouts: Mapping[tuple[str, ...], tuple[str, str]]
 
 
 MATH_SETS = {
     "aime24": MathSet(
         "AIME24",
         30,
-        (
-            Layout(["data/train-00000-of-00001.parquet"], "problem", "answer"),  # HuggingFaceH4
-            Layout(["aime_2024_problems.parquet"], "Problem", "Answer"),  # Maxwell-Jia
-        ),
+        {
+            ("data/train-00000-of-00001.parquet",): ("problem", "answer"),  # HuggingFaceH4
+            ("aime_2024_problems.parquet",): ("Problem", "Answer"),  # Maxwell-Jia
+        },
     ),
     "aime25": MathSet(
         "AIME25",
         30,
-        (
-            Layout(["test.jsonl"], "problem", "answer"),  # math-ai
-            Layout(["aime2025-I.jsonl", "aime2025-II.jsonl"], "question", "answer"),  # opencompass
-        ),
+        {
+            ("test.jsonl",): ("problem", "answer"),  # math-ai
+            ("aime2025-I.jsonl", "aime2025-II.jsonl"): ("question", "answer"),  # opencompass
+        },
     ),
     "amc23": MathSet(
         "AMC23",
         40,
-        (
-            Layout(["test-00000-of-00001.parquet"], "question", "answer"),  # math-ai
-            Layout(["test.jsonl"], "question", "answer"),  # Qwen2.5-Math's evaluation
-        ),
+        {
+            ("test-00000-of-00001.parquet",): ("question", "answer"),  # math-ai
+            ("test.jsonl",): ("question", "answer"),  # Qwen2.5-Math's evaluation
+        },
     ),
-    "math500": MathSet("MATH500", 500, (Layout(["test.jsonl"], "problem", "answer"),)),
+    "math500": MathSet("MATH500", 500, {("test.jsonl",): ("problem", "answer")}),
     "gsm8k": MathSet(
         "GSM8K",
         1319,
-        (
-            Layout(["test.jsonl"], "question", "answer"),
-            Layout(["main/test-00000-of-00001.parquet"], "question", "answer"),
-        ),
+        {
+            ("test.jsonl",): ("question", "answer"),
+            ("main/test-00000-of-00001.parquet",): ("question", "answer"),
+        },
     ),
 }
 
 
 def load_math(name: str, folder: Folder, limit: int | None = None) -> Benchmark:
-    """Load one of `MATH_SETS`.
-
-    Raises:
-      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
-      ImportError: if Math-Verify (extra "eval") is not installed.
-    """
+    """Load one of `MATH_SETS`; raises ImportError without Math-Verify (extra "eval")."""
     math_equal.check_installed()
     kind = MATH_SETS[name]
-    layout = kind.layouts[published.choose(folder, [layout.files for layout in kind.layouts])]
-    rows = published.read(folder, [layout.files], kind.rows, limit)
-    items = [_math_item(name, number, row, layout) for number, row in enumerate(rows)]
-    return Benchmark(name, kind.title, tuple(items), extract_math, score_math, False, MAX_TOKENS)
+    first, *_ = published.locate(folder, list(kind.layouts))
+    files = next(files for files in kind.layouts if Path(folder, files[0]) == first)
+    rows = published.read(folder, [files], kind.rows, limit)
+    items = [
+        _math_item(name, str(number), row, *kind.layouts[files]) for number, row in enumerate(rows)
+    ]
+    return Benchmark(name, kind.title, tuple(items), extract_math, score_math)
 
 
-def load_mmlu_pro(folder: Folder, limit: int | None = None) -> Benchmark:
-    """Load MMLU-Pro's test set, from `data/test-00000-of-00001.parquet`.
-
-    Source: huggingface.co/datasets/TIGER-Lab/MMLU-Pro.
-
-    Raises:
-      FileNotFoundError, ValueError: if the folder is not as published; see `published.read`.
-    """
-    rows = published.read(folder, [["data/test-00000-of-00001.parquet"]], 12_032, limit)
-    items = published.unique([_choice_item(row) for row in rows], "mmlu_pro")
-    return Benchmark("mmlu_pro", "MMLU-Pro", items, extract_letter, score_letter, False, MAX_TOKENS)
+def _math_item(name: str, id: str, row: Row, question_field: str, answer_field: str) -> Item:
+    question = row.text(question_field).strip()
+    reference = row.get(answer_field, (str, int, float), "a number or LaTeX")
+    if not isinstance(reference, str):
+        if not math.isfinite(reference):
+            raise row.wrong(answer_field, "a finite number")
+        reference = number_text(int(reference) if reference == int(reference) else reference)
+    if name == "gsm8k":
+        _, mark, reference = reference.rpartition("####")
+        if not mark:
+            raise row.wrong(answer_field, 'a solution that ends with "#### NUMBER"')
+    if not reference.strip():
+        raise row.wrong(answer_field, "an answer that is not empty")
+    fields = {field: row.values[field] for field in ("level", "subject") if field in row.values}
+    prompt = _MATH_PROMPT.format(question=question)
+    return Item(id, prompt, question, (reference.strip(),), fields)
 
 
 def extract_math(text: str, item: Item) -> str | None:
@@ -174,44 +161,11 @@ def score_math(text: str, item: Item) -> float:
     return float(found is not None and math_equal.equal(found, item.references[0]))
 
 
-def extract_letter(text: str, item: Item) -> str | None:
-    """Letter that a full response states, or None if the question has no such option."""
-    visible = (visible_text(text) or "").replace("*", "")
-    for pattern in _LETTER_PATTERNS:
-        if letters := pattern.findall(visible):
-            return letters[-1] if letters[-1] in OPTIONS[: item.fields["options"]] else None
-    return None
-
-
-def score_letter(text: str, item: Item) -> float:
-    """1.0 for the correct letter, else 0.0."""
-    return float(extract_letter(text, item) == item.references[0])
-
-
-def _math_item(name: str, number: int, row: Row, layout: Layout) -> Item:
-    question = row.text(layout.question).strip()
-    reference = _math_reference(row, layout.answer)
-    if name == "gsm8k":
-        _, found, reference = reference.rpartition("####")
-        if not found:
-            raise row.wrong(layout.answer, 'a solution that ends with "#### NUMBER"')
-    reference = reference.strip()
-    if not reference:
-        raise row.wrong(layout.answer, "an answer that is not empty")
-    known: dict[str, Any] = {
-        field: row.values[field] for field in ("level", "subject") if field in row.values
-    }
-    prompt = _MATH_PROMPT.format(question=question)
-    return Item(str(number), prompt, question, (reference,), known)
-
-
-def _math_reference(row: Row, field: str) -> str:
-    value = row.get(field, (str, int, float), "a number or LaTeX")
-    if isinstance(value, str):
-        return value
-    if not math.isfinite(value):
-        raise row.wrong(field, "a finite number")
-    return number_text(int(value) if value == int(value) else value)
+def load_mmlu_pro(folder: Folder, limit: int | None = None) -> Benchmark:
+    """Load MMLU-Pro's test set, from `data/test-00000-of-00001.parquet`."""
+    rows = published.read(folder, [["data/test-00000-of-00001.parquet"]], 12_032, limit)
+    items = tuple(map(_choice_item, rows))
+    return Benchmark("mmlu_pro", "MMLU-Pro", items, extract_letter, score_letter)
 
 
 def _choice_item(row: Row) -> Item:
@@ -226,11 +180,23 @@ def _choice_item(row: Row) -> Item:
     pairs = zip(letters, options, strict=True)
     choices = "".join(f"({name}) {option.strip()}\n" for name, option in pairs)
     prompt = _CHOICE_PROMPT.format(question=question, choices=choices)
-    name = str(row.get("question_id", int, "a number"))
     fields = {"options": len(options), "category": row.text("category")}
-    return Item(name, prompt, question, (letter,), fields)
+    return Item(str(row.get("question_id", int, "a number")), prompt, question, (letter,), fields)
 
 
-LOADERS = {name: functools.partial(load_math, name) for name in MATH_SETS} | {
-    "mmlu_pro": load_mmlu_pro
-}
+def extract_letter(text: str, item: Item) -> str | None:
+    """Letter that a full response states, or None if the question has no such option."""
+    visible = (visible_text(text) or "").replace("*", "")
+    for pattern in _LETTER_PATTERNS:
+        if letters := pattern.findall(visible):
+            return letters[-1] if letters[-1] in OPTIONS[: item.fields["options"]] else None
+    return None
+
+
+def score_letter(text: str, item: Item) -> float:
+    """1.0 for the correct letter, else 0.0."""
+    return float(extract_letter(text, item) == item.references[0])
+
+
+LOADERS: dict[str, Loader] = {name: functools.partial(load_math, name) for name in MATH_SETS}
+LOADERS["mmlu_pro"] = load_mmlu_pro

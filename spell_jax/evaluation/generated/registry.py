@@ -51,8 +51,6 @@ def load(
     """
     if tokenizer is None:
         raise ValueError(f"benchmark {name!r}: its lengths are in tokens, it needs a tokenizer")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit = {limit}: must be at least 1")
     try:
         if family(name) == "ruler":
             return _load_ruler(name, folder, limit, tokenizer)

@@ -166,7 +166,7 @@ def test_rag_lengths_and_limits(tmp_path):
         load("helmet_nq", tmp_path)
     assert load("helmet_nq_64k", tmp_path).name == "helmet_nq_64k"
     write_kilt(tmp_path, questions=3, places=2)
-    with pytest.raises(ValueError, match=r"6 times, once for each place: 0 rows, but 100"):
+    with pytest.raises(ValueError, match=r"6 times, once per position: 0 rows, but 100"):
         load("helmet_nq", tmp_path)
     assert len(load("helmet_nq", tmp_path, limit=5).items) == 5
     with pytest.raises(ValueError, match=r"limit = 7, but there are only 6 rows"):
@@ -286,7 +286,7 @@ def test_examples_come_in_mixed_rounds_of_every_label():
 def test_labels_agree_with_the_examples(tmp_path):
     write_trec(tmp_path)
     item = load("helmet_trec_coarse", tmp_path, 1).items[0]
-    train = dict(helmet_labels.read("trec_coarse", tmp_path, True).train)
+    train = dict(helmet_labels.read("trec_coarse", tmp_path, True)[0])
     blocks = item.prompt.split("\n\n")[1:-1]
     shown = dict(block.split("\nlabel: ") for block in blocks)
     (number,) = {label for text, label in shown.items() if train[text] == item.fields["label"]}
@@ -298,12 +298,12 @@ def test_every_label_of_the_nlu_data_keeps_an_example(tmp_path):
     write_icl("nlu", tmp_path)
     path = tmp_path / "NLU-Data-Home-Domain-Annotated-All.csv"
     path.write_text(path.read_text() + "\n" + "\n".join(f"1;1;rare;{i};;x;" for i in range(30)))
-    data = helmet_labels.read("nlu", tmp_path, whole=False)
-    assert dict(data.train + data.test)["say; 70 now"] == "music_play2"  # without annotations
-    places = [int(text.split()[1]) for text, label in data.test if label.startswith("music")]
+    train, test = helmet_labels.read("nlu", tmp_path, complete=False)
+    assert dict(train + test)["say; 70 now"] == "music_play2"  # without annotations
+    places = [int(text.split()[1]) for text, label in test if label.startswith("music")]
     assert min(places) < 300 and max(places) > 25_400  # of the whole file
-    assert len({label for _, label in data.train}) == 98
-    assert len(data.test) == 2575 and len(data.train) == 23_170
+    assert len({label for _, label in train}) == 98
+    assert len(test) == 2575 and len(train) == 23_170
 
 
 def test_wrong_labels_are_refused(tmp_path):
@@ -331,8 +331,8 @@ def test_wrong_labels_are_refused(tmp_path):
 def test_csv_files(tmp_path):
     for name in ("train", "test"):
         (tmp_path / f"{name}.csv").write_text('text,category\n "a, b",c\n', "utf-8-sig")
-    data = helmet_labels.read("banking77", tmp_path, whole=False)
-    assert data.train == data.test == [("a, b", "c")]
+    train, test = helmet_labels.read("banking77", tmp_path, complete=False)
+    assert train == test == [("a, b", "c")]
     (tmp_path / "test.csv").write_text('text,category\na,c\n"' + "x" * 200_000)
     with pytest.raises(ValueError, match=r"test.csv, row 1: field larger than field limit"):
         load("helmet_banking77", tmp_path, 1)
