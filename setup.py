@@ -27,7 +27,12 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["spell_jax", "spell_jax.*", "data_pipeline"]),
     package_data={
-        "spell_jax": ["reporting/report.html", "selfplay/templates/**/*.txt", "data/tiny_policy/*"],
+        "spell_jax": [
+            "reporting/report.html",
+            "selfplay/templates/**/*.txt",
+            "evaluation/generated/words.txt",
+            "data/tiny_policy/*",
+        ],
         "data_pipeline": ["report.html"],
     },
     install_requires=[

@@ -1,9 +1,10 @@
 """Prompts of a given length in tokens that hide needles; shared by RULER and the needle grid.
 
-1. `Pile` takes pieces of text (sentences, documents) one by one and counts the tokens of each once.
-2. `bury` puts needles between pieces, at depths given as fractions of the pieces' tokens.
-3. `fit` finds a prompt of 0.95 to 1 times the maximum length, usually at the first attempt.
-4. `match_all` and `match_part` score answers.
+1. `Names` samples the keys and values of needles.
+2. `Pile` takes pieces of text (sentences, documents) one by one and counts the tokens of each once.
+3. `insert_needles` puts needles between pieces, at depths given as fractions of the pieces' tokens.
+4. `fit` finds a prompt of 0.95 to 1 times the maximum length, usually at the first attempt.
+5. `match_all` and `match_part` score answers.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import bisect
 import dataclasses
 import functools
 import itertools
+import pathlib
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,13 +31,52 @@ SHORTEST = 0.95
 # Repeated to fill a haystack of pure noise.
 NOISE = "The river runs slow. The wind is mild. The road is long. We walk on. Home is not far."
 
+# 256 adjectives x 256 nouns are 65,536 names. A haystack of a million tokens made of needles, 18
+# tokens each, needs fewer keys. No adjective is the end of another and no noun is the beginning of
+# another, so no name is part of another.
+_WORDS = pathlib.Path(__file__).with_name("words.txt").read_text().split("\n\n")
+ADJECTIVES, NOUNS = (tuple(words.split()) for words in _WORDS)
+
+
+class Names:
+    """Random names without repetition; none of them occurs in `text`."""
+
+    def __init__(self, rng: np.random.Generator, text: str = ""):
+        self._text = text
+        self._seen: set[str] = set()
+        self._order = iter(rng.permutation(len(ADJECTIVES) * len(NOUNS)).tolist())
+        self._makers: dict[str, Callable[[], str]] = {
+            "word": self._word,
+            "number": lambda: str(rng.integers(10**6, 10**7)),
+            "uuid": lambda: str(uuid.UUID(bytes=rng.bytes(16), version=4)),
+            "code": lambda: letters(rng, 6),
+            "variable": lambda: letters(rng, 5).upper(),
+        }
+
+    def sample(self, kind: str) -> str:
+        """Sample a "word", "number" (7 digits), "uuid", "code" (6 letters) or "variable" (5)."""
+        while (name := self._makers[kind]()) in self._seen or name in self._text:
+            pass
+        self._seen.add(name)
+        return name
+
+    def _word(self) -> str:
+        if (index := next(self._order, None)) is None:
+            raise ValueError(f"length: needs more than the {len(ADJECTIVES) * len(NOUNS)} names")
+        return f"{ADJECTIVES[index // len(NOUNS)]}-{NOUNS[index % len(NOUNS)]}"
+
+
+def letters(rng: np.random.Generator, count: int) -> str:
+    """Random string of `count` letters a to z."""
+    return bytes(rng.integers(ord("a"), ord("z") + 1, count).tolist()).decode()
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
     """Maximum length, token counters and prose for building prompts.
 
     Attributes:
-      length: maximum number of tokens in a prompt.
+      length: maximum number of tokens in a prompt, without the answer.
       count: prompt -> number of tokens that the policy receives.
       cost: piece of a prompt -> number of tokens; cached.
       text: prose as given, or "".
@@ -63,66 +105,46 @@ class Source:
         if not self.sentences:
             raise ValueError("text: has no words; the haystack is made of its sentences")
         start = int(rng.integers(len(self.sentences)))
-        around = itertools.chain(self.sentences[start:], itertools.cycle(self.sentences))
-        return Pile(self.priced(around, before=" "))
+        cyclic = itertools.chain(self.sentences[start:], itertools.cycle(self.sentences))
+        return self.pile(cyclic, before=" ")
 
     def noise(self) -> Pile:
-        return Pile(self.priced(itertools.repeat(NOISE), after="\n"))
+        return self.pile(itertools.repeat(NOISE), after="\n")
 
-    def priced(
-        self, pieces: Iterable[str], before: str = "", after: str = ""
-    ) -> Iterator[tuple[str, int]]:
-        """Yield (piece, number of its tokens, including its separator).
+    def pile(self, pieces: Iterable[str], before: str = "", after: str = "") -> Pile:
+        """Pile of pieces without separators; counts each with its separator.
 
         The side of the separator matters: in Qwen's vocabulary " The" is one token, and so is
         ".\\n".
-
-        Args:
-          pieces: texts without separators.
-          before: separator before each piece.
-          after: separator after each piece.
         """
-        return ((piece, self.cost(before + piece + after)) for piece in pieces)
-
-
-@dataclasses.dataclass(frozen=True)
-class Draft:
-    """A prompt with some amount of filling, not yet an `Item`; attributes as in `Item`."""
-
-    prompt: str
-    question: str
-    references: tuple[str, ...]
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def item(self, id: str, **fields: Any) -> Item:
-        return Item(id, self.prompt, self.question, self.references, {**self.fields, **fields})
+        return Pile((piece, self.cost(before + piece + after)) for piece in pieces)
 
 
 class Pile:
-    """Pieces of an iterator, read on demand and kept, so that each `take` sees the same pieces."""
+    """(text, tokens) pairs of an iterator, kept so that each `take` sees the same pieces."""
 
     # Pieces tried for the gap that remains when the next piece no longer fits.
     _TRIED = 32
 
-    def __init__(self, priced: Iterator[tuple[str, int]]):
-        self._priced = priced
+    def __init__(self, pieces: Iterator[tuple[str, int]]):
+        self._unread = pieces
         self._pieces: list[tuple[str, int]] = []
         self._ends = [0]  # cumulative tokens up to each piece
 
     def take(self, budget: int) -> list[tuple[str, int]]:
         """(piece, tokens) pairs from the first on, with at most `budget` tokens in total."""
-        self._draw(lambda: self._ends[-1] <= budget)
-        whole = bisect.bisect_right(self._ends, budget) - 1
-        self._draw(lambda: len(self._pieces) < whole + self._TRIED)
-        taken, room = self._pieces[:whole], budget - self._ends[whole]
-        for piece, cost in self._pieces[whole : whole + self._TRIED]:
+        self._read_while(lambda: self._ends[-1] <= budget)
+        count = bisect.bisect_right(self._ends, budget) - 1
+        self._read_while(lambda: len(self._pieces) < count + self._TRIED)
+        taken, room = self._pieces[:count], budget - self._ends[count]
+        for piece, cost in self._pieces[count : count + self._TRIED]:
             if cost <= room:
                 taken.append((piece, cost))
                 room -= cost
         return taken
 
-    def _draw(self, wanted: Callable[[], bool]) -> None:
-        while wanted() and (piece := next(self._priced, None)) is not None:
+    def _read_while(self, wanted: Callable[[], bool]) -> None:
+        while wanted() and (piece := next(self._unread, None)) is not None:
             self._pieces.append(piece)
             self._ends.append(self._ends[-1] + max(piece[1], 1))
 
@@ -138,7 +160,7 @@ def split_sentences(text: str) -> tuple[str, ...]:
     return tuple(piece for sentence in sentences for piece in wrap(sentence))
 
 
-def bury(
+def insert_needles(
     pieces: Sequence[tuple[str, int]], needles: Sequence[str], depths: Sequence[float]
 ) -> list[str]:
     """Insert the needles between the pieces at their depths, and return all texts in order.
@@ -158,18 +180,21 @@ def bury(
     return texts
 
 
-def fit(make: Callable[[int], Draft], source: Source) -> tuple[Draft, int]:
-    """Find a draft that fills `SHORTEST` to 1 times the maximum length.
+# Tokens of filling, summed over its pieces -> question without an id; 0 gives the shortest prompt.
+Make = Callable[[int], Item]
+
+
+def fit(make: Make, source: Source, id: str, **fields: Any) -> Item:
+    """Find a question whose prompt has `SHORTEST` to 1 times the maximum length.
 
     Args:
-      make: tokens of filling, summed over its pieces -> draft; 0 gives the shortest draft.
+      make: maker of the question.
       source: token counters and maximum length.
-
-    Returns:
-      The draft and the number of tokens in its prompt.
+      id: id of the question.
+      **fields: further fields of the question; "length" (the maximum) and "tokens" are added.
 
     Raises:
-      ValueError: if the shortest draft is too long, or there is not enough filling.
+      ValueError: if the shortest prompt is too long, or there is not enough filling.
     """
     length = source.length
     frame = source.count(make(0).prompt)
@@ -179,12 +204,13 @@ def fit(make: Callable[[int], Draft], source: Source) -> tuple[Draft, int]:
     # The count of a whole text seldom differs from the sum over its pieces, so one attempt usually
     # suffices. Tokenizers that add a token to every text (a start token, a space) need another.
     for _ in range(8):
-        draft = make(budget)
-        tokens = source.count(draft.prompt)
+        item = make(budget)
+        tokens = source.count(item.prompt)
         if SHORTEST * length <= tokens <= length:
-            return draft, tokens
+            fields |= {**item.fields, "length": length, "tokens": tokens}
+            return dataclasses.replace(item, id=id, fields=fields)
         budget = int(0.99 * budget * (length - frame) / max(tokens - frame, 1))
-    raise ValueError(f"length = {length}: the filling there is makes a prompt of {tokens} tokens")
+    raise ValueError(f"length = {length}: all the filling makes a prompt of only {tokens} tokens")
 
 
 def extract(text: str, item: Item) -> str | None:
@@ -194,11 +220,10 @@ def extract(text: str, item: Item) -> str | None:
 
 def match_all(text: str, item: Item) -> float:
     """Fraction of references in the answer, ignoring case (RULER's string_match_all)."""
-    said = (extract(text, item) or "").lower()
-    return sum(wanted.lower() in said for wanted in item.references) / len(item.references)
+    answer = (extract(text, item) or "").lower()
+    return sum(wanted.lower() in answer for wanted in item.references) / len(item.references)
 
 
 def match_part(text: str, item: Item) -> float:
     """1.0 if a reference is in the answer, ignoring case, else 0.0 (RULER's string_match_part)."""
-    said = (extract(text, item) or "").lower()
-    return float(any(wanted.lower() in said for wanted in item.references))
+    return float(match_all(text, item) > 0)

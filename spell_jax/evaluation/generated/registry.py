@@ -19,7 +19,7 @@ import pathlib
 from collections.abc import Callable
 
 from spell_jax.evaluation.benchmarks.base import Benchmark
-from spell_jax.evaluation.generated import needle, ruler
+from spell_jax.evaluation.generated import ruler
 from spell_jax.policy.tokenizer_base import Tokenizer
 
 FAMILIES = ("ruler", "needle")
@@ -84,12 +84,12 @@ def _load_needle(
     lengths = [_number(text) for text in name.split("_")[1:]]
     if len(set(lengths)) < len(lengths):
         raise ValueError("must have each length once")
-    made = needle.needle(
+    made = ruler.needle(
         SEED,
         tokenizer.count,
         _read_prose(folder),
         count_prompt=_count_chat(tokenizer),
-        lengths=sorted(lengths) or needle.LENGTHS,
+        lengths=sorted(lengths) or ruler.GRID_LENGTHS,
         items=limit,
     )
     return dataclasses.replace(made, name=name)

@@ -1,4 +1,4 @@
-"""RULER: synthetic tasks of any length that measure how much of a long context a model uses.
+"""RULER and the needle grid: synthetic tasks of any length that measure the use of long contexts.
 
 Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?",
 section 3 and appendix B. The constants are theirs, the wording is ours. Four families of tasks:
@@ -9,6 +9,9 @@ section 3 and appendix B. The constants are theirs, the wording is ours. Four fa
 4. qa: questions whose documents are mixed with the documents of other questions.
 
 The model writes its whole turn. In the original, the prompt begins the answer for it ("... are:").
+
+The grid has one needle in prose, like that of niah_single_2, for each depth and length (Kamradt
+2023, "Needle In A Haystack - pressure testing LLMs"). No training data has the answer.
 """
 
 from __future__ import annotations
@@ -24,21 +27,23 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.evaluation.benchmarks.base import Benchmark
+from spell_jax.evaluation.benchmarks.base import Benchmark, Item
 from spell_jax.evaluation.generated import haystack
-from spell_jax.evaluation.generated.haystack import Draft, Pile, Source
-from spell_jax.evaluation.generated.names import Names, letters
+from spell_jax.evaluation.generated.haystack import Make, Names, Pile, Source, letters
 from spell_jax.runtime.jsonl import read_records
 
 ITEMS = 500  # questions per task and length, as in the paper
 
-# A task maps (source, random generator of the item) to a function (tokens of filling -> draft). The
-# first call samples the question, so that it stays the same for every amount of filling.
-Task = Callable[[Source, np.random.Generator], Callable[[int], Draft]]
+# A task maps (source, random generator of the item) to a function (tokens of filling -> question).
+# The first call samples the question, so that it stays the same for every amount of filling.
+Task = Callable[[Source, np.random.Generator], Make]
 
 # Depths of needles in prose, as fractions of its tokens: 40 values, evenly spaced in [0, 1]. In
 # noise and among other needles, a needle can have any depth.
 _DEPTHS = np.round(np.linspace(0, 1, 40), 2)
+
+GRID_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+GRID_DEPTHS = tuple(round(0.1 * step, 1) for step in range(11))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,94 +107,146 @@ def ruler(
     if task == "qa":
         order = np.random.default_rng(base).permutation(len(rows))[:items]
         pool = tuple(dict.fromkeys(itertools.chain(*(row.documents for row in rows))))
-        makers = [functools.partial(_qa, row=rows[index], pool=pool) for index in order]
+        tasks = [functools.partial(_qa, row=rows[index], pool=pool) for index in order]
     elif task == "vt":
-        makers = [functools.partial(_variable_tracking, chains=chains, hops=hops)] * items
+        tasks = [functools.partial(_variable_tracking, chains=chains, hops=hops)] * items
     else:
-        makers = [_GENERATED[task]] * items
-    if not makers:  # also if `items` is negative
+        tasks = [_GENERATED[task]] * items
+    if not tasks:  # also if `items` is negative
         raise ValueError(f"items = {items}, {len(rows)} rows: there is nothing to ask")
     made = []
-    for index, maker in enumerate(makers):
-        draft, tokens = haystack.fit(maker(source, np.random.default_rng([*base, index])), source)
-        made.append(draft.item(f"{task}-{length}-{index}", length=length, tokens=tokens))
+    for index, one in enumerate(tasks):
+        make = one(source, np.random.default_rng([*base, index]))
+        made.append(haystack.fit(make, source, f"{task}-{length}-{index}"))
     return Benchmark(
         name=f"ruler_{task}_{length}",
         title=f"RULER {task}, {length:,} tokens",
         items=tuple(made),
         extract=haystack.extract,
         score=haystack.match_part if task == "qa" else haystack.match_all,
-        judged=False,
         # The original has 30 to 128, after a beginning of the answer that the prompt supplies.
         max_tokens=256 if task == "cwe" else 128,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Niah:
-    """A needle-in-a-haystack task (paper section 3.1).
+def needle(
+    seed: int,
+    count_tokens: Callable[[str], int],
+    text: str,
+    *,
+    count_prompt: Callable[[str], int] | None = None,
+    lengths: Sequence[int] = GRID_LENGTHS,
+    depths: Sequence[float] = GRID_DEPTHS,
+    items: int | None = None,
+) -> Benchmark:
+    """Build the needle grid: one item per length and depth, with lengths in the outer loop.
 
-    Attributes:
+    Args:
+      seed, count_tokens, text, count_prompt: see `ruler`.
+      lengths: maximum numbers of tokens in a prompt; see `ruler`.
+      depths: fractions of the haystack's tokens before the needle, in [0, 1]. The needle is placed
+        at the nearest end of a sentence before that point.
+      items: number of items; more than one grid repeats it. None makes one grid.
+
+    Returns:
+      The benchmark. Its items have the requested "depth" and "length", which are the fields of its
+      breakdown, and the actual number of "tokens" in the prompt.
+
+    Raises:
+      ValueError: if there are no items, a depth is not in [0, 1], the text is empty, or a length is
+        too short for the question.
+    """
+    cells = list(itertools.product(lengths, enumerate(depths)))
+    items = len(cells) if items is None else items
+    if not cells or items < 1 or not all(0 <= depth <= 1 for depth in depths):
+        raise ValueError(
+            f"lengths = {lengths}, depths = {depths}, items = {items}: must be at least one each, "
+            "depths from 0 to 1"
+        )
+    shared, made = Source.of(max(lengths), count_tokens, count_prompt, text), []
+    for number in range(items):
+        repeat, cell = divmod(number, len(cells))
+        length, (row, depth) = cells[cell]
+        source = dataclasses.replace(shared, length=length)  # shares the token counts of sentences
+        make = _grid_needle(source, np.random.default_rng([seed, length, row, repeat]), depth)
+        made.append(haystack.fit(make, source, f"needle-{length}-{depth}-{repeat}", depth=depth))
+    return Benchmark(
+        name="needle",
+        title="needle in a haystack",
+        items=tuple(made),
+        extract=haystack.extract,
+        score=haystack.match_all,
+        max_tokens=128,
+        by=("length", "depth"),
+    )
+
+
+def _grid_needle(source: Source, rng: np.random.Generator, depth: float) -> Make:
+    names, pile = Names(rng, source.text), source.prose(rng)
+    key, value = names.sample("word"), names.sample("number")
+    question = _secret_question("number", [key])
+
+    def make(budget: int) -> Item:
+        needles = [_secret("number", key, value)]
+        hay = haystack.insert_needles(pile.take(budget), needles, [depth])
+        return Item("", _secret_prompt("number", " ".join(hay), question), question, (value,))
+
+    return make
+
+
+def _niah(
+    source: Source,
+    rng: np.random.Generator,
+    *,
+    hay: str = "prose",
+    key: str = "word",
+    value: str = "number",
+    keys: int = 1,
+    values: int = 1,
+    queries: int = 1,
+) -> Make:
+    """Ask for needles in a haystack (paper section 3.1).
+
+    Args:
+      source: token counters and prose.
+      rng: random generator of the item.
       hay: filling around the needles: "noise", "prose" or "needles".
-      key: kind of the names that are keys; see `Names.draw`.
+      key: kind of the names that are keys; see `Names.sample`.
       value: kind of the names that are values.
       keys: number of different keys.
       values: number of needles per key, each with its own value.
       queries: number of keys in the question.
     """
+    names = Names(rng, source.text if hay == "prose" else "")
+    hidden = {names.sample(key): [names.sample(value) for _ in range(values)] for _ in range(keys)}
+    needles = [(k, v) for k, some in hidden.items() for v in some]
+    if hay == "prose":
+        depths = rng.choice(_DEPTHS, len(needles), replace=False).tolist()
+        pile = source.prose(rng)
+    else:
+        depths = rng.random(len(needles)).round(4).tolist()
+        others = (_secret(value, names.sample(key), names.sample(value)) for _ in itertools.count())
+        pile = source.noise() if hay == "noise" else source.pile(others, after="\n")
+    asked = list(hidden)[:queries]  # keys are random, so the first ones are as well
+    question = _secret_question(value, asked, values)
+    wanted = [(v, depth) for (k, v), depth in zip(needles, depths, strict=True) if k in asked]
+    texts = [_secret(value, *one) for one in needles]
 
-    hay: str = "prose"
-    key: str = "word"
-    value: str = "number"
-    keys: int = 1
-    values: int = 1
-    queries: int = 1
+    def make(budget: int) -> Item:
+        lines = haystack.insert_needles(pile.take(budget), texts, depths)
+        prompt = _secret_prompt(value, (" " if hay == "prose" else "\n").join(lines), question)
+        references = tuple(v for v, _ in wanted)
+        return Item("", prompt, question, references, {"depths": [depth for _, depth in wanted]})
 
-    def __call__(self, source: Source, rng: np.random.Generator) -> Callable[[int], Draft]:
-        names = Names(rng, source.text if self.hay == "prose" else "")
-        hidden = {
-            names.draw(self.key): [names.draw(self.value) for _ in range(self.values)]
-            for _ in range(self.keys)
-        }
-        needles = [(key, value) for key, values in hidden.items() for value in values]
-        depths = dict(zip(needles, self._depths(rng, len(needles)), strict=True))
-        asked = list(hidden)[: self.queries]  # keys are random, so the first ones are as well
-        question = secret_question(self.value, asked, self.values)
-        if self.hay == "needles":
-            pile = Pile(source.priced(self._other_needles(names), after="\n"))
-        else:
-            pile = source.prose(rng) if self.hay == "prose" else source.noise()
-
-        def make(budget: int) -> Draft:
-            texts = [secret(self.value, *needle) for needle in needles]
-            buried = haystack.bury(pile.take(budget), texts, [depths[n] for n in needles])
-            hay = (" " if self.hay == "prose" else "\n").join(buried)
-            wanted = [(key, value) for key in asked for value in hidden[key]]
-            return Draft(
-                secret_prompt(self.value, hay, question),
-                question,
-                tuple(value for _, value in wanted),
-                {"depths": [depths[needle] for needle in wanted]},
-            )
-
-        return make
-
-    def _depths(self, rng: np.random.Generator, count: int) -> list[float]:
-        if self.hay == "prose":
-            return rng.choice(_DEPTHS, count, replace=False).tolist()
-        return rng.random(count).round(4).tolist()
-
-    def _other_needles(self, names: Names) -> Iterator[str]:
-        while True:
-            yield secret(self.value, names.draw(self.key), names.draw(self.value))
+    return make
 
 
-def secret(kind: str, key: str, value: str) -> str:
+def _secret(kind: str, key: str, value: str) -> str:
     """Sentence of a needle; `kind` is "number" or "uuid"."""
     return f"A secret {kind} of {key} is {value}."
 
 
-def secret_question(kind: str, keys: Sequence[str], values: int = 1) -> str:
+def _secret_question(kind: str, keys: Sequence[str], values: int = 1) -> str:
     """Question for all values of the keys."""
     listed = ", ".join(keys[:-1]) + " and " + keys[-1] if len(keys) > 1 else keys[0]
     if len(keys) * values == 1:
@@ -197,7 +254,7 @@ def secret_question(kind: str, keys: Sequence[str], values: int = 1) -> str:
     return f"What are all the secret {kind}s of {listed}? Answer with the {kind}s alone."
 
 
-def secret_prompt(kind: str, hay: str, question: str) -> str:
+def _secret_prompt(kind: str, hay: str, question: str) -> str:
     """User turn with a haystack, its needles and the question."""
     return (
         f"Somewhere in the text below, secret {kind}s are told. Keep them in mind: there is a "
@@ -205,16 +262,14 @@ def secret_prompt(kind: str, hay: str, question: str) -> str:
     )
 
 
-def _variable_tracking(
-    source: Source, rng: np.random.Generator, *, chains: int, hops: int
-) -> Callable[[int], Draft]:
+def _variable_tracking(source: Source, rng: np.random.Generator, *, chains: int, hops: int) -> Make:
     """Ask for the variables that have a value, directly or through others (paper section 3.2).
 
     The prompt starts with an example: five lines of noise and variables of three letters.
     """
     names, pile = Names(rng), source.noise()
     numbers = (rng.choice(90_000, chains + 1, replace=False) + 10_000).tolist()
-    long = [[names.draw("variable") for _ in range(hops + 1)] for _ in range(chains)]
+    long = [[names.sample("variable") for _ in range(hops + 1)] for _ in range(chains)]
     short: dict[str, None] = {}
     while len(short) < hops + 1:
         short[letters(rng, 3).upper()] = None
@@ -223,9 +278,9 @@ def _variable_tracking(
     known, _ = _chains_prompt(noise, [list(short)], numbers[-1:], depths[-1:])
     example = f"Example:\n\n{known}\n{', '.join(short)}\n\nYour turn:\n\n"
 
-    def make(budget: int) -> Draft:
+    def make(budget: int) -> Item:
         prompt, question = _chains_prompt(pile.take(budget), long, numbers[:-1], depths[:-1])
-        return Draft(example + prompt, question, tuple(long[0]))
+        return Item("", example + prompt, question, tuple(long[0]))
 
     return make
 
@@ -241,7 +296,7 @@ def _chains_prompt(
     for variables, number in zip(chains, numbers, strict=True):
         values = [str(number), *(f"VAR {name}" for name in variables[:-1])]
         statements += [f"VAR {n} = {v}" for n, v in zip(variables, values, strict=True)]
-    lines = haystack.bury(pieces, statements, list(itertools.chain(*depths)))
+    lines = haystack.insert_needles(pieces, statements, list(itertools.chain(*depths)))
     question = (
         f"Which {len(chains[0])} variables have the value {numbers[0]}, assigned to them or "
         "passed on by another variable? Answer with their names alone."
@@ -258,29 +313,29 @@ _COMMON, _OFTEN, _SELDOM = 10, 30, 3
 _SMALL_EXAMPLE, _EXAMPLE = (20, 3, 1), (40, 10, 3)
 
 
-def _common_words(source: Source, rng: np.random.Generator) -> Callable[[int], Draft]:
+def _common_words(source: Source, rng: np.random.Generator) -> Make:
     """Ask for the ten most common words of a numbered list (paper section 3.3)."""
     names, order = Names(rng), int(rng.integers(2**32))
     words, often, seldom = _SMALL_EXAMPLE if source.length <= 8192 else _EXAMPLE
-    shown = [names.draw("word") for _ in range(words)]
-    common = [names.draw("word") for _ in range(_COMMON)]
+    shown = [names.sample("word") for _ in range(words)]
+    common = [names.sample("word") for _ in range(_COMMON)]
     question = f"Which {_COMMON} words are the most common in the list? Answer with them alone."
     known = _words_prompt(shown[:_COMMON], shown[_COMMON:], often, seldom, question, order)
     answer = " ".join(f"{i}. {word}" for i, word in enumerate(shown[:_COMMON], start=1))
+    example = f"Example:\n\n{known}\n{answer}\n\nYour turn:\n\n"
 
     def uncommon() -> Iterator[tuple[str, int]]:
         for start in itertools.count(_COMMON * _OFTEN + 1, _SELDOM):
-            word = names.draw("word")
-            places = (source.cost(f" {place}.") for place in range(start, start + _SELDOM))
-            yield word, _SELDOM * source.cost(f" {word}") + sum(places)
+            word = names.sample("word")
+            numbers = (source.cost(f" {number}.") for number in range(start, start + _SELDOM))
+            yield word, _SELDOM * source.cost(f" {word}") + sum(numbers)
 
     pile = Pile(uncommon())
 
-    def make(budget: int) -> Draft:
+    def make(budget: int) -> Item:
         others = [word for word, _ in pile.take(budget)]
         prompt = _words_prompt(common, others, _OFTEN, _SELDOM, question, order)
-        example = f"Example:\n\n{known}\n{answer}\n\nYour turn:\n\n"
-        return Draft(example + prompt, question, tuple(common))
+        return Item("", example + prompt, question, tuple(common))
 
     return make
 
@@ -288,94 +343,85 @@ def _common_words(source: Source, rng: np.random.Generator) -> Callable[[int], D
 def _words_prompt(
     common: list[str], others: list[str], often: int, seldom: int, question: str, order: int
 ) -> str:
-    words = common * often + others * seldom
-    places = np.random.default_rng(order).permutation(len(words)).tolist()
-    listed = " ".join(f"{i}. {words[place]}" for i, place in enumerate(places, start=1))
+    words = _shuffled(common * often + others * seldom, order)
+    listed = " ".join(f"{i}. {word}" for i, word in enumerate(words, start=1))
     head = "Some words of this numbered list come again more often than the others."
     return f"{head}\n\n{listed}\n\n{question}"
 
 
-def _frequent_words(
-    source: Source, rng: np.random.Generator, *, alpha: float = 2.0
-) -> Callable[[int], Draft]:
+def _shuffled(texts: list[str], seed: int) -> list[str]:
+    return [texts[i] for i in np.random.default_rng(seed).permutation(len(texts)).tolist()]
+
+
+def _frequent_words(source: Source, rng: np.random.Generator) -> Make:
     """Ask for the three most frequent made-up words of a text (paper section 3.3).
 
-    In a text of N words, the k-th most frequent word occurs floor(N k^-alpha / zeta(alpha)) times.
-    The first one is "...", which the question excludes. The next three are the answer.
+    In a text of N words, the k-th most frequent word occurs floor(N k^-2 / zeta(2)) times. The
+    first one is "...", which the question excludes. The next three are the answer.
     """
     # From this N on, the fourth word is always more frequent than the fifth.
     least = 64
     most = least + 2 * source.length  # upper bound; the sum of floors is less than N
     names, order = Names(rng), int(rng.integers(2**32))
     # Only ranks that occur: k^2 <= N / zeta(2) < N.
-    words = ["...", *(names.draw("code") for _ in range(math.isqrt(most)))]
+    words = ["...", *(names.sample("code") for _ in range(math.isqrt(most)))]
     costs = np.array([source.cost(f" {word}") for word in words])
-    shares = np.arange(1, len(words) + 1) ** -alpha
-    shares /= _zeta(alpha)
+    shares = np.arange(1, len(words) + 1) ** -2.0
+    shares /= math.pi**2 / 6  # zeta(2)
     question = (
         'Which three words are the most frequent in the text, not counting the dots "..."? '
         "Answer with the three words alone."
     )
 
-    def make(budget: int) -> Draft:
+    def make(budget: int) -> Item:
         base = np.floor(least * shares) @ costs
         low, high = least, most  # the largest N that the budget allows
         while low < high:
             middle = (low + high + 1) // 2
             fits = np.floor(middle * shares) @ costs - base <= budget
             low, high = (middle, high) if fits else (low, middle - 1)
-        repeats = np.repeat(np.arange(len(words)), np.floor(low * shares).astype(int))
-        shuffled = np.random.default_rng(order).permutation(repeats).tolist()
-        coded = " ".join(words[index] for index in shuffled)
+        repeats = np.repeat(words, np.floor(low * shares).astype(int)).tolist()
+        coded = " ".join(_shuffled(repeats, order))
         head = "Keep track of how often each word of this made-up language comes in the text."
-        return Draft(f"{head}\n\n{coded}\n\n{question}", question, tuple(words[1:4]))
+        return Item("", f"{head}\n\n{coded}\n\n{question}", question, tuple(words[1:4]))
 
     return make
 
 
-def _zeta(alpha: float) -> float:
-    """Riemann zeta function for alpha > 1: a thousand terms plus the integral of the rest."""
-    terms = np.arange(1, 1001, dtype=float) ** -alpha
-    return float(terms.sum() + 1000.5 ** (1 - alpha) / (alpha - 1))
-
-
-def _qa(
-    source: Source, rng: np.random.Generator, *, row: QaRow, pool: Sequence[str]
-) -> Callable[[int], Draft]:
+def _qa(source: Source, rng: np.random.Generator, *, row: QaRow, pool: Sequence[str]) -> Make:
     """Ask a question after its documents and those of others, shuffled (paper section 3.4)."""
     own, order = tuple(dict.fromkeys(row.documents)), int(rng.integers(2**32))
     others = (pool[int(index)] for index in rng.permutation(len(pool)))
-    more = (text for text in others if text not in own)
-    pile = Pile(source.priced(more, "Document 100:\n", "\n\n"))
+    pile = source.pile((text for text in others if text not in own), "Document 100:\n", "\n\n")
     head = "Answer the question from the documents below. Answer with a few words alone."
     question = f"Question: {row.question}"
 
-    def make(budget: int) -> Draft:
-        documents = [*own, *(text for text, _ in pile.take(budget))]
-        places = np.random.default_rng(order).permutation(len(documents)).tolist()
-        numbered = [f"Document {i}:\n{documents[p]}\n" for i, p in enumerate(places, start=1)]
+    def make(budget: int) -> Item:
+        documents = _shuffled([*own, *(text for text, _ in pile.take(budget))], order)
+        numbered = [f"Document {i}:\n{text}\n" for i, text in enumerate(documents, start=1)]
         prompt = "\n".join((head, "", *numbered, head, question))
-        return Draft(prompt, row.question, row.references)
+        return Item("", prompt, row.question, row.references)
 
     return make
 
 
+_NIAH: Mapping[str, Mapping[str, Any]] = {
+    "niah_single_1": {"hay": "noise"},
+    "niah_single_2": {},
+    "niah_single_3": {"value": "uuid"},
+    "niah_multikey_1": {"keys": 4},
+    "niah_multikey_2": {"hay": "needles"},
+    "niah_multikey_3": {"hay": "needles", "key": "uuid", "value": "uuid"},
+    "niah_multivalue": {"values": 4},
+    "niah_multiquery": {"keys": 4, "queries": 4},
+}
+PROSE_TASKS = tuple(name for name, given in _NIAH.items() if "hay" not in given)
 _GENERATED: Mapping[str, Task] = {
-    "niah_single_1": _Niah(hay="noise"),
-    "niah_single_2": _Niah(),
-    "niah_single_3": _Niah(value="uuid"),
-    "niah_multikey_1": _Niah(keys=4),
-    "niah_multikey_2": _Niah(hay="needles"),
-    "niah_multikey_3": _Niah(hay="needles", key="uuid", value="uuid"),
-    "niah_multivalue": _Niah(values=4),
-    "niah_multiquery": _Niah(keys=4, queries=4),
+    **{name: functools.partial(_niah, **given) for name, given in _NIAH.items()},
     "cwe": _common_words,
     "fwe": _frequent_words,
 }
 TASKS = (*_GENERATED, "vt", "qa")
-PROSE_TASKS = tuple(
-    name for name, task in _GENERATED.items() if isinstance(task, _Niah) and task.hay == "prose"
-)
 
 
 def read_rows(folder: str | pathlib.Path) -> tuple[QaRow, ...]:
@@ -388,9 +434,6 @@ def read_rows(folder: str | pathlib.Path) -> tuple[QaRow, ...]:
     2. MuSiQue: {"question", "answer", "answer_aliases", "paragraphs": [{"title",
        "paragraph_text"}, ...]}.
     3. Any other source: {"question", "answer" or "answers", "documents": [text, ...]}.
-
-    Args:
-      folder: folder of the *.jsonl files.
 
     Raises:
       FileNotFoundError: if the folder is missing or has no *.jsonl file.

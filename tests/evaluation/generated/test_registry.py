@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from spell_jax.evaluation.benchmarks import registry as benchmarks
-from spell_jax.evaluation.generated import needle, ruler
 from spell_jax.evaluation.generated import registry as generated
+from spell_jax.evaluation.generated import ruler
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.policy.tokenizer_base import Tokenizer
@@ -55,7 +55,7 @@ def test_the_grid_by_its_name(folder: Path, chatml: Tokenizer):
     made = benchmarks.load("needle_2048_1024", folder, None, chatml)
     assert (made.name, made.by) == ("needle_2048_1024", ("length", "depth"))
     found = [(item.fields["length"], item.fields["depth"]) for item in made.items]
-    assert found == [(length, depth) for length in (1024, 2048) for depth in needle.DEPTHS]
+    assert found == [(length, depth) for length in (1024, 2048) for depth in ruler.GRID_DEPTHS]
     for item in made.items:
         assert 0.95 * item.fields["length"] <= len(chatml.chat(item.prompt))
         assert len(chatml.chat(item.prompt)) <= item.fields["length"]

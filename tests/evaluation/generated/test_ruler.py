@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
-from spell_jax.evaluation.generated import haystack, names
-from spell_jax.evaluation.generated.names import ADJECTIVES, NOUNS, Names
-from spell_jax.evaluation.generated.needle import needle
+from spell_jax.evaluation.generated import haystack
+from spell_jax.evaluation.generated.haystack import ADJECTIVES, NOUNS, Names
 from spell_jax.evaluation.generated.ruler import (
     PROSE_TASKS,
     TASKS,
     QaRow,
+    needle,
     read_rows,
     ruler,
 )
@@ -37,7 +37,7 @@ def words(text: str) -> int:
 @functools.cache
 def prose(sentences: int = 3000) -> str:
     rng = np.random.default_rng(7)
-    stems = [names.letters(rng, int(rng.integers(2, 9))) for _ in range(400)]
+    stems = [haystack.letters(rng, int(rng.integers(2, 9))) for _ in range(400)]
     lines = []
     for size in rng.integers(4, 30, sentences):
         lines.append(" ".join(stems[i] for i in rng.integers(0, 400, size)).capitalize() + ".")
@@ -321,19 +321,19 @@ def test_no_name_is_a_part_of_another():
 
 @pytest.mark.parametrize("kind", ["word", "number", "uuid", "code", "variable"])
 def test_names_avoid_the_text(kind: str):
-    first = Names(np.random.default_rng(0)).draw(kind)
+    first = Names(np.random.default_rng(0)).sample(kind)
     taken = Names(np.random.default_rng(0), f"there is {first} in it")
-    sampled = [taken.draw(kind) for _ in range(2000)]
+    sampled = [taken.sample(kind) for _ in range(2000)]
     assert first not in sampled and len(set(sampled)) == 2000
 
 
 def test_names_come_to_an_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(names, "ADJECTIVES", ("red", "new"))
-    monkeypatch.setattr(names, "NOUNS", ("car", "hat"))
+    monkeypatch.setattr(haystack, "ADJECTIVES", ("red", "new"))
+    monkeypatch.setattr(haystack, "NOUNS", ("car", "hat"))
     few = Names(np.random.default_rng(0))
-    assert {few.draw("word") for _ in range(4)} == {"red-car", "red-hat", "new-car", "new-hat"}
+    assert {few.sample("word") for _ in range(4)} == {"red-car", "red-hat", "new-car", "new-hat"}
     with pytest.raises(ValueError, match="needs more than the 4 names"):
-        few.draw("word")
+        few.sample("word")
 
 
 @pytest.mark.parametrize(
@@ -349,8 +349,8 @@ def test_any_text_makes_a_haystack(text: str):
 def test_needles_are_put_between_pieces():
     pieces = [("a", 10), ("b", 30), ("c", 60)]
     for depth, at in ((0, 0), (0.09, 0), (0.1, 1), (0.39, 1), (0.4, 2), (0.99, 2), (1, 3)):
-        assert haystack.bury(pieces, ["x"], [depth]).index("x") == at
-    assert haystack.bury(pieces, ["y", "x", "z"], [0.5, 0.2, 0.5]) == list("axbyzc")
+        assert haystack.insert_needles(pieces, ["x"], [depth]).index("x") == at
+    assert haystack.insert_needles(pieces, ["y", "x", "z"], [0.5, 0.2, 0.5]) == list("axbyzc")
 
 
 def test_the_grid_has_a_needle_at_each_depth_and_length():
@@ -391,7 +391,7 @@ def test_what_is_missing_is_refused():
     with pytest.raises(ValueError, match="items = 3, 0 rows: there is nothing to ask"):
         make("qa", rows=())
     with pytest.raises(
-        ValueError, match=r"length = 131072: the filling there is makes a prompt of"
+        ValueError, match=r"length = 131072: all the filling makes a prompt of only"
     ):
         make("qa", 131_072, rows=qa_rows()[:20])
     for changes in ({"depths": (1.5,)}, {"lengths": ()}, {"items": 0}):
