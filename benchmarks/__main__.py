@@ -1,5 +1,91 @@
-"""Entry point of `python -m benchmarks NAME [--options]`; commands.py lists the benchmarks."""
+"""Command line of the benchmarks: python -m benchmarks NAME [--OPTION=VALUE ...].
 
-from benchmarks.commands import main
+A benchmark prints one JSON line: its options, its measurements and the machine. NAME --help
+explains both.
 
-main()
+update   seconds of one optimizer update, with shared and with repeated prompts
+sample   tokens/s of G answers to a prompt: shared, to G prompts, one by one, by transformers
+refill   tokens/s with answers of many lengths: continuous batching against fixed batches
+spell    seconds of one whole SPELL step, by phase; verdicts with and without a shared prefix
+quality  int8 sampling against the compute dtype: KL, equal greedy tokens
+report   seconds to write the report page of a long run, and to open it in a browser
+soak     growth of memory and compiled programs in a long run of the demo's config
+trl      seconds and memory of a GRPO step, here and in TRL (extra "test")
+scoring  seconds to score 100,000 samples by the benchmarks' rules (extra "eval")
+parsers  seconds of the parsers and rules on adversarial texts of up to 100 KB
+dedup    documents/s and memory of the data pipeline's filter and dedup (extra "data")
+lsh      near-duplicate pairs found by the LSH bands, against all near pairs of a folder's texts
+corpus   build from real documents: time, memory, planted copies and contamination found, and
+         similarity of the documents in a cluster
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import sys
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from benchmarks.base import Benchmark
+from spell_jax.runtime import setup as start
+
+# Imported on demand: some need extras, such as Beam.
+_CLASSES = {
+    "update": "update.Update",
+    "sample": "rollout.SampleSpeed",
+    "refill": "rollout.Refill",
+    "spell": "rollout.Spell",
+    "quality": "quality.Quality",
+    "report": "report.Report",
+    "soak": "soak.Soak",
+    "trl": "trl.Trl",
+    "scoring": "scoring.Scoring",
+    "parsers": "parsers.Parsers",
+    "dedup": "data.Dedup",
+    "lsh": "data.Lsh",
+    "corpus": "data.Corpus",
+}
+
+
+def parse(arguments: Sequence[str]) -> tuple[str, Benchmark]:
+    """Name of the benchmark, and the benchmark with its options."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=_CLASSES, metavar="NAME")
+    name = parser.parse_args(arguments[:1]).name
+    module, kind = _CLASSES[name].split(".")
+    benchmark = getattr(importlib.import_module(f"benchmarks.{module}"), kind)
+    parser = argparse.ArgumentParser(
+        f"python -m benchmarks {name}",
+        description=benchmark.__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    hints = typing.get_type_hints(benchmark, include_extras=True)
+    for field in dataclasses.fields(benchmark):
+        of_type, text = typing.get_args(hints[field.name])
+        parser.add_argument(f"--{field.name}", type=of_type, default=field.default, help=text)
+    return name, benchmark(**vars(parser.parse_args(arguments[1:])))
+
+
+def run(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run a benchmark from its name and flags; returns the fields of its line."""
+    name, benchmark = parse(arguments)
+    line = {"bench": name, **dataclasses.asdict(benchmark)}
+    found = benchmark.run()
+    machine = {"devices": jax.device_count(), "device": jax.devices()[0].device_kind}
+    return line | machine | {"processors": os.cpu_count()} | found
+
+
+if __name__ == "__main__":
+    start.setup()
+    print(json.dumps(run(sys.argv[1:])))

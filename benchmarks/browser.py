@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import pathlib
@@ -16,6 +15,12 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome")
 PROGRAM = next((path for name in _NAMES if (path := shutil.which(name))), None)
 MISSING = "Chromium is missing: apt-get install -y chromium"
 _LIMIT_S = 120
+# Event -> field of its parameters that describes a problem.
+_PROBLEMS = {
+    "Runtime.exceptionThrown": "exceptionDetails",
+    "Runtime.consoleAPICalled": "args",
+    "Log.entryAdded": "entry",
+}
 _OPTIONS = (
     "--headless --remote-debugging-pipe --no-sandbox --disable-gpu --disable-dev-shm-usage "
     "--no-first-run --disable-extensions --disable-background-networking --disable-component-update"
@@ -55,7 +60,8 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
-        self.show(width=1280, height=1000)
+        size = {"width": 1280, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def close(self) -> None:
         self._session = None
@@ -63,18 +69,6 @@ class Browser:
         self._process.wait(_LIMIT_S)
         os.close(self._read)
         os.close(self._write)
-
-    def show(self, width: int, height: int, scheme: str = "light") -> None:
-        """Set the window's size in pixels and the preferred color scheme, "light" or "dark"."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
-        scheme_feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.call("Emulation.setEmulatedMedia", features=[scheme_feature])
 
     def open(self, path: pathlib.Path, fragment: str = "") -> None:
         """Open a page, clear `problems` and wait until the page sets data-ready on its body."""
@@ -114,11 +108,6 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
-    def picture(self, path: pathlib.Path) -> None:
-        """Write a screenshot of the window as PNG."""
-        answer = self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(answer["data"]))
-
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a DevTools command and return its result; record problems reported meanwhile.
 
@@ -137,7 +126,10 @@ class Browser:
                 if "error" in answer:
                     raise RuntimeError(f"{method}: {answer['error']}")
                 return answer["result"]
-            self._note(answer.get("method", ""), answer.get("params", {}))
+            parameters = answer.get("params", {})
+            field = _PROBLEMS.get(answer.get("method", ""), "")
+            if field and parameters.get("type") != "log":
+                self.problems.append(json.dumps(parameters[field]))
 
     def _next(self) -> dict[str, Any]:
         end = time.monotonic() + _LIMIT_S
@@ -149,11 +141,3 @@ class Browser:
             self._rest += part
         message, self._rest = self._rest.split(b"\0", 1)
         return json.loads(message)
-
-    def _note(self, event: str, parameters: dict[str, Any]) -> None:
-        if event == "Runtime.exceptionThrown":
-            self.problems.append(json.dumps(parameters["exceptionDetails"]))
-        elif event == "Log.entryAdded":
-            self.problems.append(json.dumps(parameters["entry"]))
-        elif event == "Runtime.consoleAPICalled" and parameters["type"] != "log":
-            self.problems.append(json.dumps(parameters["args"]))

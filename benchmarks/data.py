@@ -1,131 +1,40 @@
-"""Benchmarks of the speed and accuracy of near-duplicate detection.
-
-1. `bench_dedup` writes synthetic documents of 80 to 120 words sampled by Zipf's law. One in twenty
-   is a randomly edited copy of another. It runs the filter and dedup stages as in a build, and
-   measures time, memory, copies found and other documents removed.
-2. `bench_lsh` takes documents from a folder and edited copies of them. It compares every pair that
-   shares a shingle exactly. It measures the share of pairs at or over the threshold that share a
-   band, and the share of pairs with a common band that reach the threshold.
-"""
+"""Benchmarks of the data pipeline: filter and dedup, LSH bands, and a build from real documents."""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import functools
 import itertools
-import os
 import random
 import re
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_pipeline import signatures
+from benchmarks.base import Benchmark, best_seconds
+from benchmarks.trl_side import peak_bytes
+from configs.data import base, mixed
+from data_pipeline import build, decontaminate, signatures, sources
 from data_pipeline.dedup import DedupConfig, make_dedup
 from data_pipeline.filter import FilterConfig, filter_documents
-from data_pipeline.records import SCHEMAS, Document, make_document
+from data_pipeline.records import SCHEMAS, digest, is_sized, make_document, order
 from data_pipeline.stages import Stages
+from spell_jax.runtime.process_stats import resident_bytes
 
 VOCABULARY = 50_000
 COPY_EVERY, COPY_OF = 20, 10  # document 20 n + 19 is a copy of document 20 n + 9
 COPIES = (0.85, 0.95)  # limits of a copy's Jaccard similarity to its original
 CHUNK = 10_000  # documents written at once, to bound memory
 SHORTEST_PIECE = 300  # characters of the shortest piece of a file that counts as a text
-
-
-def bench_dedup(options: argparse.Namespace) -> dict[str, Any]:
-    """Filter and deduplicate synthetic documents on Beam's local runner.
-
-    The seconds cover both stages, including reading and writing Parquet. The filter ignores the
-    language, because the words belong to none. "peak_bytes" is the peak resident memory of the
-    process, and "added_bytes" is that peak minus the memory before the stages. "planted_recall" is
-    the share of copies for which exactly one of copy and original was removed because of the other.
-    "false_removals" counts all other documents removed as near duplicates.
-
-    Args:
-      options: parsed options of "dedup".
-
-    Returns:
-      The measurements, JSON-able.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        stages = Stages(folder)
-        _write_documents(f"{folder}/read", options.documents)
-        before = memory("VmRSS")
-        filters = functools.partial(filter_documents, configs={"bench": FilterConfig(languages=())})
-        filtered = stages.run("filter", {}, filters, documents="read/documents")
-        dedup = functools.partial(make_dedup, config=DedupConfig())
-        done = stages.run("dedup", {}, dedup, [filtered], documents="filter/documents")
-        peak = memory("VmHWM")
-        removed = stages.read("dedup/removed")
-    near = {(r["place"], r["because"]) for r in removed if r["reason"] == "near duplicate"}
-    copies = range(COPY_EVERY - 1, options.documents, COPY_EVERY)
-    planted = [((str(i), f"bench:{i - COPY_OF}"), (str(i - COPY_OF), f"bench:{i}")) for i in copies]
-    found = sum((one in near) != (other in near) for one, other in planted)
-    seconds = filtered.seconds + done.seconds
-    return {
-        "bench": "dedup",
-        "documents": options.documents,
-        "seconds": seconds,
-        "documents_per_s": options.documents / seconds,
-        "filter_s": filtered.seconds,
-        "dedup_s": done.seconds,
-        "peak_bytes": peak,
-        "added_bytes": peak - before,
-        "added_bytes_per_document": (peak - before) / options.documents,
-        "kept": done.count("documents kept"),
-        "planted": len(planted),
-        "planted_recall": found / max(1, len(planted)),
-        "false_removals": len(near) - found,
-        "processors": os.cpu_count(),
-    }
-
-
-def bench_lsh(options: argparse.Namespace) -> dict[str, Any]:
-    """Compare the pairs found by LSH bands with all near pairs of a folder's texts.
-
-    The source is a folder with .txt or .md files. If there are too few files, pieces between blank
-    lines are used instead. A quarter of the texts are edited copies of others, with similarities
-    from 0.7 to 0.95. "recall" is the share of pairs at or over the threshold that share a band, and
-    "expected_recall" is the probability of that by the theory of bands. "precision" is measured on
-    the pairs that pass the exact comparison, "candidate_precision" on all pairs that share a band.
-
-    Args:
-      options: parsed options of "lsh".
-
-    Returns:
-      The measurements, JSON-able.
-
-    Raises:
-      ValueError: if the source has too few texts.
-    """
-    config = DedupConfig()
-    texts = _source_texts(Path(options.source), options.documents - options.documents // 4)
-    copied = texts[: options.documents // 4]
-    texts += [edited_copy(text, 0.7, 0.95, i) for i, text in enumerate(copied)]
-    sets = [signatures.shingles(text, config.shingle_words) for text in texts]
-    exact = _all_pairs(sets)
-    near = {pair: found for pair, found in exact.items() if found >= config.threshold}
-    candidates = _candidates(sets, config)
-    found = {pair for pair in candidates if exact.get(pair, 0.0) >= config.threshold}
-    rows = config.permutations // config.bands
-    expected = [1 - (1 - similarity**rows) ** config.bands for similarity in near.values()]
-    return {
-        "bench": "lsh",
-        "documents": len(texts),
-        "pairs": len(near),
-        "candidates": len(candidates),
-        "recall": len(found) / max(1, len(near)),
-        "expected_recall": sum(expected) / max(1, len(near)),
-        "precision": len(found & near.keys()) / max(1, len(found)),
-        "candidate_precision": len(found) / max(1, len(candidates)),
-    }
+SHORTEST, LONGEST = 300, 20_000  # characters of a document that is copied or edited
+Key = tuple[str, str, int]  # (source, place, part)
+Records = Sequence[Mapping[str, Any]]
 
 
 def edited_copy(text: str, low: float, high: float, seed: int, shingle_words: int = 5) -> str:
@@ -165,48 +74,125 @@ def edited_copy(text: str, low: float, high: float, seed: int, shingle_words: in
     return blank.join(words)
 
 
-# --------------------------------------------------------------------------------------- synthetic
+# ------------------------------------------------------------------------------------------ Dedup
 
 
-def _write_documents(folder: str, number: int) -> None:
+@dataclasses.dataclass
+class Dedup(Benchmark):
+    """Filters and deduplicates synthetic documents on Beam's local runner.
+
+    They have 80 to 120 words sampled by Zipf's law; one in twenty is an edited copy of another. The
+    filter ignores the language, because the words belong to none. The seconds cover both stages,
+    including reading and writing Parquet. "peak_bytes" is the peak resident memory of the process,
+    and "added_bytes" is that peak minus the memory before the stages. "planted_recall" is the share
+    of copies for which exactly one of copy and original was removed because of the other.
+    "false_removals" counts all other documents removed as near duplicates.
+    """
+
+    documents: Annotated[int, "synthetic documents of about 100 words"] = 10_000
+
+    def run(self) -> dict[str, Any]:
+        number = self.documents
+        with tempfile.TemporaryDirectory() as folder:
+            stages = Stages(folder)
+            _write_documents(Path(folder, "read"), number)
+            before = resident_bytes()
+            configs = {"bench": FilterConfig(languages=())}
+            filters = functools.partial(filter_documents, configs=configs)
+            filtered = stages.run("filter", {}, filters, documents="read/documents")
+            dedup = functools.partial(make_dedup, config=DedupConfig())
+            done = stages.run("dedup", {}, dedup, [filtered], documents="filter/documents")
+            peak = peak_bytes()
+            removed = stages.read("dedup/removed")
+        near = {(r["place"], r["because"]) for r in removed if r["reason"] == "near duplicate"}
+        copies = range(COPY_EVERY - 1, number, COPY_EVERY)
+        pairs = [
+            ((str(i), f"bench:{i - COPY_OF}"), (str(i - COPY_OF), f"bench:{i}")) for i in copies
+        ]
+        found = sum((one in near) != (other in near) for one, other in pairs)
+        seconds = filtered.seconds + done.seconds
+        return {
+            "seconds": seconds,
+            "documents_per_s": number / seconds,
+            "filter_s": filtered.seconds,
+            "dedup_s": done.seconds,
+            "peak_bytes": peak,
+            "added_bytes": peak - before,
+            "added_bytes_per_document": (peak - before) / number,
+            "kept": done.count("documents kept"),
+            "planted": len(pairs),
+            "planted_recall": found / max(1, len(pairs)),
+            "false_removals": len(near) - found,
+        }
+
+
+def _write_documents(folder: Path, number: int) -> None:
     """Write a table "documents" of `number` texts in chunks, to bound memory."""
-    os.makedirs(folder)
+    folder.mkdir(parents=True)
+    weights = 1 / np.arange(1, VOCABULARY + 1)
+    zipf = np.cumsum(weights / weights.sum())
+
+    def words(i: int) -> str:
+        rng = np.random.default_rng(i)
+        ranks = np.searchsorted(zipf, rng.random(rng.integers(80, 121)))
+        return " ".join(f"w{rank}" for rank in ranks)
+
+    def text(i: int) -> str:
+        if i % COPY_EVERY == COPY_EVERY - 1:
+            return edited_copy(words(i - COPY_OF), *COPIES, seed=i)
+        return words(i)
+
     schema = SCHEMAS["documents"]
-    with pq.ParquetWriter(f"{folder}/documents-0.parquet", schema) as writer:
+    with pq.ParquetWriter(folder / "documents-0.parquet", schema) as writer:
         for first in range(0, number, CHUNK):
-            some = [_document(i) for i in range(first, min(first + CHUNK, number))]
+            chunk = range(first, min(first + CHUNK, number))
+            some = [make_document(text(i), "bench", str(i)) for i in chunk]
             writer.write_table(pa.Table.from_pylist(some, schema=schema))
 
 
-def _document(number: int) -> Document:
-    if number % COPY_EVERY == COPY_EVERY - 1:
-        text = edited_copy(_words(number - COPY_OF), *COPIES, seed=number)
-    else:
-        text = _words(number)
-    return make_document(text, "bench", str(number))
+# -------------------------------------------------------------------------------------------- LSH
 
 
-def _words(number: int) -> str:
-    rng = np.random.default_rng(number)
-    ranks = np.searchsorted(_zipf(), rng.random(rng.integers(80, 121)))
-    return " ".join(f"w{rank}" for rank in ranks)
+@dataclasses.dataclass
+class Lsh(Benchmark):
+    """Compares the pairs found by LSH bands with all near pairs of a folder's texts.
 
+    If there are too few files, pieces between blank lines are used instead. A quarter of the texts
+    are edited copies of others, with similarities from 0.7 to 0.95. "recall" is the share of pairs
+    at or over the threshold that share a band, and "expected_recall" is the probability of that by
+    the theory of bands. "precision" is measured on the pairs that pass the exact comparison,
+    "candidate_precision" on all pairs that share a band.
 
-@functools.cache
-def _zipf() -> np.ndarray:
-    """Cumulative probabilities of words by rank, float64 [VOCABULARY]."""
-    weights = 1 / np.arange(1, VOCABULARY + 1)
-    return np.cumsum(weights / weights.sum())
+    Raises:
+      ValueError: if the source has too few texts.
+    """
 
+    source: Annotated[str, "a folder with .txt or .md files"] = ""
+    documents: Annotated[int, "texts, edited copies included"] = 2000
 
-def memory(name: str) -> int:
-    """Resident memory of this process in bytes: "VmRSS" is the current value, "VmHWM" the peak."""
-    status = Path("/proc/self/status").read_text()
-    (kilobytes,) = re.findall(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(kilobytes) * 1024
-
-
-# -------------------------------------------------------------------------------------------- pairs
+    def run(self) -> dict[str, Any]:
+        config, copies = DedupConfig(), self.documents // 4
+        texts = _source_texts(Path(self.source), self.documents - copies)
+        texts += [edited_copy(text, 0.7, 0.95, i) for i, text in enumerate(texts[:copies])]
+        sets = [signatures.shingles(text, config.shingle_words) for text in texts]
+        # Exact similarities of all pairs (i < j) that share a shingle; other pairs have 0.
+        shared = Counter(_common_pairs(found.tolist() for found in sets))
+        exact = {(i, j): n / (len(sets[i]) + len(sets[j]) - n) for (i, j), n in shared.items()}
+        near = {pair: found for pair, found in exact.items() if found >= config.threshold}
+        made = (signatures.signature(found, config.permutations, config.seed) for found in sets)
+        bands = (signatures.band_keys(one, config.bands).tolist() for one in made)
+        candidates = set(_common_pairs(bands))
+        found = {pair for pair in candidates if exact.get(pair, 0.0) >= config.threshold}
+        rows = config.permutations // config.bands
+        expected = [1 - (1 - similarity**rows) ** config.bands for similarity in near.values()]
+        return {
+            "pairs": len(near),
+            "candidates": len(candidates),
+            "recall": len(found) / max(1, len(near)),
+            "expected_recall": sum(expected) / max(1, len(near)),
+            "precision": len(found & near.keys()) / max(1, len(found)),
+            "candidate_precision": len(found) / max(1, len(candidates)),
+        }
 
 
 def _source_texts(folder: Path, number: int) -> list[str]:
@@ -220,26 +206,203 @@ def _source_texts(folder: Path, number: int) -> list[str]:
     return [texts[i * len(texts) // number] for i in range(number)]
 
 
-def _all_pairs(sets: Sequence[np.ndarray]) -> dict[tuple[int, int], float]:
-    """Exact Jaccard similarities of all pairs (i < j) that share a shingle."""
+def _common_pairs(keys: Iterable[Iterable[int]]) -> Iterable[tuple[int, int]]:
+    """Pairs (i < j) of texts that share a key, once for each common key."""
     holders = defaultdict(list)
-    for i, found in enumerate(sets):
-        for shingle in found.tolist():
-            holders[shingle].append(i)
-    shared = Counter(pair for some in holders.values() for pair in itertools.combinations(some, 2))
-    return {(i, j): both / (len(sets[i]) + len(sets[j]) - both) for (i, j), both in shared.items()}
+    for i, found in enumerate(keys):
+        for key in found:
+            holders[key].append(i)
+    return itertools.chain.from_iterable(itertools.combinations(h, 2) for h in holders.values())
 
 
-def _candidates(sets: Sequence[np.ndarray], config: DedupConfig) -> set[tuple[int, int]]:
-    """Pairs (i < j) that share a band key."""
-    groups = defaultdict(list)
-    for i, found in enumerate(sets):
-        made = signatures.signature(found, config.permutations, config.seed)
-        for key in signatures.band_keys(made, config.bands).tolist():
-            groups[key].append(i)
-    return set(_pairs(groups.values()))
+# ----------------------------------------------------------------------------------------- Corpus
 
 
-def _pairs(groups: Any) -> Iterator[tuple[int, int]]:
-    for group in groups:
-        yield from itertools.combinations(group, 2)
+@dataclasses.dataclass
+class Corpus(Benchmark):
+    """Builds the sources of configs/data/mixed.py with planted copies and contamination.
+
+    1. Edited copies of a share of the documents are planted as another source, at Jaccard
+       similarities from 0.85 to 0.95. So are edited copies of the benchmark's documents, and
+       documents with one of the benchmark's questions inserted.
+    2. A copy counts as found if it or its original was removed, a contaminated text if it was
+       removed. The seconds of the build exclude planting.
+    3. All other removed near duplicates are listed with their similarity to the text that caused
+       the removal, and all other removed contaminated documents with the benchmark's item.
+    4. Clusters are compared with random clusters of the same sizes and pools: cosine similarity of
+       the documents, years between speeches, and how often two filings are from the same company.
+    """
+
+    source: Annotated[str, "a folder as configs/data/mixed.py describes it"] = ""
+    planted: Annotated[float, "edited copies, as a share of the documents"] = 0.05
+    contaminated: Annotated[int, "planted texts of the benchmark, of each kind"] = 50
+
+    def run(self) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            config = mixed.get_config(self.source)
+            plan, stages = build.make_plan(config), Stages(f"{folder}/plain")
+            listed = [f for n, given in plan.sources.items() for f in sources.list_files(n, given)]
+            build.read(plan, stages, listed)
+            documents = sorted(stages.read("read/documents"), key=lambda d: order(d))  # pyright: ignore
+            items = decontaminate.read_benchmarks(plan.benchmarks)
+            copies = _plant_copies(documents, self.planted, Path(folder, "copies"))
+            _plant_items(items, documents, self.contaminated, Path(folder, "contaminated"))
+            for name in ("copies", "contaminated"):
+                planted = base.source(f"{folder}/{name}", mixed.GENERAL, max_characters=mixed.LONG)
+                config.sources[name] = planted
+            manifest = {}
+            seconds = best_seconds(
+                lambda: manifest.update(build.build(config, f"{folder}/out")), repeats=1
+            )
+            line = {"seconds": seconds, "peak_bytes": peak_bytes()}
+            stages = Stages(f"{folder}/out/stages")
+            line |= _found(stages, documents, copies) | _compare_clusters(stages, config.seed)
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
+        for name, stage in manifest["counts"].items():
+            for count in stage:
+                if not is_sized(count["what"]):
+                    counts[name][count["what"]] += count["number"]
+        return line | {"clusters": manifest["clusters"], "counts": counts}
+
+
+def _plant_copies(documents: Records, share: float, folder: Path) -> dict[str, Key]:
+    """Write edited copies of a share of the documents; return file name -> original document."""
+    folder.mkdir()
+    usable = [d for d in documents if SHORTEST <= len(d["text"]) <= LONGEST]
+    usable.sort(key=lambda d: digest("copy", d["id"]))
+    copies = {}
+    for number, document in enumerate(usable[: round(share * len(documents))]):
+        name = f"{number:05d}.txt"
+        text = edited_copy(document["text"], *COPIES, seed=number)
+        (folder / name).write_text(text, encoding="utf-8")
+        copies[name] = _key(document)
+    return copies
+
+
+def _plant_items(items: Iterable[Any], documents: Records, number: int, folder: Path) -> None:
+    """Write up to `number` files document-*.txt and as many question-*.txt."""
+    folder.mkdir()
+    chosen = sorted(items, key=lambda item: digest("item", item.id))
+    texts = [i.text for i in chosen if i.kind == "document" and SHORTEST <= len(i.text) <= LONGEST]
+    for n, text in enumerate(texts[:number]):
+        copy = edited_copy(text, *COPIES, seed=n)
+        (folder / f"document-{n:05d}.txt").write_text(copy, encoding="utf-8")
+    asked = [i.text for i in chosen if i.kind == "question"]
+    least = decontaminate.SHORTEST_QUESTION
+    asked = [text for text in asked if len(signatures.tokens(text)) >= least]
+    hosts = [d["text"] for d in documents if SHORTEST <= len(d["text"]) <= LONGEST]
+    for n, question in enumerate(asked[:number]):
+        words = hosts[n * len(hosts) // number].split(" ")
+        words[len(words) // 2 : len(words) // 2] = [question]
+        (folder / f"question-{n:05d}.txt").write_text(" ".join(words), encoding="utf-8")
+
+
+def _found(stages: Stages, documents: Records, copies: Mapping[str, Key]) -> dict[str, Any]:
+    columns = ["source", "place", "part"]
+    left = {_key(d) for d in stages.read("dedup/documents", columns)}
+    clean = {_key(d) for d in stages.read("decontaminate/documents", columns)}
+    read = {_key(d) for d in stages.read("read/documents", columns)}
+    caught = sum(not {("copies", name, 0), of} <= left for name, of in copies.items())
+    planted = [key for key in read if key[0] == "contaminated"]
+    line: dict[str, Any] = {
+        "planted_copies": len(copies),
+        "planted_recall": caught / max(1, len(copies)),
+    }
+    for kind in ("document", "question"):
+        some = [key for key in planted if key[1].startswith(kind)]
+        line[f"contaminated_{kind}s"] = len(some)
+        line[f"contaminated_{kind}s_recall"] = sum(k not in clean for k in some) / max(1, len(some))
+    by_place = defaultdict(list)
+    for document in stages.read("read/documents"):
+        by_place[f"{document['source']}:{document['place']}"].append(document)
+    line["other_near_duplicates"] = [
+        f"{_name(r)} of {r['because']}, {_nearest(r, by_place):.3f}"
+        for r in sorted(stages.read("dedup/removed"), key=_key)
+        if r["reason"] == "near duplicate" and not _is_planted(r)
+    ]
+    line["other_contaminated"] = [
+        f"{_name(r)} by {r['because']}"
+        for r in sorted(stages.read("decontaminate/removed"), key=_key)
+        if r["source"] not in ("copies", "contaminated")
+    ]
+    return line
+
+
+def _is_planted(removed: Mapping[str, Any]) -> bool:
+    kinds = ("copies", "contaminated")
+    return removed["source"] in kinds or removed["because"].partition(":")[0] in kinds
+
+
+def _nearest(removed: Mapping[str, Any], by_place: Mapping[str, Records]) -> float:
+    """Jaccard similarity of a removed text to the one that caused its removal.
+
+    The recorded cause does not name a part, so this is the maximum over all parts of that place.
+    """
+    words = DedupConfig().shingle_words
+    mine = by_place[f"{removed['source']}:{removed['place']}"]
+    (text,) = [d["text"] for d in mine if d["part"] == removed["part"]]
+    own = signatures.shingles(text, words)
+    others = [d for d in by_place[removed["because"]] if d["text"] != text]
+    found = [signatures.jaccard(own, signatures.shingles(d["text"], words)) for d in others]
+    return max(found, default=0.0)
+
+
+def _name(removed: Mapping[str, Any]) -> str:
+    return f"{removed['source']}:{removed['place']} part {removed['part']}"
+
+
+def _key(record: Mapping[str, Any]) -> Key:
+    return record["source"], record["place"], record["part"]
+
+
+def _compare_clusters(stages: Stages, seed: int) -> dict[str, Any]:
+    """Similarity of documents in the same cluster, for the made clusters and for random ones."""
+    vectors = {
+        d["id"]: np.frombuffer(d["vector"], np.float32)
+        for d in stages.read("embed/documents", ["id", "vector"])
+    }
+    pools = defaultdict(list)
+    for cluster in sorted(stages.read("cluster/clusters"), key=lambda c: c["id"]):
+        pools[cluster["pool"]].append(cluster["documents"])
+    made = [cluster for pool in sorted(pools) for cluster in pools[pool]]
+    rng, mixed_up = np.random.default_rng(seed), []
+    for pool in sorted(pools):
+        whole = [d for cluster in pools[pool] for d in cluster]
+        shuffled = iter([whole[i] for i in rng.permutation(len(whole))])
+        mixed_up += [list(itertools.islice(shuffled, len(cluster))) for cluster in pools[pool]]
+
+    def cosine(a: Any, b: Any) -> float:
+        return float(vectors[a["id"]] @ vectors[b["id"]])
+
+    def years(a: Any, b: Any) -> float | None:
+        both = a["source"] == b["source"] == "speeches" and a["place"] != b["place"]
+        return abs(_year(a) - _year(b)) if both else None
+
+    def same_company(a: Any, b: Any) -> float | None:
+        return _company(a) == _company(b) if a["source"] == b["source"] == "filings" else None
+
+    line = {}
+    for name, measure in {
+        "cosine": cosine,
+        "years_between_speeches": years,
+        "filings_of_one_company": same_company,
+    }.items():
+        line[name] = _mean_of_pairs(made, measure)
+        line[f"{name}_at_random"] = _mean_of_pairs(mixed_up, measure)
+    return line
+
+
+def _mean_of_pairs(clusters: Iterable[Records], measure: Callable[[Any, Any], Any]) -> float:
+    """Mean over all pairs of documents in the same cluster for which the measure is not None."""
+    values = [measure(a, b) for cluster in clusters for a, b in itertools.combinations(cluster, 2)]
+    return float(np.mean([value for value in values if value is not None]))
+
+
+def _year(speech: Mapping[str, Any]) -> int:
+    found = re.search(r"\d{4}", speech["place"])
+    assert found, speech["place"]
+    return int(found[0])
+
+
+def _company(filing: Mapping[str, Any]) -> str:
+    return Path(filing["place"]).name.partition("-")[0]

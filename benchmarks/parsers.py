@@ -1,27 +1,24 @@
-"""Benchmark of the self-play parsers and rules on adversarial texts.
+"""Benchmark of the self-play parsers and rules on adversarial texts, which fuzz tests use as well.
 
 1. `PARSERS` has every function that reads a model's text, as a function of one text. A function of
    two texts has one entry for each argument, and one that gives half of the text to each.
 2. `FAMILIES` has families of texts, of any length, that are hard for some way of parsing: repeated
    openings, nesting, escapes, endless numbers, and well-formed answers blown up.
-3. `bench_parsers` times each parser on each family at four lengths up to 100 KB and fits the
-   exponent with which time grows. Linear time has exponent 1; constant costs make it smaller below
-   100 KB.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import functools
 import json
 import math
-import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
 
 import numpy as np
 
+from benchmarks.base import Benchmark
 from spell_jax.algorithms.eapo.evaluation import measure_answer
 from spell_jax.algorithms.spell import evaluation as tiny_world
 from spell_jax.data.clusters import LETTERS, TASKS, count_words
@@ -45,55 +42,26 @@ UNLIMITED = (
 Parser = Callable[[str], Any]
 
 
-def _push(text: str) -> bool:
-    """Push a question into a memory that has one, which compares the two."""
-    known = memory.QuestionMemory(2)
-    half = len(text) // 2
-    known.push("general_qa", "a", memory.Entry((0,), text[:half], "1"), 0.5)
-    return known.push("general_qa", "a", memory.Entry((0,), text[half:], "1"), 0.5)
+# ---------------------------------------------------------------------------------------- Parsers
 
 
-def _random() -> np.random.Generator:
-    return np.random.default_rng(0)
+def _name(function: Callable[..., Any]) -> str:
+    """Last part of the module and qualified name; "spell_evaluation" for algorithms.spell's."""
+    *_, folder, module = function.__module__.split(".")
+    module = f"{folder}_{module}" if module == "evaluation" else module
+    return f"{module}.{function.__qualname__}"
 
 
-def _in_halves(compare: Callable[[str, str], Any]) -> Parser:
+def _halves(compare: Callable[..., Any]) -> Parser:
     return lambda text: compare(text[: len(text) // 2], text[len(text) // 2 :])
 
 
-def _by_task() -> dict[str, Parser]:
-    short = dict(zip(TASKS, ("Paris", "12", "B"), strict=True))
-    parsers: dict[str, Parser] = {}
-    for task in TASKS:
-        answer = short[task]
-        said = f"The answer is {answer}"
-        two = {
-            "rules.score": functools.partial(rules.score, task=task),
-            "rules.is_correct": functools.partial(rules.is_correct, task=task),
-            "rules.same_answer": functools.partial(rules.same_answer, task=task),
-        }
-        for name, compare in two.items():
-            parsers[f"{name} {task} halves"] = _in_halves(compare)
-            parsers[f"{name} {task} first"] = lambda text, f=compare, o=answer: f(text, o)
-            parsers[f"{name} {task} second"] = lambda text, f=compare, o=said: f(o, text)
-        parsers[f"rules.extract_answer {task}"] = functools.partial(rules.extract_answer, task=task)
-        parsers[f"rules.find_answer {task}"] = functools.partial(rules.find_answer, task=task)
-        parsers[f"parsing.parse_question {task}"] = functools.partial(
-            parsing.parse_question, task=task, count_tokens=count_words, distinct_options=True
-        )
-        parsers[f"spell_evaluation.true_answer {task}"] = lambda text, t=task: (
-            tiny_world.true_answer(text, t, ("- Arvo Oslo 34 12 Bela", "- Bela Rome 10 11 Arvo"))
-        )
-        kind = tiny_world.task_kind(task)
-        parsers[f"spell_evaluation.is_true {task}"] = lambda text, k=kind, o=answer: (
-            tiny_world.is_true(text, o, k)
-        )
-    return parsers
-
-
-@functools.cache
-def _full_prompts() -> prompts.Prompts:
-    return prompts.load("full")
+def _push(text: str) -> bool:
+    """Push a question into a memory that has one, which compares the two."""
+    known, half = memory.QuestionMemory(2), len(text) // 2
+    for part in (text[:half], text[half:]):
+        pushed = known.push("general_qa", "a", memory.Entry((0,), part, "1"), 0.5)
+    return pushed
 
 
 def _find_record(text: str) -> dict[str, Any] | None:
@@ -103,119 +71,107 @@ def _find_record(text: str) -> dict[str, Any] | None:
         return None
 
 
-def _by_section() -> dict[str, Parser]:
-    """Parsers of structured answers and of their scores."""
-    documents = evidence.searchable(["Arvo lives in Oslo. " * 100])
-    parsers: dict[str, Parser] = {
-        "evidence.parse_answer": evidence.parse_answer,
-        "evidence.parse_sections": lambda text: evidence.parse_sections(text, 2),
-        "evidence.write_answer": lambda text: evidence.write_answer(
-            evidence.StructuredAnswer(text, text, text, text)
+def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], str, Parser]]:
+    """(function, variant, call) of the functions that depend on the task."""
+    part = functools.partial
+    sentence = f"The answer is {answer}"
+    for compare in (rules.score, rules.is_correct, rules.same_answer):
+        bound = part(compare, task=task)
+        yield compare, f"{task} halves", _halves(bound)
+        yield compare, f"{task} first", lambda text, f=bound: f(text, answer)
+        yield compare, f"{task} second", lambda text, f=bound: f(sentence, text)
+    question = Question(task, ("Arvo lives in Oslo. " * 100,), "Where?", "Oslo", ("Arvo",))
+    facts = ("- Arvo Oslo 34 12 Bela", "- Bela Rome 10 11 Arvo")
+    kind = tiny_world.task_kind(task)
+    full = prompts.load("full")
+    questioner, responder = prompts.Prompts.questioner, prompts.Prompts.responder
+    calls: dict[Callable[..., Any], Parser] = {
+        rules.extract_answer: part(rules.extract_answer, task=task),
+        rules.find_answer: part(rules.find_answer, task=task),
+        parsing.parse_question: part(
+            parsing.parse_question, task=task, count_tokens=count_words, distinct_options=True
         ),
-        "evidence.parse_scores": lambda text: evidence.parse_scores(text, 3),
-        "evidence.find_quotes": evidence.find_quotes,
-        "evidence.searchable": lambda text: evidence.searchable([text]),
-        "evidence.verbatim_share": lambda text: evidence.verbatim_share(text, documents),
-        "evidence.verbatim_share halves": _in_halves(evidence.verbatim_share),
-        "evidence.precision_and_recall": lambda text: evidence.precision_and_recall(
-            text, ("Arvo lives in Oslo.", "Oslo has a harbour.")
+        tiny_world.true_answer: lambda text: tiny_world.true_answer(text, task, facts),
+        tiny_world.is_true: lambda text: tiny_world.is_true(text, answer, kind),
+        measure_answer: part(measure_answer, question=question),
+        evidence.with_answer_phrase: part(evidence.with_answer_phrase, task=task),
+        questioner: lambda text: full.questioner(
+            task, [text], [memory.Entry((0,), text, text)], "B"
         ),
+        responder: lambda text: full.responder(task, [text], text),
+        long_documents.score_rule: part(long_documents.score_rule, task, item=ITEM),
     }
-    for task in TASKS:
-        question = Question(task, ("Arvo lives in Oslo. " * 100,), "Where?", "Oslo", ("Arvo",))
-        parsers[f"eapo_evaluation.measure_answer {task}"] = functools.partial(
-            measure_answer, question=question
-        )
-        parsers[f"evidence.with_answer_phrase {task}"] = functools.partial(
-            evidence.with_answer_phrase, task=task
-        )
-    return parsers
+    for function, call in calls.items():
+        yield function, task, call
 
 
-def _by_prompt() -> dict[str, Parser]:
-    """Prompt builders, with the text in all fields at once."""
-    parsers: dict[str, Parser] = {
-        "prompts.Prompts.verifier": lambda text: _full_prompts().verifier(text, text, text),
-        "prompts.Prompts.judge": lambda text: _full_prompts().judge(text, text, text),
-        "prompts.Prompts.reconstruction": lambda text: _full_prompts().reconstruction(
-            text, dict.fromkeys("AB", text)
-        ),
-        "prompts.Prompts.evidence": lambda text: _full_prompts().evidence([text], text),
-        "prompts.Prompts.evidence_scores": lambda text: _full_prompts().evidence_scores(
-            text, [text, text]
-        ),
-        "prompts.Prompts.reasoning_scores": lambda text: _full_prompts().reasoning_scores(
-            text, text, [text, text]
-        ),
-    }
-    for task in TASKS:
-        parsers[f"prompts.Prompts.questioner {task}"] = lambda text, t=task: (
-            _full_prompts().questioner(t, [text], [memory.Entry((0,), text, text)], "B")
-        )
-        parsers[f"prompts.Prompts.responder {task}"] = lambda text, t=task: (
-            _full_prompts().responder(t, [text], text)
-        )
-    return parsers
+ITEM = Item("0", "", "", ("Paris", "B"), {"options": 10, "prefix": ""})
+# Read one text.
+_ONE = (
+    *(evidence.parse_answer, evidence.find_quotes, parsing.parse_verdict, rules.last_box),
+    *(rules.visible_text, rules.normalize_answer, numbers.parse_number, judge.parse_judgement),
+    *(judge.read_retry_after, puzzles.split_paragraphs, folder_rows.other_forms),
+)
+# Read a text and an item of a benchmark. short.score_math is missing: it scores in a process.
+_OF_ITEM = (
+    *(haystack.extract, haystack.match_all, haystack.match_part, retrieval.score_mrcr),
+    *(retrieval.score_rag, retrieval.score_icl, retrieval.score_summary, short.extract_letter),
+    *(short.score_letter, short.extract_math),
+)
+_COMPARE = (evidence.verbatim_share, retrieval.rouge_l, folder_rows.means_the_same)
 
 
-def _by_benchmark() -> dict[str, Parser]:
-    """Scoring rules of benchmarks, without short.score_math, which scores in a worker process."""
-    item = Item("0", "", "", ("Paris", "B"), {"options": 10, "prefix": ""})
-    readers = {
-        "haystack.extract": haystack.extract,
-        "haystack.match_all": haystack.match_all,
-        "haystack.match_part": haystack.match_part,
-        "retrieval.score_mrcr": retrieval.score_mrcr,
-        "retrieval.score_rag": retrieval.score_rag,
-        "retrieval.score_icl": retrieval.score_icl,
-        "retrieval.score_summary": retrieval.score_summary,
-        "short.extract_letter": short.extract_letter,
-        "short.score_letter": short.score_letter,
-        "short.extract_math": short.extract_math,
+def _other_parsers() -> dict[Callable[..., Any], Parser]:
+    """Functions with other arguments; prompt builders have the text in all fields at once."""
+    documents, full = evidence.searchable(["Arvo lives in Oslo. " * 100]), prompts.load("full")
+    facts, rng = ("Arvo lives in Oslo.", "Oslo has a harbour."), np.random.default_rng
+    kind = prompts.Prompts
+    return {
+        memory.QuestionMemory.push: _push,
+        parsing.find_record: _find_record,
+        parsing.format_choices: lambda t: parsing.format_choices(t, [t] * len(LETTERS)),
+        evidence.parse_sections: lambda t: evidence.parse_sections(t, 2),
+        evidence.write_answer: lambda t: evidence.write_answer(
+            evidence.StructuredAnswer(t, t, t, t)
+        ),
+        evidence.parse_scores: lambda t: evidence.parse_scores(t, 3),
+        evidence.searchable: lambda t: evidence.searchable([t]),
+        evidence.verbatim_share: lambda t: evidence.verbatim_share(t, documents),
+        evidence.precision_and_recall: lambda t: evidence.precision_and_recall(t, facts),
+        puzzles.parse_order: lambda t: puzzles.parse_order(t, 4),
+        puzzles.make_puzzle: lambda t: puzzles.make_puzzle(rng(0), t, 2, 1, 4000),
+        puzzles.cut_window: lambda t: puzzles.cut_window(rng(0), t, len, len(t) // 2),
+        folder_rows.find_facts: lambda t: folder_rows.find_facts([t]),
+        kind.verifier: lambda t: full.verifier(t, t, t),
+        kind.judge: lambda t: full.judge(t, t, t),
+        kind.reconstruction: lambda t: full.reconstruction(t, dict.fromkeys("AB", t)),
+        kind.evidence: lambda t: full.evidence([t], t),
+        kind.evidence_scores: lambda t: full.evidence_scores(t, [t, t]),
+        kind.reasoning_scores: lambda t: full.reasoning_scores(t, t, [t, t]),
     }
-    parsers: dict[str, Parser] = {
-        name: functools.partial(read, item=item) for name, read in readers.items()
-    }
-    for task in TASKS:
-        parsers[f"long_documents.score_rule {task}"] = functools.partial(
-            long_documents.score_rule, task, item=item
-        )
-    return parsers | {"retrieval.rouge_l halves": _in_halves(retrieval.rouge_l)}
 
 
 # Keys: "module.function", then after a blank the variant of the call.
 PARSERS: dict[str, Parser] = {
-    **_by_task(),
-    **_by_section(),
-    **_by_prompt(),
-    **_by_benchmark(),
-    "parsing.find_record": _find_record,
-    "parsing.parse_verdict": parsing.parse_verdict,
-    "puzzles.parse_order": lambda text: puzzles.parse_order(text, 4),
-    "puzzles.split_paragraphs": puzzles.split_paragraphs,
-    "puzzles.make_puzzle": lambda text: puzzles.make_puzzle(_random(), text, 2, 1, 4000),
-    "puzzles.cut_window": lambda text: puzzles.cut_window(_random(), text, len, len(text) // 2),
-    "rules.last_box": rules.last_box,
-    "parsing.format_choices": lambda text: parsing.format_choices(text, [text] * len(LETTERS)),
-    "rules.visible_text": rules.visible_text,
-    "rules.normalize_answer": rules.normalize_answer,
-    "numbers.parse_number": numbers.parse_number,
-    "judge.parse_judgement": judge.parse_judgement,
-    "judge.read_retry_after": judge.read_retry_after,
-    "folder_rows.find_facts": lambda text: folder_rows.find_facts([text]),
-    "folder_rows.means_the_same halves": _in_halves(folder_rows.means_the_same),
-    "folder_rows.other_forms": folder_rows.other_forms,
-    "memory.QuestionMemory.push": _push,
+    **{
+        f"{_name(function)} {variant}": call
+        for task, answer in zip(TASKS, ("Paris", "12", "B"), strict=True)
+        for function, variant, call in _task_parsers(task, answer)
+    },
+    **{_name(read): read for read in _ONE},
+    **{_name(read): functools.partial(read, item=ITEM) for read in _OF_ITEM},
+    **{f"{_name(compare)} halves": _halves(compare) for compare in _COMPARE},
+    **{_name(function): call for function, call in _other_parsers().items()},
 }
 
 
-def _fill(piece: str, size: int) -> str:
-    return piece * (size // len(piece.encode("utf-8", "surrogatepass")))
+# --------------------------------------------------------------------------------------- Families
 
 
 def _around(before: str, piece: str, after: str, size: int) -> str:
-    rest = size - len((before + after).encode("utf-8", "surrogatepass"))
-    return before + _fill(piece, max(rest, 0)) + after
+    """Text of at most about `size` bytes: before, as many pieces as fit, after."""
+    rest, length = (len(s.encode("utf-8", "surrogatepass")) for s in (before + after, piece))
+    return before + piece * (max(size - rest, 0) // length) + after
 
 
 # Values: (prefix, repeated piece, suffix).
@@ -300,75 +256,64 @@ _SHAPES: dict[str, tuple[str, str, str]] = {
 }
 
 
-def _family(shape: tuple[str, str, str], size: int) -> str:
-    before, piece, after = shape
-    return _around(before, piece, after, size)
-
-
 def _choice(size: int) -> str:
     """A valid multiple-choice question whose options fill the text."""
     options = {letter: letter + "y " * (size // 8 - 12) for letter in LETTERS}
     return json.dumps({"question": "Which?", "options": options, "answer": "B"})
 
 
-def _nested(size: int) -> str:
-    """As many objects as fit, each nested 400 deep, which the JSON module can still read."""
-    deep = '{"a":' * 400 + "1" + "}" * 400
-    return _around('{"question": [', deep + ",", "1]}", size)
-
-
+# Objects nested 400 deep can still be read by the JSON module.
+_SHAPES["nested objects"] = ('{"question": [', '{"a":' * 400 + "1" + "}" * 400 + ",", "1]}")
 FAMILIES: dict[str, Callable[[int], str]] = {
-    **{name: functools.partial(_family, shape) for name, shape in _SHAPES.items()},
+    **{name: functools.partial(_around, *shape) for name, shape in _SHAPES.items()},
     "a choice": _choice,
-    "nested objects": _nested,
 }
 
 
-def bench_parsers(options: argparse.Namespace) -> dict[str, Any]:
-    """Time every parser on every family at SIZES bytes, as the best of `options.repeats`.
+# ------------------------------------------------------------------------------------------ Times
+
+
+@dataclasses.dataclass
+class Parsers(Benchmark):
+    """Times every parser on every family at four lengths up to 100 KB.
 
     Seconds are CPU time of this thread, so other work on the machine does not count. "parsers" has
-    the worst family of each parser, with its seconds by size and its exponent (the slope of log
-    seconds over log bytes). "worst" is the slowest pair of parser and family at the largest size,
-    and "over" lists all pairs above LIMIT_S there; both leave the UNLIMITED parsers out. "steepest"
-    has the largest exponent among pairs above 1 ms; below that, constant cost and noise dominate.
-
-    Args:
-      options: parsed options of "parsers".
-
-    Returns:
-      The measurements, JSON-able.
+    the worst family of each parser, with its seconds by size and its exponent: the slope of log
+    seconds over log bytes, 1 for linear time; constant costs make it smaller. "worst" is the
+    slowest pair of parser and family at the largest size, and "over" lists all pairs above 10 ms
+    there; both leave the readers of documents out. "steepest" has the largest exponent among pairs
+    above 1 ms; below that, constant cost and noise dominate.
     """
-    rows = [
-        {"parser": name, "family": family, **_measure(parse, make, options.repeats)}
-        for name, parse in PARSERS.items()
-        for family, make in FAMILIES.items()
-    ]
-    by_parser: dict[str, dict[str, Any]] = {}
-    for row in sorted(rows, key=_last):
-        by_parser[row["parser"]] = {key: row[key] for key in ("family", "seconds", "exponent")}
-    slow = [row for row in rows if _last(row) > 0.001] or rows
-    limited = [row for row in rows if row["parser"] not in UNLIMITED]
-    return {
-        "bench": "parsers",
-        "bytes": SIZES,
-        "families": len(FAMILIES),
-        "limit_s": LIMIT_S,
-        "worst": max(limited, key=_last),
-        "steepest": max(slow, key=lambda row: row["exponent"]),
-        "over": [row for row in limited if _last(row) > LIMIT_S],
-        "parsers": by_parser,
-        "processors": os.cpu_count(),
-    }
+
+    repeats: Annotated[int, "timed calls of each, the fastest counts"] = 3
+
+    def run(self) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = []
+        for name, parse in PARSERS.items():
+            for family, make in FAMILIES.items():
+                seconds = [_time(parse, make(size), self.repeats) for size in SIZES]
+                row = {"parser": name, "family": family, "seconds": seconds}
+                rows.append(row | {"exponent": exponent(SIZES, seconds)})
+        rows.sort(key=_last)
+        by_parser = {
+            row["parser"]: {key: row[key] for key in ("family", "seconds", "exponent")}
+            for row in rows
+        }
+        limited = [row for row in rows if row["parser"] not in UNLIMITED]
+        slow = [row for row in rows if _last(row) > 0.001] or rows
+        return {
+            "bytes": SIZES,
+            "families": len(FAMILIES),
+            "limit_s": LIMIT_S,
+            "worst": limited[-1],
+            "steepest": max(slow, key=lambda row: row["exponent"]),
+            "over": [row for row in limited if _last(row) > LIMIT_S],
+            "parsers": by_parser,
+        }
 
 
 def _last(row: dict[str, Any]) -> float:
     return row["seconds"][-1]
-
-
-def _measure(parse: Parser, make: Callable[[int], str], repeats: int) -> dict[str, Any]:
-    seconds = [_time(parse, make(size), repeats) for size in SIZES]
-    return {"seconds": seconds, "exponent": exponent(SIZES, seconds)}
 
 
 def _time(parse: Parser, text: str, repeats: int) -> float:

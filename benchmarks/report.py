@@ -1,26 +1,19 @@
-"""Benchmark of the report page of a long run: time to write and to open it, and its size.
-
-1. The run is synthetic. It has metrics under the trainer's names, and episodes of the given size
-   whose answers quote their documents. Clusters recur, as in a run of several epochs.
-2. The page is written once and opened several times in headless Chromium. The page itself reports
-   the time from navigation to the first fully rendered frame; the shortest one counts.
-"""
+"""Benchmark of the report page of a long synthetic run, which tests of the page use as well."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import pathlib
 import random
 import re
 import tempfile
-import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from etils import epath
 
 from benchmarks import browser
+from benchmarks.base import Benchmark, best_seconds
 from spell_jax.reporting.page import PAGE, RunData, write_page
 from spell_jax.reporting.tables import EVALUATION_FILE, read_evaluation
 from spell_jax.runtime.episodes import EpisodeWriter
@@ -57,54 +50,43 @@ class Sizes:
     clusters: int = 1_000_000
 
 
-@dataclasses.dataclass
 class Writer:
-    """Generator of a run's texts and metrics, deterministic given the seed.
+    """Generator of a run's texts and metrics, deterministic given the seed."""
 
-    Attributes:
-      seed: random seed.
-      sizes: sizes of the run.
-    """
-
-    seed: int = 0
-    sizes: Sizes = Sizes()
-
-    def __post_init__(self) -> None:
-        self.draw = random.Random(self.seed)
+    def __init__(self, seed: int = 0, sizes: Sizes = Sizes()):
+        self.sizes, self.rng = sizes, random.Random(seed)
         # Few words are frequent, as in real text, so that the text compresses as well as real text.
-        words = ["".join(self.draw.choices(_LETTERS, k=2 + n % 9)) for n in range(_WORDS)]
+        words = ["".join(self.rng.choices(_LETTERS, k=2 + n % 9)) for n in range(_WORDS)]
         weights = [1 / (n + 5) for n in range(_WORDS)]
-        self._prose = " ".join(self.draw.choices(words, weights, k=300_000))
+        self._prose = " ".join(self.rng.choices(words, weights, k=300_000))
 
     def prose(self, characters: int) -> str:
-        start = self.draw.randrange(len(self._prose) - characters)
+        start = self.rng.randrange(len(self._prose) - characters)
         return self._prose[start : start + characters].strip() + "."
 
     def episode(self, number: int, **changes: Any) -> dict[str, Any]:
-        """Make an episode as the algorithm records it; its answers quote the second document.
+        """Make an episode as the algorithm records it, of cluster `number` modulo their number.
 
-        Args:
-          number: number of the episode in the run; its cluster follows from it.
-          **changes: fields to replace.
+        Its answers quote the second document. `changes` replace fields.
         """
-        sizes, draw = self.sizes, self.draw
+        sizes, rng = self.sizes, self.rng
         port = number % sizes.clusters
         year = 1800 + port
-        kept, self.draw = draw, random.Random(port)  # a cluster always has the same documents
+        kept, self.rng = rng, random.Random(port)  # a cluster always has the same documents
         documents = [
             f"Document {n} of {port}. {self.prose(sizes.document)}" for n in range(sizes.documents)
         ]
-        self.draw = kept
+        self.rng = kept
         documents[1] += f" The lighthouse of Port {port} was first lit in {year} by its keeper."
         quote = f"It says: the lighthouse of Port {port} was first lit in {year}, so {year}."
         count = sizes.answers
-        solved = draw.choice((0, 0, count // 2, count))
+        solved = rng.choice((0, 0, count // 2, count))
         rule = [1.0] * solved + [0.0] * (count - solved)
         wrong = ["1700"] * (count - solved - 1) + [None] * (solved < count)
         reward = rewards.questioner_reward(solved / count) if 0 < solved < count else 0.0
         use = "used" if 0 < solved < count else "equal_rewards"
         episode: dict[str, Any] = {
-            "task": draw.choice(TASKS),
+            "task": rng.choice(TASKS),
             "cluster": f"c{port}",
             "documents": documents,
             "shown": [1, sizes.documents - 1],
@@ -129,7 +111,7 @@ class Writer:
         }
         if use == "used":
             episode["advantages"] |= {"responder": [s - 0.5 for s in rule], "questioner": [0.5]}
-        if draw.random() < 0.2:
+        if rng.random() < 0.2:
             ended = {name: [] for name in ("answers", "predictions", "rule", "votes", "scores")}
             episode |= ended | {"status": "bad_format", "reason": "no_json", "reward": -1.0}
             use = {"questioner": "not_sampled", "responder": "bad_format", "verifier": []}
@@ -138,19 +120,19 @@ class Writer:
 
     def metrics(self, step: int) -> dict[str, float]:
         """Make a line of metrics under the trainer's names."""
-        draw = self.draw
+        rng = self.rng
         line: dict[str, float] = {"step": step}
         for suffix in ("", *(f"/{task}" for task in TASKS)):
             for name in _METRICS:
-                line[f"rollout/{name}{suffix}"] = draw.random() / 3 + step / 1000
-            line[f"rollout/questioner_reward{suffix}"] = draw.random() - 0.5
+                line[f"rollout/{name}{suffix}"] = rng.random() / 3 + step / 1000
+            line[f"rollout/questioner_reward{suffix}"] = rng.random() - 0.5
         for role in ("questioner", "responder", "verifier"):
-            line[f"rollout/answer_tokens/{role}"] = 20 + draw.random() * 9
-            line[f"time/seconds/{role}"] = 30 + draw.random() * 60
-        line |= {"time/seconds/rollout": 4.0, "time/seconds/update": 90 + draw.random() * 20}
-        line["time/step_seconds"] = 300 + draw.random()
+            line[f"rollout/answer_tokens/{role}"] = 20 + rng.random() * 9
+            line[f"time/seconds/{role}"] = 30 + rng.random() * 60
+        line |= {"time/seconds/rollout": 4.0, "time/seconds/update": 90 + rng.random() * 20}
+        line["time/step_seconds"] = 300 + rng.random()
         for name in ("entropy", "loss"):
-            line[f"train/{name}"] = 1 + draw.random()
+            line[f"train/{name}"] = 1 + rng.random()
         return line
 
 
@@ -164,16 +146,7 @@ def write_run(
 ) -> epath.Path:
     """Write the folder of a synthetic run: config, metrics, episodes and an evaluation.
 
-    Args:
-      workdir: folder to write.
-      steps: steps of the run.
-      episodes: episodes of a step.
-      seed: random seed.
-      sizes: sizes of the run.
-      algorithm: fields of config.algorithm to replace or add.
-
-    Returns:
-      The folder.
+    `episodes` is per step; `algorithm` has fields of config.algorithm to replace or add.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     writer = Writer(seed, sizes)
@@ -197,53 +170,48 @@ def measured(workdir: epath.Path) -> RunData:
     return RunData(workdir, read_metrics(workdir), read_evaluation(workdir))
 
 
-def bench_report(options: argparse.Namespace) -> dict[str, Any]:
-    """Write and open the report page of a synthetic run.
+@dataclasses.dataclass
+class Report(Benchmark):
+    """Writes the report page of a synthetic run, and opens it several times in headless Chromium.
 
-    Args:
-      options: parsed options of "report".
-
-    Returns:
-      The measurements, JSON-able.
+    Metrics have the trainer's names, and clusters recur, as in a run of several epochs. "write_s"
+    is the time to write the page, "open_s" the shortest time from navigation to the first fully
+    rendered frame, as the page reports it.
 
     Raises:
       FileNotFoundError: if Chromium is not installed.
     """
-    sizes = Sizes(
-        documents=options.documents,
-        document=options.document,
-        answer=options.answer,
-        answers=8,
-        votes=8,
-        clusters=options.clusters,
-    )
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = pathlib.Path(scratch)
-        run = measured(write_run(folder / "run", options.steps, options.episodes, sizes=sizes))
-        path = folder / PAGE
-        began = time.perf_counter()
-        write_page([run], epath.Path(path))
-        seconds = time.perf_counter() - began
-        page = browser.Browser(folder / "profile")
-        opened = [_open(page, path) for _ in range(options.repeats)]
-        shown = page.value("document.getElementById('of').textContent")
-        problems = page.problems
-        page.close()
-        size = path.stat().st_size
-    here, found, complete = (int(n.replace(",", "")) for n in re.findall(r"[\d,]+\d|\d", shown)[:3])
-    line = {"bench": "report"} | {
-        name: getattr(options, name) for name in ("steps", "documents", "document", "answer")
-    }
-    return line | {
-        "episodes_on_disk": found,
-        "episodes": here,
-        "episodes_with_documents": complete,
-        "write_s": seconds,
-        "page_mb": size / 1e6,
-        "open_s": min(opened),
-        "opened_s": opened,
-        "problems": len(problems),
-    }
+
+    steps: Annotated[int, "steps of the run"] = 500
+    episodes: Annotated[int, "episodes of a step"] = 6
+    clusters: Annotated[int, "distinct clusters of the run"] = 500
+    documents: Annotated[int, "documents of a cluster"] = 20
+    document: Annotated[int, "characters of a document"] = 12_000
+    answer: Annotated[int, "characters of an answer"] = 2000
+    repeats: Annotated[int, "times that the page is opened, the fastest counts"] = 5
+
+    def run(self) -> dict[str, Any]:
+        sizes = Sizes(self.documents, self.document, self.answer, 8, 8, self.clusters)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = pathlib.Path(scratch)
+            run = measured(write_run(folder / "run", self.steps, self.episodes, sizes=sizes))
+            path = folder / PAGE
+            seconds = best_seconds(lambda: write_page([run], epath.Path(path)), 1)
+            page = browser.Browser(folder / "profile")
+            opened = [_open(page, path) for _ in range(self.repeats)]
+            shown = page.value("document.getElementById('of').textContent")
+            problems = page.problems
+            page.close()
+            size = path.stat().st_size
+        numbers = [int(n.replace(",", "")) for n in re.findall(r"[\d,]+\d|\d", shown)]
+        names = ("episodes_on_page", "episodes_on_disk", "episodes_with_documents")
+        return dict(zip(names, numbers, strict=False)) | {
+            "write_s": seconds,
+            "page_mb": size / 1e6,
+            "open_s": min(opened),
+            "opened_s": opened,
+            "problems": len(problems),
+        }
 
 
 def _open(page: browser.Browser, path: pathlib.Path) -> float:

@@ -1,453 +1,412 @@
-"""Benchmarks of rollout speed: continuous batching, prefix sharing, and a whole SPELL step.
+"""Benchmarks of sampling: shared prompts, continuous batching, verdicts, and a step of SPELL.
 
 1. Weights and tokens are random. Answer lengths are forced: no token ends an answer.
-2. `refill` ends every answer at a length of its own, on the device and unknown to the scheduler, as
-   a stop token would. Either all requests are submitted at once, or in waves that fill the slots,
-   each after the one before has ended.
-3. `verify` samples verdicts on many answers, once with prompts that share a prefix and once with
-   the same prompts made to differ at the start.
-4. `spell` runs the phases of a step one after another in one session and updates on the answers. It
-   extrapolates the seconds per question of each phase to the paper's number of questions.
-5. Times are from one run after one that compiles; those of `verify` are the best of `repeats`.
+2. Programs are compiled by short requests before anything is timed.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import tempfile
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 
-from benchmarks.sample import HOW, devices, make_sampler, random_params
-from spell_jax.algorithms.base import Reply
+from benchmarks.base import (
+    SAMPLING,
+    Prompts,
+    SamplerBenchmark,
+    best_seconds,
+    make_learner,
+    random_group,
+    random_params,
+    sample_answers,
+)
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.learner import advantages, loss, packing
+from spell_jax.learner import packing
 from spell_jax.learner.learner import Learner
-from spell_jax.learner.optimizer import OptimizerConfig
-from spell_jax.policy.config import PolicyConfig
-from spell_jax.runtime import mesh as meshes
+from spell_jax.policy import weights
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import request_keys
-from spell_jax.sampler.requests import Options, Sample, SampleRequest
+from spell_jax.sampler.requests import Sample
 from spell_jax.sampler.scheduler import DecodeSequence, Lane, Shape, Shard
 from spell_jax.sampler.session import Session
 
-Prompts = list[list[int]]
+
+@dataclasses.dataclass
+class SampleSpeed(SamplerBenchmark):
+    """Times Q prompts of G answers each, sampled in several ways by samplers of as many slots.
+
+    "shared" is one request for G answers to each prompt, as training and evaluation sample.
+    "repeated" is Q G requests for one answer, with different prompts of the same length. "alone"
+    (--alone=1) is a plain loop: one prompt and one answer at a time, in a single slot.
+    "transformers" (--transformers=1, the test extra) is its `generate` with the same weights in the
+    same process. Prefill is timed with answers of one token and decoding is the rest of the time.
+    "..._ratio" and "..._decode_ratio" are the tokens/s of "shared" over those of another way.
+    "..._kv_bytes" is the size of the KV cache pages of prompts and answers.
+    """
+
+    questions: Annotated[int, "prompts Q"] = 1
+    prompt: Annotated[int, "prompt tokens P"] = 1024
+    response: Annotated[int, "tokens of an answer S"] = 128
+    repeats: Annotated[int, "timed calls, the fastest counts"] = 2
+    alone: Annotated[int, "1: also one answer at a time"] = 0
+    transformers: Annotated[int, "1: also by transformers' generate"] = 0
+
+    def run(self) -> dict[str, Any]:
+        params = random_params(self.model, self.dtype)
+        total = self.questions * self.group
+        prompts = np.random.default_rng(0).integers(self.vocab, size=(total, self.prompt)).tolist()
+        shared = prompts[: self.questions]
+        # Kind -> answers to a request, slots, and the prompts of each session.
+        kinds = {"shared": (self.group, total, [shared]), "repeated": (1, total, [prompts])}
+        if self.alone:
+            kinds["alone"] = (1, 1, [[prompt] for prompt in shared for _ in range(self.group)])
+        token_bytes = 2 * self.layers * self.model.kv_heads * self.model.head_size
+        token_bytes *= params["final_norm"]["scale"].dtype.itemsize
+        line = {}
+        for kind, (group, slots, sessions) in kinds.items():
+            sizes = {"samples_per_prompt_batch": group, "decode_tokens": self.response}
+            sampler = self.make_sampler(self.prompt, self.response, slots, **sizes)
+            line |= self._measure(kind, _requests(sampler, params, sessions, group))
+            pages = sampler.shape.pages_of(self.prompt)
+            pages += group * sampler.shape.pages_of(self.response)
+            line[f"{kind}_kv_bytes"] = len(sessions[0]) * pages * self.page_size * token_bytes
+        if self.transformers:
+            line |= self._measure("transformers", self._generate(params, shared))
+        for other in ("repeated", "alone", "transformers"):
+            for name in ("", "_decode"):
+                if (rate := line.get(f"{other}{name}_tokens_per_s")) is not None:
+                    line[f"{other}{name}_ratio"] = line[f"shared{name}_tokens_per_s"] / rate
+        return line
+
+    def _measure(self, kind: str, ask: Callable[[int, int], int]) -> dict[str, float]:
+        """Time ask(answer tokens, prompt tokens), which returns the number of sampled tokens."""
+        answers = self.questions * self.group
+        assert ask(1, 1) == answers
+        read = best_seconds(lambda: ask(1, self.prompt), self.repeats)
+        seconds = best_seconds(lambda: ask(self.response, self.prompt), self.repeats)
+        return {
+            f"{kind}_s": seconds,
+            f"{kind}_prefill_s": read,
+            f"{kind}_samples_per_s": answers / seconds,
+            f"{kind}_tokens_per_s": answers * self.response / seconds,
+            f"{kind}_decode_tokens_per_s": answers * (self.response - 1) / (seconds - read),
+        }
+
+    def _generate(self, params: Any, prompts: Prompts) -> Callable[[int, int], int]:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with tempfile.TemporaryDirectory() as folder:
+            weights.save(f"{folder}/policy", self.model, params)
+            dtype = getattr(torch, self.dtype)
+            model: Any = AutoModelForCausalLM.from_pretrained(f"{folder}/policy", dtype=dtype)
+
+        def ask(tokens: int, length: int) -> int:
+            ids = torch.tensor(prompts)[:, :length]
+            found = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                num_return_sequences=self.group,
+                min_new_tokens=tokens,
+                max_new_tokens=tokens,
+                pad_token_id=0,
+                eos_token_id=None,
+                do_sample=True,
+                **SAMPLING,
+            )
+            return found[:, length:].numel()
+
+        return ask
 
 
-def _pages(options: argparse.Namespace, prompt: int, response: int) -> int:
-    """Pages of the pool: as --cache says, or enough that no slot ever lacks one."""
-    if options.cache:
-        return options.cache // options.page_size
-    return options.slots * sum(-(-tokens // options.page_size) for tokens in (prompt, response))
+def _requests(
+    sampler: Sampler, params: Any, sessions: Sequence[Prompts], group: int
+) -> Callable[[int, int], int]:
+    """Function of answer and prompt lengths that samples `group` answers to all prompts."""
+
+    def ask(tokens: int, length: int) -> int:
+        found = []
+        for prompts in sessions:
+            cut = [prompt[:length] for prompt in prompts]
+            found += sample_answers(sampler.start_session(params), cut, group, tokens)
+        return sum(len(sample.tokens) for samples in found for sample in samples)
+
+    return ask
 
 
-def _sizes(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the output line for the options and the policy's architecture."""
-    line = {name: value for name, value in vars(options).items() if name != "name"}
-    shape = {"layers": policy.layers, "width": policy.width, "vocab": policy.vocab_size}
-    return {"bench": options.name, **line, **shape}
+@dataclasses.dataclass
+class SlotBenchmark(SamplerBenchmark):
+    """Base of the benchmarks with more answers than slots."""
+
+    cache: Annotated[
+        int, "tokens of the pool on each part of the mesh; 0: no slot waits for it"
+    ] = 0
+    seed: Annotated[int, "seed of prompts and lengths"] = 0
+    slots: Annotated[int, "answers sampled at once, over all devices"] = 64
+    decode: Annotated[int, "most tokens that a slot samples in one call"] = 64
+
+    def make_slots(self, prompt: int, response: int, group: int) -> Sampler:
+        """Make a sampler with the options' sizes, and set `slots` to the number that it has."""
+        sizes = {"samples_per_prompt_batch": group, "decode_tokens": self.decode}
+        pages = self.cache // self.page_size
+        sampler = self.make_sampler(prompt, response, self.slots, pages, **sizes)
+        self.slots = sampler.shape.slots * sampler.shards
+        return sampler
 
 
-def _warm_up(session: Session, asked: Sequence[tuple[int, int]]) -> None:
+def _compile(session: Session, sizes: Iterable[tuple[int, int]]) -> None:
     """Compile prefill, decode and key programs for requests of these (group, prompts) sizes."""
-    for group, prompts in asked:
+    for group, prompts in sizes:
         request_keys(jax.random.key(0), prompts)
-        session.sample([[0]], group, jax.random.key(0), Options(**HOW, max_tokens=1))
+        sample_answers(session, [[0]], group, 1)
 
 
 # ----------------------------------------------------------------------------------------- Refill
 
 
 class _ForcedShard(Shard):
-    """Shard that makes answers end at forced lengths on the device.
+    """Shard that makes answers end at lengths [tickets, G] on the device.
 
     The scheduler still plans for the cap, as it does when a stop token may end an answer.
     """
 
-    def __init__(self, shape: Shape, lengths: dict[tuple[int, int], int]):
+    def __init__(self, shape: Shape, lengths: np.ndarray):
         super().__init__(shape)
         self._lengths = lengths
 
     def allocate_pages(self, lane: Lane, steps: int) -> dict[DecodeSequence, int]:
         limits = super().allocate_pages(lane, steps)
-        return {s: min(limit, self._lengths[_name(s)]) for s, limit in limits.items()}
+        return {s: min(limit, _length(self._lengths, s)) for s, limit in limits.items()}
 
 
-class ForcedSession(Session):
-    """Session with a forced length for each answer of each request."""
+class _ForcedSession(Session):
+    """Session with a forced length of every answer, [tickets, G]."""
 
-    def __init__(self, sampler: Sampler, params: Any):
+    def __init__(self, sampler: Sampler, params: Any, lengths: np.ndarray):
         super().__init__(sampler, params)
-        self._lengths: dict[tuple[int, int], int] = {}
-        shape, lengths = sampler.shape, self._lengths
-        shards: list[Shard] = [_ForcedShard(shape, lengths) for _ in self._scheduler.shards]
-        self._scheduler.shards = shards
-
-    def ask(self, request: SampleRequest, lengths: Sequence[int]) -> int:
-        """Queue a request.
-
-        Args:
-          request: request for G answers.
-          lengths: length in tokens of each of the G answers.
-
-        Returns:
-          The request's ticket.
-        """
-        ticket = self.submit(request)
-        self._lengths |= {(ticket, i): int(length) for i, length in enumerate(lengths)}
-        return ticket
+        self._lengths = lengths
+        shards = self._scheduler.shards
+        shards[:] = [_ForcedShard(sampler.shape, lengths) for _ in shards]
 
     def _push(self, sequence: DecodeSequence, sampled: Any, slot: int) -> bool:
         ended = super()._push(sequence, sampled, slot)
-        return ended or sequence.count == self._lengths[_name(sequence)]
+        return ended or sequence.count == _length(self._lengths, sequence)
 
 
-def _name(sequence: DecodeSequence) -> tuple[int, int]:
-    return sequence.prefilled.ticket, sequence.number
+def _length(lengths: np.ndarray, sequence: DecodeSequence) -> int:
+    return int(lengths[sequence.prefilled.ticket, sequence.number])
 
 
-def bench_refill(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """Sample the same answers with refilled slots ("refill") and in fixed batches ("fixed").
+@dataclasses.dataclass
+class Refill(SlotBenchmark):
+    """Times the same answers with refilled slots ("refill") and in fixed batches ("fixed").
+
+    Every answer ends at a length of its own, on the device and unknown to the scheduler, as a stop
+    token would. Either all requests are submitted at once, or in waves that fill the slots, each
+    after the one before has ended.
 
     "..._tokens_per_s" is answer tokens over the whole time, prefill included. "..._steps" counts
     decode passes; a pass takes longer the more answers it samples. "ideal_ratio" follows from the
     lengths alone: the steps of fixed batches (sum of their longest answers) over the fewest steps
     with all slots busy. "..._filled" is the share of slot steps that sampled a token. It includes
     the end of the run, when there are fewer sequences than slots. Two shares are for refill only:
-    "idle" of slot steps that sampled nothing while requests were queued, and "padded_group_slots"
-    of places without a sequence in the decoded group rows.
-
-    Args:
-      policy: architecture of the policy; its weights are random.
-      options: parsed options of "refill".
-
-    Returns:
-      The measurements, JSON-able.
+    "starved_slot_steps" of slot steps that sampled nothing while requests were queued, and
+    "padded_group_slots" of places without a sequence in the decoded group rows.
 
     Raises:
       ValueError: if there are fewer slots than answers in a group.
     """
-    policy = dataclasses.replace(policy, max_positions=options.prompt + options.cap)
-    rng = np.random.default_rng(options.seed)
-    lengths = rng.geometric(1 / options.mean, size=(options.requests, options.group))
-    lengths = np.minimum(lengths, options.cap)
-    prompts = rng.integers(policy.vocab_size, size=(options.requests, options.prompt)).tolist()
-    mesh = meshes.make_mesh()
-    sampler = make_sampler(
-        policy,
-        mesh,
-        options,
-        _pages(options, options.prompt, options.cap),
-        max_tokens=options.cap,
-        max_verdict_tokens=1,
-        max_prompt=options.prompt,
-        slots=options.slots,
-        samples_per_prompt_batch=options.group,
-        decode_tokens=options.decode,
-    )
-    slots = sampler.shape.slots * sampler.shards
-    if slots < options.group:
-        raise ValueError(f"slots = {slots}: must be at least group = {options.group}")
-    params = random_params(policy, mesh, options.dtype)
-    _warm_up(sampler.start_session(params), [(options.group, len(prompts))])
-    wave = slots // options.group
-    waves = [range(i, min(i + wave, len(prompts))) for i in range(0, len(prompts), wave)]
-    line = _sizes(policy, options) | {"slots": slots, "tokens": int(lengths.sum())}
-    for kind, parts in {"refill": [range(len(prompts))], "fixed": waves}.items():
-        seconds, session = _answer_in_parts(sampler, params, prompts, lengths, parts, options.cap)
-        c = session.counts
-        line |= {f"{kind}_s": seconds, f"{kind}_tokens_per_s": c.tokens / seconds}
-        line |= {f"{kind}_steps": c.decode_steps, f"{kind}_filled": c.tokens / c.slot_steps}
-        if kind == "refill":
-            line |= {
-                "idle": c.starved_slot_steps / c.slot_steps,
-                "padded_group_slots": c.padded_group_slots / c.group_slot_steps,
-            }
-    longest = sum(int(lengths[part].max()) for part in map(list, waves))
-    line["ratio"] = line["refill_tokens_per_s"] / line["fixed_tokens_per_s"]
-    line["step_ratio"] = line["fixed_steps"] / line["refill_steps"]
-    line["ideal_ratio"] = longest / -(-int(lengths.sum()) // slots)
-    return line | devices()
 
+    width: Annotated[int, "model width D, small: CPUs sample 200,000 tokens in minutes"] = 64
+    vocab: Annotated[int, "vocabulary V"] = 896
+    slots: Annotated[int, "answers sampled at once, over all devices"] = 32
+    requests: Annotated[int, "prompts; the paper's step has 128"] = 32
+    prompt: Annotated[int, "prompt tokens P, few: prefill is not what is compared"] = 128
+    mean: Annotated[int, "mean of the geometric lengths of answers, in tokens"] = 400
+    cap: Annotated[int, "cap of an answer, which plans reckon with"] = 4096
 
-def _answer_in_parts(
-    sampler: Sampler, params, prompts: Prompts, lengths, parts: Sequence[range], cap: int
-) -> tuple[float, ForcedSession]:
-    """Sample all answers, one part of the prompts after another.
-
-    Returns:
-      The seconds, and the session with its counts.
-    """
-    keys = request_keys(jax.random.key(1), len(prompts))
-    session, found = ForcedSession(sampler, params), {}
-    clock = time.perf_counter()
-    for part in parts:
-        for i in part:
-            how = Options(**HOW, max_tokens=cap)
-            session.ask(SampleRequest(prompts[i], len(lengths[i]), keys[i], how), lengths[i])
-        found |= dict(session.results())
-    seconds = time.perf_counter() - clock
-    sampled = [[len(sample.tokens) for sample in found[i]] for i in range(len(prompts))]
-    assert sampled == lengths.tolist()
-    return seconds, session
-
-
-# ----------------------------------------------------------------------------------------- Verify
-
-
-def verifier_prompts(
-    rng: np.random.Generator, vocab: int, options: argparse.Namespace, questions: int
-) -> Prompts:
-    """Make a random verifier prompt for each of `options.group` answers to each question.
-
-    A prompt is the common template, then the question, then the answer's own tokens.
-    """
-
-    def draw(count: int) -> list[int]:
-        return rng.integers(vocab, size=count).tolist()
-
-    template, prompts = draw(options.template), []
-    for _ in range(questions):
-        begin = template + draw(options.question)
-        prompts += [begin + draw(options.answer) for _ in range(options.group)]
-    return prompts
-
-
-def bench_verify(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """Sample `votes` verdicts on each of G answers to each question.
-
-    "shared" prompts start with the same template, and those of a question also share the question.
-    "apart" prompts differ in their first two tokens, so that no page is shared. "..._prompts_per_s"
-    counts finished requests, each with all its votes. "..._reused_tokens" counts prompt tokens that
-    were found in the KV cache and not prefilled again.
-
-    Args:
-      policy: architecture of the policy; its weights are random.
-      options: parsed options of "verify".
-
-    Returns:
-      The measurements, JSON-able.
-    """
-    longest = options.template + options.question + options.answer
-    policy = dataclasses.replace(policy, max_positions=longest + options.verdict)
-    mesh = meshes.make_mesh()
-    sampler = make_sampler(
-        policy,
-        mesh,
-        options,
-        _pages(options, longest, options.verdict),
-        max_tokens=options.verdict,
-        max_verdict_tokens=options.verdict,
-        max_prompt=longest,
-        slots=options.slots,
-        samples_per_prompt_batch=options.votes,
-        decode_tokens=options.decode,
-    )
-    params = random_params(policy, mesh, options.dtype)
-    rng = np.random.default_rng(options.seed)
-    shared = verifier_prompts(rng, policy.vocab_size, options, options.questions)
-    apart = [[*divmod(i, policy.vocab_size), *prompt[2:]] for i, prompt in enumerate(shared)]
-    _warm_up(sampler.start_session(params), [(options.votes, len(shared))])
-    line = _sizes(policy, options) | {"slots": sampler.shape.slots * sampler.shards}
-    line |= {"prompts": len(shared), "prompt_tokens": len(shared) * longest}
-    how = Options(**HOW, max_tokens=options.verdict)
-    for kind, prompts in {"shared": shared, "apart": apart}.items():
-        seconds, reused = [], 0
-        for _ in range(options.repeats):
-            session = sampler.start_session(params)
+    def run(self) -> dict[str, Any]:
+        rng = np.random.default_rng(self.seed)
+        lengths = rng.geometric(1 / self.mean, size=(self.requests, self.group))
+        lengths = np.minimum(lengths, self.cap)
+        prompts = rng.integers(self.vocab, size=(self.requests, self.prompt)).tolist()
+        sampler = self.make_slots(self.prompt, self.cap, self.group)
+        if self.slots < self.group:
+            raise ValueError(f"slots = {self.slots}: must be at least group = {self.group}")
+        params = random_params(self.model, self.dtype)
+        wave = self.slots // self.group
+        waves = [slice(i, i + wave) for i in range(0, self.requests, wave)]
+        kinds = {"refill": [slice(None)], "fixed": waves}
+        counts = {len(prompts[part]) for parts in kinds.values() for part in parts}
+        _compile(sampler.start_session(params), [(self.group, count) for count in counts])
+        line: dict[str, Any] = {"slots": self.slots, "tokens": int(lengths.sum())}
+        for kind, parts in kinds.items():
+            session = _ForcedSession(sampler, params, lengths)
             clock = time.perf_counter()
-            _, reused = _ask(session, prompts, options.votes, jax.random.key(1), how)
-            seconds.append(time.perf_counter() - clock)
-        line |= {f"{kind}_s": min(seconds), f"{kind}_prompts_per_s": len(prompts) / min(seconds)}
-        line[f"{kind}_reused_tokens"] = reused
-    line["ratio"] = line["shared_prompts_per_s"] / line["apart_prompts_per_s"]
-    return line | devices()
-
-
-def _ask(
-    session: Session, prompts: Prompts, group: int, key: jax.Array, how: Options
-) -> tuple[list[list[Sample]], int]:
-    """Sample answers of the forced length; also return the number of reused prompt tokens."""
-    before = session.reused_tokens
-    answers = [some for some in session.sample(prompts, group, key, how) if some is not None]
-    assert len(answers) == len(prompts)
-    assert all(len(s.tokens) == how.max_tokens for some in answers for s in some)
-    return answers, session.reused_tokens - before
+            found = [sample_answers(session, prompts[part], self.group, self.cap) for part in parts]
+            seconds, c = time.perf_counter() - clock, session.counts
+            sampled = [[len(s.tokens) for s in some] for part in found for some in part]
+            assert sampled == lengths.tolist()
+            line |= {f"{kind}_s": seconds, f"{kind}_tokens_per_s": c.tokens / seconds}
+            line |= {f"{kind}_steps": c.decode_steps, f"{kind}_filled": c.tokens / c.slot_steps}
+            if kind == "refill":
+                line["starved_slot_steps"] = c.starved_slot_steps / c.slot_steps
+                line["padded_group_slots"] = c.padded_group_slots / c.group_slot_steps
+        longest = sum(int(lengths[part].max()) for part in waves)
+        return line | {
+            "ratio": line["refill_tokens_per_s"] / line["fixed_tokens_per_s"],
+            "step_ratio": line["fixed_steps"] / line["refill_steps"],
+            "ideal_ratio": longest / -(-int(lengths.sum()) // self.slots),
+        }
 
 
 # ------------------------------------------------------------------------------------------ Spell
 
-# Phase -> names of the options with the answers per prompt (None: one) and the answer's tokens.
-_PHASES = {
-    "questioner": (None, "response"),
-    "grounding": (None, "response"),
-    "responder": ("group", "response"),
-    "verifier": ("votes", "verdict"),
-}
 
-
-def bench_spell(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """Time one SPELL step phase by phase; all `questions` are accepted and trained on.
+@dataclasses.dataclass
+class Spell(SlotBenchmark):
+    """Times one SPELL step phase by phase; all `questions` are accepted and trained on.
 
     "begin_s" is the time to cast the weights and allocate the pool. "..._s" is the time of a phase,
-    and "..._s_per_question" is that time divided by `questions`. "extrapolated_s" = begin_s +
-    extrapolated_questions times the sum of the latter. It is an open extrapolation to a step in
-    which nothing is refused, at this run's lengths and on this machine. A decode pass costs about
-    as much for few slots as for all. The extrapolation is therefore too high if `questions` leave
-    slots empty; the questioner has only one answer per question. The update has all responder and
-    questioner rows and the paper's share of verifier rows, at least one group.
+    "..._s_per_question" is that time divided by `questions`, and "..._prompts_per_s" counts
+    finished requests. "..._reused_tokens" counts prompt tokens that were found in the KV cache and
+    not prefilled again. "extrapolated_s" = begin_s + extrapolated_questions times the sum of the
+    seconds per question. It is an open extrapolation to a step in which nothing is refused, at this
+    run's lengths and on this machine. A decode pass costs about as much for few slots as for all.
+    The extrapolation is therefore too high if `questions` leave slots empty; the questioner has
+    only one answer per question. The update has all responder and questioner rows and the paper's
+    share of verifier rows, at least one group.
 
-    Args:
-      policy: architecture of the policy; its weights are random.
-      options: parsed options of "spell".
-
-    Returns:
-      The measurements, JSON-able.
+    Verifier prompts start with the same template, and those of a question also share the question.
+    With --apart=1, a phase "apart", which is no part of the step, has the same prompts with other
+    tokens at the start, so that no page is shared.
     """
-    mesh = meshes.make_mesh()
-    policy = dataclasses.replace(policy, remat=options.remat)
-    sampler, learner = _spell_sampler(policy, options, mesh), _spell_learner(policy, options, mesh)
-    state = learner.init(jax.random.key(0))
-    params = learner.cast(state.params)
-    rng = np.random.default_rng(options.seed)
-    prompts = _spell_prompts(rng, policy.vocab_size, options)
-    groups = {phase: _group(options, phase) for phase in _PHASES}
-    _warm_up(
-        sampler.start_session(params), [(groups[phase], len(prompts[phase])) for phase in _PHASES]
-    )
-    del params
-    state, _ = learner.update(state, [packing.TrainGroup([0], [[0]], [1.0])])
-    jax.block_until_ready(state)
 
-    clock = time.perf_counter()
-    session = sampler.start_session(learner.cast(state.params))
-    jax.block_until_ready(session._state)
-    line = _sizes(policy, options) | {"slots": sampler.shape.slots * sampler.shards}
-    line |= {"begin_s": time.perf_counter() - clock}
-    said = {}
-    for number, (phase, group) in enumerate(groups.items()):
-        how = Options(**HOW, max_tokens=getattr(options, _PHASES[phase][1]))
-        key = jax.random.key(number + 1)
+    questions: Annotated[int, "questions, all of them accepted; the paper's step has 128"] = 2
+    prompt: Annotated[int, "tokens of a responder's prompt; 18,000 at the paper's scale"] = 2048
+    shown: Annotated[int, "tokens of a questioner's prompt, which has part of the documents"] = 1024
+    about: Annotated[int, "questions about the same documents"] = 1
+    response: Annotated[int, "tokens of an answer S; about 400 at the paper's scale"] = 64
+    votes: Annotated[int, "verdicts on an answer G_v"] = 8
+    template: Annotated[int, "tokens that all verifier prompts begin with"] = 192
+    question: Annotated[int, "tokens of a question"] = 64
+    answer: Annotated[int, "tokens of the one answer that ends a verifier prompt"] = 64
+    verdict: Annotated[int, "tokens of a verdict; about 60 at the paper's scale"] = 16
+    slots: Annotated[int, "answers sampled at once, over all devices"] = 16
+    budget: Annotated[int, "tokens of a micro-batch"] = 8192
+    remat: Annotated[str, "what the backward pass recomputes"] = "none"
+    apart: Annotated[int, "1: also verifier prompts without a common prefix"] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        verifier = self.template + self.question + self.answer
+        self.longest_prompt = max(self.prompt, self.shown, verifier)
+        # Phase -> answers to a prompt, tokens of an answer.
+        self.phases = {
+            "questioner": (1, self.response),
+            "grounding": (1, self.response),
+            "responder": (self.group, self.response),
+            "verifier": (self.votes, self.verdict),
+        }
+        if self.apart:
+            self.phases["apart"] = self.phases["verifier"]
+
+    def run(self) -> dict[str, Any]:
+        longest_answer = max(self.response, self.verdict)
+        sampler = self.make_slots(self.longest_prompt, longest_answer, self.group)
+        learner = self._learner()
+        state = learner.init(jax.random.key(0))
+        rng = np.random.default_rng(self.seed)
+        prompts = self.prompts(rng)
+        sizes = [(group, len(prompts[phase])) for phase, (group, _) in self.phases.items()]
+        _compile(sampler.start_session(learner.cast(state.params)), sizes)
+        state, _ = learner.update(state, [packing.TrainGroup([0], [[0]], [1.0])])
+        jax.block_until_ready(state)
+
         clock = time.perf_counter()
-        said[phase], reused = _ask(session, prompts[phase], group, key, how)
-        line[f"{phase}_s"] = time.perf_counter() - clock
-        line[f"{phase}_prompt_tokens"] = sum(map(len, prompts[phase]))
-        line[f"{phase}_reused_tokens"] = reused
-        line[f"{phase}_answer_tokens"] = len(prompts[phase]) * group * how.max_tokens
-    del session
-    rows = _spell_groups(rng, prompts, said, options)
-    clock = time.perf_counter()
-    state, numbers = learner.update(state, rows)
-    jax.block_until_ready(state)
-    line["update_s"] = time.perf_counter() - clock
-    assert not numbers["refused_answers"]
-    line |= {"update_tokens": sum(group.tokens for group in rows)}
-    line |= {name: numbers[name] for name in ("micro_batches", "fill", "sampler_difference")}
-    return line | _extrapolate(line, options.questions) | devices()
+        session = sampler.start_session(learner.cast(state.params))
+        jax.block_until_ready(session._state)
+        line: dict[str, Any] = {"slots": self.slots, "begin_s": time.perf_counter() - clock}
+        sampled: dict[str, list[list[Sample]]] = {}
+        for seed, (phase, (group, tokens)) in enumerate(self.phases.items(), 1):
+            before, clock = session.reused_tokens, time.perf_counter()
+            sampled[phase] = sample_answers(session, prompts[phase], group, tokens, seed)
+            line[f"{phase}_s"] = time.perf_counter() - clock
+            line[f"{phase}_prompts_per_s"] = len(prompts[phase]) / line[f"{phase}_s"]
+            line[f"{phase}_prompt_tokens"] = sum(map(len, prompts[phase]))
+            line[f"{phase}_reused_tokens"] = session.reused_tokens - before
+            line[f"{phase}_answer_tokens"] = len(prompts[phase]) * group * tokens
+        del session
+        groups = self.train_groups(rng, prompts, sampled)
+        clock = time.perf_counter()
+        state, numbers = learner.update(state, groups)
+        jax.block_until_ready(state)
+        line["update_s"] = time.perf_counter() - clock
+        assert not numbers["refused_answers"]
+        line["update_tokens"] = sum(group.tokens for group in groups)
+        line |= {name: numbers[name] for name in ("micro_batches", "fill", "sampler_difference")}
+        seconds = {phase: line[f"{phase}_s"] for phase in (*self.phases, "update")}
+        seconds.pop("apart", None)
+        step, wanted = sum(seconds.values()), SpellConfig().questions
+        line |= {f"{phase}_s_per_question": s / self.questions for phase, s in seconds.items()}
+        return line | {
+            "step_s": line["begin_s"] + step,
+            "extrapolated_questions": wanted,
+            "extrapolated_s": line["begin_s"] + wanted / self.questions * step,
+        }
 
+    def _learner(self) -> Learner:
+        """Learner whose rows hold one responder group; a micro-batch has at most `questions`."""
+        answers = max(self.group * self.response, self.votes * self.verdict)
+        length = -(-(self.longest_prompt + answers) // 128) * 128
+        policy = dataclasses.replace(self.model, remat=self.remat)
+        budget = min(self.budget, self.questions * length)
+        return make_learner(policy, packing.Bucket(length, length), budget, self.dtype)
 
-def _group(options: argparse.Namespace, phase: str) -> int:
-    sequences, _ = _PHASES[phase]
-    return getattr(options, sequences) if sequences else 1
+    def prompts(self, rng: np.random.Generator) -> dict[str, Prompts]:
+        """Make random prompts for each phase.
 
+        A responder's question comes after its documents, so that questions about the same documents
+        share that prefix. Questioner prompts share no prefix with them.
+        """
 
-def _extrapolate(line: dict[str, Any], questions: int) -> dict[str, Any]:
-    """Seconds of the step, of each phase per question, and extrapolated to the paper's step."""
-    phases, wanted = (*_PHASES, "update"), SpellConfig().questions
-    each = {f"{phase}_s_per_question": line[f"{phase}_s"] / questions for phase in phases}
-    return each | {
-        "step_s": line["begin_s"] + sum(line[f"{phase}_s"] for phase in phases),
-        "extrapolated_questions": wanted,
-        "extrapolated_s": line["begin_s"] + wanted * sum(each.values()),
-    }
+        def text(tokens: int) -> list[int]:
+            return rng.integers(self.vocab, size=tokens).tolist()
 
+        count = self.questions
+        shown = [text(self.shown) for _ in range(count)]
+        sets = -(-count // self.about)
+        documents = [text(self.prompt - self.question) for _ in range(sets)]
+        questions = [text(self.question) for _ in range(count)]
+        template, verifier = text(self.template), []
+        for _ in range(count):
+            prefix = template + text(self.question)
+            verifier += [prefix + text(self.answer) for _ in range(self.group)]
+        return {
+            "questioner": shown,
+            "grounding": questions,
+            "responder": [documents[i // self.about] + questions[i] for i in range(count)],
+            "verifier": verifier,
+            "apart": [[*divmod(i, self.vocab), *p[2:]] for i, p in enumerate(verifier)],
+        }
 
-def _longest_prompt(options: argparse.Namespace) -> int:
-    verifier = options.template + options.question + options.answer
-    return max(options.prompt, options.shown, verifier)
-
-
-def _spell_sampler(policy: PolicyConfig, options: argparse.Namespace, mesh) -> Sampler:
-    longest = _longest_prompt(options)
-    return make_sampler(
-        policy,
-        mesh,
-        options,
-        _pages(options, longest, max(options.response, options.verdict)),
-        max_tokens=options.response,
-        max_verdict_tokens=options.verdict,
-        max_prompt=longest,
-        slots=options.slots,
-        samples_per_prompt_batch=options.group,
-        decode_tokens=options.decode,
-    )
-
-
-def _spell_learner(policy: PolicyConfig, options: argparse.Namespace, mesh) -> Learner:
-    """Learner whose rows hold one responder group; a micro-batch has at most `questions` rows."""
-    answers = max(options.group * options.response, options.votes * options.verdict)
-    length = -(-(_longest_prompt(options) + answers) // 128) * 128
-    bucket = packing.Bucket(length, length)
-    budget = max(length, min(options.budget, options.questions * length))
-    layout = packing.PackingConfig((bucket,), budget)
-    return Learner(
-        policy,
-        OptimizerConfig(),
-        loss.LossConfig(),
-        layout,
-        mesh,
-        temperature=HOW["temperature"],
-        compute_dtype=options.dtype,
-    )
-
-
-def _spell_prompts(
-    rng: np.random.Generator, vocab: int, options: argparse.Namespace
-) -> dict[str, Prompts]:
-    """Make random prompts for each phase.
-
-    A responder's question comes after its documents, so that questions about the same documents
-    share that prefix. Questioner prompts share no prefix with them.
-    """
-
-    def draw(count: int) -> list[int]:
-        return rng.integers(vocab, size=count).tolist()
-
-    count = options.questions
-    sets = -(-count // options.about)
-    shown = [draw(options.shown) for _ in range(count)]
-    documents = [draw(options.prompt - options.question) for _ in range(sets)]
-    questions = [draw(options.question) for _ in range(count)]
-    return {
-        "questioner": shown,
-        "grounding": questions,
-        "responder": [documents[i // options.about] + questions[i] for i in range(count)],
-        "verifier": verifier_prompts(rng, vocab, options, count),
-    }
-
-
-def _spell_groups(
-    rng: np.random.Generator,
-    prompts: dict[str, Prompts],
-    said: dict[str, list[list[Sample]]],
-    options: argparse.Namespace,
-) -> list[packing.TrainGroup]:
-    """Training groups of the step, with random rewards."""
-    verdicts = options.questions * options.group * SpellConfig().verifier_share
-    counts = {
-        "responder": options.questions,
-        "questioner": options.questions,
-        "verifier": max(1, int(verdicts / options.votes)),
-    }
-    return [
-        Reply(prompt, samples, ()).group(
-            advantages.group_advantages(rng.random(len(samples))), role
-        )
-        for role, count in counts.items()
-        for prompt, samples in list(zip(prompts[role], said[role], strict=True))[:count]
-    ]
+    def train_groups(
+        self,
+        rng: np.random.Generator,
+        prompts: dict[str, Prompts],
+        sampled: dict[str, list[list[Sample]]],
+    ) -> list[packing.TrainGroup]:
+        """Make the training groups of the step, with random rewards."""
+        verdicts = self.questions * self.group * SpellConfig().verifier_share
+        counts = {"responder": self.questions, "questioner": self.questions}
+        counts["verifier"] = max(1, int(verdicts / self.votes))
+        return [
+            random_group(rng, prompt, samples, role)
+            for role, count in counts.items()
+            for prompt, samples in list(zip(prompts[role], sampled[role], strict=True))[:count]
+        ]

@@ -1,34 +1,32 @@
-"""Benchmark of scoring speed: seconds to score 100,000 samples by the benchmarks' rules.
+"""Benchmark of scoring speed: seconds to score 100,000 synthetic replies by the benchmarks' rules.
 
-1. Samples are divided among the benchmarks as in a run that answers every question equally often.
-   Lengths of retrieval benchmarks other than the paper's are left out because they have the same
+1. Lengths of retrieval benchmarks other than the paper's are left out because they have the same
    rules. RULER has 13 tasks of 500 questions.
-2. Replies are synthetic: text of 500 to 20,000 characters (log-uniform), followed by an answer. In
-   half of them the text is inside <think> tags, and in half of them the answer is right. Letters
-   have the frequencies of English, because the time of difflib depends on them.
-3. `Benchmark.score` is timed in one process as evaluate calls it, one reply after another. Nothing
-   is scored before, so the time includes the start of Math-Verify's worker processes.
+2. A reply is text of 500 to 20,000 characters (log-uniform), followed by an answer. In half of them
+   the text is inside <think> tags, and in half of them the answer is right. Letters have the
+   frequencies of English, because the time of difflib depends on them.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import math
-import os
 import random
 import resource
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+from benchmarks.base import Benchmark
+from spell_jax.data import clusters
 from spell_jax.evaluation import math_equal
 from spell_jax.evaluation.benchmarks import long_documents, retrieval, short
 from spell_jax.evaluation.benchmarks.base import Item
 from spell_jax.evaluation.generated import haystack
 
 LIMIT_S = 60.0
+PREFIX = "aC3fB7Ejd0"  # of MRCR's answers
 
 _BOOK = 2_000_000  # characters of the text that all replies are cut from
 _WORDS = 20_000
@@ -75,192 +73,165 @@ class Writer:
         return f"<think>{text}</think>{answer}" if self.rng.random() < 0.5 else f"{text}\n{answer}"
 
 
+Answers = tuple[str, str, str]
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """Benchmarks that share a scoring rule.
 
     Attributes:
       questions: benchmark -> number of its questions.
-      item: function that makes a question.
-      sample: function (writer, question, whether the reply is right) -> reply.
+      answers: function of a Writer that makes a reference, a right answer and a wrong one.
+      stated: format in which a reply states its answer.
       score: the rule, a function (reply, question) -> score.
+      fields: other fields of a question.
+      bare: whether a reply is only the statement, without other text.
     """
 
     questions: Mapping[str, int]
-    item: Callable[[Writer], Item]
-    sample: Callable[[Writer, Item, bool], str]
+    answers: Callable[[Writer], Answers]
+    stated: str
     score: Callable[[str, Item], float]
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bare: bool = False
+
+    def make(self, writer: Writer, right: bool) -> tuple[str, Item]:
+        """Make a question and a right or wrong reply to it."""
+        reference, *answers = self.answers(writer)
+        reply = self.stated.format(answers[not right])
+        item = Item("", "", "", (reference,), self.fields)
+        return (reply if self.bare else writer.reply(reply)), item
 
 
-def _item(reference: str, **fields: Any) -> Item:
-    return Item("", "", "", (reference,), fields)
+def _phrases(writer: Writer) -> Answers:
+    right = writer.phrase()
+    return right, right, writer.phrase()
 
 
-def _phrase(writer: Writer) -> Item:
-    return _item(writer.phrase())
+def _amounts(writer: Writer) -> Answers:
+    amount = round(writer.rng.uniform(0, 10_000), 2)
+    return f"{amount:.2f}", f"{amount * 1.0001:,.3f}", f"{amount * 1.1:,.3f}"
 
 
-def _said(writer: Writer, item: Item, right: bool) -> str:
-    stated = item.references[0] if right else writer.phrase()
-    return writer.reply(f"The correct answer is {stated}.")
+def _letters(options: int, writer: Writer) -> Answers:
+    right, wrong = writer.rng.sample(short.OPTIONS[:options], 2)
+    return right, right, wrong
 
 
-def _amount(writer: Writer) -> Item:
-    return _item(f"{writer.rng.uniform(0, 10_000):.2f}")
+def _numbers(limit: int, writer: Writer) -> Answers:
+    right, wrong = map(str, writer.rng.sample(range(limit), 2))
+    return right, right, wrong
 
 
-def _amount_said(writer: Writer, item: Item, right: bool) -> str:
-    stated = float(item.references[0]) * (1.0001 if right else 1.1)
-    return writer.reply(f"Therefore, the answer is ${stated:,.3f}")
+def _formulas(writer: Writer) -> Answers:
+    def formula() -> str:
+        n, m = writer.rng.sample(range(2, 100), 2)
+        shapes = ("{n}", r"\frac{{{n}}}{{{m}}}", r"{n}\sqrt{{{m}}}", "({n},{m})", "x^{n}-{m}x")
+        return writer.rng.choice(shapes).format(n=n, m=m)
+
+    right, wrong = formula(), formula()
+    return right, right.replace("frac", "dfrac"), wrong.replace("frac", "dfrac")
 
 
-def _letter(options: int, writer: Writer) -> Item:
-    return _item(writer.rng.choice(short.OPTIONS[:options]), options=options)
+def _messages(writer: Writer) -> Answers:
+    """Message after PREFIX; wrong ones are another text, changed words, or the first half."""
+    answer = PREFIX + writer.text(500, 6000).strip()
+    words = (w if writer.rng.random() < 0.9 else writer.text(3, 9) for w in answer.split(" "))
+    wrong = (PREFIX + writer.text(500, 6000), " ".join(words), answer[: len(answer) // 2])
+    return answer, answer, writer.rng.choice(wrong)
 
 
-def _letter_said(writer: Writer, item: Item, right: bool) -> str:
-    others = short.OPTIONS[: item.fields["options"]]
-    stated = item.references[0] if right else writer.rng.choice(others)
-    return writer.reply(f"The correct answer is ({stated}).")
-
-
-def _whole(writer: Writer) -> Item:
-    return _item(str(writer.rng.randrange(1000)))
-
-
-def _formula(writer: Writer) -> Item:
-    n, m = writer.rng.sample(range(2, 100), 2)
-    shapes = ("{n}", r"\frac{{{n}}}{{{m}}}", r"{n}\sqrt{{{m}}}", "({n},{m})", "x^{n}-{m}x")
-    return _item(writer.rng.choice(shapes).format(n=n, m=m))
-
-
-def _boxed(make: Callable[[Writer], Item], writer: Writer, item: Item, right: bool) -> str:
-    (stated,) = (item if right else make(writer)).references
-    return writer.reply(rf"So it is \boxed{{{stated.replace('frac', 'dfrac')}}}.")
-
-
-def _message(writer: Writer) -> Item:
-    prefix = "".join(writer.rng.choices("abcdefghijABCDEFGHIJ0123456789", k=10))
-    return _item(prefix + writer.text(500, 6000).strip(), prefix=prefix)
-
-
-def _message_said(writer: Writer, item: Item, right: bool) -> str:
-    """Right reply, or one of three wrong ones: another text, changed words, or the first half."""
-    prefix, (answer,) = item.fields["prefix"], item.references
-    if right:
-        return answer
-    parts = (
-        prefix + writer.text(500, 6000),
-        " ".join(w if writer.rng.random() < 0.9 else writer.text(3, 9) for w in answer.split(" ")),
-        answer[: len(answer) // 2],
-    )
-    return writer.rng.choice(parts)
-
-
-def _found(writer: Writer, item: Item, right: bool) -> str:
-    return writer.reply(f"Answer: {item.references[0] if right else writer.phrase()}")
-
-
-def _label_said(writer: Writer, item: Item, right: bool) -> str:
-    return f"label: {item.references[0] if right else writer.rng.randrange(151)}"
-
-
-def _summary(writer: Writer) -> Item:
-    return _item(writer.text(1000, 8000))
-
-
-def _summary_said(writer: Writer, item: Item, right: bool) -> str:
-    return writer.reply(f"Summary: {writer.text(1000, 8000)}")
+def _summaries(writer: Writer) -> Answers:
+    reference, first, second = (writer.text(1000, 8000) for _ in range(3))
+    return reference, first, second
 
 
 def _kinds() -> dict[str, Kind]:
     """All kinds, by the name of their rule."""
-    rule = functools.partial
-    whole, formula = rule(_boxed, _whole), rule(_boxed, _formula)
+    part = functools.partial
     phrases = {"frames": 824, **dict.fromkeys(long_documents.LONGBENCH_TITLES, 200)}
     rag = {"helmet_nq": 600, "helmet_trivia": 600, "helmet_pop": 600, "helmet_hotpot": 300}
     icl = {f"helmet_{task}": 500 for task in retrieval.helmet_labels.TASKS}
     mathematics = {name: kind.rows for name, kind in short.MATH_SETS.items() if name != "math500"}
     mrcr = {f"mrcr_{needles}needle": retrieval.MRCR_ROWS for needles in (2, 4, 8)}
     summaries = {"helmet_infbench_sum": 100, "helmet_multi_lexsum": 100}
-    score_rule = long_documents.score_rule
+    generated = {"ruler": 13 * 500, "needle": 66}
+    said, letter, boxed = "The correct answer is {}.", "The answer is ({}).", r"It is \boxed{{{}}}."
+    phrase, amount, choice = (part(long_documents.score_rule, task) for task in clusters.TASKS)
+    four, ten = ({"options": options} for options in (4, 10))
+    math_score, prefix = short.score_math, {"prefix": PREFIX}
     return {
-        "phrase": Kind(phrases, _phrase, _said, rule(score_rule, "general_qa")),
-        "number": Kind({"docmath": 800}, _amount, _amount_said, rule(score_rule, "financial_math")),
-        "choice": Kind(
-            {"longbench_v2": 503},
-            rule(_letter, 4),
-            _letter_said,
-            rule(score_rule, "multiple_choice"),
-        ),
-        "letter": Kind({"mmlu_pro": 12_032}, rule(_letter, 10), _letter_said, short.score_letter),
-        "whole number": Kind(mathematics, _whole, whole, short.score_math),
-        "formula": Kind({"math500": 500}, _formula, formula, short.score_math),
-        "message": Kind(mrcr, _message, _message_said, retrieval.score_mrcr),
-        "part": Kind(rag, _phrase, _found, retrieval.score_rag),
-        "label": Kind(icl, _whole, _label_said, retrieval.score_icl),
-        "summary": Kind(summaries, _summary, _summary_said, retrieval.score_summary),
-        "needle": Kind({"ruler": 13 * 500, "needle": 66}, _phrase, _found, haystack.match_all),
+        "phrase": Kind(phrases, _phrases, said, phrase),
+        "number": Kind({"docmath": 800}, _amounts, "Therefore, the answer is ${}", amount),
+        "choice": Kind({"longbench_v2": 503}, part(_letters, 4), letter, choice, four),
+        "letter": Kind({"mmlu_pro": 12_032}, part(_letters, 10), letter, short.score_letter, ten),
+        "whole number": Kind(mathematics, part(_numbers, 1000), boxed, math_score),
+        "formula": Kind({"math500": 500}, _formulas, boxed, math_score),
+        "message": Kind(mrcr, _messages, "{}", retrieval.score_mrcr, prefix, bare=True),
+        "part": Kind(rag, _phrases, "Answer: {}", retrieval.score_rag),
+        "label": Kind(icl, part(_numbers, 151), "label: {}", retrieval.score_icl, bare=True),
+        "summary": Kind(summaries, _summaries, "Summary: {}", retrieval.score_summary),
+        "needle": Kind(generated, _phrases, "Answer: {}", haystack.match_all),
     }
 
 
 KINDS = _kinds()
 
 
-def bench_scoring(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the seconds to score options.samples replies, in total and by benchmark.
+@dataclasses.dataclass
+class Scoring(Benchmark):
+    """Measures the seconds to score synthetic replies, in total and by benchmark.
 
+    Samples are divided among the benchmarks as in a run that answers every question equally often.
+    `Benchmark.score` is timed in one process as evaluate calls it, one reply after another. Nothing
+    is scored before, so the time includes the start of Math-Verify's worker processes.
     "benchmarks" has the number of samples, mean characters, mean score and seconds of each. Seconds
     are wall-clock time and include waiting for Math-Verify's workers. "processor_s" is the CPU time
     of scoring, workers included, which does not depend on other load of the machine.
-
-    Args:
-      options: parsed options of "scoring".
-
-    Returns:
-      The measurements, JSON-able.
     """
-    writer = Writer(options.seed)
-    total = sum(sum(kind.questions.values()) for kind in KINDS.values())
-    by_name: dict[str, dict[str, float]] = {}
-    for kind in KINDS.values():
-        for name, questions in kind.questions.items():
-            count = max(1, round(options.samples * questions / total))
-            by_name[name] = _measure(writer, kind, questions, count)
-    before = _of_children()
-    math_equal.end_workers()
-    processor_s = sum(one.pop("processor_s") for one in by_name.values())
-    seconds = sum(one["seconds"] for one in by_name.values())
-    samples = sum(one["samples"] for one in by_name.values())
-    return {
-        "bench": "scoring",
-        "samples": samples,
-        "seconds": seconds,
-        "processor_s": processor_s + _of_children() - before,
-        "limit_s": LIMIT_S,
-        "samples_per_s": samples / seconds,
-        "benchmarks": by_name,
-        "processors": os.cpu_count(),
-    }
+
+    samples: Annotated[int, "replies, over all benchmarks"] = 100_000
+    seed: Annotated[int, "seed of the replies"] = 0
+
+    def run(self) -> dict[str, Any]:
+        writer = Writer(self.seed)
+        total = sum(sum(kind.questions.values()) for kind in KINDS.values())
+        by_name: dict[str, dict[str, float]] = {}
+        for kind in KINDS.values():
+            for name, questions in kind.questions.items():
+                count = max(1, round(self.samples * questions / total))
+                by_name[name] = _measure(writer, kind, count)
+        before = _children_seconds()
+        math_equal.end_workers()
+        processor_s = sum(one.pop("processor_s") for one in by_name.values())
+        seconds = sum(one["seconds"] for one in by_name.values())
+        samples = sum(one["samples"] for one in by_name.values())
+        return {
+            "samples": samples,
+            "seconds": seconds,
+            "processor_s": processor_s + _children_seconds() - before,
+            "limit_s": LIMIT_S,
+            "samples_per_s": samples / seconds,
+            "benchmarks": by_name,
+        }
 
 
-def _measure(writer: Writer, kind: Kind, questions: int, count: int) -> dict[str, float]:
-    items = [kind.item(writer) for _ in range(min(questions, count))]
-    asked = [items[number % len(items)] for number in range(count)]
-    replies = [kind.sample(writer, item, writer.rng.random() < 0.5) for item in asked]
+def _measure(writer: Writer, kind: Kind, count: int) -> dict[str, float]:
+    pairs = [kind.make(writer, writer.rng.random() < 0.5) for _ in range(count)]
     began, used = time.perf_counter(), time.process_time()
-    scores = [kind.score(reply, item) for reply, item in zip(replies, asked, strict=True)]
+    scores = [kind.score(reply, item) for reply, item in pairs]
     seconds, used = time.perf_counter() - began, time.process_time() - used
     return {
         "samples": count,
-        "characters": sum(map(len, replies)) / count,
+        "characters": sum(len(reply) for reply, _ in pairs) / count,
         "score": sum(scores) / count,
         "seconds": seconds,
         "processor_s": used,
     }
 
 
-def _of_children() -> float:
+def _children_seconds() -> float:
     """CPU seconds of this process's children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

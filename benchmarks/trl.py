@@ -10,82 +10,125 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import importlib.util
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 
-from benchmarks.sample import devices, make_sampler, random_params
+from benchmarks.base import (
+    SamplerBenchmark,
+    make_learner,
+    random_group,
+    random_params,
+    sample_answers,
+)
 from benchmarks.trl_side import peak_bytes
-from spell_jax.algorithms.base import Reply
-from spell_jax.learner import advantages, loss, packing
-from spell_jax.learner.learner import Learner
-from spell_jax.learner.optimizer import OptimizerConfig
+from spell_jax.learner import packing
 from spell_jax.policy import weights
-from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import setup as start
-from spell_jax.sampler.requests import Options
 
 _SIDES = {"ours": "benchmarks.trl", "trl": "benchmarks.trl_side"}
-_SIZES = ("prompt", "response", "group", "groups", "micro", "steps", "page_size", "prefill")
 
 
-def bench_trl(policy: PolicyConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """Run both sides and compare them.
+@dataclasses.dataclass
+class Trl(SamplerBenchmark):
+    """Times GRPO steps here and in TRL, each in its own process.
 
     "..._s" is the seconds of a step, "..._generate_s" and "..._update_s" those of its two parts.
     "..._peak_bytes" is the process's peak memory. "ratio" and "peak_ratio" are TRL's over ours.
 
-    Args:
-      policy: architecture of the policy; its weights are random.
-      options: parsed options of "trl".
-
-    Returns:
-      The measurements, JSON-able.
-
     Raises:
       ModuleNotFoundError: if TRL is not installed.
-      ValueError: if there are fewer than two steps, or `micro` does not divide `groups`.
+      ValueError: if there are fewer than two steps, `micro` does not divide `groups`, or the dtype
+        is not float32.
     """
-    if importlib.util.find_spec("trl") is None:
-        raise ModuleNotFoundError("bench trl needs TRL: pip install -e '.[test]'")
-    if options.steps < 2:
-        raise ValueError(f"steps = {options.steps}: must be at least 2, the first is not timed")
-    if options.groups % options.micro:
-        raise ValueError(f"micro = {options.micro}: must divide groups = {options.groups}")
-    line = {"bench": "trl", **{name: getattr(options, name) for name in _SIZES}}
-    line |= {"layers": policy.layers, "width": policy.width, "vocab": policy.vocab_size}
-    line |= {"dtype": "float32", "gradient_checkpointing": False}
-    with tempfile.TemporaryDirectory() as folder:
-        params = random_params(policy, meshes.make_mesh(), "float32")
-        weights.save(f"{folder}/policy", policy, params)
-        given = {name: getattr(options, name) for name in _SIZES}
-        given |= {"folder": f"{folder}/policy", "vocab": policy.vocab_size}
-        found = {side: _run(module, given) for side, module in _SIDES.items()}
-    assert found["ours"]["parameters"] == found["trl"]["parameters"]
-    for side, numbers in found.items():
-        parts = numbers["generate_s"], numbers["update_s"]
-        steps = [generate + rest for generate, rest in zip(*parts, strict=True)]
-        for name, values in zip(("s", "generate_s", "update_s"), (steps, *parts), strict=True):
-            line[f"{side}_{name}"] = statistics.median(values[1:])
-        line[f"{side}_peak_bytes"] = numbers["peak_bytes"]
-    line |= {
-        "parameters": found["ours"]["parameters"],
-        "ratio": line["trl_s"] / line["ours_s"],
-        "peak_ratio": line["trl_peak_bytes"] / line["ours_peak_bytes"],
-        "trl": found["trl"]["trl"],
-    }
-    return line | {name: found["ours"][name] for name in ("devices", "device")}
+
+    layers: Annotated[int, "layers L; 0: 3, or as many as the config.json has"] = 8
+    groups: Annotated[int, "prompts of a step"] = 2
+    micro: Annotated[int, "prompts of a micro-batch, on both sides"] = 1
+    prompt: Annotated[int, "prompt tokens P"] = 2048
+    response: Annotated[int, "tokens of an answer S"] = 128
+    steps: Annotated[int, "steps, the first of which is not timed"] = 3
+
+    def run(self) -> dict[str, Any]:
+        if importlib.util.find_spec("trl") is None:
+            raise ModuleNotFoundError("benchmark trl needs TRL: pip install -e '.[test]'")
+        if self.steps < 2:
+            raise ValueError(f"steps = {self.steps}: must be at least 2, the first is not timed")
+        if self.groups % self.micro:
+            raise ValueError(f"micro = {self.micro}: must divide groups = {self.groups}")
+        if self.dtype != "float32":
+            raise ValueError(f"dtype = {self.dtype!r}: must be 'float32' on both sides")
+        with tempfile.TemporaryDirectory() as folder:
+            weights.save(folder, self.model, random_params(self.model, self.dtype))
+            given = dataclasses.asdict(self) | {"policy": f"{folder}/config.json"}
+            found = {side: _run(module, given) for side, module in _SIDES.items()}
+        assert found["ours"]["parameters"] == found["trl"]["parameters"]
+        line = {}
+        for side, numbers in found.items():
+            parts = numbers["generate_s"], numbers["update_s"]
+            steps = [generate + update for generate, update in zip(*parts, strict=True)]
+            for name, values in zip(("s", "generate_s", "update_s"), (steps, *parts), strict=True):
+                line[f"{side}_{name}"] = statistics.median(values[1:])
+            line[f"{side}_peak_bytes"] = numbers["peak_bytes"]
+        return line | {
+            "gradient_checkpointing": False,
+            "ratio": line["trl_s"] / line["ours_s"],
+            "peak_ratio": line["trl_peak_bytes"] / line["ours_peak_bytes"],
+            "trl": found["trl"]["trl"],
+            **{name: found["ours"][name] for name in ("parameters", "devices", "device")},
+        }
+
+    def train(self) -> dict[str, Any]:
+        """Time the steps on our side, from the weights beside the config.json `policy`.
+
+        Returns:
+          "generate_s" and "update_s" of each step, number of parameters, peak memory and devices.
+        """
+        policy, params = weights.load(pathlib.Path(self.policy).parent, meshes.make_mesh())
+        answers = self.group * self.response
+        bucket = packing.Bucket(self.prompt + answers, answers)
+        learner = make_learner(policy, bucket, self.micro * bucket.length)
+        pages = self.groups * -(-self.prompt // self.page_size)
+        pages += self.groups * self.group * -(-self.response // self.page_size)
+        sampler = self.make_sampler(
+            self.prompt,
+            self.response,
+            self.groups * self.group,
+            pages,
+            samples_per_prompt_batch=self.group,
+            decode_tokens=self.response,
+        )
+        state = learner.init(params)
+        del params  # init donated them
+        rng = np.random.default_rng(0)
+        seconds: dict[str, list[float]] = {"generate_s": [], "update_s": []}
+        for step in range(self.steps):
+            began = time.perf_counter()
+            prompts = rng.integers(self.vocab, size=(self.groups, self.prompt)).tolist()
+            session = sampler.start_session(learner.cast(state.params))
+            found = sample_answers(session, prompts, self.group, self.response, step, top_p=1.0)
+            pairs = zip(prompts, found, strict=True)
+            groups = [random_group(rng, prompt, some, "responder") for prompt, some in pairs]
+            generated = time.perf_counter()
+            state, _ = learner.update(state, groups)
+            jax.block_until_ready(state)
+            seconds["generate_s"].append(generated - began)
+            seconds["update_s"].append(time.perf_counter() - generated)
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        machine = {"devices": jax.device_count(), "device": jax.devices()[0].device_kind}
+        return seconds | machine | {"parameters": parameters, "peak_bytes": peak_bytes()}
 
 
 def _run(module: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -104,66 +147,6 @@ def _run(module: str, given: dict[str, Any]) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Time `steps` GRPO steps on our side.
-
-    Args:
-      options: sizes of the benchmark, and `folder` of the policy.
-
-    Returns:
-      "generate_s" and "update_s" of each step, number of parameters, peak memory and devices.
-    """
-    mesh = meshes.make_mesh()
-    policy, params = weights.load(options.folder, mesh)
-    answers = options.group * options.response
-    bucket = packing.Bucket(options.prompt + answers, answers)
-    layout = packing.PackingConfig((bucket,), options.micro * bucket.length)
-    learner = Learner(policy, OptimizerConfig(), loss.LossConfig(), layout, mesh, temperature=1.0)
-    pages = options.groups * -(-options.prompt // options.page_size)
-    pages += options.groups * options.group * -(-options.response // options.page_size)
-    sampler = make_sampler(
-        policy,
-        mesh,
-        options,
-        pages,
-        max_tokens=options.response,
-        max_verdict_tokens=1,
-        max_prompt=options.prompt,
-        slots=options.groups * options.group,
-        samples_per_prompt_batch=options.group,
-        decode_tokens=options.response,
-    )
-    state = learner.init(params)
-    del params  # init donated them
-    rng = np.random.default_rng(0)
-    seconds: dict[str, list[float]] = {"generate_s": [], "update_s": []}
-    for step in range(options.steps):
-        began = time.perf_counter()
-        groups = _generate(learner, sampler, state, rng, options, step)
-        generated = time.perf_counter()
-        state, _ = learner.update(state, groups)
-        jax.block_until_ready(state)
-        seconds["generate_s"].append(generated - began)
-        seconds["update_s"].append(time.perf_counter() - generated)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    return {**seconds, "parameters": parameters, "peak_bytes": peak_bytes(), **devices()}
-
-
-def _generate(learner, sampler, state, rng, options, step: int) -> list[packing.TrainGroup]:
-    """Sample answers to random prompts and give them random rewards."""
-    shape = (options.groups, options.prompt)
-    prompts = rng.integers(sampler.policy.vocab_size, size=shape).tolist()
-    session = sampler.start_session(learner.cast(state.params))
-    how = Options(temperature=1.0, max_tokens=options.response)
-    found = session.sample(prompts, options.group, jax.random.key(step), how)
-    groups = []
-    for prompt, samples in zip(prompts, found, strict=True):
-        assert {len(sample.tokens) for sample in samples} == {options.response}
-        rewards = advantages.group_advantages(rng.random(options.group))
-        groups.append(Reply(prompt, samples, ()).group(rewards, "responder"))
-    return groups
-
-
 if __name__ == "__main__":
     start.setup()
-    print(json.dumps(train(argparse.Namespace(**json.loads(sys.argv[1])))))
+    print(json.dumps(Trl(**json.loads(sys.argv[1])).train()))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.trl_side JSON
 
-1. JSON has the options of the benchmark and `folder`, the policy's Hugging Face folder. The last
+1. JSON has the options of the benchmark. The weights are beside the config.json `policy`. The last
    line of output is JSON too: seconds, parameters and peak memory.
 2. No network is needed: the tokenizer has one word for each number below V, prompts consist of
    such words, and rewards are random.
@@ -30,7 +30,7 @@ def peak_bytes() -> int:
     return int(field.split()[1]) * 1024
 
 
-def make_tokenizer(vocab: int) -> Any:
+def _make_tokenizer(vocab: int) -> Any:
     """Make a tokenizer with the words "0" to "V - 1"; the last three are special tokens."""
     import tokenizers
     import transformers
@@ -45,14 +45,7 @@ def make_tokenizer(vocab: int) -> Any:
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Time `steps` GRPO steps of TRL.
-
-    Args:
-      options: sizes of the benchmark, and `folder` of the policy.
-
-    Returns:
-      "generate_s" and "update_s" of each step, number of parameters, peak memory and TRL's version.
-    """
+    """Time `steps` GRPO steps of TRL; returns what Trl.train does, and TRL's version."""
     import datasets
     import numpy as np
     import transformers
@@ -75,11 +68,11 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as out:
         trainer = trl.GRPOTrainer(
-            options.folder,
+            str(pathlib.Path(options.policy).parent),
             reward,
-            args=trl.GRPOConfig(**settings(options, out)),
+            args=trl.GRPOConfig(**_settings(options, out)),
             train_dataset=data,
-            processing_class=make_tokenizer(options.vocab),
+            processing_class=_make_tokenizer(options.vocab),
             callbacks=[Clock()],
         )
         parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -95,7 +88,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def settings(options: argparse.Namespace, out: str) -> dict[str, Any]:
+def _settings(options: argparse.Namespace, out: str) -> dict[str, Any]:
     """Fields of GRPOConfig."""
     return {
         "output_dir": out,

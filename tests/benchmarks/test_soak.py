@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from benchmarks import commands, soak
+from benchmarks import soak
+from benchmarks.__main__ import run
 from tests import noise
 
 STEPS = soak.SETTLED + 2 * soak.WINDOW
@@ -42,7 +43,7 @@ def test_what_stays_is_compared() -> None:
 
 def test_a_short_run_is_refused() -> None:
     with pytest.raises(ValueError, match=r"steps = 149: must be at least 150"):
-        commands.run(commands.parse(["soak", "--steps=149"]))
+        run(["soak", "--steps=149"])
 
 
 @pytest.mark.long
@@ -50,7 +51,7 @@ def test_five_hundred_updates(tmp_path, monkeypatch) -> None:
     """The demo's config with few questions on one device, so that it takes minutes."""
     noise.use_one_device(monkeypatch)
     options = ["soak", "--steps=500", "--proposals=3", f"--workdir={tmp_path}"]
-    found = commands.run(commands.parse(options))
+    found = run(options)
     print(json.dumps(found))
     assert found["updates"] == 500
     assert found["growth"] < 0.05

@@ -259,7 +259,7 @@ def test_no_parser_is_forgotten() -> None:
     known = {name.partition(" ")[0] for name in PARSERS}
     assert known == set(EXPECTED)
     missing = {*public_functions()} - known - ELSEWHERE - NO_READERS
-    assert not missing, f"in neither bench_parsers.PARSERS nor NO_READERS: {sorted(missing)}"
+    assert not missing, f"in neither parsers.PARSERS nor NO_READERS: {sorted(missing)}"
     assert {*public_functions()} >= known | ELSEWHERE
 
 
@@ -336,7 +336,7 @@ def test_the_benchmark_tells_what_is_not_linear(monkeypatch: pytest.MonkeyPatch)
     costs = {"a": lambda n: 1e-8 * n, "b": lambda n: 2e-12 * n**2, "rules.c": lambda n: 2e-4}
     monkeypatch.setattr(parsers, "PARSERS", costs)
     monkeypatch.setattr(parsers, "_time", lambda cost, text, _: cost(len(text)))
-    line = parsers.bench_parsers(argparse.Namespace(repeats=1))
+    line = parsers.Parsers(repeats=1).run()
     assert line["parsers"]["a"]["exponent"] == pytest.approx(1, abs=0.05)
     assert line["worst"]["parser"] == line["steepest"]["parser"] == "b"
     assert line["steepest"]["exponent"] == pytest.approx(2, abs=0.05)
