@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,11 +22,10 @@ from typing import Any, NamedTuple
 import apache_beam as beam
 import fsspec
 import numpy as np
-from apache_beam.pvalue import TaggedOutput
 
 from data_pipeline import layouts, signatures
 from data_pipeline.dedup import DedupConfig
-from data_pipeline.records import Document, digest, make_removed
+from data_pipeline.records import Document, digest, event, removed
 
 SUFFIXES = (".json", ".jsonl", ".txt")
 SHORTEST_PASSAGE = 100  # characters
@@ -100,9 +100,6 @@ class Item(NamedTuple):
 def read_benchmarks(benchmarks: Mapping[str, BenchmarkConfig]) -> list[Item]:
     """Read all texts of the benchmarks.
 
-    Args:
-      benchmarks: Benchmark name -> where its texts are.
-
     Returns:
       Sorted items; a text occurs once per benchmark and kind.
 
@@ -148,8 +145,8 @@ def make_decontaminate(
       ("documents removed: contaminated by BENCHMARK", source).
 
     Args:
-      documents: PCollection of records.Document.
-      items: Result of read_benchmarks; sent to the workers inside the pipeline's graph.
+      documents: PCollection of Document.
+      items: Result of `read_benchmarks`; sent to the workers inside the pipeline's graph.
       dedup: Settings of the near-duplicate check.
       config: Settings of the question check.
 
@@ -157,13 +154,13 @@ def make_decontaminate(
       PCollections by table: "documents"; "removed", with the reason "contaminated" and the cause
       "BENCHMARK:document" or "BENCHMARK:question"; "counts".
     """
-    done: Any = documents | "look up documents" >> beam.ParDo(
-        _LookUp(tuple(items), dedup, config)
+    done: Any = documents | "search documents" >> beam.ParDo(
+        _Find(tuple(items), dedup, config)
     ).with_outputs("removed", "counts", main="documents")
     return {table: done[table] for table in ("documents", "removed", "counts")}
 
 
-# ------------------------------------------------------------------------------------------ looking
+# ---------------------------------------------------------------------------------------- searching
 
 
 class Index:
@@ -172,20 +169,16 @@ class Index:
     def __init__(self, items: Sequence[Item], dedup: DedupConfig, config: DecontaminateConfig):
         self.items, self.dedup, self.config = items, dedup, config
         self.sets = [signatures.shingles(item.text, dedup.shingle_words) for item in items]
-        self.bands = _Postings([self._bands(found) for found in self.sets])
+        self.bands = _Postings([dedup.band_keys(found) for found in self.sets])
         # Only questions of at least SHORTEST_QUESTION tokens have postings, so only they are found
         # inside a document. A question with fewer tokens than a shingle is one short shingle, which
         # no longer text has.
-        nothing = np.empty(0, np.uint64)
-        self.questions = _Postings(
-            [
-                found
-                if item.kind == "question"
-                and len(signatures.tokens(item.text)) >= SHORTEST_QUESTION
-                else nothing
-                for item, found in zip(items, self.sets, strict=True)
-            ]
-        )
+        is_long = [
+            item.kind == "question" and len(signatures.tokens(item.text)) >= SHORTEST_QUESTION
+            for item in items
+        ]
+        pairs = zip(self.sets, is_long, strict=True)
+        self.questions = _Postings([found if long else found[:0] for found, long in pairs])
 
     def find(self, text: str) -> Item | None:
         """Return the first item that the text nearly duplicates, or whose question it contains.
@@ -193,23 +186,18 @@ class Index:
         Items are in the order of read_benchmarks. Returns None if no item matches.
         """
         found = signatures.shingles(text, self.dedup.shingle_words)
-        near = np.unique(self.bands.owners(self._bands(found)))
+        near = set(self.bands.owners(self.dedup.band_keys(found)))
         hits = [
             owner
-            for owner in near.tolist()
+            for owner in near
             if signatures.jaccard(self.sets[owner], found) >= self.dedup.threshold
         ]
-        asked, shared = np.unique(self.questions.owners(found), return_counts=True)
         hits += [
             owner
-            for owner, number in zip(asked.tolist(), shared.tolist(), strict=True)
-            if number >= self.config.question_threshold * len(self.sets[owner])
+            for owner, shared in Counter(self.questions.owners(found)).items()
+            if shared >= self.config.question_threshold * len(self.sets[owner])
         ]
         return self.items[min(hits)] if hits else None
-
-    def _bands(self, found: np.ndarray) -> np.ndarray:
-        made = signatures.signature(found, self.dedup.permutations, self.dedup.seed)
-        return signatures.band_keys(made, self.dedup.bands)
 
 
 class _Postings:
@@ -221,19 +209,18 @@ class _Postings:
         by_key = np.argsort(keys, kind="stable")
         self._keys, self._owners = keys[by_key], owners[by_key]
 
-    def owners(self, values: np.ndarray) -> np.ndarray:
-        """Return the array numbers of all (value, array that contains it) pairs: int64 [n]."""
+    def owners(self, values: np.ndarray) -> Iterator[int]:
+        """Yield the array number of every (value, array that contains it) pair."""
         firsts = np.searchsorted(self._keys, values, "left")
         lasts = np.searchsorted(self._keys, values, "right")
-        hit = np.flatnonzero(lasts > firsts)
-        ranges = [self._owners[firsts[i] : lasts[i]] for i in hit]
-        return np.concatenate([np.empty(0, np.int64), *ranges])
+        for hit in np.flatnonzero(lasts > firsts):
+            yield from self._owners[firsts[hit] : lasts[hit]].tolist()
 
 
-class _LookUp(beam.DoFn):
-    def __init__(
-        self, items: Sequence[Item], dedup: DedupConfig, config: DecontaminateConfig
-    ) -> None:
+class _Find(beam.DoFn):
+    """Map from documents to those that match no benchmark."""
+
+    def __init__(self, items: Sequence[Item], dedup: DedupConfig, config: DecontaminateConfig):
         self.parts = items, dedup, config
 
     def setup(self) -> None:
@@ -241,16 +228,14 @@ class _LookUp(beam.DoFn):
 
     def process(self, document: Document) -> Iterator[Any]:
         source = document["source"]
-        yield TaggedOutput("counts", ("documents read", source))
+        yield event("documents read", source)
         item = self.index.find(document["text"])
         if item is None:
-            yield TaggedOutput("counts", ("documents kept", source))
+            yield event("documents kept", source)
             yield document
-            return
-        what = f"documents removed: contaminated by {item.benchmark}"
-        yield TaggedOutput("counts", (what, source))
-        removed = make_removed(document, "contaminated", f"{item.benchmark}:{item.kind}")
-        yield TaggedOutput("removed", removed)
+        else:
+            yield event(f"documents removed: contaminated by {item.benchmark}", source)
+            yield removed(document, "contaminated", f"{item.benchmark}:{item.kind}")
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -279,12 +264,7 @@ def _read(where: str, config: BenchmarkConfig) -> Iterator[tuple[str, str, str]]
 def _files(where: str, pattern: str) -> Iterator[tuple[str, bytes]]:
     """Yield (path, content in bytes) for the files, sorted by path."""
     system, path = fsspec.core.url_to_fs(pattern)
-    if system.isdir(path):
-        found = system.find(path)
-    elif system.exists(path):
-        found = [path]
-    else:
-        found = [name for name in system.glob(path) if system.isfile(name)]
+    found = system.find(path) or system.glob(path)  # `find` returns a file itself
     names = sorted(str(name) for name in found if str(name).lower().endswith(SUFFIXES))
     if not names:
         raise ValueError(f"{where}.path = {pattern!r}: must have {', '.join(SUFFIXES)} files")

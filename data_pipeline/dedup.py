@@ -23,17 +23,17 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import apache_beam as beam
 import numpy as np
 from apache_beam.pvalue import TaggedOutput
-from apache_beam.transforms.window import GlobalWindows
 
 from data_pipeline import signatures
-from data_pipeline.records import Document, make_removed, order, sized
+from data_pipeline.records import Document, event, order, remove, sized
+from spell_jax.runtime.config import check_least
 
 # Partitions of the band keys. With 16 bands a partition has 2 MB for 1,000,000 documents, and
 # 200 MB for 100,000,000.
@@ -68,19 +68,21 @@ class DedupConfig:
     seed: int = 1
 
     def __post_init__(self):
-        for name in ("permutations", "bands", "shingle_words", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"dedup.{name} = {getattr(self, name)}: must be at least 1")
+        least = {"permutations": 1, "bands": 1, "shingle_words": 1, "rounds": 1, "largest_group": 2}
+        check_least(self, "dedup.", **least)
         if self.permutations % self.bands:
             raise ValueError(
                 f"dedup.bands = {self.bands}: must divide permutations = {self.permutations}"
             )
         if not 0 < self.threshold <= 1:
             raise ValueError(f"dedup.threshold = {self.threshold}: must be above 0 and at most 1")
-        if self.largest_group < 2:
-            raise ValueError(f"dedup.largest_group = {self.largest_group}: must be at least 2")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"dedup.seed = {self.seed}: must be at least 0 and below 2^32")
+
+    def band_keys(self, shingles: np.ndarray) -> np.ndarray:
+        """Return the band keys of a text's shingles, uint64 [bands]."""
+        signature = signatures.signature(shingles, self.permutations, self.seed)
+        return signatures.band_keys(signature, self.bands)
 
 
 def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, beam.PCollection]:
@@ -100,19 +102,17 @@ def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, be
         Such a text is removed as a duplicate of its smallest neighbor, which may be removed itself.
         The first text of a component is always kept.
 
-    Args:
-      documents: PCollection of records.Document.
-      config: Settings of the stage.
-
     Returns:
       PCollections by table: "documents", "removed", "counts".
     """
     groups: Any = (
         documents
-        | "pack bands" >> beam.ParDo(_PackBands(config))
+        | "band keys" >> beam.Map(_bands, config)
+        | "batch bands" >> beam.BatchElements(PACKED, PACKED)
+        | "pack bands" >> beam.FlatMap(_pack_bands)
         | "group bands" >> beam.GroupByKey()
         | "pair groups"
-        >> beam.FlatMap(_pairs, config.largest_group).with_outputs("events", main="pairs")
+        >> beam.FlatMap(_pairs, config.largest_group).with_outputs("counts", main="pairs")
     )
     pairs = groups.pairs | "distinct pairs" >> beam.Distinct()
     shingled, compared = _compare(documents, pairs, config)
@@ -120,16 +120,16 @@ def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, be
     named: Any = (
         {"children": stars.children, "names": shingled.names}
         | "join names" >> beam.CoGroupByKey()
-        | "name survivors" >> beam.FlatMapTuple(_name).with_outputs("events", main="removed")
+        | "name survivors" >> beam.FlatMapTuple(_name).with_outputs("counts", main="because")
     )
-    whole = documents | "key documents" >> beam.Map(_by_id)
+    by_id = documents | "key documents" >> beam.Map(lambda d: (bytes.fromhex(d["id"]), d))
     kept: Any = (
-        {"documents": whole, "because": named.removed}
+        {"documents": by_id, "because": named.because}
         | "join documents" >> beam.CoGroupByKey()
-        | "keep one" >> beam.FlatMapTuple(_keep).with_outputs("events", "removed", main="documents")
+        | "keep one" >> beam.FlatMapTuple(_keep).with_outputs("counts", "removed", main="documents")
     )
-    read = documents | "count read" >> beam.Map(_count_read)
-    events = (groups.events, compared.events, stars.events, named.events, kept.events, read)
+    read = documents | "count read" >> beam.Map(lambda d: ("documents read", d["source"]))
+    events = (groups.counts, compared.counts, stars.counts, named.counts, kept.counts, read)
     return {
         "documents": kept.documents,
         "removed": kept.removed,
@@ -160,42 +160,19 @@ def _rank(quality: float | None, length: int) -> bytes:
 # ------------------------------------------------------------------------------------------- pairs
 
 
-class _PackBands(beam.DoFn):
-    """Map from a document to (key partition, 32-byte rows of band key and node)."""
+def _bands(document: Document, config: DedupConfig) -> tuple[np.ndarray, bytes]:
+    found = signatures.shingles(document["text"], config.shingle_words)
+    return config.band_keys(found), node_of(document)
 
-    def __init__(self, config: DedupConfig):
-        self.config = config
 
-    def start_bundle(self):
-        self.keys: list[np.ndarray] = []
-        self.nodes: list[bytes] = []
-
-    def process(self, document: Document) -> Iterator[tuple[int, bytes]]:
-        c = self.config
-        found = signatures.shingles(document["text"], c.shingle_words)
-        made = signatures.signature(found, c.permutations, c.seed)
-        self.keys.append(signatures.band_keys(made, c.bands))
-        self.nodes.append(node_of(document))
-        if len(self.nodes) == PACKED:
-            yield from self._flush()
-
-    def finish_bundle(self):
-        for element in self._flush():
-            yield GlobalWindows.windowed_value(element)
-
-    def _flush(self) -> Iterator[tuple[int, bytes]]:
-        if not self.nodes:
-            return
-        keys = np.concatenate(self.keys)
-        nodes = np.frombuffer(b"".join(self.nodes), ">u8").reshape(-1, NODE // 8)
-        rows = np.column_stack([keys, np.repeat(nodes, self.config.bands, axis=0)])
-        parts = keys % np.uint64(PARTS)
-        rows = rows[np.argsort(parts, kind="stable")]
-        ends = np.cumsum(np.bincount(parts.astype(np.int64), minlength=PARTS))
-        self.keys, self.nodes = [], []
-        for part, (first, last) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-            if last > first:
-                yield part, rows[first:last].astype(">u8").tobytes()
+def _pack_bands(batch: Sequence[tuple[np.ndarray, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Yield (key partition, 32-byte rows of band key and node) for a batch of documents."""
+    keys = np.concatenate([keys for keys, _ in batch])
+    nodes = np.frombuffer(b"".join(node for _, node in batch), ">u8").reshape(-1, NODE // 8)
+    rows = np.column_stack([keys, np.repeat(nodes, len(keys) // len(nodes), axis=0)])
+    parts = keys % np.uint64(PARTS)
+    for part in np.unique(parts).tolist():
+        yield part, rows[parts == part].astype(">u8").tobytes()
 
 
 def _pairs(part: tuple[int, Iterable[bytes]], largest: int) -> Iterator[Any]:
@@ -212,10 +189,10 @@ def _pairs(part: tuple[int, Iterable[bytes]], largest: int) -> Iterator[Any]:
             for second in nodes[i + 1 : largest]:
                 yield first, second
         if len(nodes) > largest:
-            yield _event("groups capped")
+            yield event("groups capped")
             for further in nodes[largest:]:
                 yield nodes[0], further
-                yield _event("documents beyond the cap")
+                yield event("documents beyond the cap")
 
 
 def _distinct_texts(nodes: bytes) -> list[bytes]:
@@ -233,11 +210,13 @@ def _compare(
     """Compare the shingles of candidate pairs.
 
     Returns:
-      Outputs "shingles" and "names", and outputs "edges" and "events". "names" has (node,
-      "SOURCE:PLACE") for every candidate, "edges" has (smaller node, larger node).
+      Outputs with "names", (node, "SOURCE:PLACE") of every candidate; and outputs with "edges",
+      (smaller node, larger node), and "counts".
     """
     texts = documents | "key texts" >> beam.Map(_text_by_id)
-    asked = pairs | "ask for both" >> beam.FlatMapTuple(_ask)
+    asked = pairs | "ask for both" >> beam.FlatMapTuple(
+        lambda first, second: [(first[RANK:], first + second), (second[RANK:], first + second)]
+    )
     shingled: Any = (
         {"texts": texts, "asked": asked}
         | "join texts" >> beam.CoGroupByKey()
@@ -248,7 +227,7 @@ def _compare(
         shingled.shingles
         | "group pairs" >> beam.GroupByKey()
         | "compare pairs"
-        >> beam.FlatMap(_edge, config.threshold).with_outputs("events", main="edges")
+        >> beam.FlatMap(_edge, config.threshold).with_outputs("counts", main="edges")
     )
     return shingled, edges
 
@@ -256,11 +235,6 @@ def _compare(
 def _text_by_id(document: Document) -> tuple[bytes, tuple[bytes, str, str, str]]:
     node = node_of(document)
     return node[RANK:], (node, document["source"], document["place"], document["text"])
-
-
-def _ask(first: bytes, second: bytes) -> Iterator[tuple[bytes, bytes]]:
-    yield first[RANK:], first + second
-    yield second[RANK:], first + second
 
 
 def _shingle(joined: tuple[bytes, dict[str, Iterable]], words: int) -> Iterator[Any]:
@@ -278,9 +252,9 @@ def _shingle(joined: tuple[bytes, dict[str, Iterable]], words: int) -> Iterator[
 def _edge(compared: tuple[bytes, Iterable[bytes]], threshold: float) -> Iterator[Any]:
     pair, sets = compared
     a, b = (np.frombuffer(found, np.uint64) for found in sets)
-    yield _event("candidate pairs")
+    yield event("candidate pairs")
     if signatures.jaccard(a, b) >= threshold:
-        yield _event("pairs above the threshold")
+        yield event("pairs above the threshold")
         yield pair[:NODE], pair[NODE:]
 
 
@@ -295,7 +269,7 @@ def connect(edges: Any, rounds: int) -> Any:
       rounds: Number of large-star and small-star rounds.
 
     Returns:
-      Output "children": (center, other node of its component). Output "events": one
+      Output "children": (center, other node of its component). Output "counts": one event
       ("components unconverged", "") for each node that has a smaller neighbor and at least one more
       neighbor. Without such events, every component is one star around its smallest node. With
       them, some centers are nodes of another star.
@@ -313,7 +287,7 @@ def connect(edges: Any, rounds: int) -> Any:
         edges
         | "see stars" >> beam.FlatMapTuple(_both)
         | "group stars" >> beam.GroupByKey()
-        | "find centers" >> beam.FlatMapTuple(_center).with_outputs("events", main="children")
+        | "find centers" >> beam.FlatMapTuple(_center).with_outputs("counts", main="children")
     )
 
 
@@ -324,8 +298,8 @@ def _both(a: bytes, b: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 def _large_star(node: bytes, others: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """Link larger neighbors to the smallest node of the neighborhood: (larger node, smallest)."""
-    near = sorted(set(others))
-    least = min(node, near[0])
+    near = set(others)
+    least = min(node, *near)
     return ((other, least) for other in near if other > node)
 
 
@@ -336,13 +310,11 @@ def _small_star(node: bytes, smaller: Iterable[bytes]) -> Iterator[tuple[bytes, 
 
 
 def _center(node: bytes, others: Iterable[bytes]) -> Iterator[Any]:
-    near = sorted(set(others))
-    smaller = [other for other in near if other < node]
-    if not smaller:
-        return
-    yield smaller[0], node
-    if len(near) > 1:
-        yield _event("components unconverged")
+    near = set(others)
+    if min(near) < node:
+        yield min(near), node
+        if len(near) > 1:
+            yield event("components unconverged")
 
 
 # --------------------------------------------------------------------------------------- survivors
@@ -354,37 +326,19 @@ def _name(_: bytes, groups: dict[str, Iterable]) -> Iterator[Any]:
     if not children:
         return
     (name,) = groups["names"]
-    yield _event(sized("component size", len(children) + 1))
+    yield event(sized("component size", len(children) + 1))
     for child in children:
         yield child[RANK:], name
 
 
-def _by_id(document: Document) -> tuple[bytes, Document]:
-    return bytes.fromhex(document["id"]), document
-
-
 def _keep(_: bytes, groups: dict[str, Iterable]) -> Iterator[Any]:
     """Yield the first of equal texts, unless it is a near duplicate; the others as "removed"."""
-    best, *copies = sorted(groups["documents"], key=_order)
+    best, *copies = sorted(groups["documents"], key=lambda d: (node_of(d), order(d)))
     name = f"{best['source']}:{best['place']}"
-    near = [("near duplicate", best, because) for because in groups["because"]]
-    gone = [*(("exact duplicate", copy, name) for copy in copies), *near]
-    for reason, document, because in gone:
-        yield _event(f"documents removed: {reason}", document["source"])
-        removed = make_removed(document, reason, because)
-        yield TaggedOutput("removed", removed)
-    if not near:
-        yield _event("documents kept", best["source"])
+    for copy in copies:
+        yield from remove(copy, "exact duplicate", name)
+    if near := list(groups["because"]):
+        yield from remove(best, "near duplicate", near[0])
+    else:
+        yield event("documents kept", best["source"])
         yield best
-
-
-def _order(document: Document) -> tuple[bytes, tuple[str, str, int, str]]:
-    return node_of(document), order(document)
-
-
-def _count_read(document: Document) -> tuple[str, str]:
-    return "documents read", document["source"]
-
-
-def _event(what: str, source: str = "") -> TaggedOutput:
-    return TaggedOutput("events", (what, source))

@@ -19,12 +19,11 @@ from functools import cache
 from typing import Any
 
 import apache_beam as beam
-from apache_beam.pvalue import TaggedOutput
 
-from data_pipeline.records import Document, make_removed, rounded, sized
+from data_pipeline.records import Document, event, removed, rounded, sized
+from spell_jax.runtime.config import check_least
 
 LANGUAGE_CHARACTERS = 2_000  # classified in 0.2 ms, and more than enough to tell the language
-LANGUAGE_CODE = re.compile(r"[a-z]{2}")
 
 Predicate = Callable[[Document], Any]  # the truth value of its result is used
 
@@ -51,8 +50,7 @@ class FilterConfig:
     def __post_init__(self) -> None:
         if not math.isfinite(self.min_quality):
             raise ValueError(f"filter.min_quality = {self.min_quality}: must be a finite number")
-        if self.min_characters < 1:
-            raise ValueError(f"filter.min_characters = {self.min_characters}: must be at least 1")
+        check_least(self, "filter.", min_characters=1)
         if self.max_characters < self.min_characters:
             raise ValueError(
                 f"filter.max_characters = {self.max_characters}: must be at least "
@@ -64,24 +62,16 @@ class FilterConfig:
 
 
 def check_languages(field: str, languages: tuple[str, ...]) -> None:
-    """Check that the classifier knows every language code.
-
-    Args:
-      field: Name of the config field, for the error message.
-      languages: ISO 639-1 codes.
-
-    Raises:
-      ValueError: if the classifier never returns a code.
-    """
+    """Raise ValueError if the classifier does not know an ISO 639-1 code in a config field."""
     if not languages:
         return
-    known = sorted(code for code in _identifier().labels if LANGUAGE_CODE.fullmatch(code))
+    known = sorted(code for code in _identifier().labels if re.fullmatch("[a-z]{2}", code))
     for code in languages:
         if code not in known:
             raise ValueError(f"{field} = {languages}: {code!r} must be one of {', '.join(known)}")
 
 
-def why_not(document: Document, config: FilterConfig) -> tuple[str, str] | None:
+def rejection_reason(document: Document, config: FilterConfig) -> tuple[str, str] | None:
     """Return None if the document is kept, else (reason, the predicate's error or "")."""
     quality, characters = document["quality"], len(document["text"])
     if quality is not None and not math.isfinite(quality):
@@ -130,26 +120,25 @@ def filter_documents(
       raised; "counts", the events "documents kept", "documents removed: REASON", "characters
       read = N" and "characters kept = N".
     """
-    sorted_out: Any = documents | "filter documents" >> beam.FlatMap(
-        _sort_out, dict(configs)
+    filtered: Any = documents | "filter documents" >> beam.FlatMap(
+        _filter, dict(configs)
     ).with_outputs("removed", "counts", main="documents")
-    return {name: sorted_out[name] for name in ("documents", "removed", "counts")}
+    return {name: filtered[name] for name in ("documents", "removed", "counts")}
 
 
-def _sort_out(document: Any, configs: Mapping[str, FilterConfig]) -> Iterator[Any]:
+def _filter(document: Any, configs: Mapping[str, FilterConfig]) -> Iterator[Any]:
     source, characters = document["source"], rounded(len(document["text"]))
-    yield TaggedOutput("counts", (sized("characters read", characters), source))
-    found = why_not(document, configs[source])
+    yield event(sized("characters read", characters), source)
+    found = rejection_reason(document, configs[source])
     if found is None:
-        yield TaggedOutput("counts", ("documents kept", source))
-        yield TaggedOutput("counts", (sized("characters kept", characters), source))
+        yield event("documents kept", source)
+        yield event(sized("characters kept", characters), source)
         yield document
         return
     reason, because = found
-    yield TaggedOutput("counts", (f"documents removed: {reason}", source))
+    yield event(f"documents removed: {reason}", source)
     if reason == "predicate failed":
-        removed = make_removed(document, reason, because)
-        yield TaggedOutput("removed", removed)
+        yield removed(document, reason, because)
 
 
 @cache
@@ -163,8 +152,8 @@ def _identifier() -> Any:
 @cache
 def _predicate(name: str) -> Predicate:
     where = f"filter.predicate = {name!r}"
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
+    module, _, function = name.partition(":")
+    if not (module and function):
         raise ValueError(f"{where}: must be 'package.module:function'")
     try:
         found = getattr(importlib.import_module(module), function)

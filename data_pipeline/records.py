@@ -1,6 +1,7 @@
 """Records that stages exchange, and the Parquet schemas of their tables.
 
-Records are plain dicts, because every Beam runner has a coder for them.
+Records are plain dicts, because every Beam runner has a coder for them. A stage yields events and
+removals as the side outputs "counts" and "removed".
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import bisect
 import hashlib
 import math
-from typing import TypedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, TypedDict, get_type_hints
 
 import pyarrow as pa
+from apache_beam.pvalue import TaggedOutput
 
 
 class Document(TypedDict):
@@ -43,9 +46,7 @@ class Removed(TypedDict):
 
     Attributes:
       reason: Category that the removal is counted under, in a few words.
-      source: Name of the source in the config.
-      place: Location within the source, as in Document.
-      part: Part of the document; 0 for a file.
+      source, place, part: Location, as in Document; part 0 for a file.
       because: Location of the equal text ("SOURCE:PLACE"), benchmark that it matched, or error; may
         be "".
     """
@@ -58,14 +59,7 @@ class Removed(TypedDict):
 
 
 class File(TypedDict):
-    """File that was read.
-
-    Attributes:
-      source: Name of the source in the config.
-      place: Path relative to the source's path.
-      size: Size in bytes.
-      hash: blake2b-128 of the content, hexadecimal.
-    """
+    """File that was read: its location as in Document, size in bytes, and `blake2b` as hex."""
 
     source: str
     place: str
@@ -99,76 +93,78 @@ class Cluster(TypedDict):
     vector: bytes
 
 
-_DOCUMENT = [
-    ("id", pa.string()),
-    ("text", pa.string()),
-    ("source", pa.string()),
-    ("place", pa.string()),
-    ("part", pa.int64()),
-    ("quality", pa.float64()),
-    ("tokens", pa.int64()),
-    ("vector", pa.binary()),
-]
-_CLUSTER = [
-    ("id", pa.string()),
-    ("pool", pa.string()),
-    ("documents", pa.list_(pa.struct(_DOCUMENT))),
-    ("tokens", pa.int64()),
-    ("vector", pa.binary()),
-]
-_REMOVED = [
-    ("reason", pa.string()),
-    ("source", pa.string()),
-    ("place", pa.string()),
-    ("part", pa.int64()),
-    ("because", pa.string()),
-]
-_FILE = [
-    ("source", pa.string()),
-    ("place", pa.string()),
-    ("size", pa.int64()),
-    ("hash", pa.string()),
-]
-_POINT = [
-    ("id", pa.string()),
-    ("tokens", pa.int64()),
-    ("vector", pa.binary()),
-    ("node", pa.string()),
-]
-# Schemas by table. cluster.py defines points, centroids and members. The table "tasks" has the
-# clusters that were assigned a task.
-SCHEMAS = {
-    "documents": pa.schema(_DOCUMENT),
-    "removed": pa.schema(_REMOVED),
-    "files": pa.schema(_FILE),
-    "counts": pa.schema([("what", pa.string()), ("source", pa.string()), ("number", pa.int64())]),
-    "points": pa.schema(_POINT),
-    "centroids": pa.schema([("node", pa.string()), ("vectors", pa.binary())]),
-    "members": pa.schema([("id", pa.string()), ("cluster", pa.string())]),
-    "clusters": pa.schema(_CLUSTER),
-    "tasks": pa.schema([*_CLUSTER, ("task", pa.string())]),
+class Task(Cluster):
+    """Cluster that was assigned a task."""
+
+    task: str
+
+
+class Point(TypedDict):
+    """Clustering data of one document.
+
+    Attributes:
+      id, tokens, vector: As in Document.
+      node: Path in the tree: the pool, then "/" and the child number of each level.
+    """
+
+    id: str
+    tokens: int
+    vector: bytes
+    node: str
+
+
+class Centroids(TypedDict):
+    """Centroids of the children of one node: unit vectors, float32 [K, D] as row-major bytes."""
+
+    node: str
+    vectors: bytes
+
+
+class Member(TypedDict):
+    """Assignment of a document to a cluster, by ids."""
+
+    id: str
+    cluster: str
+
+
+_TYPES: dict[Any, pa.DataType] = {
+    str: pa.string(),
+    int: pa.int64(),
+    float | None: pa.float64(),
+    bytes: pa.binary(),
 }
 
 
+def _schema(record: type) -> pa.Schema:
+    return pa.schema([(name, _TYPES[hint]) for name, hint in get_type_hints(record).items()])
+
+
+_TYPES[list[Document]] = pa.list_(pa.struct(list(_schema(Document))))
+_RECORDS = {
+    "documents": Document,
+    "removed": Removed,
+    "files": File,
+    "counts": Count,
+    "points": Point,
+    "centroids": Centroids,
+    "members": Member,
+    "clusters": Cluster,
+    "tasks": Task,
+}
+SCHEMAS = {table: _schema(record) for table, record in _RECORDS.items()}
+
+SIZED = " = "  # between name and value
 # Smallest integer of each tenth of a decade, up to 10^18.
 _TENTHS = sorted({math.ceil(10 ** (tenth / 10)) for tenth in range(181)})
 
 
-_SIZED = " = "
-
-
 def sized(what: str, number: int) -> str:
     """Return "WHAT = NUMBER", the event name for a value of a distribution (Done.histogram)."""
-    return f"{what}{_SIZED}{number}"
+    return f"{what}{SIZED}{number}"
 
 
 def is_sized(what: str) -> bool:
-    return _SIZED in what
-
-
-def size_of(what: str) -> int:
-    """Return the number in an event name made by `sized`."""
-    return int(what.rpartition(_SIZED)[2])
+    return SIZED in what
 
 
 def rounded(number: int) -> int:
@@ -176,9 +172,14 @@ def rounded(number: int) -> int:
     return _TENTHS[bisect.bisect_right(_TENTHS, number) - 1] if number > 0 else 0
 
 
+def blake2b() -> Any:
+    """Return a new 128-bit hash."""
+    return hashlib.blake2b(digest_size=16)
+
+
 def digest(*texts: str) -> str:
     """Hash a sequence of texts to 32 hexadecimal digits (128 bits), uniformly distributed."""
-    mixed = hashlib.blake2b(digest_size=16)
+    mixed = blake2b()
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
         mixed.update(len(data).to_bytes(8, "little"))
@@ -202,15 +203,22 @@ def make_document(
     )
 
 
-def make_removed(document: Document, reason: str, because: str = "") -> Removed:
-    """Make the record of a removed document."""
-    return Removed(
-        reason=reason,
-        source=document["source"],
-        place=document["place"],
-        part=document["part"],
-        because=because,
-    )
+def event(what: str, source: str = "") -> TaggedOutput:
+    """Return the output that counts an event."""
+    return TaggedOutput("counts", (what, source))
+
+
+def removed(item: Mapping[str, Any], reason: str, because: str = "") -> TaggedOutput:
+    """Return the output that lists a removed document, file or row."""
+    source, place, part = item["source"], item["place"], item.get("part", 0)
+    record = Removed(reason=reason, source=source, place=place, part=part, because=because)
+    return TaggedOutput("removed", record)
+
+
+def remove(document: Mapping[str, Any], reason: str, because: str = "") -> Iterator[TaggedOutput]:
+    """Yield the outputs that count and list a removed document."""
+    yield event(f"documents removed: {reason}", document["source"])
+    yield removed(document, reason, because)
 
 
 def order(document: Document) -> tuple[str, str, int, str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from apache_beam.options.pipeline_options import PipelineOptions, StandardOption
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.portability.portable_runner import PortableRunner
 
-from data_pipeline.records import SCHEMAS, Count, digest, is_sized, size_of, sized
+from data_pipeline.records import SCHEMAS, SIZED, Count, digest, is_sized
 
 DONE = "done.json"
 BATCH = 256  # records of a table in memory at once: about 20 MB of clusters
@@ -63,13 +64,12 @@ class Done:
         return tuple(count for count in self.counts if not is_sized(count["what"]))
 
     def histogram(self, what: str, source: str | None = None) -> dict[int, int]:
-        """Return value -> count, sorted by value, for events named by records.sized."""
-        found: dict[int, int] = {}
+        """Return value -> count, sorted by value, for events named by `records.sized`."""
+        found: Counter[int] = Counter()
         for count in self.counts:
-            if is_sized(count["what"]) and source in (None, count["source"]):
-                number = size_of(count["what"])
-                if count["what"] == sized(what, number):
-                    found[number] = found.get(number, 0) + count["number"]
+            name, _, number = count["what"].rpartition(SIZED)
+            if name == what and source in (None, count["source"]):
+                found[int(number)] += count["number"]
         return dict(sorted(found.items()))
 
 
@@ -77,7 +77,7 @@ class Stages:
     """Executor of stages in one folder with one Beam runner."""
 
     def __init__(self, folder: str, options: Sequence[str] = (), only_check: bool = False):
-        """Store the folder and the options; run nothing.
+        """Store the settings.
 
         Args:
           folder: OUT/stages, local or on any file system that Beam supports (gs://, s3://, ...).
@@ -100,16 +100,13 @@ class Stages:
         """Run a stage, unless it is already finished.
 
         Args:
-          name: Name of the stage and of its folder.
+          name: The stage's name and folder.
           settings: All settings that the result depends on, JSON-serializable.
           make: Function that builds the stage's graph. It gets one PCollection per input, or
             `pipeline` if there are no inputs, and returns PCollections by table name (keys of
             records.SCHEMAS). Its "counts" are (what, source) events, which are counted here.
           after: Stages that the inputs come from.
           **inputs: Argument name of `make` -> "STAGE/TABLE".
-
-        Returns:
-          The finished stage.
         """
         made_from = json.dumps([settings, [done.fingerprint for done in after]], sort_keys=True)
         fingerprint = digest(name, made_from)
@@ -118,17 +115,20 @@ class Stages:
             self.construct(pipeline, name, make, inputs)
             self.check(pipeline, name)
             return Done(name, fingerprint, (), 0.0)
-        if found := self._find(name, fingerprint):
+        marker = FileSystems.join(self.folder, name, DONE)
+        record = read_json(marker)
+        # A build that stops while it writes the marker leaves an incomplete one.
+        if isinstance(record, dict) and record.get("fingerprint") == fingerprint:
             log.info("%s: was done before", name)
-            return found
-        self._empty(name)
+            return Done(name, fingerprint, tuple(record["counts"]), 0.0)
+        delete(match(self.folder, name, "**"))
         clock = time.monotonic()
         with self.pipeline(name) as pipeline:
             self.construct(pipeline, name, make, inputs)
         seconds = time.monotonic() - clock
         counts = [Count(**record) for record in self.read(f"{name}/counts")]
         counts.sort(key=lambda count: (count["what"], count["source"]))
-        with FileSystems.create(self._path(name, DONE)) as file:
+        with FileSystems.create(marker) as file:
             record = {"fingerprint": fingerprint, "counts": counts}
             file.write((json.dumps(record, indent=1) + "\n").encode())
         log.info("%s: %.1f s", name, seconds)
@@ -162,18 +162,14 @@ class Stages:
         """Add a stage to a pipeline: read its inputs, apply `make`, write its tables."""
         given: dict[str, Any] = {} if inputs else {"pipeline": pipeline}
         for argument, table in inputs.items():
-            pattern = self._path(*table.split("/")) + "-*.parquet"
-            given[argument] = pipeline | f"read {table}" >> beam.io.ReadFromParquet(
-                pattern, validate=False
-            )
+            read = beam.io.ReadFromParquet(self._pattern(table), validate=False)
+            given[argument] = pipeline | f"read {table}" >> read
         tables = make(**given)
-        events = tables.pop("counts")
-        counts = events | "count" >> beam.combiners.Count.PerElement()
+        counts = tables["counts"] | "count" >> beam.combiners.Count.PerElement()
         tables["counts"] = counts | "as counts" >> beam.MapTuple(_as_count)
         for table, records in tables.items():
-            prefix = self._path(name, table)
             _ = records | f"write {table}" >> beam.io.WriteToParquet(
-                prefix,
+                FileSystems.join(self.folder, name, table),
                 SCHEMAS[table],
                 codec="zstd",
                 use_compliant_nested_type=True,
@@ -199,36 +195,39 @@ class Stages:
             with FileSystems.open(path) as file:
                 for batch in pq.ParquetFile(file).iter_batches(BATCH, columns=columns):
                     if ids is not None:
-                        batch = batch.filter(
-                            pa.array([id in ids for id in batch["id"].to_pylist()])
-                        )
+                        keep = pa.array([name in ids for name in batch["id"].to_pylist()])
+                        batch = batch.filter(keep)
                     records += batch.to_pylist()
         return records
 
     def files(self, table: str) -> list[str]:
         """Return the sorted paths of the Parquet files of a "STAGE/TABLE"."""
-        pattern = self._path(*table.split("/")) + "-*.parquet"
-        return sorted(found.path for found in FileSystems.match([pattern])[0].metadata_list)
+        return sorted(found.path for found in match(self._pattern(table)))
 
-    def _find(self, name: str, fingerprint: str) -> Done | None:
-        path = self._path(name, DONE)
-        if not FileSystems.exists(path):
-            return None
-        try:
-            with FileSystems.open(path) as file:
-                record = json.loads(file.read())
-            same = record["fingerprint"] == fingerprint
-        except (ValueError, KeyError, TypeError):  # incomplete: the build stopped while writing it
-            return None
-        return Done(name, fingerprint, tuple(record["counts"]), 0.0) if same else None
+    def _pattern(self, table: str) -> str:
+        return FileSystems.join(self.folder, *table.split("/")) + "-*.parquet"
 
-    def _empty(self, name: str) -> None:
-        found = FileSystems.match([self._path(name, "**")])[0].metadata_list
-        if found:
-            FileSystems.delete([file.path for file in found])
 
-    def _path(self, *parts: str) -> str:
-        return FileSystems.join(self.folder, *parts)
+def match(folder: str, *parts: str) -> list[Any]:
+    """Return Beam's metadata of the files that match a pattern."""
+    return FileSystems.match([FileSystems.join(folder, *parts)])[0].metadata_list
+
+
+def delete(files: Sequence[Any]) -> None:
+    """Delete files given by their metadata."""
+    if files:
+        FileSystems.delete([file.path for file in files])
+
+
+def read_json(path: str) -> Any:
+    """Read a JSON file; None if it is missing or incomplete."""
+    if not FileSystems.exists(path):
+        return None
+    try:
+        with FileSystems.open(path) as file:
+            return json.loads(file.read())
+    except ValueError:
+        return None
 
 
 def _as_count(event: tuple[str, str], number: int) -> Count:

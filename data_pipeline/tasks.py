@@ -18,14 +18,13 @@ from typing import Any
 
 import apache_beam as beam
 import numpy as np
-from apache_beam.pvalue import TaggedOutput
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from data_pipeline.records import Cluster, digest, make_removed
+from data_pipeline.records import Cluster, digest, event, remove
 from spell_jax.data.clusters import TASKS
+from spell_jax.runtime.config import check_least
 
-LEFT_OVER = "left over"
 log = logging.getLogger(__name__)
 
 
@@ -44,18 +43,13 @@ class TasksConfig:
     tasks: tuple[str, ...] = TASKS
 
     def __post_init__(self) -> None:
-        if self.clusters_per_task < 0:
-            raise ValueError(
-                f"tasks.clusters_per_task = {self.clusters_per_task}: must be at least 0"
-            )
+        check_least(self, "tasks.", clusters_per_task=0)
         known = set(self.tasks) <= set(TASKS)
         if not self.tasks or not known or len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks.tasks = {self.tasks}: must be some of {TASKS}, each once")
 
 
-def assign_tasks(
-    clusters: Mapping[str, str], config: TasksConfig
-) -> tuple[dict[str, str], dict[str, int]]:
+def assign_tasks(clusters: Mapping[str, str], config: TasksConfig) -> dict[str, str]:
     """Assign clusters to tasks.
 
     Args:
@@ -63,8 +57,7 @@ def assign_tasks(
       config: Number of clusters, seed and tasks.
 
     Returns:
-      Cluster id -> task, with the same number of clusters for each task that any pool can serve;
-      and pool -> number of clusters left over.
+      Cluster id -> task, with the same number of clusters for each task that any pool can serve.
 
     Raises:
       ValueError: if no cluster serves any task, or if there are too few to give each task one.
@@ -88,7 +81,6 @@ def assign_tasks(
         each = min(each, config.clusters_per_task)
     shares = _shares([sizes[pool] for pool in pools], pools, tasks, each)
     assignment: dict[str, str] = {}
-    left_over: dict[str, int] = {}
     for pool, row in zip(pools, shares, strict=True):
         ids = sorted(
             (digest(str(config.seed), name), name)
@@ -97,8 +89,7 @@ def assign_tasks(
         )
         chosen = np.repeat(tasks, row).tolist()  # task names, repeated by their number of clusters
         assignment |= {name: task for (_, name), task in zip(ids, chosen, strict=False)}
-        left_over[pool] = len(ids) - len(chosen)
-    return assignment, left_over
+    return assignment
 
 
 def make_tasks(
@@ -110,18 +101,14 @@ def make_tasks(
       ("clusters", task) and ("documents", source): assigned clusters and their documents;
       ("clusters left over", pool) and ("documents removed: left over", source): the others.
 
-    Args:
-      clusters: PCollection of Cluster.
-      assignment: Cluster id -> task, from `assign_tasks`.
-
     Returns:
       PCollections by table: "tasks", Cluster with "task"; "removed", one record per document of the
       other clusters; "counts".
     """
-    named: Any = clusters | "name tasks" >> beam.FlatMap(_name, dict(assignment)).with_outputs(
-        "removed", "counts", main="tasks"
-    )
-    return {name: named[name] for name in ("tasks", "removed", "counts")}
+    assigned: Any = clusters | "add tasks" >> beam.FlatMap(
+        _add_task, dict(assignment)
+    ).with_outputs("removed", "counts", main="tasks")
+    return {name: assigned[name] for name in ("tasks", "removed", "counts")}
 
 
 def _most(sizes: Mapping[str, int], tasks: Sequence[str]) -> int:
@@ -162,18 +149,14 @@ def _shares(
     return flow[1:first_task, first_task:sink]
 
 
-def _name(cluster: Cluster, assignment: Mapping[str, str]) -> Iterator[Any]:
+def _add_task(cluster: Cluster, assignment: Mapping[str, str]) -> Iterator[Any]:
     task = assignment.get(cluster["id"])
     if task:
         yield cluster | {"task": task}
-        yield TaggedOutput("counts", ("clusters", task))
+        yield event("clusters", task)
+        for document in cluster["documents"]:
+            yield event("documents", document["source"])
     else:
-        yield TaggedOutput("counts", ("clusters left over", cluster["pool"]))
-    for document in cluster["documents"]:
-        if task:
-            yield TaggedOutput("counts", ("documents", document["source"]))
-            continue
-        reason = ("documents removed: left over", document["source"])
-        yield TaggedOutput("counts", reason)
-        removed = make_removed(document, LEFT_OVER, cluster["pool"])
-        yield TaggedOutput("removed", removed)
+        yield event("clusters left over", cluster["pool"])
+        for document in cluster["documents"]:
+            yield from remove(document, "left over", cluster["pool"])

@@ -67,7 +67,7 @@ def check_stars(edges, rounds, children, events):
     with beam.Pipeline(runner=FnApiRunner()) as pipeline:
         stars = connect(pipeline | beam.Create(edges), rounds)
         assert_that(stars.children, equal_to(children), label="check children")
-        assert_that(stars.events, equal_to(events), label="check events")
+        assert_that(stars.counts, equal_to(events), label="check events")
 
 
 def names(number: int, prefix: str, seed: int = 0) -> list[bytes]:

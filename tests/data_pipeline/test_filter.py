@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.filter import FilterConfig, filter_documents, why_not
+from data_pipeline.filter import FilterConfig, filter_documents, rejection_reason
 from data_pipeline.records import make_document
 from data_pipeline.stages import Stages
 from spell_jax.runtime import config as settings
@@ -41,7 +41,7 @@ def predicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def reason(text: str, config: FilterConfig, quality: float | None = None) -> str | None:
-    found = why_not(make_document(text, "s", "p", quality=quality), config)
+    found = rejection_reason(make_document(text, "s", "p", quality=quality), config)
     return found[0] if found else None
 
 
@@ -115,7 +115,7 @@ def test_an_answer_without_truth_counts_as_failed(predicates: str):
 
 def test_a_predicate_cannot_change_the_document(predicates: str):
     document = make_document(ENGLISH, "s", "p")
-    assert why_not(document, FilterConfig(predicate=f"{predicates}:has_ship")) is None
+    assert rejection_reason(document, FilterConfig(predicate=f"{predicates}:has_ship")) is None
     assert document["text"] == ENGLISH
 
 
