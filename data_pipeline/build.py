@@ -81,17 +81,15 @@ def make_plan(config: Config) -> Plan:
     """
     if not config.sources:
         raise ValueError("sources = {}: must have at least one source; see configs/data/folder.py")
-    benchmarks = config.decontaminate.benchmarks
-    rest = {
-        name: config.decontaminate[name] for name in config.decontaminate if name != "benchmarks"
-    }
+    checks = dict(config.decontaminate)
+    benchmarks = checks.pop("benchmarks")
     seeded = {"seed": config.seed}
     plan = Plan(
-        sources=_named(SourceConfig, config.sources, "sources"),
+        sources=_build_all(SourceConfig, config.sources, "sources"),
         filter=settings.build(FilterConfig, config.filter, "filter"),
         dedup=settings.build(DedupConfig, config.dedup, "dedup"),
-        benchmarks=_named(BenchmarkConfig, benchmarks, "decontaminate.benchmarks"),
-        decontaminate=settings.build(DecontaminateConfig, rest, "decontaminate"),
+        benchmarks=_build_all(BenchmarkConfig, benchmarks, "decontaminate.benchmarks"),
+        decontaminate=settings.build(DecontaminateConfig, checks, "decontaminate"),
         cut=settings.build(CutConfig, config.cut, "cut"),
         embed=settings.build(EmbedConfig, config.embed, "embed", **seeded),
         cluster=settings.build(ClusterConfig, config.cluster, "cluster", **seeded),
@@ -108,11 +106,15 @@ def make_plan(config: Config) -> Plan:
     return plan
 
 
+def _build_all(cls: Any, section: Mapping[str, Any], where: str) -> dict[str, Any]:
+    return {name: settings.build(cls, section[name], f"{where}.{name}") for name in section}
+
+
 def build(config: Config, out: str, options: Sequence[str] = ()) -> dict[str, Any]:
     """Run all unfinished stages and return the manifest.
 
     Args:
-      config: The build's configuration; fields in configs/data/base.py.
+      config: Fields as in configs/data/base.py.
       out: Output folder, local or on any file system that Beam supports (gs://, s3://, ...).
       options: Beam's own flags.
 
@@ -135,12 +137,7 @@ def build(config: Config, out: str, options: Sequence[str] = ()) -> dict[str, An
 
 
 def check(config: Config, out: str, options: Sequence[str] = ()) -> None:
-    """List the sources and build the graph of every stage for the runner, without running it.
-
-    Raises:
-      ValueError: if a field is invalid; names the field, its value and the valid range.
-      FileNotFoundError: if a source has no files.
-    """
+    """List the sources and build the graph of every stage for the runner; raises like `build`."""
     stages = Stages(FileSystems.join(out, "stages"), options, only_check=True)
     run_stages(make_plan(config), stages)
     with_shards = stages.pipeline("output")
@@ -155,27 +152,30 @@ def run_stages(plan: Plan, stages: Stages) -> tuple[list[Done], dict[str, dict[s
     items = decontaminate.read_benchmarks(plan.benchmarks)
     entry.setup_done()
     done = [read(plan, stages, listed)]
-    made = functools.partial(dedup.make_dedup, config=plan.dedup)
-    done.append(_run(stages, "dedup", plan.dedup, made, done, "read/documents"))
-    before = "dedup/documents"
+
+    def run(name: str, config: Any, make: Any, documents: str, **extra: Any) -> str:
+        """Run a stage on documents of the previous one; return the table of its documents."""
+        made_from = dataclasses.asdict(config) | extra
+        done.append(stages.run(name, made_from, make, done[-1:], documents=documents))
+        return f"{name}/documents"
+
+    make = functools.partial(dedup.make_dedup, config=plan.dedup)
+    documents = run("dedup", plan.dedup, make, "read/documents")
     if items:
-        made = functools.partial(
-            decontaminate.make_decontaminate,
-            items=items,
-            dedup=plan.dedup,
-            config=plan.decontaminate,
-        )
+        given = {"items": items, "dedup": plan.dedup, "config": plan.decontaminate}
+        make = functools.partial(decontaminate.make_decontaminate, **given)
         extra = {"items": decontaminate.fingerprint(items), "dedup": dataclasses.asdict(plan.dedup)}
-        done.append(_run(stages, "decontaminate", plan.decontaminate, made, done, before, **extra))
-        before = "decontaminate/documents"
-    made = functools.partial(cut.make_cut, config=plan.cut)
-    done.append(_run(stages, "cut", plan.cut, made, done, before))
-    made = functools.partial(embed.make_embed, total=done[-1].count("pieces"), config=plan.embed)
-    done.append(_run(stages, "embed", plan.embed, made, done, "cut/documents"))
-    together = [name for name, source in plan.sources.items() if source.together]
-    last = done[-1:], plan.cluster, plan.pools, together
-    done.append(cluster.cluster(stages, "embed/documents", *last))
-    done.append(share_out(plan, stages, done[-1]))
+        documents = run("decontaminate", plan.decontaminate, make, documents, **extra)
+    documents = run("cut", plan.cut, functools.partial(cut.make_cut, config=plan.cut), documents)
+    make = functools.partial(embed.make_embed, total=done[-1].count("pieces"), config=plan.embed)
+    documents = run("embed", plan.embed, make, documents)
+    alone = [name for name, source in plan.sources.items() if source.one_document_per_cluster]
+    done.append(cluster.cluster(stages, documents, done[-1:], plan.cluster, plan.pools, alone))
+    pools = {c["id"]: c["pool"] for c in stages.read("cluster/clusters", ["id", "pool"])}
+    assignment = {} if stages.only_check else tasks.assign_tasks(pools, plan.tasks)
+    make = functools.partial(tasks.make_tasks, assignment=assignment)
+    made_from = dataclasses.asdict(plan.tasks)
+    done.append(stages.run("tasks", made_from, make, done[-1:], clusters="cluster/clusters"))
     hashes: dict[str, dict[str, str]] = {name: {} for name in plan.sources}
     for file in sorted(stages.read("read/files"), key=lambda file: file["place"]):
         hashes[file["source"]][file["place"]] = file["hash"]
@@ -190,47 +190,14 @@ def read(plan: Plan, stages: Stages, listed: Sequence[sources.Listed]) -> Done:
         "filter": dataclasses.asdict(plan.filter),
         "versions": versions(),
     }
-    make = functools.partial(
-        sources.make_read, listed=listed, sources=plan.sources, filter=plan.filter
-    )
-    return stages.run("read", made_from, make)
-
-
-def share_out(plan: Plan, stages: Stages, clustered: Done) -> Done:
-    """Run the stage that assigns tasks to clusters."""
-    pools = {c["id"]: c["pool"] for c in stages.read("cluster/clusters", ["id", "pool"])}
-    assignment = {} if stages.only_check else tasks.assign_tasks(pools, plan.tasks)[0]
-    make = functools.partial(tasks.make_tasks, assignment=assignment)
-    return stages.run(
-        "tasks", dataclasses.asdict(plan.tasks), make, [clustered], clusters="cluster/clusters"
-    )
+    given = {"listed": listed, "sources": plan.sources, "filter": plan.filter}
+    return stages.run("read", made_from, functools.partial(sources.make_read, **given))
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of PACKAGES."""
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **found}
-
-
-def _run(
-    stages: Stages, name: str, section: Any, make: Any, done: Sequence[Done], documents: str, **more
-) -> Done:
-    """Run a stage with one config section on the documents of the previous stage."""
-    made_from = dataclasses.asdict(section) | more
-    return stages.run(name, made_from, make, done[-1:], documents=documents)
-
-
-def _named(cls: Any, section: Mapping[str, Any], where: str) -> dict[str, Any]:
-    made = {}
-    for name in section:
-        place = f"{where}.{name}"
-        try:
-            made[name] = settings.build(cls, section[name], place)
-        except ValueError as error:
-            if str(error).startswith(place):
-                raise
-            raise ValueError(f"{place}: {error}") from error
-    return made
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,7 +1,8 @@
 """Hierarchical clustering of documents by their vectors.
 
 1. A pool is the set of documents that serve the same tasks. Clusters never mix pools. Each pool
-   starts as one root node of a tree. Sources with `together` get one root node per document.
+   starts as one root node of a tree. Documents of sources with `one_document_per_cluster` get one
+   root node each.
 2. A "point" is a document's id, token count and vector with the node it belongs to.
 3. A level splits every node with more than `node_documents` documents: one stage fits centroids to
    a sample of the node, a second stage moves each point to its nearest centroid.
@@ -21,15 +22,26 @@ import functools
 import logging
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import apache_beam as beam
 import numpy as np
-from apache_beam.pvalue import AsDict, TaggedOutput
+from apache_beam.pvalue import AsDict
 
 from data_pipeline import kmeans
 from data_pipeline.kmeans import ClusterConfig
-from data_pipeline.records import Cluster, Document, digest, make_removed, order, sized
+from data_pipeline.records import (
+    Centroids,
+    Cluster,
+    Document,
+    Member,
+    Point,
+    digest,
+    event,
+    order,
+    remove,
+    sized,
+)
 from data_pipeline.stages import Done, Stages
 
 MAX_CHILDREN = 64  # per node: 1 MB of centroids with 4096 dimensions
@@ -37,46 +49,6 @@ LENGTH_ERROR = 0.01  # allowed deviation of a vector's length from 1
 IN_NODE = "documents in node"
 PIECES = "/of "  # marks the name of a node that holds the pieces of one document
 log = logging.getLogger(__name__)
-
-
-class Point(TypedDict):
-    """Clustering data of one document.
-
-    Attributes:
-      id: Document id.
-      tokens: Token count of the document.
-      vector: Unit vector, float32 [D] as bytes.
-      node: Path in the tree: the pool, then "/" and the child number of each level.
-    """
-
-    id: str
-    tokens: int
-    vector: bytes
-    node: str
-
-
-class Centroids(TypedDict):
-    """Centroids of the children of one node.
-
-    Attributes:
-      node: Path of the node that is split.
-      vectors: Unit vectors of the K children, float32 [K, D] as row-major bytes.
-    """
-
-    node: str
-    vectors: bytes
-
-
-class Member(TypedDict):
-    """Assignment of a document to a cluster.
-
-    Attributes:
-      id: Document id.
-      cluster: Cluster id.
-    """
-
-    id: str
-    cluster: str
 
 
 # ------------------------------------------------------------------------------------------- driver
@@ -88,7 +60,7 @@ def cluster(
     after: Sequence[Done],
     config: ClusterConfig,
     pools: Mapping[str, str],
-    together: Sequence[str] = (),
+    alone: Sequence[str] = (),
 ) -> Done:
     """Run all clustering stages; the last one, "cluster", writes "clusters" and "removed".
 
@@ -98,7 +70,7 @@ def cluster(
       after: Stages that produced `documents`.
       config: Limits and sizes.
       pools: Source -> sorted names of its tasks, joined by "+".
-      together: Sources whose pieces are clustered only with pieces of the same document.
+      alone: Sources with `one_document_per_cluster`.
 
     Returns:
       The last stage, with the total seconds of all clustering stages and these counts:
@@ -115,8 +87,8 @@ def cluster(
         return {name: fields[name] for name in names}
 
     usable = {"pools": dict(pools), "max_cluster_tokens": config.max_cluster_tokens}
-    make = functools.partial(make_points, together=tuple(sorted(together)), **usable)
-    made_from = usable | {"together": sorted(together)}
+    make = functools.partial(make_points, alone=tuple(sorted(alone)), **usable)
+    made_from = usable | {"together": sorted(alone)}
     first = stages.run("cluster-points", made_from, make, after, documents=documents)
     fitted_by = settings("node_documents", "fit_documents", "min_documents", "seed")
     done = _split_levels(stages, first, fitted_by, config, pools)
@@ -150,7 +122,7 @@ def _split_levels(
     config: ClusterConfig,
     pools: Mapping[str, str],
 ) -> list[Done]:
-    """Split large nodes level by level. Returns all stages, `first` and the last level included."""
+    """Split large nodes level by level; return `first` and all stages of the levels."""
     done = [first]
     for level in range(1, config.levels + 1):
         last = done[-1]
@@ -184,18 +156,15 @@ def large_nodes(done: Done, config: ClusterConfig) -> dict[str, int]:
 def make_points(
     documents: beam.PCollection,
     pools: Mapping[str, str],
-    together: Sequence[str],
+    alone: Sequence[str],
     max_cluster_tokens: int,
 ) -> dict[str, beam.PCollection]:
-    """Make a point in a root node for every document that a cluster can hold (`why_not`).
+    """Make a point in a root node for every document that a cluster can hold.
 
-    make_clusters reports the other documents. Events: ("documents in node", node), except for nodes
-    that hold the pieces of one document.
-
-    Returns:
-      PCollections by table: "points", "counts".
+    make_clusters removes the others. Events: ("documents in node", node), except for nodes of one
+    document's pieces.
     """
-    place = beam.FlatMap(_point, dict(pools), frozenset(together), max_cluster_tokens)
+    place = beam.FlatMap(_point, dict(pools), frozenset(alone), max_cluster_tokens)
     points: Any = documents | "place at root" >> place
     return {"points": points, "counts": points | "count by node" >> beam.FlatMap(_in_node)}
 
@@ -203,17 +172,9 @@ def make_points(
 def make_centroids(
     points: beam.PCollection, large: Mapping[str, int], config: ClusterConfig
 ) -> dict[str, beam.PCollection]:
-    """Fit the centroids of the children of large nodes.
+    """Fit the centroids of the children of nodes over the limit; `large` is node -> documents.
 
     Events: ("nodes split", pool).
-
-    Args:
-      points: All points, of the type Point.
-      large: Node -> its document count, for every node over the limit.
-      config: Sample size, limits and seed.
-
-    Returns:
-      PCollections by table: "centroids", "counts".
     """
     centroids: Any = (
         points
@@ -231,9 +192,6 @@ def make_level(
     """Move points to the nearest child, if their node has centroids.
 
     Events: ("documents in node", node).
-
-    Returns:
-      PCollections by table: "points", "counts".
     """
     by_node: Any = centroids | "key by node" >> beam.Map(lambda c: (c["node"], c["vectors"]))
     moved: Any = points | "move to child" >> beam.Map(_move, AsDict(by_node))
@@ -244,9 +202,6 @@ def make_members(points: beam.PCollection, config: ClusterConfig) -> dict[str, b
     """Assign every document to a cluster; each node is clustered in memory.
 
     Events: ("nodes over the limit", pool).
-
-    Returns:
-      PCollections by table: "members", "counts".
     """
     made: Any = (
         points
@@ -264,11 +219,7 @@ def make_clusters(
     max_cluster_tokens: int,
     min_documents: int,
 ) -> dict[str, beam.PCollection]:
-    """Join clusters with their documents.
-
-    Returns:
-      PCollections by table: "clusters", "removed", "counts" (events listed in `cluster`).
-    """
+    """Join clusters with their documents: "clusters", "removed" and events as in `cluster`."""
     joined: Any = (
         {
             "documents": documents | "document by id" >> beam.Map(lambda d: (d["id"], d)),
@@ -277,20 +228,19 @@ def make_clusters(
         | "join texts" >> beam.CoGroupByKey()
         | "key by cluster"
         >> beam.FlatMap(_by_cluster, dict(pools), max_cluster_tokens).with_outputs(
-            "removed", main="documents"
+            "removed", "counts", main="documents"
         )
     )
-    clusters = (
+    made: Any = (
         joined.documents
         | "group cluster" >> beam.GroupByKey()
-        | "make cluster" >> beam.Map(_cluster, dict(pools))
+        | "make cluster"
+        >> beam.FlatMap(_cluster, dict(pools), min_documents).with_outputs(
+            "counts", main="clusters"
+        )
     )
-    removed = joined.removed | "count removed" >> beam.Map(
-        lambda r: (f"documents removed: {r['reason']}", r["source"])
-    )
-    made = clusters | "count clusters" >> beam.FlatMap(_events, min_documents)
-    counts = (removed, made) | "all counts" >> beam.Flatten()
-    return {"clusters": clusters, "removed": joined.removed, "counts": counts}
+    counts = (joined.counts, made.counts) | "all counts" >> beam.Flatten()
+    return {"clusters": made.clusters, "removed": joined.removed, "counts": counts}
 
 
 # -------------------------------------------------------------------------------------------- steps
@@ -301,7 +251,7 @@ def pool_of(node: str) -> str:
     return node.partition("/")[0]
 
 
-def why_not(document: Document, pools: Mapping[str, str], max_cluster_tokens: int) -> str:
+def rejection_reason(document: Document, pools: Mapping[str, str], max_cluster_tokens: int) -> str:
     """Return the reason why no cluster can hold a document, or "" if one can."""
     if document["source"] not in pools:
         return "source without tasks"
@@ -315,21 +265,16 @@ def why_not(document: Document, pools: Mapping[str, str], max_cluster_tokens: in
 
 
 def _point(
-    document: Document,
-    pools: Mapping[str, str],
-    together: Container[str],
-    max_cluster_tokens: int,
+    document: Document, pools: Mapping[str, str], alone: Container[str], max_cluster_tokens: int
 ) -> Iterator[Point]:
-    if why_not(document, pools, max_cluster_tokens):
+    if rejection_reason(document, pools, max_cluster_tokens):
         return
     source = document["source"]
-    alone = f"{PIECES}{digest(source, document['place'])}" if source in together else ""
-    yield Point(
-        id=document["id"],
-        tokens=document["tokens"],
-        vector=document["vector"],
-        node=pools[source] + alone,
-    )
+    node = pools[source]
+    if source in alone:
+        node += PIECES + digest(source, document["place"])
+    values = {name: document[name] for name in ("id", "tokens", "vector")}
+    yield cast(Point, values | {"node": node})
 
 
 def _in_node(point: Point) -> Iterator[tuple[str, str]]:
@@ -382,7 +327,7 @@ def _leaves(group: tuple[str, Iterable[Point]], config: ClusterConfig) -> Iterat
     node, points = group
     members = sorted(points, key=lambda point: point["id"])
     if len(members) > config.node_documents:
-        yield TaggedOutput("counts", ("nodes over the limit", pool_of(node)))
+        yield event("nodes over the limit", pool_of(node))
     vectors = _stack(point["vector"] for point in members)
     tokens = np.array([point["tokens"] for point in members], np.int64)
     for leaf in kmeans.make_leaves(vectors, tokens, config, _seed(config, node)):
@@ -396,37 +341,34 @@ def _by_cluster(
     pools: Mapping[str, str],
     max_cluster_tokens: int,
 ) -> Iterator[Any]:
-    found = group[1]
-    clusters = list(found["clusters"])
-    for document in found["documents"]:
+    clusters = list(group[1]["clusters"])
+    for document in group[1]["documents"]:
         if clusters:
             yield clusters[0], document
-            continue
-        removed = make_removed(document, why_not(document, pools, max_cluster_tokens))
-        yield TaggedOutput("removed", removed)
+        else:
+            yield from remove(document, rejection_reason(document, pools, max_cluster_tokens))
 
 
-def _cluster(group: tuple[str, Iterable[Document]], pools: Mapping[str, str]) -> Cluster:
+def _cluster(
+    group: tuple[str, Iterable[Document]], pools: Mapping[str, str], min_documents: int
+) -> Iterator[Any]:
     name, documents = group
     members = sorted(documents, key=order)
+    pool = pools[members[0]["source"]]
     vectors = _stack(document["vector"] for document in members)
-    return Cluster(
+    yield Cluster(
         id=name,
-        pool=pools[members[0]["source"]],
+        pool=pool,
         documents=[cast(Document, document | {"vector": b""}) for document in members],
         tokens=sum(document["tokens"] for document in members),
         vector=vectors.mean(axis=0, dtype=np.float64).astype(np.float32).tobytes(),
     )
-
-
-def _events(cluster: Cluster, min_documents: int) -> Iterator[tuple[str, str]]:
-    documents, pool = cluster["documents"], cluster["pool"]
-    yield "clusters", pool
-    yield sized("cluster size", len(documents)), pool
-    if len(documents) < min_documents:
-        yield "small clusters", pool
-    for document in documents:
-        yield "documents clustered", document["source"]
+    yield event("clusters", pool)
+    yield event(sized("cluster size", len(members)), pool)
+    if len(members) < min_documents:
+        yield event("small clusters", pool)
+    for document in members:
+        yield event("documents clustered", document["source"])
 
 
 def _stack(vectors: Iterable[bytes]) -> np.ndarray:

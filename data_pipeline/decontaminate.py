@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import apache_beam as beam
 import fsspec
@@ -46,6 +46,8 @@ class BenchmarkConfig:
         defines the texts of a field.
       question_fields: Names of JSON fields, at any depth, that hold questions.
     """
+
+    SECTION: ClassVar[str] = "benchmark"
 
     path: str
     document_fields: tuple[str, ...] = ()

@@ -33,10 +33,11 @@ from typing import Any
 
 import apache_beam as beam
 import numpy as np
-from apache_beam.pvalue import AsList, TaggedOutput
+from apache_beam.pvalue import AsList
 from apache_beam.utils.shared import Shared
 
-from data_pipeline.records import Document, order
+from data_pipeline.records import Document, event, order
+from spell_jax.runtime.config import check_choice, check_least
 
 METHODS = ("tfidf", "policy")
 DTYPES = ("float32", "bfloat16")
@@ -53,7 +54,7 @@ ROUNDS = 4
 # Share of the largest singular value; directions below it are rounding errors.
 NEGLIGIBLE = 1e-4
 BLOCK_BYTES = 4 << 20  # the directions are split into such blocks: runners limit an element's size
-TOGETHER = 1024  # documents whose tokens and vectors are in memory at once
+EMBED_AT_ONCE = 1024  # documents whose tokens and vectors are in memory at once
 
 Words = tuple[str, bytes, bytes]  # document id, hashed words (int32), their counts (float32)
 Block = tuple[int, bytes, bytes]  # number, hashed words (int32 [n]), their rows (float32 [n, k])
@@ -111,28 +112,13 @@ class EmbedConfig:
     shards: int = 64
 
     def __post_init__(self):
-        if self.method not in METHODS:
-            raise ValueError(f"embed.method = {self.method!r}: must be one of {METHODS}")
-        least = {
-            "features": 2,
-            "dimensions": 2,
-            "fit_documents": 1,
-            "max_tokens": 2,
-            "token_budget": 1,
-            "shards": 1,
-        }
-        for field, smallest in least.items():
-            if getattr(self, field) < smallest:
-                value = getattr(self, field)
-                raise ValueError(f"embed.{field} = {value}: must be at least {smallest}")
+        check_choice(self, "embed.", method=METHODS, compute_dtype=DTYPES)
+        least = {"features": 2, "dimensions": 2, "fit_documents": 1}
+        check_least(self, "embed.", **least, max_tokens=2, token_budget=1, shards=1)
         if self.features >= 2**31:
             raise ValueError(f"embed.features = {self.features}: must be below {2**31}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"embed.seed = {self.seed}: must be from 0 to {2**32 - 1}")
-        if self.compute_dtype not in DTYPES:
-            raise ValueError(
-                f"embed.compute_dtype = {self.compute_dtype!r}: must be one of {DTYPES}"
-            )
         if self.method == "policy" and not self.folder:
             raise ValueError("embed.folder = '': method 'policy' must have a Hugging Face folder")
 
@@ -140,30 +126,29 @@ class EmbedConfig:
 def make_embed(
     documents: beam.PCollection, total: int, config: EmbedConfig
 ) -> dict[str, beam.PCollection]:
-    """Add vectors to documents.
-
-    Args:
-      documents: PCollection of Document.
-      total: Number of documents; determines the share that is sampled.
-      config: Settings of the stage.
+    """Add vectors to documents; `total`, their number, determines the share that is sampled.
 
     Returns:
       PCollections by table: "documents" with vectors, and "counts".
     """
     if config.method == "tfidf":
+        # The number of ids below a threshold is random. A margin of 4 standard deviations makes
+        # sure that there are enough.
+        wanted = config.fit_documents + 4 * config.fit_documents**0.5 + 16
+        share = min(1.0, wanted / max(total, 1))
         blocks: Any = (
             documents
-            | "count sample's words" >> beam.ParDo(_SampleWords(total, config))
+            | "count sample's words" >> beam.FlatMap(_sample_words, share, config.features)
             | "gather sample" >> beam.GroupByKey()
             | "find directions" >> beam.FlatMap(_directions, config)
         )
-        embedded: Any = documents | "embed by words" >> beam.ParDo(
-            _EmbedByWords(config), AsList(blocks)
+        embedded: Any = documents | "embed by words" >> beam.FlatMap(
+            _embed_by_words, AsList(blocks), Shared(), config.features
         ).with_outputs("counts", main="documents")
     else:
         embedded = (
             documents
-            | "deal to shards" >> beam.Map(_with_shard, config.shards)
+            | "assign to shards" >> beam.Map(_with_shard, config.shards)
             | "gather shards" >> beam.GroupByKey()
             | "embed by policy"
             >> beam.ParDo(_EmbedByPolicy(config)).with_outputs("counts", main="documents")
@@ -174,39 +159,25 @@ def make_embed(
 # ------------------------------------------------------------------------------------------- tfidf
 
 
-class _CountWords:
-    """Function from a text to its hashed words, ascending, and counts: int32 [n], float32 [n]."""
+@functools.cache
+def _vectorizer(features: int) -> Any:
+    from sklearn.feature_extraction.text import HashingVectorizer  # slow to import
 
-    def __init__(self, features: int):
-        from sklearn.feature_extraction.text import HashingVectorizer  # slow to import
-
-        make: Any = HashingVectorizer  # its type stubs lack norm=None
-        self._vectorizer = make(
-            n_features=features, alternate_sign=False, norm=None, token_pattern=WORD
-        )
-
-    def __call__(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        row: Any = self._vectorizer.transform([text])
-        return row.indices.astype(np.int32), row.data.astype(np.float32)
+    make: Any = HashingVectorizer  # its type stubs lack norm=None
+    return make(n_features=features, alternate_sign=False, norm=None, token_pattern=WORD)
 
 
-class _SampleWords(beam.DoFn):
-    """Map from documents with small ids to (0, Words); gives slightly more than the sample."""
+def _count_words(text: str, features: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a text's hashed words, ascending, and their counts: int32 [n], float32 [n]."""
+    row = _vectorizer(features).transform([text])
+    return row.indices.astype(np.int32), row.data.astype(np.float32)
 
-    def __init__(self, total: int, config: EmbedConfig):
-        # The number of ids below a threshold is random. A margin of 4 standard deviations makes
-        # sure that there are enough.
-        wanted = config.fit_documents + 4 * config.fit_documents**0.5 + 16
-        self._below = min(1.0, wanted / max(total, 1))
-        self._features = config.features
 
-    def setup(self):
-        self._count = _CountWords(self._features)
-
-    def process(self, document):
-        if int(document["id"][:12], 16) < self._below * 2**48:
-            words, counts = self._count(document["text"])
-            yield 0, (document["id"], words.tobytes(), counts.tobytes())
+def _sample_words(document: Document, share: float, features: int) -> Iterator[tuple[int, Words]]:
+    """Yield (0, Words) of a document with a small id; gives slightly more than the sample."""
+    if int(document["id"][:12], 16) < share * 2**48:
+        words, counts = _count_words(document["text"], features)
+        yield 0, (document["id"], words.tobytes(), counts.tobytes())
 
 
 def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Iterator[Block]:
@@ -224,11 +195,11 @@ def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Ite
         (_damped(counts), np.concatenate(words), ends), shape=(len(chosen), config.features)
     )
     found = np.bincount(table.indices, minlength=config.features)
-    telling = np.flatnonzero((found > 1) & (found < len(chosen))).astype(np.int32)
-    if not len(telling):
+    informative = np.flatnonzero((found > 1) & (found < len(chosen))).astype(np.int32)
+    if not len(informative):
         return
-    weights = np.log((1 + len(chosen)) / (1 + found[telling])).astype(np.float32)
-    table = normalize(table[:, telling] * weights)
+    weights = np.log((1 + len(chosen)) / (1 + found[informative])).astype(np.float32)
+    table = normalize(table[:, informative] * weights)
     most = min(config.dimensions - 1, *table.shape)
     svd: Any = TruncatedSVD(most, n_iter=ROUNDS, random_state=config.seed)
     with threadpool_limits(1):  # the result of a multi-threaded sum depends on the thread count
@@ -238,7 +209,7 @@ def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Ite
     step = max(1, BLOCK_BYTES // rows[0].nbytes)
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
-        yield start, telling[part].tobytes(), rows[part].tobytes()
+        yield start, informative[part].tobytes(), rows[part].tobytes()
 
 
 def _damped(counts: np.ndarray) -> np.ndarray:
@@ -274,25 +245,15 @@ class _Directions:
         return vector, False
 
 
-class _EmbedByWords(beam.DoFn):
-    """Map from documents to documents with TF-IDF vectors, and events."""
-
-    def __init__(self, config: EmbedConfig):
-        self._features = config.features
-        self._directions = Shared()  # one copy per process
-
-    def setup(self):
-        self._count = _CountWords(self._features)
-
-    def process(self, document, blocks):
-        directions = self._directions.acquire(
-            functools.partial(_Directions, blocks, self._features)
-        )
-        vector, has_words = directions.vector(*self._count(document["text"]))
-        yield document | {"vector": vector.tobytes()}
-        yield TaggedOutput("counts", (EMBEDDED, document["source"]))
-        if not has_words:
-            yield TaggedOutput("counts", (WORDLESS, document["source"]))
+def _embed_by_words(
+    document: Any, blocks: list[Block], shared: Shared, features: int
+) -> Iterator[Any]:
+    directions = shared.acquire(lambda: _Directions(blocks, features))  # one copy per process
+    vector, has_words = directions.vector(*_count_words(document["text"], features))
+    yield document | {"vector": vector.tobytes()}
+    yield event(EMBEDDED, document["source"])
+    if not has_words:
+        yield event(WORDLESS, document["source"])
 
 
 # ------------------------------------------------------------------------------------------ policy
@@ -302,8 +263,8 @@ def _with_shard(document: Document, shards: int) -> tuple[int, Document]:
     return int(document["id"][:12], 16) % shards, document
 
 
-class _Lent:
-    """Embedder shared by the threads of a process; freed when the last user gives it back.
+class _SharedEmbedder:
+    """Embedder shared by the threads of a process; freed when the last user releases it.
 
     A lock lets one thread at a time use it: two programs at once on the same devices may deadlock.
     """
@@ -312,23 +273,18 @@ class _Lent:
         self._lock = threading.Lock()
         self._users, self._embedder = 0, None
 
-    def borrow(self, config: EmbedConfig) -> None:
+    def acquire(self, config: EmbedConfig) -> None:
         from spell_jax.policy.embedder import Embedder  # takes seconds; "tfidf" does not need it
         from spell_jax.runtime.mesh import make_mesh
 
         with self._lock:
             if self._embedder is None:
+                limits = config.max_tokens, config.token_budget, config.compute_dtype
                 mesh = make_mesh(dataclasses.asdict(config.mesh))
-                self._embedder = Embedder(
-                    config.folder,
-                    mesh,
-                    config.max_tokens,
-                    config.token_budget,
-                    config.compute_dtype,
-                )
+                self._embedder = Embedder(config.folder, mesh, *limits)
             self._users += 1
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -337,7 +293,7 @@ class _Lent:
     def embed(self, documents: list[Document]) -> tuple[np.ndarray, list[bool]]:
         """Return vectors, float32 [B, D], and for each document whether it was truncated."""
         with self._lock:
-            assert self._embedder is not None, "embed() goes between borrow() and give_back()"
+            assert self._embedder is not None, "call acquire() first"
             encoded = [self._embedder.encode(document["text"]) for document in documents]
             return self._embedder.embed([ids for ids, _ in encoded]), [cut for _, cut in encoded]
 
@@ -350,19 +306,19 @@ class _EmbedByPolicy(beam.DoFn):
         self._shared = Shared()
 
     def setup(self):
-        self._lent = self._shared.acquire(_Lent)
-        self._lent.borrow(self._config)
+        self._embedder = self._shared.acquire(_SharedEmbedder)
+        self._embedder.acquire(self._config)
 
     def teardown(self):
-        self._lent.give_back()
+        self._embedder.release()
 
     def process(self, shard):
         # Sorted by length, so that batches are full. The other keys make the order unique.
         documents = sorted(shard[1], key=lambda d: (d["tokens"], d["id"], order(d)))
-        for start in range(0, len(documents), TOGETHER):
-            some = documents[start : start + TOGETHER]
-            for document, vector, is_cut in zip(some, *self._lent.embed(some), strict=True):
+        for start in range(0, len(documents), EMBED_AT_ONCE):
+            some = documents[start : start + EMBED_AT_ONCE]
+            for document, vector, is_cut in zip(some, *self._embedder.embed(some), strict=True):
                 yield document | {"vector": vector.tobytes()}
-                yield TaggedOutput("counts", (EMBEDDED, document["source"]))
+                yield event(EMBEDDED, document["source"])
                 if is_cut:
-                    yield TaggedOutput("counts", (TRUNCATED, document["source"]))
+                    yield event(TRUNCATED, document["source"])

@@ -102,7 +102,11 @@ def language(text: str) -> str:
 
 def describe(error: Exception) -> str:
     """Return type and message of an error as valid UTF-8, at most 500 characters."""
-    text = f"{type(error).__name__}: {error}"[:500]
+    return valid_utf8(f"{type(error).__name__}: {error}"[:500])
+
+
+def valid_utf8(text: str) -> str:
+    """Replace characters that UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

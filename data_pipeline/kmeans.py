@@ -20,13 +20,15 @@ import numpy as np
 from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 
+from spell_jax.runtime.config import check_least
+
 BLOCK = 1024  # rows whose cosines are in memory at once: 1.6 MB for 410 centroids
 MAX_PASSES = 30  # k-means iterations; it mostly converges after 10
 ROUNDS = 16  # power iterations: enough to find a direction of large spread
 HALF_ULP = 2.0**-24  # relative, of float32
 TINY = 1e-6  # a mean shorter than this has no direction
 
-_one_at_a_time = threading.RLock()
+_one_thread_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -55,19 +57,8 @@ class ClusterConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {
-            "documents_per_cluster": 1,
-            "min_documents": 1,
-            "max_cluster_tokens": 16,
-            "fit_documents": 2,
-            "levels": 0,
-            "seed": 0,
-        }
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ValueError(
-                    f"cluster.{name} = {getattr(self, name)}: must be at least {bound}"
-                )
+        least = {"documents_per_cluster": 1, "min_documents": 1, "max_cluster_tokens": 16}
+        check_least(self, "cluster.", **least, fit_documents=2, levels=0, seed=0)
         if self.min_documents > self.documents_per_cluster:
             raise ValueError(
                 f"cluster.min_documents = {self.min_documents}: must be at most "
@@ -122,7 +113,7 @@ def assign(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
       centroids: Unit vectors, float32 [k, D].
 
     Returns:
-      Centroid indices, int32 [n].
+      int32 [n].
     """
     # A matrix product is fast, but its last bits depend on its shape and on the processor. So it
     # only selects the centroids that can be nearest: its error is at most D half-ulps, and a
@@ -175,7 +166,7 @@ def one_thread() -> Iterator[None]:
 
     The limit applies to the whole process, so a lock admits one thread of the worker at a time.
     """
-    with _one_at_a_time, threadpool_limits(1):
+    with _one_thread_lock, threadpool_limits(1):
         yield
 
 
@@ -183,9 +174,9 @@ def _split(
     group: np.ndarray, vectors: np.ndarray, tokens: np.ndarray, config: ClusterConfig
 ) -> Iterator[np.ndarray]:
     """Halve a group, by documents or by tokens depending on the limit exceeded, until it fits."""
-    waiting = [group]
-    while waiting:
-        group = waiting.pop()
+    pending = [group]
+    while pending:
+        group = pending.pop()
         many = len(group) > config.max_documents
         if len(group) == 1 or not (many or tokens[group].sum() > config.max_cluster_tokens):
             yield np.sort(group)
@@ -195,7 +186,7 @@ def _split(
         if not many:
             total = np.cumsum(tokens[group])
             middle = int(np.abs(total[:-1] - total[-1] / 2).argmin()) + 1
-        waiting += [group[middle:], group[:middle]]
+        pending += [group[middle:], group[:middle]]
 
 
 def _spread(vectors: np.ndarray) -> np.ndarray:

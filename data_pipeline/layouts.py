@@ -15,8 +15,9 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from html.parser import HTMLParser
@@ -34,11 +35,11 @@ _CONTROLS |= {0x09: "\t", 0x0A: "\n", 0x0B: "\n", 0x0C: "\n", 0x85: "\n"}
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 # Without "head": its end tag is optional, and without one the whole page would be hidden.
-_UNSEEN = (
+_HIDDEN = (
     *("title", "script", "style", "noscript", "template", "nav", "svg", "iframe", "object"),
     "ix:header",  # machine-readable facts of inline XBRL
 )
-_ENDLESS = (
+_NO_END_TAG = (
     *("body", "br", "col", "dd", "dt", "embed", "head", "hr", "html", "img", "input", "li", "link"),
     *("meta", "option", "p", "source", "tbody", "td", "tfoot", "th", "thead", "tr", "wbr"),
 )
@@ -70,7 +71,8 @@ class Unusable(Exception):
     """Error: nothing of a file, or nothing more of it, can be read.
 
     Attributes:
-      reason: Category that the file is counted under, in a few words.
+      reason: Category that the file is counted under: "binary", "not UTF-8", "damaged",
+        "encrypted", "another layout", "breaks off" (the rows before that are valid), ...
       because: Details, such as the error.
     """
 
@@ -106,24 +108,15 @@ def clean(text: str) -> str:
 
 
 def read_text(data: bytes) -> list[Row]:
-    """Parse a .txt or .md file.
-
-    Raises:
-      Unusable: if the file is "binary" or "not UTF-8".
-    """
+    """Parse a .txt or .md file."""
     return [Row(None, clean(_decode(data)))]
 
 
 def read_html(data: bytes) -> list[Row]:
-    """Extract the text that a browser would show, in lines; table rows become "| a | b |".
-
-    Raises:
-      Unusable: if the file is "binary", "not UTF-8" or "damaged".
-    """
-    text = _decode(data)
+    """Extract the text that a browser would show, in lines; table rows become "| a | b |"."""
+    page = _Page()
     try:
-        page = _Page()
-        page.feed(text)
+        page.feed(_decode(data))
         page.close()
     except AssertionError as error:  # raised by HTMLParser when it cannot parse a page
         raise Unusable("damaged", describe(error)) from error
@@ -131,11 +124,7 @@ def read_html(data: bytes) -> list[Row]:
 
 
 def read_pdf(data: bytes) -> list[Row]:
-    """Extract the text of a PDF's pages, separated by blank lines.
-
-    Raises:
-      Unusable: if the file is "encrypted" or "damaged".
-    """
+    """Extract the text of a PDF's pages, separated by blank lines."""
     from pypdf import PdfReader
     from pypdf.errors import DependencyError
 
@@ -155,15 +144,8 @@ def read_pdf(data: bytes) -> list[Row]:
 
 
 def read_docmath(data: bytes) -> list[Row]:
-    """Parse DocMath-Eval's JSON: one row per question, with its documents only.
-
-    Raises:
-      Unusable: if the file is "binary", "not UTF-8", "damaged" or of "another layout".
-    """
-    try:
-        rows = json.loads(_decode(data))
-    except (ValueError, RecursionError) as error:
-        raise Unusable("damaged", describe(error)) from error
+    """Parse DocMath-Eval's JSON: one row per question, with its documents only."""
+    rows = _parse(data, json.loads)
     if not isinstance(rows, list) or not rows:
         raise Unusable("another layout", f"must be a list of questions, is {type(rows).__name__}")
     needed = {"question_id", "question", "paragraphs"}
@@ -174,32 +156,30 @@ def read_docmath(data: bytes) -> list[Row]:
     return [_docmath_row(number, row) for number, row in enumerate(rows)]
 
 
+def _docmath_row(number: int, row: Any) -> Row:
+    paragraphs = row.get("paragraphs") if isinstance(row, dict) else None
+    if not isinstance(paragraphs, list) or not all(isinstance(p, str) for p in paragraphs):
+        return Row(number, problem="paragraphs must be a list of strings")
+    return Row(number, clean("\n\n".join(paragraphs)))
+
+
 def read_fields(data: bytes, field: str) -> list[Row]:
-    """Parse the texts of a field, at any depth, in a JSON value or in JSON lines.
+    """Parse the texts of a field, at any depth, in a JSON value or in JSON lines."""
+    texts = _parse(data, lambda text: list(field_texts(json_values(text), (field,))))
+    if not texts:
+        raise Unusable("another layout", f"it has no text in a field {field!r}")
+    return [Row(number, clean(" ".join(strings))) for number, (_, strings) in enumerate(texts)]
 
-    Args:
-      data: Content of the file.
-      field: Name of the field.
 
-    Raises:
-      Unusable: if the file is "binary", "not UTF-8", "damaged" or of "another layout".
-    """
+def _parse(data: bytes, parse: Callable[[str], Any]) -> Any:
     try:
-        values = json_values(_decode(data))
-        parts = [parts for value in values for _, parts in field_texts(value, (field,))]
+        return parse(_decode(data))
     except (ValueError, RecursionError) as error:
         raise Unusable("damaged", describe(error)) from error
-    if not parts:
-        raise Unusable("another layout", f"it has no text in a field {field!r}")
-    return [Row(number, clean(" ".join(some))) for number, some in enumerate(parts)]
 
 
 def json_values(content: str) -> list[Any]:
-    """Parse a text as one JSON value, or else as JSON lines.
-
-    Raises:
-      ValueError: if the text is neither; names the first line that is not JSON.
-    """
+    """Parse one JSON value or JSON lines; ValueError names the first line that is not JSON."""
     try:
         return [json.loads(content)]
     except json.JSONDecodeError:
@@ -244,13 +224,6 @@ def _strings(value: Any) -> Iterator[list[str]]:
                 yield from _strings(part)
 
 
-def _docmath_row(number: int, row: Any) -> Row:
-    paragraphs = row.get("paragraphs") if isinstance(row, dict) else None
-    if not isinstance(paragraphs, list) or not all(isinstance(p, str) for p in paragraphs):
-        return Row(number, problem="paragraphs must be a list of strings")
-    return Row(number, clean("\n\n".join(paragraphs)))
-
-
 def _decode(data: bytes) -> str:
     utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
@@ -267,26 +240,25 @@ def _decode(data: bytes) -> str:
 class _Page(HTMLParser):
     """HTML parser that collects the visible text, in linear time at any nesting depth.
 
-    `parts` holds the text so far. For a hidden element or a table row, the parser remembers the
-    index in `parts` where it began. At its end, the hidden text is deleted, or the cells of the row
-    are joined into one line.
+    For a hidden element or a table row, the parser remembers the index in `parts`, the text so far,
+    where it began. At its end, the hidden text is deleted, or the cells are joined into one line.
     """
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
         self._preformatted = 0
-        self._unseen = ("", 0, 0)  # tag, number of open elements of this tag, start in `parts`
+        self._hidden = ("", 0, 0)  # tag, number of open elements of this tag, start in `parts`
         # For each open table, the starts of the cells in the current row. None: the row contains
         # another table, so the table serves page layout and holds no data.
         self._tables: list[list[int] | None] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        name, depth, start = self._unseen
+        name, depth, start = self._hidden
         if depth:
-            self._unseen = (name, depth + (tag == name), start)
-        elif _is_unseen(tag, dict(attrs)):
-            self._unseen = (tag, 1, len(self.parts))
+            self._hidden = (name, depth + (tag == name), start)
+        elif _is_hidden(tag, dict(attrs)):
+            self._hidden = (tag, 1, len(self.parts))
         if tag == "br":
             self.parts.append("\v")
         elif tag == "pre":
@@ -310,9 +282,9 @@ class _Page(HTMLParser):
             self._end_row()
         if tag == "table" and self._tables:
             self._tables.pop()
-        name, depth, start = self._unseen
+        name, depth, start = self._hidden
         if depth and tag == name:
-            self._unseen = (name, depth - 1, start)
+            self._hidden = (name, depth - 1, start)
             if depth == 1:
                 del self.parts[start:]
         self._border(tag)
@@ -340,11 +312,11 @@ class _Page(HTMLParser):
             self.parts.append(f"\n| {' | '.join(texts)} |\n")
 
 
-def _is_unseen(tag: str, attributes: Mapping[str, str | None]) -> bool:
-    if tag in _UNSEEN:
+def _is_hidden(tag: str, attributes: Mapping[str, str | None]) -> bool:
+    if tag in _HIDDEN:
         return True
     # The end tags of these are optional, so the end of the hidden part is unknown.
-    if tag in _ENDLESS:
+    if tag in _NO_END_TAG:
         return False
     style = (attributes.get("style") or "").replace(" ", "").lower()
     return "hidden" in attributes or "display:none" in style
@@ -371,10 +343,6 @@ def json_rows(stream: BinaryIO, text: str, quality: str, limit: int) -> Iterator
       quality: Name of the field with the score.
       limit: Largest number of bytes in a line, which is held in memory. A longer line gives a row
         without text.
-
-    Raises:
-      Unusable: if the file is "not UTF-8" (UTF-16), or if it "breaks off"; rows yielded before
-        that are valid.
     """
     number = -1
     while line := _line(stream, limit + 1, number):
@@ -392,8 +360,8 @@ def json_rows(stream: BinaryIO, text: str, quality: str, limit: int) -> Iterator
                 fields = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
                 yield Row(number, problem=describe(error))
-                continue
-            yield _json_row(number, fields, text, quality)
+            else:
+                yield _json_row(number, fields, text, quality)
 
 
 def _json_row(number: int, fields: Any, text: str, quality: str) -> Row:
@@ -419,12 +387,11 @@ def as_quality(value: Any) -> float | None:
     """Convert a score to float: None if there is none, NaN if it is not a number."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
-        return float("nan")
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     try:
-        return float(value)
+        return float(value) if is_number else math.nan
     except OverflowError:
-        return float("nan")
+        return math.nan
 
 
 def parquet_groups(
@@ -440,9 +407,6 @@ def parquet_groups(
 
     Returns:
       [text column] or [text column, quality column], and the number of rows of each group.
-
-    Raises:
-      Unusable: if the file is "damaged" or of "another layout".
     """
     try:
         parquet = pq.ParquetFile(file)
@@ -469,34 +433,24 @@ def parquet_rows(
       group: Number of the row group.
       first: Number of the group's first row in the file.
       strict: Whether a row without a score gets the score NaN.
-
-    Raises:
-      Unusable: if the file "breaks off"; rows yielded before that are valid.
     """
     number = first
     try:
-        batches = pq.ParquetFile(file).iter_batches(BATCH_ROWS, [group], list(columns))
-    except Exception as error:
-        raise Unusable("breaks off", describe(error)) from error
-    while True:
-        try:
-            batch = next(batches, None)
-            if batch is None:
-                return
+        for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS, [group], list(columns)):
             values = [batch.column(name).to_pylist() for name in columns]
-        except Exception as error:
-            because = f"row group {group}, row {number}: {describe(error)}"
-            raise Unusable("breaks off", because) from error
-        for text, *scores in zip(*values, strict=True):
-            quality = as_quality(scores[0]) if scores else None
-            if strict and quality is None:
-                quality = float("nan")
-            if isinstance(text, str):
-                yield Row(number, clean(text), quality)
-            else:
-                problem = f"its {columns[0]!r} must be a string, is {type(text).__name__}"
-                yield Row(number, problem=problem)
-            number += 1
+            for text, *scores in zip(*values, strict=True):
+                quality = as_quality(scores[0]) if scores else None
+                if strict and quality is None:
+                    quality = math.nan
+                if isinstance(text, str):
+                    yield Row(number, clean(text), quality)
+                else:
+                    problem = f"its {columns[0]!r} must be a string, is {type(text).__name__}"
+                    yield Row(number, problem=problem)
+                number += 1
+    except Exception as error:  # a damaged file may raise anything
+        because = f"row group {group}, row {number}: {describe(error)}"
+        raise Unusable("breaks off", because) from error
 
 
 # -------------------------------------------------------------------------------------- chapters
@@ -509,23 +463,20 @@ def chapters(text: str) -> list[str]:
     Title" that do not directly follow a line of words. Headings with no words between them, such as
     a title, an author and "CHAPTER I", open one chapter together. Only white space at the cuts is
     lost.
-
-    Returns:
-      The chapters in order.
     """
     pieces: list[str] = []
     start = position = 0
-    apart, worded = True, False
+    may_be_heading, has_words = True, False
     for line in text.split("\n"):
-        heading = _MARKDOWN.fullmatch(line) or (apart and _CHAPTER.fullmatch(line))
-        if heading and worded:
+        heading = _MARKDOWN.fullmatch(line) or (may_be_heading and _CHAPTER.fullmatch(line))
+        if heading and has_words:
             pieces.append(text[start:position])
-            start, worded = position, False
-        apart = bool(heading) or not _LETTER.search(line)
-        worded = worded or not apart
+            start, has_words = position, False
+        may_be_heading = bool(heading) or not _LETTER.search(line)
+        has_words = has_words or not may_be_heading
         position += len(line) + 1
     pieces.append(text[start:])
-    if not worded and len(pieces) > 1:
+    if not has_words and len(pieces) > 1:
         last = pieces.pop()
         pieces[-1] += last
     return [piece.strip() for piece in pieces]

@@ -43,16 +43,12 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from etils import epath
 from tensorflow_datasets.core import dataset_info, example_serializer, splits
 
-from data_pipeline.records import Cluster, digest
-from data_pipeline.stages import Done, Stages
+from data_pipeline.records import Task, blake2b, digest
+from data_pipeline.stages import Done, Stages, delete, match, read_json
 
 NAME, VERSION, SPLIT = "clusters", "1.0.0", "train"
-MANIFEST, INFO, FEATURES, INDEX = (
-    "manifest.json",
-    "dataset_info.json",
-    "features.json",
-    "index.jsonl",
-)
+MANIFEST, INFO = "manifest.json", "dataset_info.json"
+FEATURES, INDEX = "features.json", "index.jsonl"
 _FORMAT = tfds.core.FileFormat.ARRAY_RECORD
 _SHARDS = f"{NAME}-{SPLIT}.{_FORMAT.file_suffix}-"
 _UNFINISHED = "unfinished-"  # prefix of temporary names
@@ -76,12 +72,7 @@ class OutputConfig:
 
 
 class Shard(NamedTuple):
-    """Range of the sorted clusters.
-
-    Attributes:
-      first: Id of the first cluster.
-      length: Number of clusters.
-    """
+    """Range of the sorted clusters: the id of the first, and their number."""
 
     first: str
     length: int
@@ -99,7 +90,7 @@ def write_output(
 
     Args:
       stages: Stages with the finished clusters; their runner writes the shards.
-      clusters: "STAGE/TABLE" of Cluster with "task".
+      clusters: "STAGE/TABLE" of Task.
       after: Stages that produced the clusters.
       folder: Output folder, on any file system that Beam supports. Other files in it are kept.
       config: Number of shards.
@@ -118,25 +109,26 @@ def write_output(
     if found := _find(folder, fingerprint):
         log.info("output: was done before")
         return found
-    _empty(folder)
+    # Begins with the files that mark an older output as complete.
+    for pattern in (MANIFEST, INFO, FEATURES, INDEX, f"{_SHARDS}*", f"{_UNFINISHED}*"):
+        delete(match(folder, pattern))
     index = read_index(stages, clusters)
     shards = plan_shards([record["id"] for record in index], config.shards)
     with stages.pipeline("output") as pipeline:
-        files = pipeline | "name files" >> beam.Create(stages.files(clusters))
-        made = files | "read clusters" >> beam.io.ReadAllFromParquet()
+        tables = pipeline | "name files" >> beam.Create(stages.files(clusters))
+        made = tables | "read clusters" >> beam.io.ReadAllFromParquet()
         make_shards(made, shards, folder)
-    names = [shard_name(number, len(shards)) for number in range(len(shards))]
-    files = _measure(folder, names)
+    files = _measure(folder, [shard_name(number, len(shards)) for number in range(len(shards))])
     _write_info(folder, shards, sum(file["size"] for file in files.values()))
     lines = "".join(json.dumps(record) + "\n" for record in index)
     _store(folder, INDEX, io.BytesIO(lines.encode()))
-    whole = {
+    complete = {
         **manifest,
         "clusters": dict(sorted(Counter(record["task"] for record in index).items())),
         "files": files | _measure(folder, (FEATURES, INFO, INDEX)),
         "fingerprint": fingerprint,
     }
-    text = json.dumps(whole, indent=1, sort_keys=True, allow_nan=False) + "\n"
+    text = json.dumps(complete, indent=1, sort_keys=True, allow_nan=False) + "\n"
     _store(folder, MANIFEST, io.BytesIO(text.encode()))
     log.info("output: %d clusters in %d shards, %s", len(index), len(shards), folder)
     return json.loads(text)
@@ -146,10 +138,6 @@ def read_index(stages: Stages, clusters: str) -> list[dict[str, Any]]:
     """Read {"id", "task", "tokens", "documents": number} of all clusters, sorted by id.
 
     Reads no texts; needs about 100 bytes of memory per document.
-
-    Args:
-      stages: Stages with the finished clusters.
-      clusters: "STAGE/TABLE" of Cluster with "task".
 
     Raises:
       ValueError: if there is no cluster, or if an id occurs twice.
@@ -181,18 +169,11 @@ def plan_shards(ids: Sequence[str], count: int) -> list[Shard]:
 def make_shards(
     clusters: beam.PCollection, shards: Sequence[Shard], folder: str
 ) -> beam.PCollection:
-    """Write the shards, and return a PCollection of the names of the files written.
-
-    Args:
-      clusters: PCollection of Cluster with "task"; the clusters that `shards` was planned for.
-      shards: Result of `plan_shards`.
-      folder: Output folder.
-    """
+    """Write the shards planned for `clusters` (Task); return a PCollection of file names."""
     firsts, lengths = [shard.first for shard in shards], [shard.length for shard in shards]
     examples = clusters | "make examples" >> beam.ParDo(_MakeExample(firsts))
     groups = examples | "group shards" >> beam.GroupByKey()
-    names: Any = groups | "write shards" >> beam.Map(_write_shard, folder, lengths)
-    return names
+    return groups | "write shards" >> beam.Map(_write_shard, folder, lengths)
 
 
 def shard_name(number: int, count: int) -> str:
@@ -216,7 +197,7 @@ def make_features() -> tfds.features.FeaturesDict:
 
 
 class _MakeExample(beam.DoFn):
-    """Map from a cluster with "task" to (shard number, (id, serialized tf.train.Example))."""
+    """Map from a cluster with its task to (shard number, (id, serialized tf.train.Example))."""
 
     def __init__(self, firsts: Sequence[str]):
         self._firsts = firsts
@@ -226,33 +207,24 @@ class _MakeExample(beam.DoFn):
         info: Any = self._features.get_serialized_info()
         self._serializer = example_serializer.ExampleSerializer(info)
 
-    def process(self, element: Any) -> Iterator[tuple[int, tuple[str, bytes]]]:
-        cluster: Cluster = element
-        documents = cluster["documents"]
-        example = self._features.encode_example(
-            {
-                "id": cluster["id"],
-                "task": element["task"],
-                "documents": [document["text"] for document in documents],
-                "sources": [document["source"] for document in documents],
-                "places": [document["place"] for document in documents],
-                "tokens": cluster["tokens"],
-            }
-        )
+    def process(self, element: Task) -> Iterator[tuple[int, tuple[str, bytes]]]:
+        columns = {"documents": "text", "sources": "source", "places": "place"}
+        values: dict[str, Any] = {name: element[name] for name in ("id", "task", "tokens")}
+        for name, field in columns.items():
+            values[name] = [document[field] for document in element["documents"]]
+        example = self._serializer.get_tf_example(self._features.encode_example(values))
         # Without `deterministic`, the order of a protobuf map differs between processes.
-        data = self._serializer.get_tf_example(example).SerializeToString(deterministic=True)
-        yield bisect.bisect_right(self._firsts, cluster["id"]) - 1, (cluster["id"], data)
+        data = example.SerializeToString(deterministic=True)
+        yield bisect.bisect_right(self._firsts, element["id"]) - 1, (element["id"], data)
 
 
 def _write_shard(
     group: tuple[int, Iterable[tuple[str, bytes]]], folder: str, lengths: Sequence[int]
 ) -> str:
     number, examples = group
-    ordered = sorted(examples)
-    if len(ordered) != lengths[number]:
-        raise RuntimeError(
-            f"shard {number}: {len(ordered)} clusters came, {lengths[number]} were planned"
-        )
+    ordered, planned = sorted(examples), lengths[number]
+    if len(ordered) != planned:
+        raise RuntimeError(f"shard {number}: {len(ordered)} clusters came, {planned} were planned")
     name = shard_name(number, len(lengths))
     with tempfile.TemporaryDirectory() as scratch:
         path = os.path.join(scratch, name)
@@ -309,40 +281,20 @@ def _store(folder: str, name: str, data: BinaryIO) -> None:
 
 def _measure(folder: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return name -> size and hash of stored files."""
+    sizes = {os.path.basename(file.path): file.size_in_bytes for file in match(folder, "*")}
     files = {}
     for name in names:
-        size, mixed = 0, hashlib.blake2b(digest_size=16)
         with FileSystems.open(FileSystems.join(folder, name)) as file:
-            while data := file.read(1 << 20):
-                size += len(data)
-                mixed.update(data)
-        files[name] = {"size": size, "hash": mixed.hexdigest()}
+            hashed = hashlib.file_digest(file, blake2b)
+        files[name] = {"size": sizes[name], "hash": hashed.hexdigest()}
     return files
 
 
 def _find(folder: str, fingerprint: str) -> dict[str, Any] | None:
     """Return the manifest if its fingerprint matches and all its files have the listed sizes."""
-    path = FileSystems.join(folder, MANIFEST)
-    if not FileSystems.exists(path):
+    manifest = read_json(FileSystems.join(folder, MANIFEST))
+    if not isinstance(manifest, dict) or manifest.get("fingerprint") != fingerprint:
         return None
-    try:
-        with FileSystems.open(path) as file:
-            manifest = json.loads(file.read())
-        sizes = {name: file["size"] for name, file in manifest["files"].items()}
-        if manifest["fingerprint"] != fingerprint:
-            return None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    there = {os.path.basename(file.path): file.size_in_bytes for file in _files(folder, "*")}
-    return manifest if there.items() >= sizes.items() else None
-
-
-def _empty(folder: str) -> None:
-    """Delete an older output, beginning with the files that mark it as complete."""
-    for pattern in (MANIFEST, INFO, FEATURES, INDEX, f"{_SHARDS}*", f"{_UNFINISHED}*"):
-        if found := _files(folder, pattern):
-            FileSystems.delete([file.path for file in found])
-
-
-def _files(folder: str, pattern: str) -> list[Any]:
-    return FileSystems.match([FileSystems.join(folder, pattern)])[0].metadata_list
+    sizes = {os.path.basename(file.path): file.size_in_bytes for file in match(folder, "*")}
+    complete = all(sizes.get(name) == file["size"] for name, file in manifest["files"].items())
+    return manifest if complete else None

@@ -13,13 +13,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, TypedDict
+from typing import Any, BinaryIO, ClassVar, TypedDict
 
 import apache_beam as beam
 import fsspec
@@ -28,10 +27,17 @@ from apache_beam.pvalue import TaggedOutput
 from fsspec.implementations.local import LocalFileSystem
 
 from data_pipeline import layouts
-from data_pipeline.filter import FilterConfig, check_languages, describe, filter_documents
+from data_pipeline.filter import (
+    FilterConfig,
+    check_languages,
+    describe,
+    filter_documents,
+    valid_utf8,
+)
 from data_pipeline.layouts import Row, Unusable
-from data_pipeline.records import File, Removed, make_document
+from data_pipeline.records import File, blake2b, event, make_document, removed
 from spell_jax.data.clusters import TASKS
+from spell_jax.runtime.config import check_choice, check_least
 
 WHOLE: Mapping[str, Callable[[bytes], list[Row]]] = {
     ".txt": layouts.read_text,
@@ -70,8 +76,8 @@ class SourceConfig:
           (layouts.field_texts).
       tasks: Tasks that the documents may serve, one or more of TASKS.
       split: "chapters" to cut a text at its chapter headings, "" to keep it whole.
-      together: Whether the pieces of a document are clustered only with each other. A cluster is
-        then (part of) one report, as for DocMath in the paper.
+      one_document_per_cluster: Whether the pieces of a document are clustered only with each other.
+        A cluster is then (part of) one report, as for DocMath in the paper.
       text: Name of the field or column with a row's text; if it is missing, "text" is used.
       quality: Name of the field or column with a row's score.
       max_file_bytes: Largest size in bytes of a file that is read whole, and of a line of a .jsonl
@@ -81,11 +87,13 @@ class SourceConfig:
       languages: Override of the filter's languages; None for none.
     """
 
+    SECTION: ClassVar[str] = "source"
+
     path: str
     layout: str
     tasks: tuple[str, ...]
     split: str = ""
-    together: bool = False
+    one_document_per_cluster: bool = False
     text: str = "content"
     quality: str = "score"
     max_file_bytes: int = 1 << 30
@@ -96,17 +104,13 @@ class SourceConfig:
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("source.path = '': must be a file, a folder, a glob or a URL")
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"source.layout = {self.layout!r}: must be one of {tuple(LAYOUTS)}")
-        if not self.tasks or any(task not in TASKS for task in self.tasks):
+        check_choice(self, "source.", layout=tuple(LAYOUTS), split=SPLITS)
+        check_least(self, "source.", max_file_bytes=1)
+        if not self.tasks or not set(self.tasks) <= set(TASKS):
             raise ValueError(f"source.tasks = {self.tasks}: must be one or more of {TASKS}")
-        if self.split not in SPLITS:
-            raise ValueError(f"source.split = {self.split!r}: must be one of {SPLITS}")
         for field in ("text", "quality"):
             if not getattr(self, field):
                 raise ValueError(f"source.{field} = '': must be the name of a field")
-        if self.max_file_bytes < 1:
-            raise ValueError(f"source.max_file_bytes = {self.max_file_bytes}: must be at least 1")
         if self.max_characters < 0:
             raise ValueError(
                 f"source.max_characters = {self.max_characters}: must be at least 1, or 0 for the "
@@ -120,19 +124,13 @@ class SourceConfig:
         return self.layout == "ultra_fineweb"
 
     def filter(self, base: FilterConfig) -> FilterConfig:
-        """Return `base` with this source's overrides.
-
-        Raises:
-          ValueError: if an override is invalid together with `base`.
-        """
-        instead: dict[str, Any] = {}
-        if self.max_characters:
-            instead["max_characters"] = self.max_characters
-        if self.min_quality is not None:
-            instead["min_quality"] = self.min_quality
-        if self.languages is not None:
-            instead["languages"] = self.languages
-        return replace(base, **instead)
+        """Return `base` with this source's overrides; ValueError if they do not go together."""
+        overrides: dict[str, Any] = {
+            "max_characters": self.max_characters or None,
+            "min_quality": self.min_quality,
+            "languages": self.languages,
+        }
+        return replace(base, **{k: value for k, value in overrides.items() if value is not None})
 
 
 class Listed(TypedDict):
@@ -177,10 +175,6 @@ def list_files(name: str, source: SourceConfig) -> list[Listed]:
 
     Includes files of unsupported types, which are counted later, but no hidden files.
 
-    Args:
-      name: Name of the source in the config.
-      source: The source.
-
     Raises:
       FileNotFoundError: if no file exists at the path.
       ValueError: if no file has a type of the layout, or if the path or a folder below it cannot be
@@ -195,18 +189,16 @@ def list_files(name: str, source: SourceConfig) -> list[Listed]:
         raise ValueError(f"{where}: cannot be opened, {describe(error)}") from error
     if not found:
         raise FileNotFoundError(f"{where}: no such file, or no file in it")
-    listed = []
-    for url, info in found.items():
-        version = next((info[key] for key in VERSIONS if info.get(key)), "")
-        listed.append(
-            Listed(
-                source=name,
-                url=_writable(system.unstrip_protocol(url)),
-                place=_writable(url.removeprefix(root).lstrip("/")),
-                size=int(info.get("size") or 0),
-                version=str(version),
-            )
+    listed = [
+        Listed(
+            source=name,
+            url=valid_utf8(system.unstrip_protocol(url)),
+            place=valid_utf8(url.removeprefix(root).lstrip("/")),
+            size=int(info.get("size") or 0),
+            version=str(next((info[key] for key in VERSIONS if info.get(key)), "")),
         )
+        for url, info in found.items()
+    ]
     suffixes = LAYOUTS[source.layout]
     if not any(_suffix(file["place"]) in suffixes for file in listed):
         raise ValueError(
@@ -225,7 +217,7 @@ def _find(system: Any, path: str) -> tuple[str, dict[str, dict[str, Any]]]:
     else:
         fixed = path[: min((path.find(sign) for sign in "*?[" if sign in path), default=0)]
         root, found = fixed.rpartition("/")[0], system.glob(path, detail=True) if fixed else {}
-    return root, {file: info for file, info in found.items() if _is_meant(file, root, info)}
+    return root, {file: info for file, info in found.items() if _should_read(file, root, info)}
 
 
 def _below(system: Any, path: str) -> dict[str, dict[str, Any]]:
@@ -242,18 +234,10 @@ def _below(system: Any, path: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _is_meant(file: str, root: str, info: Mapping[str, Any]) -> bool:
-    """Return whether to read a path: not hidden, no folder, and no pipe, which would block."""
+def _should_read(file: str, root: str, info: Mapping[str, Any]) -> bool:
+    """Return whether a path is not hidden, no folder, and no pipe, which would block."""
     hidden = any(part.startswith(".") for part in file.removeprefix(root).split("/"))
     return not hidden and (info["type"] == "file" or bool(info.get("islink")))
-
-
-def _writable(text: str) -> str:
-    """Replace characters that UTF-8 cannot encode.
-
-    A file whose name changes is later counted and listed as unreadable.
-    """
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _suffix(place: str) -> str:
@@ -288,39 +272,32 @@ def make_read(
       "characters kept = N".
     """
     configs = {name: source.filter(filter) for name, source in sources.items()}
+    outputs = ("files", "removed", "counts")
     split = (
         pipeline
         | "list files" >> beam.Create(list(listed))
-        | "share out files" >> beam.Reshuffle()
-        | "split files"
-        >> beam.FlatMap(_split, dict(sources)).with_outputs(
-            "files", "removed", "counts", main="pieces"
-        )
+        | "distribute files" >> beam.Reshuffle()
+        | "split files" >> beam.FlatMap(_split, dict(sources)).with_outputs(*outputs, main="pieces")
     )
     read = (
         split["pieces"]
-        | "share out pieces" >> beam.Reshuffle()
+        | "distribute pieces" >> beam.Reshuffle()
         | "read pieces"
-        >> beam.FlatMap(_read, dict(sources)).with_outputs(
-            "files", "removed", "counts", main="documents"
-        )
+        >> beam.FlatMap(_read, dict(sources)).with_outputs(*outputs, main="documents")
     )
     kept = filter_documents(read["documents"], configs)
-    return {
-        "documents": kept["documents"],
-        "files": (split["files"], read["files"]) | "join files" >> beam.Flatten(),
-        "removed": (split["removed"], read["removed"], kept["removed"])
-        | "join removed" >> beam.Flatten(),
-        "counts": (split["counts"], read["counts"], kept["counts"])
-        | "join counts" >> beam.Flatten(),
-    }
+    tables = {"documents": kept["documents"]}
+    for name in outputs:
+        parts = [split[name], read[name]] + ([kept[name]] if name in kept else [])
+        tables[name] = parts | f"join {name}" >> beam.Flatten()
+    return tables
 
 
 def _split(listed: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
     """Yield the pieces of a file; a Parquet file is hashed here, because many workers read it."""
     source, suffix = sources[listed["source"]], _suffix(listed["place"])
     if suffix not in LAYOUTS[source.layout]:
-        yield from _skip(listed, "of another type", suffix or "no suffix")
+        yield from _skip(listed, Unusable("of another type", suffix or "no suffix"))
     elif suffix != ".parquet":
         yield Piece(file=listed, columns=[], group=0, first=0)
     else:
@@ -333,7 +310,7 @@ def _split(listed: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
                 hashed = _Hashed(file)
                 hashed.drain()
         except Unusable as error:
-            yield from _skip(listed, error.reason, error.because)
+            yield from _skip(listed, error)
             return
         yield from hashed.record(listed)
         first = 0
@@ -347,32 +324,30 @@ def _read(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
     listed = piece["file"]
     source, suffix = sources[listed["source"]], _suffix(listed["place"])
     try:
-        if piece["columns"]:
-            with _open(listed) as file:
+        with _open(listed) as file:
+            if piece["columns"]:
                 rows = layouts.parquet_rows(
                     file, piece["columns"], piece["group"], piece["first"], source.strict
                 )
                 yield from _documents(rows, listed, source)
-        elif suffix in LINES and source.layout != "json":
-            with _open(listed) as file:
+                return
+            if suffix in LINES and source.layout != "json":
                 hashed = _Hashed(file)
                 lines = _uncompressed(hashed, LINES[suffix])
                 rows = layouts.json_rows(lines, source.text, source.quality, source.max_file_bytes)
-                yield from _documents(rows, listed, source)  # hashes to the last byte
+                yield from _documents(rows, listed, source)  # hashed to the last byte
+            else:
+                data = _read_whole(file, listed, source.max_file_bytes)
+                is_nested = source.layout == "json"
+                rows = layouts.read_fields(data, source.text) if is_nested else WHOLE[suffix](data)
+                if rows == [Row(None)]:
+                    raise Unusable("empty", "no text in it")
+                hashed = _Hashed(io.BytesIO(data))
+                hashed.drain()
+                yield from _documents(rows, listed, source)
             yield from hashed.record(listed)
-        else:
-            data = _fetch(listed, source.max_file_bytes)
-            is_nested = source.layout == "json"
-            rows = layouts.read_fields(data, source.text) if is_nested else WHOLE[suffix](data)
-            if rows == [Row(None)]:
-                raise Unusable("empty", "no text in it")
-            hashed = _Hashed(io.BytesIO(data))
-            hashed.drain()
-            yield from hashed.record(listed)
-            yield from _documents(rows, listed, source)
     except Unusable as error:
-        what = "row groups" if piece["columns"] else "files"
-        yield from _skip(listed, error.reason, error.because, what)
+        yield from _skip(listed, error, "row groups" if piece["columns"] else "files")
 
 
 def _documents(rows: Iterable[Row], listed: Listed, source: SourceConfig) -> Iterator[Any]:
@@ -384,27 +359,20 @@ def _documents(rows: Iterable[Row], listed: Listed, source: SourceConfig) -> Ite
             line = f"{listed['place']}:{row.number + 1}: " if in_lines else ""
         if not row.text:
             reason = "bad row" if row.problem else "empty"
-            yield TaggedOutput("counts", (f"rows skipped: {reason}", listed["source"]))
+            yield event(f"rows skipped: {reason}", listed["source"])
             if named < NAMED_ROWS:
-                yield _removed(reason, listed["source"], place, line + row.problem)
+                yield removed({**listed, "place": place}, reason, valid_utf8(line + row.problem))
             named += 1
             continue
         texts = layouts.chapters(row.text) if source.split else [row.text]
         for part, text in enumerate(texts):
-            yield TaggedOutput("counts", ("documents read", listed["source"]))
+            yield event("documents read", listed["source"])
             yield make_document(text, listed["source"], place, part, row.quality)
 
 
-def _skip(listed: Listed, reason: str, because: str, what: str = "files") -> Iterator[TaggedOutput]:
-    yield TaggedOutput("counts", (f"{what} skipped: {reason}", listed["source"]))
-    yield _removed(reason, listed["source"], listed["place"], because)
-
-
-def _removed(reason: str, source: str, place: str, because: str) -> TaggedOutput:
-    because = _writable(because)
-    return TaggedOutput(
-        "removed", Removed(reason=reason, source=source, place=place, part=0, because=because)
-    )
+def _skip(listed: Listed, error: Unusable, what: str = "files") -> Iterator[TaggedOutput]:
+    yield event(f"{what} skipped: {error.reason}", listed["source"])
+    yield removed(listed, error.reason, valid_utf8(error.because))
 
 
 # ----------------------------------------------------------------------------------------- bytes
@@ -423,14 +391,13 @@ def _open(listed: Listed) -> Iterator[BinaryIO]:
         yield file
 
 
-def _fetch(listed: Listed, limit: int) -> bytes:
+def _read_whole(file: BinaryIO, listed: Listed, limit: int) -> bytes:
     if listed["size"] > limit:
         raise Unusable("oversize", f"has {listed['size']} bytes, more than {limit}")
-    with _open(listed) as file:
-        try:
-            data = file.read(limit + 1)
-        except Exception as error:
-            raise Unusable("unreadable", describe(error)) from error
+    try:
+        data = file.read(limit + 1)
+    except Exception as error:
+        raise Unusable("unreadable", describe(error)) from error
     if len(data) > limit:
         raise Unusable("oversize", f"has more than {limit} bytes")
     return data
@@ -449,9 +416,7 @@ class _Hashed(io.RawIOBase):
     """Stream that hashes the bytes read from it."""
 
     def __init__(self, stream: BinaryIO):
-        self._stream = stream
-        self._hash = hashlib.blake2b(digest_size=16)
-        self._size = 0
+        self._stream, self._hash, self._size = stream, blake2b(), 0
 
     def readable(self) -> bool:
         return True
@@ -465,20 +430,15 @@ class _Hashed(io.RawIOBase):
 
     def drain(self) -> None:
         """Read and hash the remaining bytes."""
-        buffer = memoryview(bytearray(CHUNK))
         try:
-            while self.readinto(buffer):
+            while self.read(CHUNK):
                 pass
         except Exception as error:
             raise Unusable("unreadable", describe(error)) from error
 
     def record(self, listed: Listed) -> Iterator[TaggedOutput]:
         """Yield the outputs that record the file as read: an event and a File."""
-        yield TaggedOutput("counts", ("files read", listed["source"]))
-        record = File(
-            source=listed["source"],
-            place=listed["place"],
-            size=self._size,
-            hash=self._hash.hexdigest(),
-        )
+        yield event("files read", listed["source"])
+        source, place = listed["source"], listed["place"]
+        record = File(source=source, place=place, size=self._size, hash=self._hash.hexdigest())
         yield TaggedOutput("files", record)

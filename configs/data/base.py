@@ -33,7 +33,7 @@ def source(path: str, tasks: tuple[str, ...], **fields: Any) -> Any:
     result.tasks = tasks
     result.layout = "folder"
     result.split = ""  # or "chapters"
-    result.together = False  # True: a cluster has pieces of one document only
+    result.one_document_per_cluster = False
     result.max_characters = 0  # 0: use filter.max_characters
     result.update(fields)
     return result

@@ -22,7 +22,7 @@ def get_config() -> Any:
     config = base.get_config()
     web = base.source("", ("general_qa", "multiple_choice"), layout="ultra_fineweb")
     reports = base.source("", ("financial_math",), layout="docmath", max_characters=100_000_000)
-    reports.together = True
+    reports.one_document_per_cluster = True
     config.sources.update({"web": web, "reports": reports})
     config.decontaminate.benchmarks.update(
         {

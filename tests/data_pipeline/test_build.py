@@ -262,9 +262,9 @@ def test_the_command(config, tmp_path):
     [
         ({"filter.min_characters": 0}, "filter.min_characters = 0"),
         ({"dedup.bands": 7}, "dedup.bands = 7"),
-        ({"sources.web.layout": "x"}, "sources.web: source.layout = 'x'"),
+        ({"sources.web.layout": "x"}, "sources.web.layout = 'x'"),
         ({"sources.web.text": 1}, "^sources.web.text = 1"),
-        ({"decontaminate.benchmarks.exam.path": ""}, "benchmarks.exam: benchmark.path = ''"),
+        ({"decontaminate.benchmarks.exam.path": ""}, "benchmarks.exam.path = ''"),
         ({"sources.web.path": "/nowhere"}, "sources.web.path = '/nowhere'"),
         ({"cluster.max_cluster_tokens": 499}, "cut.max_document_tokens = 500"),
         ({"decontaminate.question_threshold": 2.0}, "question_threshold = 2.0"),

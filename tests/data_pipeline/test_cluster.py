@@ -49,7 +49,7 @@ def corpus(topics=40, each=10, dimensions=32, noise=0.08):
     return documents
 
 
-def run(folder, documents, config=CONFIG, options=(), together=()):
+def run(folder, documents, config=CONFIG, options=(), alone=()):
     """(clusters by id, removed, Done, Stages)"""
 
     def write(pipeline):
@@ -59,7 +59,7 @@ def run(folder, documents, config=CONFIG, options=(), together=()):
 
     stages = Stages(str(folder), options)
     first = stages.run("embed", {}, write)
-    done = cluster(stages, "embed/documents", [first], config, POOLS, together)
+    done = cluster(stages, "embed/documents", [first], config, POOLS, alone)
     clusters = sorted(stages.read("cluster/clusters"), key=lambda c: c["id"])
     removed = sorted(stages.read("cluster/removed"), key=lambda r: (r["source"], r["place"]))
     return clusters, removed, done, stages
@@ -122,7 +122,7 @@ def test_pieces_of_a_document_stay_together(documents, tmp_path):
         d | {"place": f"{i % 9}.txt", "part": i} if d["source"] == "tables" else d
         for i, d in enumerate(documents)
     ]
-    clusters, removed, done, _ = run(tmp_path, pieces, together=("tables",))
+    clusters, removed, done, _ = run(tmp_path, pieces, alone=("tables",))
     assert removed == [] and done.count("documents clustered") == len(documents)
     kept = [c for c in clusters if c["pool"] == POOLS["tables"]]
     assert all(len({d["place"] for d in c["documents"]}) == 1 for c in kept)

@@ -118,10 +118,8 @@ def test_directions_are_those_of_the_documents_with_the_smallest_ids(tmp_path, m
     every = bits(run(tmp_path / "a", given, config)[0])
     few = bits(run(tmp_path / "b", given[:20], config)[0])
     assert few == {name: every[name] for name in few} and len(every) == 200
-    sampler = embed._SampleWords(200, config)
-    sampler.setup()
-    sampled = sum(len(list(sampler.process(document))) for document in given)
-    assert 20 <= sampled < 100
+    sampled = [d for d in given for _ in embed._sample_words(d, 0.25, config.features)]
+    assert 20 <= len(sampled) < 100
 
 
 def test_dimensions_are_a_limit(tmp_path) -> None:
@@ -204,7 +202,7 @@ def test_a_policy_is_loaded_once_and_its_batches_are_certain(policy, tmp_path, m
             return super().embed(texts)
 
     monkeypatch.setattr(embedders, "Embedder", Recorded)
-    monkeypatch.setattr(embed, "TOGETHER", 4)
+    monkeypatch.setattr(embed, "EMBED_AT_ONCE", 4)
     given = [d | {"tokens": len(d["text"]) % 7} for d in documents(30)]
     shuffled = random.Random(1).sample(given, len(given))
     alone = bits(run(tmp_path / "a", given, policy)[0])
@@ -220,14 +218,14 @@ def test_a_policy_is_loaded_once_and_its_batches_are_certain(policy, tmp_path, m
 def test_a_policy_is_released_when_nobody_needs_it(policy, monkeypatch) -> None:
     loaded = []
     monkeypatch.setattr(embedders, "Embedder", lambda *given: loaded.append(given) or object())
-    lent = embed._Lent()
-    lent.borrow(policy)
-    lent.borrow(policy)
-    lent.give_back()
-    assert lent._embedder is not None and len(loaded) == 1
-    lent.give_back()
-    assert lent._embedder is None
-    lent.borrow(policy)
+    shared = embed._SharedEmbedder()
+    shared.acquire(policy)
+    shared.acquire(policy)
+    shared.release()
+    assert shared._embedder is not None and len(loaded) == 1
+    shared.release()
+    assert shared._embedder is None
+    shared.acquire(policy)
     assert len(loaded) == 2
 
 
