@@ -31,7 +31,7 @@ import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import apache_beam as beam
 import numpy as np
@@ -43,7 +43,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from etils import epath
 from tensorflow_datasets.core import dataset_info, example_serializer, splits
 
-from data_pipeline.records import Task, blake2b, digest
+from data_pipeline.records import AssignedCluster, blake2b, digest
 from data_pipeline.stages import Done, Stages, delete, match, read_json
 
 NAME, VERSION, SPLIT = "clusters", "1.0.0", "train"
@@ -90,7 +90,7 @@ def write_output(
 
     Args:
       stages: Stages with the finished clusters; their runner writes the shards.
-      clusters: "STAGE/TABLE" of Task.
+      clusters: "STAGE/TABLE" of AssignedCluster.
       after: Stages that produced the clusters.
       folder: Output folder, on any file system that Beam supports. Other files in it are kept.
       config: Number of shards.
@@ -169,11 +169,12 @@ def plan_shards(ids: Sequence[str], count: int) -> list[Shard]:
 def make_shards(
     clusters: beam.PCollection, shards: Sequence[Shard], folder: str
 ) -> beam.PCollection:
-    """Write the shards planned for `clusters` (Task); return a PCollection of file names."""
+    """Write the shards planned for AssignedClusters; return a PCollection of file names."""
     firsts, lengths = [shard.first for shard in shards], [shard.length for shard in shards]
     examples = clusters | "make examples" >> beam.ParDo(_MakeExample(firsts))
     groups = examples | "group shards" >> beam.GroupByKey()
-    return groups | "write shards" >> beam.Map(_write_shard, folder, lengths)
+    names: Any = groups | "write shards" >> beam.Map(_write_shard, folder, lengths)
+    return names
 
 
 def shard_name(number: int, count: int) -> str:
@@ -207,7 +208,7 @@ class _MakeExample(beam.DoFn):
         info: Any = self._features.get_serialized_info()
         self._serializer = example_serializer.ExampleSerializer(info)
 
-    def process(self, element: Task) -> Iterator[tuple[int, tuple[str, bytes]]]:
+    def process(self, element: AssignedCluster) -> Iterator[tuple[int, tuple[str, bytes]]]:
         columns = {"documents": "text", "sources": "source", "places": "place"}
         values: dict[str, Any] = {name: element[name] for name in ("id", "task", "tokens")}
         for name, field in columns.items():
@@ -256,7 +257,7 @@ def _write_info(folder: str, shards: Sequence[Shard], size: int) -> None:
     )
     info = tfds.core.DatasetInfo(
         builder=identity,
-        description="Clusters of related documents, each with the task that it is played for.",
+        description="Clusters of related documents, each with the task that it serves.",
         features=make_features(),
         split_dict=splits.SplitDict([split]),
     )
@@ -285,7 +286,7 @@ def _measure(folder: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     files = {}
     for name in names:
         with FileSystems.open(FileSystems.join(folder, name)) as file:
-            hashed = hashlib.file_digest(file, blake2b)
+            hashed = hashlib.file_digest(cast(Any, file), blake2b)
         files[name] = {"size": sizes[name], "hash": hashed.hexdigest()}
     return files
 

@@ -93,7 +93,7 @@ class Cluster(TypedDict):
     vector: bytes
 
 
-class Task(Cluster):
+class AssignedCluster(Cluster):
     """Cluster that was assigned a task."""
 
     task: str
@@ -149,7 +149,7 @@ _RECORDS = {
     "centroids": Centroids,
     "members": Member,
     "clusters": Cluster,
-    "tasks": Task,
+    "tasks": AssignedCluster,
 }
 SCHEMAS = {table: _schema(record) for table, record in _RECORDS.items()}
 

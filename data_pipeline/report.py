@@ -33,7 +33,7 @@ from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, TfidfVectorizer
 from sklearn.manifold import TSNE
 from threadpoolctl import threadpool_limits
 
-from data_pipeline.records import Cluster, Count, Removed
+from data_pipeline.records import AssignedCluster, Count, Removed
 
 REPORT = "report.html"
 MAP_POINTS = 2000  # clusters on the map: t-SNE of 2000 points takes 7 s on one core
@@ -79,20 +79,9 @@ _STOP = ENGLISH_STOP_WORDS | {"ll", "ve", "don", "doesn", "didn", "isn", "wasn",
 
 
 class Topic(NamedTuple):
-    """Topic of a cluster.
+    """Cluster with its most characteristic words, best first."""
 
-    Attributes:
-      cluster: Cluster id.
-      task: Task or pool of the cluster.
-      sources: Sources of its documents.
-      documents: Number of documents.
-      terms: Most characteristic words, best first.
-    """
-
-    cluster: str
-    task: str
-    sources: Sequence[str]
-    documents: int
+    cluster: AssignedCluster
     terms: Sequence[str]
 
 
@@ -100,31 +89,28 @@ class Topic(NamedTuple):
 class Content:
     """Content of the page. An empty field is shown as empty, or its plot is left out.
 
-    Only `stages`, `funnel`, `topics` and `examples` are ordered. Sizes in histograms may be rounded
-    down to tenths of a decade (records.rounded).
+    Histograms map a value to its number; values may be rounded down to tenths of a decade
+    (records.rounded). Only `stages`, `funnel` and `topics` are ordered.
 
     Attributes:
       title: Title of the page, one line.
       config: Config of the build, nested and JSON-serializable.
       versions: Package or file -> version or hash.
       seed: Seed of the build.
-      stages: (stage name, its counts). Each stage is a table with a line per `what` and a column
-        per source; "documents read", "documents removed: ..." and "documents kept" come first.
+      stages: (stage name, its counts).
       funnel: (name, number of documents): documents read, then documents left after each stage.
-      lengths_before: Histogram of the documents read: characters -> number of documents.
-      lengths_after: Histogram of the documents kept: characters -> number of documents.
-      document_tokens: Histogram: tokens -> number of documents.
-      components: Histogram: size of a near-duplicate group -> number of groups.
-      cluster_sizes: Pool -> documents of each cluster, int [clusters].
-      cluster_tokens: Histogram: tokens -> number of clusters.
-      clusters_by_task: Task -> number of clusters.
+      lengths_before, lengths_after: Histograms of characters of the documents read and kept.
+      document_tokens: Histogram of tokens of the documents.
+      components: Histogram of sizes of near-duplicate groups.
+      cluster_sizes: Pool -> histogram of documents of the clusters.
+      cluster_tokens: Histogram of tokens of the clusters.
+      clusters_by_task: AssignedCluster -> number of clusters.
       skipped: Files and documents that were left out; listed by reason.
       contamination: Benchmark -> names of the documents that matched it.
-      topics: A few clusters with their `top_terms`.
+      topics: A few clusters; the beginnings of their first documents are shown.
       map_ids: Ids of the n clusters on the map, n <= MAP_POINTS; those in `topics` are labeled.
       map_labels: Names of the n clusters' colors: main source, or pool.
       map_vectors: Vectors of the n clusters, float [n, D].
-      examples: A few clusters; the beginnings of their first documents are shown.
     """
 
     title: str
@@ -137,7 +123,7 @@ class Content:
     lengths_after: Mapping[int, int]
     document_tokens: Mapping[int, int]
     components: Mapping[int, int]
-    cluster_sizes: Mapping[str, np.ndarray]
+    cluster_sizes: Mapping[str, Mapping[int, int]]
     cluster_tokens: Mapping[int, int]
     clusters_by_task: Mapping[str, int]
     skipped: Sequence[Removed]
@@ -146,17 +132,10 @@ class Content:
     map_ids: Sequence[str]
     map_labels: Sequence[str]
     map_vectors: np.ndarray
-    examples: Sequence[Cluster]
 
 
 class Names(NamedTuple):
-    """List of names under one heading, possibly shortened.
-
-    Attributes:
-      what: Reason or benchmark.
-      number: Number of all names.
-      shown: First names in sorted order, at most NAMES_SHOWN.
-    """
+    """Names under one heading: their number, and the first NAMES_SHOWN of them in order."""
 
     what: str
     number: int
@@ -164,19 +143,15 @@ class Names(NamedTuple):
 
 
 def write_report(path_or_folder: str, content: Content) -> None:
-    """Write the page in UTF-8.
+    """Write the page in UTF-8 to a path that ends in .html, or to report.html in a folder.
 
-    Args:
-      path_or_folder: Path that ends in .html, or folder for report.html; local or on any file
-        system that Beam supports (gs://, s3://, ...).
-      content: Content of the page.
+    The path may be on any file system that Beam supports (gs://, s3://, ...).
     """
     path = path_or_folder
     if not path.endswith(".html"):
         path = FileSystems.join(path, REPORT)
-    page = render(content).encode("utf-8", "replace")
     with FileSystems.create(path, mime_type="text/html") as file:
-        file.write(page)
+        file.write(render(content).encode("utf-8", "replace"))
 
 
 def render(content: Content) -> str:
@@ -193,13 +168,8 @@ def render(content: Content) -> str:
         tables=[(name, *_stage_table(counts)) for name, counts in content.stages],
         config=json.dumps(content.config, indent=2, ensure_ascii=False),
         skipped=_by_reason(content.skipped),
-        contamination=[
-            _names(what, names) for what, names in sorted(content.contamination.items())
-        ],
-        examples=[
-            (c, [(d, _beginning(d["text"])) for d in c["documents"][:EXAMPLE_DOCUMENTS]])
-            for c in content.examples
-        ],
+        contamination=_names(content.contamination),
+        topics=[(topic, _beginnings(topic.cluster)) for topic in content.topics],
     )
 
 
@@ -287,11 +257,9 @@ def _facts(content: Content) -> list[tuple[str, int]]:
 
 
 def _stage_table(counts: Iterable[Count]) -> tuple[list[str], list[tuple[str, list[int]]]]:
-    """Make the table of a stage.
+    """Return a stage's sources, and for each `what` its number per source and in total.
 
-    Returns:
-      Sorted sources, and for each `what` its number per source and in total. Counts of source ""
-      appear only in the total.
+    Counts of source "" appear only in the total. Documents read, removed and kept come first.
     """
     numbers: dict[str, Counter[str]] = defaultdict(Counter)
     for count in counts:
@@ -312,26 +280,30 @@ def _stage_order(what: str) -> tuple[int, str]:
 def _by_reason(skipped: Iterable[Removed]) -> list[Names]:
     names = defaultdict(list)
     for removed in skipped:
-        names[removed["reason"]].append(_name(removed))
-    return [_names(reason, found) for reason, found in sorted(names.items())]
+        because = removed["because"] and f" ({_cut(removed['because'], EXAMPLE_CHARACTERS)})"
+        names[removed["reason"]].append(place_name(removed) + because)
+    return _names(names)
 
 
-def _name(removed: Removed) -> str:
-    part = f", part {removed['part']}" if removed["part"] else ""
-    because = f" ({_cut(removed['because'], EXAMPLE_CHARACTERS)})" if removed["because"] else ""
-    return f"{removed['source']}:{removed['place']}{part}{because}"
+def place_name(item: Mapping[str, Any]) -> str:
+    """Return "SOURCE:PLACE, part N" of a document or a Removed."""
+    part = f", part {item['part']}" if item["part"] else ""
+    return f"{item['source']}:{item['place']}{part}"
 
 
-def _names(what: str, names: Sequence[str]) -> Names:
-    return Names(what, len(names), sorted(names)[:NAMES_SHOWN])
+def _names(by_heading: Mapping[str, Sequence[str]]) -> list[Names]:
+    pairs = sorted(by_heading.items())
+    return [Names(what, len(names), sorted(names)[:NAMES_SHOWN]) for what, names in pairs]
 
 
-def _beginning(text: str) -> str:
-    """Return the beginning of a text on one line.
-
-    Looks at 5 times the characters shown, because runs of white space shrink.
-    """
-    return _cut(" ".join(text[: 5 * EXAMPLE_CHARACTERS].split()), EXAMPLE_CHARACTERS)
+def _beginnings(cluster: AssignedCluster) -> list[tuple[str, str]]:
+    """Return name and beginning, on one line, of the first documents of a cluster."""
+    found = []
+    for document in cluster["documents"][:EXAMPLE_DOCUMENTS]:
+        # Looks at 5 times the characters shown, because runs of white space shrink.
+        text = " ".join(document["text"][: 5 * EXAMPLE_CHARACTERS].split())
+        found.append((place_name(document), _cut(text, EXAMPLE_CHARACTERS)))
+    return found
 
 
 def _cut(text: str, length: int) -> str:
@@ -340,38 +312,32 @@ def _cut(text: str, length: int) -> str:
 
 def _plots(content: Content) -> dict[str, Markup]:
     """Return name -> SVG for the plots that have data."""
-    before, after = content.lengths_before, content.lengths_after
-    plots: dict[str, Callable[[Axes], None]] = {}
-    if content.funnel:
-        plots["funnel"] = lambda axes: _draw_funnel(axes, content.funnel)
-    if before or after:
-        lengths = {"read": before, "kept": after}
-        plots["characters"] = lambda axes: _draw_log(axes, lengths, "characters", "documents")
-    if content.document_tokens:
-        tokens = {"tokens": content.document_tokens}
-        plots["tokens"] = lambda axes: _draw_log(axes, tokens, "tokens", "documents")
-    if content.components:
-        plots["components"] = lambda axes: _draw_components(axes, content.components)
-    if any(map(len, content.cluster_sizes.values())):
-        plots["sizes"] = lambda axes: _draw_sizes(axes, content.cluster_sizes)
-    if content.cluster_tokens:
-        sums = {"tokens": content.cluster_tokens}
-        plots["sums"] = lambda axes: _draw_log(axes, sums, "tokens", "clusters")
-    if len(content.map_ids):
-        plots["map"] = lambda axes: _draw_map(axes, content)
-    return {
-        name: _svg(draw, _LARGE if name == "map" else _SMALL, name) for name, draw in plots.items()
+    lengths = {"read": content.lengths_before, "kept": content.lengths_after}
+    plots: dict[str, tuple[Callable[..., None], Any, *tuple[Any, ...]]] = {
+        "funnel": (_draw_funnel, content.funnel),
+        "characters": (_draw_log, _filled(lengths), "characters", "documents"),
+        "tokens": (_draw_log, _filled({"tokens": content.document_tokens}), "tokens", "documents"),
+        "components": (_draw_components, content.components),
+        "sizes": (_draw_sizes, _filled(content.cluster_sizes)),
+        "sums": (_draw_log, _filled({"tokens": content.cluster_tokens}), "tokens", "clusters"),
+        "map": (_draw_map, content.map_ids, content),
     }
+    return {name: _svg(name, *plot) for name, plot in plots.items() if len(plot[1])}
 
 
-def _svg(draw: Callable[[Axes], None], size: tuple[float, float], name: str) -> Markup:
+def _filled(histograms: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
+    return {name: dict(sorted(found.items())) for name, found in histograms.items() if found}
+
+
+def _svg(name: str, draw: Callable[..., None], *data: Any) -> Markup:
     """Draw a plot as an <svg> element without a fixed size; the bytes do not vary between runs."""
+    size = _LARGE if name == "map" else _SMALL
     buffer = io.StringIO()
     with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
         # matplotlib measures text in DejaVu Sans, which lacks some letters of the browser's fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = Figure(figsize=size, layout="constrained")
-        draw(figure.add_subplot())
+        draw(figure.add_subplot(), *data)
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     svg = buffer.getvalue().replace(_INK, "currentColor")
@@ -397,13 +363,12 @@ def _draw_funnel(axes: Axes, funnel: Sequence[tuple[str, int]]) -> None:
 
 def _draw_log(axes: Axes, series: Mapping[str, Mapping[int, int]], x: str, y: str) -> None:
     """Draw histograms with log bins, ten per decade over whole decades; zeros count as 1."""
-    found = {name: numbers for name, numbers in series.items() if numbers}
-    values = {name: np.maximum(list(numbers), 1) for name, numbers in found.items()}
+    values = {name: np.maximum(list(numbers), 1) for name, numbers in series.items()}
     first = int(np.floor(np.log10(min(numbers.min() for numbers in values.values()))))
     last = int(np.floor(np.log10(max(numbers.max() for numbers in values.values())))) + 1
     bins = np.logspace(first, last, 10 * (last - first) + 1).tolist()
     for index, (name, numbers) in enumerate(values.items()):
-        weights = list(found[name].values())
+        weights = list(series[name].values())
         axes.hist(numbers, bins, weights=weights, color=f"C{index}", alpha=0.6, label=name)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -435,15 +400,16 @@ def _draw_components(axes: Axes, components: Mapping[int, int]) -> None:
     axes.set_ylabel("groups")
 
 
-def _draw_sizes(axes: Axes, cluster_sizes: Mapping[str, np.ndarray]) -> None:
+def _draw_sizes(axes: Axes, cluster_sizes: Mapping[str, Mapping[int, int]]) -> None:
     """Draw one bar per size, or at most 30 bars for wide ranges, with the pools stacked."""
-    pools = sorted(pool for pool, sizes in cluster_sizes.items() if len(sizes))
-    sizes = [np.asarray(cluster_sizes[pool]) for pool in pools]
-    first, last = min(s.min() for s in sizes), max(s.max() for s in sizes)
+    pools = sorted(cluster_sizes)
+    sizes = [list(cluster_sizes[pool]) for pool in pools]
+    weights = [list(cluster_sizes[pool].values()) for pool in pools]
+    first, last = min(map(min, sizes)), max(map(max, sizes))
     step = max(1, -(-(last - first + 1) // 30))
-    bins = np.arange(first, last + step + 1, step) - 0.5
+    bins = [edge - 0.5 for edge in range(first, last + step + 1, step)]
     names = [_cut(pool, _LABEL_CHARACTERS) for pool in pools]
-    axes.hist(sizes, bins, stacked=True, label=names, alpha=0.8, rwidth=0.9)
+    axes.hist(sizes, bins, weights=weights, stacked=True, label=names, alpha=0.8, rwidth=0.9)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.grid(visible=False, axis="x")
     axes.set_xlabel("documents in the cluster")
@@ -463,10 +429,10 @@ def _legend(axes: Axes, names: int) -> None:
         axes.figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
 
 
-def _draw_map(axes: Axes, content: Content) -> None:
+def _draw_map(axes: Axes, map_ids: Sequence[str], content: Content) -> None:
     """Draw one point per cluster; the most common labels get colors, the others are gray."""
-    rows = sorted(range(len(content.map_ids)), key=lambda row: content.map_ids[row])
-    ids = [content.map_ids[row] for row in rows]
+    rows = sorted(range(len(map_ids)), key=map_ids.__getitem__)
+    ids = [map_ids[row] for row in rows]
     labels = np.asarray([content.map_labels[row] for row in rows])
     points = place_points(np.asarray(content.map_vectors)[rows])
     counted = Counter(labels.tolist())
@@ -493,7 +459,7 @@ def _name_points(
 
     From the top, each label is moved down until it is one line below the labels next to it.
     """
-    terms = {topic.cluster: topic.terms[0] for topic in topics if topic.terms}
+    terms = {topic.cluster["id"]: topic.terms[0] for topic in topics if topic.terms}
     width, line = np.ptp(points, axis=0) * (0.16, 0.032)
     named = [(points[row], terms[id]) for row, id in enumerate(ids) if id in terms]
     placed: list[tuple[float, float]] = []

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from data_pipeline import output
-from data_pipeline.records import Cluster, Removed
-from data_pipeline.report import MAP_POINTS, Content, Topic, top_terms, write_report
+from data_pipeline.report import MAP_POINTS, Content, Topic, place_name, top_terms, write_report
 from data_pipeline.stages import Done, Stages
 
 TOPICS = 8  # clusters per task that are shown with their terms
@@ -32,16 +31,16 @@ def write(
     Args:
       stages: Stages with all finished tables.
       done: All stages that made the clusters, in order.
-      clusters: "STAGE/TABLE" of Cluster with "task".
+      clusters: "STAGE/TABLE" of AssignedCluster.
       out: Output folder of the build.
       manifest: Manifest of the build, with "config" and "versions".
     """
     by_name = {stage.name: stage for stage in done}
     index = output.read_index(stages, clusters)
-    topics, examples = _topics(stages, clusters, index)
     columns = ["id", "vector", "documents.list.element.source"]
     shown = [record["id"] for record in index[:MAP_POINTS]]
     points = sorted(stages.read(clusters, columns, set(shown)), key=lambda point: point["id"])
+    pools = {c["source"] for c in by_name["cluster"].counts if c["what"] == "clusters"}
     content = Content(
         title="Clusters of documents",
         config=manifest["config"],
@@ -53,70 +52,53 @@ def write(
         lengths_after=by_name["read"].histogram("characters kept"),
         document_tokens=by_name["cut"].histogram("tokens"),
         components=by_name["dedup"].histogram("component size"),
-        cluster_sizes=_sizes(by_name["cluster"]),
+        cluster_sizes={pool: by_name["cluster"].histogram("cluster size", pool) for pool in pools},
         cluster_tokens=Counter(record["tokens"] for record in index),
         clusters_by_task=dict(sorted(Counter(record["task"] for record in index).items())),
-        skipped=[_removed(record) for record in stages.read("read/removed")],
+        skipped=cast(Any, stages.read("read/removed")),
         contamination=_contamination(stages, by_name),
-        topics=topics,
+        topics=_topics(stages, clusters, index),
         map_ids=[point["id"] for point in points],
         map_labels=[_main_source(point) for point in points],
         map_vectors=np.stack([np.frombuffer(point["vector"], np.float32) for point in points]),
-        examples=examples,
     )
     write_report(out, content)
 
 
-def _topics(
-    stages: Stages, clusters: str, index: Sequence[Mapping[str, Any]]
-) -> tuple[list[Topic], list[Cluster]]:
-    """Return the first clusters of each task by id: their topics, and the clusters themselves."""
+def _topics(stages: Stages, clusters: str, index: Sequence[Mapping[str, Any]]) -> list[Topic]:
+    """Return the first clusters of each task by id, with their terms."""
     chosen: dict[str, list[str]] = defaultdict(list)
     for record in index:
         if len(chosen[record["task"]]) < TOPICS:
             chosen[record["task"]].append(record["id"])
     ids = [name for task in sorted(chosen) for name in chosen[task]]
     others = [record["id"] for record in index if record["id"] not in ids][:BACKGROUND]
-    texts = {record["id"]: record for record in stages.read(clusters, ids={*ids, *others})}
-    background = [d["text"] for name in others for d in texts[name]["documents"]]
-    found = [texts[name] for name in ids]
-    terms = top_terms([[d["text"] for d in c["documents"]] for c in found], background, TERMS)
-    topics = [
-        Topic(
-            cluster=c["id"],
-            task=c["task"],
-            sources=sorted({d["source"] for d in c["documents"]}),
-            documents=len(c["documents"]),
-            terms=words,
-        )
-        for c, words in zip(found, terms, strict=True)
-    ]
-    return topics, [Cluster(**{name: c[name] for name in Cluster.__annotations__}) for c in found]
+    found: dict[str, Any] = {c["id"]: c for c in stages.read(clusters, ids={*ids, *others})}
+    texts = {name: [d["text"] for d in c["documents"]] for name, c in found.items()}
+    background = [text for name in others for text in texts[name]]
+    terms = top_terms([texts[name] for name in ids], background, TERMS)
+    return [Topic(found[name], words) for name, words in zip(ids, terms, strict=True)]
 
 
-def _funnel(done: Mapping[str, Done]) -> list[tuple[str, int]]:
-    steps = [("read", done["read"].count("documents read"))]
-    steps += [("filter", done["read"].count("documents kept"))]
-    for name in ("dedup", "decontaminate"):
-        if name in done:
-            steps.append((name, done[name].count("documents kept")))
-    steps.append(("cut", done["cut"].count("pieces")))
-    steps.append(("cluster", done["cluster"].count("documents clustered")))
-    return [*steps, ("tasks", done["tasks"].count("documents"))]
-
-
-def _sizes(clustered: Done) -> dict[str, np.ndarray]:
-    pools = sorted({c["source"] for c in clustered.counts if c["what"] == "clusters"})
-    sizes = {pool: clustered.histogram("cluster size", pool) for pool in pools}
-    return {pool: np.repeat(list(found), list(found.values())) for pool, found in sizes.items()}
+def _funnel(done: dict[str, Done]) -> list[tuple[str, int]]:
+    events = {
+        "read": "documents read",
+        "filter": "documents kept",
+        "dedup": "documents kept",
+        "decontaminate": "documents kept",
+        "cut": "pieces",
+        "cluster": "documents clustered",
+        "tasks": "documents",
+    }
+    stages = done | {"filter": done["read"]}
+    return [(name, stages[name].count(what)) for name, what in events.items() if name in stages]
 
 
 def _contamination(stages: Stages, done: Mapping[str, Done]) -> dict[str, list[str]]:
     names: dict[str, list[str]] = defaultdict(list)
     if "decontaminate" in done:
         for record in stages.read("decontaminate/removed"):
-            part = f", part {record['part']}" if record["part"] else ""
-            names[record["because"]].append(f"{record['source']}:{record['place']}{part}")
+            names[record["because"]].append(place_name(record))
     return dict(names)
 
 
@@ -124,7 +106,3 @@ def _main_source(point: Mapping[str, Any]) -> str:
     """Return the source of most documents of a cluster; the first by name on ties."""
     counts = Counter(document["source"] for document in point["documents"])
     return min(counts, key=lambda source: (-counts[source], source))
-
-
-def _removed(record: Mapping[str, Any]) -> Removed:
-    return Removed(**{name: record[name] for name in Removed.__annotations__})
