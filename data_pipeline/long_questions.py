@@ -27,15 +27,17 @@ distractors; these are the other rows' documents.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import functools
 import glob
+import itertools
 import json
 import logging
 import os
 import pathlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from absl import flags
@@ -44,9 +46,11 @@ from data_pipeline.question_rows import LAYOUTS, Draft, read_row
 from spell_jax.data.questions import Question, as_record
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.runtime import entry
+from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import read_records, write_json, write_records
 from spell_jax.selfplay.rules import normalize_answer
 
+T = TypeVar("T")
 log = logging.getLogger("data_pipeline.long_questions")  # __name__ may be "__main__"
 
 
@@ -66,9 +70,7 @@ class LongConfig:
     seed: int = 0
 
     def __post_init__(self):
-        for field, least in (("min_tokens", 1), ("max_tokens", self.min_tokens), ("seed", 0)):
-            if getattr(self, field) < least:
-                raise ValueError(f"{field} = {getattr(self, field)}: must be at least {least}")
+        check_least(self, "", min_tokens=1, max_tokens=self.min_tokens, seed=0)
 
 
 class Pool:
@@ -85,24 +87,23 @@ class Pool:
         self.tokens: list[int] = []
         self.repeated = 0
         self._words: list[str] = []
-        self._places: dict[str, int] = {}
+        self._indices: dict[str, int] = {}
         self._count = count_tokens
 
     def add(self, text: str) -> int:
         """Add a document if it is new, and return its index in `texts`."""
-        key = " ".join(text.lower().split())
-        if key in self._places:
+        index = self._indices.setdefault(" ".join(text.lower().split()), len(self.texts))
+        if index < len(self.texts):
             self.repeated += 1
-            return self._places[key]
-        self._places[key] = len(self.texts)
-        self.texts.append(text)
-        self.tokens.append(self._count(text + "\n"))
-        self._words.append(f" {normalize_answer(text)} ")
-        return self._places[key]
+        else:
+            self.texts.append(text)
+            self.tokens.append(self._count(text + "\n"))
+            self._words.append(f" {normalize_answer(text)} ")
+        return index
 
-    def holds(self, place: int, words: Sequence[str]) -> bool:
-        """Return whether document `place` contains any of these normalized phrases."""
-        return any(f" {some} " in self._words[place] for some in words)
+    def contains(self, index: int, phrases: Sequence[str]) -> bool:
+        """Return whether a document contains any of these normalized phrases."""
+        return any(f" {phrase} " in self._words[index] for phrase in phrases)
 
 
 class Builder:
@@ -119,61 +120,46 @@ class Builder:
     def __init__(self, config: LongConfig, count_tokens: Callable[[str], int]):
         self.config = config
         self.pool = Pool(count_tokens)
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.left_out: collections.Counter[str] = collections.Counter()
-        self._tasks: collections.Counter[str] = collections.Counter()
+        self.counts: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
+        self._tasks: Counter[str] = Counter()
         self._lengths: list[int] = []
         self._drafts: list[tuple[Draft, tuple[int, ...]]] = []
 
     def read(self, path: str | os.PathLike[str], layout: str) -> None:
-        """Read the rows of a .json list or of JSON lines.
-
-        Args:
-          path: The file.
-          layout: Key of question_rows.LAYOUTS.
+        """Read the rows of a .json list or of JSON lines in a layout of question_rows.LAYOUTS.
 
         Raises:
           FileNotFoundError: if the file does not exist.
           ValueError: if a .json file is not a list.
         """
-
-        def parse(row: Any) -> list[Draft | str]:
-            return read_row(LAYOUTS[layout], row)
-
-        if pathlib.Path(path).suffix == ".json":
-            rows, bad = _read_list(pathlib.Path(path), parse)
-        else:
-            rows, bad = read_records(path, parse)
+        read = _read_list if pathlib.Path(path).suffix == ".json" else read_records
+        rows, bad = read(path, functools.partial(read_row, LAYOUTS[layout]))
         self.counts["rows"] += len(rows) + bad
         self.counts["bad_rows"] += bad
-        for found in rows:
-            for draft in found:
-                self.counts["questions"] += 1
-                if isinstance(draft, str):
-                    self.left_out[draft] += 1
-                else:
-                    self._take(draft)
-
-    def _take(self, draft: Draft) -> None:
-        """Store a draft, with its documents as indices into the pool."""
-        kept = tuple(q for q in draft.evidence if any(q in text for text in draft.documents))
-        self.counts["unquoted_evidence"] += len(draft.evidence) - len(kept)
-        self.counts["without_evidence"] += not kept
-        places = tuple(dict.fromkeys(map(self.pool.add, draft.documents)))
-        self._drafts.append((dataclasses.replace(draft, documents=(), evidence=kept), places))
+        for draft in itertools.chain(*rows):
+            self.counts["questions"] += 1
+            if isinstance(draft, str):
+                self.left_out[draft] += 1
+                continue
+            quoted = tuple(q for q in draft.evidence if any(q in text for text in draft.documents))
+            self.counts["unquoted_evidence"] += len(draft.evidence) - len(quoted)
+            self.counts["without_evidence"] += not quoted
+            own = tuple(dict.fromkeys(map(self.pool.add, draft.documents)))
+            self._drafts.append((dataclasses.replace(draft, documents=(), evidence=quoted), own))
 
     def questions(self) -> Iterator[Question]:
         """Yield the long questions in the order of the rows."""
         for number, (draft, own) in enumerate(self._drafts):
             rng = np.random.default_rng([self.config.seed, number])
-            places, total, reason = self._pad(draft, own, rng)
+            indices, total, reason = self._pad(draft, own, rng)
             if reason:
                 self.left_out[reason] += 1
                 continue
             self._tasks[draft.task] += 1
             self._lengths.append(total)
-            self.counts["distractors"] += len(places) - len(own)
-            documents = tuple(self.pool.texts[place] for place in rng.permutation(places))
+            self.counts["distractors"] += len(indices) - len(own)
+            documents = tuple(self.pool.texts[index] for index in rng.permutation(indices))
             yield Question(draft.task, documents, draft.question, draft.answer, draft.evidence)
 
     def _pad(
@@ -187,30 +173,31 @@ class Builder:
         """
         config, pool = self.config, self.pool
         target = int(rng.integers(config.min_tokens, config.max_tokens + 1))
-        places, total = list(own), sum(pool.tokens[place] for place in own)
+        indices, total = list(own), sum(pool.tokens[index] for index in own)
         if total > config.max_tokens:
-            return places, total, "longer than max_tokens"
-        known = set(own)
-        for place in rng.permutation(len(pool.texts)).tolist():
+            return indices, total, "longer than max_tokens"
+        for index in rng.permutation(len(pool.texts)).tolist():
             if total >= target:
                 break
-            if place in known or total + pool.tokens[place] > config.max_tokens:
+            if index in own or total + pool.tokens[index] > config.max_tokens:
                 continue
-            if pool.holds(place, draft.giveaways):
+            if pool.contains(index, draft.giveaways):
                 self.counts["with_answer"] += 1
                 continue
-            places.append(place)
-            total += pool.tokens[place]
+            indices.append(index)
+            total += pool.tokens[index]
         if total < config.min_tokens:
-            return places, total, "too few distractors"
+            return indices, total, "too few distractors"
         self.counts["short_of_target"] += total < target
-        return places, total, ""
+        return indices, total, ""
 
     def summary(self) -> dict[str, Any]:
         """Return all counts, JSON-serializable; call it after `questions` is exhausted."""
         lengths = self._lengths or [0]
+        names = ("rows", "bad_rows", "questions", "distractors", "with_answer", "short_of_target")
         return {
-            **{name: self.counts[name] for name in ("rows", "bad_rows", "questions")},
+            **{name: self.counts[name] for name in names},
+            **{name: self.counts[name] for name in ("without_evidence", "unquoted_evidence")},
             "left_out": dict(sorted(self.left_out.items())),
             "written": dict(sorted(self._tasks.items())),
             "tokens": {
@@ -219,33 +206,25 @@ class Builder:
                 "max": max(lengths),
             },
             "pool": {"documents": len(self.pool.texts), "repeated": self.pool.repeated},
-            **{
-                name: self.counts[name]
-                for name in ("distractors", "with_answer", "short_of_target")
-            },
-            **{name: self.counts[name] for name in ("without_evidence", "unquoted_evidence")},
             **dataclasses.asdict(self.config),
         }
 
 
-def _read_list(
-    path: pathlib.Path, parse: Callable[[Any], list[Draft | str]]
-) -> tuple[list[list[Draft | str]], int]:
+def _read_list(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], int]:
     """Parse a file that is one JSON list; like read_records, return (rows, number of bad rows)."""
     try:
-        values = json.loads(path.read_bytes().decode("utf-8-sig"))
+        values = json.loads(pathlib.Path(path).read_text("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no JSON ({error})") from error
     if not isinstance(values, list):
         raise ValueError(f"{path}: must be a list of rows, is {type(values).__name__}")
-    rows, bad = [], 0
+    rows: list[T] = []
     for number, value in enumerate(values):
         try:
             rows.append(parse(value))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            bad += 1
             log.warning("%s, row %d: skipped (%s: %s)", path, number, type(error).__name__, error)
-    return rows, bad
+    return rows, len(values) - len(rows)
 
 
 def build(
@@ -291,19 +270,18 @@ def _files(patterns: Sequence[str]) -> list[str]:
 
 def main(_) -> None:
     logging.getLogger("data_pipeline").setLevel(logging.INFO)
-    given = flags.FLAGS
-    config = LongConfig(given.min_tokens, given.max_tokens, given.seed)
-    count = tokenizers.load(given.tokenizer).count
-    summary = build(given.rows, given.layout, given.out, config, count)
-    print(json.dumps(summary))
+    values = flags.FLAGS
+    config = LongConfig(values.min_tokens, values.max_tokens, values.seed)
+    count = tokenizers.load(values.tokenizer).count
+    print(json.dumps(build(values.rows, values.layout, values.out, config, count)))
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list("rows", None, "Files, or patterns of them, with commas.", required=True)
-    flags.DEFINE_enum("layout", None, list(LAYOUTS), "Of the rows.", required=True)
-    flags.DEFINE_string("tokenizer", None, "A policy's folder; it counts tokens.", required=True)
-    flags.DEFINE_string("out", None, "JSONL to write.", required=True)
-    flags.DEFINE_integer("min_tokens", LongConfig.min_tokens, "Of a question's documents.")
-    flags.DEFINE_integer("max_tokens", LongConfig.max_tokens, "Of a question's documents.")
-    flags.DEFINE_integer("seed", 0, "Of targets, distractors and order.")
+    flags.DEFINE_list("rows", None, "Files or glob patterns, comma-separated.", required=True)
+    flags.DEFINE_enum("layout", None, list(LAYOUTS), "Layout of the rows.", required=True)
+    flags.DEFINE_string("tokenizer", None, "Policy folder; its tokenizer counts.", required=True)
+    flags.DEFINE_string("out", None, "JSONL file to write.", required=True)
+    flags.DEFINE_integer("min_tokens", LongConfig.min_tokens, "Least tokens of all documents.")
+    flags.DEFINE_integer("max_tokens", LongConfig.max_tokens, "Most tokens of all documents.")
+    flags.DEFINE_integer("seed", 0, "Seed of targets, distractors and order.")
     entry.run_main(main)

@@ -67,15 +67,11 @@ Reader = Callable[[Mapping[str, Any]], Iterator[Draft | str]]
 def read_row(reader: Reader, row: Any) -> list[Draft | str]:
     """Parse a row and check that the reward's rule can score each answer.
 
-    Args:
-      reader: Parser of the row's layout.
-      row: JSON value.
-
     Returns:
       For each question, its draft or the reason why it is unusable.
 
     Raises:
-      ValueError, KeyError, TypeError, AttributeError: if the row does not match its layout.
+      ValueError, KeyError, TypeError, AttributeError: if the row has another layout.
     """
     if not isinstance(row, dict):
         raise TypeError(f"must be an object, is {type(row).__name__}")
@@ -89,8 +85,8 @@ def _checked(draft: Draft | str) -> Draft | str:
     "".join(texts).encode()  # raises on lone surrogates, which UTF-8 cannot encode
     if not all(text.strip() for text in texts):
         raise ValueError("question, answer, documents and evidence must not be blank")
-    said = f"The correct answer is {draft.answer}"
-    return draft if rules.score(said, draft.answer, draft.task) else "rule cannot score the answer"
+    reply = f"The correct answer is {draft.answer}"
+    return draft if rules.score(reply, draft.answer, draft.task) else "rule cannot score the answer"
 
 
 def musique(row: Mapping[str, Any]) -> Iterator[Draft | str]:
@@ -102,10 +98,8 @@ def musique(row: Mapping[str, Any]) -> Iterator[Draft | str]:
     if row.get("answerable", True) is not True:
         yield "unanswerable"
         return
-    paragraphs = [(_text(p["title"]), _text(p["paragraph_text"])) for p in row["paragraphs"]]
-    rests_on = [p["is_supporting"] is True for p in row["paragraphs"]]
-    evidence = [text for (_, text), is_it in zip(paragraphs, rests_on, strict=True) if is_it]
-    documents = [f"{title}\n{text}" for title, text in paragraphs]
+    documents = [f"{_text(p['title'])}\n{_text(p['paragraph_text'])}" for p in row["paragraphs"]]
+    evidence = [p["paragraph_text"] for p in row["paragraphs"] if p["is_supporting"] is True]
     yield _multi_hop(row, documents, evidence, row.get("answer_aliases", []))
 
 
@@ -131,15 +125,13 @@ def _multi_hop(
     row: Mapping[str, Any],
     documents: Sequence[str],
     evidence: Sequence[str],
-    other_names: Sequence[str] = (),
+    aliases: Sequence[str] = (),
 ) -> Draft:
     if not evidence:
         raise ValueError("no supporting paragraph or sentence")
-    answer = _text(row["answer"])
-    giveaways = _giveaways(answer, *other_names)
-    question = _text(row["question"])
-    made = tuple(documents), tuple(dict.fromkeys(evidence))
-    return Draft("general_qa", question, answer, *made, giveaways)
+    question, answer = _text(row["question"]), _text(row["answer"])
+    texts = tuple(documents), tuple(dict.fromkeys(evidence))
+    return Draft("general_qa", question, answer, *texts, _giveaways(answer, *aliases))
 
 
 def tatqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
@@ -201,19 +193,18 @@ def convfinqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
     text, table = _text(row["text"]).strip(), _text(row["table"]).strip()
     document = f"Report {name}\n{text}\n{table}"
     *before, last = [_text(question).strip() for question in row["questions"]]
-    asked = f"Report {name}: {last}"
+    question = f"Report {name}: {last}"
     if before:
-        asked = (
-            f"Report {name}, a conversation: {' '.join(before)} Answer its last question: {last}"
-        )
-    said = _text(row["golden_text"]).strip()
-    quotes = [said] if said in text else _SENTENCE_END.split(said)
+        turns = " ".join(before)
+        question = f"Report {name}, a conversation: {turns} Answer its last question: {last}"
+    golden = _text(row["golden_text"]).strip()
+    quotes = [golden] if golden in text else _SENTENCE_END.split(golden)
     evidence = [*_text(row["golden_table"]).strip().split("\n"), *quotes]
     answer = row["answer"]
     task = "general_qa" if isinstance(answer, str) else "financial_math"
     reference = answer if isinstance(answer, str) else _number(answer)
     kept = tuple(quote.strip() for quote in evidence if quote.strip())
-    yield Draft(task, asked, reference, (document,), kept)
+    yield Draft(task, question, reference, (document,), kept)
 
 
 LAYOUTS: dict[str, Reader] = {

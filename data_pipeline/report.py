@@ -90,7 +90,7 @@ class Content:
     """Content of the page. An empty field is shown as empty, or its plot is left out.
 
     Histograms map a value to its number; values may be rounded down to tenths of a decade
-    (records.rounded). Only `stages`, `funnel` and `topics` are ordered.
+    (records.rounded). Only `stages`, `funnel`, `topics` and the map are ordered.
 
     Attributes:
       title: Title of the page, one line.
@@ -104,7 +104,7 @@ class Content:
       components: Histogram of sizes of near-duplicate groups.
       cluster_sizes: Pool -> histogram of documents of the clusters.
       cluster_tokens: Histogram of tokens of the clusters.
-      clusters_by_task: AssignedCluster -> number of clusters.
+      clusters_by_task: Task -> number of clusters.
       skipped: Files and documents that were left out; listed by reason.
       contamination: Benchmark -> names of the documents that matched it.
       topics: A few clusters; the beginnings of their first documents are shown.
@@ -134,23 +134,9 @@ class Content:
     map_vectors: np.ndarray
 
 
-class Names(NamedTuple):
-    """Names under one heading: their number, and the first NAMES_SHOWN of them in order."""
-
-    what: str
-    number: int
-    shown: list[str]
-
-
-def write_report(path_or_folder: str, content: Content) -> None:
-    """Write the page in UTF-8 to a path that ends in .html, or to report.html in a folder.
-
-    The path may be on any file system that Beam supports (gs://, s3://, ...).
-    """
-    path = path_or_folder
-    if not path.endswith(".html"):
-        path = FileSystems.join(path, REPORT)
-    with FileSystems.create(path, mime_type="text/html") as file:
+def write_report(folder: str, content: Content) -> None:
+    """Write report.html into a folder on any file system that Beam supports."""
+    with FileSystems.create(FileSystems.join(folder, REPORT), mime_type="text/html") as file:
         file.write(render(content).encode("utf-8", "replace"))
 
 
@@ -168,7 +154,8 @@ def render(content: Content) -> str:
         tables=[(name, *_stage_table(counts)) for name, counts in content.stages],
         config=json.dumps(content.config, indent=2, ensure_ascii=False),
         skipped=_by_reason(content.skipped),
-        contamination=_names(content.contamination),
+        contamination=content.contamination,
+        names_shown=NAMES_SHOWN,
         topics=[(topic, _beginnings(topic.cluster)) for topic in content.topics],
     )
 
@@ -277,23 +264,18 @@ def _stage_order(what: str) -> tuple[int, str]:
     return next(i for i, first in enumerate(firsts) if what.startswith(first)), what
 
 
-def _by_reason(skipped: Iterable[Removed]) -> list[Names]:
+def _by_reason(skipped: Iterable[Removed]) -> dict[str, list[str]]:
     names = defaultdict(list)
     for removed in skipped:
         because = removed["because"] and f" ({_cut(removed['because'], EXAMPLE_CHARACTERS)})"
         names[removed["reason"]].append(place_name(removed) + because)
-    return _names(names)
+    return names
 
 
 def place_name(item: Mapping[str, Any]) -> str:
     """Return "SOURCE:PLACE, part N" of a document or a Removed."""
     part = f", part {item['part']}" if item["part"] else ""
     return f"{item['source']}:{item['place']}{part}"
-
-
-def _names(by_heading: Mapping[str, Sequence[str]]) -> list[Names]:
-    pairs = sorted(by_heading.items())
-    return [Names(what, len(names), sorted(names)[:NAMES_SHOWN]) for what, names in pairs]
 
 
 def _beginnings(cluster: AssignedCluster) -> list[tuple[str, str]]:
@@ -431,10 +413,8 @@ def _legend(axes: Axes, names: int) -> None:
 
 def _draw_map(axes: Axes, map_ids: Sequence[str], content: Content) -> None:
     """Draw one point per cluster; the most common labels get colors, the others are gray."""
-    rows = sorted(range(len(map_ids)), key=map_ids.__getitem__)
-    ids = [map_ids[row] for row in rows]
-    labels = np.asarray([content.map_labels[row] for row in rows])
-    points = place_points(np.asarray(content.map_vectors)[rows])
+    labels = np.asarray(content.map_labels)
+    points = place_points(content.map_vectors)
     counted = Counter(labels.tolist())
     common = sorted(counted, key=lambda label: (-counted[label], label))[: len(_COLORS)]
     groups = [(label, labels == label) for label in common]
@@ -443,7 +423,7 @@ def _draw_map(axes: Axes, map_ids: Sequence[str], content: Content) -> None:
     for (name, mask), color in zip(groups, (*_COLORS, _GRAY), strict=False):
         legend = f"{_cut(name, _LABEL_CHARACTERS)} ({mask.sum():,})"
         axes.plot(*points[mask].T, ".", color=color, alpha=0.8, markersize=7, mew=0, label=legend)
-    _name_points(axes, ids, points, content.topics)
+    _name_points(axes, map_ids, points, content.topics)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.margins(0.06)

@@ -140,7 +140,7 @@ def test_the_pool_has_each_text_once():
     pool = long_questions.Pool(count_words)
     assert [pool.add(text) for text in ("a b", "c", "A  b", "a b\n", "a-b")] == [0, 1, 0, 0, 2]
     assert pool.texts == ["a b", "c", "a-b"] and pool.tokens == [2, 1, 1] and pool.repeated == 2
-    assert pool.holds(0, ["b"]) and not pool.holds(0, []) and not pool.holds(2, ["b"])
+    assert pool.contains(0, ["b"]) and not pool.contains(0, []) and not pool.contains(2, ["b"])
 
 
 def test_too_long_and_too_short_are_told_apart(tmp_path):
