@@ -11,43 +11,25 @@ after, on questions about clusters that neither the warm start nor self-play has
 policy is named by --config.policy.folder; for a real model use the sizes of configs/paper.py.
 """
 
-from typing import Any
-
 from spell_jax.config import default_config
+from spell_jax.runtime.config import Config
 
 
-def get_config() -> Any:  # a ConfigDict, whose fields have no static types
+def get_config() -> Config:
     config = default_config()
-    config.steps = 30
-    config.evaluate = True
-    config.validate_every = 10
-    config.checkpoint_every = 10
-
+    config.update(steps=30, evaluate=True, validate_every=10, checkpoint_every=10)
+    config.policy.update(compute_dtype="float32", remat="none")
     config.policy.folder = "runs/folder_warm_start/policy"
-    config.policy.compute_dtype = "float32"
-    config.policy.remat = "none"
 
     # As in folder_rows, which prepares the warm start: the same clusters, the same ones held out.
-    config.data.max_document_tokens = 64
-    config.data.documents_per_cluster = 4
-    config.data.grouping = "order"
+    config.data.update(max_document_tokens=64, documents_per_cluster=4, grouping="order")
 
-    config.algorithm.prompts = "compact"
-    config.algorithm.questions = 24
-    config.algorithm.generation_batch = 48
-    config.algorithm.max_generations = 2
-    config.algorithm.documents = (2,)
+    config.algorithm.update(prompts="compact", questions=24, generation_batch=48)
+    config.algorithm.update(max_generations=2, documents=(2,))
 
-    config.sampler.max_prompt = 512
-    config.sampler.page_size = 64
-    config.sampler.kv_cache_tokens = 131_072
-    config.sampler.prefill_tokens = 4096
-    config.sampler.decode_tokens = 32
-    config.sampler.max_tokens = 128
-    config.sampler.max_verdict_tokens = 4
-
-    config.optimizer.learning_rate = 1e-4
-    config.optimizer.b2 = 0.95
-    config.packing.buckets = ((768, 512),)
-    config.packing.token_budget = 6144
+    config.sampler.update(max_prompt=512, max_tokens=128, max_verdict_tokens=4)
+    config.sampler.update(page_size=64, kv_cache_tokens=131_072)
+    config.sampler.update(prefill_tokens=4096, decode_tokens=32)
+    config.optimizer.update(learning_rate=1e-4, b2=0.95)
+    config.packing.update(buckets=((768, 512),), token_budget=6144)
     return config

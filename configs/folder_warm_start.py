@@ -8,22 +8,15 @@ to see what self-play makes of it, takes --config.steps=1 --config.optimizer.sch
 warm-up begins at rate 0). Hardware: 2 CPU cores; time and accuracies: README, section "Results".
 """
 
-from ml_collections import ConfigDict
-
 from configs import tiny_warm_start
+from spell_jax.runtime.config import Config
 
 
-def get_config() -> ConfigDict:
+def get_config() -> Config:
     config = tiny_warm_start.get_config()
-    config.steps = 2500
-    config.rows_per_step = 18
-    config.source = "runs/folder_rows/rows.jsonl"
-
-    config.policy.tokenizer = "runs/folder_rows"
-    config.policy.feed_forward = 512
-
+    config.update(steps=2500, rows_per_step=18, source="runs/folder_rows/rows.jsonl")
+    config.policy.update(tokenizer="runs/folder_rows", feed_forward=512)
     config.optimizer.warmup_steps = 100
-    # Long rows of the questioner, one or two in a hundred, do not fit; they are counted.
-    config.packing.buckets = ((384, 376),)
-    config.packing.token_budget = 3072
+    # One or two in a hundred rows, long ones of the questioner, do not fit; they are counted.
+    config.packing.update(buckets=((384, 376),), token_budget=3072)
     return config

@@ -13,9 +13,10 @@ Expected scores: the table's last columns, as the paper reports them (Table 1, a
 benchmarks with inputs of up to 16K tokens). Nothing of it was run with this code.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from spell_jax.config import default_config
+from spell_jax.runtime.config import Config
 
 
 class Model(NamedTuple):
@@ -54,7 +55,7 @@ MODELS = {
 }
 
 
-def get_config(model: str = "") -> Any:  # a ConfigDict, whose fields have no static types
+def get_config(model: str = "") -> Config:
     config = default_config()
     if not model:
         return config

@@ -14,13 +14,12 @@ average of four benchmarks 38.2 before and 45.9 after, with inputs of up to 16K 
 it was run with this code).
 """
 
-from typing import Any
-
 from configs import paper
 from spell_jax.config import default_config
+from spell_jax.runtime.config import Config
 
 
-def get_config() -> Any:  # a ConfigDict, whose fields have no static types
+def get_config() -> Config:
     config = paper.get_config("qwen2.5-7b-instruct")
     config.algorithm = default_config("rlvr").algorithm
     config.algorithm.responder_reward = "rule"

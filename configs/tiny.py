@@ -9,49 +9,28 @@ trained on twice as many groups, and an update uses the questions with mixed rew
 48 proposals (about 12) instead of running rounds until it has a fixed number of them.
 """
 
-from typing import Any
-
 from spell_jax.config import default_config
+from spell_jax.runtime.config import Config
 
 
-def get_config() -> Any:  # a ConfigDict, whose fields have no static types
+def get_config() -> Config:
     config = default_config()
-    config.steps = 120
-    config.evaluate = True
-    config.validate_every = 20
-    config.checkpoint_every = 20
+    config.update(steps=120, evaluate=True, validate_every=20, checkpoint_every=20)
     config.max_minutes = 10.0
-
-    config.policy.folder = "tiny"
-    config.policy.compute_dtype = "float32"
-    config.policy.remat = "none"
-
+    config.policy.update(folder="tiny", compute_dtype="float32", remat="none")
     config.data.source = "tiny"
 
-    config.algorithm.prompts = "compact"
-    config.algorithm.questions = 48
-    config.algorithm.generation_batch = 48
+    config.algorithm.update(prompts="compact", questions=48, generation_batch=48)
     config.algorithm.max_generations = 1
     config.algorithm.documents = (2,)
     # The questioner, and so the frozen reader, never reads more than 2 (1 + 1) of the documents:
     # references from more are the responder's own opinion, and teach it nothing.
-    config.algorithm.memory = 1
-    config.algorithm.memory_documents = "new"
-    config.algorithm.reference_source = "frozen_reader"
-    config.algorithm.distinct_options = True
-    config.algorithm.verifier_share = 0.25
+    config.algorithm.update(memory=1, memory_documents="new", reference_source="frozen_reader")
+    config.algorithm.update(distinct_options=True, verifier_share=0.25)
 
-    config.sampler.max_prompt = 192
-    config.sampler.page_size = 32
-    config.sampler.kv_cache_tokens = 32_768
-    config.sampler.slots = 128
-    config.sampler.prefill_tokens = 1536
-    config.sampler.decode_tokens = 16
-    config.sampler.max_tokens = 48
-    config.sampler.max_verdict_tokens = 4
-
-    config.optimizer.learning_rate = 2e-4
-    config.optimizer.b2 = 0.95
-    config.packing.buckets = ((320, 224),)
-    config.packing.token_budget = 6400
+    config.sampler.update(max_prompt=192, max_tokens=48, max_verdict_tokens=4, slots=128)
+    config.sampler.update(page_size=32, kv_cache_tokens=32_768)
+    config.sampler.update(prefill_tokens=1536, decode_tokens=16)
+    config.optimizer.update(learning_rate=2e-4, b2=0.95)
+    config.packing.update(buckets=((320, 224),), token_budget=6400)
     return config

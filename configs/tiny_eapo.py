@@ -11,48 +11,33 @@ Hardware: 1 CPU core, 4.5 minutes, 3.8 of them processor time (measured, as all 
 is in docs/algorithms.md, and why the three are equal here.
 """
 
-from typing import Any
-
 from configs import tiny
 from spell_jax.config import default_config, extra_model
+from spell_jax.runtime.config import Config
 
 
-def get_config() -> Any:  # a ConfigDict, whose fields have no static types
+def get_config() -> Config:
     config = tiny.get_config()
-    config.steps = 60
-    config.minibatches = 2
-    config.validate_every = 0
-    config.checkpoint_every = 60
-    config.max_minutes = 0.0
+    config.update(steps=60, minibatches=2, validate_every=0, checkpoint_every=60, max_minutes=0.0)
 
     config.policy.folder = "runs/tiny_eapo_policy/policy"
     with config.unlocked():
         config.reward_model = extra_model()
     config.reward_model.folder = "runs/tiny_eapo_reward/policy"
-    config.reward_model.compute_dtype = "float32"
-    config.reward_model.remat = "none"
+    config.reward_model.update(compute_dtype="float32", remat="none")
     config.reward_model.optimizer.learning_rate = 1e-4
 
-    config.data.source = ""
+    config.data.update(source="", tasks=("general_qa",), task_weights=(1.0,))
     config.data.questions = "runs/evidence_rows/train.jsonl"
     config.data.validation = "runs/evidence_rows/held_out.jsonl"
-    config.data.tasks = ("general_qa",)
-    config.data.task_weights = (1.0,)
 
     config.algorithm = default_config("eapo").algorithm
-    config.algorithm.prompts = "compact"
-    config.algorithm.questions = 24
-    config.algorithm.group_size = 4  # of the reward model's warm start, at most
-    config.algorithm.refresh_every = 10
+    config.algorithm.update(prompts="compact", questions=24, refresh_every=10)
+    config.algorithm.group_size = 4  # at most that of the reward model's warm start
 
-    config.sampler.temperature = 1.0
-    config.sampler.top_p = 1.0
-    config.sampler.samples_per_prompt_batch = 4
-    config.sampler.slots = 96
-    config.sampler.max_tokens = 96
+    config.sampler.update(temperature=1.0, top_p=1.0, max_tokens=96)
+    config.sampler.update(samples_per_prompt_batch=4, slots=96)
     config.optimizer.learning_rate = 3e-4
-    config.loss.old_logprobs = "recompute"
-    config.loss.clip_high = 0.28
-    config.packing.buckets = ((416, 352),)
-    config.packing.token_budget = 4992
+    config.loss.update(old_logprobs="recompute", clip_high=0.28)
+    config.packing.update(buckets=((416, 352),), token_budget=4992)
     return config

@@ -1,26 +1,22 @@
-"""Teaches the tiny policy to answer in sections: the warm start of tiny_eapo.py.
+"""Warm start of tiny_eapo.py: the tiny policy, tuned to answer in sections.
 
     python -m spell_jax.warm_start.evidence_rows --out=runs/evidence_rows
     python -m spell_jax.sft --config=configs/tiny_eapo_policy.py --workdir=runs/tiny_eapo_policy
 
 In the rows (warm_start/evidence_rows.py), about 3 to 6 documents, two of three answers to two-hop
-questions quote the first line alone and are mostly right all the same: format is learned, evidence
-and, in part, outcome are left to be.
+questions quote the first line alone and are mostly right all the same: they teach the format and
+leave evidence and, in part, outcome to the run.
 Hardware: 1 CPU core, 4.2 minutes, 2.9 of them processor time (measured at commit 851b03b).
 Expected: the row "before" in docs/algorithms.md, EAPO.
 """
 
-from typing import Any
-
 from configs import tiny_warm_start
+from spell_jax.runtime.config import Config
 
 
-def get_config() -> Any:  # a ConfigDict, whose fields have no static types
+def get_config() -> Config:
     config = tiny_warm_start.get_config()
-    config.seed = 0
-    config.steps = 400
-    config.rows_per_step = 24
-    config.checkpoint_every = 400
+    config.update(seed=0, steps=400, rows_per_step=24, checkpoint_every=400)
     config.source = "runs/evidence_rows/policy.jsonl"
     config.policy.folder = "spell_jax/data/tiny_policy"
     config.optimizer.learning_rate = 1e-3

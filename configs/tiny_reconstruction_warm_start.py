@@ -10,18 +10,14 @@ system's). Held-out, greedy, 128 puzzles each, of 2, 3 and 4 lines: dense reward
 (a guess: .50, .33, .25), sparse reward 1.00, .20, .05 (.50, .17, .04).
 """
 
-from typing import Any
-
 from configs import tiny_warm_start
+from spell_jax.runtime.config import Config
 
 
-def get_config() -> Any:  # a ConfigDict, whose fields have no static types
+def get_config() -> Config:
     config = tiny_warm_start.get_config()
-    config.steps = 500
-    config.rows_per_step = 26
-    config.source = "tiny_stories"  # warm_start/demonstrations.py
+    config.update(steps=500, rows_per_step=26, source="tiny_stories")
     config.policy.folder = "spell_jax/data/tiny_policy"
     config.optimizer.learning_rate = 1.5e-3
-    config.packing.buckets = ((256, 112),)
-    config.packing.token_budget = 2048
+    config.packing.update(buckets=((256, 112),), token_budget=2048)
     return config

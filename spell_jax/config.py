@@ -20,6 +20,7 @@ from spell_jax.data.config import DataConfig
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import PackingConfig
+from spell_jax.policy.config import PolicyConfig, RopeConfig
 from spell_jax.policy.model import ModelConfig
 from spell_jax.runtime import loggers, paths
 from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
@@ -151,6 +152,83 @@ class RunConfig:
             raise ValueError(f"staleness = 1: must be 0 for minibatches = {self.minibatches}")
 
 
+@dataclasses.dataclass(frozen=True)
+class InitialPolicyConfig:
+    """The policy that supervised tuning starts from: a folder, or random weights.
+
+    Attributes:
+      folder: Hugging Face folder, which has its own sizes and tokenizer; "": random weights.
+      tokenizer: folder with tokenizer.model, for random weights; "": trained on the rows.
+      compute_dtype: dtype of weights and activations, see ModelConfig.
+      remat: values that the backward pass recomputes, see PolicyConfig.
+      vocab_size: size of the trained tokenizer's vocabulary V.
+      width: model width D, as all that follow of random weights (see PolicyConfig).
+      layers: number of blocks L.
+      heads: query heads N.
+      kv_heads: key/value heads K.
+      head_size: size of one head H.
+      feed_forward: hidden width F.
+      rope: rotary position embedding; in short rows a small theta turns more of the angles.
+      max_positions: longest context in tokens.
+    """
+
+    folder: str = ""
+    tokenizer: str = ""
+    compute_dtype: str = "float32"
+    remat: str = "none"
+    vocab_size: int = 896
+    width: int = 128
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 32
+    feed_forward: int = 384
+    rope: RopeConfig = RopeConfig(theta=100.0)
+    max_positions: int = 1024
+
+    def architecture(self, vocab_size: int) -> PolicyConfig:
+        """The architecture of random weights for a tokenizer's vocabulary."""
+        heads = (self.heads, self.kv_heads, self.head_size)
+        sizes = (vocab_size, self.width, self.layers, *heads, self.feed_forward)
+        return PolicyConfig(*sizes, self.rope, self.max_positions, remat=self.remat)
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedConfig:
+    """Everything that determines supervised tuning (spell_jax.sft).
+
+    Attributes:
+      seed: seed of rows and random weights, at least 0.
+      steps: updates of the run.
+      rows_per_step: rows that an update is trained on.
+      log_every: steps between lines of metrics.
+      checkpoint_every: steps between checkpoints.
+      preemption_limit_s: as in RunConfig, like `wandb`.
+      wandb: Weights & Biases project that also gets the metrics; "": none.
+      source: .jsonl of {"prompt", "completion"}, or the name of generated demonstrations ("tiny",
+        "tiny_stories").
+      prompts: set of prompt templates of generated demonstrations.
+      policy: the policy to start from.
+      optimizer: AdamW and its schedule.
+      packing: shapes of micro-batches.
+      mesh: devices along each mesh axis.
+    """
+
+    seed: int = 0
+    steps: int = 1000
+    rows_per_step: int = 48
+    log_every: int = 50
+    checkpoint_every: int = 250
+    preemption_limit_s: float = 25.0
+    wandb: str = ""
+    source: str = "tiny"
+    prompts: str = "compact"
+    policy: InitialPolicyConfig = InitialPolicyConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    packing: PackingConfig = PackingConfig()
+    mesh: MeshConfig = MeshConfig()
+
+
 def default_config(algorithm: str = "spell") -> Config:
     """The paper's values as a ConfigDict, for config files and flags to change.
 
@@ -158,9 +236,23 @@ def default_config(algorithm: str = "spell") -> Config:
       algorithm: name in algorithms/registry.py, which sets the fields of `algorithm`.
     """
     made = section(RunConfig)
-    del made.models, made.optimizer.total_steps
+    del made.models
     made.algorithm = section(registry.ALGORITHMS[algorithm].config)
     return made.lock()
+
+
+def default_supervised_config() -> Config:
+    """The defaults of supervised tuning as a ConfigDict, for config files and flags to change."""
+    return section(SupervisedConfig).lock()
+
+
+def read_supervised(config: Config) -> SupervisedConfig:
+    """The SupervisedConfig of a ConfigDict; errors as in `read`."""
+    least = dict.fromkeys(("steps", "rows_per_step", "log_every", "checkpoint_every"), 1)
+    check_least(config, "", seed=0, **least)
+    fields = dict(config.items())
+    optimizer = _read_optimizer(fields.pop("optimizer"), "optimizer", config.steps)
+    return build(SupervisedConfig, fields, "", optimizer=optimizer)
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
@@ -173,9 +265,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 def extra_model() -> Config:
     """The section of a model besides the policy; a config file adds it under the model's name."""
-    made = section(ExtraModelConfig)
-    del made.optimizer.total_steps
-    return made
+    return section(ExtraModelConfig)
 
 
 def read(config: Config) -> RunConfig:
@@ -190,8 +280,8 @@ def read(config: Config) -> RunConfig:
     fields = dict(config.items())
     if "algorithm" not in fields:
         raise ValueError(
-            "algorithm: is missing; must be there in a config of spell_jax.train (spell_jax.sft "
-            "reads a warm start's)"
+            "algorithm: is missing; a config of spell_jax.train must have it (spell_jax.sft reads "
+            "the config of a warm start)"
         )
     steps, minibatches = fields.get("steps", 1), fields.get("minibatches", 1)
     models = {name: fields.pop(name) for name in model_sections(config) if name != "policy"}

@@ -6,7 +6,7 @@ import dataclasses
 
 import optax
 
-from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.runtime.config import DERIVED, check_choice, check_least
 
 SCHEDULES = ("constant", "cosine", "linear")
 
@@ -35,7 +35,7 @@ class OptimizerConfig:
     learning_rate: float = 2e-6
     schedule: str = "constant"
     warmup_steps: int = 0
-    total_steps: int = 0
+    total_steps: int = dataclasses.field(default=0, metadata=DERIVED)
     final_fraction: float = 0.0
     b1: float = 0.9
     b2: float = 0.999

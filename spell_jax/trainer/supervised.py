@@ -20,16 +20,17 @@ import jax
 import numpy as np
 from etils import epath
 
+from spell_jax import config as configs
+from spell_jax.config import SupervisedConfig
 from spell_jax.learner import loss, non_finite, packing, update
 from spell_jax.learner.learner import Learner
-from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import entry, setup
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.runtime.config import Config, build, plain
+from spell_jax.runtime.config import Config, plain, section
 from spell_jax.runtime.jsonl import read_records
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.runtime.preemption import Preempted, Preemption
@@ -81,7 +82,7 @@ def _parse_row(record: Any) -> demonstrations.Row:
     return demonstrations.Row(*texts, str(record.get("role", "row")), str(record.get("task", "")))
 
 
-def row_stream(config: Config, start: int) -> Iterator[demonstrations.Row]:
+def row_stream(config: SupervisedConfig, start: int) -> Iterator[demonstrations.Row]:
     """Rows from number `start` on, the same whether or not a run was resumed."""
     if config.source in GENERATED:
         yield from GENERATED[config.source](prompts.load(config.prompts), config.seed, start)
@@ -94,28 +95,25 @@ def row_stream(config: Config, start: int) -> Iterator[demonstrations.Row]:
         yield rows[order[index % len(rows)]]
 
 
-def make_policy(config: Config) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
+def make_policy(config: SupervisedConfig) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
     """Architecture and tokenizer of the policy to start from.
 
     Raises:
       ValueError, FileNotFoundError: naming the field, its value and the remedy.
     """
-    section = dict(config.policy)
-    folder, given = section.pop("folder"), section.pop("tokenizer")
-    section.pop("compute_dtype")
+    folder = config.policy.folder
     if folder:
         if not pathlib.Path(folder).is_dir():
             raise FileNotFoundError(f"policy.folder = {folder!r}: must be a Hugging Face folder")
         policy, tokenizer = weights.identify(folder)
-        return dataclasses.replace(policy, remat=section["remat"]), tokenizer
-    if given:
-        tokenizer = tokenizers.load(given)
+        return dataclasses.replace(policy, remat=config.policy.remat), tokenizer
+    if config.policy.tokenizer:
+        tokenizer = tokenizers.load(config.policy.tokenizer)
     else:
         rows = itertools.islice(row_stream(config, 0), TOKENIZER_ROWS)
         texts = (row.prompt + row.completion for row in rows)
-        tokenizer = tokenizers.train(texts, section["vocab_size"], demonstrations.SYMBOLS)
-    section["vocab_size"] = tokenizer.vocab_size
-    return build(PolicyConfig, section, "policy"), tokenizer
+        tokenizer = tokenizers.train(texts, config.policy.vocab_size, demonstrations.SYMBOLS)
+    return config.policy.architecture(tokenizer.vocab_size), tokenizer
 
 
 def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packing.TrainGroup:
@@ -124,14 +122,14 @@ def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packin
     return packing.TrainGroup(tokenizer.chat(row.prompt), [answer], [1.0], row.role)
 
 
-def make_learner(config: Config, policy: PolicyConfig) -> Learner:
+def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:
     """The learner of a config of supervised fine-tuning."""
     return Learner(
         policy,
-        build(OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps),
+        config.optimizer,
         loss.LossConfig(),
-        build(packing.PackingConfig, config.packing, "packing"),
-        meshes.make_mesh(config.mesh),
+        config.packing,
+        meshes.make_mesh(dataclasses.asdict(config.mesh)),
         compute_dtype=config.policy.compute_dtype,
     )
 
@@ -150,9 +148,7 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
       ValueError, FileNotFoundError: naming the field, its value and the remedy.
       Preempted, NonFinite: as trainer.loop.train.
     """
-    for field in ("steps", "rows_per_step", "log_every", "checkpoint_every"):
-        if config[field] < 1:
-            raise ValueError(f"{field} = {config[field]}: must be at least 1")
+    config = configs.read_supervised(config)
     policy, tokenizer = make_policy(config)
     learner = make_learner(config, policy)
     workdir.mkdir(parents=True, exist_ok=True)
@@ -167,7 +163,7 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
 
 
 def _steps(
-    config: Config,
+    config: SupervisedConfig,
     learner: Learner,
     tokenizer: tokenizers.Tokenizer,
     workdir: epath.Path,
@@ -175,8 +171,9 @@ def _steps(
     preemption: Preemption,
 ) -> update.TrainState:
     """Runs all steps; returns the last state."""
+    saved = plain(section(config))
     if jax.process_index() == 0:
-        setup.write_config(plain(config), workdir)
+        setup.write_config(saved, workdir)
     done = checkpoints.newest_intact() or 0
     if done:
         state, _ = checkpoints.restore(done, learner.fns.abstract_state)
@@ -188,7 +185,7 @@ def _steps(
     learner.compile(state)
     stream = row_stream(config, done * config.rows_per_step)
     refused = 0.0
-    options = {"wandb": config.wandb, "config": plain(config)}
+    options = {"wandb": config.wandb, "config": saved}
     with RunLogger(workdir, config.steps, done, **options) as logger:
         for step in range(done + 1, config.steps + 1):
             logger.enter("tune", step - 1)

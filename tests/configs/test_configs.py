@@ -47,12 +47,8 @@ def has_algorithm(name: str) -> bool:
     return "algorithm" in load(name)[1]
 
 
-def test_there_are_configs():
-    assert {"paper", "tiny", "tiny_warm_start"} <= set(NAMES)
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if has_algorithm(name)])
-def test_a_runs_config_fits(name, tmp_path, monkeypatch):
+def test_a_run_config_fits(name, tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
     _, config = load(name)
     noise.give_data(config, tmp_path)
@@ -66,18 +62,15 @@ def test_a_runs_config_fits(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not has_algorithm(name)])
-def test_a_warm_starts_config_fits(name, monkeypatch):
+def test_a_warm_start_config_fits(name, monkeypatch):
     noise.use_one_device(monkeypatch)
     _, config = load(name)
-    shape = {k: v for k, v in config.policy.items() if k not in SFT_FIELDS}
-    policy = build(supervised.PolicyConfig, shape, "policy")
-    learner = supervised.make_learner(config, policy)
+    read = configs.read_supervised(config)
+    policy = read.policy.architecture(read.policy.vocab_size)
+    learner = supervised.make_learner(read, policy)
     longest = learner.packing.buckets[-1]
     assert longest.length <= policy.max_positions
     prompts.load(config.prompts)
-
-
-SFT_FIELDS = ("folder", "tokenizer", "compute_dtype")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,6 +14,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import tiny_warm_start
+from spell_jax import config as configs
 from spell_jax.evaluation import generation
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.non_finite import NonFinite
@@ -185,7 +186,8 @@ def test_a_file_without_rows_is_refused(tmp_path):
 
 def test_rows_of_a_file_are_shuffled_anew_each_epoch(source, policy):
     def take(start: int, count: int) -> list[str]:
-        stream = supervised.row_stream(small_config(policy, source), start)
+        config = configs.read_supervised(small_config(policy, source))
+        stream = supervised.row_stream(config, start)
         return [row.completion for row in itertools.islice(stream, count)]
 
     rows = take(0, 30)
@@ -222,6 +224,7 @@ def test_a_policy_from_nothing_gets_a_tokenizer_of_its_own(monkeypatch):
     monkeypatch.setattr(supervised, "TOKENIZER_ROWS", 300)
     config = small_config("", "tiny")
     config.policy.vocab_size = 400
+    config = configs.read_supervised(config)
     shape, tokenizer = supervised.make_policy(config)
     assert shape.vocab_size == tokenizer.vocab_size <= 400
     for symbol in demonstrations.SYMBOLS:
