@@ -43,7 +43,7 @@ import numpy as np
 from absl import flags
 
 from data_pipeline.question_rows import LAYOUTS, Draft, read_row
-from spell_jax.data.questions import Question, as_record
+from spell_jax.data.questions import Question
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
@@ -250,7 +250,7 @@ def build(
     builder = Builder(config, count_tokens)
     for path in _files(patterns):
         builder.read(path, layout)
-    write_records(out, map(as_record, builder.questions()))
+    write_records(out, map(dataclasses.asdict, builder.questions()))
     summary = builder.summary()
     write_json(f"{out}.summary.json", summary)
     if not summary["written"]:

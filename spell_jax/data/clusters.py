@@ -1,24 +1,21 @@
 """Clusters of documents, read from a JSONL file or made from a folder of texts.
 
 1. A JSONL file has one cluster per line: {"id": "a", "documents": ["...", "..."], "tasks":
-   ["general_qa"]}, where "tasks" is optional. Bad lines are counted, logged with file and line, and
-   skipped.
-2. A folder is searched for .txt and .md files, in path order. Unreadable or empty files are
-   counted, logged and skipped.
-3. Documents longer than `max_document_tokens` are cut at paragraphs. Only a paragraph that is too
+   ["general_qa"]}, where "tasks" is optional. A folder is searched for .txt and .md files, in path
+   order. Bad lines and files are counted, logged and skipped.
+2. Documents longer than `max_document_tokens` are cut at paragraphs. Only a paragraph that is too
    long is cut at lines, then sentences, words, characters. Only white space at the cuts is lost
    (spec section 14).
-4. Documents of a folder are grouped by order, or by TF-IDF similarity: the first free document and
-   its nearest free neighbors form a cluster. The held-out split depends only on cluster ids.
-5. Users of clusters get a `Source`: ids and tasks at once, texts on demand.
+3. Documents of a folder are grouped by order or by TF-IDF similarity.
 """
 
 import hashlib
+import itertools
 import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -74,8 +71,7 @@ class Source:
 
     Attributes:
         tasks: id -> tasks that the cluster may serve (None: any), one entry per cluster.
-        read: function from ids of `tasks`, which may repeat, to their clusters in the order of the
-            ids.
+        read: function from ids, which may repeat, to their clusters in the order of the ids.
     """
 
     tasks: Mapping[str, tuple[str, ...] | None]
@@ -95,41 +91,37 @@ def in_memory(clusters: Sequence[Cluster]) -> Source:
     by_id = {cluster.id: cluster for cluster in clusters}
     if len(by_id) != len(clusters):
         raise ValueError("clusters: ids must be unique")
-    tasks = {cluster.id: cluster.tasks for cluster in clusters}
+    tasks = {name: cluster.tasks for name, cluster in by_id.items()}
     return Source(tasks, lambda ids: [by_id[name] for name in ids])
 
 
 @dataclass
 class ClusterReport:
-    """Statistics of reading a source. Tokens are counted by the caller's function.
+    """Statistics of reading a source.
 
     Attributes:
         read: number of files (folder) or lines (JSONL file) used.
         skipped: reason -> number of files or lines.
         cut: number of documents over the limit.
-        documents: number of documents after cutting.
+        lengths: tokens of each document after cutting.
         clusters: number of clusters.
-        tokens_min: fewest tokens of a document after cutting.
-        tokens_mean: mean tokens of a document after cutting.
-        tokens_max: most tokens of a document after cutting.
     """
 
     read: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     cut: int = 0
-    documents: int = 0
+    lengths: list[int] = field(default_factory=list)
     clusters: int = 0
-    tokens_min: int = 0
-    tokens_mean: float = 0.0
-    tokens_max: int = 0
 
     def summary(self) -> str:
         """Format the statistics as one line of text."""
         skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()))
+        lengths = self.lengths or [0]
+        mean = sum(lengths) / len(lengths)
         return (
             f"read {self.read}, skipped {self.skipped.total()} ({skipped or 'none'}), "
-            f"cut {self.cut} long documents; {self.documents} documents of {self.tokens_min} to "
-            f"{self.tokens_max} tokens (mean {self.tokens_mean:.1f}) in {self.clusters} clusters"
+            f"cut {self.cut} long documents; {len(self.lengths)} documents of {min(lengths)} to "
+            f"{max(lengths)} tokens (mean {mean:.1f}) in {self.clusters} clusters"
         )
 
 
@@ -156,50 +148,41 @@ def read_clusters(
             texts, in total a few times the source's length.
         max_document_tokens: maximum tokens per document, at least 16.
         documents_per_cluster: cluster size for folders; the last cluster may have fewer.
-        grouping: grouping for folders, "order" or "similarity".
-
-    Returns:
-        (clusters, report).
+        grouping: grouping for folders, one of GROUPINGS.
 
     Raises:
         FileNotFoundError: if the source does not exist.
         ValueError: if a setting is out of range, or the source contains no usable text.
     """
     source = Path(source)
-    if max_document_tokens < SMALLEST_LIMIT:
-        raise ValueError(
-            f"max_document_tokens={max_document_tokens}: must be at least {SMALLEST_LIMIT}"
-        )
-    if documents_per_cluster < 1:
-        raise ValueError(f"documents_per_cluster={documents_per_cluster}: must be at least 1")
+    for name, value, least in (
+        ("max_document_tokens", max_document_tokens, SMALLEST_LIMIT),
+        ("documents_per_cluster", documents_per_cluster, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} = {value}: must be at least {least}")
     if grouping not in GROUPINGS:
-        raise ValueError(f"grouping={grouping!r}: must be 'order' or 'similarity'")
+        raise ValueError(f"grouping = {grouping!r}: must be one of {GROUPINGS}")
     if not source.exists():
-        raise FileNotFoundError(f"source={str(source)!r}: no such file or folder")
+        raise FileNotFoundError(f"source = {str(source)!r}: no such file or folder")
     report = ClusterReport()
-    lengths: list[int] = []
 
-    def cut(document: str) -> list[str]:
-        pieces = cut_document(document, count_tokens, max_document_tokens)
-        report.cut += len(pieces) > 1
-        lengths.extend(length for _, length in pieces)
-        return [piece for piece, _ in pieces]
+    def cut(documents: Iterable[str]) -> Iterator[str]:
+        for document in documents:
+            pieces = cut_document(document, count_tokens, max_document_tokens)
+            report.cut += len(pieces) > 1
+            report.lengths.extend(length for _, length in pieces)
+            yield from (piece for piece, _ in pieces)
 
     if source.is_dir():
-        pieces = [piece for text in _folder_texts(source, report) for piece in cut(text)]
+        pieces = list(cut(_folder_texts(source, report)))
         clusters = _grouped(pieces, documents_per_cluster, grouping)
     else:
-        clusters = [
-            replace(
-                cluster, documents=tuple(piece for text in cluster.documents for piece in cut(text))
-            )
-            for cluster in _jsonl_clusters(source, report)
-        ]
+        found = _jsonl_clusters(source, report)
+        clusters = [replace(one, documents=tuple(cut(one.documents))) for one in found]
+    report.clusters = len(clusters)
     if not clusters:
-        raise ValueError(f"source={str(source)!r}: no usable text; {report.summary()}")
-    report.clusters, report.documents = len(clusters), len(lengths)
-    report.tokens_min, report.tokens_max = min(lengths), max(lengths)
-    report.tokens_mean = sum(lengths) / len(lengths)
+        raise ValueError(f"source = {str(source)!r}: no usable text; {report.summary()}")
     log.info("%s: %s", source, report.summary())
     return clusters, report
 
@@ -213,11 +196,11 @@ def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[st
         ValueError: if share is outside [0, 1), or there are too few clusters to split.
     """
     if not 0 <= share < 1:
-        raise ValueError(f"held-out share={share}: must be at least 0 and below 1")
+        raise ValueError(f"held_out = {share}: must be at least 0 and below 1")
     if share == 0:
         return list(ids), []
     if len(ids) < 2:
-        raise ValueError(f"held-out share={share}: one cluster cannot be split; set it to 0")
+        raise ValueError(f"held_out = {share}: one cluster cannot be split; set it to 0")
     amount = min(max(1, round(share * len(ids))), len(ids) - 1)
     chosen = set(sorted(ids, key=lambda name: (_digest(name), name))[:amount])
     return [n for n in ids if n not in chosen], [n for n in ids if n in chosen]
@@ -226,14 +209,8 @@ def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[st
 def select(source: Source, selection: str, most: int, seed: int) -> Source:
     """Keep at most `most` clusters: the longest or shortest by characters, or random ones.
 
-    Lengths are read once, a few clusters at a time, and only if needed. Ties are resolved in id
-    order.
-
-    Args:
-        source: the clusters.
-        selection: one of SELECTIONS.
-        most: number of clusters to keep; 0 keeps all.
-        seed: seed of the random selection.
+    `selection` is one of SELECTIONS. A `most` of 0 keeps all. Lengths are read once, a few clusters
+    at a time, and only if needed. Ties are resolved in id order.
     """
     ids = sorted(source.tasks)
     if not most or most >= len(ids):
@@ -246,9 +223,6 @@ def select(source: Source, selection: str, most: int, seed: int) -> Source:
             sizes[cluster.id] = sum(map(len, cluster.documents))
     sign = -1 if selection == "longest" else 1
     return source.only(sorted(ids, key=lambda name: sign * sizes[name])[:most])
-
-
-# ------------------------------------------------------------------------------------------ cutting
 
 
 def cut_document(text: str, count_tokens: CountTokens, limit: int) -> list[tuple[str, int]]:
@@ -267,19 +241,17 @@ def cut_document(text: str, count_tokens: CountTokens, limit: int) -> list[tuple
 
 def _units(text: str, count: CountTokens, limit: int, level: int) -> Iterator[tuple[str, int]]:
     """Yield (unit, tokens): paragraphs, and smaller units only inside those over the limit."""
-    if level == len(BORDERS):
+    if level < len(BORDERS):
+        ends = [match.end() for match in BORDERS[level].finditer(text)]
+    else:
         size = limit // 8  # a character has at most 4 bytes, so the slice always fits
-        for start in range(0, len(text), size):
-            yield text[start : start + size], count(text[start : start + size])
-        return
-    start = 0
-    ends = [match.end() for match in BORDERS[level].finditer(text)]
-    for end in [*ends, len(text)]:
-        unit, start = text[start:end], end
+        ends = range(size, len(text), size)
+    for start, end in itertools.pairwise([0, *ends, len(text)]):
+        unit = text[start:end]
         if not unit:
             continue
         tokens = count(unit)
-        if tokens <= limit:
+        if tokens <= limit or level == len(BORDERS):
             yield unit, tokens
         else:
             yield from _units(unit, count, limit, level + 1)
@@ -311,27 +283,25 @@ def _checked(units: Sequence[str], count: CountTokens, limit: int) -> Iterator[t
     yield from _checked(units[middle:], count, limit)
 
 
-# ------------------------------------------------------------------------------------------ folders
-
-
 def _folder_texts(folder: Path, report: ClusterReport) -> Iterator[str]:
     for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder)
-        if any(part.startswith(".") for part in inside.parts) or not path.is_file():
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if is_hidden or not path.is_file():
             continue
         if path.suffix.lower() not in SUFFIXES:
             report.skipped["of another type"] += 1
             continue
         try:
-            text = path.read_text(encoding="utf-8-sig").strip()
+            text, problem = path.read_text(encoding="utf-8-sig").strip(), "empty"
         except (UnicodeDecodeError, OSError) as error:
-            _skip(report, "unreadable", path, str(error))
-            continue
+            log.warning("%s: %s", path, error)
+            text, problem = "", "unreadable"
         if text:
             report.read += 1
             yield text
         else:
-            _skip(report, "empty", path, "no text in it")
+            report.skipped[problem] += 1
+            log.warning("%s: skipped (%s)", path, problem)
 
 
 def _grouped(documents: Sequence[str], size: int, grouping: str) -> list[Cluster]:
@@ -371,16 +341,13 @@ def _similar_groups(documents: Sequence[str], size: int) -> Iterator[list[int]]:
         yield sorted([seed, *nearest.tolist()])
 
 
-# -------------------------------------------------------------------------------------------- JSONL
-
-
 def _jsonl_clusters(path: Path, report: ClusterReport) -> list[Cluster]:
     seen: set[str] = set()
 
     def parse(record: Any) -> Cluster:
         cluster = _parse_cluster(record)
         if cluster.id in seen:
-            raise ValueError(f"id={cluster.id!r}: appeared before")
+            raise ValueError(f"id = {cluster.id!r}: must be unique")
         seen.add(cluster.id)
         return cluster
 
@@ -395,26 +362,19 @@ def _parse_cluster(record: Any) -> Cluster:
     fields = record if isinstance(record, dict) else {}
     name, documents, tasks = fields.get("id"), fields.get("documents"), fields.get("tasks")
     if not _is_text(name):
-        raise ValueError("id: must be a string with text")
+        raise ValueError("id: must be a non-empty string")
     if not isinstance(documents, list) or not documents or not all(map(_is_text, documents)):
-        raise ValueError("documents: must be a list of one or more strings with text")
+        raise ValueError("documents: must be a list of one or more non-empty strings")
     if tasks is None:
         return Cluster(name, tuple(documents))
     if not isinstance(tasks, list) or not tasks or any(task not in TASKS for task in tasks):
-        raise ValueError(f"tasks={tasks!r}: must be a list of one or more of {TASKS}")
+        raise ValueError(f"tasks = {tasks!r}: must be a list of one or more of {TASKS}")
     return Cluster(name, tuple(documents), tuple(dict.fromkeys(tasks)))
 
 
 def _is_text(value: object) -> TypeGuard[str]:
     """Return whether the value is a non-blank string without lone surrogates (invalid UTF-8)."""
-    if not isinstance(value, str) or not value.strip():
-        return False
-    return SURROGATE.search(value) is None
-
-
-def _skip(report: ClusterReport, reason: str, where: object, detail: str) -> None:
-    report.skipped[reason] += 1
-    log.warning("%s: skipped (%s)", where, detail)
+    return isinstance(value, str) and bool(value.strip()) and not SURROGATE.search(value)
 
 
 def _digest(*texts: str) -> str:

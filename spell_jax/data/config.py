@@ -16,7 +16,7 @@ from spell_jax.runtime.config import check_choice, check_least
 log = logging.getLogger(__name__)
 
 # Values of data.source that are not a path: (function of a seed, the number of clusters, documents
-# or lines in each, and the split; most documents or lines).
+# or lines in each, and the split; maximum of documents or lines).
 GENERATED = {
     "tiny": (tiny_world.make_clusters, len(tiny_world.NAMES)),
     "tiny_stories": (tiny_stories.make_stories, tiny_stories.MOST_LINES),
@@ -50,7 +50,7 @@ class TinyEvaluationConfig:
             counts = getattr(self, field)
             if not counts or not all(2 <= count <= most for count in counts):
                 raise ValueError(
-                    f"data.tiny.evaluation.{field} = {counts}: must be of 2 to {most} documents"
+                    f"data.tiny.evaluation.{field} = {counts}: each must be 2 to {most}"
                 )
 
 
@@ -113,7 +113,7 @@ class DataConfig:
             raise ValueError(f"data.tasks = {self.tasks}: must be one or more of {TASKS}")
         weights = self.task_weights
         if len(weights) != len(self.tasks) or not all(0 < w < math.inf for w in weights):
-            raise ValueError(f"data.task_weights = {weights}: must be a positive number a task")
+            raise ValueError(f"data.task_weights = {weights}: must be a positive number per task")
         if not self.questions:
             self._check_source()
 
@@ -141,7 +141,7 @@ class DataConfig:
         check_least(self.tiny, "data.tiny.", clusters=1)
         documents, most = self.tiny.documents, GENERATED[self.source][1]
         if not documents or not all(1 <= number <= most for number in documents):
-            raise ValueError(f"data.tiny.documents = {documents}: must be of 1 to {most}")
+            raise ValueError(f"data.tiny.documents = {documents}: each must be 1 to {most}")
 
 
 def open_clusters(
@@ -149,19 +149,15 @@ def open_clusters(
 ) -> tuple[clusters.Source, clusters.Source]:
     """The clusters to train on and the held-out ones. Hosts share the reading of a built source.
 
-    Args:
-      data: the section; its source is set.
-      seed: seed of the run, for generated worlds.
-      count_tokens: number of tokens of a text, for max_document_tokens.
+    `seed` is the seed of the run, for generated worlds. `count_tokens` returns the number of tokens
+    of a text, for max_document_tokens.
     """
     if data.source in GENERATED:
         make: Callable[..., Any] = GENERATED[data.source][0]
         counts = data.tiny.clusters, data.tiny.documents
-        train, held_out = (
-            clusters.in_memory(make(seed + apart, *counts, split))
-            for apart, split in ((0, "train"), (HELD_OUT_SEED, "held_out"))
-        )
-        return train, held_out
+        train = make(seed, *counts, "train")
+        held_out = make(seed + HELD_OUT_SEED, *counts, "held_out")
+        return clusters.in_memory(train), clusters.in_memory(held_out)
     source = built.open_source(
         data.source,
         count_tokens=count_tokens,

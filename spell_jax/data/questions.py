@@ -47,31 +47,21 @@ def read_questions(path: str | pathlib.Path, field: str) -> tuple[Question, ...]
     """
     questions, skipped = read_records(path, _parse_question)
     if not questions:
-        raise ValueError(f"{field} = {path}: none of its {skipped} lines is a question")
+        raise ValueError(f"{field} = {path}: none of its {skipped} lines is a valid question")
     return tuple(questions)
 
 
 def _parse_question(record: Any) -> Question:
     evidence = record.get("evidence", [])
     if not isinstance(record["documents"], list) or not isinstance(evidence, list):
-        raise ValueError("documents, and evidence if there is any, must be lists of texts")
-    question = Question(
-        record["task"],
-        tuple(record["documents"]),
-        record["question"],
-        record["answer"],
-        tuple(evidence),
-    )
+        raise ValueError("documents and evidence must be lists of strings")
+    documents, stated = tuple(record["documents"]), (record["question"], record["answer"])
+    question = Question(record["task"], documents, *stated, tuple(evidence))
     texts = (*question.documents, *question.evidence, question.question, question.answer)
     if question.task not in TASKS or not all(isinstance(t, str) for t in texts):
-        raise ValueError(f"task must be one of {TASKS}, the rest texts")
+        raise ValueError(f"task must be one of {TASKS}, the other fields strings")
     "".join(texts).encode()  # raises on lone surrogates, which no tokenizer takes
     return question
-
-
-def as_record(question: Question) -> dict[str, Any]:
-    """Return the JSON record of a question."""
-    return dataclasses.asdict(question)
 
 
 def as_clusters(questions: Sequence[Question]) -> tuple[Source, Mapping[str, Question]]:

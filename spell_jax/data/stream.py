@@ -3,8 +3,7 @@
 1. At the start, every cluster is assigned to exactly one task that it may serve. Clusters are
    shuffled, those with the fewest allowed tasks go first, and each goes to the task with the fewest
    clusters so far. Clusters that may serve any task are thus split into equal parts.
-2. A batch is divided among tasks by weight: the floor of each task's share, at most its number of
-   clusters. The remainder is assigned one by one, heaviest task first.
+2. A batch is divided among tasks by weight (`batch_counts`).
 3. Each task deals from its own shuffled deck. If fewer clusters are left than needed, they are
    discarded and the deck of the next epoch is used, so no cluster repeats within a batch. A batch
    larger than the data deals whole decks, and the repeats are counted.
@@ -31,21 +30,17 @@ log = logging.getLogger(__name__)
 def batch_counts(
     batch: int, weights: Mapping[str, float], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Divide a batch among tasks: floors of the shares, then the remainder heaviest task first.
+    """Divide a batch among tasks.
 
-    Args:
-        batch: number of items, at most the sum of sizes.
-        weights: task -> positive weight; need not sum to 1. Ties go to the task listed first.
-        sizes: task -> number of available items.
-
-    Returns:
-        task -> number of items.
+    Each task gets the floor of its share, at most its size. The remainder is assigned one by one,
+    heaviest task first; ties go to the task listed first. Weights are positive and need not sum
+    to 1.
 
     Raises:
         ValueError: if batch is below 0 or above the sum of sizes.
     """
     if not 0 <= batch <= sum(sizes.values()):
-        raise ValueError(f"batch={batch}: must be between 0 and {sum(sizes.values())}")
+        raise ValueError(f"batch = {batch}: must be between 0 and {sum(sizes.values())}")
     total = sum(weights.values())
     counts = {task: min(int(batch * weights[task] / total), sizes[task]) for task in weights}
     heaviest_first = sorted(weights, key=lambda task: -weights[task])
@@ -59,7 +54,7 @@ def batch_counts(
 
 
 class TaskStream:
-    """Endless dealer of batches of (task, cluster).
+    """Endless stream of batches of (task, cluster).
 
     Attributes:
         repeats: number of times that a cluster was dealt again within a batch, because the batch
@@ -74,21 +69,13 @@ class TaskStream:
         Args:
             source: the clusters; texts are read only when dealt. Clusters that serve none of the
                 tasks are left out, with a warning.
-            tasks: tasks of the run.
+            tasks: different tasks of the run.
             weights: one positive weight per task.
             seed: seed of the assignment and of all shuffles, at least 0.
 
         Raises:
-            ValueError: if there is no task, a task is named twice, the weights do not match the
-                tasks or are not positive, or no task has a cluster.
+            ValueError: if the numbers of tasks and weights differ, or no task has a cluster.
         """
-        if not tasks or len(set(tasks)) != len(tasks):
-            raise ValueError(f"tasks={tuple(tasks)}: must be one or more different tasks")
-        if len(weights) != len(tasks) or not all(math.isfinite(w) and w > 0 for w in weights):
-            raise ValueError(
-                f"weights={tuple(weights)}: must be a positive number for each of {tuple(tasks)}; "
-                "leave a task out instead of weighing it 0"
-            )
         self.repeats = 0
         self.read = source.read
         self._weights = dict(zip(tasks, weights, strict=True))
@@ -110,14 +97,14 @@ class TaskStream:
             ValueError: if batch is below 1.
         """
         if batch < 1:
-            raise ValueError(f"batch={batch}: must be at least 1")
+            raise ValueError(f"batch = {batch}: must be at least 1")
         sizes = {task: len(ids) for task, ids in self._assigned.items()}
-        copies = -(-batch // sum(sizes.values()))  # > 1 only if the batch is larger than the data
-        room = {task: size * copies for task, size in sizes.items()}
-        counts = batch_counts(batch, self._weights, room)
+        copies = math.ceil(batch / len(self))  # > 1 only if the batch is larger than the data
+        available = {task: size * copies for task, size in sizes.items()}
+        counts = batch_counts(batch, self._weights, available)
         pairs = [(task, name) for task, count in counts.items() for name in self._deal(task, count)]
         self.repeats += sum(max(0, counts[task] - sizes[task]) for task in counts)
-        order = self._random("batch", self._batches).permutation(len(pairs))
+        order = self._rng("batch", self._batches).permutation(len(pairs))
         self._batches += 1
         clusters = self.read([pairs[i][1] for i in order])
         return [(pairs[i][0], cluster) for i, cluster in zip(order, clusters, strict=True)]
@@ -143,22 +130,18 @@ class TaskStream:
             ValueError: if the state belongs to other tasks, clusters or another seed, or is
                 malformed.
         """
-        fields = self.state_dict().keys()
-        if missing := sorted(fields - state.keys()):
+        if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(
-                f"stream state: lacks {missing}; it is of another version of this program: begin "
-                "the run anew"
+                f"stream state: {missing} missing, so another version of this program wrote it; "
+                "start a new run"
             )
-        if set(state["epochs"]) != set(self._weights):
-            raise ValueError(
-                f"stream state: is of tasks {sorted(state['epochs'])}, the run plays "
-                f"{sorted(self._weights)}"
-            )
+        tasks, saved_tasks = sorted(self._weights), sorted(state["epochs"])
+        if saved_tasks != tasks:
+            raise ValueError(f"stream state: for tasks {saved_tasks}, but the run has {tasks}")
         if state["data"] != self._digest():
             raise ValueError(
-                f"stream state: is of {state['clusters']} clusters, which are not the "
-                f"{len(self)} that are here, or of another seed; "
-                "resume with the data and the seed that the run began with"
+                f"stream state: for {state['clusters']} other clusters than these {len(self)}, or "
+                "for another seed; resume with the data and seed of the original run"
             )
         self._epochs = {task: int(state["epochs"][task]) for task in self._weights}
         self._positions = {task: int(state["positions"][task]) for task in self._weights}
@@ -169,20 +152,20 @@ class TaskStream:
         assigned: dict[str, list[str]] = {task: [] for task in self._weights}
         names = sorted(tasks)  # independent of the source's order
         choices = []
-        for index in self._random("assignment").permutation(len(names)):
+        for index in self._rng("assignment").permutation(len(names)):
             allowed = tasks[names[index]]
             choices.append((names[index], [t for t in assigned if allowed is None or t in allowed]))
         for name, options in sorted(choices, key=lambda choice: len(choice[1])):
             if options:
                 assigned[min(options, key=lambda task: len(assigned[task]))].append(name)
         unused = len(names) - sum(map(len, assigned.values()))
-        if unused:
-            log.warning("%d clusters serve none of the tasks %s: left out", unused, tuple(assigned))
         if unused == len(names):
             raise ValueError(f"clusters: none of {len(names)} serves any of {tuple(assigned)}")
+        if unused:
+            log.warning("%d clusters serve none of the tasks %s: left out", unused, tuple(assigned))
         for task, ids in assigned.items():
             if not ids:
-                log.warning("task %s has no cluster and is never played", task)
+                log.warning("task %s has no cluster and is never used", task)
         return assigned
 
     def _deal(self, task: str, count: int) -> list[str]:
@@ -200,11 +183,11 @@ class TaskStream:
 
     def _deck(self, task: str) -> list[str]:
         ids = self._assigned[task]
-        order = self._random(f"task {task}", self._epochs[task]).permutation(len(ids))
+        order = self._rng(f"task {task}", self._epochs[task]).permutation(len(ids))
         return [ids[i] for i in order]
 
-    def _random(self, what: str, number: int = 0) -> np.random.Generator:
-        return np.random.default_rng([self._seed, zlib.crc32(what.encode()), number])
+    def _rng(self, purpose: str, number: int = 0) -> np.random.Generator:
+        return np.random.default_rng([self._seed, zlib.crc32(purpose.encode()), number])
 
     def _digest(self) -> str:
         dealt_from = json.dumps([self._seed, self._assigned], sort_keys=True)

@@ -1,12 +1,10 @@
 """Generated stories whose line order can be inferred: the demo of document reconstruction.
 
-1. A letter passes from person to person. A story opens with its writer, "Arvo". Each line starts
-   with the person that the previous line ended with: "Arvo to Bela", then "Bela to Dina".
-2. A missing line therefore starts with the last person named before the gap. If two adjacent lines
-   are missing, the first one must be found to know how the second one starts.
-3. Names come from the tiny world. Its tokenizer has one token for each name with a space before it,
-   so lines are indented.
-4. No person gets the letter twice. There are no blank lines, so every line is a paragraph.
+A letter passes from person to person; none gets it twice. A story opens with its writer, "Arvo".
+Each line starts with the person that the previous line ended with: "Arvo to Bela", then "Bela to
+Dina". A missing line therefore starts with the last person named before the gap. Lines are
+indented, because the tiny world's tokenizer has one token for each name with a space before it.
+There are no blank lines, so every line is a paragraph.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ def make_story(rng: np.random.Generator, lines: int) -> str:
       ValueError: if there are not enough names.
     """
     if not 1 <= lines <= MOST_LINES:
-        raise ValueError(f"lines = {lines}: must be 1 to {MOST_LINES} (a name each, and a last)")
+        raise ValueError(f"lines = {lines}: must be 1 to {MOST_LINES} (one name each, and a last)")
     people = [NAMES[i] for i in rng.permutation(len(NAMES))[: lines + 1]]
-    handed_on = [f" {giver} to {taker}" for giver, taker in itertools.pairwise(people)]
-    return "\n".join([f" {people[0]}", *handed_on])
+    handovers = [f" {giver} to {taker}" for giver, taker in itertools.pairwise(people)]
+    return "\n".join([f" {people[0]}", *handovers])
 
 
 def make_stories(
@@ -42,9 +40,8 @@ def make_stories(
 ) -> list[Cluster]:
     """Generate seeded clusters of one story each; their lengths cycle through `lines`."""
     stories = []
-    for index in range(count):
+    for index, size in zip(range(count), itertools.cycle(lines), strict=False):
         # The 5 separates this random stream from those of algorithms and of tiny_world's clusters.
-        rng = np.random.default_rng([seed, index, 5])
-        text = make_story(rng, lines[index % len(lines)])
+        text = make_story(np.random.default_rng([seed, index, 5]), size)
         stories.append(Cluster(f"{prefix}-{seed}-{index}", (text,)))
     return stories

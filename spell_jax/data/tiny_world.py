@@ -4,18 +4,18 @@
    costs and friend. A cluster is n documents whose friends are all people of the cluster.
 2. Questions are of four kinds: look-up ("city of Arvo"), two-hop ("city of friend of Arvo"), sums
    ("sales of Arvo plus costs of Bela") and four-way choices of a friend. The sum "sales of Arvo
-   versus costs of Bela" asks for the absolute difference, because whoever writes the question does
-   not know yet which figure is larger.
+   versus costs of Bela" asks for the absolute difference, because the questioner does not know yet
+   which figure is larger.
 3. Values have several surface forms. A city has two names (documents use either), and names and
    figures may be decorated ("Mr Bela", "34 dollars"). A string comparison misses some matches.
-4. The oracle parses documents and questions by their grammar and knows every true answer. Self-play
-   never calls it. It is used for warm-start demonstrations (a labeled source) and for held-out
-   evaluation.
+4. The oracle parses documents and questions by their grammar and knows every true answer. Only
+   warm-start demonstrations and held-out evaluation use it, never self-play.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -84,18 +84,17 @@ def make_documents(rng: np.random.Generator, count: int) -> tuple[str, ...]:
         raise ValueError(f"documents = {count}: must be 1 to {len(NAMES)} (one name each)")
     people = [NAMES[i] for i in rng.permutation(len(NAMES))[:count]]
     documents = []
-    for index, name in enumerate(people):
-        others = people[:index] + people[index + 1 :] or [
-            NAMES[(NAMES.index(name) + 1) % len(NAMES)]
-        ]
+    for name in people:
+        others = [other for other in people if other != name]
+        others = others or [NAMES[(NAMES.index(name) + 1) % len(NAMES)]]
         city = CITIES[rng.integers(len(CITIES))][int(rng.random() < 0.3)]
         friend = others[rng.integers(len(others))]
-        documents.append(f"- {name} {city} {_figure(rng)} {_figure(rng)} {friend}")
+        documents.append(f"- {name} {city} {_sample_figure(rng)} {_sample_figure(rng)} {friend}")
     return tuple(documents)
 
 
-def _figure(rng: np.random.Generator) -> str:
-    return str(rng.integers(FIGURES.start, FIGURES.stop))
+def _sample_figure(rng: np.random.Generator) -> int:
+    return int(rng.integers(FIGURES.start, FIGURES.stop))
 
 
 def make_clusters(
@@ -103,12 +102,11 @@ def make_clusters(
 ) -> list[Cluster]:
     """Generate seeded clusters; their sizes cycle through `documents`."""
     clusters = []
-    for index in range(count):
+    for index, size in zip(range(count), itertools.cycle(documents), strict=False):
         # The 4 separates this random stream from that of an algorithm. numpy treats [seed, index]
         # like [seed, index, 0], which an algorithm uses in step `index`.
-        rng = np.random.default_rng([seed, index, 4])
-        texts = make_documents(rng, documents[index % len(documents)])
-        clusters.append(Cluster(id=f"{prefix}-{seed}-{index}", documents=texts, tasks=None))
+        texts = make_documents(np.random.default_rng([seed, index, 4]), size)
+        clusters.append(Cluster(f"{prefix}-{seed}-{index}", texts))
     return clusters
 
 
@@ -139,19 +137,20 @@ def sample_question(rng: np.random.Generator, documents: Sequence[str], kind: st
     name = names[rng.integers(len(names))]
     if kind == "math":
         return _sample_sum_question(rng, facts, names)
-    if kind == "two_hop":
-        pairs = [n for n in names if (facts[n, "friend"], "city") in facts]
-        if pairs:
-            name = pairs[rng.integers(len(pairs))]
-            attribute = ATTRIBUTES[rng.integers(len(ATTRIBUTES))]
-            friend = facts[name, "friend"]
-            value = facts[friend, attribute]
-            evidence = (line_of(facts, name), line_of(facts, friend))
-            return Question(kind, f"{attribute} of friend of {name}", evidence, value)
-    attribute = "friend" if kind == "choice" else ATTRIBUTES[rng.integers(len(ATTRIBUTES))]
+    if kind == "choice":
+        return Question(kind, f"friend of {name}", (line_of(facts, name),), facts[name, "friend"])
+    with_friend = [other for other in names if (facts[other, "friend"], "city") in facts]
+    two_hop = kind == "two_hop" and with_friend
+    if two_hop:
+        name = with_friend[rng.integers(len(with_friend))]
+    attribute = ATTRIBUTES[rng.integers(len(ATTRIBUTES))]
+    if two_hop:
+        friend = facts[name, "friend"]
+        evidence = (line_of(facts, name), line_of(facts, friend))
+        text = f"{attribute} of friend of {name}"
+        return Question(kind, text, evidence, facts[friend, attribute])
     value = facts[name, attribute]
-    kind = kind if kind == "choice" else "lookup"
-    return Question(kind, f"{attribute} of {name}", (line_of(facts, name),), value)
+    return Question("lookup", f"{attribute} of {name}", (line_of(facts, name),), value)
 
 
 def _sample_sum_question(rng: np.random.Generator, facts: Facts, names: list[str]) -> Question:
@@ -163,7 +162,7 @@ def _sample_sum_question(rng: np.random.Generator, facts: Facts, names: list[str
         word = "plus"  # the parser rejects questions with the answer zero
     text = f"{a[1]} of {a[0]} {word} {b[1]} of {b[0]}"
     lines = dict.fromkeys((line_of(facts, a[0]), line_of(facts, b[0])))
-    return Question("math", text, (*lines, _stated(x, word, y)), str(add_up(x, word, y)))
+    return Question("math", text, (*lines, _write_sum(x, word, y)), str(add_up(x, word, y)))
 
 
 def add_up(x: int, word: str, y: int) -> int:
@@ -171,13 +170,13 @@ def add_up(x: int, word: str, y: int) -> int:
     return x + y if word == "plus" else abs(x - y)
 
 
-def _stated(x: int, word: str, y: int) -> str:
+def _write_sum(x: int, word: str, y: int) -> str:
     return f"{x} {word} {y} is {add_up(x, word, y)}"
 
 
 def sample_sum(rng: np.random.Generator, word: str) -> str:
     """Sample a sum of two figures with a word of SUMS, worded as in evidence."""
-    return _stated(int(_figure(rng)), word, int(_figure(rng)))
+    return _write_sum(_sample_figure(rng), word, _sample_figure(rng))
 
 
 def sample_options(rng: np.random.Generator, answer: str, letter: str) -> dict[str, str]:
@@ -207,10 +206,8 @@ def surface_forms(value: str) -> tuple[str, ...]:
 
 def canonical(text: str) -> str:
     """Map all surface forms of a value to one spelling; unknown text is only lower-cased."""
-    words = [
-        w for w in re.findall(r"[a-z0-9]+", text.lower()) if w not in ("town", "mr", "dollars")
-    ]
-    plain = " ".join(words)
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    plain = " ".join(w for w in words if w not in (TOWN, TITLE.lower(), UNIT))
     return _CANONICAL.get(plain, plain)
 
 
@@ -229,10 +226,10 @@ def oracle(question: str, documents: Sequence[str]) -> str | None:
     match = _LOOKUP.search(question)
     if match is None:
         return None
-    name: str | None = match[3]
+    name = match[3]
     for _ in range(match[2].count("friend of")):
-        name = facts.get((name or "", "friend"))
-    value = facts.get((name or "", match[1]))
+        name = facts.get((name, "friend"), "")
+    value = facts.get((name, match[1]))
     return None if value is None else canonical(value)
 
 

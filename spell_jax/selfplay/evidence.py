@@ -52,9 +52,6 @@ class Weights:
     outcome: float = 0.6
 
 
-# ------------------------------------------------------------------------------------- The sections
-
-
 def write_answer(answer: StructuredAnswer) -> str:
     """Return the text that `parse_answer` parses into these sections."""
     pairs = zip(SECTIONS, astuple(answer), strict=True)
@@ -96,9 +93,6 @@ def with_answer_phrase(answer: str, task: str) -> str:
         ValueError: if the task is unknown. No `answer` raises an error.
     """
     return answer if find_answer(answer, task) is not None else f"The answer is {answer}"
-
-
-# -------------------------------------------------------------------------------------- The rewards
 
 
 def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
@@ -149,9 +143,6 @@ def total_reward(
     if not well_formed:
         return 0.0
     return weights.format + weights.evidence * evidence + weights.outcome * outcome
-
-
-# ------------------------------------------------------------------------------------------- Quotes
 
 
 def find_quotes(evidence: str) -> list[str]:

@@ -1,12 +1,8 @@
-"""Parse and compare numbers in model text without evaluating it.
+"""Parse and compare numbers in model text without evaluating it (spec section 5.3).
 
-1. `parse_number` strips what people write around a number: currency, units, scale words.
-2. The rest is tokenized into numbers, operators and brackets. Any other character makes it no
-   number.
-3. A precedence parser computes the expression and bounds every intermediate value.
-4. `same_number` compares two values. It tolerates 0.15 % and a missing percent sign or scale word.
-
-Spec section 5.3. Inputs longer than `MAX_CHARACTERS` are rejected, so parsing takes linear time.
+`parse_number` strips what people write around a number and tokenizes the rest into numbers,
+operators and brackets. A precedence parser computes the expression and bounds every intermediate
+value. Inputs longer than `MAX_CHARACTERS` are rejected, so parsing takes linear time.
 """
 
 import math

@@ -8,23 +8,10 @@
    are literal. One newline at the end of a file is not part of the prompt.
 4. All placeholders are filled in one pass, so a document that contains "{examples}" is not changed.
 
-    file                         asks for                                     paper
-    questioner_TASK.txt          a question and its answer from m documents   Appendix G, no memory
-    questioner_TASK_history.txt  one that is harder than the examples shown   Appendix G, memory
-    example.txt                  (one earlier question, oldest first)         Appendix G, memory
-    responder_TASK.txt           an answer from all n documents               Appendix G
-    verifier.txt                 whether answer and reference are equivalent  Appendix G
-    judge.txt                    the same, from an external judge             Table 5
-    reconstruction.txt           the order of the removed paragraphs          (its own paper)
-    evidence.txt                 analysis, evidence, reasoning and answer     EAPO, section 2.1
-    evidence_scores.txt          scores of all evidence sets of a group       EAPO, section 3.2
-    reasoning_scores.txt         scores of reasonings from the same evidence  EAPO, section 2.2
-    scored.txt                   (one item to be scored)                      EAPO, section 3.2
-
-TASK is general_qa, financial_math or multiple_choice. tests/selfplay/test_prompts.py lists each
-requirement of Appendix G next to the words of the full set that meet it. Departures, with the spec
-section that asks for them: the JSON object is in a fenced block and has no trailing comma (2.3,
-12.20), the requested letter is filled in (2.2), verdicts have double brackets (12.19).
+tests/selfplay/test_prompts.py lists each requirement of Appendix G next to the words of the full
+set that meet it. Departures, with the spec section that asks for them: the JSON object is in a
+fenced block and has no trailing comma (2.3, 12.20), the requested letter is filled in (2.2),
+verdicts have double brackets (12.19).
 """
 
 import re
@@ -42,14 +29,14 @@ PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 # File name -> its placeholders; those with a question mark are optional.
 PLACEHOLDERS = {
-    "example.txt": "question answer number?",
+    "example.txt": "question answer number?",  # one earlier question
     "verifier.txt": "question answer reference",
     "judge.txt": "question answer reference",
     "reconstruction.txt": "document options",
     "evidence.txt": "documents question",
     "evidence_scores.txt": "question choices number?",
     "reasoning_scores.txt": "question evidence choices number?",
-    "scored.txt": "number text question?",
+    "scored.txt": "number text question?",  # one evidence set or reasoning to be scored
 }
 for _task in TASKS:
     _letter = " letter" if _task == "multiple_choice" else ""
@@ -75,12 +62,12 @@ class Prompts:
         history: Sequence[Entry] = (),
         letter: str | None = None,
     ) -> str:
-        """Build the prompt for a new question about the documents (spec 2.2).
+        """Build the prompt for a new question about the documents (Appendix G, spec 2.2).
 
         Args:
             task: one of TASKS.
             documents: the m documents shown, in corpus order.
-            history: earlier questions, oldest first; any of them selects the history template.
+            history: earlier questions, oldest first; if any, the prompt asks for a harder one.
             letter: letter of the correct option; required for multiple choice, ignored otherwise.
 
         Raises:
@@ -124,15 +111,15 @@ class Prompts:
         return self._fill("reconstruction.txt", document=document, options=listed)
 
     def evidence(self, documents: Sequence[str], question: str) -> str:
-        """Build the prompt for an answer in sections, with evidence quoted from all n documents."""
+        """Build the prompt for an answer in sections, with evidence from n documents (EAPO 2.1)."""
         return self._fill("evidence.txt", documents=_joined(documents), question=question)
 
     def evidence_scores(self, question: str, evidence: Sequence[str]) -> str:
-        """Build the prompt for scores from 1 to 5 of evidence sets, compared with each other."""
+        """Build the prompt for scores from 1 to 5 of a group's evidence sets (EAPO 3.2)."""
         return self._scores("evidence_scores.txt", evidence, question=question)
 
     def reasoning_scores(self, question: str, evidence: str, reasonings: Sequence[str]) -> str:
-        """Build the prompt for scores from 1 to 5 of several reasonings from the same evidence."""
+        """Build the prompt for scores from 1 to 5 of reasonings from one evidence (EAPO 2.2)."""
         return self._scores(
             "reasoning_scores.txt", reasonings, question=question, evidence=evidence
         )

@@ -50,8 +50,7 @@ class Mixture:
       recital: share of rows that recite documents and options in any order, and sums. This is not a
         role of the algorithm but an exercise that teaches look-up, for which few tokens of the
         other rows give a signal.
-      questioner: share of questioner rows.
-      verifier: share of verifier rows; the responder has the rest.
+      questioner, verifier: shares of these roles' rows; the responder has the rest.
       kinds: shares of look-ups, two-hop questions, sums and choices.
       recital_documents: possible numbers of documents of a recital row; the more there are, the
         less guessing among them pays.

@@ -155,9 +155,6 @@ class RowConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be from 0 to 1")
 
 
-# ------------------------------------------------------------------------------------------- facts
-
-
 def find_facts(documents: Sequence[str]) -> list[Fact]:
     """Find all facts of a cluster, in text order; linear in the text's length."""
     words = [list(WORD.finditer(document)) for document in documents]
@@ -235,9 +232,6 @@ def other_forms(value: str) -> list[str]:
         padded = f"{plain}0" if point else f"{plain}.0"
         forms = [f"{form}{unit}" for form in (plain, grouped, padded, f"the number {plain}")]
     return [form for form in forms if form != value]
-
-
-# -------------------------------------------------------------------------------------------- rows
 
 
 class RowMaker:

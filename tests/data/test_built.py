@@ -130,28 +130,26 @@ SHARD = "clusters-train.array_record-00001-of-00003"
 def test_a_file_that_is_missing_or_cut_is_named(copy: Path, name: str) -> None:
     path = copy / name
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=f"{name}: has .* bytes, manifest.json says"):
+    with pytest.raises(ValueError, match=f"{name}: .* bytes instead of"):
         Built(copy)
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=f"{name}: is missing"):
+    with pytest.raises(FileNotFoundError, match=f"{name}: missing"):
         Built(copy)
 
 
 def test_a_build_that_did_not_finish_is_refused(copy: Path) -> None:
     (copy / "manifest.json").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"manifest\.json: is missing, so the build did not"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"manifest\.json: missing, so the build is unfin"):
         open_source(copy, **OPEN)
     for text in ("{", "[]", '{"files": {"a": 1}}'):
         (copy / "manifest.json").write_text(text)
-        with pytest.raises(ValueError, match=r"manifest\.json: is not a build's manifest"):
+        with pytest.raises(ValueError, match=r"manifest\.json: not the manifest of a build"):
             open_source(copy, **OPEN)
 
 
 def test_shards_of_another_build_are_refused(copy: Path) -> None:
     (copy / "clusters-train.array_record-00001-of-00002").write_text("old")
-    with pytest.raises(ValueError, match=r"00001-of-00002: is not in manifest\.json"):
+    with pytest.raises(ValueError, match=r"00001-of-00002: not listed in manifest\.json"):
         Built(copy)
 
 
@@ -169,7 +167,7 @@ def test_an_index_of_other_records_is_refused(copy: Path) -> None:
     with pytest.raises(ValueError, match=r"index\.jsonl: 20 ids in 21 lines for 21 records"):
         Built(copy)
     _exchange(copy / "index.jsonl", b'{"id": "id04"', b'["id", "id04"')
-    with pytest.raises(ValueError, match=r"index\.jsonl: bad line '\[\"id\""):
+    with pytest.raises(ValueError, match=r"index\.jsonl: invalid line '\[\"id\""):
         Built(copy)
 
 
@@ -181,7 +179,7 @@ def test_a_damaged_record_is_named(copy: Path) -> None:
     path.write_bytes(data)
     built = Built(copy)
     assert built.read(["id00"]) == [CLUSTERS["id00"]]
-    with pytest.raises(ValueError, match=r"record 7 \(cluster id07\) is damaged, build it again"):
+    with pytest.raises(ValueError, match=r"record 7 \(cluster id07\) is damaged .*build it again"):
         built.read(["id07"])
 
 

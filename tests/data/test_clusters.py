@@ -60,9 +60,9 @@ def test_jsonl_keeps_good_lines_and_counts_bad_ones(
     ]
     assert (report.read, dict(report.skipped)) == (2, {"bad lines": 9})
     assert f"{path}:2: skipped" in caplog.text
-    assert f"{path}:4: skipped (id='a': appeared before)" in caplog.text
-    assert (report.documents, report.tokens_min, report.tokens_max) == (3, 1, 2)
-    assert report.tokens_mean == pytest.approx(4 / 3)
+    assert f"{path}:4: skipped (id = 'a': must be unique)" in caplog.text
+    assert report.lengths == [2, 1, 1]
+    assert "3 documents of 1 to 2 tokens (mean 1.3) in 2 clusters" in report.summary()
 
 
 def test_folder_is_read_in_order_and_bad_files_are_counted(
@@ -92,7 +92,7 @@ def test_documents_of_a_cluster_are_cut_in_place(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "c.jsonl", {"id": "a", "documents": ["short", long]})
     clusters, report = read_clusters(path, max_document_tokens=20)
     assert len(clusters[0].documents) == 3
-    assert (report.cut, report.documents, report.clusters) == (1, 3, 1)
+    assert (report.cut, len(report.lengths), report.clusters) == (1, 3, 1)
     assert clusters[0].documents[1].startswith("paragraph 0")
     assert clusters[0].documents[2].startswith("paragraph 2")
 
@@ -188,9 +188,9 @@ def test_a_source_in_memory_reads_what_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_document_tokens": 15}, "max_document_tokens=15"),
-        ({"documents_per_cluster": 0}, "documents_per_cluster=0"),
-        ({"grouping": "topic"}, "grouping='topic'"),
+        ({"max_document_tokens": 15}, "max_document_tokens = 15"),
+        ({"documents_per_cluster": 0}, "documents_per_cluster = 0"),
+        ({"grouping": "topic"}, "grouping = 'topic'"),
     ],
 )
 def test_settings_out_of_range(tmp_path: Path, settings: dict, message: str) -> None:
@@ -206,7 +206,7 @@ def test_sources_without_text(tmp_path: Path) -> None:
         read_clusters(tmp_path)
     with pytest.raises(ValueError, match="one cluster cannot be split"):
         split_held_out(["a"], 0.5)
-    with pytest.raises(ValueError, match=r"share=1\.0"):
+    with pytest.raises(ValueError, match=r"held_out = 1\.0"):
         split_held_out([], 1.0)
 
 
@@ -214,7 +214,7 @@ def test_real_filings_are_cut_within_the_limit(spell_data: Path) -> None:
     clusters, report = read_clusters(spell_data / "edgar" / "dev", max_document_tokens=256)
     assert report.read == 10
     assert report.cut == 10
-    assert report.tokens_max <= 256
+    assert max(report.lengths) <= 256
     originals = [p.read_text() for p in sorted((spell_data / "edgar" / "dev").glob("*.txt"))]
     pieces = [document for cluster in clusters for document in cluster.documents]
     assert squeezed("".join(pieces)) == squeezed("".join(originals))

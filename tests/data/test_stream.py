@@ -82,7 +82,7 @@ def test_a_batch_larger_than_the_data_counts_its_repeats() -> None:
     assert stream.repeats == 18
 
 
-def test_a_task_without_clusters_is_not_played(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_task_without_clusters_is_never_used(caplog: pytest.LogCaptureFixture) -> None:
     stream = make_stream(2)
     assert "has no cluster" in caplog.text
     assert len(stream.next(2)) == 2
@@ -180,32 +180,28 @@ def test_only_the_clusters_of_a_batch_are_read() -> None:
 
 def test_a_state_of_other_data_is_refused() -> None:
     state = make_stream(9).state_dict()
-    with pytest.raises(ValueError, match="is of 9 clusters, which are not the 8 that are here"):
+    with pytest.raises(ValueError, match="for 9 other clusters than these 8"):
         make_stream(8).load_state_dict(state)
     renamed = [replace(c, id=f"{c.id}b") if c.id == "any8" else c for c in make_clusters(9)]
     with pytest.raises(ValueError, match="resume with the data"):
         TaskStream(in_memory(renamed), TASKS, [1, 1, 1], 0).load_state_dict(state)
     for count in (1, 9):
-        with pytest.raises(ValueError, match="or of another seed"):
+        with pytest.raises(ValueError, match="for another seed"):
             make_stream(count, seed=1).load_state_dict(make_stream(count).state_dict())
-    with pytest.raises(ValueError, match="the run plays"):
+    with pytest.raises(ValueError, match="but the run has"):
         TaskStream(in_memory(make_clusters(9)), TASKS[:2], [1, 1], 0).load_state_dict(state)
 
 
 def test_a_state_of_an_older_version_is_refused() -> None:
     old = {"assigned": {}, "decks": {}, "random": {}, "repeats": 0}
-    with pytest.raises(ValueError, match=r"lacks \['batches', .*another version"):
+    with pytest.raises(ValueError, match=r"\['batches', .*another version"):
         make_stream(9).load_state_dict(old)
 
 
 @pytest.mark.parametrize(
     ("clusters", "tasks", "weights", "message"),
     [
-        (make_clusters(3), (), (), "tasks="),
-        (make_clusters(3), TASKS[:1] * 2, (1, 1), "tasks="),
-        (make_clusters(3), TASKS, (1, 1), "weights="),
-        (make_clusters(3), TASKS, (1, 0, 1), "weights="),
-        (make_clusters(3), TASKS, (1, float("nan"), 1), "weights="),
+        (make_clusters(3), TASKS, (1, 1), "shorter"),
         ([], TASKS, (1, 1, 1), "none of 0"),
         (make_clusters(3, TASKS[:1]), TASKS[1:], (1, 1), "none of 3"),
     ],
@@ -224,7 +220,7 @@ def test_the_remainder_goes_to_the_heaviest_task_first() -> None:
 
 
 def test_bad_batches() -> None:
-    with pytest.raises(ValueError, match="batch=0"):
+    with pytest.raises(ValueError, match="batch = 0"):
         make_stream(3).next(0)
-    with pytest.raises(ValueError, match="batch=4: must be between 0 and 3"):
+    with pytest.raises(ValueError, match="batch = 4: must be between 0 and 3"):
         batch_counts(4, {"general_qa": 1.0}, {"general_qa": 3})

@@ -7,6 +7,7 @@ tokens, logprobs and updates stay those of the sampler.
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -30,7 +31,7 @@ from data_pipeline.question_rows import LAYOUTS, Draft, read_row
 from launch import random_policy
 from spell_jax.algorithms.rollout import RolloutWorker
 from spell_jax.data.clusters import ROLES
-from spell_jax.data.questions import Question, as_record, read_questions
+from spell_jax.data.questions import Question, read_questions
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.runtime.episodes import read_episodes
@@ -117,7 +118,7 @@ def questions(spell_data, qwen, tmp_path_factory) -> pathlib.Path:
         assert (summary["tokens"]["min"], summary["tokens"]["max"]) == (min(lengths), max(lengths))
         assert min(lengths) >= 2048 and max(lengths) <= 3400
         made += found
-    write_records(folder / "all.jsonl", map(as_record, made))
+    write_records(folder / "all.jsonl", map(dataclasses.asdict, made))
     return folder / "all.jsonl"
 
 
@@ -133,7 +134,7 @@ def short_questions(spell_data, tmp_path_factory) -> pathlib.Path:
         if isinstance(draft, Draft)
     ]
     made = [Question(d.task, d.documents, d.question, d.answer, d.evidence) for d in drafts]
-    write_records(path, map(as_record, made))
+    write_records(path, map(dataclasses.asdict, made))
     return path
 
 

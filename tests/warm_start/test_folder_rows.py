@@ -267,7 +267,7 @@ def test_command_line(tmp_path: Path) -> None:
     )
     training, unseen_ids = split_held_out([cluster.id for cluster in clusters], 0.2)
     held_out = [cluster for cluster in clusters if cluster.id in unseen_ids]
-    assert report.tokens_max <= 48
+    assert max(report.lengths) <= 48
     questions = read_questions(out / "questions.jsonl", "data.validation")
     assert {question.documents for question in questions} <= {c.documents for c in held_out}
     assert training

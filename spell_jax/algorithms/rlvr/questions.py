@@ -44,7 +44,7 @@ from ml_collections import ConfigDict, config_flags
 
 from spell_jax.data import config as data_config
 from spell_jax.data.clusters import GROUPINGS, LETTERS, TASKS, Cluster
-from spell_jax.data.questions import Question, as_record
+from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
 from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation.policy_sampler import Policy, check_room
@@ -393,7 +393,7 @@ def run(
 def _line(attempt: Attempt) -> dict[str, Any]:
     a = attempt
     question = Question(a.task, a.cluster.documents, a.question, a.reference)
-    return as_record(question) | {"cluster": a.cluster.id, "shown": list(a.shown)}
+    return dataclasses.asdict(question) | {"cluster": a.cluster.id, "shown": list(a.shown)}
 
 
 # ----------------------------------------------------------------------------------- Command line
