@@ -69,13 +69,20 @@ class TaskStream:
         Args:
             source: the clusters; texts are read only when dealt. Clusters that serve none of the
                 tasks are left out, with a warning.
-            tasks: different tasks of the run.
+            tasks: tasks of the run.
             weights: one positive weight per task.
             seed: seed of the assignment and of all shuffles, at least 0.
 
         Raises:
-            ValueError: if the numbers of tasks and weights differ, or no task has a cluster.
+            ValueError: if there is no task, a task is named twice, the weights do not match the
+                tasks or are not positive, or no task has a cluster.
         """
+        if not tasks or len(set(tasks)) != len(tasks):
+            raise ValueError(f"tasks = {tuple(tasks)}: must be one or more different tasks")
+        if len(weights) != len(tasks) or not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(
+                f"weights = {tuple(weights)}: must be a positive number for each of {tuple(tasks)}"
+            )
         self.repeats = 0
         self.read = source.read
         self._weights = dict(zip(tasks, weights, strict=True))

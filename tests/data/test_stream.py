@@ -201,7 +201,11 @@ def test_a_state_of_an_older_version_is_refused() -> None:
 @pytest.mark.parametrize(
     ("clusters", "tasks", "weights", "message"),
     [
-        (make_clusters(3), TASKS, (1, 1), "shorter"),
+        (make_clusters(3), (), (), "tasks = "),
+        (make_clusters(3), TASKS[:1] * 2, (1, 1), "tasks = "),
+        (make_clusters(3), TASKS, (1, 1), "weights = "),
+        (make_clusters(3), TASKS, (1, 0, 1), "weights = "),
+        (make_clusters(3), TASKS, (1, float("nan"), 1), "weights = "),
         ([], TASKS, (1, 1, 1), "none of 0"),
         (make_clusters(3, TASKS[:1]), TASKS[1:], (1, 1), "none of 3"),
     ],
