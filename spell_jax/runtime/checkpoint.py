@@ -1,16 +1,10 @@
 """Checkpoints: everything needed to resume, complete and verified by hashes.
 
-1. A checkpoint is a pytree of arrays (weights and optimizer state by model name) and a JSON-able
-   dict (seed of all keys, data position, question memory, best score).
-2. `save` returns when the arrays are on the host. Orbax writes them to WORKDIR/checkpoints/STEP in
-   the background and marks the folder as complete.
-3. hashes.txt, with the size and hash of every file, is written last; a step without it is
+1. A checkpoint is a pytree of arrays and a JSON-able dict. Orbax writes both to
+   WORKDIR/checkpoints/STEP in the background.
+2. hashes.txt, with the size and hash of every file, is written last; a step without it is
    unfinished. Only then are older steps deleted (the latest few and the best stay).
-4. A failed save is retried with the arrays at hand, at last in a fallback folder named in the
-   error.
-5. `newest_intact` verifies the hashes, logs damaged steps and falls back to the step before.
-6. `restore` takes the shapes, dtypes and shardings that the program wants now. It compares them
-   with the saved ones before reading anything; the mesh may differ.
+3. A failed save is retried with the arrays at hand, at last in a fallback folder.
 
 Process 0 hashes, deletes and decides; it broadcasts the results to the other processes.
 """
@@ -20,6 +14,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import os
@@ -51,19 +46,12 @@ class DamagedError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    """A step that is being written.
-
-    Attributes:
-      step: step number.
-      score: score of the weights, or None.
-      surplus: older steps to delete when this one is complete.
-      job: background job that finishes the step.
-    """
+    """A step that is being written."""
 
     step: int
     score: float | None
-    surplus: list[int]
-    job: concurrent.futures.Future[None]
+    surplus: list[int]  # older steps to delete when this one is complete
+    job: concurrent.futures.Future[None]  # finishes the step in the background
 
 
 class Checkpoints:
@@ -82,8 +70,6 @@ class Checkpoints:
     Raises:
       ValueError: if keep, every, retries or backoff_s is too small.
       OSError: if the folder cannot be made or read (RuntimeError with several hosts).
-
-    Source: design.md section 3.11.
     """
 
     def __init__(
@@ -97,10 +83,10 @@ class Checkpoints:
         fallback: str | os.PathLike[str] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        whole = (("keep", keep, 1), ("every", every, 1), ("retries", retries, 0))
-        for name, value, least in (*whole, ("backoff_s", backoff_s, 0)):
+        counts = (("keep", keep, 1), ("every", every, 1), ("retries", retries, 0))
+        for name, value, least in (*counts, ("backoff_s", backoff_s, 0)):
             if value < least:
-                raise ValueError(f"{name} is {value}, want at least {least}")
+                raise ValueError(f"{name} = {value}: must be at least {least}")
         if fallback is None and jax.process_count() == 1:
             fallback = tempfile.gettempdir()
         self._keep, self._every = keep, every
@@ -111,12 +97,12 @@ class Checkpoints:
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
         self._manager = self._open()
-        found = distributed.broadcast(
+        steps = distributed.broadcast(
             lambda: [(step, *hashes.score(self._folder(step))) for step in self._on_disk()]
         )
         # Scores of finished steps, and steps whose folder is unusable.
-        self._scores: dict[int, float | None] = {s: score for s, done, score in found if done}
-        self._unusable = {step for step, done, _ in found if not done}
+        self._scores: dict[int, float | None] = {s: score for s, done, score in steps if done}
+        self._unusable = {step for step, done, _ in steps if not done}
 
     def save(
         self,
@@ -126,11 +112,11 @@ class Checkpoints:
         force: bool = False,
         score: float | None = None,
     ) -> bool:
-        """Saves if `every` divides the step or `force` is set, unless the step is already saved.
+        """Saves if `every` divides the step or `force` is set; returns whether it did.
 
-        The arrays may be donated or deleted right after. They are written in the background. A
-        failure shows at the next saved step, which is then written with retries before this
-        returns. With `force` this waits until the step is complete.
+        A saved step is not written again. The arrays may be donated or deleted right after; they
+        are written in the background. A failure shows at the next saved step, which is then written
+        with retries before this returns. With `force` this waits until the step is complete.
 
         Args:
           step: number of updates done, >= 0.
@@ -139,9 +125,6 @@ class Checkpoints:
             finite numbers, booleans, None.
           force: whether to save at any step and wait for it, as at the end of a run.
           score: quality of the weights, higher is better; the best step is not deleted.
-
-        Returns:
-          Whether a checkpoint was written.
 
         Raises:
           TypeError, ValueError: if JSON would change something in host_state; names its path.
@@ -170,16 +153,15 @@ class Checkpoints:
         waits = force or earlier is not None
         # A manager remembers the error of a failed save and its initial list of steps: replace it.
         renews = earlier is not None or step in self._unusable
-        failure = None
-        for attempt in range(self._retries + 1):
+        failure = self._write(step, args, score, waits, renews)
+        for attempt in range(self._retries):
             if failure is not None:
-                seconds = self._backoff_s * 2 ** (attempt - 1)
+                seconds = self._backoff_s * 2**attempt
                 log.warning("%s; next try in %g s", failure, seconds)
                 self._sleep(seconds)
-            failure = self._write(step, args, score, waits, renews)
-            if failure is None:
-                return True
-            waits = renews = True
+                failure = self._write(step, args, score, waits=True, renews=True)
+        if failure is None:
+            return True
         raise SaveError(
             f"{failure}, {self._retries + 1} tries; {self._save_elsewhere(step, args, score)}"
         ) from failure
@@ -206,8 +188,8 @@ class Checkpoints:
     def newest_intact(self) -> int | None:
         """Newest step whose files all match their hashes; None if there is no checkpoint.
 
-        Newer steps are logged with their damage and left on disk, and `latest_step` and `restore`
-        ignore them from now on. This reads whole checkpoints.
+        Newer steps are logged with their damage, left on disk and ignored from now on. This reads
+        whole checkpoints.
 
         Raises:
           DamagedError: if there are steps but none is intact; names each with its damage. (A single
@@ -231,15 +213,12 @@ class Checkpoints:
         return intact
 
     def restore(self, step: int, abstract: Any) -> tuple[Any, dict[str, Any]]:
-        """Reads the checkpoint of a step.
+        """Reads the arrays and the host_state of a saved step.
 
         Args:
-          step: a saved step, such as `latest_step()`.
+          step: a saved step.
           abstract: saved tree with jax.ShapeDtypeStruct (or arrays) as leaves. Each leaf's
             `sharding` is its destination, on the mesh it was saved from or any other.
-
-        Returns:
-          (arrays, host_state).
 
         Raises:
           FileNotFoundError: if there is no complete checkpoint of that step.
@@ -247,7 +226,7 @@ class Checkpoints:
           ValueError: if tensors are missing, superfluous, of another shape or dtype, or without a
             sharding; names their paths.
         """
-        self._check(step, abstract, whole=True)
+        self._check(step, abstract, is_part=False)
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
@@ -260,18 +239,10 @@ class Checkpoints:
     def restore_part(self, step: int, abstract: Any) -> Any:
         """Reads some arrays of a checkpoint, such as the weights without the optimizer.
 
-        Args:
-          step: a saved step.
-          abstract: dicts with a part of the saved tree's paths, as for `restore`. A dataclass is
-            saved as a dict of its fields.
-
-        Returns:
-          The requested part.
-
-        Raises:
-          FileNotFoundError, ValueError: as `restore`, for the requested part.
+        `abstract` is as for `restore`, dicts with a part of the saved tree's paths (a dataclass is
+        saved as a dict of its fields); so are the errors.
         """
-        self._check(step, abstract, whole=False)
+        self._check(step, abstract, is_part=True)
         part = abstract_arrays(abstract)
         restore_args = ocp.checkpoint_utils.construct_restore_args(part)
         with ocp.PyTreeCheckpointer() as reader:
@@ -280,15 +251,15 @@ class Checkpoints:
                 args=ocp.args.PyTreeRestore(part, restore_args=restore_args, partial_restore=True),
             )
 
-    def _check(self, step: int, abstract: Any, whole: bool) -> None:
-        """Raises the errors of `restore`; with `whole`, superfluous saved arrays are an error."""
+    def _check(self, step: int, abstract: Any, is_part: bool) -> None:
+        """Raises the errors of `restore` before anything is read."""
         self.wait()
         if step not in self._scores:
             raise FileNotFoundError(
                 f"{self._directory}: no complete checkpoint of step {step}; "
                 f"there are {sorted(self._scores)}"
             )
-        differences = _differences(self._manager.item_metadata(step)["arrays"], abstract, whole)
+        differences = _differences(self._manager.item_metadata(step)["arrays"], abstract, is_part)
         if differences:
             named = "\n  ".join(differences[:_MOST_NAMED])
             more = len(differences) - _MOST_NAMED
@@ -301,24 +272,16 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, *_) -> None:
-        """Closes.
-
-        After an error this host does not synchronize with the others, which may be elsewhere in the
-        program, and further failures are ignored.
-        """
         if kind is None:
             return self.close()
+        # This host does not synchronize with the others, which may be elsewhere in the program.
         if self._pending is not None:
             concurrent.futures.wait([self._pending.job])
         self._background.shutdown()
         _end(self._manager)
 
     def close(self) -> None:
-        """Waits for the last save and ends the background work.
-
-        Raises:
-          SaveError: as `wait`.
-        """
+        """Waits for the last save and ends the background work; raises as `wait`."""
         try:
             self.wait()
         finally:
@@ -326,11 +289,9 @@ class Checkpoints:
             _end(self._manager)
 
     def _open(self) -> ocp.CheckpointManager:
-        """Opens the Orbax manager, which names, lists and writes the steps.
-
-        It keeps all steps: its own policies would delete an old step before the hashes of the new
-        one are written.
-        """
+        """Opens the Orbax manager, which names, lists and writes the steps."""
+        # It keeps all steps: its own policies would delete an old step before the hashes of the new
+        # one are written.
         # A single host creates folders synchronously: a failure in the background would leave
         # threads that wait minutes for the folder. Several hosts do not, because all of them would
         # wait for a host that failed.
@@ -456,11 +417,9 @@ def _absolute(path: str | os.PathLike[str]) -> epath.Path:
 
 def _unused(folder: epath.Path) -> epath.Path:
     """The folder, or its name with the first numeric suffix that is not in use."""
-    found, number = folder, 1
-    while found.exists():
-        number += 1
-        found = folder.parent / f"{folder.name}_{number}"
-    return found
+    names = (f"{folder.name}_{number}" for number in itertools.count(2))
+    candidates = itertools.chain([folder], (folder.parent / name for name in names))
+    return next(path for path in candidates if not path.exists())
 
 
 def _best(scores: dict[int, float | None]) -> int | None:
@@ -478,18 +437,9 @@ def _end(manager: ocp.CheckpointManager) -> None:
 
 
 def _together(do: Callable[[], None]) -> Exception | None:
-    """Runs `do` on all hosts; returns the failure of any host on all hosts, or None.
-
-    Disks fail in many ways (TensorStore reports a full one by a ValueError), so every exception
-    counts.
-    """
-
-    def make() -> list[bytes]:
-        do()
-        return []
-
+    """Runs `do` on all hosts; returns the failure of any host on all hosts, or None."""
     try:
-        distributed.make_together(make)
+        distributed.make_together(lambda: do() or [])
     except RuntimeError as error:
         return error
     return None
@@ -513,18 +463,18 @@ def _check_json(value: Any, path: str) -> None:
         raise ValueError(f"{path} is {value}, want a finite number or None")
 
 
-def _differences(saved: Any, abstract: Any, whole: bool) -> list[str]:
-    """Returns one line for each tensor whose saved and requested form differ."""
+def _differences(saved: Any, abstract: Any, is_part: bool) -> list[str]:
+    """One line for each tensor whose saved and requested form differ."""
     has, wants = _by_path(saved), _by_path(abstract)
-    left = [path for path in has if path not in wants] if whole else []
-    lines = [f"{path}: in the checkpoint, not wanted" for path in left]
+    surplus = [] if is_part else [path for path in has if path not in wants]
+    lines = [f"{path}: in the checkpoint, not wanted" for path in surplus]
     for path, want in wants.items():
         if path not in has:
             lines.append(f"{path}: wanted, not in the checkpoint")
         elif _form(has[path]) != _form(want):
             lines.append(f"{path}: saved as {_form(has[path])}, wanted as {_form(want)}")
         elif getattr(want, "sharding", None) is None:
-            lines.append(f"{path}: no sharding given, want one that says where it goes")
+            lines.append(f"{path}: no sharding given; each leaf needs its destination")
     return lines
 
 

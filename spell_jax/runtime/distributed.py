@@ -1,15 +1,7 @@
 """Multi-host runs: joining processes, and exchange of host data.
 
-1. `join` reads from the environment whether this process is one of several, and waits for the
-   others up to a limit. If one process is lost later, all stop.
-2. Every process runs the same program on the same data. `gather_bytes` exchanges bytes in two
-   collectives over all devices: the sizes, then the parts padded to one size.
-3. Work that only process 0 may do (asking a judge) goes through `broadcast`; the others receive its
-   result.
-4. An error on one process becomes an error on all (`make_together`, `fail_together`), so none waits
-   for a process that will never arrive.
-
-All processes must call these functions in the same order.
+All processes must call these functions in the same order. An error on one process becomes an error
+on all, so none waits for a process that will never arrive.
 """
 
 from __future__ import annotations
@@ -43,29 +35,19 @@ _DEFAULT_SECONDS = {JOIN_SECONDS: 300, LOST_SECONDS: 100}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Position of a process among others.
+class _Position:
+    """Position of a process among others."""
 
-    Attributes:
-      address: host:port of process 0.
-      count: number of processes.
-      index: index of this process, from 0.
-      devices: ids of the machine's devices that belong to it; None for all.
-    """
-
-    address: str
-    count: int
-    index: int
-    devices: Sequence[int] | None = None
+    address: str  # host:port of process 0
+    count: int  # number of processes
+    index: int  # of this process, from 0
+    devices: Sequence[int] | None = None  # ids of its devices on this machine; None for all
 
 
 def join() -> None:
-    """Joins a multi-process run if the environment describes one.
+    """Joins a multi-process run if the environment describes one; else does nothing.
 
-    Must be called before any device is touched. A second call, or a call on a single host, does
-    nothing.
-
-    The environment is described by SPELL_COORDINATOR (host:port of process 0), SPELL_PROCESSES and
+    Must be called before any device is touched. The environment is described by SPELL_COORDINATOR (host:port of process 0), SPELL_PROCESSES and
     SPELL_PROCESS (0 to SPELL_PROCESSES - 1), or by a cluster that jax recognizes: a TPU slice of
     several hosts, Slurm, Open MPI. The call waits SPELL_JOIN_SECONDS (300) for the others.
     Afterwards a process that fails, is killed or loses its connection ends all others within
@@ -79,39 +61,39 @@ def join() -> None:
     if jax.distributed.is_initialized():
         return
     limit, lost = _seconds(JOIN_SECONDS), _seconds(LOST_SECONDS)
-    place = _given_place() or _found_place(limit)
-    if place is None or place.count == 1:
+    position = _configured_position() or _detected_position(limit)
+    if position is None or position.count == 1:
         return
     _log_stderr(
-        f"waiting for {place.count} processes at {place.address}, up to {limit} seconds: this is "
-        f"process {place.index} of {place.count}, counted from 0"
+        f"waiting for {position.count} processes at {position.address}, up to {limit} seconds: "
+        f"this is process {position.index} of {position.count}, counted from 0"
     )
     try:
-        rendezvous.wait_for_all(place.address, place.count, place.index, limit)
+        rendezvous.wait_for_all(position.address, position.count, position.index, limit)
     except TimeoutError as error:
         raise TimeoutError(f"{JOIN_SECONDS} = {limit}: time is up; {error}") from None
     jax.distributed.initialize(
-        place.address,
-        place.count,
-        place.index,
-        place.devices,
+        position.address,
+        position.count,
+        position.index,
+        position.devices,
         cluster_detection_method="deactivate",
         initialization_timeout=limit,
         heartbeat_timeout_seconds=lost,
     )
-    atexit.register(_leave_if_failed, place)
-    _log_stderr(f"all {place.count} are there; if one is lost, all end within {lost} seconds")
+    atexit.register(_leave_if_failed, position)
+    _log_stderr(f"all {position.count} are there; if one is lost, all end within {lost} seconds")
 
 
-def _leave_if_failed(place: _Place) -> None:
+def _leave_if_failed(position: _Position) -> None:
     """Ends a failed process without jax's shutdown.
 
     That shutdown would wait minutes for the other processes, which wait for this one.
     """
     if hasattr(sys, "last_value"):
         _log_stderr(
-            f"process {place.index} of {place.count} stops by the error above; if that is a broken "
-            "connection, another process died first"
+            f"process {position.index} of {position.count} stops by the error above; if that is a "
+            "broken connection, another process died first"
         )
         leave(1)
 
@@ -141,8 +123,8 @@ def _number(name: str, least: int) -> int:
     return int(text)
 
 
-def _given_place() -> _Place | None:
-    """Position given by SPELL_COORDINATOR, SPELL_PROCESSES and SPELL_PROCESS; None without them."""
+def _configured_position() -> _Position | None:
+    """Position given by our environment variables; None without them."""
     names = (COORDINATOR, PROCESSES, PROCESS)
     missing = [name for name in names if name not in os.environ]
     if len(missing) == len(names):
@@ -155,16 +137,16 @@ def _given_place() -> _Place | None:
     count, index = _number(PROCESSES, 1), _number(PROCESS, 0)
     if index >= count:
         raise ValueError(f"{PROCESS} = '{index}': must be below {PROCESSES} = {count}")
-    return _Place(address, count, index)
+    return _Position(address, count, index)
 
 
-def _found_place(limit: int) -> _Place | None:
+def _detected_position(limit: int) -> _Position | None:
     """Position that jax detects from a cluster's environment; None on a single host."""
     find = clusters.ClusterEnv.auto_detect_unset_distributed_params
     address, count, index, devices = find(None, None, None, None, None, limit)
     if address is None or count is None or index is None:
         return None
-    return _Place(address, count, index, devices)
+    return _Position(address, count, index, devices)
 
 
 def gather_bytes(mine: Sequence[bytes]) -> list[list[bytes]]:
@@ -193,11 +175,11 @@ def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
     """
     failure: Exception | None = None
     mine: Sequence[bytes] = ()
+    status = ""
     try:
         mine = make()
     except Exception as error:  # any kind: the others wait in the collective
-        failure = error
-    status = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        failure, status = error, f"{type(error).__name__}: {error}"
     parts = gather_bytes([status.encode("utf-8", "replace"), *mine])
     failed = [f"host {host}: {part[0].decode()}" for host, part in enumerate(parts) if part[0]]
     if failed:
@@ -206,10 +188,7 @@ def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
 
 
 def broadcast(make: Callable[[], Any]) -> Any:
-    """Calls `make` on process 0 only and returns its result on all processes.
-
-    Args:
-      make: function whose result JSON returns unchanged.
+    """Calls `make` on process 0 only; returns its result, a JSON value, on all processes.
 
     Raises:
       RuntimeError: on all hosts, if it raised, with its error; on a single host the error itself.
@@ -245,10 +224,7 @@ def fail_together() -> Iterator[None]:
 
 
 def fetch_global(array: Any) -> np.ndarray:
-    """A numpy or jax array as one numpy array.
-
-    Parts on other hosts are fetched; for that, every device briefly holds the whole array.
-    """
+    """A numpy or jax array as one numpy array; every device briefly holds all of its parts."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)

@@ -3,11 +3,10 @@
 1. WORKDIR/episodes/step_000012.jsonl.gz holds one episode per line, in rollout order. The algorithm
    defines the record. Two fields are added: "number", its index in the step, counted from 1, and
    "of", the number of episodes in the step.
-2. A file holds a bounded number of characters before compression. Records that do not fit are left
-   out and logged; the numbers of the others show the gaps. Remaining space goes to "documents": the
-   first record of a cluster has its texts, if they fit.
-3. As with metrics, only one process writes, and a run resumed at step s first drops what was
-   written after s. The same episodes give the same bytes.
+2. Records that do not fit into a file's limit are left out and logged. Remaining space goes to
+   "documents": the first record of a cluster has its texts, if they fit.
+3. A run resumed at step s first drops what was written after s. The same episodes give the same
+   bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def a_record(line: Any) -> dict[str, Any]:
+def require_object(line: Any) -> dict[str, Any]:
     """Returns a line unchanged; raises TypeError if it is not a JSON object."""
     if not isinstance(line, dict):
         raise TypeError(f"an episode is an object, not {type(line).__name__}")
@@ -39,12 +38,11 @@ def a_record(line: Any) -> dict[str, Any]:
 
 
 def read_episodes(
-    workdir: str | os.PathLike[str], parse: Callable[[Any], T] = a_record
+    workdir: str | os.PathLike[str], parse: Callable[[Any], T] = require_object
 ) -> Iterator[tuple[int, T]]:
     """Yields (step, episode) for everything in WORKDIR/episodes, in rollout order.
 
-    One file at a time is in memory. Bad lines, and those that `parse` rejects, are logged with
-    their place and skipped (jsonl.read_records). Yields nothing if there are no files.
+    One file at a time is in memory. Bad lines are logged and skipped (jsonl.read_records).
     """
     for step, path in episode_files(workdir).items():
         for episode in read_records(path, parse)[0]:
@@ -88,11 +86,7 @@ class EpisodeWriter:
     def write(self, step: int, episodes: Iterable[Mapping[str, Any]]) -> epath.Path | None:
         """Writes a step's episodes; returns the path of the file, or None if nothing is written.
 
-        Non-finite numbers become null.
-
-        Args:
-          step: step of the run.
-          episodes: records, with or without "cluster" and "documents".
+        Records may have "cluster" and "documents". Non-finite numbers become null.
 
         Raises:
           TypeError: if an episode holds something without a JSON form.
@@ -101,16 +95,11 @@ class EpisodeWriter:
             return None
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step_{step:06d}.jsonl.gz"
-        every = list(episodes)
-        kept = _bounded(every, self._characters)
-        if len(kept) < len(every):
-            log.warning(
-                "step %d: %d of %d episodes left out: more than episode_characters = %d",
-                step,
-                len(every) - len(kept),
-                len(every),
-                self._characters,
-            )
+        records = list(episodes)
+        kept = _bounded(records, self._characters)
+        if left_out := len(records) - len(kept):
+            text = "step %d: %d of %d episodes left out: more than episode_characters = %d"
+            log.warning(text, step, left_out, len(records), self._characters)
         write_records(path, kept)
         return path
 

@@ -31,7 +31,7 @@ POINTS = (
     "taught",  # a teacher has replied, its reply is on disk
     "judged",  # a judge has replied, its reply is on disk if replies are kept
 )
-_FORM = re.compile(rf"({'|'.join(POINTS)}):([1-9][0-9]*)(:term|:raise)?", re.ASCII)
+_PATTERN = re.compile(rf"({'|'.join(POINTS)}):([1-9][0-9]*)(:term|:raise)?", re.ASCII)
 _passed: collections.Counter[str] = collections.Counter()
 
 
@@ -46,17 +46,17 @@ def point(name: str) -> None:
       ValueError: if SPELL_FAULT is malformed.
       Fault: if SPELL_FAULT requests it.
     """
-    if not (wanted := os.environ.get(VARIABLE)):
+    if not (fault := os.environ.get(VARIABLE)):
         return
-    if not (found := _FORM.fullmatch(wanted)):
+    if not (match := _PATTERN.fullmatch(fault)):
         raise ValueError(
-            f"{VARIABLE} = {wanted!r}: must be NAME:COUNT, NAME:COUNT:term or NAME:COUNT:raise, "
+            f"{VARIABLE} = {fault!r}: must be NAME:COUNT, NAME:COUNT:term or NAME:COUNT:raise, "
             f"NAME one of {POINTS} and COUNT at least 1"
         )
-    place, count, how = found.groups()
+    chosen, count, action = match.groups()
     _passed[name] += 1
-    if name != place or _passed[name] != int(count):
+    if name != chosen or _passed[name] != int(count):
         return
-    if how == ":raise":
-        raise Fault(wanted)
-    os.kill(os.getpid(), signal.SIGTERM if how else signal.SIGKILL)
+    if action == ":raise":
+        raise Fault(fault)
+    os.kill(os.getpid(), signal.SIGTERM if action else signal.SIGKILL)

@@ -24,19 +24,14 @@ def write(folder: epath.Path, score: float | None) -> None:
     """Hashes all files of a folder and stores the score with the hashes."""
     names = _files(folder)
     with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing releases the GIL
-        found = dict(zip(names, pool.map(lambda name: _hash(folder / name), names), strict=True))
-    content = json.dumps({"score": score, "files": found}).encode()
+        sums = dict(zip(names, pool.map(lambda name: _hash(folder / name), names), strict=True))
+    content = json.dumps({"score": score, "files": sums}).encode()
     head = _blake2b(content).hexdigest().encode()
     (folder / FILE).write_bytes(head + b"\n" + content)
 
 
 def _read(folder: epath.Path) -> dict[str, Any]:
-    """Reads the content written by `write`.
-
-    Raises:
-      FileNotFoundError: if the file does not exist.
-      ValueError: if the file was truncated or altered.
-    """
+    """Content written by `write`; ValueError if it was truncated or altered."""
     head, _, content = (folder / FILE).read_bytes().partition(b"\n")
     if _blake2b(content).hexdigest().encode() != head:
         raise ValueError(f"{FILE}: truncated or altered")
@@ -60,24 +55,24 @@ def damage(folder: epath.Path) -> str:
     except ValueError as error:
         return str(error)
 
-    def fault(name: str) -> str | None:
+    def damage_of(name: str) -> str | None:
         try:
-            found = _hash(folder / name)
+            actual = _hash(folder / name)
         except FileNotFoundError:
             return f"{name}: missing"
-        if found[0] < files[name][0]:
-            return f"{name}: truncated to {found[0]} of {files[name][0]} bytes"
-        return None if found == files[name] else f"{name}: altered"
+        if actual[0] < files[name][0]:
+            return f"{name}: truncated to {actual[0]} of {files[name][0]} bytes"
+        return None if actual == files[name] else f"{name}: altered"
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        return "; ".join(filter(None, pool.map(fault, files)))
+        return "; ".join(filter(None, pool.map(damage_of, files)))
 
 
 def fingerprint(folder: epath.Path) -> str:
     """32 hex digits that identify the weights in a folder without reading them all.
 
-    The name, size and last MiB of each file are hashed. That suffices because an update changes
-    every tensor; reading 60 GB of a large policy would take a minute.
+    The name, size and last MiB of each file are hashed: an update changes every tensor, and reading
+    60 GB of a large policy would take a minute.
     """
     digest = _blake2b()
     for name in sorted(_files(folder)):

@@ -66,9 +66,8 @@ class Wandb:
     """A run of Weights & Biases, continued when the training run is resumed.
 
     wandb reads its own environment variables (WANDB_API_KEY, WANDB_MODE=offline, ...). Steps that
-    are repeated after a checkpoint appear twice, with the same numbers and the same value of the
-    axis "step". If wandb fails in mid-run, the failure is logged and nothing more is sent; the
-    training run continues.
+    are repeated after a checkpoint appear twice, with the same numbers and the same "step". If
+    wandb fails in mid-run, the failure is logged and nothing more is sent; the run continues.
 
     Args:
       project: project of wandb.

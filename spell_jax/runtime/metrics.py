@@ -1,12 +1,8 @@
 """Metrics on disk.
 
-1. Every source of metrics adds (sum, weight) pairs to a `Metrics`. Pairs from micro-batches,
-   algorithms and validation merge by addition, so an average is never averaged again.
-2. Once a step the trainer turns them into means, and `MetricsWriter` writes one line. A background
-   thread does the writing (background.py).
-3. Only one process writes; on the others the writer does nothing.
-4. A run resumed at step s first drops everything written after s, so its files equal those of an
-   uninterrupted run (design.md section 3.11).
+Every source of metrics adds (sum, weight) pairs to a `Metrics`. They merge by addition, so an
+average is never averaged again. Once a step `MetricsWriter` writes their means. A run resumed at
+step s first drops everything written after s, so its files equal those of an uninterrupted run.
 """
 
 import dataclasses
@@ -27,18 +23,13 @@ TAIL = 1000  # lines of metrics.jsonl kept in a checkpoint
 
 
 class Metrics:
-    """Named (sum, weight) pairs of host floats; a pair becomes a mean only when it is reported.
-
-    Source: design.md section 2. Adding a device scalar waits for the device.
-    """
+    """Named (sum, weight) pairs of host floats; adding a device scalar waits for the device."""
 
     def __init__(self) -> None:
         self._pairs: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, value: Any, weight: Any = 1.0) -> None:
-        """Adds a mean `value` (scalar) over `weight` (scalar >= 0) items.
-
-        With weight 0 the value is ignored, even NaN.
+        """Adds a mean `value` over `weight` >= 0 items; with weight 0 it is ignored, even NaN.
 
         Raises:
           ValueError: if the weight is negative or not finite.
@@ -50,7 +41,7 @@ class Metrics:
         """Adds a `total` (scalar) over `weight` (scalar >= 0) items; ValueError as in `add`."""
         total, weight = float(total), float(weight)
         if not 0 <= weight < math.inf:
-            raise ValueError(f"metric {name!r}: weight is {weight}, want a finite number >= 0")
+            raise ValueError(f"metric {name!r}: weight = {weight}: must be finite and >= 0")
         old_total, old_weight = self._pairs.get(name, (0.0, 0.0))
         self._pairs[name] = (old_total + total, old_weight + weight)
 
@@ -80,16 +71,13 @@ def finite_or_none(value: Any) -> tuple[Any, int]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return finite_or_none({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     if isinstance(value, Mapping):
-        cleaned = {str(key): finite_or_none(item) for key, item in value.items()}
-        return {key: item for key, (item, _) in cleaned.items()}, sum(
-            n for _, n in cleaned.values()
-        )
+        items, count = finite_or_none(list(value.values()))
+        return dict(zip(map(str, value), items, strict=True)), count
     if isinstance(value, list | tuple):
         pairs = [finite_or_none(item) for item in value]
-        return [item for item, _ in pairs], sum(n for _, n in pairs)
-    to_python = getattr(value, "tolist", None)
-    if callable(to_python):
-        return finite_or_none(to_python())
+        return [item for item, _ in pairs], sum(count for _, count in pairs)
+    if hasattr(value, "tolist"):
+        return finite_or_none(value.tolist())
     raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
 
 
@@ -128,9 +116,9 @@ def _parse(place: Any, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], s
         yield record, line
 
 
-def run_now(work: Callable[..., Any], *given: Any) -> None:
-    """Runs work(*given) immediately; the synchronous alternative to Background.submit."""
-    work(*given)
+def run_now(work: Callable[..., Any], *args: Any) -> None:
+    """Runs work(*args) immediately; the synchronous alternative to Background.submit."""
+    work(*args)
 
 
 class MetricsWriter:
@@ -171,9 +159,9 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / METRICS_FILE
         if resume_step is not None:
-            there = _read_lines(self._path) if self._path.exists() else []
-            found = (*_parse("tail of the checkpoint", tail), *_parse(self._path, there))
-            lines = {record["step"]: line for record, line in found}  # the file overrides the tail
+            on_disk = _read_lines(self._path) if self._path.exists() else []
+            pairs = (*_parse("tail of the checkpoint", tail), *_parse(self._path, on_disk))
+            lines = {record["step"]: line for record, line in pairs}  # the file overrides the tail
             self._lines = {step: lines[step] for step in sorted(lines) if step <= resume_step}
         self._put(list(self._lines.values()))
         self._loggers = [TensorBoard(folder, resume_step), *loggers]
@@ -192,12 +180,12 @@ class MetricsWriter:
             return
         last = next(reversed(self._lines), None)
         if last is not None and step <= last:
-            raise ValueError(f"step is {step}, want more than {last}, the last one written")
+            raise ValueError(f"step = {step}: must be above {last}, the last one written")
         means = metrics.means() if isinstance(metrics, Metrics) else metrics
         numbers = {name: float(value) for name, value in means.items()}
         taken = {"step", "non_finite"} & numbers.keys()
         if taken:
-            raise ValueError(f"metric name {taken.pop()!r} is taken by the line itself")
+            raise ValueError(f"metric name {taken.pop()!r}: reserved for the line itself")
         record, non_finite = finite_or_none(numbers)
         if non_finite:
             names = [name for name, value in record.items() if value is None]
@@ -217,10 +205,7 @@ class MetricsWriter:
         write_lines(self._path, (line + "\n" for line in lines))
 
     def tail(self) -> list[str]:
-        """The last TAIL lines, without line breaks, to be kept in a checkpoint.
-
-        Empty on processes that do not write.
-        """
+        """The last TAIL lines, to be kept in a checkpoint; none on processes that do not write."""
         return list(self._lines.values())[-TAIL:]
 
     def close(self) -> None:

@@ -1,7 +1,4 @@
-"""Resource use of a process: host memory, device memory, and compiled programs.
-
-Memory leaks and compilation in mid-run become visible in the run's metrics.
-"""
+"""Resource use of a process: host memory, device memory, and compiled programs."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from typing import Any
 
 import jax
 
-_BUILT = "/jax/core/compile/backend_compile_duration"
-_STATUS = pathlib.Path("/proc/self/statm")  # Linux; the second number counts resident pages
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_STATUS_FILE = pathlib.Path("/proc/self/statm")  # Linux; the second number counts resident pages
 
 
 class ProcessStats:
@@ -26,15 +23,10 @@ class ProcessStats:
         jax.monitoring.register_event_duration_secs_listener(self._hear)
 
     def _hear(self, event: str, duration_secs: float, **_) -> None:
-        self._programs += event == _BUILT
+        self._programs += event == _COMPILED
 
     def numbers(self) -> dict[str, float]:
-        """Current resource use of the process.
-
-        Returns:
-          "resident_mib", resident memory of this process (its peak if there is no /proc);
-          "programs", compiled since the start; and `device_memory` of the local devices.
-        """
+        """Resident memory (MiB), programs compiled since the start, and `device_memory`."""
         numbers = {"resident_mib": resident_bytes() / 2**20, "programs": float(self._programs)}
         return numbers | device_memory(jax.local_devices())
 
@@ -48,17 +40,17 @@ def device_memory(devices: Sequence[Any]) -> dict[str, float]:
     Empty if the devices do not report memory, such as CPUs.
     """
     stats = [device.memory_stats() or {} for device in devices]
-    names = {"device_mib": "bytes_in_use", "device_peak_mib": "peak_bytes_in_use"}
+    keys = {"device_mib": "bytes_in_use", "device_peak_mib": "peak_bytes_in_use"}
     return {
-        name: max(some[told] for some in stats) / 2**20
-        for name, told in names.items()
-        if all(told in some for some in stats)
+        name: max(device[key] for device in stats) / 2**20
+        for name, key in keys.items()
+        if all(key in device for device in stats)
     }
 
 
 def resident_bytes() -> int:
     """Resident memory of this process, in bytes (its peak if there is no /proc)."""
-    if _STATUS.exists():
-        return int(_STATUS.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if _STATUS_FILE.exists():
+        return int(_STATUS_FILE.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,9 +1,8 @@
 """Rendezvous: processes wait for each other before a run, and missing ones are named.
 
-1. Process 0 listens at an address known to all; every other process connects and sends its index.
-2. When all have connected, process 0 tells them so and frees the port for later use.
-3. At the time limit it tells them which processes are missing. (jax's own wait ends the process
-   instead, without naming any.)
+Process 0 listens at an address known to all; every other process connects and sends its index. When
+all have connected, or at the time limit, process 0 tells them which are missing and frees the port.
+(jax's own wait ends the process at the limit, without naming any.)
 """
 
 from __future__ import annotations
@@ -47,7 +46,9 @@ def _await_all(port: int, count: int, deadline: float) -> None:
     names = [_name(index, count) for index in range(1, count)]
     callers: dict[str, socket.socket] = {}
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_listen(port))
+        family = socket.AF_INET6 if (dual := socket.has_dualstack_ipv6()) else socket.AF_INET
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
+        stack.enter_context(server)
         while len(callers) < len(names):
             server.settimeout(max(0.0, deadline - time.monotonic()))
             try:
@@ -65,17 +66,8 @@ def _await_all(port: int, count: int, deadline: float) -> None:
         raise TimeoutError(f"missing: {', '.join(missing)}")
 
 
-def _listen(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
-
-
 def _call(address: tuple[str, int], name: str, deadline: float) -> None:
-    """Connects repeatedly until process 0 has answered.
-
-    If it closes the connection without an answer it may be restarting, so this tries again.
-    """
+    """Connects until process 0 answers; one that closes without an answer may be restarting."""
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(address, timeout=left) as line:
@@ -94,7 +86,7 @@ def _call(address: tuple[str, int], name: str, deadline: float) -> None:
 
 
 def _read(caller: socket.socket) -> str:
-    """Text sent by a caller, possibly a stranger; empty if there is none."""
+    """Text sent by a caller, possibly not one of the processes; empty if there is none."""
     caller.settimeout(_PATIENCE)
     with contextlib.suppress(OSError):
         return caller.recv(_LONGEST).decode(errors="replace")

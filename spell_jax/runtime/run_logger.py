@@ -1,26 +1,75 @@
 """Logging of a run: metrics, episodes, external loggers, and a progress line.
 
-A background thread writes (background.py), so no step waits for a disk or a network. It only
-handles numbers and texts that are already on the host and never uses a device. `flush` waits for
-it, as before a checkpoint: everything up to that step is then on disk.
+A background thread writes, so no step waits for a disk or a network. `flush` waits for it, as
+before a checkpoint: everything up to that step is then on disk.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from etils import epath
 
-from spell_jax.runtime.background import Background
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.runtime.loggers import Wandb
 from spell_jax.runtime.metrics import Metrics, MetricsWriter
 from spell_jax.runtime.process_stats import ProcessStats
 from spell_jax.runtime.progress import Progress
 from spell_jax.runtime.timers import PhaseTimer
+
+
+class Background:
+    """A thread that does submitted work in order; a context that ends when all work is done.
+
+    The first error is raised by every later `submit` and `flush`, and at the end of the context
+    unless another error ends it. Work submitted after an error still runs. `submit` blocks while
+    `max_queued` items are queued: if the disk is slower, memory does not fill up.
+    """
+
+    def __init__(self, max_queued: int = 8) -> None:
+        self._queue: queue.Queue[Callable[[], Any] | None] = queue.Queue(max_queued)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="background", daemon=True)
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        return self
+
+    def __exit__(self, _type: Any, error: BaseException | None, _traceback: Any) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        if error is None:
+            self._raise()
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> None:
+        """Queues work(*args).
+
+        It must not use a device: programs of several hosts would then run in different orders.
+        """
+        self._queue.put(lambda: work(*args))
+        self._raise()
+
+    def flush(self) -> None:
+        """Waits until all submitted work is done."""
+        self._queue.join()
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = self._error or error
+            self._queue.task_done()
 
 
 class RunLogger:
@@ -36,10 +85,7 @@ class RunLogger:
       episodes: maximum number of characters per step, see EpisodeWriter.
       wandb: project of Weights & Biases; "" for none.
       config: config of the run, sent to Weights & Biases.
-      timer: stopwatch of this thread, if others read it too.
-
-    Attributes:
-      progress: the progress line, which also holds the time limit.
+      timer: timer of this thread, if others read it too.
 
     Raises:
       ValueError: as MetricsWriter.
@@ -67,6 +113,7 @@ class RunLogger:
         self._episodes = EpisodeWriter(folder, episodes, resume_step, is_writer)
         self._process_stats = ProcessStats()
         self._shown: dict[str, float | str] = {}
+        # Also holds the time limit.
         self.progress = Progress(steps, start=done, enabled=is_writer)
         self._timer = timer or PhaseTimer()
 

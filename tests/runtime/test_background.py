@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from spell_jax.runtime.background import Background
+from spell_jax.runtime.run_logger import Background
 
 
 def fail(text: str) -> None:
@@ -15,7 +15,7 @@ def fail(text: str) -> None:
 
 def test_work_is_done_in_order_by_another_thread():
     done, threads = [], set()
-    with Background(waiting=2) as background:
+    with Background(max_queued=2) as background:
         for number in range(20):
             background.submit(
                 lambda n: (done.append(n), threads.add(threading.get_ident())), number
@@ -26,7 +26,7 @@ def test_work_is_done_in_order_by_another_thread():
 
 def test_nobody_waits_for_slow_work_but_flush():
     gate, done = threading.Event(), []
-    with Background(waiting=3) as background:
+    with Background(max_queued=3) as background:
         background.submit(gate.wait)
         background.submit(done.append, 1)
         assert done == []
@@ -37,7 +37,7 @@ def test_nobody_waits_for_slow_work_but_flush():
 
 def test_so_much_may_wait_and_no_more():
     gate, taken = threading.Event(), []
-    with Background(waiting=2) as background:
+    with Background(max_queued=2) as background:
         background.submit(gate.wait)
 
         def hand_in() -> None:

@@ -144,7 +144,7 @@ def test_the_latest_and_the_best_are_kept(tmp_path):
 
 @pytest.mark.parametrize("field, least", [("keep", 1), ("every", 1), ("retries", 0)])
 def test_bad_settings_are_named(tmp_path, field, least):
-    with pytest.raises(ValueError, match=f"{field} is {least - 1}, want at least {least}"):
+    with pytest.raises(ValueError, match=f"{field} = {least - 1}: must be at least {least}"):
         Checkpoints(tmp_path, **{field: least - 1})
 
 

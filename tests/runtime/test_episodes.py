@@ -122,7 +122,7 @@ def test_bad_lines_and_the_rest_of_a_torn_file_are_skipped(tmp_path, caplog):
     torn.write_bytes(torn.read_bytes()[: torn.stat().length // 2])
     write_records(bad, [{"text": "a"}, "no episode", {"text": "b"}])
     with caplog.at_level(logging.WARNING):
-        found = list(read_episodes(tmp_path, lambda line: episodes.a_record(line)["text"]))
+        found = list(read_episodes(tmp_path, lambda line: episodes.require_object(line)["text"]))
     assert [text for step, text in found if step > 1] == ["a", "b", "c"]
     whole = [text for step, text in found if step == 1]
     assert 30 < len(whole) < 60 and whole == ["".join(row) for row in noise[: len(whole)]]
