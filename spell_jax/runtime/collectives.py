@@ -43,33 +43,19 @@ def splitting(mesh: AbstractMesh, names: Axes, size: int) -> Axes:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Mesh axes over which a layer's tokens and weights are split; all empty on a single device.
+    """Mesh axes over which a layer's tokens and weights are split; all empty on a single device."""
 
-    Attributes:
-      mesh: current mesh; None on a single device.
-      rows: axes that split the rows B of tokens.
-      time: axes that split the time T of tokens; `context` splits T, but not the samples of a
-        group.
-      leading: axes that split the first dimension of weights (V of a table, E of experts).
-      width: axes that split the width D of weights.
-    """
-
-    mesh: AbstractMesh | None = None
-    rows: Axes = ()
-    time: Axes = ()
-    leading: Axes = ()
-    width: Axes = ()
+    mesh: AbstractMesh | None = None  # current mesh; None on a single device
+    rows: Axes = ()  # split the rows B of tokens
+    time: Axes = ()  # split the time T of tokens, but not the samples of a group
+    leading: Axes = ()  # split the first dimension of weights (V of a table, E of experts)
+    width: Axes = ()  # split the width D of weights
 
     @classmethod
     def of(cls, tokens: tuple[int, ...], leading: int, width: int, over: str, **more: Any) -> Self:
-        """Split of tokens [B, T, ...] and of weights on the current mesh.
+        """Split of tokens [B, T, ...] and weights [leading, width] on the current mesh.
 
-        Args:
-          tokens: shape of the tokens.
-          leading: size of the weights' first dimension.
-          width: size of the weights' width.
-          over: mesh axis that splits the first dimension.
-          **more: fields of a subclass.
+        The mesh axis `over` splits the leading dimension; `more` has fields of a subclass.
         """
         mesh = current_mesh()
         if mesh is None:

@@ -1,8 +1,7 @@
 """Config sections as dataclasses: a dataclass declares a section, a locked ConfigDict carries it.
 
-1. `section` makes the ml_collections ConfigDict of a dataclass, with its defaults.
-2. Config files and flags change it.
-3. `build` makes the dataclass from it again. A mistake names the field, its value and the remedy.
+`section` makes the ConfigDict, config files and flags change it, and `build` makes the dataclass
+from it again. A mistake names the field, its value and the remedy.
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ DERIVED = {"derived": True}  # metadata of a field that is computed, not configu
 
 
 def section(fields: Any) -> Config:
-    """The ConfigDict of a section, with the values of a dataclass or its defaults.
+    """The ConfigDict of a section: a dataclass whose fields all have defaults, or an instance.
 
-    Args:
-      fields: a dataclass whose fields all have defaults, or an instance. Fields with the metadata
-        DERIVED are left out. A dataclass inside becomes a section of its own; inside a tuple it
-        becomes a tuple of its values.
+    Fields with the metadata DERIVED are left out. A dataclass inside becomes a section of its own;
+    inside a tuple it becomes a tuple of its values.
     """
-    made: Config = ConfigDict()
+    result: Config = ConfigDict()
     instance = fields() if isinstance(fields, type) else fields
     for field in dataclasses.fields(instance):
         if field.metadata.get("derived"):
@@ -44,8 +41,8 @@ def section(fields: Any) -> Config:
                 dataclasses.astuple(part) if _is_instance(part) else part for part in value
             )
         if value is not None:
-            made[field.name] = value
-    return made
+            result[field.name] = value
+    return result
 
 
 def _is_instance(value: Any) -> bool:
@@ -91,12 +88,9 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
 
 
 def check_least(fields: Any, where: str, **least: float) -> None:
-    """Raises ValueError for a field of a section below its least value, or not a number.
+    """Raises ValueError for a field of a dataclass below its least value, or not a number.
 
-    Args:
-      fields: the section's dataclass.
-      where: the section's name in messages, with its dot ("optimizer."), or nothing.
-      least: by field.
+    `where` is the section's name in messages, with its dot ("optimizer."), or nothing.
     """
     for name, bound in least.items():
         if not getattr(fields, name) >= bound:
@@ -121,12 +115,7 @@ def flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 def changes(config: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """A line for every field whose value differs from that in an earlier config.
-
-    Args:
-      config: nested dicts of JSON values.
-      before: the earlier config; a field that it lacks counts as unchanged.
-    """
+    """A line for every field whose value differs from that in an earlier config, if it is there."""
     then = dict(flat(before))
     return [
         f"{name} = {value!r}: was {then[name]!r}"
@@ -136,7 +125,7 @@ def changes(config: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
 
 
 def plain(config: Config) -> dict[str, Any]:
-    """A config as nested dicts of what JSON gives back unchanged."""
+    """A config as nested dicts of JSON values."""
     return json.loads(config.to_json_best_effort())
 
 

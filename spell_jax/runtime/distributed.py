@@ -47,12 +47,11 @@ class _Position:
 def join() -> None:
     """Joins a multi-process run if the environment describes one; else does nothing.
 
-    Must be called before any device is touched. The environment is described by SPELL_COORDINATOR (host:port of process 0), SPELL_PROCESSES and
-    SPELL_PROCESS (0 to SPELL_PROCESSES - 1), or by a cluster that jax recognizes: a TPU slice of
-    several hosts, Slurm, Open MPI. The call waits SPELL_JOIN_SECONDS (300) for the others.
-    Afterwards a process that fails, is killed or loses its connection ends all others within
-    SPELL_LOST_SECONDS (100): those that communicate with it get an error when the connection
-    breaks, the others abort (SIGABRT) with a message that names it.
+    Must be called before any device is touched. The environment has SPELL_COORDINATOR (host:port of
+    process 0), SPELL_PROCESSES and SPELL_PROCESS (0 to SPELL_PROCESSES - 1), or is a cluster that
+    jax recognizes: a TPU slice of several hosts, Slurm, Open MPI. The call waits SPELL_JOIN_SECONDS
+    (300) for the others. Afterwards a process that fails or loses its connection ends all others
+    within SPELL_LOST_SECONDS (100), by an error or by SIGABRT with a message that names it.
 
     Raises:
       ValueError: if a variable is missing or out of range.

@@ -4,16 +4,11 @@ A mistake of the user ends with `error: MESSAGE` on stderr and exit status 2; ev
 is a crash, with its traceback and exit status 1. The two are told apart by type and time:
 
 1. USER_ERRORS are the types that this code base raises for flags, config fields, files and missing
-   extras, with messages that name the field or path, its value and the remedy.
-2. They count as mistakes until `setup_done` is called, which a command does after its last check,
-   right before its work (usually the first call of a compiled program). A ValueError raised after
-   that, for example while a step is traced, is a crash.
-3. Types alone would hide crashes, and a class of its own for mistakes would need a change of every
-   check, whose ValueError also serves notebooks and tests.
-4. Messages without a place (JSON and Unicode errors of the standard library, empty messages) are
-   shown with their traceback at any time. SPELL_TRACEBACK=1 shows every traceback.
+   extras. Messages without a place (JSON and Unicode errors, empty ones) count as crashes.
+2. They count as mistakes until a command calls `setup_done`, after its last check. A ValueError
+   raised later, for example while a step is traced, is a crash.
 
-SystemExit passes unchanged: a preempted run keeps its exit status (runtime/preemption.py).
+SPELL_TRACEBACK=1 shows every traceback.
 """
 
 from __future__ import annotations
@@ -51,13 +46,7 @@ _is_set_up = False  # whether the work of the current command has started
 def run_main(
     main: Callable[[Any], object], flags_parser: Callable[[Sequence[str]], Any] = flags.FLAGS
 ) -> None:
-    """Runs a command with absl flags; does not return.
-
-    Args:
-      main: the command; gets what `flags_parser` returns, as from `app.run`. What it returns goes
-        to sys.exit.
-      flags_parser: function from sys.argv to the arguments of `main`; it must parse flags.FLAGS.
-    """
+    """Runs a command with absl flags, as app.run; does not return."""
 
     def parse(argv: Sequence[str]) -> Any:
         with user_errors():
@@ -110,19 +99,16 @@ def parse_flags(
     flags_parser: Callable[[Sequence[str]], Any] = flags.FLAGS,
     values: flags.FlagValues = flags.FLAGS,
 ) -> Any:
-    """Parses flags and gives mistakes in --config and --config.FIELD the types of USER_ERRORS.
+    """Parses flags; gives mistakes in --config and --config.FIELD the types of USER_ERRORS.
 
-    An exception from the Python code of a config file is a bug there and passes, with the traceback
-    that shows its line. Only a ValueError of the file counts as the user's mistake: get_config
-    raises it for a bad argument (--config=FILE:ARGUMENT).
+    An exception from the Python code of a config file is a bug there and passes. Only its
+    ValueError counts as the user's mistake: get_config raises it for a bad argument
+    (--config=FILE:ARGUMENT).
 
     Args:
       argv: the program's name, then its arguments.
-      flags_parser: see run_main.
-      values: the flags that `flags_parser` parses.
-
-    Returns:
-      What `flags_parser` returns.
+      flags_parser: function from argv to the arguments of `main`; must parse `values`.
+      values: the flags.
 
     Raises:
       ValueError: if a config file cannot be opened or has no such field.

@@ -63,7 +63,7 @@ class EpisodeWriter:
 
     Args:
       workdir: folder of the run; made if it is missing.
-      characters: maximum size of a step's file before compression, in characters; 0 writes nothing.
+      characters: maximum size of a step's file before compression; 0 writes nothing.
       resume_step: last step to keep; files of later steps are removed. None removes all.
       is_writer: whether this process writes (process 0 only).
     """

@@ -1,8 +1,6 @@
 """JSON and JSONL files: tolerant reading, atomic writing, safe appending.
 
-1. Reading a user's JSONL logs bad lines with their place, counts and skips them.
-2. A written file appears completely or not at all; records can also be appended line by line.
-3. A file whose name ends in .gz is compressed; the same lines always give the same bytes.
+A file whose name ends in .gz is compressed; the same lines always give the same bytes.
 """
 
 from __future__ import annotations
@@ -27,18 +25,16 @@ log = logging.getLogger(__name__)
 
 
 def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], int]:
-    """Parses every line of a file.
+    """Parses every line of a file; returns the records and the number of lines skipped.
 
-    Empty lines are ignored. If a compressed file is damaged, the rest of it counts as one bad line.
+    Bad lines are logged with their place and skipped. Empty lines are ignored. If a compressed file
+    is damaged, the rest of it counts as one bad line.
 
     Args:
       path: UTF-8 text with one JSON value per line, with or without a byte order mark; may be
         compressed or in a bucket. Only line feeds end a line.
       parse: function from JSON value to record; raises ValueError, KeyError, TypeError or
         AttributeError for a malformed value.
-
-    Returns:
-      (records in file order, number of lines skipped).
 
     Raises:
       FileNotFoundError: if there is no such file.
@@ -61,11 +57,7 @@ def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tup
 
 
 def write_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None:
-    """Writes records as JSON lines, atomically.
-
-    Half of a surrogate pair, which text from a model may contain, has no UTF-8 form. Such a
-    character is written as its JSON escape.
-    """
+    """Writes records as JSON lines, atomically; half a surrogate pair becomes its JSON escape."""
     write_lines(path, (json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 

@@ -33,15 +33,10 @@ class MetricLogger(Protocol):
 
 
 class TensorBoard:
-    """Event files in WORKDIR/tensorboard, one per process, flushed after each write.
+    """Event files in WORKDIR/tensorboard, flushed after each write.
 
-    tensorboardX's SummaryWriter is not used: an error silently ends its writer thread, and later
-    writes then block forever.
-
-    Args:
-      workdir: folder of the run.
-      resume_step: last step to keep; TensorBoard is told to discard later steps of an earlier
-        process. None discards all.
+    TensorBoard is told to discard steps of an earlier process after resume_step (None: all). An
+    error silently ends the thread of tensorboardX's SummaryWriter, so that is not used.
     """
 
     def __init__(self, workdir: epath.Path, resume_step: int | None = None) -> None:
@@ -122,11 +117,7 @@ class Wandb:
 
 
 def check_wandb(project: str) -> None:
-    """Checks that wandb is installed if a project is given ("": none).
-
-    Raises:
-      ImportError: if wandb (extra "wandb") is not installed.
-    """
+    """Raises ImportError if a project is given ("": none) and wandb is not installed."""
     if project and importlib.util.find_spec("wandb") is None:
         raise ImportError(
             f"wandb = {project!r}: needs wandb; pip install 'spell_jax[wandb]', or leave it empty"

@@ -1,6 +1,5 @@
 """Device mesh, and the table that maps logical axes to mesh axes.
 
-One table defines how every tensor of the program is sharded, so no other module names a mesh axis.
 Parameters are sharded over `fsdp` and `context` and gathered layer by layer. Rows (packed groups,
 or requests) are sharded over `data`, `fsdp` and `expert`, and the tokens of a row over `context`.
 """
@@ -56,11 +55,9 @@ def make_mesh(
       devices: devices to use (jax.Device), by default jax.devices().
 
     Raises:
-      ValueError: if an axis is unknown, or if the product of the sizes is not the number of
-        devices.
+      ValueError: if an axis is unknown, or if the sizes do not make the number of devices.
     """
-    count = jax.device_count() if devices is None else len(devices)
-    sizes = axis_sizes(shape, count)
+    sizes = axis_sizes(shape, jax.device_count() if devices is None else len(devices))
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
@@ -88,7 +85,6 @@ def row_shards(mesh: jax.sharding.Mesh) -> int:
 
 
 def context_shards(mesh: jax.sharding.Mesh) -> int:
-    """Number of shards of the tokens of a row."""
     return mesh.shape[CONTEXT]
 
 
@@ -104,43 +100,42 @@ def shardings(mesh: jax.sharding.Mesh, axes, shapes):
       shapes: tree of arrays or jax.ShapeDtypeStruct.
     """
 
-    def place(spec: PartitionSpec, array) -> NamedSharding:
-        placed = [dict(RULES)[name] for name in spec]
-        kept = [
+    def sharding(spec: PartitionSpec, array) -> NamedSharding:
+        axes = [dict(RULES)[name] for name in spec]
+        divided = [
             axis if axis is None or size % _axis_size(mesh, axis) == 0 else None
-            for axis, size in zip(placed, array.shape, strict=True)
+            for axis, size in zip(axes, array.shape, strict=True)
         ]
-        return NamedSharding(mesh, PartitionSpec(*kept))
+        return NamedSharding(mesh, PartitionSpec(*divided))
 
-    return jax.tree.map(place, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(sharding, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
-def with_sharding(tree: Any, places: Any, dtype: Any = None) -> Any:
+def with_sharding(tree: Any, shardings: Any, dtype: Any = None) -> Any:
     """Abstract arrays (jax.ShapeDtypeStruct) of a tree, with shardings and optionally a dtype."""
-    return jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=where),
-        tree,
-        places,
-    )
+
+    def abstract(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+
+    return jax.tree.map(abstract, tree, shardings)
 
 
-def device_put(tree: Any, places: Any) -> Any:
+def device_put(tree: Any, shardings: Any) -> Any:
     """Puts numpy arrays that are equal on every host onto devices.
 
     jax.device_put would first compare them between hosts, which waits for running device work.
     """
 
-    def put_one(x: np.ndarray, place: NamedSharding) -> jax.Array:
-        if place.is_fully_addressable:
-            return jax.device_put(x, place)
-        return jax.make_array_from_callback(np.shape(x), place, lambda index: np.asarray(x)[index])
+    def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        return jax.make_array_from_callback(np.shape(x), sharding, np.asarray(x).__getitem__)
 
-    return jax.tree.map(put_one, tree, places)
+    return jax.tree.map(put, tree, shardings)
 
 
 def _axis_size(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...]) -> int:
-    names = (axis,) if isinstance(axis, str) else axis
-    return math.prod(mesh.shape[name] for name in names)
+    return math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:

@@ -59,10 +59,8 @@ class Metrics:
 def finite_or_none(value: Any) -> tuple[Any, int]:
     """Converts `value` to plain JSON; counts its non-finite numbers, which become None.
 
-    Accepts dataclasses, mappings, sequences, and numpy or jax numbers and arrays.
-
-    Raises:
-      TypeError: if something in it has no JSON form; names its type.
+    Accepts dataclasses, mappings, sequences, and numpy or jax numbers and arrays, else raises
+    TypeError.
     """
     if value is None or isinstance(value, str | bool | int):
         return value, 0
@@ -76,15 +74,13 @@ def finite_or_none(value: Any) -> tuple[Any, int]:
     if isinstance(value, list | tuple):
         pairs = [finite_or_none(item) for item in value]
         return [item for item, _ in pairs], sum(count for _, count in pairs)
-    if hasattr(value, "tolist"):
-        return finite_or_none(value.tolist())
+    if (to_python := getattr(value, "tolist", None)) is not None:
+        return finite_or_none(to_python())
     raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Lines of WORKDIR/metrics.jsonl as dicts, in file order.
-
-    A last line without a line break, as in a truncated copy, is dropped.
+    """Lines of WORKDIR/metrics.jsonl as dicts; a torn last line is dropped.
 
     Raises:
       FileNotFoundError: if there is no such file.
@@ -98,8 +94,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: epath.Path) -> list[str]:
-    *lines, _torn = path.read_bytes().decode().split("\n")
-    return lines
+    return path.read_bytes().decode().split("\n")[:-1]
 
 
 def _parse(place: Any, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -122,18 +117,15 @@ def run_now(work: Callable[..., Any], *args: Any) -> None:
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl, and the same numbers to TensorBoard and other loggers.
+    """Writes metrics.jsonl, a line {"step": int, name: number, ...} per step, and other loggers.
 
-    WORKDIR/metrics.jsonl has one line {"step": int, name: number, ...} per step. Buckets cannot
-    append, so all lines are held in memory and every write replaces the whole file.
+    Buckets cannot append, so all lines are held in memory and every write replaces the whole file.
 
     Args:
       workdir: folder of the run; made if it is missing.
-      resume_step: last step to keep. Later lines are dropped, in TensorBoard too. None starts a new
-        file.
+      resume_step: last step to keep, in TensorBoard too; None starts a new file.
       is_writer: whether this process writes (process 0 only); elsewhere all methods do nothing.
-      tail: lines kept by the checkpoint of resume_step (see the method). They supply steps that the
-        file lacks because it is lost, older, or of another folder.
+      tail: lines kept by the checkpoint of resume_step, for steps that the file lacks.
       submit: function that runs disk work, as Background.submit.
       loggers: loggers besides TensorBoard.
 
@@ -169,8 +161,7 @@ class MetricsWriter:
     def write(self, step: int, metrics: Metrics | Mapping[str, Any]) -> None:
         """Writes the line of a step; `tail` includes it on return, even if the disk is full.
 
-        Non-finite numbers become null, are counted in the line's "non_finite", and are logged by
-        name.
+        Non-finite numbers become null, are counted in the line's "non_finite", and are logged.
 
         Raises:
           ValueError: if the step is not later than the last one written, or if a name is reserved.

@@ -1,7 +1,6 @@
 """Paths of a run's files: a folder on disk or in a bucket (gs://BUCKET/PATH), by etils.epath.
 
-A file in a bucket appears as a whole when it is closed. A folder in a bucket is only a name prefix:
-it cannot be made, and it exists as long as it contains a file.
+A file in a bucket appears when it is closed. A folder there is only a prefix of names.
 """
 
 from __future__ import annotations
@@ -43,13 +42,7 @@ def entries(folder: epath.Path) -> list[epath.Path]:
 
 
 def replace_folder(source: pathlib.Path, target: epath.Path, last: Collection[str]) -> None:
-    """Copies the files of a local folder to a bucket folder, after deleting its old content.
-
-    Args:
-      source: local folder without subfolders.
-      target: folder in a bucket; until it is complete, the files in `last` are missing.
-      last: names of the files to copy after all others.
-    """
+    """Replaces a bucket folder by the files of a local one; those named in `last` come last."""
     target.rmtree(missing_ok=True)
     for path in sorted(source.iterdir(), key=lambda path: (path.name in last, path.name)):
         epath.Path(path).copy(target / path.name)

@@ -1,10 +1,8 @@
 """Preemption: the run saves, then exits with a code that asks for a restart.
 
-1. SIGTERM, or a notice from the cloud's metadata server, is recorded at once, whatever the process
-   is doing.
-2. At the end of a phase every host calls `should_stop`. All hosts get the same answer, because they
-   exchange their notices. The trainer then saves and raises Preempted.
-3. A process that has not left the Preemption context `limit_s` seconds after the first SIGTERM is
+1. SIGTERM, or a notice from the cloud's metadata server, is recorded at once. At the end of a phase
+   every host calls `should_stop`; the trainer then saves and raises Preempted.
+2. A process that has not left the Preemption context `limit_s` seconds after the first SIGTERM is
    ended with the same code; a second SIGTERM ends it at once. The run then resumes from the last
    checkpoint.
 
@@ -63,7 +61,7 @@ class Preemption:
       limit_s: seconds until the process is ended, counted from the first SIGTERM on this host, or
         on another host once `should_stop` has reported it.
       metadata: HOST or HOST:PORT of the metadata server. By default $GCE_METADATA_HOST, or Google's
-        host name if it resolves, which it does on Google's machines only.
+        host name if it resolves.
       end: function that ends the process with a code; replaced in tests.
 
     Raises:
@@ -106,23 +104,18 @@ class Preemption:
         self._writes.close()
 
     def should_stop(self) -> bool:
-        """Whether any host has a notice; the same on all hosts. Sets `why` to all notices.
+        """Whether any host has a notice. Sets `why` to all notices.
 
-        A collective: all hosts must call it at the same points of the program, the ends of its
-        phases.
+        A collective: all hosts must call it at the same points of the program.
         """
         notices = [part[0].decode() for part in distributed.gather_bytes([self._notice.encode()])]
-        told = [f"host {host}: {notice}" for host, notice in enumerate(notices) if notice]
-        self.why = "; ".join(told)
+        self.why = "; ".join(f"host {host}: {text}" for host, text in enumerate(notices) if text)
         if "SIGTERM" in notices:
             self._writes.send(_ELSEWHERE)
-        return bool(told)
+        return bool(self.why)
 
     def _handle(self, number, frame) -> None:
-        """Records SIGTERM in the main thread.
-
-        A signal that this thread sends to itself is then known at its next `should_stop`.
-        """
+        # In the main thread: a signal that it sends to itself is known at its next `should_stop`.
         self._notice = "SIGTERM"
 
     def _note(self, notice: str) -> None:
@@ -138,17 +131,17 @@ class Preemption:
             left = deadline - time.monotonic()
             self._reads.settimeout(max(left, 1e-3) if left < math.inf else None)
             try:
-                came = self._reads.recv(1)
+                byte = self._reads.recv(1)
             except TimeoutError:
                 return self._give_up(f"not saved within {self._limit:g} s")
-            if came == _CLOSE:
+            if byte == _CLOSE:
                 return None
-            if came == bytes([signal.SIGTERM]):
+            if byte == bytes([signal.SIGTERM]):
                 signals += 1
                 if signals == 2:
                     return self._give_up("a second SIGTERM")
                 self._note("SIGTERM")
-            elif came != _ELSEWHERE:
+            elif byte != _ELSEWHERE:
                 continue  # another signal
             deadline = min(deadline, time.monotonic() + self._limit)
 
@@ -164,27 +157,22 @@ class Preemption:
                 socket.getaddrinfo(server, 80)
             except OSError:
                 return  # not a Google machine
-        failures = 0
+        has_failed = False
         while not self._is_closed.is_set():
             try:
-                value = _ask(server, key)
+                value = _fetch_metadata(server, key)
             except (OSError, http.client.HTTPException, ValueError) as error:
-                failures += 1
-                if failures == 1:
+                if not has_failed:
                     log.warning("metadata server %s, %s: %s; asks again", server, key, error)
+                has_failed = True
                 self._is_closed.wait(_PAUSE_S)
                 continue
             if value == _NOTICES[key] and not self._is_closed.is_set():
                 return self._note(f"{key} {value}")
 
 
-def _ask(server: str, key: str) -> str:
-    """Value of a metadata key when it changes, or its current value after _WAIT_S seconds.
-
-    Raises:
-      OSError, http.client.HTTPException, ValueError: if there is no answer, or if it is not from a
-        metadata server.
-    """
+def _fetch_metadata(server: str, key: str) -> str:
+    """Value of a metadata key when it changes, or its current value after _WAIT_S seconds."""
     # Not urllib, which would use a proxy.
     connection = http.client.HTTPConnection(server, timeout=2 * _WAIT_S)
     with contextlib.closing(connection):

@@ -1,12 +1,9 @@
-"""Progress line: phase, step, a few numbers, elapsed and remaining time.
-
-On a terminal it is a live line below all other output (rich). In a file or pipe, a plain line is
-printed at intervals.
-"""
+"""Progress line: phase, step, a few numbers, elapsed and remaining time."""
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -30,9 +27,7 @@ _BAR = 30  # maximum width in columns
 
 
 class Progress:
-    """A progress line, live on a terminal, otherwise printed at intervals.
-
-    Other output on the same terminal appears above it.
+    """A progress line: live on a terminal, below all other output, otherwise printed at intervals.
 
     Args:
       total: steps of the whole run, > 0.
@@ -56,9 +51,9 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if total < 1:
-            raise ValueError(f"total is {total}, want at least 1 step")
+            raise ValueError(f"total = {total}: must be at least 1 step")
         if not 0 <= start <= total:
-            raise ValueError(f"start is {start}, want 0 to total, which is {total}")
+            raise ValueError(f"start = {start}: must be 0 to total = {total}")
         self._total = total
         self._stream = sys.stderr if stream is None else stream
         self._plain_every = plain_every
@@ -67,7 +62,7 @@ class Progress:
         self._began = self._step_began = clock()
         self._step = start
         self._first_step = start + 1
-        self._seconds_a_step: float | None = None
+        self._step_seconds: float | None = None
         self._limited: tuple[float, float] | None = None  # start and end of the time limit
         self._last_plain: float | None = None
         self._phase, self._numbers = "", {}
@@ -88,22 +83,15 @@ class Progress:
     def update(
         self, step: int, phase: str, numbers: Mapping[str, float | str] | None = None
     ) -> None:
-        """Shows the current phase and the number of finished steps.
-
-        Args:
-          step: number of steps done; repeats during the phases of the next step.
-          phase: name in a word or two, such as "update" or "save".
-          numbers: short values to show, such as {"solved": 0.43}.
-        """
+        """Shows a phase ("update"), the number of finished steps, and short values by name."""
         now = self._clock()
         if step > self._step:
             newest = (now - self._step_began) / (step - self._step)
-            old = self._seconds_a_step
+            old = self._step_seconds
             # The first step compiles, often for longer than ten steps: the second replaces it.
-            if old is None or self._step <= self._first_step:
-                self._seconds_a_step = newest
-            else:
-                self._seconds_a_step = old + _NEWEST_WEIGHT * (newest - old)
+            if old is not None and self._step > self._first_step:
+                newest = old + _NEWEST_WEIGHT * (newest - old)
+            self._step_seconds = newest
             self._step, self._step_began = step, now
         self._phase, self._numbers = phase, dict(numbers or {})
         if self._live is not None:
@@ -119,10 +107,7 @@ class Progress:
         self._limited = None if seconds is None else (now, now + seconds)
 
     def is_over(self) -> bool:
-        """Whether the time limit is reached.
-
-        Uses the clock of process 0, so that all processes end at the same step.
-        """
+        """Whether the time limit is reached, by the clock of process 0."""
         if self._limited is None:
             return False
         late = np.array(self._clock() >= self._limited[1])
@@ -137,14 +122,11 @@ class Progress:
             self._live.stop()
 
     def _show(self, live: Live) -> None:
-        """Draws the line.
-
-        At the first call, log handlers that write to the same stream are redirected above the line.
-        """
+        """Draws the line; at first also redirects log handlers of the same stream above it."""
         if not live.is_started:
             live.start()
-            every = [*logging.getLogger().handlers, absl_logging.get_absl_handler().python_handler]
-            for handler in every:
+            absl_handler = absl_logging.get_absl_handler().python_handler
+            for handler in (*logging.getLogger().handlers, absl_handler):
                 if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream:
                     handler.setStream(sys.stderr)
                     self._handlers.append(handler)
@@ -161,9 +143,8 @@ class Progress:
     def _facts(self, now: float) -> list[str]:
         facts = [f"{name} {_short(value)}" for name, value in self._numbers.items()]
         facts.append(f"{format_seconds(now - self._began)} gone")
-        if self._seconds_a_step is not None:
-            # The time already spent in the current step is subtracted; the result is at least 0.
-            left = self._seconds_a_step * (self._total - self._step) - (now - self._step_began)
+        if self._step_seconds is not None:
+            left = self._step_seconds * (self._total - self._step) - (now - self._step_began)
             if self._limited is not None:
                 left = min(left, self._limited[1] - now)
             facts.append(f"{format_seconds(max(left, 0.0))} left")
@@ -171,14 +152,11 @@ class Progress:
 
     def _share(self, now: float) -> float:
         """Finished share of the run, by steps or by limited time, whichever is larger."""
-        done = self._step / self._total
-        if self._limited is not None:
-            began, end = self._limited
-            done = max(done, (now - began) / (end - began))
-        return min(done, 1.0)
+        began, end = self._limited or (now, math.inf)
+        return min(max(self._step / self._total, (now - began) / (end - began)), 1.0)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Renders the current line; a single line on any terminal width."""
+        """Renders the current line, which never wraps."""
         now = self._clock()
         facts = "  ".join(self._facts(now))
         grid = Table.grid(padding=(0, 2, 0, 0))

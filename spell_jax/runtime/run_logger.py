@@ -7,7 +7,10 @@ before a checkpoint: everything up to that step is then on disk.
 from __future__ import annotations
 
 import os
+import pathlib
 import queue
+import resource
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,9 +21,11 @@ from etils import epath
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.runtime.loggers import Wandb
 from spell_jax.runtime.metrics import Metrics, MetricsWriter
-from spell_jax.runtime.process_stats import ProcessStats
 from spell_jax.runtime.progress import Progress
 from spell_jax.runtime.timers import PhaseTimer
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_STATUS_FILE = pathlib.Path("/proc/self/statm")  # Linux; the second number counts resident pages
 
 
 class Background:
@@ -72,6 +77,47 @@ class Background:
             self._queue.task_done()
 
 
+class ProcessStats:
+    """Counts the programs that XLA compiles or loads from its cache, starting now."""
+
+    def __init__(self) -> None:
+        self._programs = 0
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+
+    def _hear(self, event: str, duration_secs: float, **_) -> None:
+        self._programs += event == _COMPILED
+
+    def numbers(self) -> dict[str, float]:
+        """Resident memory (MiB), programs compiled since the start, and `device_memory`."""
+        numbers = {"resident_mib": resident_bytes() / 2**20, "programs": float(self._programs)}
+        return numbers | device_memory(jax.local_devices())
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._hear)
+
+
+def device_memory(devices: Sequence[Any]) -> dict[str, float]:
+    """Memory use of the fullest device: device_mib (now) and device_peak_mib (peak so far).
+
+    Empty if the devices do not report memory, such as CPUs.
+    """
+    stats = [device.memory_stats() or {} for device in devices]
+    keys = {"device_mib": "bytes_in_use", "device_peak_mib": "peak_bytes_in_use"}
+    return {
+        name: max(device[key] for device in stats) / 2**20
+        for name, key in keys.items()
+        if all(key in device for device in stats)
+    }
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, in bytes (its peak if there is no /proc)."""
+    if _STATUS_FILE.exists():
+        return int(_STATUS_FILE.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 class RunLogger:
     """Everything that a run writes and shows between two checkpoints; a context.
 
@@ -83,8 +129,7 @@ class RunLogger:
       done: number of steps already done; data of later steps in the folder is dropped.
       tail: lines of metrics.jsonl from the checkpoint, see MetricsWriter.
       episodes: maximum number of characters per step, see EpisodeWriter.
-      wandb: project of Weights & Biases; "" for none.
-      config: config of the run, sent to Weights & Biases.
+      wandb: project of Weights & Biases, which also gets the config; "" for none.
       timer: timer of this thread, if others read it too.
 
     Raises:
@@ -129,7 +174,7 @@ class RunLogger:
             self._metrics.close()
 
     def enter(self, phase: str, done: int, shown: Mapping[str, float | str] | None = None) -> None:
-        """Starts a phase of the run, with `done` finished steps and the newest numbers to show."""
+        """Starts a phase of the run, after `done` steps, and shows the newest numbers."""
         self._shown |= shown or {}
         self._timer.enter(phase)
         self.progress.update(done, phase, self._shown)
@@ -154,5 +199,4 @@ class RunLogger:
         self._background.flush()
 
     def tail(self) -> list[str]:
-        """Last lines of the metrics, see MetricsWriter.tail."""
         return self._metrics.tail()

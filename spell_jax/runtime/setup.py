@@ -1,8 +1,4 @@
-"""Setup of an entry point that computes.
-
-It silences libraries, enables the cache of compiled programs, writes the config to the workdir, and
-traces chosen steps with the profiler.
-"""
+"""Setup of an entry point that computes, and the config file in its folder."""
 
 from __future__ import annotations
 
@@ -27,9 +23,8 @@ CONFIG_FILE = "config.json"
 def setup() -> None:
     """Called once, before any device is touched. One of several hosts waits for the others here.
 
-    Compiled programs are kept in $JAX_COMPILATION_CACHE_DIR, by default ~/.cache/spell_jax: a
-    second start then takes seconds instead of a minute. Of the libraries only warnings are shown
-    (Orbax alone logs some fifty lines a checkpoint).
+    Compiled programs are kept in $JAX_COMPILATION_CACHE_DIR, by default ~/.cache/spell_jax. Of the
+    libraries only warnings are shown (Orbax alone logs some fifty lines a checkpoint).
     """
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         folder = pathlib.Path.home() / ".cache" / "spell_jax"
@@ -47,32 +42,30 @@ def write_config(config: Mapping[str, Any], workdir: epath.Path) -> None:
     (workdir / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def check_same(path: pathlib.Path, wanted: Mapping[str, Any], what: str) -> None:
-    """Writes down what is made in a folder, so that it can be gone on with.
+def check_same(path: pathlib.Path, config: Mapping[str, Any], what: str) -> None:
+    """Writes a JSON-able config, or checks that the file there agrees with it.
 
     Args:
-      path: of the file; its folder is there.
-      wanted: field -> value, JSON-able.
-      what: is made, with its article.
+      path: file of the config.
+      config: value of each field.
+      what: the thing made in that folder, with its article, for the message.
 
     Raises:
-      ValueError: something else was begun there; names the first field that differs.
+      ValueError: if the file has another value; names the first field that differs.
     """
-    wanted = json.loads(json.dumps(wanted))
+    config = json.loads(json.dumps(config))
     if not path.exists():
-        write_json(path, wanted)
+        write_json(path, config)
         return
-    found = json.loads(path.read_text())
-    for field, value in wanted.items():
-        if found.get(field) != value:
+    before = json.loads(path.read_text())
+    for field, value in config.items():
+        if before.get(field) != value:
             raise ValueError(
-                f"{field} = {value!r}: was {found.get(field)!r} when {path} was written; {what} "
-                "is gone on with as it was begun, another one needs another out"
+                f"{field} = {value!r}: was {before.get(field)!r} when {path} was written; {what} "
+                "is continued with its own config, so start another one in another out"
             )
 
 
-def profiled(wanted: bool, workdir: epath.Path) -> contextlib.AbstractContextManager[None]:
-    """Writes a profiler trace of what happens inside to WORKDIR/profile, if it is wanted."""
-    if not wanted:
-        return contextlib.nullcontext()
-    return jax.profiler.trace(str(workdir / "profile"))
+def profiled(enabled: bool, workdir: epath.Path) -> contextlib.AbstractContextManager[None]:
+    """Writes a profiler trace of the block to WORKDIR/profile, if enabled."""
+    return jax.profiler.trace(str(workdir / "profile")) if enabled else contextlib.nullcontext()

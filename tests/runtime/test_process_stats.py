@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from spell_jax.runtime.process_stats import device_memory
+from spell_jax.runtime.run_logger import device_memory
 
 
 def device(**stats: int) -> Any:

@@ -215,7 +215,7 @@ def test_disabled_prints_nothing(terminal):
     "total, start, field", [(0, 0, "total"), (3, 4, "start"), (3, -1, "start")]
 )
 def test_bad_ranges_are_named(total, start, field):
-    with pytest.raises(ValueError, match=f"{field} is"):
+    with pytest.raises(ValueError, match=f"{field} ="):
         Progress(total, start)
 
 

@@ -22,11 +22,11 @@ KEY = jax.random.key(11)
 PLAIN = SamplerConfig(
     temperature=0.3,
     top_p=0.9,
-    max_tokens=40,
+    max_tokens=24,
     max_verdict_tokens=1,
     max_prompt=24,
     page_size=8,
-    kv_cache_tokens=4096,
+    kv_cache_tokens=2048,
     slots=12,
     samples_per_prompt_batch=3,
     prefill_tokens=64,
@@ -39,7 +39,7 @@ PROMPTS = [RNG.integers(64, size=int(n)).tolist() for n in (1, 5, 8, 17, 24, 3, 
 # ---------------------------------------------------------------------------------------- Proposals
 
 
-def _guess_one(text: list[int], match: int, tokens: int) -> list[int]:
+def _proposal_of(text: list[int], match: int, tokens: int) -> list[int]:
     """The proposal by a plain loop, from a prompt without own tokens or from own tokens alone."""
     wanted = text[len(text) - match :]
     for end in range(len(text) - 1, match - 1, -1):
@@ -60,7 +60,7 @@ def test_the_last_place_where_it_stood_before(match: int, tokens: int) -> None:
     propose = jax.jit(functools.partial(speculative.propose, match=match, tokens=tokens))
     found = propose(prompts, row, length, own, count)
     for i in range(60):
-        assert found[i].tolist() == _guess_one(own[i, : count[i]].tolist(), match, tokens)
+        assert found[i].tolist() == _proposal_of(own[i, : count[i]].tolist(), match, tokens)
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def _answers(config: SamplerConfig, stops=(), mesh=()) -> tuple[list[list[Sample
     session = Sampler(tiny.POLICY, config, stops, placed).start_session(tiny.weights())
     keys = request_keys(KEY, 2 * len(PROMPTS))
     for i, key in enumerate(keys):
-        group, how = (3, 1)[i % 2], config.options(40 - i)
+        group, how = (3, 1)[i % 2], config.options(24 - i)
         session.submit(SampleRequest(PROMPTS[i // 2], group, key, how))
     answers = dict(session.results())
     return [answers[i] for i in range(len(keys))], session.counts
@@ -104,13 +104,10 @@ def _assert_same(found: list[list[Sample]], wanted: list[list[Sample]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tokens", "match", "temperature"), [(1, 1, 0.0), (3, 2, 0.3), (7, 1, 0.3)]
-)
-def test_answers_equal_plain_decoding(tokens: int, match: int, temperature: float) -> None:
-    plain = dataclasses.replace(PLAIN, temperature=temperature)
-    speculation = dataclasses.replace(plain, speculative_tokens=tokens, speculative_ngram=match)
-    (found, counts), (wanted, plain_counts) = _answers(speculation), _answers(plain)
+@pytest.mark.parametrize(("tokens", "match"), [(3, 2), (7, 1)])
+def test_answers_equal_plain_decoding(tokens: int, match: int) -> None:
+    speculation = dataclasses.replace(PLAIN, speculative_tokens=tokens, speculative_ngram=match)
+    (found, counts), (wanted, plain_counts) = _answers(speculation), _answers(PLAIN)
     _assert_same(found, wanted)
     assert counts.tokens == plain_counts.tokens == plain_counts.busy_slot_steps
     assert counts.busy_slot_steps < 0.9 * counts.tokens  # some proposals were right
@@ -129,9 +126,9 @@ def test_stop_tokens_end_an_answer_inside_a_propose() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(("data", 2), ("context", 2), ("tensor", 2)), (("fsdp", 8),)])
-def test_on_a_mesh(mesh) -> None:
-    speculation = dataclasses.replace(PLAIN, speculative_tokens=3, kv_cache_tokens=8 * 1024)
+def test_on_a_mesh() -> None:
+    mesh = (("data", 2), ("context", 2), ("tensor", 2))
+    speculation = dataclasses.replace(PLAIN, speculative_tokens=3, kv_cache_tokens=4 * 1024)
     (found, _), (wanted, _) = _answers(speculation, (), mesh), _answers(PLAIN)
     for one, other in zip(found, wanted, strict=True):
         for a, b in zip(one, other, strict=True):
@@ -141,5 +138,5 @@ def test_on_a_mesh(mesh) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("speculative_tokens", -1), ("speculative_ngram", 0)])
 def test_bad_sizes_are_named(field: str, value: int) -> None:
-    with pytest.raises(ValueError, match=rf"sampler.{field} = {value}: must be"):
+    with pytest.raises(ValueError, match=rf"sampler.{field} = {value}: must be at least"):
         dataclasses.replace(PLAIN, **{field: value})
