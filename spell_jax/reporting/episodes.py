@@ -78,14 +78,8 @@ def choose(
 ) -> list[int]:
     """Chooses at most `wanted` episodes of a step; returns their indices, ascending.
 
-    Each choice takes the (task, outcome) that was taken least often so far. Among its episodes,
-    those of `known` clusters come first, then those that come first in `episodes`.
-
-    Args:
-      episodes: episodes of the step.
-      wanted: maximum number of episodes to choose.
-      known: clusters whose documents are on disk.
-      taken: (task, outcome) -> number of episodes taken so far; updated here.
+    Each choice takes the (task, outcome) that was taken least often so far; `taken` counts them.
+    Among its episodes, those of `known` clusters (with documents on disk) come first.
     """
     queues: dict[tuple[str, str], collections.deque[int]] = collections.defaultdict(
         collections.deque

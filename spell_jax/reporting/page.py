@@ -66,11 +66,7 @@ def write_page(
 ) -> dict[str, Any]:
     """Writes the page of one or more runs; returns its overview (all except the episodes).
 
-    Args:
-      runs: measurements of the runs.
-      path: file to write.
-      size: maximum size of the page in bytes.
-      episodes: maximum number of episodes, over all runs.
+    The page has at most `size` bytes and, over all runs, at most `episodes` episodes.
 
     Raises:
       ValueError: if the curves alone exceed `size`; compare fewer runs.

@@ -45,13 +45,9 @@ class Plot(NamedTuple):
 
 
 def draw_page(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Path]:
-    """Draws all plots of a page into a folder; returns the paths of the files.
+    """Draws all plots of a page (`page.write_page`) into a folder; returns the files.
 
     The evaluation is plotted only for several groups of runs; draw_run does it for one.
-
-    Args:
-      overview: return value of `page.write_page`.
-      folder: folder of the plots; made if it is missing.
     """
     groups, tables = overview["groups"], overview["evaluation"]
     plots = [_curves(panel, groups) for panel in overview["panels"]]

@@ -26,10 +26,7 @@ def report_runs(workdirs: Sequence[epath.Path]) -> None:
     """Plots and prints the measurements of runs.
 
     The page of one run is WORKDIR/report.html. That of several is comparison.html in the first
-    workdir, with its pictures in plots/comparison.
-
-    Raises:
-      FileNotFoundError, ValueError: see read_run; nothing is written then.
+    workdir, with its pictures in plots/comparison. Raises as read_run, before anything is written.
     """
     runs = [read_run(workdir) for workdir in workdirs]
     entry.setup_done()
@@ -46,11 +43,7 @@ def report_runs(workdirs: Sequence[epath.Path]) -> None:
 
 
 def plot_run(workdir: str | epath.Path) -> list[epath.Path]:
-    """Draws a run's metrics and evaluation; returns the paths of the pictures.
-
-    Raises:
-      FileNotFoundError, ValueError: see read_run.
-    """
+    """Draws a run's metrics and evaluation; returns the pictures. Raises as read_run."""
     return _draw_run(read_run(workdir))
 
 

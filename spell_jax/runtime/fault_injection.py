@@ -40,11 +40,10 @@ class Fault(RuntimeError):
 
 
 def point(name: str) -> None:
-    """Passes one of POINTS; ends the process there if SPELL_FAULT requests it.
+    """Passes one of POINTS; ends the process there or raises Fault if SPELL_FAULT requests it.
 
     Raises:
       ValueError: if SPELL_FAULT is malformed.
-      Fault: if SPELL_FAULT requests it.
     """
     if not (fault := os.environ.get(VARIABLE)):
         return

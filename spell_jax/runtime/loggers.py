@@ -64,11 +64,7 @@ class Wandb:
     are repeated after a checkpoint appear twice, with the same numbers and the same "step". If
     wandb fails in mid-run, the failure is logged and nothing more is sent; the run continues.
 
-    Args:
-      project: project of wandb.
-      workdir: folder of the run; its name is the name of the wandb run.
-      resume_step: step to resume from; None starts a new wandb run.
-      config: config of the run.
+    The name of `workdir` names the wandb run; a resume_step of None starts a new one.
 
     Raises:
       ImportError: as `check_wandb`.

@@ -29,16 +29,12 @@ class Metrics:
         self._pairs: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, value: Any, weight: Any = 1.0) -> None:
-        """Adds a mean `value` over `weight` >= 0 items; with weight 0 it is ignored, even NaN.
-
-        Raises:
-          ValueError: if the weight is negative or not finite.
-        """
+        """Adds a mean `value` over `weight` >= 0 items; with weight 0 it is ignored, even NaN."""
         weight = float(weight)
         self.add_sum(name, float(value) * weight if weight else 0.0, weight)
 
     def add_sum(self, name: str, total: Any, weight: Any) -> None:
-        """Adds a `total` (scalar) over `weight` (scalar >= 0) items; ValueError as in `add`."""
+        """Adds a `total` over `weight` items; ValueError if that is negative or not finite."""
         total, weight = float(total), float(weight)
         if not 0 <= weight < math.inf:
             raise ValueError(f"metric {name!r}: weight = {weight}: must be finite and >= 0")

@@ -18,13 +18,9 @@ _LONGEST = 4096  # maximum size of a message in bytes
 
 
 def wait_for_all(address: str, count: int, index: int, limit: float) -> None:
-    """Waits until all processes of a run have called this.
+    """Waits until all `count` >= 2 processes of a run have called this, at most `limit` seconds.
 
-    Args:
-      address: host:port of process 0; the port must be free.
-      count: number of processes, at least 2.
-      index: index of this process, from 0.
-      limit: time limit in seconds.
+    `address` is host:port of process 0; the port must be free.
 
     Raises:
       TimeoutError: if the time limit is reached; names the missing processes.

@@ -45,13 +45,8 @@ def write_config(config: Mapping[str, Any], workdir: epath.Path) -> None:
 def check_same(path: pathlib.Path, config: Mapping[str, Any], what: str) -> None:
     """Writes a JSON-able config, or checks that the file there agrees with it.
 
-    Args:
-      path: file of the config.
-      config: value of each field.
-      what: the thing made in that folder, with its article, for the message.
-
     Raises:
-      ValueError: if the file has another value; names the first field that differs.
+      ValueError: if they differ; names the first field and `what` is made there ("a set").
     """
     config = json.loads(json.dumps(config))
     if not path.exists():

@@ -21,13 +21,7 @@ Limits = list[dict[DecodeSequence, int]]  # for each shard the result of Shard.a
 
 
 def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> programs.PromptPages:
-    """Input arrays of a prefill call.
-
-    Args:
-      scheduler: scheduler that arrays the plan; gives the shape.
-      tasks: for each shard, its list of (prompt, page index).
-      max_prompt: maximum length of a prompt, in tokens.
-    """
+    """Input arrays of a prefill call, for tasks planned by a scheduler."""
     shape, rows = scheduler.shape, (len(tasks), scheduler.shape.tasks)
     batch = programs.PromptPages(
         tokens=np.zeros((*rows, shape.page_size), np.int32),

@@ -39,12 +39,8 @@ class Sampler:
     ):
         """Builds the jitted programs; nothing is compiled yet.
 
-        Args:
-          policy: architecture of the policy.
-          config: sampling parameters and sizes.
-          stop_ids: token ids that end an answer.
-          mesh: device mesh.
-          stream: constructor of a tokenizer's incremental decoder, for stop strings.
+        Token ids `stop_ids` end an answer. Stop strings need `stream`, the constructor of a
+        tokenizer's incremental decoder.
 
         Raises:
           ValueError: if the sizes of the config do not fit together or do not fit the policy.
@@ -134,7 +130,7 @@ class Sampler:
         max_tokens: int | None = None,
         **others: Any,
     ) -> list[list[Sample] | None]:
-        """Samples `group` answers for every prompt.
+        """Samples `group` answers for every prompt; None for a prompt above the cap.
 
         Args:
           params: parameters in the compute dtype.
@@ -143,9 +139,6 @@ class Sampler:
           key: PRNG key; sample g of request i uses fold_in(fold_in(key, i), g).
           max_tokens: maximum length of an answer; by default the configured one.
           **others: fields of Options that replace the configured ones.
-
-        Returns:
-          For each prompt its G samples, or None if the prompt is above the cap.
 
         Raises:
           ValueError: if a prompt is empty, or `group` or an option is out of range.

@@ -57,9 +57,6 @@ def attend_prompts(
       context: "page", the page to write to, int32 [B]; "table", pages of the prompt, int32 [B, J];
         "visible", number of leading keys that each token attends to, int32 [B, C].
       kernel: attention kernel, see paged.attend.
-
-    Returns:
-      Output [B, C, N, H] in q's dtype, and the updated pool.
     """
     arrays = {name: context[name] for name in ("page", "table", "visible")}
     function = functools.partial(_prompts_on_device, kernel)
@@ -69,10 +66,9 @@ def attend_prompts(
 def attend_slots(
     q, k, v, cache: Pages, context: dict[str, Any], kernel: str = "auto"
 ) -> tuple[jax.Array, Pages]:
-    """Attention for decoding, the policy's `Attend`, for T new tokens of each slot.
+    """Attention for decoding, the policy's `Attend`, for T new tokens of each of N slots.
 
-    Writes their keys and values first, then attends to the prompt and the slot's own tokens. Here N
-    is the number of slots.
+    Writes their keys and values first, then attends to the prompt and the slot's own tokens.
 
     Args:
       q, k, v: queries [N * T, 1, heads, H], keys and values [N * T, 1, K, H].
@@ -81,9 +77,6 @@ def attend_slots(
         slot's own tokens to attend to, including this one, int32 [N * T]; and the arrays named in
         LAYOUT.
       kernel: attention kernel, see paged.attend.
-
-    Returns:
-      Output [N * T, 1, heads, H] in q's dtype, and the updated pool.
     """
     arrays = {name: context[name] for name in ("page", "offset", "visible", *LAYOUT)}
     function = functools.partial(_slots_on_device, kernel)

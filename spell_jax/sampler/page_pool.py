@@ -58,11 +58,7 @@ class Pool:
             self._users[page] += 1
 
     def take(self) -> int:
-        """Takes a page for one user; its old content is forgotten.
-
-        Raises:
-          RuntimeError: if no page is available; callers check before.
-        """
+        """Takes a page for one user; its old content is forgotten. Callers check `available`."""
         if self._free:
             page = self._free.pop()
         elif self._idle:

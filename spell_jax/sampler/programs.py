@@ -107,12 +107,7 @@ def prefill(
 ) -> State:
     """Reads B pages of prompts into the KV cache, and keeps the hidden state of each prompt's end.
 
-    Args:
-      config: architecture of the policy.
-      params: parameters in the compute dtype.
-      state: device state; donated by the caller.
-      batch: pages to read. Earlier pages of a prompt are in the pool or in the same call.
-      kernel: attention kernel, see paged.attend.
+    Earlier pages of a prompt are in the pool or in the same call.
     """
     offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
     positions = batch.start[:, None] + offsets

@@ -12,22 +12,16 @@ from spell_jax.runtime.config import check_least
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Sampling options of a request.
+    """Sampling options of a request."""
 
-    Attributes:
-      temperature: softmax temperature, 0 or more; 0 takes the most likely token each time.
-      top_p: mass of the nucleus, in (0, 1].
-      top_k: number of most likely tokens to keep; 0 keeps all.
-      min_p: least probability of a kept token, as a share of the most likely token's, in [0, 1].
-      max_tokens: maximum length S of an answer, in tokens.
-      stop_strings: non-empty texts that end an answer. They need not align with token boundaries.
-    """
-
+    # Softmax temperature, 0 or more; 0 takes the most likely token each time.
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: float = 1.0  # mass of the nucleus, in (0, 1]
+    top_k: int = 0  # number of most likely tokens to keep; 0 keeps all
+    # Least probability of a kept token, as a share of the most likely token's, in [0, 1].
     min_p: float = 0.0
-    max_tokens: int = 4096
+    max_tokens: int = 4096  # maximum length S of an answer, in tokens
+    # Non-empty texts that end an answer. They need not align with token boundaries.
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -42,21 +36,13 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class SampleRequest:
-    """A prompt to be answered `group` times.
+    """A prompt to be answered `group` times."""
 
-    Attributes:
-      prompt: token ids [P].
-      group: number of samples, G.
-      key: PRNG key data, uint32 [2]; sample and token index are folded into it.
-      options: sampling options of its answers.
-      agent: name of the agent that asks; device time is counted by it.
-    """
-
-    prompt: Sequence[int]
-    group: int
-    key: np.ndarray
-    options: Options
-    agent: str = ""
+    prompt: Sequence[int]  # token ids [P]
+    group: int  # number of samples, G
+    key: np.ndarray  # PRNG key data, uint32 [2]; sample and token index are folded into it
+    options: Options  # sampling options of its answers
+    agent: str = ""  # name of the agent that asks; device time is counted by it
 
     def __post_init__(self):
         if not len(self.prompt):
@@ -66,18 +52,13 @@ class SampleRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One sampled answer.
+    """One sampled answer."""
 
-    Attributes:
-      tokens: token ids, int32 [S], including the stop token.
-      logprobs: logprobs at the sampling temperature, float32 [S].
-      stopped: whether a stop token or stop string ended it; False if it was truncated at the cap.
-      stop_string: stop string that ended it, or "". The last token is the one that completed it.
-    """
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
+    tokens: np.ndarray  # token ids, int32 [S], including the stop token
+    logprobs: np.ndarray  # logprobs at the sampling temperature, float32 [S]
+    # Whether a stop token or stop string ended it; False if it was truncated at the cap.
     stopped: bool
+    # Stop string that ended it, or "". The last token is the one that completed it.
     stop_string: str = ""
 
     @property

@@ -112,8 +112,7 @@ class Lane:
     def fill_slots(self) -> None:
         """Assigns free slots to queued sequences, first in, first out.
 
-        Stops at the first sequence whose prompt is not prefilled yet or that would need one row too
-        many.
+        Stops at the first whose prompt is not prefilled yet or that would need one row too many.
         """
         free_slots = [slot for slot, sequence in enumerate(self.slots) if sequence is None]
         for slot in free_slots:
@@ -199,9 +198,7 @@ class Shard:
     def allocate_pages(self, lane: Lane, steps: int) -> dict[DecodeSequence, int]:
         """Gives running sequences pages for their next `steps` tokens, in order of admission.
 
-        Returns:
-          For each running sequence the token count at which it must stop. If that equals its
-          current count, the sequence pauses in this call.
+        Returns the token count at which each must stop; at its current count, it pauses.
         """
         limits = {}
         running = set(filter(None, lane.slots))
@@ -254,11 +251,7 @@ class Scheduler:
         self.queue: deque[tuple[int, SampleRequest, list[bytes]]] = deque()
 
     def submit(self, ticket: int, request: SampleRequest) -> None:
-        """Appends a request to the queue.
-
-        Raises:
-          ValueError: if it does not fit into the pool even alone.
-        """
+        """Queues a request; ValueError if it does not fit into the pool even alone."""
         if not self.shape.fits(request):
             prompt, longest = len(request.prompt), request.options.max_tokens
             raise ValueError(

@@ -197,8 +197,7 @@ class Session:
     def advance(self) -> list[tuple[int, list[Sample]]]:
         """Collects sampled tokens, dispatches the next device calls, and returns while they run.
 
-        Returns:
-          (ticket, answers) of the requests that finished.
+        The result has (ticket, answers) of the requests that finished.
         """
         finished = [pair for call in self._running for pair in self._collect(call)]
         self._running = []

@@ -30,7 +30,7 @@ def propose(
     match: int,
     tokens: int,
 ) -> jax.Array:
-    """Proposes the next tokens of each slot.
+    """Proposes the next tokens of each slot, int32 [N, tokens]; NO_TOKEN without a proposal.
 
     Args:
       prompts: prompt tokens of each row, right-aligned, int32 [M, P].
@@ -40,9 +40,6 @@ def propose(
       count: number of these tokens, int32 [N].
       match: number of trailing tokens that must match.
       tokens: number of tokens to propose.
-
-    Returns:
-      int32 [N, tokens]; NO_TOKEN where there is no proposal.
     """
 
     def on_device(prompts, row, length, own, count):

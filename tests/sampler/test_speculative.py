@@ -22,11 +22,11 @@ KEY = jax.random.key(11)
 PLAIN = SamplerConfig(
     temperature=0.3,
     top_p=0.9,
-    max_tokens=24,
+    max_tokens=40,
     max_verdict_tokens=1,
     max_prompt=24,
     page_size=8,
-    kv_cache_tokens=2048,
+    kv_cache_tokens=4096,
     slots=12,
     samples_per_prompt_batch=3,
     prefill_tokens=64,
@@ -51,7 +51,7 @@ def _proposal_of(text: list[int], match: int, tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("match", [1, 2, 3])
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_the_last_place_where_it_stood_before(match: int, tokens: int) -> None:
+def test_the_last_match_is_continued(match: int, tokens: int) -> None:
     rng = np.random.default_rng(0)
     own = rng.integers(3, size=(60, 20)).astype(np.int32)
     count = rng.integers(1, 21, size=60).astype(np.int32)
@@ -64,7 +64,7 @@ def test_the_last_place_where_it_stood_before(match: int, tokens: int) -> None:
 
 
 @pytest.mark.slow
-def test_guesses_come_from_the_slots_own_prompt() -> None:
+def test_proposals_come_from_the_slots_own_prompt() -> None:
     prompts = np.array([[0, 0, 5, 6, 7, 8], [5, 6, 1, 2, 3, 4]], np.int32)
     row, length = np.array([1, 0, 0, 1]), np.array([6, 4, 1, 6])
     own = np.array([[5, 6, 9], [5, 6, 9], [5, 6, 9], [3, 4, 9]], np.int32)
@@ -83,13 +83,15 @@ def test_guesses_come_from_the_slots_own_prompt() -> None:
 
 
 @functools.cache
-def _answers(config: SamplerConfig, stops=(), mesh=()) -> tuple[list[list[Sample]], Counts]:
+def _answers(
+    config: SamplerConfig, stops=(), mesh=(), groups=(3,)
+) -> tuple[list[list[Sample]], Counts]:
     devices = None if mesh else jax.devices()[:1]
     placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices)
     session = Sampler(tiny.POLICY, config, stops, placed).start_session(tiny.weights())
     keys = request_keys(KEY, 2 * len(PROMPTS))
     for i, key in enumerate(keys):
-        group, how = (3, 1)[i % 2], config.options(24 - i)
+        group, how = groups[i % len(groups)], config.options(40 - i)
         session.submit(SampleRequest(PROMPTS[i // 2], group, key, how))
     answers = dict(session.results())
     return [answers[i] for i in range(len(keys))], session.counts
@@ -117,7 +119,8 @@ def test_answers_equal_plain_decoding(tokens: int, match: int) -> None:
 def test_stop_tokens_end_an_answer_inside_a_propose() -> None:
     stops = tuple(range(0, 64, 7))
     speculation = dataclasses.replace(PLAIN, speculative_tokens=4, speculative_ngram=1)
-    (found, _), (wanted, _) = _answers(speculation, stops), _answers(PLAIN, stops)
+    # Both lanes: of three samples and of one.
+    (found, _), (wanted, _) = (_answers(c, stops, (), (3, 1)) for c in (speculation, PLAIN))
     _assert_same(found, wanted)
     answers = [answer for some in found for answer in some]
     assert any(a.stopped for a in answers) and any(not a.stopped for a in answers)
@@ -128,7 +131,7 @@ def test_stop_tokens_end_an_answer_inside_a_propose() -> None:
 @pytest.mark.slow
 def test_on_a_mesh() -> None:
     mesh = (("data", 2), ("context", 2), ("tensor", 2))
-    speculation = dataclasses.replace(PLAIN, speculative_tokens=3, kv_cache_tokens=4 * 1024)
+    speculation = dataclasses.replace(PLAIN, speculative_tokens=3, kv_cache_tokens=8 * 1024)
     (found, _), (wanted, _) = _answers(speculation, (), mesh), _answers(PLAIN)
     for one, other in zip(found, wanted, strict=True):
         for a, b in zip(one, other, strict=True):
