@@ -151,7 +151,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Record of the waiting and the start of jax, which are both replaced."""
     calls = types.SimpleNamespace(met=[], started=[], is_initialized=lambda: False)
     calls.initialize = lambda *given, **more: calls.started.append((given, more))
-    monkeypatch.setattr(rendezvous, "meet", lambda *given: calls.met.append(given))
+    monkeypatch.setattr(rendezvous, "wait_for_all", lambda *given: calls.met.append(given))
     monkeypatch.setattr(distributed.atexit, "register", lambda *_: None)
     monkeypatch.setattr(jax, "distributed", calls)
     for name in (*GIVEN, *SLURM, *OPEN_MPI, distributed.JOIN_SECONDS, distributed.LOST_SECONDS):
@@ -204,10 +204,10 @@ def test_who_has_joined_does_not_join_again(joined, monkeypatch) -> None:
 
 
 def test_time_is_up(joined, monkeypatch) -> None:
-    def meet(*_) -> None:
+    def wait_for_all(*_) -> None:
         raise TimeoutError("missing: process 2 of 4")
 
-    monkeypatch.setattr(rendezvous, "meet", meet)
+    monkeypatch.setattr(rendezvous, "wait_for_all", wait_for_all)
     _set(monkeypatch, GIVEN)
     with pytest.raises(TimeoutError, match=r"SPELL_JOIN_SECONDS = 300: .*process 2 of 4"):
         distributed.join()
