@@ -116,7 +116,7 @@ def test_answers_equal_plain_decoding(tokens: int, match: int) -> None:
 
 
 @pytest.mark.slow
-def test_stop_tokens_end_an_answer_inside_a_propose() -> None:
+def test_stop_tokens_end_an_answer_inside_a_proposal() -> None:
     stops = tuple(range(0, 64, 7))
     speculation = dataclasses.replace(PLAIN, speculative_tokens=4, speculative_ngram=1)
     # Both lanes: of three samples and of one.
