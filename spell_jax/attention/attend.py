@@ -19,6 +19,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -28,11 +29,15 @@ from spell_jax.attention import kernel as kernels
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 
+_MODULES = {
+    "dense": (jax.vmap, dense),
+    "chunked": (kernels.over_rows, chunked),
+    "splash": (kernels.over_rows, splash),
+    "triton": (jax.vmap, triton),
+}
 KERNELS = {
-    "dense": kernels.vmapped(dense.forward, dense.backward),
-    "chunked": kernels.row_loop(chunked.forward, chunked.backward),
-    "splash": kernels.row_loop(splash.forward, splash.backward),
-    "triton": kernels.vmapped(triton.forward, triton.backward),
+    name: kernels.Kernel(batched(module.forward), batched(module.backward))
+    for name, (batched, module) in _MODULES.items()
 }
 
 
@@ -83,6 +88,9 @@ def attend(
       [B, T, N, H] in q's dtype, with zeros for queries that see no key (padding).
     """
     index = masks.row_index(last_query) if index is None else index
+    chex.assert_rank(q, 4)
+    chex.assert_equal_shape([k, v])
+    chex.assert_equal_shape_prefix([q, k, last_query, index], 2)
     short = name == "auto" and q.shape[1] <= SHORT
     kernel = KERNELS.get("dense" if short else name, _LONG)
     mesh = collectives.current_mesh()

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spell_jax.attention.dense import MASKED
-from spell_jax.attention.kernel import Kernel
+from spell_jax.attention.kernel import Inputs, Kernel
+from spell_jax.attention.masks import MASKED
 from spell_jax.runtime.mesh import CONTEXT
 
 
@@ -29,18 +29,16 @@ from spell_jax.runtime.mesh import CONTEXT
 def gathered(kernel: Kernel) -> Kernel:
     """Wrap a kernel to attend to all keys of the row, all-gathered over `context`."""
 
-    def whole(shards):
-        return tuple(jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in shards)
+    def gather(inputs: Inputs) -> Inputs:
+        gathered = (jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in _keys(inputs))
+        return _with_keys(inputs, tuple(gathered))
 
-    def forward(q, k, v, q_index, k_index, last_query):
-        k, v, k_index, last_query = whole((k, v, k_index, last_query))
-        return kernel.forward(q, k, v, q_index, k_index, last_query)
+    def forward(inputs: Inputs):
+        return kernel.forward(gather(inputs))
 
-    def backward(q, k, v, q_index, k_index, last_query, lse, delta, d_out):
-        keys = whole((k, v, k_index, last_query))
-        inputs = (q, *keys[:2], q_index, *keys[2:])
-        dq, dk, dv = kernel.backward(*inputs, lse, delta, d_out)
-        return dq, _shares(dk), _shares(dv)
+    def backward(inputs: Inputs, lse, delta, d_out):
+        dq, dk, dv = kernel.backward(gather(inputs), lse, delta, d_out)
+        return dq, _sum_scatter(dk), _sum_scatter(dv)
 
     return Kernel(forward, backward)
 
@@ -49,48 +47,55 @@ def gathered(kernel: Kernel) -> Kernel:
 def ring(kernel: Kernel) -> Kernel:
     """Wrap a kernel to attend to the keys of one device after the other, passed around a ring."""
 
-    def forward(q, k, v, q_index, k_index, last_query):
-        def meet(held, merged):
-            k, v, k_index, last_query = held
-            part = kernel.forward(q, k, v, q_index, k_index, last_query)
-            return _merge(merged, part)
+    def forward(inputs: Inputs):
+        def attend(keys, merged):
+            return _merge(merged, kernel.forward(_with_keys(inputs, keys)))
 
         def hop(state, _):
-            held, merged = state
-            return (_pass_on(held), meet(held, merged)), None
+            keys, merged = state
+            return (_pass_on(keys), attend(keys, merged)), None
 
-        statistics = (q.shape[0], *q.shape[2:4], q.shape[1])
-        nothing = jnp.zeros(q.shape), jnp.full(statistics, MASKED)
-        state = (k, v, k_index, last_query), nothing
-        (held, merged), _ = jax.lax.scan(hop, state, length=jax.lax.axis_size(CONTEXT) - 1)
-        out, lse = meet(held, merged)
+        q = inputs.q
+        empty = jnp.zeros(q.shape), jnp.full((q.shape[0], *q.shape[2:4], q.shape[1]), MASKED)
+        hops = jax.lax.axis_size(CONTEXT) - 1
+        (keys, merged), _ = jax.lax.scan(hop, (_keys(inputs), empty), length=hops)
+        out, lse = attend(keys, merged)
         return out.astype(q.dtype), jnp.where(lse > MASKED / 2, lse, -MASKED)
 
-    def backward(q, k, v, q_index, k_index, last_query, lse, delta, d_out):
-        def meet(held, dq, gradients):
-            k, v, k_index, last_query = held
-            inputs = (q, k, v, q_index, k_index, last_query)
-            part = kernel.backward(*inputs, lse, delta, d_out)
+    def backward(inputs: Inputs, lse, delta, d_out):
+        def add(keys, dq, gradients):
+            part = kernel.backward(_with_keys(inputs, keys), lse, delta, d_out)
             return jax.tree.map(lambda total, more: total + more, (dq, *gradients), part)
 
         def hop(state, _):
-            held, dq, gradients = state
+            keys, dq, gradients = state
             # The sums of earlier devices travel while this device computes its contribution.
-            dq, *gradients = meet(held, dq, _pass_on(gradients))
-            return (_pass_on(held), dq, tuple(gradients)), None
+            dq, *gradients = add(keys, dq, _pass_on(gradients))
+            return (_pass_on(keys), dq, tuple(gradients)), None
 
-        zeros = [jnp.zeros(x.shape) for x in (q, k, v)]
-        state = (k, v, k_index, last_query), zeros[0], tuple(zeros[1:])
+        dq, *gradients = [jnp.zeros(x.shape) for x in inputs[:3]]
+        state = _keys(inputs), dq, tuple(gradients)
         state, _ = jax.lax.scan(hop, state, length=jax.lax.axis_size(CONTEXT) - 1)
-        held, dq, gradients = state
-        dq, *gradients = meet(held, dq, _pass_on(gradients))
+        keys, dq, gradients = state
+        dq, *gradients = add(keys, dq, _pass_on(gradients))
         dk, dv = _pass_on(gradients)  # back to the owner of the keys
+        q, k, v, *_ = inputs
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
     return Kernel(forward, backward)
 
 
-def _shares(x: jax.Array) -> jax.Array:
+def _keys(inputs: Inputs) -> tuple[jax.Array, ...]:
+    """Keys, values and their indices."""
+    return inputs.k, inputs.v, inputs.k_index, inputs.last_query
+
+
+def _with_keys(inputs: Inputs, keys: tuple[jax.Array, ...]) -> Inputs:
+    k, v, k_index, last_query = keys
+    return inputs._replace(k=k, v=v, k_index=k_index, last_query=last_query)
+
+
+def _sum_scatter(x: jax.Array) -> jax.Array:
     """Sum [B, T, K, H] over devices; each device keeps the sum of its own part of T.
 
     Implemented as an all-to-all and a float32 sum of the received parts. A reduce-scatter in

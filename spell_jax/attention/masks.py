@@ -17,6 +17,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+MASKED = -1e30  # masked score; finite, so that differences of masked scores are not NaN
+
 
 def row_index(last_query: jax.Array) -> jax.Array:
     """Row indices of tokens that are in order, int32 [B, T]."""
@@ -39,8 +41,10 @@ def visible(q_index: jax.Array, k_index: jax.Array, last_query: jax.Array) -> ja
     return (k_index[..., None, :] <= query) & (query <= last_query[..., None, :])
 
 
-def live_blocks(q_index: jax.Array, k_index: jax.Array, last_query: jax.Array) -> jax.Array:
-    """Pairs of blocks in which a query may see a key.
+def live_and_full_blocks(
+    q_index: jax.Array, k_index: jax.Array, last_query: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Classify pairs of blocks by the limits of their indices.
 
     Args:
       q_index: row indices of one row's queries, int32 [n, queries per block].
@@ -48,7 +52,10 @@ def live_blocks(q_index: jax.Array, k_index: jax.Array, last_query: jax.Array) -
       last_query: last query of each key, int32 [m, keys per block].
 
     Returns:
-      bool [n, m]; False where no query of the block sees any key of the other.
+      Whether some query of a block may see a key of the other, and whether all queries see all
+      keys, bool [n, m] each.
     """
-    begun = jnp.min(k_index, axis=1)[None, :] <= jnp.max(q_index, axis=1)[:, None]
-    return begun & (jnp.min(q_index, axis=1)[:, None] <= jnp.max(last_query, axis=1)[None, :])
+    earliest, latest = q_index.min(1)[:, None], q_index.max(1)[:, None]
+    live = (k_index.min(1) <= latest) & (earliest <= last_query.max(1))
+    full = (k_index.max(1) <= earliest) & (latest <= last_query.min(1))
+    return live, full

@@ -15,14 +15,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from spell_jax.attention import paged_tpu, paged_triton
-from spell_jax.attention.dense import MASKED
-from spell_jax.attention.pages import Pages
+from spell_jax.attention.blocks import Softmax
+from spell_jax.attention.masks import MASKED
+from spell_jax.attention.pages import Pages, by_kv_head, by_token
 
 
 class Sizes(NamedTuple):
@@ -60,7 +62,7 @@ def attend(
     pages: Pages,
     layer: jax.Array,
     table: jax.Array,
-    visible: jax.Array,
+    num_visible: jax.Array,
     share: tuple[jax.Array | int, int] = (0, 1),
     kernel: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
@@ -71,7 +73,7 @@ def attend(
       pages: the pool.
       layer: layer number, int32 scalar.
       table: pages of each row in order, int32 [M, J].
-      visible: number of leading keys of its row that each query sees, int32 [M, T].
+      num_visible: number of leading keys of its row that each query sees, int32 [M, T].
       share: (i, n) if the pool holds only the i-th of n equal parts of every page.
       kernel: "auto" for the platform's kernel if it supports these shapes, or "xla" for
         attend_in_steps.
@@ -80,12 +82,12 @@ def attend(
       out float32 [M, T, N, H] and log-sum-exp float32 [M, T, N]. A query that sees no key gets
       output 0 and log-sum-exp UNSEEN.
     """
+    chex.assert_rank([q, table], [4, 2])
+    chex.assert_shape(num_visible, q.shape[:2])
+    chex.assert_axis_dimension(table, 0, len(q))
 
     def choice(function, **options):
-        def on_platform(q, pages, layer, table, visible, part):
-            return function(q, pages, layer, table, visible, (part, share[1]), **options)
-
-        return on_platform
+        return lambda *arrays: function(*arrays[:-1], (arrays[-1], share[1]), **options)
 
     choices = {
         "cpu": choice(attend_in_steps, sizes=ON_CPU),
@@ -95,132 +97,116 @@ def attend(
         choices["tpu"] = choice(paged_tpu.attend)
     if kernel == "auto" and paged_triton.unsupported(q, pages) is None:
         choices["cuda"] = choice(paged_triton.attend, interpret=False)
-    given = (q, pages, layer, table, visible, jnp.int32(share[0]))
-    return jax.lax.platform_dependent(*given, **choices)
+    arrays = (q, pages, layer, table, num_visible)
+    return jax.lax.platform_dependent(*arrays, jnp.int32(share[0]), **choices)
 
 
 def attend_in_steps(
-    q, pages: Pages, layer, table, visible, share, sizes: Sizes
+    q, pages: Pages, layer, table, num_visible, share, sizes: Sizes
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `attend` in plain XLA, in steps limited by `sizes`."""
     rows, time, heads, size = q.shape
-    kv_heads, (part, parts) = pages.keys.shape[2], share
-    of_a_page = time * heads * pages.block
+    (_, _, kv_heads, page_size, _), (part, parts) = pages.keys.shape, share
+    scores_of_page = time * heads * page_size
     are_many = 8 * time >= sizes.queries
-    fitting = min(sizes.keys // pages.block, sizes.scores // 4 // of_a_page)
     if are_many:
-        fitting = sizes.queries // pages.block
-    width = max(1, min(fitting, table.shape[1]))
-    fitting = sizes.numbers // (width * pages.block * kv_heads * size)
-    fitting = min(fitting, sizes.scores // (width * of_a_page))
-    if 8 * of_a_page >= sizes.scores:
-        fitting = rows // sizes.rows
+        width = sizes.queries // page_size
+    else:
+        width = min(sizes.keys // page_size, sizes.scores // 4 // scores_of_page)
+    width = max(1, min(width, table.shape[1]))
     if are_many:
-        fitting = sizes.queries // time
-    together = max(1, min(fitting, rows))
-    span = width * pages.block * parts  # positions passed in one step, on all shares
-    within = jnp.arange(width)[:, None] * parts + part
-    within = (within * pages.block + jnp.arange(pages.block)).reshape(-1)
-    longest = jnp.max(visible, axis=1)
+        batch = sizes.queries // time
+    elif 8 * scores_of_page >= sizes.scores:
+        batch = rows // sizes.rows
+    else:
+        batch = sizes.numbers // (width * page_size * kv_heads * size)
+        batch = min(batch, sizes.scores // (width * scores_of_page))
+    batch = max(1, min(batch, rows))
+    span = width * page_size * parts  # positions passed in one step, on all shares
+    offsets = (jnp.arange(width)[:, None] * parts + part) * page_size + jnp.arange(page_size)
+    longest = jnp.max(num_visible, axis=1)
     order = jnp.argsort(longest == 0 if are_many else -longest)  # many queries: keep order
-    order = jnp.pad(order, (0, -rows % together), mode="edge")
-    # [M, T, N, H] to [M, K, T R, H]: one product per key head.
-    queries = q.reshape(rows, time, kv_heads, -1, size).swapaxes(1, 2)
-    queries = queries.reshape(rows, kv_heads, -1, size) * size**-0.5
-    seen = jnp.repeat(visible, heads // kv_heads, axis=1)
+    order = jnp.pad(order, (0, -rows % batch), mode="edge")
+    queries = by_kv_head(q, kv_heads) * size**-0.5
+    num_visible = jnp.repeat(num_visible, heads // kv_heads, axis=1)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)))
 
     def some_rows(index, results):
-        chosen = jax.lax.dynamic_slice_in_dim(order, index * together, together)
-        steps = -(-jnp.max(longest[chosen]) // span)
+        chosen = jax.lax.dynamic_slice_in_dim(order, index * batch, batch)
         read = functools.partial(
-            _read, pages=pages, layer=layer, steps=steps, within=within, span=span
+            _read,
+            pages=pages,
+            layer=layer,
+            steps=-(-jnp.max(longest[chosen]) // span),
+            offsets=offsets.reshape(-1),
+            span=span,
         )
-        given = queries[chosen], table[chosen], seen[chosen]
-        if are_many and together > 1:
-            is_one = jnp.all(given[1] == given[1][0])
-            found = jax.lax.cond(is_one, functools.partial(_read_as_one, read), read, *given)
+        arrays = queries[chosen], table[chosen], num_visible[chosen]
+        if are_many and batch > 1:
+            same_table = jnp.all(arrays[1] == arrays[1][0])
+            new = jax.lax.cond(same_table, functools.partial(_read_as_one, read), read, *arrays)
         else:
-            found = read(*given)
-        return tuple(old.at[chosen].set(new) for old, new in zip(results, found, strict=True))
+            new = read(*arrays)
+        return tuple(x.at[chosen].set(y) for x, y in zip(results, new, strict=True))
 
-    shape = queries.shape[:3]
-    results = jnp.zeros(queries.shape, jnp.float32), jnp.full(shape, UNSEEN)
-    steps = -(-jnp.sum(longest > 0) // together)
+    results = jnp.zeros(queries.shape, jnp.float32), jnp.full(queries.shape[:3], UNSEEN)
+    steps = -(-jnp.sum(longest > 0) // batch)
     out, lse = jax.lax.fori_loop(0, steps, some_rows, results)
-    out = out.reshape(rows, kv_heads, time, -1, size).swapaxes(1, 2).reshape(q.shape)
-    return out, lse.reshape(rows, kv_heads, time, -1).swapaxes(1, 2).reshape(q.shape[:3])
+    return by_token(out, time), by_token(lse, time)
 
 
-def _read_as_one(read, queries, table, visible):
+def _read_as_one(read, queries, table, num_visible):
     """Run `read` on rows [W, K, Q, H] with identical tables as one row with all their queries."""
-    rows, kv_heads, many, size = queries.shape
-    one = queries.swapaxes(0, 1).reshape(1, kv_heads, rows * many, size)
-    out, lse = read(one, table[:1], visible.reshape(1, -1))
-    return (
-        out.reshape(kv_heads, rows, many, size).swapaxes(0, 1),
-        lse.reshape(kv_heads, rows, many).swapaxes(0, 1),
-    )
+    rows, kv_heads, count, size = queries.shape
+    one = queries.swapaxes(0, 1).reshape(1, kv_heads, rows * count, size)
+    results = read(one, table[:1], num_visible.reshape(1, -1))
+    return tuple(x.reshape(kv_heads, rows, count, *x.shape[3:]).swapaxes(0, 1) for x in results)
 
 
-def _read(queries, table, visible, *, pages: Pages, layer, steps, within, span: int):
+def _read(queries, table, num_visible, *, pages: Pages, layer, steps, offsets, span: int):
     """Attend from the queries of a few rows to their pages, a few pages at a time.
 
     Args:
       queries: scaled queries [W, K, Q, H].
       table: pages of each row, int32 [W, J].
-      visible: number of leading keys that each query sees, int32 [W, Q].
+      num_visible: number of leading keys that each query sees, int32 [W, Q].
       pages: the pool.
       layer: layer number, int32 scalar.
       steps: number of loop steps, int32 scalar.
-      within: positions within a span of the keys read in one step, int32 [keys].
+      offsets: positions within a span of the keys read in one step, int32 [keys].
       span: positions passed in one step.
 
     Returns:
       out float32 [W, K, Q, H] and log-sum-exp float32 [W, K, Q].
     """
     rows, kv_heads = queries.shape[:2]
-    keys_at_once = len(within)
-    width = keys_at_once // pages.block
+    width = len(offsets) // pages.page_size
 
-    def fetch(pool, which) -> Any:
+    def fetch(pool, numbers):
         """Gather pages [W, width] of a pool as [W, K, keys, ...]."""
-        if pool is None:
-            return None
-        found = pool[layer, which].swapaxes(1, 2)
-        found = found.reshape(rows, kv_heads, keys_at_once, *pool.shape[4:])
-        return found.astype(queries.dtype) if found.dtype == jnp.int8 else found
+        x = pool[layer, numbers].swapaxes(1, 2)
+        x = x.reshape(rows, kv_heads, len(offsets), *pool.shape[4:])
+        return x.astype(queries.dtype) if x.dtype == jnp.int8 else x
 
-    def meet(step, state):
-        out, top, total = state
-        which = jax.lax.dynamic_slice_in_dim(table, step * width, width, axis=1)
-        keys, key_scales = fetch(pages.keys, which), fetch(pages.key_scales, which)
-        values, value_scales = fetch(pages.values, which), fetch(pages.value_scales, which)
-        scores = jnp.einsum("wkqh,wkch->wkqc", queries, keys, preferred_element_type=jnp.float32)
-        if key_scales is not None:
-            scores *= key_scales[:, :, None]
-        scores = jnp.where(step * span + within < visible[:, None, :, None], scores, MASKED)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-        weights = jnp.exp(scores - new_top[..., None])
-        shrink = jnp.exp(top - new_top)
-        total = total * shrink + jnp.sum(weights, axis=-1)
-        if value_scales is not None:
-            weights *= value_scales[:, :, None]
-        more = jnp.einsum(
-            "wkqc,wkch->wkqh",
-            weights.astype(values.dtype),
-            values,
-            preferred_element_type=jnp.float32,
-        )
-        return out * shrink[..., None] + more, new_top, total
+    def einsum(spec, *arrays):
+        return jnp.einsum(spec, *arrays, preferred_element_type=jnp.float32)
 
-    shape = queries.shape[:3]
-    # The running maximum starts above MASKED, so that masked scores always have weight 0.
-    start = jnp.zeros(queries.shape, jnp.float32), jnp.full(shape, MASKED / 2), jnp.zeros(shape)
-    out, top, total = jax.lax.fori_loop(0, steps, meet, start)
-    positive = jnp.maximum(total, 1e-30)
-    lse = jnp.where(total > 0, top + jnp.log(positive), UNSEEN)
-    return out / positive[..., None], lse
+    def step(n, state: Softmax):
+        numbers = jax.lax.dynamic_slice_in_dim(table, n * width, width, axis=1)
+        some = jax.tree.map(lambda pool: fetch(pool, numbers), pages)
+        scores = einsum("wkqh,wkch->wkqc", queries, some.keys)
+        if some.key_scales is not None:
+            scores *= some.key_scales[:, :, None]
+        scores = jnp.where(n * span + offsets < num_visible[:, None, :, None], scores, MASKED)
+
+        def weighted_sum(weights):
+            if some.value_scales is not None:
+                weights *= some.value_scales[:, :, None]
+            return einsum("wkqc,wkch->wkqh", weights.astype(some.values.dtype), some.values)
+
+        return state.add(scores, weighted_sum)
+
+    return jax.lax.fori_loop(0, steps, step, Softmax.start(queries.shape)).finish(UNSEEN)
 
 
 def merge(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

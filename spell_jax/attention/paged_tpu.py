@@ -33,8 +33,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from spell_jax.attention.dense import MASKED
-from spell_jax.attention.pages import Pages
+from spell_jax.attention.blocks import dot
+from spell_jax.attention.masks import MASKED
+from spell_jax.attention.pages import Pages, by_kv_head, by_token
 
 # With these limits, kernels for shapes that fit use 4 to 12 of the available 16 MiB of VMEM.
 _CHUNK = 2**21  # bytes of keys and values, in each of two buffers
@@ -44,7 +45,7 @@ _PIECE = 512  # keys per product
 _MOST_PAGES = 2**15  # per row: the tables of two rows, double-buffered, take 512 KiB
 
 
-class _Cut(NamedTuple):
+class _BlockSizes(NamedTuple):
     """Block sizes of the kernel.
 
     Attributes:
@@ -65,42 +66,29 @@ def attend(
     pages: Pages,
     layer: jax.Array,
     table: jax.Array,
-    visible: jax.Array,
+    num_visible: jax.Array,
     share: tuple[jax.Array | int, int] = (0, 1),
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `paged.attend` on TPU, for shapes that `fits` accepts.
 
+    Keys and values are cast to q's dtype. `interpret` runs the Pallas interpreter, on any device.
     Inside shard_map this needs check_vma=False.
-
-    Args:
-      q: queries [M, T, N, H]; keys and values are cast to their dtype.
-      pages: the pool.
-      layer: layer number, int32 scalar.
-      table: pages of each row in order, int32 [M, J].
-      visible: number of leading keys that each query sees, int32 [M, T].
-      share: (i, n) if the pool holds only the i-th of n equal parts of every page.
-      interpret: whether to run in the Pallas interpreter, on any device.
-
-    Returns:
-      out float32 [M, T, N, H] and log-sum-exp float32 [M, T, N], as paged.attend.
     """
     rows, time, heads, size = q.shape
-    kv_heads, (part, parts) = pages.keys.shape[2], share
-    cut = _cut_up(q, pages, table.shape[1])
-    padded = cut.queries * cut.blocks - time * heads // kv_heads
-    # [M, T, N, H] to [M, K, T R, H]: one product per key head.
-    queries = q.reshape(rows, time, kv_heads, -1, size).swapaxes(1, 2)
-    queries = queries.reshape(rows, kv_heads, -1, size) * size**-0.5
+    kv_heads = pages.keys.shape[2]
+    sizes = _block_sizes(q, pages, table.shape[1])
+    padded = sizes.queries * sizes.blocks - time * heads // kv_heads
+    queries = by_kv_head(q, kv_heads) * size**-0.5
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padded), (0, 0)))
-    seen = jnp.repeat(visible, heads // kv_heads, axis=1)
-    seen = jnp.pad(seen, ((0, 0), (0, padded))).reshape(rows, cut.blocks, 1, cut.queries)
-    out, lse = _call(queries, pages, layer, table, seen, part, parts, cut, interpret)
+    num_visible = jnp.repeat(num_visible, heads // kv_heads, axis=1)
+    num_visible = jnp.pad(num_visible, ((0, 0), (0, padded)))
+    num_visible = num_visible.reshape(rows, sizes.blocks, 1, sizes.queries)
+    out, lse = _call(queries, pages, layer, table, num_visible, share, sizes, interpret)
     lse = lse.swapaxes(1, 2).reshape(rows, kv_heads, -1)
     out, lse = (x[:, :, : x.shape[2] - padded] for x in (out, lse))
-    out = out.reshape(rows, kv_heads, time, -1, size).swapaxes(1, 2).reshape(q.shape)
-    return out, lse.reshape(rows, kv_heads, time, -1).swapaxes(1, 2).reshape(q.shape[:3])
+    return by_token(out, time), by_token(lse, time)
 
 
 def fits(q: jax.Array, pages: Pages, table: jax.Array) -> bool:
@@ -112,27 +100,27 @@ def fits(q: jax.Array, pages: Pages, table: jax.Array) -> bool:
        is a multiple of 128, and pages of a multiple of 8 tokens for 4-byte dtypes, 16 for 2-byte
        dtypes and 128 for int8 (because of the scales). Otherwise XLA would copy the pool.
     """
-    kv_heads, block, size = pages.keys.shape[2:]
-    kept = pages.keys.dtype.itemsize
-    page = 2 * kv_heads * block * size * max(q.dtype.itemsize, kept)
-    whole = size % 128 == 0 and block % (128 if kept == 1 else 32 // kept) == 0
-    return whole and page <= _CHUNK and table.shape[1] <= _MOST_PAGES
+    kv_heads, page_size, size = pages.keys.shape[2:]
+    itemsize = pages.keys.dtype.itemsize
+    page = 2 * kv_heads * page_size * size * max(q.dtype.itemsize, itemsize)
+    is_tiled = size % 128 == 0 and page_size % (128 if itemsize == 1 else 32 // itemsize) == 0
+    return is_tiled and page <= _CHUNK and table.shape[1] <= _MOST_PAGES
 
 
-def _cut_up(q: jax.Array, pages: Pages, table: int) -> _Cut:
-    kv_heads, block, size = pages.keys.shape[2:]
-    page = 2 * kv_heads * block * size * pages.keys.dtype.itemsize
+def _block_sizes(q: jax.Array, pages: Pages, table: int) -> _BlockSizes:
+    kv_heads, page_size, size = pages.keys.shape[2:]
+    page = 2 * kv_heads * page_size * size * pages.keys.dtype.itemsize
     tile = 32 // q.dtype.itemsize
     count = pl.cdiv(q.shape[1] * q.shape[2] // kv_heads, tile)  # query tiles per key head
-    piece = max(1, min(_PIECE // block, table, _CHUNK // page))
-    most = _STEP // q.dtype.itemsize // max(kv_heads * size, piece * block, _PIECE)
+    piece = max(1, min(_PIECE // page_size, table, _CHUNK // page))
+    most = _STEP // q.dtype.itemsize // max(kv_heads * size, piece * page_size, _PIECE)
     blocks = pl.cdiv(count, max(1, most // tile))
     pieces = max(1, min(_CHUNK // (page * piece), pl.cdiv(table, piece)))
-    return _Cut(pl.cdiv(count, blocks) * tile, blocks, piece, pieces * piece)
+    return _BlockSizes(pl.cdiv(count, blocks) * tile, blocks, piece, pieces * piece)
 
 
 def _call(
-    queries, pages: Pages, layer, table, seen, part, parts: int, cut: _Cut, interpret
+    queries, pages: Pages, layer, table, num_visible, share, sizes: _BlockSizes, interpret
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel.
 
@@ -141,44 +129,43 @@ def _call(
       pages: the pool.
       layer: layer number, int32 scalar.
       table: pages of each row, int32 [M, J].
-      seen: number of leading keys that each query sees, int32 [M, blocks, 1, queries].
-      part: index of this device's part of every page.
-      parts: number of equal parts of every page.
-      cut: block sizes.
+      num_visible: number of leading keys that each query sees, int32 [M, blocks, 1, queries].
+      share: part of every page that the pool holds.
+      sizes: block sizes.
       interpret: whether to run in the interpreter.
 
     Returns:
       out float32 [M, K, blocks * queries, H] and log-sum-exp float32 [M, blocks, K, queries].
     """
     rows, kv_heads, _, size = queries.shape
-    block = pages.keys.shape[3]
-    longest = jnp.max(seen, axis=(2, 3)).reshape(-1)
-    counts = jnp.clip(pl.cdiv(longest - part * block, parts * block), 0, table.shape[1])
-    where = jnp.stack([jnp.int32(layer), jnp.int32(part * block)])
-    within = jnp.arange(cut.piece)[:, None] * parts * block + jnp.arange(block)
+    page_size, (part, parts) = pages.page_size, share
+    longest = jnp.max(num_visible, axis=(2, 3)).reshape(-1)
+    counts = jnp.clip(pl.cdiv(longest - part * page_size, parts * page_size), 0, table.shape[1])
+    layer_and_first = jnp.stack([jnp.int32(layer), jnp.int32(part * page_size)])
+    offsets = jnp.arange(sizes.piece)[:, None] * parts * page_size + jnp.arange(page_size)
     steps = len(counts)
     cores = 2 if steps % 2 == 0 else 1
 
     def of_step(shape, index, ahead: int = 0, **options):
-        def index_map(core, step, counts, where):
+        def index_map(core, step, counts, layer_and_first):
             step = jnp.minimum((step + ahead) * cores + core, steps - 1)
-            blocks = jnp.int32(cut.blocks)
+            blocks = jnp.int32(sizes.blocks)
             return index(lax.div(step, blocks), lax.rem(step, blocks))
 
         return pl.BlockSpec(shape, index_map, **options)
 
-    by_heads = of_step((None, kv_heads, cut.queries, size), lambda i, j: (i, 0, j, 0))
+    by_heads = of_step((None, kv_heads, sizes.queries, size), lambda i, j: (i, 0, j, 0))
     a_table = functools.partial(
         of_step, (None, 1, table.shape[1]), lambda i, j: (i, 0, 0), memory_space=pltpu.SMEM
     )
     pools = _pools(pages, interpret)
-    state = pltpu.VMEM((kv_heads, cut.queries, 1), jnp.float32)
-    buffers = [pltpu.VMEM((2, cut.chunk, *x.shape[2:]), x.dtype) for x in pools]
+    state = pltpu.VMEM((kv_heads, sizes.queries, 1), jnp.float32)
+    buffers = [pltpu.VMEM((2, sizes.chunk, *x.shape[2:]), x.dtype) for x in pools]
     run = pl.pallas_call(
-        functools.partial(_kernel, cut=cut, apart=parts * block),
+        functools.partial(_kernel, sizes=sizes, stride=parts * page_size),
         out_shape=[
             jax.ShapeDtypeStruct(queries.shape, jnp.float32),
-            jax.ShapeDtypeStruct((rows, cut.blocks, kv_heads, cut.queries), jnp.float32),
+            jax.ShapeDtypeStruct((rows, sizes.blocks, kv_heads, sizes.queries), jnp.float32),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -186,14 +173,14 @@ def _call(
             in_specs=[
                 a_table(),
                 a_table(ahead=1),
-                pl.BlockSpec((1, cut.piece * block), lambda *_: (0, 0)),
-                of_step((None, None, 1, cut.queries), lambda i, j: (i, j, 0, 0)),
+                pl.BlockSpec((1, sizes.piece * page_size), lambda *_: (0, 0)),
+                of_step((None, None, 1, sizes.queries), lambda i, j: (i, j, 0, 0)),
                 by_heads,
                 *[pl.BlockSpec(memory_space=pltpu.HBM) for _ in pools],
             ],
             out_specs=[
                 by_heads,
-                of_step((None, None, kv_heads, cut.queries), lambda i, j: (i, j, 0, 0)),
+                of_step((None, None, kv_heads, sizes.queries), lambda i, j: (i, j, 0, 0)),
             ],
             scratch_shapes=[
                 state,
@@ -208,8 +195,9 @@ def _call(
         name="paged_attention",
     )
     tables = table.astype(jnp.int32)[:, None]
-    within = within.reshape(1, -1).astype(jnp.int32)
-    return run(counts.astype(jnp.int32), where, tables, tables, within, seen, queries, *pools)
+    offsets = offsets.reshape(1, -1).astype(jnp.int32)
+    indices = counts.astype(jnp.int32), layer_and_first, tables, tables, offsets, num_visible
+    return run(*indices, queries, *pools)
 
 
 def _pools(pages: Pages, interpret) -> list[Any]:
@@ -228,30 +216,39 @@ def _pools(pages: Pages, interpret) -> list[Any]:
 
 
 def _kernel(
-    counts, where, table, next_table, within, seen, queries, *rest, cut: _Cut, apart: int
+    counts,
+    layer_and_first,
+    table,
+    next_table,
+    offsets,
+    num_visible,
+    queries,
+    *rest,
+    sizes: _BlockSizes,
+    stride: int,
 ) -> None:
     """Kernel body, grid [cores, steps].
 
-    Shapes: queries and out [K, queries, H], seen [1, queries], lse [K, queries], top and total
-    [K, queries, 1]. `first` is the number of the buffer for the row's first chunk.
+    Shapes: queries and out [K, queries, H]; num_visible [1, queries]; lse [K, queries]; top and
+    total [K, queries, 1]. `first` is the number of the buffer for the row's first chunk.
     """
     count = (len(rest) - 6) // 2
     pools, (out, lse, top, total, first, arrived, *buffers) = rest[:count], rest[count:]
     cores, step = pl.num_programs(0), pl.program_id(1)
     place = step * cores + pl.program_id(0)
-    mine = counts[place]
-    last = step == pl.num_programs(1) - 1
-    following = jnp.where(last, 0, counts[jnp.where(last, place, place + cores)])
+    num_pages = counts[place]
+    is_last = step == pl.num_programs(1) - 1
+    next_pages = jnp.where(is_last, 0, counts[jnp.where(is_last, place, place + cores)])
 
     def copies(page, slot, i):
         for pool, buffer in zip(pools, buffers, strict=True):
-            source, target = pool.at[where[0], page], buffer.at[slot, i]
+            source, target = pool.at[layer_and_first[0], page], buffer.at[slot, i]
             yield pltpu.make_async_copy(source, target, arrived.at[slot])
 
     def fetch(table, pages, chunk, slot) -> None:
-        @pl.loop(0, jnp.minimum(pages - chunk * cut.chunk, cut.chunk))
+        @pl.loop(0, jnp.minimum(pages - chunk * sizes.chunk, sizes.chunk))
         def _(i):
-            for copy in copies(table[0, chunk * cut.chunk + i], slot, i):
+            for copy in copies(table[0, chunk * sizes.chunk + i], slot, i):
                 copy.start()
 
     @pl.when(step == 0)
@@ -260,40 +257,40 @@ def _kernel(
         # Uninitialized values may be NaN, and a weight of 0 times NaN would not be 0.
         for buffer in buffers[1::2]:
             buffer[...] = jnp.zeros(buffer.shape, buffer.dtype)
-        fetch(table, mine, 0, 0)
+        fetch(table, num_pages, 0, 0)
 
     # The running maximum starts above MASKED, so that masked scores always have weight 0.
     top[...] = jnp.full(top.shape, MASKED / 2, jnp.float32)
     total[...] = jnp.zeros(total.shape, jnp.float32)
     out[...] = jnp.zeros(out.shape, jnp.float32)
-    begin, chunks = first[0], _ceil(mine, cut.chunk)
+    begin, chunks = first[0], _ceil(num_pages, sizes.chunk)
 
     @pl.loop(0, chunks)
     def _(chunk):
         slot = (begin + chunk) & 1
-        live = jnp.minimum(mine - chunk * cut.chunk, cut.chunk)
+        live = jnp.minimum(num_pages - chunk * sizes.chunk, sizes.chunk)
 
         @pl.when(chunk + 1 < chunks)
         def _():
-            fetch(table, mine, chunk + 1, 1 - slot)
+            fetch(table, num_pages, chunk + 1, 1 - slot)
 
         @pl.when(chunk + 1 == chunks)
         def _():
-            fetch(next_table, following, 0, 1 - slot)
+            fetch(next_table, next_pages, 0, 1 - slot)
 
         @pl.loop(0, live)
         def _(i):
             for copy in copies(0, slot, i):
                 copy.wait()
 
-        @pl.loop(0, _ceil(live, cut.piece))
+        @pl.loop(0, _ceil(live, sizes.piece))
         def _(piece):
-            page = chunk * cut.chunk + piece * cut.piece
-            limit = seen[...].reshape(-1, 1) - page * apart - where[1]
-            some = (slot, pl.ds(piece * cut.piece, cut.piece))
-            _meet(queries, buffers, some, within[...] < limit, (out, top, total))
+            page = chunk * sizes.chunk + piece * sizes.piece
+            limit = num_visible[...].reshape(-1, 1) - page * stride - layer_and_first[1]
+            some = (slot, pl.ds(piece * sizes.piece, sizes.piece))
+            _add_pages(queries, buffers, some, offsets[...] < limit, (out, top, total))
 
-    pl.when(chunks == 0)(lambda: fetch(next_table, following, 0, begin))
+    pl.when(chunks == 0)(lambda: fetch(next_table, next_pages, 0, begin))
     first[0] = (begin + chunks) & 1
     positive = jnp.maximum(total[...], 1e-30)
     out[...] = out[...] / positive
@@ -309,7 +306,7 @@ def _ceil(count, size: int):
     return lax.div(count + (size - 1), jnp.int32(size))
 
 
-def _meet(queries, buffers, some, visible, state) -> None:
+def _add_pages(queries, buffers, some, visible, state) -> None:
     """Add some pages to the running softmax state.
 
     Args:
@@ -323,7 +320,7 @@ def _meet(queries, buffers, some, visible, state) -> None:
     keys, values, *scales = buffers
     for head in range(len(queries)):
         q = queries[head]
-        scores = _dot(q, _tokens(keys, some, head, q), turned=True)
+        scores = dot(q, _tokens(keys, some, head, q), b_transposed=True)
         if scales:
             scores = scores * _row(scales[0], some, head)
         scores = jnp.where(visible, scores, MASKED)
@@ -334,7 +331,7 @@ def _meet(queries, buffers, some, visible, state) -> None:
         total[head] = total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
         if scales:
             weights = weights * _row(scales[1], some, head)
-        more = _dot(weights.astype(q.dtype), _tokens(values, some, head, q))
+        more = dot(weights.astype(q.dtype), _tokens(values, some, head, q))
         out[head] = out[head] * shrink + more
 
 
@@ -347,17 +344,3 @@ def _row(buffer, some, head: int) -> jax.Array:
     """Scales [1, keys] of some pages [pages, C]."""
     scales = buffer[*some, head]
     return jnp.concatenate([scales[i : i + 1] for i in range(len(scales))], axis=1)
-
-
-def _dot(a: jax.Array, b: jax.Array, turned: bool = False) -> jax.Array:
-    """Multiply a [m, n] by b [n, p] (turned: [p, n]) into float32.
-
-    float32 inputs are multiplied at full precision.
-    """
-    return lax.dot_general(
-        a,
-        b,
-        (((1,), (1 if turned else 0,)), ((), ())),
-        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )

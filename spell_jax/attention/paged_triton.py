@@ -29,8 +29,7 @@ log-sum-exp is natural.
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,33 +37,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from spell_jax.attention.dense import MASKED
-from spell_jax.attention.pages import Pages
-from spell_jax.attention.triton import LARGEST_HEAD, SMALLEST
+from spell_jax.attention.blocks import LOG2_E, Softmax
+from spell_jax.attention.masks import MASKED
+from spell_jax.attention.pages import Pages, by_kv_head, by_token
+from spell_jax.attention.triton import FLOATS, LARGEST_HEAD, SMALLEST, Tile, padded_size
 
 # Four per multiprocessor of the H200 (132), where two or more run at a time: the ends even out.
 # With 8 prompts of 16K tokens, a job of 64 queries writes a sixteenth of the bytes it reads.
 PROGRAMS = 528
 FEWEST = 4  # blocks per job; with 1, a job of 64 queries would write as much as it reads
 _MERGED_ROWS, _MERGED_JOBS = 4, 8  # queries per merge program; jobs it reads at once
-_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-_LOG2_E = math.log2(math.e)
-
-
-class Tile(NamedTuple):
-    """Block sizes and launch parameters of the kernel.
-
-    Attributes:
-      queries: queries per unit, counted over query heads; a power of two, at least SMALLEST.
-      keys: keys per block; a power of two, at least SMALLEST.
-      warps: warps of 32 threads per program.
-      stages: pipeline stages, the blocks in shared memory or in transfer to it.
-    """
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
 
 
 # Largest tile by element size of the pool in bytes (4 if products are in float32) and head size. A
@@ -91,19 +73,18 @@ TILES = {
 
 def unsupported(q: Any, pages: Pages) -> str | None:
     """Explain why `attend` does not support these shapes and dtypes; None if it does."""
-    keys, block, size = pages.keys, pages.keys.shape[3], q.shape[-1]
-    if block < SMALLEST or block & (block - 1):
-        return f"block: pages of {block} tokens a device; want a power of two from {SMALLEST} on"
-    if size > LARGEST_HEAD:
-        return f"head_size: {size}; want at most {LARGEST_HEAD}"
-    if q.dtype not in _FLOATS or keys.dtype not in (*_FLOATS, jnp.int8):
+    keys, page_size, size = pages.keys, pages.page_size, q.shape[-1]
+    if page_size < SMALLEST or page_size & (page_size - 1):
         return (
-            f"dtype: q {q.dtype}, pages.keys {keys.dtype}; want 2- or 4-byte floats, or int8 keys"
+            f"page size = {page_size} tokens per device: must be a power of two, at least "
+            f"{SMALLEST}"
         )
-    if (keys.dtype == jnp.int8) == (pages.key_scales is None):
-        return f"pages.key_scales: want them beside int8 and nothing else; keys are {keys.dtype}"
+    if size > LARGEST_HEAD:
+        return f"head size = {size}: must be at most {LARGEST_HEAD}"
+    if q.dtype not in FLOATS or keys.dtype not in (*FLOATS, jnp.int8):
+        return f"dtypes q {q.dtype}, keys {keys.dtype}: must be 2- or 4-byte floats, or int8 keys"
     if keys.dtype.itemsize == 1 and 2**31 < keys.size <= 2**32:
-        return f"pages.keys: {keys.size} numbers of one byte; want at most 2^31 or more than 2^32"
+        return f"{keys.size} keys of one byte: must be at most 2^31 elements, or more than 2^32"
     return None
 
 
@@ -112,52 +93,49 @@ def attend(
     pages: Pages,
     layer: jax.Array | int,
     table: jax.Array,
-    visible: jax.Array,
+    num_visible: jax.Array,
     share: tuple[jax.Array | int, int] = (0, 1),
     *,
     tile: Tile | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Softmax attention of rows of queries to the pages of each row; not differentiable.
+    """Compute `paged.attend` on NVIDIA GPUs, for inputs that `unsupported` accepts.
 
     Inside shard_map this needs check_vma=False.
 
     Args:
-      q: queries [M, T, N, H].
+      q: queries; this and the next five arguments are those of paged.attend.
       pages: the pool.
-      layer: layer number, int32 scalar.
-      table: pages of each row in order, int32 [M, J].
-      visible: number of leading keys that each query sees, int32 [M, T].
-      share: (i, n) if the pool holds only the i-th of n equal parts of every page; i may be traced.
+      layer: layer number.
+      table: pages of each row.
+      num_visible: number of leading keys that each query sees.
+      share: part of every page that the pool holds; its index may be traced.
       tile: block sizes; None takes them from TILES.
       interpret: whether to run in the Pallas interpreter; None does so unless the default backend
         is a GPU.
 
-    Returns:
-      out float32 [M, T, N, H] and log-sum-exp float32 [M, T, N], as paged.attend.
-
     Raises:
       ValueError: if `unsupported` gives a reason.
     """
-    why = unsupported(q, pages)
-    if why:
-        raise ValueError(why)
+    if reason := unsupported(q, pages):
+        raise ValueError(reason)
     rows, time, heads, size = q.shape
-    pool, kv_heads = pages.keys, pages.keys.shape[2]
+    pool, kv_heads, page_size = pages.keys, pages.keys.shape[2], pages.page_size
     if pool.dtype != jnp.int8:
         q = q.astype(jnp.promote_types(q.dtype, pool.dtype))
     tile = tile or _default_tile(q, pages)
-    seen = jnp.minimum(_own(visible, pages.block, *share), table.shape[1] * pages.block)
-    queries, seen = _units(q, seen, kv_heads, tile.queries)
-    most = pl.cdiv(table.shape[1] * pages.block, tile.keys)
-    blocks = pl.cdiv(jnp.max(seen, axis=1), tile.keys)
-    jobs, spans = list_jobs(blocks, len(seen) // rows, most, max(1, PROGRAMS // kv_heads))
+    longest = table.shape[1] * page_size
+    num_visible = jnp.minimum(_local_keys(num_visible, page_size, *share), longest)
+    queries, num_visible = _units(q, num_visible, kv_heads, tile.queries)
+    blocks = pl.cdiv(jnp.max(num_visible, axis=1), tile.keys)
+    most, pieces = pl.cdiv(longest, tile.keys), max(1, PROGRAMS // kv_heads)
+    jobs, spans = list_jobs(blocks, len(num_visible) // rows, most, pieces)
     # Whole blocks plus one, because the kernel looks up one block ahead. Entries after a row's end
     # may be invalid, hence the clip.
-    of_block = max(1, tile.keys // pages.block)
-    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % of_block + of_block)))
+    pages_per_block = max(1, tile.keys // page_size)
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages_per_block + pages_per_block)))
     table = jnp.clip(table, 0, pool.shape[1] - 1)
-    indices = jobs, jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)), table, seen
+    indices = jobs, jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)), table, num_visible
     if interpret is None:
         interpret = jax.default_backend() != "gpu"
     outs, lses = _run_jobs(indices, queries, pages, size, tile, interpret)
@@ -167,8 +145,7 @@ def attend(
         """Reshape [U, K, queries, ...] to [M, T, N, ...]."""
         x = x.reshape(rows, -1, *x.shape[1:]).swapaxes(1, 2)
         x = x.reshape(rows, kv_heads, -1, *x.shape[4:])[:, :, : time * heads // kv_heads]
-        x = x.reshape(rows, kv_heads, time, -1, *x.shape[3:]).swapaxes(1, 2)
-        return x.reshape(rows, time, heads, *x.shape[4:])
+        return by_token(x, time)
 
     return from_units(out)[..., :size], from_units(lse)
 
@@ -210,42 +187,36 @@ def list_jobs(
 
 def _default_tile(q: jax.Array, pages: Pages) -> Tile:
     """Tile from TILES, no larger than the queries of one row and key head."""
-    wanted = q.shape[1] * q.shape[2] // pages.keys.shape[2]
-    count = 4 if q.dtype == jnp.float32 else pages.keys.dtype.itemsize
-    tile = TILES[count, max(_power(q.shape[-1]), 128)]
-    queries = min(tile.queries, _power(wanted))
-    return tile._replace(queries=queries, warps=4 if queries <= 64 and count < 4 else tile.warps)
+    rows = q.shape[1] * q.shape[2] // pages.keys.shape[2]
+    itemsize = 4 if q.dtype == jnp.float32 else pages.keys.dtype.itemsize
+    tile = TILES[itemsize, max(padded_size(q.shape[-1]), 128)]
+    queries = min(tile.queries, padded_size(rows))
+    return tile._replace(queries=queries, warps=4 if queries <= 64 and itemsize < 4 else tile.warps)
 
 
-def _power(number: int) -> int:
-    """Smallest power of two that is at least `number` and SMALLEST."""
-    return max(SMALLEST, pl.next_power_of_2(number))
-
-
-def _own(visible: jax.Array, block: int, part: jax.Array | int, parts: int) -> jax.Array:
-    """Number of the device's own keys among the leading `visible` keys of a row.
+def _local_keys(num_visible: jax.Array, page_size: int, part: jax.Array | int, parts: int):
+    """Number of the device's own keys among the leading `num_visible` keys of a row.
 
     Of page j the device holds positions (j parts + part) C to (j parts + part + 1) C - 1.
     """
-    whole, rest = visible // (block * parts), visible % (block * parts)
-    return whole * block + jnp.clip(rest - part * block, 0, block)
+    pages, rest = jnp.divmod(num_visible, page_size * parts)
+    return pages * page_size + jnp.clip(rest - part * page_size, 0, page_size)
 
 
-def _units(q: jax.Array, seen: jax.Array, kv_heads: int, together: int) -> list[jax.Array]:
-    """Split queries [M, T, N, H] and their visible counts [M, T] into units.
+def _units(q: jax.Array, num_visible: jax.Array, kv_heads: int, size: int) -> list[jax.Array]:
+    """Split queries [M, T, N, H] and their visible counts [M, T] into units of `size` queries.
 
     Returns:
       Queries [U, K, queries, H] with H padded, and visible counts [U, queries], 0 for padding.
     """
-    rows, time, heads, size = q.shape
-    q = q.reshape(rows, time, kv_heads, -1, size).swapaxes(1, 2)
-    q = q.reshape(rows, kv_heads, -1, size)
-    seen = jnp.repeat(seen, heads // kv_heads, axis=1)
-    more = -q.shape[2] % together
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, more), (0, _power(size) - size)))
-    q = q.reshape(rows, kv_heads, -1, together, q.shape[-1]).swapaxes(1, 2)
-    seen = jnp.pad(seen, ((0, 0), (0, more)))
-    return [q.reshape(-1, *q.shape[2:]), seen.reshape(-1, together)]
+    rows, _, heads, head_size = q.shape
+    q = by_kv_head(q, kv_heads)
+    num_visible = jnp.repeat(num_visible, heads // kv_heads, axis=1)
+    padding = -q.shape[2] % size
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, padded_size(head_size) - head_size)))
+    q = q.reshape(rows, kv_heads, -1, size, q.shape[-1]).swapaxes(1, 2)
+    num_visible = jnp.pad(num_visible, ((0, 0), (0, padding)))
+    return [q.reshape(-1, *q.shape[2:]), num_visible.reshape(-1, size)]
 
 
 def _whole(x: jax.Array, *own: int) -> pl.BlockSpec:
@@ -281,7 +252,7 @@ def _run_jobs(
     pools = jax.tree.leaves((pages.keys, pages.values, pages.key_scales, pages.value_scales))
     shapes = (count, kv_heads, together, padded), (count, kv_heads, together)
     return pl.pallas_call(
-        functools.partial(_job_kernel, tile.keys, pages.block, size),
+        functools.partial(_job_kernel, tile.keys, pages.page_size, size),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         grid=(count, kv_heads),
         in_specs=[
@@ -332,29 +303,22 @@ def _merge_jobs(
 # The kernels. Leading arguments are static, the others are references.
 
 
-def _nothing(queries: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Initial softmax state: sum [queries, H], top score [queries] and total weight [queries].
-
-    The top score starts above MASKED, so that masked scores always have weight 0.
-    """
-    gathered, total = jnp.zeros((queries, size), jnp.float32), jnp.zeros((queries,), jnp.float32)
-    return gathered, jnp.full_like(total, MASKED / 2), total
-
-
-def _page(table, row, number, block_k: int, block: int) -> jax.Array:
+def _page(table, row, number, block_k: int, page_size: int) -> jax.Array:
     """Page of a block of keys, or one page per key if the block spans several pages."""
-    if block_k <= block:
-        return table[row, lax.div(number, block // block_k)]
+    if block_k <= page_size:
+        return table[row, lax.div(number, page_size // block_k)]
     place = lax.iota(jnp.int32, block_k)
-    return table[row, number * (block_k // block) + lax.div(place, jnp.full_like(place, block))]
+    return table[
+        row, number * (block_k // page_size) + lax.div(place, jnp.full_like(place, page_size))
+    ]
 
 
-def _tokens(number, block_k: int, block: int) -> Any:
+def _tokens(number, block_k: int, page_size: int) -> Any:
     """Location of a block of keys in its page: a slice, or one offset per key for several pages."""
-    if block_k <= block:
-        return pl.ds(lax.rem(number, block // block_k) * block_k, block_k)
+    if block_k <= page_size:
+        return pl.ds(lax.rem(number, page_size // block_k) * block_k, block_k)
     place = lax.iota(jnp.int32, block_k)
-    return lax.rem(place, jnp.full_like(place, block))
+    return lax.rem(place, jnp.full_like(place, page_size))
 
 
 def _fetch(pool, layer, page, token, size: int, padded: int, dtype) -> jax.Array:
@@ -372,7 +336,7 @@ def _fetch(pool, layer, page, token, size: int, padded: int, dtype) -> jax.Array
 
 
 def _job_kernel(
-    block_k, block, size, job, layer, table, seen, q, keys, values, *scales_and_results
+    block_k, page_size, size, job, layer, table, num_visible, q, keys, values, *scales_and_results
 ) -> None:
     """Job kernel, grid [E, K].
 
@@ -385,36 +349,33 @@ def _job_kernel(
 
     @pl.when(begin < end)
     def _():
-        queries, sees, which = q[unit, :, :], seen[unit, :][:, None], layer[0]
+        queries, limit, which = q[unit, :, :], num_visible[unit, :][:, None], layer[0]
 
         def step(number, state):
-            gathered, top, total, page = state
-            token = _tokens(number, block_k, block)
+            softmax, page = state
+            token = _tokens(number, block_k, page_size)
             fetch = functools.partial(_fetch, layer=which, page=page, token=token)
             fetch = functools.partial(fetch, size=size, padded=q.shape[-1], dtype=q.dtype)
-            scores = dot(queries, fetch(keys), trans_b=True) * (size**-0.5 * _LOG2_E)
+            scores = dot(queries, fetch(keys), trans_b=True) * (size**-0.5 * LOG2_E)
             if scales:
                 scores *= scales[0][which, page, token][None, :]
-            place = number * block_k + lax.iota(jnp.int32, block_k)
-            scores = jnp.where(place[None, :] < sees, scores, MASKED)
-            new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-            weights = jnp.exp2(scores - new_top[:, None])
-            shrink = jnp.exp2(top - new_top)
-            total = total * shrink + jnp.sum(weights, axis=1)
-            if scales:
-                weights *= scales[1][which, page, token][None, :]
-            more = dot(weights.astype(q.dtype), fetch(values))
+            position = number * block_k + lax.iota(jnp.int32, block_k)
+            scores = jnp.where(position[None, :] < limit, scores, MASKED)
+
+            def weighted_sum(weights):
+                if scales:
+                    weights *= scales[1][which, page, token][None, :]
+                return dot(weights.astype(q.dtype), fetch(values))
+
+            softmax = softmax.add(scores, weighted_sum, base2=True)
             # Looked up one iteration ahead. A lookup next to its use would take the pipeline stages
             # of the copies that depend on it: compiled that way, a program waits for the block it
             # has just started to fetch.
-            page = _page(table, row, number + 1, block_k, block)
-            return gathered * shrink[:, None] + more, new_top, total, page
+            return softmax, _page(table, row, number + 1, block_k, page_size)
 
-        start = (*_nothing(*queries.shape), _page(table, row, begin, block_k, block))
-        gathered, top, total, _ = lax.fori_loop(begin, end, step, start)
-        positive = jnp.maximum(total, 1e-30)
-        out[...] = gathered / positive[:, None]
-        lse[...] = jnp.where(total > 0, (top + jnp.log2(positive)) / _LOG2_E, MASKED)
+        start = Softmax.start(queries.shape), _page(table, row, begin, block_k, page_size)
+        softmax, _ = lax.fori_loop(begin, end, step, start)
+        out[...], lse[...] = softmax.finish(MASKED, base2=True)
 
 
 def _merge_kernel(span, outs, lses, out, lse) -> None:
@@ -425,21 +386,17 @@ def _merge_kernel(span, outs, lses, out, lse) -> None:
     begin, end = span[0], span[1]
 
     def step(number, state):
-        gathered, top, total = state
         job = begin + number * _MERGED_JOBS + lax.iota(jnp.int32, _MERGED_JOBS)
         live = (job < end)[:, None]
         # Jobs after the end were never written.
         job = jnp.minimum(job, end - 1)
-        found = jnp.where(live, lses[job, :], MASKED)
-        new_top = jnp.maximum(top, jnp.max(found, axis=0))
-        weights = jnp.exp(found - new_top[None, :])
-        shrink = jnp.exp(top - new_top)
-        more = jnp.sum(weights[:, :, None] * outs[job, :, :], axis=0)
-        total = total * shrink + jnp.sum(weights, axis=0)
-        return gathered * shrink[:, None] + more, new_top, total
+        scores = jnp.where(live, lses[job, :], MASKED)
+        top = jnp.maximum(state.top, jnp.max(scores, axis=0))
+        weights = jnp.exp(scores - top[None, :])
+        shrink = jnp.exp(state.top - top)
+        added = jnp.sum(weights[:, :, None] * outs[job, :, :], axis=0)
+        total = state.total * shrink + jnp.sum(weights, axis=0)
+        return Softmax(state.out * shrink[:, None] + added, top, total)
 
     steps = pl.cdiv(end - begin, _MERGED_JOBS)
-    gathered, top, total = lax.fori_loop(0, steps, step, _nothing(*out.shape))
-    positive = jnp.maximum(total, 1e-30)
-    out[...] = gathered / positive[:, None]
-    lse[...] = jnp.where(total > 0, top + jnp.log(positive), MASKED)
+    out[...], lse[...] = lax.fori_loop(0, steps, step, Softmax.start(out.shape)).finish(MASKED)

@@ -28,14 +28,14 @@ class Pages:
     value_scales: Any = None
 
     @property
-    def block(self) -> int:
+    def page_size(self) -> int:
         """Tokens per page, C."""
         return self.keys.shape[3]
 
 
-def empty_pages(layers: int, pages: int, kv_heads: int, block: int, size: int, dtype) -> Pages:
-    """Make a pool of zeros; `block` is C and `size` is H."""
-    shape = (layers, pages, kv_heads, block, size)
+def empty_pages(layers: int, pages: int, kv_heads: int, page_size: int, size: int, dtype) -> Pages:
+    """Make a pool of zeros; `page_size` is C and `size` is H."""
+    shape = (layers, pages, kv_heads, page_size, size)
     made = Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
     if made.keys.dtype != jnp.int8:
         return made
@@ -62,16 +62,14 @@ def write_tokens(
     keys: jax.Array,
     values: jax.Array,
 ) -> Pages:
-    """Write tokens (keys and values [N, K, H]) at `offset` [N] of `page` [N].
-
-    Returns the new pool.
+    """Write tokens (keys and values [N, K, H]) at `offset` [N] of `page` [N]. Returns the new pool.
 
     The pool is indexed as a matrix with rows of H elements. If it is indexed by its own axes, XLA
     for TPUs transposes the whole pool, twice per layer.
     """
-    _, count, kv_heads, block, _ = pages.keys.shape
+    _, count, kv_heads, page_size, _ = pages.keys.shape
     head = jnp.arange(kv_heads)
-    row = ((layer * count + page)[:, None] * kv_heads + head) * block + offset[:, None]
+    row = ((layer * count + page)[:, None] * kv_heads + head) * page_size + offset[:, None]
 
     def write(pool, new):
         rows = pool.reshape(-1, *pool.shape[4:]).at[row].set(new, mode="promise_in_bounds")
@@ -83,12 +81,10 @@ def write_tokens(
 def _write(pages: Pages, keys: jax.Array, values: jax.Array, write) -> Pages:
     """Write keys, values and (for int8 pools) their scales with write(pool, new)."""
     if pages.key_scales is None:
-        dtype = pages.keys.dtype
-        written = (keys.astype(dtype), None), (values.astype(dtype), None)
+        new = Pages(*(x.astype(pages.keys.dtype) for x in (keys, values)))
     else:
-        written = quantize(keys), quantize(values)
-    (keys, key_scales), (values, value_scales) = written
-    new = Pages(keys, values, key_scales, value_scales)
+        (keys, key_scales), (values, value_scales) = quantize(keys), quantize(values)
+        new = Pages(keys, values, key_scales, value_scales)
     return jax.tree.map(write, pages, new)
 
 
@@ -97,3 +93,18 @@ def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / 127
     return jnp.round(x / jnp.maximum(scale, 1e-30)[..., None]).astype(jnp.int8), scale
+
+
+def by_kv_head(q: jax.Array, kv_heads: int) -> jax.Array:
+    """Reshape queries [M, T, N, H] to [M, K, T R, H]: the rows of one product per key head."""
+    rows, time, _, size = q.shape
+    return (
+        q.reshape(rows, time, kv_heads, -1, size).swapaxes(1, 2).reshape(rows, kv_heads, -1, size)
+    )
+
+
+def by_token(x: jax.Array, time: int) -> jax.Array:
+    """Reshape [M, K, T R, ...] to [M, T, N, ...], the inverse of by_kv_head."""
+    rows, kv_heads, _, *size = x.shape
+    x = x.reshape(rows, kv_heads, time, -1, *size).swapaxes(1, 2)
+    return x.reshape(rows, time, -1, *size)

@@ -30,11 +30,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from spell_jax.attention.dense import MASKED
+from spell_jax.attention import blocks as common
+from spell_jax.attention import masks
+from spell_jax.attention.kernel import Inputs
+from spell_jax.attention.masks import MASKED
 
 LANES = 128  # block sizes are multiples of this
 # Longest list of pairs, in words: it must fit scalar memory (512 KiB).
@@ -61,53 +63,34 @@ DEFAULT_BLOCKS = {
 
 
 def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_index: jax.Array,
-    k_index: jax.Array,
-    last_query: jax.Array,
-    *,
-    blocks: Blocks | None = None,
-    interpret: bool | None = None,
+    inputs: Inputs, *, blocks: Blocks | None = None, interpret: bool | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of some queries of a row to some of its keys; not differentiable by itself.
+    """Compute Kernel.forward for one row.
 
     Use lax.map, not vmap, over rows, because their lists differ in length. Inside shard_map this
     needs check_vma=False.
 
     Args:
-      q: queries [Tq, K, R, H].
-      k: keys [Tk, K, H], in q's dtype.
-      v: values [Tk, K, H], in q's dtype.
-      q_index: row indices of the queries, int32 [Tq], in any order.
-      k_index: row indices of the keys, int32 [Tk].
-      last_query: the mask, int32 [Tk]: query q sees key j iff
-        k_index[j] <= q_index[q] <= last_query[j].
+      inputs: queries and keys.
       blocks: block size limits; None takes DEFAULT_BLOCKS. A row is cut into as few equal blocks as
         the limits allow.
       interpret: whether to run in the Pallas interpreter; None does so unless the default backend
         is a TPU.
 
-    Returns:
-      out [Tq, K, R, H] in q's dtype, and the log-sum-exp of the scaled scores, float32 [K, R, Tq].
-      A query that sees no key gets output 0 and log-sum-exp 1e30.
-
     Raises:
       ValueError: if a block size is not a positive multiple of 128, or if there are too many pairs
         of blocks for scalar memory.
     """
-    time, kv_heads, heads, size = q.shape
-    block = (blocks or DEFAULT_BLOCKS[q.dtype.itemsize]).forward
-    kept = (q, k, v, q_index, k_index, last_query)
-    pairs, data = _prepare(kept, block, by_keys=False)
-    numbers = jax.ShapeDtypeStruct((kv_heads, heads, 1, data.q.shape[-1]), jnp.float32)
+    time, kv_heads, heads, size = inputs.q.shape
+    blocks = blocks or DEFAULT_BLOCKS[inputs.q.dtype.itemsize]
+    pairs, data = _prepare(inputs, blocks.forward, by_keys=False)
+    statistics = jax.ShapeDtypeStruct((kv_heads, heads, 1, data.q.shape[-1]), jnp.float32)
     out, lse = _call(
         _forward_kernel,
         pairs,
         data,
-        inputs=[("queries", data.q), ("keys", data.k), ("keys_turned", data.v_turned)],
-        outputs=[("queries", data.q), ("numbers", numbers)],
+        inputs=[("queries", data.q), ("keys", data.k), ("keys_transposed", data.v.swapaxes(1, 2))],
+        outputs=[("queries", data.q), ("statistics", statistics)],
         scratch=[(1, pairs.block_q), (1, pairs.block_q), (size, pairs.block_q)],
         interpret=interpret,
     )
@@ -115,12 +98,7 @@ def forward(
 
 
 def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_index: jax.Array,
-    k_index: jax.Array,
-    last_query: jax.Array,
+    inputs: Inputs,
     lse: jax.Array,
     delta: jax.Array,
     d_out: jax.Array,
@@ -128,78 +106,45 @@ def backward(
     blocks: Blocks | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of attention, or the contribution of these keys to them.
+    """Compute Kernel.backward for one row; options and errors as in forward."""
+    blocks = blocks or DEFAULT_BLOCKS[inputs.q.dtype.itemsize]
+    (time, _, _, size), keys = inputs.q.shape, len(inputs.k)
 
-    Args:
-      q: queries [Tq, K, R, H].
-      k: keys [Tk, K, H], in q's dtype.
-      v: values [Tk, K, H], in q's dtype.
-      q_index: row indices of the queries, int32 [Tq].
-      k_index: row indices of the keys, int32 [Tk].
-      last_query: the mask, int32 [Tk].
-      lse: log-sum-exp of each query's scores over all keys it attends to, float32 [K, R, Tq].
-      delta: sum over H of d_out * out, with the output over all keys, float32 [K, R, Tq].
-      d_out: gradient of the output [Tq, K, R, H].
-      blocks: block size limits, as in forward.
-      interpret: as in forward.
+    def prepare(block, by_keys):
+        pairs, data = _prepare(inputs, block, by_keys)
+        of_queries = [
+            ("queries", _transpose_queries(d_out.astype(inputs.q.dtype), pairs.block_q)),
+            *(("statistics", _pad_statistics(x, pairs.block_q)) for x in (lse, delta)),
+        ]
+        return pairs, data, of_queries
 
-    Returns:
-      dq [Tq, K, R, H], dk and dv [Tk, K, H] in the dtypes of q, k and v.
-
-    Raises:
-      ValueError: as in forward.
-    """
-    blocks = blocks or DEFAULT_BLOCKS[q.dtype.itemsize]
-    kept = (q, k, v, q_index, k_index, last_query)
-    d_out = d_out.astype(q.dtype)
-    dq = _backward_queries(kept, lse, delta, d_out, blocks.dq, interpret)
-    dk, dv = _backward_keys(kept, lse, delta, d_out, blocks.dkv, interpret)
-    return dq, dk, dv
-
-
-def _backward_queries(kept, lse, delta, d_out, block, interpret) -> jax.Array:
-    time, _, _, size = d_out.shape
-    pairs, data = _prepare(kept, block, by_keys=False)
+    pairs, data, of_queries = prepare(blocks.dq, by_keys=False)
+    keys_and_values = [
+        ("keys", data.k),
+        ("keys_transposed", data.k.swapaxes(1, 2)),
+        ("keys", data.v),
+    ]
     (dq,) = _call(
         _dq_kernel,
         pairs,
         data,
-        inputs=[
-            ("queries", data.q),
-            ("keys", data.k),
-            ("keys_turned", data.k_turned),
-            ("keys", data.v),
-            ("queries", _turn_queries(d_out, pairs.block_q)),
-            ("numbers", _turn_numbers(lse, pairs.block_q)),
-            ("numbers", _turn_numbers(delta, pairs.block_q)),
-        ],
+        inputs=[("queries", data.q), *keys_and_values, *of_queries],
         outputs=[("queries", data.q)],
         scratch=[(size, pairs.block_q)],
         interpret=interpret,
     )
-    return dq[..., :time].transpose(3, 0, 1, 2)
-
-
-def _backward_keys(kept, lse, delta, d_out, block, interpret) -> tuple[jax.Array, jax.Array]:
-    time, _, size = kept[1].shape
-    pairs, data = _prepare(kept, block, by_keys=True)
+    pairs, data, of_queries = prepare(blocks.dkv, by_keys=True)
     dk, dv = _call(
         _dkv_kernel,
         pairs,
         data,
-        inputs=[
-            ("queries", data.q),
-            ("keys", data.k),
-            ("keys", data.v),
-            ("queries", _turn_queries(d_out, pairs.block_q)),
-            ("numbers", _turn_numbers(lse, pairs.block_q)),
-            ("numbers", _turn_numbers(delta, pairs.block_q)),
-        ],
+        inputs=[("queries", data.q), ("keys", data.k), ("keys", data.v), *of_queries],
         outputs=[("keys", data.k), ("keys", data.v)],
         scratch=[(pairs.block_k, size), (pairs.block_k, size)],
         interpret=interpret,
     )
-    return dk[:, :time].transpose(1, 0, 2), dv[:, :time].transpose(1, 0, 2)
+    dq = dq[..., :time].transpose(3, 0, 1, 2)
+    return dq, dk[:, :keys].transpose(1, 0, 2), dv[:, :keys].transpose(1, 0, 2)
 
 
 # Selection and order of block pairs.
@@ -250,16 +195,14 @@ def list_pairs(
       ValueError: if there are too many blocks for scalar memory.
     """
     queries = q_index.reshape(-1, block_q)
-    keys, readers = (x.reshape(-1, block_k) for x in (k_index, last_query))
+    keys, last_query = (x.reshape(-1, block_k) for x in (k_index, last_query))
     if len(queries) * len(keys) > MOST_PAIRS or max(len(queries), len(keys)) > _MOST:
         raise ValueError(
             f"{len(q_index)} queries by {len(k_index)} keys in blocks of {block_q} by {block_k}"
             f" are {len(queries)} by {len(keys)} blocks; at most {_MOST} a side and {MOST_PAIRS}"
             " pairs fit scalar memory: take larger blocks, or fewer queries a device"
         )
-    earliest, latest = queries.min(1)[:, None], queries.max(1)[:, None]
-    live = (keys.min(1) <= latest) & (earliest <= readers.max(1))
-    full = (keys.max(1) <= earliest) & (latest <= readers.min(1))
+    live, full = masks.live_and_full_blocks(queries, keys, last_query)
     kind = jnp.where(full, _FULL, jnp.where(live, _PARTIAL, _DEAD))
     kind = kind.T if by_keys else kind
     listed = kind > _DEAD
@@ -280,58 +223,28 @@ def _blocks_of(word):
     return word >> (_BITS + 4), (word >> 4) & (_MOST - 1)
 
 
-def _begins(word):
+def _is_first(word):
     return (word & 8) != 0
 
 
-def _ends(word):
+def _is_last(word):
     return (word & 4) != 0
-
-
-def _kind(word):
-    return word & 3
 
 
 # Conversion from the caller's arrays to those of the kernels.
 
 
-class _Data(NamedTuple):
-    """Arrays that the kernels read, padded to whole blocks.
+def _prepare(inputs: Inputs, block: tuple[int, int], by_keys: bool) -> tuple[Pairs, Inputs]:
+    """List the live pairs, and pad and transpose the arrays.
 
-    Attributes:
-      q_index: row indices of the queries [1, Tq].
-      k_index: row indices of the keys [1, Tk].
-      last_query: the mask [1, Tk].
-      q: transposed queries [K, R, H, Tq].
-      k: keys [K, Tk, H].
-      v: values [K, Tk, H].
-      k_turned: transposed keys [K, H, Tk].
-      v_turned: transposed values [K, H, Tk].
+    The arrays become q [K, R, H, Tq], k and v [K, Tk, H], and indices [1, Tq] and [1, Tk].
     """
-
-    q_index: jax.Array
-    k_index: jax.Array
-    last_query: jax.Array
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    k_turned: jax.Array
-    v_turned: jax.Array
-
-
-def _prepare(kept, block: tuple[int, int], by_keys: bool) -> tuple[Pairs, _Data]:
-    q, k, v, q_index, k_index, last_query = kept
-    block_q, block_k = _block(block[0], len(q)), _block(block[1], len(k))
-    # Padding repeats the last index, so it does not change the limits of its block. The outputs of
-    # padded queries are cut off, their d_out and delta are 0. No query sees a padded key.
-    queries = jnp.pad(q_index, (0, -len(q) % block_q), mode="edge")
-    keys = jnp.pad(k_index, (0, -len(k) % block_k), mode="edge")
-    readers = _pad(last_query, 0, block_k, -1)
-    pairs = list_pairs(queries, keys, readers, block_q, block_k, by_keys)
-    k, v = (_pad(x.transpose(1, 0, 2), 1, block_k) for x in (k, v))
-    turned = (x.transpose(0, 2, 1) for x in (k, v))
-    indices = (queries[None], keys[None], readers[None])
-    return pairs, _Data(*indices, _turn_queries(q, block_q), k, v, *turned)
+    block_q, block_k = _block(block[0], len(inputs.q)), _block(block[1], len(inputs.k))
+    q, k, v, q_index, k_index, last_query = common.pad_inputs(inputs, block_q, block_k)
+    pairs = list_pairs(q_index, k_index, last_query, block_q, block_k, by_keys)
+    k, v = (x.transpose(1, 0, 2) for x in (k, v))
+    q_index, k_index, last_query = (x[None] for x in (q_index, k_index, last_query))
+    return pairs, Inputs(q.transpose(1, 2, 3, 0), k, v, q_index, k_index, last_query)
 
 
 def _block(wanted: int, time: int) -> int:
@@ -341,20 +254,14 @@ def _block(wanted: int, time: int) -> int:
     return pl.cdiv(pl.cdiv(time, pl.cdiv(time, wanted)), LANES) * LANES
 
 
-def _pad(x: jax.Array, axis: int, block: int, value: float = 0) -> jax.Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % block)
-    return jnp.pad(x, widths, constant_values=value)
-
-
-def _turn_queries(x: jax.Array, block: int) -> jax.Array:
+def _transpose_queries(x: jax.Array, block: int) -> jax.Array:
     """Transpose [Tq, K, R, H] to [K, R, H, Tq], padded to whole blocks."""
-    return _pad(x.transpose(1, 2, 3, 0), 3, block)
+    return common.pad(x.transpose(1, 2, 3, 0), 3, block)
 
 
-def _turn_numbers(x: jax.Array, block: int) -> jax.Array:
+def _pad_statistics(x: jax.Array, block: int) -> jax.Array:
     """Convert per-query numbers [K, R, Tq] to float32 [K, R, 1, Tq], padded to whole blocks."""
-    return _pad(x.astype(jnp.float32)[:, :, None], 3, block)
+    return common.pad(x.astype(jnp.float32)[:, :, None], 3, block)
 
 
 def _specs(pairs: Pairs, size: int) -> dict[str, pl.BlockSpec]:
@@ -372,16 +279,16 @@ def _specs(pairs: Pairs, size: int) -> dict[str, pl.BlockSpec]:
         "query_numbers": spec((1, block_q), lambda h, r, i, j: (0, i)),
         "key_numbers": spec((1, block_k), lambda h, r, i, j: (0, j)),
         "queries": spec((None, None, size, block_q), lambda h, r, i, j: (h, r, 0, i)),
-        "numbers": spec((None, None, 1, block_q), lambda h, r, i, j: (h, r, 0, i)),
+        "statistics": spec((None, None, 1, block_q), lambda h, r, i, j: (h, r, 0, i)),
         "keys": spec((None, block_k, size), lambda h, r, i, j: (h, j, 0)),
-        "keys_turned": spec((None, size, block_k), lambda h, r, i, j: (h, 0, j)),
+        "keys_transposed": spec((None, size, block_k), lambda h, r, i, j: (h, 0, j)),
     }
 
 
 def _call(
     kernel: Callable[..., None],
     pairs: Pairs,
-    data: _Data,
+    data: Inputs,
     inputs: list[tuple[str, jax.Array]],
     outputs: list[tuple[str, Any]],
     scratch: list[tuple[int, int]],
@@ -432,54 +339,40 @@ def _call(
     return run(pairs.words, *(x for _, x in inputs))
 
 
-# The kernels. Blocks in VMEM: queries [H, queries], keys [keys, H] or turned [H, keys].
-
-
-def _dot(a: jax.Array, b: jax.Array, b_turned: bool = False) -> jax.Array:
-    """Multiply a [m, n] by b [n, p] (turned: [p, n]) into float32.
-
-    float32 inputs are multiplied at full precision.
-    """
-    return lax.dot_general(
-        a,
-        b,
-        (((1,), (1 if b_turned else 0,)), ((), ())),
-        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )
+# The kernels. Blocks in VMEM: queries [H, queries], keys [keys, H] or transposed [H, keys].
 
 
 def _scores(q, k, indices, masked: bool) -> jax.Array:
     """Scaled scores [keys, queries] of two blocks, MASKED where a query does not see a key."""
-    scores = _dot(k[...], q[...]) * k.shape[1] ** -0.5
+    scores = common.dot(k[...], q[...]) * k.shape[1] ** -0.5
     if not masked:
         return scores
-    query, key, reader = (x[...] for x in indices)
-    key, reader = key.reshape(-1, 1), reader.reshape(-1, 1)
-    return jnp.where((key <= query) & (query <= reader), scores, MASKED)
+    query, key, last_query = (x[...] for x in indices)
+    key, last_query = key.reshape(-1, 1), last_query.reshape(-1, 1)
+    return jnp.where((key <= query) & (query <= last_query), scores, MASKED)
 
 
 def _when_live(word, step: Callable[[bool], None]) -> None:
     """Run step(masked) if the pair is live, with masked=False for a full pair."""
-    pl.when(_kind(word) == _PARTIAL)(functools.partial(step, True))
-    pl.when(_kind(word) == _FULL)(functools.partial(step, False))
+    pl.when(word & 3 == _PARTIAL)(functools.partial(step, True))
+    pl.when(word & 3 == _FULL)(functools.partial(step, False))
 
 
 def _forward_kernel(
-    words, q_index, k_index, last_query, q, k, v_turned, out, lse, top, total, gathered
+    words, q_index, k_index, last_query, q, k, v_transposed, out, lse, top, total, summed
 ) -> None:
     """Forward kernel, grid [K, R, pairs].
 
-    Shapes: out and gathered [H, queries]; lse, top and total [1, queries].
+    Shapes: out and summed [H, queries]; lse, top and total [1, queries].
     """
     word = words[pl.program_id(2)]
 
-    @pl.when(_begins(word))
+    @pl.when(_is_first(word))
     def _():
         # Above MASKED, so that masked scores always have weight 0.
         top[...] = jnp.full(top.shape, MASKED / 2, jnp.float32)
         total[...] = jnp.zeros(total.shape, jnp.float32)
-        gathered[...] = jnp.zeros(gathered.shape, jnp.float32)
+        summed[...] = jnp.zeros(summed.shape, jnp.float32)
 
     def step(masked: bool) -> None:
         scores = _scores(q, k, (q_index, k_index, last_query), masked)
@@ -488,70 +381,70 @@ def _forward_kernel(
         shrink = jnp.exp(top[...] - new_top)
         top[...] = new_top
         total[...] = total[...] * shrink + jnp.sum(weights, axis=0, keepdims=True)
-        more = _dot(v_turned[...], weights.astype(v_turned.dtype))
-        gathered[...] = gathered[...] * shrink + more
+        more = common.dot(v_transposed[...], weights.astype(v_transposed.dtype))
+        summed[...] = summed[...] * shrink + more
 
     _when_live(word, step)
 
-    @pl.when(_ends(word))
+    @pl.when(_is_last(word))
     def _():
         positive = jnp.maximum(total[...], 1e-30)
-        out[...] = (gathered[...] / positive).astype(out.dtype)
+        out[...] = (summed[...] / positive).astype(out.dtype)
         # 1e30 for a query that sees no key makes all its weights 0 in the backward pass.
         lse[...] = jnp.where(total[...] > 0, top[...] + jnp.log(positive), -MASKED)
 
 
 def _dq_kernel(
-    words, q_index, k_index, last_query, q, k, k_turned, v, d_out, lse, delta, dq, gathered
+    words, q_index, k_index, last_query, q, k, k_transposed, v, d_out, lse, delta, dq, summed
 ) -> None:
     """Backward kernel for dq, grid [K, R, pairs].
 
-    Shapes: dq and gathered [H, queries].
+    Shapes: dq and summed [H, queries].
     """
     word = words[pl.program_id(2)]
 
-    @pl.when(_begins(word))
+    @pl.when(_is_first(word))
     def _():
-        gathered[...] = jnp.zeros(gathered.shape, jnp.float32)
+        summed[...] = jnp.zeros(summed.shape, jnp.float32)
 
     def step(masked: bool) -> None:
         scores = _scores(q, k, (q_index, k_index, last_query), masked)
         weights = jnp.exp(scores - lse[...])
-        d_scores = weights * (_dot(v[...], d_out[...]) - delta[...])
-        gathered[...] += _dot(k_turned[...], d_scores.astype(k_turned.dtype))
+        d_scores = weights * (common.dot(v[...], d_out[...]) - delta[...])
+        summed[...] += common.dot(k_transposed[...], d_scores.astype(k_transposed.dtype))
 
     _when_live(word, step)
 
-    @pl.when(_ends(word))
+    @pl.when(_is_last(word))
     def _():
-        dq[...] = (gathered[...] * k.shape[1] ** -0.5).astype(dq.dtype)
+        dq[...] = (summed[...] * k.shape[1] ** -0.5).astype(dq.dtype)
 
 
 def _dkv_kernel(
-    words, q_index, k_index, last_query, q, k, v, d_out, lse, delta, dk, dv, gathered_k, gathered_v
+    words, q_index, k_index, last_query, q, k, v, d_out, lse, delta, dk, dv, sum_k, sum_v
 ) -> None:
     """Backward kernel for dk and dv, grid [K, pairs, R], summed over the R heads.
 
-    Shapes: dk, dv, gathered_k and gathered_v [keys, H].
+    Shapes: dk, dv, sum_k and sum_v [keys, H].
     """
     word = words[pl.program_id(1)]
     head = pl.program_id(2)
 
-    @pl.when(_begins(word) & (head == 0))
+    @pl.when(_is_first(word) & (head == 0))
     def _():
-        gathered_k[...] = jnp.zeros(gathered_k.shape, jnp.float32)
-        gathered_v[...] = jnp.zeros(gathered_v.shape, jnp.float32)
+        sum_k[...] = jnp.zeros(sum_k.shape, jnp.float32)
+        sum_v[...] = jnp.zeros(sum_v.shape, jnp.float32)
 
     def step(masked: bool) -> None:
         scores = _scores(q, k, (q_index, k_index, last_query), masked)
         weights = jnp.exp(scores - lse[...])
-        gathered_v[...] += _dot(weights.astype(d_out.dtype), d_out[...], b_turned=True)
-        d_scores = weights * (_dot(v[...], d_out[...]) - delta[...])
-        gathered_k[...] += _dot(d_scores.astype(q.dtype), q[...], b_turned=True)
+        sum_v[...] += common.dot(weights.astype(d_out.dtype), d_out[...], b_transposed=True)
+        d_scores = weights * (common.dot(v[...], d_out[...]) - delta[...])
+        sum_k[...] += common.dot(d_scores.astype(q.dtype), q[...], b_transposed=True)
 
     _when_live(word, step)
 
-    @pl.when(_ends(word) & (head == pl.num_programs(2) - 1))
+    @pl.when(_is_last(word) & (head == pl.num_programs(2) - 1))
     def _():
-        dk[...] = (gathered_k[...] * k.shape[1] ** -0.5).astype(dk.dtype)
-        dv[...] = gathered_v[...].astype(dv.dtype)
+        dk[...] = (sum_k[...] * k.shape[1] ** -0.5).astype(dk.dtype)
+        dv[...] = sum_v[...].astype(dv.dtype)

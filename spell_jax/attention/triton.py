@@ -36,7 +36,6 @@ log-sum-exp is natural.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,11 +45,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from spell_jax.attention.dense import MASKED
+from spell_jax.attention import blocks, masks
+from spell_jax.attention.kernel import Inputs
+from spell_jax.attention.masks import MASKED
 
 SMALLEST = 16  # smallest side of a product in Triton; all sides are powers of two
 LARGEST_HEAD = 256
-_LOG2_E = math.log2(math.e)
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _COUNTS = 2  # words before a list: number of full pairs, number of live pairs
 
 
@@ -93,63 +94,39 @@ DEFAULT_TILES = {
 
 
 def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_index: jax.Array,
-    k_index: jax.Array,
-    last_query: jax.Array,
-    *,
-    tiles: Tiles | None = None,
-    interpret: bool | None = None,
+    inputs: Inputs, *, tiles: Tiles | None = None, interpret: bool | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of some queries of a row to some of its keys; not differentiable by itself.
+    """Compute Kernel.forward for one row.
 
     May be vmapped over rows, because a program walks only as far as its own list. Inside shard_map
     this needs check_vma=False.
 
     Args:
-      q: queries [Tq, K, R, H], float32, bfloat16 or float16.
-      k: keys [Tk, K, H], in q's dtype.
-      v: values [Tk, K, H], in q's dtype.
-      q_index: row indices of the queries, int32 [Tq], in any order.
-      k_index: row indices of the keys, int32 [Tk], in any order.
-      last_query: the mask, int32 [Tk]: query q sees key j iff
-        k_index[j] <= q_index[q] <= last_query[j].
+      inputs: queries and keys, all float32, bfloat16 or float16.
       tiles: block sizes; None takes DEFAULT_TILES.
       interpret: whether to run in the Pallas interpreter; None does so unless the default backend
         is a GPU.
 
-    Returns:
-      out [Tq, K, R, H] in q's dtype, and the log-sum-exp of the scaled scores, float32 [K, R, Tq].
-      A query that sees no key gets output 0 and log-sum-exp 1e30.
-
     Raises:
       ValueError: if the dtypes differ or are not supported, H exceeds 256, or a tile is invalid.
     """
-    time, kv_heads, heads, size = q.shape
-    kept = (q, k, v, q_index, k_index, last_query)
-    tile, pairs, data = _prepare(kept, tiles, "forward")
+    time, kv_heads, heads, size = inputs.q.shape
+    tile, pairs, data = _prepare(inputs, tiles, "forward")
     specs = _query_specs(tile, data)
-    numbers = jax.ShapeDtypeStruct((kv_heads, heads, len(data.q)), jnp.float32)
+    statistics = jax.ShapeDtypeStruct((kv_heads, heads, len(data.q)), jnp.float32)
     out, lse = _call(
         functools.partial(_forward_kernel, tile.keys, size**-0.5),
         tile,
         grid=(heads, len(pairs), kv_heads),
-        inputs=[(specs["pairs"], pairs), *_inputs(specs, data)],
-        outputs=[(specs["queries"], data.q), (specs["numbers"], numbers)],
+        inputs=[(specs["pairs"], pairs), *_array_specs(specs, data)],
+        outputs=[(specs["queries"], data.q), (specs["statistics"], statistics)],
         interpret=interpret,
     )
     return out[:time, ..., :size], lse[..., :time]
 
 
 def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_index: jax.Array,
-    k_index: jax.Array,
-    last_query: jax.Array,
+    inputs: Inputs,
     lse: jax.Array,
     delta: jax.Array,
     d_out: jax.Array,
@@ -157,61 +134,30 @@ def backward(
     tiles: Tiles | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of attention, or the contribution of these keys to them.
-
-    Args:
-      q: queries [Tq, K, R, H].
-      k: keys [Tk, K, H], in q's dtype.
-      v: values [Tk, K, H], in q's dtype.
-      q_index: row indices of the queries, int32 [Tq].
-      k_index: row indices of the keys, int32 [Tk].
-      last_query: the mask, int32 [Tk].
-      lse: log-sum-exp of each query's scores over all keys it attends to, float32 [K, R, Tq].
-      delta: sum over H of d_out * out, with the output over all keys, float32 [K, R, Tq].
-      d_out: gradient of the output [Tq, K, R, H].
-      tiles: block sizes, as in forward.
-      interpret: as in forward.
-
-    Returns:
-      dq [Tq, K, R, H], dk and dv [Tk, K, H] in q's dtype.
-
-    Raises:
-      ValueError: as in forward.
-    """
-    kept = (q, k, v, q_index, k_index, last_query)
-    given = (lse, delta, d_out.astype(q.dtype))
-    dq = _backward_queries(kept, given, tiles, interpret)
-    return dq, *_backward_keys(kept, given, tiles, interpret)
-
-
-def _backward_queries(kept, given, tiles: Tiles | None, interpret: bool | None) -> jax.Array:
-    time, kv_heads, heads, size = kept[0].shape
-    tile, pairs, data = _prepare(kept, tiles, "dq")
+    """Compute Kernel.backward for one row; options and errors as in forward."""
+    (time, kv_heads, heads, size), keys = inputs.q.shape, len(inputs.k)
+    of_queries = lse, delta, d_out.astype(inputs.q.dtype)
+    tile, pairs, data = _prepare(inputs, tiles, "dq")
     specs = _query_specs(tile, data)
     (dq,) = _call(
         functools.partial(_dq_kernel, tile.keys, size**-0.5),
         tile,
         grid=(heads, len(pairs), kv_heads),
-        inputs=[(specs["pairs"], pairs), *_inputs(specs, data, given)],
+        inputs=[(specs["pairs"], pairs), *_array_specs(specs, data, of_queries)],
         outputs=[(specs["queries"], data.q)],
         interpret=interpret,
     )
-    return dq[:time, ..., :size]
-
-
-def _backward_keys(kept, given, tiles, interpret) -> tuple[jax.Array, jax.Array]:
-    time, kv_heads, size = kept[1].shape
-    tile, pairs, data = _prepare(kept, tiles, "dkv")
+    tile, pairs, data = _prepare(inputs, tiles, "dkv")
     specs = _key_specs(tile, data)
     dk, dv = _call(
         functools.partial(_dkv_kernel, tile.queries, size**-0.5),
         tile,
         grid=(len(pairs), kv_heads),
-        inputs=[(specs["pairs"], pairs), *_inputs(specs, data, given)],
+        inputs=[(specs["pairs"], pairs), *_array_specs(specs, data, of_queries)],
         outputs=[(specs["keys"], data.k), (specs["keys"], data.v)],
         interpret=interpret,
     )
-    return dk[:time, :, :size], dv[:time, :, :size]
+    return dq[:time, ..., :size], dk[:keys, :, :size], dv[:keys, :, :size]
 
 
 def list_pairs(
@@ -239,10 +185,8 @@ def list_pairs(
       read), each in ascending order.
     """
     queries = q_index.reshape(-1, block_q)
-    keys, readers = (x.reshape(-1, block_k) for x in (k_index, last_query))
-    earliest, latest = queries.min(1)[:, None], queries.max(1)[:, None]
-    live = (keys.min(1) <= latest) & (earliest <= readers.max(1))
-    full = (keys.max(1) <= earliest) & (latest <= readers.min(1))
+    keys, last_query = (x.reshape(-1, block_k) for x in (k_index, last_query))
+    live, full = masks.live_and_full_blocks(queries, keys, last_query)
     if by_keys:
         live, full = live.T, full.T
     others = live.shape[1]
@@ -257,52 +201,26 @@ def list_pairs(
 # Conversion from the caller's arrays to those of the kernels.
 
 
-class _Data(NamedTuple):
-    """Arrays that the kernels read, padded to whole blocks and H to a power of two.
-
-    Attributes:
-      q_index: row indices of the queries [Tq].
-      k_index: row indices of the keys [Tk].
-      last_query: the mask [Tk].
-      q: queries [Tq, K, R, H].
-      k: keys [Tk, K, H].
-      v: values [Tk, K, H].
-    """
-
-    q_index: jax.Array
-    k_index: jax.Array
-    last_query: jax.Array
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-
-
-def _prepare(kept, tiles: Tiles | None, kernel: str) -> tuple[Tile, jax.Array, _Data]:
-    """Choose the tile that fits the row, list the pairs and pad the arrays."""
-    q, k, v, q_index, k_index, last_query = kept
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+def _prepare(inputs: Inputs, tiles: Tiles | None, kernel: str) -> tuple[Tile, jax.Array, Inputs]:
+    """Choose the tile that fits the row, list the pairs and pad the arrays, H to a power of two."""
+    q, k, v, *_ = inputs
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS:
         raise ValueError(
-            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; want one of float32, bfloat16 and"
-            " float16 for all"
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; must be one of float32, bfloat16 "
+            "and float16 for all"
         )
-    size = _power(q.shape[-1])
+    size = padded_size(q.shape[-1])
     if size > LARGEST_HEAD:
-        raise ValueError(f"a head size of {q.shape[-1]}; at most {LARGEST_HEAD}")
+        raise ValueError(f"head size {q.shape[-1]}: must be at most {LARGEST_HEAD}")
     tiles = tiles or DEFAULT_TILES[q.dtype.itemsize, max(size, 64)]
     tile = _fit(getattr(tiles, kernel), len(q), len(k))
-    # Padding repeats the last index, so it does not change the limits of its block. The outputs of
-    # padded queries are cut off, their d_out and delta are 0. No query sees a padded key.
-    queries = jnp.pad(q_index, (0, -len(q) % tile.queries), mode="edge")
-    keys = jnp.pad(k_index, (0, -len(k) % tile.keys), mode="edge")
-    readers = _pad(last_query, 0, tile.keys, jnp.iinfo(jnp.int32).min)
-    by_keys = kernel == "dkv"
-    pairs = list_pairs(queries, keys, readers, tile.queries, tile.keys, by_keys)
-    q = _pad(_pad(q, -1, size), 0, tile.queries)
-    k, v = (_pad(_pad(x, -1, size), 0, tile.keys) for x in (k, v))
-    return tile, pairs, _Data(queries, keys, readers, q, k, v)
+    padded = blocks.pad_inputs(inputs, tile.queries, tile.keys)
+    q, k, v = (blocks.pad(x, -1, size) for x in padded[:3])
+    pairs = list_pairs(*padded[3:], tile.queries, tile.keys, by_keys=kernel == "dkv")
+    return tile, pairs, padded._replace(q=q, k=k, v=v)
 
 
-def _power(number: int) -> int:
+def padded_size(number: int) -> int:
     """Smallest power of two that is at least `number` and SMALLEST."""
     return max(SMALLEST, pl.next_power_of_2(number))
 
@@ -313,17 +231,11 @@ def _fit(tile: Tile, queries: int, keys: int) -> Tile:
         if side < SMALLEST or side & (side - 1):
             raise ValueError(f"a block of {side} is no power of two from {SMALLEST} on")
     return tile._replace(
-        queries=min(tile.queries, _power(queries)), keys=min(tile.keys, _power(keys))
+        queries=min(tile.queries, padded_size(queries)), keys=min(tile.keys, padded_size(keys))
     )
 
 
-def _pad(x: jax.Array, axis: int, block: int, value: float = 0) -> jax.Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % block)
-    return jnp.pad(x, widths, constant_values=value)
-
-
-def _query_specs(tile: Tile, data: _Data) -> dict[str, pl.BlockSpec]:
+def _query_specs(tile: Tile, data: Inputs) -> dict[str, pl.BlockSpec]:
     """Block specs by kind of array for programs on grid [R, query blocks, K].
 
     The R heads of a block of queries run at the same time and share the keys they read.
@@ -339,12 +251,12 @@ def _query_specs(tile: Tile, data: _Data) -> dict[str, pl.BlockSpec]:
         "queries": pl.BlockSpec(
             (tile.queries, None, None, size), lambda r, i, h: (last - i, h, r, 0)
         ),
-        "numbers": pl.BlockSpec((None, None, tile.queries), lambda r, i, h: (h, r, last - i)),
+        "statistics": pl.BlockSpec((None, None, tile.queries), lambda r, i, h: (h, r, last - i)),
         "keys": pl.BlockSpec((time, None, size), lambda r, i, h: (0, h, 0)),
     }
 
 
-def _key_specs(tile: Tile, data: _Data) -> dict[str, pl.BlockSpec]:
+def _key_specs(tile: Tile, data: Inputs) -> dict[str, pl.BlockSpec]:
     """Block specs by kind of array for programs on grid [key blocks, K]."""
     time, _, heads, size = data.q.shape
     return {
@@ -352,30 +264,30 @@ def _key_specs(tile: Tile, data: _Data) -> dict[str, pl.BlockSpec]:
         "query_index": pl.BlockSpec((time,), lambda j, h: (0,)),
         "key_index": pl.BlockSpec((tile.keys,), lambda j, h: (j,)),
         "queries": pl.BlockSpec((time, None, heads, size), lambda j, h: (0, h, 0, 0)),
-        "numbers": pl.BlockSpec((None, heads, time), lambda j, h: (h, 0, 0)),
+        "statistics": pl.BlockSpec((None, heads, time), lambda j, h: (h, 0, 0)),
         "keys": pl.BlockSpec((tile.keys, None, size), lambda j, h: (j, h, 0)),
     }
 
 
-def _inputs(specs, data: _Data, given=()) -> list[tuple[pl.BlockSpec, jax.Array]]:
-    """Inputs of a kernel; backward kernels also get `given`: lse, delta and d_out, unpadded."""
-    found = [
-        (specs["query_index"], data.q_index),
-        (specs["key_index"], data.k_index),
-        (specs["key_index"], data.last_query),
-        (specs["queries"], data.q),
-        (specs["keys"], data.k),
-        (specs["keys"], data.v),
+def _array_specs(specs, data: Inputs, of_queries=()) -> list[tuple[pl.BlockSpec, jax.Array]]:
+    """Specs and arrays of a kernel; backward kernels also get lse, delta and d_out, unpadded."""
+    q, k, v, *indices = data
+    arrays = [
+        *zip((specs["query_index"], specs["key_index"], specs["key_index"]), indices, strict=True),
+        (specs["queries"], q),
+        (specs["keys"], k),
+        (specs["keys"], v),
     ]
-    if given:
-        lse, delta, d_out = given
-        more = [(0, n - m) for n, m in zip(data.q.shape, d_out.shape, strict=True)]
-        found += [
-            (specs["numbers"], jnp.pad(lse, ((0, 0), (0, 0), more[0]), constant_values=-MASKED)),
-            (specs["numbers"], jnp.pad(delta, ((0, 0), (0, 0), more[0]))),
-            (specs["queries"], jnp.pad(d_out, more)),
+    if of_queries:
+        lse, delta, d_out = of_queries
+        widths = [(0, n - m) for n, m in zip(q.shape, d_out.shape, strict=True)]
+        time = ((0, 0), (0, 0), widths[0])
+        arrays += [
+            (specs["statistics"], jnp.pad(lse, time, constant_values=-MASKED)),
+            (specs["statistics"], jnp.pad(delta, time)),
+            (specs["queries"], jnp.pad(d_out, widths)),
         ]
-    return found
+    return arrays
 
 
 def _call(
@@ -404,23 +316,9 @@ def _call(
 # side.
 
 
-def _dot(a: jax.Array, b: jax.Array, b_turned: bool = False) -> jax.Array:
-    """Multiply a [m, n] by b [n, p] (turned: [p, n]) into float32.
-
-    float32 inputs are multiplied at full precision.
-    """
-    return lax.dot_general(
-        a,
-        b,
-        (((1,), (1 if b_turned else 0,)), ((), ())),
-        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _mask(scores, query, key, reader) -> jax.Array:
+def _mask(scores, query, key, last_query) -> jax.Array:
     """Set scores to MASKED where a query does not see a key; the arguments broadcast."""
-    return jnp.where((key <= query) & (query <= reader), scores, MASKED)
+    return jnp.where((key <= query) & (query <= last_query), scores, MASKED)
 
 
 def _walk(pairs, step: Callable[..., Any], state: Any, repeats: int = 1) -> Any:
@@ -437,30 +335,18 @@ def _forward_kernel(block_k, scale, pairs, q_index, k_index, last_query, q, k, v
     """
     queries, query = q[...], q_index[...][:, None]
 
-    def step(masked: bool, n, state):
-        gathered, top, total = state
-        place = pl.ds(pairs[_COUNTS + n] * block_k, block_k)
-        scores = _dot(queries, k[place, :], b_turned=True) * (scale * _LOG2_E)
+    def step(masked: bool, n, state: blocks.Softmax):
+        keys = pl.ds(pairs[_COUNTS + n] * block_k, block_k)
+        scores = blocks.dot(queries, k[keys, :], b_transposed=True) * (scale * blocks.LOG2_E)
         if masked:
-            scores = _mask(scores, query, k_index[place][None, :], last_query[place][None, :])
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - new_top[:, None])
-        shrink = jnp.exp2(top - new_top)
-        total = total * shrink + jnp.sum(weights, axis=1)
-        values = v[place, :]
-        return gathered * shrink[:, None] + _dot(weights.astype(v.dtype), values), new_top, total
+            scores = _mask(scores, query, k_index[keys][None, :], last_query[keys][None, :])
+        values = v[keys, :]
+        return state.add(scores, lambda w: blocks.dot(w.astype(v.dtype), values), base2=True)
 
-    # The top score starts above MASKED, so that masked scores always have weight 0.
-    start = (
-        jnp.zeros(queries.shape, jnp.float32),
-        jnp.full(queries.shape[:1], MASKED / 2, jnp.float32),
-        jnp.zeros(queries.shape[:1], jnp.float32),
+    found, lse[...] = _walk(pairs, step, blocks.Softmax.start(queries.shape)).finish(
+        -MASKED, base2=True
     )
-    gathered, top, total = _walk(pairs, step, start)
-    positive = jnp.maximum(total, 1e-30)
-    out[...] = (gathered / positive[:, None]).astype(out.dtype)
-    # 1e30 for a query that sees no key makes all its weights 0 in the backward pass.
-    lse[...] = jnp.where(total > 0, (top + jnp.log2(positive)) / _LOG2_E, -MASKED)
+    out[...] = found.astype(out.dtype)
 
 
 def _dq_kernel(
@@ -471,20 +357,20 @@ def _dq_kernel(
     Shapes: q, d_out and dq [queries, H]; k and v [Tk, H]; lse and delta [queries].
     """
     queries, query = q[...], q_index[...][:, None]
-    lse2, own_delta, d_outs = lse[...][:, None] * _LOG2_E, delta[...][:, None], d_out[...]
+    lse2, own_delta, d_outs = lse[...][:, None] * blocks.LOG2_E, delta[...][:, None], d_out[...]
 
-    def step(masked: bool, n, gathered):
-        place = pl.ds(pairs[_COUNTS + n] * block_k, block_k)
-        keys = k[place, :]
-        scores = _dot(queries, keys, b_turned=True) * (scale * _LOG2_E)
+    def step(masked: bool, n, total):
+        block = pl.ds(pairs[_COUNTS + n] * block_k, block_k)
+        keys = k[block, :]
+        scores = blocks.dot(queries, keys, b_transposed=True) * (scale * blocks.LOG2_E)
         if masked:
-            scores = _mask(scores, query, k_index[place][None, :], last_query[place][None, :])
-        d_weights = _dot(d_outs, v[place, :], b_turned=True)
+            scores = _mask(scores, query, k_index[block][None, :], last_query[block][None, :])
+        d_weights = blocks.dot(d_outs, v[block, :], b_transposed=True)
         d_scores = jnp.exp2(scores - lse2) * (d_weights - own_delta)
-        return gathered + _dot(d_scores.astype(k.dtype), keys)
+        return total + blocks.dot(d_scores.astype(k.dtype), keys)
 
-    gathered = _walk(pairs, step, jnp.zeros(queries.shape, jnp.float32))
-    dq[...] = (gathered * scale).astype(dq.dtype)
+    total = _walk(pairs, step, jnp.zeros(queries.shape, jnp.float32))
+    dq[...] = (total * scale).astype(dq.dtype)
 
 
 def _dkv_kernel(
@@ -496,25 +382,25 @@ def _dkv_kernel(
     transposed, [keys, queries], as the products for dk and dv need them.
     """
     keys, values = k[...], v[...]
-    key, reader = k_index[...][:, None], last_query[...][:, None]
+    key, last = k_index[...][:, None], last_query[...][:, None]
     heads = q.shape[1]
 
     def step(masked: bool, n, state):
-        gathered_k, gathered_v = state
+        sum_k, sum_v = state
         # All heads of a query block before the next block: they are adjacent in memory.
         head = lax.rem(n, heads)
-        place = pl.ds(pairs[_COUNTS + lax.div(n, heads)] * block_q, block_q)
-        queries, d_outs = q[place, head, :], d_out[place, head, :]
-        scores = _dot(keys, queries, b_turned=True) * (scale * _LOG2_E)
+        block = pl.ds(pairs[_COUNTS + lax.div(n, heads)] * block_q, block_q)
+        queries, d_outs = q[block, head, :], d_out[block, head, :]
+        scores = blocks.dot(keys, queries, b_transposed=True) * (scale * blocks.LOG2_E)
         if masked:
-            scores = _mask(scores, q_index[place][None, :], key, reader)
-        weights = jnp.exp2(scores - lse[head, place][None, :] * _LOG2_E)
-        gathered_v += _dot(weights.astype(q.dtype), d_outs)
-        d_weights = _dot(values, d_outs, b_turned=True)
-        d_scores = weights * (d_weights - delta[head, place][None, :])
-        return gathered_k + _dot(d_scores.astype(q.dtype), queries), gathered_v
+            scores = _mask(scores, q_index[block][None, :], key, last)
+        weights = jnp.exp2(scores - lse[head, block][None, :] * blocks.LOG2_E)
+        sum_v += blocks.dot(weights.astype(q.dtype), d_outs)
+        d_weights = blocks.dot(values, d_outs, b_transposed=True)
+        d_scores = weights * (d_weights - delta[head, block][None, :])
+        return sum_k + blocks.dot(d_scores.astype(q.dtype), queries), sum_v
 
-    nothing = jnp.zeros(keys.shape, jnp.float32)
-    gathered_k, gathered_v = _walk(pairs, step, (nothing, nothing), heads)
-    dk[...] = (gathered_k * scale).astype(dk.dtype)
-    dv[...] = gathered_v.astype(dv.dtype)
+    zeros = jnp.zeros(keys.shape, jnp.float32)
+    sum_k, sum_v = _walk(pairs, step, (zeros, zeros), heads)
+    dk[...] = (sum_k * scale).astype(dk.dtype)
+    dv[...] = sum_v.astype(dv.dtype)

@@ -123,7 +123,7 @@ def _prompts_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share)
 
 def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
     part, parts = share
-    owner, offset = arrays["offset"] // pages.block, arrays["offset"] % pages.block
+    owner, offset = arrays["offset"] // pages.page_size, arrays["offset"] % pages.page_size
     page = arrays["page"] if parts == 1 else jnp.where(owner == part, arrays["page"], 0)
     pages = write_tokens(pages, layer, page, offset, k[:, 0], v[:, 0])
     read = functools.partial(paged.attend, pages=pages, layer=layer, share=share, kernel=kernel)
@@ -131,11 +131,11 @@ def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
     q = q.reshape(slots, -1, *q.shape[2:])  # [N, T, heads, H]
     time = q.shape[1]
     own = arrays["visible"].reshape(slots, time)
-    suffix = read(q, table=arrays["suffix_table"], visible=own)
+    suffix = read(q, table=arrays["suffix_table"], num_visible=own)
     siblings = jnp.take(q, arrays["slot"], axis=0, mode="fill", fill_value=0)  # [M, G, T, heads, H]
     siblings = siblings.reshape(rows, cells * time, *q.shape[2:])
     prompt = jnp.repeat(arrays["prompt_visible"], time, axis=1)
-    prompt_part = read(siblings, table=arrays["prompt_table"], visible=prompt)
+    prompt_part = read(siblings, table=arrays["prompt_table"], num_visible=prompt)
     at = arrays["row"], arrays["cell"]
     out, lse = (x.reshape(rows, cells, time, *x.shape[2:])[at] for x in prompt_part)
     merged = paged.merge((out, lse), suffix)

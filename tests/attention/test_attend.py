@@ -87,7 +87,7 @@ def _kernel(name: str, block: int | None = None):
         parts = (
             functools.partial(part, block=block) for part in (chunked.forward, chunked.backward)
         )
-        kernel = kernels.row_loop(*parts)
+        kernel = kernels.Kernel(*map(kernels.over_rows, parts))
     return functools.partial(kernels.attend, kernel)
 
 
@@ -123,12 +123,9 @@ def test_chunked_with_any_last_query() -> None:
 def test_live_blocks_by_hand() -> None:
     last_query = jnp.array([5, 5, 3, 3, 5, 5, -1, -1])
     index, last_query = jnp.arange(8).reshape(4, 2), last_query.reshape(4, 2)
-    assert masks.live_blocks(index, index, last_query).astype(int).tolist() == [
-        [1, 0, 0, 0],
-        [1, 1, 0, 0],
-        [1, 0, 1, 0],
-        [0, 0, 0, 0],
-    ]
+    live, full = masks.live_and_full_blocks(index, index, last_query)
+    assert live.astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
+    assert full.astype(int).tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
 
 
 @pytest.mark.slow
@@ -270,17 +267,17 @@ def test_kernels_of_a_context_mesh_keep_the_contract(made_of) -> None:
     pad = ((0, 0), (0, 1))
     q, k, v = (jnp.pad(x, (*pad, (0, 0), (0, 0))) for x in _inputs())
     index, last_query = (jnp.pad(x, pad, constant_values=-1) for x in (INDEX[0], LAST_QUERY))
-    inputs = (q.reshape(*k.shape[:3], -1, SIZE), k, v, index, index, last_query)
+    inputs = kernels.Inputs(q.reshape(*k.shape[:3], -1, SIZE), k, v, index, index, last_query)
     by_time = PartitionSpec(None, "context")
     with jax.set_mesh(meshes.make_mesh({"context": 4, "fsdp": 2})):
         run = jax.shard_map(
             made_of(kernel).forward,
-            in_specs=(by_time,) * 6,
+            in_specs=by_time,
             out_specs=(by_time, PartitionSpec(None, None, None, "context")),
             check_vma=False,
         )
-        out, lse = jax.jit(run)(*inputs)
-    wanted, wanted_lse = kernel.forward(*inputs)
+        out, lse = jax.jit(run)(inputs)
+    wanted, wanted_lse = kernel.forward(inputs)
     np.testing.assert_allclose(out, wanted, atol=1e-5)
     np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5)
     assert (np.asarray(lse) == 1e30).any() and not (np.asarray(lse) == 1e30).all()

@@ -285,7 +285,7 @@ def test_an_empty_pool_is_zeros() -> None:
     pages = empty_pages(LAYERS, PAGES, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
     assert pages.keys.shape == pages.values.shape == (LAYERS, PAGES, KV_HEADS, BLOCK, SIZE)
     assert pages.keys.dtype == pages.values.dtype == jnp.bfloat16
-    assert pages.block == BLOCK
+    assert pages.page_size == BLOCK
     assert not np.any(pages.keys) and not np.any(pages.values)
 
 

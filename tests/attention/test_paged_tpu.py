@@ -251,7 +251,7 @@ def test_how_the_work_is_cut() -> None:
     def cut(*shape, **types):
         q, pages, _, table, _ = _shapes(*shape, **types)
         assert paged_tpu.fits(q, pages, table)
-        return tuple(paged_tpu._cut_up(q, pages, table.shape[1]))
+        return tuple(paged_tpu._block_sizes(q, pages, table.shape[1]))
 
     assert cut(64, 8, 28, 4, 128, 144) == (64, 1, 4, 8)
     assert cut(64, 8, 28, 4, 128, 144, kept=jnp.int8) == (64, 1, 4, 16)

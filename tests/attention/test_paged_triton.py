@@ -330,23 +330,20 @@ def test_products_and_memory(shape) -> None:
 
 
 def test_mistakes_are_told() -> None:
-    def run(match: str, q_dtype=jnp.bfloat16, scales=True, **sizes) -> None:
+    def run(match: str, q_dtype=jnp.bfloat16, **sizes) -> None:
         wanted = {"size": 128, "dtype": jnp.bfloat16} | sizes
         q, pages, *others = _abstract(8, 8, 28, 4, **wanted)
-        if not scales:
-            pages = Pages(pages.keys, pages.values)
         q = jax.ShapeDtypeStruct(q.shape, q_dtype)
         with pytest.raises(ValueError, match=match):
             jax.eval_shape(paged_triton.attend, q, pages, *others)
         assert paged_triton.unsupported(q, pages)
 
-    run("block: pages of 8 tokens a device; want a power of two from 16 on", block=8)
-    run("block: pages of 96 tokens", block=96)
-    run("head_size: 512; want at most 256", size=512)
-    run("dtype: q int32, pages.keys bfloat16; want", q_dtype=jnp.int32)
-    run("dtype: q bfloat16, pages.keys int16; want", dtype=jnp.int16)
-    run("key_scales: want them beside int8 and nothing else", dtype=jnp.int8, scales=False)
-    run("3758096384 numbers of one byte; want at most 2", dtype=jnp.int8, tokens=2**18)
+    run("page size = 8 tokens per device: must be a power of two, at least 16", block=8)
+    run("page size = 96 tokens", block=96)
+    run("head size = 512: must be at most 256", size=512)
+    run("dtypes q int32, keys bfloat16: must", q_dtype=jnp.int32)
+    run("dtypes q bfloat16, keys int16: must", dtype=jnp.int16)
+    run("3758096384 keys of one byte: must be at most 2", dtype=jnp.int8, tokens=2**18)
     for tokens in (2**17, 2**19):
         q, pages, *_ = _abstract(8, 8, 28, 4, 128, jnp.int8, tokens=tokens)
         assert paged_triton.unsupported(q, pages) is None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from spell_jax.attention import splash
+from spell_jax.attention.kernel import Inputs
 from tests.attention import packed_rows
 from tests.attention.packed_rows import UNSEEING
 
@@ -27,15 +28,15 @@ def _tensors(rng, queries: int, keys: int, size: int):
 
 @functools.partial(jax.jit, static_argnames="blocks")
 def _forward(q, k, v, q_index, k_index, last_query, blocks=BLOCKS):
-    return splash.forward(q, k, v, q_index, k_index, last_query, blocks=blocks)
+    return splash.forward(Inputs(q, k, v, q_index, k_index, last_query), blocks=blocks)
 
 
 @functools.partial(jax.jit, static_argnames="blocks")
 def _backward(q, k, v, q_index, k_index, last_query, lse, out, d_out, blocks=BLOCKS):
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta = delta.transpose(1, 2, 0)
-    indices = (q_index, k_index, last_query)
-    return splash.backward(q, k, v, *indices, lse, delta, d_out, blocks=blocks)
+    inputs = Inputs(q, k, v, q_index, k_index, last_query)
+    return splash.backward(inputs, lse, delta, d_out, blocks=blocks)
 
 
 def _check(tensors, indices, blocks=BLOCKS) -> None:
@@ -191,7 +192,7 @@ def test_rows_of_different_masks_under_lax_map() -> None:
     @jax.jit
     def rows(readers):
         return jax.lax.map(
-            lambda x: splash.forward(q, k, v, index, index, x, blocks=BLOCKS), readers
+            lambda x: splash.forward(Inputs(q, k, v, index, index, x), blocks=BLOCKS), readers
         )
 
     out, _ = rows(readers)
@@ -209,7 +210,7 @@ def test_lowers_for_tpu_without_one(dtype) -> None:
     def lowered(f, *args) -> str:
         f = jax.jit(functools.partial(f, interpret=False))
         return (
-            f.trace(q, k, k, q_index, last_query, last_query, *args)
+            f.trace(Inputs(q, k, k, q_index, last_query, last_query), *args)
             .lower(lowering_platforms=("tpu",))
             .as_text()
         )

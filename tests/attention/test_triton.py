@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from spell_jax.attention import triton
+from spell_jax.attention.kernel import Inputs
 from spell_jax.attention.triton import Tile, Tiles
 from tests import programs
 from tests.attention import packed_rows
@@ -33,22 +34,25 @@ def _tensors(queries=TIME, keys=TIME, kv_heads=2, heads=2, size=64, seed=0):
     return tuple(jnp.asarray(x) for x in (q, k, v, d_out))
 
 
-_forward = jax.jit(triton.forward, static_argnames="tiles")
+@functools.partial(jax.jit, static_argnames="tiles")
+def _forward(q, k, v, q_index, k_index, last_query, tiles=None):
+    return triton.forward(Inputs(q, k, v, q_index, k_index, last_query), tiles=tiles)
 
 
 @functools.partial(jax.jit, static_argnames="tiles")
 def _backward(q, k, v, q_index, k_index, last_query, lse, out, d_out, tiles=None):
     delta = jnp.einsum("qkrh,qkrh->krq", d_out.astype(jnp.float32), out.astype(jnp.float32))
-    given = (q, k, v, q_index, k_index, last_query, lse, delta, d_out)
-    return triton.backward(*given, tiles=tiles)
+    inputs = Inputs(q, k, v, q_index, k_index, last_query)
+    return triton.backward(inputs, lse, delta, d_out, tiles=tiles)
 
 
 def _both(tensors, indices, tiles: Tiles | None = None):
     """Output and gradients in one."""
     *qkv, d_out = tensors
-    out, lse = triton.forward(*qkv, *indices, tiles=tiles)
+    inputs = Inputs(*qkv, *indices)
+    out, lse = triton.forward(inputs, tiles=tiles)
     delta = jnp.einsum("qkrh,qkrh->krq", d_out, out)
-    return out, *triton.backward(*qkv, *indices, lse, delta, d_out, tiles=tiles)
+    return out, *triton.backward(inputs, lse, delta, d_out, tiles=tiles)
 
 
 def _check(tensors, indices, tiles: Tiles | None = None) -> None:
@@ -208,14 +212,14 @@ def test_rows_are_one_batch_with_a_padded_head_size() -> None:
 
 
 def _abstract(dtype, size: int, kv_heads: int = 4, heads: int = 7, rows: tuple[int, ...] = ()):
-    """Arguments of backward for LONG tokens; the first six are forward's."""
+    """Arguments of backward for LONG tokens; the first is forward's."""
 
     def array(shape, dtype):
         return jax.ShapeDtypeStruct((*rows, *shape), dtype)
 
     q, k = (array((LONG, kv_heads, *n, size), dtype) for n in ((heads,), ()))
     index, numbers = array((LONG,), jnp.int32), array((kv_heads, heads, LONG), jnp.float32)
-    return q, k, k, index, index, index, numbers, numbers, q
+    return Inputs(q, k, k, index, index, index), numbers, numbers, q
 
 
 @pytest.mark.parametrize(
@@ -231,7 +235,7 @@ def _abstract(dtype, size: int, kv_heads: int = 4, heads: int = 7, rows: tuple[i
 def test_lowers_for_gpu_without_one(dtype, size: int, rows: tuple[int, ...]) -> None:
     args = _abstract(dtype, size, rows=rows)
     for f, inputs, kernels in (
-        (triton.forward, args[:6], ["_forward_kernel"]),
+        (triton.forward, args[:1], ["_forward_kernel"]),
         (triton.backward, args, ["_dq_kernel", "_dkv_kernel"]),
     ):
         f = functools.partial(f, interpret=False)
@@ -245,7 +249,7 @@ def test_lowers_for_gpu_without_one(dtype, size: int, rows: tuple[int, ...]) -> 
 def test_products_and_memory(dtype) -> None:
     """Sums and products are float32 in full precision; only the lists have T * T entries."""
     args = _abstract(dtype, 64, 1, 1)
-    for f, inputs, products in ((triton.forward, args[:6], 4), (triton.backward, args, 14)):
+    for f, inputs, products in ((triton.forward, args[:1], 4), (triton.backward, args, 14)):
         made = list(
             programs.equations(jax.make_jaxpr(functools.partial(f, interpret=False))(*inputs).jaxpr)
         )
@@ -262,20 +266,20 @@ def test_products_and_memory(dtype) -> None:
         users = {x.primitive.name for x in made if rounded & set(map(id, x.invars))}
         assert users == (set() if dtype == jnp.float32 else {"dot_general", "swap"})
         largest = max(x.aval.size for equation in made for x in equation.outvars)
-        tiles = triton.DEFAULT_TILES[args[0].dtype.itemsize, 64]
+        tiles = triton.DEFAULT_TILES[args[-1].dtype.itemsize, 64]
         pairs = LONG**2 // min(tile.queries * tile.keys for tile in tiles)
-        assert largest <= max(args[0].size, pairs + 2 * LONG)
+        assert largest <= max(args[-1].size, pairs + 2 * LONG)
 
 
 def test_mistakes_are_told() -> None:
     def run(tiles=None, size=64, dtype=jnp.float32):
-        q, k, _, index, *_ = _abstract(jnp.float32, size)
-        v = jax.ShapeDtypeStruct(k.shape, dtype)
-        jax.eval_shape(functools.partial(triton.forward, tiles=tiles), q, k, v, *[index] * 3)
+        inputs, *_ = _abstract(jnp.float32, size)
+        inputs = inputs._replace(v=jax.ShapeDtypeStruct(inputs.k.shape, dtype))
+        jax.eval_shape(functools.partial(triton.forward, tiles=tiles), inputs)
 
-    with pytest.raises(ValueError, match="q, k and v are float32, float32 and bfloat16; want"):
+    with pytest.raises(ValueError, match="q, k and v are float32, float32 and bfloat16; must"):
         run(dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match="a head size of 512; at most 256"):
+    with pytest.raises(ValueError, match="head size 512: must be at most 256"):
         run(size=512)
     with pytest.raises(ValueError, match="a block of 96 is no power of two from 16 on"):
         run(Tiles(*[Tile(96, 64, 4, 2)] * 3))

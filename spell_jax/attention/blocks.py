@@ -1,0 +1,113 @@
+"""Steps that blockwise kernels share: padding, products and the online softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spell_jax.attention.kernel import Inputs
+from spell_jax.attention.masks import MASKED
+
+LOG2_E = math.log2(math.e)
+
+
+def pad(x: jax.Array, axis: int, block: int, value: float = 0) -> jax.Array:
+    """Pad an axis to whole blocks."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % block)
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def pad_inputs(inputs: Inputs, block_q: int, block_k: int) -> Inputs:
+    """Pad a row to whole blocks of queries and keys.
+
+    Row indices repeat the last one, so they do not change the limits of their block. No query sees
+    a padded key. Outputs of padded queries are dropped by the caller; their d_out and delta are 0.
+    """
+    q, k, v, q_index, k_index, last_query = inputs
+    return Inputs(
+        pad(q, 0, block_q),
+        pad(k, 0, block_k),
+        pad(v, 0, block_k),
+        jnp.pad(q_index, (0, -len(q) % block_q), mode="edge"),
+        jnp.pad(k_index, (0, -len(k) % block_k), mode="edge"),
+        pad(last_query, 0, block_k, jnp.iinfo(jnp.int32).min),
+    )
+
+
+def dot(a: jax.Array, b: jax.Array, b_transposed: bool = False) -> jax.Array:
+    """Multiply a [m, n] by b [n, p] (transposed: [p, n]) into float32, for Pallas kernels.
+
+    float32 inputs are multiplied at full precision.
+    """
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if b_transposed else 0,)), ((), ())),
+        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+
+
+class Softmax(NamedTuple):
+    """State of an online softmax over keys, float32.
+
+    Attributes:
+      out: weighted sum of values [..., queries, H].
+      top: running maximum of the scores [..., queries].
+      total: sum of weights [..., queries].
+    """
+
+    out: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def start(cls, shape: tuple[int, ...]) -> Softmax:
+        """State for outputs of a shape [..., queries, H] before any key.
+
+        The maximum starts above MASKED, so that masked scores always have weight 0.
+        """
+        numbers = shape[:-1]
+        return cls(
+            jnp.zeros(shape, jnp.float32),
+            jnp.full(numbers, MASKED / 2, jnp.float32),
+            jnp.zeros(numbers, jnp.float32),
+        )
+
+    def add(
+        self,
+        scores: jax.Array,
+        weighted_sum: Callable[[jax.Array], jax.Array],
+        mask: jax.Array | None = None,
+        base2: bool = False,
+    ) -> Softmax:
+        """Add keys with scores [..., queries, keys].
+
+        Args:
+          scores: scaled scores, masked by MASKED or by `mask`.
+          weighted_sum: function that multiplies float32 weights like `scores` by the keys' values.
+          mask: False where a query does not see a key, like `scores`.
+          base2: whether scores are in base 2 instead of e.
+        """
+        exp = jnp.exp2 if base2 else jnp.exp
+        masked = scores if mask is None else jnp.where(mask, scores, MASKED)
+        top = jnp.maximum(self.top, jnp.max(masked, axis=-1))
+        weights = exp(scores - top[..., None])
+        if mask is not None:
+            weights = jnp.where(mask, weights, 0.0)
+        shrink = exp(self.top - top)
+        total = self.total * shrink + jnp.sum(weights, axis=-1)
+        return Softmax(self.out * shrink[..., None] + weighted_sum(weights), top, total)
+
+    def finish(self, unseeing: float, base2: bool = False) -> tuple[jax.Array, jax.Array]:
+        """Output, and natural log-sum-exp of the scores; `unseeing` if a query saw no key."""
+        positive = jnp.maximum(self.total, 1e-30)
+        log, unit = (jnp.log2, LOG2_E) if base2 else (jnp.log, 1)
+        lse = (self.top + log(positive)) / unit
+        return self.out / positive[..., None], jnp.where(self.total > 0, lse, unseeing)
