@@ -177,7 +177,7 @@ def main(_) -> None:
     setup.setup()
     given, mesh = flags.FLAGS, meshes.make_mesh()
     policy, params = weights.load(TINY_POLICY, mesh)
-    _, tokenizer = weights.identify(TINY_POLICY)
+    _, tokenizer = weights.read_config_and_tokenizer(TINY_POLICY)
     c = Config(policy, tokenizer, mesh, groups=given.groups, group_size=given.group_size)
     questions, truths = make_questions(c, given.steps * c.groups, given.seed)
     state, step = make_step(c, truths, params)

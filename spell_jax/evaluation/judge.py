@@ -60,7 +60,7 @@ def make_judge(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Judge | N
 
     Raises:
       UsageError: if only one of --judge_url and --judge_model is set, or an endpoint and a policy.
-      FileNotFoundError, ValueError: see JudgeConfig and weights.identify.
+      FileNotFoundError, ValueError: see JudgeConfig and weights.read_config_and_tokenizer.
     """
     if bool(given.judge_url) != bool(given.judge_model) or (given.judge_url and given.judge_policy):
         raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")

@@ -44,10 +44,10 @@ class Policy:
           sizes: sampler sizes; see `SIZES`.
 
         Raises:
-          FileNotFoundError, ValueError: see weights.identify.
+          FileNotFoundError, ValueError: see weights.read_config_and_tokenizer.
         """
         self.folder = pathlib.Path(folder)
-        self.config, self.tokenizer = weights.identify(folder, thinking)
+        self.config, self.tokenizer = weights.read_config_and_tokenizer(folder, thinking)
         self.sizes = sizes
         self._dtype = dtype
         self._params: transformer.Params | None = None

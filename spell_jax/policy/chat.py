@@ -91,13 +91,13 @@ class Template:
     """A chat template and the tokens it may write."""
 
     def __init__(
-        self, source: str, place: str, variables: Mapping[str, Any], tokens: Iterable[Token]
+        self, source: str, path: str, variables: Mapping[str, Any], tokens: Iterable[Token]
     ):
         """Compile the template.
 
         Args:
           source: Jinja source.
-          place: file the template is from, for error messages.
+          path: file the template is from, for error messages.
           variables: variables besides the messages (bos_token, enable_thinking, ...).
           tokens: added tokens that the template may write as text.
 
@@ -105,13 +105,13 @@ class Template:
           ValueError: if the source does not compile, or the text of a token contains a character
             used for escapes.
         """
-        self._place = place
+        self._path = path
         self._variables = dict(variables)
-        self._cut = _Cut(tokens, place)
+        self._escaper = _TokenEscaper(tokens, path)
         try:
             self._template = _environment().from_string(source)
         except Exception as error:  # syntax errors, and any Python error of odd templates
-            raise ValueError(f"{place}: not a chat template ({error})") from error
+            raise ValueError(f"{path}: not a chat template ({error})") from error
 
     def parts(self, messages: Messages) -> list[int | str]:
         """Render a chat up to the start of the assistant's answer, as ids and the texts between.
@@ -121,7 +121,7 @@ class Template:
         """
         chat = [
             {
-                name: value if name == "role" else self._cut.escape(value)
+                name: value if name == "role" else self._escaper.escape(value)
                 for name, value in message.items()
             }
             for message in read_messages(messages)
@@ -136,40 +136,41 @@ class Template:
                 **self._variables,
             )
         except Exception as error:  # a template is a program and can raise anything
-            raise ValueError(f"{self._place}: fails on these messages ({error})") from error
-        return self._cut.split(text)
+            raise ValueError(f"{self._path}: fails on these messages ({error})") from error
+        return self._escaper.split(text)
 
 
-class _Cut:
+class _TokenEscaper:
     """Escapes the text of added tokens in contents, and finds the tokens a template wrote."""
 
-    def __init__(self, tokens: Iterable[Token], place: str):
+    def __init__(self, tokens: Iterable[Token], path: str):
         self._tokens = {token.text: token for token in tokens}
         texts = sorted(self._tokens, key=len, reverse=True)
         for text in texts:
             if re.search(_RESERVED, text):
-                raise ValueError(
-                    f"{place}: token {text!r} has characters that are used for escapes"
-                )
-        # Of tokens that start at one place the longest matches, as in the tokenizers package.
-        self._any = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-        self._begin = re.compile("|".join([_RESERVED, *_beginnings(texts)]))
+                raise ValueError(f"{path}: token {text!r} has characters that are used for escapes")
+        # The longest of the tokens that start at a position matches, as in the tokenizers package.
+        self._token = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        # Matches one character, so that tokens that overlap are found.
+        rests: dict[str, list[str]] = {}
+        for text in texts:
+            rests.setdefault(text[0], []).append(re.escape(text[1:]))
+        starts = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
+        self._start = re.compile("|".join([_RESERVED, *starts]))
         self._longest = len(texts[0]) if texts else 0
         self._heads = {text[:n] for text in texts for n in range(1, len(text))}
         self._tails = {text[n:] for text in texts for n in range(1, len(text))}
 
     def escape(self, content: str) -> str:
         """Escape the text of every token in a content; split() reverts it."""
-        places = {match.start() for match in self._begin.finditer(content)} | self._edges(content)
-        pieces, done = [], 0
-        for place in sorted(places):
-            code = f"{ord(content[place]):06x}".translate(_TO_DIGITS)
-            pieces += [content[done:place], ESCAPE, code]
-            done = place + 1
-        return "".join([*pieces, content[done:]])
+        chars = list(content)
+        starts = {match.start() for match in self._start.finditer(content)}
+        for i in starts | self._edges(content):
+            chars[i] = ESCAPE + f"{ord(chars[i]):06x}".translate(_TO_DIGITS)
+        return "".join(chars)
 
     def _edges(self, content: str) -> set[int]:
-        """Places where a content could complete a token together with the template's adjacent text.
+        """Positions where a content could complete a token with the template's adjacent text.
 
         Example: a template that writes `<` + content + `>`.
         """
@@ -177,22 +178,20 @@ class _Cut:
         if not body:
             return set()
         start = len(content) - len(content.lstrip())
-        end = start + len(body)
         lengths = range(1, min(self._longest, len(body) + 1))
-        places = set()
-        if any(body[:n] in self._tails for n in lengths) or any(
-            body in text for text in self._tokens if len(body) < len(text)
-        ):
-            places.add(start)
+        edges = set()
+        inside_token = any(body in text for text in self._tokens if len(body) < len(text))
+        if inside_token or any(body[:n] in self._tails for n in lengths):
+            edges.add(start)
         if any(body[-n:] in self._heads for n in lengths):
-            places.add(end - 1)
-        return places
+            edges.add(start + len(body) - 1)
+        return edges
 
     def split(self, text: str) -> list[int | str]:
         """Split a rendered text into token ids and the (non-empty, unescaped) texts between."""
         parts: list[int | str] = []
         done = 0
-        for match in self._any.finditer(text):
+        for match in self._token.finditer(text):
             token, (start, end) = self._tokens[match[0]], match.span()
             around = text[max(start - 1, 0) : start] + text[end : end + 1]
             if token.single_word and re.search(r"\w", around):
@@ -205,14 +204,6 @@ class _Cut:
             done = end
         parts.append(_unescape(text[done:]))
         return [part for part in parts if part != ""]
-
-
-def _beginnings(texts: Sequence[str]) -> list[str]:
-    """Patterns that match one character where a text starts, so that overlaps are found."""
-    rests: dict[str, list[str]] = {}
-    for text in texts:
-        rests.setdefault(text[0], []).append(re.escape(text[1:]))
-    return [f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items()]
 
 
 def _unescape(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -30,7 +31,7 @@ _LAYERS = {
     "attention": {name: f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")},
     "mlp": {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
-_NAMES = {name: hf for room in _LAYERS.values() for name, hf in room.items()}
+_NAMES = {name: hf for layers in _LAYERS.values() for name, hf in layers.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,36 +68,16 @@ class LoraConfig:
         """Whether the linear layer "q", "k", "v", "o", "gate", "up" or "down" has adapters."""
         return re.search(self.pattern, _NAMES[name]) is not None
 
-    def targets(self, has_experts: bool) -> dict[str, str]:
-        """Path of each adapted kernel, such as attention/q -> its Hugging Face name.
-
-        Raises:
-          ValueError: if the pattern matches no name.
-        """
-        rooms = {"attention": _LAYERS["attention"]} if has_experts else _LAYERS
-        names = [(room, name) for room, layers in rooms.items() for name in layers]
-        found = {f"{room}/{name}": _NAMES[name] for room, name in names if self.adapts(name)}
-        if not found:
-            known = sorted(_NAMES[name] for _, name in names)
-            raise ValueError(f"lora.pattern = {self.pattern!r}: is in none of {known}")
-        return found
-
 
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
     """Architecture of a decoder-only transformer.
 
-    Letters in brackets are those of the shape code.
+    In the shape code, its sizes are vocab_size V, width D, layers L, heads N, head_size H.
 
     Attributes:
-      vocab_size: rows of the embedding table [V].
-      width: model width [D].
-      layers: number of blocks [L].
-      heads: query heads [N].
       kv_heads: key/value heads [K]; must divide N.
-      head_size: size of one head [H].
       feed_forward: hidden width of the SwiGLU, or of each expert in a mixture of experts [F].
-      rope: rotary position embedding.
       max_positions: longest context the weights were trained for, in tokens.
       norm_epsilon: constant added to the mean square inside RMSNorm.
       qkv_bias: whether the q, k and v projections have a bias (Qwen2).
@@ -153,18 +134,12 @@ class PolicyConfig:
                 f"policy.experts = {self.experts} (0 without experts)"
             )
         check_choice(self, "policy.", remat=REMAT_POLICIES, attention=ATTENTION)
-        if self.lora is not None:
-            self.lora.targets(has_experts=self.experts > 0)
+        if self.lora is not None and not self.lora_targets:
+            known = sorted(self._lora_layers().values())
+            raise ValueError(f"lora.pattern = {self.lora.pattern!r}: is in none of {known}")
 
     def check_length(self, tokens: int) -> None:
-        """Check that a prompt and its answer fit the context.
-
-        Args:
-          tokens: length of the longest prompt and answer together.
-
-        Raises:
-          ValueError: if `tokens` exceeds max_positions.
-        """
+        """Raise ValueError if the longest prompt and answer together exceed max_positions."""
         if tokens > self.max_positions:
             raise ValueError(
                 f"sampler: the longest prompt and answer have {tokens} tokens together, must be at "
@@ -172,15 +147,8 @@ class PolicyConfig:
                 "(policy.rope_scaling makes that longer)"
             )
 
-    def stretched(self, kind: str, factor: float) -> PolicyConfig:
-        """Extend the context by RoPE scaling.
-
-        Args:
-          kind: one of rope.KINDS.
-          factor: ratio of the new context length to the old one, at least 1.
-
-        Returns:
-          This config with the new rope and with max_positions times `factor`.
+    def with_rope_scaling(self, kind: str, factor: float) -> PolicyConfig:
+        """Extend the context, max_positions times `factor`, by RoPE scaling of a `kind`.
 
         Raises:
           ValueError: if `kind` is unknown, `factor` is below 1, or the rope is scaled already.
@@ -193,6 +161,21 @@ class PolicyConfig:
             self.rope, kind=kind, factor=factor, original_positions=self.max_positions
         )
         return dataclasses.replace(self, rope=rope, max_positions=int(self.max_positions * factor))
+
+    def _lora_layers(self) -> dict[str, str]:
+        """Linear layers that may have adapters, path -> Hugging Face name."""
+        modules = ("attention",) if self.experts else ("attention", "mlp")
+        return {f"{m}/{name}": hf for m in modules for name, hf in _LAYERS[m].items()}
+
+    @property
+    def lora_targets(self) -> dict[str, str]:
+        """Path of each adapted kernel, such as attention/q -> its Hugging Face name."""
+        assert self.lora is not None
+        return {
+            path: hf
+            for path, hf in self._lora_layers().items()
+            if self.lora.adapts(path.split("/")[1])
+        }
 
     @property
     def model_type(self) -> str:
@@ -221,8 +204,11 @@ class PolicyConfig:
             return _from_hf(source)
         path = pathlib.Path(source)
         try:
-            return _from_hf(_read_json(path))
-        except ValueError as error:
+            raw = json.loads(path.read_bytes())
+            if not isinstance(raw, dict):
+                raise ValueError(f"must be a JSON object, is a {type(raw).__name__}")
+            return _from_hf(raw)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
@@ -298,69 +284,52 @@ def _from_hf(raw: dict[str, Any]) -> PolicyConfig:
         raise ValueError(f"model_type = {model_type!r}: must be one of {MODEL_TYPES}")
     for field, allowed in _FIXED.items():
         if field in raw and raw[field] not in allowed:
-            raise ValueError(f"{field} = {raw[field]!r}: must be {allowed[0]!r}, no other is built")
+            raise ValueError(f"{field} = {raw[field]!r}: must be {allowed[0]!r}")
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise ValueError(f"layer_types = {kinds!r}: must all be 'full_attention'")
-    heads, width = _whole(raw, "num_attention_heads"), _whole(raw, "hidden_size")
-    max_positions = _whole(raw, "max_position_embeddings")
+    integer = functools.partial(_field, raw, kind=int)
+    heads, width = integer("num_attention_heads"), integer("hidden_size")
+    max_positions = integer("max_position_embeddings")
     # The default of a missing field in transformers depends on the class, so few may be missing.
-    kv_heads = _whole(raw, "num_key_value_heads", heads if model_type == "llama" else None)
-    head_size = _whole(raw, "head_dim", None if model_type == "qwen3" else width // heads)
+    kv_heads = integer("num_key_value_heads", default=heads if model_type == "llama" else None)
+    head_size = integer("head_dim", default=None if model_type == "qwen3" else width // heads)
     experts = {}
     if model_type == "qwen3_moe":
         # transformers 5 writes num_local_experts but reads num_experts.
         field = "num_experts" if "num_experts" in raw else "num_local_experts"
         experts = {
-            "experts": _whole(raw, field),
-            "experts_per_token": _whole(raw, "num_experts_per_tok"),
-            "normalized_router": _flag(raw, "norm_topk_prob", False),
+            "experts": integer(field),
+            "experts_per_token": integer("num_experts_per_tok"),
+            "normalized_router": _field(raw, "norm_topk_prob", bool, False),
         }
     return PolicyConfig(
-        vocab_size=_whole(raw, "vocab_size"),
+        vocab_size=integer("vocab_size"),
         width=width,
-        layers=_whole(raw, "num_hidden_layers"),
+        layers=integer("num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_size,
-        feed_forward=_whole(raw, "moe_intermediate_size" if experts else "intermediate_size"),
+        feed_forward=integer("moe_intermediate_size" if experts else "intermediate_size"),
         rope=ropes.from_hf(raw, max_positions),
         max_positions=max_positions,
-        norm_epsilon=_number(raw, "rms_norm_eps", 1e-6),
+        norm_epsilon=_field(raw, "rms_norm_eps", float, 1e-6),
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type.startswith("qwen3"),
-        tied_embeddings=_flag(raw, "tie_word_embeddings", False),
+        tied_embeddings=_field(raw, "tie_word_embeddings", bool, False),
         **experts,
     )
 
 
-def _whole(raw: dict[str, Any], field: str, default: int | None = None) -> int:
-    value = raw.get(field)
+_KINDS = {int: "a positive integer", float: "a number", bool: "true or false"}
+
+
+def _field(raw: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    """Read a positive int, a float or a bool; null counts as missing."""
+    value = raw.get(name)
     value = default if value is None else value
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{field} = {value!r}: must be a whole number from 1 on")
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (kind is int and value < 1):
+        raise ValueError(f"{name} = {value!r}: must be {_KINDS[kind]}")
     return value
-
-
-def _number(raw: dict[str, Any], field: str, default: float) -> float:
-    value = raw.get(field, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{field} = {value!r}: must be a number")
-    return float(value)
-
-
-def _flag(raw: dict[str, Any], field: str, default: bool) -> bool:
-    value = raw.get(field, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"{field} = {value!r}: must be true or false")
-    return value
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"holds a {type(raw).__name__}, must be an object")
-    return raw

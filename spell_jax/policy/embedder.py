@@ -58,7 +58,7 @@ class Embedder:
           FileNotFoundError: if a file is missing.
           ValueError: if the folder is damaged, or max_tokens is out of range.
         """
-        config, self._tokenizer = weights.identify(folder)
+        config, self._tokenizer = weights.read_config_and_tokenizer(folder)
         self._prefix, self._suffix = _frame(pathlib.Path(folder), self._tokenizer)
         fewest = len(self._prefix) + len(self._suffix) + 1
         if not fewest <= max_tokens <= config.max_positions:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spell_jax.policy.config import PolicyConfig
 
-_ROOMS = ("attention", "mlp")
+_MODULES = ("attention", "mlp")
 
 
 def check(config: PolicyConfig) -> None:
@@ -36,54 +36,55 @@ def kernels(tree: dict[str, Any]) -> dict[str, Any]:
     """Select the kernels to quantize from params (or a tree like it), by module and name."""
     layers = tree["layers"]
     return {
-        room: {name: leaf for name, leaf in layers[room].items() if name.endswith("_kernel")}
-        for room in _ROOMS
+        module: {name: leaf for name, leaf in layers[module].items() if name.endswith("_kernel")}
+        for module in _MODULES
     }
 
 
-def joined(tree: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
-    """Replace the kernels of a tree by the result of `small_kernels`; other leaves are shared."""
+def with_int8(tree: dict[str, Any], quantized: dict[str, Any]) -> dict[str, Any]:
+    """Replace the kernels of a tree by those of `quantize_kernels`; other leaves are shared."""
     layers = tree["layers"]
-    return tree | {"layers": layers | {room: layers[room] | small[room] for room in _ROOMS}}
+    modules = {module: layers[module] | quantized[module] for module in _MODULES}
+    return tree | {"layers": layers | modules}
 
 
-def small_kernels(whole: dict[str, Any]) -> dict[str, Any]:
+def quantize_kernels(kernels: dict[str, Any]) -> dict[str, Any]:
     """Quantize the result of `kernels` to int8 kernels and float32 scales.
 
-    Jit this with the shardings from `placements`.
+    Jit this with the shardings from `int8_shardings`.
     """
 
-    def split(kernel: jax.Array, inputs: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    def quantize(kernel: jax.Array, inputs: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         kernel = kernel.astype(jnp.float32)
         scale = jnp.max(jnp.abs(kernel), axis=inputs, keepdims=True) / 127
-        small = jnp.round(kernel / jnp.maximum(scale, 1e-30)).astype(jnp.int8)
-        return small, jnp.squeeze(scale, inputs)
+        quantized = jnp.round(kernel / jnp.maximum(scale, 1e-30)).astype(jnp.int8)
+        return quantized, jnp.squeeze(scale, inputs)
 
-    return _map_kernels(whole, split)
+    return _map_kernels(quantize, kernels)
 
 
-def placements(places: dict[str, Any]) -> dict[str, Any]:
-    """Shardings of `small_kernels` from those of `kernels`; outputs keep their sharding."""
+def int8_shardings(shardings: dict[str, Any]) -> dict[str, Any]:
+    """Shardings of `quantize_kernels` from those of `kernels`; outputs keep their sharding."""
 
-    def split(place: NamedSharding, inputs: tuple[int, ...]) -> tuple[NamedSharding, NamedSharding]:
-        outputs = [axis for i, axis in enumerate(place.spec) if i not in inputs]
-        return place, NamedSharding(place.mesh, PartitionSpec(*outputs))
+    def with_scale(sharding: NamedSharding, inputs: tuple[int, ...]):
+        outputs = [axis for i, axis in enumerate(sharding.spec) if i not in inputs]
+        return sharding, NamedSharding(sharding.mesh, PartitionSpec(*outputs))
 
-    return _map_kernels(places, split)
+    return _map_kernels(with_scale, shardings)
 
 
 def _map_kernels(
-    whole: dict[str, Any], split: Callable[[Any, tuple[int, ...]], tuple[Any, Any]]
+    with_scale: Callable[[Any, tuple[int, ...]], tuple[Any, Any]], tree: dict[str, Any]
 ) -> dict[str, Any]:
-    """Apply split(kernel, input axes) -> (kernel, scale) to each kernel, by module and name.
+    """Apply with_scale(kernel, input axes) -> (kernel, scale) to each kernel.
 
     Axis 0 of a kernel is the layer. Input axes follow: heads and head size for the attention output
     (o_kernel), one axis for all others.
     """
-    found: dict[str, Any] = {room: {} for room in whole}
-    for room, some in whole.items():
-        for name, kernel in some.items():
+    result: dict[str, Any] = {module: {} for module in tree}
+    for module, kernels in tree.items():
+        for name, kernel in kernels.items():
             inputs = (1, 2) if name == "o_kernel" else (1,)
             scale = name.replace("_kernel", "_scale")
-            found[room][name], found[room][scale] = split(kernel, inputs)
-    return found
+            result[module][name], result[module][scale] = with_scale(kernel, inputs)
+    return result

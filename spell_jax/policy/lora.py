@@ -12,25 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from spell_jax.policy import safetensors as files
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import distributed
 from spell_jax.runtime.jsonl import write_json
-
-_ADAPTER = re.compile(r".*_lora_[ab]")
-
-
-def targets(config: PolicyConfig) -> dict[str, str]:
-    """Path of each adapted kernel, such as attention/q -> its Hugging Face name."""
-    assert config.lora is not None
-    return config.lora.targets(has_experts=config.experts > 0)
 
 
 def split(config: PolicyConfig, params: Any) -> tuple[Any, Any]:
@@ -38,7 +30,7 @@ def split(config: PolicyConfig, params: Any) -> tuple[Any, Any]:
 
     Args:
       config: the architecture. Without `lora`, all parameters are trained.
-      params: nested dict with parameters (or anything in their places) as leaves.
+      params: nested dict with parameters (or shapes, shardings, ...) as leaves.
 
     Returns:
       (trained, frozen): the adapters and the rest, or everything and an empty dict.
@@ -46,23 +38,14 @@ def split(config: PolicyConfig, params: Any) -> tuple[Any, Any]:
     if config.lora is None:
         return params, {}
     trained, frozen = {}, {}
-    for name, value in params.items():
-        if isinstance(value, dict):
-            below = split(config, value)
-            for tree, part in zip((trained, frozen), below, strict=True):
-                if part:
-                    tree[name] = part
-        else:
-            (trained if _ADAPTER.fullmatch(name) else frozen)[name] = value
-    return trained, frozen
+    for path, value in flatten_dict(params).items():
+        (trained if path[-1].endswith(("_lora_a", "_lora_b")) else frozen)[path] = value
+    return unflatten_dict(trained), unflatten_dict(frozen)
 
 
-def join(first: Any, second: Any) -> Any:
+def join(trained: Any, frozen: Any) -> Any:
     """Join the two trees from `split`."""
-    joined = dict(first)
-    for name, value in second.items():
-        joined[name] = join(joined[name], value) if name in joined else value
-    return joined
+    return unflatten_dict(flatten_dict(frozen) | flatten_dict(trained))
 
 
 def merge(config: PolicyConfig, params: Any) -> tuple[PolicyConfig, Any]:
@@ -75,11 +58,10 @@ def merge(config: PolicyConfig, params: Any) -> tuple[PolicyConfig, Any]:
     if config.lora is None:
         return config, params
     adapters, merged = split(config, params)
-    for path in targets(config):
-        room, name = path.split("/")
-        pair = (adapters["layers"][room][f"{name}_lora_{x}"] for x in "ab")
-        kernel = merged["layers"][room][f"{name}_kernel"]
-        merged["layers"][room][f"{name}_kernel"] = _add(kernel, *pair, config.lora.scale)
+    for module, name in (path.split("/") for path in config.lora_targets):
+        a, b = (adapters["layers"][module][f"{name}_lora_{x}"] for x in "ab")
+        kernels = merged["layers"][module]
+        kernels[f"{name}_kernel"] = _add(kernels[f"{name}_kernel"], a, b, config.lora.scale)
     return dataclasses.replace(config, lora=None), merged
 
 
@@ -97,7 +79,7 @@ def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base
     With several hosts, every process must call this; process 0 writes.
 
     Args:
-      folder: output folder. It appears complete or not at all; an existing one is replaced.
+      folder: output folder; an existing one is replaced, see safetensors.replacing.
       config: architecture with `lora`.
       params: nested dict that contains the adapters; other parameters are ignored.
       base: folder or name of the base model, recorded for users of the adapters.
@@ -105,13 +87,11 @@ def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base
     assert config.lora is not None
     adapters, _ = split(config, params)
     tensors = {}
-    for path, name in targets(config).items():
-        room, ours = path.split("/")
+    for path, name in config.lora_targets.items():
+        module, ours = path.split("/")
         for x, letter in (("a", "A"), ("b", "B")):
-            value = distributed.fetch_global(adapters["layers"][room][f"{ours}_lora_{x}"]).astype(
-                np.float32
-            )
-            for layer, part in enumerate(value):
+            value = distributed.fetch_global(adapters["layers"][module][f"{ours}_lora_{x}"])
+            for layer, part in enumerate(value.astype(np.float32)):
                 # PEFT stores A [R, in] and B [out, R], the layout of torch linear layers.
                 flat = part.reshape(-1, part.shape[-1]) if x == "a" else part.reshape(len(part), -1)
                 key = f"base_model.model.model.layers.{layer}.{name}.lora_{letter}.weight"
@@ -124,7 +104,7 @@ def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base
         "lora_alpha": config.lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({name.split(".")[-1] for name in targets(config).values()}),
+        "target_modules": sorted({name.split(".")[-1] for name in config.lora_targets.values()}),
         "inference_mode": True,
     }
     with distributed.fail_together():

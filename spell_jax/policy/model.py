@@ -91,7 +91,7 @@ def read_model(model: ModelConfig, folder: pathlib.Path) -> tuple[PolicyConfig, 
     Raises:
       ValueError, FileNotFoundError: if the folder is damaged or does not fit the section.
     """
-    policy, tokenizer = weights.identify(folder, THINKING[model.thinking])
+    policy, tokenizer = weights.read_config_and_tokenizer(folder, THINKING[model.thinking])
     return shape_policy(model, policy), tokenizer
 
 
@@ -102,7 +102,7 @@ def shape_policy(model: ModelConfig, policy: PolicyConfig) -> PolicyConfig:
       ValueError: if they do not fit together.
     """
     if model.rope_scaling:
-        policy = policy.stretched(model.rope_scaling, model.rope_factor)
+        policy = policy.with_rope_scaling(model.rope_scaling, model.rope_factor)
     lora = None
     if model.lora_rank:
         lora = LoraConfig(model.lora_rank, model.lora_alpha, model.lora_pattern)

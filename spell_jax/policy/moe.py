@@ -10,8 +10,8 @@
 4. Both passes process tokens in chunks of at most CHUNK. 163,840 tokens at once would be 1.3
    million pairs, and one copy of their rows 5.4 GB at a width of 2048.
 5. Both passes are written by hand, each in one shard_map, so that every sum over devices is visible
-   here. A layer gathers its kernels once per pass, before the chunks, in their own dtype. Their
-   gradients are summed over chunks and devices in float32 and rounded at the end.
+   here. A layer gathers its kernels once per pass, before the chunks. Their gradients are summed
+   over chunks and devices in float32 and rounded at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ Kernels = tuple[jax.Array, jax.Array, jax.Array]
 # Tokens that a device processes at once. In an expert group of 8 devices each contributes 512. With
 # k = 8 and D = 2048, one copy of their rows takes 134 MB in bfloat16.
 CHUNK = 4096
-_WIDTH_AXIS = (1, 1, 2)  # axis of D in gate and up [E, D, F] and in down [E, F, D]
 
 
 def route(logits: jax.Array, count: int, normalized: bool) -> tuple[jax.Array, jax.Array]:
@@ -159,16 +158,16 @@ def _forward(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
     """One device's part of `mix`, on its shards."""
     if x.shape[1] == 1 and not split.time:  # decode: one token per row, T not sharded
         return _decode(split, x, weights, chosen, kernels)
-    gate, up, down = _whole(split, kernels)
+    gate, up, down = _gather_kernels(split, kernels)
 
     def one_chunk(_, chunk):
         tokens, weights, chosen = (_gather(part, split.leading) for part in chunk)
         pairs = _pairs(split, chosen, len(gate))
-        rows = _spread(tokens, pairs)
+        rows = _dispatch(tokens, pairs)
         hidden = _hidden(
-            _product(rows, gate, pairs), _product(rows, up, pairs), _shares(weights, pairs)
+            _product(rows, gate, pairs), _product(rows, up, pairs), _router_weights(weights, pairs)
         )
-        out = _collect(_product(hidden, down, pairs), pairs)
+        out = _combine(_product(hidden, down, pairs), pairs)
         return None, _sum(collectives.sum_scatter(out, split.leading), split.hidden)
 
     _, out = _in_chunks(split, one_chunk, None, _flat(x, weights, chosen))
@@ -188,10 +187,10 @@ def _decode(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
     if split.width:
         first = jax.lax.axis_index(split.width) * share
         tokens = jax.lax.dynamic_slice_in_dim(tokens, first, share, axis=1)
-    rows = _spread(tokens, pairs)
+    rows = _dispatch(tokens, pairs)
     both = (_product(rows, kernel, pairs).astype(jnp.float32) for kernel in (gate, up))
     both = (_sum(part, split.width).astype(x.dtype) for part in both)
-    out = _collect(_product(_hidden(*both, _shares(weights, pairs)), down, pairs), pairs)
+    out = _combine(_product(_hidden(*both, _router_weights(weights, pairs)), down, pairs), pairs)
     out = _gather(_sum(out, split.leading + split.hidden), split.width, axis=1)
     if together:
         first = jax.lax.axis_index(together) * len(x)
@@ -204,23 +203,26 @@ def _backward(split: _Split, x, weights, chosen, kernels: Kernels, to_out):
 
     Nothing of the forward pass is stored; each chunk is recomputed.
     """
-    gate, up, down = _whole(split, kernels)
+    gate, up, down = _gather_kernels(split, kernels)
 
     def one_chunk(totals, chunk):
         tokens, weights, chosen, to_out = (_gather(part, split.leading) for part in chunk)
         pairs = _pairs(split, chosen, len(gate))
-        rows, to_rows_out = _spread(tokens, pairs), _spread(to_out, pairs)
+        rows, to_rows_out = _dispatch(tokens, pairs), _dispatch(to_out, pairs)
         hidden, pull = jax.vjp(
-            _hidden, _product(rows, gate, pairs), _product(rows, up, pairs), _shares(weights, pairs)
+            _hidden,
+            _product(rows, gate, pairs),
+            _product(rows, up, pairs),
+            _router_weights(weights, pairs),
         )
-        to_gate, to_up, to_shares = pull(_product(to_rows_out, down, pairs, over=2))
+        to_gate, to_up, to_row_weights = pull(_product(to_rows_out, down, pairs, over=2))
         new = ((rows, to_gate), (rows, to_up), (to_rows_out, hidden))
         totals = tuple(t + _outer(*both, pairs) for t, both in zip(totals, new, strict=True))
         # Frees the rows before the equally large gradients of rows are computed.
         totals, to_gate, to_up = jax.lax.optimization_barrier((totals, to_gate, to_up))
         to_rows = _product(to_gate, gate, pairs, over=2) + _product(to_up, up, pairs, over=2)
-        to_weights = _take(to_shares, pairs.place).reshape(weights.shape)
-        given = _collect(to_rows, pairs), to_weights
+        to_weights = _take(to_row_weights, pairs.position).reshape(weights.shape)
+        given = _combine(to_rows, pairs), to_weights
         return totals, tuple(
             _sum(collectives.sum_scatter(g, split.leading), split.hidden) for g in given
         )
@@ -241,13 +243,14 @@ def _backward(split: _Split, x, weights, chosen, kernels: Kernels, to_out):
     return to_x.reshape(x.shape), to_weights.reshape(weights.shape), to_kernels
 
 
-def _whole(split: _Split, kernels: Kernels) -> Kernels:
+def _gather_kernels(split: _Split, kernels: Kernels) -> Kernels:
     """Gather the full width of the kernels of this device's experts."""
-    gate, up, down = (
-        _gather(kernel, split.width, axis)
-        for kernel, axis in zip(kernels, _WIDTH_AXIS, strict=True)
+    gate, up, down = kernels
+    return (
+        _gather(gate, split.width, axis=1),
+        _gather(up, split.width, axis=1),
+        _gather(down, split.width, axis=2),
     )
-    return gate, up, down
 
 
 def _flat(*tensors: jax.Array) -> tuple[jax.Array, ...]:
@@ -285,14 +288,14 @@ class _Pairs(NamedTuple):
     Pairs of other devices' experts come last, where a ragged product leaves zeros.
 
     Attributes:
-      order: pair (token * k + j) at each place, int32 [n k].
-      place: place of each pair, int32 [n k].
+      order: pair (token * k + j) at each position, int32 [n k].
+      position: position of each pair, int32 [n k].
       sizes: pairs of each expert on this device, int32 [held].
       count: experts per token, k.
     """
 
     order: jax.Array
-    place: jax.Array
+    position: jax.Array
     sizes: jax.Array
     count: int
 
@@ -307,39 +310,39 @@ def _pairs(split: _Split, chosen: jax.Array, held: int) -> _Pairs:
     return _Pairs(order, jnp.argsort(order), sizes, chosen.shape[-1])
 
 
-def _take(x: jax.Array, places: jax.Array) -> jax.Array:
-    """Index x[places] with indices clipped to the valid range.
+def _take(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Index x[positions] with indices clipped to the valid range.
 
-    The default mode would look for places out of range, at the cost of a copy of the result (134 MB
+    The default mode would look for positions out of range, at the cost of a copy of the result (134 MB
     per chunk).
     """
-    return jnp.take(x, places, axis=0, mode="clip")
+    return jnp.take(x, positions, axis=0, mode="clip")
 
 
-def _spread(tokens: jax.Array, pairs: _Pairs) -> jax.Array:
+def _dispatch(tokens: jax.Array, pairs: _Pairs) -> jax.Array:
     """Copy tokens [n, D] to the rows of their pairs [n k, D]."""
     return _take(tokens, pairs.order // pairs.count)
 
 
-def _shares(weights: jax.Array, pairs: _Pairs) -> jax.Array:
+def _router_weights(weights: jax.Array, pairs: _Pairs) -> jax.Array:
     """Reorder token weights [n, k] to the rows of their pairs [n k]."""
     return _take(weights.reshape(-1), pairs.order)
 
 
-def _collect(rows: jax.Array, pairs: _Pairs) -> jax.Array:
-    """Sum the rows of each token, [n k, D] to [n, D]; the transpose of `_spread`."""
-    by_token = _take(rows, pairs.place).reshape(-1, pairs.count, rows.shape[-1])
+def _combine(rows: jax.Array, pairs: _Pairs) -> jax.Array:
+    """Sum the rows of each token, [n k, D] to [n, D]; the transpose of `_dispatch`."""
+    by_token = _take(rows, pairs.position).reshape(-1, pairs.count, rows.shape[-1])
     return jnp.sum(by_token, axis=1)
 
 
-def _hidden(gate: jax.Array, up: jax.Array, shares: jax.Array) -> jax.Array:
+def _hidden(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
     """Compute silu(gate) * up [n k, F], times the weight of the row.
 
     `down` is linear, so the weight can be applied before it. That is cheaper (F numbers per row,
     not D), and the backward pass then does not need the results of `down`.
     """
-    gate32, up32, shares32 = (x.astype(jnp.float32) for x in (gate, up, shares))
-    return (nn.silu(gate32) * up32 * shares32[:, None]).astype(gate.dtype)
+    gate32, up32, weights32 = (x.astype(jnp.float32) for x in (gate, up, weights))
+    return (nn.silu(gate32) * up32 * weights32[:, None]).astype(gate.dtype)
 
 
 def _product(rows: jax.Array, kernels: jax.Array, pairs: _Pairs, over: int = 1) -> jax.Array:

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spell_jax.policy import safetensors as files
@@ -64,8 +65,7 @@ class Entry:
       name: name of the tensor; "{layer}" and "{expert}" stand for numbers, with one tensor for
         each.
       theirs: axes of one tensor; axes in one word are flattened together ("NH D" is a matrix).
-      ours: our axes of one tensor, in our order; by default those of `theirs`. Our parameter starts
-        with L if there is one tensor per layer, then E if there is one per expert.
+      ours: our axes of one tensor, in our order; by default those of `theirs`.
     """
 
     name: str
@@ -85,70 +85,59 @@ class Entry:
     def expertwise(self) -> bool:
         return "{expert}" in self.name
 
-    @property
-    def axes(self) -> str:
-        """Axes of our whole parameter."""
-        return "L" * self.layered + "E" * self.expertwise + (self.ours or self.letters)
-
     def their_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of one tensor."""
         return tuple(math.prod(sizes[axis] for axis in word) for word in self.theirs.split())
 
     def our_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of our whole parameter."""
-        return tuple(sizes[axis] for axis in self.axes)
+        """Shape of our parameter, with leading axes L for layers and E for experts."""
+        axes = "L" * self.layered + "E" * self.expertwise + (self.ours or self.letters)
+        return tuple(sizes[axis] for axis in axes)
 
     def in_their_order(self, ours: np.ndarray) -> np.ndarray:
         """Transpose our axes of one tensor to their order, unflattened; a view."""
         return ours.transpose([(self.ours or self.letters).index(axis) for axis in self.letters])
 
 
+_LAYER = "model.layers.{layer}."
+_EXPERT = _LAYER + "mlp.experts.{expert}."
 _COMMON = {
     "embedding": Entry("model.embed_tokens.weight", "V D"),
     "unembedding": Entry("lm_head.weight", "V D"),
     "final_norm/scale": Entry("model.norm.weight", "D"),
-    "layers/attention_norm/scale": Entry("input_layernorm.weight", "D"),
-    "layers/mlp_norm/scale": Entry("post_attention_layernorm.weight", "D"),
-    "layers/attention/q_kernel": Entry("self_attn.q_proj.weight", "NH D", "DNH"),
-    "layers/attention/k_kernel": Entry("self_attn.k_proj.weight", "KH D", "DKH"),
-    "layers/attention/v_kernel": Entry("self_attn.v_proj.weight", "KH D", "DKH"),
-    "layers/attention/o_kernel": Entry("self_attn.o_proj.weight", "D NH", "NHD"),
+    "layers/attention_norm/scale": Entry(_LAYER + "input_layernorm.weight", "D"),
+    "layers/mlp_norm/scale": Entry(_LAYER + "post_attention_layernorm.weight", "D"),
+    "layers/attention/q_kernel": Entry(_LAYER + "self_attn.q_proj.weight", "NH D", "DNH"),
+    "layers/attention/k_kernel": Entry(_LAYER + "self_attn.k_proj.weight", "KH D", "DKH"),
+    "layers/attention/v_kernel": Entry(_LAYER + "self_attn.v_proj.weight", "KH D", "DKH"),
+    "layers/attention/o_kernel": Entry(_LAYER + "self_attn.o_proj.weight", "D NH", "NHD"),
 }
 _QKV_BIAS = {
-    "layers/attention/q_bias": Entry("self_attn.q_proj.bias", "NH"),
-    "layers/attention/k_bias": Entry("self_attn.k_proj.bias", "KH"),
-    "layers/attention/v_bias": Entry("self_attn.v_proj.bias", "KH"),
+    "layers/attention/q_bias": Entry(_LAYER + "self_attn.q_proj.bias", "NH"),
+    "layers/attention/k_bias": Entry(_LAYER + "self_attn.k_proj.bias", "KH"),
+    "layers/attention/v_bias": Entry(_LAYER + "self_attn.v_proj.bias", "KH"),
 }
 _QK_NORM = {
-    "layers/attention/q_norm/scale": Entry("self_attn.q_norm.weight", "H"),
-    "layers/attention/k_norm/scale": Entry("self_attn.k_norm.weight", "H"),
+    "layers/attention/q_norm/scale": Entry(_LAYER + "self_attn.q_norm.weight", "H"),
+    "layers/attention/k_norm/scale": Entry(_LAYER + "self_attn.k_norm.weight", "H"),
 }
 _DENSE = {
-    "layers/mlp/gate_kernel": Entry("mlp.gate_proj.weight", "F D", "DF"),
-    "layers/mlp/up_kernel": Entry("mlp.up_proj.weight", "F D", "DF"),
-    "layers/mlp/down_kernel": Entry("mlp.down_proj.weight", "D F", "FD"),
+    "layers/mlp/gate_kernel": Entry(_LAYER + "mlp.gate_proj.weight", "F D", "DF"),
+    "layers/mlp/up_kernel": Entry(_LAYER + "mlp.up_proj.weight", "F D", "DF"),
+    "layers/mlp/down_kernel": Entry(_LAYER + "mlp.down_proj.weight", "D F", "FD"),
 }
 _EXPERTS = {
-    "layers/moe/router_kernel": Entry("mlp.gate.weight", "E D", "DE"),
-    "layers/moe/gate_kernel": Entry("mlp.experts.{expert}.gate_proj.weight", "F D", "DF"),
-    "layers/moe/up_kernel": Entry("mlp.experts.{expert}.up_proj.weight", "F D", "DF"),
-    "layers/moe/down_kernel": Entry("mlp.experts.{expert}.down_proj.weight", "D F", "FD"),
+    "layers/moe/router_kernel": Entry(_LAYER + "mlp.gate.weight", "E D", "DE"),
+    "layers/moe/gate_kernel": Entry(_EXPERT + "gate_proj.weight", "F D", "DF"),
+    "layers/moe/up_kernel": Entry(_EXPERT + "up_proj.weight", "F D", "DF"),
+    "layers/moe/down_kernel": Entry(_EXPERT + "down_proj.weight", "D F", "FD"),
 }
-# Model type -> our parameter path -> Hugging Face tensors. Entries under "layers/" get the prefix
-# "model.layers.{layer}.".
-TABLES: dict[str, dict[str, Entry]] = {
-    family: {
-        path: dataclasses.replace(entry, name="model.layers.{layer}." + entry.name)
-        if path.startswith("layers/")
-        else entry
-        for path, entry in entries.items()
-    }
-    for family, entries in {
-        "qwen2": _COMMON | _QKV_BIAS | _DENSE,
-        "qwen3": _COMMON | _QK_NORM | _DENSE,
-        "qwen3_moe": _COMMON | _QK_NORM | _EXPERTS,
-        "llama": _COMMON | _DENSE,
-    }.items()
+# Model type -> our parameter path -> Hugging Face tensors.
+TABLES = {
+    "qwen2": _COMMON | _QKV_BIAS | _DENSE,
+    "qwen3": _COMMON | _QK_NORM | _DENSE,
+    "qwen3_moe": _COMMON | _QK_NORM | _EXPERTS,
+    "llama": _COMMON | _DENSE,
 }
 
 
@@ -190,28 +179,10 @@ def _parts(config: PolicyConfig) -> Iterator[tuple[str, int | None, list[str]]]:
                 yield path, layer, [entry.name.format(layer=layer, expert=e) for e in experts]
 
 
-def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "/".join(key.key for key in path): leaf
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
-
-
-def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *parents, last = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return tree
-
-
 # ----------------------------------------------------------------------------------------- Reading
 
 
-def identify(
+def read_config_and_tokenizer(
     folder: str | pathlib.Path, thinking: bool | None = None
 ) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
     """Read the architecture and the tokenizer of a Hugging Face folder, without weights.
@@ -263,22 +234,19 @@ def load(
     folder = pathlib.Path(folder)
     config = _read_config(folder)
     path, found = files.scan(folder)
-    if _is_bare(found) and _COMMON["unembedding"].name not in found:
+    if _lacks_prefix(found) and _COMMON["unembedding"].name not in found:
         # Qwen3-Embedding has no output projection, whatever its config says.
         config = dataclasses.replace(config, tied_embeddings=True)
     source = _Source(config, *match(config, path, found), dtype)
     source.check_tied()
-    if mesh is None:
-        places = {}
-    else:
+    shardings: dict[str, Any] = {}
+    if mesh is not None:
         shapes, axes = transformer.abstract_params(config)
-        places = _flatten(meshes.shardings(mesh, axes, shapes))
-    flat = {}
+        shardings = flatten_dict(meshes.shardings(mesh, axes, shapes), sep="/")
     # Largest pieces first, while little else is in memory.
-    for path in sorted(source.entries, key=source.piece_size, reverse=True):
-        place = places.get(path)
-        flat[path] = _to_host(source, path) if place is None else _to_mesh(source, path, place)
-    return config, _unflatten(flat)
+    paths = sorted(source.entries, key=source.piece_size, reverse=True)
+    flat = {path: _read(source, path, shardings.get(path)) for path in paths}
+    return config, unflatten_dict(flat, sep="/")
 
 
 def _read_config(folder: pathlib.Path) -> PolicyConfig:
@@ -288,7 +256,7 @@ def _read_config(folder: pathlib.Path) -> PolicyConfig:
     return PolicyConfig.from_hf(path)
 
 
-def _is_bare(names: Iterable[str]) -> bool:
+def _lacks_prefix(names: Iterable[str]) -> bool:
     """Whether tensor names lack the prefix "model."."""
     return not any(name.startswith("model.") for name in names)
 
@@ -307,11 +275,11 @@ def match(
     entries, sizes = table(config), _sizes(config)
     # Old Llama files contain the rotary frequencies, which follow from the config.
     left = {name: t for name, t in found.items() if not name.endswith(".rotary_emb.inv_freq")}
-    is_bare = _is_bare(left)
+    lacks_prefix = _lacks_prefix(left)
     matched = {}
     for path, _, names in _parts(config):
         for name in names:
-            spelled = name.removeprefix("model.") if is_bare else name
+            spelled = name.removeprefix("model.") if lacks_prefix else name
             if spelled not in left:
                 raise ValueError(f"{source}: tensor {spelled} is missing")
             matched[name] = _checked(left.pop(spelled), entries[path].their_shape(sizes))
@@ -335,7 +303,6 @@ class _Source:
     """Parameters of a folder whose headers have been checked.
 
     Attributes:
-      config: the architecture.
       tensors: tensors by the table's names.
       copy: second copy of a tied policy's embedding, or None.
       dtype: dtype of the returned arrays, one of DTYPES.
@@ -362,11 +329,7 @@ class _Source:
         return math.prod(self.shape(path)[self.entries[path].layered :])
 
     def check_tied(self) -> None:
-        """Check that the second copy of the embedding is identical.
-
-        Raises:
-          ValueError: if the two differ in any bit.
-        """
+        """Raise ValueError if the second copy of the embedding differs in any bit."""
         if self.copy is None:
             return
         embedding = self.tensors[self.entries["embedding"].name]
@@ -381,16 +344,13 @@ class _Source:
                 raise ValueError(message)
 
     def fill(self, out: np.ndarray, path: str, layer: int, index: Index) -> None:
-        """Read a part of one layer of a parameter.
+        """Read a part of one layer of a parameter into `out`, which has its axes except L.
 
         Args:
-          out: output array, with the parameter's axes except L.
+          out: output array.
           path: path of the parameter.
           layer: layer number; ignored for parameters without layers.
           index: part to read, one slice with start and stop per axis of `out`.
-
-        Raises:
-          ValueError: if a value is not finite.
         """
         entry = self.entries[path]
         if not entry.expertwise:
@@ -416,9 +376,9 @@ class _Source:
         ]
         shape, rest = [], []
         for axis in entry.letters:
-            is_cut = any(word[0] == axis for word in words)
-            shape.append(_length(parts[axis]) if is_cut else self.sizes[axis])
-            rest.append(slice(None) if is_cut else parts[axis])
+            is_sliced = any(word[0] == axis for word in words)
+            shape.append(_length(parts[axis]) if is_sliced else self.sizes[axis])
+            rest.append(slice(None) if is_sliced else parts[axis])
         step_bytes = steps[0] * math.prod(map(_length, spans[1:])) * READ_DTYPES[tensor.dtype]
         most = max(1, BLOCK_BYTES // step_bytes)
         target = entry.in_their_order(out)
@@ -449,27 +409,26 @@ def _copy_strips(target: np.ndarray, source: np.ndarray) -> None:
         target[start : start + step] = source[start : start + step]
 
 
-def _to_host(source: _Source, path: str) -> np.ndarray:
-    """Read a whole parameter into a numpy array."""
-    shape = source.shape(path)
-    out = np.empty(shape, DTYPES[source.dtype][0])
-    layered = source.entries[path].layered
-    whole = tuple(slice(0, size) for size in shape[layered:])
-    for layer, part in enumerate(out if layered else [out]):
-        source.fill(part, path, layer, whole)
-    return out
+def _read(source: _Source, path: str, sharding: NamedSharding | None) -> np.ndarray | jax.Array:
+    """Read a whole parameter: a numpy array, or with a sharding a jax array.
 
-
-def _to_mesh(source: _Source, path: str, place: NamedSharding) -> jax.Array:
-    """Read a whole parameter into a jax array; each host reads the parts its devices hold."""
+    Each host reads only the parts that its devices hold.
+    """
     shape, dtype = source.shape(path), DTYPES[source.dtype][0]
-    if not source.entries[path].layered:
-        return _piece(source, path, 0, shape, place)
-    stack = jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=place)()
-    insert = jax.jit(_insert, donate_argnums=0, out_shardings=place)
-    place_of_layer = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+    layered = source.entries[path].layered
+    if sharding is None:
+        out = np.empty(shape, dtype)
+        whole = tuple(slice(0, size) for size in shape[layered:])
+        for layer, part in enumerate(out if layered else [out]):
+            source.fill(part, path, layer, whole)
+        return out
+    if not layered:
+        return _piece(source, path, 0, shape, sharding)
+    stack = jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
+    insert = jax.jit(_insert, donate_argnums=0, out_shardings=sharding)
+    sharding_of_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     for layer in range(shape[0]):
-        piece = _piece(source, path, layer, shape[1:], place_of_layer)
+        piece = _piece(source, path, layer, shape[1:], sharding_of_layer)
         # Block, so that pieces do not pile up in memory.
         stack = insert(stack, piece, np.int32(layer)).block_until_ready()
     return stack
@@ -481,7 +440,7 @@ def _insert(stack: jax.Array, piece: jax.Array, layer: jax.Array) -> jax.Array:
 
 
 def _piece(
-    source: _Source, path: str, layer: int, shape: tuple[int, ...], place: NamedSharding
+    source: _Source, path: str, layer: int, shape: tuple[int, ...], sharding: NamedSharding
 ) -> jax.Array:
     """Read one layer of a parameter onto its devices."""
     dtype = DTYPES[source.dtype][0]
@@ -495,7 +454,7 @@ def _piece(
             done[bounds] = out
         return done[bounds]
 
-    return jax.make_array_from_callback(shape, place, read, dtype=dtype)
+    return jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
 
 
 # ----------------------------------------------------------------------------------------- Writing
@@ -511,8 +470,8 @@ def save(
 ) -> None:
     """Write a Hugging Face folder: config.json, weights and tokenizer files.
 
-    The folder appears complete or not at all; an existing one is replaced. With several hosts,
-    every process must call this with its shards of the parameters; process 0 writes.
+    An existing folder is replaced; see safetensors.replacing. With several hosts, every process
+    must call this with its shards of the parameters; process 0 writes.
 
     Args:
       folder: output folder.
@@ -531,7 +490,7 @@ def save(
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: must be one of {tuple(DTYPES)}")
     fields = config.to_hf() | {"torch_dtype": dtype}
-    flat = _flatten(params)
+    flat = flatten_dict(params, sep="/")
     _check_params(config, flat)
     if tokenizer is not None:
         fields |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
@@ -564,20 +523,20 @@ def _write_others(
     tokenizer.save(folder)
     if not (folder / GENERATION_FILE).exists():
         ends = list(tokenizer.stop_ids)
-        generation = {
+        ids = {
             "eos_token_id": ends[0] if len(ends) == 1 else ends,
             "pad_token_id": tokenizer.pad_id,
         }
-        write_json(folder / GENERATION_FILE, generation, indent=2)
+        write_json(folder / GENERATION_FILE, ids, indent=2)
 
 
 def _check_params(config: PolicyConfig, flat: Mapping[str, Any]) -> None:
-    wanted = {path: entry.our_shape(_sizes(config)) for path, entry in table(config).items()}
-    if differing := set(flat) ^ set(wanted):
+    entries, sizes = table(config), _sizes(config)
+    if differing := set(flat) ^ set(entries):
         path = min(differing)
         raise ValueError(f"parameter {path} is {'unknown' if path in flat else 'missing'}")
-    for path, shape in wanted.items():
-        if flat[path].shape != shape:
+    for path, entry in entries.items():
+        if flat[path].shape != (shape := entry.our_shape(sizes)):
             raise ValueError(f"parameter {path} has shape {flat[path].shape}, needs {shape}")
 
 

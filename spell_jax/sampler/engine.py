@@ -85,8 +85,8 @@ class Sampler:
             int8.check(policy)
             shapes, axes = transformer.abstract_params(policy)
             kernels = int8.kernels(meshes.shardings(mesh, axes, shapes))
-            self._quantized = int8.placements(kernels)
-            self._quantize = jax.jit(int8.small_kernels, out_shardings=self._quantized)
+            self._quantized = int8.int8_shardings(kernels)
+            self._quantize = jax.jit(int8.quantize_kernels, out_shardings=self._quantized)
         self.init_state: jax.stages.Wrapped = jax.jit(
             self._init_state, static_argnums=0, out_shardings=shardings
         )
@@ -111,15 +111,15 @@ class Sampler:
     def start_session(self, params: transformer.Params) -> Session:
         """Session with the given weights (in the compute dtype); allocates its pool."""
         if self._quantized is not None:
-            params = int8.joined(params, self._quantize(int8.kernels(params)))
+            params = int8.with_int8(params, self._quantize(int8.kernels(params)))
         return Session(self, params)
 
     def abstract_params(self, params: transformer.Params) -> transformer.Params:
         """Shapes and shardings that the programs receive for those given to `start_session`."""
         if self._quantized is None:
             return params
-        small = jax.eval_shape(int8.small_kernels, int8.kernels(params))
-        return int8.joined(params, meshes.with_sharding(small, self._quantized))
+        small = jax.eval_shape(int8.quantize_kernels, int8.kernels(params))
+        return int8.with_int8(params, meshes.with_sharding(small, self._quantized))
 
     def sample(
         self,

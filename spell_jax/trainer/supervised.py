@@ -105,7 +105,7 @@ def make_policy(config: SupervisedConfig) -> tuple[PolicyConfig, tokenizers.Toke
     if folder:
         if not pathlib.Path(folder).is_dir():
             raise FileNotFoundError(f"policy.folder = {folder!r}: must be a Hugging Face folder")
-        policy, tokenizer = weights.identify(folder)
+        policy, tokenizer = weights.read_config_and_tokenizer(folder)
         return dataclasses.replace(policy, remat=config.policy.remat), tokenizer
     if config.policy.tokenizer:
         tokenizer = tokenizers.load(config.policy.tokenizer)

@@ -131,7 +131,7 @@ def test_what_is_too_long_is_not_answered_and_changes_no_other_answer(
 ) -> None:
     """A request's randomness depends on its position among all requests."""
     sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 5}
-    policy, _ = weights.identify(workdir / "policy")
+    policy, _ = weights.read_config_and_tokenizer(workdir / "policy")
     long = "0 " * policy.max_positions
 
     def ask(first: str) -> list:

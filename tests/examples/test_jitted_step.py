@@ -50,7 +50,7 @@ def run_example(**sizes: int) -> tuple[Config, list[Step]]:
     """Steps of the example from the shipped policy, on one device or on a mesh."""
     mesh = meshes.make_mesh(sizes or {"fsdp": 1}, None if sizes else jax.devices()[:1])
     policy, params = weights.load(TINY_POLICY, mesh)
-    _, tokenizer = weights.identify(TINY_POLICY)
+    _, tokenizer = weights.read_config_and_tokenizer(TINY_POLICY)
     c = Config(policy, tokenizer, mesh, OPTIMIZER, groups=8, group_size=4)
     questions, truths = jitted_step.make_questions(c, STEPS * c.groups, seed=1)
     state, step = jitted_step.make_step(c, truths, params)

@@ -35,7 +35,7 @@ def test_a_folder_that_is_read(given, tmp_path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    config, words = weights.identify(tmp_path / "a")
+    config, words = weights.read_config_and_tokenizer(tmp_path / "a")
     assert (config.width, config.tied_embeddings, config.layers) == (64, False, 2)
     assert words.count("the cat") == tokenizers.load(tokenizer).count("the cat")
     changes = ["hidden_size=64", "tie_word_embeddings=false"]

@@ -104,9 +104,9 @@ def test_what_a_real_config_leaves_out() -> None:
         ({"attention_bias": True}, r"attention_bias = True: must be False"),
         ({"mlp_bias": True}, r"mlp_bias = True: must be False"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config = \{'bits': 4\}"),
-        ({"num_hidden_layers": None}, r"num_hidden_layers = None: must be a whole number"),
-        ({"hidden_size": "32"}, r"hidden_size = '32': must be a whole number"),
-        ({"vocab_size": 0}, r"vocab_size = 0: must be a whole number from 1"),
+        ({"num_hidden_layers": None}, r"num_hidden_layers = None: must be a positive integer"),
+        ({"hidden_size": "32"}, r"hidden_size = '32': must be a positive integer"),
+        ({"vocab_size": 0}, r"vocab_size = 0: must be a positive integer"),
         ({"num_key_value_heads": 3}, r"policy\.kv_heads = 3: must divide"),
         ({"rms_norm_eps": "small"}, r"rms_norm_eps = 'small': must be a number"),
         ({"rms_norm_eps": 0}, r"policy\.norm_epsilon = 0\.0: must be above 0"),
@@ -145,7 +145,7 @@ def test_any_change_of_a_config_is_read_or_refused(model_type: str, data) -> Non
 
 
 def test_a_stretched_context() -> None:
-    longer = tiny.POLICY.stretched("yarn", 4.0)
+    longer = tiny.POLICY.with_rope_scaling("yarn", 4.0)
     assert longer.max_positions == 4 * tiny.POLICY.max_positions
     assert longer.rope == RopeConfig(1e4, "yarn", 4.0, tiny.POLICY.max_positions)
     assert PolicyConfig.from_hf(longer.to_hf()) == longer
@@ -153,14 +153,14 @@ def test_a_stretched_context() -> None:
     with pytest.raises(ValueError, match=r"have 1025 tokens .* max_position_embeddings = 1024"):
         longer.check_length(1025)
     with pytest.raises(ValueError, match=r"policy\.rope_scaling = 'yarn': .* is 'linear' already"):
-        LLAMA.stretched("yarn", 2.0)
+        LLAMA.with_rope_scaling("yarn", 2.0)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", ""])
 def test_a_file_that_is_no_config_is_named(content: str, tmp_path) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"config\.json: (not JSON|holds a list)"):
+    with pytest.raises(ValueError, match=r"config\.json: (.*line 1|must be a JSON object)"):
         PolicyConfig.from_hf(path)
     path.write_text(json.dumps(tiny.POLICY.to_hf()))
     assert PolicyConfig.from_hf(path) == tiny.POLICY

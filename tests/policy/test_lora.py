@@ -58,7 +58,7 @@ def _learner(policy=POLICY, **mesh: int) -> Learner:
 )
 def test_the_pattern_chooses(pattern: str, adapted: set[str]) -> None:
     policy = dataclasses.replace(tiny.POLICY, lora=LoraConfig(pattern=pattern))
-    assert set(lora.targets(policy)) == adapted
+    assert set(policy.lora_targets) == adapted
     trained, _ = lora.split(policy, transformer.abstract_params(policy)[0])
     assert _names(trained) == {f"layers/{path}_lora_{x}" for path in adapted for x in "ab"}
 
@@ -66,7 +66,7 @@ def test_the_pattern_chooses(pattern: str, adapted: set[str]) -> None:
 def test_experts_have_no_adapters() -> None:
     changes = {"experts": 4, "experts_per_token": 2, "qk_norm": True, "qkv_bias": False}
     policy = dataclasses.replace(POLICY, **changes)
-    assert set(lora.targets(policy)) == {f"attention/{x}" for x in "qkvo"}
+    assert set(policy.lora_targets) == {f"attention/{x}" for x in "qkvo"}
     assert not any("moe" in name for name in _names(lora.split(policy, _shapes(policy))[0]))
     with pytest.raises(ValueError, match=r"lora\.pattern = 'gate': is in none of"):
         dataclasses.replace(policy, lora=LoraConfig(pattern="gate"))

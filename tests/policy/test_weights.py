@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from flax.traverse_util import flatten_dict
 
 from spell_jax.policy import safetensors as files
 from spell_jax.policy import tokenizer as tokenizers
@@ -91,7 +92,7 @@ def _change_json(path: pathlib.Path, change: Callable[[dict[str, Any]], Any]) ->
 
 @every_policy
 def test_the_table_has_the_parameters_of_the_model(policy: PolicyConfig) -> None:
-    shapes = weights._flatten(transformer.abstract_params(policy)[0])
+    shapes = flatten_dict(transformer.abstract_params(policy)[0], sep="/")
     sizes = weights._sizes(policy)
     found = {path: entry.our_shape(sizes) for path, entry in weights.table(policy).items()}
     assert found == {path: leaf.shape for path, leaf in shapes.items()}
@@ -442,7 +443,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path) -> None:
     with pytest.raises(
         ValueError, match=r"policy: the tokenizer has \d{3} tokens.*vocab_size = 64"
     ):
-        weights.identify(tmp_path / "policy")
+        weights.read_config_and_tokenizer(tmp_path / "policy")
 
 
 def test_a_folder_is_identified_without_its_weights(tmp_path) -> None:
@@ -450,8 +451,8 @@ def test_a_folder_is_identified_without_its_weights(tmp_path) -> None:
     policy = dataclasses.replace(tiny.POLICY, vocab_size=tokenizer.vocab_size)
     weights.save(tmp_path, policy, tiny.weights(policy), tokenizer)
     (tmp_path / files.SINGLE).unlink()
-    config, found = weights.identify(tmp_path)
+    config, found = weights.read_config_and_tokenizer(tmp_path)
     assert config == policy and found.vocab_size == tokenizer.vocab_size
     (tmp_path / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"config\.json: not there"):
-        weights.identify(tmp_path)
+        weights.read_config_and_tokenizer(tmp_path)

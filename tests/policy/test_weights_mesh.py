@@ -8,6 +8,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 from spell_jax.policy import safetensors as files
 from spell_jax.policy import transformer, weights
@@ -84,10 +85,10 @@ def test_a_device_reads_only_what_it_holds(name: str, shape, tmp_path, counted) 
     policy = POLICIES[name]
     weights.save(tmp_path, policy, tiny.weights(policy))
     shapes, axes = transformer.abstract_params(policy)
-    places = weights._flatten(meshes.shardings(meshes.make_mesh(shape), axes, shapes))
+    places = flatten_dict(meshes.shardings(meshes.make_mesh(shape), axes, shapes), sep="/")
     found = weights.match(policy, *files.scan(tmp_path))
     source = weights._Source(policy, *found, "float32")
-    wanted = weights._flatten(tiny.weights(policy))
+    wanted = flatten_dict(tiny.weights(policy), sep="/")
     split = 0
     for path, place in places.items():
         whole = wanted[path]
@@ -120,7 +121,7 @@ def test_a_load_asks_for_what_single_devices_hold(name: str, shape, tmp_path, mo
 
     monkeypatch.setattr(weights._Source, "fill", watching)
     _, params = weights.load(tmp_path, meshes.make_mesh(shape))
-    for path, leaf in weights._flatten(params).items():
+    for path, leaf in flatten_dict(params, sep="/").items():
         part = leaf.sharding.shard_shape(leaf.shape)
         assert asked[path] == {part[1:] if path.startswith("layers/") else part}
 

@@ -86,7 +86,7 @@ def test_on_a_mesh_equals_one_device(mesh: dict[str, int]) -> None:
 
 
 def _quantize(params):
-    return int8.joined(params, int8.small_kernels(int8.kernels(params)))
+    return int8.with_int8(params, int8.quantize_kernels(int8.kernels(params)))
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def test_first_its_own_checkpoint_then_the_next(policy, other, tmp_path, caplog)
     (folder / "model.safetensors").unlink()
     models, step = begin(config, empty)
     assert step == 0 and f"{folder} holds no weights: begins with random ones" in caplog.text
-    shape = weights.identify(folder)[0]
+    shape = weights.read_config_and_tokenizer(folder)[0]
     initial = jax.jit(lambda: transformer.init(shape, jax.random.key(config.seed)))()
     assert_equal(models["policy"].params, initial)
 
@@ -100,7 +100,9 @@ def test_a_step_of_another_run_is_named(policy, other, tmp_path):
     step = other / "checkpoints" / "1"
     models, _ = begin(noise.small_config(policy, init_from=str(step)), tmp_path)
     one_device = meshes.make_mesh(None, jax.devices()[:1])
-    _, wanted = runs.read_weights(other, weights.identify(policy)[0], one_device, step=1)
+    _, wanted = runs.read_weights(
+        other, weights.read_config_and_tokenizer(policy)[0], one_device, step=1
+    )
     assert_equal(models["policy"].params, wanted)
 
 

@@ -96,7 +96,7 @@ def test_adapters_alone_are_trained_kept_and_exported(policy, adapted, tmp_path)
     play(noise.small_config(policy, **SHORT, **LORA), resumed)
     config, found = weights.load(adapted / "policy")
     assert_same(load(resumed / "policy"), found)
-    assert config == weights.load(policy)[0].stretched("yarn", 2.0)
+    assert config == weights.load(policy)[0].with_rope_scaling("yarn", 2.0)
     old = dict(jax.tree_util.tree_leaves_with_path(load(policy)))
     for path, leaf in jax.tree_util.tree_leaves_with_path(found):
         name = "/".join(key.key for key in path)

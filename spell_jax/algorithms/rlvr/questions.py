@@ -404,7 +404,7 @@ def make_teacher(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Teacher
 
     Raises:
       UsageError: if there is no teacher, half of an endpoint, or both an endpoint and a policy.
-      FileNotFoundError, ValueError: see JudgeConfig, Options and weights.identify.
+      FileNotFoundError, ValueError: see JudgeConfig, Options and weights.read_config_and_tokenizer.
     """
     url, model, folder = given.teacher_url, given.teacher_model, given.teacher_policy
     if bool(url) != bool(model) or bool(url) == bool(folder):
