@@ -141,13 +141,13 @@ def _call(
     page_size, (part, parts) = pages.page_size, share
     longest = jnp.max(num_visible, axis=(2, 3)).reshape(-1)
     counts = jnp.clip(pl.cdiv(longest - part * page_size, parts * page_size), 0, table.shape[1])
-    layer_and_first = jnp.stack([jnp.int32(layer), jnp.int32(part * page_size)])
+    origin = jnp.stack([jnp.int32(layer), jnp.int32(part * page_size)])
     offsets = jnp.arange(sizes.piece)[:, None] * parts * page_size + jnp.arange(page_size)
     steps = len(counts)
     cores = 2 if steps % 2 == 0 else 1
 
     def of_step(shape, index, ahead: int = 0, **options):
-        def index_map(core, step, counts, layer_and_first):
+        def index_map(core, step, counts, origin):
             step = jnp.minimum((step + ahead) * cores + core, steps - 1)
             blocks = jnp.int32(sizes.blocks)
             return index(lax.div(step, blocks), lax.rem(step, blocks))
@@ -196,7 +196,7 @@ def _call(
     )
     tables = table.astype(jnp.int32)[:, None]
     offsets = offsets.reshape(1, -1).astype(jnp.int32)
-    indices = counts.astype(jnp.int32), layer_and_first, tables, tables, offsets, num_visible
+    indices = counts.astype(jnp.int32), origin, tables, tables, offsets, num_visible
     return run(*indices, queries, *pools)
 
 
@@ -216,21 +216,13 @@ def _pools(pages: Pages, interpret) -> list[Any]:
 
 
 def _kernel(
-    counts,
-    layer_and_first,
-    table,
-    next_table,
-    offsets,
-    num_visible,
-    queries,
-    *rest,
-    sizes: _BlockSizes,
-    stride: int,
+    counts, origin, table, next_table, offsets, num_visible, queries, *rest, sizes, stride
 ) -> None:
     """Kernel body, grid [cores, steps].
 
     Shapes: queries and out [K, queries, H]; num_visible [1, queries]; lse [K, queries]; top and
-    total [K, queries, 1]. `first` is the number of the buffer for the row's first chunk.
+    total [K, queries, 1]. `origin` is the layer and the first position of a page; `first` is the
+    number of the buffer for the row's first chunk.
     """
     count = (len(rest) - 6) // 2
     pools, (out, lse, top, total, first, arrived, *buffers) = rest[:count], rest[count:]
@@ -242,7 +234,7 @@ def _kernel(
 
     def copies(page, slot, i):
         for pool, buffer in zip(pools, buffers, strict=True):
-            source, target = pool.at[layer_and_first[0], page], buffer.at[slot, i]
+            source, target = pool.at[origin[0], page], buffer.at[slot, i]
             yield pltpu.make_async_copy(source, target, arrived.at[slot])
 
     def fetch(table, pages, chunk, slot) -> None:
@@ -286,7 +278,7 @@ def _kernel(
         @pl.loop(0, _ceil(live, sizes.piece))
         def _(piece):
             page = chunk * sizes.chunk + piece * sizes.piece
-            limit = num_visible[...].reshape(-1, 1) - page * stride - layer_and_first[1]
+            limit = num_visible[...].reshape(-1, 1) - page * stride - origin[1]
             some = (slot, pl.ds(piece * sizes.piece, sizes.piece))
             _add_pages(queries, buffers, some, offsets[...] < limit, (out, top, total))
 

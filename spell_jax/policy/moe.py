@@ -164,9 +164,8 @@ def _forward(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
         tokens, weights, chosen = (_gather(part, split.leading) for part in chunk)
         pairs = _pairs(split, chosen, len(gate))
         rows = _dispatch(tokens, pairs)
-        hidden = _hidden(
-            _product(rows, gate, pairs), _product(rows, up, pairs), _router_weights(weights, pairs)
-        )
+        inputs = _product(rows, gate, pairs), _product(rows, up, pairs)
+        hidden = _hidden(*inputs, _router_weights(weights, pairs))
         out = _combine(_product(hidden, down, pairs), pairs)
         return None, _sum(collectives.sum_scatter(out, split.leading), split.hidden)
 
@@ -209,12 +208,8 @@ def _backward(split: _Split, x, weights, chosen, kernels: Kernels, to_out):
         tokens, weights, chosen, to_out = (_gather(part, split.leading) for part in chunk)
         pairs = _pairs(split, chosen, len(gate))
         rows, to_rows_out = _dispatch(tokens, pairs), _dispatch(to_out, pairs)
-        hidden, pull = jax.vjp(
-            _hidden,
-            _product(rows, gate, pairs),
-            _product(rows, up, pairs),
-            _router_weights(weights, pairs),
-        )
+        inputs = _product(rows, gate, pairs), _product(rows, up, pairs)
+        hidden, pull = jax.vjp(_hidden, *inputs, _router_weights(weights, pairs))
         to_gate, to_up, to_row_weights = pull(_product(to_rows_out, down, pairs, over=2))
         new = ((rows, to_gate), (rows, to_up), (to_rows_out, hidden))
         totals = tuple(t + _outer(*both, pairs) for t, both in zip(totals, new, strict=True))
@@ -313,8 +308,8 @@ def _pairs(split: _Split, chosen: jax.Array, held: int) -> _Pairs:
 def _take(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Index x[positions] with indices clipped to the valid range.
 
-    The default mode would look for positions out of range, at the cost of a copy of the result (134 MB
-    per chunk).
+    The default mode would look for positions out of range, at the cost of a copy of the result
+    (134 MB per chunk).
     """
     return jnp.take(x, positions, axis=0, mode="clip")
 
