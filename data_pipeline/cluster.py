@@ -1,18 +1,13 @@
 """Hierarchical clustering of documents by their vectors.
 
-1. A pool is the set of documents that serve the same tasks. Clusters never mix pools. Each pool
-   starts as one root node of a tree. Documents of sources with `one_document_per_cluster` get one
-   root node each.
+1. A pool is the set of documents that serve the same tasks; clusters never mix pools. Each pool is
+   the root node of a tree, and so is each document of a source with `one_document_per_cluster`.
 2. A "point" is a document's id, token count and vector with the node it belongs to.
 3. A level splits every node with more than `node_documents` documents: one stage fits centroids to
-   a sample of the node, a second stage moves each point to its nearest centroid.
-4. Between stages the driver reads the document count of each node. It stops when no node is too
-   large, or after `levels` levels.
-5. One worker then clusters each node in memory (kmeans.make_leaves).
-6. The clusters are joined with their texts.
-
-When a node is over the limit, no split step holds more than about `fit_documents` of its vectors:
-its sample is the documents with the smallest ids, which are hashes.
+   a sample of the node, a second stage moves each point to its nearest centroid. The sample is the
+   documents with the smallest ids, which are hashes.
+4. The driver stops when no node is too large, or after `levels` levels. One worker then clusters
+   each node in memory (kmeans.make_leaves), and the clusters are joined with their texts.
 """
 
 from __future__ import annotations
@@ -51,9 +46,6 @@ PIECES = "/of "  # marks the name of a node that holds the pieces of one documen
 log = logging.getLogger(__name__)
 
 
-# ------------------------------------------------------------------------------------------- driver
-
-
 def cluster(
     stages: Stages,
     documents: str,
@@ -74,55 +66,38 @@ def cluster(
 
     Returns:
       The last stage, with the total seconds of all clustering stages and these counts:
-        ("clusters", pool);
-        ("cluster size = N", pool);
+        ("clusters", pool) and ("cluster size = N", pool);
         ("small clusters", pool): clusters with fewer than min_documents documents;
         ("nodes over the limit", pool): nodes still over node_documents when they were clustered;
         ("documents clustered", source);
         ("documents removed: REASON", source).
     """
-    fields = dataclasses.asdict(config)
-
-    def settings(*names: str) -> dict[str, Any]:
-        return {name: fields[name] for name in names}
-
     usable = {"pools": dict(pools), "max_cluster_tokens": config.max_cluster_tokens}
-    make = functools.partial(make_points, alone=tuple(sorted(alone)), **usable)
-    made_from = usable | {"together": sorted(alone)}
-    first = stages.run("cluster-points", made_from, make, after, documents=documents)
-    fitted_by = settings("node_documents", "fit_documents", "min_documents", "seed")
-    done = _split_levels(stages, first, fitted_by, config, pools)
+    given: dict[str, Any] = usable | {"alone": sorted(alone)}
+    make = functools.partial(make_points, **given)
+    first = stages.run("cluster-points", given, make, after, documents=documents)
+    done = _split_levels(stages, first, config, pools)
     last = done[-1]
     for node, number in large_nodes(last, config).items():
         log.warning("node %s has %d documents after %d levels", node, number, config.levels)
-    leaves = stages.run(
-        "cluster-members",
-        fields,
-        functools.partial(make_members, config=config),
-        [last],
-        points=f"{last.name}/points",
-    )
-    joined = stages.run(
-        "cluster",
-        usable | settings("min_documents"),
-        functools.partial(make_clusters, min_documents=config.min_documents, **usable),
-        [*after, leaves],
-        documents=documents,
-        members="cluster-members/members",
-    )
+    make = functools.partial(make_members, config=config)
+    made_from, points = dataclasses.asdict(config), f"{last.name}/points"
+    leaves = stages.run("cluster-members", made_from, make, [last], points=points)
+    given = usable | {"min_documents": config.min_documents}
+    inputs = {"documents": documents, "members": "cluster-members/members"}
+    make = functools.partial(make_clusters, **given)
+    joined = stages.run("cluster", given, make, [*after, leaves], **inputs)
     counts = sorted(leaves.counts + joined.counts, key=lambda c: (c["what"], c["source"]))
     seconds = sum(stage.seconds for stage in [*done, leaves, joined])
     return dataclasses.replace(joined, counts=tuple(counts), seconds=seconds)
 
 
 def _split_levels(
-    stages: Stages,
-    first: Done,
-    fitted_by: dict[str, Any],
-    config: ClusterConfig,
-    pools: Mapping[str, str],
+    stages: Stages, first: Done, config: ClusterConfig, pools: Mapping[str, str]
 ) -> list[Done]:
     """Split large nodes level by level; return `first` and all stages of the levels."""
+    names = ("node_documents", "fit_documents", "min_documents", "seed")
+    fitted_by = {name: getattr(config, name) for name in names}
     done = [first]
     for level in range(1, config.levels + 1):
         last = done[-1]
@@ -148,9 +123,6 @@ def large_nodes(done: Done, config: ClusterConfig) -> dict[str, int]:
         for count in done.counts
         if count["what"] == IN_NODE and count["number"] > config.node_documents
     }
-
-
-# ------------------------------------------------------------------------------------------- stages
 
 
 def make_points(
@@ -241,9 +213,6 @@ def make_clusters(
     )
     counts = (joined.counts, made.counts) | "all counts" >> beam.Flatten()
     return {"clusters": made.clusters, "removed": joined.removed, "counts": counts}
-
-
-# -------------------------------------------------------------------------------------------- steps
 
 
 def pool_of(node: str) -> str:

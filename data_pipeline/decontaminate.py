@@ -1,10 +1,9 @@
 """Removes documents that occur in a benchmark or contain one of its questions.
 
-1. The files of each benchmark are searched for the fields that hold documents or questions, at any
-   depth. The passages between the blank lines of a benchmark document count as documents too:
-   a long context is never a near duplicate of a single text inside it.
-2. A document of the corpus is removed if it is a near duplicate of a benchmark text. Candidates are
-   found and compared as in dedup (signatures.py).
+1. The files of each benchmark are searched for the fields that hold documents or questions. The
+   passages between the blank lines of a benchmark document count as documents too: a long context
+   is never a near duplicate of a single text inside it.
+2. A document is removed if it is a near duplicate of a benchmark text, found as in dedup.
 3. It is also removed if it contains at least `question_threshold` of a question's shingles. This
    check is our addition: by Jaccard similarity a long text is never near a short one.
 4. All benchmark texts are held in memory, so documents are not shuffled.
@@ -162,9 +161,6 @@ def make_decontaminate(
     return {table: done[table] for table in ("documents", "removed", "counts")}
 
 
-# ---------------------------------------------------------------------------------------- searching
-
-
 class Index:
     """In-memory index: band key -> benchmark texts, and shingle -> benchmark questions."""
 
@@ -238,9 +234,6 @@ class _Find(beam.DoFn):
         else:
             yield event(f"documents removed: contaminated by {item.benchmark}", source)
             yield removed(document, "contaminated", f"{item.benchmark}:{item.kind}")
-
-
-# ------------------------------------------------------------------------------------------ reading
 
 
 def _read(where: str, config: BenchmarkConfig) -> Iterator[tuple[str, str, str]]:

@@ -2,21 +2,15 @@
 
 1. A text is a node of a graph, with a 24-byte sort key. Of near-equal texts the smallest node is
    kept: the text of higher quality, then the longer one, then the one with the smaller id.
-2. Nodes are grouped by the band keys of their signatures. Two nodes in a group are a candidate
-   pair. In a group of more than `largest_group` nodes, all pairs of the first `largest_group` nodes
-   are candidates, and every further node is paired with the first node only. Such groups are
-   counted.
-3. The shingle sets of candidates are compared exactly. A pair with a Jaccard similarity of at least
-   `threshold` is an edge.
+2. Nodes that share a band key of their signatures are candidate pairs. In a group of more than
+   `largest_group` nodes, every further node is paired with the first node only.
+3. Candidates whose shingles have a Jaccard similarity of at least `threshold` get an edge.
 4. Edges become connected components in `rounds` rounds of large-star and small-star steps (Kiveris
-   et al. 2014). A large-star step links a node's larger neighbors to the smallest node of its
-   neighborhood. A small-star step does the same with the node and its smaller neighbors.
-5. The smallest node of a component is kept; the others are removed as near duplicates of it. Of
-   equal texts, all but the first are removed as exact duplicates.
+   et al. 2014). The smallest node of a component is kept.
+5. Of equal texts, all but the first are removed as exact duplicates.
 
-No step compares all pairs. Bands are shuffled in packed form: a value holds the 32-byte rows (band
-key, node) of up to 2,048 documents for one of 256 partitions of the keys. Texts are shuffled twice:
-once to join the requests for their shingles, once to join the removals.
+No step compares all pairs. Bands are shuffled in packed form, and texts twice: to join the requests
+for their shingles, and to join the removals.
 """
 
 from __future__ import annotations
@@ -89,10 +83,8 @@ def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, be
     """Keep one document of each component of near-equal texts.
 
     Events of "counts":
-      ("documents read", source);
-      ("documents kept", source);
-      ("documents removed: exact duplicate", source);
-      ("documents removed: near duplicate", source);
+      ("documents read", source) and ("documents kept", source);
+      ("documents removed: exact duplicate", source), or near duplicate;
       ("groups capped", ""): band groups over `largest_group`;
       ("documents beyond the cap", ""): nodes beyond `largest_group`, once per band;
       ("candidate pairs", ""): compared pairs of texts that are not equal;
@@ -101,9 +93,6 @@ def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, be
       ("components unconverged", ""): texts whose component was not settled after `rounds` rounds.
         Such a text is removed as a duplicate of its smallest neighbor, which may be removed itself.
         The first text of a component is always kept.
-
-    Returns:
-      PCollections by table: "documents", "removed", "counts".
     """
     groups: Any = (
         documents
@@ -155,9 +144,6 @@ def _rank(quality: float | None, length: int) -> bytes:
     # fall. `falling` falls with the value everywhere.
     falling = bits if bits >> 31 else 0x7FFFFFFF - bits
     return struct.pack(">II", falling, max(0, 2**32 - 1 - length))
-
-
-# ------------------------------------------------------------------------------------------- pairs
 
 
 def _bands(document: Document, config: DedupConfig) -> tuple[np.ndarray, bytes]:
@@ -258,9 +244,6 @@ def _edge(compared: tuple[bytes, Iterable[bytes]], threshold: float) -> Iterator
         yield pair[:NODE], pair[NODE:]
 
 
-# -------------------------------------------------------------------------------------- components
-
-
 def connect(edges: Any, rounds: int) -> Any:
     """Turn the connected components of a graph into stars.
 
@@ -315,9 +298,6 @@ def _center(node: bytes, others: Iterable[bytes]) -> Iterator[Any]:
         yield min(near), node
         if len(near) > 1:
             yield event("components unconverged")
-
-
-# --------------------------------------------------------------------------------------- survivors
 
 
 def _name(_: bytes, groups: dict[str, Iterable]) -> Iterator[Any]:

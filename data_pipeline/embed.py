@@ -1,25 +1,21 @@
 """Computes document vectors for clustering.
 
 Method "tfidf" needs no weights and no accelerator:
-1. A document's words are hashed to `features` numbers and counted. A Chinese or Japanese character
-   is a word. There is no stop-word list, because step 3 finds stop words in any language.
-2. The sample is the `fit_documents` documents with the smallest ids, which are hashes.
-3. A word that occurs in d of the n sampled documents has the weight log((1 + n) / (1 + d)). A word
-   in all documents has no weight. A word in only one document is dropped: it relates to no other.
-4. A truncated SVD of the sample gives at most `dimensions` - 1 directions in the space of words.
-5. A document's word counts, damped to 1 + log(count) and weighted, are projected onto the
-   directions and scaled to length 1. Documents without any informative word get the last axis, so
-   they are similar only to each other.
+1. A document's words are hashed to `features` numbers and counted. There is no stop-word list,
+   because step 2 finds stop words in any language.
+2. A word that occurs in d of n sampled documents has the weight log((1 + n) / (1 + d)). A word in
+   only one sampled document is dropped: it relates to no other.
+3. A truncated SVD of the sample gives at most `dimensions` - 1 directions in the space of words.
+4. Word counts, damped to 1 + log(count) and weighted, are projected onto the directions and scaled
+   to length 1. Documents without any informative word get the last axis.
 
-Method "policy" uses an embedding model such as Qwen3-Embedding:
-1. Documents are split by id into `shards` groups and sorted by length within each group, so the
-   batches do not depend on the workers.
-2. Each process loads the model once, on all of its devices (spell_jax/policy/embedder.py).
+Method "policy" uses an embedding model such as Qwen3-Embedding (spell_jax/policy/embedder.py).
+Documents are split by id into `shards` groups and sorted by length, so the batches do not depend on
+the workers.
 
-Vectors are float32 [D]. D is the number of directions plus 1 (a small collection has fewer
-directions), or the policy's width. Vectors are bit-identical for any number of workers and, with
-"tfidf", for any number of cores. With "policy" they depend on a worker's kind and number of
-devices.
+Vectors are float32 [D]. D is the number of directions plus 1, or the policy's width. Vectors are
+bit-identical for any number of workers and, with "tfidf", for any number of cores. With "policy"
+they depend on a worker's kind and number of devices.
 """
 
 from __future__ import annotations
@@ -51,8 +47,7 @@ WORD = f"[{_CJK}]|[^\\W{_CJK}]{{2,}}"
 # Power iterations of the SVD. With 2, 4 and 7 iterations equally many of 381 speech pieces (77 to
 # 79 %) have their nearest neighbor within ten years.
 ROUNDS = 4
-# Share of the largest singular value; directions below it are rounding errors.
-NEGLIGIBLE = 1e-4
+NEGLIGIBLE = 1e-4  # share of the largest singular value; smaller ones are rounding errors
 BLOCK_BYTES = 4 << 20  # the directions are split into such blocks: runners limit an element's size
 EMBED_AT_ONCE = 1024  # documents whose tokens and vectors are in memory at once
 
@@ -126,11 +121,7 @@ class EmbedConfig:
 def make_embed(
     documents: beam.PCollection, total: int, config: EmbedConfig
 ) -> dict[str, beam.PCollection]:
-    """Add vectors to documents; `total`, their number, determines the share that is sampled.
-
-    Returns:
-      PCollections by table: "documents" with vectors, and "counts".
-    """
+    """Add vectors to documents; `total`, their number, determines the share that is sampled."""
     if config.method == "tfidf":
         # The number of ids below a threshold is random. A margin of 4 standard deviations makes
         # sure that there are enough.
@@ -154,9 +145,6 @@ def make_embed(
             >> beam.ParDo(_EmbedByPolicy(config)).with_outputs("counts", main="documents")
         )
     return {"documents": embedded["documents"], "counts": embedded["counts"]}
-
-
-# ------------------------------------------------------------------------------------------- tfidf
 
 
 @functools.cache
@@ -188,12 +176,11 @@ def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Ite
     from threadpoolctl import threadpool_limits
 
     chosen = sorted(sample[1])[: config.fit_documents]
-    words = [np.frombuffer(data, np.int32) for _, data, _ in chosen]
-    counts = np.concatenate([np.frombuffer(data, np.float32) for *_, data in chosen])
-    ends = np.cumsum([0, *map(len, words)])
-    table: Any = csr_array(
-        (_damped(counts), np.concatenate(words), ends), shape=(len(chosen), config.features)
-    )
+    words = np.frombuffer(b"".join(data for _, data, _ in chosen), np.int32)
+    counts = np.frombuffer(b"".join(data for *_, data in chosen), np.float32)
+    ends = np.cumsum([0, *(len(data) // words.itemsize for _, data, _ in chosen)])
+    shape = len(chosen), config.features
+    table: Any = csr_array((1 + np.log(counts), words, ends), shape=shape)
     found = np.bincount(table.indices, minlength=config.features)
     informative = np.flatnonzero((found > 1) & (found < len(chosen))).astype(np.int32)
     if not len(informative):
@@ -210,11 +197,6 @@ def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Ite
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
         yield start, informative[part].tobytes(), rows[part].tobytes()
-
-
-def _damped(counts: np.ndarray) -> np.ndarray:
-    """Return 1 + log(count), because a word that occurs ten times does not matter ten times."""
-    return 1 + np.log(counts)
 
 
 class _Directions:
@@ -234,7 +216,7 @@ class _Directions:
 
         numbers = self._number[words]
         known = numbers >= 0
-        row = _damped(counts[known]), numbers[known], [0, np.count_nonzero(known)]
+        row = 1 + np.log(counts[known]), numbers[known], [0, np.count_nonzero(known)]
         vector = np.zeros(self._rows.shape[1] + 1, np.float32)
         # A sparse product sums word by word; BLAS would split the sum among threads.
         vector[:-1] = (csr_array(row, shape=(1, len(self._rows))) @ self._rows)[0]
@@ -256,9 +238,6 @@ def _embed_by_words(
         yield event(WORDLESS, document["source"])
 
 
-# ------------------------------------------------------------------------------------------ policy
-
-
 def _with_shard(document: Document, shards: int) -> tuple[int, Document]:
     return int(document["id"][:12], 16) % shards, document
 
@@ -270,8 +249,7 @@ class _SharedEmbedder:
     """
 
     def __init__(self):
-        self._lock = threading.Lock()
-        self._users, self._embedder = 0, None
+        self._lock, self._users, self._embedder = threading.Lock(), 0, None
 
     def acquire(self, config: EmbedConfig) -> None:
         from spell_jax.policy.embedder import Embedder  # takes seconds; "tfidf" does not need it

@@ -1,11 +1,7 @@
 """Filters documents by score, length, language and a user-defined predicate.
 
-1. A document with a score needs at least the minimum score. A document without one passes.
-2. It must be neither too short nor too long.
-3. It must be written in one of the languages, which its first characters show.
-4. A function named in the config may reject it. An exception in that function rejects it too.
-5. The first check that fails is the reason. Rejected documents are only counted, because there may
-   be a billion of them; those whose predicate raised are also listed.
+The first check that fails is the reason. Rejected documents are only counted, because there may be
+a billion of them; those whose predicate raised are also listed.
 """
 
 from __future__ import annotations

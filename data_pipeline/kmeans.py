@@ -1,12 +1,10 @@
 """Numerics of clustering: deterministic functions from arrays to arrays.
 
-1. `fit_centroids` runs k-means from a k-means++ start and scales the centroids to length 1. The
-   rows must come in a reproducible order, such as by id.
-2. `assign` maps a row to the centroid of largest cosine. Close calls are decided by exact products
-   summed in float64 in a fixed order, so the result does not depend on the other rows.
+1. `fit_centroids` runs k-means from a k-means++ start and scales the centroids to length 1.
+2. `assign` maps a row to the centroid of largest cosine, independent of the other rows.
 3. `make_leaves` clusters one node: k-means with one cluster per `documents_per_cluster` documents.
-   A cluster over a limit is then halved along its first principal direction until it fits.
-4. A cluster of fewer than `min_documents` documents joins the nearest one with room for all of it.
+   A cluster over a limit is halved along its first principal direction until it fits. A cluster of
+   fewer than `min_documents` documents joins the nearest one with room for all of it.
 """
 
 from __future__ import annotations
@@ -106,14 +104,13 @@ def fit_centroids(vectors: np.ndarray, k: int, seed: int, at_least: int = 1) -> 
 
 
 def assign(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """Return the index of the centroid of largest cosine for each row; the first on ties.
+    """Return the index of the centroid of largest cosine for each row, int32 [n].
+
+    The first one is taken on ties.
 
     Args:
       vectors: Unit vectors (length within 1%), float32 [n, D].
       centroids: Unit vectors, float32 [k, D].
-
-    Returns:
-      int32 [n].
     """
     # A matrix product is fast, but its last bits depend on its shape and on the processor. So it
     # only selects the centroids that can be nearest: its error is at most D half-ulps, and a
@@ -209,14 +206,11 @@ def _merge(
     means = np.stack([vectors[group].sum(axis=0, dtype=np.float64) for group in groups])
     documents = np.array([len(group) for group in groups])
     total = np.array([tokens[group].sum() for group in groups])
-    there = np.ones(len(groups), dtype=bool)
-    may_move = there.copy()
-    while True:
-        small = np.flatnonzero(there & may_move & (documents < config.min_documents))
-        if not len(small):
-            return [group for group, stays in zip(groups, there, strict=True) if stays]
+    alive = np.ones(len(groups), dtype=bool)
+    may_move = alive.copy()
+    while len(small := np.flatnonzero(may_move & alive & (documents < config.min_documents))):
         one = small[np.argmin(documents[small])]
-        room = there & (documents + documents[one] <= config.max_documents)
+        room = alive & (documents + documents[one] <= config.max_documents)
         room &= total + total[one] <= config.max_cluster_tokens
         room[one] = False
         if not room.any():  # there will be none later either, because groups only grow
@@ -229,4 +223,5 @@ def _merge(
         means[target] += means[one]
         documents[target] += documents[one]
         total[target] += total[one]
-        there[one] = False
+        alive[one] = False
+    return [group for group, stays in zip(groups, alive, strict=True) if stays]

@@ -2,12 +2,10 @@
 
 1. Small formats (.txt, .md, .html, .pdf, .json) are parsed by a function from bytes to rows.
    Formats with millions of rows (.jsonl, .parquet) are streamed from an open file.
-2. A row has a text and possibly a score, or the reason why it is unusable.
-3. An unusable file raises Unusable with the reason that it is counted under.
-4. All line ends become newlines. Other control characters except the tab become spaces, so that no
-   two words are joined. Lone surrogates, which UTF-8 cannot encode, become U+FFFD. The rest of a
-   text is unchanged.
-5. `chapters` cuts a text at its chapter headings and keeps all of it.
+2. A row has a text and possibly a score, or the reason why it is unusable. An unusable file raises
+   Unusable with the reason that it is counted under.
+3. All line ends become newlines. Other control characters except the tab become spaces, so that no
+   two words are joined. Lone surrogates, which UTF-8 cannot encode, become U+FFFD.
 """
 
 from __future__ import annotations
@@ -35,9 +33,10 @@ _CONTROLS |= {0x09: "\t", 0x0A: "\n", 0x0B: "\n", 0x0C: "\n", 0x85: "\n"}
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 # Without "head": its end tag is optional, and without one the whole page would be hidden.
+# "ix:header" has the machine-readable facts of inline XBRL.
 _HIDDEN = (
     *("title", "script", "style", "noscript", "template", "nav", "svg", "iframe", "object"),
-    "ix:header",  # machine-readable facts of inline XBRL
+    "ix:header",
 )
 _NO_END_TAG = (
     *("body", "br", "col", "dd", "dt", "embed", "head", "hr", "html", "img", "input", "li", "link"),
@@ -102,9 +101,6 @@ def clean(text: str) -> str:
     """Return the text stripped, with newlines as line ends and without control characters."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").translate(_CONTROLS)
     return _SURROGATE.sub("\ufffd", text).strip()
-
-
-# ------------------------------------------------------------------------------ files read whole
 
 
 def read_text(data: bytes) -> list[Row]:
@@ -213,14 +209,11 @@ def field_texts(value: Any, fields: Sequence[str]) -> Iterator[tuple[str, list[s
 def _strings(value: Any) -> Iterator[list[str]]:
     if isinstance(value, str):
         yield [value]
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _strings(part)
     elif isinstance(value, list) and all(isinstance(part, str) for part in value):
         yield value
-    elif isinstance(value, list):
-        for part in value:
-            if not isinstance(part, str):
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            if isinstance(value, dict) or not isinstance(part, str):
                 yield from _strings(part)
 
 
@@ -331,9 +324,6 @@ def _in_paragraphs(text: str) -> str:
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
-# --------------------------------------------------------------------------- files with many rows
-
-
 def json_rows(stream: BinaryIO, text: str, quality: str, limit: int) -> Iterator[Row]:
     """Stream the rows of a .jsonl file: strings, or objects with a text. Blank lines are skipped.
 
@@ -397,16 +387,10 @@ def as_quality(value: Any) -> float | None:
 def parquet_groups(
     file: BinaryIO, text: str, quality: str, strict: bool
 ) -> tuple[list[str], list[int]]:
-    """Find the columns of a Parquet file to read, and the row counts of its row groups.
+    """Return the columns of a Parquet file to read, and the row counts of its row groups.
 
-    Args:
-      file: The open file.
-      text: Name of the column with the text; if it is missing, "text" is used.
-      quality: Name of the column with the score.
-      strict: Whether both columns must exist under these names.
-
-    Returns:
-      [text column] or [text column, quality column], and the number of rows of each group.
+    The columns are [text] or [text, quality]. If `strict`, both must exist; else a missing column
+    `text` is replaced by "text".
     """
     try:
         parquet = pq.ParquetFile(file)
@@ -451,9 +435,6 @@ def parquet_rows(
     except Exception as error:  # a damaged file may raise anything
         because = f"row group {group}, row {number}: {describe(error)}"
         raise Unusable("breaks off", because) from error
-
-
-# -------------------------------------------------------------------------------------- chapters
 
 
 def chapters(text: str) -> list[str]:

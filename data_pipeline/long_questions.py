@@ -3,26 +3,20 @@
     python -m data_pipeline.long_questions --layout=musique --rows=DIR/musique*.jsonl
         --tokenizer=FOLDER --out=FILE.jsonl [--min_tokens=32768 --max_tokens=131072 --seed=0]
 
-1. Rows of one layout are read (question_rows.py). Bad rows are logged with file and row, counted
-   and skipped. Unusable questions are counted by reason and skipped.
-2. The documents of all rows form a pool, each text once. The tokens of each are counted once,
-   including the line break that follows it in a prompt.
-3. A target length is sampled uniformly from --min_tokens to --max_tokens for each question.
+1. The documents of all rows (question_rows.py) form a pool, each text once. Bad rows and unusable
+   questions are logged or counted, and skipped.
+2. A target length is sampled uniformly from --min_tokens to --max_tokens for each question.
    Distractors are added to its own documents in random order until the target is reached, but never
-   over the maximum.
-4. A distractor that contains the answer (or an alias) as words is skipped and counted, because it
-   might support the answer. If the answer is a number, yes or no, any distractor is allowed.
-5. The documents are shuffled. Questions are written in the layout of spell_jax/data/questions.py,
-   with their evidence.
-6. The last line printed, also in FILE.summary.json, has all counts.
+   over the maximum. One that contains the answer (or an alias) as words is skipped and counted,
+   because it might support the answer; numbers, yes and no may occur anywhere.
+3. The documents are shuffled. Questions are written in the layout of spell_jax/data/questions.py.
+   The last line printed, also in FILE.summary.json, has all counts.
 
 Random choices for a question depend only on the seed and its number. Only documents are counted:
-leave room for the rest of the prompt and the answer, or lower --max_tokens. Use rows of training
-splits: nothing here checks for benchmark data. The other half of the paper's data, questions that a
-model writes about tables and prose of Wikipedia pages, is made by
-`python -m spell_jax.algorithms.rlvr.questions` from clusters of such pages
-(data_pipeline/layouts.py keeps a page's tables as "| a | b |" lines). The paper does not state its
-distractors; these are the other rows' documents.
+leave room for the rest of the prompt and the answer. Use rows of training splits: nothing here
+checks for benchmark data. The paper does not state its distractors; these are the other rows'
+documents. The other half of its data, questions that a model writes about tables and prose of
+Wikipedia pages, is made by `python -m spell_jax.algorithms.rlvr.questions`.
 """
 
 from __future__ import annotations

@@ -2,18 +2,13 @@
 
 1. A complete output with the same fingerprint is kept. Otherwise all of its files are deleted,
    beginning with the markers of a complete build: manifest.json and dataset_info.json.
-2. Clusters are sorted by id. Shards are consecutive ranges, whose sizes differ by at most one.
-3. A Beam stage writes each shard to the worker's disk, uploads it under a temporary name and
-   renames it. So a file with a shard's name is complete. Its bytes do not depend on the workers.
-4. tfds writes features.json and dataset_info.json. index.jsonl lists id, task and size of each
-   record.
-5. manifest.json is written last, with size and hash of every file.
+2. Shards are consecutive ranges of the clusters, sorted by id. Workers write each under a temporary
+   name and rename it, so a file with a shard's name is complete.
+3. tfds writes features.json and dataset_info.json. index.jsonl lists id, task and size of each
+   record. manifest.json is written last, with size and hash of every file.
 
-To read the records:
-
-    tfds.builder_from_directory(OUT).as_data_source(split="train")
-
-If OUT is DIR/clusters/1.0.0, tfds.data_source("clusters", data_dir=DIR, split="train") works too.
+`tfds.builder_from_directory(OUT).as_data_source(split="train")` reads the records. If OUT is
+DIR/clusters/1.0.0, `tfds.data_source("clusters", data_dir=DIR, split="train")` does, too.
 """
 
 from __future__ import annotations
@@ -184,17 +179,10 @@ def shard_name(number: int, count: int) -> str:
 
 def make_features() -> tfds.features.FeaturesDict:
     """Return the tfds features of a record; `sources` and `places` have one entry per document."""
-    text, texts = tfds.features.Text, tfds.features.Sequence
-    return tfds.features.FeaturesDict(
-        {
-            "id": text(),
-            "task": text(),
-            "documents": texts(text()),
-            "sources": texts(text()),
-            "places": texts(text()),
-            "tokens": tfds.features.Scalar(np.int64),
-        }
-    )
+    fields: dict[str, Any] = {name: tfds.features.Text() for name in ("id", "task")}
+    for name in ("documents", "sources", "places"):
+        fields[name] = tfds.features.Sequence(tfds.features.Text())
+    return tfds.features.FeaturesDict(fields | {"tokens": tfds.features.Scalar(np.int64)})
 
 
 class _MakeExample(beam.DoFn):
@@ -240,9 +228,8 @@ def _write_shard(
 
 def _write_info(folder: str, shards: Sequence[Shard], size: int) -> None:
     """Write features.json and dataset_info.json; `size` is the bytes of all shards together."""
-    identity = dataset_info.DatasetIdentity(
-        name=NAME, version=tfds.core.Version(VERSION), data_dir=folder, module_name=__name__
-    )
+    version = tfds.core.Version(VERSION)
+    identity = dataset_info.DatasetIdentity(NAME, version, folder, module_name=__name__)
     template = tfds.core.ShardedFileTemplate(
         dataset_name=NAME,
         data_dir=epath.Path(folder),
@@ -267,9 +254,6 @@ def _write_info(folder: str, shards: Sequence[Shard], size: int) -> None:
         for name in (FEATURES, INFO):
             with open(os.path.join(scratch, name), "rb") as file:
                 _store(folder, name, file)
-
-
-# -------------------------------------------------------------------------------------------- files
 
 
 def _store(folder: str, name: str, data: BinaryIO) -> None:

@@ -1,18 +1,12 @@
 """Parsers of published question sets: multi-hop questions, and questions over tables and prose.
 
 1. A row becomes drafts: a question, its answer, the row's own documents and the evidence that the
-   layout names. MuSiQue and HotpotQA (2WikiMultihopQA has the same layout) have one question per
-   row. A TAT-QA row is a report with several questions. A ConvFinQA row is a conversation whose
-   last question is asked.
-2. Evidence is quoted from the documents: MuSiQue's supporting paragraphs, HotpotQA's supporting
-   sentences, the paragraphs that TAT-QA names, ConvFinQA's gold rows and sentences.
-3. TAT-QA names no table rows. The rows that contain a figure or a name of the derivation or the
-   answer are used, or else the whole table.
-4. "What were sales in 2019?" is ambiguous among fifty reports. So a report's first line is its
+   layout names, quoted from the documents. A TAT-QA row is a report with several questions. A
+   ConvFinQA row is a conversation whose last question is asked.
+2. "What were sales in 2019?" is ambiguous among fifty reports. So a report's first line is its
    name, and the question begins with that name.
-5. Questions with numeric answers get the task financial_math, others general_qa.
-6. Questions that the reward's rule could never score, such as a list of several spans, are left out
-   with a reason.
+3. Questions with numeric answers get the task financial_math, others general_qa. Questions that the
+   reward's rule could never score, such as a list of several spans, are left out with a reason.
 
 Sources: MuSiQue (Trivedi et al. 2022), HotpotQA (Yang et al. 2018), 2WikiMultihopQA (Ho et al.
 2020), TAT-QA (Zhu et al. 2021), ConvFinQA (Chen et al. 2022).

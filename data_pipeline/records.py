@@ -127,12 +127,8 @@ class Member(TypedDict):
     cluster: str
 
 
-_TYPES: dict[Any, pa.DataType] = {
-    str: pa.string(),
-    int: pa.int64(),
-    float | None: pa.float64(),
-    bytes: pa.binary(),
-}
+_TYPES: dict[Any, pa.DataType] = {str: pa.string(), int: pa.int64(), bytes: pa.binary()}
+_TYPES[float | None] = pa.float64()
 
 
 def _schema(record: type) -> pa.Schema:
@@ -191,16 +187,8 @@ def make_document(
     text: str, source: str, place: str, part: int = 0, quality: float | None = None
 ) -> Document:
     """Make a document whose tokens and vector are not computed yet."""
-    return Document(
-        id=digest(text),
-        text=text,
-        source=source,
-        place=place,
-        part=part,
-        quality=quality,
-        tokens=-1,
-        vector=b"",
-    )
+    fields: dict[str, Any] = {"source": source, "place": place, "part": part, "quality": quality}
+    return Document(id=digest(text), text=text, **fields, tokens=-1, vector=b"")
 
 
 def event(what: str, source: str = "") -> TaggedOutput:

@@ -1,12 +1,10 @@
 """HTML report of a build: report.html, one self-contained page.
 
-1. The driver fills a `Content` with numbers, names and a few texts. This module reads no tables and
-   runs no pipelines.
-2. Plots of lengths, near-duplicate groups, cluster sizes and the cluster map are inline SVG, so the
-   page needs no network and no scripts. Lines use the page's text color, in light and dark mode.
-3. Clusters are labeled with their words of highest TF-IDF.
-4. The map places clusters with similar vectors near each other, by PCA and then t-SNE.
-5. All text is escaped and unordered data is sorted, so equal content gives equal bytes.
+1. Plots are inline SVG, so the page needs no network and no scripts. Lines use the page's text
+   color, in light and dark mode.
+2. Clusters are labeled with their words of highest TF-IDF. The map places clusters with similar
+   vectors near each other, by PCA and then t-SNE.
+3. All text is escaped, and equal content gives equal bytes.
 """
 
 from __future__ import annotations

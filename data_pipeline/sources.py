@@ -1,14 +1,11 @@
 """Reads files of local or remote sources and yields filtered documents.
 
-1. The driver lists the files of each source, sorted by place. The listing records the inputs of a
-   build.
-2. A worker reads one file at a time. Parquet files are split into row groups, so that one file with
-   millions of rows keeps many workers busy.
+1. The driver lists the files of each source. The listing records the inputs of a build.
+2. A worker reads one file at a time, or a row group of a Parquet file. Files with many rows are
+   streamed: one line, or some rows of a row group, are in memory at once.
 3. A file's text, or each of its rows, is one document, or several if the source is cut at chapters.
-   Files with many rows are streamed: one line, or some rows of a row group, are in memory at once.
 4. Unusable files and rows are counted by reason and listed by place. No content of a file stops a
    build.
-5. Documents are filtered in the same stage, so that rejected ones are never written.
 """
 
 from __future__ import annotations
@@ -137,9 +134,8 @@ class Listed(TypedDict):
     """File to read.
 
     Attributes:
-      source: Name of the source in the config.
+      source, place: Location, as in Document.
       url: URL that fsspec opens.
-      place: Path relative to the source's path.
       size: Size in bytes; 0 if the file system does not report it.
       version: String that changes when the file changes; "" if the file system reports none.
     """
@@ -165,9 +161,6 @@ class Piece(TypedDict):
     columns: list[str]
     group: int
     first: int
-
-
-# --------------------------------------------------------------------------------------- listing
 
 
 def list_files(name: str, source: SourceConfig) -> list[Listed]:
@@ -247,22 +240,13 @@ def _suffix(place: str) -> str:
     return both if both in LINES else "".join(suffixes[-1:])
 
 
-# --------------------------------------------------------------------------------------- reading
-
-
 def make_read(
     pipeline: beam.Pipeline,
     listed: Sequence[Listed],
     sources: Mapping[str, SourceConfig],
     filter: FilterConfig,
 ) -> dict[str, beam.PCollection]:
-    """Read files and filter their documents.
-
-    Args:
-      pipeline: Pipeline to extend.
-      listed: Files of all sources.
-      sources: Source name -> source.
-      filter: Conditions on documents, before the overrides of each source.
+    """Read files and filter their documents; sources may override conditions of `filter`.
 
     Returns:
       PCollections by table: "documents"; "files" that were read; "removed", with unusable files and
@@ -301,11 +285,10 @@ def _split(listed: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
     elif suffix != ".parquet":
         yield Piece(file=listed, columns=[], group=0, first=0)
     else:
+        names = source.text, source.quality
         try:
             with _open(listed) as file:
-                columns, rows = layouts.parquet_groups(
-                    file, source.text, source.quality, source.strict
-                )
+                columns, rows = layouts.parquet_groups(file, *names, source.strict)
                 file.seek(0)
                 hashed = _Hashed(file)
                 hashed.drain()
@@ -313,10 +296,8 @@ def _split(listed: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
             yield from _skip(listed, error)
             return
         yield from hashed.record(listed)
-        first = 0
-        for group, number in enumerate(rows):
-            yield Piece(file=listed, columns=columns, group=group, first=first)
-            first += number
+        for group in range(len(rows)):
+            yield Piece(file=listed, columns=columns, group=group, first=sum(rows[:group]))
 
 
 def _read(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
@@ -326,9 +307,8 @@ def _read(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
     try:
         with _open(listed) as file:
             if piece["columns"]:
-                rows = layouts.parquet_rows(
-                    file, piece["columns"], piece["group"], piece["first"], source.strict
-                )
+                where = piece["columns"], piece["group"], piece["first"]
+                rows = layouts.parquet_rows(file, *where, source.strict)
                 yield from _documents(rows, listed, source)
                 return
             if suffix in LINES and source.layout != "json":
@@ -375,13 +355,9 @@ def _skip(listed: Listed, error: Unusable, what: str = "files") -> Iterator[Tagg
     yield removed(listed, error.reason, valid_utf8(error.because))
 
 
-# ----------------------------------------------------------------------------------------- bytes
-
-
 @contextmanager
 def _open(listed: Listed) -> Iterator[BinaryIO]:
-    # Selects the file system by protocol, because fsspec.open takes "::" in a file name for a chain
-    # of file systems.
+    # fsspec.open would take "::" in a file name for a chain of file systems.
     try:
         system = fsspec.filesystem(listed["url"].partition("://")[0])
         file = system.open(listed["url"], "rb")
@@ -404,10 +380,8 @@ def _read_whole(file: BinaryIO, listed: Listed, limit: int) -> bytes:
 
 
 def _uncompressed(stream: io.RawIOBase, compression: str) -> BinaryIO:
-    """Return a buffered, decompressed stream.
-
-    Uses Arrow because its streams raise on a truncated file; others take it for the end.
-    """
+    """Return a buffered, decompressed stream."""
+    # Arrow's streams raise on a truncated file; others take it for the end.
     raw: Any = pa.CompressedInputStream(stream, compression) if compression else stream
     return io.BufferedReader(raw, CHUNK)
 

@@ -1,12 +1,11 @@
 """Resumable stages: a sequence of Beam pipelines from finished tables to finished tables.
 
-1. A stage has a folder OUT/stages/NAME. Its tables are Parquet files. done.json, written last,
-   marks them as complete; it has the `fingerprint` of inputs and settings, and the counts.
-2. A stage whose done.json has the right fingerprint is skipped. So an interrupted build resumes
-   after its last finished stage, and a build with a changed setting starts at the first stage that
-   uses the setting.
-3. The folder of any other stage is emptied first, so files of an unfinished run are never read.
-4. No data stays in memory between stages. On one machine this bounds the memory of FnApiRunner,
+1. A stage has a folder OUT/stages/NAME with Parquet tables. done.json, written last, marks them as
+   complete; it has the `fingerprint` of inputs and settings, and the counts.
+2. A stage whose done.json has the right fingerprint is skipped, so a build resumes after its last
+   finished stage, or at the first stage whose settings changed. The folder of any other stage is
+   emptied first.
+3. No data stays in memory between stages. On one machine this bounds the memory of FnApiRunner,
    which shuffles in memory.
 """
 

@@ -1,9 +1,7 @@
 """Fills the report from finished stages: their counts, and the texts of a few clusters.
 
-1. Tables, funnel and distributions come from the counts, so that no large table is read.
-2. The clusters on the map are those with the smallest ids. Ids are hashes, so this is a uniform
-   sample.
-3. The first few clusters of each task are shown with their terms and the beginnings of their texts.
+No large table is read. The clusters on the map are those with the smallest ids; ids are hashes, so
+this is a uniform sample.
 """
 
 from __future__ import annotations

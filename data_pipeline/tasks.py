@@ -67,7 +67,7 @@ def assign_tasks(clusters: Mapping[str, str], config: TasksConfig) -> dict[str, 
     tasks = [task for task in config.tasks if any(task in pool.split("+") for pool in pools)]
     for task in sorted(set(config.tasks) - set(tasks)):
         log.warning("no cluster can serve %s: it gets none", task)
-    each = _most(sizes, tasks)
+    each = _max_clusters_per_task(sizes, tasks)
     if not each:
         raise ValueError(
             f"tasks: too few clusters to give one to each of {tasks or list(config.tasks)}; "
@@ -82,13 +82,10 @@ def assign_tasks(clusters: Mapping[str, str], config: TasksConfig) -> dict[str, 
     shares = _shares([sizes[pool] for pool in pools], pools, tasks, each)
     assignment: dict[str, str] = {}
     for pool, row in zip(pools, shares, strict=True):
-        ids = sorted(
-            (digest(str(config.seed), name), name)
-            for name, its_pool in clusters.items()
-            if its_pool == pool
-        )
-        chosen = np.repeat(tasks, row).tolist()  # task names, repeated by their number of clusters
-        assignment |= {name: task for (_, name), task in zip(ids, chosen, strict=False)}
+        ids = [name for name, its_pool in clusters.items() if its_pool == pool]
+        ids.sort(key=lambda name: (digest(str(config.seed), name), name))
+        repeated = np.repeat(tasks, row).tolist()  # each task as often as the pool gives to it
+        assignment |= zip(ids, repeated, strict=False)
     return assignment
 
 
@@ -111,30 +108,26 @@ def make_tasks(
     return {name: assigned[name] for name in ("tasks", "removed", "counts")}
 
 
-def _most(sizes: Mapping[str, int], tasks: Sequence[str]) -> int:
+def _max_clusters_per_task(sizes: Mapping[str, int], tasks: Sequence[str]) -> int:
     """Return the largest number of clusters that every task can get at once.
 
     By Hall's theorem it is the minimum over all sets of tasks of: the number of clusters that can
     serve any task of the set, divided by the number of tasks in the set, rounded down.
     """
-    limits = [
-        sum(number for pool, number in sizes.items() if set(some) & set(pool.split("+")))
-        // len(some)
-        for count in range(1, len(tasks) + 1)
-        for some in itertools.combinations(tasks, count)
-    ]
+    limits = []
+    for count in range(1, len(tasks) + 1):
+        for some in itertools.combinations(tasks, count):
+            usable = [n for pool, n in sizes.items() if not set(some).isdisjoint(pool.split("+"))]
+            limits.append(sum(usable) // count)
     return min(limits, default=0)
 
 
 def _shares(
     sizes: Sequence[int], pools: Sequence[str], tasks: Sequence[str], each: int
 ) -> np.ndarray:
-    """Compute the number of clusters that each pool gives to each task.
+    """Return the number of clusters that each pool gives to each task: int [pools, tasks].
 
     Solves a maximum flow from node 0 through the pools, then the tasks, to the last node.
-
-    Returns:
-      int [pools, tasks]; columns sum to `each`.
     """
     first_task = 1 + len(pools)
     sink = first_task + len(tasks)
