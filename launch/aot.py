@@ -31,7 +31,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -57,13 +57,8 @@ from spell_jax.sampler.scheduler import Scheduler
 log = logging.getLogger("launch.aot")  # __name__ is __main__ when this is the entry
 
 # Program -> phase.
-PROGRAMS = {
-    "prefill": "prefill",
-    "decode": "decode",
-    "logprob": "logprob",
-    "accumulate": "update",
-    "apply": "update",
-}
+PROGRAMS = {name: name for name in ("prefill", "decode", "logprob")}
+PROGRAMS |= {"accumulate": "update", "apply": "update"}
 PHASES = tuple(dict.fromkeys(PROGRAMS.values()))
 _ERROR_CHARACTERS = 400  # kept of an error: a compiler's message starts with the memory figures
 
@@ -76,12 +71,10 @@ class Program:
     """One jitted function with its abstract arguments.
 
     Attributes:
-      name: program name, one of PROGRAMS.
+      name: one of PROGRAMS.
       tokens: shape [rows, tokens] of the token array that the program reads.
       resident: bytes per chip that the trainer holds meanwhile, not counting `arguments`.
-      function: jitted function.
       arguments: positional arguments, trees of jax.ShapeDtypeStruct.
-      mesh: mesh that the program runs on.
       options: static keyword arguments.
       rules: logical axis rules that the trainer sets around the call.
     """
@@ -89,7 +82,7 @@ class Program:
     name: str
     tokens: tuple[int, ...]
     resident: int
-    function: Callable[..., Any]
+    function: Any
     arguments: tuple[Any, ...]
     mesh: jax.sharding.Mesh
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -99,8 +92,7 @@ class Program:
         """Lower for the mesh's devices, or for other platforms (for example "tpu" from a CPU)."""
         with jax.set_mesh(self.mesh):
             with nn.logical_axis_rules(self.rules):
-                traced: Any = self.function
-                traced = traced.trace(*self.arguments, **self.options)
+                traced = self.function.trace(*self.arguments, **self.options)
             return traced.lower(lowering_platforms=platforms)
 
 
@@ -111,10 +103,6 @@ def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig
       config: config of the run.
       path: path of a Hugging Face config.json; "" means the one in config.policy.folder.
       layers: number of layers L that replaces the policy's own; 0 keeps it.
-
-    Raises:
-      ValueError: if a field of the file is invalid.
-      FileNotFoundError: if the folder or the file does not exist.
     """
     folder = config.policy.folder
     if not path and folder != "tiny" and not pathlib.Path(folder).is_dir():
@@ -149,8 +137,6 @@ class Programs:
           length: prompt tokens P, at least 1.
           bucket: shape of the training rows; None means one prompt of P tokens with its answers.
 
-        Raises:
-          ValueError: if a field is invalid; the message has its name, its value and the remedy.
         """
         if length < 1:
             raise ValueError(f"length = {length}: must be 1 or more prompt tokens")
@@ -188,15 +174,16 @@ class Programs:
         return [getattr(self, f"_{name}")() for name in names]
 
     def _prefill(self) -> Program:
-        sampler, shards = self.sampler, self.sampler.shards
-        scheduler = Scheduler(sampler.shape, shards)
-        batch = batching.prompt_pages(scheduler, [[]] * shards, sampler.config.max_prompt)
+        sampler = self.sampler
+        scheduler = Scheduler(sampler.shape, sampler.shards)
+        prompts: list[Any] = [[]] * sampler.shards
+        batch = batching.prompt_pages(scheduler, prompts, sampler.config.max_prompt)
         return self._sampling("prefill", batch.tokens.shape, sampler.prefill, batch)
 
     def _decode(self) -> Program:
-        sampler, shards = self.sampler, self.sampler.shards
-        limits = [{} for _ in range(shards)]
-        scheduler = Scheduler(sampler.shape, shards)
+        sampler = self.sampler
+        limits = [{} for _ in range(sampler.shards)]
+        scheduler = Scheduler(sampler.shape, sampler.shards)
         batch = batching.slots(scheduler, self.lane, limits, 1, sampler.config)
         program = self._sampling("decode", (len(batch.count), 1), sampler.decode, batch)
         return dataclasses.replace(program, options={"lane": self.lane}, rules=meshes.DECODE_RULES)
@@ -234,8 +221,6 @@ class Programs:
         arguments = (self.state, gradients, sums["loss"])
         return Program("apply", (), resident, self.learner.fns.apply, arguments, self.mesh)
 
-    # -------------------------------------------------------------------------- Arguments
-
     def _batch(self) -> packing.MicroBatch:
         budget, shards = self.learner.packing.token_budget, meshes.row_shards(self.mesh)
         rows = packing.row_count(self.bucket, budget, shards)
@@ -247,8 +232,6 @@ class Programs:
         gradients, sums = jax.eval_shape(self.learner.fns.empty_carry)
         gradients = meshes.with_sharding(gradients, self.learner.fns.param_shardings)
         return gradients, _uniform(sums, meshes.replicated(self.mesh))
-
-    # ------------------------------------------------------------------- Resident memory
 
     @property
     def _copies(self) -> int:
@@ -281,17 +264,10 @@ def bytes_per_chip(tree: Any) -> int:
 
 # ------------------------------------------------------------------------------------ Collectives
 
-_KINDS = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
+_KINDS = "all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|"
+_KINDS += "ragged-all-to-all|reduce-scatter"
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) .*\{\n")
-_COLLECTIVE = re.compile(rf" = (.+?) ({'|'.join(_KINDS)})(-start)?\(")
+_COLLECTIVE = re.compile(rf" = (.+?) ({_KINDS})(-start)?\(")
 _CALLEE = re.compile(r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)")
 _LOOP = re.compile(r"(?:body|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -308,9 +284,6 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
     2. A TPU program may express a reduce-scatter as a fusion, named all-reduce-scatter, of an
        all-reduce and a slice. It counts as a reduce-scatter with the bytes of the slice. An
        all-reduce followed by a separate slice runs, and counts, as an all-reduce.
-
-    Args:
-      text: HLO text of the compiled program.
 
     Returns:
       Kind -> "count", "bytes" (of the results on one device) and "in_loops" (the part of the count
@@ -375,11 +348,7 @@ def _type_bytes(type_text: str) -> int:
 
 
 def describe(program: Program, hbm: int) -> dict[str, Any]:
-    """Compile a program and describe it.
-
-    Args:
-      program: program to compile.
-      hbm: bytes of a chip's memory that programs may use.
+    """Compile a program for chips of which programs may use `hbm` bytes.
 
     Returns:
       A JSON-able line: phase, shapes, seconds, "fits", bytes per chip and collectives; or the
@@ -430,11 +399,7 @@ def report(programs: list[Program], hbm: int, where: dict[str, Any]) -> bool:
 
 
 def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mesh:
-    """Make the config's mesh over the slice's devices, as the trainer would on that slice.
-
-    Raises:
-      ValueError: if the mesh axes do not map onto the slice's physical axes.
-    """
+    """Make the config's mesh over the slice's devices, as the trainer would on that slice."""
     devices = topologies.devices(topology)
     try:
         return meshes.make_mesh(config.mesh, devices)

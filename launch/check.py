@@ -63,11 +63,7 @@ _MISTAKES = (*_USER_ERRORS, TypeError, LookupError, AttributeError)
 
 
 class Attempts:
-    """Collector of the errors that the trainer's functions raise about a config.
-
-    Attributes:
-      mistakes: lines such as "field = value: must be ...", in the order of the calls.
-    """
+    """Collector of the errors that the trainer's functions raise about a config, in `mistakes`."""
 
     def __init__(self, config: Config):
         self.mistakes: list[str] = []
@@ -79,8 +75,7 @@ class Attempts:
         Args:
           field: field to blame if the error message does not begin with one.
           make: function to call.
-          *given: its arguments. A None argument means that an earlier step failed; `make` is then
-            not called.
+          *given: its arguments. None means that an earlier step failed: `make` is not called.
           **options: its keyword arguments.
 
         Returns:
@@ -245,12 +240,7 @@ def _check_devices(checked: Checked, topology: str, attempt: Attempts) -> None:
 def find_topology(name: str, mesh: Mapping[str, int]) -> topologies.Topology:
     """Find the devices of a name: a slice of topologies.py, cpu:N or gpu:N.
 
-    Args:
-      name: the name; "" means the fewest devices that the mesh can use.
-      mesh: axis name -> size of the config's mesh.
-
-    Raises:
-      ValueError: if the name is unknown.
+    "" means the fewest devices that the config's mesh can use.
     """
     sizes = [size for size in mesh.values() if isinstance(size, int) and size > 0]
     named = re.fullmatch(r"(?:cpu|gpu):([1-9]\d*)", name)
@@ -274,22 +264,18 @@ def _check_heads(policy: PolicyConfig, mesh: Any) -> None:
 
 
 def _check_experts(policy: PolicyConfig, mesh: Any) -> None:
-    count = mesh.shape[meshes.EXPERT]
+    count, field = mesh.shape[meshes.EXPERT], "mesh.expert"
     if count > 1 and not policy.experts:
-        raise ValueError(
-            f"mesh.expert = {count}: must be 1, the policy has no experts (mesh.fsdp splits rows "
-            "as well, and weights too)"
-        )
+        problem = "must be 1, the policy has no experts (mesh.fsdp splits rows and weights)"
+        raise ValueError(f"{field} = {count}: {problem}")
     if policy.experts % count:
-        raise ValueError(
-            f"mesh.expert = {count}: must divide the policy's {policy.experts} experts"
-        )
+        raise ValueError(f"{field} = {count}: must divide the policy's {policy.experts} experts")
 
 
 def _check_longest(layout: packing.PackingConfig, sampling: SamplerConfig) -> None:
     """Check that the largest bucket holds the longest prompt followed by one longest answer.
 
-    A group that is too long only with all its answers is no mistake: packing splits it.
+    Packing splits a group that is too long only with all its answers.
     """
     prompt, tokens, largest = sampling.max_prompt, sampling.max_tokens, layout.buckets[-1]
     _, refused = packing.split_groups([dummy_group(prompt, tokens, 1, "responder")], largest)
@@ -303,19 +289,13 @@ def _check_longest(layout: packing.PackingConfig, sampling: SamplerConfig) -> No
 
 def _plan(checked: Checked) -> plan.Plan:
     """Plan memory (plan.py) for the run's own bucket with the most tokens per micro-batch."""
-    config, policy, layout, topology = (
-        checked.config,
-        checked.policy,
-        checked.layout,
-        checked.topology,
-    )
-    assert policy and layout and topology
+    config, layout = checked.config, checked.layout
+    assert checked.policy and checked.topology and layout
     budget, shards = layout.token_budget, meshes.row_shards(checked.mesh)
-    bucket = max(
-        layout.buckets,
-        key=lambda bucket: packing.row_count(bucket, budget, shards) * bucket.length,
-    )
-    return plan.Plan(config, policy, topology, config.sampler.max_prompt, bucket)
+    tokens = {b: packing.row_count(b, budget, shards) * b.length for b in layout.buckets}
+    bucket = max(layout.buckets, key=tokens.__getitem__)
+    length = config.sampler.max_prompt
+    return plan.Plan(config, checked.policy, checked.topology, length, bucket)
 
 
 # Part of memory (plan.PARTS) -> field whose change makes it smaller, and the change. Used for the
@@ -375,10 +355,7 @@ def newest_step(workdir: epath.Path) -> int | None:
 
 
 def _saved_config(workdir: epath.Path | None) -> dict[str, Any]:
-    """Read the config that the workdir was last started with; {} if it is unreadable.
-
-    A run would write an unreadable file anew.
-    """
+    """Read the config that the workdir was last started with; {} if unreadable (as in a start)."""
     try:
         return json.loads((workdir / setup.CONFIG_FILE).read_text()) if workdir else {}
     except (OSError, ValueError):
@@ -398,18 +375,15 @@ def _remarks(checked: Checked) -> list[str]:
             f"sampler.slots = {sampling.slots}: becomes {slots}, the same number on each of "
             f"{checked.mesh.size} devices"
         )
-    group, (cells, _) = config.algorithm.group_size, shape.lanes[-1]
+    group, (slots, _) = config.algorithm.group_size, shape.lanes[-1]
     field = f"sampler.samples_per_prompt_batch = {sampling.samples_per_prompt_batch}"
-    if group > cells:
-        lines.append(
-            f"{field}: a prompt is read once for every {cells} answers; algorithm.group_size = "
-            f"{group} would read it once for all"
-        )
-    if group < cells:
-        lines.append(
-            f"{field}: {cells - group} of {cells} slots of a prompt stay empty; "
-            f"algorithm.group_size = {group} would fill all"
-        )
+    change = f"algorithm.group_size = {group} would"
+    if group > slots:
+        read = f"a prompt is read once for every {slots} answers"
+        lines.append(f"{field}: {read}; {change} read it once for all")
+    if group < slots:
+        empty = f"{slots - group} of {slots} slots of a prompt stay empty"
+        lines.append(f"{field}: {empty}; {change} fill all")
     if checked.step is not None:
         before = _saved_config(checked.workdir)
         changed = changes(configs.to_dict(configs.read(config)), before)

@@ -31,13 +31,8 @@ class Checked:
     """Results of checking a config. A field is None if a mistake prevented its computation.
 
     Attributes:
-      config: the given config.
       mistakes: lines about errors that would stop the run from starting or from training.
       remarks: lines about settings that are allowed but may be unintended.
-      topology: devices that the mesh was laid over.
-      mesh: abstract mesh.
-      sampling: the config's sampler section.
-      layout: the config's packing section.
       policy: architecture, with the config's changes.
       plan: memory plan for the run's largest micro-batches.
       workdir: folder of the run; None if none was given.

@@ -53,19 +53,8 @@ class Need(NamedTuple):
 class _Temporaries:
     """Estimated bytes of temporaries, per chip, of a program that reads [rows, tokens].
 
-    Attributes:
-      itemsize: bytes of a number in the compute dtype.
-      context: number of shards along the mesh's context axis.
-      rows: rows B on this chip.
-      row_tokens: tokens T of a row, over all context shards.
-      tokens: tokens on this chip.
-      expert_shards: size of the mesh's expert axis.
-      heads: query heads N on this chip.
-      query_width: width N H of the queries on this chip.
-      key_width: width K H of the keys on this chip.
-      feed_forward: feed-forward width F on this chip.
-      vocab: vocabulary entries V on this chip.
-      overlapped: whether the compiler splits products with weights to overlap their all-gathers.
+    Sizes on this chip: rows B, tokens, query heads N, widths of queries N H and keys K H,
+    feed-forward width F, vocabulary entries V. `row_tokens` T spans all context shards.
     """
 
     def __init__(self, programs: aot.Programs, shape: tuple[int, ...]):
@@ -231,15 +220,10 @@ class Plan:
     ):
         """Build the run's programs on an abstract mesh over the slice.
 
-        Args:
-          config: config of the run.
-          policy: architecture of the policy.
-          topology: slice that the run uses.
-          length: prompt tokens P.
-          bucket: shape of the training rows; see aot.Programs.
+        Arguments are those of aot.Programs, and the slice that the run uses.
 
         Raises:
-          ValueError: if a field is invalid (see aot.Programs) or the mesh does not match the slice.
+          ValueError: if a field is invalid or the mesh does not match the slice.
         """
         self.config, self.policy, self.topology = config, policy, topology
         self.length, self.bucket = length, bucket
@@ -306,10 +290,9 @@ class Plan:
             yield {"packing.token_budget": rows}
         if c.sampler.kv_cache_tokens >= shards * (self._cached + 1):
             yield {"sampler.kv_cache_tokens": shards * self._cached}
-        if c.policy.remat not in ("block", "offload"):
-            yield {"policy.remat": "block"}
-        if c.policy.remat != "offload":
-            yield {"policy.remat": "offload"}
+        for remat in ("block", "offload"):
+            if c.policy.remat not in (remat, "offload"):
+                yield {"policy.remat": remat}
         if not c.optimizer.offload:
             yield {"optimizer.offload": True}
         if sizes["context"] > 1 and not c.policy.ring:

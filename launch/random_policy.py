@@ -45,14 +45,9 @@ def make(
 
     Returns:
       The number of parameters.
-
-    Raises:
-      FileNotFoundError: if a file is missing.
-      ValueError: if a file is invalid, a change is not FIELD=VALUE with a field of the config, or
-        `out` exists.
     """
     if out.exists():
-        raise ValueError(f"out = {str(out)!r}: is there already; must be a new folder")
+        raise ValueError(f"out = {str(out)!r}: exists already; must be a new folder")
     raw = json.loads(shape.read_text())
     for change in changes:
         field, _, value = change.partition("=")
@@ -78,12 +73,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", type=pathlib.Path, required=True)
-    parser.add_argument("--tokenizer", type=pathlib.Path, required=True)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--set", nargs="*", default=(), metavar="FIELD=VALUE")
-    parser.add_argument("--dtype", choices=list(weights.DTYPES), default="bfloat16")
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("--shape", type=pathlib.Path, required=True, help="Hugging Face config.json")
+    add("--tokenizer", type=pathlib.Path, required=True, help="folder of the tokenizer")
+    add("--out", type=pathlib.Path, required=True, help="new folder to write")
+    add("--set", nargs="*", default=(), metavar="FIELD=VALUE", help="changes of the config")
+    add("--dtype", choices=list(weights.DTYPES), default="bfloat16", help="of the weights")
+    add("--seed", type=int, default=0)
     given = parser.parse_args()
     start.setup()
     shape, tokenizer = given.shape, given.tokenizer

@@ -70,22 +70,17 @@ def printable(words: Sequence[str]) -> str:
 
 
 def call(words: Sequence[str], dry_run: bool = False, limit: float | None = 1800) -> str:
-    """Print a command and, unless `dry_run`, run it.
+    """Print a command, run it unless `dry_run`, and return its stdout.
 
-    Args:
-      words: program and its arguments.
-      dry_run: whether the command is only printed.
-      limit: time limit in seconds; None means none, and that the output goes to the terminal.
-
-    Returns:
-      The command's stdout.
+    After `limit` seconds it is killed. None means no limit, and that the output is not captured.
     """
     print(shown := printable(words), flush=True)
     if dry_run:
         return ""
     pipe = subprocess.PIPE if limit else None
-    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe}
-    with subprocess.Popen(words, text=True, errors="replace", process_group=0, **pipes) as process:
+    with subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, errors="replace", process_group=0
+    ) as process:
         try:
             out, error = process.communicate(timeout=limit)
         except BaseException as why:
@@ -94,7 +89,8 @@ def call(words: Sequence[str], dry_run: bool = False, limit: float | None = 1800
                 raise CallError(f"took longer than {limit:g} s: {shown}") from why
             raise
     if process.returncode:
-        raise CallError(f"exit status {process.returncode}: {shown}\n{out}{error}".rstrip())
+        output = f"{out or ''}{error or ''}".rstrip()
+        raise CallError(f"exit status {process.returncode}: {shown}\n{output}".rstrip())
     return out
 
 
@@ -107,6 +103,7 @@ def gcloud(given: Namespace, *words: str, limit: float | None = 1800) -> str:
 
 
 def describe(given: Namespace, kind: str) -> dict[str, Any]:
+    """Query the request ("queued-resources") or the node ("tpu-vm"); {} if there is none."""
     try:
         return json.loads(gcloud(given, kind, "describe", given.name, "--format=json") or "{}")
     except CallError as error:
@@ -116,21 +113,19 @@ def describe(given: Namespace, kind: str) -> dict[str, Any]:
 
 
 def look(given: Namespace) -> tuple[str, str, int]:
-    """Query the slice.
+    """Query the slice's state, with a description, and its number of workers.
 
-    Returns:
-      Its state: "absent" (never requested, or deleted), "waiting" (queued, or temporarily
-      unusable), "deleting", "lost" or "ready"; a description; its number of workers.
+    The state is "absent" (never requested, or deleted), "waiting" (queued, or temporarily
+    unusable), "deleting", "lost" or "ready".
     """
     request, node = describe(given, "queued-resources"), describe(given, "tpu-vm")
     queued, state = request.get("state", {}).get("state"), node.get("state", "absent")
     text = f"request {json.dumps(request.get('state', 'absent'))}, node {state}"
     if given.dry_run or (queued == "ACTIVE" and state == "READY"):
         return "ready", text, len(node.get("networkEndpoints", ()))
-    if not request or queued == "DELETING":
-        return ("deleting" if request else "absent"), text, 0
-    lost = queued in LOST or (queued == "ACTIVE" and state in ("absent", *LOST))
-    return ("lost" if lost else "waiting"), text, 0
+    if queued in LOST or (queued == "ACTIVE" and state in ("absent", *LOST)):
+        return "lost", text, 0
+    return {None: "absent", "DELETING": "deleting"}.get(queued, "waiting"), text, 0
 
 
 def create(given: Namespace) -> None:
@@ -190,11 +185,7 @@ def on_all(given: Namespace, function: str, workers: int) -> list[list[str]]:
 
 
 def watch(given: Namespace) -> int:
-    """Keep the command running until it has exited on all workers.
-
-    Returns:
-      The first nonzero exit status among the workers, or 0.
-    """
+    """Keep the command running until it has exited on all workers; return its exit status."""
     pack(given)
     if given.dry_run:
         say("each call once; if the slice is lost, it is deleted and all starts over")
@@ -226,8 +217,7 @@ def use_slice(given: Namespace) -> int:
 
     Raises:
       Lost: if the slice, a worker or the command was preempted.
-      CallError: if 3 turns in a row failed before the command ran.
-      RuntimeError: if the workers run another command, or someone else deleted the slice.
+      CallError: if 3 polls in a row failed for another reason.
     """
     requested = started = False
     failures = 0
@@ -274,7 +264,7 @@ def start(given: Namespace, workers: int = 0) -> None:
 
 
 def poll(given: Namespace, workers: int = 0) -> int | None:
-    """Poll the workers; return the exit status of the command if all have one, else None."""
+    """Return the first nonzero exit status or 0 if all workers have one, None if one has none."""
     states = {host: state for host, state, _ in report(given, workers)}
     say(", ".join(f"{host} {state}" for host, state in states.items()))
     if idle := [host for host, state in states.items() if state == "idle"]:
@@ -333,22 +323,22 @@ def act(given: Namespace) -> int:
     if given.action == "logs":
         tail = "--command=tail -n 100 -F spell_jax_run/log"
         gcloud(given, "tpu-vm", "ssh", given.name, f"--worker={given.worker}", tail, limit=None)
-    elif given.action in ("create", "delete"):
+        return 0
+    if given.action in ("create", "delete"):
         (create if given.action == "create" else delete)(given)
+        return 0
+    state, text, workers = look(given)
+    say(text)
+    if given.action == "status":
+        for words in report(given, workers) if state == "ready" else ():
+            say(" ".join(words))
+    elif state != "ready":
+        raise RuntimeError(f"{given.name}: must be ready, but is {state}")
+    elif given.action == "copy":
+        pack(given)
+        copy(given, workers)
     else:
-        state, text, workers = look(given)
-        say(text)
-        if given.action == "status" and state != "ready":
-            return 0
-        if state != "ready":
-            raise RuntimeError(f"{given.name}: must be ready, but is {state}")
-        if given.action == "status":
-            say("\n".join(" ".join(words) for words in report(given, workers)))
-        elif given.action == "copy":
-            pack(given)
-            copy(given, workers)
-        else:
-            run(given, workers)
+        run(given, workers)
     return 0
 
 

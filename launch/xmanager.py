@@ -58,7 +58,6 @@ EXTRAS = {
     **dict.fromkeys(("p100", "v100", "t4", "l4_24th", "a100"), "gpu"),
 }
 _LONGEST_NAME = 120  # characters of a workdir's name; file systems end at 255 bytes
-_OVERRIDE = re.compile(r"--config\.([\w.]+)=(.*)", re.DOTALL)
 
 
 class WorkUnit(NamedTuple):
@@ -83,8 +82,7 @@ def parse_sweep(texts: Sequence[str]) -> dict[str, list[str]]:
       Field -> values as texts, in the given order.
 
     Raises:
-      ValueError: if a text is not FIELD=VALUE,VALUE..., a value is empty, or a field or a value
-        occurs twice.
+      ValueError: if a text has another form, or a field or a value occurs twice.
     """
     sweep: dict[str, list[str]] = {}
     for text in texts:
@@ -108,17 +106,13 @@ def work_units(
       config: path of a config file.
       workdir: folder of the experiment.
       sweep: field -> values.
-      overrides: --config.a.b=value flags for all units.
-
-    Raises:
-      ValueError: if an override has another form or sets a swept field.
+      overrides: flags for all units, which must be --config.a.b=value with fields that are not
+        swept.
     """
     for override in overrides:
-        found = _OVERRIDE.fullmatch(override)
+        found = re.fullmatch(r"--config\.([\w.]+)=.*", override, re.DOTALL)
         if not found:
-            raise ValueError(
-                f"{override}: must be --config.FIELD=VALUE, or a flag of this launcher"
-            )
+            raise ValueError(f"{override}: must be --config.FIELD=VALUE, or a launcher's flag")
         if found[1] in sweep:
             raise ValueError(f"{override}: must not be given, {found[1]} is swept")
     units = []
@@ -194,13 +188,7 @@ def check(config: Config, executor: str) -> None:
 
 
 def requirements(executor: str, accelerator: str, cpu: int, ram_gib: int) -> dict[str, int]:
-    """Machine requirements of a work unit.
-
-    Args:
-      executor: one of EXECUTORS.
-      accelerator: NAME=COUNT with a name of EXTRAS; "" means none.
-      cpu: minimum number of cores; 0 means no requirement.
-      ram_gib: minimum memory in GiB; 0 means no requirement.
+    """Machine requirements of a work unit, from the launcher's flags; "" and 0 mean none.
 
     Returns:
       Resource -> amount, in XManager's names; RAM in bytes.
@@ -316,12 +304,7 @@ async def run(
 
 
 def plan(given: Any, overrides: Sequence[str]) -> tuple[list[WorkUnit], dict[str, int]]:
-    """Make and check the work units and their machine requirements from the launcher's flags.
-
-    Raises:
-      ValueError: if a field is invalid; the message has its name, its value and the remedy.
-      FileNotFoundError: if a folder or a file does not exist.
-    """
+    """Make and check the work units and their machine requirements from the launcher's flags."""
     if given.executor == "vertex" and not given.workdir.startswith(MOUNT):
         raise ValueError(
             f"workdir = {given.workdir!r}: must be below {MOUNT}, for executor = 'vertex'"

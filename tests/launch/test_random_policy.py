@@ -61,5 +61,5 @@ def test_mistakes_are_named(given, tmp_path, change: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         random_policy.make(*given, tmp_path / "out", [change])
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         random_policy.make(*given, tmp_path)
