@@ -27,12 +27,12 @@ from __future__ import annotations
 
 from absl import flags
 
-from spell_jax.algorithms.eapo import evidence_tree, tree_generation
+from spell_jax.algorithms.eapo import evidence_tree
 from spell_jax.evaluation import generation
 from spell_jax.policy import tokenizer, weights
 from spell_jax.runtime import entry, setup
 
-MODES = {"roles": generation.run, "evidence_tree": tree_generation.run}
+MODES = {"roles": generation.run, "evidence_tree": evidence_tree.run}
 
 
 def main(_) -> None:

@@ -64,12 +64,14 @@ class AlgorithmConfig:
 
     def check_judge(self) -> None:
         """Raises ValueError if the rule needs a judge and none is configured."""
-        if self.rule == "judge" and not self.judge_url.startswith(("http://", "https://")):
+        if self.rule != "judge":
+            return
+        if not self.judge_url.startswith(("http://", "https://")):
             raise ValueError(
                 f"algorithm.judge_url = {self.judge_url!r}: must be the http(s) address of a "
                 "chat-completions endpoint, for algorithm.rule = 'judge'"
             )
-        if self.rule == "judge" and not self.judge_model:
+        if not self.judge_model:
             raise ValueError(
                 "algorithm.judge_model = '': must name a model, for algorithm.rule = 'judge'"
             )
@@ -85,11 +87,9 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutBudget:
-    """Upper bound of one kind of samples in a step.
+    """Upper bound of one kind of samples in a step, such as "answers" (`what`).
 
     Attributes:
-      what: name of the samples, such as "answers".
-      role: role that gives them.
       prompts: number of prompts.
       replies: samples per prompt.
       trained: number of groups, each a prompt and its samples, that are trained on.
@@ -109,10 +109,8 @@ class AlgorithmContext:
     """Inputs of an algorithm besides its config.
 
     Attributes:
-      prompts: the set of prompt templates.
       count_tokens: function that returns the number of tokens of a text.
       prompt_cap: largest number of tokens that the text of a prompt may have.
-      seed: seed of the run.
       steps: number of updates of the run.
       clusters: opens the training clusters.
       held_out: opens the clusters that training never reads.
@@ -151,13 +149,7 @@ class Reply:
     texts: Sequence[str]
 
     def group(self, advantages: Iterable[float], role: str, model: str = "policy") -> TrainGroup:
-        """Makes a training group of this prompt and its answers.
-
-        Args:
-          advantages: one per answer [G].
-          role: role that answered; metrics are counted by it.
-          model: model that is trained on the group.
-        """
+        """A training group for `model`, with one advantage per answer [G], counted by role."""
         return TrainGroup(
             self.prompt,
             [sample.tokens for sample in self.samples],
@@ -182,7 +174,6 @@ class _Call(Protocol[Answer]):
         Args:
           role: role that answers: "questioner", "responder", "verifier" or a name of the
             algorithm's. "verifier" has its own cap of answer tokens (sampler.max_verdict_tokens).
-          prompts: texts of the prompts.
           group: G, number of samples per prompt.
           model: "policy" or one of Algorithm.models.
           temperature: sampling temperature; None: sampler.temperature.
@@ -210,10 +201,7 @@ class Models(_Call[Replies], Protocol):
         """Runs the coroutines function(ask, item) of all items concurrently.
 
         A coroutine resumes as soon as its own call is answered; it does not wait for the slowest
-        answer of the others. Its replies do not depend on the other coroutines.
-
-        Returns:
-          The results of the coroutines, in the order of the items.
+        answer of the others. Its replies do not depend on them. Returns the results in order.
         """
         ...
 
@@ -271,12 +259,7 @@ class Algorithm(Protocol):
     def groups(
         self, episodes: Sequence[Episode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
-        """Selects what is trained on.
-
-        Returns:
-          The training groups of all trained models, possibly none, and one annotation per episode
-          in order.
-        """
+        """Training groups of all trained models, possibly none, and an annotation per episode."""
         ...
 
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:

@@ -18,13 +18,9 @@ class QuestionEpisode:
     """One question and its answers. Each part of a rollout returns a new episode.
 
     Attributes:
-      task: task of the question.
-      cluster: documents that the question is about.
       status: "accepted", or where the episode ended: "overlong" (a prompt over the cap), or a word
         of the algorithm's.
       reason: one word for why it ended, for counting.
-      question: text of the question.
-      reference: reference answer.
       response: the policy's reply, G answers.
       predictions: extracted answers [G]; None if an answer states none.
       rule: scores of the answers [G], by the rule or the external judge.
@@ -80,15 +76,9 @@ def ask_judge(judge: JudgeFunction | None, episodes: Sequence[AnyEpisode]) -> Se
 def responder_groups(
     episodes: Sequence[QuestionEpisode], divide_by_deviation: bool, keep_equal: bool = False
 ) -> tuple[list[TrainGroup], list[Annotation]]:
-    """The responder's training groups with group-normalized advantages (GRPO).
+    """The responder's training groups with group-normalized advantages (GRPO), and annotations.
 
-    Args:
-      episodes: episodes of a step.
-      divide_by_deviation: whether advantages are divided by their group's deviation.
-      keep_equal: whether groups of equal rewards are trained on too.
-
-    Returns:
-      The training groups, and one annotation per episode.
+    Groups of equal rewards are left out unless `keep_equal`.
     """
     groups, annotations = [], []
     for e in episodes:

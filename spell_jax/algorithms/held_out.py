@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from spell_jax.algorithms.base import Models
@@ -29,16 +29,22 @@ class Evaluation(Protocol):
 
 
 def share(outcomes: Sequence[bool | float]) -> tuple[float, float]:
-    """Mean of outcomes and half width of its normal 95 % interval.
-
-    Raises:
-      ValueError: if there are no outcomes.
-    """
+    """Mean of outcomes and half width of its normal 95 % interval; ValueError without outcomes."""
     if not outcomes:
         raise ValueError("a share of no outcomes")
     mean = sum(outcomes) / len(outcomes)
     variance = sum((x - mean) ** 2 for x in outcomes) / len(outcomes)
     return mean, 1.96 * math.sqrt(variance / len(outcomes))
+
+
+def by_row(cells: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
+    """Collects measures by name: row -> name -> values; row "all" has the values of all rows."""
+    rows: dict[str, dict[str, list[float]]] = {"all": {}}
+    for row, measures in cells:
+        for name, value in measures.items():
+            rows["all"].setdefault(name, []).append(value)
+            rows.setdefault(row, {}).setdefault(name, []).append(value)
+    return rows
 
 
 def _score_answer(text: str, question: Question) -> dict[str, float]:
@@ -82,15 +88,13 @@ class HeldOutQuestions:
     def _outcomes(self, models: Models) -> dict[str, dict[str, list[float]]]:
         """Task or "all" -> name of a measure -> its values."""
         make_prompt = self.make_prompt or self._responder_prompt
-        texts = [make_prompt(question) for question in self.questions]
-        replies = models("responder", texts, temperature=0.0)
-        outcomes: dict[str, dict[str, list[float]]] = {"all": {}}
-        for question, reply in zip(self.questions, replies, strict=True):
-            measures = self.measure("" if reply is None else reply.texts[0], question)
-            for task in ("all", question.task):
-                for name, value in measures.items():
-                    outcomes.setdefault(task, {}).setdefault(name, []).append(value)
-        return outcomes
+        prompts = [make_prompt(question) for question in self.questions]
+        replies = models("responder", prompts, temperature=0.0)
+        texts = ["" if reply is None else reply.texts[0] for reply in replies]
+        return by_row(
+            (question.task, self.measure(text, question))
+            for question, text in zip(self.questions, texts, strict=True)
+        )
 
     def _responder_prompt(self, question: Question) -> str:
         return self.prompts.responder(question.task, question.documents, question.question)

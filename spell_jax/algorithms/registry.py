@@ -46,11 +46,7 @@ class AlgorithmSpec:
 
 
 def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:
-    """Builds the algorithm's dataclass from the config's section `algorithm`.
-
-    Raises:
-      ValueError: if a field is invalid; naming the field, its value and the remedy.
-    """
+    """Builds the dataclass of the config's section `algorithm`; ValueError names a bad field."""
     name = section.get("name", "")
     if name not in ALGORITHMS:
         raise ValueError(f"algorithm.name = {name!r}: must be one of {tuple(ALGORITHMS)}")

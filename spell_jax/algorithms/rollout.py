@@ -26,7 +26,7 @@ from spell_jax.policy.transformer import Params
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import fold_keys
-from spell_jax.sampler.requests import Sample, SampleRequest
+from spell_jax.sampler.requests import SampleRequest
 from spell_jax.sampler.session import Session
 
 
@@ -91,12 +91,10 @@ class RolloutWorker:
     the other coroutines nor on timing, and a resumed run repeats them.
 
     Attributes:
-      sampler: the policy's sampler.
       metrics: counts since `start_step`. By role (by model for other models than the policy):
         tokens of prompts and of answers, share of answers truncated at the cap, share of prompts
         refused because they are over the cap. By session: use of the slots (Session.counts).
-      sampled_tokens: number of sampled tokens since `start_step`.
-      prefilled_tokens: number of prefilled prompt tokens since `start_step`.
+      sampled_tokens, prefilled_tokens: numbers of tokens since `start_step`.
       waited: seconds in which the host waited for the device, by role or model.
     """
 
@@ -106,13 +104,7 @@ class RolloutWorker:
         key: jax.Array,
         others: Mapping[str, TextSampler] | None = None,
     ):
-        """Makes a worker without weights; `start_step` gives it weights.
-
-        Args:
-          text_sampler: sampler of the policy and of its copies.
-          key: random key of the run.
-          others: samplers of the models that are not copies of the policy, by name.
-        """
+        """Makes a worker for the policy and its copies; `others` are not copies of the policy."""
         self.sampler = text_sampler.sampler
         self._text_sampler, self._others = text_sampler, others or {}
         self._key = np.asarray(jax.random.key_data(key))
@@ -128,7 +120,6 @@ class RolloutWorker:
         """Starts a step with new weights and counts.
 
         Args:
-          step: number that is folded into the keys.
           models: weights in the compute dtype by model name. A model's weights are looked up when
             its session opens.
           between_calls: function called after each dispatch of sampler calls to the device. It may
@@ -158,14 +149,9 @@ class RolloutWorker:
     def run_all(
         self, function: Callable[[Ask, Item], Coroutine[Any, Any, Result]], items: Sequence[Item]
     ) -> list[Result]:
-        """Runs one coroutine per item and returns their results in order; see base.Models.
-
-        Raises:
-          RuntimeError: if a coroutine calls the worker; it must use its own ask.
-          TypeError: if a coroutine awaits anything but its ask.
-        """
+        """Runs one coroutine per item and returns their results in order; see base.Models."""
         if self._is_running:
-            raise RuntimeError("a coroutine of an algorithm may ask by its own ask alone")
+            raise RuntimeError("a coroutine of an algorithm must call its own ask, not the worker")
         self._is_running = True
         try:
             return self._run_all(function, items)
@@ -190,9 +176,7 @@ class RolloutWorker:
                 results[item] = end.value
                 return
             if not isinstance(call, PendingCall):
-                raise TypeError(
-                    f"a coroutine of an algorithm may await its ask alone, not {call!r}"
-                )
+                raise TypeError(f"a coroutine of an algorithm must await its ask, not {call!r}")
             call.item = item
             pending[call.model].append(call)
 
@@ -206,22 +190,19 @@ class RolloutWorker:
         return [results[number] for number in range(len(items))]
 
     def _answer(self, model: str, pending: deque[PendingCall]) -> Iterator[PendingCall]:
-        """Answers a model's pending calls, and those added meanwhile.
-
-        Yields:
-          Each call when all of its replies are there.
-        """
-        session = self._open(model)
+        """Answers a model's pending calls and those added meanwhile; yields each when complete."""
+        session, tokenizer = self._open(model), self._text_sampler_of(model).tokenizer
         tickets: dict[int, tuple[PendingCall, int]] = {}
         while pending or tickets:
             new = [pending.popleft() for _ in range(len(pending))]
-            tickets |= self._submit(session, new)
+            tickets |= self._submit(session, tokenizer, new)
             answered = [call for call in new if not call.missing]  # all prompts are over the cap
             finished = session.advance()
             self._between_calls()
             for ticket, samples in finished:
                 call, place = tickets.pop(ticket)
-                call.replies[place] = self._reply(call.model, call.prompt_ids[place], samples)
+                texts = [tokenizer.decode(sample.content) for sample in samples]
+                call.replies[place] = Reply(call.prompt_ids[place], samples, texts)
                 call.missing -= 1
                 if not call.missing:
                     answered.append(call)
@@ -230,16 +211,11 @@ class RolloutWorker:
                 yield call
 
     def _submit(
-        self, session: Session, new: Sequence[PendingCall]
+        self, session: Session, tokenizer: Tokenizer, new: Sequence[PendingCall]
     ) -> dict[int, tuple[PendingCall, int]]:
-        """Submits the prompts that are not over the cap.
-
-        Returns:
-          Ticket -> (call, index of the prompt in the call).
-        """
+        """Submits the prompts under the cap; ticket -> (call, index of the prompt in the call)."""
         config, tickets = self.sampler.config, {}
         for call in new:
-            tokenizer = self._text_sampler_of(call.model).tokenizer
             call.prompt_ids = [tokenizer.chat(prompt) for prompt in call.prompts]
             call.replies = [None] * len(call.prompt_ids)
         places = [(call, place) for call in new for place in range(len(call.prompt_ids))]
@@ -256,10 +232,6 @@ class RolloutWorker:
             call.missing += 1
         return tickets
 
-    def _reply(self, model: str, prompt: list[int], samples: Sequence[Sample]) -> Reply:
-        decode = self._text_sampler_of(model).tokenizer.decode
-        return Reply(prompt, samples, [decode(sample.content) for sample in samples])
-
     def _text_sampler_of(self, model: str) -> TextSampler:
         return self._others.get(model, self._text_sampler)
 
@@ -267,10 +239,8 @@ class RolloutWorker:
         """The session of a model; all prompts of a step share their common prefixes in it."""
         if self._session is None or self._session[0] != model:
             self._close()
-            self._session = (
-                model,
-                self._text_sampler_of(model).sampler.start_session(self._models[model]),
-            )
+            sampler = self._text_sampler_of(model).sampler
+            self._session = model, sampler.start_session(self._models[model])
         return self._session[1]
 
     def _close(self) -> None:
@@ -295,10 +265,10 @@ class RolloutWorker:
         agent = call.agent
         replies = [reply for reply in call.replies if reply is not None]
         samples = [sample for reply in replies for sample in reply.samples]
+        prompt_tokens = sum(len(reply.prompt) for reply in replies)
         tokens = sum(len(sample.tokens) for sample in samples)
         truncated = sum(not sample.stopped for sample in samples)
-        prompt_tokens = sum(len(reply.prompt) for reply in replies)
-        refused = len(call.replies) - len(replies)
+        refused = call.replies.count(None)
         self.metrics.add_sum(f"prompt_tokens/{agent}", prompt_tokens, len(replies))
         self.metrics.add_sum(f"answer_tokens/{agent}", tokens, len(samples))
         self.metrics.add_sum(f"truncated/{agent}", truncated, len(samples))

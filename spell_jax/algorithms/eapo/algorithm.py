@@ -136,11 +136,7 @@ class Eapo:
     # 4. What the reward model is trained on.
 
     def collect(self, episodes: Sequence[Episode], step: int) -> list[Episode]:
-        """Keeps the consistent scorings of a reward model that is trained.
-
-        Returns:
-          The episodes; at a refresh, the last one holds all kept scorings, and none are kept.
-        """
+        """Keeps the consistent scorings; at a refresh, moves them all to the last episode."""
         if not self.trained:
             return list(episodes)
         self._kept += [Scoring.of(e.scoring) for e in episodes if e.consistent and e.scoring]
@@ -192,11 +188,8 @@ class Eapo:
 def is_consistent(scored: Sequence[tuple[int, float]], least: float) -> bool:
     """Whether the outcomes confirm a scoring (section 3.3).
 
-    A score of 4 or 5 predicts a right answer (outcome 1), one of 1 or 2 a wrong one.
-
-    Args:
-      scored: (score, outcome) pairs of the answers of a group.
-      least: smallest share of scores that the outcomes must confirm; none may contradict.
+    A score of 4 or 5 predicts a right answer (outcome 1), one of 1 or 2 a wrong one. No outcome may
+    contradict its score, and at least the share `least` of the scores must be confirmed.
     """
     agreeing = sum((s >= HIGH and o == 1) or (s <= LOW and o == 0) for s, o in scored)
     neutral = sum(LOW < s < HIGH for s, _ in scored)

@@ -17,12 +17,7 @@ from spell_jax.selfplay.prompts import Prompts
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """A kept reply of the reward model, which a refresh trains it on.
-
-    Attributes:
-      prompt: token ids [P].
-      answer: token ids [S], stop token included.
-    """
+    """Token ids [P], [S] of a kept reply of the reward model, which a refresh trains it on."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -80,11 +75,8 @@ class Episode(QuestionEpisode):
         return list(zip(self.evidence_scores, outcomes, strict=True))
 
     def ordered(self) -> list[float]:
-        """Agreement of the scores with the F1 of the evidence, for each pair whose F1 differs.
-
-        Returns:
-          1.0 if the scores have the same order, 0.0 if the opposite one, 0.5 if they are equal.
-        """
+        """Agreement of the scores with the F1 of the evidence, for each pair whose F1 differs: 1.0
+        for the same order, 0.0 for the opposite one, 0.5 for equal scores."""
         found = [2 * p * r / ((p + r) or 1.0) for p, r in filter(None, self.supported)]
         if self.evidence_scores is None or len(found) != len(self.evidence_scores):
             return []

@@ -19,18 +19,25 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from absl import app
 
+from spell_jax.evaluation import generation
+from spell_jax.evaluation.judge import PolicyJudge
 from spell_jax.evaluation.policy_sampler import Policy
+from spell_jax.policy.embedder import Embedder
+from spell_jax.runtime import distributed, entry
+from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, Sample
-from spell_jax.sampler.session import request_keys
 from spell_jax.selfplay import evidence, rules
-from spell_jax.selfplay.judge import Ask
+from spell_jax.selfplay.judge import JUDGE_KEY, Ask, Endpoint, JudgeConfig
 from spell_jax.selfplay.prompts import Prompts
 
 log = logging.getLogger(__name__)
@@ -38,9 +45,9 @@ log = logging.getLogger(__name__)
 EVIDENCE_BY = ("none", "similarity", "judge")
 REASONING_BY = ("none", "judge")
 EVIDENCE_END, ANSWER_END = "</evidence>", "</answer>"
+EMBED_TOKENS = 8192  # tokens of a batch of texts to embed
 
 Record = dict[str, Any]
-Scores = Sequence[float] | None
 # Texts [B] -> vectors float32 [B, D] of length 1.
 Embed = Callable[[Sequence[str]], np.ndarray]
 
@@ -71,30 +78,27 @@ class Branch:
     Attributes:
       tokens: token ids from the start of the answer, without a stop token.
       text: decoded text, up to the closing tag that ended the sample.
-      sections: sections of the text, as of evidence.parse_sections; None for a bad format.
+      sections: see evidence.parse_sections; () for a bad format.
       logprob: sum over the sampled tokens, in nats.
-      score: score, larger is better; None if it was not scored.
+      score: larger is better; None if it was not scored.
     """
 
     tokens: list[int]
     text: str
-    sections: tuple[str, ...] | None
+    sections: tuple[str, ...]
     logprob: float
     score: float | None = None
 
 
 @dataclasses.dataclass
-class _Node:
-    """A question with its prompt, and its tree.
+class Node:
+    """A request with its prompt, and its tree.
 
     Attributes:
-      record: the request.
       ids: token ids of the prompt.
       key: key data of the next samples, uint32 [2].
-      branches: sampled evidence.
-      chosen: best branch, or None if none is well-formed.
-      reasonings: sampled reasonings and answers after the best branch.
-      best: best reasoning, or None if none is well-formed.
+      branches: sampled evidence; `chosen` is the best, or None if none is well-formed.
+      reasonings: sampled reasonings and answers after it; `best` is the best, or None.
     """
 
     record: Record
@@ -105,13 +109,13 @@ class _Node:
     reasonings: list[Branch] = dataclasses.field(default_factory=list)
     best: Branch | None = None
 
+    @property
+    def question(self) -> str:
+        return self.record["question"]
+
 
 def make_prompt(record: Record, prompts: Prompts) -> str:
-    """Text of one request's prompt; "task" is general_qa if it is not given.
-
-    Raises:
-      ValueError: if a field is missing, unknown or of the wrong type; naming the field.
-    """
+    """Prompt of a request; ValueError names a field that is missing or of the wrong type."""
     documents, question = record.get("documents"), record.get("question")
     if not isinstance(documents, list) or not all(isinstance(text, str) for text in documents):
         raise ValueError(f"documents = {documents!r}: must be a list of texts")
@@ -126,9 +130,6 @@ class Tree:
     """Answers questions with trees of evidence.
 
     Attributes:
-      policy: policy that answers.
-      config: shape of the tree.
-      prompts: the prompt set.
       sampling: temperature, top_p and max_tokens, as in Options. The cap holds for each of the two
         parts of an answer.
       judge: judge for "judge".
@@ -142,161 +143,137 @@ class Tree:
     judge: Ask | None = None
     embed: Embed | None = None
 
-    def __post_init__(self):
-        by = self.config.evidence_by, self.config.reasoning_by
-        if "judge" in by and self.judge is None:
-            raise ValueError(f"evidence_by, reasoning_by = {by}: need a judge")
-        if "similarity" in by and self.embed is None:
-            raise ValueError(f"evidence_by = {by[0]!r}: needs an embedding model")
-
     def answer(self, records: Sequence[Record], texts: Sequence[str], seed: int) -> list[Record]:
-        """Answers requests.
+        """Lines of the output (`describe`) of requests, whose prompts are `texts` (make_prompt).
 
-        Args:
-          records: the requests.
-          texts: their prompts (make_prompt).
-          seed: seed of the samples.
-
-        Returns:
-          A line of the output per request (`describe`). A request that is too long for the policy's
-          context has no branches.
+        A request that is too long for the policy's context has no branches.
         """
         chat = self.policy.tokenizer.chat
         key = jax.random.key(seed)
         keys = request_keys(key, len(records))
-        nodes = [_Node(*one) for one in zip(records, map(chat, texts), keys, strict=True)]
+        nodes = [Node(*one) for one in zip(records, map(chat, texts), keys, strict=True)]
         room = self.policy.config.max_positions - 2 * self.sampling["max_tokens"]
         asked = [node for node in nodes if len(node.ids) <= room]
         if len(asked) < len(nodes):
             refused = len(nodes) - len(asked)
             log.warning("%d prompts are longer than %d tokens and were not asked", refused, room)
         self._find_evidence(asked)
-        found = [node for node in asked if node.chosen is not None]
         later = request_keys(jax.random.fold_in(key, 1), len(records))
         for node, other in zip(nodes, later, strict=True):
             node.key = other
-        self._reason(found)
-        return [
-            describe(node.record, node.branches, node.chosen, node.reasonings, node.best)
-            for node in nodes
-        ]
+        self._reason([(node, node.chosen) for node in asked if node.chosen is not None])
+        return [describe(node) for node in nodes]
 
-    def _find_evidence(self, nodes: Sequence[_Node]) -> None:
+    def _find_evidence(self, nodes: Sequence[Node]) -> None:
         """Samples branches up to the end of the evidence, and chooses the best per question."""
         width = 1 if self.config.evidence_by == "none" else self.config.width
-        for node, samples in self._sample(nodes, [node.ids for node in nodes], width, EVIDENCE_END):
-            node.branches = [self._branch([], sample, EVIDENCE_END, 2) for sample in samples]
-        items = [(node, formed) for node in nodes if len(formed := _formed(node.branches)) > 1]
+        for i, samples in self._sample(nodes, [node.ids for node in nodes], width, EVIDENCE_END):
+            nodes[i].branches = [self._branch([], sample, EVIDENCE_END, 2) for sample in samples]
+        items = [(n.question, some) for n in nodes if len(some := _well_formed(n.branches)) > 1]
         if self.config.evidence_by == "similarity":
             self._rank_by_similarity(items)
         elif self.config.evidence_by == "judge":
-            prompts = [
-                self.prompts.evidence_scores(_question(n), _sections(b, 1)) for n, b in items
-            ]
-            self._rank_by_judge([branches for _, branches in items], prompts)
+            ask = self.prompts.evidence_scores
+            self._rank_by_judge(
+                [(ask(q, [b.sections[1] for b in some]), some) for q, some in items]
+            )
         for node in nodes:
             node.chosen = _best(node.branches)
 
-    def _reason(self, nodes: Sequence[_Node]) -> None:
+    def _reason(self, pairs: Sequence[tuple[Node, Branch]]) -> None:
         """Samples reasonings after the chosen evidence, and chooses the best per question."""
         width = 1 if self.config.reasoning_by == "none" else self.config.width
-        prefixes = [[*node.ids, *_chosen(node).tokens] for node in nodes]
-        for node, samples in self._sample(nodes, prefixes, width, ANSWER_END):
-            before = _chosen(node).tokens
-            node.reasonings = [self._branch(before, one, ANSWER_END, 4) for one in samples]
+        nodes = [node for node, _ in pairs]
+        prefixes = [[*node.ids, *chosen.tokens] for node, chosen in pairs]
+        for i, samples in self._sample(nodes, prefixes, width, ANSWER_END):
+            before = pairs[i][1].tokens
+            nodes[i].reasonings = [self._branch(before, s, ANSWER_END, 4) for s in samples]
         if self.config.reasoning_by == "judge":
-            items = [(n, formed) for n in nodes if len(formed := _formed(n.reasonings)) > 1]
-            prompts = [
-                self.prompts.reasoning_scores(
-                    _question(n), _sections([_chosen(n)], 1)[0], _sections(formed, 2)
-                )
-                for n, formed in items
-            ]
-            self._rank_by_judge([formed for _, formed in items], prompts)
+            ask = self.prompts.reasoning_scores
+            self._rank_by_judge(
+                [
+                    (ask(n.question, chosen.sections[1], [b.sections[2] for b in some]), some)
+                    for n, chosen in pairs
+                    if len(some := _well_formed(n.reasonings)) > 1
+                ]
+            )
         for node in nodes:
             node.best = _best(node.reasonings)
 
     def _sample(
-        self, nodes: Sequence[_Node], prompts: Sequence[list[int]], width: int, end: str
-    ) -> list[tuple[_Node, list[Sample]]]:
-        """Samples `width` continuations per prompt; (node, samples) in order of completion."""
+        self, nodes: Sequence[Node], prompts: Sequence[list[int]], width: int, end: str
+    ) -> Iterator[tuple[int, list[Sample]]]:
+        """Samples `width` continuations per prompt; (index, samples) in order of completion."""
         options = Options(**self.sampling, stop_strings=(end,))
         ids = [np.array(prompt, np.int32) for prompt in prompts]
         keys = np.array([node.key for node in nodes], np.uint32).reshape(-1, 2)
-        sampled = self.policy.sample(ids, width, keys, [options] * len(ids))
-        return [(nodes[place], samples) for place, samples in sampled]
+        return self.policy.sample(ids, width, keys, [options] * len(ids))
 
     def _branch(self, before: list[int], sample: Sample, end: str, sections: int) -> Branch:
         """A sample after the tokens `before`, parsed into its first `sections` sections."""
-        text = self.policy.tokenizer.decode([*before, *sample.content])
+        tokens = [*before, *sample.content]
+        text = self.policy.tokenizer.decode(tokens)
         if sample.stop_string:
             text = text[: text.rindex(end) + len(end)]
-        logprob = math.fsum(map(float, sample.logprobs))
-        parsed = evidence.parse_sections(text, sections)
-        return Branch([*before, *sample.content], text, parsed, logprob)
+        parsed = evidence.parse_sections(text, sections) or ()
+        return Branch(tokens, text, parsed, math.fsum(map(float, sample.logprobs)))
 
-    def _rank_by_similarity(self, items: Sequence[tuple[_Node, list[Branch]]]) -> None:
+    def _rank_by_similarity(self, items: Sequence[tuple[str, list[Branch]]]) -> None:
         """Sets scores from -1 to 1: cosines between the vectors of question and evidence."""
         assert self.embed is not None
-        if not items:
-            return
-        texts = [t for n, formed in items for t in (_question(n), *_sections(formed, 1))]
-        vectors = iter(self.embed(texts))
-        for _, formed in items:
+        texts = [text for q, some in items for text in (q, *(b.sections[1] for b in some))]
+        vectors = iter(self.embed(texts) if texts else ())
+        for _, branches in items:
             question = next(vectors)
-            for branch in formed:
+            for branch in branches:
                 branch.score = float(np.dot(question, next(vectors)))
 
-    def _rank_by_judge(self, groups: Sequence[list[Branch]], prompts: Sequence[str]) -> None:
-        """Sets scores from 1 to 5; None if the judge gives no reply or a malformed one."""
+    def _rank_by_judge(self, items: Sequence[tuple[str, list[Branch]]]) -> None:
+        """Sets scores from 1 to 5 by (prompt, branches); None for no reply or a malformed one."""
         assert self.judge is not None
-        replies = dict(self.judge(list(dict.fromkeys(prompts)))) if prompts else {}
+        prompts = list(dict.fromkeys(prompt for prompt, _ in items))
+        replies = dict(self.judge(prompts)) if prompts else {}
         failed = 0
-        for formed, prompt in zip(groups, prompts, strict=True):
-            scores = evidence.parse_scores(replies.get(prompt) or "", len(formed))
+        for prompt, branches in items:
+            scores = evidence.parse_scores(replies.get(prompt) or "", len(branches))
             failed += scores is None
-            for branch, score in zip(formed, scores or [None] * len(formed), strict=True):
+            for branch, score in zip(branches, scores or [None] * len(branches), strict=True):
                 branch.score = score
         if failed:
-            log.warning("no scores of %d of %d groups of branches", failed, len(groups))
+            log.warning("no scores of %d of %d groups of branches", failed, len(items))
 
 
-def describe(
-    record: Record,
-    branches: Sequence[Branch],
-    chosen: Branch | None,
-    reasonings: Sequence[Branch],
-    best: Branch | None,
-) -> Record:
+def describe(node: Node) -> Record:
     """A line of the output: the request and its tree.
 
     "prediction" is the answer, or None if there is no well-formed one. "right" is added if the
     request has the true "answer".
     """
+    record, task = node.record, _task(node.record)
     documents = evidence.searchable(record["documents"])
-    found = [
-        _described(branch, branch is chosen)
-        | {"verbatim": evidence.verbatim_share(_sections([branch], 1)[0], documents)}
-        for branch in branches
+    branches = [
+        _describe_branch(branch, branch is node.chosen)
+        | {"verbatim": evidence.verbatim_share("".join(branch.sections[1:2]), documents)}
+        for branch in node.branches
     ]
-    task, prediction, said = _task(record), None, ""
-    if best is not None and best.sections:
-        said = evidence.with_answer_phrase(best.sections[3], task)
-        prediction = rules.extract_answer(said, task)
+    prediction, stated = None, ""
+    if node.best is not None:
+        stated = evidence.with_answer_phrase(node.best.sections[3], task)
+        prediction = rules.extract_answer(stated, task)
     result = record | {
-        "branches": found,
-        "reasonings": [_described(branch, branch is best) for branch in reasonings],
+        "branches": branches,
+        "reasonings": [_describe_branch(one, one is node.best) for one in node.reasonings],
         "prediction": prediction,
     }
     if isinstance(record.get("answer"), str):
-        result["right"] = rules.score(said, record["answer"], task) == 1
+        result["right"] = rules.score(stated, record["answer"], task) == 1
     return result
 
 
-def _described(branch: Branch, is_chosen: bool) -> Record:
+def _describe_branch(branch: Branch, is_chosen: bool) -> Record:
     return {
         "text": branch.text,
-        "well_formed": branch.sections is not None,
+        "well_formed": bool(branch.sections),
         "score": branch.score,
         "logprob": branch.logprob,
         "tokens": len(branch.tokens),
@@ -304,29 +281,59 @@ def _described(branch: Branch, is_chosen: bool) -> Record:
     }
 
 
-def _formed(branches: Sequence[Branch]) -> list[Branch]:
-    return [branch for branch in branches if branch.sections is not None]
+def _well_formed(branches: Sequence[Branch]) -> list[Branch]:
+    return [branch for branch in branches if branch.sections]
 
 
 def _best(branches: Sequence[Branch]) -> Branch | None:
     """The well-formed branch with the highest score; the first one wins a tie."""
-    formed = _formed(branches)
+    formed = _well_formed(branches)
     return max(formed, key=lambda b: -math.inf if b.score is None else b.score, default=None)
-
-
-def _sections(branches: Sequence[Branch], place: int) -> list[str]:
-    """One section of each branch; "" for a bad format."""
-    return [branch.sections[place] if branch.sections else "" for branch in branches]
-
-
-def _chosen(node: _Node) -> Branch:
-    assert node.chosen is not None
-    return node.chosen
-
-
-def _question(node: _Node) -> str:
-    return node.record["question"]
 
 
 def _task(record: Record) -> str:
     return record.get("task", "general_qa")
+
+
+# ----------------------------------------------------------- spell_jax.generate, from the flags
+
+
+def run(given: Any) -> None:
+    """Answers the questions of --prompts with trees and writes --out.
+
+    Raises:
+      UsageError: if flags do not go together.
+      FileNotFoundError, ValueError: if a file or folder is missing or damaged, or a flag is out of
+        range.
+    """
+    policy, prompts, sampling = generation.load(given)
+    config = TreeConfig(given.width, given.evidence_by, given.reasoning_by)
+    judge = _make_judge(given, policy) if "judge" in dataclasses.astuple(config) else None
+    embed = _make_embed(given) if config.evidence_by == "similarity" else None
+    tree = Tree(policy, config, prompts, sampling, judge, embed)
+    requests = generation.read_requests(given.prompts, prompts, make_prompt)
+    entry.setup_done()
+    generation.write(given, tree.answer(*requests, given.seed))
+
+
+def _make_judge(given: Any, policy: Policy) -> Ask:
+    """The judge of branches: an endpoint, another policy, or `policy` itself by default."""
+    if bool(given.judge_url) != bool(given.judge_model) or (given.judge_url and given.judge_policy):
+        raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")
+    key, cap = os.environ.get(JUDGE_KEY), given.judge_max_tokens
+    if given.judge_url:
+        endpoint = Endpoint(JudgeConfig(given.judge_url, given.judge_model, key, max_tokens=cap))
+        # One host asks and tells all the others, so that they continue from the same branch.
+        return lambda texts: distributed.broadcast(lambda: list(endpoint(texts)))
+    if given.judge_policy:
+        policy = Policy(given.judge_policy, given.dtype)
+    return PolicyJudge(policy, cap)
+
+
+def _make_embed(given: Any) -> Embed:
+    """The embedding function of --embedder."""
+    if not given.embedder:
+        raise app.UsageError("--embedder: must be a Hugging Face folder, for similarity")
+    mesh, most = meshes.make_mesh(), given.embed_max_tokens
+    embedder = Embedder(given.embedder, mesh, most, EMBED_TOKENS, given.dtype)
+    return lambda texts: embedder.embed([embedder.encode(text)[0] for text in texts])

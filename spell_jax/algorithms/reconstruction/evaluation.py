@@ -12,7 +12,7 @@ import functools
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Models
-from spell_jax.algorithms.held_out import Report, share
+from spell_jax.algorithms.held_out import Report, by_row, share
 from spell_jax.algorithms.reconstruction.algorithm import REWARDS, ReconstructionConfig, pose
 from spell_jax.selfplay import puzzles
 from spell_jax.selfplay.puzzles import PromptedPuzzle
@@ -65,15 +65,16 @@ class PuzzleEvaluation:
         if not posed:
             raise ValueError("held-out documents: none gives a puzzle; see algorithm.min_paragraph")
         replies = models("responder", [p.prompt for _, p in posed], temperature=0.0)
-        outcomes = {str(k): {name: [] for name in MEASURES} for k in ("all", *dict(posed))}
-        for (k, p), reply in zip(posed, replies, strict=True):
-            order = puzzles.parse_order("" if reply is None else reply.texts[0], k)
-            dense, sparse = (f(order, p.truth) for f in REWARDS.values())
-            measured = float(order.is_permutation), dense, sparse
-            for name, value in zip(MEASURES, measured, strict=True):
-                outcomes["all"][name].append(value)
-                outcomes[str(k)][name].append(value)
-        return outcomes
+
+        def measure(options: int, posed: PromptedPuzzle, text: str) -> dict[str, float]:
+            order = puzzles.parse_order(text, options)
+            rewards = [reward(order, posed.truth) for reward in REWARDS.values()]
+            return dict(zip(MEASURES, (float(order.is_permutation), *rewards), strict=True))
+
+        return by_row(
+            (str(k), measure(k, p, "" if reply is None else reply.texts[0]))
+            for (k, p), reply in zip(posed, replies, strict=True)
+        )
 
     def make(self, options: int, count: int) -> tuple[PromptedPuzzle, ...]:
         """Makes at most `count` puzzles of K options, the same ones every time."""

@@ -10,15 +10,14 @@
    like data.source in a config; --config uses the training clusters and tasks of that run.
 2. The teacher, as questioner, reads these documents and writes a question with its answer. It is
    parsed as in self-play; the options of a choice must differ. Repeats for a cluster are dropped.
-3. The teacher, as responder, answers the question from all documents of the cluster.
-4. Questioner and responder must agree. Letters are compared by the rule, other answers by the
-   judge's verdict that the answer states the reference. --agreement=rule uses only the reward rule.
-5. OUT/questions.jsonl gets the remaining questions (data/questions.py, plus "cluster" and "shown")
+3. The teacher, as responder, answers the question from all documents of the cluster. Both must
+   agree: letters by the rule, other answers by the judge's verdict that the answer states the
+   reference. --agreement=rule uses only the reward rule.
+4. OUT/questions.jsonl gets the remaining questions (data/questions.py, plus "cluster" and "shown")
    for algorithm "rlvr". OUT/summary.json, which is also printed, counts the others by reason.
-6. A stopped build resumes. OUT/teacher.jsonl and OUT/judge.jsonl record every reply on arrival, so
-   no reply is requested twice, and a failed request is repeated. The result equals that of an
-   uninterrupted build. --attempts may be raised. OUT/config.json describes the build; another build
-   needs another OUT.
+5. A stopped build resumes: OUT/teacher.jsonl and OUT/judge.jsonl record every reply on arrival. The
+   result equals that of an uninterrupted build. --attempts may be raised. OUT/config.json describes
+   the build; another build needs another OUT.
 
 Keys of endpoints are read from $SPELL_TEACHER_KEY and $SPELL_JUDGE_KEY. Paper Appendix E.5: the
 paper's teacher is DeepSeek-R1-0528, its judge gpt-oss-120b, and about 3,000 questions remained. On
@@ -40,10 +39,11 @@ from typing import Any
 import jax
 import numpy as np
 from absl import app, flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from spell_jax.data import config as data_config
 from spell_jax.data.clusters import GROUPINGS, LETTERS, TASKS, Cluster
+from spell_jax.data.config import DataConfig, TinyConfig
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
 from spell_jax.evaluation import judge as judging
@@ -67,9 +67,7 @@ QUESTIONS, SUMMARY, REPLIES = "questions.jsonl", "summary.json", "teacher.jsonl"
 AGREEMENTS = ("judge", "rule")
 KEPT = "kept"
 _UNDECIDED = {MALFORMED: "judge_malformed", UNANSWERED: "judge_unanswered"}
-log = logging.getLogger(
-    "spell_jax.algorithms.rlvr.questions"
-)  # __name__ is "__main__" if run as a script
+log = logging.getLogger("spell_jax.algorithms.rlvr.questions")  # a script's __name__ is "__main__"
 
 # (prompts, their (attempt, turn) pairs) -> (prompt index, reply) in order of arrival. A reply of
 # None means that the request failed.
@@ -78,7 +76,7 @@ Ask = Callable[[Sequence[str], Sequence[tuple[int, int]]], Iterable[tuple[int, s
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings of a build.
+    """Settings of a build. Invalid values raise ValueError.
 
     Attributes:
       attempts: number of questions that the teacher is asked to write.
@@ -88,9 +86,6 @@ class Settings:
       prompt_set: "full", "compact" or a folder of templates.
       agreement: "judge" or "rule": how agreement of questioner and responder is decided.
       seed: seed of attempts and of a policy's sampling.
-
-    Raises:
-      ValueError: if a value is out of range.
     """
 
     attempts: int
@@ -112,12 +107,9 @@ class Attempt:
 
     Attributes:
       number: index of the attempt, from 0.
-      task: task of the question.
-      cluster: cluster that the question is about.
       shown: indices of the documents that the questioner reads.
       letter: letter of the correct option for multiple choice, else None.
-      question: the parsed question.
-      reference: the parsed reference answer.
+      question, reference: as parsed from the questioner's reply.
       prediction: answer extracted from the responder's reply.
       reason: KEPT, or why the attempt was dropped; "" while in progress.
     """
@@ -136,53 +128,49 @@ class Attempt:
 # ------------------------------------------------------------------------------------ The teacher
 
 
+@dataclasses.dataclass
 class Teacher:
     """Client of a teacher model that records every reply in a file as it arrives.
 
     All processes call it together. Process 0 keeps the record and broadcasts the replies.
+
+    Attributes:
+      ask: function that requests replies.
+      name: name of the model and its sampling options; part of the key of a recorded reply.
+      path: path of the record file, which may also hold replies of other teachers.
     """
 
-    def __init__(self, ask: Ask, name: str, path: pathlib.Path):
-        """Open the record file.
+    ask: Ask
+    name: str
+    path: pathlib.Path
+    asked: int = 0
 
-        Args:
-          ask: function that requests replies.
-          name: identifies the model and its sampling options; part of the key of each recorded
-              reply.
-          path: path of the record file, which may also hold replies of other teachers.
-        """
-        self.asked = 0
-        self.name = name
-        self._ask = ask
-        self._path = path
+    def __post_init__(self):
         self._known: dict[str, str] = {}
-        if jax.process_index() == 0 and path.exists():
-            self._known.update(read_records(path, _read_kept)[0])
+        if jax.process_index() == 0 and self.path.exists():
+            self._known.update(read_records(self.path, _parse_reply)[0])
 
     def __call__(self, turn: int, numbers: Sequence[int], prompts: Sequence[str]) -> list[Any]:
-        """Return the reply to each prompt; None where there is none.
+        """Return the reply to each prompt of the attempts `numbers`; None where there is none.
 
-        Args:
-          turn: 0 for the questioner, 1 for the responder.
-          numbers: attempt number of each prompt.
-          prompts: the prompts.
+        `turn` is 0 for the questioner, 1 for the responder.
         """
         is_first = jax.process_index() == 0
-        keys = [self._key(turn, *both) for both in zip(numbers, prompts, strict=True)]
+        keys = [self._key(turn, *pair) for pair in zip(numbers, prompts, strict=True)]
         missing = [i for i, key in enumerate(keys) if is_first and key not in self._known]
         wanted = [prompts[i] for i in missing], [(numbers[i], turn) for i in missing]
         with distributed.fail_together():
-            for at, reply in self._ask(*wanted):
+            for place, reply in self.ask(*wanted):
                 if is_first:
-                    self._keep(keys[missing[at]], reply)
+                    self._record(keys[missing[place]], reply)
         return distributed.broadcast(lambda: [self._known.get(key) for key in keys])
 
-    def _keep(self, key: str, reply: str | None) -> None:
+    def _record(self, key: str, reply: str | None) -> None:
         """Record a reply. A missing one is not recorded, so a later run requests it again."""
         self.asked += 1
         if reply is not None:
             self._known[key] = reply
-            append_records(self._path, [{"key": key, "reply": reply}])
+            append_records(self.path, [{"key": key, "reply": reply}])
             fault_injection.point("taught")
 
     def _key(self, turn: int, number: int, prompt: str) -> str:
@@ -190,7 +178,7 @@ class Teacher:
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _read_kept(line: Any) -> tuple[str, str]:
+def _parse_reply(line: Any) -> tuple[str, str]:
     key, reply = line["key"], line["reply"]
     if not isinstance(key, str) or not isinstance(reply, str):
         raise TypeError("key and reply must be texts")
@@ -220,67 +208,51 @@ class PolicyTeacher:
 # -------------------------------------------------------------------------------------- The build
 
 
+@dataclasses.dataclass
 class Build:
     """Runner of attempts. `counts` maps (task, outcome) to a number of attempts."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        prompts: Prompts,
-        count_tokens: Callable[[str], int],
-        teacher: Teacher,
-        judge: Judge | None,
-    ):
-        """Create a build.
+    settings: Settings
+    prompts: Prompts
+    count_tokens: Callable[[str], int]
+    teacher: Teacher
+    judge: Judge | None
+    counts: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    asked: set[tuple[str, str, str]] = dataclasses.field(default_factory=set)
 
-        Raises:
-          ValueError: if agreement "judge" has no judge, or agreement "rule" has one.
-        """
-        if (judge is None) != (settings.agreement == "rule"):
+    def __post_init__(self):
+        agreement = self.settings.agreement
+        if (self.judge is None) != (agreement == "rule"):
             raise ValueError(
-                f"agreement = {settings.agreement!r}: needs a judge where it is 'judge', and must "
-                "be 'rule' without one"
+                f"agreement = {agreement!r}: needs a judge where it is 'judge', and must be 'rule' "
+                "without one"
             )
-        self.settings = settings
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self._prompts = prompts
-        self._count_tokens = count_tokens
-        self._teacher = teacher
-        self._judge = judge
-        self._asked: set[tuple[str, str, str]] = set()
 
-    def deal(self, stream: TaskStream, first: int) -> list[Attempt]:
-        """Return the next batch of attempts.
-
-        The stream deals whole batches, so that a larger `attempts` does not change earlier
-        attempts.
-        """
+    def next_batch(self, stream: TaskStream, first: int) -> list[Attempt]:
+        """Return the next attempts; whole batches are dealt, so more attempts change no earlier."""
         dealt = stream.next(self.settings.batch)[: self.settings.attempts - first]
-        return [self._begin(first + i, *pair) for i, pair in enumerate(dealt)]
+        return [self._start(number, *pair) for number, pair in enumerate(dealt, first)]
 
-    def _begin(self, number: int, task: str, cluster: Cluster) -> Attempt:
+    def _start(self, number: int, task: str, cluster: Cluster) -> Attempt:
         rng = np.random.default_rng([self.settings.seed, number])
         order = rng.permutation(len(cluster.documents))[: self.settings.documents]
         letter = LETTERS[rng.integers(len(LETTERS))] if task == "multiple_choice" else None
         return Attempt(number, task, cluster, tuple(sorted(order.tolist())), letter)
 
-    def play(self, batch: Sequence[Attempt]) -> list[Attempt]:
+    def run_batch(self, batch: Sequence[Attempt]) -> list[Attempt]:
         """Run write, answer and compare on a batch; return the attempts that are kept."""
-        self.write(batch)
-        self.answer([a for a in batch if not a.reason])
-        self.compare([a for a in batch if not a.reason])
+        for part in (self.write, self.answer, self.compare):
+            part([a for a in batch if not a.reason])
         self.counts.update((a.task, a.reason) for a in batch)
         return [a for a in batch if a.reason == KEPT]
 
     def write(self, batch: Sequence[Attempt]) -> None:
         """Ask the teacher, as questioner, for a question per attempt."""
-        texts = [
-            self._prompts.questioner(
-                a.task, [a.cluster.documents[i] for i in a.shown], (), a.letter
-            )
-            for a in batch
-        ]
-        replies = self._teacher(0, [a.number for a in batch], texts)
+        texts = []
+        for a in batch:
+            documents = [a.cluster.documents[i] for i in a.shown]
+            texts.append(self.prompts.questioner(a.task, documents, (), a.letter))
+        replies = self.teacher(0, [a.number for a in batch], texts)
         for attempt, reply in zip(batch, replies, strict=True):
             attempt.reason = self._read_question(attempt, reply)
 
@@ -289,21 +261,21 @@ class Build:
         if reply is None:
             return "no_reply_of_questioner"
         parsed = parsing.parse_question(
-            reply, attempt.task, self._count_tokens, self.settings.max_answer_tokens, True
+            reply, attempt.task, self.count_tokens, self.settings.max_answer_tokens, True
         )
         if parsed.status != "accepted":
             return parsed.reason
         attempt.question, attempt.reference = parsed.question, parsed.answer.strip()
         known = attempt.task, attempt.cluster.id, " ".join(parsed.question.lower().split())
-        if known in self._asked:
+        if known in self.asked:
             return "asked_before"
-        self._asked.add(known)
+        self.asked.add(known)
         return ""
 
     def answer(self, batch: Sequence[Attempt]) -> None:
         """Ask the teacher, as responder, for an answer per attempt."""
-        texts = [self._prompts.responder(a.task, a.cluster.documents, a.question) for a in batch]
-        replies = self._teacher(1, [a.number for a in batch], texts)
+        texts = [self.prompts.responder(a.task, a.cluster.documents, a.question) for a in batch]
+        replies = self.teacher(1, [a.number for a in batch], texts)
         for attempt, reply in zip(batch, replies, strict=True):
             attempt.prediction = rules.extract_answer(reply or "", attempt.task) or ""
             if reply is None:
@@ -313,35 +285,32 @@ class Build:
 
     def compare(self, batch: Sequence[Attempt]) -> None:
         """Decide whether questioner and responder agree; only process 0 asks the judge."""
-        judged = [a for a in batch if self._judge and a.task != "multiple_choice"]
         for attempt in batch:
             agree = rules.is_correct(attempt.prediction, attempt.reference, attempt.task)
             attempt.reason = KEPT if agree else "disagreed"
-        if self._judge is None:
+        if self.judge is None:
             return
+        judged = [a for a in batch if a.task != "multiple_choice"]
         items = [(a.question, a.prediction, a.reference) for a in judged]
         with distributed.fail_together():
-            found = self._judge.judge(items if jax.process_index() == 0 else [])
-        for attempt, verdict in zip(judged, distributed.broadcast(lambda: found), strict=True):
+            replies = self.judge.judge(items if jax.process_index() == 0 else [])
+        verdicts = distributed.broadcast(lambda: replies)
+        for attempt, verdict in zip(judged, verdicts, strict=True):
             attempt.reason = _UNDECIDED.get(verdict) or (KEPT if verdict else "disagreed")
 
     def summary(self) -> dict[str, Any]:
         """Return counts of attempts by task and outcome, most frequent reason first."""
-        tasks = sorted({task for task, _ in self.counts})
         reasons: Counter[str] = Counter()
-        for (_, reason), count in self.counts.items():
+        tasks: dict[str, dict[str, int]] = {}
+        for (task, reason), count in sorted(self.counts.items()):
             reasons[reason] += count
+            own = tasks.setdefault(task, {"attempts": 0, KEPT: self.counts[task, KEPT]})
+            own["attempts"] += count
         return {
             "attempts": self.counts.total(),
             KEPT: reasons.pop(KEPT, 0),
             "left_out": dict(sorted(reasons.items(), key=lambda pair: (-pair[1], pair[0]))),
-            "tasks": {
-                task: {
-                    "attempts": sum(n for (t, _), n in self.counts.items() if t == task),
-                    KEPT: self.counts[task, KEPT],
-                }
-                for task in tasks
-            },
+            "tasks": tasks,
         }
 
 
@@ -356,8 +325,7 @@ def run(
     """Build the set in `out`, a local folder, and return the summary. Only process 0 writes.
 
     Raises:
-      FileNotFoundError, ValueError: see Build and prompts.load.
-      ValueError: if `out` contains another set.
+      FileNotFoundError, ValueError: see Build and prompts.load; or `out` contains another set.
     """
     out = pathlib.Path(out)
     build = Build(settings, prompt_sets.load(settings.prompt_set), count_tokens, teacher, judge)
@@ -366,15 +334,15 @@ def run(
     del made_from["attempts"]  # a resumed build may raise it
     unfinished = out / f"{QUESTIONS}.part"
 
-    def begin() -> None:
+    def start_files() -> None:
         out.mkdir(parents=True, exist_ok=True)
         start.check_same(out / start.CONFIG_FILE, made_from, "a set")
         unfinished.write_bytes(b"")
 
-    distributed.broadcast(begin)
+    distributed.broadcast(start_files)
     entry.setup_done()
     for first in range(0, settings.attempts, settings.batch):
-        kept = build.play(build.deal(stream, first))
+        kept = build.run_batch(build.next_batch(stream, first))
         if jax.process_index() == 0:
             append_records(unfinished, map(_line, kept))
         done = build.summary()
@@ -385,8 +353,8 @@ def run(
         write_json(out / SUMMARY, build.summary())
         return build.summary()
 
-    told = f", judge {judge.counts}" if judge else ""
-    log.info("%d replies of %s were asked for%s", teacher.asked, teacher.name, told)
+    judged = f", judge {judge.counts}" if judge else ""
+    log.info("%d replies of %s were requested%s", teacher.asked, teacher.name, judged)
     return distributed.broadcast(finish)
 
 
@@ -403,99 +371,79 @@ def make_teacher(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Teacher
     """Create the teacher selected on the command line.
 
     Raises:
-      UsageError: if there is no teacher, half of an endpoint, or both an endpoint and a policy.
-      FileNotFoundError, ValueError: see JudgeConfig, Options and weights.read_config_and_tokenizer.
+      UsageError, FileNotFoundError, ValueError: naming the flag or the folder.
     """
     url, model, folder = given.teacher_url, given.teacher_model, given.teacher_policy
     if bool(url) != bool(model) or bool(url) == bool(folder):
         raise app.UsageError(
             "--teacher_url and --teacher_model, or --teacher_policy, must say who the teacher is"
         )
-    sampling = {"temperature": given.temperature, "top_p": given.top_p}
-    sampling["max_tokens"] = given.teacher_max_tokens
+    sampling: dict[str, Any] = {
+        "temperature": given.temperature,
+        "top_p": given.top_p,
+        "max_tokens": given.teacher_max_tokens,
+    }
     options = Options(**sampling)
     if folder:
-        thinking = tokenizers.THINKING[given.thinking]
-        policy = Policy(folder, given.dtype, thinking, sizes)
+        policy = Policy(folder, given.dtype, tokenizers.THINKING[given.thinking], sizes)
         ask: Ask = PolicyTeacher(policy, options, given.seed)
         model = f"{policy.folder.name} {policy.fingerprint()}"
     else:
-        ask = _endpoint(given, model, sampling)
+        try:
+            config = JudgeConfig(
+                url,
+                model,
+                os.environ.get(TEACHER_KEY),
+                timeout_s=1800.0,  # long documents, and thoughts of tens of thousands of tokens
+                attempts=8,
+                workers=given.teacher_workers,
+                requests_per_s=given.teacher_rate,
+                **sampling,
+            )
+        except ValueError as error:
+            raise ValueError(f"teacher's {error}") from error
+        endpoint = Endpoint(config)
+        ask = lambda prompts, numbers: endpoint.reply(prompts)  # noqa: E731
     name = json.dumps([model, *sampling.values(), given.thinking, given.seed])
     return Teacher(ask, name, out / REPLIES)
 
 
-def _endpoint(given: Any, model: str, sampling: dict[str, Any]) -> Ask:
-    try:
-        config = JudgeConfig(
-            given.teacher_url,
-            model,
-            os.environ.get(TEACHER_KEY),
-            timeout_s=1800.0,  # long documents, and thoughts of tens of thousands of tokens
-            attempts=8,
-            workers=given.teacher_workers,
-            requests_per_s=given.teacher_rate,
-            **sampling,
-        )
-    except ValueError as error:
-        raise ValueError(f"teacher's {error}") from error
-    endpoint = Endpoint(config)
-    return lambda prompts, numbers: endpoint.reply(prompts)
-
-
 def open_clusters(given: Any) -> tuple[TaskStream, Callable[[str], int]]:
-    """Open the stream of clusters, and the token counter of the policy's tokenizer.
+    """Open the stream of clusters, and the token counter of the tokenizer.
 
     Raises:
-      UsageError: if there is no source, or no tokenizer.
-      FileNotFoundError, ValueError: see data.config.open_clusters and TaskStream.
+      UsageError, FileNotFoundError, ValueError: naming the flag or the folder.
     """
     if bool(given.source) == bool(given.config):
         raise app.UsageError("--source or --config: one of them must say where the clusters are")
-    unknown = set(given.tasks) - set(TASKS)
-    if unknown:
+    if set(given.tasks) - set(TASKS):
         raise app.UsageError(f"--tasks = {','.join(given.tasks)}: must be some of {TASKS}")
-    config: Any = given.config or _plain_config(given)
     folder = given.tokenizer or given.teacher_policy
-    if not folder and given.config:
-        folder = find_folder(config.policy)
+    if given.config:
+        data, folder = given.config.data, folder or find_folder(given.config.policy)
+    else:
+        data = DataConfig(
+            source=given.source,
+            grouping=given.grouping,
+            documents_per_cluster=given.documents_per_cluster,
+            max_document_tokens=given.max_document_tokens,
+            held_out=given.held_out,
+            tasks=tuple(given.tasks),
+            task_weights=(1.0,) * len(given.tasks),
+            tiny=TinyConfig(given.tiny_clusters),
+        )
     if not folder:
         raise app.UsageError("--tokenizer: must be a folder with the policy's, to count tokens")
-    words = tokenizers.load(folder)
-    source, _ = data_config.open_clusters(config.data, given.seed, words.count)
-    data = config.data
-    stream = TaskStream(source, tuple(data.tasks), tuple(data.task_weights), given.seed)
-    return stream, words.count
-
-
-def _plain_config(given: Any) -> ConfigDict:
-    """Build the part of a run's config that describes the clusters."""
-    tiny = {"clusters": given.tiny_clusters, "documents": (8, 12)}
-    data = {
-        "source": given.source,
-        "grouping": given.grouping,
-        "documents_per_cluster": given.documents_per_cluster,
-        "max_document_tokens": given.max_document_tokens,
-        "held_out": given.held_out,
-        "tasks": tuple(given.tasks),
-        "task_weights": (1.0,) * len(given.tasks),
-        "tiny": tiny,
-    }
-    return ConfigDict({"seed": given.seed, "data": data})
+    count = tokenizers.load(folder).count
+    source, _ = data_config.open_clusters(data, given.seed, count)
+    return TaskStream(source, tuple(data.tasks), tuple(data.task_weights), given.seed), count
 
 
 def main(_) -> None:
     start.setup()
-    given = flags.FLAGS
-    settings = Settings(
-        given.attempts,
-        given.batch,
-        given.documents,
-        given.max_answer_tokens,
-        given.prompt_set,
-        given.agreement,
-        given.seed,
-    )
+    given: Any = flags.FLAGS
+    fields = [field.name for field in dataclasses.fields(Settings)]
+    settings = Settings(**{name: getattr(given, name) for name in fields})
     out, sizes = pathlib.Path(given.out), judging.read_sizes(given)
     teacher = make_teacher(given, out, sizes)
     judge = judging.make_judge(given, out, sizes)
@@ -506,31 +454,31 @@ def main(_) -> None:
 
 
 def define_flags() -> None:
-    config_flags.DEFINE_config_file("config", None, "A run's: its clusters and tasks are taken.")
+    config_flags.DEFINE_config_file("config", None, "A run's config; its clusters and tasks.")
     flags.DEFINE_string("source", "", "Clusters, as data.source of a config: a path, or tiny.")
-    flags.DEFINE_string("out", None, "The folder of the set.", required=True)
-    flags.DEFINE_integer("attempts", None, "Questions to write.", required=True)
-    flags.DEFINE_integer("batch", Settings.batch, "Of them, under way together.")
-    flags.DEFINE_integer("documents", Settings.documents, "That the questioner reads.")
+    flags.DEFINE_string("out", None, "Folder of the question set.", required=True)
+    flags.DEFINE_integer("attempts", None, "Number of questions to write.", required=True)
+    flags.DEFINE_integer("batch", Settings.batch, "Attempts processed together.")
+    flags.DEFINE_integer("documents", Settings.documents, "Documents that the questioner reads.")
     flags.DEFINE_integer("max_answer_tokens", Settings.max_answer_tokens, "Of a general answer.")
     flags.DEFINE_string("prompt_set", "full", "full, compact or a folder of templates.")
-    flags.DEFINE_enum("agreement", "judge", AGREEMENTS, "Who says that two answers agree.")
-    flags.DEFINE_integer("seed", 0, "Of attempts and of a policy's draws.")
-    flags.DEFINE_list("tasks", list(TASKS), "With --source.")
-    flags.DEFINE_enum("grouping", "similarity", GROUPINGS, "Of a folder's documents.")
-    flags.DEFINE_integer("documents_per_cluster", 20, "Of a folder's clusters.")
+    flags.DEFINE_enum("agreement", "judge", AGREEMENTS, "How agreement of answers is decided.")
+    flags.DEFINE_integer("seed", 0, "Seed of attempts and of a policy's sampling.")
+    flags.DEFINE_list("tasks", list(TASKS), "Tasks of questions, with --source.")
+    flags.DEFINE_enum("grouping", "similarity", GROUPINGS, "Grouping of a folder's documents.")
+    flags.DEFINE_integer("documents_per_cluster", 20, "Size of a folder's clusters.")
     flags.DEFINE_integer("max_document_tokens", 3200, "Longer documents are cut.")
     flags.DEFINE_float("held_out", 0.05, "Share of clusters that are left out, as in training.")
-    flags.DEFINE_integer("tiny_clusters", 768, "With --source=tiny.")
-    flags.DEFINE_string("tokenizer", "", "A folder with the tokenizer of the policy to train.")
+    flags.DEFINE_integer("tiny_clusters", 768, "Number of clusters, with --source=tiny.")
+    flags.DEFINE_string("tokenizer", "", "Folder with the tokenizer of the policy to train.")
     flags.DEFINE_string("teacher_url", "", "A chat-completions address.")
     flags.DEFINE_string("teacher_model", "", "The model's name there.")
-    flags.DEFINE_string("teacher_policy", "", "A policy's folder, for the teacher.")
-    flags.DEFINE_integer("teacher_max_tokens", 8192, "Cap of a teacher's reply.")
-    flags.DEFINE_integer("teacher_workers", 16, "Requests to the teacher under way at once.")
-    flags.DEFINE_float("teacher_rate", 0.0, "Requests to the teacher a second; 0: any.")
-    flags.DEFINE_float("temperature", 0.7, "Of the teacher.")
-    flags.DEFINE_float("top_p", 0.95, "Of the teacher.")
+    flags.DEFINE_string("teacher_policy", "", "Folder of a policy, as teacher.")
+    flags.DEFINE_integer("teacher_max_tokens", 8192, "Maximum length of a teacher's reply.")
+    flags.DEFINE_integer("teacher_workers", 16, "Concurrent requests to the teacher.")
+    flags.DEFINE_float("teacher_rate", 0.0, "Requests to the teacher per second; 0: unlimited.")
+    flags.DEFINE_float("temperature", 0.7, "Sampling temperature of the teacher.")
+    flags.DEFINE_float("top_p", 0.95, "Probability mass of the teacher's nucleus.")
     flags.DEFINE_enum("thinking", "", list(tokenizers.THINKING), "For chat templates that know it.")
     judging.define_flags()
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from spell_jax.algorithms.base import AlgorithmConfig, RolloutBudget
 from spell_jax.runtime.config import check_choice, check_least
-from spell_jax.selfplay import rewards, selection
+from spell_jax.selfplay import rewards
 
 REFERENCE_SOURCES = ("questioner", "frozen_reader")
 RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
@@ -101,12 +99,8 @@ class SpellConfig(AlgorithmConfig):
     def __post_init__(self):
         super().__post_init__()
         check_choice(self, "algorithm.", mapping=rewards.MAPPINGS, memory_documents=REMEMBERED)
-        check_choice(
-            self,
-            "algorithm.",
-            reference_source=REFERENCE_SOURCES,
-            responder_reward=RESPONDER_REWARDS,
-        )
+        check_choice(self, "algorithm.", reference_source=REFERENCE_SOURCES)
+        check_choice(self, "algorithm.", responder_reward=RESPONDER_REWARDS)
         check_least(self, "algorithm.", questions=1, generation_batch=1, max_generations=1)
         check_least(self, "algorithm.", group_size=2, verifier_group_size=1, verifier_share=0)
         check_least(self, "algorithm.", grounding_samples=0, grounding_threshold=1)
@@ -137,44 +131,28 @@ class SpellConfig(AlgorithmConfig):
         )
 
     def round_budgets(self, writes: bool = True) -> list[RolloutBudget]:
-        """Upper bounds of one round; all rounds of a step are trained on together.
-
-        Args:
-          writes: whether questions are written in the round, in at most max_generations rounds.
-        """
-        batch, rng = self.generation_batch, np.random.default_rng(0)
+        """Upper bounds of a round, in which questions are written or given; a step has at most
+        max_generations rounds of written ones and trains on all of them together."""
+        batch = self.generation_batch
         most = batch * self.max_generations if writes else batch
         good = most if self.keep_surplus else min(self.questions, most)
         found = []
         if writes:
-            tasks = ["any"] * most
-            bad = selection.questioner_negatives(tasks[:good], tasks[good:], self.negatives, rng)
-            learned = (good + len(bad)) * self.train_questioner
-            blind = self.grounding_samples
+            bad = min(int(self.negatives * good), most - good)
+            trained, blind = (good + bad) * self.train_questioner, self.grounding_samples
             found = [
-                RolloutBudget("questions", "questioner", batch, 1, learned),
+                RolloutBudget("questions", "questioner", batch, 1, trained),
                 RolloutBudget("answers without documents", "responder", batch, blind),
             ]
             if self.reference_source == "frozen_reader":
-                found.append(
-                    RolloutBudget(
-                        "answers of the frozen reader",
-                        "reference_reader",
-                        batch,
-                        self.reader_samples,
-                    )
-                )
+                name, role = "answers of the frozen reader", "reference_reader"
+                found.append(RolloutBudget(name, role, batch, self.reader_samples))
         found.append(RolloutBudget("answers", "responder", batch, self.group_size, good))
         if self.responder_reward not in ("rule", "random"):
             size, answers = self.verifier_group_size, self.group_size
-            chosen = selection.verifier_groups(
-                [0, 1] * (most * answers),
-                good * answers,
-                size,
-                self.verifier_share,
-                rng,
-                balance=self.balance_verdicts,
-            )
-            learned = len(chosen) * self.train_verifier
-            found.append(RolloutBudget("verdicts", "verifier", batch * answers, size, learned))
+            wanted = int(good * answers * self.verifier_share / size)
+            if self.balance_verdicts:
+                wanted -= wanted % 2
+            trained = min(wanted, 2 * most * answers) * self.train_verifier
+            found.append(RolloutBudget("verdicts", "verifier", batch * answers, size, trained))
         return found

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from spell_jax.algorithms.base import Models
-from spell_jax.algorithms.held_out import Report, share
+from spell_jax.algorithms.held_out import Report, by_row, share
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data import tiny_world as world
 from spell_jax.data.clusters import LETTERS
@@ -28,14 +28,7 @@ from spell_jax.warm_start import demonstrations
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A generated question.
-
-    Attributes:
-      documents: texts to answer from.
-      question: the question.
-      kind: kind of the question, one of world.KINDS.
-      truth: true answer: canonical text, number or letter.
-    """
+    """A generated question of one of world.KINDS; `truth` is canonical text, number or letter."""
 
     documents: tuple[str, ...]
     question: str
@@ -45,16 +38,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class TinyEvaluation:
-    """Held-out evaluation of one policy.
-
-    Attributes:
-      prompts: the prompt set.
-      algorithm: config with the number of the questioner's documents and the rules by which its
-        questions are accepted.
-      count_tokens: function that returns the number of tokens of a text, for the limit of
-        references.
-      sizes: numbers of questions per kind, and numbers of documents.
-    """
+    """Held-out evaluation of one policy; `algorithm` has the limits of the questioner."""
 
     prompts: Prompts
     algorithm: SpellConfig
@@ -76,29 +60,25 @@ class TinyEvaluation:
 
     def full(self, models: Models) -> Report:
         """Evaluates all three roles."""
-        report: Report = {"responder accuracy, by documents": {}}
-        rows = report["responder accuracy, by documents"]
-        by_count = {
-            n: self._responder(models, n, self.sizes.per_cell) for n in self.sizes.documents
+        sizes = self.sizes
+        by_count = {n: self._responder(models, n, sizes.per_cell) for n in sizes.documents}
+        accuracy = {
+            row: {str(n): share(cells[row]) for n, cells in by_count.items()}
+            for row in (*world.KINDS, "all")
         }
-        for kind in world.KINDS:
-            rows[kind] = {str(n): share(cells[kind]) for n, cells in by_count.items()}
-        rows["all"] = {
-            str(n): share([right for cell in cells.values() for right in cell])
-            for n, cells in by_count.items()
+        return {
+            "responder accuracy, by documents": accuracy,
+            "multiple choice, share of each letter among answers": self._letters(models),
+            "verifier accuracy, by pair": {"": self._verifier(models)},
+            "questioner": self._questioner(models),
         }
-        report["multiple choice, share of each letter among answers"] = self._letters(models)
-        report["verifier accuracy, by pair"] = {"": self._verifier(models)}
-        report["questioner"] = self._questioner(models)
-        return report
 
     def quick(self, models: Models) -> tuple[float, dict[str, float]]:
         """(mean responder accuracy; accuracies by kind and number of documents)."""
         numbers = {}
         for count in self.sizes.quick_documents:
             cells = self._responder(models, count, self.sizes.quick_per_cell)
-            for kind, outcomes in cells.items():
-                numbers[f"{kind}/{count}"] = share(outcomes)[0]
+            numbers |= {f"{kind}/{count}": share(cells[kind])[0] for kind in world.KINDS}
         score = sum(numbers.values()) / len(numbers)
         return score, numbers | {"responder": score}
 
@@ -108,21 +88,23 @@ class TinyEvaluation:
         for index in range(count):
             cell = [self.sizes.seed, documents, world.KINDS.index(kind), index]
             rng = np.random.default_rng(cell)
-            texts = world.make_documents(rng, documents)
-            question, made, answer = demonstrations.responder_question(rng, texts, kind)
-            while made.kind != kind:  # few documents may allow no two-hop question: make others
+            made = None
+            while made is None or made.kind != kind:  # few documents may allow no two-hop question
                 texts = world.make_documents(rng, documents)
                 question, made, answer = demonstrations.responder_question(rng, texts, kind)
             truth = answer if kind == "choice" else world.canonical(answer)
             items.append(Item(texts, question, kind, truth))
         return items
 
-    def _responder(self, models: Models, documents: int, count: int) -> dict[str, list[bool]]:
+    def _responder(self, models: Models, documents: int, count: int) -> dict[str, list[float]]:
+        """Kind or "all" -> whether each answer is right."""
         items = [item for kind in world.KINDS for item in self.make_items(documents, kind, count)]
-        cells: dict[str, list[bool]] = {kind: [] for kind in world.KINDS}
-        for item, found in zip(items, self._answers(models, items), strict=True):
-            cells[item.kind].append(is_true(found, item.truth, item.kind))
-        return cells
+        answers = self._answers(models, items)
+        outcomes = by_row(
+            (item.kind, {"": is_true(answer, item.truth, item.kind)})
+            for item, answer in zip(items, answers, strict=True)
+        )
+        return {row: cells[""] for row, cells in outcomes.items()}
 
     def _answers(self, models: Models, items: Sequence[Item]) -> list[str | None]:
         tasks = [world.TASK_OF_KIND[item.kind] for item in items]
@@ -138,8 +120,8 @@ class TinyEvaluation:
 
     def _letters(self, models: Models) -> dict[str, dict[str, tuple[float, float]]]:
         count = self._usual_documents
-        found = self._answers(models, self.make_items(count, "choice", self.sizes.per_cell))
-        columns = {letter: share([f == letter for f in found]) for letter in LETTERS}
+        answers = self._answers(models, self.make_items(count, "choice", self.sizes.per_cell))
+        columns = {letter: share([answer == letter for answer in answers]) for letter in LETTERS}
         return {f"{count} documents": columns}
 
     def _verifier(self, models: Models) -> dict[str, tuple[float, float]]:
@@ -149,13 +131,11 @@ class TinyEvaluation:
             for _ in range(2 * self.sizes.per_cell)
         ]
         replies = models("verifier", [row.prompt for row, _ in rows], temperature=0.0)
-        outcomes: dict[str, list[bool]] = {"all": []}
+        cells = []
         for (row, pair), reply in zip(rows, replies, strict=True):
             vote = -1 if reply is None else parsing.parse_verdict(reply.texts[0])
-            right = vote == parsing.parse_verdict(row.completion)
-            outcomes["all"].append(right)
-            outcomes.setdefault(pair, []).append(right)
-        return {pair: share(cells) for pair, cells in outcomes.items()}
+            cells.append((pair, {"": vote == parsing.parse_verdict(row.completion)}))
+        return {pair: share(measures[""]) for pair, measures in by_row(cells).items()}
 
     def _questioner(self, models: Models) -> dict[str, dict[str, tuple[float, float]]]:
         tasks = tuple(dict.fromkeys(world.TASK_OF_KIND.values()))
@@ -168,27 +148,30 @@ class TinyEvaluation:
                     documents, text = self._questioner_prompt(rng, task, known)
                     asked.append((row, task, documents))
                     texts.append(text)
-        outcomes: dict[str, tuple[list[bool], ...]] = {row: ([], [], []) for row, *_ in asked}
-        for (row, task, documents), reply in zip(asked, models("questioner", texts), strict=True):
-            accepted, answerable, right = outcomes[row]
-            parsed = parsing.parse_question(
-                "" if reply is None else reply.texts[0],
-                task,
-                self.count_tokens,
-                self.algorithm.max_answer_tokens,
-                self.algorithm.distinct_options,
-            )
-            accepted.append(parsed.status == "accepted")
-            if accepted[-1]:
-                truth = true_answer(parsed.question, task, documents)
-                answerable.append(truth is not None)
-                if truth is not None:
-                    right.append(is_true(parsed.answer, truth, task_kind(task)))
-        names = ("accepted", "answerable, of accepted", "reference right, of answerable")
+        replies = models("questioner", texts)
+        outcomes = by_row(
+            (row, self._measure_question("" if reply is None else reply.texts[0], task, documents))
+            for (row, task, documents), reply in zip(asked, replies, strict=True)
+        )
+        del outcomes["all"]
         return {
-            row: {name: share(cell) for name, cell in zip(names, cells, strict=True) if cell}
-            for row, cells in outcomes.items()
+            row: {n: share(cell) for n, cell in cells.items()} for row, cells in outcomes.items()
         }
+
+    def _measure_question(self, text: str, task: str, documents: Sequence[str]) -> dict[str, bool]:
+        """Whether a question is accepted; if so, answerable; if so, with a right reference."""
+        c = self.algorithm
+        parsed = parsing.parse_question(
+            text, task, self.count_tokens, c.max_answer_tokens, c.distinct_options
+        )
+        measures = {"accepted": parsed.status == "accepted"}
+        if measures["accepted"]:
+            truth = true_answer(parsed.question, task, documents)
+            measures["answerable, of accepted"] = truth is not None
+            if truth is not None:
+                right = is_true(parsed.answer, truth, task_kind(task))
+                measures["reference right, of answerable"] = right
+        return measures
 
     def _questioner_prompt(
         self, rng: np.random.Generator, task: str, known: int
@@ -198,8 +181,8 @@ class TinyEvaluation:
         count = shown * (known + 1)
         documents = world.make_documents(rng, max(count, self._usual_documents))[:count]
         history = []
+        kind = next(kind for kind, t in world.TASK_OF_KIND.items() if t == task)
         for _ in range(known):
-            kind = next(kind for kind, t in world.TASK_OF_KIND.items() if t == task)
             text, _, answer = demonstrations.responder_question(rng, documents[:shown], kind)
             history.append(Entry((), text, answer))
         letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None

@@ -227,10 +227,3 @@ def test_a_bad_request_names_its_field(change, message):
 def test_a_bad_tree_names_its_field(field: str, value: Any):
     with pytest.raises(ValueError, match=f"{field} = "):
         TreeConfig(**{field: value})
-
-
-def test_what_scores_must_be_there():
-    with pytest.raises(ValueError, match="need a judge"):
-        grow(reasoning_by="judge")
-    with pytest.raises(ValueError, match="needs an embedding model"):
-        grow(evidence_by="similarity")

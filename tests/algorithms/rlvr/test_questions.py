@@ -264,7 +264,7 @@ def test_more_attempts_change_none_before_them(tmp_path):
         settings = Settings(attempts, batch=4, agreement="rule")
         teacher = Teacher(lambda *_: (), "t", tmp_path / "t")
         build, pairs = rlvr_questions.Build(settings, COMPACT, len, teacher, None), stream()
-        made = [a for first in range(0, attempts, 4) for a in build.deal(pairs, first)]
+        made = [a for first in range(0, attempts, 4) for a in build.next_batch(pairs, first)]
         assert [a.number for a in made] == list(range(attempts))
         return [(a.cluster.id, a.shown, a.letter) for a in made]
 
