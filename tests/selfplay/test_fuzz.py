@@ -69,7 +69,7 @@ NO_READERS = {
     *("evaluation.answering", "evaluation.generation", "evaluation.runner"),
     "algorithms.questions",
     *("algorithms.base", "algorithms.rollout", "algorithms.registry", "algorithms.algorithm"),
-    "held_out.share",
+    *("held_out.share", "held_out.by_row"),
     *("algorithms.config", "algorithms.episode", "algorithms.rlvr", "algorithms.evidence_tree"),
     *("evaluation.registry", "evaluation.base", "evaluation.generated"),
     *("evaluation.own_questions", "evaluation.figures", "evaluation.ruler"),
