@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -149,21 +150,16 @@ def _detected_position(limit: int) -> _Position | None:
 
 
 def gather_bytes(mine: Sequence[bytes]) -> list[list[bytes]]:
-    """Items of every host, in host order; a single host exchanges nothing.
-
-    Args:
-      mine: items of this host; other hosts may have more or fewer.
-    """
+    """Items of every host, in host order; hosts may have different numbers of them."""
     if jax.process_count() == 1:
         return [list(mine)]
-    # Numbers are sent as bytes: without jax_enable_x64, int64 would be truncated to 32 bits.
-    lengths = np.array([len(mine), *map(len, mine)], "<i8").tobytes()
-    part = np.frombuffer(lengths + b"".join(mine), np.uint8)
+    part = np.frombuffer(pickle.dumps(list(mine)), np.uint8)
+    # The size is sent as bytes: without jax_enable_x64, int64 would be truncated to 32 bits.
     sizes = _gather(np.array([part.size], "<i8").view(np.uint8)).view("<i8")
     # A power of two: otherwise each new size would compile another program.
     padded = np.zeros(max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length()), np.uint8)
     padded[: part.size] = part
-    return [_items(row.tobytes()) for row in _gather(padded)]
+    return [pickle.loads(row.tobytes()) for row in _gather(padded)]  # ignores the padding
 
 
 def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
@@ -214,12 +210,12 @@ def fail_together() -> Iterator[None]:
             raise
         failure = error
 
-    def report() -> Sequence[bytes]:
+    def reraise() -> Sequence[bytes]:
         if failure is not None:
             raise failure
         return ()
 
-    make_together(report)
+    make_together(reraise)
 
 
 def fetch_global(array: Any) -> np.ndarray:
@@ -232,10 +228,3 @@ def fetch_global(array: Any) -> np.ndarray:
 def _gather(row: np.ndarray) -> np.ndarray:
     """Gathers uint8 [n] of each host into [hosts, n]."""
     return np.ascontiguousarray(multihost_utils.process_allgather(row))
-
-
-def _items(part: bytes) -> list[bytes]:
-    count = int.from_bytes(part[:8], "little")
-    lengths = np.frombuffer(part[8 : 8 + 8 * count], "<i8")
-    ends = 8 + 8 * count + np.cumsum(lengths)
-    return [part[end - length : end] for end, length in zip(ends, lengths, strict=True)]
