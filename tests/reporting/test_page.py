@@ -92,7 +92,7 @@ def test_outcomes(scores, wanted):
     assert outcome(scores, "declined") == wanted
 
 
-def test_what_follows_from_episodes(tmp_path):
+def test_metrics_computed_from_episodes(tmp_path):
     workdir = write_run(tmp_path / "run", steps=1, episodes=0)
     make = Writer().episode
     four = {
@@ -124,7 +124,7 @@ def test_runs_that_differ_in_the_seed_are_one_group():
     assert group_by_seed(configs) == [[0, 2], [1], [3], [4]]
 
 
-def test_panels_are_of_what_a_algorithm_measures():
+def test_panels_show_the_measured_metrics():
     names = [
         *(
             "rollout/solve_rate",
@@ -157,7 +157,7 @@ def test_panels_are_of_what_a_algorithm_measures():
     assert choose_panels(["train/loss"]) == []
 
 
-def test_tasks_of_other_games_have_no_share_and_nobody_no_reward(tmp_path):
+def test_unknown_tasks_have_no_share_and_no_reward_has_no_curve(tmp_path):
     workdir = write_run(tmp_path / "run", steps=1, episodes=0)
     four = {"scores": [1.0, 0.0, 0.0, 0.0], "answers": ["a"] * 4, "votes": [], "reward": None}
     lines = [Writer().episode(n, task="own", **four) for n in range(2)]
@@ -268,7 +268,7 @@ def test_on_a_full_page_texts_that_are_there_cost_nothing_more(tmp_path):
     assert len(index) == 100 and 1 < len(clusters) < 20 and complete == 5 * len(clusters)
 
 
-def test_a_full_page_is_found_out_by_what_does_not_fit():
+def test_a_page_counts_as_full_after_repeated_misses():
     large, small = [str(n) for n in range(99)], "x"
     size = len(report_page._packed(small)) + 1
     lines = report_page._Lines(report_page._index_bytes({}) + 3 * size + 10)
@@ -374,7 +374,7 @@ def test_it_opens_without_a_complaint(page, large):
     assert milliseconds and int(milliseconds[1]) < 30_000
 
 
-def test_filters_keep_what_they_say(page, large):
+def test_filters_select_episodes(page, large):
     page.open(large)
     for name, value, what in (
         ("task", "financial_math", "financial math"),
@@ -428,7 +428,7 @@ def test_an_episode_shows_its_evidence_and_keys_lead_on(page, large):
     assert state(page) == third
 
 
-def test_how_curves_are_drawn(page, large):
+def test_curves_on_the_page(page, large):
     page.open(large)
 
     def plotted(panel: dict, *groups: dict, what: str = "path", of: str = "d") -> list[str]:
@@ -506,7 +506,7 @@ def test_episodes_without_documents_say_so(page, tmp_path):
     assert len(entries(page)) == 3 and page.problems == []
 
 
-def test_what_is_marked(page, large):
+def test_quotations_and_references_are_marked(page, large):
     page.open(large)
 
     def marks(document: str, *answers: str, **fields: str) -> list:
@@ -621,7 +621,7 @@ def test_a_algorithm_without_a_questioner(page, tmp_path):
     assert len(entries(page)) == 1
 
 
-def test_what_was_taken_out_of_documents_is_marked(page, tmp_path):
+def test_gaps_of_puzzles_are_marked_in_documents(page, tmp_path):
     documents = [
         "One b, a \U0001f600\U0001f600.\n\nIt begins.",
         "Then a A b <b>B</b>.\n\nIt ends here. Or not.",

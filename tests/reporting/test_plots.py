@@ -92,7 +92,7 @@ def test_runs_are_compared_with_bands(tmp_path):
     assert list(curves_of(alone)) == ["all", "general qa", "financial math", "multiple choice"]
 
 
-def test_what_adds_up_is_stacked():
+def test_parts_of_a_sum_are_stacked():
     panel = {"metrics": {"a": "x", "b": "y"}, "stacked": True}
     three, low, high = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [9.0, 9.0, 9.0]
     seeds = group("g", x=[[1, 2, 3], three, low, high], y=[[1, 3], [2.0, 4.0]])
@@ -104,7 +104,7 @@ def test_what_adds_up_is_stacked():
     assert curves_of(axes) == {"a": [7.0]} and axes.get_ylim()[0] == 0
 
 
-def test_many_steps_are_drawn_smooth():
+def test_many_steps_are_smoothed():
     values = [float(step % 2) for step in STEPS]
     assert smooth(values[:59]) == values[:59]
     assert smooth(values)[:3] == [0.5, 2 / 3, 1 / 3] and len(smooth(values)) == 100
@@ -131,7 +131,7 @@ def test_the_mapping_has_its_curve_and_points():
     assert points.get_sizes().tolist() == [34, 124]
 
 
-def test_names_are_what_a_file_system_takes_and_differ():
+def test_file_names_are_valid_and_distinct():
     titles = ["Solve rate: a", "solve/rate", "../../x", "\u2028$`", "", "a" * 300, "solve_rate_2"]
     assert file_names(titles) == [
         "solve_rate", "solve_rate_2", "x", "plot", "plot_2", "a" * 80, "solve_rate_2_2"

@@ -56,7 +56,7 @@ def test_a_picture_a_prefix_and_one_for_the_evaluation(tmp_path):
         assert picture.startswith(b"\x89PNG") and len(picture) > 5000
 
 
-def test_only_what_was_measured_is_drawn(tmp_path):
+def test_only_measured_metrics_are_plotted(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.write(1, {"train/loss": 1.0})
     writer.close()

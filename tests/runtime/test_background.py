@@ -24,7 +24,7 @@ def test_work_is_done_in_order_by_another_thread():
     assert len(threads) == 1 and threading.get_ident() not in threads
 
 
-def test_nobody_waits_for_slow_work_but_flush():
+def test_only_flush_waits_for_slow_work():
     gate, done = threading.Event(), []
     with Background(max_queued=3) as background:
         background.submit(gate.wait)
@@ -35,7 +35,7 @@ def test_nobody_waits_for_slow_work_but_flush():
         assert done == [1]
 
 
-def test_so_much_may_wait_and_no_more():
+def test_the_queue_is_bounded():
     gate, taken = threading.Event(), []
     with Background(max_queued=2) as background:
         background.submit(gate.wait)
@@ -56,7 +56,7 @@ def test_so_much_may_wait_and_no_more():
     assert taken == list(range(5))
 
 
-def test_an_error_is_raised_by_what_comes_behind_and_the_rest_is_done():
+def test_an_error_is_raised_by_later_calls_and_the_rest_is_done():
     gate, done = threading.Event(), []
     with pytest.raises(OSError, match="first") as error, Background() as background:
         background.submit(gate.wait)
@@ -72,7 +72,7 @@ def test_an_error_is_raised_by_what_comes_behind_and_the_rest_is_done():
     assert done == [1, 2] and error.value is found.value
 
 
-def test_an_error_that_nobody_asked_for_is_raised_at_the_end():
+def test_an_unseen_error_is_raised_at_the_end():
     with pytest.raises(OSError, match="alone"), Background() as background:
         background.submit(fail, "alone")
 

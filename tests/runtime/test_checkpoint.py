@@ -225,7 +225,7 @@ SHARDING = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         ({"w": jax.ShapeDtypeStruct((3, 4), jnp.float32)}, "policy/w: no sharding given"),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path, change, message):
+def test_mismatched_tensors_are_named(tmp_path, change, message):
     saved = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(2)}
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"policy": saved}, {})

@@ -218,7 +218,7 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def test_a_failure_in_the_background_is_told_at_the_next_save(tmp_path, disk, caplog):
+def test_a_background_failure_is_reported_at_the_next_save(tmp_path, disk, caplog):
     checkpoints = Checkpoints(tmp_path, sleep=lambda _: pytest.fail())
     disk.fill()
     assert checkpoints.save(1, arrays_of(1), {"step": 1})
@@ -235,7 +235,7 @@ def test_a_failure_in_the_background_is_told_at_the_next_save(tmp_path, disk, ca
 
 
 @pytest.mark.parametrize("call", ["wait", "close", "newest_intact"])
-def test_a_failure_in_the_background_is_told_when_it_is_waited_for(tmp_path, disk, call):
+def test_a_background_failure_is_reported_by_wait(tmp_path, disk, call):
     checkpoints = Checkpoints(tmp_path)
     disk.fill()
     checkpoints.save(1, arrays_of(1), {"step": 1})
@@ -296,7 +296,7 @@ def test_the_state_goes_to_the_fallback(tmp_path, monkeypatch, number, message):
     assert not list((fallback / "run_step3").iterdir())
 
 
-def test_a_fallback_that_fails_too_is_told(tmp_path, disk):
+def test_a_failed_fallback_is_reported(tmp_path, disk):
     fallback = tmp_path / "other"
     checkpoints = Checkpoints(tmp_path / "run", retries=0, fallback=fallback)
     checkpoints.save(1, arrays_of(1), {"step": 1}, force=True)

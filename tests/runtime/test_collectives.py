@@ -35,7 +35,7 @@ def test_each_device_keeps_its_part_of_the_sum(shape, axes, dimension, one_stage
     assert program.count("stablehlo.reduce_scatter") == sum(stages[axis] for axis in axes)
 
 
-def test_an_axis_splits_what_it_divides():
+def test_an_axis_splits_dimensions_that_it_divides():
     mesh = meshes.make_mesh({"fsdp": 2, "context": 2, "tensor": 2})
     with jax.set_mesh(mesh):
         current = collectives.current_mesh()

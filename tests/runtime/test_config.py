@@ -63,7 +63,7 @@ def test_a_whole_number_is_a_float() -> None:
         ({"count": 1, "maybe": "no"}, r"example\.maybe = 'no': must be float \| None"),
     ],
 )
-def test_mistakes_name_field_value_and_what_is_right(section: dict, message: str) -> None:
+def test_mistakes_name_field_value_and_remedy(section: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(Example, section, "example")
 

@@ -190,7 +190,7 @@ def test_the_environment_says_who_joins(variables, place, joined, monkeypatch, c
 @pytest.mark.parametrize(
     "variables", [{}, GIVEN | {distributed.PROCESSES: "1", distributed.PROCESS: "0"}]
 )
-def test_a_single_host_joins_nobody(variables, joined, monkeypatch, capsys) -> None:
+def test_a_single_host_joins_no_other(variables, joined, monkeypatch, capsys) -> None:
     _set(monkeypatch, variables)
     distributed.join()
     assert (joined.met, joined.started, capsys.readouterr().err) == ([], [], "")

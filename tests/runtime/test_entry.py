@@ -102,7 +102,7 @@ def test_an_error_of_the_system_names_its_file(tmp_path, capsys):
     ],
     ids=repr,
 )
-def test_what_is_no_mistake_crashes(error, capsys):
+def test_other_errors_crash(error, capsys):
     crashes(error, capsys)
 
 

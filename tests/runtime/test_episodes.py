@@ -68,7 +68,7 @@ def test_a_cluster_has_its_documents_once_while_they_fit(tmp_path):
     assert kept(4 * size) == [None] * 4
 
 
-def test_what_does_not_fit_is_left_out_and_counted(tmp_path, caplog):
+def test_records_over_the_limit_are_left_out_and_counted(tmp_path, caplog):
     given = [record("a", answers=["x" * length]) for length in (10, 900, 10)]
     with caplog.at_level(logging.WARNING):
         path = EpisodeWriter(tmp_path, 500).write(7, given)

@@ -38,7 +38,7 @@ def test_tensorboard_reads_a_step_as_soon_as_it_is_written(tmp_path):
     logger.close()
 
 
-def test_tensorboard_forgets_what_comes_behind_a_checkpoint(tmp_path):
+def test_tensorboard_discards_steps_after_a_checkpoint(tmp_path):
     TensorBoard(tmp_path, resume_step=7).close()
     assert [event.step for event in events(tmp_path)] == [0, 8]
 

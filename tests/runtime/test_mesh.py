@@ -17,7 +17,7 @@ def test_default_puts_every_device_on_fsdp() -> None:
     assert meshes.row_shards(mesh) == 8
 
 
-def test_minus_one_takes_what_is_left() -> None:
+def test_minus_one_takes_the_remaining_devices() -> None:
     mesh = meshes.make_mesh({"data": -1, "tensor": 4})
     assert (mesh.shape["data"], mesh.shape["tensor"]) == (2, 4)
     assert meshes.row_shards(mesh) == 2

@@ -82,7 +82,7 @@ def lines_of(steps):
         ([4, 5, 6], [], [4, 5]),
     ],
 )
-def test_a_checkpoints_tail_fills_what_the_file_lacks(tmp_path, there, tail, wanted):
+def test_a_checkpoints_tail_fills_missing_lines(tmp_path, there, tail, wanted):
     if there:
         run(tmp_path, there)
     writer = MetricsWriter(tmp_path, resume_step=5, tail=lines_of(tail))
@@ -188,6 +188,6 @@ def test_no_metrics_is_a_clear_error(tmp_path):
         read_metrics(tmp_path)
 
 
-def test_what_has_no_json_form_is_refused_by_type():
+def test_a_value_without_json_form_is_refused_by_type():
     with pytest.raises(TypeError, match="set has no JSON form"):
         finite_or_none({"a": [{1}]})

@@ -52,7 +52,7 @@ def wait_for(what: Callable[[], bool]) -> None:
 # ---------------------------------------------------------------------------------- In one process
 
 
-def test_sigterm_is_told_and_what_stood_before_is_restored() -> None:
+def test_sigterm_is_noticed_and_the_old_handlers_are_restored() -> None:
     pipe = socket.socketpair()
     pipe[1].setblocking(False)
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -187,7 +187,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_impatient")
 @pytest.mark.parametrize("by_variable", [False, True], ids=["argument", "variable"])
-def test_an_event_that_ends_the_machine_is_told(by_variable: bool, monkeypatch) -> None:
+def test_a_maintenance_event_is_noticed(by_variable: bool, monkeypatch) -> None:
     """It is a notice, not a SIGTERM: it does not limit the time."""
     ended: list[int] = []
     with Metadata({"maintenance-event": answers(NONE, NONE, GONE), "preempted": FALSE}) as server:

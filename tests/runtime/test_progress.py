@@ -76,7 +76,7 @@ def test_a_terminal_line_never_wraps(columns, terminal, monkeypatch):
     assert 5 < len(line) <= columns
 
 
-def test_time_goes_on_while_nothing_is_told(terminal):
+def test_time_advances_between_updates(terminal):
     clock = Clock()
     progress = Progress(total=9, stream=terminal, clock=clock)
     progress.update(1, "rollout")
@@ -88,7 +88,7 @@ def test_time_goes_on_while_nothing_is_told(terminal):
     progress.close()
 
 
-def test_the_bar_follows_what_ends_the_run_first(terminal):
+def test_the_bar_follows_steps_or_time_limit(terminal):
     clock = Clock()
     progress = Progress(total=10, stream=terminal, clock=clock)
     assert progress._share(clock.now) == 0
@@ -105,7 +105,7 @@ def test_the_bar_follows_what_ends_the_run_first(terminal):
     progress.close()
 
 
-def test_what_is_logged_stands_above_the_line(terminal, monkeypatch):
+def test_log_records_appear_above_the_line(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     logger, handler = logging.getLogger(), logging.StreamHandler(terminal)
     python_handler = absl_logging.get_absl_handler().python_handler
@@ -132,7 +132,7 @@ def test_what_is_logged_stands_above_the_line(terminal, monkeypatch):
     assert second.endswith("the second") and "step 2/9" in line
 
 
-def test_what_goes_elsewhere_stays_there(terminal, monkeypatch):
+def test_other_streams_are_not_redirected(terminal, monkeypatch):
     """Standard output is a file, and a log too."""
     file, log = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", file)

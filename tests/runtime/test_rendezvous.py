@@ -47,12 +47,12 @@ def test_all_go_on_when_all_are_there(order, port: int) -> None:
 
 
 @pytest.mark.slow
-def test_all_are_told_who_is_missing(port: int) -> None:
+def test_all_processes_learn_which_are_missing(port: int) -> None:
     answers = told(port, 5, (0, 1, 3), 1)
     assert answers == dict.fromkeys((0, 1, 3), "missing: process 2 of 5, process 4 of 5")
 
 
-def test_nobody_there_to_call(port: int) -> None:
+def test_process_0_does_not_answer(port: int) -> None:
     text = f"missing: process 0, which does not answer at localhost:{port}"
     assert told(port, 3, (1, 2), 0.6) == {1: text, 2: text}
 
@@ -68,7 +68,7 @@ def test_strangers_and_other_runs_do_not_count(port: int) -> None:
     assert answers == {0: ""}
 
 
-def test_who_calls_again_counts_once_and_is_told(port: int) -> None:
+def test_a_second_call_counts_once_and_is_answered(port: int) -> None:
     """A process that died while it waited and was started again."""
     answers: dict[int, str] = {}
     waiting = threading.Thread(target=lambda: answers.update(told(port, 3, (0,), 20)))

@@ -22,7 +22,7 @@ def loss(value: float) -> Metrics:
     return metrics
 
 
-def test_a_slow_disk_holds_no_step_up(tmp_path, monkeypatch):
+def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
     write_lines, gate = runtime_metrics.write_lines, threading.Event()
 
     def slow(path, lines):
@@ -45,7 +45,7 @@ def test_a_slow_disk_holds_no_step_up(tmp_path, monkeypatch):
         assert events.read_bytes().count(b"train/loss") == 3
 
 
-def test_an_episode_is_taken_as_it_is_when_it_is_handed_in(tmp_path, monkeypatch):
+def test_an_episode_is_copied_when_it_is_written(tmp_path, monkeypatch):
     gate, episode = threading.Event(), {"question": "then"}
     with RunLogger(tmp_path, 9, episodes=1000) as logger:
         logger._background.submit(gate.wait)
@@ -56,7 +56,7 @@ def test_an_episode_is_taken_as_it_is_when_it_is_handed_in(tmp_path, monkeypatch
     assert record["question"] == "then"
 
 
-def test_a_full_disk_is_told_to_who_writes_next(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_by_the_next_write(tmp_path, monkeypatch):
     def full(path, lines):
         raise OSError(28, "No space left on device")
 
@@ -90,7 +90,7 @@ def test_parts_of_a_step_add_up_to_its_wall_time(tmp_path):
     assert gone - 0.02 < sum(line["time/step_seconds"] for line in lines) <= gone
 
 
-def test_a_line_says_what_the_process_takes(tmp_path):
+def test_a_line_has_the_process_statistics(tmp_path):
     with RunLogger(tmp_path, 1) as logger:
         logger.write(1, loss(1))
     (line,) = read_metrics(tmp_path)

@@ -10,7 +10,7 @@ class Clock:
         return self.now
 
 
-def test_every_second_is_spent_on_one_thing():
+def test_every_second_belongs_to_one_phase():
     clock = Clock()
     timer = PhaseTimer(clock)
     clock.now += 1
@@ -34,7 +34,7 @@ def test_every_second_is_spent_on_one_thing():
     assert timer.take() == {"update": 2.0, "play": 1.0}
 
 
-def test_what_is_spent_on_what_goes_on_changes_nothing():
+def test_seconds_reassigned_to_the_current_phase_change_nothing():
     clock = Clock()
     timer = PhaseTimer(clock)
     timer.enter("play")

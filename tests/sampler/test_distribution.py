@@ -137,7 +137,7 @@ def test_first_tokens_are_of_the_exact_distribution(case: str) -> None:
 
 
 @every_case
-def test_second_tokens_are_of_the_exact_distribution_behind_each_first(case: str) -> None:
+def test_second_tokens_have_the_exact_distribution_after_each_first(case: str) -> None:
     """One chi-square for each first token that was sampled often; their sum is one too."""
     _, second = _logprobs(case)
     tokens, _ = _sampled()[case]

@@ -112,7 +112,7 @@ def test_greedy_is_the_argmax_of_the_model() -> None:
     _assert_same(found, wanted, 1e-4)
 
 
-def test_siblings_and_requests_differ() -> None:
+def test_samples_and_requests_differ() -> None:
     answers = [tuple(s.tokens.tolist()) for group in _samples() for s in group]
     assert len(set(answers)) > len(answers) / 2
     twice = _present(_sampler().sample(tiny.weights(), [PROMPTS[0]] * 7, GROUP, KEY))
@@ -204,7 +204,7 @@ def test_any_order_of_requests_gives_the_same_to_the_bit() -> None:
         assert len(found) == len(requests)
 
 
-def test_fewer_siblings_and_tokens_are_the_beginning_of_more() -> None:
+def test_fewer_samples_and_tokens_are_a_prefix_of_more() -> None:
     found = _present(_sampler().sample(tiny.weights(), PROMPTS, 1, KEY, max_tokens=4))
     for (short,), (long, *_) in zip(found, _samples(), strict=True):
         np.testing.assert_array_equal(short.tokens, long.tokens[:4])
@@ -291,7 +291,7 @@ def test_an_answer_ends_after_its_first_stop_token(stops, monkeypatch) -> None:
         np.testing.assert_array_equal(sample.tokens, row[: len(sample.tokens)])
 
 
-def test_prompts_over_the_cap_give_none_and_the_rest_go_on() -> None:
+def test_prompts_over_the_cap_give_none_and_the_rest_are_answered() -> None:
     prompts = [*PROMPTS[:3], [5] * 17, *PROMPTS[4:]]
     found = _sampler().sample(tiny.weights(), prompts, GROUP, KEY)
     assert found[3] is None
@@ -313,14 +313,14 @@ def test_mistakes_are_named() -> None:
         _sampler().sample(tiny.weights(), PROMPTS, GROUP, KEY, max_tokens=0)
 
 
-def test_weights_that_are_no_numbers_are_named() -> None:
+def test_weights_that_are_not_finite_are_named() -> None:
     params = {**tiny.weights(), "embedding": np.full((64, 32), np.nan, np.float32)}
     with pytest.raises(FloatingPointError, match="request 0: the policy's logits are not finite"):
         _sampler().sample(params, PROMPTS, GROUP, KEY)
 
 
 @pytest.mark.slow
-def test_the_request_whose_logprobs_are_no_numbers_is_named() -> None:
+def test_the_request_whose_logprobs_are_not_finite_is_named() -> None:
     """A token with a NaN embedding spoils only the prompt that has it."""
     table = tiny.weights()["embedding"].copy()
     table[63] = np.nan

@@ -129,7 +129,7 @@ def _meant(params):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "context": 2, "tensor": 2}])
-def test_small_weights_play_as_what_they_stand_for(mesh: dict[str, int] | None) -> None:
+def test_int8_weights_sample_like_their_dequantized_values(mesh: dict[str, int] | None) -> None:
     plain = dataclasses.replace(WHOLE, kv_cache_tokens=8 * 1024)
     small = dataclasses.replace(plain, weights_dtype="int8")
     found = _sampler(small, mesh).sample(tiny.weights(), PROMPTS[:9], 4, KEY)

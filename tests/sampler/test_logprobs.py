@@ -143,16 +143,16 @@ def _check(name: str, size: str, temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", POLICIES)
-def test_behind_a_thousand_tokens(name: str, temperature: float) -> None:
+def test_after_a_thousand_tokens(name: str, temperature: float) -> None:
     _check(name, "1K", temperature)
 
 
 @pytest.mark.parametrize(("name", "temperature"), list(zip(POLICIES, [0.0, 0.7] * 2, strict=True)))
-def test_behind_four_thousand_tokens(name: str, temperature: float) -> None:
+def test_after_four_thousand_tokens(name: str, temperature: float) -> None:
     _check(name, "4K", temperature)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "temperature"), list(zip(POLICIES, [0.7, 0.0] * 2, strict=True)))
-def test_behind_sixteen_thousand_tokens(name: str, temperature: float) -> None:
+def test_after_sixteen_thousand_tokens(name: str, temperature: float) -> None:
     _check(name, "16K", temperature)

@@ -52,7 +52,7 @@ def test_a_page_is_free_when_its_last_user_has_released_it() -> None:
         assert pool.available == available
 
 
-def test_a_known_page_can_be_taken_only_when_nobody_uses_it() -> None:
+def test_a_known_page_can_be_taken_only_without_users() -> None:
     pool = Pool(2)
     pages = _read(pool, [A, B])
     pool.hold(pages)
@@ -63,7 +63,7 @@ def test_a_known_page_can_be_taken_only_when_nobody_uses_it() -> None:
     assert {pool.take(), pool.take()} == set(pages)
 
 
-def test_idle_counts_the_pages_that_nobody_uses() -> None:
+def test_idle_counts_pages_without_users() -> None:
     pool = Pool(6)
     short, long = _read(pool, [A]), _read(pool, [A, B, C])
     assert pool.idle(long) == 0 and pool.available == 3
@@ -99,7 +99,7 @@ def test_finding_makes_no_users() -> None:
     assert pool.available == 2
 
 
-def test_equal_blocks_behind_different_parents_are_different() -> None:
+def test_equal_blocks_after_different_parents_are_different() -> None:
     pool = Pool(9)
     first, second, third = _read(pool, [A, C]), _read(pool, [B, C]), _read(pool, [C, C])
     assert len({*first, *second, *third}) == 6
@@ -109,7 +109,7 @@ def test_equal_blocks_behind_different_parents_are_different() -> None:
     assert pool.find([A, C, C]) == first
 
 
-def test_prompts_share_what_they_begin_with() -> None:
+def test_prompts_share_their_common_prefix() -> None:
     pool = Pool(9)
     first, second = _read(pool, [A, B, C]), _read(pool, [A, B, D])
     assert second[:2] == first[:2] and second[2] != first[2]

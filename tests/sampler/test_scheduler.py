@@ -150,7 +150,7 @@ def test_pages_of_requests_that_are_finished_are_shared_too() -> None:
     assert shard.reused_tokens == 8
 
 
-def test_shared_pages_that_nobody_uses_count_as_taken() -> None:
+def test_shared_idle_pages_count_as_taken() -> None:
     """Three of the pool's seven pages are idle; once they are shared, they cannot be taken."""
     scheduler = _scheduler(_request(13), pages=7)
     (shard,) = scheduler.shards
@@ -257,7 +257,7 @@ def test_a_request_goes_to_another_shard_if_the_cheaper_has_no_room() -> None:
 # ------------------------------------------------------------------------------------------ Prefill
 
 
-def test_pages_are_read_behind_those_before_them_whoever_asked_for_those() -> None:
+def test_pages_are_prefilled_after_earlier_pages_of_any_request() -> None:
     """The second prompt shares pages that are not read yet when it is admitted."""
     scheduler = _scheduler(_request(12), _request([*range(11), 50]), tasks=2)
     plan = scheduler.plan_prefill()
@@ -269,7 +269,7 @@ def test_pages_are_read_behind_those_before_them_whoever_asked_for_those() -> No
     assert _slots_of(scheduler.shards[0].lanes[0])[:3] == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_nobody_is_seated_before_the_prompt_is_read() -> None:
+def test_no_sequence_takes_a_slot_before_its_prompt_is_prefilled() -> None:
     scheduler = _scheduler(_request(12, 2), _request(_other(1), 2), tasks=1)
     (shard,), seats = scheduler.shards, []
     while scheduler.plan_prefill() is not None:
@@ -278,7 +278,7 @@ def test_nobody_is_seated_before_the_prompt_is_read() -> None:
     assert seats == [0, 0, 2, 4]
 
 
-def test_what_no_free_slot_waits_for_is_read_only_in_rows_that_would_be_empty() -> None:
+def test_prompts_without_free_slots_are_prefilled_only_in_padding_rows() -> None:
     requests = [_request(_other(i, length)) for i, length in enumerate((8, 8, 12))]
     scheduler = _scheduler(*requests, slots=2, tasks=3)
     first, second = [(0, 0), (0, 1), (1, 0)], [(1, 1), (2, 0), (2, 1)]

@@ -95,7 +95,7 @@ def test_requests_with_different_options_answer_as_they_would_alone() -> None:
 
 
 @pytest.mark.slow
-def test_each_request_is_drawn_by_its_own_options() -> None:
+def test_each_request_is_sampled_by_its_own_options() -> None:
     """Compare rank and probability share of all sampled tokens with each request's options."""
     found = _answer(_sampler().start_session(tiny.weights()), _requests((8, 8, 8, 8)))
     ranks, shares = [], []
@@ -192,7 +192,7 @@ def test_the_first_of_several_stop_strings_counts() -> None:
 # ------------------------------------------------------------------------------------------ Limits
 
 
-def test_what_cannot_be_answered_is_an_error_at_once() -> None:
+def test_requests_that_cannot_be_answered_are_errors_at_submission() -> None:
     asked = _sampler().start_session(tiny.weights())
     key = session.request_keys(KEY, 1)[0]
     with pytest.raises(ValueError, match="a prompt of 33 tokens is over the cap of 32"):
@@ -249,7 +249,7 @@ def seconds(monkeypatch) -> list[float]:
     return now
 
 
-def test_what_is_waited_for_is_shared_out_among_speakers(seconds):
+def test_device_wait_is_divided_among_agents(seconds):
     asked = _sampler().start_session(tiny.weights())
     agents = ("questioner", "responder", "responder", "verifier")
     requests = [
@@ -273,7 +273,7 @@ def test_what_is_waited_for_is_shared_out_among_speakers(seconds):
     assert len(answers[3]) == 6
 
 
-def test_a_call_is_shared_by_what_was_drawn_and_read(seconds):
+def test_a_calls_wait_is_divided_by_sampled_and_prefilled_tokens(seconds):
     """The first call reads both prompts and samples four tokens for each, the second is b's."""
     asked = _sampler().start_session(tiny.weights())
     key = np.zeros(2, np.uint32)
