@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import select
 import shutil
+import socket
 import subprocess
 import time
 from typing import Any
@@ -23,7 +22,8 @@ _PROBLEMS = {
 }
 _OPTIONS = (
     "--headless --remote-debugging-pipe --no-sandbox --disable-gpu --disable-dev-shm-usage "
-    "--no-first-run --disable-extensions --disable-background-networking --disable-component-update"
+    "--window-size=1280,1000 --no-first-run --disable-extensions --disable-background-networking "
+    "--disable-component-update"
 )
 
 
@@ -40,19 +40,18 @@ class Browser:
     def __init__(self, profile: pathlib.Path):
         if PROGRAM is None:
             raise FileNotFoundError(MISSING)
-        to_browser, self._write = os.pipe()
-        self._read, from_browser = os.pipe()
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(_LIMIT_S)
         command = [PROGRAM, *_OPTIONS.split(), f"--user-data-dir={profile}", "about:blank"]
         # Chromium reads commands from file descriptor 3 and writes answers to 4.
-        shell = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
+        shell = f'exec "$@" 3<&{theirs.fileno()} 4>&{theirs.fileno()}'
         self._process = subprocess.Popen(
             ["bash", "-c", shell, "bash", *command],
-            pass_fds=(to_browser, from_browser),
+            pass_fds=(theirs.fileno(),),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(to_browser)
-        os.close(from_browser)
+        theirs.close()
         self._number, self._rest, self._session = 0, b"", None
         self.problems: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -60,15 +59,12 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
-        size = {"width": 1280, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
-        self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def close(self) -> None:
         self._session = None
         self.call("Browser.close")
         self._process.wait(_LIMIT_S)
-        os.close(self._read)
-        os.close(self._write)
+        self._socket.close()
 
     def open(self, path: pathlib.Path, fragment: str = "") -> None:
         """Open a page, clear `problems` and wait until the page sets data-ready on its body."""
@@ -113,13 +109,14 @@ class Browser:
 
         Raises:
           RuntimeError: if the command fails.
+          ConnectionError: if Chromium has ended.
           TimeoutError: if Chromium does not answer within 120 s.
         """
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
-        os.write(self._write, json.dumps(message).encode() + b"\0")
+        self._socket.sendall(json.dumps(message).encode() + b"\0")
         while True:
             answer = self._next()
             if answer.get("id") == self._number:
@@ -132,12 +129,10 @@ class Browser:
                 self.problems.append(json.dumps(parameters[field]))
 
     def _next(self) -> dict[str, Any]:
-        end = time.monotonic() + _LIMIT_S
         while b"\0" not in self._rest:
-            readable, _, _ = select.select([self._read], [], [], max(end - time.monotonic(), 0))
-            part = os.read(self._read, 1 << 16) if readable else b""
+            part = self._socket.recv(1 << 16)
             if not part:
-                raise TimeoutError("Chromium does not answer")
+                raise ConnectionError("Chromium has ended")
             self._rest += part
         message, self._rest = self._rest.split(b"\0", 1)
         return json.loads(message)

@@ -9,7 +9,7 @@ import random
 import re
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +33,7 @@ COPIES = (0.85, 0.95)  # limits of a copy's Jaccard similarity to its original
 CHUNK = 10_000  # documents written at once, to bound memory
 SHORTEST_PIECE = 300  # characters of the shortest piece of a file that counts as a text
 SHORTEST, LONGEST = 300, 20_000  # characters of a document that is copied or edited
+PLANTED = {"copies", "contaminated"}  # sources of Corpus
 Key = tuple[str, str, int]  # (source, place, part)
 Records = Sequence[Mapping[str, Any]]
 
@@ -40,15 +41,8 @@ Records = Sequence[Mapping[str, Any]]
 def edited_copy(text: str, low: float, high: float, seed: int, shingle_words: int = 5) -> str:
     """Make a copy of a text with words replaced, deleted and inserted at random places.
 
-    Args:
-      text: original text. It is edited by words if it has a blank, else by characters.
-      low: lower limit of the copy's exact Jaccard similarity to the text.
-      high: upper limit of that similarity.
-      seed: random seed; equal arguments give equal copies.
-      shingle_words: number of tokens in a shingle.
-
-    Returns:
-      The edited text.
+    The copy's exact Jaccard similarity to the text is from `low` to `high`, by shingles of
+    `shingle_words` tokens. A text without blanks is edited by characters.
 
     Raises:
       ValueError: if no such copy was found; in a short text every edit may change too much.
@@ -247,7 +241,7 @@ class Corpus(Benchmark):
             items = decontaminate.read_benchmarks(plan.benchmarks)
             copies = _plant_copies(documents, self.planted, Path(folder, "copies"))
             _plant_items(items, documents, self.contaminated, Path(folder, "contaminated"))
-            for name in ("copies", "contaminated"):
+            for name in sorted(PLANTED, reverse=True):
                 planted = base.source(f"{folder}/{name}", mixed.GENERAL, max_characters=mixed.LONG)
                 config.sources[name] = planted
             manifest = {}
@@ -256,7 +250,7 @@ class Corpus(Benchmark):
             )
             line = {"seconds": seconds, "peak_bytes": peak_bytes()}
             stages = Stages(f"{folder}/out/stages")
-            line |= _found(stages, documents, copies) | _compare_clusters(stages, config.seed)
+            line |= _find_planted(stages, copies) | _compare_clusters(stages, config.seed)
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         for name, stage in manifest["counts"].items():
             for count in stage:
@@ -297,40 +291,34 @@ def _plant_items(items: Iterable[Any], documents: Records, number: int, folder: 
         (folder / f"question-{n:05d}.txt").write_text(" ".join(words), encoding="utf-8")
 
 
-def _found(stages: Stages, documents: Records, copies: Mapping[str, Key]) -> dict[str, Any]:
-    columns = ["source", "place", "part"]
-    left = {_key(d) for d in stages.read("dedup/documents", columns)}
-    clean = {_key(d) for d in stages.read("decontaminate/documents", columns)}
-    read = {_key(d) for d in stages.read("read/documents", columns)}
-    caught = sum(not {("copies", name, 0), of} <= left for name, of in copies.items())
-    planted = [key for key in read if key[0] == "contaminated"]
-    line: dict[str, Any] = {
-        "planted_copies": len(copies),
-        "planted_recall": caught / max(1, len(copies)),
-    }
+def _find_planted(stages: Stages, copies: Mapping[str, Key]) -> dict[str, Any]:
+    """Shares of planted texts that were found, and all others that were removed."""
+    tables = {}
+    for table in ("dedup", "decontaminate", "read"):
+        found = stages.read(f"{table}/documents", ["source", "place", "part"])
+        tables[table] = {_key(d) for d in found}
+    caught = [not {("copies", name, 0), of} <= tables["dedup"] for name, of in copies.items()]
+    line: dict[str, Any] = {"planted_copies": len(copies), "planted_recall": _mean(caught)}
     for kind in ("document", "question"):
-        some = [key for key in planted if key[1].startswith(kind)]
-        line[f"contaminated_{kind}s"] = len(some)
-        line[f"contaminated_{kind}s_recall"] = sum(k not in clean for k in some) / max(1, len(some))
+        planted = [k for k in tables["read"] if k[0] == "contaminated" and k[1].startswith(kind)]
+        removed = [key not in tables["decontaminate"] for key in planted]
+        line[f"contaminated_{kind}s"] = len(planted)
+        line[f"contaminated_{kind}s_recall"] = _mean(removed)
     by_place = defaultdict(list)
     for document in stages.read("read/documents"):
         by_place[f"{document['source']}:{document['place']}"].append(document)
     line["other_near_duplicates"] = [
         f"{_name(r)} of {r['because']}, {_nearest(r, by_place):.3f}"
         for r in sorted(stages.read("dedup/removed"), key=_key)
-        if r["reason"] == "near duplicate" and not _is_planted(r)
+        if r["reason"] == "near duplicate"
+        and not {r["source"], r["because"].partition(":")[0]} & PLANTED
     ]
     line["other_contaminated"] = [
         f"{_name(r)} by {r['because']}"
         for r in sorted(stages.read("decontaminate/removed"), key=_key)
-        if r["source"] not in ("copies", "contaminated")
+        if r["source"] not in PLANTED
     ]
     return line
-
-
-def _is_planted(removed: Mapping[str, Any]) -> bool:
-    kinds = ("copies", "contaminated")
-    return removed["source"] in kinds or removed["because"].partition(":")[0] in kinds
 
 
 def _nearest(removed: Mapping[str, Any], by_place: Mapping[str, Records]) -> float:
@@ -338,13 +326,11 @@ def _nearest(removed: Mapping[str, Any], by_place: Mapping[str, Records]) -> flo
 
     The recorded cause does not name a part, so this is the maximum over all parts of that place.
     """
-    words = DedupConfig().shingle_words
     mine = by_place[f"{removed['source']}:{removed['place']}"]
     (text,) = [d["text"] for d in mine if d["part"] == removed["part"]]
-    own = signatures.shingles(text, words)
-    others = [d for d in by_place[removed["because"]] if d["text"] != text]
-    found = [signatures.jaccard(own, signatures.shingles(d["text"], words)) for d in others]
-    return max(found, default=0.0)
+    others = [d["text"] for d in by_place[removed["because"]] if d["text"] != text]
+    own, *sets = (signatures.shingles(t, DedupConfig().shingle_words) for t in (text, *others))
+    return max((signatures.jaccard(own, other) for other in sets), default=0.0)
 
 
 def _name(removed: Mapping[str, Any]) -> str:
@@ -353,6 +339,12 @@ def _name(removed: Mapping[str, Any]) -> str:
 
 def _key(record: Mapping[str, Any]) -> Key:
     return record["source"], record["place"], record["part"]
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    """Mean of the values that are not None; 0 if there are none."""
+    kept = [value for value in values if value is not None]
+    return float(np.mean(kept)) if kept else 0.0
 
 
 def _compare_clusters(stages: Stages, seed: int) -> dict[str, Any]:
@@ -364,45 +356,34 @@ def _compare_clusters(stages: Stages, seed: int) -> dict[str, Any]:
     pools = defaultdict(list)
     for cluster in sorted(stages.read("cluster/clusters"), key=lambda c: c["id"]):
         pools[cluster["pool"]].append(cluster["documents"])
-    made = [cluster for pool in sorted(pools) for cluster in pools[pool]]
-    rng, mixed_up = np.random.default_rng(seed), []
-    for pool in sorted(pools):
-        whole = [d for cluster in pools[pool] for d in cluster]
-        shuffled = iter([whole[i] for i in rng.permutation(len(whole))])
-        mixed_up += [list(itertools.islice(shuffled, len(cluster))) for cluster in pools[pool]]
+    rng, made, mixed_up = np.random.default_rng(seed), [], []
+    for _, clusters in sorted(pools.items()):
+        pool = list(itertools.chain(*clusters))
+        shuffled = iter([pool[i] for i in rng.permutation(len(pool))])
+        made += clusters
+        mixed_up += [list(itertools.islice(shuffled, len(cluster))) for cluster in clusters]
 
     def cosine(a: Any, b: Any) -> float:
         return float(vectors[a["id"]] @ vectors[b["id"]])
 
     def years(a: Any, b: Any) -> float | None:
-        both = a["source"] == b["source"] == "speeches" and a["place"] != b["place"]
-        return abs(_year(a) - _year(b)) if both else None
+        if not a["source"] == b["source"] == "speeches" or a["place"] == b["place"]:
+            return None
+        first, second = (int(re.findall(r"\d{4}", d["place"])[0]) for d in (a, b))
+        return abs(first - second)
 
     def same_company(a: Any, b: Any) -> float | None:
-        return _company(a) == _company(b) if a["source"] == b["source"] == "filings" else None
+        if not a["source"] == b["source"] == "filings":
+            return None
+        first, second = (Path(d["place"]).name.partition("-")[0] for d in (a, b))
+        return first == second
 
-    line = {}
-    for name, measure in {
-        "cosine": cosine,
-        "years_between_speeches": years,
-        "filings_of_one_company": same_company,
-    }.items():
-        line[name] = _mean_of_pairs(made, measure)
-        line[f"{name}_at_random"] = _mean_of_pairs(mixed_up, measure)
-    return line
-
-
-def _mean_of_pairs(clusters: Iterable[Records], measure: Callable[[Any, Any], Any]) -> float:
-    """Mean over all pairs of documents in the same cluster for which the measure is not None."""
-    values = [measure(a, b) for cluster in clusters for a, b in itertools.combinations(cluster, 2)]
-    return float(np.mean([value for value in values if value is not None]))
-
-
-def _year(speech: Mapping[str, Any]) -> int:
-    found = re.search(r"\d{4}", speech["place"])
-    assert found, speech["place"]
-    return int(found[0])
-
-
-def _company(filing: Mapping[str, Any]) -> str:
-    return Path(filing["place"]).name.partition("-")[0]
+    measures = {"cosine": cosine, "years_between_speeches": years}
+    measures["filings_of_one_company"] = same_company
+    return {
+        f"{name}{suffix}": _mean(
+            measure(a, b) for one in clusters for a, b in itertools.combinations(one, 2)
+        )
+        for name, measure in measures.items()
+        for suffix, clusters in (("", made), ("_at_random", mixed_up))
+    }

@@ -31,23 +31,14 @@ _METRICS = ("solve_rate", "mixed", "accepted", "bad_format", "verdict_differs_fr
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a synthetic run.
+    """Sizes of a synthetic run."""
 
-    Attributes:
-      documents: documents of a cluster.
-      document: characters of a document.
-      answer: characters of an answer.
-      answers: answers G to a question.
-      votes: verifier votes on each answer.
-      clusters: distinct clusters of the run.
-    """
-
-    documents: int = 4
-    document: int = 300
-    answer: int = 40
-    answers: int = 4
-    votes: int = 3
-    clusters: int = 1_000_000
+    documents: int = 4  # of a cluster
+    document: int = 300  # characters
+    answer: int = 40  # characters
+    answers: int = 4  # G to a question
+    votes: int = 3  # on each answer
+    clusters: int = 1_000_000  # distinct ones of the run
 
 
 class Writer:
