@@ -80,8 +80,8 @@ def parse(arguments: Sequence[str]) -> tuple[str, Benchmark]:
 def run(arguments: Sequence[str]) -> dict[str, Any]:
     """Run a benchmark from its name and flags; returns the fields of its line."""
     name, benchmark = parse(arguments)
-    line = {"bench": name, **dataclasses.asdict(benchmark)}
     found = benchmark.run()
+    line = {"bench": name, **dataclasses.asdict(benchmark)}
     machine = {"devices": jax.device_count(), "device": jax.devices()[0].device_kind}
     return line | machine | {"processors": os.cpu_count()} | found
 

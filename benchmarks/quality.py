@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from typing import Annotated, Any
 
 import jax
@@ -58,29 +60,28 @@ class Quality(Benchmark):
         pairs = zip(sampled, scored, strict=True)
         differences = np.concatenate([logprobs - sample.logprobs for sample, logprobs in pairs])
         pairs = [(a.tokens, b.tokens) for a, b in zip(greedy, wanted, strict=True)]
+        matches = (map(operator.eq, a.tolist(), b.tolist()) for a, b in pairs)
+        equal = [sum(itertools.takewhile(bool, match)) for match in matches]
         return {
             "answers": len(prompts),
             "tokens": sum(len(sample.tokens) for sample in sampled),
             "kl": float(np.mean(np.exp(differences) - differences - 1)),
             "largest_difference": float(np.max(np.abs(differences))),
             "equal_answers": float(np.mean([np.array_equal(a, b) for a, b in pairs])),
-            "equal_tokens": sum(_equal_tokens(a, b) for a, b in pairs)
-            / sum(len(b) for _, b in pairs),
+            "equal_tokens": sum(equal) / sum(len(b) for _, b in pairs),
             "tokens_per_pass": sampled_rate,
             "greedy_tokens_per_pass": greedy_rate,
         }
 
     def _prompts(self, made: build.Run) -> list[list[int]]:
         evaluation: Any = made.evaluation
-        return [
-            made.tokenizer.chat(
-                evaluation.prompts.responder(
-                    world.TASK_OF_KIND[item.kind], item.documents, item.question
-                )
-            )
-            for kind in world.KINDS
-            for item in evaluation.make_items(self.documents, kind, self.items)
-        ]
+        prompts = []
+        for kind in world.KINDS:
+            for item in evaluation.make_items(self.documents, kind, self.items):
+                task = world.TASK_OF_KIND[item.kind]
+                text = evaluation.prompts.responder(task, item.documents, item.question)
+                prompts.append(made.tokenizer.chat(text))
+        return prompts
 
 
 def _answers(
@@ -113,9 +114,3 @@ def _score(
     scored = np.concatenate(jax.device_get(parts))
     spans = [(len(p) - 1, len(ids) - 1) for p, ids in zip(prompts, rows, strict=True)]
     return [row[first:last] for row, (first, last) in zip(scored, spans, strict=False)]
-
-
-def _equal_tokens(found: np.ndarray, wanted: np.ndarray) -> int:
-    """Number of equal tokens before the first difference."""
-    shorter = min(len(found), len(wanted))
-    return int(np.cumprod(found[:shorter] == wanted[:shorter]).sum())

@@ -143,9 +143,7 @@ def _requests(
 class SlotBenchmark(SamplerBenchmark):
     """Base of the benchmarks with more answers than slots."""
 
-    cache: Annotated[
-        int, "tokens of the pool on each part of the mesh; 0: no slot waits for it"
-    ] = 0
+    cache: Annotated[int, "pool's tokens on each part of the mesh; 0: no slot waits"] = 0
     seed: Annotated[int, "seed of prompts and lengths"] = 0
     slots: Annotated[int, "answers sampled at once, over all devices"] = 64
     decode: Annotated[int, "most tokens that a slot samples in one call"] = 64
@@ -244,7 +242,7 @@ class Refill(SlotBenchmark):
         kinds = {"refill": [slice(None)], "fixed": waves}
         counts = {len(prompts[part]) for parts in kinds.values() for part in parts}
         _compile(sampler.start_session(params), [(self.group, count) for count in counts])
-        line: dict[str, Any] = {"slots": self.slots, "tokens": int(lengths.sum())}
+        line: dict[str, Any] = {"tokens": int(lengths.sum())}
         for kind, parts in kinds.items():
             session = _ForcedSession(sampler, params, lengths)
             clock = time.perf_counter()
@@ -331,7 +329,7 @@ class Spell(SlotBenchmark):
         clock = time.perf_counter()
         session = sampler.start_session(learner.cast(state.params))
         jax.block_until_ready(session._state)
-        line: dict[str, Any] = {"slots": self.slots, "begin_s": time.perf_counter() - clock}
+        line: dict[str, Any] = {"begin_s": time.perf_counter() - clock}
         sampled: dict[str, list[list[Sample]]] = {}
         for seed, (phase, (group, tokens)) in enumerate(self.phases.items(), 1):
             before, clock = session.reused_tokens, time.perf_counter()

@@ -40,21 +40,19 @@ class Writer:
     """Generator of random texts, deterministic given the seed."""
 
     def __init__(self, seed: int):
-        self.rng = random.Random(seed)
+        rng = self.rng = random.Random(seed)
+        letters, shares = list(_LETTERS), list(_LETTERS.values())
         lengths = (2, 3, 3, 4, 5, 6, 8, 11)
         words = [
-            "".join(self._sample_words(_LETTERS, self.rng.choice(lengths))) for _ in range(_WORDS)
+            "".join(rng.choices(letters, shares, k=rng.choice(lengths))) for _ in range(_WORDS)
         ]
-        zipf = {word: 1 / rank for rank, word in enumerate(words, 1)}
-        self.words = self._sample_words(zipf, _BOOK // 4)
+        zipf = [1 / rank for rank in range(1, _WORDS + 1)]
+        self.words = rng.choices(words, zipf, k=_BOOK // 4)
         sentences = [
-            " ".join(self.words[at : at + 15]).capitalize() + self.rng.choice((".", "?", ", 1,204"))
+            " ".join(self.words[at : at + 15]).capitalize() + rng.choice((".", "?", ", 1,204"))
             for at in range(0, len(self.words), 15)
         ]
         self.book = "\n".join(sentences)[:_BOOK]
-
-    def _sample_words(self, shares: Mapping[str, float], count: int) -> list[str]:
-        return self.rng.choices(list(shares), list(shares.values()), k=count)
 
     def phrase(self) -> str:
         """Return one to five words in title case."""
@@ -73,28 +71,19 @@ class Writer:
         return f"<think>{text}</think>{answer}" if self.rng.random() < 0.5 else f"{text}\n{answer}"
 
 
-Answers = tuple[str, str, str]
+Answers = tuple[str, str, str]  # reference, right answer, wrong answer
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Benchmarks that share a scoring rule.
+    """Benchmarks that share a scoring rule."""
 
-    Attributes:
-      questions: benchmark -> number of its questions.
-      answers: function of a Writer that makes a reference, a right answer and a wrong one.
-      stated: format in which a reply states its answer.
-      score: the rule, a function (reply, question) -> score.
-      fields: other fields of a question.
-      bare: whether a reply is only the statement, without other text.
-    """
-
-    questions: Mapping[str, int]
+    questions: Mapping[str, int]  # number of questions by benchmark
     answers: Callable[[Writer], Answers]
-    stated: str
-    score: Callable[[str, Item], float]
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    bare: bool = False
+    stated: str  # format in which a reply states its answer
+    score: Callable[[str, Item], float]  # the rule, for a reply and a question
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # others of a question
+    bare: bool = False  # whether a reply is only the statement, without other text
 
     def make(self, writer: Writer, right: bool) -> tuple[str, Item]:
         """Make a question and a right or wrong reply to it."""

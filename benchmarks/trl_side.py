@@ -96,7 +96,6 @@ def _settings(options: argparse.Namespace, out: str) -> dict[str, Any]:
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
-        "use_vllm": False,
         "num_generations": options.group,
         "per_device_train_batch_size": options.micro * options.group,
         "gradient_accumulation_steps": options.groups // options.micro,
