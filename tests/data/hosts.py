@@ -23,7 +23,7 @@ OPEN = {
 }
 
 
-def play(source: Source) -> list[list[Any]]:
+def make_batches(source: Source) -> list[list[Any]]:
     """[task, id, documents] of each cluster of three batches."""
     stream = TaskStream(source, TASKS[:2], [1, 1], seed=3)
     batches = [stream.next(count) for count in (7, 8, 30)]
@@ -45,7 +45,7 @@ def main() -> None:
             raise ValueError(f"{ids[0]} is damaged")
         return source.read(ids)
 
-    batches = play(share_reading(Source(source.tasks, counted)))
+    batches = make_batches(share_reading(Source(source.tasks, counted)))
     try:
         share_reading(Source(source.tasks, damaged)).read(["id02", "id03", "id04"])
         error = ""

@@ -22,7 +22,7 @@ from spell_jax.data.clusters import TASKS, Cluster, count_words, split_held_out
 from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.data.stream import TaskStream
 from spell_jax.runtime.config import build
-from tests.data.hosts import OPEN, play
+from tests.data.hosts import OPEN, make_batches
 from tests.runtime.test_distributed import run_two
 
 CLUSTERS = {
@@ -77,7 +77,7 @@ def test_clusters_are_read_by_id(folder: Path) -> None:
         built.read(["id77"])
 
 
-def test_what_is_a_build(folder: Path, tmp_path: Path) -> None:
+def test_builds_are_recognized(folder: Path, tmp_path: Path) -> None:
     assert is_built(folder) and is_built(str(folder))
     assert not is_built(tmp_path) and not is_built(tmp_path / "none")
     (tmp_path / "a.txt").write_text("text")
@@ -127,7 +127,7 @@ SHARD = "clusters-train.array_record-00001-of-00003"
 
 
 @pytest.mark.parametrize("name", [SHARD, "index.jsonl", "features.json", "dataset_info.json"])
-def test_a_file_that_is_missing_or_cut_is_named(copy: Path, name: str) -> None:
+def test_a_missing_or_truncated_file_is_named(copy: Path, name: str) -> None:
     path = copy / name
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"{name}: .* bytes instead of"):
@@ -137,7 +137,7 @@ def test_a_file_that_is_missing_or_cut_is_named(copy: Path, name: str) -> None:
         Built(copy)
 
 
-def test_a_build_that_did_not_finish_is_refused(copy: Path) -> None:
+def test_an_unfinished_build_is_rejected(copy: Path) -> None:
     (copy / "manifest.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"manifest\.json: missing, so the build is unfin"):
         open_source(copy, **OPEN)
@@ -147,7 +147,7 @@ def test_a_build_that_did_not_finish_is_refused(copy: Path) -> None:
             open_source(copy, **OPEN)
 
 
-def test_shards_of_another_build_are_refused(copy: Path) -> None:
+def test_shards_of_another_build_are_rejected(copy: Path) -> None:
     (copy / "clusters-train.array_record-00001-of-00002").write_text("old")
     with pytest.raises(ValueError, match=r"00001-of-00002: not listed in manifest\.json"):
         Built(copy)
@@ -159,7 +159,7 @@ def _exchange(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(data.replace(old, new))
 
 
-def test_an_index_of_other_records_is_refused(copy: Path) -> None:
+def test_an_index_of_other_records_is_rejected(copy: Path) -> None:
     _exchange(copy / "index.jsonl", b'"id03"', b'"id30"')
     with pytest.raises(ValueError, match="record 3 is cluster id03, not id30"):
         Built(copy).read(["id30"])
@@ -183,7 +183,7 @@ def test_a_damaged_record_is_named(copy: Path) -> None:
         built.read(["id07"])
 
 
-def test_without_tfds_it_says_what_to_install(folder: Path, monkeypatch) -> None:
+def test_a_missing_tfds_is_reported(folder: Path, monkeypatch) -> None:
     importing = builtins.__import__
 
     def refuse(name: str, *arguments: Any, **more: Any) -> Any:
@@ -209,10 +209,10 @@ def test_a_config_may_name_a_build(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_hosts_read_a_half_each_and_play_the_same(folder: Path) -> None:
+def test_two_hosts_each_read_half_of_the_same_batches(folder: Path) -> None:
     first, second = run_two("tests.data.hosts", str(folder))
     assert first["batches"] == second["batches"]
-    alone = play(open_source(folder, **OPEN))
+    alone = make_batches(open_source(folder, **OPEN))
     assert first["batches"] == alone
     for mine, theirs, batch in zip(first["read"], second["read"], alone, strict=True):
         ids = list(dict.fromkeys(name for _, name, _ in batch))

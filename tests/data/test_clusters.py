@@ -148,7 +148,7 @@ def test_counting_is_linear(unit: str) -> None:
 
 
 @pytest.mark.slow
-def test_similarity_brings_like_documents_together(tmp_path: Path) -> None:
+def test_similarity_groups_similar_documents(tmp_path: Path) -> None:
     topics = {"sea": "ship sail harbour anchor", "law": "court judge trial verdict"}
     for index in range(6):
         topic = ("sea", "law")[index % 2]
@@ -173,7 +173,7 @@ def test_held_out_depends_on_ids_alone() -> None:
     assert len(split_held_out(ids[:2], 0.99)[0]) == 1
 
 
-def test_a_source_in_memory_reads_what_is_asked_for() -> None:
+def test_a_source_in_memory_reads_by_id() -> None:
     clusters = [Cluster(name, (name * 3,), tasks) for name, tasks in TASKS_OF.items()]
     source = in_memory(clusters)
     assert source.tasks == TASKS_OF
@@ -251,7 +251,7 @@ def test_the_longest_or_shortest_are_selected(
     assert source.read(["a"])[0].id == "a"
 
 
-def test_random_ones_are_a_function_of_the_seed() -> None:
+def test_random_selection_is_a_function_of_the_seed() -> None:
     reads: list[int] = []
     chosen = [tuple(sorted(select(by_size(reads), "random", 2, s).tasks)) for s in range(40)]
     again = [tuple(sorted(select(by_size(reads), "random", 2, s).tasks)) for s in range(40)]
@@ -259,6 +259,6 @@ def test_random_ones_are_a_function_of_the_seed() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 5, 9])
-def test_all_are_kept_unread(most: int) -> None:
+def test_keeping_all_reads_nothing(most: int) -> None:
     reads: list[int] = []
     assert [*select(by_size(reads), "longest", most, 0).tasks] == [*SIZES] and not reads

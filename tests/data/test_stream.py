@@ -98,7 +98,7 @@ def test_batch_order_is_shuffled_and_seeded() -> None:
     assert tasks != [task for task, _ in stream.next(30)]  # every batch in an order of its own
 
 
-def test_a_resumed_stream_goes_on_exactly() -> None:
+def test_a_resumed_stream_continues_exactly() -> None:
     stream = make_stream(31)
     for _ in range(5):
         stream.next(40)
@@ -113,7 +113,7 @@ def test_a_resumed_stream_goes_on_exactly() -> None:
     assert resumed.state_dict() == stream.state_dict() != state
 
 
-def test_a_stream_stopped_in_the_middle_of_a_deck_goes_on_with_it() -> None:
+def test_a_stream_resumes_in_the_middle_of_a_deck() -> None:
     """After every batch, within decks and at their ends."""
     stream = TaskStream(in_memory(make_clusters(10)), ["general_qa"], [1], seed=2)
     batches, states = [], [stream.state_dict()]
@@ -151,7 +151,7 @@ def test_tasks_have_decks_of_their_own() -> None:
     assert len(epochs[0] & epochs[1]) < 6
 
 
-def test_the_state_is_as_small_for_more_clusters() -> None:
+def test_the_state_does_not_grow_with_the_data() -> None:
     sizes = []
     for count in (9, 9000):
         stream = TaskStream(
@@ -178,7 +178,7 @@ def test_only_the_clusters_of_a_batch_are_read() -> None:
     assert asked == batches
 
 
-def test_a_state_of_other_data_is_refused() -> None:
+def test_a_state_of_other_data_is_rejected() -> None:
     state = make_stream(9).state_dict()
     with pytest.raises(ValueError, match="for 9 other clusters than these 8"):
         make_stream(8).load_state_dict(state)
@@ -192,7 +192,7 @@ def test_a_state_of_other_data_is_refused() -> None:
         TaskStream(in_memory(make_clusters(9)), TASKS[:2], [1, 1], 0).load_state_dict(state)
 
 
-def test_a_state_of_an_older_version_is_refused() -> None:
+def test_a_state_of_an_older_version_is_rejected() -> None:
     old = {"assigned": {}, "decks": {}, "random": {}, "repeats": 0}
     with pytest.raises(ValueError, match=r"\['batches', .*another version"):
         make_stream(9).load_state_dict(old)

@@ -14,7 +14,7 @@ from spell_jax.policy.model import TINY_POLICY
 
 
 @pytest.mark.parametrize("count", [1, 7, tiny_stories.MOST_LINES])
-def test_each_line_goes_on_where_the_one_before_it_ends(count):
+def test_each_line_starts_with_the_last_name_of_the_previous_one(count):
     for seed in range(20):
         opening, *lines = tiny_stories.make_story(np.random.default_rng(seed), count).split("\n")
         assert len(lines) == count and len(opening.strip()) < tiny_stories.SHORTEST_LINE
@@ -26,7 +26,7 @@ def test_each_line_goes_on_where_the_one_before_it_ends(count):
 
 
 @pytest.mark.parametrize("count", [0, tiny_stories.MOST_LINES + 1])
-def test_more_lines_than_names_are_refused(count):
+def test_more_lines_than_names_are_rejected(count):
     with pytest.raises(ValueError, match=rf"lines = {count}: must be 1 to"):
         tiny_stories.make_story(np.random.default_rng(0), count)
 

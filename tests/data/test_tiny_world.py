@@ -21,7 +21,7 @@ def documents(seed: int, count: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, len(world.NAMES)])
-def test_documents_are_about_distinct_people_who_know_each_other(count):
+def test_documents_are_about_distinct_people_with_friends(count):
     for seed in range(5):
         texts = documents(seed, count)
         facts = world.read_facts(texts)
@@ -39,7 +39,7 @@ def test_documents_are_about_distinct_people_who_know_each_other(count):
 
 
 @pytest.mark.parametrize("count", [0, len(world.NAMES) + 1])
-def test_more_people_than_names_are_refused(count):
+def test_more_people_than_names_are_rejected(count):
     with pytest.raises(ValueError, match=rf"documents = {count}: must be 1 to"):
         documents(0, count)
 
@@ -102,13 +102,13 @@ def test_the_oracle_agrees_with_the_generated_truth(kind, count):
             assert question.answer in lines[-1].split()[1:]
 
 
-def test_a_friend_outside_the_documents_leaves_a_look_up():
+def test_a_friend_outside_the_documents_gives_a_look_up():
     texts = documents(0, 1)
     question = world.sample_question(np.random.default_rng(0), texts, "two_hop")
     assert question.kind == "lookup"
 
 
-def test_the_oracle_knows_what_it_does_not_know():
+def test_the_oracle_returns_none_without_an_answer():
     texts = ("- Arvo Oslo 34 12 Bela",)
     assert world.oracle("city of Arvo", texts) == world.canonical("Oslo")
     assert world.oracle("please tell: sales of Arvo versus costs of Arvo", texts) == "22"

@@ -48,7 +48,7 @@ from tests.selfplay.hostile import INJECTIONS, good_texts, json_value, texts
 
 CHUNK = 5000
 LIMIT_S = 60  # of processor time; a megabyte needs about 4
-SHORT, LONG = range(4), range(4, 40)  # seeds: 20,000 texts, and with the others 200,000
+SHORT, LONG = range(2), range(2, 40)  # seeds: 10,000 texts, and with the others 200,000
 LARGEST = 1_000_000
 
 # Modules without a function that gets model output, and functions of the others.

@@ -119,7 +119,7 @@ def test_verdicts_come_back_in_order(server):
     assert authorization == "Bearer key"
 
 
-def test_an_endpoint_may_be_asked_the_same_more_than_once(server):
+def test_an_endpoint_accepts_repeated_prompts(server):
     server.respond = lambda prompt, times: completion(f"{prompt} {times}")
     endpoint = Endpoint(JudgeConfig(server.url, "m", workers=1, top_p=0.5))
     found = dict(endpoint.reply(["a", "b", "a"]))
@@ -130,12 +130,12 @@ def test_an_endpoint_may_be_asked_the_same_more_than_once(server):
 
 
 @pytest.mark.parametrize("ending", ["", "/"])
-def test_the_address_of_the_api_will_do(server, ending):
+def test_the_base_url_of_the_api_is_accepted(server, ending):
     url = server.url.removesuffix("/chat/completions") + ending
     assert make_judge(url).judge([item("a")]) == [1]
 
 
-def test_no_key_is_sent_but_the_one_given(server, monkeypatch):
+def test_only_the_given_key_is_sent(server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "of another server")
     assert make_judge(server.url).judge([item("a")]) == [1]
     assert server.requests[0][1] is None
@@ -172,7 +172,7 @@ def test_the_cache_forgets_the_least_recently_used(server):
         (200, '{"choices": [{"message": {"content": null}}]}'),
     ],
 )
-def test_passing_failures_are_tried_again_ever_later(server, failure):
+def test_transient_failures_are_retried_with_backoff(server, failure):
     server.respond = lambda _, times: failure if times < 4 else completion("[[NO]]")
     time = Time()
     judge = make_judge(server.url, time, backoff_s=0.5)
@@ -181,7 +181,7 @@ def test_passing_failures_are_tried_again_ever_later(server, failure):
     assert judge.counts["failed"] == 0
 
 
-def test_lasting_failures_are_counted_and_not_remembered(server):
+def test_lasting_failures_are_counted_and_not_cached(server):
     server.respond = lambda prompt, _: (503, "") if "a" in prompt[9:10] else completion("[[YES]]")
     judge = make_judge(server.url, attempts=2)
     assert judge.judge([item("a"), item("b")]) == [UNANSWERED, 1]
@@ -214,7 +214,7 @@ def test_a_silent_server_times_out(server):
     assert judge.counts["failed"] == 1
 
 
-def test_nobody_there(caplog):
+def test_an_unreachable_server_is_logged(caplog):
     judge = make_judge("http://127.0.0.1:9/", attempts=2)
     assert judge.judge([item("a")]) == [UNANSWERED]
     assert "judge-model: no reply to 1 of 1 prompts" in caplog.text
@@ -252,7 +252,7 @@ def test_no_more_requests_at_once_than_workers(server):
         ("requests_per_s", -1.0),
     ],
 )
-def test_config_mistakes_are_named(field, value):
+def test_config_errors_name_the_field(field, value):
     with pytest.raises(ValueError, match=field):
         JudgeConfig(**{"url": "http://x/", "model": "m", field: value})
 

@@ -25,7 +25,7 @@ from tests.selfplay.test_judge import (
 __all__ = ["server"]  # the fixture
 
 
-def test_retry_after_is_waited_for_instead_of_a_shorter_pause(server: Server):
+def test_retry_after_extends_a_shorter_pause(server: Server):
     limited = (429, "", {"Retry-After": "7"})
     server.respond = lambda _, times: limited if times == 1 else completion("[[YES]]")
     clock = Time()
@@ -33,7 +33,7 @@ def test_retry_after_is_waited_for_instead_of_a_shorter_pause(server: Server):
     assert clock.sleeps == [2.0, 5.0]  # the pause, and the rest of the 7 seconds
 
 
-def test_a_limit_holds_the_requests_of_all(server: Server):
+def test_a_rate_limit_delays_all_workers(server: Server):
     """One worker, so that the second prompt comes after the limit that the first one met."""
     limited = (429, "", {"Retry-After": "30"})
     server.respond = lambda prompt, _: limited if "a" in prompt[9:10] else completion("[[YES]]")
@@ -43,7 +43,7 @@ def test_a_limit_holds_the_requests_of_all(server: Server):
     assert clock.sleeps == [30.0]
 
 
-def test_no_server_makes_it_wait_for_longer_than_it_wants(server: Server):
+def test_retry_after_is_capped(server: Server):
     limited = (503, "", {"Retry-After": "86400"})
     server.respond = lambda _, times: limited if times < 3 else completion("[[YES]]")
     clock = Time()
@@ -52,14 +52,14 @@ def test_no_server_makes_it_wait_for_longer_than_it_wants(server: Server):
     assert clock.sleeps == [50.0, 10.0, 60.0]
 
 
-def test_requests_keep_their_distance(server: Server):
+def test_requests_respect_the_rate_limit(server: Server):
     clock = Time()
     judge = make_judge(server.url, clock, workers=1, requests_per_s=4.0)
     assert judge.judge([item(name) for name in "abcd"]) == [1] * 4
     assert clock.sleeps == [0.25] * 3
 
 
-def test_time_without_requests_is_not_made_up_for(server: Server):
+def test_idle_time_allows_no_burst(server: Server):
     clock = Time()
     judge = make_judge(server.url, clock, workers=1, requests_per_s=4.0)
     clock.now += 100.0
@@ -67,7 +67,7 @@ def test_time_without_requests_is_not_made_up_for(server: Server):
     assert clock.sleeps == [0.25] * 2
 
 
-def test_a_server_that_asks_for_less_than_the_distance(server: Server):
+def test_the_rate_limit_exceeds_a_short_retry_after(server: Server):
     limited = (429, "", {"Retry-After": "30"})
     server.respond = lambda _, times: limited if times == 1 else completion("[[YES]]")
     clock = Time()
@@ -76,7 +76,7 @@ def test_a_server_that_asks_for_less_than_the_distance(server: Server):
     assert clock.sleeps == [1.0, 99.0]
 
 
-def test_a_reply_that_is_too_long_is_given_up(server: Server, monkeypatch):
+def test_an_oversized_reply_is_rejected(server: Server, monkeypatch):
     server.respond = lambda *_: completion("[[YES]]" + " " * 9000)
     assert make_judge(server.url, attempts=1).judge([item("a")]) == [1]
     monkeypatch.setattr(judges, "MAX_REPLY_BYTES", 8000)
@@ -120,7 +120,7 @@ def dripping(request: pytest.FixtureRequest) -> Iterator[str]:
         thread.join()
 
 
-def test_a_reply_that_never_ends_is_given_up(dripping, monkeypatch):
+def test_an_endless_reply_times_out(dripping, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     judge = make_judge(dripping, timeout_s=0.3, attempts=1)
     began = time.monotonic()
@@ -135,7 +135,7 @@ def kept(tmp_path, monkeypatch):
     return {"cache_file": tmp_path / "judge.jsonl"}
 
 
-def test_replies_on_disk_are_not_asked_for_again(server: Server, kept):
+def test_replies_on_disk_are_not_requested_again(server: Server, kept):
     replies = {"a": "[[YES]]", "b": "[[NO]]", "c": "I cannot say"}
     server.respond = lambda prompt, _: completion(replies[prompt[9]])
     items = [item(name) for name in "abc"]
@@ -150,7 +150,7 @@ def test_replies_on_disk_are_not_asked_for_again(server: Server, kept):
     assert len(server.requests) == 4
 
 
-def test_a_judge_that_was_stopped_asks_for_the_rest_alone(server: Server, kept, monkeypatch):
+def test_a_restarted_judge_requests_only_the_rest(server: Server, kept, monkeypatch):
     items = [item(name) for name in "abcdefgh"]
 
     def respond(prompt: str, _: int) -> Answer:
@@ -175,19 +175,19 @@ def test_a_judge_that_was_stopped_asks_for_the_rest_alone(server: Server, kept, 
     assert len(server.requests) == sent + 5
 
 
-def test_what_failed_is_not_kept(server: Server, kept):
+def test_failures_are_not_cached(server: Server, kept):
     server.respond = lambda *_: (503, "")
     assert make_judge(server.url, cache=kept, attempts=1).judge([item("a")]) == [UNANSWERED]
     server.respond = lambda *_: completion("[[NO]]")
     assert make_judge(server.url, cache=kept).judge([item("a")]) == [0]
 
 
-def test_lines_of_the_file_that_are_none_are_skipped(server: Server, kept):
+def test_invalid_lines_of_the_cache_file_are_skipped(server: Server, kept):
     kept["cache_file"].write_text('[]\n{"key": "k", "reply": 3}\n{"key": "k"}\nno JSON\n')
     assert make_judge(server.url, cache=kept).judge([item("a")]) == [1]
 
 
-def test_many_answer_out_of_turn(server: Server):
+def test_replies_may_arrive_out_of_order(server: Server):
     """The first reply comes last; verdicts stay with their prompts."""
     others, lock = threading.Event(), threading.Lock()
     count = 0
@@ -209,7 +209,7 @@ def test_many_answer_out_of_turn(server: Server):
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_a_judge_remembers_something(size):
+def test_sizes_out_of_range_are_rejected(size):
     with pytest.raises(ValueError, match="cache_size"):
         make_judge("http://localhost/", cache={"cache_size": size})
     with pytest.raises(ValueError, match="longest_wait_s"):

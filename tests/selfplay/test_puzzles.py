@@ -37,49 +37,49 @@ def made(text: str, *args: int, **named: int) -> Puzzle:
 def filled(puzzle: Puzzle, letters: Sequence[str]) -> str:
     """The document with these options in its gaps, filled from the front."""
     for number, letter in enumerate(letters, 1):
-        before, _, behind = puzzle.document.partition(f"<gap {number}>")
-        puzzle = Puzzle(before + puzzle.options[letter] + behind, puzzle.options, (), ())
+        before, _, after = puzzle.document.partition(f"<gap {number}>")
+        puzzle = Puzzle(before + puzzle.options[letter] + after, puzzle.options, (), ())
     return puzzle.document
 
 
 def a_document(seed: int) -> str:
     """Paragraphs in any script with any white space between them; some occur twice."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     signs = "ab c\tdé中文🎉İß\u00a0\u2028.,(A)<gap>{}\\$\x00"
-    words = ["".join(draw.choices(signs, k=draw.randint(1, 30))).strip() for _ in range(12)]
-    paragraphs = [draw.choice(words) + "\n" * draw.randint(0, 1) + word for word in words]
-    paragraphs += draw.choices(paragraphs, k=draw.randint(0, 2))
-    draw.shuffle(paragraphs)
+    words = ["".join(rng.choices(signs, k=rng.randint(1, 30))).strip() for _ in range(12)]
+    paragraphs = [rng.choice(words) + "\n" * rng.randint(0, 1) + word for word in words]
+    paragraphs += rng.choices(paragraphs, k=rng.randint(0, 2))
+    rng.shuffle(paragraphs)
     borders = ("\n\n", "\n \t\n", "\r\n\r\n", "\n\n\n\n\n", "\n\u3000\n")
-    around = draw.choice(("", " ", "\n\n"))
-    return around + "".join(p + draw.choice(borders) for p in paragraphs) + around
+    around = rng.choice(("", " ", "\n\n"))
+    return around + "".join(p + rng.choice(borders) for p in paragraphs) + around
 
 
 # ---------------------------------------------------------------------------------- From a document
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_the_right_options_make_the_document_again(part):
-    posed = 0
+def test_the_right_options_restore_the_document(part):
+    puzzle_count = 0
     for seed in range(part * MANY // 4, (part + 1) * MANY // 4):
         text, options = a_document(seed), 2 + seed % 7
         puzzle, reason = make(text, options, seed=seed)
         if puzzle is None:
             assert reason in (puzzles.FEW_OPTIONS, puzzles.FEW_PARAGRAPHS)
             continue
-        posed += 1
+        puzzle_count += 1
         assert filled(puzzle, puzzle.truth) == text
         assert sorted(puzzle.truth) == list(puzzle.options) == list(LABELS[:options])
         assert [text[slice(*span)] for span in puzzle.spans] == [
             puzzle.options[letter] for letter in puzzle.truth
         ]
-        said = [" ".join(option.split()) for option in puzzle.options.values()]
-        stays = [" ".join(p.split()) for p in re.split(r"\n\s*\n", puzzle.document)]
-        assert len({*said}) == options and not {*said} & {*stays}
+        words = [" ".join(option.split()) for option in puzzle.options.values()]
+        remaining = [" ".join(p.split()) for p in re.split(r"\n\s*\n", puzzle.document)]
+        assert len({*words}) == options and not {*words} & {*remaining}
         if options < 4:  # no other order makes the same document
             orders = itertools.permutations(puzzle.truth)
             assert sum(filled(puzzle, order) == text for order in orders) == 1
-    assert posed > 0.9 * MANY / 4
+    assert puzzle_count > 0.9 * MANY / 4
 
 
 TEXT = "\n\n".join(f"Paragraph {letter}." for letter in "abcdefg")
@@ -90,7 +90,7 @@ def test_a_puzzle_is_a_function_of_the_seed():
     assert len({made(TEXT, 3, seed=seed).document for seed in range(40)}) > 20
 
 
-def test_all_orders_and_all_paragraphs_are_drawn_alike():
+def test_orders_and_paragraphs_are_sampled_uniformly():
     sampled = [made(TEXT, 3, seed=seed) for seed in range(3000)]
     orders = Counter(puzzle.truth for puzzle in sampled)
     assert len(orders) == 6 and min(orders.values()) > 400
@@ -113,11 +113,11 @@ def test_all_orders_and_all_paragraphs_are_drawn_alike():
         (TEXT, 7, puzzles.FEW_PARAGRAPHS),
     ],
 )
-def test_what_gives_no_puzzle(text, options, reason):
+def test_reasons_for_no_puzzle(text, options, reason):
     assert make(text, options) == (None, reason)
 
 
-def test_what_looks_a_little_like_a_gap_is_text():
+def test_text_that_resembles_a_gap_is_kept():
     text = TEXT + "\n\n<gap> <gap one> <Gap 1> <gap1>"
     assert filled(made(text, 6), made(text, 6).truth) == text
 
@@ -131,7 +131,7 @@ def test_lengths_of_options():
     assert make(text, 8, 11, 18)[0] is not None
 
 
-def test_lines_are_paragraphs_where_there_are_no_others():
+def test_lines_are_paragraphs_without_blank_lines():
     assert puzzles.split_paragraphs(" a b\nc\n\t\n d \n") == [(1, 6), (10, 11)]
     assert puzzles.split_paragraphs(" a b\nc \n d ") == [(1, 4), (5, 6), (9, 10)]
     assert puzzles.split_paragraphs(" \n\n ") == []
@@ -150,12 +150,12 @@ def windows(text: str, most: int) -> set[str]:
     return found
 
 
-def test_a_text_that_fits_is_left_whole():
+def test_a_text_that_fits_is_not_cut():
     for text in (TEXT, f" {TEXT}\n\n", " one\n two"):
         assert windows(text, count_words(text)) == {text}
 
 
-def test_a_window_is_as_many_neighbors_as_fit():
+def test_a_window_holds_as_many_neighbors_as_fit():
     found = windows(TEXT, 7)  # three of two words each
     paragraphs = TEXT.split("\n\n")
     assert found == {"\n\n".join(paragraphs[i : i + 3]) for i in range(5)}
@@ -164,7 +164,7 @@ def test_a_window_is_as_many_neighbors_as_fit():
     assert windows("a b\n\nc d e f g h\n\ni", 3) == {"a b", "i", ""}
 
 
-def test_only_what_is_near_a_window_is_counted():
+def test_only_paragraphs_near_the_window_are_tokenized():
     text, counted = "\n\n".join(f"{i} words here" for i in range(10_000)), []
 
     def count(piece: str) -> int:
@@ -204,7 +204,7 @@ def test_prompts_are_under_the_cap():
     assert exact == whole and pose(text, count_words(whole.prompt) - 1).cut
 
 
-def test_what_does_not_fit_has_a_reason():
+def test_reasons_for_no_prompt():
     assert pose(TEXT, 7) == puzzles.PromptedPuzzle(reason=puzzles.FEW_PARAGRAPHS)
     assert pose(TEXT, 2) == puzzles.PromptedPuzzle(reason=puzzles.OVERLONG)
     assert pose("x " * 100, 20) == puzzles.PromptedPuzzle(reason=puzzles.OVERLONG)
@@ -280,33 +280,33 @@ def brute_force(text: str, truth: str) -> tuple[bool, float, float]:
     return valid, (right / len(truth) if valid else 0.0), 0.0
 
 
-def an_answer(draw: random.Random, truth: str) -> str:
+def an_answer(rng: random.Random, truth: str) -> str:
     """A box, usually with a permutation, among other words and boxes."""
     letters = list(truth)
-    match draw.randrange(8):
+    match rng.randrange(8):
         case 0 | 1 | 2:
-            draw.shuffle(letters)
+            rng.shuffle(letters)
         case 3:
-            letters[draw.randrange(len(letters))] = draw.choice("ABCDEFGHIZa1")
+            letters[rng.randrange(len(letters))] = rng.choice("ABCDEFGHIZa1")
         case 4:
-            letters.append(draw.choice(letters))
+            letters.append(rng.choice(letters))
         case 5:
             letters.pop()
         case 6:
-            letters = [letter.lower() if draw.random() < 0.3 else letter for letter in letters]
-    between = draw.choice((", ", ",", " ", "\n", " ,, ", "", ";"))
-    box = "\\boxed{" + between.join(letters) + draw.choice(("}", "}", "}", "", "}}", ",}", "{}}"))
+            letters = [letter.lower() if rng.random() < 0.3 else letter for letter in letters]
+    between = rng.choice((", ", ",", " ", "\n", " ,, ", "", ";"))
+    box = "\\boxed{" + between.join(letters) + rng.choice(("}", "}", "}", "", "}}", ",}", "{}}"))
     places = ("{}", "<think>x</think>{}", "<think>{}", "\\boxed{{{}}}", "\\boxed{{A}} so {} then")
-    text = draw.choice(places).replace("{{", "{").replace("}}", "}").replace("{}", box)
-    return text + draw.choice(("", "", "", " .", " \\boxed{", " \\boxed{B, A}", "</think>"))
+    text = rng.choice(places).replace("{{", "{").replace("}}", "}").replace("{}", box)
+    return text + rng.choice(("", "", "", " .", " \\boxed{", " \\boxed{B, A}", "</think>"))
 
 
 @pytest.mark.parametrize("options", range(2, 9))
-def test_rewards_are_those_of_brute_force(options):
-    draw, seen = random.Random(options), Counter()
+def test_rewards_equal_brute_force(options):
+    rng, seen = random.Random(options), Counter()
     for _ in range(1500):
-        truth = "".join(draw.sample("ABCDEFGH"[:options], options))
-        text = an_answer(draw, truth)
+        truth = "".join(rng.sample("ABCDEFGH"[:options], options))
+        text = an_answer(rng, truth)
         order = puzzles.parse_order(text, options)
         found = (
             order.is_permutation,

@@ -32,7 +32,7 @@ class Replay:
     """
 
     def __init__(self, given_: dict):
-        self.siblings, self.votes = given_["n"], given_["gv"]
+        self.group_size, self.votes = given_["n"], given_["gv"]
         self.combine = OTHER_COMBINATIONS.get(given_.get("combine", "max"), combine)
         self.tasks = [row[0] for row in given_["spec"]]
         self.bad_format: list[int] = []
@@ -45,16 +45,16 @@ class Replay:
             elif written == "ok" and blind and given_.get("filt", True):
                 self.ungrounded.append(at)
             elif written == "ok":
-                self._play(at, right, paraphrased, yes)
+                self._add_question(at, right, paraphrased, yes)
 
-    def _play(self, at: int, right: int, paraphrased: int, yes: int) -> None:
+    def _add_question(self, at: int, right: int, paraphrased: int, yes: int) -> None:
         nays = at % 2
         rewards = [self._judge(1.0, self.votes - nays)] * right
         rewards += [self._judge(0.0, yes)] * paraphrased
-        self.rewards[at] = (rewards + [0.0] * self.siblings)[: self.siblings]
+        self.rewards[at] = (rewards + [0.0] * self.group_size)[: self.group_size]
         for rule, ayes, answers in ((1.0, self.votes - nays, right), (0.0, yes, paraphrased)):
             group = [1] * ayes + [0] * (self.votes - ayes)
-            for _ in range(min(answers, self.siblings)):
+            for _ in range(min(answers, self.group_size)):
                 if eligible_verifier_group(group, rule):
                     self.verdicts.append(majority(group))
 
@@ -179,13 +179,13 @@ def test_paper_sizes():
     assert len(chosen) == len(set(chosen)) == 16
 
 
-def test_verifier_groups_are_drawn_uniformly():
+def test_verifier_groups_are_sampled_uniformly():
     rng = np.random.default_rng(0)
     hits = Counter(at for _ in range(4000) for at in verifier_groups([1] * 10, 40, 4, 0.5, rng))
     assert all(abs(hits[at] / 4000 - 0.5) < 0.04 for at in range(10))
 
 
-def test_balance_draws_as_many_yes_as_no():
+def test_balance_samples_as_many_yes_as_no():
     verdicts = [0] * 30 + [1, 1, 1]
     chosen = verifier_groups(verdicts, 1024, 8, 0.125, np.random.default_rng(0), balance=True)
     assert Counter(verdicts[at] for at in chosen) == {0: 3, 1: 3}

@@ -44,7 +44,7 @@ def test_questions_are_answered_by_their_evidence():
         assert evidence.verbatim_share("\n".join(q.evidence), documents) == 1.0
 
 
-def test_policy_rows_are_well_formed_and_slip_as_often_as_is_said():
+def test_policy_rows_are_well_formed_with_the_stated_slips():
     mixture, counts = Mixture(), Counter()
     for row in policy_rows(PROMPTS, mixture, 0, COUNT):
         documents = documents_of(row.prompt)
@@ -178,8 +178,8 @@ def test_two_documents_leave_nothing_to_replace():
     question = evidence_rows.make_questions(0, 1, (2,), two_hop=1.0)[0]
     rng = np.random.default_rng(0)
     for slips, hasty in ((1.0, 0.0), (0.0, 1.0)):
-        draws = [evidence_rows.sample_evidence(rng, question, slips, hasty) for _ in range(20)]
-        assert set(map(tuple, draws)) == {question.evidence[:1]}
+        samples = [evidence_rows.sample_evidence(rng, question, slips, hasty) for _ in range(20)]
+        assert set(map(tuple, samples)) == {question.evidence[:1]}
 
 
 @pytest.mark.parametrize("make", [policy_rows, reward_rows])

@@ -48,7 +48,7 @@ CLUSTERS = [make_cluster(f"c{i}", 11 + 100 * i) for i in range(3)]
 COMPACT = prompts.load("compact")
 
 
-def test_facts_are_what_stands_behind_a_unique_cue() -> None:
+def test_facts_follow_a_unique_cue() -> None:
     facts = find_facts(
         [
             "The total cost of repairs was $1,250.50 this year. We met Jane Doe, Mayor of York.",
@@ -63,7 +63,7 @@ def test_facts_are_what_stands_behind_a_unique_cue() -> None:
     assert (2, "number", "cue, nor are few", "7") in found
 
 
-def test_close_values_do_not_pass_as_different() -> None:
+def test_close_values_are_not_different() -> None:
     assert means_the_same("$5,000", "5000.0")
     assert means_the_same("5", "500%")
     assert means_the_same("New York", "york")
@@ -283,9 +283,10 @@ def test_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["gov_speeches", "edgar/dev"])
-def test_real_folders(spell_data: Path, tmp_path: Path, source: str) -> None:
-    folder_rows.main([f"--source={spell_data / source}", f"--out={tmp_path}", "--rows=300"])
+def test_a_real_folder(spell_data: Path, tmp_path: Path) -> None:
+    folder_rows.main(
+        [f"--source={spell_data / 'edgar' / 'dev'}", f"--out={tmp_path}", "--rows=300"]
+    )
     for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines():
         row = Row(**json.loads(line))
         if row.role == "questioner":

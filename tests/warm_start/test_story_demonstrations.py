@@ -32,21 +32,21 @@ def options_of(row) -> int:
     return row.prompt.count("<gap ")
 
 
-def test_who_thinks_is_right(rows):
+def test_thoughts_are_right(rows):
     thought = [row for row in rows if "<think></think>" not in row.completion]
     for row in thought:
         wanted = solution(row.prompt).split(", ")
-        said = re.findall(r" (\d) (\w+)\((\w)\)", row.completion.partition("</think>")[0])
-        assert [letter for *_, letter in said] == wanted
-        assert [int(number) for number, *_ in said] == [*range(1, len(wanted) + 1)]
-        for _, holder, letter in said:
+        stated = re.findall(r" (\d) (\w+)\((\w)\)", row.completion.partition("</think>")[0])
+        assert [letter for *_, letter in stated] == wanted
+        assert [int(number) for number, *_ in stated] == [*range(1, len(wanted) + 1)]
+        for _, holder, letter in stated:
             assert f"\n({letter}) {holder} to " in row.prompt
         order = puzzles.parse_order(row.completion, options_of(row))
         assert list(order.letters) == wanted
     assert len(thought) > COUNT / 3
 
 
-def test_who_guesses_draws_any_order(rows):
+def test_guesses_are_uniform(rows):
     seen, right = defaultdict(Counter), Counter()
     for row in rows:
         if "<think></think>" in row.completion:
