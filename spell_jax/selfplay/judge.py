@@ -126,7 +126,10 @@ class Judge:
         self._cache: OrderedDict[str, int] = OrderedDict()
         self._file = pathlib.Path(cache_file) if cache_file else None
         if self._file and self._file.exists():
-            self._cache.update(read_records(self._file, _parse_record)[0])
+            verdicts, _ = read_records(
+                self._file, lambda line: (str(line["key"]), parse_judgement(line["reply"]))
+            )
+            self._cache.update(verdicts)
 
     def judge(self, items: Sequence[Item]) -> list[int]:
         """Returns one verdict per (question, prediction, reference), in order: 1, 0, MALFORMED or
@@ -282,11 +285,6 @@ def _read(parts: Iterable[bytes], deadline: float) -> bytes:
         if time.monotonic() > deadline:
             raise TimeoutError("the reply takes too long")
     return bytes(body)
-
-
-def _parse_record(line: Any) -> tuple[str, int]:
-    """Returns (key, verdict) of a line of the cache file."""
-    return str(line["key"]), parse_judgement(line["reply"])
 
 
 def read_retry_after(value: str | None) -> float:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from spell_jax.data.clusters import LETTERS
+from spell_jax.data.clusters import LETTERS, SURROGATE
 from spell_jax.selfplay.numbers import number_text, parse_number
 from spell_jax.selfplay.rules import (
     brace_steps,
@@ -194,7 +194,7 @@ def _validate(record: dict[str, Any] | None, task: str, too_long: Callable[[str]
         parsed = _validate_number(question, record.get("answer"))
     else:
         parsed = _validate_text(question, record.get("answer"), too_long)
-    if not _is_unicode(parsed.question + parsed.answer):
+    if SURROGATE.search(parsed.question + parsed.answer):
         return _bad("invalid_unicode")
     return parsed
 
@@ -203,8 +203,8 @@ def _validate_text(question: str, answer: Any, too_long: Callable[[str], bool]) 
     if not isinstance(answer, str) or not answer:
         return _bad("no_answer")
     answer = find_answer(answer, "general_qa") or answer
-    if not _is_unicode(answer):
-        return _bad("invalid_unicode")  # a tokenizer would reject it below
+    if SURROGATE.search(answer):
+        return _bad("invalid_unicode")  # JSON escapes can produce it; a tokenizer would reject it
     if too_long(answer):
         return _declined("long_answer")
     return Parsed("accepted", question, answer)
@@ -236,12 +236,3 @@ def _validate_choice(question: str, record: dict[str, Any]) -> Parsed:
         for text in map(options.get, LETTERS)
     )
     return Parsed("accepted", format_choices(question, texts), letter, options=texts)
-
-
-def _is_unicode(text: str) -> bool:
-    """Return False for lone surrogates, which JSON escapes can produce and tokenizers reject."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

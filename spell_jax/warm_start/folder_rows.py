@@ -234,26 +234,24 @@ def other_forms(value: str) -> list[str]:
     return [form for form in forms if form != value]
 
 
+@dataclass
 class RowMaker:
     """Maker of rows from the facts of one cluster at a time.
 
     Attributes:
+        prompts: prompts of the rows.
+        config: composition of the rows.
+        rng: random generator of all choices.
+        count_tokens: token counter of the question parser.
         counts: "clusters", "facts", "rejected TASK: REASON" (questions that the parser rejected)
             and "skipped TASK" (clusters whose facts did not allow a question).
     """
 
-    def __init__(
-        self,
-        prompts: Prompts,
-        config: RowConfig,
-        rng: np.random.Generator,
-        count_tokens: CountTokens = count_words,
-    ):
-        self.counts: Counter[str] = Counter()
-        self._prompts = prompts
-        self._config = config
-        self._rng = rng
-        self._count_tokens = count_tokens
+    prompts: Prompts
+    config: RowConfig
+    rng: np.random.Generator
+    count_tokens: CountTokens
+    counts: Counter[str] = field(default_factory=Counter)
 
     def question(self, task: str, facts: Sequence[Fact], letter: str) -> FactQuestion | None:
         """Make a question about one or two facts; None if these facts do not allow one.
@@ -267,11 +265,11 @@ class RowMaker:
             facts = [fact for fact in facts if fact.kind == "number"]
         if not facts:
             return None
-        fact = facts[int(self._rng.integers(len(facts)))]
+        fact = facts[int(self.rng.integers(len(facts)))]
         values = dict.fromkeys(other.value for other in facts if other.kind == fact.kind)
         used, text, answer = [fact], f"which {fact.kind} follows: {fact.cue}", fact.value
         is_difference = (
-            task == "financial_math" and self._rng.random() < self._config.difference_share
+            task == "financial_math" and self.rng.random() < self.config.difference_share
         )
         if is_difference and (pair := self._sample_pair(facts)):
             used, answer = pair, str(pair[0].integer - pair[1].integer)
@@ -289,7 +287,7 @@ class RowMaker:
             quote += answer  # the letter follows the value at the end of the quote
         written = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
         completion = f"<think> {quote}</think>{written}"
-        parsed = parse_question(completion, task, self._count_tokens)
+        parsed = parse_question(completion, task, self.count_tokens)
         if parsed.status != "accepted":
             self.counts[f"rejected {task}: {parsed.reason}"] += 1
             return None
@@ -303,7 +301,7 @@ class RowMaker:
         """Make a row of the role; None if the cluster's facts do not allow one."""
         if role == "reciter":
             shown = self._sample_documents(cluster, frozenset(), self._sample_count())
-            recited = [shown[int(index)] for index in self._rng.permutation(len(shown))]
+            recited = [shown[int(index)] for index in self.rng.permutation(len(shown))]
             return Row("\n".join([*shown, RECITE]), "\n".join(recited), role, task)
         item = self.question(task, facts, letter)
         if item is None:
@@ -313,11 +311,11 @@ class RowMaker:
             completion = item.completion
         elif role == "responder":
             shown = self._sample_documents(cluster, item.documents, self._sample_count())
-            prompt = self._prompts.responder(task, shown, item.question)
+            prompt = self.prompts.responder(task, shown, item.question)
             completion = f"<think> {item.quote}</think>answer is {item.answer}"
         else:
             answer, verdict = self._sample_comparison(item)
-            prompt = self._prompts.verifier(item.question, answer, item.reference)
+            prompt = self.prompts.verifier(item.question, answer, item.reference)
             completion = f"[[{verdict}]]"
         return Row(prompt, completion, role, task)
 
@@ -325,24 +323,24 @@ class RowMaker:
         self, task: str, cluster: Cluster, facts: Sequence[Fact], letter: str, item: FactQuestion
     ) -> str:
         items = [item]
-        if self._rng.random() < self._config.history_share:
-            for _ in range(self._rng.integers(1, 4)):
-                past = self.question(task, facts, LETTERS[self._rng.integers(4)])
+        if self.rng.random() < self.config.history_share:
+            for _ in range(self.rng.integers(1, 4)):
+                past = self.question(task, facts, LETTERS[self.rng.integers(4)])
                 if past and past.quote not in [known.quote for known in items]:
                     items.append(past)
         needed = frozenset().union(*(known.documents for known in items))
-        total = self._config.documents_shown + (len(needed) if len(items) > 1 else 0)
+        total = self.config.documents_shown + (len(needed) if len(items) > 1 else 0)
         history = [Entry((), past.question, past.reference) for past in items[1:]]
         documents = self._sample_documents(cluster, needed, total)
-        return self._prompts.questioner(task, documents, history, letter)
+        return self.prompts.questioner(task, documents, history, letter)
 
     def _sample_count(self) -> int:
-        return int(self._rng.choice(self._config.documents_read))
+        return int(self.rng.choice(self.config.documents_read))
 
     def _sample_documents(self, cluster: Cluster, needed: frozenset[int], total: int) -> list[str]:
         """Return the needed documents and sampled others, up to `total`, in corpus order."""
         others = [index for index in range(len(cluster.documents)) if index not in needed]
-        extra = self._rng.permutation(others)[: max(0, total - len(needed))].tolist()
+        extra = self.rng.permutation(others)[: max(0, total - len(needed))].tolist()
         return [cluster.documents[int(index)] for index in sorted([*needed, *extra])]
 
     def _sample_options(
@@ -350,7 +348,7 @@ class RowMaker:
     ) -> dict[str, str] | None:
         """Return the value at its letter and three values that differ from it and each other."""
         wrong: list[str] = []
-        for index in map(int, self._rng.permutation(len(others))):
+        for index in map(int, self.rng.permutation(len(others))):
             if not any(means_the_same(others[index], other) for other in wrong):
                 wrong.append(others[index])
             if len(wrong) == 3:
@@ -363,7 +361,7 @@ class RowMaker:
         small = [fact for fact in facts if 0 < fact.integer < LARGEST_DIFFERENCE_TERM]
         if len(small) < 2:
             return None
-        one, two = (small[i] for i in self._rng.choice(len(small), 2, replace=False))
+        one, two = (small[i] for i in self.rng.choice(len(small), 2, replace=False))
         if one.integer == two.integer:
             return None
         return [one, two] if one.integer > two.integer else [two, one]
@@ -371,13 +369,13 @@ class RowMaker:
     def _sample_comparison(self, item: FactQuestion) -> tuple[str, str]:
         """Sample (answer to compare with the reference, verdict)."""
         answer = item.reference.strip()
-        kind = self._rng.choice(list(VERDICT_SHARES), p=list(VERDICT_SHARES.values()))
+        kind = self.rng.choice(list(VERDICT_SHARES), p=list(VERDICT_SHARES.values()))
         if kind == "same":
             return answer, "YES"
         if kind == "different" and item.others:
-            return item.others[self._rng.integers(len(item.others))], "NO"
+            return item.others[self.rng.integers(len(item.others))], "NO"
         forms = other_forms(answer)
-        return forms[self._rng.integers(len(forms))], "YES"
+        return forms[self.rng.integers(len(forms))], "YES"
 
 
 def make_rows(
@@ -437,7 +435,7 @@ def make_questions(
     question is skipped.
     """
     rng = np.random.default_rng(seed)
-    maker = RowMaker(prompts, RowConfig(tuple(tasks)), rng)
+    maker = RowMaker(prompts, RowConfig(tuple(tasks)), rng, count_words)
     order = rng.permutation(len(clusters)).tolist()
     made: list[dict[str, object]] = []
     for number in range(TRIES * count):
