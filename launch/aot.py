@@ -73,7 +73,7 @@ class Program:
     Attributes:
       name: one of PROGRAMS.
       tokens: shape [rows, tokens] of the token array that the program reads.
-      resident: bytes per chip that the trainer holds meanwhile, not counting `arguments`.
+      resident: bytes per chip that the trainer holds during it, not counting `arguments`.
       arguments: positional arguments, trees of jax.ShapeDtypeStruct.
       options: static keyword arguments.
       rules: logical axis rules that the trainer sets around the call.
@@ -376,7 +376,7 @@ def describe(program: Program, hbm: int) -> dict[str, Any]:
 def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
     """Bytes on one chip by use; "peak" is the maximum at any time, arguments included."""
     stats: Any = compiled.memory_analysis()
-    found = {
+    parts = {
         "arguments": stats.argument_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
         "outputs": stats.output_size_in_bytes,
@@ -384,8 +384,8 @@ def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
     }
     # Both overestimate: the compiler's peak includes fast on-chip memory, and the sum includes
     # buffers that are never live together. Take the smaller one.
-    total = sum(found.values()) - 2 * found["aliased"]
-    return found | {"peak": min(getattr(stats, "peak_memory_in_bytes", 0) or total, total)}
+    total = sum(parts.values()) - 2 * parts["aliased"]
+    return parts | {"peak": min(getattr(stats, "peak_memory_in_bytes", 0) or total, total)}
 
 
 def report(programs: list[Program], hbm: int, where: dict[str, Any]) -> bool:

@@ -311,17 +311,17 @@ _SMALLER = {
 }
 
 
-def _check_memory(made: plan.Plan) -> None:
-    if made.fits:
+def _check_memory(memory: plan.Plan) -> None:
+    if memory.fits:
         return
-    parts, topology = made.worst.parts, made.topology
-    part = max(parts, key=lambda name: parts[name])
+    worst, topology = memory.worst, memory.topology
+    part = max(worst.parts, key=lambda name: worst.parts[name])
     field, change = _SMALLER[part]
+    total, largest, limit = (n / GIB for n in (worst.total, worst.parts[part], topology.hbm))
     raise ValueError(
-        f"{_with_value(made.config, field)}: {made.worst.program} takes "
-        f"{made.worst.total / GIB:.2f} GiB of a chip, {parts[part] / GIB:.2f} of them {part}, but "
-        f"{topology.name} has {topology.hbm / GIB:.2f}; must be {change}, or a larger slice "
-        "(python -m launch.plan tries such changes)"
+        f"{_with_value(memory.config, field)}: {worst.program} takes {total:.2f} GiB of a chip, "
+        f"{largest:.2f} of them {part}, but {topology.name} has {limit:.2f}; must be {change}, or "
+        "a larger slice (python -m launch.plan tries such changes)"
     )
 
 

@@ -392,6 +392,7 @@ def test_watch_waits_for_all_workers(cloud, monkeypatch):
 def test_watch_gives_up(cloud, monkeypatch, capsys, poll, waits):
     """The wait doubles for slices that are lost soon, not for those that lived long."""
     monkeypatch.setenv("FAKE_LOSSES", "99")
+    monkeypatch.setenv("FAKE_WORKERS", "1")
     monkeypatch.setenv("FAKE_LOST_AT", "2")
     cloud.plan([None] * 9, [None] * 9)
     options = ["--max_restarts=2", f"--poll_seconds={poll}"]
