@@ -14,17 +14,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
-from collections.abc import Callable
 
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.evaluation.generated import ruler
+from spell_jax.evaluation.generated.haystack import Source
 from spell_jax.policy.tokenizer_base import Tokenizer
 
-FAMILIES = ("ruler", "needle")
 FORMS = ("ruler_TASK_LENGTH", "needle_LENGTH_...")
-SEED = 0
+FAMILIES = tuple(form.partition("_")[0] for form in FORMS)
 
 
 def family(name: str) -> str | None:
@@ -41,7 +39,7 @@ def load(
     Args:
       name: name in one of `FORMS`; see the module docstring.
       folder: folder of the texts that the benchmark needs, if any.
-      limit: number of questions, at least 1; None makes 500, or one per cell of the grid.
+      limit: number of questions; None makes 500, or one per cell of the grid.
       tokenizer: tokenizer of the policy.
 
     Raises:
@@ -51,52 +49,39 @@ def load(
     """
     if tokenizer is None:
         raise ValueError(f"benchmark {name!r}: its lengths are in tokens, it needs a tokenizer")
+    make = _make_ruler if family(name) == "ruler" else _make_needle
     try:
-        if family(name) == "ruler":
-            return _load_ruler(name, folder, limit, tokenizer)
-        return _load_needle(name, folder, limit, tokenizer)
+        return make(name, folder, limit, tokenizer)
     except ValueError as error:
         raise ValueError(f"benchmark {name!r}: {error}") from error
 
 
-def _load_ruler(
+def _make_ruler(
     name: str, folder: str | pathlib.Path, limit: int | None, tokenizer: Tokenizer
 ) -> Benchmark:
     task, _, length = name.removeprefix("ruler").removeprefix("_").rpartition("_")
     if task not in ruler.TASKS:
         tasks = ", ".join(ruler.TASKS)
         raise ValueError(f"must be ruler_TASK_LENGTH, such as ruler_vt_16384; TASK is {tasks}")
-    return ruler.ruler(
-        task,
-        SEED,
-        _number(length),
-        tokenizer.count,
-        count_prompt=_count_chat(tokenizer),
-        text=_read_prose(folder) if task in ruler.PROSE_TASKS else "",
-        rows=ruler.read_rows(folder) if task == "qa" else (),
-        items=limit or ruler.ITEMS,
-    )
+    source = _source(_number(length), tokenizer, folder, task in ruler.PROSE_TASKS)
+    rows = ruler.read_rows(folder) if task == "qa" else ()
+    return ruler.ruler(task, source, rows, limit or ruler.ITEMS)
 
 
-def _load_needle(
+def _make_needle(
     name: str, folder: str | pathlib.Path, limit: int | None, tokenizer: Tokenizer
 ) -> Benchmark:
-    lengths = [_number(text) for text in name.split("_")[1:]]
+    lengths = sorted(map(_number, name.split("_")[1:])) or ruler.GRID_LENGTHS
     if len(set(lengths)) < len(lengths):
         raise ValueError("must have each length once")
-    made = ruler.needle(
-        SEED,
-        tokenizer.count,
-        _read_prose(folder),
-        count_prompt=_count_chat(tokenizer),
-        lengths=sorted(lengths) or ruler.GRID_LENGTHS,
-        items=limit,
-    )
-    return dataclasses.replace(made, name=name)
+    return ruler.needle(name, _source(0, tokenizer, folder, True), lengths, limit)
 
 
-def _count_chat(tokenizer: Tokenizer) -> Callable[[str], int]:
-    return lambda prompt: len(tokenizer.chat(prompt))
+def _source(
+    length: int, tokenizer: Tokenizer, folder: str | pathlib.Path, with_prose: bool
+) -> Source:
+    text = _read_prose(folder) if with_prose else ""
+    return Source.of(length, tokenizer.count, lambda prompt: len(tokenizer.chat(prompt)), text)
 
 
 def _number(text: str) -> int:

@@ -42,6 +42,8 @@ Task = Callable[[Source, np.random.Generator], Make]
 # noise and among other needles, a needle can have any depth.
 _DEPTHS = np.round(np.linspace(0, 1, 40), 2)
 
+_HOPS = 4  # variables of "vt" after the first one
+
 GRID_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 GRID_DEPTHS = tuple(round(0.1 * step, 1) for step in range(11))
 
@@ -62,17 +64,7 @@ class QaRow:
 
 
 def ruler(
-    task: str,
-    seed: int,
-    length: int,
-    count_tokens: Callable[[str], int],
-    *,
-    count_prompt: Callable[[str], int] | None = None,
-    text: str = "",
-    rows: Sequence[QaRow] = (),
-    items: int = ITEMS,
-    chains: int = 1,
-    hops: int = 4,
+    task: str, source: Source, rows: Sequence[QaRow] = (), items: int = ITEMS, seed: int = 0
 ) -> Benchmark:
     """Build one task at one length.
 
@@ -81,46 +73,33 @@ def ruler(
 
     Args:
       task: one of `TASKS`.
-      seed: seed of all randomness; the same arguments give the same benchmark.
-      length: maximum number of tokens in a prompt, without the answer; a prompt has at least 0.95
-        of it.
-      count_tokens: text -> number of tokens.
-      count_prompt: prompt -> number of tokens with the chat layout; None uses `count_tokens`.
-      text: prose for the tasks in `PROSE_TASKS`, repeated if it is too short.
+      source: maximum length of a prompt, token counters, and prose for the tasks in `PROSE_TASKS`.
       rows: questions of "qa". Each is asked once, so there are at most as many items.
       items: number of questions.
-      chains: number of chains of assignments in "vt"; the question is about the first chain.
-      hops: number of variables in each chain of "vt" after its first variable.
+      seed: seed of all randomness; the same arguments give the same benchmark.
 
     Returns:
-      The benchmark. Its items have the fields "length" (as given) and "tokens" (of the prompt).
+      The benchmark. Its items have the fields "length" (the maximum) and "tokens" (of the prompt).
       Items of niah_* also have "depths" (fractions of the haystack before the needles asked for).
 
     Raises:
-      ValueError: if the task is unknown, its text or rows are missing or too short, or the length
-        is too short for its question.
+      ValueError: if the prose or the rows are missing or too short, or the length is too short for
+        the question.
     """
-    if task not in TASKS:
-        raise ValueError(f"task = {task!r}: must be one of {', '.join(TASKS)}")
-    source = Source.of(length, count_tokens, count_prompt, text)
-    base = [seed, zlib.crc32(task.encode()), length]
+    base = [seed, zlib.crc32(task.encode()), source.length]
     if task == "qa":
         order = np.random.default_rng(base).permutation(len(rows))[:items]
         pool = tuple(dict.fromkeys(itertools.chain(*(row.documents for row in rows))))
-        tasks = [functools.partial(_qa, row=rows[index], pool=pool) for index in order]
-    elif task == "vt":
-        tasks = [functools.partial(_variable_tracking, chains=chains, hops=hops)] * items
+        tasks: list[Task] = [functools.partial(_qa, row=rows[i], pool=pool) for i in order]
     else:
         tasks = [_GENERATED[task]] * items
-    if not tasks:  # also if `items` is negative
-        raise ValueError(f"items = {items}, {len(rows)} rows: there is nothing to ask")
     made = []
     for index, one in enumerate(tasks):
         make = one(source, np.random.default_rng([*base, index]))
-        made.append(haystack.fit(make, source, f"{task}-{length}-{index}"))
+        made.append(haystack.fit(make, source, f"{task}-{source.length}-{index}"))
     return Benchmark(
-        name=f"ruler_{task}_{length}",
-        title=f"RULER {task}, {length:,} tokens",
+        name=f"ruler_{task}_{source.length}",
+        title=f"RULER {task}, {source.length:,} tokens",
         items=tuple(made),
         extract=haystack.extract,
         score=haystack.match_part if task == "qa" else haystack.match_all,
@@ -130,48 +109,36 @@ def ruler(
 
 
 def needle(
-    seed: int,
-    count_tokens: Callable[[str], int],
-    text: str,
-    *,
-    count_prompt: Callable[[str], int] | None = None,
-    lengths: Sequence[int] = GRID_LENGTHS,
-    depths: Sequence[float] = GRID_DEPTHS,
-    items: int | None = None,
+    name: str, source: Source, lengths: Sequence[int], items: int | None = None, seed: int = 0
 ) -> Benchmark:
     """Build the needle grid: one item per length and depth, with lengths in the outer loop.
 
+    A needle is placed at the nearest end of a sentence before its depth.
+
     Args:
-      seed, count_tokens, text, count_prompt: see `ruler`.
-      lengths: maximum numbers of tokens in a prompt; see `ruler`.
-      depths: fractions of the haystack's tokens before the needle, in [0, 1]. The needle is placed
-        at the nearest end of a sentence before that point.
+      name: name of the benchmark.
+      source: token counters and prose; its length does not count.
+      lengths: maximum numbers of tokens in a prompt.
       items: number of items; more than one grid repeats it. None makes one grid.
+      seed: seed of the names and of the start of each haystack in the prose.
 
     Returns:
       The benchmark. Its items have the requested "depth" and "length", which are the fields of its
       breakdown, and the actual number of "tokens" in the prompt.
 
     Raises:
-      ValueError: if there are no items, a depth is not in [0, 1], the text is empty, or a length is
-        too short for the question.
+      ValueError: if there is no prose, or a length is too short for the question.
     """
-    cells = list(itertools.product(lengths, enumerate(depths)))
-    items = len(cells) if items is None else items
-    if not cells or items < 1 or not all(0 <= depth <= 1 for depth in depths):
-        raise ValueError(
-            f"lengths = {lengths}, depths = {depths}, items = {items}: must be at least one each, "
-            "depths from 0 to 1"
-        )
-    shared, made = Source.of(max(lengths), count_tokens, count_prompt, text), []
-    for number in range(items):
+    cells = list(itertools.product(lengths, enumerate(GRID_DEPTHS)))
+    made = []
+    for number in range(items or len(cells)):
         repeat, cell = divmod(number, len(cells))
         length, (row, depth) = cells[cell]
-        source = dataclasses.replace(shared, length=length)  # shares the token counts of sentences
+        source = dataclasses.replace(source, length=length)  # keeps the token counts of sentences
         make = _grid_needle(source, np.random.default_rng([seed, length, row, repeat]), depth)
         made.append(haystack.fit(make, source, f"needle-{length}-{depth}-{repeat}", depth=depth))
     return Benchmark(
-        name="needle",
+        name=name,
         title="needle in a haystack",
         items=tuple(made),
         extract=haystack.extract,
@@ -262,43 +229,38 @@ def _secret_prompt(kind: str, hay: str, question: str) -> str:
     )
 
 
-def _variable_tracking(source: Source, rng: np.random.Generator, *, chains: int, hops: int) -> Make:
+def _variable_tracking(source: Source, rng: np.random.Generator) -> Make:
     """Ask for the variables that have a value, directly or through others (paper section 3.2).
 
     The prompt starts with an example: five lines of noise and variables of three letters.
     """
     names, pile = Names(rng), source.noise()
-    numbers = (rng.choice(90_000, chains + 1, replace=False) + 10_000).tolist()
-    long = [[names.sample("variable") for _ in range(hops + 1)] for _ in range(chains)]
-    short: dict[str, None] = {}
-    while len(short) < hops + 1:
-        short[letters(rng, 3).upper()] = None
-    depths = np.sort(rng.random((chains + 1, hops + 1)), axis=1).tolist()
-    noise = [(haystack.NOISE, 1)] * 5
-    known, _ = _chains_prompt(noise, [list(short)], numbers[-1:], depths[-1:])
-    example = f"Example:\n\n{known}\n{', '.join(short)}\n\nYour turn:\n\n"
+    number, shown_number = (rng.choice(90_000, 2, replace=False) + 10_000).tolist()
+    chain = [names.sample("variable") for _ in range(_HOPS + 1)]
+    shown: list[str] = []
+    while len(shown) < _HOPS + 1:
+        if (name := letters(rng, 3).upper()) not in shown:
+            shown.append(name)
+    depths, shown_depths = np.sort(rng.random((2, _HOPS + 1)), axis=1).tolist()
+    known, _ = _chain_prompt([(haystack.NOISE, 1)] * 5, shown, shown_number, shown_depths)
+    example = f"Example:\n\n{known}\n{', '.join(shown)}\n\nYour turn:\n\n"
 
     def make(budget: int) -> Item:
-        prompt, question = _chains_prompt(pile.take(budget), long, numbers[:-1], depths[:-1])
-        return Item("", example + prompt, question, tuple(long[0]))
+        prompt, question = _chain_prompt(pile.take(budget), chain, number, depths)
+        return Item("", example + prompt, question, tuple(chain))
 
     return make
 
 
-def _chains_prompt(
-    pieces: Sequence[tuple[str, int]],
-    chains: Sequence[Sequence[str]],
-    numbers: Sequence[int],
-    depths: Sequence[Sequence[float]],
+def _chain_prompt(
+    pieces: Sequence[tuple[str, int]], chain: Sequence[str], number: int, depths: Sequence[float]
 ) -> tuple[str, str]:
-    """(prompt, question about the first chain); `depths` ascend within each chain."""
-    statements = []
-    for variables, number in zip(chains, numbers, strict=True):
-        values = [str(number), *(f"VAR {name}" for name in variables[:-1])]
-        statements += [f"VAR {n} = {v}" for n, v in zip(variables, values, strict=True)]
-    lines = haystack.insert_needles(pieces, statements, list(itertools.chain(*depths)))
+    """(prompt, question); `depths` ascend."""
+    values = [str(number), *(f"VAR {name}" for name in chain[:-1])]
+    statements = [f"VAR {name} = {value}" for name, value in zip(chain, values, strict=True)]
+    lines = haystack.insert_needles(pieces, statements, depths)
     question = (
-        f"Which {len(chains[0])} variables have the value {numbers[0]}, assigned to them or "
+        f"Which {len(chain)} variables have the value {number}, assigned to them or "
         "passed on by another variable? Answer with their names alone."
     )
     head = "Follow the assignments of variables that are scattered over the text below."
@@ -420,8 +382,9 @@ _GENERATED: Mapping[str, Task] = {
     **{name: functools.partial(_niah, **given) for name, given in _NIAH.items()},
     "cwe": _common_words,
     "fwe": _frequent_words,
+    "vt": _variable_tracking,
 }
-TASKS = (*_GENERATED, "vt", "qa")
+TASKS = (*_GENERATED, "qa")
 
 
 def read_rows(folder: str | pathlib.Path) -> tuple[QaRow, ...]:

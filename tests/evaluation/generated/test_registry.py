@@ -73,12 +73,13 @@ def test_all_texts_of_a_folder_are_the_prose(folder: Path, monkeypatch):
     (item,) = benchmarks.load("ruler_niah_single_2_4096", folder, 1, words).items
     assert "sailor" in item.prompt and "Rain" in item.prompt
     seen = []
-    monkeypatch.setattr(ruler, "ruler", lambda *given, **named: seen.append((given, named)))
+    monkeypatch.setattr(ruler, "ITEMS", 9)
+    monkeypatch.setattr(ruler, "ruler", lambda *given: seen.append(given))
     benchmarks.load("ruler_vt_1024", folder, None, words)
     benchmarks.load("ruler_qa_1024", folder, 7, words)
-    (first, named), (_, asked) = seen
-    assert first[:3] == ("vt", generated.SEED, 1024) and named["items"] == 500
-    assert asked["items"] == 7 and len(asked["rows"]) == 3 and not asked["text"]
+    (task, source, _, count), (_, _, rows, asked) = seen
+    assert (task, source.length, source.text, count) == ("vt", 1024, "", 9)
+    assert asked == 7 and len(rows) == 3
 
 
 def test_folders_are_found_by_name_or_family(tmp_path: Path):
