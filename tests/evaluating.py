@@ -28,7 +28,7 @@ from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.runtime import setup as start
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.judge import Judge
+from spell_jax.selfplay.judge import Ask, Judge
 
 SIZES = SamplerConfig(kv_cache_tokens=512, slots=8, prefill_tokens=128, page_size=16)
 LIMITS = (24, 40)
@@ -71,6 +71,17 @@ def reply(prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         yield prompt, ("[[YES]]", "[[NO]]", "perhaps", None)[_sum(prompt) % 4]
 
 
+def policy_judge(folder: pathlib.Path) -> Ask:
+    """A policy as the judge; only process 0 may have answers to judge."""
+    judge = PolicyJudge(Policy(folder, sizes=SIZES), 4)
+
+    def ask(prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+        assert jax.process_index() == 0 or not prompts, "the judge is asked twice"
+        return judge(prompts)
+
+    return ask
+
+
 def write_episodes(workdir: pathlib.Path, steps: Mapping[int, Sequence[Any]]) -> pathlib.Path:
     """The files of a run's episodes: step -> its records."""
     (workdir / "episodes").mkdir(parents=True)
@@ -105,7 +116,7 @@ def main() -> None:
     start.setup()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(runner.registry, "load", load)
-        ask = PolicyJudge(Policy(judge[0], sizes=SIZES), 4) if judge else reply
+        ask = policy_judge(judge[0]) if judge else reply
         run(policy, out, ask)
 
 

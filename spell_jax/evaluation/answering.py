@@ -73,7 +73,7 @@ class Question:
     """A benchmark question as tokens.
 
     Attributes:
-      benchmark: benchmark that the question belongs to.
+      benchmark: its benchmark.
       item: question as text.
       ids: prompt token ids in the chat layout, int32 [P], truncated to the largest prompt limit.
       length: number of prompt tokens before truncation.
@@ -144,12 +144,7 @@ def sample_answers(
     question id. The sampler folds in the sample and token indices. (The paper's code uses one seed
     for all samples of a question; spec section 11.)
 
-    Args:
-      sampling: sampling options.
-      policy: policy that answers.
-      questions: all questions, answered ones included.
-      limit: maximum prompt length in tokens.
-      done: keys of the questions to skip.
+    `questions` includes those in `done`, because they determine the compiled shapes.
 
     Yields:
       The key and the G unscored rows of a question, in order of completion.
@@ -183,12 +178,7 @@ def sample_answers(
 def read_finished(path: pathlib.Path, samples: int) -> dict[QuestionKey, list[Row]]:
     """Read the rows of completely sampled questions, and remove all other lines from the file.
 
-    Args:
-      path: file of rows, one JSON object per line; it may be missing.
-      samples: samples per question, G.
-
-    Returns:
-      Key of a question -> its G rows in sample order.
+    The file of rows may be missing. The G = `samples` rows of a question are in sample order.
     """
     if not path.exists():
         return {}

@@ -25,10 +25,7 @@ def plot_breakdown(
 ) -> None:
     """Write the plot of a benchmark as a PNG file.
 
-    Args:
-      path: file to write.
-      title: title of the benchmark.
-      panels: max_input -> the "by" list of protocol.summarize, with one or two fields.
+    `panels` maps max_input to the "by" list of protocol.summarize, with one or two fields.
     """
     width, height = _PANEL_SIZE
     figure = Figure(figsize=(width * len(panels), height), layout="constrained")

@@ -41,9 +41,6 @@ MakePrompt = Callable[[Record, Prompts], str]
 def run(given: Any) -> None:
     """Answers the requests of --prompts and writes --out; all processes call it together.
 
-    Args:
-      given: parsed flags of spell_jax/generate.py.
-
     Raises:
       UsageError: if the flags name no policy.
       FileNotFoundError, ValueError: if a file is missing or damaged, or a flag is out of range.
@@ -151,7 +148,7 @@ def answer(
     Args:
       policy: policy that answers.
       records: requests.
-      prompts: prompt of each request.
+      prompts: their prompts.
       samples: answers per request, G.
       sampling: temperature (0 is greedy), top_p and max_tokens, as in Options.
       seed: seed of sampling; the key of a request depends on its place among all requests.

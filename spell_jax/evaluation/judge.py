@@ -25,14 +25,10 @@ REPLIES = "judge.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class PolicyJudge:
-    """A policy of our own as the judge, with greedy replies.
+    """A policy of our own as the judge, with greedy replies of at most `max_tokens` tokens.
 
     All processes must call it together. The prompts of process 0 count, and every process gets the
     replies.
-
-    Attributes:
-      policy: policy that replies.
-      max_tokens: maximum reply length in tokens.
     """
 
     policy: Policy
@@ -51,12 +47,9 @@ class PolicyJudge:
 
 
 def make_judge(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Judge | None:
-    """Build the judge that the flags select, if any; its replies are kept in OUT/judge.jsonl.
+    """Build the judge that the flags (`define_flags`) select, if any.
 
-    Args:
-      given: parsed flags; see `define_flags`.
-      out: output folder.
-      sizes: sampler sizes, used if the judge is a policy.
+    Its replies are kept in OUT/judge.jsonl. `sizes` are used if it is a policy.
 
     Raises:
       UsageError: if only one of --judge_url and --judge_model is set, or an endpoint and a policy.

@@ -139,11 +139,7 @@ def end_workers() -> None:
 
 
 def _work() -> None:
-    """Main loop of a worker process.
-
-    It writes a line when it is ready. It then reads lines [prediction, reference, seconds] and
-    writes true or false for each, until its input ends.
-    """
+    """Main loop of a worker: a line when it is ready, then true or false for each line of input."""
     import resource
     import signal
 

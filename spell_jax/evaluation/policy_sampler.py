@@ -38,13 +38,10 @@ class Policy:
         """Read the architecture and the tokenizer, but not the weights.
 
         Args:
-          folder: Hugging Face folder of the policy.
+          folder: Hugging Face folder of the policy; errors as in weights.read_config_and_tokenizer.
           dtype: dtype of the weights.
           thinking: thinking mode of the chat template; see `tokenizer.load`.
           sizes: sampler sizes; see `SIZES`.
-
-        Raises:
-          FileNotFoundError, ValueError: see weights.read_config_and_tokenizer.
         """
         self.folder = pathlib.Path(folder)
         self.config, self.tokenizer = weights.read_config_and_tokenizer(folder, thinking)
@@ -118,14 +115,9 @@ class Policy:
     def reply(
         self, prompts: Sequence[str], keys: np.ndarray, options: Options
     ) -> Iterator[tuple[int, str | None]]:
-        """Sample one reply to each prompt, then release the weights.
+        """Sample one reply to each user turn, then release the weights.
 
-        All processes must call this with the same arguments.
-
-        Args:
-          prompts: user turns as texts.
-          keys: key data of each prompt, uint32 [prompts, 2].
-          options: sampling options of all prompts.
+        All processes must call this with the same arguments; `keys` are as in `sample`.
 
         Yields:
           (index of the prompt, reply text). The reply is None if the prompt does not fit into the
@@ -151,10 +143,7 @@ class Policy:
 
 
 def check_room(policy: Policy, max_tokens: int, name: str) -> None:
-    """Raise ValueError if replies of `max_tokens` leave no room for a prompt in the context.
-
-    `name` is the role of the policy, for the error message.
-    """
+    """Raise ValueError if replies of `max_tokens` by the role `name` leave no room for a prompt."""
     positions = policy.config.max_positions
     if not 0 < max_tokens < positions:
         raise ValueError(

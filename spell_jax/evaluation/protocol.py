@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,19 +26,10 @@ Columns = Mapping[str, Sequence[str]]  # title -> benchmarks that the column ave
 
 
 def truncate(ids: np.ndarray, limit: int) -> np.ndarray:
-    """Truncate a prompt [P] in the middle: keep its first limit // 2 tokens and its last tokens.
+    """Truncate token ids [P] in the middle to `limit`: keep the first limit // 2 and the last ones.
 
     Truncating to a limit and then to a smaller one equals truncating to the smaller one.
-
-    Args:
-      ids: token ids [P].
-      limit: maximum number of tokens to keep.
-
-    Raises:
-      ValueError: if limit is below 1.
     """
-    if limit < 1:
-        raise ValueError(f"max_input = {limit}: must be at least 1")
     if len(ids) <= limit:
         return ids
     return np.concatenate([ids[: limit // 2], ids[len(ids) - (limit - limit // 2) :]])
@@ -95,11 +86,10 @@ def estimate(values: Sequence[float], name: str, seed: int) -> Estimate:
     return Estimate(math.fsum(values) / len(values), resampled)
 
 
-def mean(estimates: Iterable[Estimate]) -> Estimate:
+def mean(estimates: Collection[Estimate]) -> Estimate:
     """Unweighted mean of independent estimates, at least one."""
-    some = list(estimates)
-    value = math.fsum(one.value for one in some) / len(some)
-    return Estimate(value, np.mean([one.resampled for one in some], axis=0))
+    value = math.fsum(one.value for one in estimates) / len(estimates)
+    return Estimate(value, np.mean([one.resampled for one in estimates], axis=0))
 
 
 def columns(names: Iterable[str], shared: Columns) -> dict[str, Sequence[str]]:
@@ -120,7 +110,7 @@ def aggregate(
     """Compute the numbers of Table 1 for a policy at one prompt limit.
 
     Args:
-      scores: benchmark -> question -> n scores in [0, 1].
+      scores: benchmark -> question -> n scores in [0, 1]; at least one benchmark.
       shared: columns that average several benchmarks.
       seed: bootstrap seed.
 
@@ -129,16 +119,14 @@ def aggregate(
       "average" | "task_mean": {"pass@k": ...}}, JSON-serializable; k is at most n.
 
     Raises:
-      ValueError: if there is no benchmark, or a benchmark has no questions.
+      ValueError: if a benchmark has no questions.
     """
-    if not scores:
-        raise ValueError("benchmarks = (): must name one at least")
     samples = min((len(one) for some in scores.values() for one in some), default=0)
     made: dict[str, Any] = {"benchmarks": {}, "columns": {}, "average": {}, "task_mean": {}}
     for kind, k in _pass_at(samples).items():
         by_name = {name: _estimate_best(some, k, name, seed) for name, some in scores.items()}
         by_column = {
-            title: mean(by_name[name] for name in members)
+            title: mean([by_name[name] for name in members])
             for title, members in columns(scores, shared).items()
         }
         for part, found in (("benchmarks", by_name), ("columns", by_column)):
@@ -173,12 +161,11 @@ def summarize(
     these values.
 
     Args:
-      rows: all samples (see answering); the samples of a question are adjacent.
+      rows: all samples (see answering); the G = `samples` samples of a question are adjacent.
       names: benchmark names, in output order.
       limits: prompt limits in tokens.
       samples: samples per question, G.
-      shared: columns that average several benchmarks.
-      seed: bootstrap seed.
+      shared, seed: see `aggregate`.
     """
     made = []
     for limit in limits:

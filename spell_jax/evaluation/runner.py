@@ -111,18 +111,15 @@ def run(
     sizes: SamplerConfig = SIZES,
     compare: Sequence[str | os.PathLike[str]] = (),
 ) -> dict[str, Any]:
-    """Evaluates a policy; all processes call it together.
+    """Evaluates a policy and returns the content of summary.json; all processes call it together.
 
     Args:
-      config: what is evaluated.
+      config: policy, questions and sampling.
       out: local output folder, made if missing; only process 0 reads and writes there.
       name: name of the policy in the table.
       judge: judge of answers with a rule score below 1; None uses the rule alone.
       sizes: sampler sizes; see policy_sampler.SIZES.
       compare: output folders of other evaluations, whose rows are added to the table.
-
-    Returns:
-      The content of summary.json.
 
     Raises:
       FileNotFoundError: if a file of the policy, of a benchmark or of `compare` does not exist.

@@ -26,8 +26,6 @@ def test_reference_truncation():
     for case in cases("truncate_eval.json"):
         count, limit = case["in"]["n"], case["in"]["max_len"]
         assert protocol.truncate(np.arange(count), limit).tolist() == case["out"], case
-    with pytest.raises(ValueError, match="max_input = 0"):
-        protocol.truncate(np.arange(3), 0)
 
 
 @given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 60))
@@ -117,8 +115,6 @@ def test_intervals():
 
 
 def test_nothing_is_refused():
-    with pytest.raises(ValueError, match="benchmarks"):
-        protocol.aggregate({}, SHARED, 0)
     with pytest.raises(ValueError, match="frames: has no questions"):
         protocol.aggregate({"frames": []}, SHARED, 0)
 

@@ -12,9 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from absl import app
 
 from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation import policy_sampler, protocol, runner
@@ -43,32 +45,40 @@ def judge(tmp_path_factory) -> pathlib.Path:
     return noise.save_policy(tmp_path_factory.mktemp("judge") / "noise", max_positions=1024)
 
 
-@pytest.fixture(autouse=True)
-def asked(monkeypatch) -> list:
-    """Made-up benchmarks on one device; returns the requests that the sampler gets."""
+def use_synthetic_benchmarks(monkeypatch) -> list:
+    """Synthetic benchmarks on one device; returns the requests that the sampler gets."""
     requests, submit = [], Session.submit
 
-    def count(self, request):
+    def record(self, request):
         requests.append(request)
         return submit(self, request)
 
     noise.use_one_device(monkeypatch)
     monkeypatch.setattr(runner.registry, "load", evaluating.load)
-    monkeypatch.setattr(Session, "submit", count)
+    monkeypatch.setattr(Session, "submit", record)
     monkeypatch.setattr(fault_injection, "_passed", collections.Counter())
     monkeypatch.delenv(fault_injection.VARIABLE, raising=False)
     return requests
 
 
+@pytest.fixture(autouse=True)
+def asked(monkeypatch) -> list:
+    return use_synthetic_benchmarks(monkeypatch)
+
+
 @pytest.fixture(scope="module")
-def whole(policy, tmp_path_factory) -> pathlib.Path:
-    """The folder of an uninterrupted evaluation."""
+def uninterrupted(policy, tmp_path_factory) -> tuple[pathlib.Path, list]:
+    """The folder of an uninterrupted evaluation, and its requests to the sampler."""
     out = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        noise.use_one_device(monkeypatch)
-        monkeypatch.setattr(runner.registry, "load", evaluating.load)
+        requests = use_synthetic_benchmarks(monkeypatch)
         evaluating.run(policy, out)
-    return out
+    return out, requests
+
+
+@pytest.fixture
+def whole(uninterrupted) -> pathlib.Path:
+    return uninterrupted[0]
 
 
 def read(out: pathlib.Path) -> list[dict]:
@@ -127,26 +137,24 @@ def test_questions_that_are_told_apart(whole):
     assert (whole / "plots" / "text.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_prompts_are_cut_in_the_middle(policy, asked, tmp_path):
-    evaluating.run(policy, tmp_path / "out", benchmarks=("text",))
-    words = tokenizers.load(policy)
-    for number, limit in enumerate(evaluating.LIMITS):
-        for i, item in enumerate(evaluating.load("text", "").items):
-            request = asked[number * evaluating.ITEMS + i]
-            ids = np.array(words.chat(item.prompt))
-            assert np.array_equal(request.prompt, protocol.truncate(ids, limit))
-            (row, _) = [
-                r for r in read(tmp_path / "out") if (r["max_input"], r["id"]) == (limit, item.id)
-            ]
-            assert row["truncated"] == (len(ids) > limit)
-            assert row["tokens_in"] == min(len(ids), limit)
-    assert len({tuple(request.key) for request in asked}) == len(asked) == 6
-    assert {request.group for request in asked} == {evaluating.SAMPLES}
+def test_prompts_are_truncated_in_the_middle(policy, uninterrupted):
+    out, requests = uninterrupted
+    tokenizer = tokenizers.load(policy)
+    names = [(limit, name) for limit in evaluating.LIMITS for name in ("number", "text")]
+    places = [(*one, item) for one in names for item in evaluating.load(one[1], "").items]
+    rows = {(row["max_input"], row["id"]): row for row in read(out)}
+    for (limit, _, item), request in zip(places, requests, strict=True):
+        ids = np.array(tokenizer.chat(item.prompt))
+        assert np.array_equal(request.prompt, protocol.truncate(ids, limit))
+        row = rows[limit, item.id]
+        assert row["truncated"] == (len(ids) > limit)
+        assert row["tokens_in"] == min(len(ids), limit)
+    assert len({tuple(request.key) for request in requests}) == len(requests) == QUESTIONS
+    assert {request.group for request in requests} == {evaluating.SAMPLES}
 
 
 @pytest.mark.slow
-def test_what_is_drawn_depends_on_the_question_alone(policy, whole, tmp_path):
+def test_samples_depend_on_the_question_alone(policy, whole, tmp_path):
     """Samples depend neither on the other questions nor on their order (except for the shape)."""
     evaluating.run(policy, tmp_path / "out", benchmarks=("text", "number"), max_input=(40, 24))
 
@@ -157,8 +165,8 @@ def test_what_is_drawn_depends_on_the_question_alone(policy, whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["sampled:1", "sampled:8", "judged:1"])
-def test_a_stopped_evaluation_goes_on(fault, policy, whole, asked, tmp_path, monkeypatch):
+@pytest.mark.parametrize("fault", ["sampled:8", "judged:1"])
+def test_a_stopped_evaluation_resumes(fault, policy, whole, asked, tmp_path, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.setenv(fault_injection.VARIABLE, f"{fault}:raise")
     with pytest.raises(fault_injection.Fault):
@@ -202,23 +210,22 @@ def test_another_evaluation_needs_another_folder(field, value, policy, whole):
         evaluating.run(policy, whole, **{field: value})
 
 
-@pytest.mark.slow
-def test_other_weights_need_another_folder(whole, tmp_path):
+def test_other_weights_need_another_folder(policy, whole, tmp_path, monkeypatch):
     """The new weights are at the same path, as after more training."""
-    policy = noise.save_policy(tmp_path / "noise")
-    out = tmp_path / "out"
-    evaluating.run(policy, out, limit=1, max_input=(24,))
-    config, params = weights.load(policy)
+    other = noise.save_policy(tmp_path / "noise")
+    before = Policy(other).fingerprint()
+    config, params = weights.load(other)
     params["final_norm"]["scale"] = params["final_norm"]["scale"] * 1.01
-    weights.save(policy, config, params, tokenizers.load(policy))
+    weights.save(other, config, params, tokenizers.load(other))
+    after = Policy(other).fingerprint()
+    assert after != before == Policy(policy).fingerprint()
+    monkeypatch.setattr(Policy, "fingerprint", lambda self: after)
     with pytest.raises(ValueError, match="weights = "):
-        evaluating.run(policy, out, limit=1, max_input=(24,))
+        evaluating.run(policy, whole)
 
 
-@pytest.mark.slow
-def test_other_questions_need_another_folder(policy, tmp_path, monkeypatch):
+def test_other_questions_need_another_folder(policy, whole, monkeypatch):
     """The questions keep their ids, as in a folder whose files were replaced."""
-    evaluating.run(policy, tmp_path, limit=1, max_input=(24,))
 
     def load(*given):
         made = evaluating.load(*given)
@@ -227,7 +234,7 @@ def test_other_questions_need_another_folder(policy, tmp_path, monkeypatch):
 
     monkeypatch.setattr(runner.registry, "load", load)
     with pytest.raises(ValueError, match=r"questions = .*needs another out"):
-        evaluating.run(policy, tmp_path, limit=1, max_input=(24,))
+        evaluating.run(policy, whole)
 
 
 @pytest.mark.slow
@@ -278,19 +285,13 @@ def test_a_judge_policy_has_room_for_a_prompt(policy):
 
 
 @pytest.mark.slow
-def test_the_rule_alone_without_a_judge(policy, tmp_path, caplog):
-    found = runner.run(
-        evaluating.config(policy, max_input=(24,)), tmp_path, "noise", None, evaluating.SIZES
-    )
-    assert found["judge"] is None and "by the rule alone" in caplog.text
-    assert all(row["judge"] is None and row["final"] == row["rule"] for row in read(tmp_path))
-
-
-@pytest.mark.slow
-def test_the_table_has_others_beside(policy, whole, tmp_path):
+def test_without_a_judge_beside_another_evaluation(policy, whole, tmp_path, caplog):
+    """The rule alone scores; the table has the rows of both."""
     changed = evaluating.config(policy, max_input=(24,))
     sizes = evaluating.SIZES
-    runner.run(changed, tmp_path, "second", None, sizes, compare=[whole])
+    found = runner.run(changed, tmp_path, "second", None, sizes, compare=[whole])
+    assert found["judge"] is None and "by the rule alone" in caplog.text
+    assert all(row["judge"] is None and row["final"] == row["rule"] for row in read(tmp_path))
     rows = [line.split("|")[1:3] for line in (tmp_path / "table.md").read_text().splitlines()[4:7]]
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["24", "second"],
@@ -372,21 +373,15 @@ def start(processes: int, *arguments: object, **environment: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_as_two_processes(policy, tmp_path):
-    assert start(1, policy, tmp_path / "one") == [0]
-    killed = start(1, policy, tmp_path / "out", SPELL_FAULT="sampled:4")
+def test_a_killed_evaluation_resumes_as_two_processes(policy, judge, tmp_path):
+    """With a policy as the judge; one evaluation of one process is not interrupted."""
+    assert start(1, policy, tmp_path / "one", judge) == [0]
+    killed = start(1, policy, tmp_path / "out", judge, SPELL_FAULT="sampled:4")
     assert killed == [-signal.SIGKILL]
     assert len(read(tmp_path / "out")) == 4 * evaluating.SAMPLES
-    assert start(2, policy, tmp_path / "out") == [0, 0]
+    assert start(2, policy, tmp_path / "out", judge) == [0, 0]
     assert_same(tmp_path / "out", tmp_path / "one")
-
-
-@pytest.mark.slow
-def test_a_policy_judges_on_two_processes_as_on_one(policy, judge, tmp_path):
-    for processes in (1, 2):
-        assert start(processes, policy, tmp_path / str(processes), judge) == [0] * processes
-    assert_same(tmp_path / "2", tmp_path / "1")
-    assert any(row["judge"] == "malformed" for row in read(tmp_path / "1"))
+    assert any(row["judge"] == "malformed" for row in read(tmp_path / "one"))
 
 
 @pytest.mark.slow
@@ -400,36 +395,37 @@ def test_generated_benchmarks_from_the_command_line(tmp_path):
     episode |= {"reference": "Ann", "documents": ["An came.", "Bob went."]}
     evaluating.write_episodes(data / "own_questions", {1: [episode], 2: [episode]})
     command = [sys.executable, "-m", "spell_jax.evaluate", f"--policy={policy}", f"--data={data}"]
-    command += [f"--out={out}", "--benchmarks=ruler_vt_1024,needle_600_1024,own_questions"]
-    command += ["--max_input=1024", "--samples=2", "--limit=24", "--max_tokens=8"]
+    command += [f"--out={out}", "--benchmarks=ruler_vt_1024,needle_600,own_questions"]
+    command += ["--max_input=1024", "--samples=2", "--limit=12", "--max_tokens=8"]
     command += ["--kv_cache_tokens=4096", "--slots=16", "--prefill_tokens=2048"]
     one = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | one)
     assert done.returncode == 0, done.stderr[-3000:]
     (row,) = json.loads((out / runner.SUMMARY).read_text())["rows"]
-    names = ["ruler_vt_1024", "needle_600_1024", "own_questions"]
+    names = ["ruler_vt_1024", "needle_600", "own_questions"]
     assert list(row["benchmarks"]) == names and "needle in a haystack" in done.stdout
     vt, needle, own = (row["benchmarks"][name] for name in names)
-    assert vt["questions"] == needle["questions"] == 24 and own["questions"] == 2
+    assert vt["questions"] == needle["questions"] == 12 and own["questions"] == 2
     for found in (vt, needle):  # a length counts the chat layout: nothing is cut
         assert found["truncated"] == 0 and found["rule"] == 0 and found["tokens_out"] <= 8
     assert 950 < vt["tokens_in"] <= 1024
     cells = [(part["length"], part["depth"], part["questions"]) for part in needle["by"]]
-    grid = [(length, i / 10) for length in (600, 1024) for i in range(11)]
-    assert cells == [(*cell, 2 if cell in grid[:2] else 1) for cell in grid]
+    assert cells == [(600, i / 10, 2 if i == 0 else 1) for i in range(11)]
     assert [(part["step"], part["questions"]) for part in own["by"]] == [(1, 1), (2, 1)]
     pictures = sorted(path.name for path in (out / "plots").iterdir())
-    assert pictures == ["needle_600_1024.png", "own_questions.png"]
+    assert pictures == ["needle_600.png", "own_questions.png"]
 
 
-@pytest.mark.slow
 def test_command_line_mistakes(tmp_path):
-    command = [sys.executable, "-m", "spell_jax.evaluate", "--benchmarks=text", "--data=x"]
-    command += [f"--out={tmp_path / 'out'}"]
-    for flags, message in (
-        ([], "--workdir or --policy"),
-        (["--policy=p", "--max_input=16K"], "--max_input"),
-        (["--policy=p", "--judge_url=http://x"], "--judge_url and --judge_model"),
+    given = {"policy": None, "workdir": None, "max_input": ["16384"]}
+    for changes, message in (
+        ({}, "--workdir or --policy"),
+        ({"policy": "p", "workdir": "w"}, "--workdir or --policy"),
+        ({"policy": "p", "max_input": ["16K"]}, "--max_input"),
     ):
-        done = subprocess.run([*command, *flags], capture_output=True, text=True)
-        assert done.returncode != 0 and message in done.stderr + done.stdout, flags
+        with pytest.raises(app.UsageError, match=message):
+            runner.from_flags(SimpleNamespace(**given | changes))
+    endpoint = {"judge_url": "http://x", "judge_model": "", "judge_policy": ""}
+    for changes in ({}, {"judge_model": "m", "judge_policy": "p"}):
+        with pytest.raises(app.UsageError, match="--judge_url and --judge_model"):
+            judging.make_judge(SimpleNamespace(**endpoint | changes), tmp_path, evaluating.SIZES)

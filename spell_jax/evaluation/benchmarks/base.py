@@ -39,7 +39,7 @@ class Benchmark:
     Attributes:
       name: name in --benchmarks, such as "longbench_v2".
       title: heading of its table column.
-      items: questions, in the order of their files.
+      items: questions in order.
       extract: (sample text, item) -> stated answer, or None; accepts any text.
       score: (sample text, item) -> rule score in [0, 1]; accepts any text, in linear time.
       judged: whether a judge is asked about answers with a rule score below 1.

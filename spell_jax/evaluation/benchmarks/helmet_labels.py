@@ -36,9 +36,7 @@ class Task:
 
     Attributes:
       reader: folder -> pairs for the examples in prompts, pairs for the questions.
-      train: number of training texts.
-      test: number of test texts.
-      labels: number of labels.
+      train, test, labels: numbers of training texts, test texts and labels.
       shots: number of examples in a prompt for each of `retrieval.LENGTHS`; from HELMET's
         configs/icl_short.yaml and icl.yaml.
     """
@@ -51,15 +49,9 @@ class Task:
 
 
 def read(task: str, folder: Folder, complete: bool) -> tuple[Pairs, Pairs]:
-    """Read the pairs for examples and for questions of a dataset.
+    """Read the pairs for examples and for questions of a dataset, a key of `TASKS`.
 
-    Args:
-      task: key of `TASKS`.
-      folder: folder of the published files.
-      complete: whether to require the published numbers of texts and labels.
-
-    Raises:
-      FileNotFoundError, ValueError: if the folder is not as published.
+    `complete` requires the published numbers of texts and labels. Errors are those of a Loader.
     """
     kind = TASKS[task]
     train, test = kind.reader(folder)

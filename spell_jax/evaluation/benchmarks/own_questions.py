@@ -38,12 +38,7 @@ log = logging.getLogger(__name__)
 def load(folder: Folder, limit: int | None = None) -> Benchmark:
     """Load the questions of a run, at most `PER_STEP` per step.
 
-    Args:
-      folder: workdir of the run, with episodes/.
-      limit: maximum number of questions, spread evenly over the steps; None keeps all.
-
-    Returns:
-      The benchmark. Its items have the fields "step" and "task".
+    Items have the fields "step" and "task". A limit spreads the questions evenly over the steps.
 
     Raises:
       ValueError: if no question can be asked, or config.json is not a run's config.
@@ -83,9 +78,8 @@ def _load_prompts(config: epath.Path) -> prompts.Prompts:
     try:
         name = json.loads(config.read_text())["algorithm"]["prompts"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{config}: must be a run's, with algorithm.prompts ({error!r})"
-        ) from error
+        message = f"{config}: must be a run's, with algorithm.prompts ({error!r})"
+        raise ValueError(message) from error
     return prompts.load(name)
 
 

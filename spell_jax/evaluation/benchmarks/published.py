@@ -82,8 +82,7 @@ class Row:
 def locate(folder: Folder, layouts: Layouts) -> list[Path]:
     """Files of the layout that a folder has: the first layout whose first file exists.
 
-    Raises:
-      FileNotFoundError: if the folder, all layouts, or a file of the chosen layout is missing.
+    Raises FileNotFoundError if the folder, all layouts, or a file of the chosen layout is missing.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -101,10 +100,7 @@ def locate(folder: Folder, layouts: Layouts) -> list[Path]:
 def rows_of(path: Path, format: str = "", delimiter: str = ",") -> Iterator[Row]:
     """Iterate over the rows of a file, in file order.
 
-    Args:
-      path: file to read.
-      format: ".json", ".jsonl", ".csv" or ".parquet"; "" takes the suffix of `path`.
-      delimiter: character between the fields of a .csv file.
+    The format is ".json", ".jsonl", ".csv" or ".parquet"; "" takes the suffix of the path.
 
     Raises:
       ValueError: if the file is damaged or is not a list of objects.
@@ -155,15 +151,8 @@ def json_value(path: Path, kind: type[T]) -> T:
 def read(folder: Folder, layouts: Layouts, published: int, limit: int | None) -> list[Row]:
     """Read all rows of a dataset, or the first `limit`.
 
-    Args:
-      folder: folder of the files.
-      layouts: lists of file names, relative to the folder.
-      published: published number of rows.
-      limit: maximum number of rows; None reads all. Rows after the limit are not checked.
-
-    Raises:
-      FileNotFoundError: see `locate`.
-      ValueError: if the number of rows is wrong or a file is damaged.
+    Rows after the limit are not checked; without one, `published` rows are required. Raises as
+    `locate`, `rows_of` and `check_count`.
     """
     paths = locate(folder, layouts)
     rows = list(itertools.islice(itertools.chain.from_iterable(map(rows_of, paths)), limit))

@@ -2,22 +2,32 @@
 
     benchmark = load("longbench_v2", "/data/LongBench-v2")
 
-1. Most are read from a local folder with the files of a published dataset.
-2. RULER and the needle grid are generated from any text (evaluation/generated/).
-3. own_questions are the questions that a training run of ours generated (own_questions.py).
+Most are read from a local folder with the files of a published dataset. docs/evaluation.md lists
+the names, the source of each dataset, and its files. RULER and the needle grid are generated for
+the policy's own tokenizer:
 
-docs/evaluation.md lists the names, the source of each dataset, and its files.
+    ruler_TASK_LENGTH       one of RULER's tasks at one length, such as ruler_vt_16384
+    needle_LENGTH_...       the needle grid at these lengths, such as needle_4096_16384_65536
+    needle                  the needle grid at lengths from 4K to 128K
+
+1. A length counts tokens of the policy, with its chat layout: --max_input=16384 does not truncate a
+   prompt of ruler_vt_16384.
+2. All *.txt files of the folder are the prose that hides needles. All *.jsonl files are the
+   questions of ruler_qa_LENGTH (see ruler.read_rows). The other tasks need no files.
+3. Each length and item has its own seed, the same in every run.
 """
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections import Counter
 
 from spell_jax.evaluation.benchmarks import long_documents, own_questions, retrieval, short
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.evaluation.benchmarks.published import HELP, Folder, Loader
-from spell_jax.evaluation.generated import registry as generated
+from spell_jax.evaluation.generated import ruler
+from spell_jax.evaluation.generated.haystack import Source
 from spell_jax.policy.tokenizer_base import Tokenizer
 
 LOADERS: dict[str, Loader] = {
@@ -39,11 +49,18 @@ COLUMNS = {
 }
 
 
+FORMS = ("ruler_TASK_LENGTH", "needle_LENGTH_...")  # names of generated benchmarks
+
+
 def find_folder(name: str, data: Folder) -> pathlib.Path:
     """Folder of a benchmark's files: DATA/NAME, else DATA/FAMILY if generated, else DATA."""
     data = pathlib.Path(data)
-    places = [data / name, *(data / one for one in [generated.family(name)] if one)]
-    return next((place for place in places if place.is_dir()), data)
+    folders = [data / name, *(data / family for family in _MAKERS if _is_of(name, family))]
+    return next((folder for folder in folders if folder.is_dir()), data)
+
+
+def _is_of(name: str, family: str) -> bool:
+    return name.partition("_")[0] == family
 
 
 def load(
@@ -52,25 +69,78 @@ def load(
     """Load a benchmark from a local folder with its files; nothing is downloaded.
 
     Args:
-      name: key of `LOADERS`, or a name in one of the forms `generated.FORMS`.
+      name: key of `LOADERS`, or a name in one of the `FORMS`.
       folder: folder of the files.
       limit: maximum number of questions, at least 1; None loads all. Published files then need only
         as many rows as the limit takes.
       tokenizer: tokenizer of the policy; generated benchmarks measure their length in its tokens.
 
     Raises:
-      ValueError: if the name is unknown, or the files or their number of rows are not as published.
+      ValueError: if the name is unknown, the files or their number of rows are not as published, or
+        a length is too short for its task.
       FileNotFoundError: if the folder or a file in it is missing.
       ImportError: if a package that the benchmark needs is missing; the message names it.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit = {limit}: must be at least 1")
-    if generated.family(name):
-        return generated.load(name, folder, limit, tokenizer)
+    for family, make in _MAKERS.items():
+        if _is_of(name, family):
+            if tokenizer is None:
+                raise ValueError(f"benchmark {name!r}: its lengths need a tokenizer")
+            try:
+                return make(name, folder, limit, tokenizer)
+            except ValueError as error:
+                raise ValueError(f"benchmark {name!r}: {error}") from error
     if name not in LOADERS:
-        known = ", ".join((*LOADERS, *generated.FORMS))
+        known = ", ".join((*LOADERS, *FORMS))
         raise ValueError(f"benchmark {name!r} is unknown; there are {known}")
     benchmark = LOADERS[name](folder, limit)
     if twice := [id for id, n in Counter(item.id for item in benchmark.items).items() if n > 1]:
         raise ValueError(f"{name}: two rows have the id {twice[0]!r}. {HELP}")
     return benchmark
+
+
+def _make_ruler(name: str, folder: Folder, limit: int | None, tokenizer: Tokenizer) -> Benchmark:
+    task, _, length = name.removeprefix("ruler").removeprefix("_").rpartition("_")
+    if task not in ruler.TASKS:
+        tasks = ", ".join(ruler.TASKS)
+        raise ValueError(f"must be ruler_TASK_LENGTH, such as ruler_vt_16384; TASK is {tasks}")
+    source = _source(_number(length), tokenizer, folder, task in ruler.PROSE_TASKS)
+    rows = ruler.read_rows(folder) if task == "qa" else ()
+    return ruler.ruler(task, source, rows, limit or ruler.ITEMS)
+
+
+def _make_needle(name: str, folder: Folder, limit: int | None, tokenizer: Tokenizer) -> Benchmark:
+    lengths = sorted(map(_number, name.split("_")[1:])) or ruler.GRID_LENGTHS
+    if len(set(lengths)) < len(lengths):
+        raise ValueError("must have each length once")
+    return ruler.needle(name, _source(0, tokenizer, folder, True), lengths, limit)
+
+
+def _source(length: int, tokenizer: Tokenizer, folder: Folder, with_prose: bool) -> Source:
+    text = _read_prose(folder) if with_prose else ""
+    cost = functools.cache(tokenizer.count)
+    return Source(length, lambda prompt: len(tokenizer.chat(prompt)), cost, text)
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"length {text!r}: must be a number of tokens, such as 16384")
+    return int(text)
+
+
+def _read_prose(folder: Folder) -> str:
+    """Read and join all *.txt files of a folder, in the order of their names."""
+    paths = sorted(pathlib.Path(folder).glob("*.txt"))
+    if not paths:
+        raise FileNotFoundError(f"{folder}: no *.txt there, the prose in which needles are hidden")
+    texts = []
+    for path in paths:
+        try:
+            texts.append(path.read_text(encoding="utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 text ({error})") from error
+    return "\n".join(texts)
+
+
+_MAKERS = {"ruler": _make_ruler, "needle": _make_needle}

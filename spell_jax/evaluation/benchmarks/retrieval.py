@@ -151,11 +151,8 @@ def load_rag(
     100 questions are sampled. Each is asked 6 times (HotpotQA: 3), once per position of its gold
     passage.
 
-    Args:
-      task: "nq", "trivia", "hotpot" or "pop".
-      folder: folder of HELMET's unpacked data.tar.gz, or the `data` or `data/kilt` folder in it.
-      limit: maximum number of items, in file order; None loads all.
-      length: prompt length in tokens, one of `LENGTHS`.
+    The folder is that of HELMET's unpacked data.tar.gz, or `data` or `data/kilt` in it. The limit
+    takes the first items in file order. `length` is the prompt length in tokens, of `LENGTHS`.
     """
     question_file, example_file, positions = _RAG[task]
     path, examples = (
@@ -239,11 +236,7 @@ def load_icl(
     Each question has its own examples, balanced over labels. Labels are shown as numbers, which are
     assigned at random for each question, so that no label is known beforehand.
 
-    Args:
-      task: key of `helmet_labels.TASKS`.
-      folder: folder of the dataset, as its authors publish it.
-      limit: maximum number of questions; None loads all 500.
-      length: prompt length in tokens, one of `LENGTHS`.
+    The task is a key of `helmet_labels.TASKS`; `length` is the prompt length in tokens.
     """
     train, test = helmet_labels.read(task, folder, complete=limit is None)
     by_label = helmet_labels.by_label(train)

@@ -62,16 +62,11 @@ _LETTER_PATTERNS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class MathSet:
-    """A set of mathematical problems.
-
-    Attributes:
-      title: heading of its table column.
-      rows: published number of rows.
-      layouts: files of each publisher -> names of their fields of question and answer.
-    """
+    """A set of mathematical problems: the heading of its column, its published number of rows."""
 
     title: str
     rows: int
+    # Files of each publisher -> names of the fields of question and answer.
     layouts: Mapping[tuple[str, ...], tuple[str, str]]
 
 

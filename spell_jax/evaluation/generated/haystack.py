@@ -79,33 +79,21 @@ class Source:
       length: maximum number of tokens in a prompt, without the answer.
       count: prompt -> number of tokens that the policy receives.
       cost: piece of a prompt -> number of tokens; cached.
-      text: prose as given, or "".
-      sentences: prose split into sentences.
+      text: prose, or "".
     """
 
     length: int
     count: Callable[[str], int]
     cost: Callable[[str], int]
     text: str = ""
-    sentences: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        length: int,
-        count_tokens: Callable[[str], int],
-        count_prompt: Callable[[str], int] | None = None,
-        text: str = "",
-    ) -> Source:
-        count, cost = count_prompt or count_tokens, functools.cache(count_tokens)
-        return cls(length, count, cost, text, split_sentences(text))
 
     def prose(self, rng: np.random.Generator) -> Pile:
         """Pile of sentences from a random start, cyclic; raises ValueError without sentences."""
-        if not self.sentences:
+        sentences = split_sentences(self.text)
+        if not sentences:
             raise ValueError("text: has no words; the haystack is made of its sentences")
-        start = int(rng.integers(len(self.sentences)))
-        cyclic = itertools.chain(self.sentences[start:], itertools.cycle(self.sentences))
+        start = int(rng.integers(len(sentences)))
+        cyclic = itertools.chain(sentences[start:], itertools.cycle(sentences))
         return self.pile(cyclic, before=" ")
 
     def noise(self) -> Pile:
@@ -149,6 +137,7 @@ class Pile:
             self._ends.append(self._ends[-1] + max(piece[1], 1))
 
 
+@functools.cache
 def split_sentences(text: str) -> tuple[str, ...]:
     """Split a text into sentences with single spaces, and long ones into pieces.
 
@@ -165,11 +154,8 @@ def insert_needles(
 ) -> list[str]:
     """Insert the needles between the pieces at their depths, and return all texts in order.
 
-    Args:
-      pieces: (text, number of tokens) pairs.
-      needles: texts to insert.
-      depths: position of each needle as a fraction of all tokens, in [0, 1]. A needle is placed at
-        the last boundary of pieces up to there: 0 is before all pieces, 1 is after all.
+    Pieces are (text, number of tokens) pairs. A depth is a fraction of all tokens, in [0, 1]: a
+    needle is placed at the last boundary of pieces up to there; 0 is before all, 1 is after all.
     """
     ends = list(itertools.accumulate((cost for _, cost in pieces), initial=0))
     texts = [piece for piece, _ in pieces]
@@ -187,11 +173,7 @@ Make = Callable[[int], Item]
 def fit(make: Make, source: Source, id: str, **fields: Any) -> Item:
     """Find a question whose prompt has `SHORTEST` to 1 times the maximum length.
 
-    Args:
-      make: maker of the question.
-      source: token counters and maximum length.
-      id: id of the question.
-      **fields: further fields of the question; "length" (the maximum) and "tokens" are added.
+    The question gets `id`, `fields`, and the fields "length" (the maximum) and "tokens".
 
     Raises:
       ValueError: if the shortest prompt is too long, or there is not enough filling.

@@ -50,13 +50,7 @@ GRID_DEPTHS = tuple(round(0.1 * step, 1) for step in range(11))
 
 @dataclasses.dataclass(frozen=True)
 class QaRow:
-    """A question of the task "qa".
-
-    Attributes:
-      documents: documents of the question, those that answer it and others.
-      question: question as text.
-      references: correct answers.
-    """
+    """A question of the task "qa"; some of its documents answer it."""
 
     documents: tuple[str, ...]
     question: str
@@ -69,7 +63,9 @@ def ruler(
     """Build one task at one length.
 
     A prompt of 128K tokens takes 0.3 to 0.6 s on one core with Qwen's tokenizer. Counting the whole
-    prompt takes 0.3 s of that; it guarantees the length.
+    prompt takes 0.3 s of that; it guarantees the length. Items have the fields "length" (the
+    maximum) and "tokens" (of the prompt), and for niah_* "depths" (fractions of the haystack before
+    the needles asked for).
 
     Args:
       task: one of `TASKS`.
@@ -77,10 +73,6 @@ def ruler(
       rows: questions of "qa". Each is asked once, so there are at most as many items.
       items: number of questions.
       seed: seed of all randomness; the same arguments give the same benchmark.
-
-    Returns:
-      The benchmark. Its items have the fields "length" (the maximum) and "tokens" (of the prompt).
-      Items of niah_* also have "depths" (fractions of the haystack before the needles asked for).
 
     Raises:
       ValueError: if the prose or the rows are missing or too short, or the length is too short for
@@ -115,16 +107,15 @@ def needle(
 
     A needle is placed at the nearest end of a sentence before its depth.
 
+    Items have the requested "depth" and "length", which are the fields of the breakdown, and the
+    actual number of "tokens" in the prompt.
+
     Args:
       name: name of the benchmark.
       source: token counters and prose; its length does not count.
       lengths: maximum numbers of tokens in a prompt.
       items: number of items; more than one grid repeats it. None makes one grid.
       seed: seed of the names and of the start of each haystack in the prose.
-
-    Returns:
-      The benchmark. Its items have the requested "depth" and "length", which are the fields of its
-      breakdown, and the actual number of "tokens" in the prompt.
 
     Raises:
       ValueError: if there is no prose, or a length is too short for the question.
@@ -174,15 +165,9 @@ def _niah(
 ) -> Make:
     """Ask for needles in a haystack (paper section 3.1).
 
-    Args:
-      source: token counters and prose.
-      rng: random generator of the item.
-      hay: filling around the needles: "noise", "prose" or "needles".
-      key: kind of the names that are keys; see `Names.sample`.
-      value: kind of the names that are values.
-      keys: number of different keys.
-      values: number of needles per key, each with its own value.
-      queries: number of keys in the question.
+    The filling around the needles is `hay`: "noise", "prose" or "needles". There are `keys` keys
+    with `values` needles each; `queries` of the keys are asked for. `key` and `value` are kinds of
+    `Names`.
     """
     names = Names(rng, source.text if hay == "prose" else "")
     hidden = {names.sample(key): [names.sample(value) for _ in range(values)] for _ in range(keys)}
@@ -214,7 +199,6 @@ def _secret(kind: str, key: str, value: str) -> str:
 
 
 def _secret_question(kind: str, keys: Sequence[str], values: int = 1) -> str:
-    """Question for all values of the keys."""
     listed = ", ".join(keys[:-1]) + " and " + keys[-1] if len(keys) > 1 else keys[0]
     if len(keys) * values == 1:
         return f"What is the secret {kind} of {listed}? Answer with the {kind} alone."
@@ -222,7 +206,6 @@ def _secret_question(kind: str, keys: Sequence[str], values: int = 1) -> str:
 
 
 def _secret_prompt(kind: str, hay: str, question: str) -> str:
-    """User turn with a haystack, its needles and the question."""
     return (
         f"Somewhere in the text below, secret {kind}s are told. Keep them in mind: there is a "
         f"question about them at the end.\n\n{hay}\n\n{question}"

@@ -67,7 +67,7 @@ def test_the_words_are_those_of_the_run(tmp_path: Path):
     with pytest.raises(ValueError, match=r"config\.json: must be a run's, with algorithm\.prompts"):
         benchmarks.load("own_questions", tmp_path)
     config.write_text('{"algorithm": {"prompts": "nowhere"}}')
-    with pytest.raises(FileNotFoundError, match="prompts='nowhere'"):
+    with pytest.raises(FileNotFoundError, match="prompts = 'nowhere'"):
         benchmarks.load("own_questions", tmp_path)
 
 

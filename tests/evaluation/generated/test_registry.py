@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from spell_jax.evaluation.benchmarks import registry as benchmarks
-from spell_jax.evaluation.generated import registry as generated
 from spell_jax.evaluation.generated import ruler
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
@@ -67,8 +66,8 @@ def test_the_grid_by_its_name(folder: Path, chatml: Tokenizer):
 
 
 def test_all_texts_of_a_folder_are_the_prose(folder: Path, monkeypatch):
-    assert generated._read_prose(folder).startswith("A sailor")
-    assert generated._read_prose(folder).endswith("Nobody went out.\n")
+    assert benchmarks._read_prose(folder).startswith("A sailor")
+    assert benchmarks._read_prose(folder).endswith("Nobody went out.\n")
     words = tokenizers.load(TINY_POLICY)
     (item,) = benchmarks.load("ruler_niah_single_2_4096", folder, 1, words).items
     assert "sailor" in item.prompt and "Rain" in item.prompt
