@@ -59,7 +59,7 @@ def _plot_line(axes: Axes, parts: Sequence[Mapping[str, Any]], field: str) -> No
 
 
 def _plot_map(axes: Axes, parts: Sequence[Mapping[str, Any]], across: str, down: str) -> None:
-    columns, rows = (list(dict.fromkeys(p[field] for p in parts)) for field in (across, down))
+    columns, rows = (list(dict.fromkeys(part[name] for part in parts)) for name in (across, down))
     cells = np.full((len(rows), len(columns)), np.nan)
     for part in parts:
         row, column, value = (

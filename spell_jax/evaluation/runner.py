@@ -24,7 +24,6 @@ from spell_jax.evaluation.benchmarks import registry
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import distributed, entry, fault_injection, setup
 from spell_jax.runtime.jsonl import append_records, write_json, write_lines, write_records
 from spell_jax.sampler.config import SamplerConfig
@@ -69,15 +68,6 @@ class EvaluationConfig:
             raise ValueError(f"limit = {self.limit}: must be 0 (all) or more")
         if min(self.max_input) < 1:
             raise ValueError(f"max_input = {self.max_input}: must be at least 1")
-
-    def load(self, tokenizer: Tokenizer) -> list[Benchmark]:
-        """Reads the benchmarks for a policy with this tokenizer; raises as registry.load."""
-        folders = [registry.find_folder(name, self.data) for name in self.benchmarks]
-        limit = self.limit or None
-        return [
-            registry.load(name, folder, limit, tokenizer)
-            for name, folder in zip(self.benchmarks, folders, strict=True)
-        ]
 
 
 def from_flags(given: Any) -> EvaluationConfig:
@@ -128,7 +118,12 @@ def run(
     """
     out = pathlib.Path(out)
     policy = Policy(config.policy, config.dtype, tokenizers.THINKING[config.thinking], sizes)
-    benchmarks = config.load(policy.tokenizer)
+    benchmarks = [
+        registry.load(
+            one, registry.find_folder(one, config.data), config.limit or None, policy.tokenizer
+        )
+        for one in config.benchmarks
+    ]
     description = dataclasses.asdict(config) | {
         "weights": policy.fingerprint(),
         "questions": {one.name: answering.fingerprint(one) for one in benchmarks},
@@ -183,7 +178,6 @@ def _summarize(
     rows: Sequence[Row],
     judge: str | None,
 ) -> dict[str, Any]:
-    """Returns the content of summary.json."""
     names, sampling = [one.name for one in benchmarks], config.sampling
     return {
         "policy": name,
