@@ -32,13 +32,9 @@ class Learner:
     """Updates of one model on one mesh.
 
     Args:
-      policy: architecture.
-      optimizer: AdamW and its schedule.
-      loss: the policy-gradient loss.
+      policy, optimizer, loss, temperature, compute_dtype: as of update.UpdateSpec.
       packing_config: shapes of micro-batches.
       mesh: devices.
-      temperature: sampling temperature, at which logprobs are taken.
-      compute_dtype: dtype of weights and activations, "float32" or "bfloat16".
 
     Attributes:
       fns: the jitted functions (update.UpdateFns).

@@ -1,10 +1,8 @@
 """Diagnosis of non-finite updates: the rows and tensors that cause them.
 
-1. If an update is not finite, its groups are bisected: any half that is not finite is halved again,
-   down to single answers. One bad row among n costs about two updates and 2 log n micro-batches.
-2. Weights are tested in the compute dtype, as the policy reads them: a float32 weight may be finite
-   where its bfloat16 copy is not.
-3. NonFinite carries both; `rows_written` writes the rows to the run's folder.
+Groups are bisected down to single answers; one bad row among n costs about two updates and 2 log n
+micro-batches. Weights are tested in the compute dtype, as the policy reads them: a float32 weight
+may be finite where its bfloat16 copy is not.
 """
 
 from __future__ import annotations
@@ -59,9 +57,7 @@ def find_rows(
 ) -> list[packing.TrainGroup]:
     """Smallest sets of groups or single answers that are not finite, at most MOST_ROWS groups.
 
-    Args:
-      groups: all groups of an update.
-      is_finite: whether the loss and gradient of the given groups are finite.
+    `is_finite` tells whether the loss and gradient of some groups are finite.
     """
     return list(itertools.islice(_search(groups, is_finite), MOST_ROWS))
 
@@ -122,15 +118,6 @@ def write_rows(
     A line has "role", "prompt" and "answer" (texts), "prompt_tokens" and "answer_tokens" (ids),
     "advantage", "weight" (share of each token in the loss) and "old_logprobs" (null if none were
     recorded). Numbers that JSON cannot represent are written as "nan", "inf" and "-inf".
-
-    Args:
-      error: exception raised by Update.finish.
-      workdir: folder of the run.
-      step: step of the run.
-      decode: function from token ids to text.
-
-    Returns:
-      The path of the file.
     """
     path = workdir / FOLDER / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +128,6 @@ def write_rows(
 
 
 def _record(group: packing.TrainGroup, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """Converts a group of one answer to a JSON-able dict."""
     prompt, answer = ([int(token) for token in ids] for ids in (group.prompt, group.answers[0]))
     old = None if group.old_logprobs is None else [_number(x) for x in group.old_logprobs[0]]
     return {

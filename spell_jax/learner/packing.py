@@ -273,13 +273,8 @@ def with_logprobs(
 ) -> list[TrainGroup]:
     """The groups with logprobs of their answer tokens for `old_logprobs`.
 
-    Args:
-      groups: groups, as they were before with_ids.
-      batches: micro-batches of with_ids(groups).
-      logprobs: float32 [B, A] of each micro-batch.
-
-    Returns:
-      The groups; logprobs of an answer that is in no micro-batch are NaN.
+    `batches` are micro-batches of with_ids(groups), and `logprobs` float32 [B, A] of each. Logprobs
+    of an answer that is in no micro-batch are NaN.
     """
     answers = [answer for group in groups for answer in group.answers]
     old = [np.full(len(answer), np.nan, np.float32) for answer in answers]
@@ -298,7 +293,7 @@ AGGREGATIONS = ("token_mean", "group_mean", "role_mean", "sequence_mean", "seque
 
 
 def check_aggregation(aggregation: str, sequence_tokens: int) -> None:
-    """Raises ValueError for a name that weigh() does not know, or a constant of no use for it."""
+    """Raises ValueError for an unknown aggregation, or a sequence_tokens that it cannot use."""
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"loss.aggregation = {aggregation!r}: must be one of {AGGREGATIONS}")
     least = int(aggregation == "sequence_sum")
@@ -323,9 +318,6 @@ def weigh(
     "sequence_sum": the sum over each answer's tokens divided by the constant `sequence_tokens`,
     averaged over answers, so that a token weighs the same in a long answer as in a short one
     (Dr. GRPO, arXiv 2503.20783).
-
-    Returns:
-      The same groups with `weights`.
 
     Raises:
       ValueError: unknown aggregation, or "sequence_sum" without its constant.

@@ -76,9 +76,7 @@ def sampler_difference(
 ) -> dict[str, float]:
     """Mean absolute difference between the sampler's and the learner's logprobs.
 
-    Args:
-      sampled: groups with the sampler's old_logprobs; groups without are not counted.
-      recomputed: the same groups from Learner.recompute; answers with NaN are not counted.
+    Groups without the sampler's logprobs and answers with NaN are not counted.
 
     Returns:
       {"sampler_difference": mean over answer tokens}; {} if there are none.
@@ -103,10 +101,7 @@ def operations(policy: PolicyConfig, prompt: int, answers: Iterable[int]) -> flo
     forward and twice that backward. The head is computed for answer tokens only. P prompt tokens
     and answers of length S_i make P^2 / 2 + sum(P S_i + S_i^2 / 2) pairs.
 
-    Args:
-      policy: architecture of the policy.
-      prompt: prompt length P, in tokens.
-      answers: answer lengths S_i, in tokens.
+    `prompt` is P, `answers` are the S_i, both in tokens.
     """
     c, lengths = policy, list(answers)
     attention = c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads)
@@ -125,12 +120,7 @@ def speed(
     """Speed of updates as (sum, weight) by name.
 
     "tokens_per_second/trained" counts prompt and answer tokens. "mfu" (model FLOP utilization) is
-    included if the peak of the devices is known.
-
-    Args:
-      updates: metrics of each update.
-      seconds: total duration of the updates.
-      devices: devices that ran them.
+    included if the peak of the devices is known. `seconds` is the duration of all updates.
     """
     tokens, operations = (
         sum(update[name] for update in updates) for name in ("trained_tokens", "operations")
@@ -141,9 +131,6 @@ def speed(
 
 
 def utilization(operations_a_second: float, devices: Sequence[Any]) -> float | None:
-    """Share of the devices' bfloat16 peak that is used; None if it is not in PEAKS.
-
-    All devices are of one kind.
-    """
+    """Share of the devices' bfloat16 peak that is used; None if their kind is not in PEAKS."""
     peak = PEAKS.get(devices[0].device_kind)
     return operations_a_second / (peak * len(devices)) if peak else None
