@@ -14,7 +14,7 @@ from tests.algorithms import hosts
 pytestmark = pytest.mark.slow
 
 
-def test_two_hosts_are_told_what_one_is() -> None:
+def test_two_hosts_get_the_replies_of_one() -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

@@ -222,7 +222,7 @@ def test_a_second_model_learns_when_it_has_rows(pair, whole):
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
-@pytest.mark.parametrize("step", [1, 2], ids=["before it has learned", "behind it"])
+@pytest.mark.parametrize("step", [1, 2], ids=["before its update", "after its update"])
 def test_a_second_model_is_resumed_to_the_bit(pair, whole, step, tmp_path):
     halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), step)
     loop.train(pair, halved)

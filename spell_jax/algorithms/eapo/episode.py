@@ -75,12 +75,14 @@ class Episode(QuestionEpisode):
         return list(zip(self.evidence_scores, outcomes, strict=True))
 
     def ordered(self) -> list[float]:
-        """Agreement of the scores with the F1 of the evidence, for each pair whose F1 differs: 1.0
-        for the same order, 0.0 for the opposite one, 0.5 for equal scores."""
-        found = [2 * p * r / ((p + r) or 1.0) for p, r in filter(None, self.supported)]
-        if self.evidence_scores is None or len(found) != len(self.evidence_scores):
+        """Agreement of the scores with the F1 of the evidence, for each pair whose F1 differs.
+
+        1.0: the scores have the same order; 0.0: the opposite one; 0.5: they are equal.
+        """
+        f1s = [2 * p * r / ((p + r) or 1.0) for p, r in filter(None, self.supported)]
+        if self.evidence_scores is None or len(f1s) != len(self.evidence_scores):
             return []
-        pairs = itertools.combinations(zip(found, self.evidence_scores, strict=True), 2)
+        pairs = itertools.combinations(zip(f1s, self.evidence_scores, strict=True), 2)
         return [0.5 if a == b else float((f > g) == (a > b)) for (f, a), (g, b) in pairs if f != g]
 
 
@@ -114,8 +116,8 @@ def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, An
             "evidence_score": [a and next(scores, None) for a in e.answers],
             "evidence_reward": list(e.evidence),
             "verbatim": list(e.verbatim),
-            "evidence_precision": [found and found[0] for found in e.supported],
-            "evidence_recall": [found and found[1] for found in e.supported],
+            "evidence_precision": [pair and pair[0] for pair in e.supported],
+            "evidence_recall": [pair and pair[1] for pair in e.supported],
         },
         "evidence_scores": None if e.evidence_scores is None else list(e.evidence_scores),
         "scoring": e.scoring.texts[0] if e.scoring else None,

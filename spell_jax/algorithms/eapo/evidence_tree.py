@@ -169,13 +169,13 @@ class Tree:
         width = 1 if self.config.evidence_by == "none" else self.config.width
         for i, samples in self._sample(nodes, [node.ids for node in nodes], width, EVIDENCE_END):
             nodes[i].branches = [self._branch([], sample, EVIDENCE_END, 2) for sample in samples]
-        items = [(n.question, some) for n in nodes if len(some := _well_formed(n.branches)) > 1]
+        items = [(n.question, formed) for n in nodes if len(formed := _well_formed(n.branches)) > 1]
         if self.config.evidence_by == "similarity":
             self._rank_by_similarity(items)
         elif self.config.evidence_by == "judge":
             ask = self.prompts.evidence_scores
             self._rank_by_judge(
-                [(ask(q, [b.sections[1] for b in some]), some) for q, some in items]
+                [(ask(q, [b.sections[1] for b in formed]), formed) for q, formed in items]
             )
         for node in nodes:
             node.chosen = _best(node.branches)
@@ -192,9 +192,9 @@ class Tree:
             ask = self.prompts.reasoning_scores
             self._rank_by_judge(
                 [
-                    (ask(n.question, chosen.sections[1], [b.sections[2] for b in some]), some)
+                    (ask(n.question, chosen.sections[1], [b.sections[2] for b in formed]), formed)
                     for n, chosen in pairs
-                    if len(some := _well_formed(n.reasonings)) > 1
+                    if len(formed := _well_formed(n.reasonings)) > 1
                 ]
             )
         for node in nodes:
@@ -221,7 +221,7 @@ class Tree:
     def _rank_by_similarity(self, items: Sequence[tuple[str, list[Branch]]]) -> None:
         """Sets scores from -1 to 1: cosines between the vectors of question and evidence."""
         assert self.embed is not None
-        texts = [text for q, some in items for text in (q, *(b.sections[1] for b in some))]
+        texts = [text for q, formed in items for text in (q, *(b.sections[1] for b in formed))]
         vectors = iter(self.embed(texts) if texts else ())
         for _, branches in items:
             question = next(vectors)

@@ -81,13 +81,13 @@ class PuzzleEvaluation:
         source = self._context.held_out()
         ids = sorted(source.tasks)
         ids = [ids[i] for i in np.random.default_rng([SEED]).permutation(len(ids))]
-        found: list[PromptedPuzzle] = []
+        made: list[PromptedPuzzle] = []
         for number in range(TRIES * count if ids else 0):
-            if len(found) == count:
+            if len(made) == count:
                 break
             (cluster,) = source.read([ids[number % len(ids)]])
             rng = np.random.default_rng([SEED, options, number])
             posed = pose(rng, cluster, options, self._config, self._context)
             if posed.puzzle:
-                found.append(posed)
-        return tuple(found)
+                made.append(posed)
+        return tuple(made)

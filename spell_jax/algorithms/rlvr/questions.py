@@ -201,7 +201,7 @@ class PolicyTeacher:
     ) -> Iterator[tuple[int, str | None]]:
         prompts, numbers = distributed.broadcast(lambda: [list(prompts), list(numbers)])
         key = np.asarray(jax.random.key_data(jax.random.key(self.seed)))
-        keys = fold_keys(key, [tuple(some) for some in numbers])
+        keys = fold_keys(key, [tuple(pair) for pair in numbers])
         yield from self.policy.reply(prompts, keys, self.options)
 
 

@@ -277,8 +277,8 @@ class Spell:
             rng = np.random.default_rng([*key, 2])
             advantages |= self._verifier_advantages(episodes, len(good), rng)
         groups = [
-            episodes[n].reply(role, i).group(some, role)
-            for (n, role, i), some in advantages.items()
+            episodes[n].reply(role, i).group(values, role)
+            for (n, role, i), values in advantages.items()
         ]
         return groups, spell_episode.annotate(episodes, advantages, self.config)
 

@@ -131,28 +131,30 @@ class SpellConfig(AlgorithmConfig):
         )
 
     def round_budgets(self, writes: bool = True) -> list[RolloutBudget]:
-        """Upper bounds of a round, in which questions are written or given; a step has at most
-        max_generations rounds of written ones and trains on all of them together."""
+        """Upper bounds of one round; the update trains on all rounds of a step together.
+
+        There are at most max_generations rounds if questions are written, else one.
+        """
         batch = self.generation_batch
         most = batch * self.max_generations if writes else batch
         good = most if self.keep_surplus else min(self.questions, most)
-        found = []
+        budgets = []
         if writes:
             bad = min(int(self.negatives * good), most - good)
             trained, blind = (good + bad) * self.train_questioner, self.grounding_samples
-            found = [
+            budgets = [
                 RolloutBudget("questions", "questioner", batch, 1, trained),
                 RolloutBudget("answers without documents", "responder", batch, blind),
             ]
             if self.reference_source == "frozen_reader":
                 name, role = "answers of the frozen reader", "reference_reader"
-                found.append(RolloutBudget(name, role, batch, self.reader_samples))
-        found.append(RolloutBudget("answers", "responder", batch, self.group_size, good))
+                budgets.append(RolloutBudget(name, role, batch, self.reader_samples))
+        budgets.append(RolloutBudget("answers", "responder", batch, self.group_size, good))
         if self.responder_reward not in ("rule", "random"):
             size, answers = self.verifier_group_size, self.group_size
             wanted = int(good * answers * self.verifier_share / size)
             if self.balance_verdicts:
                 wanted -= wanted % 2
             trained = min(wanted, 2 * most * answers) * self.train_verifier
-            found.append(RolloutBudget("verdicts", "verifier", batch * answers, size, trained))
-        return found
+            budgets.append(RolloutBudget("verdicts", "verifier", batch * answers, size, trained))
+        return budgets

@@ -93,7 +93,7 @@ def annotate(
             "questioner": USED if "questioner" in roles else _why_no_question(e, config),
             "responder": USED if "responder" in roles else _why_no_answers(e),
             "verifier": [
-                USED if some else _why_no_votes(e, i, config) for i, some in enumerate(votes)
+                USED if own else _why_no_votes(e, i, config) for i, own in enumerate(votes)
             ],
         }
         own = {role: advantages[n, role, 0] for role in roles}

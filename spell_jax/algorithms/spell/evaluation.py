@@ -201,12 +201,12 @@ def true_answer(question: str, task: str, documents: Sequence[str]) -> str | Non
     return world.oracle(question, documents)
 
 
-def is_true(found: str | None, truth: str, kind: str) -> bool:
+def is_true(answer: str | None, truth: str, kind: str) -> bool:
     """Whether an extracted answer equals the true one, in any surface form."""
-    if found is None:
+    if answer is None:
         return False
     if kind == "math":
-        return rules.same_answer(found, truth, "financial_math")
+        return rules.same_answer(answer, truth, "financial_math")
     if kind == "choice":
-        return found == truth
-    return world.canonical(found) == truth
+        return answer == truth
+    return world.canonical(answer) == truth

@@ -116,7 +116,7 @@ def chosen(branches: Sequence[dict[str, Any]]) -> list[int]:
     return [i for i, one in enumerate(branches) if one["chosen"]]
 
 
-def test_plain_answers_draw_one_branch():
+def test_plain_answers_sample_one_branch():
     lines, policy = grow(evidence_by="none")
     assert policy.calls == [(3, 1, "</evidence>"), (1, 1, "</answer>")]
     first, second, third = lines
@@ -187,7 +187,7 @@ def test_likeness_to_the_question():
     assert chosen(lines[0]["branches"]) == [2] and lines[0]["prediction"] == "Oslo"
 
 
-def test_draws_follow_from_seed_and_place():
+def test_samples_depend_on_seed_and_place():
     _, policy = grow(evidence_by="none")
     _, again = grow(evidence_by="none")
     assert policy.keys == again.keys and len({*map(tuple, policy.keys)}) == 4

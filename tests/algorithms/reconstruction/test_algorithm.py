@@ -93,7 +93,7 @@ def test_a_puzzle_depends_on_seed_and_step_alone():
     assert len(seen) == 7 * 6 and not seen & {*prompts}
 
 
-def test_others_are_drawn_for_documents_without_a_puzzle():
+def test_documents_without_a_puzzle_are_replaced():
     many = [dataclasses.replace(SHORT, id=f"short {i}") for i in range(12)]
     algorithm, ask, episodes = run(clusters=[*STORIES[:12], *many], steps=1)
     posed = [e for e in episodes if e.posed.puzzle]

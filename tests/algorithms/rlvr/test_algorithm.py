@@ -85,7 +85,7 @@ def test_all_proposals_asked_for_are_made():
     assert proposed == [18, 18, 18]  # whole rounds, at least 40 in all
 
 
-def test_a_step_draws_as_many_questions_as_a_round_has():
+def test_a_step_samples_as_many_questions_as_a_round_has():
     algorithm, ask = new_algorithm(static=54, generation_batch=5), new_ask()
     steps = [roll_out(algorithm, ask, step) for step in range(1, 5)]
     assert [len(episodes) for episodes in steps] == [5] * 4

@@ -167,7 +167,7 @@ def test_what_teacher_and_judge_agree_on_is_kept_and_the_rest_counted(server, tm
 def test_who_is_asked_what(server, tmp_path):
     build(tmp_path, server)
     taught, judged = asked_of(server, "teacher"), asked_of(server, "judge")
-    answered = [at for at, (_, end) in ENDS.items() if end in {*counts_behind_writing()}]
+    answered = [at for at, (_, end) in ENDS.items() if end in {*ends_after_writing()}]
     written = [prompt for prompt in taught if "ask" in prompt]
     assert len(written) == len(ENDS) and len(taught) == len(ENDS) + len(answered)
     shown = [sorted({*re.findall(r"d\d+\.(\d)", prompt)}) for prompt in written]
@@ -181,7 +181,7 @@ def test_who_is_asked_what(server, tmp_path):
     assert sorted(int(re.findall(r"Q(\d+)", p)[0]) for p in judged) == [0, 4, 5, 6, 9, 12]
 
 
-def counts_behind_writing() -> set[str]:
+def ends_after_writing() -> set[str]:
     """Ends of attempts whose question was asked."""
     before = {"no_json", "nothing_to_ask", "no_reply_of_questioner", "zero_answer", "same_options"}
     return {end for _, end in ENDS.values()} - before
@@ -206,7 +206,7 @@ def test_the_rule_may_decide_in_the_judges_place(server, tmp_path):
 def test_a_question_is_kept_once(server, tmp_path):
     summary = build(tmp_path, server, attempts=3 * len(ENDS))
     assert summary["kept"] == len(KEPT)
-    again = 2 * sum(end in counts_behind_writing() for _, end in ENDS.values())
+    again = 2 * sum(end in ends_after_writing() for _, end in ENDS.values())
     assert summary["left_out"]["asked_before"] == again
     assert summary["left_out"]["no_json"] == 3
     assert len(read_questions(tmp_path / "questions.jsonl", "x")) == len(KEPT)
@@ -293,7 +293,7 @@ def test_the_same_prompt_may_be_answered_in_another_way(server, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_said_about_other_texts_is_not_used(server, tmp_path, monkeypatch):
+def test_replies_about_other_texts_are_not_used(server, tmp_path, monkeypatch):
     build(tmp_path, server)
     server.requests.clear()
     newer = [

@@ -246,7 +246,7 @@ def test_malformed_votes_are_punished_inside_a_usable_group(penalty):
     assert read(rollout.groups["verifier"][0])[2] == pytest.approx(wanted, abs=1e-4)
 
 
-def test_a_switch_of_one_role_leaves_the_draws_of_another():
+def test_a_switch_of_one_role_leaves_the_samples_of_another():
     share = {"verifier_share": 0.5}  # 3 of 10 groups are chosen
     chosen = verifier_verdicts(Rollout(**share))
     assert len(chosen) == 3
