@@ -29,6 +29,7 @@ setup(
     package_data={
         "spell_jax": [
             "reporting/report.html",
+            "reporting/style.css",
             "selfplay/templates/**/*.txt",
             "evaluation/generated/words.txt",
             "data/tiny_policy/*",

@@ -60,8 +60,7 @@ def make_cut(documents: beam.PCollection, config: CutConfig) -> dict[str, beam.P
       ("pieces", source) and ("tokens = N", source), N rounded down: one each per kept piece;
       ("documents removed: REASON", source).
 
-    Returns:
-      PCollections by table: "documents" with `tokens`, every id once; "removed"; "counts".
+    Every id of the resulting "documents" occurs once.
     """
     outputs = ("removed", "counts")
     cut: Any = documents | "cut documents" >> beam.ParDo(Cut(config)).with_outputs(

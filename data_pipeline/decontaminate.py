@@ -83,17 +83,10 @@ class DecontaminateConfig:
 
 
 class Item(NamedTuple):
-    """Text of a benchmark.
-
-    Attributes:
-      benchmark: Name of the benchmark.
-      kind: "document" or "question".
-      id: records.digest of the text.
-      text: The text, stripped.
-    """
+    """Text of a benchmark, stripped, and its `records.digest`."""
 
     benchmark: str
-    kind: str
+    kind: str  # "document" or "question"
     id: str
     text: str
 
@@ -145,15 +138,8 @@ def make_decontaminate(
       ("documents kept", source);
       ("documents removed: contaminated by BENCHMARK", source).
 
-    Args:
-      documents: PCollection of Document.
-      items: Result of `read_benchmarks`; sent to the workers inside the pipeline's graph.
-      dedup: Settings of the near-duplicate check.
-      config: Settings of the question check.
-
-    Returns:
-      PCollections by table: "documents"; "removed", with the reason "contaminated" and the cause
-      "BENCHMARK:document" or "BENCHMARK:question"; "counts".
+    The items are sent to the workers inside the pipeline's graph. "removed" has the reason
+    "contaminated" and the cause "BENCHMARK:document" or "BENCHMARK:question".
     """
     done: Any = documents | "search documents" >> beam.ParDo(
         _Find(tuple(items), dedup, config)
@@ -179,10 +165,7 @@ class Index:
         self.questions = _Postings([found if long else found[:0] for found, long in pairs])
 
     def find(self, text: str) -> Item | None:
-        """Return the first item that the text nearly duplicates, or whose question it contains.
-
-        Items are in the order of read_benchmarks. Returns None if no item matches.
-        """
+        """Return the first item that the text nearly duplicates, or whose question it contains."""
         found = signatures.shingles(text, self.dedup.shingle_words)
         near = set(self.bands.owners(self.dedup.band_keys(found)))
         hits = [

@@ -109,16 +109,10 @@ def valid_utf8(text: str) -> str:
 def filter_documents(
     documents: beam.PCollection, configs: Mapping[str, FilterConfig]
 ) -> dict[str, beam.PCollection]:
-    """Filter documents by the conditions of their source.
+    """Filter documents by the conditions of their source, `configs`.
 
-    Args:
-      documents: PCollection of Document.
-      configs: Source -> conditions on its documents.
-
-    Returns:
-      PCollections by table: "documents" that are kept; "removed", only those whose predicate
-      raised; "counts", the events "documents kept", "documents removed: REASON", "characters
-      read = N" and "characters kept = N".
+    "removed" has only those whose predicate raised. Events of "counts", by source: "documents
+    kept", "documents removed: REASON", "characters read = N" and "characters kept = N".
     """
     filtered: Any = documents | "filter documents" >> beam.FlatMap(
         _filter, dict(configs)

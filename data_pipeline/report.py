@@ -16,7 +16,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from importlib import resources
 from typing import Any, NamedTuple, cast
 
 import jinja2
@@ -32,6 +32,7 @@ from sklearn.manifold import TSNE
 from threadpoolctl import threadpool_limits
 
 from data_pipeline.records import AssignedCluster, Count, Removed
+from spell_jax import reporting
 
 REPORT = "report.html"
 MAP_POINTS = 2000  # clusters on the map: t-SNE of 2000 points takes 7 s on one core
@@ -144,9 +145,10 @@ def render(content: Content) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["number"] = "{:,}".format
-    template = environment.from_string(Path(__file__).with_name(REPORT).read_text("utf-8"))
-    return template.render(
+    template = (resources.files("data_pipeline") / REPORT).read_text("utf-8")
+    return environment.from_string(template).render(
         content=content,
+        style=Markup((resources.files(reporting) / "style.css").read_text("utf-8")),
         plots=_plots(content),
         facts=_facts(content),
         tables=[(name, *_stage_table(counts)) for name, counts in content.stages],

@@ -39,17 +39,10 @@ def tokens(text: str) -> list[str]:
 
 
 def shingles(text: str, words: int) -> np.ndarray:
-    """Compute the set of a text's shingles.
+    """Return the shingles of `words` tokens of a text: uint64 [n], sorted and distinct, n >= 1.
 
     A text of fewer than `words` tokens has one shingle of all its tokens. A text without tokens,
     such as punctuation only, has one shingle of its characters.
-
-    Args:
-      text: The text.
-      words: Number of consecutive tokens in a shingle, at least 1.
-
-    Returns:
-      Shingles, uint64 [n], sorted and distinct, n >= 1.
     """
     hashes = np.array([_hash(token) for token in tokens(text) or [text]], np.uint64)
     width = min(words, len(hashes))
@@ -61,22 +54,14 @@ def shingles(text: str, words: int) -> np.ndarray:
 
 
 def signature(shingles: np.ndarray, permutations: int, seed: int) -> np.ndarray:
-    """Compute the MinHash signature of a set of shingles.
+    """Return the MinHash signature of a set of shingles: uint32 [permutations].
 
     The upper 32 bits of each shingle are permuted.
-
-    Args:
-      shingles: Result of `shingles`, uint64 [n].
-      permutations: Number of permutations.
-      seed: Seed of the permutations.
-
-    Returns:
-      Signature, uint32 [permutations].
     """
     made = MinHash(
         permutations,
         seed,
-        hashfunc=_same,
+        hashfunc=int,
         permutations=_permutations(permutations, seed),
         scheme="affine32",
     )
@@ -87,14 +72,9 @@ def signature(shingles: np.ndarray, permutations: int, seed: int) -> np.ndarray:
 
 
 def band_keys(signature: np.ndarray, bands: int) -> np.ndarray:
-    """Hash each band of a signature together with the band's number.
+    """Hash each band of a signature together with the band's number: uint64 [bands].
 
-    Args:
-      signature: Result of `signature`, uint32 [permutations].
-      bands: Number of bands; divides the number of permutations.
-
-    Returns:
-      Band keys, uint64 [bands].
+    The number of bands divides the number of permutations.
     """
     rows = signature.reshape(bands, -1).astype(np.uint64)
     mixed = np.arange(bands, dtype=np.uint64)
@@ -125,7 +105,3 @@ def _hash(token: str) -> int:
 @functools.lru_cache(maxsize=8)
 def _permutations(number: int, seed: int) -> np.ndarray:
     return np.asarray(MinHash(number, seed, scheme="affine32").permutations)
-
-
-def _same(value: int) -> int:
-    return value

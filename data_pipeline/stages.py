@@ -37,19 +37,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Done:
-    """Finished stage.
-
-    Attributes:
-      name: Name of the stage.
-      fingerprint: Hash of its settings and inputs.
-      counts: Event counts, sorted by event, then by source.
-      seconds: Wall time of the stage; 0.0 if it was already finished.
-    """
+    """Finished stage."""
 
     name: str
-    fingerprint: str
-    counts: tuple[Count, ...]
-    seconds: float
+    fingerprint: str  # hash of settings and inputs
+    counts: tuple[Count, ...]  # sorted by event, then by source
+    seconds: float  # wall time; 0.0 if the stage was already finished
 
     def count(self, what: str, source: str | None = None) -> int:
         """Return the number of events `what`, for one source or summed over all."""
@@ -181,13 +174,10 @@ class Stages:
         columns: Sequence[str] | None = None,
         ids: Container[str] | None = None,
     ) -> list[dict[str, Any]]:
-        """Read the records of a finished table into memory, in any order.
+        """Read the records of a finished "STAGE/TABLE" into memory, in any order.
 
-        Args:
-          table: "STAGE/TABLE".
-          columns: Columns to read, or parts of them ("documents.list.element.source"); None for
-            all.
-          ids: Ids of the records to keep; None for all.
+        Only records with the given ids and only the given columns, or parts of columns
+        ("documents.list.element.source"), are kept; None keeps all.
         """
         records = []
         for path in [] if self.only_check else self.files(table):

@@ -98,9 +98,7 @@ def make_tasks(
       ("clusters", task) and ("documents", source): assigned clusters and their documents;
       ("clusters left over", pool) and ("documents removed: left over", source): the others.
 
-    Returns:
-      PCollections by table: "tasks", Cluster with "task"; "removed", one record per document of the
-      other clusters; "counts".
+    "removed" has one record per document of the other clusters.
     """
     assigned: Any = clusters | "add tasks" >> beam.FlatMap(
         _add_task, dict(assignment)

@@ -41,6 +41,7 @@ POINTS = 1000  # maximum number of steps in a curve, evenly spaced
 PAGE_BYTES = 50_000_000
 
 _TEMPLATE = pathlib.Path(__file__).with_name(PAGE)
+STYLE = pathlib.Path(__file__).with_name("style.css")
 _DATA = "@DATA@"
 _PLACE_BYTES = 24  # maximum size of a document's entry in the index
 _MISSES = 20  # consecutive values that do not fit before the page counts as full
@@ -75,7 +76,7 @@ def write_page(
         choose_episodes(run.workdir, part)
         for run, part in zip(runs, shares_of(episodes, len(runs)), strict=True)
     ]
-    template = _TEMPLATE.read_text(encoding="utf-8")
+    template = _TEMPLATE.read_text("utf-8").replace("@STYLE@", STYLE.read_text("utf-8"))
     overview = make_overview(runs, read)
     first = _packed(overview)
     room = size - len(template.encode()) - len(first)

@@ -23,7 +23,8 @@ from spell_jax.reporting.panels import choose_panels
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.jsonl import write_records
 
-TEMPLATE_BYTES = report_page._TEMPLATE.stat().st_size  # bytes of a page without any content
+# Bytes of a page without any content.
+TEMPLATE_BYTES = report_page._TEMPLATE.stat().st_size + report_page.STYLE.stat().st_size
 HOSTILE = "</script><script>document.title='out'</script><!--\u2028\u2029<b id=in>&amp;\ud83d${`"
 
 
