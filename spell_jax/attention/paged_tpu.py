@@ -124,18 +124,8 @@ def _call(
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel.
 
-    Args:
-      queries: scaled queries [M, K, blocks * queries, H].
-      pages: the pool.
-      layer: layer number, int32 scalar.
-      table: pages of each row, int32 [M, J].
-      num_visible: number of leading keys that each query sees, int32 [M, blocks, 1, queries].
-      share: part of every page that the pool holds.
-      sizes: block sizes.
-      interpret: whether to run in the interpreter.
-
-    Returns:
-      out float32 [M, K, blocks * queries, H] and log-sum-exp float32 [M, blocks, K, queries].
+    Takes scaled queries [M, K, blocks * queries, H] and num_visible int32 [M, blocks, 1, queries];
+    returns out like the queries and log-sum-exp [M, blocks, K, queries], float32.
     """
     rows, kv_heads, _, size = queries.shape
     page_size, (part, parts) = pages.page_size, share
@@ -299,15 +289,7 @@ def _ceil(count, size: int):
 
 
 def _add_pages(queries, buffers, some, visible, state) -> None:
-    """Add some pages to the running softmax state.
-
-    Args:
-      queries: scaled queries [K, queries, H].
-      buffers: fetched keys and values, and their scales if int8.
-      some: index of the pages in the buffers.
-      visible: mask, bool [queries, keys].
-      state: out [K, queries, H], top and total [K, queries, 1], updated in place.
-    """
+    """Add some pages of the buffers, with a mask [queries, keys], to the softmax state in place."""
     out, top, total = state
     keys, values, *scales = buffers
     for head in range(len(queries)):

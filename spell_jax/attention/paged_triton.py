@@ -103,16 +103,8 @@ def attend(
 
     Inside shard_map this needs check_vma=False.
 
-    Args:
-      q: queries; this and the next five arguments are those of paged.attend.
-      pages: the pool.
-      layer: layer number.
-      table: pages of each row.
-      num_visible: number of leading keys that each query sees.
-      share: part of every page that the pool holds; its index may be traced.
-      tile: block sizes; None takes them from TILES.
-      interpret: whether to run in the Pallas interpreter; None does so unless the default backend
-        is a GPU.
+    The default `tile` is from TILES. By default the Pallas interpreter runs unless the default
+    backend is a GPU.
 
     Raises:
       ValueError: if `unsupported` gives a reason.
@@ -236,17 +228,9 @@ def _run_jobs(
 ) -> list[jax.Array]:
     """Run the job kernel.
 
-    Args:
-      indices: jobs [E, 4], layer [1], table [M, J] and visible counts [U, queries], all int32.
-      queries: queries of the units [U, K, queries, padded H].
-      pages: the pool.
-      size: head size H.
-      tile: block sizes.
-      interpret: whether to run in the interpreter.
-
-    Returns:
-      Output [E, K, queries, padded H] and log-sum-exp [E, K, queries] of each job, float32; not
-      written for empty jobs.
+    Takes jobs [E, 4], layer [1], table [M, J] and visible counts [U, queries], all int32, and
+    queries [U, K, queries, padded H]. Returns output [E, K, queries, padded H] and log-sum-exp
+    [E, K, queries] of each job, float32; not written for empty jobs.
     """
     count, (_, kv_heads, together, padded) = len(indices[0]), queries.shape
     pools = jax.tree.leaves((pages.keys, pages.values, pages.key_scales, pages.value_scales))
@@ -273,11 +257,9 @@ def _run_jobs(
 def _merge_jobs(
     spans: jax.Array, outs: jax.Array, lses: jax.Array, queries: int, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge the jobs of each unit.
+    """Merge the jobs of each unit: output [U, K, queries, padded H] and log-sum-exp, float32.
 
-    Returns:
-      Output [U, K, queries, padded H] and log-sum-exp [U, K, queries], float32. If a unit holds all
-      queries of a row, its padding is dropped (up to a multiple of _MERGED_ROWS).
+    If a unit holds all queries of a row, its padding is dropped (up to a multiple of _MERGED_ROWS).
     """
     (count, kv_heads, together, size), some = outs.shape, _MERGED_ROWS
     together = min(together, pl.cdiv(queries, some) * some)

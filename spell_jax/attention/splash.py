@@ -158,8 +158,6 @@ class Pairs(NamedTuple):
         query block, key block, whether the pair is the first of its run, whether it is the last,
         and its kind (dead, partial, full).
       count: number of valid words, int32 scalar.
-      block_q: queries per block.
-      block_k: keys per block.
       by_keys: whether the pairs of a run share their block of keys (True) or of queries (False).
     """
 
@@ -181,15 +179,7 @@ def list_pairs(
     """List the live pairs of blocks, run by run.
 
     A block without any live pair still gets one pair, marked dead, because its output must be
-    written.
-
-    Args:
-      q_index: row indices of the queries, int32 [Tq].
-      k_index: row indices of the keys, int32 [Tk].
-      last_query: the mask, int32 [Tk].
-      block_q: queries per block; divides Tq.
-      block_k: keys per block; divides Tk.
-      by_keys: whether runs share their block of keys, see Pairs.
+    written. `block_q` divides Tq and `block_k` Tk.
 
     Raises:
       ValueError: if there are too many blocks for scalar memory.
@@ -296,24 +286,13 @@ def _call(
 ) -> list[jax.Array]:
     """Run a kernel over the pairs: grid [K, R, pairs], or [K, pairs, R] if `pairs.by_keys`.
 
-    Args:
-      kernel: kernel body; receives words, q_index, k_index, last_query, inputs, outputs, scratch.
-      pairs: live pairs from _prepare.
-      data: arrays from _prepare.
-      inputs: (kind, array) of each input; kinds are the keys of _specs.
-      outputs: (kind, array or ShapeDtypeStruct) of each output, for its shape and dtype.
-      scratch: shapes of the float32 scratch arrays.
-      interpret: as in forward.
+    The kernel receives words, q_index, k_index, last_query, inputs, outputs and float32 scratch.
+    Inputs and outputs come with their kind, a key of _specs; outputs give only shape and dtype.
     """
     kv_heads, heads, size, _ = data.q.shape
-    specs = _specs(pairs, size)
-    indices = [
-        ("query_numbers", data.q_index),
-        ("key_numbers", data.k_index),
-        ("key_numbers", data.last_query),
-    ]
-    inputs = indices + inputs
-    count = pairs.count
+    specs, count = _specs(pairs, size), pairs.count
+    kinds = ("query_numbers", "key_numbers", "key_numbers")
+    inputs = [*zip(kinds, data[3:], strict=True), *inputs]
     grid = (kv_heads, count, heads) if pairs.by_keys else (kv_heads, heads, count)
     run = pl.pallas_call(
         kernel,

@@ -170,14 +170,8 @@ def list_pairs(
 ) -> jax.Array:
     """List for each block the blocks of the other side to visit.
 
-    Args:
-      q_index: row indices of the queries, int32 [Tq].
-      k_index: row indices of the keys, int32 [Tk].
-      last_query: the mask, int32 [Tk].
-      block_q: queries per block; divides Tq.
-      block_k: keys per block; divides Tk.
-      by_keys: whether to list blocks of queries for each block of keys (True), or blocks of keys
-        for each block of queries (False).
+    With `by_keys` these are blocks of queries for each block of keys, else blocks of keys for each
+    block of queries. `block_q` divides Tq and `block_k` Tk.
 
     Returns:
       int32 [lists, 2 + n], with n blocks on the other side. A list holds the number of full pairs,

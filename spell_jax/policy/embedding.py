@@ -84,16 +84,10 @@ def _backward(split: Split, held: int, tokens: jax.Array, to_out: jax.Array) -> 
 
 
 def _places(split: Split, tokens: jax.Array, held: int) -> tuple[jax.Array, jax.Array]:
-    """Rows of tokens in this device's part of the table.
+    """Row numbers of tokens in this device's part of the table, of `held` rows.
 
-    Args:
-      split: the sharding.
-      tokens: this device's tokens, int32 [b, T].
-      held: number of table rows on this device.
-
-    Returns:
-      Row numbers int32 [n b, T] for the tokens of all n devices that shard the width, and whether
-      this device holds that row.
+    Returns them as int32 [n b, T] for the tokens [b, T] of all n devices that shard the width, and
+    whether this device holds each row.
     """
     if split.width:
         tokens = jax.lax.all_gather(tokens, split.width, axis=0, tiled=True)

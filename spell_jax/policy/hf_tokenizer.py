@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,26 +41,23 @@ class HfTokenizer(Tokenizer):
     tokens for runs of white space therefore encodes such runs with its base vocabulary.
     """
 
-    def __init__(
-        self, files: Mapping[str, bytes], folder: pathlib.Path, thinking: bool | None = None
-    ):
-        """Build the tokenizer from the contents of its files.
+    def __init__(self, folder: pathlib.Path, thinking: bool | None = None):
+        """Load the tokenizer of a folder with tokenizer.json.
 
-        Args:
-          files: name -> bytes of the existing files among HF_FILES and config.json.
-          folder: folder of the files, for error messages.
-          thinking: value of enable_thinking in the template; None leaves it undefined.
+        `thinking` is the value of enable_thinking in the template; None leaves it undefined.
 
         Raises:
           ValueError: if a file is damaged, the files contradict each other, or the template does
             not support `thinking`. The message names file and field.
         """
+        paths = [folder / name for name in (*HF_FILES, ARCHITECTURE)]
+        files = {path.name: path.read_bytes() for path in paths if path.is_file()}
         self._files = {name: files[name] for name in HF_FILES if name in files}
         self._folder = folder
-        self._place = folder / HF_FILE
+        self._path = folder / HF_FILE
         config = _read_object(files, CONFIG, folder)
         description = _read_object(files, HF_FILE, folder)
-        self._all = _build(files[HF_FILE], description, self._place)
+        self._all = _build(files[HF_FILE], description, self._path)
         names = _named_tokens(config, folder)
         named = _add_tokens(self._all, config, names, folder)
         self.vocab_size = max(self._all.get_vocab().values(), default=-1) + 1
@@ -90,16 +88,24 @@ class HfTokenizer(Tokenizer):
         self._hidden = {i for i, token in added.items() if token.special}
         # Some models also have added tokens in their vocabulary, where plain text can produce them.
         self._reserved = {*self._added, *self.stop_ids}
-        self._unknown = _unknown_id(description["model"], self._all)
+        unknown = description["model"].get("unk_token")
+        if isinstance(unknown, str):
+            self._unknown = self._all.token_to_id(unknown)
+        else:
+            self._unknown = description["model"].get("unk_id")
         self._keeps_unknown = self._unknown not in (*self.stop_ids, named.get("bos_token"))
         splitter = description.get("pre_tokenizer")
         inside = _without_first(splitter)
         self._text = self._later = self._plain(self._all.pre_tokenizer)
         if inside != splitter:
-            self._later = self._plain(_build_splitter(inside))
-        byte_fallback = '"ByteFallback"' in json.dumps(description.get("decoder"))
-        self._bytes = {i for t, i in self._all.get_vocab().items() if byte_fallback and _is_byte(t)}
-        with _named_errors(self._place, "cannot encode"):
+            model = {"type": "BPE", "vocab": {}, "merges": []}
+            empty = json.dumps({"model": model, "pre_tokenizer": inside})
+            self._later = self._plain(hf.Tokenizer.from_str(empty).pre_tokenizer)
+        self._bytes = set()
+        if '"ByteFallback"' in json.dumps(description.get("decoder")):
+            vocabulary = self._all.get_vocab().items()
+            self._bytes = {i for piece, i in vocabulary if re.fullmatch("<0x.{2}>", piece)}
+        with _named_errors(self._path, "cannot encode"):
             self._text.encode("a", add_special_tokens=False)
 
     def _plain(self, splitter: Any) -> hf.Tokenizer:
@@ -113,7 +119,7 @@ class HfTokenizer(Tokenizer):
     def _make_template(
         self, config: Mapping[str, Any], names: Mapping[str, str], thinking: bool | None
     ) -> chats.Template | None:
-        source, place = _read_template(self._files, config, self._folder)
+        source, path = _read_template(self._files, config, self._folder)
         if source is None:
             return None
         variables: dict[str, Any] = {**names}
@@ -121,13 +127,13 @@ class HfTokenizer(Tokenizer):
             variables["enable_thinking"] = thinking
             if "enable_thinking" not in source:
                 raise ValueError(
-                    f"thinking = {thinking}: {place} reads no enable_thinking, must be None"
+                    f"thinking = {thinking}: {path} reads no enable_thinking, must be None"
                 )
         tokens = (
             chats.Token(i, token.content, token.lstrip, token.rstrip, token.single_word)
             for i, token in self._added.items()
         )
-        return chats.Template(source, place, variables, tokens)
+        return chats.Template(source, path, variables, tokens)
 
     def encode(self, text: str) -> list[int]:
         return self._encode(self._text, text)
@@ -159,7 +165,7 @@ class HfTokenizer(Tokenizer):
 
     def _encode(self, tokenizer: hf.Tokenizer, text: str) -> list[int]:
         text.encode()  # raises ValueError for lone surrogates
-        with _named_errors(self._place, "cannot encode"):
+        with _named_errors(self._path, "cannot encode"):
             found = tokenizer.encode(text, add_special_tokens=False)
             if self._reserved.isdisjoint(found.ids):
                 return found.ids
@@ -188,15 +194,8 @@ class HfTokenizer(Tokenizer):
         return [i for ids in spelled for i in ids]
 
 
-def read(folder: pathlib.Path, thinking: bool | None = None) -> HfTokenizer:
-    """Load the tokenizer of a folder with tokenizer.json; see tokenizer.load."""
-    paths = [folder / name for name in (*HF_FILES, ARCHITECTURE)]
-    files = {path.name: path.read_bytes() for path in paths if path.is_file()}
-    return HfTokenizer(files, folder, thinking)
-
-
 @contextlib.contextmanager
-def _named_errors(place: pathlib.Path, what: str) -> Iterator[None]:
+def _named_errors(path: pathlib.Path, what: str) -> Iterator[None]:
     """Convert anything the tokenizers package raises to a ValueError that names the file.
 
     It raises bare Exceptions, and panics in its Rust code arrive as a BaseException.
@@ -206,7 +205,7 @@ def _named_errors(place: pathlib.Path, what: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        raise ValueError(f"{place}: {what} ({error})") from error
+        raise ValueError(f"{path}: {what} ({error})") from error
 
 
 def _read_object(files: Mapping[str, bytes], name: str, folder: pathlib.Path) -> dict[str, Any]:
@@ -225,11 +224,11 @@ def _read_object(files: Mapping[str, bytes], name: str, folder: pathlib.Path) ->
     return value
 
 
-def _build(content: bytes, description: Mapping[str, Any], place: pathlib.Path) -> hf.Tokenizer:
+def _build(content: bytes, description: Mapping[str, Any], path: pathlib.Path) -> hf.Tokenizer:
     """Build the tokenizer of a tokenizer.json, without random dropout of merges."""
-    with _named_errors(place, "not a tokenizer"):
+    with _named_errors(path, "not a tokenizer"):
         tokenizer = hf.Tokenizer.from_str(content.decode())
-    with _named_errors(place, "added_tokens"):
+    with _named_errors(path, "added_tokens"):
         for entry in description.get("added_tokens") or ():
             _check_id(tokenizer, entry["content"], entry["id"])
     if getattr(tokenizer.model, "dropout", None):
@@ -315,11 +314,10 @@ def _read_template(
 ) -> tuple[str | None, str]:
     """Chat template (None if there is none) and its location, for error messages."""
     if TEMPLATE in files:
-        place = folder / TEMPLATE
         try:
-            return files[TEMPLATE].decode(), str(place)
+            return files[TEMPLATE].decode(), str(folder / TEMPLATE)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{place}: not UTF-8 ({error})") from error
+            raise ValueError(f"{folder / TEMPLATE}: not UTF-8 ({error})") from error
     place = f"{folder / CONFIG}: chat_template"
     value = config.get("chat_template")
     if isinstance(value, list):
@@ -330,12 +328,6 @@ def _read_template(
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{place} = {value!r}: must be a text or a list of named ones")
     return value, place
-
-
-def _unknown_id(model: Mapping[str, Any], tokenizer: hf.Tokenizer) -> int | None:
-    """Id for text that the vocabulary lacks; None if there is none."""
-    text = model.get("unk_token")
-    return tokenizer.token_to_id(text) if isinstance(text, str) else model.get("unk_id")
 
 
 def _without_first(part: Any) -> Any:
@@ -350,13 +342,3 @@ def _without_first(part: Any) -> Any:
         first = inside.get("prepend_scheme") == "first"
         return inside | {"prepend_scheme": "never"} if first else inside
     return part
-
-
-def _build_splitter(description: Any) -> Any:
-    model = {"type": "BPE", "vocab": {}, "merges": []}
-    empty = {"model": model, "pre_tokenizer": description}
-    return hf.Tokenizer.from_str(json.dumps(empty)).pre_tokenizer
-
-
-def _is_byte(piece: str) -> bool:
-    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")

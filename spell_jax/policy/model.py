@@ -64,10 +64,7 @@ class ModelConfig:
 
 
 def find_folder(model: ModelConfig, section: str = "policy") -> pathlib.Path:
-    """The model's folder.
-
-    Args:
-      section: name of its section in error messages.
+    """The model's folder; `section` names the config section in error messages.
 
     Raises:
       ValueError: if none is named.

@@ -4,13 +4,13 @@
 2. `Tensor.read` reads a slice. It opens the file each time: the library maps it into memory, and
    only closing it releases the touched pages.
 3. `write` consumes tensors one by one and holds one shard of them.
-4. `replacing` makes a folder appear complete or not at all.
-
-weights.py knows the meaning of the tensors.
+4. `replacing` writes a folder beside the old one and renames it, so that no reader sees half of it.
+   Killed between two renames, it leaves the folder missing until its next call.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -40,14 +40,7 @@ CONFIGS = ("config.json", "adapter_config.json")  # copied last: a folder withou
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file.
-
-    Attributes:
-      path: path of the file.
-      name: name of the tensor in the file.
-      dtype: dtype in the format's notation ("F32", "BF16", ...).
-      shape: shape.
-    """
+    """A tensor in a file, with its dtype in the format's notation ("F32", "BF16", ...)."""
 
     path: pathlib.Path
     name: str
@@ -98,8 +91,8 @@ def scan(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Tensor]]:
     if not single.is_file() and not index.is_file():
         raise FileNotFoundError(f"{single}: not there, and no {INDEX} either")
     source = single if single.is_file() else index
-    places = _read_index(index) if source == index else None
-    shards = sorted({SINGLE} if places is None else set(places.values()))
+    file_of = _read_index(index) if source == index else None
+    shards = sorted({SINGLE} if file_of is None else set(file_of.values()))
     for name in shards:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: not there, but {INDEX} names it")
@@ -109,12 +102,10 @@ def scan(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     for name in shards:
         for tensor in _read_header(folder / name):
-            if places is not None and places.get(tensor.name) != name:
-                raise ValueError(
-                    f"{tensor} is in this file, but {INDEX} says {places.get(tensor.name)}"
-                )
+            if file_of is not None and (indexed := file_of.get(tensor.name)) != name:
+                raise ValueError(f"{tensor} is in this file, but {INDEX} says {indexed}")
             tensors[tensor.name] = tensor
-    for name, shard in (places or {}).items():
+    for name, shard in (file_of or {}).items():
         if name not in tensors:
             raise ValueError(f"{folder / shard}: tensor {name} is missing, but {INDEX} names it")
     return source, tensors
@@ -156,16 +147,14 @@ def _read_header(path: pathlib.Path) -> list[Tensor]:
 
 
 def _parse_json(path: pathlib.Path, text: bytes) -> Any:
-    def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twin = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{twin} is there twice")
-        return found
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = collections.Counter(name for name, _ in pairs)
+        if repeated := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"{repeated[0]} is there twice")
+        return dict(pairs)
 
     try:
-        return json.loads(text, object_pairs_hook=no_twins)
+        return json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged ({error})") from error
 

@@ -87,7 +87,7 @@ def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
     """
     folder = pathlib.Path(folder)
     if (folder / hf_tokenizer.HF_FILE).is_file():
-        return hf_tokenizer.read(folder, thinking)
+        return hf_tokenizer.HfTokenizer(folder, thinking)
     place = folder / MODEL_FILE
     if not place.is_file():
         raise FileNotFoundError(

@@ -16,6 +16,7 @@ import functools
 import math
 from typing import Any, Protocol
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -135,14 +136,8 @@ def _project(
 ) -> jax.Array:
     """Apply the linear layer `name` and its LoRA adapters to x [..., *into] -> [..., *out].
 
-    Args:
-      module: Flax module that holds the parameter NAME_kernel [*into, *out]. If that is int8, the
-        module also holds NAME_scale [*out].
-      name: name of the layer, such as "q".
-      x: inputs [..., *into].
-      into: size of each input axis by logical axis name.
-      out: size of each output axis by logical axis name.
-      lora: adapter config, or None for no adapters.
+    `module` holds the parameter NAME_kernel [*into, *out], and NAME_scale [*out] if that is int8.
+    `into` and `out` give the size of each axis by logical axis name.
     """
     inputs = math.prod(into.values())
     shape = (*into.values(), *out.values())
@@ -362,6 +357,8 @@ def hidden_states(
       mixture of experts the number of tokens (without padding) routed to each expert, float32
       [L, E], else None.
     """
+    chex.assert_rank(tokens, 2)
+    chex.assert_equal_shape([tokens, positions])
     variables, full = {"params": params}, _context(config, positions, context or {})
     result: Any = Transformer(config, attend).apply(variables, tokens, cache, full)
     return result
@@ -401,14 +398,6 @@ def _causal(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: ja
     """Hidden states [B, T, D] of plain causal rows, padded after their lengths [B]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     last_query = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
+    attend = kernels.packed(config.attention, config.ring)
     context = {"last_query": last_query}
-    hidden, *_ = hidden_states(
-        config,
-        params,
-        tokens,
-        positions,
-        kernels.packed(config.attention, config.ring),
-        None,
-        context,
-    )
-    return hidden
+    return hidden_states(config, params, tokens, positions, attend, None, context)[0]
