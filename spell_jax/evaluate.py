@@ -46,19 +46,23 @@ def main(_) -> None:
 if __name__ == "__main__":
     # Defined here, so that one process may import several entry points.
     flags.DEFINE_string("policy", None, "Folder of a policy.")
-    flags.DEFINE_string("workdir", None, "Folder of a run; its policy/ is evaluated.")
-    flags.DEFINE_list("benchmarks", None, "Names, separated by commas.", required=True)
-    flags.DEFINE_string("data", None, "Folder of the benchmarks' files.", required=True)
+    flags.DEFINE_string("workdir", None, "Workdir of a run, whose policy/ is evaluated.")
+    flags.DEFINE_list(
+        "benchmarks", None, "Names of benchmarks, separated by commas.", required=True
+    )
+    flags.DEFINE_string("data", None, "Folder of the benchmark files.", required=True)
     flags.DEFINE_string("out", None, "Folder of the results.", required=True)
     flags.DEFINE_list("max_input", ["16384", "100000"], "Prompt limits in tokens.")
-    flags.DEFINE_integer("samples", 8, "Answers to each question.")
+    flags.DEFINE_integer("samples", 8, "Number of answers per question.")
     flags.DEFINE_float("temperature", 0.7, "Sampling temperature; 0: greedy.")
     flags.DEFINE_float("top_p", 0.95, "Probability mass of the nucleus.")
     flags.DEFINE_integer("max_tokens", 0, "Maximum answer length; 0: each benchmark's own.")
-    flags.DEFINE_integer("limit", 0, "First questions of each benchmark; 0: all.")
-    flags.DEFINE_integer("seed", 0, "Seed of sampling.")
-    flags.DEFINE_enum("thinking", "", list(tokenizers.THINKING), "For chat templates that know it.")
-    flags.DEFINE_string("name", "", "Name of the policy in the table; its folder's by default.")
-    flags.DEFINE_list("compare", [], "Folders of other evaluations, for the table.")
+    flags.DEFINE_integer("limit", 0, "Number of questions per benchmark, the first ones; 0: all.")
+    flags.DEFINE_integer("seed", 0, "Seed of sampling and of the bootstrap.")
+    flags.DEFINE_enum(
+        "thinking", "", list(tokenizers.THINKING), "Thinking mode of chat templates that have one."
+    )
+    flags.DEFINE_string("name", "", "Name of the policy in the table; default: its folder name.")
+    flags.DEFINE_list("compare", [], "Output folders of other evaluations to add to the table.")
     judging.define_flags()
     entry.run_main(main)

@@ -73,7 +73,7 @@ def test_a_key_is_by_seed_limit_benchmark_and_question():
     assert keys_of(made(done=done)) == whole[1:11]
 
 
-def test_a_row_tells_how_it_was_drawn():
+def test_fields_of_a_row():
     policy = made(("text",), (30,), Sampling(2, max_tokens=3))
     lengths = [len(WORDS.chat(item.prompt)) for item in evaluating.load("text", "").items]
     assert lengths[0] < 30 < lengths[1]
@@ -87,7 +87,7 @@ def test_a_row_tells_how_it_was_drawn():
     assert exact["tokens_in"] == lengths[0] and not exact["truncated"]
 
 
-def test_what_does_not_fit_is_known_before_anything_is_drawn():
+def test_context_is_checked_before_sampling():
     policy = Parrot()
     questions = answering.tokenize(policy, [evaluating.load("text", "")], 59)
     answering.check_context(Sampling(), policy, questions)  # 59 tokens and 5
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_known_before_anything_is_drawn():
         answering.check_context(Sampling(max_tokens=6), policy, questions)
 
 
-def test_a_prompt_that_the_layout_does_not_take_is_named():
+def test_a_prompt_that_the_chat_layout_rejects_is_named():
     def chat(prompt: str) -> list[int]:
         if prompt == benchmark.items[1].prompt:
             raise ValueError("no such turn")
@@ -173,7 +173,7 @@ def test_the_better_of_rule_and_judge_counts(reply, judge, final):
     assert all(one["by"] == {"step": 3} for _, one in ordered)
 
 
-def test_who_is_judged(caplog):
+def test_only_judged_questions_are_judged(caplog):
     def refuse(prompts):
         assert not prompts
         return []

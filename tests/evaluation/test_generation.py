@@ -126,7 +126,7 @@ def test_answers_of_every_role(workdir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_too_long_is_not_answered_and_changes_no_other_answer(
+def test_a_prompt_that_is_too_long_changes_no_other_answer(
     workdir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A request's randomness depends on its position among all requests."""

@@ -29,7 +29,7 @@ def test_reference_truncation():
 
 
 @given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 60))
-def test_cutting_twice_is_cutting_to_the_smaller(count, first, second):
+def test_truncating_twice_is_truncating_to_the_smaller(count, first, second):
     large, small = max(first, second), min(first, second)
     ids = np.arange(count)
     twice = protocol.truncate(protocol.truncate(ids, large), small)
@@ -114,7 +114,7 @@ def test_intervals():
     assert width == pytest.approx(2 * half / math.sqrt(2), rel=0.1)
 
 
-def test_nothing_is_refused():
+def test_no_questions_are_refused():
     with pytest.raises(ValueError, match="frames: has no questions"):
         protocol.aggregate({"frames": []}, SHARED, 0)
 
@@ -154,7 +154,7 @@ def test_a_summary_keeps_limits_and_questions_apart():
     assert (found["judged"], found["malformed"], found["unanswered"]) == (4, 0, 1)
 
 
-def test_questions_are_told_apart():
+def test_breakdown_by_two_fields():
     """By both fields, ascending; questions of a cell are not neighbors."""
     cells = [(2, "b"), (1, "b"), (2, "a"), (2, "b")]
     finals = [(1, 0), (0, 0), (1, 1), (0, 0)]

@@ -115,7 +115,7 @@ def test_every_sample_has_a_row_and_its_score(whole):
     assert len({row["text"] for row in rows}) > len(rows) / 2  # siblings are not equal
 
 
-def test_questions_that_are_told_apart(whole):
+def test_breakdown_by_a_field(whole):
     rows = read(whole)
     assert {str(row.get("by")) for row in rows if row["benchmark"] == "number"} == {"None"}
     summary = json.loads((whole / runner.SUMMARY).read_text())

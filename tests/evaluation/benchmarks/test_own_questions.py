@@ -57,7 +57,7 @@ def test_questions_with_their_documents_are_asked(tmp_path: Path, caplog):
     assert f"3 questions; left out: {told}" in caplog.text
 
 
-def test_the_words_are_those_of_the_run(tmp_path: Path):
+def test_prompts_are_those_of_the_run(tmp_path: Path):
     write_episodes(tmp_path, {1: [record("a", 0, documents=["x"])]})
     config = tmp_path / "config.json"
     config.write_text('{"algorithm": {"prompts": "compact"}}')
@@ -103,7 +103,7 @@ def test_questions_are_chosen_evenly(tmp_path: Path, monkeypatch):
     assert len(benchmarks.load("own_questions", tmp_path, 99).items) == 40
 
 
-def test_a_run_without_questions_is_told(tmp_path: Path):
+def test_a_run_without_questions_is_refused(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"must have episodes/ of a run"):
         benchmarks.load("own_questions", tmp_path)
     with pytest.raises(ValueError, match=r"'without documents': 1.*config.episode_characters"):

@@ -431,7 +431,7 @@ def test_rouge_l_by_hand():
     assert rouge_l("x " * 20_000, "y " * 1_500) == 0.0
 
 
-def test_a_summary_is_what_stands_behind_the_word():
+def test_a_summary_follows_its_word():
     item = Item("0", "", "", ("police killed the gunman",))
     assert retrieval.score_summary("Well.\nSummary: Police killed\nthe gunman", item) == 1.0
     assert retrieval.score_summary("police killed the gunman", item) == 1.0

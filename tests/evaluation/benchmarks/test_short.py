@@ -167,7 +167,7 @@ def test_model_text_is_not_evaluated(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_takes_too_long_is_not_equal(monkeypatch, caplog):
+def test_a_slow_comparison_is_not_equal(monkeypatch, caplog):
     """A sum of 10^9 terms would keep SymPy busy for days; others are answered meanwhile."""
     monkeypatch.setattr(math_equal, "SECONDS", 1.0)
     assert math_equal.equal(r"\frac{7}{14}", "0.5")
@@ -200,7 +200,7 @@ def test_an_ended_worker_is_replaced():
     assert limits == (math_equal.MEMORY, math_equal.MEMORY)
 
 
-def test_a_worker_that_cannot_begin_is_no_wrong_answer(monkeypatch):
+def test_a_worker_that_cannot_start_is_an_error(monkeypatch):
     monkeypatch.setattr(math_equal, "_idle", queue.SimpleQueue())
     monkeypatch.setattr(math_equal, "MODULE", "no.such.module")
     with pytest.raises(RuntimeError, match=r"-m no.such.module ended; run it to see why"):

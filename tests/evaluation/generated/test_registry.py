@@ -112,12 +112,12 @@ def test_folders_are_found_by_name_or_family(tmp_path: Path):
         ("rulers_vt_1024", r"'rulers_vt_1024' is unknown; .*ruler_TASK_LENGTH, needle_LENGTH_"),
     ],
 )
-def test_mistakes_in_names_are_told(name: str, message: str, folder: Path, chatml: Tokenizer):
+def test_wrong_names_are_refused(name: str, message: str, folder: Path, chatml: Tokenizer):
     with pytest.raises(ValueError, match=message):
         benchmarks.load(name, folder, 1, chatml)
 
 
-def test_what_is_missing_is_told(folder: Path, chatml: Tokenizer, tmp_path: Path):
+def test_missing_files_are_refused(folder: Path, chatml: Tokenizer, tmp_path: Path):
     for name in ("needle_1024", "ruler_niah_single_2_1024"):
         with pytest.raises(FileNotFoundError, match=r"no \*\.txt there, the prose"):
             benchmarks.load(name, tmp_path, 1, chatml)
