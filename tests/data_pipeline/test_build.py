@@ -184,7 +184,7 @@ def test_a_build_that_is_stopped_anywhere_goes_on(config, made, tmp_path, monkey
             stopped += shards
         assert not (out / output.MANIFEST).exists()
         if built.is_built(out):
-            with pytest.raises(FileNotFoundError, match="did not finish"):
+            with pytest.raises(FileNotFoundError, match="build is unfinished"):
                 built.Built(out)
     build.build(config, str(out))
     assert files_of(out) == files_of(made[1])
