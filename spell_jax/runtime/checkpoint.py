@@ -181,10 +181,6 @@ class Checkpoints:
         steps = [*self._scores, *([self._pending.step] if self._pending else [])]
         return max(steps, default=None)
 
-    def best_step(self) -> int | None:
-        """Finished step with the highest score (the first of equal ones), or None."""
-        return _best(self._scores)
-
     def newest_intact(self) -> int | None:
         """Newest step whose files all match their hashes; None if there is no checkpoint.
 
