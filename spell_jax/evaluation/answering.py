@@ -1,10 +1,9 @@
-"""Benchmark answers as result rows: sampling, resuming from disk, scoring and judging.
+"""Benchmark answers as result rows, one per sample: sampling, resuming, scoring and judging.
 
-1. A row is one sample. Sampling writes {"max_input", "benchmark", "id", "sample", "text",
-   "tokens_in", "truncated", "tokens_out", "stopped"}.
-2. Scoring adds "prediction", "rule", "judge" and "final". It also adds "by": {field: value} if the
-   benchmark has a breakdown by fields of its questions.
-3. Scoring runs at the end, on the rows of earlier starts too, so a corrected rule applies to all.
+Sampling writes {"max_input", "benchmark", "id", "sample", "text", "tokens_in", "truncated",
+"tokens_out", "stopped"}. Scoring adds "prediction", "rule", "judge", "final" and, for benchmarks
+with a breakdown, "by": {field: value}. It runs at the end, on the rows of earlier starts too, so a
+corrected rule applies to all.
 """
 
 from __future__ import annotations
@@ -39,50 +38,31 @@ QuestionKey = tuple[int, str, str]  # values of KEY_FIELDS
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Sampling options of an evaluation.
+    """Sampling options of an evaluation; raises ValueError if a value is out of range."""
 
-    Attributes:
-      samples: answers per question, G, at least 1.
-      temperature: softmax temperature; see `Options`.
-      top_p: probability mass of the nucleus; see `Options`.
-      max_tokens: maximum answer length in tokens; 0 uses the maximum of each benchmark.
-      seed: seed of the sampling keys and of the bootstrap intervals.
-
-    Raises:
-      ValueError: if a value is out of range.
-    """
-
-    samples: int = 8
+    samples: int = 8  # answers per question, G
     temperature: float = 0.7
     top_p: float = 0.95
-    max_tokens: int = 0
-    seed: int = 0
+    max_tokens: int = 0  # maximum answer length; 0 uses the maximum of each benchmark
+    seed: int = 0  # of the sampling keys and of the bootstrap intervals
 
     def __post_init__(self):
         check_least(self, "", samples=1, max_tokens=0, seed=0)
         Options(self.temperature, self.top_p)
 
     def options(self, benchmark: Benchmark) -> Options:
-        """Sampler options for the questions of a benchmark."""
         cap = self.max_tokens or benchmark.max_tokens
         return Options(self.temperature, self.top_p, max_tokens=cap)
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A benchmark question as tokens.
-
-    Attributes:
-      benchmark: its benchmark.
-      item: question as text.
-      ids: prompt token ids in the chat layout, int32 [P], truncated to the largest prompt limit.
-      length: number of prompt tokens before truncation.
-    """
+    """A benchmark question as tokens."""
 
     benchmark: Benchmark
     item: Item
-    ids: np.ndarray
-    length: int
+    ids: np.ndarray  # prompt in the chat layout, int32 [P], truncated to the largest limit
+    length: int  # prompt tokens before truncation
 
     @property
     def judged(self) -> bool:
@@ -94,12 +74,9 @@ class Question:
 
 
 def tokenize(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> list[Question]:
-    """Tokenize all questions and truncate each prompt to `longest` tokens.
+    """Tokenize all questions; truncate each prompt to `longest` tokens, as some have millions.
 
-    Prompts are truncated here because some documents have millions of tokens.
-
-    Raises:
-      ValueError: if the chat layout rejects a prompt; names the benchmark and the question.
+    A prompt that the chat layout rejects is a ValueError that names the benchmark and the question.
     """
     questions = []
     for benchmark in benchmarks:
@@ -116,7 +93,7 @@ def tokenize(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> l
 def check_context(sampling: Sampling, policy: Policy, questions: Sequence[Question]) -> None:
     """Raise ValueError if the longest prompt and answer exceed the policy's context.
 
-    The check runs before any sampling, so that a limit that is too large does not fail hours later.
+    Runs before any sampling, so that a limit that is too large does not fail hours later.
     """
     longest = max(len(one.ids) for one in questions)
     cap = max(sampling.options(one.benchmark).max_tokens for one in questions)
@@ -140,14 +117,11 @@ def sample_answers(
 ) -> Iterator[tuple[QuestionKey, list[Row]]]:
     """Sample answers to every question that is not in `done`.
 
-    The PRNG key of a question is folded from the seed with the limit, the benchmark and the
-    question id. The sampler folds in the sample and token indices. (The paper's code uses one seed
-    for all samples of a question; spec section 11.)
-
-    `questions` includes those in `done`, because they determine the compiled shapes.
-
-    Yields:
-      The key and the G unscored rows of a question, in order of completion.
+    Yields the key and the G unscored rows of a question, in order of completion. The PRNG key of a
+    question is folded from the seed with the limit, the benchmark and the question id; the sampler
+    folds in the sample and token indices. (The paper's code uses one seed for all samples of a
+    question; spec section 11.) `questions` includes those in `done`, because they determine the
+    compiled shapes.
     """
     names = [one.key(limit) for one in questions]
     wanted = [i for i, name in enumerate(names) if name not in done]
@@ -178,7 +152,7 @@ def sample_answers(
 def read_finished(path: pathlib.Path, samples: int) -> dict[QuestionKey, list[Row]]:
     """Read the rows of completely sampled questions, and remove all other lines from the file.
 
-    The file of rows may be missing. The G = `samples` rows of a question are in sample order.
+    The file may be missing. The G = `samples` rows of a question are in sample order.
     """
     if not path.exists():
         return {}

@@ -1,8 +1,7 @@
 """Plots of a benchmark's breakdown, such as accuracy by step or by a needle's length and depth.
 
 A plot has one panel per prompt limit. A breakdown by one field is a line with its 95 % intervals as
-a band. A breakdown by two fields is a heat map: the first field on the x axis, the second on the y
-axis.
+a band; one by two fields is a heat map with the first field on the x axis.
 """
 
 from __future__ import annotations

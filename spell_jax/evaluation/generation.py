@@ -1,9 +1,7 @@
 """Answers of a policy to a file of requests: the body of spell_jax/generate.py.
 
-1. A line of the file becomes a prompt (`make_prompt`); lines that are no request are logged and
-   skipped.
-2. The policy samples answers to all prompts that fit into its context (`answer`).
-3. Each answer is parsed as its role in self-play requires (`describe`).
+A line of the file becomes a prompt (`make_prompt`). The policy samples answers to all prompts that
+fit into its context (`answer`). Each is parsed as its role in self-play requires (`describe`).
 """
 
 from __future__ import annotations
@@ -41,9 +39,8 @@ MakePrompt = Callable[[Record, Prompts], str]
 def run(given: Any) -> None:
     """Answers the requests of --prompts and writes --out; all processes call it together.
 
-    Raises:
-      UsageError: if the flags name no policy.
-      FileNotFoundError, ValueError: if a file is missing or damaged, or a flag is out of range.
+    Raises UsageError if the flags name no policy, FileNotFoundError or ValueError if a file is
+    missing or damaged, or a flag is out of range.
     """
     policy, prompts, sampling = load(given)
     records, texts = read_requests(given.prompts, prompts)
@@ -79,8 +76,7 @@ def find_prompt_set(workdir: pathlib.Path | None) -> str:
 def make_prompt(record: Record, prompts: Prompts) -> str:
     """Makes the prompt of one request.
 
-    Raises:
-      ValueError: if a field is missing, unknown or of the wrong type; names it.
+    A field that is missing, unknown or of the wrong type is a ValueError that names it.
     """
     if "prompt" in record:
         return _text(record, "prompt")
@@ -114,9 +110,7 @@ def read_requests(
 ) -> tuple[list[Record], list[str]]:
     """Returns the requests of a JSONL file and their prompts; bad lines are logged and skipped.
 
-    Raises:
-      FileNotFoundError: if the file does not exist.
-      ValueError: if no line is a request.
+    Raises FileNotFoundError if there is no file, ValueError if no line is a request.
     """
 
     def parse(record: Any) -> tuple[Record, str]:
@@ -143,13 +137,9 @@ def answer(
     sampling: Record,
     seed: int,
 ) -> list[Record]:
-    """Samples answers to all prompts that fit into the policy's context.
+    """Samples G = `samples` answers to all prompts that fit into the policy's context.
 
     Args:
-      policy: policy that answers.
-      records: requests.
-      prompts: their prompts.
-      samples: answers per request, G.
       sampling: temperature (0 is greedy), top_p and max_tokens, as in Options.
       seed: seed of sampling; the key of a request depends on its place among all requests.
 

@@ -27,8 +27,7 @@ REPLIES = "judge.jsonl"
 class PolicyJudge:
     """A policy of our own as the judge, with greedy replies of at most `max_tokens` tokens.
 
-    All processes must call it together. The prompts of process 0 count, and every process gets the
-    replies.
+    All processes must call it together. The prompts of process 0 count, and all get the replies.
     """
 
     policy: Policy
@@ -49,17 +48,14 @@ class PolicyJudge:
 def make_judge(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Judge | None:
     """Build the judge that the flags (`define_flags`) select, if any.
 
-    Its replies are kept in OUT/judge.jsonl. `sizes` are used if it is a policy.
-
-    Raises:
-      UsageError: if only one of --judge_url and --judge_model is set, or an endpoint and a policy.
-      FileNotFoundError, ValueError: see JudgeConfig and weights.read_config_and_tokenizer.
+    Its replies are kept in OUT/judge.jsonl; `sizes` are used if it is a policy. Raises UsageError
+    if only one of --judge_url and --judge_model is set, or an endpoint and a policy; other errors
+    are those of JudgeConfig and weights.read_config_and_tokenizer.
     """
     if bool(given.judge_url) != bool(given.judge_model) or (given.judge_url and given.judge_policy):
         raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")
     if not (given.judge_url or given.judge_policy):
         return None
-    # Only process 0 writes the file of replies.
     kept = out / REPLIES if jax.process_index() == 0 else None
     if given.judge_policy:
         policy = Policy(given.judge_policy, given.dtype, sizes=sizes)
@@ -83,7 +79,6 @@ def make_judge(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Judge | N
 
 
 def read_sizes(given: Any) -> SamplerConfig:
-    """Sampler sizes from the flags."""
     names = ("kv_cache_tokens", "slots", "prefill_tokens")
     return SamplerConfig(**{name: getattr(given, name) for name in names})
 

@@ -1,13 +1,12 @@
 """Mathematical equality of two answers, decided by the library Math-Verify under a time limit.
 
-1. Equal texts and whole numbers are compared in this process. All other pairs go to a worker.
-2. A worker is a separate process (`python -m spell_jax.evaluation.math_equal`) that answers each
-   JSON line with one JSON line.
-3. SymPy may run forever or exhaust memory, so the worker sets a timer before each pair. When the
-   timer runs out, the kernel kills the worker, and the pair counts as not equal.
-4. Any number of threads may call `equal`. Each takes an idle worker or starts one, up to `WORKERS`.
+1. Equal texts and whole numbers are compared in this process. Other pairs go to a worker process
+   (`python -m spell_jax.evaluation.math_equal`), which answers each JSON line with one JSON line.
+2. SymPy may run forever or exhaust memory, so the worker sets a timer before each pair. When it
+   runs out, the kernel kills the worker, and the pair counts as not equal.
+3. Any number of threads may call `equal`. Each takes an idle worker or starts one, up to `WORKERS`.
    If all are busy, the thread blocks until one is returned.
-5. Model text is never evaluated. Math-Verify's parser of plain expressions calls Python's eval
+4. Model text is never evaluated. Math-Verify's parser of plain expressions calls Python's eval
    (through sympy.parse_expr), so only its LaTeX parser, a grammar, is used.
 """
 
@@ -49,12 +48,9 @@ def check_installed() -> None:
 def equal(prediction: str, reference: str) -> bool:
     """Whether two answers are equal; False if either cannot be parsed in time.
 
-    Answers are LaTeX without dollar signs, or plain numbers. Any string is accepted, and the call
-    returns within seconds. Results are cached, because samples often repeat an answer.
-
-    Raises:
-      ImportError: if Math-Verify is not installed.
-      RuntimeError: if a worker exits before it is ready.
+    Answers are LaTeX without dollar signs, or plain numbers; any string is accepted. Results are
+    cached, because samples often repeat an answer. Raises ImportError without Math-Verify, and
+    RuntimeError if a worker exits before it is ready.
     """
     if max(len(prediction), len(reference)) > MAX_CHARACTERS:
         return False

@@ -35,13 +35,10 @@ class Policy:
         thinking: bool | None = None,
         sizes: SamplerConfig = SIZES,
     ):
-        """Read the architecture and the tokenizer, but not the weights.
+        """Read the architecture and the tokenizer of a Hugging Face folder, but not the weights.
 
-        Args:
-          folder: Hugging Face folder of the policy; errors as in weights.read_config_and_tokenizer.
-          dtype: dtype of the weights.
-          thinking: thinking mode of the chat template; see `tokenizer.load`.
-          sizes: sampler sizes; see `SIZES`.
+        `thinking` is the mode of the chat template, see `tokenizer.load`. Errors are those of
+        weights.read_config_and_tokenizer.
         """
         self.folder = pathlib.Path(folder)
         self.config, self.tokenizer = weights.read_config_and_tokenizer(folder, thinking)
@@ -54,7 +51,6 @@ class Policy:
         return distributed.broadcast(lambda: hashes.fingerprint(epath.Path(self.folder)))
 
     def release(self) -> None:
-        """Free the weights."""
         self._params = None
 
     def sample(
@@ -65,11 +61,9 @@ class Policy:
         options: Sequence[Options],
         wanted: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, list[Sample]]]:
-        """Sample G answers to each prompt.
+        """Sample G = `group` answers to each prompt, token ids int32 [P].
 
         Args:
-          prompts: token ids of each prompt, int32 [P].
-          group: samples per prompt, G.
           keys: key data of each prompt, uint32 [prompts, 2]; the sampler folds in the sample and
             token indices.
           options: sampling options of each prompt.
@@ -117,11 +111,9 @@ class Policy:
     ) -> Iterator[tuple[int, str | None]]:
         """Sample one reply to each user turn, then release the weights.
 
-        All processes must call this with the same arguments; `keys` are as in `sample`.
-
-        Yields:
-          (index of the prompt, reply text). The reply is None if the prompt does not fit into the
-          context; these come first, the others in order of completion.
+        All processes must call this with the same arguments; `keys` are as in `sample`. Yields
+        (index of the prompt, reply text). The reply is None if the prompt does not fit into the
+        context; these come first, the others in order of completion.
         """
         ids, fitting = self.fit(prompts, options.max_tokens)
         for place in sorted(set(range(len(prompts))) - set(fitting)):
@@ -133,8 +125,7 @@ class Policy:
     def fit(self, prompts: Sequence[str], max_tokens: int) -> tuple[list[np.ndarray], list[int]]:
         """Tokenize prompts; keep those that leave room for `max_tokens` in the context.
 
-        Returns:
-          (token ids int32 [P] of the kept prompts, their indices among all prompts).
+        Returns (token ids int32 [P] of the kept prompts, their indices among all prompts).
         """
         room = self.config.max_positions - max_tokens
         ids = enumerate(np.array(self.tokenizer.chat(prompt), np.int32) for prompt in prompts)

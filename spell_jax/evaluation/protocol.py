@@ -1,11 +1,9 @@
 """The paper's evaluation protocol (section 4.1, spec section 11) as pure functions.
 
-1. A prompt longer than the limit loses its middle (`truncate`).
-2. Each question has n scores in [0, 1]. pass@1 is their mean. pass@k is the best of k scores,
-   averaged over all ways to choose k of the n (`best_of`); for scores of 0 and 1 that is Eq. 11.
-3. A benchmark's score is the mean over its questions, with a bootstrap interval over questions.
-4. Columns are those of Table 1, where the three sets from LongBench share one. "Avg." is the mean
-   of the columns. The mean of all benchmarks is reported beside it.
+Each question has n scores in [0, 1]. pass@1 is their mean, pass@k is `best_of`. A benchmark's score
+is the mean over its questions, with a bootstrap interval over questions. Columns are those of Table
+1, where the three sets from LongBench share one. "Avg." is the mean of the columns; the mean of all
+benchmarks is reported beside it.
 """
 
 from __future__ import annotations
@@ -38,10 +36,8 @@ def truncate(ids: np.ndarray, limit: int) -> np.ndarray:
 def best_of(scores: Sequence[float], k: int) -> float:
     """Best of k scores, averaged over all choices of k scores without replacement.
 
-    If c of n scores are 1 and the others 0, this is Eq. 11: 1 - C(n - c, k) / C(n, k).
-
-    Raises:
-      ValueError: if k is not between 1 and the number of scores.
+    If c of n scores are 1 and the others 0, this is Eq. 11: 1 - C(n - c, k) / C(n, k). Raises
+    ValueError unless 1 <= k <= n.
     """
     n = len(scores)
     if not 1 <= k <= n:
@@ -53,15 +49,10 @@ def best_of(scores: Sequence[float], k: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A mean over questions with its bootstrap distribution.
-
-    Attributes:
-      value: mean over the questions.
-      resampled: means over bootstrap samples of the questions, float [BOOTSTRAP_SAMPLES].
-    """
+    """A mean over questions with its bootstrap distribution."""
 
     value: float
-    resampled: np.ndarray
+    resampled: np.ndarray  # means over bootstrap samples, float [BOOTSTRAP_SAMPLES]
 
     def record(self) -> dict[str, float]:
         """The mean and its 95 % interval, as {"mean", "low", "high"}."""
@@ -70,13 +61,10 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], name: str, seed: int) -> Estimate:
-    """Mean of one value per question, with its bootstrap distribution.
+    """Mean of one value per question, at least one, with its bootstrap distribution.
 
     The bootstrap is seeded by the seed and the benchmark's name: every run resamples the same
     questions, so that the intervals of two policies differ by their answers alone.
-
-    Raises:
-      ValueError: if there are no values.
     """
     if not values:
         raise ValueError(f"{name}: has no questions")
@@ -95,8 +83,7 @@ def mean(estimates: Collection[Estimate]) -> Estimate:
 def columns(names: Iterable[str], shared: Columns) -> dict[str, Sequence[str]]:
     """Column title or benchmark name -> names of its benchmarks.
 
-    A shared column is used only if all its benchmarks are present. It takes the position of the
-    first of them.
+    A shared column is used only if all its benchmarks are present, at the position of the first.
     """
     names = list(names)
     complete = {title: some for title, some in shared.items() if set(some) <= set(names)}
@@ -109,17 +96,10 @@ def aggregate(
 ) -> dict[str, Any]:
     """Compute the numbers of Table 1 for a policy at one prompt limit.
 
-    Args:
-      scores: benchmark -> question -> n scores in [0, 1]; at least one benchmark.
-      shared: columns that average several benchmarks.
-      seed: bootstrap seed.
-
-    Returns:
-      {"benchmarks" | "columns": {name: {"pass@k": {"mean", "low", "high"}}},
-      "average" | "task_mean": {"pass@k": ...}}, JSON-serializable; k is at most n.
-
-    Raises:
-      ValueError: if a benchmark has no questions.
+    `scores` maps at least one benchmark, then its questions, to n scores in [0, 1]. The result is
+    JSON-serializable, with k at most n: {"benchmarks" | "columns": {name: {"pass@k": {"mean",
+    "low", "high"}}}, "average" | "task_mean": {"pass@k": ...}}. A benchmark without questions is a
+    ValueError.
     """
     samples = min((len(one) for some in scores.values() for one in some), default=0)
     made: dict[str, Any] = {"benchmarks": {}, "columns": {}, "average": {}, "task_mean": {}}
@@ -138,7 +118,6 @@ def aggregate(
 
 
 def _pass_at(samples: int) -> dict[str, int]:
-    """ "pass@k" -> k, for each k that this number of samples allows."""
     return {f"pass@{k}": k for k in ATTEMPTS if k <= max(1, samples)}
 
 
@@ -156,16 +135,10 @@ def summarize(
 ) -> list[dict[str, Any]]:
     """Summarize each prompt limit: {"max_input"} | aggregate(), with counts for each benchmark.
 
-    If the rows of a benchmark have "by", its summary also has "by": [{field: value, "questions",
-    "pass@k": {"mean", "low", "high"}}], with one entry per combination of field values, sorted by
-    these values.
-
-    Args:
-      rows: all samples (see answering); the G = `samples` samples of a question are adjacent.
-      names: benchmark names, in output order.
-      limits: prompt limits in tokens.
-      samples: samples per question, G.
-      shared, seed: see `aggregate`.
+    `rows` holds all samples (see answering); the G = `samples` samples of a question are adjacent.
+    The order of `names` is that of the output. If the rows of a benchmark have "by", its summary
+    also has "by": [{field: value, "questions", "pass@k": {"mean", "low", "high"}}], with one entry
+    per combination of field values, sorted by these values.
     """
     made = []
     for limit in limits:
@@ -229,9 +202,8 @@ def _counts(groups: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 def table(summaries: Sequence[Mapping[str, Any]]) -> str:
     """Format summaries as Markdown like Table 1: a table per pass@k, a row per limit and policy.
 
-    Args:
-      summaries: {"policy", "titles": {benchmark: title}, "rows": [{"max_input"} | aggregate()]} of
-        each evaluation. The first one determines the columns; missing values are left empty.
+    A summary is {"policy", "titles": {benchmark: title}, "rows": [{"max_input"} | aggregate()]}.
+    The first one determines the columns; missing values are left empty.
     """
     first = summaries[0]
     titles, names = first["titles"], list(first["rows"][0]["columns"])

@@ -1,9 +1,8 @@
 """One evaluation of a policy on public benchmarks: check, sample, score, judge, write.
 
-1. The G samples of a question at a prompt limit are appended to samples.jsonl when all of them
-   exist, so a restarted evaluation skips the question.
-2. Scores and the judge's verdicts are computed at the end, for rows of earlier starts too.
-3. config.json in the output folder describes the evaluation; another one needs another folder.
+The G samples of a question at a prompt limit are appended to samples.jsonl when all of them exist,
+so a restarted evaluation skips the question. config.json in the output folder describes the
+evaluation; another one needs another folder.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SAMPLES, SUMMARY, TABLE, PLOTS = "samples.jsonl", "summary.json", "table.md", "p
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """Policy, questions and sampling of an evaluation.
+    """Policy, questions and sampling of an evaluation; a field out of range is a ValueError.
 
     Attributes:
       policy: folder of the policy.
@@ -45,9 +44,6 @@ class EvaluationConfig:
       dtype: dtype of the policy's weights.
       thinking: "", "on" or "off", for chat templates with such a switch.
       sampling: sampling options.
-
-    Raises:
-      ValueError: if a field is out of range.
     """
 
     policy: str
@@ -73,9 +69,8 @@ class EvaluationConfig:
 def from_flags(given: Any) -> EvaluationConfig:
     """Makes the config from the flags of spell_jax/evaluate.py.
 
-    Raises:
-      UsageError: if not exactly one flag names the policy, or --max_input has no numbers.
-      ValueError: if a flag is out of range.
+    Raises UsageError if not exactly one flag names the policy, or --max_input has no numbers;
+    ValueError if a flag is out of range.
     """
     if bool(given.workdir) == bool(given.policy):
         raise app.UsageError("--workdir or --policy: exactly one of them must name the policy")
@@ -104,11 +99,9 @@ def run(
     """Evaluates a policy and returns the content of summary.json; all processes call it together.
 
     Args:
-      config: policy, questions and sampling.
       out: local output folder, made if missing; only process 0 reads and writes there.
       name: name of the policy in the table.
       judge: judge of answers with a rule score below 1; None uses the rule alone.
-      sizes: sampler sizes; see policy_sampler.SIZES.
       compare: output folders of other evaluations, whose rows are added to the table.
 
     Raises:
@@ -128,8 +121,8 @@ def run(
         "weights": policy.fingerprint(),
         "questions": {one.name: answering.fingerprint(one) for one in benchmarks},
     }
-    rows: dict[QuestionKey, list[Row]] = {}  # on process 0
-    others: list[dict[str, Any]] = []  # on process 0
+    rows: dict[QuestionKey, list[Row]] = {}  # like `others`, on process 0 only
+    others: list[dict[str, Any]] = []
 
     def resume() -> list[QuestionKey]:
         others.extend(json.loads((pathlib.Path(one) / SUMMARY).read_text()) for one in compare)

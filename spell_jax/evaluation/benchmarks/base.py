@@ -1,7 +1,6 @@
 """Data types of a benchmark: questions with prompts and references, and the scoring of answers.
 
 Each family of benchmarks has one file, which reads them from published files or generates them.
-`spell_jax/evaluation/runner.py` samples answers, asks a judge where `judged` is set, and averages.
 """
 
 from __future__ import annotations
@@ -13,23 +12,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One question.
+    """One question."""
 
-    Attributes:
-      id: identifier, unique within the benchmark and the same in every run.
-      prompt: user turn for the policy, without a chat template and not truncated.
-      question: question alone, as shown to a judge.
-      references: correct answers, at least one.
-      fields: further JSON-serializable data for scoring or tables (a needle's depth, a length).
-      judged: whether a judge may be asked, if the benchmark is judged.
-    """
-
-    id: str
-    prompt: str
-    question: str
-    references: tuple[str, ...]
+    id: str  # unique within the benchmark and the same in every run
+    prompt: str  # user turn for the policy, without a chat template and not truncated
+    question: str  # alone, as shown to a judge
+    references: tuple[str, ...]  # correct answers, at least one
+    # JSON-serializable data for scoring or tables (a needle's depth, a length).
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    judged: bool = True
+    judged: bool = True  # whether a judge may be asked, if the benchmark is judged
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,9 @@
     clinic150     data_oos_plus.json                           15250   3100     151
     nlu           NLU-Data-Home-Domain-Annotated-All.csv       23143   2572      68
 
-1. As in HELMET, CLINC is tested on its validation set, out-of-scope texts included.
-2. As in HELMET, a tenth of the NLU data is held out for the test. The random split is our own; it
-   leaves every label at least one example.
-3. Examples are balanced over labels: they come in rounds that have every label once.
+As in HELMET, CLINC is tested on its validation set, out-of-scope texts included, and a tenth of the
+NLU data is held out for the test. That random split is our own; it leaves every label at least one
+example. Examples come in rounds that have every label once.
 """
 
 from __future__ import annotations
@@ -32,19 +31,13 @@ _ANNOTATION = re.compile(r"\[[^\[\]:]*:+([^\[\]]*)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Reader and published sizes of a dataset.
+    """Reader and published sizes of a dataset."""
 
-    Attributes:
-      reader: folder -> pairs for the examples in prompts, pairs for the questions.
-      train, test, labels: numbers of training texts, test texts and labels.
-      shots: number of examples in a prompt for each of `retrieval.LENGTHS`; from HELMET's
-        configs/icl_short.yaml and icl.yaml.
-    """
-
-    reader: Callable[[Folder], tuple[Pairs, Pairs]]
+    reader: Callable[[Folder], tuple[Pairs, Pairs]]  # pairs for examples, pairs for questions
     train: int
     test: int
     labels: int
+    # Examples in a prompt, by `retrieval.LENGTHS`: HELMET's configs/icl_short.yaml and icl.yaml.
     shots: tuple[int, int, int, int, int]
 
 

@@ -6,13 +6,11 @@
     frames                          824  a phrase        cover exact match
     docmath                         800  a number        within 0.15 %, percent and scale words
 
-1. Prompts are the responder's prompts in training (set "full"). Rules are those of the reward.
-2. A judge is asked if the rule score is below 1, except for letters (paper Appendix E.2).
-3. LongBench: only the first answer is the reference.
-4. DocMath: paragraphs are joined by newlines. Frames: documents are joined by newlines, and each is
-   its title, a newline and its text (spec section 11).
-
-Sources and layouts: docs/evaluation.md. Loaders are `published.Loader`s.
+Prompts are the responder's prompts in training (set "full"), rules are those of the reward. A judge
+is asked if the rule score is below 1, except for letters (paper Appendix E.2). For LongBench, only
+the first answer is the reference. Paragraphs (DocMath) or documents (Frames, each a title, a
+newline and a text) are joined by newlines (spec section 11). Sources and layouts:
+docs/evaluation.md.
 """
 
 from __future__ import annotations

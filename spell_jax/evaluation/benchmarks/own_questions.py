@@ -1,10 +1,10 @@
 """Questions that a training run of ours generated, to measure their difficulty for another policy.
 
-1. A run's folder has its episodes (runtime/episodes.py), with documents for some clusters. Accepted
-   questions whose documents are stored are asked. The others are counted and logged.
-2. The answering policy is an external responder that reads all documents of the cluster. Its prompt
-   is that of the run (algorithm.prompts in config.json; "full" if there is no config.json).
-3. The task's rule scores the answer against the reference. A judge is asked except for letters.
+1. Accepted questions in a run's episodes (runtime/episodes.py) whose documents are stored are
+   asked. The others are counted and logged.
+2. The answering policy is an external responder that reads all documents of the cluster, with the
+   prompt of the run (algorithm.prompts in config.json; "full" if there is no config.json).
+3. The task's rule scores the answer. A judge is asked except for letters.
 4. Answers are averaged by training step. Difficulty is 1 - pass@1 (paper section 4.3, Figure 4).
 """
 
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 
 def load(folder: Folder, limit: int | None = None) -> Benchmark:
-    """Load the questions of a run, at most `PER_STEP` per step.
+    """Load the questions of a run, at most `PER_STEP` per step, with the fields "step" and "task".
 
-    Items have the fields "step" and "task". A limit spreads the questions evenly over the steps.
+    A limit spreads the questions evenly over the steps.
 
     Raises:
       ValueError: if no question can be asked, or config.json is not a run's config.

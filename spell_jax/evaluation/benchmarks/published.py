@@ -1,10 +1,9 @@
 """Strict readers of published datasets: scores compare only if the data is as published.
 
-1. A dataset has one or several layouts (its authors' download, a mirror). Each is a list of files.
-2. The first layout found in the folder is read row by row: .json (a list), .jsonl, .csv, .parquet.
-3. The number of rows must equal the published one, unless `limit` asks for fewer.
-4. Any deviation is a ValueError that names the file, the row, the field and the expected value; a
-   missing file is a FileNotFoundError.
+A dataset has one or several layouts (its authors' download, a mirror), each a list of files. The
+first one found in the folder is read row by row. The number of rows must equal the published one,
+unless `limit` asks for fewer. A missing file is a FileNotFoundError. Any other deviation is a
+ValueError that names the file, the row, the field and the expected value.
 """
 
 from __future__ import annotations
@@ -23,23 +22,17 @@ from spell_jax.evaluation.benchmarks.base import Benchmark
 HELP = "docs/evaluation.md says where to get it and which files it has"
 Folder = str | Path
 Layouts = Sequence[Sequence[str]]
-# (folder of the files, number of questions or None for all) -> benchmark. The folder has one of the
-# layouts that the loader names. A loader raises FileNotFoundError or ValueError if it is not as
-# published.
+# (folder of the files, number of questions or None for all) -> benchmark. A loader raises
+# FileNotFoundError or ValueError if the folder is not as published.
 Loader = Callable[[Folder, int | None], Benchmark]
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of a file.
+    """One row of a file."""
 
-    Attributes:
-      where: file and row number, for error messages.
-      values: field -> value, as in the file.
-    """
-
-    where: str
+    where: str  # file and row number, for error messages
     values: Mapping[str, Any]
 
     def get(self, field: str, kinds: type[T] | tuple[type[T], ...], wanted: str) -> T:
@@ -60,14 +53,12 @@ class Row:
         return value
 
     def texts(self, field: str) -> list[str]:
-        """List of at least one text in a field."""
         values = self.get(field, list, "a list of texts")
         if not values or not all(isinstance(value, str) for value in values):
             raise self.wrong(field, "a list of at least one text")
         return [SURROGATE.sub("\ufffd", value) for value in values]
 
     def rows(self, field: str) -> list[Row]:
-        """List of objects in a field, as rows."""
         values = self.get(field, list, "a list of objects")
         if not all(isinstance(value, dict) for value in values):
             raise self.wrong(field, "a list of objects")
@@ -100,10 +91,8 @@ def locate(folder: Folder, layouts: Layouts) -> list[Path]:
 def rows_of(path: Path, format: str = "", delimiter: str = ",") -> Iterator[Row]:
     """Iterate over the rows of a file, in file order.
 
-    The format is ".json", ".jsonl", ".csv" or ".parquet"; "" takes the suffix of the path.
-
-    Raises:
-      ValueError: if the file is damaged or is not a list of objects.
+    The format is ".json", ".jsonl", ".csv" or ".parquet"; "" takes the suffix of the path. Raises
+    ValueError if the file is damaged or is not a list of objects.
     """
     format = format or path.suffix
     values = json_value(path, list) if format == ".json" else _values(path, format, delimiter)
@@ -149,10 +138,9 @@ def json_value(path: Path, kind: type[T]) -> T:
 
 
 def read(folder: Folder, layouts: Layouts, published: int, limit: int | None) -> list[Row]:
-    """Read all rows of a dataset, or the first `limit`.
+    """Read all rows of a dataset, or the first `limit`; rows after the limit are not checked.
 
-    Rows after the limit are not checked; without one, `published` rows are required. Raises as
-    `locate`, `rows_of` and `check_count`.
+    Without a limit, `published` rows are required. Raises as `locate`, `rows_of`, `check_count`.
     """
     paths = locate(folder, layouts)
     rows = list(itertools.islice(itertools.chain.from_iterable(map(rows_of, paths)), limit))

@@ -1,20 +1,15 @@
 """All benchmarks by name.
 
-    benchmark = load("longbench_v2", "/data/LongBench-v2")
-
-Most are read from a local folder with the files of a published dataset. docs/evaluation.md lists
-the names, the source of each dataset, and its files. RULER and the needle grid are generated for
-the policy's own tokenizer:
+Most are read from a local folder with the files of a published dataset (docs/evaluation.md). RULER
+and the needle grid are generated for the policy's own tokenizer:
 
     ruler_TASK_LENGTH       one of RULER's tasks at one length, such as ruler_vt_16384
     needle_LENGTH_...       the needle grid at these lengths, such as needle_4096_16384_65536
     needle                  the needle grid at lengths from 4K to 128K
 
-1. A length counts tokens of the policy, with its chat layout: --max_input=16384 does not truncate a
-   prompt of ruler_vt_16384.
-2. All *.txt files of the folder are the prose that hides needles. All *.jsonl files are the
-   questions of ruler_qa_LENGTH (see ruler.read_rows). The other tasks need no files.
-3. Each length and item has its own seed, the same in every run.
+A length counts tokens of the policy, with its chat layout: --max_input=16384 does not truncate a
+prompt of ruler_vt_16384. All *.txt files of the folder are the prose that hides needles; all
+*.jsonl files are the questions of ruler_qa_LENGTH (see ruler.read_rows).
 """
 
 from __future__ import annotations
@@ -48,7 +43,6 @@ COLUMNS = {
     "Helmet-Summ": ("helmet_infbench_sum", "helmet_multi_lexsum"),
 }
 
-
 FORMS = ("ruler_TASK_LENGTH", "needle_LENGTH_...")  # names of generated benchmarks
 
 
@@ -70,7 +64,6 @@ def load(
 
     Args:
       name: key of `LOADERS`, or a name in one of the `FORMS`.
-      folder: folder of the files.
       limit: maximum number of questions, at least 1; None loads all. Published files then need only
         as many rows as the limit takes.
       tokenizer: tokenizer of the policy; generated benchmarks measure their length in its tokens.

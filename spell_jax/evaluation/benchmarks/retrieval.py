@@ -11,14 +11,13 @@
 1. MRCR is a conversation that makes the same request several times. The model must repeat one of
    the replies after a random string. Here the conversation is one user turn; each message is headed
    "User:" or "Assistant:", as in MRCR's own examples.
-2. HELMET samples 100 questions (500 for ICL) and the examples in prompts with the random numbers of
-   its libraries. Here they are sampled with a seed of our own, the same in every run.
-3. Prompts of HELMET's tasks have our own wording. Scores compare between our models. They compare
-   with published scores only up to the different sample and wording.
-4. HELMET sets a length in tokens by the number of passages or examples; `LENGTHS` are its lengths.
+2. HELMET samples 100 questions (500 for ICL) and the examples in prompts. Here the seed is our own,
+   the same in every run, and the prompts have our own wording. Scores compare between our models;
+   with published scores they compare only up to this difference.
+3. HELMET sets a length in tokens by the number of passages or examples; `LENGTHS` are its lengths.
    Books and court files are not truncated here: the caller truncates prompts to the model's limit.
 
-Sources and layouts: docs/evaluation.md. Loaders are `published.Loader`s.
+Sources and layouts: docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ _LAW_PROMPT = (
 def load_mrcr(needles: int, folder: Folder, limit: int | None = None) -> Benchmark:
     """Load MRCR with 2, 4 or 8 needles.
 
-    The files are `Nneedle/Nneedle_0.parquet` and `Nneedle/Nneedle_1.parquet`, formerly one file,
-    `Nneedle.parquet`.
+    The files are `Nneedle/Nneedle_0.parquet` and `_1.parquet`, formerly one, `Nneedle.parquet`.
     """
     name = f"{needles}needle"
     layouts = [[f"{name}/{name}_0.parquet", f"{name}/{name}_1.parquet"], [f"{name}.parquet"]]
@@ -105,10 +103,9 @@ def load_mrcr(needles: int, folder: Folder, limit: int | None = None) -> Benchma
 def score_mrcr(text: str, item: Item) -> float:
     """SequenceMatcher's ratio of reply and reference after the prefix; 0.0 without the prefix.
 
-    The score is that of the dataset's own grader, except that thinking and surrounding blanks are
-    removed first. SequenceMatcher takes more than linear time. Therefore at most twice the
-    reference's length plus 1000 characters of a reply are matched; the rest counts as not matching.
-    Shorter replies get exactly the grader's score.
+    This is the dataset's own grader, after removing thinking and surrounding blanks.
+    SequenceMatcher takes more than linear time, so at most twice the reference's length plus 1000
+    characters of a reply are matched; the rest counts as not matching.
     """
     prefix, answer = item.fields["prefix"], item.references[0]
     visible = visible_text(text) or ""
@@ -149,10 +146,9 @@ def load_rag(
     """Load questions asked after passages of Wikipedia, from HELMET's `data/kilt/`.
 
     100 questions are sampled. Each is asked 6 times (HotpotQA: 3), once per position of its gold
-    passage.
-
-    The folder is that of HELMET's unpacked data.tar.gz, or `data` or `data/kilt` in it. The limit
-    takes the first items in file order. `length` is the prompt length in tokens, of `LENGTHS`.
+    passage. The folder is that of HELMET's unpacked data.tar.gz, or `data` or `data/kilt` in it.
+    The limit takes the first items in file order. `length` is the prompt length in tokens, of
+    `LENGTHS`.
     """
     question_file, example_file, positions = _RAG[task]
     path, examples = (
@@ -233,10 +229,9 @@ def load_icl(
 ) -> Benchmark:
     """Load in-context classification: the labels must be inferred from examples in the prompt.
 
-    Each question has its own examples, balanced over labels. Labels are shown as numbers, which are
-    assigned at random for each question, so that no label is known beforehand.
-
-    The task is a key of `helmet_labels.TASKS`; `length` is the prompt length in tokens.
+    Each question has its own examples, balanced over labels. Labels are shown as numbers, assigned
+    at random for each question, so that no label is known beforehand. The task is a key of
+    `helmet_labels.TASKS`; `length` is the prompt length in tokens.
     """
     train, test = helmet_labels.read(task, folder, complete=limit is None)
     by_label = helmet_labels.by_label(train)
@@ -322,8 +317,8 @@ def rouge_l(text: str, reference: str) -> float:
     """F1 of the longest common subsequence of words, in [0, 1].
 
     Words are runs of a-z and 0-9 in lower case, as in the package rouge-score, without stemming.
-    The length of the subsequence comes from a bit-parallel algorithm (Hyyro 2004) with one bit per
-    word of the reference. Memory is linear. For a given reference, time is linear in the text.
+    The algorithm is bit-parallel (Hyyro 2004), with one bit per word of the reference. Memory is
+    linear; for a given reference, time is linear in the text.
     """
     ours, theirs = _WORD.findall(text.lower()), _WORD.findall(reference.lower())
     if not ours or not theirs:
@@ -390,7 +385,6 @@ def _choose(choices: Sequence[T], count: int) -> list[T]:
 
 
 def _rng(key: str) -> random.Random:
-    """Random generator that depends on the key and `SEED` alone."""
     return random.Random(int.from_bytes(hashlib.sha256(f"{SEED} {key}".encode()).digest()[:8]))
 
 

@@ -8,13 +8,10 @@
     gsm8k     1,319  mathematical equality
     mmlu_pro 12,032  the letter, A to J
 
-1. A mathematical answer is the content of the last box after the thinking, else the text after "the
-   answer is". `math_equal` compares it with the reference, by Math-Verify under a time limit.
-2. A letter is parsed as in training (spec section 5.2), but with ten letters.
-3. No judge is asked, because both metrics are exact.
-4. Prompts have no examples.
-
-Sources and layouts: docs/evaluation.md. Loaders are `published.Loader`s.
+A mathematical answer is the content of the last box after the thinking, else the text after "the
+answer is", compared by `math_equal`. A letter is parsed as in training (spec section 5.2), but with
+ten letters. No judge is asked, because both metrics are exact. Prompts have no examples. Sources
+and layouts: docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -62,10 +59,10 @@ _LETTER_PATTERNS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class MathSet:
-    """A set of mathematical problems: the heading of its column, its published number of rows."""
+    """A set of mathematical problems."""
 
-    title: str
-    rows: int
+    title: str  # of its table column
+    rows: int  # as published
     # Files of each publisher -> names of the fields of question and answer.
     layouts: Mapping[tuple[str, ...], tuple[str, str]]
 

@@ -1,10 +1,8 @@
 """Prompts of a given length in tokens that hide needles; shared by RULER and the needle grid.
 
-1. `Names` samples the keys and values of needles.
-2. `Pile` takes pieces of text (sentences, documents) one by one and counts the tokens of each once.
-3. `insert_needles` puts needles between pieces, at depths given as fractions of the pieces' tokens.
-4. `fit` finds a prompt of 0.95 to 1 times the maximum length, usually at the first attempt.
-5. `match_all` and `match_part` score answers.
+`Names` samples the keys and values of needles. `Pile` takes pieces of text (sentences, documents)
+one by one and counts the tokens of each once. `insert_needles` puts needles between pieces. `fit`
+finds a prompt of 0.95 to 1 times the maximum length, usually at the first attempt.
 """
 
 from __future__ import annotations
@@ -25,14 +23,11 @@ import numpy as np
 from spell_jax.evaluation.benchmarks.base import Item
 from spell_jax.selfplay import rules
 
-# Minimum prompt length as a fraction of the maximum length.
-SHORTEST = 0.95
-
-# Repeated to fill a haystack of pure noise.
+SHORTEST = 0.95  # minimum prompt length as a fraction of the maximum length
 NOISE = "The river runs slow. The wind is mild. The road is long. We walk on. Home is not far."
 
-# 256 adjectives x 256 nouns are 65,536 names. A haystack of a million tokens made of needles, 18
-# tokens each, needs fewer keys. No adjective is the end of another and no noun is the beginning of
+# 256 adjectives x 256 nouns are 65,536 names, enough for a haystack of a million tokens made of
+# needles, 18 tokens each. No adjective is the end of another and no noun is the beginning of
 # another, so no name is part of another.
 _WORDS = pathlib.Path(__file__).with_name("words.txt").read_text().split("\n\n")
 ADJECTIVES, NOUNS = (tuple(words.split()) for words in _WORDS)
@@ -73,19 +68,12 @@ def letters(rng: np.random.Generator, count: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Maximum length, token counters and prose for building prompts.
+    """Maximum length, token counters and prose for building prompts."""
 
-    Attributes:
-      length: maximum number of tokens in a prompt, without the answer.
-      count: prompt -> number of tokens that the policy receives.
-      cost: piece of a prompt -> number of tokens; cached.
-      text: prose, or "".
-    """
-
-    length: int
-    count: Callable[[str], int]
-    cost: Callable[[str], int]
-    text: str = ""
+    length: int  # maximum number of tokens in a prompt, without the answer
+    count: Callable[[str], int]  # tokens of a prompt as the policy receives it
+    cost: Callable[[str], int]  # tokens of a piece of a prompt; cached
+    text: str = ""  # prose
 
     def prose(self, rng: np.random.Generator) -> Pile:
         """Pile of sentences from a random start, cyclic; raises ValueError without sentences."""
@@ -100,10 +88,9 @@ class Source:
         return self.pile(itertools.repeat(NOISE), after="\n")
 
     def pile(self, pieces: Iterable[str], before: str = "", after: str = "") -> Pile:
-        """Pile of pieces without separators; counts each with its separator.
+        r"""Pile of pieces without separators; counts each with its separator.
 
-        The side of the separator matters: in Qwen's vocabulary " The" is one token, and so is
-        ".\\n".
+        The side matters: in Qwen's vocabulary " The" is one token, and so is ".\n".
         """
         return Pile((piece, self.cost(before + piece + after)) for piece in pieces)
 
@@ -111,8 +98,7 @@ class Source:
 class Pile:
     """(text, tokens) pairs of an iterator, kept so that each `take` sees the same pieces."""
 
-    # Pieces tried for the gap that remains when the next piece no longer fits.
-    _TRIED = 32
+    _TRIED = 32  # pieces tried for the gap that remains when the next one no longer fits
 
     def __init__(self, pieces: Iterator[tuple[str, int]]):
         self._unread = pieces
@@ -173,18 +159,16 @@ Make = Callable[[int], Item]
 def fit(make: Make, source: Source, id: str, **fields: Any) -> Item:
     """Find a question whose prompt has `SHORTEST` to 1 times the maximum length.
 
-    The question gets `id`, `fields`, and the fields "length" (the maximum) and "tokens".
-
-    Raises:
-      ValueError: if the shortest prompt is too long, or there is not enough filling.
+    The question gets `id`, `fields`, and the fields "length" (the maximum) and "tokens". Raises
+    ValueError if the shortest prompt is too long, or there is not enough filling.
     """
     length = source.length
     frame = source.count(make(0).prompt)
     if frame > length:
         raise ValueError(f"length = {length}: must be at least {frame}, the prompt without filling")
     budget, tokens = length - frame, frame
-    # The count of a whole text seldom differs from the sum over its pieces, so one attempt usually
-    # suffices. Tokenizers that add a token to every text (a start token, a space) need another.
+    # One attempt usually suffices. Tokenizers that add a token to every text (a start token, a
+    # space) need another.
     for _ in range(8):
         item = make(budget)
         tokens = source.count(item.prompt)

@@ -34,8 +34,8 @@ from spell_jax.runtime.jsonl import read_records
 
 ITEMS = 500  # questions per task and length, as in the paper
 
-# A task maps (source, random generator of the item) to a function (tokens of filling -> question).
-# The first call samples the question, so that it stays the same for every amount of filling.
+# (source, generator of the item) -> (tokens of filling -> question). The first call samples the
+# question, so that it stays the same for every amount of filling.
 Task = Callable[[Source, np.random.Generator], Make]
 
 # Depths of needles in prose, as fractions of its tokens: 40 values, evenly spaced in [0, 1]. In
@@ -60,23 +60,17 @@ class QaRow:
 def ruler(
     task: str, source: Source, rows: Sequence[QaRow] = (), items: int = ITEMS, seed: int = 0
 ) -> Benchmark:
-    """Build one task at one length.
+    """Build one task of `TASKS` at the length of `source`; the same arguments give the same items.
 
-    A prompt of 128K tokens takes 0.3 to 0.6 s on one core with Qwen's tokenizer. Counting the whole
-    prompt takes 0.3 s of that; it guarantees the length. Items have the fields "length" (the
-    maximum) and "tokens" (of the prompt), and for niah_* "depths" (fractions of the haystack before
-    the needles asked for).
-
-    Args:
-      task: one of `TASKS`.
-      source: maximum length of a prompt, token counters, and prose for the tasks in `PROSE_TASKS`.
-      rows: questions of "qa". Each is asked once, so there are at most as many items.
-      items: number of questions.
-      seed: seed of all randomness; the same arguments give the same benchmark.
+    Each of `rows`, the questions of "qa", is asked once, so there are at most as many items. Items
+    have the fields "length" (the maximum) and "tokens" (of the prompt), and for niah_* "depths"
+    (fractions of the haystack before the needles asked for). A prompt of 128K tokens takes 0.3 to
+    0.6 s on one core with Qwen's tokenizer, 0.3 s of it for counting the whole prompt, which
+    guarantees the length.
 
     Raises:
-      ValueError: if the prose or the rows are missing or too short, or the length is too short for
-        the question.
+      ValueError: if the prose (`PROSE_TASKS`) or the rows are missing or too short, or the length
+        is too short for the question.
     """
     base = [seed, zlib.crc32(task.encode()), source.length]
     if task == "qa":
@@ -105,13 +99,10 @@ def needle(
 ) -> Benchmark:
     """Build the needle grid: one item per length and depth, with lengths in the outer loop.
 
-    A needle is placed at the nearest end of a sentence before its depth.
-
-    Items have the requested "depth" and "length", which are the fields of the breakdown, and the
-    actual number of "tokens" in the prompt.
+    A needle is placed at the nearest end of a sentence before its depth. Items have the requested
+    "depth" and "length", which are the fields of the breakdown, and the actual number of "tokens".
 
     Args:
-      name: name of the benchmark.
       source: token counters and prose; its length does not count.
       lengths: maximum numbers of tokens in a prompt.
       items: number of items; more than one grid repeats it. None makes one grid.
@@ -165,9 +156,8 @@ def _niah(
 ) -> Make:
     """Ask for needles in a haystack (paper section 3.1).
 
-    The filling around the needles is `hay`: "noise", "prose" or "needles". There are `keys` keys
-    with `values` needles each; `queries` of the keys are asked for. `key` and `value` are kinds of
-    `Names`.
+    `hay` is the filling: "noise", "prose" or "needles". `keys` keys have `values` needles each;
+    `queries` of the keys are asked for. `key` and `value` are kinds of `Names`.
     """
     names = Names(rng, source.text if hay == "prose" else "")
     hidden = {names.sample(key): [names.sample(value) for _ in range(values)] for _ in range(keys)}
@@ -194,7 +184,6 @@ def _niah(
 
 
 def _secret(kind: str, key: str, value: str) -> str:
-    """Sentence of a needle; `kind` is "number" or "uuid"."""
     return f"A secret {kind} of {key} is {value}."
 
 
@@ -373,17 +362,12 @@ TASKS = (*_GENERATED, "qa")
 def read_rows(folder: str | pathlib.Path) -> tuple[QaRow, ...]:
     """Read the questions of all *.jsonl files in a folder; bad lines are logged and skipped.
 
-    A line has one of three layouts:
+    A line has the layout of HotpotQA and 2WikiMultihopQA, {"question", "answer", "context":
+    [[title, [sentence, ...]], ...]}; of MuSiQue, {"question", "answer", "answer_aliases",
+    "paragraphs": [{"title", "paragraph_text"}, ...]}; or is {"question", "answer" or "answers",
+    "documents": [text, ...]}.
 
-    1. HotpotQA and 2WikiMultihopQA: {"question", "answer", "context": [[title, [sentence, ...]],
-       ...]}.
-    2. MuSiQue: {"question", "answer", "answer_aliases", "paragraphs": [{"title",
-       "paragraph_text"}, ...]}.
-    3. Any other source: {"question", "answer" or "answers", "documents": [text, ...]}.
-
-    Raises:
-      FileNotFoundError: if the folder is missing or has no *.jsonl file.
-      ValueError: if no line is a question.
+    Raises FileNotFoundError without a *.jsonl file, ValueError if no line is a question.
     """
     paths = sorted(pathlib.Path(folder).glob("*.jsonl"))
     if not paths:
