@@ -127,7 +127,7 @@ def run(
     def resume() -> list[QuestionKey]:
         others.extend(json.loads((pathlib.Path(one) / SUMMARY).read_text()) for one in compare)
         out.mkdir(parents=True, exist_ok=True)
-        setup.check_same(out / setup.CONFIG_FILE, description, "an evaluation")
+        setup.check_same(out / setup.CONFIG_FILE, description)
         rows.update(answering.read_finished(out / SAMPLES, config.sampling.samples))
         return list(rows)
 

@@ -42,11 +42,11 @@ def write_config(config: Mapping[str, Any], workdir: epath.Path) -> None:
     (workdir / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def check_same(path: pathlib.Path, config: Mapping[str, Any], what: str) -> None:
+def check_same(path: pathlib.Path, config: Mapping[str, Any]) -> None:
     """Writes a JSON-able config, or checks that the file there agrees with it.
 
     Raises:
-      ValueError: if they differ; names the first field and `what` is made there ("a set").
+      ValueError: if they differ; names the first such field.
     """
     config = json.loads(json.dumps(config))
     if not path.exists():
@@ -56,8 +56,8 @@ def check_same(path: pathlib.Path, config: Mapping[str, Any], what: str) -> None
     for field, value in config.items():
         if before.get(field) != value:
             raise ValueError(
-                f"{field} = {value!r}: was {before.get(field)!r} when {path} was written; {what} "
-                "is continued with its own config, so start another one in another out"
+                f"{field} = {value!r}: was {before.get(field)!r} when {path} was written; use "
+                "the same value or another --out"
             )
 
 

@@ -206,7 +206,7 @@ def test_a_corrected_rule_counts_for_old_samples(policy, whole, asked, tmp_path,
     [("limit", 1), ("max_input", (24,)), ("sampling", Sampling(3)), ("benchmarks", ("text",))],
 )
 def test_another_evaluation_needs_another_folder(field, value, policy, whole):
-    with pytest.raises(ValueError, match=f"{field} = .*: was .*needs another out"):
+    with pytest.raises(ValueError, match=f"{field} = .*: was .*or another --out"):
         evaluating.run(policy, whole, **{field: value})
 
 
@@ -233,7 +233,7 @@ def test_other_questions_need_another_folder(policy, whole, monkeypatch):
         return dataclasses.replace(made, items=tuple(items))
 
     monkeypatch.setattr(runner.registry, "load", load)
-    with pytest.raises(ValueError, match=r"questions = .*needs another out"):
+    with pytest.raises(ValueError, match=r"questions = .*or another --out"):
         evaluating.run(policy, whole)
 
 

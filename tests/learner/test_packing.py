@@ -211,7 +211,7 @@ def test_parts_have_all_groups_in_their_order(count: int, parts: int) -> None:
 def test_parts_have_the_roles_of_the_whole() -> None:
     groups = [TrainGroup([1], [[2]], [1.0], role) for role in "aaaaaabbbb"]
     assert [[g.role for g in part] for part in packing.in_parts(groups, 2)] == [list("aaabb")] * 2
-    with pytest.raises(ValueError, match="count = 0: groups are dealt out to at least 1 part"):
+    with pytest.raises(ValueError, match="count = 0: must be at least 1"):
         packing.in_parts(groups, 0)
 
 

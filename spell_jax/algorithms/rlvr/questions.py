@@ -336,7 +336,7 @@ def run(
 
     def start_files() -> None:
         out.mkdir(parents=True, exist_ok=True)
-        start.check_same(out / start.CONFIG_FILE, made_from, "a set")
+        start.check_same(out / start.CONFIG_FILE, made_from)
         unfinished.write_bytes(b"")
 
     distributed.broadcast(start_files)

@@ -311,7 +311,7 @@ def test_another_build_needs_another_folder(server, tmp_path):
     build(tmp_path, server)
     count = len(server.requests)
     for changes in ({"documents": 3}, {"seed": 1}, {"agreement": "rule"}, {"name": "other"}):
-        with pytest.raises(ValueError, match=r"a set is continued with its own config"):
+        with pytest.raises(ValueError, match=r"use the same value or another --out"):
             build(tmp_path, server, **changes)
     fewer = {at: end for at, end in ENDS.items() if at}
     with pytest.raises(ValueError, match=r"^data = "):
