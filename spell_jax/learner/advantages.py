@@ -1,8 +1,8 @@
 """Advantages of groups and of questioner rows (paper Eq. 3, 8 and 9; spec section 8).
 
-The functions follow their input. Lists and NumPy arrays are computed in float64 on the host and
-checked for NaN. JAX arrays and tracers are computed in float32 with jax.numpy: the functions also
-run under jit, where values cannot be checked.
+Lists and NumPy arrays are computed in float64 on the host and checked for NaN. JAX arrays and
+tracers are computed in float32 with jax.numpy and are not checked, so the functions also run under
+jit.
 """
 
 from collections.abc import Sequence
@@ -20,21 +20,12 @@ Array = Any  # numpy on the host, jax under jit
 
 
 def group_advantages(rewards: ArrayLike | jax.Array, *, divide_by_deviation: bool = True) -> Array:
-    """Group-normalized advantages of responder and verifier groups (Eq. 8).
+    """Group-normalized advantages [..., G] of responder and verifier rewards [..., G] (Eq. 8).
 
     An advantage is the reward's distance from the group's mean, in sample deviations (ddof 1) plus
-    1e-6. Equal rewards have advantage exactly 0. A group of one has no statistics: its mean counts
-    as 0 and its deviation as 1.
-
-    Args:
-      rewards: finite rewards [..., G].
-      divide_by_deviation: whether to divide by the deviation; if not, only the mean is subtracted.
-
-    Returns:
-      Advantages, float32 [..., G].
-
-    Raises:
-      ValueError: if the rewards are a scalar, or a reward on the host is not finite.
+    1e-6; without `divide_by_deviation`, the distance alone. Equal rewards have advantage exactly 0.
+    A group of one has no statistics: its mean counts as 0 and its deviation as 1. Advantages are
+    float32. ValueError if the rewards are a scalar, or a reward on the host is not finite.
     """
     xp, values = _as_array(rewards)
     message = "rewards: a scalar; its last axis must be the group"
@@ -52,21 +43,12 @@ def group_advantages(rewards: ArrayLike | jax.Array, *, divide_by_deviation: boo
 
 
 def questioner_advantages(rewards: ArrayLike | jax.Array, tasks: Sequence[str]) -> Array:
-    """Advantages of questioner rows, normalized per task (Eq. 9).
+    """Advantages [B] of questioner rewards [B], normalized per task (Eq. 9).
 
     Each task is normalized by its own rows, so that a hard task is not punished for being hard. A
     task with a single row is normalized by the whole batch. A batch of one row has advantage 0.
-
-    Args:
-      rewards: finite rewards of questioner rows [B].
-      tasks: task name of each row; static under jit.
-
-    Returns:
-      Advantages, float32 [B].
-
-    Raises:
-      ValueError: if there are more or fewer rewards than tasks, or a reward on the host is not
-        finite.
+    Advantages are float32; `tasks`, a name per row, is static under jit. ValueError if the numbers
+    of rewards and tasks differ, or a reward on the host is not finite.
     """
     xp, values = _as_array(rewards)
     message = f"rewards: shape {values.shape}; it must be ({len(tasks)},), as tasks"

@@ -14,15 +14,10 @@ import numpy as np
 
 
 def order(is_answer: np.ndarray, used: int, devices: int) -> np.ndarray:
-    """Token at each place of a row, with the devices' equal shares one after the other.
+    """Token at each place of a row, int32 [T], with the devices' equal shares in device order.
 
-    Args:
-      is_answer: whether each token belongs to an answer, bool [T]; T is a multiple of `devices`.
-      used: number of leading tokens that are not padding.
-      devices: number of devices n.
-
-    Returns:
-      int32 [T], a permutation.
+    `is_answer` is bool [T], and T a multiple of `devices` (n). The first `used` tokens are not
+    padding.
     """
     share = len(is_answer) // devices
     prompt = np.flatnonzero(~is_answer[:used])

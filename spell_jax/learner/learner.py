@@ -1,12 +1,9 @@
 """The host-side driver of updates: packs groups into micro-batches and runs the jitted functions.
 
-1. Groups are dealt out to mini-batches, and weighted, split and packed on the host (packing.py).
-2. `start` casts the weights; `advance` dispatches one micro-batch at a time, so that a rollout can
-   run between them; `finish` runs the rest and applies the gradients (update.py).
-3. After too many skipped updates in a row it raises NonFinite, with the groups that caused it
-   (non_finite.py).
-
-Supervised fine-tuning is the same update with advantage 1.
+Groups are split into mini-batches, weighted and packed on the host (packing.py). `start` casts the
+weights, `advance` dispatches one micro-batch at a time, so that a rollout can run between them, and
+`finish` runs the rest and applies the gradients (update.py). Supervised fine-tuning is the same
+update with advantage 1.
 """
 
 from __future__ import annotations
@@ -31,17 +28,9 @@ from spell_jax.runtime import mesh as meshes
 class Learner:
     """Updates of one model on one mesh.
 
-    Args:
-      policy, optimizer, loss, temperature, compute_dtype: as of update.UpdateSpec.
-      packing_config: shapes of micro-batches.
-      mesh: devices.
-
-    Attributes:
-      fns: the jitted functions (update.UpdateFns).
-      frozen: weights that are not trained, in the compute dtype; {} without adapters.
-
-    Raises:
-      ValueError: if a bucket cannot be split over the mesh's context axis.
+    Arguments other than `packing_config` and `mesh` are those of update.UpdateSpec; ValueError if a
+    bucket cannot be split over the mesh's context axis. `fns` are the jitted functions. `frozen`
+    are the weights that are not trained, in the compute dtype; {} without adapters.
     """
 
     def __init__(
@@ -82,7 +71,7 @@ class Learner:
         return self.fns.init(trained)
 
     def freeze(self, params: transformer.Params) -> None:
-        """Takes the weights that are not trained, for a policy with adapters."""
+        """Stores the weights that are not trained, for a policy with adapters."""
         self.frozen = self.fns.cast(jax.device_put(params, self.fns.frozen_shardings))
 
     def cast(self, params: transformer.Params) -> transformer.Params:
@@ -90,7 +79,7 @@ class Learner:
         return lora.join(self.fns.cast(params), self.frozen)
 
     def export(self, params: transformer.Params) -> tuple[PolicyConfig, transformer.Params]:
-        """(architecture, weights) of the policy as a model of its own, adapters merged."""
+        """(architecture, weights) of the policy with its adapters merged."""
         return lora.merge(self.policy, lora.join(params, self.frozen))
 
     # -------------------------------------------------------------------------------- Micro-batches
@@ -98,11 +87,7 @@ class Learner:
     def pack(
         self, groups: Sequence[packing.TrainGroup]
     ) -> tuple[list[packing.MicroBatch], list[packing.TrainGroup], int]:
-        """Packs groups that have weights.
-
-        Returns:
-          (micro-batches, the groups as split for them, number of answers that fit no bucket).
-        """
+        """Packs weighed groups; returns (batches, groups as split, answers that fit no bucket)."""
         if not self.packing.shared_prefix:
             groups = packing.separate_answers(groups)
         fitting, refused = packing.split_groups(groups, self.packing.buckets[-1])
@@ -116,11 +101,10 @@ class Learner:
         return batches, fitting, len(refused)
 
     def weigh(self, groups: Sequence[packing.TrainGroup]) -> list[packing.TrainGroup]:
-        """The groups with the weights of their tokens in the loss."""
+        """The groups with the loss weights of their tokens."""
         return packing.weigh(groups, self.loss.aggregation, self.loss.sequence_tokens)
 
     def place(self, batch: packing.MicroBatch) -> packing.MicroBatch:
-        """A micro-batch on the devices of the mesh."""
         sharding = meshes.by_rows_and_time(self.mesh)
         return meshes.device_put(batch, jax.tree.map(lambda _: sharding, batch))
 
@@ -151,16 +135,10 @@ class Learner:
     ) -> Update:
         """Starts an update that runs micro-batch by micro-batch, between other device programs.
 
-        With loss.old_logprobs = "recompute" it first runs one forward pass over all groups.
-
-        Args:
-          state: donated when the update is finished.
-          groups: prompts with answers and advantages; none leaves the state as it is.
-          reference: weights of the reference model; needed if loss.kl_weight is not 0.
-          minibatches: number of optimizer steps among which the groups are dealt out.
-
-        Raises:
-          ValueError: if the loss needs a reference or old logprobs that are missing.
+        The state is donated when the update finishes; without groups it stays unchanged. Groups are
+        split among `minibatches` optimizer steps. With loss.old_logprobs = "recompute" a forward
+        pass over all groups runs first. ValueError if the loss needs old logprobs or the reference
+        model's weights (loss.kl_weight is not 0) and they are missing.
         """
         if bool(self.loss.kl_weight) != (reference is not None):
             raise ValueError(
@@ -182,10 +160,7 @@ class Learner:
     def recompute(
         self, state: TrainState, groups: Sequence[packing.TrainGroup]
     ) -> list[packing.TrainGroup]:
-        """The groups with the state's own logprobs as old_logprobs, from a forward pass.
-
-        Logprobs of an answer that fits no bucket are NaN; the update refuses it too.
-        """
+        """The groups with the state's logprobs; NaN for answers that fit no bucket."""
         batches, *_ = self.pack(packing.with_ids(groups))
         with self.on_mesh():
             params = self.fns.cast(state.params) if batches else {}
@@ -237,7 +212,6 @@ class Update:
         self._start_step(parts[0])
 
     def _start_step(self, groups: Sequence[packing.TrainGroup]) -> None:
-        """Packs the groups of one optimizer step and casts the weights for it."""
         learner = self._learner
         self._groups = learner.weigh(groups)
         self._batches, self._fitting, self._refused = learner.pack(self._groups)
@@ -249,16 +223,12 @@ class Update:
                 self._carry = learner.fns.empty_carry()
 
     def _cast(self, state: TrainState) -> None:
-        """Makes the weights in the compute dtype, as micro-batches read them."""
         reference = self._master_reference
         self._params: transformer.Params | None = self._learner.fns.cast(state.params)
         self._reference = None if reference is None else self._learner.cast(reference)
 
     def advance(self) -> None:
-        """Dispatches the next micro-batch of the current optimizer step, if one is left.
-
-        It does not wait for the device.
-        """
+        """Dispatches the current step's next micro-batch, if any; does not wait for the device."""
         if self._next == len(self._batches):
             return
         with self._learner.on_mesh():
@@ -271,18 +241,12 @@ class Update:
         return learner.fns.accumulate(self._params, learner.frozen, carry, batch, self._reference)
 
     def finish(self) -> tuple[TrainState, list[dict[str, float]]]:
-        """Runs what is left.
+        """Runs the rest; returns the new state and each step's numbers (docs/metrics.md, train/).
 
-        A step whose loss or gradient norm is not finite leaves weights, moments and step count as
-        they are, to the bit; its "skipped_update" is 1. Empty steps do not end a row of skipped
-        ones.
-
-        Returns:
-          The new state, and named numbers of each optimizer step (docs/metrics.md, train/).
-
-        Raises:
-          NonFinite: if it is the optimizer.max_skipped-th skipped update in a row, counted over
-            resumed runs too.
+        A step whose loss or gradient norm is not finite leaves weights, moments and step count
+        unchanged, to the bit; its "skipped_update" is 1. Empty steps do not end a series of skipped
+        ones. NonFinite is raised at the optimizer.max_skipped-th skipped update in a row, counted
+        over resumed runs too.
         """
         numbers = [self._finish_step() | self._difference]
         for part in self._later:
@@ -324,9 +288,9 @@ class Update:
         }
 
     def _explain(self) -> non_finite.NonFinite:
-        """Finds the groups and tensors that are not finite, by running parts of the update again.
+        """Finds the non-finite groups and tensors by running parts of the update again.
 
-        All hosts do this alike: what they decide by is the same on all of them.
+        All hosts take the same decisions, because these depend on replicated values only.
         """
         learner = self._learner
 

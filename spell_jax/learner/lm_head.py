@@ -2,12 +2,12 @@
 
 1. On a mesh, hidden states of answer tokens move to the device that scores them (over `context`).
    The vocabulary stays sharded over `tensor`.
-2. A loop runs over slices of a device's share of the vocabulary. It gathers the slice's weights
-   over the axes that shard their width, and computes logits of all tokens for that slice only.
-   Neither the logits [A, V] nor the whole table [V, D] ever exist.
+2. A loop over slices of a device's share of the vocabulary gathers a slice's weights over the axes
+   that shard their width, and computes logits of all tokens for that slice only. Neither the logits
+   [A, V] nor the whole table [V, D] ever exist.
 3. The backward pass is the same loop. One product over all tokens of a device gives a slice's
-   gradient in float32. It is summed over devices in float32 at once and rounded to the table's
-   dtype once. Gradients of hidden states are summed in float32 too.
+   gradient in float32. It is summed over devices in float32 and rounded to the table's dtype once.
+   Gradients of hidden states are summed in float32 too.
 """
 
 from __future__ import annotations
@@ -38,22 +38,15 @@ def score_tokens(
     temperature: float,
     numbers_at_once: int = 2**26,
 ) -> tuple[jax.Array, jax.Array]:
-    """Logprobs and entropies of answer tokens.
+    """Logprobs [B, A] and entropies in nats [B, A] of answer tokens, both float32.
 
-    Args:
-      config: architecture of the policy.
-      params: parameters in the compute dtype.
-      hidden: hidden states [B, T, D].
-      source: index on axis T of the hidden state that predicts each answer token, int32 [B, A].
-      target: answer tokens, int32 [B, A].
-      temperature: sampling temperature; 0 (greedy) is scored at 1.
-      numbers_at_once: bound on the size of a vocabulary slice. A device holds at most this many
-        float32 logits of the slice, and at most this many of its weights and of their gradient;
-        2**26 is 256 MiB. A slice always has at least 128 rows of the table.
-
-    Returns:
-      float32 logprobs [B, A] under the full vocabulary at that temperature (no top-p
-      renormalization, spec section 9), and float32 entropies [B, A] in nats.
+    hidden: hidden states [B, T, D], in the compute dtype like `params`.
+    source: index on axis T of the hidden state that predicts each answer token, int32 [B, A].
+    target: answer tokens, int32 [B, A].
+    temperature: sampling temperature of the logprobs, which are under the full vocabulary (no
+      top-p renormalization, spec section 9); 0 (greedy) is scored at 1.
+    numbers_at_once: most float32 logits of a vocabulary slice on a device, and most of its
+      weights and of their gradient; 2**26 is 256 MiB. A slice has at least 128 rows of the table.
     """
     chex.assert_equal_shape([source, target])
     chex.assert_rank([hidden, source], [3, 2])
@@ -67,18 +60,12 @@ def score_tokens(
 
 @dataclasses.dataclass(frozen=True)
 class _Layout(collectives.Split):
-    """Split of the head over devices (the leading axis is V) and over time.
+    """Split of the head over devices (the leading axis is V) and over time."""
 
-    Attributes:
-      size: rows of a slice of a device's share of the table.
-      temperature: sampling temperature, above 0.
-    """
-
-    size: int = 0
-    temperature: float = 1.0
+    size: int = 0  # rows of a slice of a device's share of the table
+    temperature: float = 1.0  # above 0
 
     def shard(self, function, specs_in, specs_out):
-        """Turns a function of shards into a function of whole arrays."""
         return collectives.on_shards(self.mesh, function, specs_in, specs_out)
 
     @property
@@ -99,10 +86,7 @@ def _lay_out(
 
 
 def _slice_size(rows: int, widest: int, numbers_at_once: int) -> int:
-    """Rows of a slice.
-
-    There are as few slices as the bound allows, of equal size: a multiple of 128 rows, or all rows.
-    """
+    """Rows of a slice: all, or a multiple of 128; as few equal slices as the bound allows."""
     most = max(numbers_at_once // widest // _LANES, 1) * _LANES
     if rows <= most:
         return rows
@@ -111,10 +95,7 @@ def _slice_size(rows: int, widest: int, numbers_at_once: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _pick(hidden: jax.Array, source: jax.Array, layout: _Layout) -> jax.Array:
-    """Hidden states [B, A, D] of answer tokens, selected from [B, T, D].
-
-    On a mesh each one moves to the device that scores it.
-    """
+    """Hidden states [B, A, D] of answer tokens from [B, T, D], on the device that scores them."""
     return _pick_forward(hidden, source, layout)[0]
 
 
@@ -138,8 +119,8 @@ _pick.defvjp(_pick_forward, _pick_backward)
 def _slots(source, time: int, layout: _Layout):
     """Local index of the hidden state of each answer token in this device's rows, int32 [B, A].
 
-    Covers answer tokens scored by other `context` devices as well. The index is `time` (out of
-    bounds) if another device holds the hidden state.
+    Covers answer tokens scored by other `context` devices too. The index is `time` (out of bounds)
+    if another device holds the hidden state.
     """
     if layout.dealt == 1:
         return source
@@ -151,7 +132,7 @@ def _slots(source, time: int, layout: _Layout):
 def _pick_on_device(hidden, source, *, layout: _Layout):
     """One device's hidden states of answer tokens.
 
-    Each device contributes the hidden states that it holds, for all answers of its rows, with zeros
+    Each device contributes the states that it holds, for all answers of its rows, and zeros
     elsewhere. The sum is scattered.
     """
     rows, time, width = hidden.shape
@@ -215,14 +196,10 @@ _head.defvjp(_head_forward, _head_backward)
 
 
 def _read_slice(step, picked, table, layout: _Layout):
-    """Reads one slice of a device's share [V', D'] of the table and computes its logits.
+    """First row, weights [slice, D], float32 logits [B, A, slice] and int32 tokens of a slice.
 
     The last slice is shifted back to fit, so nothing is padded. Its columns that belong to an
     earlier slice get the lowest logit and token -1.
-
-    Returns:
-      Its first row; its gathered weights [slice, D]; its logits [B, A, slice] in float32; the token
-      of each column, int32 [slice].
     """
     size = layout.size
     first = jnp.minimum(step * size, len(table) - size)

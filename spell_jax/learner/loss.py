@@ -1,11 +1,8 @@
 """Policy-gradient loss of a micro-batch, and its variants.
 
-1. Each answer token has a log-ratio between the current policy and the behavior policy. `ratio`
-   selects the token's own ratio or that of its whole answer.
-2. `objective` combines ratio and advantage: "clip" (PPO, also GRPO, DAPO and GSPO) or "cispo".
-3. With `tis_cap`, truncated importance weights correct for samples of older weights.
-4. Token losses are summed with the weights from packing.weigh. KL estimates to a reference model
-   and an entropy bonus are added with the same weights.
+`objective` combines an answer token's importance ratio (its own or that of its answer: `ratio`)
+with its advantage; `tis_cap` corrects for samples of older weights. Token losses, KL estimates to a
+reference model and an entropy bonus are summed with the weights from packing.weigh.
 """
 
 from __future__ import annotations
@@ -33,20 +30,20 @@ class LossConfig:
 
     Attributes:
       objective: "clip": the advantage times the ratio or the clipped ratio, whichever is more
-        pessimistic (paper Eq. 2). "cispo": the clipped ratio, a constant, times advantage and
-        logprob, so that no token loses its gradient (CISPO of MiniMax-M1, arXiv 2506.13585; in
-        effect it has no lower bound, which corresponds to clip_low = 1).
-      ratio: "token": the ratio of each token. "sequence": the ratio of the answer, the product over
-        its tokens (EAPO Eq. 1). "sequence_mean": the geometric mean over its tokens (GSPO, arXiv
-        2507.18071); clip_low and clip_high of 3e-4 and 4e-4 are usual for it. With the last two,
-        all tokens of an answer share one ratio and each of them receives a gradient. Both papers
-        average over answers, which is aggregation "sequence_mean"; any other aggregation also
-        weights an answer's loss by its length.
+        pessimistic (PPO, GRPO, DAPO, GSPO; paper Eq. 2). "cispo": the clipped ratio, a constant,
+        times advantage and logprob, so that no token loses its gradient (CISPO of MiniMax-M1, arXiv
+        2506.13585; it has in effect no lower bound, as with clip_low = 1).
+      ratio: "token": the ratio of each token. "sequence": the product over the answer's tokens
+        (EAPO Eq. 1). "sequence_mean": their geometric mean (GSPO, arXiv 2507.18071); clip_low and
+        clip_high of 3e-4 and 4e-4 are usual for it. With the last two, all tokens of an answer
+        share one ratio and each of them receives a gradient. Both papers average over answers,
+        which is aggregation "sequence_mean"; any other aggregation also weights an answer's loss by
+        its length.
       clip_low: lower clipping constant; the ratio is clipped to [1 - clip_low, 1 + clip_high].
-      clip_high: upper clipping constant; a value above clip_low is DAPO's clip-higher (arXiv
+      clip_high: upper clipping constant; above clip_low it is DAPO's clip-higher (arXiv
         2503.14476).
-      dual_clip: for negative advantages the loss is at most dual_clip * |advantage| (objective
-        "clip" only); 0 disables this bound.
+      dual_clip: bound for negative advantages: the loss is at most dual_clip * |advantage|
+        (objective "clip" only); 0 disables it.
       kl_weight: weight of an estimate of KL(policy || reference); 0 needs no reference model.
       kl_estimator: name of the estimator, see kl_estimate.
       entropy_weight: weight of the entropy bonus.
@@ -114,18 +111,10 @@ def batch_loss(
     config: LossConfig,
     reference_logprobs: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Loss of a micro-batch with all its terms.
+    """The scalar loss of a micro-batch, and the sums named in LossConfig.sums and ROLE_SUMS.
 
-    Args:
-      logprobs: logprobs under the policy that is trained, float32 [B, A].
-      entropy: entropies in nats, float32 [B, A].
-      batch: micro-batch that these belong to.
-      config: hyper-parameters.
-      reference_logprobs: logprobs under the reference model, float32 [B, A]; needed if kl_weight is
-        not 0.
-
-    Returns:
-      The scalar loss, and the sums named in LossConfig.sums and ROLE_SUMS.
+    Logprobs under the trained policy and the reference model (needed if kl_weight is not 0) and
+    entropies in nats are float32 [B, A].
     """
     chex.assert_equal_shape([logprobs, entropy, batch.weight])
     old, weight = jax.lax.stop_gradient(logprobs), batch.weight
@@ -167,20 +156,11 @@ def policy_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Surrogate loss, summed with token weights (paper Eq. 2 without KL; spec section 9).
 
-    Args:
-      logprobs: logprobs under the policy that is trained, float32, any shape.
-      old_logprobs: logprobs under the policy that sampled, float32, same shape.
-      advantages: float32, same shape.
-      weights: token weights, float32, same shape; for a token mean they sum to 1 over a batch. 0
-        masks a token.
-      config: objective, ratio and clipping constants.
-      answer: answer index of each token, int32 [B, A], see MicroBatch; needed for sequence ratios.
-        All shapes are then [B, A].
-
-    Returns:
-      The scalar loss and weighted sums: share of clipped tokens (for "cispo": tokens whose ratio is
-      out of bounds), share of dual-clipped tokens, and approximate KL (always of tokens, whatever
-      `ratio` is).
+    Arrays are float32 of one shape. Weights sum to 1 over a batch for a token mean; 0 masks a
+    token. Sequence ratios need shapes [B, A] and the `answer` index of each token, int32 [B, A].
+    Returns the scalar loss and weighted sums: share of clipped tokens (for "cispo": tokens whose
+    ratio is out of bounds), share of dual-clipped tokens, and approximate KL (of tokens for every
+    `ratio`).
     """
     chex.assert_equal_shape([logprobs, old_logprobs, advantages, weights])
     tokens = log_ratio(logprobs, old_logprobs)
@@ -213,19 +193,10 @@ def log_ratio(
     ratio: str = "token",
     answer: jax.Array | None = None,
 ) -> jax.Array:
-    """log(pi / pi_old) of each token, or of the answer that it belongs to.
+    """log(pi / pi_old) of each token, or the sum or mean over its answer; float32.
 
-    Args:
-      logprobs: float32, any shape; [B, A] for sequence ratios.
-      old_logprobs: float32, same shape.
-      ratio: "token"; "sequence": the sum over the token's answer; "sequence_mean": the mean.
-      answer: answer index of each token, int32 [B, A], see MicroBatch; needed for sequence ratios.
-
-    Returns:
-      float32, same shape; for sequence ratios 0 where padded.
-
-    Raises:
-      ValueError: if `answer` is needed and not given.
+    `ratio` is "token", "sequence" (the sum) or "sequence_mean". The last two take shapes [B, A] and
+    need the `answer` index of each token, int32 (else ValueError); they are 0 where padded.
     """
     tokens = logprobs - old_logprobs
     if ratio == "token":
@@ -239,13 +210,9 @@ def log_ratio(
 
 
 def importance(log_ratio: jax.Array, cap: float) -> jax.Array:
-    """Truncated importance weights min(pi / pi_old, cap), constants for the gradient.
+    """Truncated importance weights min(pi / pi_old, cap), constants for the gradient; cap >= 1.
 
     Source: Espeholt et al. 2018 (arXiv 1802.01561), the truncation of IMPALA.
-
-    Args:
-      log_ratio: log(pi / pi_old), float32, any shape.
-      cap: upper bound, at least 1.
     """
     return jax.lax.stop_gradient(jnp.exp(jnp.minimum(log_ratio, math.log(cap))))
 
@@ -258,15 +225,10 @@ def kl_estimate(
     With d = log reference - log policy (Schulman 2020, "Approximating KL divergence"):
 
       k1 = -d: unbiased, often negative. As a loss term it only adds noise, because the mean of its
-        gradient is 0. It is here because other libraries offer it.
+        gradient is 0. Other libraries offer it.
       k2 = d^2 / 2: biased, but the mean of its gradient is that of KL(policy || reference).
       k3 = exp(d) - d - 1: unbiased and never negative; the mean of its gradient is that of
         KL(reference || policy). It is clipped to at most 10, beyond which it has no gradient.
-
-    Args:
-      logprobs: float32, any shape.
-      reference_logprobs: float32, same shape.
-      estimator: one of KL_ESTIMATORS.
     """
     chex.assert_equal_shape([logprobs, reference_logprobs])
     difference = reference_logprobs - logprobs

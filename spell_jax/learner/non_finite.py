@@ -27,13 +27,10 @@ MOST_ROWS = 16  # with damaged weights every row is bad; a few are enough
 class NonFinite(RuntimeError):
     """Too many updates in a row had a non-finite loss or gradient and were skipped.
 
-    Attributes:
-      skipped: number of updates skipped in a row.
-      rows: groups with their weights. If `alone`, at most MOST_ROWS groups (or single answers) of
-        the last update that are not finite by themselves. Otherwise all groups of that update,
-        because it was finite when run again.
-      tensors: paths of weights that are not finite in the compute dtype.
-      alone: whether single rows were found to be the cause.
+    `rows` are weighed groups. If `alone`, they are the cause: at most MOST_ROWS groups (or single
+    answers) of the last update that are not finite by themselves. Otherwise they are all groups of
+    that update, which was finite when run again. `tensors` are paths of weights that are not finite
+    in the compute dtype.
     """
 
     def __init__(
@@ -55,10 +52,7 @@ class NonFinite(RuntimeError):
 def find_rows(
     groups: Sequence[packing.TrainGroup], is_finite: Callable[[Sequence[packing.TrainGroup]], bool]
 ) -> list[packing.TrainGroup]:
-    """Smallest sets of groups or single answers that are not finite, at most MOST_ROWS groups.
-
-    `is_finite` tells whether the loss and gradient of some groups are finite.
-    """
+    """Smallest sets of groups or single answers that are not finite, at most MOST_ROWS groups."""
     return list(itertools.islice(_search(groups, is_finite), MOST_ROWS))
 
 
@@ -116,8 +110,8 @@ def write_rows(
     """Writes WORKDIR/non_finite/STEP.jsonl, one answer per line, and adds a note to the error.
 
     A line has "role", "prompt" and "answer" (texts), "prompt_tokens" and "answer_tokens" (ids),
-    "advantage", "weight" (share of each token in the loss) and "old_logprobs" (null if none were
-    recorded). Numbers that JSON cannot represent are written as "nan", "inf" and "-inf".
+    "advantage", "weight" (of each token in the loss) and "old_logprobs" (or null). Numbers that
+    JSON cannot represent are written as "nan", "inf" and "-inf".
     """
     path = workdir / FOLDER / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
 """Packing of groups into micro-batches: one prompt followed by its G answers.
 
-1. A group is a prompt and its answers, each with an advantage; it becomes
-   [prompt | answer_1 | ... | answer_G], and rotary positions restart at P for every answer.
-2. Groups go first-fit-decreasing into rows [T] of the smallest bucket that holds them; a group
-   too long for the largest bucket is split by answers, repeating its prompt.
+1. A prompt and its answers become [prompt | answer_1 | ... | answer_G]; rotary positions restart at
+   P for every answer.
+2. Groups go first-fit-decreasing into rows [T] of the smallest bucket that holds them; a group too
+   long for the largest bucket is split by answers, repeating its prompt.
 3. Rows of a bucket are stacked into micro-batches [rows, T] with rows * T a token budget.
-4. Every answer token knows which position predicts it (`source`): the first token of each answer
-   is predicted by the last prompt position, so prompt positions are never projected otherwise.
+4. Every answer token knows which position predicts it (`source`): the first token of each answer is
+   predicted by the last prompt position, so no other prompt position enters the head.
 """
 
 from __future__ import annotations
@@ -31,29 +31,16 @@ Array = Any  # numpy on the host, jax on the devices
 
 @dataclasses.dataclass(frozen=True)
 class TrainGroup:
-    """One prompt and its answers.
+    """One prompt and its answers; the sequences have one entry per answer."""
 
-    Attributes:
-      prompt: token ids [P], P >= 1.
-      answers: token ids, one array [S_i] a sibling, stop token included, S_i >= 1.
-      advantages: one number an answer.
-      role: "responder", "questioner", "verifier" or any other name: counted by it, and with
-        aggregation "role_mean" (Eq. 10) weighed by it.
-      old_logprobs: optional, one float32 array [S_i] an answer: logprobs of the policy that sampled
-        them.
-      weights: one number an answer, the share of each of its tokens in the loss (weigh()).
-      ids: one integer an answer, by which it is found again in the micro-batches (with_ids()).
-      model: who learns from it, one of an algorithm's trained models.
-    """
-
-    prompt: Tokens
-    answers: Sequence[Tokens]
+    prompt: Tokens  # token ids [P], P >= 1
+    answers: Sequence[Tokens]  # token ids [S_i] with the stop token, S_i >= 1
     advantages: Sequence[float]
-    role: str = "responder"
-    old_logprobs: Sequence[np.ndarray] | None = None
-    weights: Sequence[float] | None = None
-    ids: Sequence[int] | None = None
-    model: str = "policy"
+    role: str = "responder"  # counted by it; aggregation "role_mean" weighs by it
+    old_logprobs: Sequence[np.ndarray] | None = None  # of the policy that sampled, float32 [S_i]
+    weights: Sequence[float] | None = None  # loss weight of each of the answer's tokens (weigh)
+    ids: Sequence[int] | None = None  # by which answers are found again in micro-batches (with_ids)
+    model: str = "policy"  # the trained model that the group is for
 
     def __post_init__(self):
         if not len(self.prompt):
@@ -83,36 +70,20 @@ class TrainGroup:
 
 @flax.struct.dataclass
 class MicroBatch:
-    """Packed rows. A is the bucket's number of answer tokens a row.
+    """Packed rows with A answer tokens per row, int32 unless noted."""
 
-    Attributes:
-      tokens: int32 [B, T], 0 where padded.
-      positions: int32 [B, T], rotary positions.
-      index: int32 [B, T], row indices; in order, unless tokens are dealt out (context_layout.py).
-      last_query: int32 [B, T], the mask (attention/masks.py), in row indices.
-      source: int32 [B, A], slot on axis T of the hidden state that predicts answer token a.
-      target: int32 [B, A], the answer token.
-      advantage: float32 [B, A].
-      weight: float32 [B, A], the token's share in the loss; 0 where padded.
-      old_logprob: float32 [B, A], logprob of the policy that sampled it (0 where none was given).
-      role: int32 [B, A], the number of the answer's role in ROLES, or one more for another role.
-      answer: int32 [B, A], the number of the answer in its row, -1 where padded. An answer is in
-        one row, however groups are split.
-      answer_id: int32 [B, A], the answer's id in its TrainGroup, -1 where padded or none was given.
-    """
-
-    tokens: Array
-    positions: Array
-    index: Array
-    last_query: Array
-    source: Array
-    target: Array
-    advantage: Array
-    weight: Array
-    old_logprob: Array
-    role: Array
-    answer: Array
-    answer_id: Array
+    tokens: Array  # [B, T], 0 where padded
+    positions: Array  # [B, T], rotary positions
+    index: Array  # [B, T], row indices; in order, unless context_layout.py moves tokens
+    last_query: Array  # [B, T], the mask (attention/masks.py), in row indices
+    source: Array  # [B, A], slot on axis T of the hidden state that predicts the answer token
+    target: Array  # [B, A], the answer token
+    advantage: Array  # float32 [B, A]
+    weight: Array  # float32 [B, A], the token's share in the loss; 0 where padded
+    old_logprob: Array  # float32 [B, A], of the policy that sampled; 0 where none was given
+    role: Array  # [B, A], number of the answer's role in ROLES, or len(ROLES) for another role
+    answer: Array  # [B, A], number of the answer in its (one) row, -1 where padded
+    answer_id: Array  # [B, A], the answer's id in its TrainGroup, -1 where padded or not given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +135,7 @@ class PackingConfig:
             )
 
     def check_splits(self, devices: int) -> None:
-        """Raises ValueError if a bucket cannot be split into equal shares for the devices of the
-        context axis."""
+        """Raises ValueError if a bucket cannot be split equally over the context axis."""
         for bucket in self.buckets:
             if bucket.length % devices or bucket.answers % devices:
                 raise ValueError(
@@ -175,7 +145,6 @@ class PackingConfig:
 
 
 def count_answers(groups: Sequence[TrainGroup]) -> dict[str, int]:
-    """Answers by role."""
     counts = collections.Counter()
     for group in groups:
         counts[group.role] += len(group.answers)
@@ -200,11 +169,9 @@ def sum_by_answer(values: Array, answer: Array) -> jax.Array:
 def split_groups(
     groups: Sequence[TrainGroup], largest: Bucket
 ) -> tuple[list[TrainGroup], list[TrainGroup]]:
-    """Splits groups by answers until each fits the largest bucket.
+    """Splits groups by answers until each fits the largest bucket, prompts repeated.
 
-    Returns:
-      (groups that fit, with prompts repeated where split; groups of single answers that cannot
-      fit, for the caller to count).
+    Returns (groups that fit, groups of single answers that cannot fit).
     """
     fitting, refused = [], []
     for group in groups:
@@ -248,10 +215,10 @@ def separate_answers(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
 
 
 def in_parts(groups: Sequence[TrainGroup], count: int) -> list[list[TrainGroup]]:
-    """Split groups into `count` parts, one per optimizer step.
+    """Splits groups into `count` parts, one per optimizer step; no part is empty.
 
-    Groups are dealt out like cards, so each part has the roles of the whole in the same order, and
-    sizes differ by at most one. Fewer groups than `count` make fewer parts; no part is empty.
+    Part i gets every count-th group from i on, so each part has the roles of the whole in the same
+    order, and sizes differ by at most one. Fewer groups than `count` make fewer parts.
     """
     if count < 1:
         raise ValueError(f"count = {count}: must be at least 1")
@@ -271,10 +238,9 @@ def with_ids(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
 def with_logprobs(
     groups: Sequence[TrainGroup], batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray]
 ) -> list[TrainGroup]:
-    """The groups with logprobs of their answer tokens for `old_logprobs`.
+    """The groups with `old_logprobs` of their answers; NaN for answers in no micro-batch.
 
-    `batches` are micro-batches of with_ids(groups), and `logprobs` float32 [B, A] of each. Logprobs
-    of an answer that is in no micro-batch are NaN.
+    `batches` are micro-batches of with_ids(groups), `logprobs` float32 [B, A] of each.
     """
     answers = [answer for group in groups for answer in group.answers]
     old = [np.full(len(answer), np.nan, np.float32) for answer in answers]
@@ -307,20 +273,19 @@ def check_aggregation(aggregation: str, sequence_tokens: int) -> None:
 def weigh(
     groups: Sequence[TrainGroup], aggregation: str = "token_mean", sequence_tokens: int = 0
 ) -> list[TrainGroup]:
-    """Gives every answer the weight of its tokens, so that a loss is the plain weighted sum.
+    """Gives every answer the loss weight of its tokens, so that a loss is the plain weighted sum.
 
-    Done before groups are split or packed, so that neither changes the loss.
+    Groups are weighed before they are split or packed, so neither changes the loss.
 
-    "token_mean": 1 / all answer tokens (our default, invariant to packing). "group_mean": the
-    token mean of each group, averaged over groups (paper Eq. 12; a questioner row is a group of
-    one). "role_mean": one token mean a role, summed over roles (paper Eq. 10). "sequence_mean":
-    the token mean of each answer, averaged within groups, then over groups (paper Eq. 2).
+    "token_mean": 1 / all answer tokens (our default, invariant to packing). "group_mean": the token
+    mean of each group, averaged over groups (paper Eq. 12; a questioner row is a group of one).
+    "role_mean": one token mean per role, summed over roles (paper Eq. 10). "sequence_mean": the
+    token mean of each answer, averaged within groups, then over groups (paper Eq. 2).
     "sequence_sum": the sum over each answer's tokens divided by the constant `sequence_tokens`,
-    averaged over answers, so that a token weighs the same in a long answer as in a short one
-    (Dr. GRPO, arXiv 2503.20783).
+    averaged over answers, so that a token weighs the same in a long answer as in a short one (Dr.
+    GRPO, arXiv 2503.20783).
 
-    Raises:
-      ValueError: unknown aggregation, or "sequence_sum" without its constant.
+    ValueError for an unknown aggregation, or "sequence_sum" without its constant.
     """
     check_aggregation(aggregation, sequence_tokens)
     total = sum(group.answer_tokens for group in groups)
@@ -351,17 +316,12 @@ def pack(
     row_multiple: int = 1,
     devices: int = 1,
 ) -> list[MicroBatch]:
-    """Packs groups that fit the largest bucket into micro-batches.
+    """Packs groups that fit the largest bucket into micro-batches of numpy arrays.
 
-    Args:
-      groups: weighed groups, none longer than the largest bucket (weigh, split_groups).
-      buckets: compiled shapes, ascending in length.
-      token_budget: tokens of a micro-batch, rows * T.
-      row_multiple: the number of rows is a multiple of it (devices along the row axis).
-      devices: over which the tokens of a row are dealt out (along the context axis).
-
-    Returns:
-      Micro-batches of numpy arrays, deterministic for a given order of groups.
+    Groups are weighed and split (weigh, split_groups), buckets ascending in length. A micro-batch
+    has row_count rows, a multiple of `row_multiple` (devices along the row axis). Tokens of a row
+    are laid out over `devices` devices (of the context axis). The result is deterministic for a
+    given order of groups.
     """
     batches = []
     for bucket, packed in rows_of(groups, buckets).items():
@@ -413,7 +373,6 @@ def _assign(groups: Sequence[TrainGroup], order: Sequence[int], buckets: Sequenc
 def _stack(
     groups: Sequence[TrainGroup], rows: list[list[int]], bucket: Bucket, count: int, devices: int
 ) -> MicroBatch:
-    """One micro-batch; with several devices the tokens of a row are laid out over them."""
     batch = empty_micro_batch(bucket, count)
     for row, members in enumerate(rows):
         start = filled = 0

@@ -33,9 +33,9 @@ PEAKS = {
 def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]:
     """Metrics of an update: the loss, and other sums divided by token count or loss weight.
 
-    For experts: "router_max_load" is the busiest expert's tokens over the mean, averaged over
-    layers (1: balanced; E / k: all tokens go to the same k experts), and "router_idle" is the share
-    of experts without tokens. For roles: "entropy/ROLE" for each role that has tokens.
+    "router_max_load" is the busiest expert's tokens over the mean, averaged over layers (1:
+    balanced; E / k: all tokens go to the same k experts), "router_idle" the share of experts
+    without tokens, and "entropy/ROLE" is given for each role that has tokens.
     """
     sums = dict(sums)
     more = {}
@@ -57,10 +57,7 @@ def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]
 
 
 def advantages(groups: Sequence[TrainGroup]) -> dict[str, tuple[float, int]]:
-    """(sum, count) over answers of each role's advantages.
-
-    The names are "advantage/ROLE", and "advantage_size/ROLE" for absolute values.
-    """
+    """(sum, count) over answers: "advantage/ROLE", and "advantage_size/ROLE" of absolute values."""
     by_role: dict[str, list[float]] = {}
     for group in groups:
         by_role.setdefault(group.role, []).extend(group.advantages)
@@ -74,12 +71,9 @@ def advantages(groups: Sequence[TrainGroup]) -> dict[str, tuple[float, int]]:
 def sampler_difference(
     sampled: Sequence[TrainGroup], recomputed: Sequence[TrainGroup]
 ) -> dict[str, float]:
-    """Mean absolute difference between the sampler's and the learner's logprobs.
+    """{"sampler_difference": mean absolute difference of sampler's and learner's logprobs}.
 
-    Groups without the sampler's logprobs and answers with NaN are not counted.
-
-    Returns:
-      {"sampler_difference": mean over answer tokens}; {} if there are none.
+    The mean is over answer tokens that have both, without NaN; {} if there are none.
     """
     total, count = 0.0, 0
     for before, after in zip(sampled, recomputed, strict=True):
@@ -96,12 +90,10 @@ def operations(policy: PolicyConfig, prompt: int, answers: Iterable[int]) -> flo
     """Floating-point operations of a group's update, [prompt | answers], without recomputation.
 
     A matrix product with weights costs 2 operations per weight and token forward, and twice that
-    backward (once if only adapters are trained; the adapters themselves are not counted). Of the
-    experts only those used by a token count. Attention's two products cost 4 N H per query-key pair
-    forward and twice that backward. The head is computed for answer tokens only. P prompt tokens
-    and answers of length S_i make P^2 / 2 + sum(P S_i + S_i^2 / 2) pairs.
-
-    `prompt` is P, `answers` are the S_i, both in tokens.
+    backward (once if only adapters are trained, which are not counted themselves). Only the experts
+    that a token uses count. Attention's two products cost 4 N H per query-key pair forward and
+    twice that backward. The head is computed for answer tokens only. P prompt tokens and answers of
+    S_i tokens make P^2 / 2 + sum(P S_i + S_i^2 / 2) pairs.
     """
     c, lengths = policy, list(answers)
     attention = c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads)
@@ -117,10 +109,9 @@ def operations(policy: PolicyConfig, prompt: int, answers: Iterable[int]) -> flo
 def speed(
     updates: Sequence[Mapping[str, float]], seconds: float, devices: Sequence[Any]
 ) -> dict[str, tuple[float, float]]:
-    """Speed of updates as (sum, weight) by name.
+    """(sum, weight) of "tokens_per_second/trained" (prompt and answer tokens) and "mfu" by name.
 
-    "tokens_per_second/trained" counts prompt and answer tokens. "mfu" (model FLOP utilization) is
-    included if the peak of the devices is known. `seconds` is the duration of all updates.
+    "mfu" (model FLOP utilization) needs a known peak of the devices. `seconds` covers all updates.
     """
     tokens, operations = (
         sum(update[name] for update in updates) for name in ("trained_tokens", "operations")

@@ -3,9 +3,7 @@
 1. `cast` makes the weights in the compute dtype from the float32 master weights, once a step.
 2. `accumulate` runs one packed micro-batch forward and backward and adds to a donated float32
    gradient and to named sums; the caller loops over micro-batches.
-3. `apply` clips by the global norm and takes the AdamW step. If the loss or the gradient norm is
-   not finite, it changes nothing and counts the step as skipped.
-4. `logprobs` is the forward pass alone, for old logprobs of several mini-batches.
+3. `apply` clips by the global norm and takes the AdamW step, or skips a non-finite one.
 
 With LoRA adapters (policy/lora.py) only these are trained; all other weights are `frozen`, an
 argument in the compute dtype.
@@ -40,39 +38,23 @@ Carry = tuple[Params, dict[str, jax.Array]]
 
 @flax.struct.dataclass
 class TrainState:
-    """State of the training of one model.
+    """State of the training of one model."""
 
-    Attributes:
-      params: float32 master weights of what is trained.
-      opt_state: state of the optimizer.
-      step: int32 scalar, optimizer steps taken.
-      skipped: int32 scalar, steps skipped in a row because they were not finite. It is part of the
-        state so that it survives a checkpoint and costs no transfer from the device.
-    """
-
-    params: Params
+    params: Params  # float32 master weights of what is trained
     opt_state: optax.OptState
-    step: jax.Array
-    skipped: jax.Array
+    step: jax.Array  # int32 scalar, optimizer steps taken
+    skipped: jax.Array  # int32 scalar, non-finite steps skipped in a row; it survives checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSpec:
-    """Everything static that an update depends on.
-
-    Attributes:
-      policy: architecture.
-      optimizer: AdamW and its schedule.
-      loss: the policy-gradient loss.
-      temperature: sampling temperature, at which logprobs are taken.
-      compute_dtype: dtype of weights and activations in forward and backward passes.
-    """
+    """Everything static that an update depends on."""
 
     policy: PolicyConfig
     optimizer: OptimizerConfig
     loss: losses.LossConfig
-    temperature: float = 1.0
-    compute_dtype: str = "float32"
+    temperature: float = 1.0  # sampling temperature, at which logprobs are taken
+    compute_dtype: str = "float32"  # of weights and activations in forward and backward passes
 
     @property
     def moments_memory(self) -> str:
@@ -86,35 +68,23 @@ class UpdateSpec:
 
 
 class UpdateFns(NamedTuple):
-    """Jitted pure functions of an update on one mesh, and where their arrays lie.
+    """Jitted pure functions of an update on one mesh, and where their arrays lie."""
 
-    Attributes:
-      init: float32 or other weights of what is trained (donated) -> TrainState.
-      cast: master weights -> weights in the compute dtype.
-      empty_carry: () -> the Carry before the first micro-batch.
-      accumulate: (cast weights, frozen, carry (donated), MicroBatch, reference or None) -> carry.
-      logprobs: (cast weights, frozen, MicroBatch) -> float32 [B, A], whole on every host.
-      apply: (state (donated), gradient, loss) -> (state, named numbers).
-      random: (key, "trained" or "frozen") -> random weights.
-      abstract_state: shapes and shardings of the TrainState.
-      param_shardings: shardings of the trained weights.
-      frozen_shardings: shardings of the frozen weights.
-    """
-
-    init: Callable[[Params], TrainState]
-    cast: Callable[[Params], Params]
-    empty_carry: Callable[[], Carry]
+    init: Callable[[Params], TrainState]  # weights of what is trained (donated)
+    cast: Callable[[Params], Params]  # master weights -> weights in the compute dtype
+    empty_carry: Callable[[], Carry]  # before the first micro-batch
+    # (cast weights, frozen, carry (donated), MicroBatch, reference or None) -> carry
     accumulate: Any
-    logprobs: Any
-    apply: Any
-    random: Callable[[jax.Array, str], Params]
-    abstract_state: TrainState
-    param_shardings: Any
+    logprobs: Any  # (cast weights, frozen, MicroBatch) -> float32 [B, A], whole on every host
+    apply: Any  # (state (donated), gradient, loss) -> (state, named numbers)
+    random: Callable[[jax.Array, str], Params]  # (key, "trained" or "frozen") -> random weights
+    abstract_state: TrainState  # shapes and shardings
+    param_shardings: Any  # of the trained weights
     frozen_shardings: Any
 
 
 def make_update_fns(spec: UpdateSpec, mesh: jax.sharding.Mesh) -> UpdateFns:
-    """Builds the functions; nothing is compiled before they are called."""
+    """Builds the functions; nothing is compiled yet."""
     shapes, axes = transformer.abstract_params(spec.policy)
     whole = meshes.shardings(mesh, axes, shapes)
     trained_shapes, _ = lora.split(spec.policy, shapes)
@@ -168,7 +138,6 @@ def make_update_fns(spec: UpdateSpec, mesh: jax.sharding.Mesh) -> UpdateFns:
 
 
 def init_state(spec: UpdateSpec, params: Params) -> TrainState:
-    """A new state for what is trained of the weights."""
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     zero = jnp.zeros((), jnp.int32)
     return TrainState(params, spec.optimizer.make().init(params), zero, zero)
@@ -224,11 +193,7 @@ def logprobs(
 def score(
     spec: UpdateSpec, params: Params, batch: packing.MicroBatch
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Scores of the answer tokens.
-
-    Returns:
-      (logprobs, entropies in nats), float32 [B, A], and the load of the experts [L, E] or None.
-    """
+    """Logprobs and entropies (nats) of answers, float32 [B, A]; load of experts [L, E] or None."""
     hidden, _, router_load = transformer.hidden_states(
         spec.policy,
         params,
@@ -248,9 +213,8 @@ def apply(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """The state after the optimizer step, unchanged to the bit if the step is not finite.
 
-    Returns:
-      The state, and "gradient_norm" (before clipping), "learning_rate", "skipped_update" (0 or 1),
-      "skipped_in_a_row".
+    Numbers: "gradient_norm" (before clipping), "learning_rate", "skipped_update" (0 or 1) and
+    "skipped_in_a_row".
     """
     norm, finite = measure(gradients, loss)
     before = (
