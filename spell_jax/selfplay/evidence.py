@@ -1,14 +1,7 @@
 """Structured answers with quoted evidence: parsing, evidence quality and rewards (EAPO).
 
-1. `parse_answer` splits an answer into its four sections, `parse_scores` reads a reward model's
-   scores of all evidence sets of a group.
-2. `normalize` rescales the scores within a group. `total_reward` sums the rewards for format,
-   evidence and outcome.
-3. `verbatim_share` and `precision_and_recall` compare quotes with the documents and with the
-   supporting sentences. They are logged and evaluated, never rewarded.
-
-Source: EAPO, sections 2.1 and 3.2. Parsers are total: they accept any string, return a result and
-run in linear time.
+Source: EAPO, sections 2.1 and 3.2. `verbatim_share` and `precision_and_recall` are logged and
+evaluated, never rewarded. Parsers accept any string and run in linear time.
 """
 
 from __future__ import annotations
@@ -89,8 +82,7 @@ def parse_sections(text: str, count: int) -> tuple[str, ...] | None:
 def with_answer_phrase(answer: str, task: str) -> str:
     """Prefix an answer section with "The answer is", unless the rules already find an answer in it.
 
-    Raises:
-        ValueError: if the task is unknown. No `answer` raises an error.
+    Raises ValueError if the task is unknown; no `answer` raises an error.
     """
     return answer if find_answer(answer, task) is not None else f"The answer is {answer}"
 
@@ -99,11 +91,9 @@ def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
     """Parse a reward model's scores of `count` evidence sets, in prompt order.
 
     Two formats are accepted: a JSON object with a list "scores" (see parsing.find_record), or only
-    pairs of a set's number and its score, such as "1 4", "2 2" and "3 5" on three lines.
-
-    Returns:
-        `count` integers from 1 to 5. None for anything else: a wrong number of scores, a score out
-        of range, labels out of order, or an unfinished thought.
+    pairs of a set's number and its score, such as "1 4", "2 2" and "3 5" on three lines. Returns
+    `count` integers from 1 to 5, or None for anything else, such as labels out of order or an
+    unfinished thought.
     """
     visible = visible_text(text)
     if visible is None:
@@ -146,13 +136,10 @@ def total_reward(
 
 
 def find_quotes(evidence: str) -> list[str]:
-    """Split an evidence section into quotes.
+    """Split an evidence section into at most MOST_QUOTES quotes, and one more for all that is left.
 
     A quote is a line without its bullet and quotation marks, with single spaces. A line with an
     ellipsis is split there into fragments.
-
-    Returns:
-        At most MOST_QUOTES + 1 quotes. The last one then holds all remaining text.
     """
     lines = evidence.split("\n", MOST_QUOTES)
     rest = lines.pop() if len(lines) > MOST_QUOTES else ""
@@ -183,13 +170,9 @@ def verbatim_share(evidence: str, documents: str) -> float:
 def precision_and_recall(evidence: str, supporting: Sequence[str]) -> tuple[float, float]:
     """Compare the quotes of an answer with its supporting sentences.
 
-    A sentence is quoted if a quote contains it, or if a quote is a part of it of at least half its
-    length.
-
-    Returns:
-        (precision, recall), both in [0, 1]: the share of quoted characters that belong to
-        supporting sentences, and the share of supporting sentences that are quoted. Both are 0.0
-        without quotes or without supporting sentences.
+    Precision is the share of quoted characters that belong to supporting sentences. Recall is the
+    share of supporting sentences that are quoted: a quote contains the sentence, or is a part of it
+    of at least half its length. Both are 0.0 without quotes or without supporting sentences.
     """
     quotes = find_quotes(evidence)
     overlaps = [_overlap(" ".join(sentence.split()), quotes) for sentence in supporting]

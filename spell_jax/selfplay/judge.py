@@ -1,11 +1,10 @@
 """External LLM judge: verdicts in place of the rule or beside it (paper section 4.6, spec 11).
 
-1. A template turns each (question, prediction, reference) into one prompt.
-2. `Endpoint` sends new prompts to an OpenAI-compatible API, several at a time. A local policy may
-   take its place (see Ask).
-3. A reply is parsed as 1, 0 or MALFORMED. Without a reply, the verdict is UNANSWERED.
-4. Replies may be appended to a file as they arrive: a restarted judge sends only the other prompts.
-5. Failures are counted and logged, never raised: a server that is down does not cost a step.
+1. A template turns each (question, prediction, reference) into one prompt. `Endpoint`, or a local
+   policy (see Ask), replies to new prompts.
+2. A reply is parsed as 1, 0 or MALFORMED. Without a reply, the verdict is UNANSWERED.
+3. Replies may be appended to a file as they arrive: a restarted judge sends only the other prompts.
+4. Failures are counted and logged, never raised: a server that is down does not cost a step.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ JUDGE_KEY = "SPELL_JUDGE_KEY"
 MAX_REPLY_BYTES = 8 * 2**20
 MALFORMED, UNANSWERED = -1, -2
 
-Item = tuple[str, str, str]
+Item = tuple[str, str, str]  # question, prediction, reference
 # Distinct prompts -> (prompt, reply) pairs in order of arrival; a reply of None is a failure.
 Ask = Callable[[Sequence[str]], Iterable[tuple[str, str | None]]]
 
@@ -47,6 +46,8 @@ Ask = Callable[[Sequence[str]], Iterable[tuple[str, str | None]]]
 @dataclass(frozen=True)
 class JudgeConfig:
     """Address, sampling parameters and retry policy of a model with an OpenAI-compatible API.
+
+    A field out of range is a ValueError that names it.
 
     Attributes:
       url: http(s) address of the API (http://host/v1), with or without /chat/completions.
@@ -61,9 +62,6 @@ class JudgeConfig:
       workers: limit of concurrent requests, >= 1.
       requests_per_s: rate limit of all workers together; 0 for none.
       top_p: nucleus of the sampling, in (0, 1]; 1 is not sent.
-
-    Raises:
-      ValueError: if a field is out of range; names it.
     """
 
     url: str
@@ -91,9 +89,8 @@ class JudgeConfig:
 class Judge:
     """Cached verdicts on answers.
 
-    Attributes:
-      counts: totals since the start: "asked" (prompts sent), "cached" (items answered from the
-        cache), "failed" (prompts without a reply), "malformed" (replies without a verdict).
+    `counts` are totals since the start: "asked" (prompts sent), "cached" (items answered from the
+    cache), "failed" (prompts without a reply), "malformed" (replies without a verdict).
     """
 
     def __init__(
@@ -112,9 +109,6 @@ class Judge:
           model: name of the model that replies, part of the cache key.
           cache_size: limit of the verdicts in memory, >= 1; the least recently used are dropped.
           cache_file: JSONL file of all replies, which several models may share; None for none.
-
-        Raises:
-          ValueError: if cache_size is below 1.
         """
         if cache_size < 1:
             raise ValueError(f"cache_size = {cache_size}: must be at least 1")
@@ -132,8 +126,7 @@ class Judge:
             self._cache.update(verdicts)
 
     def judge(self, items: Sequence[Item]) -> list[int]:
-        """Returns one verdict per (question, prediction, reference), in order: 1, 0, MALFORMED or
-        UNANSWERED. The last two are negative."""
+        """Returns one verdict per item, in order: 1, 0, or the negative MALFORMED or UNANSWERED."""
         prompts = [self._write_prompt(*item) for item in items]
         keys = [self._key(prompt) for prompt in prompts]
         prompt_of = dict(zip(keys, prompts, strict=True))
@@ -275,8 +268,10 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _read(parts: Iterable[bytes], deadline: float) -> bytes:
-    """Returns the body of a reply, whose total time and size neither openai nor httpx limits: their
-    timeout applies to each read, so a server that sends a byte at a time never exceeds it."""
+    """Returns the body of a reply, limited in total time and size.
+
+    The timeouts of openai and httpx apply to each read: a byte at a time never exceeds them.
+    """
     body = bytearray()
     for part in parts:
         body += part

@@ -9,13 +9,10 @@ from spell_jax.selfplay.rules import normalize_answer
 
 @dataclass(frozen=True)
 class Entry:
-    """One remembered question, as the responder saw it, and its reference answer.
+    """One remembered question, as the responder saw it, and its reference answer."""
 
-    Attributes:
-        documents: indices, in the cluster, of the documents stored with the question: all documents
-            shown to the questioner, or only the new ones (see `memory_documents` in SpellConfig).
-    """
-
+    # Indices, in the cluster, of the documents stored with the question: all documents shown to the
+    # questioner, or only the new ones (see `memory_documents` in SpellConfig).
     documents: tuple[int, ...]
     question: str
     answer: str
@@ -31,11 +28,6 @@ class QuestionMemory:
     """
 
     def __init__(self, capacity: int, low: float = 0.01, high: float = 1.0):
-        """Create an empty memory.
-
-        Raises:
-            ValueError: if the capacity is negative or `low` is above `high`.
-        """
         if capacity < 0:
             raise ValueError(
                 f"capacity = {capacity}: must be at least 0, which disables the memory"
@@ -60,7 +52,6 @@ class QuestionMemory:
         return True
 
     def get(self, task: str, cluster: str) -> tuple[Entry, ...]:
-        """Return the entries of a cluster, oldest first."""
         return tuple(self._entries.get((task, cluster), ()))
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,8 +70,7 @@ class QuestionMemory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the content; keep only the newest `capacity` entries of each cluster.
 
-        Raises:
-            ValueError: if `state` was not returned by `state_dict`. The content is then unchanged.
+        Raises ValueError if `state` is not from `state_dict`. The content is then unchanged.
         """
         try:
             loaded = {

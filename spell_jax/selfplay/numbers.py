@@ -1,8 +1,7 @@
 """Parse and compare numbers in model text without evaluating it (spec section 5.3).
 
-`parse_number` strips what people write around a number and tokenizes the rest into numbers,
-operators and brackets. A precedence parser computes the expression and bounds every intermediate
-value. Inputs longer than `MAX_CHARACTERS` are rejected, so parsing takes linear time.
+A precedence parser computes simple expressions and bounds every intermediate value. Inputs longer
+than `MAX_CHARACTERS` are rejected, so parsing takes linear time.
 """
 
 import math
@@ -32,7 +31,7 @@ def parse_number(text: str) -> Number | None:
     Accepts well-placed thousands commas, exponents, simple arithmetic (+ - * / ^ and brackets),
     "yes"/"no"/"true"/"false" as booleans, and one unit word or up to two other characters on either
     side. Percent signs and scale words are dropped, not applied: "12%" is 12 and "3.4 billion" is
-    3.4. `same_number` compensates for this. Total, with bounded cost for any string.
+    3.4. `same_number` compensates for this.
     """
     text = text.strip()
     if len(text) > MAX_CHARACTERS or any(c.isnumeric() and not c.isdecimal() for c in text):

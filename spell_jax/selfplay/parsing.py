@@ -1,7 +1,6 @@
 """Parsers of model text without its thoughts: the questioner's JSON and the verifier's verdict.
 
-Spec sections 2.3, 2.4 and 6, with 12 and 14. Parsers are total: they accept any string, return a
-result and run in linear time.
+Spec sections 2.3, 2.4 and 6, with 12 and 14. They accept any string and run in linear time.
 """
 
 import contextlib
@@ -36,25 +35,18 @@ _FENCED = re.compile(r"```json(.*?)```", re.DOTALL)
 
 @dataclass(frozen=True)
 class Parsed:
-    """A parsed questioner output with its status.
+    """A parsed questioner output with its status."""
 
-    Attributes:
-        status: "accepted"; "bad_format", which earns the format penalty and may serve as a
-            negative; or "declined", which earns nothing and is not trained on.
-        question: the question as the responder sees it, with the choices for multiple_choice; empty
-            unless accepted.
-        answer: the reference answer (a letter for multiple_choice); empty unless accepted.
-        reason: one word for counting, empty if accepted: unfinished_thought, nothing_to_ask,
-            no_json, no_question, no_answer, bad_options, same_options, bad_letter,
-            invalid_unicode, too_deep, not_a_number, zero_answer, long_answer.
-        options: stripped texts of the choices A to D; empty for the other tasks.
-    """
-
+    # "bad_format" earns the format penalty and may serve as a negative. "declined" earns nothing
+    # and is not trained on.
     status: Status
-    question: str = ""
-    answer: str = ""
+    question: str = ""  # as the responder sees it, with the choices for multiple_choice
+    answer: str = ""  # the reference (a letter for multiple_choice)
+    # One word for counting: unfinished_thought, nothing_to_ask, no_json, no_question, no_answer,
+    # bad_options, same_options, bad_letter, invalid_unicode, too_deep, not_a_number, zero_answer,
+    # long_answer.
     reason: str = ""
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # stripped texts of the choices A to D
 
 
 def parse_question(
@@ -66,18 +58,10 @@ def parse_question(
 ) -> Parsed:
     """Parse and validate one questioner output (spec sections 2.3 and 2.4).
 
-    The JSON object is the last valid fenced block, otherwise an object at the end of the text.
-
-    Args:
-        text: questioner output, with or without thoughts; no text raises an error.
-        task: one of TASKS.
-        count_tokens: function that returns the length of a text in policy tokens.
-        max_answer_tokens: limit for general_qa; questions with longer answers are declined.
-        distinct_options: whether two equal options make a multiple-choice question badly formatted.
-            Not in the paper. Such a question has no single correct letter.
-
-    Raises:
-        ValueError: if the task is unknown.
+    The JSON object is the last valid fenced block, otherwise an object at the end of the text. A
+    general_qa answer of more than `max_answer_tokens` is declined. With `distinct_options`, two
+    equal options make a multiple-choice question badly formatted, because it has no single correct
+    letter (not in the paper). No text raises an error; an unknown task is a ValueError.
     """
     check_task(task)
     visible = visible_text(text)
@@ -136,11 +120,7 @@ def find_record(text: str) -> dict[str, Any] | None:
 
 
 def _load_object(text: str) -> dict[str, Any] | None:
-    """Parse strict JSON with optional trailing commas; None if it is not an object.
-
-    Raises:
-        ValueError: if the text is not JSON.
-    """
+    """Parse strict JSON with optional trailing commas; None if it is not an object."""
     try:
         value = json.loads(text)
     except ValueError:

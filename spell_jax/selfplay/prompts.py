@@ -1,12 +1,11 @@
 """Prompt templates of every role: text files whose placeholders are filled in one pass.
 
-1. A prompt set is a folder of text files. `load("full")` reads the set for real models,
-   `load("compact")` the set for policies with a tiny vocabulary, `load(PATH)` a user's folder.
-2. Every set is an overlay of the full one: its files replace the full set's files of the same name.
-   A file with an unknown name, or with a missing or unknown placeholder, is an error.
-3. A placeholder is a lower-case word in braces, such as {documents}. Other braces (JSON examples)
+1. A prompt set is a folder of text files: "full" for real models, "compact" for policies with a
+   tiny vocabulary, or a user's folder. It overlays the full set: its files replace the full set's
+   files of the same name.
+2. A placeholder is a lower-case word in braces, such as {documents}. Other braces (JSON examples)
    are literal. One newline at the end of a file is not part of the prompt.
-4. All placeholders are filled in one pass, so a document that contains "{examples}" is not changed.
+3. All placeholders are filled in one pass, so a document that contains "{examples}" is not changed.
 
 tests/selfplay/test_prompts.py lists each requirement of Appendix G next to the words of the full
 set that meet it. Departures, with the spec section that asks for them: the JSON object is in a
@@ -47,13 +46,9 @@ for _task in TASKS:
 
 @dataclass(frozen=True)
 class Prompts:
-    """One prompt set. Every method returns the text of a single user turn.
+    """One prompt set. Every method returns the text of a single user turn."""
 
-    Attributes:
-        texts: file name -> template, for every file name in PLACEHOLDERS.
-    """
-
-    texts: Mapping[str, str]
+    texts: Mapping[str, str]  # file name -> template, for every file name in PLACEHOLDERS
 
     def questioner(
         self,
@@ -64,15 +59,10 @@ class Prompts:
     ) -> str:
         """Build the prompt for a new question about the documents (Appendix G, spec 2.2).
 
-        Args:
-            task: one of TASKS.
-            documents: the m documents shown, in corpus order.
-            history: earlier questions, oldest first; if any, the prompt asks for a harder one.
-            letter: letter of the correct option; required for multiple choice, ignored otherwise.
-
-        Raises:
-            ValueError: if the task is unknown, or the letter of a multiple-choice prompt is not A
-                to D.
+        `documents` are the m documents shown, in corpus order. With a `history` of earlier
+        questions, oldest first, the prompt asks for a harder one. `letter` is that of the correct
+        option, required for multiple choice and ignored otherwise; another one than A to D, or an
+        unknown task, is a ValueError.
         """
         check_task(task)
         if task == "multiple_choice" and letter not in LETTERS:
@@ -89,11 +79,7 @@ class Prompts:
         )
 
     def responder(self, task: str, documents: Sequence[str], question: str) -> str:
-        """Build the prompt for an answer from n documents, or from none (grounding filter, 2.5).
-
-        Raises:
-            ValueError: if the task is unknown.
-        """
+        """Build the prompt for an answer from n documents, or from none (grounding filter, 2.5)."""
         check_task(task)
         return self._fill(f"responder_{task}.txt", documents=_joined(documents), question=question)
 
@@ -138,10 +124,8 @@ class Prompts:
 def load(name_or_folder: str | Path) -> Prompts:
     """Read a prompt set: "full", "compact", or a folder that overlays the full set.
 
-    Raises:
-        FileNotFoundError: if the argument is neither a packaged set nor a folder.
-        ValueError: if a file has an unknown name, is not UTF-8, or has missing or unknown
-            placeholders; or if the folder contains no template.
+    Raises FileNotFoundError if there is no such folder. Raises ValueError if the folder contains no
+    template, or a file has an unknown name, is not UTF-8, or has missing or unknown placeholders.
     """
     texts = _read_folder(PACKAGED / "full")
     if name_or_folder == "full":

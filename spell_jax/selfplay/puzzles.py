@@ -1,11 +1,8 @@
 """Document-reconstruction puzzles: paragraphs are removed and must be put back in order.
 
-`make_puzzle` replaces K paragraphs by <gap 1>, <gap 2>, ... and offers them as shuffled, lettered
-options. `parse_order` reads the letters in the last box of an answer; `dense_reward` and
-`sparse_reward` compare them with the truth.
-
-Source: document reconstruction, sections 3.1 to 3.3, 5.2 and 5.6. Filling the gaps with the right
-options restores the original text exactly, white space included.
+K paragraphs become <gap 1>, <gap 2>, ... and are offered as shuffled, lettered options. Filling the
+gaps with the right options restores the original text exactly, white space included. Source:
+document reconstruction, sections 3.1 to 3.3, 5.2 and 5.6.
 """
 
 from __future__ import annotations
@@ -36,38 +33,23 @@ _CUT_ATTEMPTS = 3  # attempts to cut the text until the prompt fits
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A document with gaps.
+    """A document with gaps."""
 
-    Attributes:
-      document: the text with gap markers.
-      options: letter -> removed paragraph, in the order of the letters.
-      truth: K letters, in the order of the gaps.
-      spans: [first, last) character ranges of the removed paragraphs in the text, in gap order.
-    """
-
-    document: str
-    options: dict[str, str]
-    truth: tuple[str, ...]
-    spans: tuple[tuple[int, int], ...]
+    document: str  # the text with gap markers
+    options: dict[str, str]  # letter -> removed paragraph, in the order of the letters
+    truth: tuple[str, ...]  # K letters, in the order of the gaps
+    spans: tuple[tuple[int, int], ...]  # [first, last) of the removed paragraphs, in gap order
 
 
 @dataclass(frozen=True)
 class PromptedPuzzle:
-    """A puzzle and its prompt.
+    """A puzzle and its prompt."""
 
-    Attributes:
-      puzzle: the puzzle, or None if the text yields none.
-      reason: why there is no puzzle, one word; empty if there is one.
-      prompt: the prompt; empty if there is no puzzle.
-      window: [first, last) character range of the text that the puzzle is made from.
-      cut: whether the window is shorter than the text.
-    """
-
-    puzzle: Puzzle | None = None
-    reason: str = ""
+    puzzle: Puzzle | None = None  # None if the text yields none
+    reason: str = ""  # why there is no puzzle, one word
     prompt: str = ""
-    window: tuple[int, int] = (0, 0)
-    cut: bool = False
+    window: tuple[int, int] = (0, 0)  # [first, last) characters that the puzzle is made from
+    cut: bool = False  # whether the window is shorter than the text
 
     @property
     def truth(self) -> tuple[str, ...]:
@@ -77,15 +59,10 @@ class PromptedPuzzle:
 
 @dataclass(frozen=True)
 class Order:
-    """The letters stated in an answer.
+    """The letters stated in an answer."""
 
-    Attributes:
-      letters: letters in the order of the gaps; empty without a box or with anything else in it.
-      is_permutation: whether every option occurs exactly once (ValidPermutation of Eq. 1).
-    """
-
-    letters: tuple[str, ...] = ()
-    is_permutation: bool = False
+    letters: tuple[str, ...] = ()  # in gap order; empty without a box or with anything else in it
+    is_permutation: bool = False  # every option occurs exactly once (ValidPermutation of Eq. 1)
 
 
 def split_paragraphs(text: str) -> list[tuple[int, int]]:
@@ -114,12 +91,9 @@ def cut_window(
 ) -> tuple[int, int]:
     """Choose neighboring paragraphs of at most `most_tokens` tokens.
 
-    If all paragraphs fit, all are chosen. Otherwise the window starts at a random paragraph,
-    extends forward as far as the budget allows, and then backward with the rest of the budget.
-    Paragraphs far from the window are not tokenized.
-
-    Returns:
-      [first, last) character range of the window; (0, 0) if not even one paragraph fits.
+    If not all paragraphs fit, the window starts at a random one, extends forward as far as the
+    budget allows, and then backward with the rest. Paragraphs far from the window are not
+    tokenized. Returns the [first, last) character range; (0, 0) if not even one paragraph fits.
     """
     spans = split_paragraphs(text)
     if not spans:
@@ -147,10 +121,8 @@ def make_puzzle(
 
     They are sampled uniformly from the paragraphs whose words occur once in the text, so no option
     equals another option or a remaining paragraph, even with other white space. Gaps may be
-    adjacent. At least one paragraph remains.
-
-    Returns:
-      (puzzle, ""), or (None, reason) where reason is HAS_GAPS, FEW_PARAGRAPHS or FEW_OPTIONS.
+    adjacent. At least one paragraph remains. Returns (puzzle, ""), or (None, reason) where reason
+    is HAS_GAPS, FEW_PARAGRAPHS or FEW_OPTIONS.
     """
     if GAP.search(text):
         return None, HAS_GAPS
@@ -192,13 +164,8 @@ def make_prompted_puzzle(
 ) -> PromptedPuzzle:
     """Make a puzzle from a text, or from a window of it, with a prompt that fits the token cap.
 
-    Args:
-      make: function from a text to (puzzle, reason), such as make_puzzle.
-      write_prompt: function from (document, options) to the prompt.
-      rng: random generator for the window of a long text.
-      text: the document.
-      count_tokens: function that returns the number of tokens of a text.
-      prompt_cap: maximum number of prompt tokens.
+    `make` maps a text to (puzzle, reason), like make_puzzle; `write_prompt` maps (document,
+    options) to the prompt; `rng` places the window of a long text.
     """
     room = prompt_cap - count_tokens(write_prompt("", {}))
     for _ in range(_CUT_ATTEMPTS):
@@ -255,7 +222,7 @@ def options_of(share: float, options: Sequence[int], weights: Sequence[float]) -
     """Return the number of options K at the quantile `share` of a mixture of values of K.
 
     The curriculum passes the completed fraction of the run, its shuffled variant a uniform random
-    number. `weights` holds a positive weight for each value in `options`, which may be unsorted.
+    number. `weights` holds a positive weight for each of `options`, which may be unsorted.
     """
     values = sorted(zip(options, weights, strict=True))
     bounds = np.cumsum([weight for _, weight in values]) / sum(weights)

@@ -46,11 +46,8 @@ def questioner_reward(
     """Return the questioner's reward for a mean responder reward r (Eq. 7, paper section 4.4).
 
     For every mapping, r <= 0 is returned unchanged so that penalties pass through, and r = 1 gives
-    0. Otherwise "gaussian" gives exp(-(r - mu)^2 / (2 sigma^2)), "azr" 1 - r and "r_zero"
-    1 - 2 |r - 1/2|.
-
-    Raises:
-        ValueError: if the mapping is unknown and needed.
+    0. Otherwise "gaussian" gives exp(-(r - mu)^2 / (2 sigma^2)), "r_zero" 1 - 2 |r - 1/2| and "azr"
+    1 - r. Another mapping is a ValueError.
     """
     if mean_reward <= 0:
         return mean_reward

@@ -56,10 +56,7 @@ def extract_answer(text: str, task: str) -> str | None:
     """Return the answer stated in a whole response: "... answer is X", or a boxed one; or None.
 
     An empty string means that the phrase occurs with nothing after it. Spec sections 5.1 to 5.3,
-    "visible text" and "extraction".
-
-    Raises:
-        ValueError: if `task` is not one of TASKS.
+    "visible text" and "extraction". Raises ValueError if `task` is not one of TASKS.
     """
     check_task(task)
     visible = visible_text(text)
@@ -131,7 +128,6 @@ def same_answer(first: str, second: str, task: str) -> bool:
 
 
 def check_task(task: str) -> None:
-    """Raise ValueError if `task` is not one of TASKS."""
     if task not in TASKS:
         raise ValueError(f"task: {task!r} is unknown; it must be one of {', '.join(TASKS)}")
 

@@ -1,9 +1,8 @@
 """Role-specific dynamic sampling: the groups and rows of an update (paper section 3.3).
 
-The questions of the kept responder groups are the questioner's good rows.
-
-Spec sections 6 and 7. Inputs are plain data in request order; outputs are positions in them. All
-randomness comes from the generator argument, so a step can be repeated exactly.
+The questions of the kept responder groups are the questioner's good rows. Spec sections 6 and 7.
+Inputs are plain data in request order; outputs are positions in them. All randomness comes from the
+generator argument, so a step can be repeated exactly.
 """
 
 from collections import Counter
@@ -20,7 +19,7 @@ def split_groups(
     """Return the positions of the responder groups to train on and of the surplus (spec 7.1, 7.2).
 
     A group is usable if its G final rewards are not all equal. The first `wanted` usable groups are
-    kept and the other usable groups are surplus. Groups with equal rewards are in neither list.
+    kept, the others are surplus. Groups with equal rewards are in neither list.
     """
     usable = [at for at, rewards in enumerate(group_rewards) if len(set(rewards)) > 1]
     return usable[:wanted], usable[wanted:]
@@ -29,21 +28,13 @@ def split_groups(
 def questioner_negatives(
     good_tasks: Sequence[str], bad_tasks: Sequence[str], ratio: float, rng: np.random.Generator
 ) -> list[int]:
-    """Sample bad questioner rows to train on (spec 7.4).
+    """Sample bad questioner rows to train on (spec 7.4): positions in `bad_tasks`, ascending.
 
-    Tasks are processed in descending order of their number of good rows (ties: first seen first).
-    Each task asks for int(ratio * good rows) plus the shortfall of the earlier tasks, sampled
-    without replacement. A shortfall after the last task is not filled. A task without good rows
-    gets none.
-
-    Args:
-        good_tasks: task of each good questioner row.
-        bad_tasks: task of each bad row (bad format, ungrounded, or equal rewards).
-        ratio: bad rows per good row.
-        rng: random generator.
-
-    Returns:
-        Positions in `bad_tasks`, ascending.
+    `good_tasks` and `bad_tasks` are the tasks of the good rows and of the bad ones (bad format,
+    ungrounded, or equal rewards). Tasks are processed in descending order of their number of good
+    rows (ties: first seen first). Each task asks for int(ratio * good rows) plus the shortfall of
+    the earlier tasks, sampled without replacement. A shortfall after the last task is not filled. A
+    task without good rows gets none.
     """
     chosen: list[int] = []
     shortfall = 0
@@ -65,9 +56,9 @@ def eligible_verifier_group(
 ) -> bool:
     """Return whether the G_v votes on one answer may be trained on (spec section 6).
 
-    The verdict must not be -1 (ignore), and its share of the well-formed votes must lie in
-    [low, high], which excludes unanimous votes and ties. With the `consistency` gate, the verdict
-    must also equal the rule score.
+    The verdict must not be -1 (ignore), and its share of the well-formed votes must lie in [low,
+    high], which excludes unanimous votes and ties. With the `consistency` gate, the verdict must
+    also equal the rule score.
     """
     verdict = majority(votes)
     if verdict == -1 or (consistency and verdict != rule_score):
@@ -87,19 +78,10 @@ def verifier_groups(
 ) -> list[int]:
     """Sample int(responder_rows * ratio / group_size) eligible verifier groups to train on.
 
-    Uniform; all groups if there are fewer. Spec sections 6 and 14.
-
-    Args:
-        verdicts: majority verdict of each eligible group, 1 or 0.
-        responder_rows: number of responder rows in the update.
-        group_size: G_v, rows per verifier group.
-        ratio: verifier rows per responder row.
-        rng: random generator.
-        balance: whether to sample as many yes as no groups, and so at most twice the rarer verdict.
-            Training on one-sided verdicts teaches a verifier to ignore the answers.
-
-    Returns:
-        Positions in `verdicts`, ascending.
+    Uniform; all groups if there are fewer (spec sections 6 and 14). `verdicts` holds the majority
+    verdict of each eligible group, 1 or 0, `ratio` is verifier rows per responder row. `balance`
+    samples as many yes as no groups, and so at most twice the rarer verdict, because one-sided
+    verdicts teach a verifier to ignore the answers. Returns positions in `verdicts`, ascending.
     """
     wanted = int(responder_rows * ratio / group_size)
     if not balance:

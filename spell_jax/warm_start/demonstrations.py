@@ -4,8 +4,7 @@ The mixtures deliberately leave each role room to improve in reinforcement learn
 world, the responder sees few documents; a small share of the two-hop rows shows more, so that such
 answers are at least sampled later. The verifier never sees some surface forms. The questioner reads
 short contexts. In document reconstruction, with few options most rows solve the puzzle, with many
-most guess. The tuned policy thus mostly guesses, but sometimes solves the puzzle, which is
-rewarded.
+most guess, so the tuned policy mostly guesses, but sometimes earns a reward.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
 
 # Strings that the tiny tokenizer keeps as single tokens: the fixed parts of prompts and answers.
-# The token after a value then identifies its use, such as an option or an answer to compare. A
-# small model first learns to look up the token that followed an earlier occurrence, so it can find
-# an option's letter this way.
+# The token after a value then identifies its use. A small model first learns to look up the token
+# that followed an earlier occurrence, so it can find an option's letter this way.
 SYMBOLS = (
     *(f"\n({letter})" for letter in LETTERS),
     *("\none:", "\ntwo:", "\nsame?", "\n", ",", "<think>", "</think>"),
@@ -44,69 +42,41 @@ _STORY = 6  # separates the random stream of stories from that of the tiny world
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Composition of the tiny world's demonstrations; every share is a probability.
+    """Composition of the tiny world's demonstrations; every share is a probability."""
 
-    Attributes:
-      recital: share of rows that recite documents and options in any order, and sums. This is not a
-        role of the algorithm but an exercise that teaches look-up, for which few tokens of the
-        other rows give a signal.
-      questioner, verifier: shares of these roles' rows; the responder has the rest.
-      kinds: shares of look-ups, two-hop questions, sums and choices.
-      recital_documents: possible numbers of documents of a recital row; the more there are, the
-        less guessing among them pays.
-      responder_documents: possible numbers of documents of a responder row.
-      two_hop_documents: larger numbers of documents, used for some two-hop responder rows.
-      two_hop_far: share of two-hop responder rows that use `two_hop_documents`.
-      questioner_documents: possible numbers of documents that the questioner reads.
-      questioner_cluster: number of documents in the questioner's cluster, so that a friend's
-        document may not be among those it reads.
-      history: share of questioner rows with one or two known questions in the prompt.
-      plain_form: share of answers worded as in the document.
-      empty: share of responder rows without documents, answered "unknown".
-      absent: for each kind, share of responder rows in which another document replaces the last one
-        needed. The completion quotes the remaining evidence and answers "unknown". In self-play, a
-        friend's document is often not shown, and the frozen reader that states references must
-        notice.
-      verifier_cities: number of cities whose second names the verifier sees.
-      verifier_same_words: share of the verifier's equal pairs with identical wording.
-      strict: share of the verifier's equal pairs with different wording that are labeled no because
-        of it. Self-play can still correct this.
-    """
-
+    # Rows that recite documents and options in any order, and sums: not a role of the algorithm but
+    # an exercise that teaches look-up, for which few tokens of the other rows give a signal.
     recital: float = 0.3
     questioner: float = 0.2
-    verifier: float = 0.25
-    kinds: tuple[float, ...] = (0.2, 0.22, 0.28, 0.3)
+    verifier: float = 0.25  # the responder has the rest
+    kinds: tuple[float, ...] = (0.2, 0.22, 0.28, 0.3)  # look-ups, two-hop questions, sums, choices
+    # Possible numbers of documents; with more to recite, guessing among them pays less.
     recital_documents: tuple[int, ...] = (4, 5)
     responder_documents: tuple[int, ...] = (2, 3, 4)
-    two_hop_documents: tuple[int, ...] = (5, 6)
+    two_hop_documents: tuple[int, ...] = (5, 6)  # of a share `two_hop_far` of the two-hop rows
     two_hop_far: float = 0.1
     questioner_documents: tuple[int, ...] = (2, 3, 4)
-    questioner_cluster: int = 8
-    history: float = 0.3
-    plain_form: float = 0.8
-    empty: float = 0.04
+    questioner_cluster: int = 8  # documents; a friend's may not be among those that it reads
+    history: float = 0.3  # questioner rows with one or two known questions in the prompt
+    plain_form: float = 0.8  # answers worded as in the document
+    empty: float = 0.04  # responder rows without documents, answered "unknown"
+    # By kind, responder rows in which another document replaces the last one needed. The completion
+    # quotes the remaining evidence and answers "unknown". In self-play, a friend's document is
+    # often not shown, and the frozen reader that states references must notice.
     absent: tuple[float, ...] = (0.05, 0.2, 0.05, 0.0)
-    verifier_cities: int = 3
-    verifier_same_words: float = 0.7
-    strict: float = 0.42
+    verifier_cities: int = 3  # cities whose second names the verifier sees
+    verifier_same_words: float = 0.7  # equal pairs with identical wording
+    strict: float = 0.42  # equal pairs in other words that are labeled no, for RL to correct
 
 
 @dataclasses.dataclass(frozen=True)
 class StoryMixture:
-    """Composition of the demonstrations of document reconstruction.
+    """Composition of the demonstrations of document reconstruction."""
 
-    Attributes:
-      lines: possible numbers of lines of a story.
-      options: possible values of K, the number of options.
-      shares: share of rows for each value of K.
-      guessed: share of guessing rows for each value of K.
-    """
-
-    lines: tuple[int, ...] = (5, 6, 7)
-    options: tuple[int, ...] = (2, 3, 4)
-    shares: tuple[float, ...] = (0.4, 0.3, 0.3)
-    guessed: tuple[float, ...] = (0.35, 0.6, 0.65)
+    lines: tuple[int, ...] = (5, 6, 7)  # possible numbers of lines of a story
+    options: tuple[int, ...] = (2, 3, 4)  # possible values of K
+    shares: tuple[float, ...] = (0.4, 0.3, 0.3)  # of rows, for each value of K
+    guessed: tuple[float, ...] = (0.35, 0.6, 0.65)  # share of guessing rows for each value of K
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +116,8 @@ def story_demonstrations(
 ) -> Iterator[Row]:
     """Yield endless demonstrations of document reconstruction; row i depends on (seed, i) alone.
 
-    A row either solves the puzzle or guesses. A solving row names, for each gap, the person who
-    holds the letter at that point and the option that says so. A guessing row has an empty thought
-    and boxes the letters in random order.
+    A solving row names, for each gap, the person who holds the letter at that point and the option
+    that says so. A guessing row has an empty thought and boxes the letters in random order.
     """
     return seeded_rows(lambda rng: _story_row(prompts, mixture, rng), seed, start, _STORY)
 
@@ -282,16 +251,13 @@ def verifier_row(
 ) -> tuple[Row, str]:
     """Sample a verifier row: two answers, equal in half of the rows, and the verdict.
 
+    Returns (row, pair), where pair is "same", "decorated", "alias" or "different".
+
     Args:
-      prompts: the prompt set.
-      rng: random generator.
       alias_cities: number of cities that may appear under their second name in an equal pair.
       same_words: share of equal pairs with identical wording. Values with only one wording are
         always identical.
       strict: share of the equal pairs with different wording whose verdict is no.
-
-    Returns:
-      (row, pair), where pair is "same", "decorated", "alias" or "different".
     """
     documents = world.make_documents(rng, 4)
     kind = _sample_kind(rng, VERIFIED_KINDS)
@@ -337,8 +303,7 @@ def _story_row(prompts: Prompts, mixture: StoryMixture, rng: np.random.Generator
     if rng.random() < mixture.guessed[kind]:
         order = tuple(rng.permutation(puzzle.truth).tolist())
     else:
-        # In tokens: the number in the gap's name, the name that stands before the gap, and the
-        # label that opens an option.
+        # In tokens: the gap's number, the name before the gap, the label that opens an option.
         for number, letter in enumerate(puzzle.truth, 1):
             thought += f" {number} {puzzle.options[letter].split()[0]}({letter})"
     prompt = prompts.reconstruction(puzzle.document, puzzle.options)

@@ -2,12 +2,11 @@
 
 1. `make_questions` samples look-ups and two-hop questions. Their evidence is the lines that support
    the answer.
-2. `policy_rows` demonstrates structured answers. A large share of the two-hop answers omits the
-   second line. Some other answers have a line missing, replaced or added. The answer is then either
-   what the quoted lines say or the true one. Rows thus teach the format and leave evidence and
-   outcome to reinforcement learning.
-3. `reward_rows` demonstrates scores of several evidence sets for one question. They follow
-   `true_score` plus noise, so that the reward model is useful from the start and can still improve.
+2. `policy_rows` demonstrates structured answers, many with imperfect evidence: a large share of the
+   two-hop answers omits the second line. The answer is then either what the quoted lines say or the
+   true one. Rows thus teach the format and leave evidence and outcome to reinforcement learning.
+3. `reward_rows` demonstrates scores of several evidence sets for one question: `true_score` plus
+   noise, so that the reward model is useful from the start and can still improve.
 
     python -m spell_jax.warm_start.evidence_rows --out=DIR
 
@@ -43,27 +42,16 @@ HELD_OUT_SEED = 10_000  # added to the seed
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Composition of the rows; every share is a probability.
+    """Composition of the rows; every share is a probability."""
 
-    Attributes:
-      documents: possible numbers of documents of a row's question.
-      two_hop: share of two-hop questions; the others are look-ups.
-      hasty: share of two-hop answers and sets that omit the second line.
-      slips: share of the other answers whose evidence is not exactly the true lines.
-      lucky: share of answers with incomplete evidence that are right nevertheless.
-      sets: possible numbers of evidence sets of a reward row.
-      set_slips: share of the other sets that are not exactly the true lines.
-      noise: share of scores that are off by one.
-    """
-
-    documents: tuple[int, ...] = (3, 4, 5, 6)
-    two_hop: float = 0.5
-    hasty: float = 0.65
-    slips: float = 0.2
-    lucky: float = 0.9
-    sets: tuple[int, ...] = (1, 2, 3, 4)
-    set_slips: float = 0.5
-    noise: float = 0.05
+    documents: tuple[int, ...] = (3, 4, 5, 6)  # possible numbers of documents of a question
+    two_hop: float = 0.5  # two-hop questions; the others are look-ups
+    hasty: float = 0.65  # two-hop answers and sets that omit the second line
+    slips: float = 0.2  # other answers whose evidence is not exactly the true lines
+    lucky: float = 0.9  # answers with incomplete evidence that are right nevertheless
+    sets: tuple[int, ...] = (1, 2, 3, 4)  # possible numbers of evidence sets of a reward row
+    set_slips: float = 0.5  # other sets that are not exactly the true lines
+    noise: float = 0.05  # scores that are off by one
 
 
 def make_questions(
@@ -71,11 +59,8 @@ def make_questions(
 ) -> tuple[Question, ...]:
     """Generate seeded questions with their supporting lines.
 
-    Args:
-      seed: random seed; held-out questions use another one than training questions.
-      count: number of questions.
-      documents: numbers of documents, each from 2 to 24; questions cycle through them.
-      two_hop: share of two-hop questions.
+    Questions cycle through `documents`, numbers of documents from 2 to 24 each. A share of
+    `two_hop` has two hops.
     """
     generators = (np.random.default_rng([seed, index, _QUESTIONS]) for index in range(count))
     sizes = itertools.cycle(documents)
@@ -83,7 +68,6 @@ def make_questions(
 
 
 def sample_question(rng: np.random.Generator, documents: int, two_hop: float) -> Question:
-    """Sample a question about `documents` new documents."""
     texts = world.make_documents(rng, documents)
     kind = "two_hop" if rng.random() < two_hop else "lookup"
     question = world.sample_question(rng, texts, kind)
@@ -134,12 +118,9 @@ def sample_evidence(
 ) -> list[str]:
     """Sample the lines that an answer quotes: the true lines, or an imperfect variant.
 
-    Args:
-      rng: random generator.
-      question: the question with its true lines.
-      slips: probability that the other samples have one line missing, one line replaced by another
-        document, all lines replaced, or one line too many.
-      hasty: probability that a two-hop question gets only its first line.
+    With probability `hasty`, a two-hop question gets only its first line. Otherwise, with
+    probability `slips`, one line is missing, one is replaced by another document, all are replaced,
+    or there is one too many.
     """
     true = list(question.evidence)
     if rng.random() < hasty and len(true) > 1:

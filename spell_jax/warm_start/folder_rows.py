@@ -2,9 +2,9 @@
 
 1. A fact is a number or a name together with its cue, the few words just before it in the same
    line. A fact counts only if its cue occurs once in the whole cluster.
-2. Questions ask for facts: which number or name follows a cue (general QA; for multiple choice,
-   other values of the cluster are the wrong options), or the difference of two numbers. Every
-   question has passed the parser that self-play uses.
+2. Questions ask for facts: which number or name follows a cue (for multiple choice, other values of
+   the cluster are the wrong options), or the difference of two numbers. Every question has passed
+   the parser that self-play uses.
 3. A questioner row quotes the fact and writes the question. A responder row quotes it and answers
    from the documents. A verifier row compares the reference with itself, with another form of it,
    or with another value.
@@ -72,20 +72,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fact:
-    """A value in a document and the words that precede it.
+    """A value in a document and the words that precede it."""
 
-    Attributes:
-        document: index of the document in the cluster.
-        kind: "number" or "name".
-        cue: the CUE_WORDS words before the value, separated by single spaces; unique in the
-            cluster.
-        value: text of the value, without surrounding punctuation.
-    """
-
-    document: int
-    kind: str
-    cue: str
-    value: str
+    document: int  # index in the cluster
+    kind: str  # "number" or "name"
+    cue: str  # the CUE_WORDS words before the value, with single spaces; unique in the cluster
+    value: str  # without surrounding punctuation
 
     @property
     def integer(self) -> int:
@@ -95,26 +87,15 @@ class Fact:
 
 @dataclass(frozen=True)
 class FactQuestion:
-    """A question made from facts of one cluster.
+    """A question made from facts of one cluster."""
 
-    Attributes:
-        completion: the questioner's completion.
-        quote: the evidence, as both roles quote it before they answer; for a choice, with its
-            letter.
-        documents: indices of the documents that contain the evidence.
-        question: the question as the responder sees it.
-        reference: the answer as the parser returns it.
-        answer: the answer as the responder writes it.
-        others: values of the same kind in the cluster that differ in meaning.
-    """
-
-    completion: str
-    quote: str
-    documents: frozenset[int]
-    question: str
-    reference: str
-    answer: str
-    others: tuple[str, ...]
+    completion: str  # of the questioner
+    quote: str  # the evidence, as both roles quote it before they answer; of a choice, with letter
+    documents: frozenset[int]  # indices of those that contain the evidence
+    question: str  # as the responder sees it
+    reference: str  # the answer as the parser returns it
+    answer: str  # as the responder writes it
+    others: tuple[str, ...]  # values of the same kind in the cluster that differ in meaning
 
 
 @dataclass(frozen=True)
@@ -122,14 +103,14 @@ class RowConfig:
     """Composition of the rows.
 
     Attributes:
-        tasks: tasks, in equal shares.
-        roles: role -> share, for each of ROLES; need not sum to 1.
-        documents_shown: m, number of documents that a questioner without history sees, at least 1.
-        documents_read: possible numbers of documents of a responder or reciter row, each at least
-            1; fewer than a cluster has leave self-play room to improve.
-        history_share: share of questioner rows with one to three earlier questions.
-        difference_share: share of the financial_math questions that ask for the difference of two
-            numbers, where there are two.
+      tasks: tasks, in equal shares.
+      roles: role -> share, for each of ROLES; need not sum to 1.
+      documents_shown: m, number of documents that a questioner without history sees, at least 1.
+      documents_read: possible numbers of documents of a responder or reciter row, each at least 1;
+        fewer than a cluster has leave self-play room to improve.
+      history_share: share of questioner rows with one to three earlier questions.
+      difference_share: share of the financial_math questions that ask for the difference of two
+        numbers, where there are two.
     """
 
     tasks: tuple[str, ...] = TASKS
@@ -238,13 +219,8 @@ def other_forms(value: str) -> list[str]:
 class RowMaker:
     """Maker of rows from the facts of one cluster at a time.
 
-    Attributes:
-        prompts: prompts of the rows.
-        config: composition of the rows.
-        rng: random generator of all choices.
-        count_tokens: token counter of the question parser.
-        counts: "clusters", "facts", "rejected TASK: REASON" (questions that the parser rejected)
-            and "skipped TASK" (clusters whose facts did not allow a question).
+    `counts` has "clusters", "facts", "rejected TASK: REASON" (questions that the parser rejected)
+    and "skipped TASK" (clusters whose facts did not allow a question).
     """
 
     prompts: Prompts
@@ -254,12 +230,9 @@ class RowMaker:
     counts: Counter[str] = field(default_factory=Counter)
 
     def question(self, task: str, facts: Sequence[Fact], letter: str) -> FactQuestion | None:
-        """Make a question about one or two facts; None if these facts do not allow one.
+        """Make a question about one or two of a cluster's facts; None if they do not allow one.
 
-        Args:
-            task: one of TASKS.
-            facts: facts of one cluster.
-            letter: letter of the correct option, for multiple choice.
+        `letter` is that of the correct option, for multiple choice.
         """
         if task == "financial_math":
             facts = [fact for fact in facts if fact.kind == "number"]
@@ -386,13 +359,9 @@ def make_rows(
     config: RowConfig | None = None,
     count_tokens: CountTokens = count_words,
 ) -> tuple[list[Row], Counter[str]]:
-    """Make `rows` rows, in shuffled order.
+    """Make `rows` rows, in shuffled order; returns them with the counts of RowMaker.
 
-    Returns:
-        (rows, counts); see RowMaker.
-
-    Raises:
-        ValueError: if rows is below 1, or no cluster has enough facts for one of the tasks.
+    Raises ValueError if rows is below 1, or no cluster has enough facts for one of the tasks.
     """
     if rows < 1:
         raise ValueError(f"rows = {rows}: must be at least 1")
@@ -459,7 +428,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = RowConfig(**{name: getattr(flags, name) for name in _ROW_FLAGS})
 
     def read(count_tokens: CountTokens) -> list[list[Cluster]]:
-        """Training and held-out clusters."""
+        """Read training and held-out clusters."""
         sources = open_clusters(data, flags.seed, count_tokens)
         return [source.read(list(source.tasks)) for source in sources]
 
