@@ -1,9 +1,5 @@
 """The interface between an algorithm and the trainer.
 
-1. `rollout` samples the episodes of a step. It reaches the models through `Models`.
-2. `groups` turns episodes into training groups, and says for every episode what it was used for.
-3. `metrics` and `record` summarize a step and an episode for the run's files.
-
 An episode is a frozen dataclass of the algorithm's own. Nothing changes it after `rollout` returned
 it: `groups`, `metrics` and `record` are functions of their arguments.
 """
@@ -81,54 +77,35 @@ class AlgorithmConfig:
         return ()
 
     def budget_summary(self) -> str:
-        """Words that introduce the budgets."""
         return "a step asks for"
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutBudget:
-    """Upper bound of one kind of samples in a step, such as "answers" (`what`).
+    """Upper bound of one kind of samples in a step."""
 
-    Attributes:
-      prompts: number of prompts.
-      replies: samples per prompt.
-      trained: number of groups, each a prompt and its samples, that are trained on.
-      model: model that is trained on them.
-    """
-
-    what: str
+    what: str  # such as "answers"
     role: str
     prompts: int
-    replies: int
-    trained: int = 0
-    model: str = "policy"
+    replies: int  # samples per prompt
+    trained: int = 0  # groups, each a prompt and its samples, that are trained on
+    model: str = "policy"  # the model that is trained on them
 
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmContext:
-    """Inputs of an algorithm besides its config.
-
-    Attributes:
-      count_tokens: function that returns the number of tokens of a text.
-      prompt_cap: largest number of tokens that the text of a prompt may have.
-      steps: number of updates of the run.
-      clusters: opens the training clusters.
-      held_out: opens the clusters that training never reads.
-      deal: makes a stream of clusters by the run's tasks, weights and seed.
-      questions: reads the given questions (config.data.questions).
-      judge: external judge if algorithm.rule is "judge", else None.
-    """
+    """Inputs of an algorithm besides its config."""
 
     prompts: Prompts
-    count_tokens: Callable[[str], int]
-    prompt_cap: int
+    count_tokens: Callable[[str], int]  # number of tokens of a text
+    prompt_cap: int  # most tokens of the text of a prompt
     seed: int
-    steps: int
-    clusters: Callable[[], Source]
-    held_out: Callable[[], Source]
-    deal: Callable[[Source], TaskStream]
-    questions: Callable[[], tuple[Question, ...]]
-    judge: JudgeFunction | None = None
+    steps: int  # updates of the run
+    clusters: Callable[[], Source]  # opens the training clusters
+    held_out: Callable[[], Source]  # opens the clusters that training never reads
+    deal: Callable[[Source], TaskStream]  # deals clusters by the run's tasks, weights and seed
+    questions: Callable[[], tuple[Question, ...]]  # reads config.data.questions
+    judge: JudgeFunction | None = None  # external judge if algorithm.rule is "judge"
 
 
 # ------------------------------------------------------------------------------ Asking the models
@@ -136,17 +113,11 @@ class AlgorithmContext:
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """A model's answers to one prompt.
+    """A model's answers to one prompt."""
 
-    Attributes:
-      prompt: token ids of the prompt [P].
-      samples: G answers as tokens with logprobs.
-      texts: the same answers as text, without stop tokens.
-    """
-
-    prompt: Sequence[int]
-    samples: Sequence[Sample]
-    texts: Sequence[str]
+    prompt: Sequence[int]  # token ids [P]
+    samples: Sequence[Sample]  # G answers as tokens with logprobs
+    texts: Sequence[str]  # the same answers as text, without stop tokens
 
     def group(self, advantages: Iterable[float], role: str, model: str = "policy") -> TrainGroup:
         """A training group for `model`, with one advantage per answer [G], counted by role."""
@@ -169,14 +140,11 @@ class _Call(Protocol[Answer]):
         model: str = "policy",
         temperature: float | None = None,
     ) -> Answer:
-        """Samples from a model.
+        """Samples `group` replies per prompt from "policy" or one of Algorithm.models.
 
-        Args:
-          role: role that answers: "questioner", "responder", "verifier" or a name of the
-            algorithm's. "verifier" has its own cap of answer tokens (sampler.max_verdict_tokens).
-          group: G, number of samples per prompt.
-          model: "policy" or one of Algorithm.models.
-          temperature: sampling temperature; None: sampler.temperature.
+        The role is "questioner", "responder", "verifier" or a name of the algorithm's; "verifier"
+        has its own cap of answer tokens (sampler.max_verdict_tokens). A temperature of None is
+        sampler.temperature.
         """
         ...
 
@@ -184,11 +152,9 @@ class _Call(Protocol[Answer]):
 # One reply per prompt, in order; None for a prompt over the sampler's cap.
 Replies = list[Reply | None]
 
-# `replies = await ask(role, prompts, group)` in a coroutine. The request goes to the RolloutWorker
-# (algorithms/rollout.py): the await yields a PendingCall, the worker tokenizes the prompts and
-# submits one request per prompt to the sampler's session (sampler/session.py, Session.submit),
-# where it joins the requests of all other coroutines. The worker resumes the coroutine when all
-# replies to this call are there.
+# `replies = await ask(role, prompts, group)` in a coroutine. The await yields a PendingCall to the
+# RolloutWorker (algorithms/rollout.py), which submits one request per prompt to the sampler's
+# session (sampler/session.py, Session.submit), where it joins those of all other coroutines.
 Ask = _Call[Awaitable[Replies]]
 
 
@@ -198,10 +164,10 @@ class Models(_Call[Replies], Protocol):
     def run_all(
         self, function: Callable[[Ask, Item], Coroutine[Any, Any, Result]], items: Sequence[Item]
     ) -> list[Result]:
-        """Runs the coroutines function(ask, item) of all items concurrently.
+        """Runs the coroutines function(ask, item) of all items concurrently; results in order.
 
         A coroutine resumes as soon as its own call is answered; it does not wait for the slowest
-        answer of the others. Its replies do not depend on them. Returns the results in order.
+        answer of the others. Its replies do not depend on them.
         """
         ...
 
@@ -211,13 +177,10 @@ class Models(_Call[Replies], Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """Use of one episode in the update.
+    """Use of one episode in the update: advantages of trained roles, and USED or why not.
 
-    Attributes:
-      advantages: role -> advantages of its samples, for roles that are trained on. A role with
-        several replies per episode (SPELL's verifier) has a list per reply, empty if not used.
-      used: role -> USED, or a word for why it is not trained on; a list of words for a role with
-        several replies.
+    A role with several replies per episode (SPELL's verifier) has a list of both, one item per
+    reply; its advantages are empty where a reply is not used.
     """
 
     advantages: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
@@ -270,17 +233,13 @@ class Algorithm(Protocol):
         """An episode and its use as a JSON-able dict for the run's files."""
         ...
 
-    def cluster(self, episode: Episode) -> Cluster:
-        """The documents of an episode."""
-        ...
+    def cluster(self, episode: Episode) -> Cluster: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Everything besides weights, seed and step that the next rollout depends on, JSON-able."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
-        ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def records(

@@ -21,7 +21,6 @@ class QuestionEpisode:
       status: "accepted", or where the episode ended: "overlong" (a prompt over the cap), or a word
         of the algorithm's.
       reason: one word for why it ended, for counting.
-      response: the policy's reply, G answers.
       predictions: extracted answers [G]; None if an answer states none.
       rule: scores of the answers [G], by the rule or the external judge.
       judge: the external judge's verdicts on the predictions that are not None (negative: no
@@ -48,7 +47,7 @@ class QuestionEpisode:
 
     @property
     def mixed(self) -> bool:
-        """Whether the rewards of the answers differ, so that advantages are not all zero."""
+        """Whether the rewards differ, so that advantages are not all zero."""
         return len(set(self.scores)) > 1
 
 
@@ -76,7 +75,7 @@ def ask_judge(judge: JudgeFunction | None, episodes: Sequence[AnyEpisode]) -> Se
 def responder_groups(
     episodes: Sequence[QuestionEpisode], divide_by_deviation: bool, keep_equal: bool = False
 ) -> tuple[list[TrainGroup], list[Annotation]]:
-    """The responder's training groups with group-normalized advantages (GRPO), and annotations.
+    """The responder's groups with group-normalized advantages (GRPO), and annotations.
 
     Groups of equal rewards are left out unless `keep_equal`.
     """

@@ -48,7 +48,6 @@ def by_row(cells: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[s
 
 
 def _score_answer(text: str, question: Question) -> dict[str, float]:
-    """The only measure of a plain answer: its score by the rule."""
     return {"": rules.score(text, question.answer, question.task)}
 
 
@@ -56,22 +55,17 @@ def _score_answer(text: str, question: Question) -> dict[str, float]:
 class HeldOutQuestions:
     """Greedy answers to given questions; a prompt over the cap counts as the answer "".
 
-    Attributes:
-      prompts: the prompt set.
-      questions: questions with their answers and documents.
-      section: title in the report.
-      make_prompt: prompt of a question; None: the responder's.
-      measure: function from (answer, question) to measures by name, accuracy first.
+    Prompts are by default the responder's. `measure` makes measures by name from (answer,
+    question), accuracy first.
     """
 
     prompts: Prompts
     questions: tuple[Question, ...]
-    section: str = "responder accuracy (rule)"
+    section: str = "responder accuracy (rule)"  # title in the report
     make_prompt: Callable[[Question], str] | None = None
     measure: Callable[[str, Question], Mapping[str, float]] = _score_answer
 
     def full(self, models: Models) -> Report:
-        """Means of all measures over all questions and by task."""
         rows = {
             task: {name: share(values) for name, values in measures.items()}
             for task, measures in self._outcomes(models).items()

@@ -30,13 +30,9 @@ from spell_jax.runtime.config import build
 class AlgorithmSpec:
     """An entry of the registry.
 
-    Attributes:
-      config: dataclass of the config's section `algorithm`.
-      make: constructor (config, context) -> algorithm.
-      evaluate: constructor (config, context, data) -> held-out evaluation, or None if the data
-        holds nothing out. The evaluation reads large files only when it is first used.
-      inputs: kinds of data that the algorithm takes: "clusters" (data.source), "questions"
-        (data.questions), or both.
+    `evaluate` returns None if the data holds nothing out; the evaluation reads large files only
+    when it is first used. `inputs` are "clusters" (data.source), "questions" (data.questions), or
+    both.
     """
 
     config: type[AlgorithmConfig]
@@ -56,7 +52,7 @@ def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:
 
 
 def check_inputs(config: AlgorithmConfig, data: DataConfig) -> None:
-    """Raises ValueError if the algorithm does not take the kind of data that the config has."""
+    """Raises ValueError if the algorithm does not take the kind of data in the config."""
     inputs = ALGORITHMS[config.name].inputs
     if data.questions and "questions" not in inputs:
         raise ValueError(f"data.questions = {data.questions!r}: must be '', for this algorithm")

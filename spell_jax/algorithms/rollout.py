@@ -1,11 +1,10 @@
 """Rollout worker: runs an algorithm's coroutines and turns their requests into sampler calls.
 
-1. `run_all` starts one coroutine per item and runs each up to its first `await ask(...)`.
-2. The await yields a PendingCall. The worker tokenizes its prompts with the chat template and
-   submits one request per prompt to the session of its model (sampler/session.py).
-3. While the device samples, the worker collects finished answers, resumes the coroutines whose
+1. `run_all` starts one coroutine per item and runs each up to its first `await ask(...)`, which
+   yields a PendingCall. The worker submits one request per prompt to the session of its model.
+2. While the device samples, the worker collects finished answers, resumes the coroutines whose
    calls are complete, and submits the requests that they make next to the same session.
-4. One model is served until no call to it is pending, then the next: every session has its own KV
+3. One model is served until no call to it is pending, then the next: every session has its own KV
    cache, and only one is held at a time.
 """
 
@@ -32,31 +31,22 @@ from spell_jax.sampler.session import Session
 
 @dataclasses.dataclass(eq=False)
 class PendingCall:
-    """A coroutine's call to a model. Awaiting it yields it to the worker and returns the replies.
+    """A call of base.Ask. Awaiting it yields it to the worker and returns the replies."""
 
-    Attributes:
-      number: (number of the coroutine in the step, number of the call in the coroutine), from 1.
-      role, prompts, group, model, temperature: the arguments of base.Ask.
-      item: index of the coroutine in `run_all`.
-      prompt_ids: the prompts as token ids.
-      replies: replies so far, in the order of the prompts.
-      missing: number of submitted prompts without a reply.
-    """
-
-    number: tuple[int, int]
+    number: tuple[int, int]  # (coroutine in the step, call in the coroutine), from 1
     role: str
     prompts: Sequence[str]
     group: int = 1
     model: str = "policy"
     temperature: float | None = None
-    item: int = 0
-    prompt_ids: list[list[int]] = dataclasses.field(default_factory=list)
+    item: int = 0  # index of the coroutine in `run_all`
+    prompt_ids: list[list[int]] = dataclasses.field(default_factory=list)  # [prompts][P]
     replies: Replies = dataclasses.field(default_factory=list)
-    missing: int = 0
+    missing: int = 0  # submitted prompts without a reply
 
     @property
     def agent(self) -> str:
-        """Name under which the call is counted: the role, or the model if it is not the policy."""
+        """Name under which the call is counted: the role, or a model other than the policy."""
         return self.role if self.model == "policy" else self.model
 
     def __await__(self) -> Generator[PendingCall, None, Replies]:
@@ -65,7 +55,6 @@ class PendingCall:
 
 
 def _make_ask(coroutine: int) -> Ask:
-    """The Ask of one coroutine, which numbers its calls."""
     calls = itertools.count(1)
 
     async def ask(*call: Any, **options: Any) -> Replies:
@@ -104,7 +93,7 @@ class RolloutWorker:
         key: jax.Array,
         others: Mapping[str, TextSampler] | None = None,
     ):
-        """Makes a worker for the policy and its copies; `others` are not copies of the policy."""
+        """`others` are the models that are not copies of the policy."""
         self.sampler = text_sampler.sampler
         self._text_sampler, self._others = text_sampler, others or {}
         self._key = np.asarray(jax.random.key_data(key))
@@ -119,11 +108,9 @@ class RolloutWorker:
     ) -> None:
         """Starts a step with new weights and counts.
 
-        Args:
-          models: weights in the compute dtype by model name. A model's weights are looked up when
-            its session opens.
-          between_calls: function called after each dispatch of sampler calls to the device. It may
-            dispatch more work. Its place in the order of calls depends only on the sampled tokens.
+        `models` has weights in the compute dtype by name, looked up when a session opens.
+        `between_calls` is called after each dispatch of sampler calls to the device and may
+        dispatch more work. Its place in the order of calls depends only on the sampled tokens.
         """
         self._step, self._models, self._between_calls = step, models, between_calls
         self._coroutines = 0
@@ -138,8 +125,6 @@ class RolloutWorker:
         self._models, self._between_calls = {}, lambda: None
 
     def __call__(self, *call: Any, **options: Any) -> Replies:
-        """Samples and blocks until all replies are there; see base.Models."""
-
         async def ask_all(ask: Ask, _: None) -> Replies:
             return await ask(*call, **options)
 
@@ -149,7 +134,6 @@ class RolloutWorker:
     def run_all(
         self, function: Callable[[Ask, Item], Coroutine[Any, Any, Result]], items: Sequence[Item]
     ) -> list[Result]:
-        """Runs one coroutine per item and returns their results in order; see base.Models."""
         if self._is_running:
             raise RuntimeError("a coroutine of an algorithm must call its own ask, not the worker")
         self._is_running = True
@@ -169,7 +153,6 @@ class RolloutWorker:
         pending: dict[str, deque[PendingCall]] = defaultdict(deque)
 
         def resume(item: int) -> None:
-            """Runs a coroutine up to its next call or its end."""
             try:
                 call = coroutines[item].send(None)
             except StopIteration as end:
@@ -244,7 +227,6 @@ class RolloutWorker:
         return self._session[1]
 
     def _close(self) -> None:
-        """Adds up the counts of the open session and releases its KV cache."""
         if self._session is None:
             return
         session, self._session = self._session[1], None

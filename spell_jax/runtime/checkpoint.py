@@ -1,12 +1,9 @@
 """Checkpoints: everything needed to resume, complete and verified by hashes.
 
-1. A checkpoint is a pytree of arrays and a JSON-able dict. Orbax writes both to
-   WORKDIR/checkpoints/STEP in the background.
-2. hashes.txt, with the size and hash of every file, is written last; a step without it is
-   unfinished. Only then are older steps deleted (the latest few and the best stay).
-3. A failed save is retried with the arrays at hand, at last in a fallback folder.
-
-Process 0 hashes, deletes and decides; it broadcasts the results to the other processes.
+Orbax writes a pytree of arrays and a JSON-able dict to WORKDIR/checkpoints/STEP in the background.
+hashes.txt, with the size and hash of every file, is written last: a step without it is unfinished.
+Only then are older steps deleted. Process 0 hashes, deletes and decides, and broadcasts the
+results.
 """
 
 from __future__ import annotations
@@ -57,18 +54,13 @@ class _Pending:
 class Checkpoints:
     """Checkpoints of one run. Every process makes one and calls it with equal arguments.
 
-    Args:
-      workdir: folder of the run, local or gs://.
-      keep: number of latest checkpoints to keep besides the best; >= 1.
-      every: `save` writes at steps that are multiples of this; >= 1.
-      retries: number of retries after a failed save; >= 0.
-      backoff_s: seconds before the first retry, doubled for each further one; >= 0.
-      fallback: folder in which NAME_stepSTEP is made for a step that could not be saved. By default
-        the system's temporary folder; none with several hosts, because they do not share one.
-      sleep: function that waits for a number of seconds.
+    `save` writes at steps that are multiples of `every`; the latest `keep` and the best stay. A
+    failed save is retried `retries` times with the arrays at hand, first after `backoff_s` seconds,
+    doubled each time. At last the step is saved to NAME_stepSTEP in `fallback`: by default the
+    system's temporary folder; none with several hosts, because they do not share one.
 
     Raises:
-      ValueError: if keep, every, retries or backoff_s is too small.
+      ValueError: if keep or every is below 1, or retries or backoff_s below 0.
       OSError: if the folder cannot be made or read (RuntimeError with several hosts).
     """
 
@@ -114,16 +106,15 @@ class Checkpoints:
     ) -> bool:
         """Saves if `every` divides the step or `force` is set; returns whether it did.
 
-        A saved step is not written again. The arrays may be donated or deleted right after; they
-        are written in the background. A failure shows at the next saved step, which is then written
-        with retries before this returns. With `force` this waits until the step is complete.
+        A saved step is not written again. The arrays, of any shapes, dtypes and shardings, are
+        written in the background but may be donated or deleted right after. A failure shows at the
+        next saved step, which is then written with retries before this returns. With `force` this
+        waits until the step is complete.
 
         Args:
-          step: number of updates done, >= 0.
-          arrays: pytree of jax arrays, any shapes, dtypes and shardings.
+          step: number of updates done.
           host_state: values that JSON returns unchanged: dicts with string keys, lists, strings,
             finite numbers, booleans, None.
-          force: whether to save at any step and wait for it, as at the end of a run.
           score: quality of the weights, higher is better; the best step is not deleted.
 
         Raises:
@@ -167,11 +158,7 @@ class Checkpoints:
         ) from failure
 
     def wait(self) -> None:
-        """Waits until the last save is complete on all hosts.
-
-        Raises:
-          SaveError: if it failed; names the step.
-        """
+        """Waits until the last save is complete on all hosts; SaveError names a failed step."""
         failure = self._settle()
         if failure is not None:
             raise SaveError(str(failure)) from failure
@@ -184,13 +171,10 @@ class Checkpoints:
     def newest_intact(self) -> int | None:
         """Newest step whose files all match their hashes; None if there is no checkpoint.
 
-        Newer steps are logged with their damage, left on disk and ignored from now on. This reads
-        whole checkpoints.
-
-        Raises:
-          DamagedError: if there are steps but none is intact; names each with its damage. (A single
-            unfinished step is the first save of a run that was killed: it gives None.)
-          SaveError: as `wait`.
+        This reads whole checkpoints. Newer steps are logged with their damage, left on disk and
+        ignored from now on. If no step is intact, DamagedError names each with its damage, except
+        for a single unfinished step, the first save of a run that was killed: that gives None.
+        SaveError as `wait`.
         """
         self.wait()
         intact, damages = distributed.broadcast(self._inspect)
@@ -211,10 +195,8 @@ class Checkpoints:
     def restore(self, step: int, abstract: Any) -> tuple[Any, dict[str, Any]]:
         """Reads the arrays and the host_state of a saved step.
 
-        Args:
-          step: a saved step.
-          abstract: saved tree with jax.ShapeDtypeStruct (or arrays) as leaves. Each leaf's
-            `sharding` is its destination, on the mesh it was saved from or any other.
+        `abstract` is the saved tree with jax.ShapeDtypeStruct (or arrays) as leaves. Each leaf's
+        `sharding` is its destination, on the mesh it was saved from or any other.
 
         Raises:
           FileNotFoundError: if there is no complete checkpoint of that step.
@@ -388,7 +370,6 @@ class Checkpoints:
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _inspect(self) -> tuple[int | None, list[tuple[int, str]]]:
-        """(newest intact step, newer steps with their damage), newest first."""
         damages: list[tuple[int, str]] = []
         for step in self._on_disk():
             damage = hashes.damage(self._folder(step))
@@ -412,7 +393,6 @@ def _absolute(path: str | os.PathLike[str]) -> epath.Path:
 
 
 def _unused(folder: epath.Path) -> epath.Path:
-    """The folder, or its name with the first numeric suffix that is not in use."""
     names = (f"{folder.name}_{number}" for number in itertools.count(2))
     candidates = itertools.chain([folder], (folder.parent / name for name in names))
     return next(path for path in candidates if not path.exists())

@@ -32,10 +32,7 @@ def current_mesh() -> AbstractMesh | None:
 
 
 def splitting(mesh: AbstractMesh, names: Axes, size: int) -> Axes:
-    """Those of the given mesh axes that split a dimension of this size.
-
-    As in mesh.shardings, a dimension that the axes do not divide is replicated.
-    """
+    """Those of the mesh axes that split a dimension; one that they do not divide is replicated."""
     if size % math.prod(mesh.shape[name] for name in names):
         return ()
     return tuple(name for name in names if mesh.shape[name] > 1)
@@ -53,10 +50,7 @@ class Split:
 
     @classmethod
     def of(cls, tokens: tuple[int, ...], leading: int, width: int, over: str, **more: Any) -> Self:
-        """Split of tokens [B, T, ...] and weights [leading, width] on the current mesh.
-
-        The mesh axis `over` splits the leading dimension; `more` has fields of a subclass.
-        """
+        """Split of tokens [B, T, ...] and weights [leading, width]; `over` splits `leading`."""
         mesh = current_mesh()
         if mesh is None:
             return cls(**more)
@@ -70,17 +64,14 @@ class Split:
         )
 
     def count(self, axes: Axes) -> int:
-        """Number of parts that these axes split a dimension into."""
         return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh else 1
 
     @property
     def tokens_spec(self) -> PartitionSpec:
-        """PartitionSpec of arrays [B, T, ...]."""
         return PartitionSpec(self.rows or None, self.time or None)
 
     @property
     def table_spec(self) -> PartitionSpec:
-        """PartitionSpec of weights [leading, width]."""
         return PartitionSpec(self.leading or None, self.width or None)
 
     @property

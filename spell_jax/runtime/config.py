@@ -1,4 +1,4 @@
-"""Config sections as dataclasses: a dataclass declares a section, a locked ConfigDict carries it.
+"""Config sections: a dataclass declares a section, a locked ConfigDict carries it.
 
 `section` makes the ConfigDict, config files and flags change it, and `build` makes the dataclass
 from it again. A mistake names the field, its value and the remedy.
@@ -52,16 +52,10 @@ def _is_instance(value: Any) -> bool:
 def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) -> T:
     """Makes a dataclass from a config section.
 
-    Args:
-      cls: a dataclass; its own __post_init__ checks ranges and raises ValueError.
-      section: mapping with fields of the dataclass. Lists become tuples; a tuple or a mapping
-        stands for a dataclass inside them.
-      where: the section's name in messages ("optimizer"). Messages of __post_init__ that name the
-        usual section (the class attribute SECTION) name this one instead.
-      extra: values of fields that do not come from the config.
-
-    Raises:
-      ValueError: if a field is unknown, missing, of the wrong type, not finite or out of range.
+    Lists become tuples; a tuple or a mapping stands for a dataclass inside them. `where` is the
+    section's name in messages ("optimizer"); it replaces the usual name, the class attribute
+    SECTION, in messages of __post_init__. `extra` holds fields that do not come from the config.
+    ValueError if a field is unknown, missing, of the wrong type, not finite or out of range.
     """
     before = f"{where}." if where else ""
     fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls)) if f.name not in extra}
@@ -88,17 +82,14 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
 
 
 def check_least(fields: Any, where: str, **least: float) -> None:
-    """Raises ValueError for a field of a dataclass below its least value, or not a number.
-
-    `where` is the section's name in messages, with its dot ("optimizer."), or nothing.
-    """
+    """Raises ValueError for a field below its least value, or NaN; `where` is like "optimizer."."""
     for name, bound in least.items():
         if not getattr(fields, name) >= bound:
             raise ValueError(f"{where}{name} = {getattr(fields, name)}: must be at least {bound}")
 
 
 def check_choice(fields: Any, where: str, **choices: Collection[Any]) -> None:
-    """Raises ValueError for a field of a section that is none of its choices; see check_least."""
+    """Raises ValueError for a field that is none of its choices; see check_least."""
     for name, allowed in choices.items():
         if getattr(fields, name) not in allowed:
             value = getattr(fields, name)

@@ -26,19 +26,16 @@ from spell_jax.runtime import rendezvous
 
 _SMALLEST = 1024  # minimum size of an exchange in bytes, so that small parts share a program
 
-# Environment variables with the position of this process; all three are set or none.
+# Position of this process; all three are set or none.
 COORDINATOR, PROCESSES, PROCESS = "SPELL_COORDINATOR", "SPELL_PROCESSES", "SPELL_PROCESS"
-# Environment variables with timeouts in seconds, whole numbers from 1: for the other processes to
-# join, and until a process without heartbeats counts as lost. Heartbeats continue while a process
-# compiles or writes; 100 s is what a machine's migration may take.
+# Whole seconds from 1: for the other processes to join, and until a process without heartbeats is
+# lost. Heartbeats continue while it compiles or writes; a machine's migration may take 100 s.
 JOIN_SECONDS, LOST_SECONDS = "SPELL_JOIN_SECONDS", "SPELL_LOST_SECONDS"
 _DEFAULT_SECONDS = {JOIN_SECONDS: 300, LOST_SECONDS: 100}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Position:
-    """Position of a process among others."""
-
     address: str  # host:port of process 0
     count: int  # number of processes
     index: int  # of this process, from 0
@@ -51,12 +48,9 @@ def join() -> None:
     Must be called before any device is touched. The environment has SPELL_COORDINATOR (host:port of
     process 0), SPELL_PROCESSES and SPELL_PROCESS (0 to SPELL_PROCESSES - 1), or is a cluster that
     jax recognizes: a TPU slice of several hosts, Slurm, Open MPI. The call waits SPELL_JOIN_SECONDS
-    (300) for the others. Afterwards a process that fails or loses its connection ends all others
-    within SPELL_LOST_SECONDS (100), by an error or by SIGABRT with a message that names it.
-
-    Raises:
-      ValueError: if a variable is missing or out of range.
-      TimeoutError: if not all processes came in time; names the missing ones.
+    (300) for the others; TimeoutError names the missing ones. Afterwards a process that fails or
+    loses its connection ends all others within SPELL_LOST_SECONDS (100), by an error or by SIGABRT
+    with a message that names it. ValueError if a variable is missing or out of range.
     """
     if jax.distributed.is_initialized():
         return
@@ -99,10 +93,7 @@ def _leave_if_failed(position: _Position) -> None:
 
 
 def leave(status: int) -> None:
-    """Ends this process at once with an exit status, if it is one of several; else does nothing.
-
-    The others stop by its loss (`join`), without the wait of jax's shutdown.
-    """
+    """Ends this process at once if it is one of several, without the wait of jax's shutdown."""
     if jax.distributed.is_initialized():
         sys.stdout.flush()
         os._exit(status)
@@ -165,8 +156,7 @@ def gather_bytes(mine: Sequence[bytes]) -> list[list[bytes]]:
 def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
     """Results of `make` on every host, in host order.
 
-    Raises:
-      RuntimeError: on all hosts, if it raised on any; names them and their errors.
+    If it raises on any host, RuntimeError on all hosts names those and their errors.
     """
     failure: Exception | None = None
     mine: Sequence[bytes] = ()
@@ -185,8 +175,7 @@ def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
 def broadcast(make: Callable[[], Any]) -> Any:
     """Calls `make` on process 0 only; returns its result, a JSON value, on all processes.
 
-    Raises:
-      RuntimeError: on all hosts, if it raised, with its error; on a single host the error itself.
+    Its error becomes a RuntimeError on all hosts; a single host raises the error itself.
     """
     if jax.process_count() == 1:
         return make()
@@ -199,8 +188,7 @@ def broadcast(make: Callable[[], Any]) -> Any:
 def fail_together() -> Iterator[None]:
     """Context that fails on all hosts if its block fails on one, after all have left the block.
 
-    Raises:
-      RuntimeError: on all hosts, if the block raised on any; on a single host the error itself.
+    The error is a RuntimeError on all hosts; a single host raises the block's own.
     """
     failure: Exception | None = None
     try:

@@ -1,14 +1,9 @@
 """The frame of every command: parse flags, run `main`, and end a user's mistake with one line.
 
 A mistake of the user ends with `error: MESSAGE` on stderr and exit status 2; every other exception
-is a crash, with its traceback and exit status 1. The two are told apart by type and time:
-
-1. USER_ERRORS are the types that this code base raises for flags, config fields, files and missing
-   extras. Messages without a place (JSON and Unicode errors, empty ones) count as crashes.
-2. They count as mistakes until a command calls `setup_done`, after its last check. A ValueError
-   raised later, for example while a step is traced, is a crash.
-
-SPELL_TRACEBACK=1 shows every traceback.
+is a crash, with its traceback and exit status 1. Mistakes are the errors of type USER_ERRORS before
+a command calls `setup_done`, after its last check, unless the message has no place (JSON and
+Unicode errors, empty ones). SPELL_TRACEBACK=1 shows every traceback.
 """
 
 from __future__ import annotations
@@ -71,9 +66,6 @@ def user_errors() -> Iterator[None]:
 
     Commands with argparse use it directly, around their `main`. Of several processes, one that ends
     here does not wait for the others (`distributed.leave`).
-
-    Raises:
-      SystemExit: if the block raised such an error; other exceptions pass.
     """
     global _is_set_up
     _is_set_up = False
@@ -101,18 +93,10 @@ def parse_flags(
 ) -> Any:
     """Parses flags; gives mistakes in --config and --config.FIELD the types of USER_ERRORS.
 
-    An exception from the Python code of a config file is a bug there and passes. Only its
-    ValueError counts as the user's mistake: get_config raises it for a bad argument
-    (--config=FILE:ARGUMENT).
-
-    Args:
-      argv: the program's name, then its arguments.
-      flags_parser: function from argv to the arguments of `main`; must parse `values`.
-      values: the flags.
-
-    Raises:
-      ValueError: if a config file cannot be opened or has no such field.
-      flags.Error: if a flag is unknown, missing or invalid.
+    `flags_parser` makes the arguments of `main` from argv and must parse `values`. ValueError if a
+    config file cannot be opened or has no such field; flags.Error if a flag is unknown, missing or
+    invalid. An exception from the Python code of a config file is a bug there and passes, except
+    for the ValueError that get_config raises for a bad argument (--config=FILE:ARGUMENT).
     """
     try:
         rest = flags_parser(argv)
@@ -138,7 +122,7 @@ def parse_flags(
 
 
 def _no_such_field(error: Exception, argv: Sequence[str]) -> str:
-    """Returns the flag of a misspelt field with ml_collections' "did you mean", if there is one."""
+    """The flag of a misspelt field with ml_collections' "did you mean", if there is one."""
     inner: Any = error
     while inner.args and isinstance(inner.args[0], Exception):
         inner = inner.args[0]

@@ -1,12 +1,8 @@
-"""Episodes of each step on disk: questions, answers, verdicts and training groups.
+"""Episodes of each step on disk: WORKDIR/episodes/step_000012.jsonl.gz, one per line.
 
-1. WORKDIR/episodes/step_000012.jsonl.gz holds one episode per line, in rollout order. The algorithm
-   defines the record. Two fields are added: "number", its index in the step, counted from 1, and
-   "of", the number of episodes in the step.
-2. Records that do not fit into a file's limit are left out and logged. Remaining space goes to
-   "documents": the first record of a cluster has its texts, if they fit.
-3. A run resumed at step s first drops what was written after s. The same episodes give the same
-   bytes.
+The algorithm defines the record. Added are "number", its index in the step from 1, "of", the number
+of episodes in the step, and "documents", the texts of the cluster, at its first record. A run
+resumed at step s first drops what was written after s. The same episodes give the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ log = logging.getLogger(__name__)
 
 
 def require_object(line: Any) -> dict[str, Any]:
-    """Returns a line unchanged; raises TypeError if it is not a JSON object."""
     if not isinstance(line, dict):
         raise TypeError(f"an episode is an object, not {type(line).__name__}")
     return line
@@ -59,13 +54,10 @@ def episode_files(workdir: str | os.PathLike[str]) -> dict[int, epath.Path]:
 
 
 class EpisodeWriter:
-    """Writer of the episode files.
+    """Writer of the episode files; `is_writer` on process 0 only.
 
-    Args:
-      workdir: folder of the run; made if it is missing.
-      characters: maximum size of a step's file before compression; 0 writes nothing.
-      resume_step: last step to keep; files of later steps are removed. None removes all.
-      is_writer: whether this process writes (process 0 only).
+    `characters` is the maximum size of a step's file before compression; 0 writes nothing. Files of
+    steps after resume_step are removed; None removes all.
     """
 
     def __init__(
@@ -86,10 +78,8 @@ class EpisodeWriter:
     def write(self, step: int, episodes: Iterable[Mapping[str, Any]]) -> epath.Path | None:
         """Writes a step's episodes; returns the path of the file, or None if nothing is written.
 
-        Records may have "cluster" and "documents". Non-finite numbers become null.
-
-        Raises:
-          TypeError: if an episode holds something without a JSON form.
+        Records may have "cluster" and "documents". Those that do not fit are left out and logged.
+        Non-finite numbers become null; TypeError for something without a JSON form.
         """
         if not self._characters:
             return None

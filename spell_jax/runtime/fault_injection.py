@@ -1,10 +1,7 @@
-"""Fault injection: named points at which a test ends the process.
+"""Fault injection: SPELL_FAULT="saving:2" ends a process at a named `point`, for tests.
 
-    SPELL_FAULT="saving:2" python -m spell_jax.train ...
-
-1. `point(name)` marks a place where a run may be killed. Without SPELL_FAULT it does nothing.
-2. NAME:COUNT kills the process (SIGKILL) when it passes that point for the COUNT-th time.
-3. NAME:COUNT:term sends SIGTERM instead, and NAME:COUNT:raise raises Fault.
+NAME:COUNT kills the process (SIGKILL) when it passes that point for the COUNT-th time.
+NAME:COUNT:term sends SIGTERM instead, and NAME:COUNT:raise raises Fault.
 """
 
 from __future__ import annotations
@@ -40,11 +37,7 @@ class Fault(RuntimeError):
 
 
 def point(name: str) -> None:
-    """Passes one of POINTS; ends the process there or raises Fault if SPELL_FAULT requests it.
-
-    Raises:
-      ValueError: if SPELL_FAULT is malformed.
-    """
+    """Passes one of POINTS; ValueError if SPELL_FAULT is malformed."""
     if not (fault := os.environ.get(VARIABLE)):
         return
     if not (match := _PATTERN.fullmatch(fault)):

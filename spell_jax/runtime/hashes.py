@@ -1,8 +1,8 @@
 """Hashes of a folder's files, to detect unfinished and damaged folders.
 
-They are kept in a file of their own, which is written last: its presence marks the folder as
-complete. It has two lines: a hash of the second line; a JSON object with a score and [bytes, hash]
-by path of every other file.
+They are in a file that is written last: its presence marks the folder as complete. It has two
+lines: a hash of the second line; a JSON object with a score and [bytes, hash] by path of every
+other file.
 """
 
 from __future__ import annotations
@@ -84,14 +84,13 @@ def fingerprint(folder: epath.Path) -> str:
 
 
 def _files(folder: epath.Path) -> list[str]:
-    """Paths of all files in a folder and its subfolders, relative to it."""
+    """Relative paths of all files in a folder and its subfolders."""
     walked = [(os.fspath(parent), names) for parent, _, names in folder.walk()]
     top = walked[0][0]  # not `folder`: for gs://, etils 1.15 drops the scheme
     return [os.path.relpath(f"{parent}/{name}", top) for parent, names in walked for name in names]
 
 
 def _hash(path: epath.Path) -> list[Any]:
-    """[bytes, hash] of a file."""
     size, digest = 0, _blake2b()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -27,17 +27,11 @@ log = logging.getLogger(__name__)
 def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], int]:
     """Parses every line of a file; returns the records and the number of lines skipped.
 
-    Bad lines are logged with their place and skipped. Empty lines are ignored. If a compressed file
-    is damaged, the rest of it counts as one bad line.
-
-    Args:
-      path: UTF-8 text with one JSON value per line, with or without a byte order mark; may be
-        compressed or in a bucket. Only line feeds end a line.
-      parse: function from JSON value to record; raises ValueError, KeyError, TypeError or
-        AttributeError for a malformed value.
-
-    Raises:
-      FileNotFoundError: if there is no such file.
+    The file, maybe compressed or in a bucket, is UTF-8 with one JSON value per line, with or
+    without a byte order mark. Only line feeds end a line; empty lines are ignored. `parse` raises
+    ValueError, KeyError, TypeError or AttributeError for a malformed value. Bad lines are logged
+    with their place and skipped. If a compressed file is damaged, the rest of it counts as one bad
+    line. FileNotFoundError if there is no such file.
     """
     records, skipped, number = [], 0, 0
     with epath.Path(path).open("rb") as file, _compressed(path, file, "rb") as lines:
@@ -110,7 +104,6 @@ def _write(path: str | os.PathLike[str], file: IO[bytes], lines: Iterable[str]) 
 def _compressed(
     path: str | os.PathLike[str], file: IO[bytes], mode: str
 ) -> contextlib.AbstractContextManager[Any]:
-    """Wraps an open file in gzip if its name ends in .gz."""
     if not os.fspath(path).endswith(".gz"):
         return contextlib.nullcontext(file)
     # No name and no time in the header, so that equal lines give equal bytes.

@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 
 class MetricLogger(Protocol):
-    """A logger that takes the metrics of a step."""
-
     def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
@@ -58,17 +56,12 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases, continued when the training run is resumed.
+    """A run of Weights & Biases, named like `workdir`; a resume_step of None starts a new one.
 
-    wandb reads its own environment variables (WANDB_API_KEY, WANDB_MODE=offline, ...). Steps that
-    are repeated after a checkpoint appear twice, with the same numbers and the same "step". If
-    wandb fails in mid-run, the failure is logged and nothing more is sent; the run continues.
-
-    The name of `workdir` names the wandb run; a resume_step of None starts a new one.
-
-    Raises:
-      ImportError: as `check_wandb`.
-      wandb.Error: if there is no key, no such project, or no network.
+    wandb reads its own environment variables (WANDB_API_KEY, WANDB_MODE=offline, ...). Steps
+    repeated after a checkpoint appear twice, with the same numbers and the same "step". If wandb
+    fails in mid-run, the failure is logged, nothing more is sent, and the run continues.
+    ImportError as `check_wandb`; wandb.Error if there is no key, no such project, or no network.
     """
 
     def __init__(

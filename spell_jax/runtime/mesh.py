@@ -47,15 +47,11 @@ DECODE_RULES: Rules = tuple((name, _IN_DECODING.get(name, axes)) for name, axes 
 def make_mesh(
     shape: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None
 ) -> jax.sharding.Mesh:
-    """Makes a mesh over all devices.
+    """Makes a mesh over `devices` (jax.Device), by default all.
 
-    Args:
-      shape: number of devices along each axis of AXES. Missing axes are 1; -1 (at most one axis)
-        takes the remaining devices. The default puts every device on `fsdp`.
-      devices: devices to use (jax.Device), by default jax.devices().
-
-    Raises:
-      ValueError: if an axis is unknown, or if the sizes do not make the number of devices.
+    `shape` has the number of devices along each axis of AXES. Missing axes are 1; -1 (at most one
+    axis) takes the remaining devices. The default puts every device on `fsdp`. ValueError if an
+    axis is unknown, or if the sizes do not make the number of devices.
     """
     sizes = axis_sizes(shape, jax.device_count() if devices is None else len(devices))
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
@@ -89,15 +85,10 @@ def context_shards(mesh: jax.sharding.Mesh) -> int:
 
 
 def shardings(mesh: jax.sharding.Mesh, axes, shapes):
-    """Shardings of a tree of tensors.
+    """Shardings of a tree of arrays, by a tree of PartitionSpec of logical axis names.
 
     A dimension that the mesh axis does not divide (2 key/value heads on 4-way `tensor`) is
     replicated.
-
-    Args:
-      mesh: device mesh.
-      axes: tree of PartitionSpec of logical axis names.
-      shapes: tree of arrays or jax.ShapeDtypeStruct.
     """
 
     def sharding(spec: PartitionSpec, array) -> NamedSharding:

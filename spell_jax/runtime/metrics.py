@@ -1,8 +1,7 @@
-"""Metrics on disk.
+"""Metrics on disk: (sum, weight) pairs that merge by addition, written once a step as means.
 
-Every source of metrics adds (sum, weight) pairs to a `Metrics`. They merge by addition, so an
-average is never averaged again. Once a step `MetricsWriter` writes their means. A run resumed at
-step s first drops everything written after s, so its files equal those of an uninterrupted run.
+An average is never averaged again. A run resumed at step s first drops everything written after s,
+so its files equal those of an uninterrupted run.
 """
 
 import dataclasses
@@ -55,8 +54,7 @@ class Metrics:
 def finite_or_none(value: Any) -> tuple[Any, int]:
     """Converts `value` to plain JSON; counts its non-finite numbers, which become None.
 
-    Accepts dataclasses, mappings, sequences, and numpy or jax numbers and arrays, else raises
-    TypeError.
+    Accepts dataclasses, mappings, sequences, numpy or jax numbers and arrays; else TypeError.
     """
     if value is None or isinstance(value, str | bool | int):
         return value, 0
@@ -78,10 +76,8 @@ def finite_or_none(value: Any) -> tuple[Any, int]:
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Lines of WORKDIR/metrics.jsonl as dicts; a torn last line is dropped.
 
-    Raises:
-      FileNotFoundError: if there is no such file.
-      ValueError: if a complete line is not a JSON object with an integer "step"; names file and
-        line.
+    FileNotFoundError if there is no such file. ValueError names file and line of a complete line
+    that is not a JSON object with an integer "step".
     """
     path = epath.Path(workdir) / METRICS_FILE
     if not path.exists():
@@ -116,17 +112,13 @@ class MetricsWriter:
     """Writes metrics.jsonl, a line {"step": int, name: number, ...} per step, and other loggers.
 
     Buckets cannot append, so all lines are held in memory and every write replaces the whole file.
+    ValueError if the file to resume or the tail is damaged (see `read_metrics`).
 
     Args:
-      workdir: folder of the run; made if it is missing.
       resume_step: last step to keep, in TensorBoard too; None starts a new file.
       is_writer: whether this process writes (process 0 only); elsewhere all methods do nothing.
       tail: lines kept by the checkpoint of resume_step, for steps that the file lacks.
       submit: function that runs disk work, as Background.submit.
-      loggers: loggers besides TensorBoard.
-
-    Raises:
-      ValueError: if the file to resume or the tail is damaged (see `read_metrics`).
     """
 
     def __init__(
@@ -158,10 +150,8 @@ class MetricsWriter:
         """Writes the line of a step; `tail` includes it on return, even if the disk is full.
 
         Non-finite numbers become null, are counted in the line's "non_finite", and are logged.
-
-        Raises:
-          ValueError: if the step is not later than the last one written, or if a name is reserved.
-          OSError: if this or an earlier line could not be written (as reported by `submit`).
+        ValueError if the step is not later than the last one, or if a name is reserved; OSError if
+        this or an earlier line could not be written (as reported by `submit`).
         """
         if not self._is_writer:
             return

@@ -15,11 +15,7 @@ from etils import epath
 
 
 def open_folder(path: str | os.PathLike[str]) -> epath.Path:
-    """Path of a run's folder, with its name unchanged; nothing is read or made.
-
-    Raises:
-      ImportError: if it is in a bucket and gcsfs is not installed.
-    """
+    """Path of a folder, its name unchanged; ImportError if a bucket needs gcsfs."""
     if os.fspath(path).startswith("gs://"):
         if importlib.util.find_spec("gcsfs") is None:
             raise ImportError(f"{path}: gs:// needs gcsfs; pip install 'spell_jax[gcs]'")

@@ -1,13 +1,9 @@
 """Preemption: the run saves, then exits with a code that asks for a restart.
 
-1. SIGTERM, or a notice from the cloud's metadata server, is recorded at once. At the end of a phase
-   every host calls `should_stop`; the trainer then saves and raises Preempted.
-2. A process that has not left the Preemption context `limit_s` seconds after the first SIGTERM is
-   ended with the same code; a second SIGTERM ends it at once. The run then resumes from the last
-   checkpoint.
-
-A separate thread reads signals from a pipe that the interpreter's C code writes to: a Python
-handler would not run until the main thread returns from the device.
+SIGTERM, or a notice from the cloud's metadata server, is recorded at once. At the end of a phase
+every host calls `should_stop`; the trainer then saves and raises Preempted. A process that has not
+left the Preemption context `limit_s` seconds after the first SIGTERM is ended with the same code; a
+second SIGTERM ends it at once.
 """
 
 from __future__ import annotations
@@ -29,8 +25,7 @@ EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, try again
 METADATA_HOST = "metadata.google.internal"
 METADATA_VARIABLE = "GCE_METADATA_HOST"  # HOST or HOST:PORT, as Google's own libraries read it
 
-# Values of metadata keys that announce a preemption. A maintenance event that migrates the machine
-# (MIGRATE_ON_HOST_MAINTENANCE) does not stop it.
+# These announce a preemption; a migration (MIGRATE_ON_HOST_MAINTENANCE) does not stop the machine.
 _NOTICES = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
 _WAIT_S = 10  # the server answers after this time if the value does not change before
 _PAUSE_S = 10.0  # pause after a failed request
@@ -55,17 +50,15 @@ class Preemption:
     """Context in which the process detects that its machine is preempted.
 
     Enter it in the main thread, after jax.distributed.initialize (which also sets a SIGTERM
-    handler), and leave it when everything is saved. The previous handlers are then restored.
+    handler), and leave it when everything is saved. The previous handlers are then restored. A
+    thread reads signals from a pipe that the interpreter's C code writes to: a Python handler would
+    not run until the main thread returns from the device.
 
     Args:
-      limit_s: seconds until the process is ended, counted from the first SIGTERM on this host, or
-        on another host once `should_stop` has reported it.
+      limit_s: seconds, above 0 and finite, until the process is ended, counted from the first
+        SIGTERM on this host, or on another host once `should_stop` has reported it.
       metadata: HOST or HOST:PORT of the metadata server. By default $GCE_METADATA_HOST, or Google's
         host name if it resolves.
-      end: function that ends the process with a code; replaced in tests.
-
-    Raises:
-      ValueError: if limit_s is not above 0, or not finite.
     """
 
     def __init__(
@@ -104,10 +97,7 @@ class Preemption:
         self._writes.close()
 
     def should_stop(self) -> bool:
-        """Whether any host has a notice. Sets `why` to all notices.
-
-        A collective: all hosts must call it at the same points of the program.
-        """
+        """Whether any host has a notice; sets `why` to all notices. A collective."""
         notices = [part[0].decode() for part in distributed.gather_bytes([self._notice.encode()])]
         self.why = "; ".join(f"host {host}: {text}" for host, text in enumerate(notices) if text)
         if "SIGTERM" in notices:

@@ -19,8 +19,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-# Weight of the newest step in the moving average of seconds per step. One slow step (a validation,
-# a compilation) should not double the remaining time; a lasting change should show within 10 steps.
+# In the moving average of seconds per step. One slow step (a validation, a compilation) should not
+# double the remaining time; a lasting change should show within 10 steps.
 _NEWEST_WEIGHT = 0.2
 _TIMES_A_SECOND = 4  # redraws of the line
 _BAR = 30  # maximum width in columns
@@ -29,16 +29,9 @@ _BAR = 30  # maximum width in columns
 class Progress:
     """A progress line: live on a terminal, below all other output, otherwise printed at intervals.
 
-    Args:
-      total: steps of the whole run, > 0.
-      start: steps done before this process started (a resumed run); 0 <= start <= total.
-      stream: output stream; standard error by default.
-      plain_every: seconds between plain lines without a terminal.
-      enabled: whether to print; False on every process but the first.
-      clock: function that returns seconds; replaced in tests.
-
-    Raises:
-      ValueError: if total or start is out of range.
+    A resumed run has done `start` of `total` > 0 steps (else ValueError). The line goes to `stream`
+    (standard error), without a terminal every `plain_every` seconds. Only the first process is
+    `enabled`.
     """
 
     def __init__(
@@ -102,7 +95,6 @@ class Progress:
             self._last_plain = now
 
     def limit(self, seconds: float | None) -> None:
-        """Limits the remaining time of the run to this many seconds; None removes the limit."""
         now = self._clock()
         self._limited = None if seconds is None else (now, now + seconds)
 
@@ -122,7 +114,6 @@ class Progress:
             self._live.stop()
 
     def _show(self, live: Live) -> None:
-        """Draws the line; at first also redirects log handlers of the same stream above it."""
         if not live.is_started:
             live.start()
             absl_handler = absl_logging.get_absl_handler().python_handler

@@ -1,8 +1,8 @@
 """Rendezvous: processes wait for each other before a run, and missing ones are named.
 
-Process 0 listens at an address known to all; every other process connects and sends its index. When
-all have connected, or at the time limit, process 0 tells them which are missing and frees the port.
-(jax's own wait ends the process at the limit, without naming any.)
+Every process connects to process 0 and sends its index. When all have connected, or at the time
+limit, process 0 tells them which are missing and frees the port. (jax's own wait ends the process
+at the limit, without naming any.)
 """
 
 from __future__ import annotations
@@ -20,11 +20,8 @@ _LONGEST = 4096  # maximum size of a message in bytes
 def wait_for_all(address: str, count: int, index: int, limit: float) -> None:
     """Waits until all `count` >= 2 processes of a run have called this, at most `limit` seconds.
 
-    `address` is host:port of process 0; the port must be free.
-
-    Raises:
-      TimeoutError: if the time limit is reached; names the missing processes.
-      OSError: if process 0 cannot listen at the port.
+    `address` is host:port of process 0. TimeoutError names the missing processes; OSError if
+    process 0 cannot listen at the port.
     """
     host, port = address.rsplit(":", 1)
     deadline = time.monotonic() + limit
@@ -82,7 +79,6 @@ def _call(address: tuple[str, int], name: str, deadline: float) -> None:
 
 
 def _read(caller: socket.socket) -> str:
-    """Text sent by a caller, possibly not one of the processes; empty if there is none."""
     caller.settimeout(_PATIENCE)
     with contextlib.suppress(OSError):
         return caller.recv(_LONGEST).decode(errors="replace")

@@ -52,15 +52,11 @@ class Background:
             self._raise()
 
     def submit(self, work: Callable[..., Any], *args: Any) -> None:
-        """Queues work(*args).
-
-        It must not use a device: programs of several hosts would then run in different orders.
-        """
+        """Queues work(*args), which must not use a device: the order would differ between hosts."""
         self._queue.put(lambda: work(*args))
         self._raise()
 
     def flush(self) -> None:
-        """Waits until all submitted work is done."""
         self._queue.join()
         self._raise()
 
@@ -97,10 +93,7 @@ class ProcessStats:
 
 
 def device_memory(devices: Sequence[Any]) -> dict[str, float]:
-    """Memory use of the fullest device: device_mib (now) and device_peak_mib (peak so far).
-
-    Empty if the devices do not report memory, such as CPUs.
-    """
+    """Memory of the fullest device in MiB, now and at its peak; empty if devices do not report."""
     stats = [device.memory_stats() or {} for device in devices]
     keys = {"device_mib": "bytes_in_use", "device_peak_mib": "peak_bytes_in_use"}
     return {
@@ -121,20 +114,15 @@ def resident_bytes() -> int:
 class RunLogger:
     """Everything that a run writes and shows between two checkpoints; a context.
 
-    Every process makes one and calls it in the same way; only process 0 writes.
+    Every process makes one and calls it in the same way; only process 0 writes. The run has `steps`
+    steps and has `done` some; data of later steps in the folder is dropped. ValueError as
+    MetricsWriter, ImportError as loggers.Wandb.
 
     Args:
-      workdir: folder of the run.
-      steps: number of steps of the whole run.
-      done: number of steps already done; data of later steps in the folder is dropped.
       tail: lines of metrics.jsonl from the checkpoint, see MetricsWriter.
       episodes: maximum number of characters per step, see EpisodeWriter.
       wandb: project of Weights & Biases, which also gets the config; "" for none.
       timer: timer of this thread, if others read it too.
-
-    Raises:
-      ValueError: as MetricsWriter.
-      ImportError: as loggers.Wandb.
     """
 
     def __init__(
@@ -180,10 +168,9 @@ class RunLogger:
         self.progress.update(done, phase, self._shown)
 
     def write(self, step: int, metrics: Metrics, episodes: Iterable[Any] = ()) -> None:
-        """Writes a step's metrics, including the time spent since the last one, and its episodes.
+        """Writes a step's metrics, with the time since the last one, and its episodes.
 
-        Raises:
-          Exception: the error of an earlier background write.
+        Raises the error of an earlier background write.
         """
         seconds = self._timer.take()
         metrics.add("time/step_seconds", sum(seconds.values()))

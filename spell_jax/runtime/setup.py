@@ -43,11 +43,7 @@ def write_config(config: Mapping[str, Any], workdir: epath.Path) -> None:
 
 
 def check_same(path: pathlib.Path, config: Mapping[str, Any]) -> None:
-    """Writes a JSON-able config, or checks that the file there agrees with it.
-
-    Raises:
-      ValueError: if they differ; names the first such field.
-    """
+    """Writes a JSON-able config, or raises ValueError for the first field that differs there."""
     config = json.loads(json.dumps(config))
     if not path.exists():
         write_json(path, config)

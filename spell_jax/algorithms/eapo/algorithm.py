@@ -1,25 +1,21 @@
-"""EAPO: answers in sections, rewarded for their evidence as well as for their outcome.
+"""EAPO: answers in sections, rewarded for their evidence as well as for their outcome (section 3).
 
-One question goes through these parts, each a method below, in this order:
+1. answer: the policy reads all n documents and writes G answers of four sections: analysis,
+   evidence, reasoning, answer. An answer without this format earns nothing (Eq. 2).
+2. score: the reward model reads the evidence of all well-formed answers together, without the
+   documents, and gives each a score from 1 to 5. If a retry is malformed too, all evidence counts
+   as neutral.
+3. reward: .1 format + .3 evidence (its score relative to the group's) + .6 outcome, by the task's
+   rule or an external judge.
+4. collect (co-evolving): every `refresh_every` steps the reward model is trained, with advantage 1,
+   on the scorings that the outcomes confirm: no score of 4 or more for a wrong answer, none of 2 or
+   less for a right one.
 
-1. answer   The policy reads all n documents and writes G answers of four sections: analysis,
-            evidence, reasoning, answer. An answer without this format earns nothing (Eq. 2).
-2. score    The reward model reads the evidence of all well-formed answers together, without the
-            documents, and gives each a score from 1 to 5. A malformed reply is retried once. If
-            that fails too, all evidence counts as neutral.
-3. reward   .1 format + .3 evidence (its score relative to the group's) + .6 outcome, by the task's
-            rule or an external judge.
-4. collect  (co-evolving) Scorings that the outcomes confirm are kept: no score of 4 or more for a
-            wrong answer, none of 2 or less for a right one. Every `refresh_every` steps the reward
-            model is trained on them, with advantage 1.
-
-Parts 1 and 2 are coroutines that run concurrently for all questions of a step. Source: EAPO,
-section 3. Its Eq. 3 has one evidence set o and one target y per example, but a reply scores all
-answers of a group. Kept or dropped is therefore a whole reply as it was sampled (rejection
-fine-tuning): the target is the model's own text, the contrast between answers stays in its prompt,
-and no score that the outcomes contradict is trained on. Scores of 3 carry no information.
-`agreeing_share` limits their number in a kept reply; otherwise the model would learn to give only
-neutral scores.
+Parts 1 and 2 are coroutines that run concurrently for all questions of a step. Eq. 3 has one
+evidence set o and one target y per example, but a reply scores all answers of a group. Kept or
+dropped is therefore a whole reply as it was sampled (rejection fine-tuning): the target is the
+model's own text, and the contrast between answers stays in its prompt. `agreeing_share` limits the
+neutral scores of 3 in a kept reply; otherwise the model would learn to give only those.
 """
 
 from __future__ import annotations
@@ -58,7 +54,6 @@ class Eapo:
         self._kept: list[Scoring] = []  # since the last refresh, oldest first
 
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
-        """Answers, scores and rewards of one step's questions."""
         dealt = self._stream.next(self.config.questions)
         started = [self._start_episode(task, cluster) for task, cluster in dealt]
         episodes = ask_judge(self._judge, models.run_all(self.rollout_one, started))
@@ -69,7 +64,6 @@ class Eapo:
         return Episode(task, cluster, q.evidence, question=q.question, reference=q.answer)
 
     async def rollout_one(self, ask: Ask, episode: Episode) -> Episode:
-        """Parts 1 and 2 of one question."""
         return await self.score(ask, await self.answer(ask, episode))
 
     # 1. The policy answers.
@@ -157,7 +151,6 @@ class Eapo:
     # Metrics, records and state.
 
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:
-        """Shares and means over all episodes and per task."""
         metrics = Metrics()
         for e in episodes:
             for suffix in ("", f"/{e.task}"):
@@ -169,14 +162,12 @@ class Eapo:
         return metrics
 
     def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
-        """See eapo_episode.record."""
         return eapo_episode.record(episode, annotation, self._prompts)
 
     def cluster(self, episode: Episode) -> Cluster:
         return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
-        """Data position, and the scorings kept for the next refresh."""
         kept = [{"prompt": [*one.prompt], "answer": [*one.answer]} for one in self._kept]
         return {"stream": self._stream.state_dict(), "kept": kept}
 

@@ -60,7 +60,6 @@ class EapoConfig(AlgorithmConfig):
             )
 
     def budgets(self) -> list[RolloutBudget]:
-        """Upper bounds of a step; a refresh trains on the scorings kept since the last one."""
         answers = RolloutBudget(
             "answers", "responder", self.questions, self.group_size, self.questions
         )

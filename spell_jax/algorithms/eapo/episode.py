@@ -24,7 +24,6 @@ class Scoring:
 
     @classmethod
     def of(cls, reply: Reply) -> Scoring:
-        """The tokens of a reply of one sample."""
         (sample,) = reply.samples
         prompt, answer = map(int, reply.prompt), map(int, sample.tokens)
         return cls(tuple(prompt), tuple(answer))
@@ -39,20 +38,19 @@ class Scoring:
 class Episode(QuestionEpisode):
     """One question and its answers; the status is "accepted" or "overlong".
 
+    Lists have None for an answer of bad format.
+
     Attributes:
-      known_evidence: supporting sentences of the question, if they are known.
-      answers: parsed answers [G]; None for a bad format, as in the lists below.
+      answers: parsed answers [G].
       verbatim: share of an answer's quotes that are in the documents [G].
-      supported: (precision, recall) of an answer's quotes [G], if the evidence is known.
+      supported: (precision, recall) of an answer's quotes [G], if `known_evidence` is given.
       asked: number of calls to the reward model.
-      scoring: the reward model's last reply; None if it was not asked or its prompt was over the
-        cap.
+      scoring: the reward model's last reply; None without one, or if its prompt was over the cap.
       evidence_scores: its scores of the well-formed answers; None if it was not asked or failed.
       evidence: evidence rewards [G].
-      consistent: whether the outcomes confirm the scoring, so that a co-evolving reward model may
-        be trained on it.
-      refresh: kept scorings that the reward model is trained on in this step. In a step with a
-        refresh, the last episode holds all of them; in all other episodes it is empty.
+      consistent: whether the outcomes confirm the scoring, so that it may be trained on.
+      refresh: scorings that the reward model is trained on in this step; the step's last episode
+        holds all of them.
     """
 
     known_evidence: tuple[str, ...] = ()

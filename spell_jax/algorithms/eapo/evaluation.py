@@ -1,8 +1,7 @@
-"""Held-out evaluation of EAPO: format, accuracy and quoted evidence of structured answers.
+"""Held-out evaluation of EAPO: format, accuracy and quoted evidence of greedy answers.
 
-Each question is answered once, greedily, with EAPO's prompt. An answer of bad format counts as
-wrong and without quotes, so that all numbers are means over the same questions before and after a
-run.
+An answer of bad format counts as wrong and without quotes, so that all numbers are means over the
+same questions before and after a run.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from spell_jax.selfplay.prompts import Prompts
 
 
 def held_out_evidence(prompts: Prompts, questions: tuple[Question, ...]) -> HeldOutQuestions:
-    """Greedy structured answers to questions, with their supporting sentences where known."""
-
     def make_prompt(question: Question) -> str:
         return prompts.evidence(question.documents, question.question)
 
@@ -23,10 +20,7 @@ def held_out_evidence(prompts: Prompts, questions: tuple[Question, ...]) -> Held
 
 
 def measure_answer(text: str, question: Question) -> dict[str, float]:
-    """Measures of one answer by name, numbers from 0 to 1.
-
-    Precision and recall compare the quotes with Question.evidence; without it, they are left out.
-    """
+    """Measures of an answer, from 0 to 1; precision and recall need Question.evidence."""
     answer = evidence.parse_answer(text)
     quoted, accuracy = "", 0.0
     if answer is not None:

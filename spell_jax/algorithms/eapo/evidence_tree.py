@@ -1,7 +1,6 @@
 """Tree of evidence: sample several evidence sets, choose the best, and reason from it.
 
-1. Each question gets EAPO's prompt. The policy samples k branches of analysis and evidence, each
-   ended at the tag that closes the evidence.
+1. The policy samples k branches of analysis and evidence per question, with EAPO's prompt.
 2. The evidence sets are scored: by the similarity of their vectors to the question's ("similarity",
    the paper's SSA), or by a judge that reads all of them together without the documents ("judge",
    LLM-E).
@@ -10,8 +9,7 @@
 4. With "none" a single branch is sampled; "none" twice is the plain structured answer (EAR). If
    scores are equal or scoring failed, the first well-formed branch is chosen.
 
-All questions go through a part before the next part starts. Source: EAPO, section 2.2; an embedding
-model takes the place of its reranker.
+Source: EAPO, section 2.2; an embedding model takes the place of its reranker.
 """
 
 from __future__ import annotations
@@ -73,41 +71,26 @@ class TreeConfig:
 
 @dataclasses.dataclass
 class Branch:
-    """One continuation that was sampled from a node.
+    """One continuation that was sampled from a node."""
 
-    Attributes:
-      tokens: token ids from the start of the answer, without a stop token.
-      text: decoded text, up to the closing tag that ended the sample.
-      sections: see evidence.parse_sections; () for a bad format.
-      logprob: sum over the sampled tokens, in nats.
-      score: larger is better; None if it was not scored.
-    """
-
-    tokens: list[int]
-    text: str
-    sections: tuple[str, ...]
-    logprob: float
-    score: float | None = None
+    tokens: list[int]  # from the start of the answer, without a stop token
+    text: str  # up to the closing tag that ended the sample
+    sections: tuple[str, ...]  # see evidence.parse_sections; () for a bad format
+    logprob: float  # sum over the sampled tokens, in nats
+    score: float | None = None  # larger is better; None if it was not scored
 
 
 @dataclasses.dataclass
 class Node:
-    """A request with its prompt, and its tree.
-
-    Attributes:
-      ids: token ids of the prompt.
-      key: key data of the next samples, uint32 [2].
-      branches: sampled evidence; `chosen` is the best, or None if none is well-formed.
-      reasonings: sampled reasonings and answers after it; `best` is the best, or None.
-    """
+    """A request with its prompt, and its tree."""
 
     record: Record
-    ids: list[int]
-    key: np.ndarray
+    ids: list[int]  # token ids of the prompt
+    key: np.ndarray  # key data of the next samples, uint32 [2]
     branches: list[Branch] = dataclasses.field(default_factory=list)
-    chosen: Branch | None = None
+    chosen: Branch | None = None  # the best of `branches`, if one is well-formed
     reasonings: list[Branch] = dataclasses.field(default_factory=list)
-    best: Branch | None = None
+    best: Branch | None = None  # the best of `reasonings`, likewise
 
     @property
     def question(self) -> str:
@@ -129,11 +112,8 @@ def make_prompt(record: Record, prompts: Prompts) -> str:
 class Tree:
     """Answers questions with trees of evidence.
 
-    Attributes:
-      sampling: temperature, top_p and max_tokens, as in Options. The cap holds for each of the two
-        parts of an answer.
-      judge: judge for "judge".
-      embed: embedding function for "similarity".
+    `sampling` has temperature, top_p and max_tokens, as in Options; the cap holds for each of the
+    two parts of an answer. `judge` and `embed` are for "judge" and "similarity".
     """
 
     policy: Policy
@@ -203,7 +183,7 @@ class Tree:
     def _sample(
         self, nodes: Sequence[Node], prompts: Sequence[list[int]], width: int, end: str
     ) -> Iterator[tuple[int, list[Sample]]]:
-        """Samples `width` continuations per prompt; (index, samples) in order of completion."""
+        """Yields (index, `width` samples) in order of completion."""
         options = Options(**self.sampling, stop_strings=(end,))
         ids = [np.array(prompt, np.int32) for prompt in prompts]
         keys = np.array([node.key for node in nodes], np.uint32).reshape(-1, 2)
@@ -244,10 +224,9 @@ class Tree:
 
 
 def describe(node: Node) -> Record:
-    """A line of the output: the request and its tree.
+    """The request and its tree as a line of the output.
 
-    "prediction" is the answer, or None if there is no well-formed one. "right" is added if the
-    request has the true "answer".
+    "prediction" is None if no answer is well-formed; "right" needs the request's true "answer".
     """
     record, task = node.record, _task(node.record)
     documents = evidence.searchable(record["documents"])
@@ -301,10 +280,8 @@ def _task(record: Record) -> str:
 def run(given: Any) -> None:
     """Answers the questions of --prompts with trees and writes --out.
 
-    Raises:
-      UsageError: if flags do not go together.
-      FileNotFoundError, ValueError: if a file or folder is missing or damaged, or a flag is out of
-        range.
+    UsageError if flags do not go together; FileNotFoundError or ValueError if a file or folder is
+    missing or damaged, or a flag is out of range.
     """
     policy, prompts, sampling = generation.load(given)
     config = TreeConfig(given.width, given.evidence_by, given.reasoning_by)
@@ -331,7 +308,6 @@ def _make_judge(given: Any, policy: Policy) -> Ask:
 
 
 def _make_embed(given: Any) -> Embed:
-    """The embedding function of --embedder."""
     if not given.embedder:
         raise app.UsageError("--embedder: must be a Hugging Face folder, for similarity")
     mesh, most = meshes.make_mesh(), given.embed_max_tokens

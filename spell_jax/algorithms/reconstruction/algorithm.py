@@ -1,15 +1,14 @@
 """Document reconstruction: a model puts removed paragraphs of a document back in order.
 
-1. pose    K paragraphs of a document are removed and shown as shuffled options. K rises over the
-           run (curriculum). Of a document over the cap, neighboring paragraphs are used.
-2. answer  The policy answers each puzzle G times with the order of the options.
-3. reward  The share of options in their right places (dense, 1), or whether all are (sparse, 2).
-4. groups  Groups whose rewards differ are trained on, with advantages over the group (GRPO).
+1. pose: K paragraphs of a document are removed and shown as shuffled options. K rises over the run
+   (curriculum). Of a document over the cap, neighboring paragraphs are used.
+2. answer: the policy answers each puzzle G times with the order of the options.
+3. reward: the share of options in their right places (dense, 1), or whether all are (sparse, 2).
+4. groups: groups whose rewards differ are trained on, with advantages over the group (GRPO).
 
-No labels are needed: any document with enough paragraphs will do. The paper uses 128 documents per
-step and contexts of 64K tokens, 4096 of them for an answer. Its 14,000 documents are the longest of
-three domains; sources of the data pipeline can be weighted accordingly. Numbers in parentheses are
-equations of "Document Reconstruction Unlocks Scalable Long-Context RLVR", as are the sections.
+The paper ("Document Reconstruction Unlocks Scalable Long-Context RLVR", whose equations are
+numbered in parentheses) uses 128 documents per step and contexts of 64K tokens, 4096 of them for an
+answer. Its 14,000 documents are the longest of three domains.
 """
 
 from __future__ import annotations
@@ -114,7 +113,6 @@ class ReconstructionConfig(AlgorithmConfig):
             )
 
     def budgets(self) -> list[RolloutBudget]:
-        """Upper bounds of a step."""
         return [
             RolloutBudget("answers", "responder", self.documents, self.group_size, self.documents)
         ]
@@ -125,16 +123,11 @@ class Episode(QuestionEpisode):
     """A puzzle and its answers; the documents of the cluster are joined one after the other.
 
     Statuses are "accepted", "overlong" (a prompt over the cap) and "no_puzzle" (posed.reason).
-
-    Attributes:
-      options: K.
-      posed: the puzzle, or why there is none.
-      orders: orders of the options that the answers state [G].
     """
 
-    options: int
-    posed: PromptedPuzzle
-    orders: tuple[Order, ...] = ()
+    options: int  # K
+    posed: PromptedPuzzle  # the puzzle, or why there is none
+    orders: tuple[Order, ...] = ()  # orders of the options that the answers state [G]
 
 
 def pose(
@@ -171,7 +164,6 @@ class Reconstruction:
         self.stream = context.deal(source)
 
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
-        """A step's puzzles with answers and rewards."""
         episodes = self.start_episodes(key, step)
         prompts = [e.posed.prompt for e in episodes if e.posed.puzzle]
         replies = iter(models("responder", prompts, self.config.group_size))
@@ -232,7 +224,6 @@ class Reconstruction:
     def groups(
         self, episodes: Sequence[Episode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
-        """The groups whose rewards differ (with keep_equal, all groups)."""
         c = self.config
         return responder_groups(episodes, c.divide_by_deviation, c.keep_equal)
 
@@ -284,7 +275,6 @@ class Reconstruction:
         return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
-        """Data position."""
         return {"stream": self.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -292,7 +282,6 @@ class Reconstruction:
 
 
 def _count(metrics: Metrics, e: Episode, suffix: str) -> None:
-    """Adds the answers to a puzzle to the metrics; names end in `suffix`."""
     metrics.add(f"solve_rate{suffix}", e.mean_score)
     metrics.add(f"mixed{suffix}", e.mixed)
     for order in e.orders:

@@ -1,8 +1,7 @@
 """Held-out evaluation of document reconstruction: greedy answers, by number of options.
 
 Measures are those of the paper's validation (appendix A.2): the share of answers that are
-permutations of the options, the dense reward and the sparse reward. The report also has the mean
-rewards of a random guess.
+permutations of the options, the dense and the sparse reward, also of a random guess.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class PuzzleEvaluation:
         return {"reconstruction, by number of options": table}
 
     def quick(self, models: Models) -> tuple[float, dict[str, float]]:
-        """(mean dense reward; all measures by name and K)."""
         outcomes = self._outcomes(models, self._config.validation_puzzles)
         numbers = {
             name.replace(" ", "_") + ("" if column == "all" else f"/{column}"): share(values[name])[

@@ -1,13 +1,11 @@
 """RLVR on a static set of questions: the baseline of self-play.
 
-1. The set is given (data/questions.py: any JSONL of documents, question, answer, task), or written:
-   in the first step the starting policy writes questions as in SPELL, once. Those that pass SPELL's
-   filters are the set, with their references (the frozen reader's, if it is configured).
+1. The set is given (data/questions.py), or written: in the first step the starting policy writes
+   questions as in SPELL, once. Those that pass SPELL's filters are the set, with their references.
 2. Every step takes some questions of the set, and answers, rewards and trains the responder as
-   SPELL does, with the configured reward. "rule" is plain RLVR (SPELL, Appendix E.5); "max" with a
-   verifier is the matched control. Given questions are dealt by the weights of their tasks, epoch
-   after epoch. Written ones are sampled at random.
-3. No new questions are written afterwards, and no questioner group is trained on.
+   SPELL does. The reward "rule" is plain RLVR (SPELL, Appendix E.5); "max" with a verifier is the
+   matched control. Given questions are dealt by the weights of their tasks, epoch after epoch;
+   written ones are sampled at random. No questioner group is trained on.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ class RlvrConfig(SpellConfig):
         check_least(self, "algorithm.", static_questions=1)
 
     def budgets(self) -> list[RolloutBudget]:
-        """Upper bounds of a step after the set was written."""
         return self.round_budgets(writes=False)
 
     def budget_summary(self) -> str:
@@ -59,10 +56,7 @@ class RlvrConfig(SpellConfig):
 
 
 class Rlvr(Spell):
-    """The algorithm; see base.Algorithm. All but the origin of the questions is SPELL's.
-
-    The references of given questions are kept, whatever config.reference_source is.
-    """
+    """SPELL but for the origin of the questions; given ones keep their references."""
 
     def __init__(self, config: RlvrConfig, context: AlgorithmContext):
         source, self._given = as_clusters(context.questions())
@@ -75,7 +69,6 @@ class Rlvr(Spell):
         self._written: list[dict[str, Any]] = []  # the set, as `state_dict` stores it
 
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
-        """Answers to questions of the set; if none are given, the first step writes the set."""
         rng = np.random.default_rng([*key])
         if not self._given and not self._written:
             self._written = self._write(models, rng)
@@ -91,7 +84,6 @@ class Rlvr(Spell):
         return [_episode(q.task, c, (), q.question, q.answer) for q, c in given]
 
     def _sample_written(self, key: Key) -> list[Episode]:
-        """A random sample of the written questions."""
         rng = np.random.default_rng([*key, 3])  # Spell uses [*key], [*key, 1] and [*key, 2]
         order = rng.permutation(len(self._written))[: self.config.generation_batch]
         questions = [self._written[i] for i in order]
@@ -120,7 +112,6 @@ class Rlvr(Spell):
     def groups(
         self, episodes: Sequence[Episode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
-        """Responder (and verifier) groups; without proposals there are no questioner groups."""
         groups, annotations = super().groups(episodes, key)
         return groups, [
             dataclasses.replace(a, used={r: use for r, use in a.used.items() if r != "questioner"})
@@ -128,13 +119,11 @@ class Rlvr(Spell):
         ]
 
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:
-        """SPELL's metrics and the size of the set."""
         metrics = super().metrics(episodes)
         metrics.add("static_questions", len(self.stream if self._given else self._written))
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """SPELL's state and the written questions."""
         return {"spell": super().state_dict(), "questions": self._written}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -76,24 +76,14 @@ Ask = Callable[[Sequence[str], Sequence[tuple[int, int]]], Iterable[tuple[int, s
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings of a build. Invalid values raise ValueError.
+    """Settings of a build. Invalid values raise ValueError."""
 
-    Attributes:
-      attempts: number of questions that the teacher is asked to write.
-      batch: number of attempts processed together; a policy teacher is compiled for each batch.
-      documents: m, number of documents that the questioner reads [paper: 5].
-      max_answer_tokens: maximum length of a general_qa reference; longer ones are skipped.
-      prompt_set: "full", "compact" or a folder of templates.
-      agreement: "judge" or "rule": how agreement of questioner and responder is decided.
-      seed: seed of attempts and of a policy's sampling.
-    """
-
-    attempts: int
-    batch: int = 256
-    documents: int = 5
-    max_answer_tokens: int = parsing.MAX_ANSWER_TOKENS
-    prompt_set: str = "full"
-    agreement: str = "judge"
+    attempts: int  # questions that the teacher is asked to write
+    batch: int = 256  # attempts processed together; a policy teacher is compiled for each batch
+    documents: int = 5  # m, documents that the questioner reads [paper: 5]
+    max_answer_tokens: int = parsing.MAX_ANSWER_TOKENS  # of a general_qa reference; else skipped
+    prompt_set: str = "full"  # "full", "compact" or a folder of templates
+    agreement: str = "judge"  # how agreement of questioner and responder is decided
     seed: int = 0
 
     def __post_init__(self):
@@ -103,26 +93,17 @@ class Settings:
 
 @dataclasses.dataclass
 class Attempt:
-    """One question that the teacher is asked to write, and its outcome.
+    """One question that the teacher is asked to write, and its outcome."""
 
-    Attributes:
-      number: index of the attempt, from 0.
-      shown: indices of the documents that the questioner reads.
-      letter: letter of the correct option for multiple choice, else None.
-      question, reference: as parsed from the questioner's reply.
-      prediction: answer extracted from the responder's reply.
-      reason: KEPT, or why the attempt was dropped; "" while in progress.
-    """
-
-    number: int
+    number: int  # index of the attempt, from 0
     task: str
     cluster: Cluster
-    shown: tuple[int, ...]
-    letter: str | None
-    question: str = ""
+    shown: tuple[int, ...]  # indices of the documents that the questioner reads
+    letter: str | None  # of the correct option for multiple choice
+    question: str = ""  # parsed from the reply, as is `reference`
     reference: str = ""
-    prediction: str = ""
-    reason: str = ""
+    prediction: str = ""  # extracted from the responder's reply
+    reason: str = ""  # KEPT, or why the attempt was dropped; "" while in progress
 
 
 # ------------------------------------------------------------------------------------ The teacher
@@ -132,12 +113,9 @@ class Attempt:
 class Teacher:
     """Client of a teacher model that records every reply in a file as it arrives.
 
-    All processes call it together. Process 0 keeps the record and broadcasts the replies.
-
-    Attributes:
-      ask: function that requests replies.
-      name: name of the model and its sampling options; part of the key of a recorded reply.
-      path: path of the record file, which may also hold replies of other teachers.
+    All processes call it together. Process 0 keeps the record and broadcasts the replies. The file
+    at `path` may also hold replies of other teachers: `name`, the model and its sampling options,
+    is part of the key.
     """
 
     ask: Ask
@@ -151,10 +129,7 @@ class Teacher:
             self._known.update(read_records(self.path, _parse_reply)[0])
 
     def __call__(self, turn: int, numbers: Sequence[int], prompts: Sequence[str]) -> list[Any]:
-        """Return the reply to each prompt of the attempts `numbers`; None where there is none.
-
-        `turn` is 0 for the questioner, 1 for the responder.
-        """
+        """Replies to attempts, or None; `turn` 0 is the questioner, 1 the responder."""
         is_first = jax.process_index() == 0
         keys = [self._key(turn, *pair) for pair in zip(numbers, prompts, strict=True)]
         missing = [i for i, key in enumerate(keys) if is_first and key not in self._known]
@@ -299,7 +274,7 @@ class Build:
             attempt.reason = _UNDECIDED.get(verdict) or (KEPT if verdict else "disagreed")
 
     def summary(self) -> dict[str, Any]:
-        """Return counts of attempts by task and outcome, most frequent reason first."""
+        """Counts of attempts by task and outcome, most frequent reason first."""
         reasons: Counter[str] = Counter()
         tasks: dict[str, dict[str, int]] = {}
         for (task, reason), count in sorted(self.counts.items()):
@@ -324,8 +299,7 @@ def run(
 ) -> dict[str, Any]:
     """Build the set in `out`, a local folder, and return the summary. Only process 0 writes.
 
-    Raises:
-      FileNotFoundError, ValueError: see Build and prompts.load; or `out` contains another set.
+    FileNotFoundError or ValueError as Build and prompts.load, or if `out` contains another set.
     """
     out = pathlib.Path(out)
     build = Build(settings, prompt_sets.load(settings.prompt_set), count_tokens, teacher, judge)
@@ -368,11 +342,7 @@ def _line(attempt: Attempt) -> dict[str, Any]:
 
 
 def make_teacher(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Teacher:
-    """Create the teacher selected on the command line.
-
-    Raises:
-      UsageError, FileNotFoundError, ValueError: naming the flag or the folder.
-    """
+    """The teacher; UsageError, FileNotFoundError or ValueError name the flag or folder."""
     url, model, folder = given.teacher_url, given.teacher_model, given.teacher_policy
     if bool(url) != bool(model) or bool(url) == bool(folder):
         raise app.UsageError(
@@ -409,11 +379,7 @@ def make_teacher(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Teacher
 
 
 def open_clusters(given: Any) -> tuple[TaskStream, Callable[[str], int]]:
-    """Open the stream of clusters, and the token counter of the tokenizer.
-
-    Raises:
-      UsageError, FileNotFoundError, ValueError: naming the flag or the folder.
-    """
+    """The stream of clusters, and the token counter of the tokenizer; errors as make_teacher."""
     if bool(given.source) == bool(given.config):
         raise app.UsageError("--source or --config: one of them must say where the clusters are")
     if set(given.tasks) - set(TASKS):

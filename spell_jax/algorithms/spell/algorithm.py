@@ -1,22 +1,19 @@
 """SPELL: one policy questions, answers and judges itself (the paper on one page).
 
-One question goes through these parts, each a method below, in this order:
+1. propose: the questioner reads m documents (and its earlier questions about the cluster) and
+   writes a question with a reference answer.
+2. filter: a question that is answered right without documents is ungrounded.
+3. reference (option): a frozen reader, a copy of the first policy, reads the same m documents. Its
+   answer replaces the reference if its samples agree.
+4. answer: the responder reads all n documents and answers G times.
+5. verify: the verifier compares each answer with the reference, G_v times; the majority decides.
+6. reward: max(rule, majority) for the responder, agreement with the majority for the verifier, a
+   Gaussian of the share of solved answers around one half for the questioner.
+7. groups: groups that are trained on, with their advantages: one GRPO update for all roles.
 
-1. propose   The questioner reads m documents (and its earlier questions about the cluster) and
-             writes a question with a reference answer.
-2. filter    A question that is answered right without documents is ungrounded.
-3. reference (option) A frozen reader, a copy of the first policy, reads the same m documents. Its
-             answer replaces the reference if its samples agree.
-4. answer    The responder reads all n documents and answers G times.
-5. verify    The verifier compares each answer with the reference, G_v times; the majority decides.
-6. reward    Responder: max(rule, majority). Verifier: agreement with the majority. Questioner: a
-             Gaussian of the share of solved answers around one half.
-7. groups    Groups that are trained on, with their advantages: one GRPO update for all roles.
-
-Parts 1 to 5 are coroutines that run concurrently for all questions of a round. A question goes on
-to its next part as soon as its own samples are there. Rounds of parts 1 to 6 are repeated until
-enough questions have answers of mixed reward. Numbers in parentheses are equations of the paper;
-"spec" is docs/algorithm.md.
+Parts 1 to 5 are coroutines that run concurrently for all questions of a round. Rounds of parts 1 to
+6 are repeated until enough questions have answers of mixed reward. Numbers in parentheses are
+equations of the paper; "spec" is docs/algorithm.md.
 """
 
 from __future__ import annotations
@@ -70,7 +67,6 @@ class Spell:
         return episodes
 
     async def rollout_one(self, ask: Ask, episode: Episode) -> Episode:
-        """Parts 1 to 5 of one question."""
         return await self.solve(ask, await self.write(ask, episode))
 
     async def write(self, ask: Ask, episode: Episode) -> Episode:
@@ -81,7 +77,6 @@ class Spell:
         return await self.read_reference(ask, episode)
 
     async def solve(self, ask: Ask, episode: Episode) -> Episode:
-        """Parts 4 and 5: answers and verdicts."""
         episode = await self.answer(ask, episode)
         fault_injection.point("answered")
         episode = await self.verify(ask, episode)
@@ -91,7 +86,6 @@ class Spell:
     # 1. The questioner writes a question.
 
     def start_episodes(self, rng: np.random.Generator) -> list[Episode]:
-        """Makes a round's episodes with the questioner's prompts."""
         dealt = self.stream.next(self.config.generation_batch)
         return [self._start_episode(task, cluster, rng) for task, cluster in dealt]
 
@@ -245,7 +239,6 @@ class Spell:
         return combined[how]
 
     def _verifier_rewards(self, votes: Sequence[int]) -> list[float]:
-        """Reward of each vote on one answer (5)."""
         return rewards.verifier_rewards(votes, -1.0 if self.config.malformed_penalty else 0.0)
 
     def remember(self, episodes: Sequence[Episode]) -> None:
@@ -352,14 +345,12 @@ class Spell:
         return metrics
 
     def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
-        """See spell_episode.record."""
         return spell_episode.record(episode, annotation, self.prompts)
 
     def cluster(self, episode: Episode) -> Cluster:
         return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
-        """Data position and question memory."""
         return {"stream": self.stream.state_dict(), "memory": self.memory.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -368,7 +359,6 @@ class Spell:
 
 
 def _reject(episode: Episode, reason: str) -> Episode:
-    """The episode as ungrounded, with its penalty."""
     return replace(episode, status="ungrounded", reason=reason, reward=rewards.UNGROUNDED)
 
 

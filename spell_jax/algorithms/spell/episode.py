@@ -28,15 +28,13 @@ class Episode(QuestionEpisode):
     Attributes:
       shown: indices of the documents that the questioner reads, ascending.
       history: remembered questions in the questioner's prompt, oldest first.
-      dropped: number of documents and remembered questions left out of the questioner's prompt to
-        keep it under the cap.
+      dropped: documents and remembered questions left out of it to keep it under the cap.
       letter: letter that the right option of a multiple-choice question shall have, else None.
-      questioner_prompt: text of the questioner's prompt.
       proposal: the questioner's reply.
       own_reference: the questioner's reference answer; `reference` may be the frozen reader's.
       blind: extracted answers to the question without documents.
       judged: the verifier's reply to each answer [G]; None if there was nothing to compare.
-      unjudged: number of answers without a verdict because the verifier's prompt was over the cap.
+      unjudged: answers without a verdict because the verifier's prompt was over the cap.
       votes: G_v votes on each answer [G], 1, 0 or -1; empty where there are no verdicts.
       reward: the questioner's reward; None if the question earns none and is not trained on.
     """
@@ -69,7 +67,6 @@ class Episode(QuestionEpisode):
 
 
 def documents_of(history: Sequence[Entry]) -> set[int]:
-    """Indices of the documents that remembered questions are about."""
     return {index for entry in history for index in entry.documents}
 
 
@@ -84,7 +81,7 @@ def annotate(
     advantages: Mapping[tuple[int, str, int], list[float]],
     config: SpellConfig,
 ) -> list[Annotation]:
-    """For each episode, advantages by role, and the use of each role's replies or why not."""
+    """Advantages by role for each episode, and the use of each role's replies or why not."""
     annotations = []
     for n, e in enumerate(episodes):
         roles = [role for role in ("responder", "questioner") if (n, role, 0) in advantages]

@@ -3,8 +3,8 @@
 1. Responder: greedy answers to generated questions of each kind, after n documents.
 2. Verifier: greedy verdicts on labeled pairs of answers, by what makes a pair hard.
 3. Questioner: sampled questions about held-out clusters, after as many documents as in training,
-   without and with a remembered question. Measured are the shares that are accepted, that the
-   documents answer, and whose reference is right.
+   without and with a remembered question: the shares that are accepted, that the documents answer,
+   and whose reference is right.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class TinyEvaluation:
         return self.sizes.documents[min(1, len(self.sizes.documents) - 1)]
 
     def full(self, models: Models) -> Report:
-        """Evaluates all three roles."""
         sizes = self.sizes
         by_count = {n: self._responder(models, n, sizes.per_cell) for n in sizes.documents}
         accuracy = {
