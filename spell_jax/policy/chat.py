@@ -1,18 +1,17 @@
 """Chat templates of Hugging Face folders, rendered so that message content cannot inject tokens.
 
-1. A template is a Jinja program that turns messages into one text. The text of an added token in it
-   (`<|im_start|>`) stands for that token.
-2. Before rendering, each place in the contents where the text of an added token starts is escaped:
-   its first character is replaced by Unicode noncharacters. The rest is unchanged, so that the
-   template's own logic (trim, startswith, split) sees the true contents, except for token texts.
-3. The rendered text is split at added tokens. All of them were written by the template itself.
-4. The segments in between are unescaped. They are plain text, and the caller encodes them with all
-   added tokens disabled.
+1. A template is a Jinja program that turns messages into one text, in which the text of an added
+   token (`<|im_start|>`) stands for that token.
+2. Wherever the text of an added token starts in a content, its first character is replaced by
+   Unicode noncharacters before rendering. The template's own logic (trim, startswith, split) sees
+   the true contents, except for token texts.
+3. The rendered text is split at added tokens, all of them written by the template itself. The
+   segments in between are unescaped plain text, which the caller encodes with added tokens
+   disabled.
 
-A template that looks for `</think>` in an assistant's content therefore finds nothing if `</think>`
-is an added token: the content stays unchanged, as text. Transformers would cut the reasoning out
-there. To get the same ids as transformers, pass content and reasoning separately ({"content",
-"reasoning_content"}, which Qwen3's template supports).
+A template that looks for `</think>` in an assistant's content therefore does not find that token,
+and does not cut the reasoning out as in transformers. Pass content and reasoning separately to get
+the same ids ({"content", "reasoning_content"}, which Qwen3's template supports).
 
 Known gap: a template that deletes or rewrites parts inside a content could assemble the text of a
 token from the remains.
@@ -49,29 +48,20 @@ _ESCAPED = re.compile(f"{ESCAPE}((?:{DIGITS[0]}{_HEX}|{DIGITS[1]}{DIGITS[0]}){_H
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """An added token; its text in a rendered template stands for its id.
-
-    Attributes:
-      id: token id.
-      text: text that stands for the token.
-      lstrip: whether the token absorbs white space before it.
-      rstrip: whether the token absorbs white space after it.
-      single_word: whether its text is plain text where it touches a letter, digit or underscore.
-    """
+    """An added token; its text in a rendered template stands for its id."""
 
     id: int
     text: str
-    lstrip: bool = False
-    rstrip: bool = False
-    single_word: bool = False
+    lstrip: bool = False  # whether it absorbs white space before it
+    rstrip: bool = False  # whether it absorbs white space after it
+    single_word: bool = False  # whether it is plain text next to a letter, digit or underscore
 
 
 def read_messages(messages: Messages) -> list[dict[str, str]]:
     """Validate the messages of a chat; a string becomes one user message.
 
-    Raises:
-      ValueError: if there is no message, or a message has an unknown role or field, or a field that
-        is not a string.
+    Raises ValueError if there is no message, or one has an unknown role or field, or a field that
+    is not a string.
     """
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
@@ -93,17 +83,11 @@ class Template:
     def __init__(
         self, source: str, path: str, variables: Mapping[str, Any], tokens: Iterable[Token]
     ):
-        """Compile the template.
+        """Compile Jinja `source` of the file `path`, which error messages name.
 
-        Args:
-          source: Jinja source.
-          path: file the template is from, for error messages.
-          variables: variables besides the messages (bos_token, enable_thinking, ...).
-          tokens: added tokens that the template may write as text.
-
-        Raises:
-          ValueError: if the source does not compile, or the text of a token contains a character
-            used for escapes.
+        `variables` come with the messages (bos_token, enable_thinking, ...); the template may write
+        `tokens` as text. Raises ValueError if the source does not compile, or the text of a token
+        contains a character used for escapes.
         """
         self._path = path
         self._variables = dict(variables)
@@ -116,8 +100,8 @@ class Template:
     def parts(self, messages: Messages) -> list[int | str]:
         """Render a chat up to the start of the assistant's answer, as ids and the texts between.
 
-        Raises:
-          ValueError: if the template refuses the messages or fails on them, or as read_messages.
+        Raises ValueError if the template refuses the messages or fails on them, or as
+        read_messages.
         """
         chat = [
             {
@@ -222,11 +206,9 @@ class _Generation(jinja2.ext.Extension):
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """Jinja environment that chat templates expect.
+    """Jinja environment that chat templates expect, without strftime_now and random functions.
 
-    strftime_now is missing, though some templates ask for it, because a prompt must not depend on
-    the date (they fall back to a fixed one). Jinja's random functions (random, lipsum) are removed
-    too.
+    A prompt must not depend on the date or on chance. Templates fall back to a fixed date.
     """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]

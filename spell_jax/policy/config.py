@@ -150,8 +150,7 @@ class PolicyConfig:
     def with_rope_scaling(self, kind: str, factor: float) -> PolicyConfig:
         """Extend the context, max_positions times `factor`, by RoPE scaling of a `kind`.
 
-        Raises:
-          ValueError: if `kind` is unknown, `factor` is below 1, or the rope is scaled already.
+        Raises ValueError if `kind` is unknown, `factor` is below 1, or the rope is scaled already.
         """
         if self.rope.kind != "default":
             raise ValueError(
@@ -179,11 +178,7 @@ class PolicyConfig:
 
     @property
     def model_type(self) -> str:
-        """Hugging Face model type with the same parts.
-
-        Raises:
-          ValueError: if there is none.
-        """
+        """Hugging Face model type with the same parts; ValueError if there is none."""
         parts = (self.qkv_bias, self.qk_norm, self.experts > 0)
         if parts not in _MODEL_TYPES:
             raise ValueError(
@@ -196,9 +191,8 @@ class PolicyConfig:
     def from_hf(cls, source: str | pathlib.Path | dict[str, Any]) -> PolicyConfig:
         """Read a Hugging Face config (a path to config.json, or its parsed content).
 
-        Raises:
-          ValueError: if a field is missing, has the wrong type, or asks for something that is not
-            implemented. The message names the field.
+        Raises ValueError, which names the field, if one is missing, has the wrong type, or asks for
+        something that is not implemented.
         """
         if isinstance(source, dict):
             return _from_hf(source)
@@ -212,11 +206,7 @@ class PolicyConfig:
             raise ValueError(f"{path}: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
-        """Convert to the config.json that transformers reads.
-
-        Raises:
-          ValueError: if no Hugging Face architecture has these parts.
-        """
+        """Convert to the config.json of transformers; ValueError if there is no model_type."""
         architecture = _ARCHITECTURES[self.model_type]
         fields = {
             "architectures": [architecture],

@@ -1,11 +1,8 @@
 """Text embeddings from a policy: embedding models such as Qwen3-Embedding, run by our transformer.
 
-1. A text is framed as in its folder's tokenizer.json (Qwen3-Embedding appends <|endoftext|>; no
-   instruction is added). Texts that are too long are truncated inside the frame.
-2. Texts of similar length share a batch of shape [rows, T]. T is from a short list of buckets, and
-   rows * T is about the token budget. Each shape compiles when it is first used.
-3. The embedding is the hidden state of the last token after the final norm, scaled to length 1
-   (transformer.embed). It does not depend on the other texts in the batch.
+A text is framed as in its folder's tokenizer.json (Qwen3-Embedding appends <|endoftext|>; no
+instruction is added). Texts of similar length share a batch of shape [rows, T], where T is from a
+short list of buckets. Each shape compiles when it is first used. See transformer.embed.
 """
 
 from __future__ import annotations
@@ -28,12 +25,7 @@ SMALLEST = 128  # tokens; shorter batches are bound by reading the weights
 
 
 class Embedder:
-    """An embedding model on its devices.
-
-    Attributes:
-      width: size of an embedding, D.
-      buckets: batch lengths T in tokens, ascending.
-    """
+    """An embedding model on its devices; `width` is D, `buckets` the batch lengths T, ascending."""
 
     def __init__(
         self,
@@ -43,20 +35,12 @@ class Embedder:
         token_budget: int,
         dtype: str = "bfloat16",
     ):
-        """Load a Hugging Face folder.
+        """Load a local folder (see weights.load), with weights and activations in `dtype`.
 
-        Args:
-          folder: local folder, see weights.load.
-          mesh: device mesh. Rows are sharded over data, fsdp and expert, the tokens of a row over
-            context.
-          max_tokens: maximum length of a framed text in tokens; longer texts are truncated.
-          token_budget: tokens per batch. A batch has at least one row per row shard, even if that
-            exceeds the budget.
-          dtype: dtype of weights and activations, one of weights.DTYPES.
-
-        Raises:
-          FileNotFoundError: if a file is missing.
-          ValueError: if the folder is damaged, or max_tokens is out of range.
+        Rows are sharded over data, fsdp and expert, the tokens of a row over context. Framed texts
+        are truncated to `max_tokens`, inside the frame. A batch has about `token_budget` tokens,
+        but at least one row per row shard. Raises FileNotFoundError if a file is missing,
+        ValueError if the folder is damaged or max_tokens is out of range.
         """
         config, self._tokenizer = weights.read_config_and_tokenizer(folder)
         self._prefix, self._suffix = _frame(pathlib.Path(folder), self._tokenizer)
@@ -80,14 +64,7 @@ class Embedder:
         return [*self._prefix, *ids[:room], *self._suffix], len(ids) > room
 
     def embed(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Embed texts.
-
-        Args:
-          texts: B token lists from `encode`, of 1 to max_tokens tokens each.
-
-        Returns:
-          Unit vectors, float32 [B, D], in the order of the texts.
-        """
+        """Embed B token lists from `encode` as unit vectors, float32 [B, D], in their order."""
         vectors = np.zeros((len(texts), self.width), np.float32)
         for length, chosen in self._batches([len(text) for text in texts]):
             vectors[chosen] = self._run(length, [texts[index] for index in chosen])
@@ -132,10 +109,10 @@ def _buckets(max_tokens: int, parts: int) -> tuple[int, ...]:
 
 
 def _frame(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Tokens before and after every text.
+    """Tokens before and after every text: those that tokenizer.json adds.
 
-    These are the tokens that tokenizer.json adds. If it adds none, the frame is eos after the text:
-    the embedding is the hidden state of the last token, which should be one that ends any text.
+    If it adds none, eos follows the text: the embedding is the hidden state of the last token,
+    which should be one that ends any text.
     """
     path = folder / HF_FILE
     if path.is_file():

@@ -1,13 +1,10 @@
-"""Token embedding lookup on the current mesh.
+"""Token embedding lookup on the current mesh, which never gathers the table [V, D].
 
-1. On a mesh the table [V, D] is never gathered: the vocabulary is sharded over `tensor`, the width
-   over `fsdp` and `context`. Each device receives the tokens (int32) of all n devices that shard
-   the width and looks up its D / n columns of each. An all-to-all then gives every device its own
-   tokens with all of D.
-2. The gradient takes the same path back and is summed in float32, rounded at the end. In bfloat16
-   the 256th addition for a frequent token, and all after it, would change nothing.
-3. Both passes are written by hand, each in one shard_map, so that every sum over devices is visible
-   here.
+The vocabulary is sharded over `tensor`, the width over `fsdp` and `context`. Each device looks up
+its D / n columns of the tokens (int32) of all n devices that shard the width; an all-to-all then
+gives every device its own tokens with all of D. The gradient takes the same path back, summed in
+float32: in bfloat16 the 256th addition for a frequent token, and all after it, would change
+nothing.
 """
 
 from __future__ import annotations
@@ -23,15 +20,7 @@ from spell_jax.runtime.collectives import Split
 
 
 def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Look up the embeddings of tokens.
-
-    Args:
-      table: embedding table [V, D].
-      tokens: token ids, int32 [B, T], in [0, V).
-
-    Returns:
-      [B, T, D] in the table's dtype.
-    """
+    """Look up int32 tokens [B, T] in [0, V) in a table [V, D]: [B, T, D] in the table's dtype."""
     return _lookup(Split.of(tokens.shape, *table.shape, over=meshes.TENSOR), table, tokens)
 
 
@@ -84,10 +73,9 @@ def _backward(split: Split, held: int, tokens: jax.Array, to_out: jax.Array) -> 
 
 
 def _places(split: Split, tokens: jax.Array, held: int) -> tuple[jax.Array, jax.Array]:
-    """Row numbers of tokens in this device's part of the table, of `held` rows.
+    """Row numbers of tokens in this device's `held` rows of the table, and whether it holds them.
 
-    Returns them as int32 [n b, T] for the tokens [b, T] of all n devices that shard the width, and
-    whether this device holds each row.
+    Both are [n b, T], for the tokens [b, T] of each of the n devices that shard the width.
     """
     if split.width:
         tokens = jax.lax.all_gather(tokens, split.width, axis=0, tiled=True)

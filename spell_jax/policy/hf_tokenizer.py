@@ -36,19 +36,16 @@ class HfTokenizer(Tokenizer):
     """A Hugging Face tokenizer and its chat template.
 
     `chat` returns the ids of transformers' apply_chat_template, unless a content contains the text
-    of an added token, which stays text (chat.py). `encode` returns the ids of transformers with
-    split_special_tokens, except that it matches no other added token either. A model with added
-    tokens for runs of white space therefore encodes such runs with its base vocabulary.
+    of an added token, which stays text (chat.py). `encode` returns those of split_special_tokens,
+    but matches no other added token either: runs of white space, for which some models have added
+    tokens, get the ids of the base vocabulary.
     """
 
     def __init__(self, folder: pathlib.Path, thinking: bool | None = None):
-        """Load the tokenizer of a folder with tokenizer.json.
+        """Load a folder with tokenizer.json; `thinking` sets enable_thinking unless it is None.
 
-        `thinking` is the value of enable_thinking in the template; None leaves it undefined.
-
-        Raises:
-          ValueError: if a file is damaged, the files contradict each other, or the template does
-            not support `thinking`. The message names file and field.
+        Raises ValueError, which names file and field, if a file is damaged, the files contradict
+        each other, or the template does not support `thinking`.
         """
         paths = [folder / name for name in (*HF_FILES, ARCHITECTURE)]
         files = {path.name: path.read_bytes() for path in paths if path.is_file()}
@@ -78,10 +75,7 @@ class HfTokenizer(Tokenizer):
         self.pad_id = named.get("pad_token", self.eos_id)
 
     def _prepare_text(self, description: Mapping[str, Any], named: Mapping[str, int]) -> None:
-        """Build the tokenizers for plain text: the same model without added tokens and frames.
-
-        Decoding uses the full tokenizer.
-        """
+        """Build tokenizers for plain text, without added tokens and frames; decoding uses _all."""
         added = self._all.get_added_tokens_decoder()
         # White space is text: it marks no turns, and templates trim it.
         self._added = {i: t for i, t in added.items() if t.special or t.content.strip()}
@@ -177,8 +171,8 @@ class HfTokenizer(Tokenizer):
     def _spell(self, token_id: int, piece: str, covered: str) -> list[int]:
         """Ids of a piece; a piece that is an added token is spelled character by character.
 
-        Characters missing from the vocabulary become the unknown token, or nothing if that token
-        also begins or ends turns.
+        Missing characters become the unknown token, or nothing if that token also begins or ends
+        turns.
         """
         unknown = [self._unknown] if self._unknown is not None and self._keeps_unknown else []
         if token_id not in self._reserved:
@@ -196,15 +190,12 @@ class HfTokenizer(Tokenizer):
 
 @contextlib.contextmanager
 def _named_errors(path: pathlib.Path, what: str) -> Iterator[None]:
-    """Convert anything the tokenizers package raises to a ValueError that names the file.
-
-    It raises bare Exceptions, and panics in its Rust code arrive as a BaseException.
-    """
+    """Convert anything the tokenizers package raises to a ValueError that names the file."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:
+    except BaseException as error:  # bare Exceptions, and panics of its Rust code
         raise ValueError(f"{path}: {what} ({error})") from error
 
 
@@ -264,11 +255,7 @@ def _add_tokens(
 ) -> dict[str, int]:
     """Add what tokenizer_config.json defines beyond tokenizer.json, as transformers does.
 
-    Adds its added tokens with the ids it gives, and makes eos_token and the other named tokens
-    special.
-
-    Returns:
-      Ids of the named tokens, by field.
+    Makes the named tokens (eos_token and others) special and returns their ids by field.
     """
     with _named_errors(folder / CONFIG, "added_tokens_decoder"):
         decoder = config.get("added_tokens_decoder") or {}
@@ -333,7 +320,7 @@ def _read_template(
 def _without_first(part: Any) -> Any:
     """Description of a pre-tokenizer for segments that are not the first of a text.
 
-    Metaspace may mark only the start of a text, and transformers treats the whole chat as one text.
+    Metaspace may mark only the start of a text, and transformers treats the whole chat as one.
     """
     if isinstance(part, list):
         return [_without_first(item) for item in part]

@@ -1,8 +1,8 @@
 """int8 weights for rollouts: half the bytes of bfloat16 kernels.
 
 The kernels of attention and MLP become int8 (NAME_kernel), with one float32 scale per output
-(NAME_scale) set by its largest weight. A product multiplies by the int8 kernel and scales its
-outputs (transformer.py). Embeddings, norms, biases and adapters are unchanged.
+(NAME_scale) set by its largest weight. A product with the int8 kernel is scaled afterwards
+(transformer.py). Embeddings, norms, biases and adapters are unchanged.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ _MODULES = ("attention", "mlp")
 
 
 def check(config: PolicyConfig) -> None:
-    """Check that a policy's kernels can be quantized.
-
-    Raises:
-      ValueError: if the policy is a mixture of experts.
-    """
+    """Raise ValueError if the policy is a mixture of experts, which cannot be quantized."""
     if config.experts:
         raise ValueError(
             "sampler.weights_dtype = 'int8': a mixture of experts has no weights of eight bits; "
@@ -49,10 +45,7 @@ def with_int8(tree: dict[str, Any], quantized: dict[str, Any]) -> dict[str, Any]
 
 
 def quantize_kernels(kernels: dict[str, Any]) -> dict[str, Any]:
-    """Quantize the result of `kernels` to int8 kernels and float32 scales.
-
-    Jit this with the shardings from `int8_shardings`.
-    """
+    """Quantize `kernels` to int8 and float32 scales; jit with shardings from `int8_shardings`."""
 
     def quantize(kernel: jax.Array, inputs: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         kernel = kernel.astype(jnp.float32)
@@ -78,8 +71,8 @@ def _map_kernels(
 ) -> dict[str, Any]:
     """Apply with_scale(kernel, input axes) -> (kernel, scale) to each kernel.
 
-    Axis 0 of a kernel is the layer. Input axes follow: heads and head size for the attention output
-    (o_kernel), one axis for all others.
+    Axis 0 of a kernel is the layer. Input axes follow: two (heads, head size) in o_kernel, else
+    one.
     """
     result: dict[str, Any] = {module: {} for module in tree}
     for module, kernels in tree.items():

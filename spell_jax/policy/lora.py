@@ -1,11 +1,8 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): x W + x A B * alpha / rank.
 
-1. PolicyConfig.lora selects the adapted linear layers. Next to NAME_kernel [*into, *out],
-   transformer.py then declares NAME_lora_a [*into, R] and NAME_lora_b [R, *out]. A starts random
-   and B zero, so that the policy starts as its base model.
-2. `split` separates trained from frozen parameters. Only the trained ones have gradients and
-   optimizer state, and only they are in checkpoints.
-3. `merge` adds the adapters to the kernels. `save` writes the adapters alone, in PEFT's format.
+Next to NAME_kernel [*into, *out] of an adapted layer, transformer.py declares NAME_lora_a [*into,
+R], random, and NAME_lora_b [R, *out], zero, so that the policy starts as its base model. Only
+adapters have gradients and optimizer state, and only they are in checkpoints.
 """
 
 from __future__ import annotations
@@ -26,14 +23,9 @@ from spell_jax.runtime.jsonl import write_json
 
 
 def split(config: PolicyConfig, params: Any) -> tuple[Any, Any]:
-    """Separate trained from frozen parameters.
+    """Separate trained from frozen leaves: parameters, shapes, shardings, ...
 
-    Args:
-      config: the architecture. Without `lora`, all parameters are trained.
-      params: nested dict with parameters (or shapes, shardings, ...) as leaves.
-
-    Returns:
-      (trained, frozen): the adapters and the rest, or everything and an empty dict.
+    Returns the adapters and the rest, or without `config.lora` everything and an empty dict.
     """
     if config.lora is None:
         return params, {}
@@ -49,12 +41,7 @@ def join(trained: Any, frozen: Any) -> Any:
 
 
 def merge(config: PolicyConfig, params: Any) -> tuple[PolicyConfig, Any]:
-    """Merge the adapters into the kernels.
-
-    Returns:
-      The config without `lora`, and float32 kernels that compute the same function. Without
-      adapters, the arguments are returned unchanged.
-    """
+    """Merge adapters into float32 kernels of the same function; returns a config without `lora`."""
     if config.lora is None:
         return config, params
     adapters, merged = split(config, params)
@@ -76,13 +63,9 @@ def _add(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Arr
 def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base: str = "") -> None:
     """Write the adapters as PEFT's adapter_model.safetensors and adapter_config.json.
 
-    With several hosts, every process must call this; process 0 writes.
-
-    Args:
-      folder: output folder; an existing one is replaced, see safetensors.replacing.
-      config: architecture with `lora`.
-      params: nested dict that contains the adapters; other parameters are ignored.
-      base: folder or name of the base model, recorded for users of the adapters.
+    With several hosts, every process must call this; process 0 writes. An existing folder is
+    replaced, see safetensors.replacing. Other parameters are ignored. `base` names the base model
+    for users of the adapters.
     """
     assert config.lora is not None
     adapters, _ = split(config, params)

@@ -1,12 +1,10 @@
 """Mimetic initialization: attention heads start by copying equal tokens at preferred distances.
 
-1. Each query head starts equal to the key head of its group, and its output projection as the
-   transposed value head. Each head then attends to equal tokens and copies them (mimetic
-   initialization, Trockman and Kolter 2023, arXiv:2305.09828).
-2. The q and k biases start large. After rotation, their product is a score that depends only on the
-   distance, so each head starts with a preference for some distances.
-3. Without these biases, nothing would ever distinguish the query heads of a group. Such weights are
-   left unchanged.
+Each query head starts equal to the key head of its group, and its output projection as the
+transposed value head: the head attends to equal tokens and copies them (Trockman and Kolter 2023,
+arXiv:2305.09828). The q and k biases start large. After rotation their product depends only on the
+distance, so each head prefers some distances. Without these biases nothing would ever distinguish
+the query heads of a group; such weights are left unchanged.
 """
 
 from __future__ import annotations
@@ -28,13 +26,9 @@ def attention_weights(
 ) -> dict[str, jax.Array]:
     """Mimetic replacements for attention parameters; empty if q and k have no biases.
 
-    Args:
-      config: the architecture.
-      attention: float32 attention parameters, stacked over layers: k_kernel and v_kernel [L,D,K,H],
-        q_kernel [L,D,N,H], o_kernel [L,N,H,D], and with biases q_bias [L,N,H] and k_bias [L,K,H].
-
-    Returns:
-      New float32 q_kernel, o_kernel, q_bias and k_bias.
+    Takes float32 parameters of all layers, k_kernel and v_kernel [L,D,K,H], q_kernel [L,D,N,H],
+    o_kernel [L,N,H,D], q_bias [L,N,H] and k_bias [L,K,H]. Returns new q_kernel, o_kernel, q_bias
+    and k_bias.
     """
     if not config.qkv_bias:
         return {}

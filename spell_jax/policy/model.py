@@ -66,9 +66,7 @@ class ModelConfig:
 def find_folder(model: ModelConfig, section: str = "policy") -> pathlib.Path:
     """The model's folder; `section` names the config section in error messages.
 
-    Raises:
-      ValueError: if none is named.
-      FileNotFoundError: if it does not exist.
+    Raises ValueError if none is named, FileNotFoundError if it does not exist.
     """
     if not model.folder:
         raise ValueError(f"{section}.folder = '': must be a Hugging Face folder, or 'tiny'")
@@ -85,19 +83,14 @@ def find_folder(model: ModelConfig, section: str = "policy") -> pathlib.Path:
 def read_model(model: ModelConfig, folder: pathlib.Path) -> tuple[PolicyConfig, Tokenizer]:
     """Architecture and tokenizer of a folder, changed as the section says.
 
-    Raises:
-      ValueError, FileNotFoundError: if the folder is damaged or does not fit the section.
+    Raises ValueError or FileNotFoundError if the folder is damaged or does not fit the section.
     """
     policy, tokenizer = weights.read_config_and_tokenizer(folder, THINKING[model.thinking])
     return shape_policy(model, policy), tokenizer
 
 
 def shape_policy(model: ModelConfig, policy: PolicyConfig) -> PolicyConfig:
-    """The architecture with the section's context length, adapters, remat and kernel.
-
-    Raises:
-      ValueError: if they do not fit together.
-    """
+    """Apply the section's context length, adapters, remat and kernel; ValueError on conflict."""
     if model.rope_scaling:
         policy = policy.with_rope_scaling(model.rope_scaling, model.rope_factor)
     lora = None

@@ -1,17 +1,17 @@
 """Mixture of experts: each token is processed by the k of E SwiGLU experts that its router selects.
 
-1. The router scores all E experts in a float32 softmax. Each token uses the best k, with their
-   probabilities as weights (Qwen3-MoE: k = 8 of 128, weights scaled to sum to 1).
+1. The router scores all E experts in a float32 softmax. The probabilities of a token's best k are
+   their weights (Qwen3-MoE: k = 8 of 128, weights scaled to sum to 1).
 2. The (token, expert) pairs are sorted by expert and multiplied in one ragged matrix product per
    kernel. No token is dropped.
 3. If experts are sharded over the mesh's `expert` axis, so are the tokens of all other layers. The
    tokens of an expert group are gathered, each device computes the pairs of its own experts, and
    the partial sums are scattered back.
-4. Both passes process tokens in chunks of at most CHUNK. 163,840 tokens at once would be 1.3
-   million pairs, and one copy of their rows 5.4 GB at a width of 2048.
-5. Both passes are written by hand, each in one shard_map, so that every sum over devices is visible
-   here. A layer gathers its kernels once per pass, before the chunks. Their gradients are summed
-   over chunks and devices in float32 and rounded at the end.
+4. Both passes process tokens in chunks of at most CHUNK: one copy of the rows of 163,840 tokens
+   would take 5.4 GB at a width of 2048.
+5. Both passes are written by hand, each in one shard_map, so that every sum over devices is
+   visible. A layer gathers its kernels once per pass. Their gradients are summed over chunks and
+   devices in float32 and rounded at the end.
 """
 
 from __future__ import annotations
@@ -38,15 +38,10 @@ CHUNK = 4096
 
 
 def route(logits: jax.Array, count: int, normalized: bool) -> tuple[jax.Array, jax.Array]:
-    """Select the experts of each token.
+    """Select the k = `count` experts of each token from router logits [..., E] of any dtype.
 
-    Args:
-      logits: router logits [..., E], any dtype.
-      count: experts per token, k.
-      normalized: whether to scale the k weights to sum to 1.
-
-    Returns:
-      Weights float32 [..., k] and expert numbers int32 [..., k].
+    Returns weights float32 [..., k], scaled to sum to 1 if `normalized`, and expert numbers int32
+    [..., k].
     """
     weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), count)
     if normalized:
@@ -55,15 +50,10 @@ def route(logits: jax.Array, count: int, normalized: bool) -> tuple[jax.Array, j
 
 
 def load(chosen: jax.Array, experts: int, real: jax.Array) -> jax.Array:
-    """Count the tokens routed to each expert.
+    """Count the tokens routed to each expert, float32 [E].
 
-    Args:
-      chosen: experts of each token, int32 [B, T, k].
-      experts: number of experts, E.
-      real: False for padding, which is not counted, bool [B, T].
-
-    Returns:
-      float32 [E].
+    `chosen` holds the experts of each token, int32 [B, T, k]; `real` (bool [B, T]) is False for
+    padding, which is not counted.
     """
     counted = jnp.broadcast_to(real[..., None], chosen.shape).astype(jnp.float32)
     return jnp.zeros(experts).at[chosen.reshape(-1)].add(counted.reshape(-1))
@@ -72,14 +62,8 @@ def load(chosen: jax.Array, experts: int, real: jax.Array) -> jax.Array:
 def mix(x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Kernels) -> jax.Array:
     """Weighted sum of the outputs of each token's experts, on the current mesh.
 
-    Args:
-      x: inputs [B, T, D].
-      weights: expert weights [B, T, k].
-      chosen: experts of each token, int32 [B, T, k].
-      kernels: gate and up [E, D, F] and down [E, F, D], in x's dtype.
-
-    Returns:
-      [B, T, D] in x's dtype.
+    x and the result are [B, T, D], weights and (int32) chosen [B, T, k]. The kernels, in x's dtype,
+    are gate and up [E, D, F] and down [E, F, D].
     """
     return _mix(_split(x.shape, kernels[0].shape), x, weights, chosen, kernels)
 
@@ -89,15 +73,10 @@ def mix(x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Kernels) -
 
 @dataclasses.dataclass(frozen=True)
 class _Split(collectives.Split):
-    """Sharding of tokens and kernels (leading axis E), and the chunk size.
+    """Sharding of tokens and kernels (leading axis E), and the chunk size."""
 
-    Attributes:
-      hidden: mesh axes that shard the kernels' F.
-      chunk: this device's tokens per chunk.
-    """
-
-    hidden: Axes = ()
-    chunk: int = 0
+    hidden: Axes = ()  # mesh axes that shard the kernels' F
+    chunk: int = 0  # this device's tokens per chunk
 
     @property
     def kernels_spec(self) -> tuple[PartitionSpec, ...]:
@@ -176,8 +155,8 @@ def _forward(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
 def _decode(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
     """Compute `_forward` for few tokens without gathering kernels.
 
-    The devices that share a kernel's width exchange their tokens, and each multiplies its own part
-    of the width.
+    Devices that share a kernel's width exchange their tokens; each multiplies its part of the
+    width.
     """
     gate, up, down = kernels
     together = tuple(axis for axis in split.rows if axis in split.leading + split.width)
@@ -198,10 +177,7 @@ def _decode(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
 
 
 def _backward(split: _Split, x, weights, chosen, kernels: Kernels, to_out):
-    """One device's gradients of x, weights and kernels, given its shard of the output gradient.
-
-    Nothing of the forward pass is stored; each chunk is recomputed.
-    """
+    """One device's gradients of x, weights and kernels; each chunk's forward pass is recomputed."""
     gate, up, down = _gather_kernels(split, kernels)
 
     def one_chunk(totals, chunk):
@@ -281,18 +257,12 @@ class _Pairs(NamedTuple):
     """(token, expert) pairs sorted by this device's experts.
 
     Pairs of other devices' experts come last, where a ragged product leaves zeros.
-
-    Attributes:
-      order: pair (token * k + j) at each position, int32 [n k].
-      position: position of each pair, int32 [n k].
-      sizes: pairs of each expert on this device, int32 [held].
-      count: experts per token, k.
     """
 
-    order: jax.Array
-    position: jax.Array
-    sizes: jax.Array
-    count: int
+    order: jax.Array  # pair (token * k + j) at each position, int32 [n k]
+    position: jax.Array  # position of each pair, int32 [n k]
+    sizes: jax.Array  # pairs of each expert on this device, int32 [held]
+    count: int  # experts per token, k
 
 
 def _pairs(split: _Split, chosen: jax.Array, held: int) -> _Pairs:
@@ -306,10 +276,10 @@ def _pairs(split: _Split, chosen: jax.Array, held: int) -> _Pairs:
 
 
 def _take(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Index x[positions] with indices clipped to the valid range.
+    """Index x[positions], clipped to the valid range.
 
-    The default mode would look for positions out of range, at the cost of a copy of the result
-    (134 MB per chunk).
+    The default mode would look for invalid positions, at the cost of a copy of the result (134 MB
+    per chunk).
     """
     return jnp.take(x, positions, axis=0, mode="clip")
 
@@ -333,8 +303,8 @@ def _combine(rows: jax.Array, pairs: _Pairs) -> jax.Array:
 def _hidden(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
     """Compute silu(gate) * up [n k, F], times the weight of the row.
 
-    `down` is linear, so the weight can be applied before it. That is cheaper (F numbers per row,
-    not D), and the backward pass then does not need the results of `down`.
+    Applying the weight before the linear `down` takes F products per row, not D, and the backward
+    pass does not need the results of `down`.
     """
     gate32, up32, weights32 = (x.astype(jnp.float32) for x in (gate, up, weights))
     return (nn.silu(gate32) * up32 * weights32[:, None]).astype(gate.dtype)

@@ -1,13 +1,10 @@
 """Rotary position embeddings with float32 angles, and context extension by RoPE scaling.
 
-1. Pair i of a head is rotated by position * frequency[i]. The frequencies fall from 1 to about
-   1 / theta.
-2. RoPE scaling lowers some frequencies: all of them ("linear"), or those of pairs that turn too
-   rarely in the original context to distinguish positions ("llama3", "yarn"). "yarn" also scales
-   cosines and sines, so that scores grow by the square of its attention factor.
-3. Frequencies are compile-time constants, so that training, prefill and decode rotate by the same
-   bits. A "dynamic" kind is not supported: its frequencies depend on the current text length, but
-   keys in the KV cache were rotated with older ones.
+RoPE scaling lowers all frequencies ("linear"), or those of pairs that turn too rarely in the
+original context to distinguish positions ("llama3", "yarn"). Frequencies are compile-time
+constants, so that training, prefill and decode rotate by the same bits. A "dynamic" kind is not
+supported: its frequencies change with the text length, but keys in the KV cache were rotated with
+older ones.
 """
 
 from __future__ import annotations
@@ -80,7 +77,7 @@ class RopeConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of cosines and sines (YaRN, arXiv:2309.00071, Eq. 22)."""
+        """Factor of cosines and sines (YaRN, arXiv:2309.00071, Eq. 22); scales scores twice."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -117,13 +114,8 @@ _REQUIRED = {
 def from_hf(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """Read rope_theta and rope_scaling (or the newer rope_parameters) from a config.json.
 
-    Args:
-      raw: content of config.json.
-      max_positions: its max_position_embeddings, the original context length if none is given (as
-        in transformers).
-
-    Raises:
-      ValueError: if a field is unknown, missing or out of range. The message names the field.
+    `max_positions`, its max_position_embeddings, is the original context length if none is given,
+    as in transformers. Raises ValueError if a field is unknown, missing or out of range.
     """
     field = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     scaling = raw.get(field) or {}
@@ -178,9 +170,8 @@ def to_hf(rope: RopeConfig) -> dict[str, Any]:
 def frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
     """Rotation of each of the H/2 pairs per position, in radians, float32 [H/2].
 
-    Powers are computed in float64 and rounded once. Every other operation is float32, as in
-    transformers: at position 131,071 one unit in the last place of a frequency is up to 0.008
-    radians.
+    Powers are computed in float64 and rounded once; all else is float32, as in transformers: at
+    position 131,071 one unit in the last place of a frequency is up to 0.008 radians.
 
     Sources: Su et al. (arXiv:2104.09864), Eq. 15; Peng et al. (YaRN, arXiv:2309.00071), section 3;
     Llama 3.1's smooth interpolation by wavelength.
@@ -226,18 +217,9 @@ def _slow_share(rope: RopeConfig, head_size: int) -> np.ndarray:
 
 
 def rotary(positions: jax.Array, head_size: int, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the rotary angles.
+    """Cosines and sines, float32 [B, T, 1, H/2] each, of the angles of int32 positions [B, T].
 
-    Positions stay integers until they are multiplied by float32 frequencies, because bfloat16
-    cannot tell 256 from 257.
-
-    Args:
-      positions: int32 [B, T].
-      head_size: head size, H.
-      rope: rotary position embedding.
-
-    Returns:
-      Cosines and sines, float32 [B, T, 1, H/2] each.
+    Positions stay integers until they meet float32 frequencies: bfloat16 cannot tell 256 from 257.
     """
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies(rope, head_size)
     return jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale

@@ -1,11 +1,8 @@
 """Folders of safetensors files: one model.safetensors, or shards with an index.
 
-1. `scan` reads all headers but no data, and rejects any inconsistency.
-2. `Tensor.read` reads a slice. It opens the file each time: the library maps it into memory, and
-   only closing it releases the touched pages.
-3. `write` consumes tensors one by one and holds one shard of them.
-4. `replacing` writes a folder beside the old one and renames it, so that no reader sees half of it.
-   Killed between two renames, it leaves the folder missing until its next call.
+`scan` reads all headers but no data, and rejects any inconsistency. `write` holds one shard of
+tensors at a time. `replacing` writes a folder beside the old one and renames it, so that no reader
+sees half of it.
 """
 
 from __future__ import annotations
@@ -51,13 +48,10 @@ class Tensor:
         return f"{self.path}: tensor {self.name}"
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Read a slice as a new array in the file's dtype.
+        """Read a slice as a new array in the file's dtype; `index` has a start and a stop per axis.
 
-        Args:
-          index: one slice per axis, with start and stop.
-
-        Raises:
-          ValueError: if the file changed after its header was read.
+        Opens the file each time: the library maps it into memory, and only closing it releases the
+        touched pages. Raises ValueError if the file changed after its header was read.
         """
         try:
             with safetensors.safe_open(self.path, "numpy") as file:
@@ -75,10 +69,7 @@ def has_weights(folder: pathlib.Path) -> bool:
 
 
 def scan(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Tensor]]:
-    """Read the headers of all weights in a folder.
-
-    Returns:
-      Path of the single file or the index, and the tensors by name.
+    """Read the headers of all weights: the path of the single file or the index, and the tensors.
 
     Raises:
       FileNotFoundError: if there are no weights, or a shard is missing.
@@ -127,10 +118,7 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
 
 
 def _read_header(path: pathlib.Path) -> list[Tensor]:
-    """Tensors of a file, without duplicates.
-
-    The library checks the offsets and the length of the file.
-    """
+    """Tensors of a file, without duplicates; the library checks offsets and length."""
     try:
         with safetensors.safe_open(path, "numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -167,11 +155,9 @@ def write(
 ) -> None:
     """Write tensors to model.safetensors, or to shards and an index if they are too large.
 
-    Args:
-      folder: output folder, which must exist.
-      sizes: size of each tensor in bytes by name, in the order of `tensors`.
-      tensors: tensors to write, consumed one by one; those of one shard are held together.
-      shard_bytes: maximum size of a shard in bytes, unless a single tensor is larger.
+    `sizes` gives the bytes of each tensor by name, in the order of `tensors`, which are consumed
+    one by one; those of one shard are held together. A shard has at most `shard_bytes` bytes unless
+    a single tensor is larger. The folder must exist.
     """
     shards: list[list[str]] = [[]]
     room = shard_bytes
@@ -207,8 +193,8 @@ def replacing(folder: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Context manager that yields an empty folder, which replaces `folder` when the block ends.
 
     After an exception nothing has changed. After a crash the folder is unchanged, or missing with
-    its old content next to it; the next call restores it and removes other leftovers. Only one
-    process at a time may replace a folder.
+    its old content next to it; the next call restores it. Only one process at a time may replace a
+    folder.
 
     Buckets cannot rename folders. There the yielded folder is a temporary local one, copied at the
     end; after a crash during the copy, config.json is missing.

@@ -1,9 +1,4 @@
-"""Tokenizers with one interface: SentencePiece models and Hugging Face folders.
-
-`load` reads a folder. With tokenizer.json it is a Hugging Face tokenizer with a chat template
-(hf_tokenizer.py), with tokenizer.model a SentencePiece model, such as `train` makes.
-tokenizer_base.py defines the interface.
-"""
+"""Tokenizers with one interface (tokenizer_base.py): SentencePiece models, Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -26,9 +21,8 @@ THINKING = {"": None, "on": True, "off": False}
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model with the chat layout `<|user|> text <|assistant|>`.
 
-    The two turn markers are control symbols. encode() never produces them, so no text can open or
-    close a turn. An earlier assistant turn ends with eos. A model without these symbols does not
-    support chat.
+    The turn markers are control symbols, which encode() never produces: no text can open or close a
+    turn. An earlier assistant turn ends with eos. A model without these symbols has no chat.
     """
 
     def __init__(self, model: bytes):
@@ -76,10 +70,8 @@ class SentencePieceTokenizer(Tokenizer):
 def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
     """Load the tokenizer of a folder; tokenizer.json is preferred to tokenizer.model.
 
-    Args:
-      folder: a Hugging Face folder, or a folder with a SentencePiece model.
-      thinking: whether the assistant should think first, for chat templates with enable_thinking;
-        None leaves the choice to the template.
+    `thinking` says whether the assistant should think first, for chat templates with
+    enable_thinking; None leaves the choice to the template.
 
     Raises:
       FileNotFoundError: if the folder has no tokenizer.
@@ -104,14 +96,10 @@ def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
 def train(
     texts: Iterable[str], vocab_size: int, symbols: Sequence[str] = ()
 ) -> SentencePieceTokenizer:
-    """Train a BPE SentencePiece model with byte fallback.
+    """Train a BPE SentencePiece model with byte fallback and at most `vocab_size` pieces.
 
-    It is lossless on any text, except that SentencePiece reads U+2581 as a space.
-
-    Args:
-      texts: training sentences.
-      vocab_size: number of pieces; an upper bound if the texts yield fewer.
-      symbols: strings that are always a single piece, wherever they occur.
+    Each of `symbols` is always a single piece, wherever it occurs. The model is lossless on any
+    text, except that SentencePiece reads U+2581 as a space.
     """
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

@@ -1,8 +1,7 @@
 """Tokenizer interface, and incremental decoding.
 
-1. Text is data: `encode` never produces special or other added tokens.
-2. Only `chat` creates turns, from the markers of the layout and the encoded contents.
-3. `decode` accepts any ids: special tokens and ids without a token are skipped.
+Text is data: `encode` never produces special or other added tokens. Only `chat` creates turns, from
+the markers of the layout and the encoded contents.
 """
 
 from __future__ import annotations
@@ -15,27 +14,16 @@ from spell_jax.policy import chat as chats
 
 
 class Tokenizer(abc.ABC):
-    """Conversion of text to ids and back.
+    """Conversion of text to ids and back."""
 
-    Attributes:
-      vocab_size: highest id + 1.
-      eos_id: id of the token that ends a turn.
-      pad_id: id of the padding token.
-      stop_ids: ids of the tokens that end an answer, eos_id first, without duplicates.
-    """
-
-    vocab_size: int
-    eos_id: int
+    vocab_size: int  # highest id + 1
+    eos_id: int  # token that ends a turn
     pad_id: int
-    stop_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]  # tokens that end an answer, eos_id first, without duplicates
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Tokenize a text, without special or other added tokens.
-
-        Raises:
-          ValueError: if the text has lone surrogates.
-        """
+        """Tokenize a text without added tokens; ValueError if it has lone surrogates."""
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -45,11 +33,8 @@ class Tokenizer(abc.ABC):
     def chat(self, messages: chats.Messages) -> list[int]:
         """Tokenize a chat up to the start of the assistant's answer.
 
-        Args:
-          messages: one user message, or a list of {"role", "content"}.
-
-        Raises:
-          ValueError: if the layout does not support these messages.
+        `messages` are one user message, or a list of {"role", "content"}. Raises ValueError if the
+        layout does not support them.
         """
 
     @abc.abstractmethod
@@ -76,10 +61,9 @@ class Tokenizer(abc.ABC):
 class Stream:
     """Incremental decoder that emits only text that later ids cannot change.
 
-    The concatenated output, with that of finish(), equals `decode` of all ids.
-
-    Only a window of the last ids is decoded, so the cost is linear. The older part of the window
-    serves decoders that treat the beginning of a text differently.
+    The outputs, with that of finish(), add up to `decode` of all ids. Only a window of the last ids
+    is decoded, so the cost is linear. The older part of the window serves decoders that treat the
+    beginning of a text differently.
     """
 
     _LONGEST, _KEPT = 16, 8  # window size in ids, before and after a cut

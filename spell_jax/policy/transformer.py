@@ -1,13 +1,9 @@
 """Decoder-only transformer in Flax linen, shared by training, prefill and decode.
 
-1. A block is RMSNorm, attention, RMSNorm and SwiGLU (or a mixture of experts, moe.py), with
-   residual connections. The L blocks are scanned.
-2. The caller passes the attention as `attend`. Packed training rows, prefill and decode after a
-   shared prompt therefore use the same parameters and the same block.
-3. Every parameter is declared once, with its logical axes. A table in runtime/mesh.py maps these
-   axes to a mesh. Boxes are removed at init, so params are a plain nested dict.
-4. The model returns hidden states. The caller projects them to the vocabulary, because prompt
-   positions never need logits.
+The caller passes the attention as `attend`, so that all three use the same parameters and blocks.
+Every parameter is declared once, with logical axes that runtime/mesh.py maps to a mesh. Boxes are
+removed at init: params are a plain nested dict. The model returns hidden states, because prompt
+positions never need logits.
 """
 
 from __future__ import annotations
@@ -49,9 +45,8 @@ _KEPT = {
 class Attend(Protocol):
     """Attention: (q [B,T,N,H], k, v [B,T,K,H], cache, context) -> (out [B,T,N,H], cache).
 
-    `cache` passes from layer to layer and back to the caller. It holds the pages of the sampler's
-    KV cache, and is None in training. `context` is a dict shared by all layers, except for "layer",
-    the layer number (int32 scalar).
+    `cache`, the pages of the sampler's KV cache or None in training, passes from layer to layer.
+    `context` is a dict shared by all layers, except for "layer", the layer number (int32 scalar).
     """
 
     def __call__(
@@ -103,8 +98,8 @@ class RMSNorm(nn.Module):
 def _product(x: jax.Array, kernel: jax.Array, into: int) -> jax.Array:
     """Multiply x [..., *into] by a kernel [*into, *out] -> [..., *out]; `into` is a number of axes.
 
-    The gradient of the kernel is a sum over tokens, which are sharded over devices. It stays
-    float32 until it has also been summed over the devices, whatever the dtype of the kernel.
+    The kernel's gradient is a sum over tokens, which are sharded over devices. It stays float32
+    until it has also been summed over the devices.
     """
     return jnp.tensordot(x, kernel, axes=into)
 
@@ -213,10 +208,7 @@ class SwiGLU(nn.Module):
 
 
 class Experts(nn.Module):
-    """Mixture of experts with its router; see moe.py.
-
-    Returns the output [B, T, D] and the number of tokens routed to each expert, float32 [E].
-    """
+    """Mixture of experts (moe.py): output [B, T, D] and tokens of each expert, float32 [E]."""
 
     config: PolicyConfig
 
@@ -312,11 +304,7 @@ def init(config: PolicyConfig, key: jax.Array) -> Params:
 
 @functools.cache
 def abstract_params(config: PolicyConfig) -> tuple[Params, Params]:
-    """Shapes and logical axes of all parameters.
-
-    Returns:
-      A tree of jax.ShapeDtypeStruct, and a tree of PartitionSpec of logical axis names.
-    """
+    """Shapes (jax.ShapeDtypeStruct) and logical axes (PartitionSpec) of all parameters."""
     # The key is created inside the trace, so that no device is touched.
     boxed = jax.eval_shape(lambda: boxed_init(config, jax.random.key(0)))
     return nn.unbox(boxed), nn.get_partition_spec(boxed)
@@ -342,20 +330,13 @@ def hidden_states(
 ) -> tuple[jax.Array, Any, jax.Array | None]:
     """Run the embedding, the blocks and the final norm.
 
-    Args:
-      config: the architecture.
-      params: parameters in the compute dtype.
-      tokens: token ids, int32 [B, T].
-      positions: rotary positions (not row indices), int32 [B, T].
-      attend: the attention function.
-      cache: pytree that `attend` receives and returns in every layer.
-      context: dict that `attend` receives in every layer. "last_query" (int32 [B, T], negative at
-        padding) excludes padding from the token counts of the experts.
+    `params` are in the compute dtype. `tokens` and `positions` (rotary, not row indices) are int32
+    [B, T]. `attend` receives `cache` and `context` in every layer; context["last_query"] (int32 [B,
+    T], negative at padding) excludes padding from the token counts of the experts.
 
     Returns:
       Final hidden states [B, T, D] in the compute dtype; the cache after the last layer; and for a
-      mixture of experts the number of tokens (without padding) routed to each expert, float32
-      [L, E], else None.
+      mixture of experts the tokens (without padding) of each expert, float32 [L, E], else None.
     """
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions])
@@ -379,14 +360,8 @@ def logits(config: PolicyConfig, params: Params, tokens: jax.Array) -> jax.Array
 def embed(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     """Embed whole texts by the hidden state of their last token, as Qwen3-Embedding does.
 
-    Args:
-      config: the architecture.
-      params: parameters in the compute dtype.
-      tokens: token ids, int32 [B, T], padded after `lengths` tokens.
-      lengths: tokens of each text, int32 [B], at least 1.
-
-    Returns:
-      Unit vectors, float32 [B, D].
+    `tokens` is int32 [B, T], padded after `lengths` tokens (int32 [B], at least 1). Returns unit
+    vectors, float32 [B, D].
     """
     hidden = _causal(config, params, tokens, lengths)
     last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]

@@ -1,12 +1,8 @@
 """Import and export of Hugging Face folders: one table per model family, used in both directions.
 
-1. The table maps each of our parameters to the name of its Hugging Face tensors and the axes of
-   both. Names, shapes and the conversion between the layouts follow from it.
-2. `load` checks all names, shapes and dtypes before it reads data. It then reads block by block and
-   puts each layer directly into its final place, so that memory stays close to the size of the
-   parameters. On a mesh each host reads only the parts that its devices hold.
-3. `save` converts back, one shard at a time. Weights sharded over hosts are sent layer by layer to
-   process 0, which writes.
+`load` checks all names, shapes and dtypes before it reads data, and puts each layer directly into
+its final place: memory stays close to the size of the parameters. On a mesh each host reads only
+the parts that its devices hold. `save` converts back, one shard at a time.
 """
 
 from __future__ import annotations
@@ -60,17 +56,11 @@ class Entry:
 
     Letters are axes: L layers, E experts, D width, F feed-forward, N query heads, K key/value
     heads, H head size, V vocabulary.
-
-    Attributes:
-      name: name of the tensor; "{layer}" and "{expert}" stand for numbers, with one tensor for
-        each.
-      theirs: axes of one tensor; axes in one word are flattened together ("NH D" is a matrix).
-      ours: our axes of one tensor, in our order; by default those of `theirs`.
     """
 
-    name: str
-    theirs: str
-    ours: str = ""
+    name: str  # tensor name; one tensor for each value of "{layer}" and "{expert}"
+    theirs: str  # axes of one tensor; those in one word are flattened ("NH D" is a matrix)
+    ours: str = ""  # our axes of one tensor, in our order; by default those of `theirs`
 
     @property
     def letters(self) -> str:
@@ -142,11 +132,7 @@ TABLES = {
 
 
 def table(config: PolicyConfig) -> dict[str, Entry]:
-    """Entries of all parameters of a policy, by parameter path.
-
-    Raises:
-      ValueError: if no Hugging Face architecture has its parts.
-    """
+    """Entries of all parameters by path; ValueError if no Hugging Face architecture fits."""
     entries = dict(TABLES[config.model_type])
     if config.tied_embeddings:
         del entries["unembedding"]
@@ -185,16 +171,12 @@ def _parts(config: PolicyConfig) -> Iterator[tuple[str, int | None, list[str]]]:
 def read_config_and_tokenizer(
     folder: str | pathlib.Path, thinking: bool | None = None
 ) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
-    """Read the architecture and the tokenizer of a Hugging Face folder, without weights.
-
-    Args:
-      folder: as for `load`.
-      thinking: see `tokenizer.load`.
+    """Read the architecture and the tokenizer (see `tokenizer.load`) of a Hugging Face folder.
 
     Raises:
       FileNotFoundError: if there is no config.json or no tokenizer.
-      ValueError: if config.json is not supported, as `tokenizer.load`, or if the tokenizer has more
-        tokens than the embedding has rows.
+      ValueError: if a file is damaged or not supported, or if the tokenizer has more tokens than
+        the embedding has rows.
     """
     folder = pathlib.Path(folder)
     config = _read_config(folder)
@@ -210,24 +192,19 @@ def read_config_and_tokenizer(
 def load(
     folder: str | pathlib.Path, mesh: jax.sharding.Mesh | None = None, dtype: str = "float32"
 ) -> tuple[PolicyConfig, transformer.Params]:
-    """Read config.json and the weights of a Hugging Face folder.
+    """Read config.json and the weights (F32, F16 or BF16) of a Hugging Face folder.
 
-    Args:
-      folder: folder with model.safetensors, or shards and model.safetensors.index.json. Tensor
-        names may lack the prefix "model.", as in Qwen3-Embedding, which may also lack an output
-        projection.
-      mesh: device mesh of the parameters; every process of the mesh must call this.
-      dtype: dtype of the parameters, one of DTYPES; files may be F32, F16 or BF16.
+    Tensor names may lack the prefix "model.", as in Qwen3-Embedding, which may also lack an output
+    projection. Every process of the mesh must call this.
 
     Returns:
-      The architecture and the parameters: numpy arrays without a mesh, else jax arrays sharded by
-      meshes.shardings.
+      The architecture, and the parameters in `dtype` (one of DTYPES): numpy arrays without a mesh,
+      else jax arrays sharded by meshes.shardings.
 
     Raises:
       FileNotFoundError: if a file is missing.
       ValueError: if a file is damaged; if a tensor is unknown, missing, duplicated, or has a wrong
-        shape or dtype (all checked before any data is read); or if a value is not finite. The
-        message names tensor and file.
+        shape or dtype (all checked before any data is read); or if a value is not finite.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: must be one of {tuple(DTYPES)}")
@@ -266,11 +243,8 @@ def match(
 ) -> tuple[dict[str, files.Tensor], files.Tensor | None]:
     """Match the tensors of a folder to the names of the table.
 
-    Returns:
-      Tensors by the table's names, and the output projection if a tied policy has one anyway.
-
-    Raises:
-      ValueError: if a tensor is missing, unknown, or of a wrong shape or dtype.
+    Returns the tensors by the table's names, and the output projection if a tied policy has one
+    anyway. Raises ValueError if a tensor is missing, unknown, or of a wrong shape or dtype.
     """
     entries, sizes = table(config), _sizes(config)
     # Old Llama files contain the rotary frequencies, which follow from the config.
@@ -300,18 +274,12 @@ def _checked(tensor: files.Tensor, shape: tuple[int, ...]) -> files.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Parameters of a folder whose headers have been checked.
-
-    Attributes:
-      tensors: tensors by the table's names.
-      copy: second copy of a tied policy's embedding, or None.
-      dtype: dtype of the returned arrays, one of DTYPES.
-    """
+    """Parameters of a folder whose headers have been checked."""
 
     config: PolicyConfig
-    tensors: dict[str, files.Tensor]
-    copy: files.Tensor | None
-    dtype: str
+    tensors: dict[str, files.Tensor]  # by the table's names
+    copy: files.Tensor | None  # second copy of a tied policy's embedding
+    dtype: str  # of the returned arrays, one of DTYPES
 
     @functools.cached_property
     def entries(self) -> dict[str, Entry]:
@@ -346,11 +314,8 @@ class _Source:
     def fill(self, out: np.ndarray, path: str, layer: int, index: Index) -> None:
         """Read a part of one layer of a parameter into `out`, which has its axes except L.
 
-        Args:
-          out: output array.
-          path: path of the parameter.
-          layer: layer number; ignored for parameters without layers.
-          index: part to read, one slice with start and stop per axis of `out`.
+        `layer` is ignored for parameters without layers. `index` has a start and a stop for each
+        axis.
         """
         entry = self.entries[path]
         if not entry.expertwise:
@@ -410,10 +375,7 @@ def _copy_strips(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _read(source: _Source, path: str, sharding: NamedSharding | None) -> np.ndarray | jax.Array:
-    """Read a whole parameter: a numpy array, or with a sharding a jax array.
-
-    Each host reads only the parts that its devices hold.
-    """
+    """Read a whole parameter (a numpy array without a sharding); each host reads its own parts."""
     shape, dtype = source.shape(path), DTYPES[source.dtype][0]
     layered = source.entries[path].layered
     if sharding is None:
@@ -471,16 +433,10 @@ def save(
     """Write a Hugging Face folder: config.json, weights and tokenizer files.
 
     An existing folder is replaced; see safetensors.replacing. With several hosts, every process
-    must call this with its shards of the parameters; process 0 writes.
-
-    Args:
-      folder: output folder.
-      config: the architecture.
-      params: numpy or jax arrays, sharded or not.
-      tokenizer: tokenizer to save with the weights; its eos and padding ids go into the configs.
-      dtype: dtype of the files, one of DTYPES.
-      shard_bytes: maximum size of a file in bytes, unless a single tensor is larger; also about the
-        memory needed.
+    must call this with its shards of the parameters (numpy or jax arrays); process 0 writes. The
+    files have `dtype`, one of DTYPES, and at most `shard_bytes` bytes unless a single tensor is
+    larger; that is also about the memory needed. The tokenizer's eos and padding ids go into the
+    configs.
 
     Raises:
       ValueError: if no Hugging Face architecture has these parts, or the parameters do not match
