@@ -1,16 +1,15 @@
 """Attention of packed training rows: several kernels with one interface.
 
 1. Every kernel takes the mask as one int32 per key (masks.py).
-2. PolicyConfig.attention names the kernel. "dense" is the reference and computes all scores at
-   once. "chunked" works block by block on any device: memory is linear in T, and block pairs
-   without a visible key are skipped. "splash" (TPU) and "triton" (NVIDIA GPU) do the same in
-   Pallas; on other devices they run in the interpreter, for tests.
+2. "dense" is the reference and computes all scores at once. "chunked" works block by block on any
+   device: memory is linear in T, and block pairs without a visible key are skipped. "splash" (TPU)
+   and "triton" (NVIDIA GPU) do the same in Pallas; elsewhere they run in the interpreter, for
+   tests.
 3. "auto" uses dense for rows of up to SHORT tokens. For longer rows it uses the Pallas kernel of
    the platform the program is lowered for, else chunked.
-4. The SPMD partitioner cannot split kernels that contain their own loops. On a mesh, each device
-   therefore runs the kernel on its own rows and heads (shard_map).
-5. Where the tokens of a row are sharded over `context`, each device keeps its queries, and keys
-   are all-gathered or passed around a ring (context.py).
+4. The SPMD partitioner cannot split kernels that contain loops. On a mesh, each device therefore
+   runs the kernel on its own rows and heads (shard_map). If the tokens of a row are sharded over
+   `context`, keys are all-gathered or passed around a ring (context.py).
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ KERNELS = {
 
 
 def _by_platform(part: str) -> Callable[..., Any]:
-    """Dispatch to the kernel of the platform the program is lowered for.
-
-    That platform may differ from the one of this process.
-    """
+    """Dispatch to the kernel of the platform the program is lowered for, not this process's."""
 
     def compiled(module):
         return functools.partial(getattr(module, part), interpret=False)
@@ -75,17 +71,12 @@ def attend(
 ) -> jax.Array:
     """Softmax attention of packed rows on the current mesh.
 
-    Args:
-      q: queries [B, T, N, H].
-      k: keys [B, T, K, H]; query head n reads key head n // (N / K).
-      v: values [B, T, K, H].
-      last_query: the mask, int32 [B, T]; see masks.py.
-      index: row index of each token, int32 [B, T]; None if tokens are in order.
-      name: kernel name, one of NAMES.
-      ring: whether keys sharded over `context` travel around a ring (True) or are all-gathered.
+    q is [B, T, N, H], k and v [B, T, K, H]; query head n reads key head n // (N / K). `last_query`
+    is the mask, int32 [B, T] (masks.py); `index` is the row index of each token, int32 [B, T], None
+    if tokens are in order. `name` is one of NAMES. With `ring`, keys sharded over `context` travel
+    around a ring instead of being all-gathered.
 
-    Returns:
-      [B, T, N, H] in q's dtype, with zeros for queries that see no key (padding).
+    Returns [B, T, N, H] in q's dtype, with zeros for queries that see no key (padding).
     """
     index = masks.row_index(last_query) if index is None else index
     chex.assert_rank(q, 4)

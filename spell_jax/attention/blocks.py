@@ -55,17 +55,11 @@ def dot(a: jax.Array, b: jax.Array, b_transposed: bool = False) -> jax.Array:
 
 
 class Softmax(NamedTuple):
-    """State of an online softmax over keys, float32.
+    """State of an online softmax over keys, float32."""
 
-    Attributes:
-      out: weighted sum of values [..., queries, H].
-      top: running maximum of the scores [..., queries].
-      total: sum of weights [..., queries].
-    """
-
-    out: jax.Array
-    top: jax.Array
-    total: jax.Array
+    out: jax.Array  # weighted sum of values [..., queries, H]
+    top: jax.Array  # running maximum of the scores [..., queries]
+    total: jax.Array  # sum of weights [..., queries]
 
     @classmethod
     def start(cls, shape: tuple[int, ...]) -> Softmax:
@@ -87,13 +81,10 @@ class Softmax(NamedTuple):
         mask: jax.Array | None = None,
         base2: bool = False,
     ) -> Softmax:
-        """Add keys with scores [..., queries, keys].
+        """Add keys with scaled scores [..., queries, keys], in base 2 or e.
 
-        Args:
-          scores: scaled scores, masked by MASKED or by `mask`.
-          weighted_sum: function that multiplies float32 weights like `scores` by the keys' values.
-          mask: False where a query does not see a key, like `scores`.
-          base2: whether scores are in base 2 instead of e.
+        Scores are masked by MASKED, or by a `mask` that is False where a query does not see a key.
+        `weighted_sum` multiplies float32 weights, shaped like the scores, by the keys' values.
         """
         exp = jnp.exp2 if base2 else jnp.exp
         masked = scores if mask is None else jnp.where(mask, scores, MASKED)

@@ -1,11 +1,9 @@
 """Blockwise attention for rows of any length on any device, with memory linear in the length.
 
-1. A row is cut into blocks of queries and blocks of keys. Pairs of blocks without a visible key
-   (masks.live_and_full_blocks) are skipped, so that causality and the mutual invisibility of a
-   group's answers save time.
-2. Forward: each block of queries loops over its live blocks of keys (online softmax).
-3. Backward: each block of keys loops over its live blocks of queries. Scores are recomputed, and
-   the log-sum-exp turns them into weights.
+Pairs of blocks without a visible key (masks.live_and_full_blocks) are skipped, so that causality
+and the mutual invisibility of a group's answers save time. Forward, each block of queries loops
+over its live blocks of keys (online softmax). Backward, each block of keys loops over its live
+blocks of queries; scores are recomputed, and the log-sum-exp turns them into weights.
 """
 
 from __future__ import annotations

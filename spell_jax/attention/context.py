@@ -1,15 +1,9 @@
 """Attention of rows whose tokens are sharded over the mesh's `context` axis.
 
 Every device keeps its queries. Two wrappers turn a kernel into one that also reads the keys of the
-other devices. Both are used inside shard_map.
-
-1. gathered: each device all-gathers the keys and values of the row. The backward pass gathers them
-   again instead of storing them. It then sends the gradients of all keys to the devices that own
-   them, which sum them.
-2. ring: keys and values travel around the axis from neighbor to neighbor. The transfer of the next
-   shard overlaps with the kernel on the current one. Partial outputs are merged by their
-   log-sum-exp. In the backward pass, the float32 gradients of a shard travel with it. No device
-   ever holds more than two shards.
+other devices, inside shard_map: `gathered` all-gathers the keys and values of the row, and again in
+the backward pass instead of storing them; `ring` passes them from neighbor to neighbor while the
+kernel works on the current shard, so that no device ever holds more than two shards.
 """
 
 from __future__ import annotations
@@ -45,7 +39,10 @@ def gathered(kernel: Kernel) -> Kernel:
 
 @functools.cache
 def ring(kernel: Kernel) -> Kernel:
-    """Wrap a kernel to attend to the keys of one device after the other, passed around a ring."""
+    """Wrap a kernel to attend to the keys of one device after the other, passed around a ring.
+
+    Partial outputs are merged by log-sum-exp; the float32 gradients of a shard travel with it.
+    """
 
     def forward(inputs: Inputs):
         def attend(keys, merged):
@@ -86,7 +83,6 @@ def ring(kernel: Kernel) -> Kernel:
 
 
 def _keys(inputs: Inputs) -> tuple[jax.Array, ...]:
-    """Keys, values and their indices."""
     return inputs.k, inputs.v, inputs.k_index, inputs.last_query
 
 
@@ -98,9 +94,8 @@ def _with_keys(inputs: Inputs, keys: tuple[jax.Array, ...]) -> Inputs:
 def _sum_scatter(x: jax.Array) -> jax.Array:
     """Sum [B, T, K, H] over devices; each device keeps the sum of its own part of T.
 
-    Implemented as an all-to-all and a float32 sum of the received parts. A reduce-scatter in
-    float32 moves twice as many bytes, and libtpu 0.0.42.1 compiles some to an all-reduce (v5e) or
-    aborts on them (v5p-32).
+    An all-to-all and a float32 sum of the parts: a reduce-scatter in float32 moves twice as many
+    bytes, and libtpu 0.0.42.1 compiles some to an all-reduce (v5e) or aborts on them (v5p-32).
     """
     rows, _, *head = x.shape
     parts = x.reshape(rows, jax.lax.axis_size(CONTEXT), -1, *head)
@@ -118,15 +113,10 @@ def _pass_on(shard: Any) -> Any:
 def _merge(
     merged: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge the attention over two disjoint sets of keys.
+    """Merge the attention over two disjoint sets of keys, in the format of `merged`.
 
-    Args:
-      merged: float32 outputs [B, Tq, K, R, H] and lse [B, K, R, Tq] so far; an lse of -1e30 marks
-        queries that have seen no key.
-      part: outputs and lse of a kernel, which marks such queries by an lse of 1e30.
-
-    Returns:
-      Outputs and lse over both sets, in the format of `merged`.
+    `merged` is float32 out [B, Tq, K, R, H] and lse [B, K, R, Tq] so far. An lse of -1e30 marks
+    queries that have seen no key; in the `part` of a kernel, 1e30 does.
     """
     (out, lse), (part_out, part_lse) = merged, part
     part_lse = jnp.where(part_lse > -MASKED / 2, MASKED, part_lse)

@@ -1,11 +1,8 @@
 """Attention kernel interface, and the one custom VJP used around every kernel.
 
-1. A kernel is a pair of functions. `forward` returns the output and the log-sum-exp of each
-   query's scores. `backward` takes the log-sum-exp merged over all keys, so that it also works on
-   a part of the keys that the queries see.
-2. Kernels compose: a kernel wrapped to also read the keys of other devices (context.py) is again
-   a kernel.
-3. No kernel differentiates its own log-sum-exp. The gradient rule in this file is the only one.
+`backward` takes the log-sum-exp merged over all keys, so that it also works on a part of the keys
+that the queries see. Kernels compose: one wrapped to also read the keys of other devices
+(context.py) is again a kernel. No kernel differentiates its own log-sum-exp.
 """
 
 from __future__ import annotations
@@ -24,22 +21,16 @@ KEPT = "attention"  # checkpoint name of the output and its log-sum-exp
 class Inputs(NamedTuple):
     """Queries and keys of a row, or a part of them; Kernel adds a leading axis B.
 
-    Attributes:
-      q: queries [Tq, K, R, H], with R = N / K query heads per key head.
-      k: keys [Tk, K, H], in q's dtype.
-      v: values [Tk, K, H], in q's dtype.
-      q_index: row indices of the queries, int32 [Tq], in any order.
-      k_index: row indices of the keys, int32 [Tk], in any order.
-      last_query: the mask, int32 [Tk]: query i sees key j iff
-        k_index[j] <= q_index[i] <= last_query[j]; see masks.py.
+    Query i sees key j iff k_index[j] <= q_index[i] <= last_query[j]; see masks.py. Indices are
+    int32.
     """
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    q_index: jax.Array
-    k_index: jax.Array
-    last_query: jax.Array
+    q: jax.Array  # [Tq, K, R, H], with R = N / K query heads per key head
+    k: jax.Array  # [Tk, K, H], in q's dtype
+    v: jax.Array  # [Tk, K, H], in q's dtype
+    q_index: jax.Array  # row indices of the queries, [Tq], in any order
+    k_index: jax.Array  # row indices of the keys, [Tk], in any order
+    last_query: jax.Array  # the mask, [Tk]
 
 
 class Kernel(NamedTuple):

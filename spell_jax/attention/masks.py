@@ -1,15 +1,13 @@
 """Attention mask of a packed row, stored as one int32 per key: `last_query`.
 
 Query q sees key k iff k <= q <= last_query[k], all row indices. last_query is the end of the group
-for a prompt key, the end of the answer for an answer key, and -1 for padding. This one array
-expresses packing, the answers of a group and padding.
+for a prompt key, the end of the answer for an answer key, and -1 for padding. Where the tokens of a
+row are sharded over devices, each shard carries its row indices.
 
 Example, one group with a prompt of 2 tokens and answers of 2 and 1 tokens, then padding:
 
     row index     0  1 | 2  3 | 4 | 5
     last_query    4  4 | 3  3 | 4 | -1
-
-Where the tokens of a row are sharded over devices, each shard carries its row indices.
 """
 
 from __future__ import annotations
@@ -27,15 +25,9 @@ def row_index(last_query: jax.Array) -> jax.Array:
 
 
 def visible(q_index: jax.Array, k_index: jax.Array, last_query: jax.Array) -> jax.Array:
-    """Pairwise mask of queries and keys.
+    """Whether each query sees each key, bool [..., queries, keys].
 
-    Args:
-      q_index: row indices of the queries, int32 [..., queries].
-      k_index: row indices of the keys, int32 [..., keys].
-      last_query: last query of each key, int32 [..., keys].
-
-    Returns:
-      Whether each query sees each key, bool [..., queries, keys].
+    `q_index` (int32 [..., queries]) and `k_index` (int32 [..., keys]) are row indices.
     """
     query = q_index[..., :, None]
     return (k_index[..., None, :] <= query) & (query <= last_query[..., None, :])
@@ -44,16 +36,11 @@ def visible(q_index: jax.Array, k_index: jax.Array, last_query: jax.Array) -> ja
 def live_and_full_blocks(
     q_index: jax.Array, k_index: jax.Array, last_query: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Classify pairs of blocks by the limits of their indices.
+    """Classify pairs of blocks by the limits of their indices, bool [n, m] each.
 
-    Args:
-      q_index: row indices of one row's queries, int32 [n, queries per block].
-      k_index: row indices of the keys, int32 [m, keys per block].
-      last_query: last query of each key, int32 [m, keys per block].
-
-    Returns:
-      Whether some query of a block may see a key of the other, and whether all queries see all
-      keys, bool [n, m] each.
+    `q_index` is int32 [n, queries per block]; `k_index` and `last_query` are int32
+    [m, keys per block]. Returns whether some query of a block may see a key of the other, and
+    whether all see all keys.
     """
     earliest, latest = q_index.min(1)[:, None], q_index.max(1)[:, None]
     live = (k_index.min(1) <= latest) & (earliest <= last_query.max(1))

@@ -1,15 +1,12 @@
 """Attention of queries to keys in the pages of the sampler's KV cache.
 
-1. One pool holds the keys and values of all layers, in pages of C tokens. A row's page table lists
-   its pages in order: page j holds positions j C to (j + 1) C - 1. Rows with a common prefix share
-   pages.
-2. The mask is one number per query, the number of leading keys it sees. Within a prompt it grows
-   by one per token; all samples of a prompt see the whole prompt.
-3. Rows are sorted by length and processed a few rows and a few pages at a time, with a running
-   maximum and sum (online softmax). Cost follows the keys present, not the padded shapes.
-4. The log-sum-exp is returned with the output, so that parts (prompt, suffix) can be merged.
-5. TPUs and NVIDIA GPUs have kernels that read pages in place (paged_tpu.py, paged_triton.py). The
-   code here gathers a few pages at a time. It serves CPUs and shapes the kernels do not support.
+1. A row's page table lists its pages of C tokens in order: page j holds positions j C to
+   (j + 1) C - 1. Rows with a common prefix share pages.
+2. The mask is one number per query, the number of leading keys it sees. Within a prompt it grows by
+   one per token; all samples of a prompt see the whole prompt.
+3. TPUs and NVIDIA GPUs have kernels that read pages in place (paged_tpu.py, paged_triton.py). The
+   code here serves CPUs and shapes the kernels do not support. It sorts rows by length and gathers
+   a few rows and pages at a time, with an online softmax: cost follows the keys present.
 """
 
 from __future__ import annotations
@@ -30,23 +27,17 @@ from spell_jax.attention.pages import Pages, by_kv_head, by_token
 class Sizes(NamedTuple):
     """Limits on the work done in one step of `attend_in_steps`.
 
-    Attributes:
-      scores: float32 scores of a step; one row uses at most a quarter of them.
-      keys: keys of each row in a step.
-      numbers: elements of the keys of all rows in a step.
-      rows: divisor for large rows, those with at least an eighth of `scores` per page: a step takes
-        M / rows of all M rows. Empty rows cost as much as the others in their step, and most rows
-        of a call may be empty.
-      queries: queries in a step for rows that each have at least an eighth of it, such as pages of
-        one prompt. Neighboring rows with the same table share one product of this many queries and
-        this many keys.
+    If a row has at least an eighth of `scores` per page, a step takes M / `rows` of all M rows:
+    empty rows cost as much as the others in their step, and most rows of a call may be empty. If
+    each row has at least an eighth of `queries`, such as pages of one prompt, a step takes that
+    many queries; neighboring rows with the same table share one product.
     """
 
-    scores: int
-    keys: int
-    numbers: int
-    rows: int
-    queries: int
+    scores: int  # float32 scores of a step; one row uses at most a quarter of them
+    keys: int  # of each row in a step
+    numbers: int  # elements of the keys of all rows in a step
+    rows: int  # divisor of the rows of a step
+    queries: int  # queries of a step
 
 
 # CPU caches are small: of 2^13 to 2^18 scores, 2^15 was fastest (256 slots of the bundled tiny
@@ -66,12 +57,9 @@ def attend(
     share: tuple[jax.Array | int, int] = (0, 1),
     kernel: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Softmax attention of rows of queries to the pages of each row.
+    """Softmax attention of rows of queries [M, T, N, H] to the pages of each row.
 
     Args:
-      q: queries [M, T, N, H].
-      pages: the pool.
-      layer: layer number, int32 scalar.
       table: pages of each row in order, int32 [M, J].
       num_visible: number of leading keys of its row that each query sees, int32 [M, T].
       share: (i, n) if the pool holds only the i-th of n equal parts of every page.
@@ -80,7 +68,7 @@ def attend(
 
     Returns:
       out float32 [M, T, N, H] and log-sum-exp float32 [M, T, N]. A query that sees no key gets
-      output 0 and log-sum-exp UNSEEN.
+      output 0 and log-sum-exp UNSEEN, so that parts (prompt, suffix) can be merged.
     """
     chex.assert_rank([q, table], [4, 2])
     chex.assert_shape(num_visible, q.shape[:2])
@@ -164,20 +152,11 @@ def _read_as_one(read, queries, table, num_visible):
 
 
 def _read(queries, table, num_visible, *, pages: Pages, layer, steps, offsets, span: int):
-    """Attend from the queries of a few rows to their pages, a few pages at a time.
+    """Attend from scaled queries [W, K, Q, H] of a few rows to their pages, a few pages at a time.
 
-    Args:
-      queries: scaled queries [W, K, Q, H].
-      table: pages of each row, int32 [W, J].
-      num_visible: number of leading keys that each query sees, int32 [W, Q].
-      pages: the pool.
-      layer: layer number, int32 scalar.
-      steps: number of loop steps, int32 scalar.
-      offsets: positions within a span of the keys read in one step, int32 [keys].
-      span: positions passed in one step.
-
-    Returns:
-      out float32 [W, K, Q, H] and log-sum-exp float32 [W, K, Q].
+    `table` is int32 [W, J], `num_visible` [W, Q]. Each of `steps` (int32 scalar) passes `span`
+    positions and reads the keys at `offsets` (int32 [keys]) in them. Returns float32 out
+    [W, K, Q, H] and log-sum-exp [W, K, Q].
     """
     rows, kv_heads = queries.shape[:2]
     width = len(offsets) // pages.page_size

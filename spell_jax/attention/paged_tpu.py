@@ -1,21 +1,20 @@
 """Paged attention on TPU: a Pallas kernel that overlaps page fetches with compute.
 
-XLA would gather pages into a new array before multiplying, in steps of fixed size. Here the pool
-stays in HBM and each page is read once.
+XLA would gather pages into a new array before multiplying. Here each page is read once, from HBM.
 
 1. A grid step is one row, or one block of its queries. The queries of the R = N / K query heads of
    a key head are the rows of one product with that head's keys.
 2. The number of pages that a step's queries see is computed outside and prefetched to scalar
    memory. No other page is fetched, and a step that sees none does no product.
 3. Asynchronous copies fetch pages in chunks of about 2 MiB, all key heads at once, into one of two
-   buffers. While one chunk is used, the next one is fetched: of this row, or the first chunk of
-   the next step's row, so that short rows overlap too.
+   buffers. While one chunk is used, the next one is fetched: of this row, or the first chunk of the
+   next step's row, so that short rows overlap too.
 4. Scalar memory holds the page tables of the current row and the next. All tables would not fit:
    512 rows of 1024 pages take 2 MiB, and there is 1 MiB.
-5. A chunk is used in pieces of about 512 keys, as many as hold fetched pages, with a running
-   maximum and sum (online softmax) in float32.
-6. int8 keys and values are cast to the queries' dtype in the kernel. Scores are multiplied by the
-   key scales and weights by the value scales: one multiplication per key, not H.
+5. A chunk is used in pieces of about 512 keys, as many as hold fetched pages, with a float32 online
+   softmax.
+6. int8 keys and values are cast to the queries' dtype. Scores are multiplied by the key scales and
+   weights by the value scales: one multiplication per key, not H.
 7. The first grid axis splits odd and even steps over the two cores of a v4 or v5p chip. Each core
    prefetches for itself.
 
@@ -46,19 +45,12 @@ _MOST_PAGES = 2**15  # per row: the tables of two rows, double-buffered, take 51
 
 
 class _BlockSizes(NamedTuple):
-    """Block sizes of the kernel.
+    """Block sizes of the kernel."""
 
-    Attributes:
-      queries: rows of one product, a multiple of the tile height.
-      blocks: query blocks per row.
-      piece: pages per product.
-      chunk: pages fetched at once, a multiple of `piece`.
-    """
-
-    queries: int
-    blocks: int
-    piece: int
-    chunk: int
+    queries: int  # rows of one product, a multiple of the tile height
+    blocks: int  # query blocks per row
+    piece: int  # pages per product
+    chunk: int  # pages fetched at once, a multiple of `piece`
 
 
 def attend(
@@ -94,11 +86,10 @@ def attend(
 def fits(q: jax.Array, pages: Pages, table: jax.Array) -> bool:
     """Whether the kernel compiles for these shapes; the interpreter takes any.
 
-    1. VMEM must hold two pages in q's dtype (with 4 key heads of size 128: 1024 tokens in
-       bfloat16), and scalar memory the tables of two rows.
-    2. Pages must consist of whole tiles, laid out by XLA as the kernel reads them: a head size that
-       is a multiple of 128, and pages of a multiple of 8 tokens for 4-byte dtypes, 16 for 2-byte
-       dtypes and 128 for int8 (because of the scales). Otherwise XLA would copy the pool.
+    VMEM must hold two pages in q's dtype (with 4 key heads of size 128: 1024 tokens in bfloat16),
+    and scalar memory the tables of two rows. XLA would copy the pool unless pages consist of whole
+    tiles: a head size that is a multiple of 128, and pages of a multiple of 8 tokens for 4-byte
+    dtypes, 16 for 2-byte dtypes and 128 for int8 (because of the scales).
     """
     kv_heads, page_size, size = pages.keys.shape[2:]
     itemsize = pages.keys.dtype.itemsize
@@ -122,10 +113,10 @@ def _block_sizes(q: jax.Array, pages: Pages, table: int) -> _BlockSizes:
 def _call(
     queries, pages: Pages, layer, table, num_visible, share, sizes: _BlockSizes, interpret
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the kernel.
+    """Run the kernel on scaled queries [M, K, blocks * queries, H].
 
-    Takes scaled queries [M, K, blocks * queries, H] and num_visible int32 [M, blocks, 1, queries];
-    returns out like the queries and log-sum-exp [M, blocks, K, queries], float32.
+    num_visible is int32 [M, blocks, 1, queries]. Returns out like the queries and log-sum-exp
+    [M, blocks, K, queries], float32.
     """
     rows, kv_heads, _, size = queries.shape
     page_size, (part, parts) = pages.page_size, share
@@ -281,10 +272,7 @@ def _kernel(
 
 
 def _ceil(count, size: int):
-    """Divide a non-negative count by `size`, rounded up.
-
-    Uses lax.div because Mosaic supports no other rounding when compiled without a TPU.
-    """
+    """Divide a count >= 0, rounded up; without a TPU, Mosaic supports only lax.div."""
     return lax.div(count + (size - 1), jnp.int32(size))
 
 

@@ -4,26 +4,22 @@
    key head (R query heads each), as the rows of one product. Prefill cuts its queries into many
    units; in decode all samples of a prompt form one unit.
 2. The kernel looks up pages in the row's table block by block. Nothing is gathered beforehand.
-3. The keys of a row that a device sees are the leading ones of its own part, whatever that part
-   is. The kernels therefore know nothing of shares; a unit's work is a number of key blocks.
+3. The keys of a row that a device sees are the leading ones of its own part. The kernels therefore
+   know nothing of shares; a unit's work is a number of key blocks.
 4. `list_jobs` cuts the work of all units into jobs of nearly equal length, so that long rows among
-   short ones do not leave the GPU idle. The number of programs depends only on shapes: PROGRAMS
-   plus one per unit; those after the end of the list exit at once. If few rows are long, each
-   becomes many jobs (flash decoding).
+   short ones do not leave the GPU idle (flash decoding). The number of programs depends only on
+   shapes: PROGRAMS plus one per unit; those after the end of the list exit at once.
 5. Each job stores its output and log-sum-exp. A second kernel merges the jobs of each unit, always
    in the same order.
 6. int8 keys and values are cast to the queries' dtype in the kernel. Key scales multiply scores,
    value scales multiply weights.
 
-Limits:
-- The part of a page on a device must be a power of two of at least 16 tokens.
-- The head size is at most 256. Sizes that are not powers of two use masked loads, because the pool
-  cannot be padded at each call.
-- Pallas uses 64-bit offsets for arrays above 4 GiB, else signed 32-bit offsets. Arrays of 1-byte
-  elements with more than 2^31 elements in at most 4 GiB are therefore refused.
-
-Scores inside the kernels are in base 2, because the GPU's native exponential is 2**x. The returned
-log-sum-exp is natural.
+The part of a page on a device must be a power of two of at least 16 tokens, the head size at most
+256. Head sizes that are not powers of two use masked loads, because the pool cannot be padded at
+each call. Pallas uses 64-bit offsets for arrays above 4 GiB, else signed 32-bit offsets. Arrays of
+1-byte elements with more than 2^31 elements in at most 4 GiB are therefore refused. Scores inside
+the kernels are in base 2, because the GPU's native exponential is 2**x; the returned log-sum-exp is
+natural.
 """
 
 from __future__ import annotations
@@ -48,19 +44,17 @@ PROGRAMS = 528
 FEWEST = 4  # blocks per job; with 1, a job of 64 queries would write as much as it reads
 _MERGED_ROWS, _MERGED_JOBS = 4, 8  # queries per merge program; jobs it reads at once
 
-
 # Largest tile by element size of the pool in bytes (4 if products are in float32) and head size. A
-# tile of at most 64 queries uses 4 warps.
-# Compiled for the H200 (sm_90a) with jaxlib 0.10.2's Triton and CUDA 12.9's ptxas, never run. At
-# most 128 of 227 KiB of shared memory are used. Registers spill only with int8 keys and float32
-# queries (284 bytes per thread). Shared memory and registers of a program, with head size 128:
+# tile of at most 64 queries uses 4 warps. Speeds were not measured: the kernels were compiled for
+# the H200 (sm_90a) with jaxlib 0.10.2's Triton and CUDA 12.9's ptxas, never run. They use at most
+# 128 of 227 KiB of shared memory; registers spill only with int8 keys and float32 queries (284
+# bytes per thread). Shared memory and registers of a program, with head size 128:
 #   2-byte pool, 64 queries (samples of a prompt): 112 KiB, 168 registers, 2 per multiprocessor
 #   2-byte pool, 1 query per row:                   70 KiB,  72 registers, 3 per multiprocessor
 #   int8 pool, 64 queries:                          82 KiB, 187 registers
 #   int8 pool, 1 query per row:                     56 KiB,  96 registers
 # Loads in flight per program: 64 KiB (2-byte) or 48 KiB (int8). Products of 2-byte inputs run on
-# the tensor cores, with wgmma from 64 queries on. float32 is for tests. Tile speeds were not
-# measured.
+# the tensor cores, with wgmma from 64 queries on. float32 is for tests.
 TILES = {
     (1, 128): Tile(128, 64, 8, 4),
     (1, 256): Tile(64, 32, 4, 3),
@@ -99,15 +93,10 @@ def attend(
     tile: Tile | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute `paged.attend` on NVIDIA GPUs, for inputs that `unsupported` accepts.
+    """Compute `paged.attend` on NVIDIA GPUs; ValueError if `unsupported` gives a reason not to.
 
-    Inside shard_map this needs check_vma=False.
-
-    The default `tile` is from TILES. By default the Pallas interpreter runs unless the default
-    backend is a GPU.
-
-    Raises:
-      ValueError: if `unsupported` gives a reason.
+    Inside shard_map this needs check_vma=False. The default `tile` is from TILES. By default the
+    Pallas interpreter runs unless the default backend is a GPU.
     """
     if reason := unsupported(q, pages):
         raise ValueError(reason)
@@ -145,13 +134,10 @@ def attend(
 def list_jobs(
     blocks: jax.Array, units_of_row: int, most: int, pieces: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Cut the key blocks of all units into jobs of nearly equal length.
+    """Cut the key blocks of all units (int32 [U], each at most `most`) into jobs of similar length.
 
-    Args:
-      blocks: number of key blocks of each unit, int32 [U].
-      units_of_row: number of units that share a row's table.
-      most: upper bound of `blocks`.
-      pieces: number of jobs if all had equal length and no unit ended with a shorter one.
+    `units_of_row` units share a row's table. There would be `pieces` jobs if all had equal length
+    and no unit ended with a shorter one.
 
     Returns:
       jobs: unit, row, first block and end (exclusive) of each job, int32 [E, 4]; entries after the
@@ -198,8 +184,7 @@ def _local_keys(num_visible: jax.Array, page_size: int, part: jax.Array | int, p
 def _units(q: jax.Array, num_visible: jax.Array, kv_heads: int, size: int) -> list[jax.Array]:
     """Split queries [M, T, N, H] and their visible counts [M, T] into units of `size` queries.
 
-    Returns:
-      Queries [U, K, queries, H] with H padded, and visible counts [U, queries], 0 for padding.
+    Returns queries [U, K, queries, padded H], and visible counts [U, queries], 0 for padding.
     """
     rows, _, heads, head_size = q.shape
     q = by_kv_head(q, kv_heads)
@@ -226,11 +211,10 @@ def _run_jobs(
     tile: Tile,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Run the job kernel.
+    """Run the job kernel: float32 out [E, K, queries, padded H], log-sum-exp [E, K, queries].
 
     Takes jobs [E, 4], layer [1], table [M, J] and visible counts [U, queries], all int32, and
-    queries [U, K, queries, padded H]. Returns output [E, K, queries, padded H] and log-sum-exp
-    [E, K, queries] of each job, float32; not written for empty jobs.
+    queries [U, K, queries, padded H]. Results of empty jobs are not written.
     """
     count, (_, kv_heads, together, padded) = len(indices[0]), queries.shape
     pools = jax.tree.leaves((pages.keys, pages.values, pages.key_scales, pages.value_scales))
@@ -322,8 +306,8 @@ def _job_kernel(
 ) -> None:
     """Job kernel, grid [E, K].
 
-    Shapes: q [U, queries, H]; keys and values [L, Z, C, H]; scales [L, Z, C], for int8 only;
-    out [queries, H]; lse [queries].
+    Shapes: q [U, queries, H]; keys and values [L, Z, C, H]; scales [L, Z, C], for int8 only; out
+    [queries, H]; lse [queries].
     """
     *scales, out, lse = scales_and_results
     unit, row, begin, end = (job[n] for n in range(4))
@@ -361,10 +345,7 @@ def _job_kernel(
 
 
 def _merge_kernel(span, outs, lses, out, lse) -> None:
-    """Merge kernel, grid [query pieces of a unit, K, U].
-
-    Shapes: outs [E, queries, H]; lses [E, queries]; out [queries, H]; lse [queries].
-    """
+    """Merge kernel, grid [query pieces of a unit, K, U]: outs [E, queries, H], out [queries, H]."""
     begin, end = span[0], span[1]
 
     def step(number, state):

@@ -12,19 +12,11 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class Pages:
-    """Pool of Z pages of C tokens.
+    """Pool of Z pages of C tokens. An int8 key or value is its vector times its scale."""
 
-    Attributes:
-      keys: keys [L, Z, K, C, H].
-      values: values [L, Z, K, C, H].
-      key_scales: scales of int8 keys, float32 [L, Z, K, C]; None for other dtypes. A key is its
-        int8 vector times its scale.
-      value_scales: scales of int8 values, likewise.
-    """
-
-    keys: Any  # an array, or its sharding or shape
-    values: Any
-    key_scales: Any = None
+    keys: Any  # array [L, Z, K, C, H], or its sharding or shape
+    values: Any  # like keys
+    key_scales: Any = None  # float32 [L, Z, K, C] for int8 keys, else None
     value_scales: Any = None
 
     @property
@@ -64,8 +56,8 @@ def write_tokens(
 ) -> Pages:
     """Write tokens (keys and values [N, K, H]) at `offset` [N] of `page` [N]. Returns the new pool.
 
-    The pool is indexed as a matrix with rows of H elements. If it is indexed by its own axes, XLA
-    for TPUs transposes the whole pool, twice per layer.
+    The pool is indexed as a matrix with rows of H elements. Indexed by its own axes, XLA for TPUs
+    transposes the whole pool, twice per layer.
     """
     _, count, kv_heads, page_size, _ = pages.keys.shape
     head = jnp.arange(kv_heads)

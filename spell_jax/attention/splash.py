@@ -1,25 +1,23 @@
 """Flash attention on TPU: Pallas kernels for the mask of packed rows that skip dead block pairs.
 
 The stock splash kernels cannot compare a query's index with one number per key (`last_query`).
-These kernels can. They work on one row on one device, which may hold only a part of the row:
-queries in any order and some of the keys. Partial outputs are merged by their log-sum-exp.
+These work on one row on one device, which may hold only a part of the row: queries in any order and
+some of the keys. Partial outputs are merged by their log-sum-exp.
 
 1. Queries and keys are cut into blocks. Minima and maxima of q_index and last_query classify each
-   pair of blocks as dead, full (all visible) or partial. `list_pairs` writes the live pairs into a
-   list, one word per pair, on the device.
+   pair of blocks as dead, full (all visible) or partial. `list_pairs` lists the live pairs on the
+   device, one word per pair.
 2. The grid of a kernel runs over that list. Its length is a runtime value; its words are prefetched
    to scalar memory and select the blocks to load. Dead pairs cost no step and no load. Full pairs
    are not masked.
-3. Forward: a run is all pairs with the same block of queries. A running maximum and sum (online
-   softmax) go through the run; output and log-sum-exp are written at its end.
+3. Forward: an online softmax goes through a run, all pairs with the same block of queries. Output
+   and log-sum-exp are written at its end.
 4. Backward: two kernels, so that nothing larger than the gradients is stored. One computes dq over
-   the same runs. The other computes dk and dv over runs with the same block of keys, with all R
-   query heads of a pair in turn. Scores are recomputed, and the log-sum-exp turns them into
-   weights.
+   the same runs; the other dk and dv over runs with the same block of keys, with all R query heads
+   of a pair in turn. Scores are recomputed, and the log-sum-exp turns them into weights.
 
-In the kernels queries lie along lanes and scores are [keys, queries]. Per-query numbers (maximum,
-sum, log-sum-exp, delta) are then plain rows, and a head size of 64 wastes no lanes of queries or
-output.
+Queries lie along lanes and scores are [keys, queries]. Per-query numbers (maximum, sum,
+log-sum-exp, delta) are then plain rows, and a head size of 64 wastes no lanes of queries or output.
 """
 
 from __future__ import annotations
@@ -68,18 +66,12 @@ def forward(
     """Compute Kernel.forward for one row.
 
     Use lax.map, not vmap, over rows, because their lists differ in length. Inside shard_map this
-    needs check_vma=False.
+    needs check_vma=False. A row is cut into as few equal blocks as the limits `blocks` (None:
+    DEFAULT_BLOCKS) allow. `interpret` runs the Pallas interpreter; None does so unless the default
+    backend is a TPU.
 
-    Args:
-      inputs: queries and keys.
-      blocks: block size limits; None takes DEFAULT_BLOCKS. A row is cut into as few equal blocks as
-        the limits allow.
-      interpret: whether to run in the Pallas interpreter; None does so unless the default backend
-        is a TPU.
-
-    Raises:
-      ValueError: if a block size is not a positive multiple of 128, or if there are too many pairs
-        of blocks for scalar memory.
+    Raises ValueError if a block size is not a positive multiple of 128, or if there are too many
+    pairs of blocks for scalar memory.
     """
     time, kv_heads, heads, size = inputs.q.shape
     blocks = blocks or DEFAULT_BLOCKS[inputs.q.dtype.itemsize]
@@ -153,19 +145,16 @@ def backward(
 class Pairs(NamedTuple):
     """Live pairs of blocks in the format that the kernels read.
 
-    Attributes:
-      words: int32 [query blocks * key blocks]. Each word encodes a pair, from the highest bit:
-        query block, key block, whether the pair is the first of its run, whether it is the last,
-        and its kind (dead, partial, full).
-      count: number of valid words, int32 scalar.
-      by_keys: whether the pairs of a run share their block of keys (True) or of queries (False).
+    Each of the int32 `words` [query blocks * key blocks], of which `count` are valid, encodes a
+    pair from the highest bit: query block, key block, whether the pair is the first of its run,
+    whether it is the last, and its kind (dead, partial, full).
     """
 
     words: jax.Array
-    count: jax.Array
+    count: jax.Array  # int32 scalar
     block_q: int
     block_k: int
-    by_keys: bool
+    by_keys: bool  # whether the pairs of a run share their block of keys, not of queries
 
 
 def list_pairs(
@@ -176,13 +165,10 @@ def list_pairs(
     block_k: int,
     by_keys: bool,
 ) -> Pairs:
-    """List the live pairs of blocks, run by run.
+    """List the live pairs of blocks, run by run; `block_q` divides Tq and `block_k` Tk.
 
     A block without any live pair still gets one pair, marked dead, because its output must be
-    written. `block_q` divides Tq and `block_k` Tk.
-
-    Raises:
-      ValueError: if there are too many blocks for scalar memory.
+    written. Raises ValueError if there are too many blocks for scalar memory.
     """
     queries = q_index.reshape(-1, block_q)
     keys, last_query = (x.reshape(-1, block_k) for x in (k_index, last_query))
@@ -209,7 +195,7 @@ def list_pairs(
 
 
 def _blocks_of(word):
-    """Decode the query block and the key block of a word."""
+    """Query block and key block of a word."""
     return word >> (_BITS + 4), (word >> 4) & (_MOST - 1)
 
 
@@ -225,10 +211,7 @@ def _is_last(word):
 
 
 def _prepare(inputs: Inputs, block: tuple[int, int], by_keys: bool) -> tuple[Pairs, Inputs]:
-    """List the live pairs, and pad and transpose the arrays.
-
-    The arrays become q [K, R, H, Tq], k and v [K, Tk, H], and indices [1, Tq] and [1, Tk].
-    """
+    """List the pairs; pad q to [K, R, H, Tq], k and v to [K, Tk, H], indices to [1, T]."""
     block_q, block_k = _block(block[0], len(inputs.q)), _block(block[1], len(inputs.k))
     q, k, v, q_index, k_index, last_query = common.pad_inputs(inputs, block_q, block_k)
     pairs = list_pairs(q_index, k_index, last_query, block_q, block_k, by_keys)
@@ -340,10 +323,7 @@ def _when_live(word, step: Callable[[bool], None]) -> None:
 def _forward_kernel(
     words, q_index, k_index, last_query, q, k, v_transposed, out, lse, top, total, summed
 ) -> None:
-    """Forward kernel, grid [K, R, pairs].
-
-    Shapes: out and summed [H, queries]; lse, top and total [1, queries].
-    """
+    """Forward, grid [K, R, pairs]: out, summed [H, queries]; lse, top, total [1, queries]."""
     word = words[pl.program_id(2)]
 
     @pl.when(_is_first(word))
@@ -376,10 +356,7 @@ def _forward_kernel(
 def _dq_kernel(
     words, q_index, k_index, last_query, q, k, k_transposed, v, d_out, lse, delta, dq, summed
 ) -> None:
-    """Backward kernel for dq, grid [K, R, pairs].
-
-    Shapes: dq and summed [H, queries].
-    """
+    """Backward kernel for dq [H, queries], grid [K, R, pairs]."""
     word = words[pl.program_id(2)]
 
     @pl.when(_is_first(word))
@@ -402,10 +379,7 @@ def _dq_kernel(
 def _dkv_kernel(
     words, q_index, k_index, last_query, q, k, v, d_out, lse, delta, dk, dv, sum_k, sum_v
 ) -> None:
-    """Backward kernel for dk and dv, grid [K, pairs, R], summed over the R heads.
-
-    Shapes: dk, dv, sum_k and sum_v [keys, H].
-    """
+    """Backward kernel for dk and dv [keys, H], grid [K, pairs, R], summed over the R heads."""
     word = words[pl.program_id(1)]
     head = pl.program_id(2)
 

@@ -6,31 +6,26 @@ queries and keys carry their row indices. Partial outputs are merged by their lo
 1. Queries and keys are cut into blocks. Minima and maxima of q_index and last_query classify each
    pair of blocks as dead, full (all visible) or partial. For each block of queries, the device
    lists its blocks of keys: full ones first, then partial ones (`list_pairs`).
-2. Forward: a program handles one block of queries of one head. It walks through its list, first
-   through full pairs without a mask, then through partial ones, with a running maximum and sum
-   (online softmax). Dead pairs come after the end of the walk and cost nothing.
+2. Forward: a program handles one block of queries of one head. It walks through its list with an
+   online softmax, first through full pairs without a mask, then through partial ones.
 3. Backward: two kernels, so that nothing larger than the gradients is stored. One computes dq by
    the same walk. In the other, a program holds one block of keys and walks through the blocks of
    queries that see it, all R query heads of each, for dk and dv. Scores are recomputed, and the
    log-sum-exp turns them into weights.
 
-Reasons for lists instead of a loop that tests every pair of blocks:
-- In a row of short groups nearly all pairs are dead. Testing them all may take longer than the work
-  on the others.
-- Triton prefetches the next blocks (num_stages) only in loops without branches. Compiled with a
-  branch, the forward kernel has no asynchronous copies left.
+Lists replace a loop that tests every pair of blocks. In a row of short groups nearly all pairs are
+dead, and testing them may take longer than the work on the others. Triton prefetches the next
+blocks (num_stages) only in loops without branches: compiled with a branch, the forward kernel has
+no asynchronous copies left.
 
 A list costs at most one int32 per pair of blocks, shared by all heads: for 131,072 queries and keys
 8 MiB per kernel in bfloat16 (up to 256 MiB with the small blocks of float32), and the same again
-while it is sorted. A program reads its own few KiB of it, one word per step. Lists are in global
-memory, unlike the scalar memory of a TPU, so nothing else limits their size.
+while it is sorted. It is in global memory; a program reads its own few KiB of it.
 
-Limits: offsets count elements. Pallas uses 64-bit offsets for arrays above 4 GiB, else 32-bit ones,
-so no array that fits in memory overflows. Head sizes are padded to 16, 32, 64, 128 or 256, lengths
-to whole blocks.
-
-Scores inside the kernels are in base 2, because the GPU's native exponential is 2**x. The returned
-log-sum-exp is natural.
+Offsets count elements. Pallas uses 64-bit offsets for arrays above 4 GiB, else 32-bit ones, so no
+array that fits in memory overflows. Head sizes are padded to 16, 32, 64, 128 or 256. Scores inside
+the kernels are in base 2, because the GPU's native exponential is 2**x; the returned log-sum-exp is
+natural.
 """
 
 from __future__ import annotations
@@ -56,19 +51,12 @@ _COUNTS = 2  # words before a list: number of full pairs, number of live pairs
 
 
 class Tile(NamedTuple):
-    """Block sizes and launch parameters of a kernel.
-
-    Attributes:
-      queries: most queries per block; a power of two, at least SMALLEST.
-      keys: most keys per block; a power of two, at least SMALLEST.
-      warps: warps of 32 threads per program.
-      stages: pipeline stages, the blocks in shared memory or in transfer to it.
-    """
+    """Block sizes (at most; powers of two, at least SMALLEST) and launch parameters of a kernel."""
 
     queries: int
     keys: int
-    warps: int
-    stages: int
+    warps: int  # of 32 threads, per program
+    stages: int  # of the pipeline: blocks in shared memory or in transfer to it
 
 
 class Tiles(NamedTuple):
@@ -96,19 +84,14 @@ DEFAULT_TILES = {
 def forward(
     inputs: Inputs, *, tiles: Tiles | None = None, interpret: bool | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute Kernel.forward for one row.
+    """Compute Kernel.forward for one row, in float32, bfloat16 or float16.
 
     May be vmapped over rows, because a program walks only as far as its own list. Inside shard_map
-    this needs check_vma=False.
+    this needs check_vma=False. `tiles` None takes DEFAULT_TILES. `interpret` runs the Pallas
+    interpreter; None does so unless the default backend is a GPU.
 
-    Args:
-      inputs: queries and keys, all float32, bfloat16 or float16.
-      tiles: block sizes; None takes DEFAULT_TILES.
-      interpret: whether to run in the Pallas interpreter; None does so unless the default backend
-        is a GPU.
-
-    Raises:
-      ValueError: if the dtypes differ or are not supported, H exceeds 256, or a tile is invalid.
+    Raises ValueError if the dtypes differ or are not supported, H exceeds 256, or a tile is
+    invalid.
     """
     time, kv_heads, heads, size = inputs.q.shape
     tile, pairs, data = _prepare(inputs, tiles, "forward")
@@ -168,15 +151,11 @@ def list_pairs(
     block_k: int,
     by_keys: bool,
 ) -> jax.Array:
-    """List for each block the blocks of the other side to visit.
+    """List the blocks of keys that each block of queries visits, or with `by_keys` the reverse.
 
-    With `by_keys` these are blocks of queries for each block of keys, else blocks of keys for each
-    block of queries. `block_q` divides Tq and `block_k` Tk.
-
-    Returns:
-      int32 [lists, 2 + n], with n blocks on the other side. A list holds the number of full pairs,
-      the number of live (full or partial) pairs, then block numbers: full, partial, and dead (never
-      read), each in ascending order.
+    `block_q` divides Tq and `block_k` Tk. The lists are int32 [lists, 2 + n], with n blocks on the
+    other side: the number of full pairs, the number of live (full or partial) pairs, then block
+    numbers, full, partial and dead (never read), each in ascending order.
     """
     queries = q_index.reshape(-1, block_q)
     keys, last_query = (x.reshape(-1, block_k) for x in (k_index, last_query))
@@ -323,10 +302,7 @@ def _walk(pairs, step: Callable[..., Any], state: Any, repeats: int = 1) -> Any:
 
 
 def _forward_kernel(block_k, scale, pairs, q_index, k_index, last_query, q, k, v, out, lse) -> None:
-    """Forward kernel, grid [R, query blocks, K].
-
-    Shapes: q and out [queries, H]; k and v [Tk, H]; lse [queries].
-    """
+    """Forward, grid [R, query blocks, K]: q, out [queries, H]; k, v [Tk, H]; lse [queries]."""
     queries, query = q[...], q_index[...][:, None]
 
     def step(masked: bool, n, state: blocks.Softmax):
@@ -346,10 +322,7 @@ def _forward_kernel(block_k, scale, pairs, q_index, k_index, last_query, q, k, v
 def _dq_kernel(
     block_k, scale, pairs, q_index, k_index, last_query, q, k, v, lse, delta, d_out, dq
 ) -> None:
-    """Backward kernel for dq, grid [R, query blocks, K].
-
-    Shapes: q, d_out and dq [queries, H]; k and v [Tk, H]; lse and delta [queries].
-    """
+    """Backward kernel for dq, grid and shapes as forward; d_out [queries, H]; delta [queries]."""
     queries, query = q[...], q_index[...][:, None]
     lse2, own_delta, d_outs = lse[...][:, None] * blocks.LOG2_E, delta[...][:, None], d_out[...]
 

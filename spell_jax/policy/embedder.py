@@ -86,7 +86,6 @@ class Embedder:
         return max(1, self._token_budget // (length * parts)) * parts
 
     def _run(self, length: int, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Embed at most `_rows(length)` texts; float32 [len(texts), D]."""
         rows = self._rows(length)
         tokens = np.full((rows, length), self._tokenizer.pad_id, np.int32)
         lengths = np.ones(rows, np.int32)  # an empty row is one padding token

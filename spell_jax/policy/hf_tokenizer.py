@@ -286,7 +286,7 @@ def _added_token(entry: Mapping[str, Any]) -> hf.AddedToken:
 def _read_end_ids(
     files: Mapping[str, bytes], name: str, folder: pathlib.Path, vocab_size: int
 ) -> list[int]:
-    """Read eos_token_id of a file, which may be missing, one id or a list."""
+    """Read eos_token_id, one id or a list, of a file; empty if there is none."""
     value = _read_object(files, name, folder).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(i) is int and 0 <= i < vocab_size for i in ids):

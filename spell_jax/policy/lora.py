@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): x W + x A B * alpha / rank.
 
-Next to NAME_kernel [*into, *out] of an adapted layer, transformer.py declares NAME_lora_a [*into,
-R], random, and NAME_lora_b [R, *out], zero, so that the policy starts as its base model. Only
-adapters have gradients and optimizer state, and only they are in checkpoints.
+Next to NAME_kernel [*into, *out] of an adapted layer, transformer.py declares NAME_lora_a
+[*into, R], random, and NAME_lora_b [R, *out], zero, so that the policy starts as its base model.
+Only adapters have gradients and optimizer state, and only they are in checkpoints.
 """
 
 from __future__ import annotations

@@ -60,9 +60,6 @@ class Tensor:
             raise ValueError(f"{self}: cannot be read ({error})") from error
 
 
-# ----------------------------------------------------------------------------------------- Reading
-
-
 def has_weights(folder: pathlib.Path) -> bool:
     """Whether a folder contains weights, including formats that are not supported."""
     return any(path.suffix in _WEIGHTS or path.name == INDEX for path in folder.iterdir())
@@ -103,7 +100,6 @@ def scan(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Tensor]]:
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:
-    """Map of tensor names to file names, from the index."""
     content = _parse_json(path, path.read_bytes())
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not places:
@@ -145,9 +141,6 @@ def _parse_json(path: pathlib.Path, text: bytes) -> Any:
         return json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged ({error})") from error
-
-
-# ----------------------------------------------------------------------------------------- Writing
 
 
 def write(

@@ -331,8 +331,8 @@ def hidden_states(
     """Run the embedding, the blocks and the final norm.
 
     `params` are in the compute dtype. `tokens` and `positions` (rotary, not row indices) are int32
-    [B, T]. `attend` receives `cache` and `context` in every layer; context["last_query"] (int32 [B,
-    T], negative at padding) excludes padding from the token counts of the experts.
+    [B, T]. `attend` receives `cache` and `context` in every layer; context["last_query"] (int32
+    [B, T], negative at padding) excludes padding from the token counts of the experts.
 
     Returns:
       Final hidden states [B, T, D] in the compute dtype; the cache after the last layer; and for a

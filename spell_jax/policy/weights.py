@@ -76,7 +76,6 @@ class Entry:
         return "{expert}" in self.name
 
     def their_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of one tensor."""
         return tuple(math.prod(sizes[axis] for axis in word) for word in self.theirs.split())
 
     def our_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -397,7 +396,6 @@ def _read(source: _Source, path: str, sharding: NamedSharding | None) -> np.ndar
 
 
 def _insert(stack: jax.Array, piece: jax.Array, layer: jax.Array) -> jax.Array:
-    """Set one layer of a stack [L, ...] to a piece [...]."""
     return jax.lax.dynamic_update_index_in_dim(stack, piece, layer, 0)
 
 
