@@ -1,8 +1,8 @@
 """A run's config: one dataclass for each section, and the checks between sections.
 
-1. `default_config` makes a locked ConfigDict of the paper's values from the dataclasses.
-2. A config file (configs/) changes a few fields; flags (--config.sampler.page_size=256) a few more.
-3. `read` makes a RunConfig of it and checks everything that can be checked without a device.
+`default_config` makes a locked ConfigDict of the paper's values from the dataclasses. A config file
+(configs/) changes a few fields, flags (--config.sampler.page_size=256) a few more. `read` makes a
+RunConfig of it and checks everything that can be checked without a device.
 """
 
 from __future__ import annotations
@@ -116,12 +116,7 @@ class RunConfig:
     models: Mapping[str, ExtraModelConfig] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:
-        """Checks the run's own fields and those that must fit together.
-
-        Raises:
-          ValueError, FileNotFoundError: naming the field, its value and the remedy.
-          ImportError: if a field asks for a package that is not installed.
-        """
+        """Checks the run's own fields and those that must fit together; errors as in `read`."""
         check_least(self, "", seed=0, steps=1, validate_every=0, checkpoint_every=1)
         check_least(self, "", keep_checkpoints=1, minibatches=1, episode_characters=0)
         check_least(self, "", max_minutes=0)
@@ -232,8 +227,7 @@ class SupervisedConfig:
 def default_config(algorithm: str = "spell") -> Config:
     """The paper's values as a ConfigDict, for config files and flags to change.
 
-    Args:
-      algorithm: name in algorithms/registry.py, which sets the fields of `algorithm`.
+    `algorithm` is a name in algorithms/registry.py, which sets the fields of that section.
     """
     made = section(RunConfig)
     del made.models
@@ -269,11 +263,10 @@ def extra_model() -> Config:
 
 
 def read(config: Config) -> RunConfig:
-    """The RunConfig of a ConfigDict, checked. A RunConfig is returned as it is.
+    """The RunConfig of a ConfigDict, checked. A RunConfig is returned unchanged.
 
-    Raises:
-      ValueError, FileNotFoundError: naming the field, its value and the remedy.
-      ImportError: if a field asks for a package that is not installed.
+    ValueError or FileNotFoundError name the field, its value and the remedy; ImportError if a field
+    asks for a package that is not installed.
     """
     if isinstance(config, RunConfig):
         return config
@@ -302,11 +295,7 @@ def read(config: Config) -> RunConfig:
 
 
 def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
-    """The workdir that init_from names, and the step, if it names one.
-
-    Raises:
-      FileNotFoundError: if it is no folder of a run.
-    """
+    """The workdir that init_from names, and its step or None; FileNotFoundError if it is no run."""
     path, step = paths.open_folder(init_from), None
     if path.parent.name == CHECKPOINTS_FOLDER and path.name.isdecimal():
         path, step = path.parent.parent, int(path.name)

@@ -1,11 +1,10 @@
 """Clusters built by data_pipeline: kept in storage and read when they are dealt.
 
-1. A finished build is a folder with ArrayRecord shards, index.jsonl (id and task of each record, in
-   record order) and manifest.json (size of every file), which is written last.
-2. Opening a build reads the index and compares file sizes, so that an unfinished or damaged build
-   is rejected at once.
-3. The records of a batch are read by number, through the tfds data source, when the batch is dealt.
-   With several hosts, each host reads every n-th cluster of a batch, and the hosts exchange texts.
+1. A finished build is a folder of ArrayRecord shards, index.jsonl (id and task of each record, in
+   record order) and, written last, manifest.json (size of every file). Opening it reads the index
+   and compares file sizes, so that an unfinished or damaged build is rejected at once.
+2. The records of a batch are read by number when the batch is dealt. With several hosts, each host
+   reads every n-th cluster of a batch, and the hosts exchange texts.
 """
 
 from __future__ import annotations
@@ -49,13 +48,10 @@ def open_source(
 ) -> Source:
     """Open the clusters of a built folder, a folder of texts or a JSONL file.
 
-    Clusters of a built folder are read on demand. Their documents are cut in place if they exceed
-    the limit; the build has already cut most of them. Other sources are read at once by
-    clusters.read_clusters, with the same arguments (`options` are its others) and errors.
-
-    Raises:
-        FileNotFoundError, ValueError: see `Built` and `read_clusters`.
-        ImportError: if a built folder is opened without tensorflow_datasets and array_record.
+    Clusters of a built folder are read on demand; their documents are cut in place if they exceed
+    the limit, although the build has already cut most of them. Other sources are read at once by
+    clusters.read_clusters, with its arguments (`options`) and errors. For the errors of a built
+    folder, see `Built`.
     """
     if not is_built(source):
         clusters, _ = read_clusters(
@@ -84,19 +80,13 @@ def _cut(cluster: Cluster, count_tokens: CountTokens, limit: int) -> Cluster:
 
 
 class Built:
-    """A finished build: its clusters by id.
-
-    Attributes:
-        tasks: id -> (task,), in record order.
-    """
+    """A finished build: its clusters by id; `tasks` maps id -> (task,), in record order."""
 
     def __init__(self, path: str | Path):
         """Read index and manifest, and compare the files with the manifest.
 
-        Raises:
-            FileNotFoundError: if the manifest or a file named in it is missing.
-            ValueError: if a file differs from the manifest; the message names the file.
-            ImportError: if tensorflow_datasets or array_record is not installed.
+        FileNotFoundError if the manifest or a file named in it is missing, ValueError naming a file
+        that differs from the manifest, ImportError without tensorflow_datasets and array_record.
         """
         self._folder = Path(path)
         _check_files(self._folder)
@@ -117,9 +107,7 @@ class Built:
     def read(self, ids: Sequence[str]) -> list[Cluster]:
         """Read the clusters with these ids, in the given order.
 
-        Raises:
-            KeyError: if an id is unknown.
-            ValueError: if a record cannot be read, or its id differs from the index.
+        KeyError for an unknown id, ValueError if a record is unreadable or differs from the index.
         """
         return [self._read_one(name) for name in ids]
 
@@ -143,7 +131,6 @@ class Built:
 
 
 def _check_files(folder: Path) -> None:
-    """Compare the files of a build with its manifest."""
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{path}: missing, so the build is unfinished; run it again")
@@ -187,8 +174,8 @@ def _open_records(folder: Path) -> Any:
 def share_reading(source: Source) -> Source:
     """Wrap a source so that each cluster is read by one host and sent to the others.
 
-    Every host must request the same ids at the same time and gets all of them. An error on one host
-    raises a RuntimeError on all.
+    Every host must request the same ids at the same time. An error on one host raises a
+    RuntimeError on all.
     """
     return replace(source, read=functools.partial(_read_shared, source.read))
 

@@ -1,9 +1,9 @@
 """Clusters of documents, read from a JSONL file or made from a folder of texts.
 
 1. A JSONL file has one cluster per line: {"id": "a", "documents": ["...", "..."], "tasks":
-   ["general_qa"]}, where "tasks" is optional. A folder is searched for .txt and .md files, in path
+   ["general_qa"]}, "tasks" being optional. A folder is searched for .txt and .md files, in path
    order. Bad lines and files are counted, logged and skipped.
-2. Documents longer than `max_document_tokens` are cut at paragraphs. Only a paragraph that is too
+2. Documents longer than `max_document_tokens` are cut at paragraphs; only a paragraph that is too
    long is cut at lines, then sentences, words, characters. Only white space at the cuts is lost
    (spec section 14).
 3. Documents of a folder are grouped by order or by TF-IDF similarity.
@@ -52,42 +52,27 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Related documents that are used together.
+    """Related documents that are used together."""
 
-    Attributes:
-        id: unique among the clusters of a run.
-        documents: n texts in corpus order, n >= 1.
-        tasks: tasks that the cluster may serve; None allows any.
-    """
-
-    id: str
-    documents: tuple[str, ...]
-    tasks: tuple[str, ...] | None = None
+    id: str  # unique among the clusters of a run
+    documents: tuple[str, ...]  # n texts in corpus order, n >= 1
+    tasks: tuple[str, ...] | None = None  # tasks that it may serve; None allows any
 
 
 @dataclass(frozen=True)
 class Source:
-    """Clusters whose texts may stay in storage until they are needed.
+    """Clusters whose texts may stay in storage until they are needed."""
 
-    Attributes:
-        tasks: id -> tasks that the cluster may serve (None: any), one entry per cluster.
-        read: function from ids, which may repeat, to their clusters in the order of the ids.
-    """
-
-    tasks: Mapping[str, tuple[str, ...] | None]
+    tasks: Mapping[str, tuple[str, ...] | None]  # id -> tasks as in Cluster, one entry per cluster
+    # ids, which may repeat, -> their clusters in order
     read: Callable[[Sequence[str]], list[Cluster]]
 
     def only(self, ids: Sequence[str]) -> "Source":
-        """Return a source restricted to the given ids."""
         return replace(self, tasks={name: self.tasks[name] for name in ids})
 
 
 def in_memory(clusters: Sequence[Cluster]) -> Source:
-    """Make a source of clusters that are in memory.
-
-    Raises:
-        ValueError: if two clusters have the same id.
-    """
+    """Make a source of clusters that are in memory; ValueError if two have the same id."""
     by_id = {cluster.id: cluster for cluster in clusters}
     if len(by_id) != len(clusters):
         raise ValueError("clusters: ids must be unique")
@@ -97,24 +82,15 @@ def in_memory(clusters: Sequence[Cluster]) -> Source:
 
 @dataclass
 class ClusterReport:
-    """Statistics of reading a source.
+    """Statistics of reading a source."""
 
-    Attributes:
-        read: number of files (folder) or lines (JSONL file) used.
-        skipped: reason -> number of files or lines.
-        cut: number of documents over the limit.
-        lengths: tokens of each document after cutting.
-        clusters: number of clusters.
-    """
-
-    read: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    cut: int = 0
-    lengths: list[int] = field(default_factory=list)
+    read: int = 0  # files (folder) or lines (JSONL file) used
+    skipped: Counter[str] = field(default_factory=Counter)  # reason -> number of files or lines
+    cut: int = 0  # documents over the limit
+    lengths: list[int] = field(default_factory=list)  # tokens of each document after cutting
     clusters: int = 0
 
     def summary(self) -> str:
-        """Format the statistics as one line of text."""
         skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()))
         lengths = self.lengths or [0]
         mean = sum(lengths) / len(lengths)
@@ -141,18 +117,15 @@ def read_clusters(
     """Read a JSONL file of clusters, or make clusters from a folder's .txt and .md files.
 
     The documents of a JSONL cluster stay together; those over the limit are cut in place.
+    FileNotFoundError if the source does not exist, ValueError if a setting is out of range or no
+    text is usable.
 
     Args:
-        source: path of the file or folder.
-        count_tokens: function that returns the number of tokens of a text. It is called on short
-            texts, in total a few times the source's length.
-        max_document_tokens: maximum tokens per document, at least 16.
-        documents_per_cluster: cluster size for folders; the last cluster may have fewer.
-        grouping: grouping for folders, one of GROUPINGS.
-
-    Raises:
-        FileNotFoundError: if the source does not exist.
-        ValueError: if a setting is out of range, or the source contains no usable text.
+      count_tokens: tokens of a text; called on short texts, in total a few times the source's
+        length.
+      max_document_tokens: maximum tokens per document, at least 16.
+      documents_per_cluster: cluster size for folders; the last cluster may have fewer.
+      grouping: grouping for folders, one of GROUPINGS.
     """
     source = Path(source)
     for name, value, least in (
@@ -190,10 +163,8 @@ def read_clusters(
 def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[str]]:
     """Split cluster ids into (training, held-out) by their hashes, independent of order and seed.
 
-    A share above 0 holds out at least one cluster and leaves at least one for training.
-
-    Raises:
-        ValueError: if share is outside [0, 1), or there are too few clusters to split.
+    A share above 0 holds out at least one cluster and leaves at least one for training; ValueError
+    if there are too few clusters for that, or the share is outside [0, 1).
     """
     if not 0 <= share < 1:
         raise ValueError(f"held_out = {share}: must be at least 0 and below 1")
@@ -209,8 +180,8 @@ def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[st
 def select(source: Source, selection: str, most: int, seed: int) -> Source:
     """Keep at most `most` clusters: the longest or shortest by characters, or random ones.
 
-    `selection` is one of SELECTIONS. A `most` of 0 keeps all. Lengths are read once, a few clusters
-    at a time, and only if needed. Ties are resolved in id order.
+    `selection` is one of SELECTIONS. A `most` of 0 keeps all. Lengths are read only if needed. Ties
+    are resolved in id order.
     """
     ids = sorted(source.tasks)
     if not most or most >= len(ids):

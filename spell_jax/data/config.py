@@ -100,10 +100,9 @@ class DataConfig:
     tiny: TinyConfig = TinyConfig()
 
     def check(self) -> None:
-        """Checks the section. A default DataConfig names no data, so this is no __post_init__.
+        """Checks the section; ValueError names the field, its value and the remedy.
 
-        Raises:
-          ValueError: naming the field, its value and the remedy.
+        A default DataConfig names no data, so this is no __post_init__.
         """
         for field in ("questions", "validation"):
             path = getattr(self, field)
@@ -149,8 +148,8 @@ def open_clusters(
 ) -> tuple[clusters.Source, clusters.Source]:
     """The clusters to train on and the held-out ones. Hosts share the reading of a built source.
 
-    `seed` is the seed of the run, for generated worlds. `count_tokens` returns the number of tokens
-    of a text, for max_document_tokens.
+    `seed` is for generated worlds; `count_tokens` returns the tokens of a text, for
+    max_document_tokens.
     """
     if data.source in GENERATED:
         make: Callable[..., Any] = GENERATED[data.source][0]

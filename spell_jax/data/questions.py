@@ -17,33 +17,20 @@ from spell_jax.runtime.jsonl import read_records
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question with its documents and its answer.
+    """A question with its documents and its answer."""
 
-    Attributes:
-      task: one of TASKS.
-      documents: texts that the question is about.
-      question: the question text.
-      answer: the reference answer.
-      evidence: supporting sentences, quoted from the documents; may be empty.
-    """
-
-    task: str
-    documents: tuple[str, ...]
+    task: str  # one of TASKS
+    documents: tuple[str, ...]  # texts that the question is about
     question: str
-    answer: str
-    evidence: tuple[str, ...] = ()
+    answer: str  # the reference answer
+    evidence: tuple[str, ...] = ()  # supporting sentences, quoted from the documents
 
 
 def read_questions(path: str | pathlib.Path, field: str) -> tuple[Question, ...]:
     """Read the questions of a JSONL file; bad lines are logged and skipped.
 
-    Args:
-      path: path of the file.
-      field: name of the config field that holds the path, for error messages.
-
-    Raises:
-      FileNotFoundError: if the file does not exist.
-      ValueError: if no line is a valid question.
+    `field`, the config field that holds the path, is for error messages: FileNotFoundError without
+    a file, ValueError if no line is a valid question.
     """
     questions, skipped = read_records(path, _parse_question)
     if not questions:
@@ -67,8 +54,7 @@ def _parse_question(record: Any) -> Question:
 def as_clusters(questions: Sequence[Question]) -> tuple[Source, Mapping[str, Question]]:
     """Wrap each question in a cluster that serves only its task, as input for a TaskStream.
 
-    Returns:
-      (source, questions): a source with one cluster per question, and cluster id -> question.
+    Returns (source with one cluster per question, cluster id -> question).
     """
     by_id = {f"question {index}": question for index, question in enumerate(questions)}
     made = [Cluster(name, q.documents, (q.task,)) for name, q in by_id.items()]

@@ -3,13 +3,13 @@
 1. At the start, every cluster is assigned to exactly one task that it may serve. Clusters are
    shuffled, those with the fewest allowed tasks go first, and each goes to the task with the fewest
    clusters so far. Clusters that may serve any task are thus split into equal parts.
-2. A batch is divided among tasks by weight (`batch_counts`).
-3. Each task deals from its own shuffled deck. If fewer clusters are left than needed, they are
-   discarded and the deck of the next epoch is used, so no cluster repeats within a batch. A batch
-   larger than the data deals whole decks, and the repeats are counted.
-4. The batch is shuffled. Only then are the texts of its clusters read.
-5. The assignment depends only on the seed and the ids, a deck on the seed, its task and its epoch,
-   and a batch's order on the seed and its number. A few numbers are therefore the whole state.
+2. A batch is divided among tasks by weight (`batch_counts`). Each task deals from its own shuffled
+   deck. If fewer clusters are left than needed, they are discarded and the deck of the next epoch
+   is used, so no cluster repeats within a batch. A batch larger than the data deals whole decks.
+3. The batch is shuffled. Only then are the texts of its clusters read.
+
+The assignment depends only on the seed and the ids, a deck on the seed, its task and its epoch, and
+a batch's order on the seed and its number. A few numbers are therefore the whole state.
 """
 
 import hashlib
@@ -30,14 +30,11 @@ log = logging.getLogger(__name__)
 def batch_counts(
     batch: int, weights: Mapping[str, float], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Divide a batch among tasks.
+    """Divide a batch among tasks; ValueError if it is below 0 or above the sum of sizes.
 
     Each task gets the floor of its share, at most its size. The remainder is assigned one by one,
-    heaviest task first; ties go to the task listed first. Weights are positive and need not sum
-    to 1.
-
-    Raises:
-        ValueError: if batch is below 0 or above the sum of sizes.
+    heaviest task first; ties go to the task listed first. Weights are positive and need not sum to
+    1.
     """
     if not 0 <= batch <= sum(sizes.values()):
         raise ValueError(f"batch = {batch}: must be between 0 and {sum(sizes.values())}")
@@ -56,9 +53,8 @@ def batch_counts(
 class TaskStream:
     """Endless stream of batches of (task, cluster).
 
-    Attributes:
-        repeats: number of times that a cluster was dealt again within a batch, because the batch
-            was larger than the data.
+    `repeats` counts clusters dealt again within a batch, because the batch was larger than the
+    data.
     """
 
     def __init__(
@@ -66,16 +62,9 @@ class TaskStream:
     ) -> None:
         """Assign the clusters to the tasks.
 
-        Args:
-            source: the clusters; texts are read only when dealt. Clusters that serve none of the
-                tasks are left out, with a warning.
-            tasks: tasks of the run.
-            weights: one positive weight per task.
-            seed: seed of the assignment and of all shuffles, at least 0.
-
-        Raises:
-            ValueError: if there is no task, a task is named twice, the weights do not match the
-                tasks or are not positive, or no task has a cluster.
+        Clusters that serve none of the tasks are left out, with a warning. ValueError if there is
+        no task, a task is named twice, no task has a cluster, or the weights are not one positive
+        number per task. `seed`, at least 0, is that of the assignment and of all shuffles.
         """
         if not tasks or len(set(tasks)) != len(tasks):
             raise ValueError(f"tasks = {tuple(tasks)}: must be one or more different tasks")
@@ -98,11 +87,7 @@ class TaskStream:
         return sum(map(len, self._assigned.values()))
 
     def next(self, batch: int) -> list[tuple[str, Cluster]]:
-        """Return the next `batch` (task, cluster) pairs, in shuffled order.
-
-        Raises:
-            ValueError: if batch is below 1.
-        """
+        """Return the next (task, cluster) pairs, in shuffled order; `batch` is at least 1."""
         if batch < 1:
             raise ValueError(f"batch = {batch}: must be at least 1")
         sizes = {task: len(ids) for task, ids in self._assigned.items()}
@@ -117,7 +102,7 @@ class TaskStream:
         return [(pairs[i][0], cluster) for i, cluster in zip(order, clusters, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream's position as plain JSON values; its size does not depend on the data.
+        """Return the stream's position as a few JSON values.
 
         "data" is a digest of clusters, tasks and seed. A state is valid only for the same digest.
         """
@@ -133,9 +118,7 @@ class TaskStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume exactly at the position of the stream that returned the state.
 
-        Raises:
-            ValueError: if the state belongs to other tasks, clusters or another seed, or is
-                malformed.
+        ValueError if the state is malformed or belongs to other tasks, clusters or another seed.
         """
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(

@@ -23,11 +23,7 @@ SHORTEST_LINE = len("Udo to Wim")
 
 
 def make_story(rng: np.random.Generator, lines: int) -> str:
-    """Generate a story with N = `lines` lines after its opening.
-
-    Raises:
-      ValueError: if there are not enough names.
-    """
+    """Generate a story of `lines` lines after its opening; ValueError if names run out."""
     if not 1 <= lines <= MOST_LINES:
         raise ValueError(f"lines = {lines}: must be 1 to {MOST_LINES} (one name each, and a last)")
     people = [NAMES[i] for i in rng.permutation(len(NAMES))[: lines + 1]]

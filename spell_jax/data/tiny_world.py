@@ -59,26 +59,18 @@ Facts = dict[tuple[str, str], str]
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question of the world's grammar with its evidence and its true answer.
+    """A question of the world's grammar with its evidence and its true answer."""
 
-    Attributes:
-      kind: one of KINDS.
-      text: the question, without choices.
-      evidence: the lines that lead to the answer; for a sum, also the sum itself.
-      answer: the value as the documents state it (a number for "math").
-    """
-
-    kind: str
-    text: str
-    evidence: tuple[str, ...]
-    answer: str
+    kind: str  # one of KINDS
+    text: str  # the question, without choices
+    evidence: tuple[str, ...]  # lines that lead to the answer; for a sum, also the sum itself
+    answer: str  # as the documents state it; a number for "math"
 
 
 def make_documents(rng: np.random.Generator, count: int) -> tuple[str, ...]:
-    """Generate `count` documents about distinct people, each with a friend in the cluster.
+    """Generate documents about `count` distinct people, each with a friend among them.
 
-    Raises:
-      ValueError: if `count` is below 1 or above the number of names.
+    ValueError if `count` is below 1 or above the number of names.
     """
     if not 1 <= count <= len(NAMES):
         raise ValueError(f"documents = {count}: must be 1 to {len(NAMES)} (one name each)")
@@ -128,9 +120,9 @@ def line_of(facts: Facts, name: str) -> str:
 def sample_question(rng: np.random.Generator, documents: Sequence[str], kind: str) -> Question:
     """Sample a question of the given kind that the documents answer.
 
-    A choice asks for a friend. A small model learns to match names first, and matching is all that
-    is needed to find the option's letter. A two-hop question needs a friend with a document;
-    without one, a look-up is sampled instead.
+    A choice asks for a friend: a small model learns to match names first, which is all that is
+    needed to find the option's letter. A two-hop question needs a friend with a document; without
+    one, a look-up is sampled instead.
     """
     facts = read_facts(documents)
     names = sorted({name for name, _ in facts})
@@ -212,10 +204,9 @@ def canonical(text: str) -> str:
 
 
 def oracle(question: str, documents: Sequence[str]) -> str | None:
-    """Return the true canonical answer of a question in the grammar, or None.
+    """Return the true canonical answer of a question without its choices, or None.
 
-    None means that the question is not in the grammar or that the documents do not answer it.
-    Choices after the question are ignored (see oracle_choice).
+    None if the question is not in the grammar or the documents do not answer it.
     """
     facts = read_facts(documents)
     if match := _MATH.search(question):

@@ -40,13 +40,14 @@ def score_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Logprobs [B, A] and entropies in nats [B, A] of answer tokens, both float32.
 
-    hidden: hidden states [B, T, D], in the compute dtype like `params`.
-    source: index on axis T of the hidden state that predicts each answer token, int32 [B, A].
-    target: answer tokens, int32 [B, A].
-    temperature: sampling temperature of the logprobs, which are under the full vocabulary (no
-      top-p renormalization, spec section 9); 0 (greedy) is scored at 1.
-    numbers_at_once: most float32 logits of a vocabulary slice on a device, and most of its
-      weights and of their gradient; 2**26 is 256 MiB. A slice has at least 128 rows of the table.
+    Args:
+      hidden: hidden states [B, T, D], in the compute dtype like `params`.
+      source: index on axis T of the hidden state that predicts each answer token, int32 [B, A].
+      target: answer tokens, int32 [B, A].
+      temperature: sampling temperature of the logprobs, which are under the full vocabulary (no
+        top-p renormalization, spec section 9); 0 (greedy) is scored at 1.
+      numbers_at_once: most float32 logits of a vocabulary slice on a device, and most of its
+        weights and of their gradient; 2**26 is 256 MiB. A slice has at least 128 rows of the table.
     """
     chex.assert_equal_shape([source, target])
     chex.assert_rank([hidden, source], [3, 2])

@@ -78,8 +78,8 @@ def choose(
 ) -> list[int]:
     """Chooses at most `wanted` episodes of a step; returns their indices, ascending.
 
-    Each choice takes the (task, outcome) that was taken least often so far; `taken` counts them.
-    Among its episodes, those of `known` clusters (with documents on disk) come first.
+    Each choice takes the (task, outcome) that was taken least often so far, as counted in `taken`;
+    episodes of `known` clusters (with documents on disk) come first.
     """
     queues: dict[tuple[str, str], collections.deque[int]] = collections.defaultdict(
         collections.deque
@@ -104,7 +104,7 @@ def outcome(scores: Sequence[float], status: str) -> str:
 
 
 def _episode(line: Any) -> dict[str, Any]:
-    """Checks and converts a line for the page; raises TypeError for a value of another type."""
+    """Checks and converts a line for the page; TypeError for a value of another type."""
     if not isinstance(line, dict):
         raise TypeError("not an object")
     episode = {name: line.get(name, default) for name, default in _FIELDS.items()}

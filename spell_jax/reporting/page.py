@@ -1,11 +1,11 @@
 """One HTML page about one or more runs, without network access: curves, evaluation, episodes.
 
-1. Runs whose configs differ only in the seed form a group. The group has a curve of its means and a
-   band from the smallest to the largest value.
+1. Runs whose configs differ only in the seed form a group, with a curve of its means and a band
+   from the smallest to the largest value.
 2. If the page gets full, half of it is reserved for documents. Omitted episodes and documents are
    spread evenly, and the page states their number. A shared text is stored once.
 3. Data is embedded in report.html as lines of base64 (JSON, compressed by gzip), which cannot end a
-   script; text enters its elements as textContent only. Line 0 is the overview and the last line is
+   script; text enters its elements as textContent only. Line 0 is the overview and the last line
    the index of episodes. The lines between them are unpacked when they are viewed.
 """
 
@@ -67,10 +67,8 @@ def write_page(
 ) -> dict[str, Any]:
     """Writes the page of one or more runs; returns its overview (all except the episodes).
 
-    The page has at most `size` bytes and, over all runs, at most `episodes` episodes.
-
-    Raises:
-      ValueError: if the curves alone exceed `size`; compare fewer runs.
+    The page has at most `size` bytes and, over all runs, at most `episodes` episodes. ValueError if
+    the curves alone exceed `size`; compare fewer runs.
     """
     read = [
         choose_episodes(run.workdir, part)

@@ -1,7 +1,7 @@
 """Plots of the report page as PNG files, with the page's data, colors and smoothing.
 
-A file is named by the title of its plot up to a colon: "Solve rate: ..." is solve_rate.png. The
-page's other metrics have their own names, such as train_grad_norm.png.
+A file is named by its plot's title up to a colon: "Solve rate: ..." is solve_rate.png. The page's
+other metrics have their own names, such as train_grad_norm.png.
 """
 
 from __future__ import annotations
@@ -114,10 +114,9 @@ def _save(path: epath.Path, plots: Sequence[Plot], dpi: int = 110) -> epath.Path
 
 
 def _draw_curves(axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping]) -> None:
-    """Draws one curve per metric and group.
+    """Draws one curve per metric and group; stacked values of a single group become areas.
 
-    Stacked values of a single group become areas. Several groups are compared by the metric
-    over all tasks, if there is one.
+    Several groups are compared by the metric over all tasks, if there is one.
     """
     metrics, several = panel["metrics"], len(groups) > 1
     overall = several and any(metrics.get("all") in group["series"] for group in groups)

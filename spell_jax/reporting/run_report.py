@@ -1,9 +1,8 @@
 """The report of one or several runs: pictures, printed tables and a page.
 
-1. WORKDIR/plots gets a picture per metric prefix ("rollout", "train", "eval"), and one of the
-   evaluation, which is also printed.
-2. WORKDIR/report.html shows all of this on one page, with episodes to browse (page.py). Each of its
-   plots is a picture in WORKDIR/plots too.
+WORKDIR/plots gets a picture per metric prefix ("rollout", "train", "eval") and one of the
+evaluation, which is also printed. WORKDIR/report.html shows all of this with episodes to browse
+(page.py), and each of its plots is a picture in WORKDIR/plots too.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ PLOTS_FOLDER = "plots"
 
 
 def report_runs(workdirs: Sequence[epath.Path]) -> None:
-    """Plots and prints the measurements of runs.
+    """Plots and prints the measurements of runs. Raises as read_run, before it writes anything.
 
     The page of one run is WORKDIR/report.html. That of several is comparison.html in the first
-    workdir, with its pictures in plots/comparison. Raises as read_run, before anything is written.
+    workdir, with its pictures in plots/comparison.
     """
     runs = [read_run(workdir) for workdir in workdirs]
     entry.setup_done()
@@ -54,10 +53,8 @@ def _draw_run(run: RunData) -> list[epath.Path]:
 def read_run(workdir: str | epath.Path) -> RunData:
     """Reads a run's metrics and evaluation.
 
-    Raises:
-      FileNotFoundError: if there is no metrics.jsonl.
-      ValueError: if metrics.jsonl is empty or damaged, or evaluation.json has another form than
-        tables.py says.
+    FileNotFoundError without metrics.jsonl; ValueError if it is empty or damaged, or if
+    evaluation.json has another form than tables.py says.
     """
     workdir = epath.Path(workdir)
     records = read_metrics(workdir)

@@ -22,8 +22,7 @@ Table = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 def read_evaluation(workdir: str | epath.Path) -> tuple[Table, Table] | None:
     """Reads the (before, after) tables of WORKDIR/evaluation.json; None until both exist.
 
-    Raises:
-      ValueError: if the file has another form than the module docstring says; names the place.
+    ValueError naming the place where the form differs from that in the module docstring.
     """
     path = epath.Path(workdir) / EVALUATION_FILE
     if not path.exists():
@@ -60,14 +59,9 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Evaluation tables of groups of runs: {"title", "rows"}, one per section.
 
-    Args:
-      groups: indices of each group's runs.
-      runs: (before, after) tables of each run, or None.
-
-    Returns:
-      Rows {"name": [row, column], "cells"} with one pair [before, after] per group, each
-      [mean, half_width, runs] or None. The half-width of several runs is half the range of their
-      means.
+    `groups` are indices into `runs`, the (before, after) tables of each run. A row is {"name":
+    [row, column], "cells"} with one pair [before, after] per group, each [mean, half_width, runs]
+    or None. The half-width of several runs is half the range of their means.
     """
     sections: dict[str, dict[str, dict[str, None]]] = {}
     for table in (table for pair in runs if pair for table in pair):

@@ -111,7 +111,6 @@ def _fill_slot(
 
 
 def _fill_rows(arrays: programs.Slots, number: int, shard: Shard, lane: int) -> None:
-    """Fills in the decode rows of one shard's lane."""
     for row, (prefilled, some) in enumerate(shard.lanes[lane].groups()):
         arrays.row[number, some], arrays.cell[number, some] = row, range(len(some))
         arrays.slot[number, row, : len(some)] = some

@@ -86,9 +86,8 @@ class SamplerConfig:
     def shape(self, mesh: jax.sharding.Mesh) -> Shape:
         """Sizes of one shard of the mesh's row axes; each device samples for as many slots.
 
-        Raises:
-          ValueError: if page_size is not a multiple of mesh.context, or if a shard of the pool
-            cannot hold the longest prompt and answer.
+        ValueError if page_size is not a multiple of mesh.context, or if a shard of the pool cannot
+        hold the longest prompt and answer.
         """
         shards, parts = meshes.row_shards(mesh), meshes.context_shards(mesh)
         if self.page_size % parts:

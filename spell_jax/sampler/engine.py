@@ -1,9 +1,9 @@
 """Sampler: two jitted programs, prefill and decode, for one policy on one mesh.
 
 A request is a prompt and a number G of samples. `programs.prefill` reads the prompt once, page by
-page; `programs.decode` samples its G answers against the shared KV cache. Answers do not depend on
-the slot, on other requests, or on the time of submission: every token has its own PRNG key, folded
-from request, sample and token index.
+page; `programs.decode` samples its G answers against the shared KV cache. Every token has its own
+PRNG key, folded from request, sample and token index, so answers do not depend on the slot, on
+other requests, or on the time of submission.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ class Sampler:
         """Builds the jitted programs; nothing is compiled yet.
 
         Token ids `stop_ids` end an answer. Stop strings need `stream`, the constructor of a
-        tokenizer's incremental decoder.
-
-        Raises:
-          ValueError: if the sizes of the config do not fit together or do not fit the policy.
+        tokenizer's incremental decoder. ValueError if the config's sizes do not fit together or the
+        policy.
         """
         self.policy = policy
         self.config = config
@@ -132,22 +130,14 @@ class Sampler:
     ) -> list[list[Sample] | None]:
         """Samples `group` answers for every prompt; None for a prompt above the cap.
 
-        Args:
-          params: parameters in the compute dtype.
-          prompts: token ids of each prompt.
-          group: number of samples per prompt, G.
-          key: PRNG key; sample g of request i uses fold_in(fold_in(key, i), g).
-          max_tokens: maximum length of an answer; by default the configured one.
-          **others: fields of Options that replace the configured ones.
-
-        Raises:
-          ValueError: if a prompt is empty, or `group` or an option is out of range.
-          FloatingPointError: if the policy's logits are not finite.
+        `params` are in the compute dtype. Sample g of request i uses fold_in(fold_in(key, i), g).
+        `max_tokens` and `others`, fields of Options, replace the configured ones. ValueError if a
+        prompt is empty, or `group` or an option is out of range; FloatingPointError if the policy's
+        logits are not finite.
         """
         cap = self.config.max_tokens if max_tokens is None else max_tokens
         options = self.config.options(cap, **others)
         return self.start_session(params).sample(prompts, group, key, options)
 
     def prompt_fits(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt is within the cap `max_prompt`."""
         return len(prompt) <= self.config.max_prompt

@@ -1,12 +1,10 @@
 """Attention of prompts and decode slots to the page pool, on one device or a mesh.
 
-Each layer is one shard_map: no part of the pool ever moves between devices.
-
-1. Each shard of the mesh's row axes has its own slots and pool; its tables index that pool.
-2. The `context` axis splits every page by tokens. All queries of a shard attend to each part, and
-   the results are merged by log-sum-exp.
-3. The `tensor` axis splits heads. If there are fewer key heads than devices, a key head is
-   replicated on the devices whose query heads read it.
+Each layer is one shard_map: no part of the pool ever moves between devices. Each shard of the
+mesh's row axes has its own slots and pool, which its tables index. The `context` axis splits every
+page by tokens: all queries of a shard attend to each part, and the results are merged by
+log-sum-exp. The `tensor` axis splits heads. If there are fewer key heads than devices, a key head
+is replicated on the devices whose query heads read it.
 """
 
 from __future__ import annotations
@@ -51,12 +49,9 @@ def attend_prompts(
 ) -> tuple[jax.Array, Pages]:
     """Attention for prefill, the policy's `Attend`: writes keys and values, then attends.
 
-    Args:
-      q, k, v: queries [B, C, N, H], keys and values [B, C, K, H].
-      cache: page pool.
-      context: "page", the page to write to, int32 [B]; "table", pages of the prompt, int32 [B, J];
-        "visible", number of leading keys that each token attends to, int32 [B, C].
-      kernel: attention kernel, see paged.attend.
+    Queries are [B, C, N, H], keys and values [B, C, K, H]. `context` has "page", the page to write
+    to, int32 [B]; "table", pages of the prompt, int32 [B, J]; and "visible", the number of leading
+    keys that each token attends to, int32 [B, C]. For `kernel` see paged.attend.
     """
     arrays = {name: context[name] for name in ("page", "table", "visible")}
     function = functools.partial(_prompts_on_device, kernel)
@@ -68,15 +63,10 @@ def attend_slots(
 ) -> tuple[jax.Array, Pages]:
     """Attention for decoding, the policy's `Attend`, for T new tokens of each of N slots.
 
-    Writes their keys and values first, then attends to the prompt and the slot's own tokens.
-
-    Args:
-      q, k, v: queries [N * T, 1, heads, H], keys and values [N * T, 1, K, H].
-      cache: page pool.
-      context: "page" and "offset", the place to write to, int32 [N * T]; "visible", number of the
-        slot's own tokens to attend to, including this one, int32 [N * T]; and the arrays named in
-        LAYOUT.
-      kernel: attention kernel, see paged.attend.
+    Writes their keys and values [N * T, 1, K, H] first; then queries [N * T, 1, heads, H] attend to
+    the prompt and the slot's own tokens. `context` has "page" and "offset", the place to write to,
+    and "visible", the number of the slot's own tokens to attend to, including this one, all int32
+    [N * T]; and the arrays named in LAYOUT. For `kernel` see paged.attend.
     """
     arrays = {name: context[name] for name in ("page", "offset", "visible", *LAYOUT)}
     function = functools.partial(_slots_on_device, kernel)
@@ -144,9 +134,6 @@ def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
 
 
 def _weighted(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """A device's weighted share of attention over all devices of `context`.
-
-    The sum of the shares is the attention to all keys.
-    """
+    """A device's weighted share of attention; summed over `context`, attention to all keys."""
     weight = jnp.exp(lse - jax.lax.pmax(lse, meshes.CONTEXT))
     return out * (weight / jax.lax.psum(weight, meshes.CONTEXT))[..., None]

@@ -53,10 +53,7 @@ def _on_device(split: Split, hidden: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def _own_rows(x: jax.Array, axis: str, summed: bool) -> jax.Array:
-    """A device's share of rows that all devices of an axis hold.
-
-    With `summed`, each device holds a partial sum; otherwise each holds the same whole rows.
-    """
+    """A device's share of rows that all devices of an axis hold, as partial sums if `summed`."""
     if summed:
         return collectives.sum_scatter(x, (axis,))
     share = len(x) // jax.lax.axis_size(axis)

@@ -33,7 +33,6 @@ class Pool:
 
     @property
     def available(self) -> int:
-        """Number of pages that can be taken."""
         return len(self._free) + len(self._idle)
 
     def find(self, blocks: Sequence[bytes]) -> list[int]:
@@ -51,7 +50,6 @@ class Pool:
         return sum(self._users[page] == 0 for page in pages)
 
     def hold(self, pages: Sequence[int]) -> None:
-        """Adds one user to each page."""
         for page in pages:
             if not self._users[page]:
                 del self._idle[page]
@@ -74,7 +72,7 @@ class Pool:
     def name(self, page: int, parent: int | None, block: bytes) -> None:
         """Registers a taken page as the block after a parent page (None: the first block).
 
-        If the same block is already known on another page, that page stays the registered one.
+        A block that is already registered on another page stays there.
         """
         key = (_ROOT if parent is None else self._serial[parent], block)
         if key not in self._known:

@@ -141,19 +141,9 @@ def decode(
     All samples of a prompt attend to its pages in one matrix product, and each slot attends to the
     pages of its own suffix; the two parts are merged by log-sum-exp. The loop ends early when
     enough slots are free to be refilled. With speculation, a pass also feeds proposed tokens, and
-    those that equal the sampled tokens are accepted.
-
-    Args:
-      config: architecture of the policy.
-      params: parameters in the compute dtype.
-      state: device state; donated by the caller.
-      slots: assignment of sequences to slots.
-      lane: index of the lane that the slots belong to.
-      page_size: tokens of a page, C.
-      steps: maximum number of tokens per slot.
-      stop_ids: token ids that end an answer.
-      speculation: parameters of prompt lookup. They do not change the sampled tokens.
-      kernel: attention kernel, see paged.attend.
+    those that equal the sampled tokens are accepted; the sampled tokens are the same. `params` are
+    in the compute dtype, `state` is donated by the caller, a page has `page_size` tokens (C),
+    `stop_ids` end an answer.
     """
     fresh = (slots.prefilled >= 0)[:, None]
     hidden = jnp.where(fresh, state.prompt_hidden[slots.prefilled], state.hidden[lane])
@@ -219,10 +209,7 @@ def _replaced(items: tuple, index: int, item: Any) -> tuple:
 
 
 def _sample(config, params, keys, sampling: Sampling, hidden, count):
-    """Samples tokens and their logprobs [N, T] from hidden states [N, T, D].
-
-    The first token of each slot has index `count` [N] in its answer.
-    """
+    """Samples tokens and logprobs [N, T] from hidden states [N, T, D], indices from `count` on."""
     slots, time, width = hidden.shape
     number = count[:, None] + jnp.arange(time)
     uniform = jax.vmap(

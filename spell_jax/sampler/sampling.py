@@ -1,7 +1,7 @@
 """Token sampling with temperature, top-k, top-p and min-p, without a sort.
 
 1. The weight of a token is exp((logit - largest) / temperature). One threshold per row decides
-   which tokens are kept; it is found by bisection instead of a sort.
+   which tokens are kept; it is found by bisection.
 2. A token is sampled by inverting the cumulative distribution in two levels: first a block of 128
    weights, then a weight in that block. One uniform number per token is used.
 """
@@ -43,9 +43,9 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """Samples one int32 token per row of float32 logits [N, V]; returns their logprobs [N], too.
 
-    `uniform` has uniform random numbers, float32 [N] in [0, 1). A logprob is the full-vocabulary
-    log-softmax at the row's temperature (at temperature 0: at 1), not renormalized by the filters
-    (spec section 9). It is NaN if the row's logits are not finite.
+    `uniform` is float32 [N] in [0, 1). A logprob is the full-vocabulary log-softmax at the row's
+    temperature (at temperature 0: at 1), not renormalized by the filters (spec section 9). It is
+    NaN if the row's logits are not finite.
     """
     greedy = sampling.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]

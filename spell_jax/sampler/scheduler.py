@@ -227,7 +227,6 @@ class Shard:
         return True
 
     def _shared(self, blocks: Sequence[bytes], request: SampleRequest) -> list[int]:
-        """Known pages of the prompt's prefix."""
         # Not the last token's page: its hidden state, from which answers start, must be computed.
         return self.pool.find(blocks[: (len(request.prompt) - 1) // self.shape.page_size])
 
@@ -292,7 +291,6 @@ class Scheduler:
         return False
 
     def fill_slots(self) -> None:
-        """Fills free slots in all lanes of all shards."""
         for shard in self.shards:
             for lane in shard.lanes:
                 lane.fill_slots()

@@ -1,8 +1,8 @@
 """Session: serves sampling requests with fixed weights while the host does other work.
 
-Each `advance` collects the results of the running decode calls, plans (scheduler.py), and
-dispatches the next calls. It returns while the device works, so the host can process answers and
-submit more requests. The order of results depends only on the sampled tokens, never on the clock.
+Each `advance` collects the results of the running decode calls, plans (scheduler.py), dispatches
+the next calls, and returns while the device works, so the host can process answers and submit more
+requests. The order of results depends only on the sampled tokens, never on the clock.
 """
 
 from __future__ import annotations
@@ -137,9 +137,8 @@ class Session:
     def submit(self, request: SampleRequest) -> int:
         """Queues a request and returns its ticket, a number from 0.
 
-        Raises:
-          ValueError: if the prompt or `max_tokens` is above its cap, if the request can never fit
-            into the pool, or if it has stop strings and the sampler has no tokenizer.
+        ValueError if the prompt or `max_tokens` is above its cap, if the request can never fit into
+        the pool, or if it has stop strings and the sampler has no tokenizer.
         """
         sampler, ticket, options = self._sampler, self._tickets, request.options
         if not sampler.prompt_fits(request.prompt):
@@ -187,18 +186,12 @@ class Session:
         return answers
 
     def results(self) -> Iterator[tuple[int, list[Sample]]]:
-        """Yields (ticket, answers) as requests finish, until none is left.
-
-        More requests may be submitted meanwhile.
-        """
+        """Yields (ticket, answers) as requests finish; more may be submitted meanwhile."""
         while self._scheduler.unfinished:
             yield from self.advance()
 
     def advance(self) -> list[tuple[int, list[Sample]]]:
-        """Collects sampled tokens, dispatches the next device calls, and returns while they run.
-
-        The result has (ticket, answers) of the requests that finished.
-        """
+        """Collects tokens and dispatches the next calls; returns the finished (ticket, answers)."""
         finished = [pair for call in self._running for pair in self._collect(call)]
         self._running = []
         self._dispatch()

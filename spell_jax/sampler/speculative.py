@@ -1,12 +1,10 @@
 """Prompt-lookup (n-gram) speculative decoding.
 
 If the last tokens of a prompt and its answer occur earlier in that text, the tokens that followed
-there (at the last such place) are proposed. This helps because answers quote their documents. Every
-token is still sampled from the policy, and a proposal is accepted only while it equals the sampled
-token (programs.py), so answers equal those of plain decoding.
-
-Source: Saxena, Prompt Lookup Decoding (2023); Leviathan et al. 2023 (arXiv 2211.17192) for checking
-several tokens in one pass.
+there (at the last such place) are proposed, because answers quote their documents. A proposal is
+accepted only while it equals the token sampled from the policy (programs.py), so answers equal
+those of plain decoding. Source: Saxena, Prompt Lookup Decoding (2023); Leviathan et al. 2023 (arXiv
+2211.17192) for checking several tokens in one pass.
 """
 
 from __future__ import annotations
@@ -32,14 +30,12 @@ def propose(
 ) -> jax.Array:
     """Proposes the next tokens of each slot, int32 [N, tokens]; NO_TOKEN without a proposal.
 
-    Args:
-      prompts: prompt tokens of each row, right-aligned, int32 [M, P].
-      row: row of each slot among those on the same device, int32 [N].
-      length: length of each slot's prompt, int32 [N].
-      own: tokens sampled by each slot, int32 [N, S].
-      count: number of these tokens, int32 [N].
+    Args (int32):
+      prompts: prompt tokens of each row, right-aligned, [M, P].
+      row: row of each slot among those on the same device, [N].
+      length: length of each slot's prompt, [N].
+      own: tokens sampled by each slot, [N, S]; `count` [N] of them are valid.
       match: number of trailing tokens that must match.
-      tokens: number of tokens to propose.
     """
 
     def on_device(prompts, row, length, own, count):
@@ -54,7 +50,7 @@ def propose(
 
 
 def _propose(prompt, length, own, count, match: int, tokens: int) -> jax.Array:
-    """`guess` with the prompt of each slot, int32 [N, P], on one device."""
+    """`propose` with the prompt of each slot, int32 [N, P], on one device."""
     padded = prompt.shape[1]
     text = jnp.concatenate([prompt, own], axis=1)
     index = jnp.arange(text.shape[1])
@@ -69,6 +65,5 @@ def _propose(prompt, length, own, count, match: int, tokens: int) -> jax.Array:
     end = jnp.max(jnp.where(matches, index, -1), axis=1)  # of the last match
     following = end[:, None] + 1 + jnp.arange(tokens)
     proposed = jnp.take_along_axis(text, following, axis=1, mode="fill", fill_value=NO_TOKEN)
-    # A proposal ends where the text ends.
     known = jnp.cumprod(proposed != NO_TOKEN, axis=1, dtype=jnp.int32) > 0
     return jnp.where(known & (end >= 0)[:, None], proposed, NO_TOKEN)

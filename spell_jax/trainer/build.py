@@ -39,40 +39,24 @@ from spell_jax.selfplay.judge import JUDGE_KEY, Endpoint, Judge, JudgeConfig
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model with its own weights.
+    """A model with its own weights."""
 
-    Attributes:
-      policy: architecture, as the config changes it.
-      tokenizer: its tokenizer.
-      folder: Hugging Face folder of its first weights.
-      learner: its jitted updates.
-    """
-
-    policy: PolicyConfig
+    policy: PolicyConfig  # architecture, as the config changes it
     tokenizer: Tokenizer
-    folder: pathlib.Path
+    folder: pathlib.Path  # Hugging Face folder of its first weights
     learner: Learner
 
 
 @dataclasses.dataclass
 class Run:
-    """The parts of a run; making them uses no device but for the mesh.
-
-    Attributes:
-      config: the run's config.
-      own: models with their own weights by name, "policy" first.
-      worker: object that samples from the models for the algorithm.
-      algorithm: what is rolled out and trained on.
-      evaluation: held-out evaluation, or None where the data has no held-out questions.
-      timer: timer of the main thread's phases.
-    """
+    """The parts of a run; making them uses no device but for the mesh."""
 
     config: RunConfig
-    own: dict[str, Model]
-    worker: RolloutWorker
+    own: dict[str, Model]  # models with their own weights by name, "policy" first
+    worker: RolloutWorker  # samples from the models for the algorithm
     algorithm: Algorithm
-    evaluation: Evaluation | None
-    timer: PhaseTimer = dataclasses.field(default_factory=PhaseTimer)
+    evaluation: Evaluation | None  # None if the data has no held-out questions
+    timer: PhaseTimer = dataclasses.field(default_factory=PhaseTimer)  # of the main thread's phases
 
     @property
     def policy(self) -> PolicyConfig:
@@ -102,8 +86,7 @@ class Run:
 def make_run(config: RunConfig | Config) -> Run:
     """Checks the config and makes the run's parts.
 
-    Raises:
-      ValueError, FileNotFoundError: naming the field, its value and the remedy.
+    ValueError or FileNotFoundError name the field, its value and the remedy.
     """
     config = configs.read(config)
     folder = find_folder(config.policy)
@@ -128,11 +111,7 @@ def make_run(config: RunConfig | Config) -> Run:
 def make_algorithm(
     config: RunConfig, context: AlgorithmContext
 ) -> tuple[Algorithm, Evaluation | None]:
-    """The algorithm and its held-out evaluation (None where nothing is held out).
-
-    Raises:
-      ValueError: if the algorithm's fields do not fit the data.
-    """
+    """The algorithm and its held-out evaluation; ValueError if its fields do not fit the data."""
     spec = registry.ALGORITHMS[config.algorithm.name]
     evaluation = spec.evaluate(config.algorithm, context, config.data)
     return spec.make(config.algorithm, context), evaluation

@@ -23,24 +23,13 @@ def export(
     dtype: str = "bfloat16",
     adapters: bool = False,
 ) -> int:
-    """Writes the policy of a checkpoint as a Hugging Face folder.
+    """Writes the policy of a checkpoint as a Hugging Face folder; returns the checkpoint's step.
 
-    Args:
-      workdir: folder of the run.
-      out: folder to write, missing or empty.
-      step: step of the checkpoint; None means the newest intact one.
-      dtype: dtype of the written weights.
-      adapters: whether to write the LoRA adapters alone, in PEFT's format; otherwise they are
-        merged into their base.
-
-    Returns:
-      The step of the checkpoint.
-
-    Raises:
-      FileNotFoundError: if the workdir has no config or no complete checkpoint, or the policy's
-        folder is gone.
-      ValueError: if the checkpoint does not fit the folder, there are no adapters to write, or
-        `out` holds files.
+    `step` defaults to the newest intact checkpoint; `dtype` is that of the written weights. With
+    `adapters` only the LoRA adapters are written, in PEFT's format; otherwise they are merged into
+    their base. FileNotFoundError if the workdir has no config or no complete checkpoint, or the
+    policy's folder is gone. ValueError if the checkpoint does not fit the folder, there are no
+    adapters to write, or `out` holds files.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"out = {str(out)!r}: is there already; must be a new folder")
@@ -64,9 +53,7 @@ def export(
 def read_config(workdir: epath.Path) -> Config:
     """Reads WORKDIR/config.json as a ConfigDict.
 
-    Raises:
-      FileNotFoundError: if the file does not exist.
-      ValueError: if another command than train.py wrote it.
+    FileNotFoundError without the file, ValueError if another command than train.py wrote it.
     """
     path = workdir / CONFIG_FILE
     if not path.is_file():

@@ -32,16 +32,11 @@ from spell_jax.trainer.saver import Saver
 
 
 def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
-    """Trains for config.steps updates.
+    """Trains for config.steps updates; returns the workdir.
 
-    Args:
-      config: from spell_jax.config.default_config and a config file.
-      workdir: folder of the run. It gets config.json, metrics.jsonl, TensorBoard events, episodes/,
-        checkpoints/, policy/ and best/ (Hugging Face folders of the last weights and of the best by
-        validation), evaluation.json and plots/.
-
-    Returns:
-      The workdir.
+    The workdir gets config.json, metrics.jsonl, TensorBoard events, episodes/, checkpoints/,
+    policy/ and best/ (Hugging Face folders of the last weights and of the best by validation),
+    evaluation.json and plots/.
 
     Raises:
       ValueError, FileNotFoundError: if the config is invalid; naming the field and the remedy.
@@ -65,11 +60,9 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
 
 
 def make_logger(run: Run, workdir: epath.Path, step: int, tail: list[str]) -> RunLogger:
-    """The run's logger; it also writes config.json.
+    """The run's logger after `step` steps; it also writes config.json.
 
-    Args:
-      step: steps already done.
-      tail: last lines of metrics.jsonl from the checkpoint.
+    `tail` are the last lines of metrics.jsonl from the checkpoint.
     """
     config = run.config
     fields = to_dict(config)

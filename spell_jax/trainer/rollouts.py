@@ -16,21 +16,13 @@ from spell_jax.trainer.state import RolloutParams
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """One step's samples.
-
-    Attributes:
-      episodes: the algorithm's episodes.
-      groups: training groups made of them.
-      annotations: use of each episode in these groups.
-      metrics: metrics of the rollout.
-      state_before: state of the algorithm before the step, from which it can be repeated.
-    """
+    """One step's samples."""
 
     episodes: Sequence[Any]
-    groups: list[packing.TrainGroup]
-    annotations: Sequence[Annotation]
+    groups: list[packing.TrainGroup]  # training groups made of the episodes
+    annotations: Sequence[Annotation]  # use of each episode in these groups
     metrics: Metrics
-    state_before: dict[str, Any]
+    state_before: dict[str, Any]  # of the algorithm, to repeat the step from
 
     def progress(self) -> dict[str, float]:
         """Numbers for the progress line."""
@@ -50,10 +42,8 @@ class _Interrupted(Exception):
 class Rollouts:
     """Source of rollouts; at most one is kept ahead of the loop.
 
-    Args:
-      run: the run.
-      models: states and weights by name, read when a rollout starts.
-      should_stop: whether to abandon a rollout.
+    `models` are states and weights by name, read when a rollout starts. `should_stop` tells whether
+    to abandon it.
     """
 
     def __init__(self, run: Run, models: dict[str, Any], should_stop: Callable[[], bool]):
@@ -62,7 +52,6 @@ class Rollouts:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next step's rollout is done."""
         return self._ahead is not None
 
     def take(self, step: int) -> Rollout | None:

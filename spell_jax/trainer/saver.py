@@ -15,12 +15,9 @@ from spell_jax.trainer.build import Run
 
 
 class Saver:
-    """Writer of checkpoints between the steps of the loop.
+    """Writer of checkpoints between the steps of the loop; flushes the logger before each one.
 
-    The logger is flushed before a checkpoint, so that the files hold every step up to it.
-
-    Attributes:
-      best: best validation score so far, or None; the loop replaces it.
+    `best` is the best validation score so far, or None; the loop replaces it.
     """
 
     def __init__(
@@ -40,7 +37,6 @@ class Saver:
         return self._preemption.should_stop()
 
     def is_best(self, score: float | None) -> bool:
-        """Whether a validation score is better than the best so far."""
         return score is not None and (self.best is None or score > self.best)
 
     def save(

@@ -31,12 +31,9 @@ def restore_or_init(
 ) -> tuple[dict[str, Any], int, float | None, list[str]]:
     """The models of the newest intact checkpoint, or first models; the log says which.
 
-    Returns:
-      (states and weights by model name, steps done, best validation score, last lines of metrics).
-
-    Raises:
-      ValueError: if the checkpoint has another seed or shape, or a later step than the last.
-      DamagedError, FileNotFoundError: as Checkpoints.newest_intact and first_state.
+    Returns (states and weights by model name, steps done, best validation score, last lines of
+    metrics). ValueError if the checkpoint has another seed or shape, or a later step than the last;
+    other errors as in Checkpoints.newest_intact and first_state.
     """
     step = checkpoints.newest_intact()
     if step is None:
@@ -68,7 +65,6 @@ def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> Non
 
 
 def first_models(run: Run) -> dict[str, Any]:
-    """All models before the first step (see first_state)."""
     models: dict[str, Any] = {}
     for name, model in run.own.items():
         state = first_state(run.config, name, model)
@@ -79,12 +75,9 @@ def first_models(run: Run) -> dict[str, Any]:
 def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState:
     """The state before the first step, with a new optimizer.
 
-    The weights are those of config.init_from (for the policy), else those of the model's folder,
-    else random ones, if the folder holds only a config and a tokenizer.
-
-    Raises:
-      FileNotFoundError, ValueError: if the run of init_from does not exist, is damaged, or has
-        another shape.
+    The weights are those of config.init_from (for the policy), else of the model's folder, else
+    random if the folder holds only a config and a tokenizer. FileNotFoundError or ValueError if the
+    run of init_from does not exist, is damaged, or has another shape.
     """
     learner = model.learner
     if config.init_from and name == "policy":
@@ -110,15 +103,10 @@ def load_weights(model: Model) -> transformer.Params:
 def read_weights(
     workdir: epath.Path, policy: PolicyConfig, mesh: jax.sharding.Mesh, step: int | None = None
 ) -> tuple[int, transformer.Params]:
-    """Trained weights of a run's policy, by default from the newest intact checkpoint.
+    """(step, trained float32 weights on the mesh) of a run's policy; only adapters if it has any.
 
-    Returns:
-      (step, float32 weights on the mesh); only the adapters, if the policy has any.
-
-    Raises:
-      FileNotFoundError: if the run has no checkpoint (of that step).
-      ValueError: if it has another shape.
-      DamagedError: if none is intact.
+    The newest intact checkpoint by default. FileNotFoundError without a checkpoint (of that step),
+    ValueError if it has another shape, DamagedError if none is intact.
     """
     if not (workdir / CHECKPOINTS_FOLDER).is_dir():
         raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: not there")
@@ -149,8 +137,8 @@ def copy(params: transformer.Params) -> transformer.Params:
 class RolloutParams(Mapping[str, transformer.Params]):
     """Weights in the compute dtype by model name, for a rollout.
 
-    Each lookup casts anew, so that a caller who drops one model's weights before it looks up
-    another's needs the memory of one.
+    Each lookup casts anew, so a caller that drops one model's weights before it looks up another's
+    needs the memory of one.
     """
 
     def __init__(self, run: Run, models: Mapping[str, Any]):

@@ -31,20 +31,10 @@ def finish(
 ) -> dict[str, list[dict[str, float]]]:
     """Finishes the policy's update, then updates the algorithm's other trained models.
 
-    Args:
-      run: the run.
-      models: states and weights by name; the trained ones are replaced.
-      groups: training groups of the step, of all models.
-      update: the policy's update, from `start`.
-      workdir: folder of the run.
-      step: number of the training step.
-
-    Returns:
-      Named numbers of each optimizer step, by model. A model without groups has none, except the
-      policy, which then has those of an empty update.
-
-    Raises:
-      NonFinite: as learner.Update.finish; the rows are written below workdir/non_finite.
+    The trained ones of `models` are replaced; `groups` are those of all models. Returns named
+    numbers of each optimizer step, by model. A model without groups has none, except the policy,
+    which then has those of an empty update. NonFinite as in learner.Update.finish; the rows are
+    written below workdir/non_finite.
     """
     numbers: dict[str, list[dict[str, float]]] = {}
     for name, model in run.trained.items():
@@ -66,11 +56,8 @@ def metrics(
 ) -> Metrics:
     """The step's metrics; docs/metrics.md explains every name.
 
-    Args:
-      run: the run, whose timers give the seconds of the update.
-      rollout: the step's rollout.
-      numbers: numbers of each optimizer step by model, from `finish`.
-      is_ahead: whether the next rollout ran during the update; then no speed is given.
+    `numbers` are those of `finish`. No speed is given if the next rollout ran during the update
+    (`is_ahead`).
     """
     metrics = Metrics()
     metrics.merge(rollout.metrics)

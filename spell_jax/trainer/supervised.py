@@ -1,10 +1,9 @@
 """Supervised fine-tuning on (prompt, completion) rows: the learner's update with advantage 1.
 
-1. Rows come from a JSONL file or from the demonstrations of a generated world.
-2. The tokenizer comes with the policy folder; a policy with random weights gets one trained on the
-   rows.
-3. Each step packs `rows_per_step` rows and takes one update on the tokens of their completions.
-4. WORKDIR/policy is the result, a Hugging Face folder that the trainer starts from.
+Rows come from a JSONL file or from the demonstrations of a generated world. The tokenizer comes
+with the policy folder; a policy with random weights gets one trained on the rows. Each step packs
+`rows_per_step` rows and takes one update on the tokens of their completions. WORKDIR/policy is the
+result, a Hugging Face folder that the trainer starts from.
 """
 
 from __future__ import annotations
@@ -57,12 +56,8 @@ TOKENIZER_ROWS = 20_000
 def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
     """Rows of a JSONL file with "prompt" and "completion" ("role" and "task" are optional).
 
-    Returns:
-      (rows, number of skipped lines, each of which is logged with file and line).
-
-    Raises:
-      FileNotFoundError: if the file does not exist.
-      ValueError: if no line of it is a row.
+    Returns (rows, number of skipped lines, each logged with file and line). FileNotFoundError
+    without the file, ValueError if no line of it is a row.
     """
     if not pathlib.Path(path).is_file():
         raise FileNotFoundError(f"source = {str(path)!r}: must be 'tiny' or a .jsonl of rows")
@@ -98,8 +93,7 @@ def row_stream(config: SupervisedConfig, start: int) -> Iterator[demonstrations.
 def make_policy(config: SupervisedConfig) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
     """Architecture and tokenizer of the policy to start from.
 
-    Raises:
-      ValueError, FileNotFoundError: naming the field, its value and the remedy.
+    ValueError or FileNotFoundError name the field, its value and the remedy.
     """
     folder = config.policy.folder
     if folder:
@@ -123,7 +117,6 @@ def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packin
 
 
 def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:
-    """The learner of a config of supervised fine-tuning."""
     return Learner(
         policy,
         config.optimizer,
@@ -135,18 +128,9 @@ def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:
 
 
 def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
-    """Fine-tunes a policy, resuming from the last checkpoint in the workdir.
+    """Fine-tunes a policy, resuming from the last checkpoint in the workdir; returns its folder.
 
-    Args:
-      config: a config such as configs/tiny_warm_start.py's.
-      workdir: folder of the run.
-
-    Returns:
-      The folder of the resulting policy.
-
-    Raises:
-      ValueError, FileNotFoundError: naming the field, its value and the remedy.
-      Preempted, NonFinite: as trainer.loop.train.
+    Errors are those of trainer.loop.train.
     """
     config = configs.read_supervised(config)
     policy, tokenizer = make_policy(config)
