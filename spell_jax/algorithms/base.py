@@ -203,11 +203,7 @@ class Algorithm(Protocol):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names of the models that the algorithm uses besides "policy".
-
-        A model with a section of the config has a folder of its own. The others start as frozen
-        copies of the policy.
-        """
+        """Models besides "policy": with a config section and folder, or frozen copies of it."""
         ...
 
     @property

@@ -55,10 +55,7 @@ AnyEpisode = TypeVar("AnyEpisode", bound=QuestionEpisode)
 
 
 def ask_judge(judge: JudgeFunction | None, episodes: Sequence[AnyEpisode]) -> Sequence[AnyEpisode]:
-    """(Option) Replaces the rule's scores by an external judge's verdicts, where it gives one.
-
-    One host asks the judge and broadcasts the verdicts: two calls might not agree.
-    """
+    """(Option) Replaces scores by a judge's verdicts; one host asks: two calls might not agree."""
     if judge is None:
         return episodes
     items = [(e.question, p, e.reference) for e in episodes for p in e.predictions if p is not None]
@@ -75,10 +72,7 @@ def ask_judge(judge: JudgeFunction | None, episodes: Sequence[AnyEpisode]) -> Se
 def responder_groups(
     episodes: Sequence[QuestionEpisode], divide_by_deviation: bool, keep_equal: bool = False
 ) -> tuple[list[TrainGroup], list[Annotation]]:
-    """The responder's groups with group-normalized advantages (GRPO), and annotations.
-
-    Groups of equal rewards are left out unless `keep_equal`.
-    """
+    """The responder's groups (GRPO), without those of equal rewards unless `keep_equal`."""
     groups, annotations = [], []
     for e in episodes:
         if e.response is None or not (e.mixed or keep_equal):

@@ -30,15 +30,13 @@ from spell_jax.runtime.config import build
 class AlgorithmSpec:
     """An entry of the registry.
 
-    `evaluate` returns None if the data holds nothing out; the evaluation reads large files only
-    when it is first used. `inputs` are "clusters" (data.source), "questions" (data.questions), or
-    both.
+    `evaluate` returns None if the data holds nothing out; large files are read at its first use.
     """
 
     config: type[AlgorithmConfig]
     make: Callable[[Any, AlgorithmContext], Algorithm]
     evaluate: Callable[[Any, AlgorithmContext, DataConfig], Evaluation | None] = lambda *_: None
-    inputs: tuple[str, ...] = ("clusters",)
+    inputs: tuple[str, ...] = ("clusters",)  # of data.source; and/or "questions", of data.questions
 
 
 def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:

@@ -80,10 +80,9 @@ class RolloutWorker:
     the other coroutines nor on timing, and a resumed run repeats them.
 
     Attributes:
-      metrics: counts since `start_step`. By role (by model for other models than the policy):
-        tokens of prompts and of answers, share of answers truncated at the cap, share of prompts
-        refused because they are over the cap. By session: use of the slots (Session.counts).
-      sampled_tokens, prefilled_tokens: numbers of tokens since `start_step`.
+      metrics: counts since `start_step`. By role (by model, for others than the policy): tokens of
+        prompts and of answers, share of answers truncated at the cap, share of prompts refused. By
+        session: use of the slots (Session.counts).
       waited: seconds in which the host waited for the device, by role or model.
     """
 

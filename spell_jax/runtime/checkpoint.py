@@ -43,8 +43,6 @@ class DamagedError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    """A step that is being written."""
-
     step: int
     score: float | None
     surplus: list[int]  # older steps to delete when this one is complete
@@ -57,11 +55,9 @@ class Checkpoints:
     `save` writes at steps that are multiples of `every`; the latest `keep` and the best stay. A
     failed save is retried `retries` times with the arrays at hand, first after `backoff_s` seconds,
     doubled each time. At last the step is saved to NAME_stepSTEP in `fallback`: by default the
-    system's temporary folder; none with several hosts, because they do not share one.
-
-    Raises:
-      ValueError: if keep or every is below 1, or retries or backoff_s below 0.
-      OSError: if the folder cannot be made or read (RuntimeError with several hosts).
+    system's temporary folder; none with several hosts, because they do not share one. ValueError if
+    keep or every is below 1, or retries or backoff_s below 0; OSError (RuntimeError with several
+    hosts) if the folder cannot be made or read.
     """
 
     def __init__(
@@ -107,18 +103,14 @@ class Checkpoints:
         """Saves if `every` divides the step or `force` is set; returns whether it did.
 
         A saved step is not written again. The arrays, of any shapes, dtypes and shardings, are
-        written in the background but may be donated or deleted right after. A failure shows at the
-        next saved step, which is then written with retries before this returns. With `force` this
-        waits until the step is complete.
-
-        Args:
-          step: number of updates done.
-          host_state: values that JSON returns unchanged: dicts with string keys, lists, strings,
-            finite numbers, booleans, None.
-          score: quality of the weights, higher is better; the best step is not deleted.
+        written in the background but may be donated or deleted right after. The step of the highest
+        `score` is never deleted. A failure shows at the next saved step, which is then written with
+        retries before this returns. With `force` this waits until the step is complete.
 
         Raises:
-          TypeError, ValueError: if JSON would change something in host_state; names its path.
+          TypeError, ValueError: if host_state has anything but dicts with string keys, lists,
+            strings, finite numbers, booleans and None, which JSON returns unchanged; names its
+            path.
           ValueError: if the score is not finite, or if there is a later checkpoint, which the next
             resume would prefer.
           SaveError: if all tries failed; names the fallback folder, which now holds the step.
@@ -196,13 +188,9 @@ class Checkpoints:
         """Reads the arrays and the host_state of a saved step.
 
         `abstract` is the saved tree with jax.ShapeDtypeStruct (or arrays) as leaves. Each leaf's
-        `sharding` is its destination, on the mesh it was saved from or any other.
-
-        Raises:
-          FileNotFoundError: if there is no complete checkpoint of that step.
-          SaveError: as `wait`.
-          ValueError: if tensors are missing, superfluous, of another shape or dtype, or without a
-            sharding; names their paths.
+        `sharding` is its destination, on the mesh it was saved from or any other. ValueError names
+        the tensors that are missing, superfluous, of another shape or dtype, or without a sharding.
+        FileNotFoundError if there is no complete checkpoint of that step; SaveError as `wait`.
         """
         self._check(step, abstract, is_part=False)
         restored = self._manager.restore(
@@ -230,7 +218,6 @@ class Checkpoints:
             )
 
     def _check(self, step: int, abstract: Any, is_part: bool) -> None:
-        """Raises the errors of `restore` before anything is read."""
         self.wait()
         if step not in self._scores:
             raise FileNotFoundError(
@@ -267,7 +254,6 @@ class Checkpoints:
             _end(self._manager)
 
     def _open(self) -> ocp.CheckpointManager:
-        """Opens the Orbax manager, which names, lists and writes the steps."""
         # It keeps all steps: its own policies would delete an old step before the hashes of the new
         # one are written.
         # A single host creates folders synchronously: a failure in the background would leave

@@ -97,7 +97,6 @@ def check_choice(fields: Any, where: str, **choices: Collection[Any]) -> None:
 
 
 def flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every field of nested mappings."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{before}{name}.")

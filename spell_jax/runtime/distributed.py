@@ -1,7 +1,8 @@
 """Multi-host runs: joining processes, and exchange of host data.
 
-All processes must call these functions in the same order. An error on one process becomes an error
-on all, so none waits for a process that will never arrive.
+All processes must call these functions in the same order. An error on one becomes a RuntimeError on
+all, so none waits for a process that will never arrive. (On a single process, `broadcast` and
+`fail_together` raise the error itself.)
 """
 
 from __future__ import annotations
@@ -80,10 +81,7 @@ def join() -> None:
 
 
 def _leave_if_failed(position: _Position) -> None:
-    """Ends a failed process without jax's shutdown.
-
-    That shutdown would wait minutes for the other processes, which wait for this one.
-    """
+    """Ends a failed process without jax's shutdown, which would wait minutes for the others."""
     if hasattr(sys, "last_value"):
         _log_stderr(
             f"process {position.index} of {position.count} stops by the error above; if that is a "
@@ -154,10 +152,7 @@ def gather_bytes(mine: Sequence[bytes]) -> list[list[bytes]]:
 
 
 def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
-    """Results of `make` on every host, in host order.
-
-    If it raises on any host, RuntimeError on all hosts names those and their errors.
-    """
+    """Results of `make` on every host, in host order; RuntimeError names the hosts that failed."""
     failure: Exception | None = None
     mine: Sequence[bytes] = ()
     status = ""
@@ -173,10 +168,7 @@ def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
 
 
 def broadcast(make: Callable[[], Any]) -> Any:
-    """Calls `make` on process 0 only; returns its result, a JSON value, on all processes.
-
-    Its error becomes a RuntimeError on all hosts; a single host raises the error itself.
-    """
+    """Calls `make` on process 0 only; returns its result, a JSON value, on all processes."""
     if jax.process_count() == 1:
         return make()
     is_first = jax.process_index() == 0
@@ -186,10 +178,7 @@ def broadcast(make: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """Context that fails on all hosts if its block fails on one, after all have left the block.
-
-    The error is a RuntimeError on all hosts; a single host raises the block's own.
-    """
+    """Context that fails on all hosts if its block fails on one, after all have left the block."""
     failure: Exception | None = None
     try:
         yield

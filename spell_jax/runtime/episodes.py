@@ -35,10 +35,7 @@ def require_object(line: Any) -> dict[str, Any]:
 def read_episodes(
     workdir: str | os.PathLike[str], parse: Callable[[Any], T] = require_object
 ) -> Iterator[tuple[int, T]]:
-    """Yields (step, episode) for everything in WORKDIR/episodes, in rollout order.
-
-    One file at a time is in memory. Bad lines are logged and skipped (jsonl.read_records).
-    """
+    """Yields (step, episode) in rollout order; bad lines are skipped (jsonl.read_records)."""
     for step, path in episode_files(workdir).items():
         for episode in read_records(path, parse)[0]:
             yield step, episode

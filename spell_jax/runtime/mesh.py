@@ -85,11 +85,7 @@ def context_shards(mesh: jax.sharding.Mesh) -> int:
 
 
 def shardings(mesh: jax.sharding.Mesh, axes, shapes):
-    """Shardings of a tree of arrays, by a tree of PartitionSpec of logical axis names.
-
-    A dimension that the mesh axis does not divide (2 key/value heads on 4-way `tensor`) is
-    replicated.
-    """
+    """Shardings by PartitionSpecs of logical axes; an indivisible dimension is replicated."""
 
     def sharding(spec: PartitionSpec, array) -> NamedSharding:
         axes = [dict(RULES)[name] for name in spec]

@@ -104,7 +104,7 @@ def _parse(place: Any, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], s
 
 
 def run_now(work: Callable[..., Any], *args: Any) -> None:
-    """Runs work(*args) immediately; the synchronous alternative to Background.submit."""
+    """Runs work(*args) at once: the synchronous alternative to Background.submit."""
     work(*args)
 
 
@@ -112,13 +112,10 @@ class MetricsWriter:
     """Writes metrics.jsonl, a line {"step": int, name: number, ...} per step, and other loggers.
 
     Buckets cannot append, so all lines are held in memory and every write replaces the whole file.
+    Steps up to resume_step are kept, in TensorBoard too; `tail` has lines of its checkpoint, for
+    steps that the file lacks. A resume_step of None starts a new file. `is_writer` on process 0
+    only; elsewhere all methods do nothing. `submit` runs disk work, as Background.submit.
     ValueError if the file to resume or the tail is damaged (see `read_metrics`).
-
-    Args:
-      resume_step: last step to keep, in TensorBoard too; None starts a new file.
-      is_writer: whether this process writes (process 0 only); elsewhere all methods do nothing.
-      tail: lines kept by the checkpoint of resume_step, for steps that the file lacks.
-      submit: function that runs disk work, as Background.submit.
     """
 
     def __init__(

@@ -140,7 +140,6 @@ class Preemption:
         self._end(EXIT_CODE)
 
     def _poll(self, key: str) -> None:
-        """Polls a key of the metadata server until it announces a preemption."""
         server = self._metadata or METADATA_HOST
         if not self._metadata:
             try:

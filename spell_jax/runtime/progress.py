@@ -106,7 +106,6 @@ class Progress:
         return bool(multihost_utils.broadcast_one_to_all(late))
 
     def close(self) -> None:
-        """Leaves the last line on the terminal and moves to the next one."""
         if self._live is not None:
             for handler in self._handlers:
                 handler.setStream(self._stream)

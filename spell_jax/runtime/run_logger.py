@@ -114,15 +114,11 @@ def resident_bytes() -> int:
 class RunLogger:
     """Everything that a run writes and shows between two checkpoints; a context.
 
-    Every process makes one and calls it in the same way; only process 0 writes. The run has `steps`
-    steps and has `done` some; data of later steps in the folder is dropped. ValueError as
-    MetricsWriter, ImportError as loggers.Wandb.
-
-    Args:
-      tail: lines of metrics.jsonl from the checkpoint, see MetricsWriter.
-      episodes: maximum number of characters per step, see EpisodeWriter.
-      wandb: project of Weights & Biases, which also gets the config; "" for none.
-      timer: timer of this thread, if others read it too.
+    Every process makes one and calls it in the same way; only process 0 writes. The run has done
+    `done` of `steps` steps; data of later steps in the folder is dropped. `tail` is as in
+    MetricsWriter, `episodes` the maximum number of characters per step, as in EpisodeWriter.
+    `wandb` is a project of Weights & Biases, which also gets the config. `timer` is given if others
+    read it too. ValueError as MetricsWriter, ImportError as loggers.Wandb.
     """
 
     def __init__(
@@ -168,7 +164,7 @@ class RunLogger:
         self.progress.update(done, phase, self._shown)
 
     def write(self, step: int, metrics: Metrics, episodes: Iterable[Any] = ()) -> None:
-        """Writes a step's metrics, with the time since the last one, and its episodes.
+        """Writes a step's metrics, with the time since the last, and episodes.
 
         Raises the error of an earlier background write.
         """

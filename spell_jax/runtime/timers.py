@@ -17,7 +17,6 @@ class PhaseTimer:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, name: str) -> None:
-        """Ends the current phase and starts another one."""
         now = self._clock()
         self._seconds[self._name] += now - self._since
         self._name, self._since = name, now

@@ -36,9 +36,7 @@ class Scoring:
 
 @dataclasses.dataclass(frozen=True)
 class Episode(QuestionEpisode):
-    """One question and its answers; the status is "accepted" or "overlong".
-
-    Lists have None for an answer of bad format.
+    """One question and its answers; lists have None for an answer of bad format.
 
     Attributes:
       answers: parsed answers [G].
@@ -49,8 +47,7 @@ class Episode(QuestionEpisode):
       evidence_scores: its scores of the well-formed answers; None if it was not asked or failed.
       evidence: evidence rewards [G].
       consistent: whether the outcomes confirm the scoring, so that it may be trained on.
-      refresh: scorings that the reward model is trained on in this step; the step's last episode
-        holds all of them.
+      refresh: scorings to train the reward model on in this step; its last episode holds them all.
     """
 
     known_evidence: tuple[str, ...] = ()
@@ -85,11 +82,7 @@ class Episode(QuestionEpisode):
 
 
 def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
-    """An episode as a line of the run's files.
-
-    "judge" has None for answers that the judge was not asked about. In "prompt", {documents[i]}
-    stands for a text of the cluster.
-    """
+    """A line of the run's files; see SPELL's. "judge" has None where the judge was not asked."""
     verdicts, scores = iter(e.judge), iter(e.evidence_scores or ())
     texts = [f"{{documents[{i}]}}" for i in range(len(e.cluster.documents))]
     return {

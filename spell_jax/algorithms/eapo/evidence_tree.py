@@ -124,10 +124,7 @@ class Tree:
     embed: Embed | None = None
 
     def answer(self, records: Sequence[Record], texts: Sequence[str], seed: int) -> list[Record]:
-        """Lines of the output (`describe`) of requests, whose prompts are `texts` (make_prompt).
-
-        A request that is too long for the policy's context has no branches.
-        """
+        """Output lines of requests with prompts `texts`; one over the context has no branches."""
         chat = self.policy.tokenizer.chat
         key = jax.random.key(seed)
         keys = request_keys(key, len(records))
@@ -278,11 +275,7 @@ def _task(record: Record) -> str:
 
 
 def run(given: Any) -> None:
-    """Answers the questions of --prompts with trees and writes --out.
-
-    UsageError if flags do not go together; FileNotFoundError or ValueError if a file or folder is
-    missing or damaged, or a flag is out of range.
-    """
+    """Answers the questions of --prompts with trees and writes --out."""
     policy, prompts, sampling = generation.load(given)
     config = TreeConfig(given.width, given.evidence_by, given.reasoning_by)
     judge = _make_judge(given, policy) if "judge" in dataclasses.astuple(config) else None

@@ -120,10 +120,7 @@ class ReconstructionConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class Episode(QuestionEpisode):
-    """A puzzle and its answers; the documents of the cluster are joined one after the other.
-
-    Statuses are "accepted", "overlong" (a prompt over the cap) and "no_puzzle" (posed.reason).
-    """
+    """A puzzle and its answers; the status is "accepted", OVERLONG (the prompt) or NO_PUZZLE."""
 
     options: int  # K
     posed: PromptedPuzzle  # the puzzle, or why there is none
@@ -137,7 +134,7 @@ def pose(
     config: ReconstructionConfig,
     context: AlgorithmContext,
 ) -> PromptedPuzzle:
-    """Makes a puzzle of K options from a cluster's documents, or says why there is none."""
+    """Makes a puzzle of K options from a cluster's joined documents, or says why there is none."""
 
     def make(text: str) -> tuple[puzzles.Puzzle | None, str]:
         least, most = config.min_paragraph, config.max_paragraph
@@ -170,10 +167,9 @@ class Reconstruction:
         return [self._answered(e, next(replies)) if e.posed.puzzle else e for e in episodes]
 
     def start_episodes(self, key: Key, step: int) -> list[Episode]:
-        """Makes puzzles from as many documents as a step has.
+        """Makes a step's puzzles; documents without one are replaced, in at most ROUNDS rounds.
 
-        Documents that yield no puzzle are replaced by others, in at most ROUNDS rounds. The random
-        numbers of a puzzle depend only on the key and on the puzzle's index.
+        The random numbers of a puzzle depend only on the key and on the puzzle's index.
         """
         episodes: list[Episode] = []
         posed, wanted = 0, self.config.documents
@@ -246,10 +242,7 @@ class Reconstruction:
         return metrics
 
     def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
-        """An episode as a line of the run's files.
-
-        In "prompt", {document} stands for the window of the text, with gaps at the window's spans.
-        """
+        """A line of the run's files; {document} in "prompt" is the window, with gaps at spans."""
         e, puzzle = episode, episode.posed.puzzle
         ask = self._context.prompts.reconstruction
         return {

@@ -22,11 +22,7 @@ SEED = 10_000
 
 
 class PuzzleEvaluation:
-    """Held-out evaluation of a policy on reconstruction puzzles.
-
-    Puzzles are made once, as in training but with a seed of their own. The held-out documents take
-    turns; if there are few, one document yields several puzzles.
-    """
+    """Held-out puzzles, made once with a seed of their own; few documents yield several each."""
 
     def __init__(self, config: ReconstructionConfig, context: AlgorithmContext):
         self._config, self._context = config, context

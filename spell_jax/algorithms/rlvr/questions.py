@@ -222,7 +222,6 @@ class Build:
         return [a for a in batch if a.reason == KEPT]
 
     def write(self, batch: Sequence[Attempt]) -> None:
-        """Ask the teacher, as questioner, for a question per attempt."""
         texts = []
         for a in batch:
             documents = [a.cluster.documents[i] for i in a.shown]
@@ -248,7 +247,6 @@ class Build:
         return ""
 
     def answer(self, batch: Sequence[Attempt]) -> None:
-        """Ask the teacher, as responder, for an answer per attempt."""
         texts = [self.prompts.responder(a.task, a.cluster.documents, a.question) for a in batch]
         replies = self.teacher(1, [a.number for a in batch], texts)
         for attempt, reply in zip(batch, replies, strict=True):
@@ -297,10 +295,7 @@ def run(
     judge: Judge | None,
     out: str | os.PathLike[str],
 ) -> dict[str, Any]:
-    """Build the set in `out`, a local folder, and return the summary. Only process 0 writes.
-
-    FileNotFoundError or ValueError as Build and prompts.load, or if `out` contains another set.
-    """
+    """Build the set in the folder `out` (ValueError if it has another); return the summary."""
     out = pathlib.Path(out)
     build = Build(settings, prompt_sets.load(settings.prompt_set), count_tokens, teacher, judge)
     made_from = dataclasses.asdict(settings) | {"teacher": teacher.name}

@@ -114,7 +114,6 @@ class Spell:
                     new = [int(rng.integers(len(cluster.documents)))]
 
     async def propose(self, ask: Ask, episode: Episode) -> Episode:
-        """Asks for a question with its reference, and parses it."""
         c = self.config
         (reply,) = await ask("questioner", [episode.questioner_prompt])
         if reply is None:
@@ -323,7 +322,6 @@ class Spell:
         }
 
     def _group_advantages(self, scores: Sequence[float]) -> list[float]:
-        """Group-normalized advantages of one responder or verifier group (8)."""
         divide = self.config.divide_by_deviation
         return group_advantages(scores, divide_by_deviation=divide).tolist()
 

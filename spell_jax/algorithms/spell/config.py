@@ -131,10 +131,7 @@ class SpellConfig(AlgorithmConfig):
         )
 
     def round_budgets(self, writes: bool = True) -> list[RolloutBudget]:
-        """Upper bounds of one round; the update trains on all rounds of a step together.
-
-        There are at most max_generations rounds if questions are written, else one.
-        """
+        """Upper bounds of a round; a step trains on all its rounds (one unless `writes`)."""
         batch = self.generation_batch
         most = batch * self.max_generations if writes else batch
         good = most if self.keep_surplus else min(self.questions, most)
