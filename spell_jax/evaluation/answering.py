@@ -91,10 +91,7 @@ def tokenize(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> l
 
 
 def check_context(sampling: Sampling, policy: Policy, questions: Sequence[Question]) -> None:
-    """Raise ValueError if the longest prompt and answer exceed the policy's context.
-
-    Runs before any sampling, so that a limit that is too large does not fail hours later.
-    """
+    """Raise ValueError, before any sampling, if a prompt and answer may exceed the context."""
     longest = max(len(one.ids) for one in questions)
     cap = max(sampling.options(one.benchmark).max_tokens for one in questions)
     policy.config.check_length(longest + cap)
@@ -150,10 +147,7 @@ def sample_answers(
 
 
 def read_finished(path: pathlib.Path, samples: int) -> dict[QuestionKey, list[Row]]:
-    """Read the rows of completely sampled questions, and remove all other lines from the file.
-
-    The file may be missing. The G = `samples` rows of a question are in sample order.
-    """
+    """Read the rows of completely sampled questions, in sample order; remove all other lines."""
     if not path.exists():
         return {}
     found: dict[QuestionKey, list[Row]] = {}
@@ -182,8 +176,8 @@ def score(answered: Sequence[tuple[Question, Row]]) -> None:
 def ask_judge(answered: Sequence[tuple[Question, Row]], judge: Judge | None) -> None:
     """Ask the judge about answers with a rule score below 1, and add its verdicts to their rows.
 
-    All processes must call this together; only process 0 has rows. The judge sees the first
-    reference only, like the judge of the paper.
+    All processes must call it; only process 0 has rows. The judge sees the first reference, as in
+    the paper.
     """
     if judge is None:
         if any(question.judged for question, _ in answered):

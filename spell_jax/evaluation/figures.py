@@ -22,10 +22,7 @@ _PANEL_SIZE = (5.0, 3.6)  # inches
 def plot_breakdown(
     path: pathlib.Path, title: str, panels: Mapping[int, Sequence[Mapping[str, Any]]]
 ) -> None:
-    """Write the plot of a benchmark as a PNG file.
-
-    `panels` maps max_input to the "by" list of protocol.summarize, with one or two fields.
-    """
+    """Write the plot as PNG; `panels` maps max_input to a list "by" of protocol.summarize."""
     width, height = _PANEL_SIZE
     figure = Figure(figsize=(width * len(panels), height), layout="constrained")
     for number, (limit, parts) in enumerate(panels.items(), start=1):

@@ -74,10 +74,7 @@ def find_prompt_set(workdir: pathlib.Path | None) -> str:
 
 
 def make_prompt(record: Record, prompts: Prompts) -> str:
-    """Makes the prompt of one request.
-
-    A field that is missing, unknown or of the wrong type is a ValueError that names it.
-    """
+    """Makes the prompt of one request; a bad or missing field is a ValueError that names it."""
     if "prompt" in record:
         return _text(record, "prompt")
     role = record.get("role")
@@ -139,15 +136,10 @@ def answer(
 ) -> list[Record]:
     """Samples G = `samples` answers to all prompts that fit into the policy's context.
 
-    Args:
-      sampling: temperature (0 is greedy), top_p and max_tokens, as in Options.
-      seed: seed of sampling; the key of a request depends on its place among all requests.
-
-    Returns:
-      A line of the output for each request; a prompt that does not fit has no answers.
-
-    Raises:
-      ValueError: if no prompt fits, or a sampling option is out of range.
+    `sampling` has temperature (0 is greedy), top_p and max_tokens, as in Options. The key of a
+    request depends on `seed` and on its place among all requests. Returns a line of the output for
+    each request; a prompt that does not fit has no answers. Raises ValueError if no prompt fits, or
+    a sampling option is out of range.
     """
     options = Options(**sampling)
     ids, fitting = policy.fit(prompts, options.max_tokens)

@@ -37,8 +37,7 @@ class Policy:
     ):
         """Read the architecture and the tokenizer of a Hugging Face folder, but not the weights.
 
-        `thinking` is the mode of the chat template, see `tokenizer.load`. Errors are those of
-        weights.read_config_and_tokenizer.
+        `thinking` is as in `tokenizer.load`, errors as in weights.read_config_and_tokenizer.
         """
         self.folder = pathlib.Path(folder)
         self.config, self.tokenizer = weights.read_config_and_tokenizer(folder, thinking)
@@ -63,18 +62,11 @@ class Policy:
     ) -> Iterator[tuple[int, list[Sample]]]:
         """Sample G = `group` answers to each prompt, token ids int32 [P].
 
-        Args:
-          keys: key data of each prompt, uint32 [prompts, 2]; the sampler folds in the sample and
-            token indices.
-          options: sampling options of each prompt.
-          wanted: indices of the prompts to answer; None answers all. The compiled shapes follow
-            from all prompts, so that an answer does not depend on `wanted`.
-
-        Yields:
-          (index of the prompt, its G samples), in order of completion.
-
-        Raises:
-          ValueError: if the longest prompt and answer exceed the policy's context.
+        `keys` is the key data of each prompt, uint32 [prompts, 2]; the sampler folds in the sample
+        and token indices. `wanted` are the indices of the prompts to answer; None answers all. The
+        compiled shapes follow from all prompts, so that an answer does not depend on `wanted`.
+        Yields (index of the prompt, its G samples), in order of completion. Raises ValueError if
+        the longest prompt and answer exceed the policy's context.
         """
         indices = range(len(prompts)) if wanted is None else wanted
         if not indices:
@@ -123,10 +115,7 @@ class Policy:
         self.release()
 
     def fit(self, prompts: Sequence[str], max_tokens: int) -> tuple[list[np.ndarray], list[int]]:
-        """Tokenize prompts; keep those that leave room for `max_tokens` in the context.
-
-        Returns (token ids int32 [P] of the kept prompts, their indices among all prompts).
-        """
+        """Token ids, int32 [P], and indices of the prompts that leave room for `max_tokens`."""
         room = self.config.max_positions - max_tokens
         ids = enumerate(np.array(self.tokenizer.chat(prompt), np.int32) for prompt in prompts)
         fitting = {place: one for place, one in ids if len(one) <= room}

@@ -98,11 +98,10 @@ def run(
 ) -> dict[str, Any]:
     """Evaluates a policy and returns the content of summary.json; all processes call it together.
 
-    Args:
-      out: local output folder, made if missing; only process 0 reads and writes there.
-      name: name of the policy in the table.
-      judge: judge of answers with a rule score below 1; None uses the rule alone.
-      compare: output folders of other evaluations, whose rows are added to the table.
+    `out` is a local output folder, made if missing; only process 0 reads and writes there. `name`
+    is that of the policy in the table. `judge` sees answers with a rule score below 1; None uses
+    the rule alone. `compare` are output folders of other evaluations, whose rows are added to the
+    table.
 
     Raises:
       FileNotFoundError: if a file of the policy, of a benchmark or of `compare` does not exist.

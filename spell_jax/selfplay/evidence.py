@@ -80,10 +80,7 @@ def parse_sections(text: str, count: int) -> tuple[str, ...] | None:
 
 
 def with_answer_phrase(answer: str, task: str) -> str:
-    """Prefix an answer section with "The answer is", unless the rules already find an answer in it.
-
-    Raises ValueError if the task is unknown; no `answer` raises an error.
-    """
+    """Prefix an answer with "The answer is", unless the rules of `task` already find one in it."""
     return answer if find_answer(answer, task) is not None else f"The answer is {answer}"
 
 

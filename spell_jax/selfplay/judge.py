@@ -103,12 +103,9 @@ class Judge:
     ):
         """Loads the cache file if there is one.
 
-        Args:
-          ask: source of replies.
-          write_prompt: template, (question, prediction, reference) -> prompt.
-          model: name of the model that replies, part of the cache key.
-          cache_size: limit of the verdicts in memory, >= 1; the least recently used are dropped.
-          cache_file: JSONL file of all replies, which several models may share; None for none.
+        `write_prompt` makes the prompt of an Item. `model`, the name of the model that replies, is
+        part of the cache key. The `cache_size` >= 1 most recently used verdicts stay in memory.
+        `cache_file` is a JSONL file of all replies, which several models may share.
         """
         if cache_size < 1:
             raise ValueError(f"cache_size = {cache_size}: must be at least 1")
@@ -248,15 +245,12 @@ class Endpoint:
             self._sleep(turn - now)
 
     def _check_status(self, response: Any) -> None:
-        """Drops the body of an HTTP error and delays all workers by its Retry-After.
-
-        openai would read the body without a deadline. A server limits all requests together.
-        """
+        """Drops the body of an HTTP error and delays all workers by its Retry-After."""
         if response.is_success:
             return
-        response.close()
+        response.close()  # openai would read the body without a deadline
         wait = read_retry_after(response.headers.get("Retry-After"))
-        with self._lock:
+        with self._lock:  # of all workers, because a server limits all requests together
             until = self._clock() + min(wait, self.config.longest_wait_s)
             self._next_request_time = max(self._next_request_time, until)
 
@@ -268,10 +262,7 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _read(parts: Iterable[bytes], deadline: float) -> bytes:
-    """Returns the body of a reply, limited in total time and size.
-
-    The timeouts of openai and httpx apply to each read: a byte at a time never exceeds them.
-    """
+    """Returns the body of a reply; the timeouts of openai and httpx limit single reads only."""
     body = bytearray()
     for part in parts:
         body += part

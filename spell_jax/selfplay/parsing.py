@@ -140,12 +140,10 @@ def _without_trailing_commas(text: str) -> str:
 
 
 def _closing_object(text: str) -> str:
-    """Return the brace-balanced suffix of a text that ends in a brace; otherwise an empty string.
-
-    The text is scanned from the end because the last brace is known to lie outside any string.
-    """
+    """Return the brace-balanced suffix of a text that ends in a brace; otherwise an empty text."""
     if not text.endswith("}"):
         return ""
+    # Scanned from the end, because the last brace is known to lie outside any string.
     points = code_points(_without_escapes(text)[::-1])
     inside = np.logical_xor.accumulate(points == ord('"'))
     end = first_balance(brace_steps(points) * ~inside)

@@ -186,8 +186,7 @@ def make_prompted_puzzle(
 def parse_order(text: str, options: int) -> Order:
     r"""Parse an answer: the letters in the last \boxed{...} after all thoughts, for K = `options`.
 
-    Letters are upper case and separated by commas or white space. Total: any string gives an Order,
-    possibly an empty one. Takes linear time.
+    Letters are upper case, between commas or white space. Accepts any string; takes linear time.
     """
     visible = visible_text(text)
     boxed = None if visible is None else last_box(visible)
@@ -211,10 +210,7 @@ def sparse_reward(order: Order, truth: Sequence[str]) -> float:
 
 
 def chance(options: int) -> tuple[float, float]:
-    """Return the expected (dense, sparse) reward of a uniformly random permutation: 1/K and 1/K!.
-
-    For any K, a random permutation has one letter in its right place on average.
-    """
+    """Return the expected (dense, sparse) reward of a random permutation: 1/K and 1/K!."""
     return 1 / options, 1 / math.factorial(options)
 
 

@@ -153,10 +153,8 @@ def brace_steps(points: np.ndarray) -> np.ndarray:
 
 
 def first_balance(steps: np.ndarray) -> int | None:
-    """Return the first index at which the cumulative sum of steps is 0; None if there is none.
-
-    Vectorized, because a Python loop over a hundred thousand braces takes more than 10 ms.
-    """
+    """Return the first index at which the cumulative sum of steps is 0; None if there is none."""
+    # A Python loop over a hundred thousand braces takes more than 10 ms.
     balanced = np.flatnonzero(np.cumsum(steps, dtype=np.int64) == 0)
     return int(balanced[0]) if len(balanced) else None
 

@@ -133,10 +133,7 @@ def _sample_form(rng: np.random.Generator, value: str, plain: float) -> str:
 
 
 def _thought(evidence: Sequence[str], answer: str = "", letter: str | None = None) -> str:
-    """Format a thought: the quoted evidence and, for a choice, the answer with its letter.
-
-    The letter directly follows the answer, as it does in the options.
-    """
+    """Format a thought: the evidence and, for a choice, the answer directly before its letter."""
     facts = ", ".join([*evidence, *([f"{answer}({letter})"] if letter else [])])
     return f"<think> {facts}</think>" if facts else "<think></think>"
 
@@ -144,10 +141,8 @@ def _thought(evidence: Sequence[str], answer: str = "", letter: str | None = Non
 def question_json(
     rng: np.random.Generator, question: world.Question, plain: float
 ) -> tuple[str, str | None]:
-    """Return the questioner's JSON for a question, and the correct letter if it is a choice.
-
-    Answers start with a space, so that a word has the same token as inside a document.
-    """
+    """Return the questioner's JSON for a question, and the correct letter if it is a choice."""
+    # Answers start with a space, so that a word has the same token as inside a document.
     record: dict[str, object] = {"question": question.text}
     letter = None
     if question.kind == "choice":
@@ -251,13 +246,10 @@ def verifier_row(
 ) -> tuple[Row, str]:
     """Sample a verifier row: two answers, equal in half of the rows, and the verdict.
 
-    Returns (row, pair), where pair is "same", "decorated", "alias" or "different".
-
-    Args:
-      alias_cities: number of cities that may appear under their second name in an equal pair.
-      same_words: share of equal pairs with identical wording. Values with only one wording are
-        always identical.
-      strict: share of the equal pairs with different wording whose verdict is no.
+    `alias_cities` is the number of cities that may appear under their second name in an equal pair.
+    `same_words` is the share of equal pairs with identical wording; values with only one wording
+    are always identical. `strict` is the share of the others whose verdict is no. Returns (row,
+    pair), where pair is "same", "decorated", "alias" or "different".
     """
     documents = world.make_documents(rng, 4)
     kind = _sample_kind(rng, VERIFIED_KINDS)

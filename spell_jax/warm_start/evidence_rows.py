@@ -57,11 +57,7 @@ class Mixture:
 def make_questions(
     seed: int, count: int, documents: Sequence[int], two_hop: float = 0.5
 ) -> tuple[Question, ...]:
-    """Generate seeded questions with their supporting lines.
-
-    Questions cycle through `documents`, numbers of documents from 2 to 24 each. A share of
-    `two_hop` has two hops.
-    """
+    """Generate seeded questions; their numbers of documents (2 to 24) cycle through `documents`."""
     generators = (np.random.default_rng([seed, index, _QUESTIONS]) for index in range(count))
     sizes = itertools.cycle(documents)
     return tuple(sample_question(rng, next(sizes), two_hop) for rng in generators)

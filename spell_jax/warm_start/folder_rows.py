@@ -8,16 +8,14 @@
 3. A questioner row quotes the fact and writes the question. A responder row quotes it and answers
    from the documents. A verifier row compares the reference with itself, with another form of it,
    or with another value.
-4. A reciter row is not part of self-play. Its completion repeats the documents of the prompt in
-   another order. It teaches a randomly initialized policy to find and copy text, faster than the
-   roles' short answers do.
+4. A reciter row is not part of self-play. Its completion repeats the documents in another order. It
+   teaches a randomly initialized policy to find and copy text, faster than short answers do.
 
     python -m spell_jax.warm_start.folder_rows --source=FOLDER --out=DIR
 
-writes DIR/rows.jsonl, one {"prompt", "completion", "role", "task"} per line for supervised
-fine-tuning; DIR/tokenizer.model, trained on such rows; and DIR/questions.jsonl, questions with
-answers about held-out clusters, for validation. Clusters are those that train.py makes of the same
-folder with that tokenizer and the same settings.
+writes DIR/rows.jsonl, one {"prompt", "completion", "role", "task"} per line; DIR/tokenizer.model,
+trained on such rows; and DIR/questions.jsonl, questions with answers about held-out clusters.
+Clusters are those that train.py makes of the same folder with that tokenizer and the same settings.
 """
 
 import argparse
@@ -230,10 +228,7 @@ class RowMaker:
     counts: Counter[str] = field(default_factory=Counter)
 
     def question(self, task: str, facts: Sequence[Fact], letter: str) -> FactQuestion | None:
-        """Make a question about one or two of a cluster's facts; None if they do not allow one.
-
-        `letter` is that of the correct option, for multiple choice.
-        """
+        """Make a question about a cluster's facts, its correct option at `letter`, if possible."""
         if task == "financial_math":
             facts = [fact for fact in facts if fact.kind == "number"]
         if not facts:
@@ -400,8 +395,7 @@ def make_questions(
 ) -> list[dict[str, object]]:
     """Make at most `count` records {"task", "documents", "question", "answer"} with known answers.
 
-    Tasks alternate and clusters come in shuffled order. A cluster whose facts do not allow a
-    question is skipped.
+    Tasks alternate. Clusters come in shuffled order, those without suitable facts are skipped.
     """
     rng = np.random.default_rng(seed)
     maker = RowMaker(prompts, RowConfig(tuple(tasks)), rng, count_words)

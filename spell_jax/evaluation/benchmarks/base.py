@@ -1,7 +1,4 @@
-"""Data types of a benchmark: questions with prompts and references, and the scoring of answers.
-
-Each family of benchmarks has one file, which reads them from published files or generates them.
-"""
+"""Data types of a benchmark: questions with prompts and references, and the scoring of answers."""
 
 from __future__ import annotations
 
@@ -25,24 +22,13 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A set of questions with one scoring rule.
+    """A set of questions with one scoring rule."""
 
-    Attributes:
-      name: name in --benchmarks, such as "longbench_v2".
-      title: heading of its table column.
-      items: questions in order.
-      extract: (sample text, item) -> stated answer, or None; accepts any text.
-      score: (sample text, item) -> rule score in [0, 1]; accepts any text, in linear time.
-      judged: whether a judge is asked about answers with a rule score below 1.
-      max_tokens: default maximum answer length in tokens (paper Appendix E.2, F.2, F.3: 4096).
-      by: one or two item fields; scores are also averaged separately for each of their values.
-    """
-
-    name: str
-    title: str
+    name: str  # in --benchmarks, such as "longbench_v2"
+    title: str  # heading of its table column
     items: tuple[Item, ...]
-    extract: Callable[[str, Item], str | None]
-    score: Callable[[str, Item], float]
-    judged: bool = False
-    max_tokens: int = 4096
-    by: tuple[str, ...] = ()
+    extract: Callable[[str, Item], str | None]  # sample text -> stated answer; accepts any text
+    score: Callable[[str, Item], float]  # any sample text -> rule score in [0, 1], in linear time
+    judged: bool = False  # whether a judge is asked about answers with a rule score below 1
+    max_tokens: int = 4096  # default maximum answer length (paper Appendix E.2, F.2, F.3)
+    by: tuple[str, ...] = ()  # one or two item fields; scores are also averaged for each value

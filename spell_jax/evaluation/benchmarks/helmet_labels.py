@@ -67,10 +67,7 @@ def by_label(pairs: Pairs) -> dict[str, list[str]]:
 
 
 def balanced(by_label: Mapping[str, Sequence[str]], count: int, rng: random.Random) -> Pairs:
-    """Choose `count` examples in rounds, each with every label once, in random order.
-
-    The texts of a label repeat only after all of them were used.
-    """
+    """Choose examples in shuffled rounds of all labels; texts repeat only after all were used."""
     rounds = -(-count // len(by_label))
     columns = []
     for label, texts in by_label.items():

@@ -9,8 +9,7 @@
 Prompts are the responder's prompts in training (set "full"), rules are those of the reward. A judge
 is asked if the rule score is below 1, except for letters (paper Appendix E.2). For LongBench, only
 the first answer is the reference. Paragraphs (DocMath) or documents (Frames, each a title, a
-newline and a text) are joined by newlines (spec section 11). Sources and layouts:
-docs/evaluation.md.
+newline and a text) are joined by newlines (spec section 11).
 """
 
 from __future__ import annotations
@@ -66,10 +65,8 @@ def load_longbench(task: str, folder: Folder, limit: int | None = None) -> Bench
 
 
 def load_frames(folder: Folder, limit: int | None = None) -> Benchmark:
-    """Load Frames with the texts of its Wikipedia pages, 824 questions, from `test.jsonl`.
-
-    Google's own files have links only; modelscope.cn/datasets/iic/frames adds the texts.
-    """
+    """Load Frames, 824 questions, from `test.jsonl` of modelscope.cn/datasets/iic/frames."""
+    # Google's own files have links to Wikipedia only, without the texts.
     rows = published.read(folder, [["test.jsonl"]], 824, limit)
     items = []
     for number, row in enumerate(rows):
@@ -81,10 +78,7 @@ def load_frames(folder: Folder, limit: int | None = None) -> Benchmark:
 
 
 def load_docmath(folder: Folder, limit: int | None = None) -> Benchmark:
-    """Load DocMath-Eval's four testmini sets, 800 questions, from `data/SET_testmini.json`.
-
-    `limit` takes the first questions of the sets in the order of `DOCMATH_ROWS`.
-    """
+    """Load DocMath-Eval's four testmini sets, 800 questions, in the order of `DOCMATH_ROWS`."""
     items: list[Item] = []
     for split, count in DOCMATH_ROWS.items():
         left = None if limit is None else limit - len(items)

@@ -38,11 +38,9 @@ log = logging.getLogger(__name__)
 def load(folder: Folder, limit: int | None = None) -> Benchmark:
     """Load the questions of a run, at most `PER_STEP` per step, with the fields "step" and "task".
 
-    A limit spreads the questions evenly over the steps.
-
-    Raises:
-      ValueError: if no question can be asked, or config.json is not a run's config.
-      FileNotFoundError: if there are no episodes, or the run's own prompt files no longer exist.
+    A limit spreads the questions evenly over the steps. Raises ValueError if no question can be
+    asked, or config.json is not a run's config; FileNotFoundError if there are no episodes, or the
+    run's own prompt files no longer exist.
     """
     if not episode_files(folder):
         raise FileNotFoundError(f"{folder}: must have episodes/ of a run. {HELP}")

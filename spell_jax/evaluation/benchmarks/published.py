@@ -71,10 +71,7 @@ class Row:
 
 
 def locate(folder: Folder, layouts: Layouts) -> list[Path]:
-    """Files of the layout that a folder has: the first layout whose first file exists.
-
-    Raises FileNotFoundError if the folder, all layouts, or a file of the chosen layout is missing.
-    """
+    """Files of the first layout whose first file exists; FileNotFoundError if any is missing."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder. {HELP}")
@@ -89,11 +86,7 @@ def locate(folder: Folder, layouts: Layouts) -> list[Path]:
 
 
 def rows_of(path: Path, format: str = "", delimiter: str = ",") -> Iterator[Row]:
-    """Iterate over the rows of a file, in file order.
-
-    The format is ".json", ".jsonl", ".csv" or ".parquet"; "" takes the suffix of the path. Raises
-    ValueError if the file is damaged or is not a list of objects.
-    """
+    """Iterate over the rows of a file, in file order; the default format is its suffix."""
     format = format or path.suffix
     values = json_value(path, list) if format == ".json" else _values(path, format, delimiter)
     number = 0
@@ -138,10 +131,7 @@ def json_value(path: Path, kind: type[T]) -> T:
 
 
 def read(folder: Folder, layouts: Layouts, published: int, limit: int | None) -> list[Row]:
-    """Read all rows of a dataset, or the first `limit`; rows after the limit are not checked.
-
-    Without a limit, `published` rows are required. Raises as `locate`, `rows_of`, `check_count`.
-    """
+    """Read the first `limit` rows of a dataset, or all, whose number must be `published`."""
     paths = locate(folder, layouts)
     rows = list(itertools.islice(itertools.chain.from_iterable(map(rows_of, paths)), limit))
     if len(rows) != limit:

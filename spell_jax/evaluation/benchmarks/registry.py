@@ -62,11 +62,9 @@ def load(
 ) -> Benchmark:
     """Load a benchmark from a local folder with its files; nothing is downloaded.
 
-    Args:
-      name: key of `LOADERS`, or a name in one of the `FORMS`.
-      limit: maximum number of questions, at least 1; None loads all. Published files then need only
-        as many rows as the limit takes.
-      tokenizer: tokenizer of the policy; generated benchmarks measure their length in its tokens.
+    `name` is a key of `LOADERS`, or has one of the `FORMS`, whose lengths are in tokens of
+    `tokenizer`. `limit` is the maximum number of questions, at least 1; None loads all. Published
+    files then need only as many rows.
 
     Raises:
       ValueError: if the name is unknown, the files or their number of rows are not as published, or

@@ -16,8 +16,6 @@
    with published scores they compare only up to this difference.
 3. HELMET sets a length in tokens by the number of passages or examples; `LENGTHS` are its lengths.
    Books and court files are not truncated here: the caller truncates prompts to the model's limit.
-
-Sources and layouts: docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -89,10 +87,7 @@ _LAW_PROMPT = (
 
 
 def load_mrcr(needles: int, folder: Folder, limit: int | None = None) -> Benchmark:
-    """Load MRCR with 2, 4 or 8 needles.
-
-    The files are `Nneedle/Nneedle_0.parquet` and `_1.parquet`, formerly one, `Nneedle.parquet`.
-    """
+    """Load MRCR with 2, 4 or 8 needles, from its two files or from the single file of before."""
     name = f"{needles}needle"
     layouts = [[f"{name}/{name}_0.parquet", f"{name}/{name}_1.parquet"], [f"{name}.parquet"]]
     rows = published.read(folder, layouts, MRCR_ROWS, limit)
@@ -147,8 +142,7 @@ def load_rag(
 
     100 questions are sampled. Each is asked 6 times (HotpotQA: 3), once per position of its gold
     passage. The folder is that of HELMET's unpacked data.tar.gz, or `data` or `data/kilt` in it.
-    The limit takes the first items in file order. `length` is the prompt length in tokens, of
-    `LENGTHS`.
+    The limit takes the first items in file order. `length` is in tokens, one of `LENGTHS`.
     """
     question_file, example_file, positions = _RAG[task]
     path, examples = (
@@ -230,8 +224,7 @@ def load_icl(
     """Load in-context classification: the labels must be inferred from examples in the prompt.
 
     Each question has its own examples, balanced over labels. Labels are shown as numbers, assigned
-    at random for each question, so that no label is known beforehand. The task is a key of
-    `helmet_labels.TASKS`; `length` is the prompt length in tokens.
+    at random for each question, so that no label is known beforehand.
     """
     train, test = helmet_labels.read(task, folder, complete=limit is None)
     by_label = helmet_labels.by_label(train)
@@ -282,10 +275,7 @@ def load_infbench_sum(folder: Folder, limit: int | None = None) -> Benchmark:
 
 
 def load_multi_lexsum(folder: Folder, limit: int | None = None) -> Benchmark:
-    """Load short summaries of lawsuits, from Multi-LexSum v20230518: 100 sampled of 312 (dev set).
-
-    `sources.json` (2.2 GB) is held in memory while it is read.
-    """
+    """Load short summaries of lawsuits, Multi-LexSum v20230518: 100 sampled of 312 (dev set)."""
     names = ["dev.json", "train.json", "sources.json"]
     layouts = [[f"{at}{name}" for name in names] for at in ("releases/v20230518/", "")]
     cases, others, documents = published.locate(folder, layouts)
@@ -296,7 +286,7 @@ def load_multi_lexsum(folder: Folder, limit: int | None = None) -> Benchmark:
     )
     numbers = _choose_summaries(f"{cases}, with summary/short", len(rows), 312, limit)
     shown = [row.text("summary/short") for row in examples]
-    sources = Row(str(documents), published.json_value(documents, dict))
+    sources = Row(str(documents), published.json_value(documents, dict))  # 2.2 GB
     items = []
     for row in (rows[number] for number in numbers):
         name = str(row.get("case_id", (str, int), "an id"))
@@ -317,8 +307,7 @@ def rouge_l(text: str, reference: str) -> float:
     """F1 of the longest common subsequence of words, in [0, 1].
 
     Words are runs of a-z and 0-9 in lower case, as in the package rouge-score, without stemming.
-    The algorithm is bit-parallel (Hyyro 2004), with one bit per word of the reference. Memory is
-    linear; for a given reference, time is linear in the text.
+    Bit-parallel (Hyyro 2004): memory is linear; for a given reference, time is linear in the text.
     """
     ours, theirs = _WORD.findall(text.lower()), _WORD.findall(reference.lower())
     if not ours or not theirs:

@@ -10,8 +10,7 @@
 
 A mathematical answer is the content of the last box after the thinking, else the text after "the
 answer is", compared by `math_equal`. A letter is parsed as in training (spec section 5.2), but with
-ten letters. No judge is asked, because both metrics are exact. Prompts have no examples. Sources
-and layouts: docs/evaluation.md.
+ten letters. No judge is asked, because both metrics are exact. Prompts have no examples.
 """
 
 from __future__ import annotations

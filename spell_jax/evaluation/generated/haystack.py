@@ -88,10 +88,7 @@ class Source:
         return self.pile(itertools.repeat(NOISE), after="\n")
 
     def pile(self, pieces: Iterable[str], before: str = "", after: str = "") -> Pile:
-        r"""Pile of pieces without separators; counts each with its separator.
-
-        The side matters: in Qwen's vocabulary " The" is one token, and so is ".\n".
-        """
+        """Pile of pieces, each counted with its separator: " The" is one token of Qwen."""
         return Pile((piece, self.cost(before + piece + after)) for piece in pieces)
 
 
@@ -125,11 +122,8 @@ class Pile:
 
 @functools.cache
 def split_sentences(text: str) -> tuple[str, ...]:
-    """Split a text into sentences with single spaces, and long ones into pieces.
-
-    A piece has at most 400 characters, about a hundred tokens. That is half of the tokens by which
-    a prompt of 4,096 tokens may be too short.
-    """
+    """Split a text into sentences with single spaces, and long ones into pieces."""
+    # 400 characters are about 100 tokens, half of those that a prompt of 4,096 tokens may lack.
     wrap = functools.partial(textwrap.wrap, width=400, break_on_hyphens=False)
     sentences = re.split(r"(?<=[.!?])\s+|(?<=[。！？])", text)
     return tuple(piece for sentence in sentences for piece in wrap(sentence))

@@ -8,10 +8,9 @@ section 3 and appendix B. The constants are theirs, the wording is ours. Four fa
 3. cwe, fwe: the most common words of a list (aggregation).
 4. qa: questions whose documents are mixed with the documents of other questions.
 
-The model writes its whole turn. In the original, the prompt begins the answer for it ("... are:").
-
-The grid has one needle in prose, like that of niah_single_2, for each depth and length (Kamradt
-2023, "Needle In A Haystack - pressure testing LLMs"). No training data has the answer.
+The model writes its whole turn; the original's prompt begins the answer for it ("... are:"). The
+grid has one needle in prose, like niah_single_2, for each depth and length (Kamradt 2023, "Needle
+In A Haystack - pressure testing LLMs"). No training data has the answer.
 """
 
 from __future__ import annotations
@@ -66,11 +65,8 @@ def ruler(
     have the fields "length" (the maximum) and "tokens" (of the prompt), and for niah_* "depths"
     (fractions of the haystack before the needles asked for). A prompt of 128K tokens takes 0.3 to
     0.6 s on one core with Qwen's tokenizer, 0.3 s of it for counting the whole prompt, which
-    guarantees the length.
-
-    Raises:
-      ValueError: if the prose (`PROSE_TASKS`) or the rows are missing or too short, or the length
-        is too short for the question.
+    guarantees the length. Raises ValueError if the prose (`PROSE_TASKS`) or the rows are missing or
+    too short, or the length is too short for the question.
     """
     base = [seed, zlib.crc32(task.encode()), source.length]
     if task == "qa":
@@ -99,17 +95,11 @@ def needle(
 ) -> Benchmark:
     """Build the needle grid: one item per length and depth, with lengths in the outer loop.
 
-    A needle is placed at the nearest end of a sentence before its depth. Items have the requested
-    "depth" and "length", which are the fields of the breakdown, and the actual number of "tokens".
-
-    Args:
-      source: token counters and prose; its length does not count.
-      lengths: maximum numbers of tokens in a prompt.
-      items: number of items; more than one grid repeats it. None makes one grid.
-      seed: seed of the names and of the start of each haystack in the prose.
-
-    Raises:
-      ValueError: if there is no prose, or a length is too short for the question.
+    A needle is placed at the nearest end of a sentence before its depth. `lengths` are maximum
+    numbers of tokens in a prompt; the length of `source` does not count. More `items` than one grid
+    repeat it; None makes one grid. Items have the requested "depth" and "length", which are the
+    fields of the breakdown, and the actual number of "tokens". Raises ValueError if there is no
+    prose, or a length is too short for the question.
     """
     cells = list(itertools.product(lengths, enumerate(GRID_DEPTHS)))
     made = []
@@ -202,10 +192,7 @@ def _secret_prompt(kind: str, hay: str, question: str) -> str:
 
 
 def _variable_tracking(source: Source, rng: np.random.Generator) -> Make:
-    """Ask for the variables that have a value, directly or through others (paper section 3.2).
-
-    The prompt starts with an example: five lines of noise and variables of three letters.
-    """
+    """Ask for the variables that have a value, directly or through others (paper section 3.2)."""
     names, pile = Names(rng), source.noise()
     number, shown_number = (rng.choice(90_000, 2, replace=False) + 10_000).tolist()
     chain = [names.sample("variable") for _ in range(_HOPS + 1)]
@@ -365,9 +352,8 @@ def read_rows(folder: str | pathlib.Path) -> tuple[QaRow, ...]:
     A line has the layout of HotpotQA and 2WikiMultihopQA, {"question", "answer", "context":
     [[title, [sentence, ...]], ...]}; of MuSiQue, {"question", "answer", "answer_aliases",
     "paragraphs": [{"title", "paragraph_text"}, ...]}; or is {"question", "answer" or "answers",
-    "documents": [text, ...]}.
-
-    Raises FileNotFoundError without a *.jsonl file, ValueError if no line is a question.
+    "documents": [text, ...]}. Raises FileNotFoundError without a file, ValueError if no line is a
+    question.
     """
     paths = sorted(pathlib.Path(folder).glob("*.jsonl"))
     if not paths:
