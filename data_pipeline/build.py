@@ -69,16 +69,12 @@ class Plan:
 
     @property
     def pools(self) -> dict[str, str]:
-        """Source -> pool: its sorted task names, joined by "+"; clusters never mix pools."""
+        """Source -> pool: its sorted task names, joined by "+"."""
         return {name: "+".join(sorted(source.tasks)) for name, source in self.sources.items()}
 
 
 def make_plan(config: Config) -> Plan:
-    """Validate a config without reading any file.
-
-    Raises:
-      ValueError: if a field is invalid; names the field, its value and the valid range.
-    """
+    """Validate a config without reading files; ValueError names field, value and range."""
     if not config.sources:
         raise ValueError("sources = {}: must have at least one source; see configs/data/folder.py")
     checks = dict(config.decontaminate)
@@ -113,14 +109,8 @@ def _build_all(cls: Any, section: Mapping[str, Any], where: str) -> dict[str, An
 def build(config: Config, out: str, options: Sequence[str] = ()) -> dict[str, Any]:
     """Run all unfinished stages and return the manifest.
 
-    Args:
-      config: Fields as in configs/data/base.py.
-      out: Output folder, local or on any file system that Beam supports (gs://, s3://, ...).
-      options: Beam's own flags.
-
-    Raises:
-      ValueError: if a field is invalid; names the field, its value and the valid range.
-      FileNotFoundError: if a source has no files.
+    `config` has the fields of configs/data/base.py; `out` is local or on any file system that Beam
+    supports. Raises ValueError if a field is invalid, FileNotFoundError if a source has no files.
     """
     plan = make_plan(config)
     stages = Stages(FileSystems.join(out, "stages"), options)

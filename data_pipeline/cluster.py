@@ -2,11 +2,9 @@
 
 1. A pool is the set of documents that serve the same tasks; clusters never mix pools. Each pool is
    the root node of a tree, and so is each document of a source with `one_document_per_cluster`.
-2. A "point" is a document's id, token count and vector with the node it belongs to.
-3. A level splits every node with more than `node_documents` documents: one stage fits centroids to
-   a sample of the node, a second stage moves each point to its nearest centroid. The sample is the
-   documents with the smallest ids, which are hashes.
-4. The driver stops when no node is too large, or after `levels` levels. One worker then clusters
+2. A level splits every node with more than `node_documents` documents: one stage fits centroids to
+   a sample of the node, a second stage moves each point to its nearest centroid.
+3. The driver stops when no node is too large, or after `levels` levels. One worker then clusters
    each node in memory (kmeans.make_leaves), and the clusters are joined with their texts.
 """
 
@@ -56,21 +54,12 @@ def cluster(
 ) -> Done:
     """Run all clustering stages; the last one, "cluster", writes "clusters" and "removed".
 
-    Args:
-      stages: Runner of the stages.
-      documents: "STAGE/TABLE" of Documents with tokens and vectors; every id occurs once.
-      after: Stages that produced `documents`.
-      config: Limits and sizes.
-      pools: Source -> sorted names of its tasks, joined by "+".
-      alone: Sources with `one_document_per_cluster`.
-
-    Returns:
-      The last stage, with the total seconds of all clustering stages and these counts:
-        ("clusters", pool) and ("cluster size = N", pool);
-        ("small clusters", pool): clusters with fewer than min_documents documents;
-        ("nodes over the limit", pool): nodes still over node_documents when they were clustered;
-        ("documents clustered", source);
-        ("documents removed: REASON", source).
+    `documents` is a "STAGE/TABLE" of Documents with vectors, each id once, made by the stages
+    `after`. `pools` maps a source to the sorted names of its tasks, joined by "+"; `alone` names
+    the sources with `one_document_per_cluster`. The returned stage has the seconds of all stages,
+    and counts. By pool: "clusters", "cluster size = N", "small clusters" (below min_documents) and
+    "nodes over the limit" (still over node_documents when they were clustered). By source:
+    "documents clustered" and "documents removed: REASON".
     """
     usable = {"pools": dict(pools), "max_cluster_tokens": config.max_cluster_tokens}
     given: dict[str, Any] = usable | {"alone": sorted(alone)}
@@ -133,8 +122,7 @@ def make_points(
 ) -> dict[str, beam.PCollection]:
     """Make a point in a root node for every document that a cluster can hold.
 
-    make_clusters removes the others. Events: ("documents in node", node), except for nodes of one
-    document's pieces.
+    make_clusters removes the others. Nodes of one document's pieces are not counted.
     """
     place = beam.FlatMap(_point, dict(pools), frozenset(alone), max_cluster_tokens)
     points: Any = documents | "place at root" >> place
@@ -144,10 +132,7 @@ def make_points(
 def make_centroids(
     points: beam.PCollection, large: Mapping[str, int], config: ClusterConfig
 ) -> dict[str, beam.PCollection]:
-    """Fit the centroids of the children of nodes over the limit; `large` is node -> documents.
-
-    Events: ("nodes split", pool).
-    """
+    """Fit the centroids of the children of `large`, node -> documents; count split nodes."""
     centroids: Any = (
         points
         | "take sample" >> beam.FlatMap(_sample, dict(large), config.fit_documents)
@@ -161,20 +146,14 @@ def make_centroids(
 def make_level(
     points: beam.PCollection, centroids: beam.PCollection
 ) -> dict[str, beam.PCollection]:
-    """Move points to the nearest child, if their node has centroids.
-
-    Events: ("documents in node", node).
-    """
+    """Move points to the nearest child, if their node has centroids; count them by node."""
     by_node: Any = centroids | "key by node" >> beam.Map(lambda c: (c["node"], c["vectors"]))
     moved: Any = points | "move to child" >> beam.Map(_move, AsDict(by_node))
     return {"points": moved, "counts": moved | "count by node" >> beam.FlatMap(_in_node)}
 
 
 def make_members(points: beam.PCollection, config: ClusterConfig) -> dict[str, beam.PCollection]:
-    """Assign every document to a cluster; each node is clustered in memory.
-
-    Events: ("nodes over the limit", pool).
-    """
+    """Cluster each node in memory: (document, cluster) ids; count nodes over the limit."""
     made: Any = (
         points
         | "key by node" >> beam.Map(lambda point: (point["node"], point))
@@ -257,8 +236,8 @@ def _sample(
 ) -> Iterator[tuple[str, tuple[str, bytes]]]:
     """Yield (node, (id, vector)) if a point belongs to the sample of a large node.
 
-    Ids are uniformly distributed, so a threshold on the id gives the wanted sample size to within
-    about its square root. No node has to be gathered to find its smallest ids.
+    Ids are uniformly distributed hashes, so a threshold on them gives the wanted sample size to
+    within about its square root. No node has to be gathered to find its smallest ids.
     """
     number = large.get(point["node"])
     if number and int(point["id"][:16], 16) * number < fit_documents << 64:
@@ -272,9 +251,8 @@ def _fit(
 ) -> Centroids:
     """Fit the centroids of one node to its sample.
 
-    Asks for twice the children that would suffice at equal sizes, so that few children are still
-    too large. A child with fewer than min_documents sampled documents is dropped, and its points go
-    to neighboring children. Every child therefore has at least min_documents documents.
+    Asks for twice the children that would suffice at equal sizes, so that few are still too large.
+    A child with fewer than min_documents sampled documents is dropped: all keep at least as many.
     """
     node, sample = group
     k = min(MAX_CHILDREN, math.ceil(2 * large[node] / config.node_documents))

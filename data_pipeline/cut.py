@@ -1,12 +1,8 @@
 """Cuts long documents into pieces and counts tokens.
 
-1. A document over the limit is cut into pieces that fit: at paragraphs, or at lines, sentences,
-   words or characters inside a paragraph that is too long. Every other document is one piece.
-2. Tokens are counted by the policy's tokenizer, or as white-space separated words if none is set.
-3. A piece keeps source, place and quality. Its `part` gives its order in the text, and its id is
-   the digest of its own text.
-4. Of equal pieces, such as the same imprint at the end of many books, only the first by source and
-   place is kept. Pieces with too few tokens, such as a lone heading, are removed.
+A document over the limit is cut at paragraphs, or at lines, sentences, words or characters inside a
+paragraph that is too long. Of equal pieces, such as the same imprint at the end of many books, only
+the first by source and place is kept. Short pieces, such as a lone heading, are removed.
 """
 
 from __future__ import annotations
@@ -53,14 +49,10 @@ class CutConfig:
 
 
 def make_cut(documents: beam.PCollection, config: CutConfig) -> dict[str, beam.PCollection]:
-    """Cut documents and count their tokens.
+    """Cut documents and count their tokens; every id of the resulting "documents" occurs once.
 
-    Piece i of a document with part p gets the part p * MAX_PIECES + i. Events of "counts":
-      ("documents cut", source);
-      ("pieces", source) and ("tokens = N", source), N rounded down: one each per kept piece;
-      ("documents removed: REASON", source).
-
-    Every id of the resulting "documents" occurs once.
+    Piece i of a document with part p gets the part p * MAX_PIECES + i. Events by source: "documents
+    cut", "documents removed: REASON", and "pieces" and "tokens = N" (rounded down) of kept pieces.
     """
     outputs = ("removed", "counts")
     cut: Any = documents | "cut documents" >> beam.ParDo(Cut(config)).with_outputs(
@@ -111,8 +103,7 @@ class Cut(beam.DoFn):
 def keep_first(_: str, pieces: Iterable[Document]) -> Iterator[Any]:
     """Yield the first of equal pieces and its events; remove the others.
 
-    Iterates over the group twice and never holds it in memory: a million books may share an
-    imprint.
+    Never holds the group in memory: a million books may share an imprint.
     """
     first = min(pieces, key=order)
     kept = False

@@ -1,12 +1,10 @@
 """Removes documents that occur in a benchmark or contain one of its questions.
 
-1. The files of each benchmark are searched for the fields that hold documents or questions. The
-   passages between the blank lines of a benchmark document count as documents too: a long context
-   is never a near duplicate of a single text inside it.
-2. A document is removed if it is a near duplicate of a benchmark text, found as in dedup.
-3. It is also removed if it contains at least `question_threshold` of a question's shingles. This
-   check is our addition: by Jaccard similarity a long text is never near a short one.
-4. All benchmark texts are held in memory, so documents are not shuffled.
+A document is removed if it is a near duplicate, as in dedup, of a benchmark text or of a passage
+between its blank lines: a long context is never a near duplicate of one text inside it. It is also
+removed if it contains at least `question_threshold` of a question's shingles. This check is our
+addition: by Jaccard similarity a long text is never near a short one. All benchmark texts are held
+in memory, so documents are not shuffled.
 """
 
 from __future__ import annotations
@@ -92,14 +90,10 @@ class Item(NamedTuple):
 
 
 def read_benchmarks(benchmarks: Mapping[str, BenchmarkConfig]) -> list[Item]:
-    """Read all texts of the benchmarks.
+    """Read all texts of the benchmarks, sorted; a text occurs once per benchmark and kind.
 
-    Returns:
-      Sorted items; a text occurs once per benchmark and kind.
-
-    Raises:
-      ValueError: if a benchmark has no files, if a file is not UTF-8 or not JSON, or if no file has
-        a text in the named document fields or in the named question fields.
+    Raises ValueError if a benchmark has no files, if a file is not UTF-8 or not JSON, or if no file
+    has a text in the named document fields or in the named question fields.
     """
     items: set[Item] = set()
     for name, config in benchmarks.items():
@@ -130,16 +124,11 @@ def make_decontaminate(
     dedup: DedupConfig,
     config: DecontaminateConfig,
 ) -> dict[str, beam.PCollection]:
-    """Remove documents that match a benchmark.
+    """Remove documents that match a benchmark; of several, the first one by name counts.
 
-    A document that matches several benchmarks is counted for the first one by name. Events of
-    "counts":
-      ("documents read", source);
-      ("documents kept", source);
-      ("documents removed: contaminated by BENCHMARK", source).
-
-    The items are sent to the workers inside the pipeline's graph. "removed" has the reason
-    "contaminated" and the cause "BENCHMARK:document" or "BENCHMARK:question".
+    Events by source: "documents read", "documents kept", "documents removed: contaminated by
+    BENCHMARK". "removed" has the reason "contaminated" and the cause "BENCHMARK:document" or
+    "BENCHMARK:question". The items are sent to the workers inside the pipeline's graph.
     """
     done: Any = documents | "search documents" >> beam.ParDo(
         _Find(tuple(items), dedup, config)

@@ -2,15 +2,14 @@
 
 1. A text is a node of a graph, with a 24-byte sort key. Of near-equal texts the smallest node is
    kept: the text of higher quality, then the longer one, then the one with the smaller id.
-2. Nodes that share a band key of their signatures are candidate pairs. In a group of more than
-   `largest_group` nodes, every further node is paired with the first node only.
+2. Nodes that share a band key are candidate pairs. In a group of more than `largest_group` nodes,
+   every further node is paired with the first node only.
 3. Candidates whose shingles have a Jaccard similarity of at least `threshold` get an edge.
 4. Edges become connected components in `rounds` rounds of large-star and small-star steps (Kiveris
-   et al. 2014). The smallest node of a component is kept.
+   et al. 2014).
 5. Of equal texts, all but the first are removed as exact duplicates.
 
-No step compares all pairs. Bands are shuffled in packed form, and texts twice: to join the requests
-for their shingles, and to join the removals.
+No step compares all pairs. Bands are shuffled in packed form, and texts twice.
 """
 
 from __future__ import annotations
@@ -82,17 +81,13 @@ class DedupConfig:
 def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, beam.PCollection]:
     """Keep one document of each component of near-equal texts.
 
-    Events of "counts":
-      ("documents read", source) and ("documents kept", source);
-      ("documents removed: exact duplicate", source), or near duplicate;
-      ("groups capped", ""): band groups over `largest_group`;
-      ("documents beyond the cap", ""): nodes beyond `largest_group`, once per band;
-      ("candidate pairs", ""): compared pairs of texts that are not equal;
-      ("pairs above the threshold", ""): candidate pairs with at least `threshold` similarity;
-      ("component size = N", ""): components of N texts, the kept one included;
-      ("components unconverged", ""): texts whose component was not settled after `rounds` rounds.
-        Such a text is removed as a duplicate of its smallest neighbor, which may be removed itself.
-        The first text of a component is always kept.
+    Events by source: "documents read", "documents kept", "documents removed: exact duplicate" or
+    "near duplicate". Events of source "": "groups capped", band groups over `largest_group`;
+    "documents beyond the cap", the nodes beyond it, once per band; "candidate pairs" of texts that
+    are not equal; "pairs above the threshold"; "component size = N", the kept text included;
+    "components unconverged", texts whose component was not settled after `rounds` rounds. Such a
+    text is removed as a duplicate of its smallest neighbor, which may be removed itself. The first
+    text of a component is always kept.
     """
     groups: Any = (
         documents
@@ -127,11 +122,7 @@ def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, be
 
 
 def node_of(document: Document) -> bytes:
-    """Return the document's node, a sort key of 24 bytes; smaller nodes are kept.
-
-    The parts are: quality as float32, descending, missing quality last; length in characters,
-    descending; id.
-    """
+    """Return a 24-byte sort key: quality (missing last) and length, descending, then the id."""
     return _rank(document["quality"], len(document["text"])) + bytes.fromhex(document["id"])
 
 
@@ -193,12 +184,7 @@ def _distinct_texts(nodes: bytes) -> list[bytes]:
 def _compare(
     documents: beam.PCollection, pairs: beam.PCollection, config: DedupConfig
 ) -> tuple[Any, Any]:
-    """Compare the shingles of candidate pairs.
-
-    Returns:
-      Outputs with "names", (node, "SOURCE:PLACE") of every candidate; and outputs with "edges",
-      (smaller node, larger node), and "counts".
-    """
+    """Compare pairs; return outputs "names", (node, "SOURCE:PLACE"), and "edges", "counts"."""
     texts = documents | "key texts" >> beam.Map(_text_by_id)
     asked = pairs | "ask for both" >> beam.FlatMapTuple(
         lambda first, second: [(first[RANK:], first + second), (second[RANK:], first + second)]
@@ -245,17 +231,12 @@ def _edge(compared: tuple[bytes, Iterable[bytes]], threshold: float) -> Iterator
 
 
 def connect(edges: Any, rounds: int) -> Any:
-    """Turn the connected components of a graph into stars.
+    """Turn the connected components of a graph of (node, other node), bytes, into stars.
 
-    Args:
-      edges: PCollection of (node, other node); nodes are bytes.
-      rounds: Number of large-star and small-star rounds.
-
-    Returns:
-      Output "children": (center, other node of its component). Output "counts": one event
-      ("components unconverged", "") for each node that has a smaller neighbor and at least one more
-      neighbor. Without such events, every component is one star around its smallest node. With
-      them, some centers are nodes of another star.
+    Output "children": (center, other node of its component). Output "counts": one event
+    ("components unconverged", "") for each node that has a smaller neighbor and at least one more
+    neighbor. Without such events, every component is one star around its smallest node; with them,
+    some centers are nodes of another star.
     """
     for number in range(1, rounds + 1):
         edges = (

@@ -1,21 +1,18 @@
-"""Computes document vectors for clustering.
+"""Computes document vectors for clustering, float32 [D].
 
 Method "tfidf" needs no weights and no accelerator:
-1. A document's words are hashed to `features` numbers and counted. There is no stop-word list,
-   because step 2 finds stop words in any language.
-2. A word that occurs in d of n sampled documents has the weight log((1 + n) / (1 + d)). A word in
-   only one sampled document is dropped: it relates to no other.
-3. A truncated SVD of the sample gives at most `dimensions` - 1 directions in the space of words.
-4. Word counts, damped to 1 + log(count) and weighted, are projected onto the directions and scaled
+1. A document's words are hashed to `features` numbers and counted. A word that occurs in d of n
+   sampled documents has the weight log((1 + n) / (1 + d)), which finds stop words in any language.
+   A word in only one sampled document is dropped.
+2. A truncated SVD of the sample gives at most `dimensions` - 1 directions in the space of words.
+3. Word counts, damped to 1 + log(count) and weighted, are projected onto the directions and scaled
    to length 1. Documents without any informative word get the last axis.
 
 Method "policy" uses an embedding model such as Qwen3-Embedding (spell_jax/policy/embedder.py).
-Documents are split by id into `shards` groups and sorted by length, so the batches do not depend on
-the workers.
+Documents are split by id into `shards` groups, so the batches do not depend on the workers.
 
-Vectors are float32 [D]. D is the number of directions plus 1, or the policy's width. Vectors are
-bit-identical for any number of workers and, with "tfidf", for any number of cores. With "policy"
-they depend on a worker's kind and number of devices.
+Vectors are bit-identical for any number of workers and, with "tfidf", of cores. With "policy" they
+depend on a worker's kind and number of devices.
 """
 
 from __future__ import annotations
@@ -243,10 +240,7 @@ def _with_shard(document: Document, shards: int) -> tuple[int, Document]:
 
 
 class _SharedEmbedder:
-    """Embedder shared by the threads of a process; freed when the last user releases it.
-
-    A lock lets one thread at a time use it: two programs at once on the same devices may deadlock.
-    """
+    """Embedder that a process's threads use in turn: two programs at once may deadlock."""
 
     def __init__(self):
         self._lock, self._users, self._embedder = threading.Lock(), 0, None

@@ -1,7 +1,6 @@
 """Filters documents by score, length, language and a user-defined predicate.
 
-The first check that fails is the reason. Rejected documents are only counted, because there may be
-a billion of them; those whose predicate raised are also listed.
+The first check that fails is the reason. Rejected documents, maybe a billion, are only counted.
 """
 
 from __future__ import annotations
@@ -109,10 +108,10 @@ def valid_utf8(text: str) -> str:
 def filter_documents(
     documents: beam.PCollection, configs: Mapping[str, FilterConfig]
 ) -> dict[str, beam.PCollection]:
-    """Filter documents by the conditions of their source, `configs`.
+    """Filter documents by the conditions of their source; list those whose predicate raised.
 
-    "removed" has only those whose predicate raised. Events of "counts", by source: "documents
-    kept", "documents removed: REASON", "characters read = N" and "characters kept = N".
+    Events by source: "documents kept", "documents removed: REASON", "characters read = N" and
+    "characters kept = N".
     """
     filtered: Any = documents | "filter documents" >> beam.FlatMap(
         _filter, dict(configs)

@@ -1,11 +1,4 @@
-"""Numerics of clustering: deterministic functions from arrays to arrays.
-
-1. `fit_centroids` runs k-means from a k-means++ start and scales the centroids to length 1.
-2. `assign` maps a row to the centroid of largest cosine, independent of the other rows.
-3. `make_leaves` clusters one node: k-means with one cluster per `documents_per_cluster` documents.
-   A cluster over a limit is halved along its first principal direction until it fits. A cluster of
-   fewer than `min_documents` documents joins the nearest one with room for all of it.
-"""
+"""Numerics of clustering: deterministic functions from arrays to arrays."""
 
 from __future__ import annotations
 
@@ -75,18 +68,11 @@ class ClusterConfig:
 
 
 def fit_centroids(vectors: np.ndarray, k: int, seed: int, at_least: int = 1) -> np.ndarray:
-    """Fit centroids by k-means; for unit vectors the distance orders like the cosine.
+    """Fit unit centroids, float32 [1 to k, D], by k-means; distances order like cosines.
 
-    Args:
-      vectors: Unit vectors, float32 [n, D], n >= 1, in a reproducible order.
-      k: Number of centroids to fit.
-      seed: Random seed, 0 to 2**32 - 1.
-      at_least: Least number of rows nearest to a centroid; centroids with fewer are dropped.
-        Repetitions of a centroid have no rows of their own, so they are dropped too. (The remaining
-        centroids can only gain rows.) If no centroid has as many, the largest is kept.
-
-    Returns:
-      Unit vectors, float32 [1 to k, D].
+    `vectors` are unit vectors, float32 [n, D], n >= 1, in a reproducible order; `seed` is below
+    2**32. Centroids nearest to fewer than `at_least` rows are dropped, and so are repeated
+    centroids, which have no rows; the others can only gain rows. At least the largest is kept.
     """
     k = min(k, len(vectors))
     # Full-batch k-means, because the sample is small. On 8192 rows of 410 mixed Gaussians,
@@ -104,13 +90,10 @@ def fit_centroids(vectors: np.ndarray, k: int, seed: int, at_least: int = 1) -> 
 
 
 def assign(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """Return the index of the centroid of largest cosine for each row, int32 [n].
+    """Return the index of the first centroid of largest cosine for each row, int32 [n].
 
-    The first one is taken on ties.
-
-    Args:
-      vectors: Unit vectors (length within 1%), float32 [n, D].
-      centroids: Unit vectors, float32 [k, D].
+    `vectors`, float32 [n, D], have length 1 within 1%; `centroids`, float32 [k, D], are unit
+    vectors. A row's result does not depend on the other rows.
     """
     # A matrix product is fast, but its last bits depend on its shape and on the processor. So it
     # only selects the centroids that can be nearest: its error is at most D half-ulps, and a
@@ -132,18 +115,14 @@ def assign(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
 def make_leaves(
     vectors: np.ndarray, tokens: np.ndarray, config: ClusterConfig, seed: int
 ) -> list[np.ndarray]:
-    """Group the documents of a node into clusters.
+    """Group the documents of a node into clusters: ascending indices, sorted by their first one.
 
-    Args:
-      vectors: Unit vectors, float32 [n, D], n >= 1, in a reproducible order.
-      tokens: Token counts, int64 [n], each at most config.max_cluster_tokens.
-      config: Sizes and limits.
-      seed: Random seed, 0 to 2**32 - 1.
+    1. k-means makes one group per documents_per_cluster documents.
+    2. A group over a limit is halved along its first principal direction until it fits.
+    3. A group below min_documents joins the nearest one with room for all of it, if there is one.
 
-    Returns:
-      Ascending indices of each group, groups sorted by their first index; every index is in exactly
-      one group. No group exceeds config.max_documents or config.max_cluster_tokens. A group has
-      fewer than config.min_documents only if no other group had room for it.
+    `vectors` are unit vectors, float32 [n, D], n >= 1, in a reproducible order; `tokens` is int64
+    [n], each at most max_cluster_tokens; `seed` is below 2**32.
     """
     count = max(1, round(len(vectors) / config.documents_per_cluster))
     labels = assign(vectors, fit_centroids(vectors, count, seed))

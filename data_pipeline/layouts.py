@@ -1,11 +1,7 @@
 """File formats: parsers from the bytes of a source's file to rows.
 
-1. Small formats (.txt, .md, .html, .pdf, .json) are parsed by a function from bytes to rows.
-   Formats with millions of rows (.jsonl, .parquet) are streamed from an open file.
-2. A row has a text and possibly a score, or the reason why it is unusable. An unusable file raises
-   Unusable with the reason that it is counted under.
-3. All line ends become newlines. Other control characters except the tab become spaces, so that no
-   two words are joined. Lone surrogates, which UTF-8 cannot encode, become U+FFFD.
+Small formats are parsed by a function from bytes to rows. Formats with millions of rows (.jsonl,
+.parquet) are streamed from an open file. An unusable row has a `problem`.
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ from data_pipeline.filter import describe
 
 BATCH_ROWS = 256  # rows of a row group that are in memory at a time
 
+# Replaced by spaces, so that no two words are joined.
 _CONTROLS = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0)), " ")
 # Vertical tab, form feed and "next line" (U+0085) end a line too.
 _CONTROLS |= {0x09: "\t", 0x0A: "\n", 0x0B: "\n", 0x0C: "\n", 0x85: "\n"}
@@ -69,10 +66,8 @@ _LETTER = re.compile(r"[^\W_]")
 class Unusable(Exception):
     """Error: nothing of a file, or nothing more of it, can be read.
 
-    Attributes:
-      reason: Category that the file is counted under: "binary", "not UTF-8", "damaged",
-        "encrypted", "another layout", "breaks off" (the rows before that are valid), ...
-      because: Details, such as the error.
+    `reason` is the category that the file is counted under, such as "binary", "damaged" or "breaks
+    off" (the rows before that are valid); `because` has the details.
     """
 
     def __init__(self, reason: str, because: str):
@@ -82,23 +77,16 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """Row of a file, or a whole file.
+    """Row of a file, or a whole file."""
 
-    Attributes:
-      number: Row number in the file, from 0; None if the row is the whole file.
-      text: Text after `clean`; may be empty.
-      quality: Score; None if there is none, NaN if it is not a number.
-      problem: Reason why the row has no text; "" if it has one.
-    """
-
-    number: int | None
-    text: str = ""
-    quality: float | None = None
-    problem: str = ""
+    number: int | None  # from 0; None if the row is the whole file
+    text: str = ""  # after `clean`; may be empty
+    quality: float | None = None  # NaN if the score is not a number
+    problem: str = ""  # reason why the row has no text
 
 
 def clean(text: str) -> str:
-    """Return the text stripped, with newlines as line ends and without control characters."""
+    """Strip a text; line ends become newlines, controls spaces, and lone surrogates U+FFFD."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").translate(_CONTROLS)
     return _SURROGATE.sub("\ufffd", text).strip()
 
@@ -191,9 +179,8 @@ def json_values(content: str) -> list[Any]:
 def field_texts(value: Any, fields: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield (field, strings of one text) for the named fields, at any depth of a JSON value.
 
-    Within a field, a string is a text, and a list of strings is one text. Other lists and objects
-    are searched for texts. A string in a list that also has other values is not a text, such as a
-    title in HotpotQA's "context".
+    Within a field, a string or a list of strings is one text; other lists and objects are searched.
+    A string in a mixed list is not a text, such as a title in HotpotQA's "context".
     """
     if isinstance(value, list):
         for part in value:
@@ -233,8 +220,7 @@ def _decode(data: bytes) -> str:
 class _Page(HTMLParser):
     """HTML parser that collects the visible text, in linear time at any nesting depth.
 
-    For a hidden element or a table row, the parser remembers the index in `parts`, the text so far,
-    where it began. At its end, the hidden text is deleted, or the cells are joined into one line.
+    At the end of a hidden element or a table row, `parts` is cut or joined from where it began.
     """
 
     def __init__(self) -> None:
@@ -327,12 +313,8 @@ def _in_paragraphs(text: str) -> str:
 def json_rows(stream: BinaryIO, text: str, quality: str, limit: int) -> Iterator[Row]:
     """Stream the rows of a .jsonl file: strings, or objects with a text. Blank lines are skipped.
 
-    Args:
-      stream: Uncompressed bytes of the file, buffered.
-      text: Name of the field with the text; an object without it must have a field "text".
-      quality: Name of the field with the score.
-      limit: Largest number of bytes in a line, which is held in memory. A longer line gives a row
-        without text.
+    `stream` has uncompressed bytes. `text` and `quality` name an object's fields; without `text`,
+    its field "text" is used. A line over `limit` bytes gives a row without text.
     """
     number = -1
     while line := _line(stream, limit + 1, number):
@@ -387,10 +369,9 @@ def as_quality(value: Any) -> float | None:
 def parquet_groups(
     file: BinaryIO, text: str, quality: str, strict: bool
 ) -> tuple[list[str], list[int]]:
-    """Return the columns of a Parquet file to read, and the row counts of its row groups.
+    """Return the columns to read, [text] or [text, quality], and the row counts of row groups.
 
-    The columns are [text] or [text, quality]. If `strict`, both must exist; else a missing column
-    `text` is replaced by "text".
+    If `strict`, both columns must exist; else a missing column `text` is replaced by "text".
     """
     try:
         parquet = pq.ParquetFile(file)
@@ -411,12 +392,8 @@ def parquet_rows(
 ) -> Iterator[Row]:
     """Stream the rows of one row group, with at most BATCH_ROWS in memory at a time.
 
-    Args:
-      file: The open file.
-      columns: Columns to read, from `parquet_groups`.
-      group: Number of the row group.
-      first: Number of the group's first row in the file.
-      strict: Whether a row without a score gets the score NaN.
+    `columns` come from `parquet_groups`; `first` is the number of the group's first row in the
+    file. If `strict`, a row without a score gets the score NaN.
     """
     number = first
     try:
@@ -441,9 +418,8 @@ def chapters(text: str) -> list[str]:
     """Cut a text before its chapter headings; a text without headings stays whole.
 
     Headings are Markdown's "# ..." and "## ...", and lines such as "CHAPTER IV" or "Chapter 12.
-    Title" that do not directly follow a line of words. Headings with no words between them, such as
-    a title, an author and "CHAPTER I", open one chapter together. Only white space at the cuts is
-    lost.
+    Title" that do not directly follow a line of words. Headings with no words between them open one
+    chapter together. Only white space at the cuts is lost.
     """
     pieces: list[str] = []
     start = position = 0

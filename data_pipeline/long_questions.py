@@ -68,18 +68,12 @@ class LongConfig:
 
 
 class Pool:
-    """Documents of all rows; texts that differ only in case and white space are stored once.
-
-    Attributes:
-      texts: Documents in the order they were added.
-      tokens: Token count of each document, including the line break after it.
-      repeated: Number of added documents that were already present.
-    """
+    """Documents of all rows; texts that differ only in case and white space are stored once."""
 
     def __init__(self, count_tokens: Callable[[str], int]):
         self.texts: list[str] = []
-        self.tokens: list[int] = []
-        self.repeated = 0
+        self.tokens: list[int] = []  # of each text, including the line break after it
+        self.repeated = 0  # added documents that were already present
         self._words: list[str] = []
         self._indices: dict[str, int] = {}
         self._count = count_tokens
@@ -101,32 +95,19 @@ class Pool:
 
 
 class Builder:
-    """Builder of long questions: call `read`, then `questions`, then `summary`.
-
-    Attributes:
-      config: Lengths and seed.
-      pool: Documents of all rows.
-      counts: Counts of rows, bad_rows, questions (drafted ones), with_answer (distractors skipped),
-        distractors (added), short_of_target, without_evidence, unquoted_evidence (dropped).
-      left_out: Reason -> number of unusable questions.
-    """
+    """Builder of long questions: call `read`, then `questions`, then `summary`."""
 
     def __init__(self, config: LongConfig, count_tokens: Callable[[str], int]):
         self.config = config
         self.pool = Pool(count_tokens)
         self.counts: Counter[str] = Counter()
-        self.left_out: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()  # reason -> number of unusable questions
         self._tasks: Counter[str] = Counter()
         self._lengths: list[int] = []
         self._drafts: list[tuple[Draft, tuple[int, ...]]] = []
 
     def read(self, path: str | os.PathLike[str], layout: str) -> None:
-        """Read the rows of a .json list or of JSON lines in a layout of question_rows.LAYOUTS.
-
-        Raises:
-          FileNotFoundError: if the file does not exist.
-          ValueError: if a .json file is not a list.
-        """
+        """Read a .json list or JSON lines of rows in a layout of question_rows.LAYOUTS."""
         read = _read_list if pathlib.Path(path).suffix == ".json" else read_records
         rows, bad = read(path, functools.partial(read_row, LAYOUTS[layout]))
         self.counts["rows"] += len(rows) + bad
@@ -159,12 +140,7 @@ class Builder:
     def _pad(
         self, draft: Draft, own: Sequence[int], rng: np.random.Generator
     ) -> tuple[list[int], int, str]:
-        """Add distractors to the question's own documents.
-
-        Returns:
-          Pool indices of all documents, their total tokens, and "" or the reason why the question
-          is left out.
-        """
+        """Add distractors: pool indices, their tokens, and "" or why the question is left out."""
         config, pool = self.config, self.pool
         target = int(rng.integers(config.min_tokens, config.max_tokens + 1))
         indices, total = list(own), sum(pool.tokens[index] for index in own)
@@ -176,7 +152,7 @@ class Builder:
             if index in own or total + pool.tokens[index] > config.max_tokens:
                 continue
             if pool.contains(index, draft.giveaways):
-                self.counts["with_answer"] += 1
+                self.counts["with_answer"] += 1  # skipped distractors
                 continue
             indices.append(index)
             total += pool.tokens[index]
@@ -228,18 +204,11 @@ def build(
     config: LongConfig,
     count_tokens: Callable[[str], int],
 ) -> dict[str, Any]:
-    """Read rows, pad their questions, write them, and return the summary.
+    """Read rows, pad their questions, write them to `out`, and return the summary.
 
-    Args:
-      patterns: Files or globs. Each file is read once, in the order of the names.
-      layout: Key of question_rows.LAYOUTS.
-      out: JSONL file to write; the summary goes to `out`.summary.json.
-      config: Lengths and seed.
-      count_tokens: Text -> number of tokens.
-
-    Raises:
-      FileNotFoundError: if a pattern matches no file.
-      ValueError: if no question can be made, or if a .json file is not a list.
+    Each file of `patterns`, files or globs, is read once, in the order of the names. The summary
+    also goes to `out`.summary.json. Raises FileNotFoundError if a pattern matches no file;
+    ValueError if no question can be made, or if a .json file is not a list.
     """
     builder = Builder(config, count_tokens)
     for path in _files(patterns):

@@ -1,9 +1,8 @@
 """Writes the finished data set: clusters in ArrayRecord shards that tfds reads without TensorFlow.
 
 1. A complete output with the same fingerprint is kept. Otherwise all of its files are deleted,
-   beginning with the markers of a complete build: manifest.json and dataset_info.json.
-2. Shards are consecutive ranges of the clusters, sorted by id. Workers write each under a temporary
-   name and rename it, so a file with a shard's name is complete.
+   first manifest.json and dataset_info.json, which mark a build as complete.
+2. Shards are consecutive ranges of the clusters, sorted by id. Files get their names when complete.
 3. tfds writes features.json and dataset_info.json. index.jsonl lists id, task and size of each
    record. manifest.json is written last, with size and hash of every file.
 
@@ -81,23 +80,13 @@ def write_output(
     config: OutputConfig,
     manifest: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write the data set, unless it is already complete.
+    """Write the data set, unless it is already complete, and return the content of manifest.json.
 
-    Args:
-      stages: Stages with the finished clusters; their runner writes the shards.
-      clusters: "STAGE/TABLE" of AssignedCluster.
-      after: Stages that produced the clusters.
-      folder: Output folder, on any file system that Beam supports. Other files in it are kept.
-      config: Number of shards.
-      manifest: Description of the build, JSON-serializable and equal for equal builds.
-
-    Returns:
-      The content of manifest.json: `manifest`, "clusters" (task -> number of clusters), "files"
-      (name -> {"size": bytes, "hash": blake2b-128, hexadecimal}) and "fingerprint" (hash of all
-      inputs and settings).
-
-    Raises:
-      ValueError: if there is no cluster, or if an id occurs twice.
+    `clusters` is a "STAGE/TABLE" of AssignedCluster, made by the stages `after`. `folder` may be on
+    any file system that Beam supports; other files in it are kept. `manifest` is JSON-serializable
+    and equal for equal builds. To it are added "clusters" (task -> number), "files" (name ->
+    {"size": bytes, "hash": blake2b-128, hexadecimal}) and "fingerprint" (hash of all inputs and
+    settings). Raises ValueError if there is no cluster, or if an id occurs twice.
     """
     made_from = [manifest, dataclasses.asdict(config), [done.fingerprint for done in after]]
     fingerprint = digest("output", json.dumps(made_from, sort_keys=True))
@@ -132,10 +121,7 @@ def write_output(
 def read_index(stages: Stages, clusters: str) -> list[dict[str, Any]]:
     """Read {"id", "task", "tokens", "documents": number} of all clusters, sorted by id.
 
-    Reads no texts; needs about 100 bytes of memory per document.
-
-    Raises:
-      ValueError: if there is no cluster, or if an id occurs twice.
+    Needs about 100 bytes a document. Raises ValueError like `write_output`.
     """
     columns = ["id", "task", "tokens", "documents.list.element.part"]
     index: list[dict[str, Any]] = []

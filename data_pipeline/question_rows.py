@@ -1,12 +1,8 @@
 """Parsers of published question sets: multi-hop questions, and questions over tables and prose.
 
-1. A row becomes drafts: a question, its answer, the row's own documents and the evidence that the
-   layout names, quoted from the documents. A TAT-QA row is a report with several questions. A
-   ConvFinQA row is a conversation whose last question is asked.
-2. "What were sales in 2019?" is ambiguous among fifty reports. So a report's first line is its
-   name, and the question begins with that name.
-3. Questions with numeric answers get the task financial_math, others general_qa. Questions that the
-   reward's rule could never score, such as a list of several spans, are left out with a reason.
+"What were sales in 2019?" is ambiguous among fifty reports. So a report's first line is its name,
+and the question begins with that name. Numeric answers get the task financial_math, others
+general_qa. Questions that the reward's rule could never score are left out with a reason.
 
 Sources: MuSiQue (Trivedi et al. 2022), HotpotQA (Yang et al. 2018), 2WikiMultihopQA (Ho et al.
 2020), TAT-QA (Zhu et al. 2021), ConvFinQA (Chen et al. 2022).
@@ -33,23 +29,15 @@ _UNITS |= {"": "", "percent": " State it in percent."}
 
 @dataclass(frozen=True)
 class Draft:
-    """Question of a published row, before it is padded.
+    """Question of a published row, before it is padded."""
 
-    Attributes:
-      task: One of TASKS in spell_jax/data/clusters.py.
-      question: Text of the question.
-      answer: Reference answer.
-      documents: Documents of the row; some may already be distractors.
-      evidence: Passages that support the answer; not yet checked to be quotes of the documents.
-      giveaways: Normalized phrases that no added document may contain: the answer and its aliases.
-        Empty for numbers, yes and no, which may occur anywhere.
-    """
-
-    task: str
+    task: str  # one of TASKS in spell_jax/data/clusters.py
     question: str
     answer: str
-    documents: tuple[str, ...]
-    evidence: tuple[str, ...]
+    documents: tuple[str, ...]  # some may already be distractors
+    evidence: tuple[str, ...]  # passages; not yet checked to be quotes of the documents
+    # Normalized answer and aliases, which no added document may contain. Empty for numbers, yes and
+    # no, which may occur anywhere.
     giveaways: tuple[str, ...] = ()
 
 
@@ -59,13 +47,9 @@ Reader = Callable[[Mapping[str, Any]], Iterator[Draft | str]]
 
 
 def read_row(reader: Reader, row: Any) -> list[Draft | str]:
-    """Parse a row and check that the reward's rule can score each answer.
+    """Parse a row: for each question, its draft or the reason why it is unusable.
 
-    Returns:
-      For each question, its draft or the reason why it is unusable.
-
-    Raises:
-      ValueError, KeyError, TypeError, AttributeError: if the row has another layout.
+    Raises ValueError, KeyError, TypeError or AttributeError if the row has another layout.
     """
     if not isinstance(row, dict):
         raise TypeError(f"must be an object, is {type(row).__name__}")
@@ -98,12 +82,11 @@ def musique(row: Mapping[str, Any]) -> Iterator[Draft | str]:
 
 
 def hotpotqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
-    """Parse a row of HotpotQA or 2WikiMultihopQA.
+    """Parse a row of HotpotQA (facts without a sentence are skipped) or 2WikiMultihopQA.
 
-    Layout: {"context", "supporting_facts", "question", "answer"}. "context" is
-    [[title, [sentence, ...]], ...] or {"title": [...], "sentences": [[...], ...]}.
-    "supporting_facts" is [[title, number], ...] or {"title": [...], "sent_id": [...]}. Facts whose
-    sentence does not exist are skipped; HotpotQA has some.
+    Layout: {"context", "supporting_facts", "question", "answer"}. "context" is [[title, [sentence,
+    ...]], ...] or {"title": [...], "sentences": [[...], ...]}. "supporting_facts" is
+    [[title, number], ...] or {"title": [...], "sent_id": [...]}.
     """
     context = _pairs(row["context"], "title", "sentences")
     sentences = {_text(title): [_text(s).strip() for s in some] for title, some in context}
@@ -178,10 +161,9 @@ def _figures(text: str) -> list[str]:
 
 
 def convfinqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
-    """Parse a ConvFinQA row in the layout of Program of Thoughts.
+    """Parse a ConvFinQA row in the layout of Program of Thoughts; tables are lines of "a | b".
 
     Layout: {"id", "questions": [...], "answer", "text", "table", "golden_text", "golden_table"}.
-    Tables are lines of "a | b".
     """
     name = _NO_PAGE.sub("", _text(row["id"]))
     text, table = _text(row["text"]).strip(), _text(row["table"]).strip()

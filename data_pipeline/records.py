@@ -1,8 +1,4 @@
-"""Records that stages exchange, and the Parquet schemas of their tables.
-
-Records are plain dicts, because every Beam runner has a coder for them. A stage yields events and
-removals as the side outputs "counts" and "removed".
-"""
+"""Records that stages exchange (dicts, which Beam's runners encode), and schemas of tables."""
 
 from __future__ import annotations
 
@@ -17,45 +13,28 @@ from apache_beam.pvalue import TaggedOutput
 
 
 class Document(TypedDict):
-    """Text and its origin.
+    """Text and its origin."""
 
-    Attributes:
-      id: `digest` of the text; equal texts have equal ids.
-      text: The text, stripped.
-      source: Name of the source in the config.
-      place: File path relative to the source's path, followed by "#" and the row number if the file
-        has rows; unique within a source.
-      part: Number of the part, from 0, in the order of the text, if the text was cut.
-      quality: Score from the source; None if there is none.
-      tokens: Token count by the policy's tokenizer; -1 before tokens are counted.
-      vector: Unit vector, float32 [D] as bytes; empty before the document is embedded.
-    """
-
-    id: str
-    text: str
-    source: str
+    id: str  # `digest` of the text; equal texts have equal ids
+    text: str  # stripped
+    source: str  # name of the source in the config
+    # File path relative to the source's path, followed by "#" and the row number if the file has
+    # rows; unique within a source.
     place: str
-    part: int
-    quality: float | None
-    tokens: int
-    vector: bytes
+    part: int  # number from 0, in the order of the text, if the text was cut
+    quality: float | None  # score from the source; None if there is none
+    tokens: int  # by the policy's tokenizer; -1 before tokens are counted
+    vector: bytes  # unit vector, float32 [D]; empty before the document is embedded
 
 
 class Removed(TypedDict):
-    """Record of a file, row or document that was removed.
+    """Record of a file, row or document that was removed; its location is as in Document."""
 
-    Attributes:
-      reason: Category that the removal is counted under, in a few words.
-      source, place, part: Location, as in Document; part 0 for a file.
-      because: Location of the equal text ("SOURCE:PLACE"), benchmark that it matched, or error; may
-        be "".
-    """
-
-    reason: str
+    reason: str  # category that the removal is counted under, in a few words
     source: str
     place: str
-    part: int
-    because: str
+    part: int  # 0 for a file
+    because: str  # "SOURCE:PLACE" of the equal text, benchmark that it matched, error, or ""
 
 
 class File(TypedDict):
@@ -76,21 +55,13 @@ class Count(TypedDict):
 
 
 class Cluster(TypedDict):
-    """Related documents that a rollout uses together.
+    """Related documents that a rollout uses together."""
 
-    Attributes:
-      id: `digest` of the ids of its documents.
-      pool: Sorted names of the tasks that it may serve, joined by "+".
-      documents: Documents sorted by source, place and part, without their vectors.
-      tokens: Token count of all documents together.
-      vector: Mean of the documents' vectors, float32 [D] as bytes.
-    """
-
-    id: str
-    pool: str
-    documents: list[Document]
-    tokens: int
-    vector: bytes
+    id: str  # `digest` of the ids of its documents
+    pool: str  # sorted names of the tasks that it may serve, joined by "+"
+    documents: list[Document]  # sorted by source, place and part, without their vectors
+    tokens: int  # of all documents together
+    vector: bytes  # mean of the documents' vectors, float32 [D]
 
 
 class AssignedCluster(Cluster):
@@ -100,17 +71,12 @@ class AssignedCluster(Cluster):
 
 
 class Point(TypedDict):
-    """Clustering data of one document.
-
-    Attributes:
-      id, tokens, vector: As in Document.
-      node: Path in the tree: the pool, then "/" and the child number of each level.
-    """
+    """Clustering data of one document; `id`, `tokens` and `vector` are as in Document."""
 
     id: str
     tokens: int
     vector: bytes
-    node: str
+    node: str  # path in the tree: the pool, then "/" and the child number of each level
 
 
 class Centroids(TypedDict):
@@ -192,12 +158,12 @@ def make_document(
 
 
 def event(what: str, source: str = "") -> TaggedOutput:
-    """Return the output that counts an event."""
+    """Return the side output that counts an event."""
     return TaggedOutput("counts", (what, source))
 
 
 def removed(item: Mapping[str, Any], reason: str, because: str = "") -> TaggedOutput:
-    """Return the output that lists a removed document, file or row."""
+    """Return the side output that lists a removed document, file or row."""
     source, place, part = item["source"], item["place"], item.get("part", 0)
     record = Removed(reason=reason, source=source, place=place, part=part, because=because)
     return TaggedOutput("removed", record)

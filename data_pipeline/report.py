@@ -1,10 +1,8 @@
 """HTML report of a build: report.html, one self-contained page.
 
-1. Plots are inline SVG, so the page needs no network and no scripts. Lines use the page's text
-   color, in light and dark mode.
-2. Clusters are labeled with their words of highest TF-IDF. The map places clusters with similar
-   vectors near each other, by PCA and then t-SNE.
-3. All text is escaped, and equal content gives equal bytes.
+Plots are inline SVG in the page's text color, so the page needs no network and no scripts. The map
+places clusters with similar vectors near each other, by PCA and then t-SNE. All text is escaped,
+and equal content gives equal bytes.
 """
 
 from __future__ import annotations
@@ -88,49 +86,29 @@ class Topic(NamedTuple):
 class Content:
     """Content of the page. An empty field is shown as empty, or its plot is left out.
 
-    Histograms map a value to its number; values may be rounded down to tenths of a decade
-    (records.rounded). Only `stages`, `funnel`, `topics` and the map are ordered.
-
-    Attributes:
-      title: Title of the page, one line.
-      config: Config of the build, nested and JSON-serializable.
-      versions: Package or file -> version or hash.
-      seed: Seed of the build.
-      stages: (stage name, its counts).
-      funnel: (name, number of documents): documents read, then documents left after each stage.
-      lengths_before, lengths_after: Histograms of characters of the documents read and kept.
-      document_tokens: Histogram of tokens of the documents.
-      components: Histogram of sizes of near-duplicate groups.
-      cluster_sizes: Pool -> histogram of documents of the clusters.
-      cluster_tokens: Histogram of tokens of the clusters.
-      clusters_by_task: Task -> number of clusters.
-      skipped: Files and documents that were left out; listed by reason.
-      contamination: Benchmark -> names of the documents that matched it.
-      topics: A few clusters; the beginnings of their first documents are shown.
-      map_ids: Ids of the n clusters on the map, n <= MAP_POINTS; those in `topics` are labeled.
-      map_labels: Names of the n clusters' colors: main source, or pool.
-      map_vectors: Vectors of the n clusters, float [n, D].
+    Histograms map a value, possibly rounded down to a tenth of a decade (records.rounded), to its
+    number. Only `stages`, `funnel`, `topics` and the map are ordered.
     """
 
     title: str
-    config: Mapping[str, Any]
-    versions: Mapping[str, str]
+    config: Mapping[str, Any]  # nested and JSON-serializable
+    versions: Mapping[str, str]  # package or file -> version or hash
     seed: int
     stages: Sequence[tuple[str, Sequence[Count]]]
-    funnel: Sequence[tuple[str, int]]
-    lengths_before: Mapping[int, int]
-    lengths_after: Mapping[int, int]
-    document_tokens: Mapping[int, int]
-    components: Mapping[int, int]
-    cluster_sizes: Mapping[str, Mapping[int, int]]
-    cluster_tokens: Mapping[int, int]
+    funnel: Sequence[tuple[str, int]]  # documents read, then those left after each stage
+    lengths_before: Mapping[int, int]  # histogram of characters of the documents read
+    lengths_after: Mapping[int, int]  # histogram of characters of the documents kept
+    document_tokens: Mapping[int, int]  # histogram
+    components: Mapping[int, int]  # histogram of sizes of near-duplicate groups
+    cluster_sizes: Mapping[str, Mapping[int, int]]  # pool -> histogram of documents per cluster
+    cluster_tokens: Mapping[int, int]  # histogram
     clusters_by_task: Mapping[str, int]
-    skipped: Sequence[Removed]
-    contamination: Mapping[str, Sequence[str]]
-    topics: Sequence[Topic]
-    map_ids: Sequence[str]
-    map_labels: Sequence[str]
-    map_vectors: np.ndarray
+    skipped: Sequence[Removed]  # listed by reason
+    contamination: Mapping[str, Sequence[str]]  # benchmark -> names of the documents that match
+    topics: Sequence[Topic]  # the beginnings of their first documents are shown
+    map_ids: Sequence[str]  # n <= MAP_POINTS clusters; those in `topics` are labeled
+    map_labels: Sequence[str]  # names of the n colors: main source, or pool
+    map_vectors: np.ndarray  # float [n, D]
 
 
 def write_report(folder: str, content: Content) -> None:
@@ -163,19 +141,12 @@ def render(content: Content) -> str:
 def top_terms(
     clusters: Sequence[Sequence[str]], background: Sequence[str], count: int
 ) -> list[list[str]]:
-    """Find the words that distinguish each cluster from other documents, by TF-IDF.
+    """Find the words that distinguish each cluster from other documents by TF-IDF, best first.
 
     A word has at least two letters and is lower-cased. English stop words, numbers and runs of over
     30 letters are ignored. Chinese characters and kana, which have no spaces, are taken in pairs.
-
-    Args:
-      clusters: Texts of each cluster.
-      background: Sample of all texts. Document frequencies are counted in it and in the clusters.
-      count: Largest number of terms per cluster.
-
-    Returns:
-      Terms of each cluster, best first, ties in alphabetical order; empty for a cluster without
-      words.
+    `clusters` has the texts of each cluster, `background` a sample of all texts; a cluster gets at
+    most `count` terms, ties in alphabetical order.
     """
     grouped = [[word for text in texts for word in _words(text)] for texts in clusters]
     if not any(grouped):
@@ -193,16 +164,10 @@ def top_terms(
 
 
 def place_points(vectors: np.ndarray) -> np.ndarray:
-    """Project vectors to the plane so that similar vectors are close.
+    """Project float [n, D] to float [n, 2] so that similar vectors are close; n and D may be 0.
 
     Uses t-SNE, initialized with PCA, for at least 50 vectors, and PCA alone for fewer. Runs in one
     thread, so that sums have a fixed order.
-
-    Args:
-      vectors: float [n, D]; n and D may be 0.
-
-    Returns:
-      Coordinates, float [n, 2].
     """
     if not np.size(vectors):
         return np.zeros((len(vectors), 2))
@@ -244,10 +209,7 @@ def _facts(content: Content) -> list[tuple[str, int]]:
 
 
 def _stage_table(counts: Iterable[Count]) -> tuple[list[str], list[tuple[str, list[int]]]]:
-    """Return a stage's sources, and for each `what` its number per source and in total.
-
-    Counts of source "" appear only in the total. Documents read, removed and kept come first.
-    """
+    """Return a stage's sources, and (event, number per source and in total) in display order."""
     numbers: dict[str, Counter[str]] = defaultdict(Counter)
     for count in counts:
         numbers[count["what"]][count["source"]] += count["number"]
@@ -435,10 +397,7 @@ def _draw_map(axes: Axes, map_ids: Sequence[str], content: Content) -> None:
 def _name_points(
     axes: Axes, ids: Sequence[str], points: np.ndarray, topics: Sequence[Topic]
 ) -> None:
-    """Draw rings around the points of topics, labeled with their first terms.
-
-    From the top, each label is moved down until it is one line below the labels next to it.
-    """
+    """Ring the points of topics and label them; labels move down until none overlap."""
     terms = {topic.cluster["id"]: topic.terms[0] for topic in topics if topic.terms}
     width, line = np.ptp(points, axis=0) * (0.16, 0.032)
     named = [(points[row], terms[id]) for row, id in enumerate(ids) if id in terms]

@@ -7,8 +7,7 @@
 3. A signature holds the minimum of the set under each of P random permutations (datasketch). Two
    signatures agree at a position with probability J.
 4. A signature is cut into B bands of R = P / B values. Two signatures share a band with probability
-   1 - (1 - J^R)^B: 0.99 for 16 bands of 8 values at J = 0.85.
-5. Texts that share a band key are candidates and are compared exactly.
+   1 - (1 - J^R)^B: 0.99 for 16 bands of 8 values at J = 0.85. Such pairs are compared exactly.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ def tokens(text: str) -> list[str]:
 def shingles(text: str, words: int) -> np.ndarray:
     """Return the shingles of `words` tokens of a text: uint64 [n], sorted and distinct, n >= 1.
 
-    A text of fewer than `words` tokens has one shingle of all its tokens. A text without tokens,
-    such as punctuation only, has one shingle of its characters.
+    A shorter text has one shingle of all its tokens, or of its characters if it has no tokens.
     """
     hashes = np.array([_hash(token) for token in tokens(text) or [text]], np.uint64)
     width = min(words, len(hashes))
@@ -54,10 +52,7 @@ def shingles(text: str, words: int) -> np.ndarray:
 
 
 def signature(shingles: np.ndarray, permutations: int, seed: int) -> np.ndarray:
-    """Return the MinHash signature of a set of shingles: uint32 [permutations].
-
-    The upper 32 bits of each shingle are permuted.
-    """
+    """Return the MinHash signature of shingles' upper 32 bits: uint32 [permutations]."""
     made = MinHash(
         permutations,
         seed,
@@ -72,10 +67,7 @@ def signature(shingles: np.ndarray, permutations: int, seed: int) -> np.ndarray:
 
 
 def band_keys(signature: np.ndarray, bands: int) -> np.ndarray:
-    """Hash each band of a signature together with the band's number: uint64 [bands].
-
-    The number of bands divides the number of permutations.
-    """
+    """Hash each of `bands` equal parts of a signature with its number: uint64 [bands]."""
     rows = signature.reshape(bands, -1).astype(np.uint64)
     mixed = np.arange(bands, dtype=np.uint64)
     for column in rows.T:

@@ -1,11 +1,8 @@
 """Reads files of local or remote sources and yields filtered documents.
 
-1. The driver lists the files of each source. The listing records the inputs of a build.
-2. A worker reads one file at a time, or a row group of a Parquet file. Files with many rows are
-   streamed: one line, or some rows of a row group, are in memory at once.
-3. A file's text, or each of its rows, is one document, or several if the source is cut at chapters.
-4. Unusable files and rows are counted by reason and listed by place. No content of a file stops a
-   build.
+A worker reads one file at a time, or one row group of a Parquet file; files with many rows are
+streamed. A file's text, or each of its rows, is one document, or several if the source is cut at
+chapters. Unusable files and rows are counted and listed: no content of a file stops a build.
 """
 
 from __future__ import annotations
@@ -131,47 +128,29 @@ class SourceConfig:
 
 
 class Listed(TypedDict):
-    """File to read.
-
-    Attributes:
-      source, place: Location, as in Document.
-      url: URL that fsspec opens.
-      size: Size in bytes; 0 if the file system does not report it.
-      version: String that changes when the file changes; "" if the file system reports none.
-    """
+    """File to read; `source` and `place` are as in Document."""
 
     source: str
-    url: str
+    url: str  # opened by fsspec
     place: str
-    size: int
-    version: str
+    size: int  # bytes; 0 if the file system does not report it
+    version: str  # changes when the file changes; "" if the file system reports none
 
 
 class Piece(TypedDict):
-    """Unit of work: a file, or a row group of a Parquet file.
-
-    Attributes:
-      file: The file.
-      columns: Columns of the Parquet file, from layouts.parquet_groups; [] for other files.
-      group: Number of the row group.
-      first: Number of the group's first row in the file.
-    """
+    """Unit of work: a file, or a row group of a Parquet file."""
 
     file: Listed
-    columns: list[str]
+    columns: list[str]  # from layouts.parquet_groups; [] if the file is not Parquet
     group: int
-    first: int
+    first: int  # number of the group's first row in the file
 
 
 def list_files(name: str, source: SourceConfig) -> list[Listed]:
-    """List the files of a source, sorted by place.
+    """List the files of a source, sorted by place, without hidden files.
 
-    Includes files of unsupported types, which are counted later, but no hidden files.
-
-    Raises:
-      FileNotFoundError: if no file exists at the path.
-      ValueError: if no file has a type of the layout, or if the path or a folder below it cannot be
-        opened, such as for lack of a package or of permission.
+    Files of unsupported types are included and counted later. Raises FileNotFoundError if there is
+    no file, ValueError if none has a type of the layout, or the path or a folder cannot be opened.
     """
     where = f"sources.{name}.path = {source.path!r}"
     try:
@@ -248,12 +227,9 @@ def make_read(
 ) -> dict[str, beam.PCollection]:
     """Read files and filter their documents; sources may override conditions of `filter`.
 
-    Returns:
-      PCollections by table: "documents"; "files" that were read; "removed", with unusable files and
-      rows, and documents whose predicate raised; "counts", events (what, source), where `what` is
-      "files read", "files skipped: REASON", "row groups skipped: REASON", "rows skipped: REASON",
-      "documents read", "documents kept", "documents removed: REASON", "characters read = N" or
-      "characters kept = N".
+    The tables are "documents"; "files" that were read; "removed", with unusable files and rows, and
+    documents whose predicate raised; "counts", the events "files read", "documents read", "files
+    skipped: REASON" (or row groups, rows) and those of filter_documents, by source.
     """
     configs = {name: source.filter(filter) for name, source in sources.items()}
     outputs = ("files", "removed", "counts")

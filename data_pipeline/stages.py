@@ -1,12 +1,8 @@
 """Resumable stages: a sequence of Beam pipelines from finished tables to finished tables.
 
-1. A stage has a folder OUT/stages/NAME with Parquet tables. done.json, written last, marks them as
-   complete; it has the `fingerprint` of inputs and settings, and the counts.
-2. A stage whose done.json has the right fingerprint is skipped, so a build resumes after its last
-   finished stage, or at the first stage whose settings changed. The folder of any other stage is
-   emptied first.
-3. No data stays in memory between stages. On one machine this bounds the memory of FnApiRunner,
-   which shuffles in memory.
+A stage has a folder OUT/stages/NAME with Parquet tables and, written last, done.json with the
+`fingerprint` of inputs and settings. A stage with the right one is skipped; the folder of any other
+is emptied first. No data stays in memory in between, as FnApiRunner shuffles in memory.
 """
 
 from __future__ import annotations
@@ -66,17 +62,14 @@ class Done:
 
 
 class Stages:
-    """Executor of stages in one folder with one Beam runner."""
+    """Executor of stages in one folder with one Beam runner.
+
+    `folder` is OUT/stages, local or on any file system that Beam supports; `options` are Beam's own
+    flags. With `only_check`, `run` only builds a stage's graph, and `read` returns no records.
+    """
 
     def __init__(self, folder: str, options: Sequence[str] = (), only_check: bool = False):
-        """Store the settings.
-
-        Args:
-          folder: OUT/stages, local or on any file system that Beam supports (gs://, s3://, ...).
-          options: Beam's own flags. "--runner=DirectRunner", the default, is FnApiRunner.
-          only_check: Whether to run and write nothing. `run` then only builds a stage's graph for
-            the runner, and `read` returns no records.
-        """
+        """Store the settings."""
         self.folder = folder
         self.options = tuple(options)
         self.only_check = only_check
@@ -91,14 +84,10 @@ class Stages:
     ) -> Done:
         """Run a stage, unless it is already finished.
 
-        Args:
-          name: The stage's name and folder.
-          settings: All settings that the result depends on, JSON-serializable.
-          make: Function that builds the stage's graph. It gets one PCollection per input, or
-            `pipeline` if there are no inputs, and returns PCollections by table name (keys of
-            records.SCHEMAS). Its "counts" are (what, source) events, which are counted here.
-          after: Stages that the inputs come from.
-          **inputs: Argument name of `make` -> "STAGE/TABLE".
+        `settings` has all settings that the result depends on, JSON-serializable; `inputs` maps
+        arguments of `make` to "STAGE/TABLE" of the stages `after`. `make` gets one PCollection per
+        input, or `pipeline` if there are none, and returns PCollections by table name (keys of
+        records.SCHEMAS). Its "counts" are (what, source) events, which are counted here.
         """
         made_from = json.dumps([settings, [done.fingerprint for done in after]], sort_keys=True)
         fingerprint = digest(name, made_from)
@@ -135,11 +124,7 @@ class Stages:
         return beam.Pipeline(runner=FnApiRunner() if local else named, options=options)
 
     def check(self, pipeline: beam.Pipeline, name: str) -> None:
-        """Serialize a graph as for a remote runner, and parse it back.
-
-        Raises an error if part of the graph cannot be sent to another machine, such as a function
-        that cannot be pickled or a coder that no runner has.
-        """
+        """Serialize a graph as for a remote runner and parse it back; raise if that fails."""
         whole = pipeline.to_runner_api()
         beam.Pipeline.from_runner_api(whole, FnApiRunner(), PipelineOptions([]))
         graph = PortableRunner().get_proto_pipeline(pipeline, pipeline.options)
@@ -176,8 +161,7 @@ class Stages:
     ) -> list[dict[str, Any]]:
         """Read the records of a finished "STAGE/TABLE" into memory, in any order.
 
-        Only records with the given ids and only the given columns, or parts of columns
-        ("documents.list.element.source"), are kept; None keeps all.
+        None keeps all. Columns may be parts of columns, such as "documents.list.element.source".
         """
         records = []
         for path in [] if self.only_check else self.files(table):

@@ -1,7 +1,6 @@
 """Fills the report from finished stages: their counts, and the texts of a few clusters.
 
-No large table is read. The clusters on the map are those with the smallest ids; ids are hashes, so
-this is a uniform sample.
+The clusters on the map have the smallest ids; ids are hashes, so this is a uniform sample.
 """
 
 from __future__ import annotations
@@ -24,15 +23,7 @@ TERMS = 8
 def write(
     stages: Stages, done: Sequence[Done], clusters: str, out: str, manifest: Mapping[str, Any]
 ) -> None:
-    """Write OUT/report.html.
-
-    Args:
-      stages: Stages with all finished tables.
-      done: All stages that made the clusters, in order.
-      clusters: "STAGE/TABLE" of AssignedCluster.
-      out: Output folder of the build.
-      manifest: Manifest of the build, with "config" and "versions".
-    """
+    """Write OUT/report.html; `done` are all stages, `clusters` a table of AssignedCluster."""
     by_name = {stage.name: stage for stage in done}
     index = output.read_index(stages, clusters)
     columns = ["id", "vector", "documents.list.element.source"]

@@ -1,10 +1,8 @@
 """Assigns the same number of clusters to every task.
 
-1. A cluster may serve the tasks of its pool. `assign_tasks` finds the largest number of clusters
-   that every task can get at once, over all ways to divide the pools.
-2. A maximum flow from pools to tasks gives the number of clusters per pool and task.
-3. A hash of seed and id selects the clusters, so their order does not matter.
-4. All other clusters are left over: they are counted and removed.
+That number is the largest that every task can get at once, over all ways to divide the pools. A
+maximum flow from pools to tasks divides them, and a hash of seed and id selects the clusters, so
+their order does not matter. All other clusters are counted and removed.
 """
 
 from __future__ import annotations
@@ -50,17 +48,10 @@ class TasksConfig:
 
 
 def assign_tasks(clusters: Mapping[str, str], config: TasksConfig) -> dict[str, str]:
-    """Assign clusters to tasks.
+    """Assign clusters (id -> pool, task names joined by "+") to tasks; return id -> task.
 
-    Args:
-      clusters: Cluster id -> pool: task names joined by "+".
-      config: Number of clusters, seed and tasks.
-
-    Returns:
-      Cluster id -> task, with the same number of clusters for each task that any pool can serve.
-
-    Raises:
-      ValueError: if no cluster serves any task, or if there are too few to give each task one.
+    Each task that any pool can serve gets the same number. Raises ValueError if no cluster serves
+    any task, or if there are too few to give each task one.
     """
     sizes = Counter(clusters.values())
     pools = sorted(sizes)
@@ -92,13 +83,10 @@ def assign_tasks(clusters: Mapping[str, str], config: TasksConfig) -> dict[str, 
 def make_tasks(
     clusters: beam.PCollection, assignment: Mapping[str, str]
 ) -> dict[str, beam.PCollection]:
-    """Add the task to assigned clusters and remove the others.
+    """Add the task to assigned clusters, and remove the documents of the others.
 
-    Events of "counts":
-      ("clusters", task) and ("documents", source): assigned clusters and their documents;
-      ("clusters left over", pool) and ("documents removed: left over", source): the others.
-
-    "removed" has one record per document of the other clusters.
+    Events: ("clusters", task) and ("documents", source) of assigned clusters; ("clusters left
+    over", pool) and ("documents removed: left over", source) of the others.
     """
     assigned: Any = clusters | "add tasks" >> beam.FlatMap(
         _add_task, dict(assignment)
@@ -110,7 +98,7 @@ def _max_clusters_per_task(sizes: Mapping[str, int], tasks: Sequence[str]) -> in
     """Return the largest number of clusters that every task can get at once.
 
     By Hall's theorem it is the minimum over all sets of tasks of: the number of clusters that can
-    serve any task of the set, divided by the number of tasks in the set, rounded down.
+    serve any task of the set, divided by the size of the set, rounded down.
     """
     limits = []
     for count in range(1, len(tasks) + 1):
@@ -123,10 +111,7 @@ def _max_clusters_per_task(sizes: Mapping[str, int], tasks: Sequence[str]) -> in
 def _shares(
     sizes: Sequence[int], pools: Sequence[str], tasks: Sequence[str], each: int
 ) -> np.ndarray:
-    """Return the number of clusters that each pool gives to each task: int [pools, tasks].
-
-    Solves a maximum flow from node 0 through the pools, then the tasks, to the last node.
-    """
+    """Solve a maximum flow: number of clusters from pool to task, int [pools, tasks]."""
     first_task = 1 + len(pools)
     sink = first_task + len(tasks)
     room = np.zeros((sink + 1, sink + 1), np.int32)

@@ -68,25 +68,16 @@ _ERROR_CHARACTERS = 400  # kept of an error: a compiler's message starts with th
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One jitted function with its abstract arguments.
+    """One jitted function with its abstract arguments."""
 
-    Attributes:
-      name: one of PROGRAMS.
-      tokens: shape [rows, tokens] of the token array that the program reads.
-      resident: bytes per chip that the trainer holds during it, not counting `arguments`.
-      arguments: positional arguments, trees of jax.ShapeDtypeStruct.
-      options: static keyword arguments.
-      rules: logical axis rules that the trainer sets around the call.
-    """
-
-    name: str
-    tokens: tuple[int, ...]
-    resident: int
+    name: str  # one of PROGRAMS
+    tokens: tuple[int, ...]  # shape [rows, tokens] of the token array that the program reads
+    resident: int  # bytes per chip that the trainer holds during it, besides `arguments`
     function: Any
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...]  # positional ones, trees of jax.ShapeDtypeStruct
     mesh: jax.sharding.Mesh
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rules: meshes.Rules = meshes.RULES
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # static keyword arguments
+    rules: meshes.Rules = meshes.RULES  # logical axis rules that the trainer sets around the call
 
     def lower(self, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
         """Lower for the mesh's devices, or for other platforms (for example "tpu" from a CPU)."""
@@ -99,10 +90,7 @@ class Program:
 def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig:
     """Read the policy's architecture, without tokenizer and weights, and apply config.policy.
 
-    Args:
-      config: config of the run.
-      path: path of a Hugging Face config.json; "" means the one in config.policy.folder.
-      layers: number of layers L that replaces the policy's own; 0 keeps it.
+    `path`, a config.json, is by default in config.policy.folder. `layers` above 0 replaces L.
     """
     folder = config.policy.folder
     if not path and folder != "tiny" and not pathlib.Path(folder).is_dir():
@@ -118,7 +106,11 @@ def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig
 
 
 class Programs:
-    """The jitted programs of a run, with abstract sharded arguments instead of arrays."""
+    """The jitted programs of a run, with abstract sharded arguments instead of arrays.
+
+    `mesh` may be abstract; `length` is P, at least 1. Training rows have the shape of `bucket`, by
+    default that of one prompt of P tokens with its answers.
+    """
 
     def __init__(
         self,
@@ -128,16 +120,7 @@ class Programs:
         length: int,
         bucket: packing.Bucket | None = None,
     ):
-        """Check the config's sections and build Learner and Sampler.
-
-        Args:
-          config: config of the run.
-          policy: architecture of the policy.
-          mesh: mesh over the slice's devices; may be abstract.
-          length: prompt tokens P, at least 1.
-          bucket: shape of the training rows; None means one prompt of P tokens with its answers.
-
-        """
+        """Check the config's sections and build Learner and Sampler."""
         if length < 1:
             raise ValueError(f"length = {length}: must be 1 or more prompt tokens")
         sampling = build(SamplerConfig, config.sampler, "sampler")
@@ -237,8 +220,7 @@ class Programs:
     def _copies(self) -> int:
         """Bytes per chip of the float32 copies of the policy (frozen reader, KL reference).
 
-        Only the model that answers exists in the compute dtype, and it is among a program's
-        arguments (RolloutParams in trainer/state.py).
+        The compute-dtype policy is among a program's arguments (RolloutParams, trainer/state.py).
         """
         has_frozen_reader = self.config.algorithm.get("reference_source") == "frozen_reader"
         copies = bool(self.learner.loss.kl_weight) + has_frozen_reader
@@ -277,7 +259,7 @@ _SHAPE = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
 
 
 def collectives(text: str) -> dict[str, dict[str, int]]:
-    """Count the collectives in a compiled program's HLO text, by kind.
+    """Count the collectives in a compiled program's HLO text: kind -> numbers.
 
     1. An asynchronous collective counts once, where it starts. A TPU program names it again in
        every fusion that runs meanwhile.
@@ -285,9 +267,8 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
        all-reduce and a slice. It counts as a reduce-scatter with the bytes of the slice. An
        all-reduce followed by a separate slice runs, and counts, as an all-reduce.
 
-    Returns:
-      Kind -> "count", "bytes" (of the results on one device) and "in_loops" (the part of the count
-      inside a loop or in a computation that a loop calls).
+    The numbers are "count", "bytes" (of the results on one device) and "in_loops" (the part of the
+    count inside a loop or in a computation that a loop calls).
     """
     parts = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
     computations = {found[1]: part for part in parts if (found := _COMPUTATION.match(part))}
@@ -348,12 +329,7 @@ def _type_bytes(type_text: str) -> int:
 
 
 def describe(program: Program, hbm: int) -> dict[str, Any]:
-    """Compile a program for chips of which programs may use `hbm` bytes.
-
-    Returns:
-      A JSON-able line: phase, shapes, seconds, "fits", bytes per chip and collectives; or the
-      compiler's error.
-    """
+    """Compile a program for chips of `hbm` usable bytes; return a JSON-able line, or its error."""
     line: dict[str, Any] = {"phase": PROGRAMS[program.name], "program": program.name}
     line |= {"tokens": program.tokens, "resident": program.resident, "hbm": hbm, "fits": False}
     clock = time.monotonic()
@@ -411,7 +387,7 @@ def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mes
 
 
 def define_flags() -> None:
-    """Define the flags for a run on a slice, which read_flags reads."""
+    """Define the flags that read_flags reads."""
     config_flags.DEFINE_config_file("config", None, "Config file of the run.")
     flags.DEFINE_string("topology", None, "TPU slice, such as v5e-16 (launch/topologies.py).")
     flags.DEFINE_integer("length", None, "Prompt tokens P (default: config.sampler.max_prompt).")

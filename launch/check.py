@@ -70,16 +70,9 @@ class Attempts:
         self._config = config
 
     def __call__(self, field: str, make: Callable[..., T], *given: Any, **options: Any) -> T | None:
-        """Call make(*given, **options) and record the error if it raises.
+        """Return make(*given, **options), or None if it raises or an argument is None.
 
-        Args:
-          field: field to blame if the error message does not begin with one.
-          make: function to call.
-          *given: its arguments. None means that an earlier step failed: `make` is not called.
-          **options: its keyword arguments.
-
-        Returns:
-          The result, or None if the call failed or was skipped.
+        The error is recorded, as one of `field` if its message does not begin with a field.
         """
         if any(value is None for value in given):
             return None
@@ -109,14 +102,8 @@ def _with_value(config: Config, field: str) -> str:
 def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     """Check a run's config and folders without touching an accelerator.
 
-    Args:
-      config: config for spell_jax.train.
-      topology: devices, such as "v5e-16", "cpu:8" or "gpu:8"; "" means the fewest devices that the
-        mesh can use.
-      workdir: folder of the run; "" means none yet.
-
-    Returns:
-      The mistakes, and everything that could be computed.
+    `topology` names the devices, such as "v5e-16", "cpu:8" or "gpu:8"; "" means the fewest that the
+    mesh can use. `workdir` "" means none yet.
     """
     attempt = Attempts(config)
     checked = Checked(config, attempt.mistakes)
@@ -174,10 +161,7 @@ def _make_algorithm(config: Config, tokenizer: Any) -> None:
 
 
 def _check_alone(config: Config, names: Sequence[str]) -> bool:
-    """Check only the named fields, by putting them into an otherwise valid config; return True.
-
-    This is needed because spell_jax.config.read stops at the first mistake.
-    """
+    """Check the named fields in an otherwise valid config: read stops at the first mistake."""
     valid = tiny.get_config()
     with valid.unlocked():
         for name in names:
@@ -238,10 +222,7 @@ def _check_devices(checked: Checked, topology: str, attempt: Attempts) -> None:
 
 
 def find_topology(name: str, mesh: Mapping[str, int]) -> topologies.Topology:
-    """Find the devices of a name: a slice of topologies.py, cpu:N or gpu:N.
-
-    "" means the fewest devices that the config's mesh can use.
-    """
+    """Find a slice, cpu:N or gpu:N; "" means the fewest devices that the mesh can use."""
     sizes = [size for size in mesh.values() if isinstance(size, int) and size > 0]
     named = re.fullmatch(r"(?:cpu|gpu):([1-9]\d*)", name)
     if named or not name:
@@ -273,10 +254,7 @@ def _check_experts(policy: PolicyConfig, mesh: Any) -> None:
 
 
 def _check_longest(layout: packing.PackingConfig, sampling: SamplerConfig) -> None:
-    """Check that the largest bucket holds the longest prompt followed by one longest answer.
-
-    Packing splits a group that is too long only with all its answers.
-    """
+    """Check that the largest bucket holds the longest prompt with one longest answer."""
     prompt, tokens, largest = sampling.max_prompt, sampling.max_tokens, layout.buckets[-1]
     _, refused = packing.split_groups([dummy_group(prompt, tokens, 1, "responder")], largest)
     if refused:
@@ -346,8 +324,7 @@ def _open_workdir(workdir: str) -> epath.Path:
 def newest_step(workdir: epath.Path) -> int | None:
     """Find the step of the last finished checkpoint, or None.
 
-    Unlike a real start, this does not hash the files. A real start uses the previous checkpoint if
-    the last one is damaged.
+    Hashes no files. A real start does, and uses the previous checkpoint if this one is damaged.
     """
     found = (workdir / CHECKPOINTS_FOLDER).glob(f"*/{hashes.FILE}")
     names = [path.parent.name for path in found]
@@ -355,7 +332,7 @@ def newest_step(workdir: epath.Path) -> int | None:
 
 
 def _saved_config(workdir: epath.Path | None) -> dict[str, Any]:
-    """Read the config that the workdir was last started with; {} if unreadable (as in a start)."""
+    """Read the config of the workdir's last start; {} if it is unreadable."""
     try:
         return json.loads((workdir / setup.CONFIG_FILE).read_text()) if workdir else {}
     except (OSError, ValueError):

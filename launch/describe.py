@@ -28,28 +28,19 @@ from spell_jax.sampler.config import SamplerConfig
 
 @dataclasses.dataclass
 class Checked:
-    """Results of checking a config. A field is None if a mistake prevented its computation.
-
-    Attributes:
-      mistakes: lines about errors that would stop the run from starting or from training.
-      remarks: lines about settings that are allowed but may be unintended.
-      policy: architecture, with the config's changes.
-      plan: memory plan for the run's largest micro-batches.
-      workdir: folder of the run; None if none was given.
-      step: step of the checkpoint that the run would resume; None means a fresh start.
-    """
+    """Results of checking a config. A field is None if a mistake prevented its computation."""
 
     config: Config
-    mistakes: list[str]
-    remarks: list[str] = dataclasses.field(default_factory=list)
+    mistakes: list[str]  # errors that would stop the run from starting or from training
+    remarks: list[str] = dataclasses.field(default_factory=list)  # allowed, maybe unintended
     topology: topologies.Topology | None = None
     mesh: Any = None
     sampling: SamplerConfig | None = None
     layout: packing.PackingConfig | None = None
-    policy: PolicyConfig | None = None
-    plan: plan.Plan | None = None
+    policy: PolicyConfig | None = None  # with the config's changes
+    plan: plan.Plan | None = None  # for the largest micro-batches
     workdir: epath.Path | None = None
-    step: int | None = None
+    step: int | None = None  # of the checkpoint to resume; None means a fresh start
 
 
 def describe(checked: Checked) -> str:
@@ -135,9 +126,6 @@ def _describe_start(checked: Checked) -> str:
     else:
         source = f"random weights, because {folder} has none"
     return f"starts from {source}, {config.steps} steps"
-
-
-# ---------------------------------------------------------------------------------- Largest update
 
 
 def dummy_group(prompt: int, tokens: int, answers: int, role: str) -> packing.TrainGroup:

@@ -33,17 +33,11 @@ _MOST_ROWS = 4096  # bound of the search for the largest batch
 
 
 class Need(NamedTuple):
-    """Bytes on one chip while a program runs.
+    """Bytes on one chip while a program runs."""
 
-    Attributes:
-      program: name of the program, as in aot.py.
-      parts: bytes of each of PARTS.
-      resident: bytes among them that are neither arguments nor temporaries of the program.
-    """
-
-    program: str
-    parts: dict[str, int]
-    resident: int
+    program: str  # name, as in aot.py
+    parts: dict[str, int]  # bytes of each of PARTS
+    resident: int  # bytes among them that are neither arguments nor temporaries of the program
 
     @property
     def total(self) -> int:
@@ -53,8 +47,7 @@ class Need(NamedTuple):
 class _Temporaries:
     """Estimated bytes of temporaries, per chip, of a program that reads [rows, tokens].
 
-    Sizes on this chip: rows B, tokens, query heads N, widths of queries N H and keys K H,
-    feed-forward width F, vocabulary entries V. `row_tokens` T spans all context shards.
+    Sizes are those on this chip; only `row_tokens` spans all context shards.
     """
 
     def __init__(self, programs: aot.Programs, shape: tuple[int, ...]):
@@ -208,7 +201,11 @@ def needs(programs: aot.Programs) -> list[Need]:
 
 
 class Plan:
-    """Memory plan of a run on a slice: needs, largest batches that fit, and changes that help."""
+    """Memory plan of a run on a slice: needs, largest batches that fit, and changes that help.
+
+    The arguments are those of aot.Programs, with the slice for the mesh. Raises ValueError if a
+    field is invalid or the mesh does not match the slice.
+    """
 
     def __init__(
         self,
@@ -218,13 +215,7 @@ class Plan:
         length: int,
         bucket: packing.Bucket | None = None,
     ):
-        """Build the run's programs on an abstract mesh over the slice.
-
-        Arguments are those of aot.Programs, and the slice that the run uses.
-
-        Raises:
-          ValueError: if a field is invalid or the mesh does not match the slice.
-        """
+        """Build the run's programs on an abstract mesh over the slice."""
         self.config, self.policy, self.topology = config, policy, topology
         self.length, self.bucket = length, bucket
         mesh: Any = topologies.abstract_mesh(topology, config.mesh)

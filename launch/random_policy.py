@@ -33,18 +33,9 @@ def make(
     dtype: str = "bfloat16",
     seed: int = 0,
 ) -> int:
-    """Write a policy folder with random weights.
+    """Write a new policy folder `out` of random weights; return the number of parameters.
 
-    Args:
-      shape: path of a Hugging Face config.json.
-      tokenizer: folder with tokenizer files.
-      out: new folder to write.
-      changes: changes of the config, each FIELD=VALUE with a JSON value.
-      dtype: dtype of the written weights.
-      seed: random seed of the weights.
-
-    Returns:
-      The number of parameters.
+    `shape` is a Hugging Face config.json; `changes` are FIELD=VALUE with a JSON value.
     """
     if out.exists():
         raise ValueError(f"out = {str(out)!r}: exists already; must be a new folder")

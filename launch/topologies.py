@@ -1,11 +1,4 @@
-"""TPU slices to compile for, by the name under which they are rented.
-
-1. A name is a chip generation and a count: of chips for v5e and v6e, of TensorCores (two per chip)
-   for v4 and v5p.
-2. The memory of a chip is what the compiler reports ("exceeds available HBM (15.75G)").
-3. devices() gets the slice's devices from libtpu (`pip install -e '.[tpu]'`). Programs can be
-   compiled for them on any CPU, but they hold no arrays and run nothing.
-"""
+"""TPU slices to compile for, by the name under which they are rented."""
 
 from __future__ import annotations
 
@@ -26,29 +19,21 @@ ANY_MEMORY = sys.maxsize
 
 
 class Topology(NamedTuple):
-    """A TPU slice, or other devices, whose `layout` and `accelerator` are "".
+    """A TPU slice, or other devices, whose `layout` and `accelerator` are ""."""
 
-    Attributes:
-      name: name under which it is rented, such as "v5e-16".
-      layout: name in jax.experimental.topologies, such as "v5e:4x4".
-      chips: number of chips; each is one JAX device.
-      shape: number of chips along each physical axis.
-      hbm: bytes of a chip's memory that a program may use; ANY_MEMORY if unknown.
-      accelerator: accelerator type of Google Cloud's virtual machines, such as "v5litepod-16".
-    """
-
-    name: str
-    layout: str
-    chips: int
-    shape: tuple[int, ...]
-    hbm: int
-    accelerator: str
+    name: str  # under which it is rented, such as "v5e-16"
+    layout: str  # name in jax.experimental.topologies, such as "v5e:4x4"
+    chips: int  # each is one JAX device
+    shape: tuple[int, ...]  # number of chips along each physical axis
+    hbm: int  # bytes of a chip's memory that a program may use; ANY_MEMORY if unknown
+    accelerator: str  # type of Google Cloud's virtual machines, such as "v5litepod-16"
 
 
 _FLAT = ((2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8))
 # Generation -> prefix of the accelerator type, units per chip that names count (chips or
-# TensorCores), usable GiB of a chip, chips along each physical axis of every slice.
+# TensorCores, two per chip), usable GiB of a chip (as in the compiler's "exceeds available HBM
+# (15.75G)"), chips along each physical axis of every slice.
 _GENERATIONS = {
     "v4": ("v4", 2, 30.75, _CUBES),
     "v5e": ("v5litepod", 1, 15.75, _FLAT),
@@ -78,11 +63,7 @@ TOPOLOGIES = {topology.name: topology for topology in _slices()}
 
 
 def find(name: str) -> Topology:
-    """Return the slice of that name.
-
-    Raises:
-      ValueError: if the name is unknown; the message lists the known ones.
-    """
+    """Return the slice of that name; the ValueError of an unknown one lists the known ones."""
     if name not in TOPOLOGIES:
         raise ValueError(f"topology = {name!r}: must be one of {', '.join(TOPOLOGIES)}")
     return TOPOLOGIES[name]
@@ -103,10 +84,9 @@ def describe(topology: Topology, mesh: Any) -> str:
 
 
 def devices(topology: Topology) -> list[Any]:
-    """Get the slice's devices to compile for; the process must not have used libtpu before.
+    """Get the slice's devices from libtpu; the process must not have used libtpu before.
 
-    Raises:
-      ModuleNotFoundError: if libtpu is not installed.
+    They hold no arrays and run nothing. Raises ModuleNotFoundError if libtpu is not installed.
     """
     # libtpu reads these when it is loaded. With them it does not query the metadata server about
     # this machine, and a second process that compiles meanwhile does not abort on the lock file.

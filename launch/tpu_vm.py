@@ -115,8 +115,7 @@ def describe(given: Namespace, kind: str) -> dict[str, Any]:
 def look(given: Namespace) -> tuple[str, str, int]:
     """Query the slice's state, with a description, and its number of workers.
 
-    The state is "absent" (never requested, or deleted), "waiting" (queued, or temporarily
-    unusable), "deleting", "lost" or "ready".
+    States: "absent" (or deleted), "waiting" (queued, or unusable now), "deleting", "lost", "ready".
     """
     request, node = describe(given, "queued-resources"), describe(given, "tpu-vm")
     queued, state = request.get("state", {}).get("state"), node.get("state", "absent")
@@ -215,9 +214,8 @@ def watch(given: Namespace) -> int:
 def use_slice(given: Namespace) -> int:
     """Request the slice unless it exists, start the command unless it runs, and poll both.
 
-    Raises:
-      Lost: if the slice, a worker or the command was preempted.
-      CallError: if 3 polls in a row failed for another reason.
+    Raises Lost if the slice, a worker or the command was preempted; CallError if 3 polls in a row
+    failed for another reason.
     """
     requested = started = False
     failures = 0

@@ -61,28 +61,19 @@ _LONGEST_NAME = 120  # characters of a workdir's name; file systems end at 255 b
 
 
 class WorkUnit(NamedTuple):
-    """One training run of the experiment.
+    """One training run of the experiment."""
 
-    Attributes:
-      name: name of its workdir, such as "001-seed=1".
-      flags: flags of `python -m spell_jax.train`.
-    """
-
-    name: str
-    flags: tuple[str, ...]
+    name: str  # of its workdir, such as "001-seed=1"
+    flags: tuple[str, ...]  # of `python -m spell_jax.train`
 
 
 # ------------------------------------------------------------------------------------------- Sweep
 
 
 def parse_sweep(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Parse sweeps such as ["seed=0,1", "algorithm.documents=(2,),(2,3)"].
+    """Parse ["seed=0,1", "algorithm.documents=(2,),(2,3)"] to field -> values as texts.
 
-    Returns:
-      Field -> values as texts, in the given order.
-
-    Raises:
-      ValueError: if a text has another form, or a field or a value occurs twice.
+    Raises ValueError if a text has another form, or if a field or a value occurs twice.
     """
     sweep: dict[str, list[str]] = {}
     for text in texts:
@@ -102,12 +93,8 @@ def work_units(
 ) -> list[WorkUnit]:
     """Make the work units: the Cartesian product of the sweep, last field fastest.
 
-    Args:
-      config: path of a config file.
-      workdir: folder of the experiment.
-      sweep: field -> values.
-      overrides: flags for all units, which must be --config.a.b=value with fields that are not
-        swept.
+    `workdir` is the experiment's. `overrides` are flags for all units; ValueError if one is not
+    --config.a.b=value, or its field is swept.
     """
     for override in overrides:
         found = re.fullmatch(r"--config\.([\w.]+)=.*", override, re.DOTALL)
@@ -130,8 +117,7 @@ def work_units(
 def read_config(unit: WorkUnit) -> Config:
     """Build the config that `spell_jax.train` will get from the unit's flags.
 
-    Raises:
-      ValueError: if the file does not exist, or a field is unknown or of the wrong type.
+    Raises ValueError if there is no such file, or a field is unknown or of the wrong type.
     """
     first, *others = (flag for flag in unit.flags if flag.startswith("--config"))
     file = first.removeprefix("--config=")
@@ -162,9 +148,7 @@ def _parse(*given: str) -> Config:
 def check(config: Config, executor: str) -> None:
     """Check everything that can be checked without devices; buckets (vertex) are not read.
 
-    Raises:
-      ValueError: if a field is invalid; the message has its name, its value and the remedy.
-      FileNotFoundError: if a folder or a file does not exist.
+    Raises ValueError (field, value and remedy), or FileNotFoundError for a missing folder or file.
     """
     if "algorithm" not in config:
         raise ValueError("algorithm: is missing; must be a config of spell_jax.train")
@@ -188,13 +172,9 @@ def check(config: Config, executor: str) -> None:
 
 
 def requirements(executor: str, accelerator: str, cpu: int, ram_gib: int) -> dict[str, int]:
-    """Machine requirements of a work unit, from the launcher's flags; "" and 0 mean none.
+    """Machine requirements of a unit: XManager's resource -> amount, RAM in bytes.
 
-    Returns:
-      Resource -> amount, in XManager's names; RAM in bytes.
-
-    Raises:
-      ValueError: if the accelerator is unknown, or there is any requirement for a local run.
+    "" and 0 mean none. Raises ValueError if the accelerator is unknown, or a local run has any.
     """
     given = {"accelerator": accelerator, "cpu": cpu, "ram_gib": ram_gib}
     if executor == "local":
@@ -234,12 +214,8 @@ def packageable(
 ) -> Any:
     """An XManager packageable that runs the trainer.
 
-    Args:
-      xm: module xmanager.xm.
-      xm_local: module xmanager.xm_local.
-      checkout: folder whose files go into an image; None means to run here with this Python.
-      base_image: name of the image to build on.
-      extra: pip extra of setup.py to install in the image, or "".
+    The files of `checkout` go into an image on `base_image` with the pip `extra` of setup.py ("":
+    none). Without a checkout, the trainer runs here with this Python.
     """
     if checkout is None:
         binary, local = xm.Binary(path=sys.executable), xm_local.Local.Spec()
@@ -263,17 +239,10 @@ def packageable(
 async def run(
     title: str, executor: str, units: Sequence[WorkUnit], wanted: dict[str, int], base_image: str
 ) -> list[tuple[str, str]]:
-    """Package the trainer and run the experiment.
+    """Package the trainer and run the units in order; return (name, error) of failed ones.
 
-    Args:
-      title: title of the experiment.
-      executor: one of EXECUTORS; a unit of "local" ends before the next one starts.
-      units: work units, started in this order.
-      wanted: machine requirements, from requirements().
-      base_image: name of the image to build on (vertex).
-
-    Returns:
-      (name, error) of each unit that failed; empty for "vertex".
+    A unit of "local" ends before the next starts; "vertex" gives no errors. requirements() gives
+    `wanted`.
     """
     # Imported by name because the extra may be missing where types are checked.
     xm: Any = importlib.import_module("xmanager.xm")
