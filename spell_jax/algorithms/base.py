@@ -108,9 +108,6 @@ class AlgorithmContext:
     judge: JudgeFunction | None = None  # external judge if algorithm.rule is "judge"
 
 
-# ------------------------------------------------------------------------------ Asking the models
-
-
 @dataclasses.dataclass(frozen=True)
 class Reply:
     """A model's answers to one prompt."""
@@ -170,9 +167,6 @@ class Models(_Call[Replies], Protocol):
         answer of the others. Its replies do not depend on them.
         """
         ...
-
-
-# ------------------------------------------------------------------------------- The algorithm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,7 +127,7 @@ class Eapo:
             consistent=is_consistent(e.scored(), self.config.agreeing_share),
         )
 
-    # 4. What the reward model is trained on.
+    # 4. Scorings to train the reward model on.
 
     def collect(self, episodes: Sequence[Episode], step: int) -> list[Episode]:
         """Keeps the consistent scorings; at a refresh, moves them all to the last episode."""
@@ -147,8 +147,6 @@ class Eapo:
         """The policy's groups of mixed total reward, and a refresh's of the reward model."""
         groups, annotations = responder_groups(episodes, self.config.divide_by_deviation)
         return groups + [one.group() for e in episodes for one in e.refresh], annotations
-
-    # Metrics, records and state.
 
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:
         metrics = Metrics()

@@ -325,8 +325,6 @@ class Spell:
         divide = self.config.divide_by_deviation
         return group_advantages(scores, divide_by_deviation=divide).tolist()
 
-    # Metrics, records and state.
-
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:
         """Shares and means over all episodes and per task (spec section 10)."""
         metrics = Metrics()
