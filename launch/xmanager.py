@@ -241,8 +241,7 @@ async def run(
 ) -> list[tuple[str, str]]:
     """Package the trainer and run the units in order; return (name, error) of failed ones.
 
-    A unit of "local" ends before the next starts; "vertex" gives no errors. requirements() gives
-    `wanted`.
+    A unit of "local" ends before the next starts; "vertex" gives no errors.
     """
     # Imported by name because the extra may be missing where types are checked.
     xm: Any = importlib.import_module("xmanager.xm")
