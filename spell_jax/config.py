@@ -182,7 +182,6 @@ class InitialPolicyConfig:
     max_positions: int = 1024
 
     def architecture(self, vocab_size: int) -> PolicyConfig:
-        """The architecture of random weights for a tokenizer's vocabulary."""
         heads = (self.heads, self.kv_heads, self.head_size)
         sizes = (vocab_size, self.width, self.layers, *heads, self.feed_forward)
         return PolicyConfig(*sizes, self.rope, self.max_positions, remat=self.remat)
@@ -225,10 +224,7 @@ class SupervisedConfig:
 
 
 def default_config(algorithm: str = "spell") -> Config:
-    """The paper's values as a ConfigDict, for config files and flags to change.
-
-    `algorithm` is a name in algorithms/registry.py, which sets the fields of that section.
-    """
+    """The paper's values as a ConfigDict, with the fields of an algorithm of the registry."""
     made = section(RunConfig)
     del made.models
     made.algorithm = section(registry.ALGORITHMS[algorithm].config)

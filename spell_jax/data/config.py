@@ -146,11 +146,7 @@ class DataConfig:
 def open_clusters(
     data: DataConfig, seed: int, count_tokens: Callable[[str], int]
 ) -> tuple[clusters.Source, clusters.Source]:
-    """The clusters to train on and the held-out ones. Hosts share the reading of a built source.
-
-    `seed` is for generated worlds; `count_tokens` returns the tokens of a text, for
-    max_document_tokens.
-    """
+    """The clusters to train on and the held-out ones. Hosts share the reading of a built source."""
     if data.source in GENERATED:
         make: Callable[..., Any] = GENERATED[data.source][0]
         counts = data.tiny.clusters, data.tiny.documents

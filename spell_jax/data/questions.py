@@ -29,8 +29,7 @@ class Question:
 def read_questions(path: str | pathlib.Path, field: str) -> tuple[Question, ...]:
     """Read the questions of a JSONL file; bad lines are logged and skipped.
 
-    `field`, the config field that holds the path, is for error messages: FileNotFoundError without
-    a file, ValueError if no line is a valid question.
+    Errors name the config field `field`: FileNotFoundError, or ValueError if no line is valid.
     """
     questions, skipped = read_records(path, _parse_question)
     if not questions:
@@ -52,10 +51,7 @@ def _parse_question(record: Any) -> Question:
 
 
 def as_clusters(questions: Sequence[Question]) -> tuple[Source, Mapping[str, Question]]:
-    """Wrap each question in a cluster that serves only its task, as input for a TaskStream.
-
-    Returns (source with one cluster per question, cluster id -> question).
-    """
+    """Wrap each question in a cluster of its task; returns (source, cluster id -> question)."""
     by_id = {f"question {index}": question for index, question in enumerate(questions)}
     made = [Cluster(name, q.documents, (q.task,)) for name, q in by_id.items()]
     return in_memory(made), by_id

@@ -83,7 +83,6 @@ class TaskStream:
         self._decks = {task: self._deck(task) for task in tasks}
 
     def __len__(self) -> int:
-        """Return the number of clusters that serve one of the tasks."""
         return sum(map(len, self._assigned.values()))
 
     def next(self, batch: int) -> list[tuple[str, Cluster]]:

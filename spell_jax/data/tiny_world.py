@@ -68,10 +68,7 @@ class Question:
 
 
 def make_documents(rng: np.random.Generator, count: int) -> tuple[str, ...]:
-    """Generate documents about `count` distinct people, each with a friend among them.
-
-    ValueError if `count` is below 1 or above the number of names.
-    """
+    """Generate documents about `count` people (1 to len(NAMES)), each with a friend among them."""
     if not 1 <= count <= len(NAMES):
         raise ValueError(f"documents = {count}: must be 1 to {len(NAMES)} (one name each)")
     people = [NAMES[i] for i in rng.permutation(len(NAMES))[:count]]
@@ -113,7 +110,6 @@ def read_facts(documents: Sequence[str]) -> Facts:
 
 
 def line_of(facts: Facts, name: str) -> str:
-    """Return the line about a person, as the documents state it."""
     return " ".join([name, *(facts[name, attribute] for attribute in ATTRIBUTES)])
 
 
@@ -158,7 +154,6 @@ def _sample_sum_question(rng: np.random.Generator, facts: Facts, names: list[str
 
 
 def add_up(x: int, word: str, y: int) -> int:
-    """Return x + y for "plus", |x - y| for "versus"."""
     return x + y if word == "plus" else abs(x - y)
 
 
@@ -225,10 +220,7 @@ def oracle(question: str, documents: Sequence[str]) -> str | None:
 
 
 def oracle_choice(question: str, documents: Sequence[str]) -> str | None:
-    """Return the letter of the one option that holds the true answer.
-
-    None if no option or several options hold it, or if there are more options than letters.
-    """
+    """Return the letter of the only option that holds the true answer, else None."""
     truth = oracle(question, documents)
     options = re.findall(r"\(([A-D])\) *([^\n]*)", question)
     if len(options) > 4:

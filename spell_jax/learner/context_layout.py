@@ -5,7 +5,8 @@
    both.
 2. Answer tokens all attend to a whole prompt. They are split into equal shares, cut anywhere;
    padding fills the rest.
-3. Every token carries its original row index (attention/masks.py), so the mask does not change.
+
+Every token carries its original row index (attention/masks.py), so the mask does not change.
 """
 
 from __future__ import annotations

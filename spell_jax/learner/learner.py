@@ -101,7 +101,6 @@ class Learner:
         return batches, fitting, len(refused)
 
     def weigh(self, groups: Sequence[packing.TrainGroup]) -> list[packing.TrainGroup]:
-        """The groups with the loss weights of their tokens."""
         return packing.weigh(groups, self.loss.aggregation, self.loss.sequence_tokens)
 
     def place(self, batch: packing.MicroBatch) -> packing.MicroBatch:
@@ -188,7 +187,6 @@ class Learner:
             return self.fns.accumulate.lower(params, self.frozen, carry, batch, None)
 
     def on_mesh(self) -> contextlib.ExitStack:
-        """Context in which the functions are traced and called."""
         stack = contextlib.ExitStack()
         stack.enter_context(jax.set_mesh(self.mesh))
         stack.enter_context(nn.logical_axis_rules(meshes.RULES))
@@ -288,10 +286,7 @@ class Update:
         }
 
     def _explain(self) -> non_finite.NonFinite:
-        """Finds the non-finite groups and tensors by running parts of the update again.
-
-        All hosts take the same decisions, because these depend on replicated values only.
-        """
+        """Finds the non-finite groups and tensors, by running parts of the update again."""
         learner = self._learner
 
         def is_finite(groups: Sequence[packing.TrainGroup]) -> bool:

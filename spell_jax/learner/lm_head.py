@@ -71,14 +71,12 @@ class _Layout(collectives.Split):
 
     @property
     def dealt(self) -> int:
-        """Number of devices over which the tokens of a row are split."""
         return self.count(self.time)
 
 
 def _lay_out(
     table: tuple[int, int], tokens: tuple[int, ...], temperature: float, numbers_at_once: int
 ) -> _Layout:
-    """Layout of a table [V, D] and tokens [B, A] on the current mesh."""
     rows, width = table
     layout = _Layout.of(tokens, rows, width, over=meshes.TENSOR, temperature=temperature)
     widest = max(math.prod(tokens) // layout.count(layout.rows + layout.time), width)
@@ -118,10 +116,9 @@ _pick.defvjp(_pick_forward, _pick_backward)
 
 
 def _slots(source, time: int, layout: _Layout):
-    """Local index of the hidden state of each answer token in this device's rows, int32 [B, A].
+    """Local index of each answer token's hidden state, int32 [B, A]; `time` if on another device.
 
-    Covers answer tokens scored by other `context` devices too. The index is `time` (out of bounds)
-    if another device holds the hidden state.
+    Covers answer tokens scored by other `context` devices too.
     """
     if layout.dealt == 1:
         return source
@@ -131,11 +128,7 @@ def _slots(source, time: int, layout: _Layout):
 
 
 def _pick_on_device(hidden, source, *, layout: _Layout):
-    """One device's hidden states of answer tokens.
-
-    Each device contributes the states that it holds, for all answers of its rows, and zeros
-    elsewhere. The sum is scattered.
-    """
+    """One device's hidden states: all devices contribute theirs, or zeros; the sum is scattered."""
     rows, time, width = hidden.shape
     slots = _slots(source, time, layout)[..., None]
     picked = jnp.take_along_axis(hidden, slots, axis=1, mode="fill", fill_value=0)
@@ -244,7 +237,6 @@ def _scores_on_device(picked, table, target, *, layout: _Layout):
 
 
 def _lower(mass, moment, by):
-    """Sums of exp(x) and exp(x) x, updated for x + by."""
     scale = jnp.exp(by)
     return scale * mass, scale * (moment + by * mass)
 

@@ -89,7 +89,6 @@ class LossConfig:
 
     @property
     def uses_rollout_logprobs(self) -> bool:
-        """Whether the loss needs the logprobs recorded while sampling."""
         return self.old_logprobs == "rollout" or bool(self.tis_cap)
 
     @property
@@ -113,8 +112,8 @@ def batch_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The scalar loss of a micro-batch, and the sums named in LossConfig.sums and ROLE_SUMS.
 
-    Logprobs under the trained policy and the reference model (needed if kl_weight is not 0) and
-    entropies in nats are float32 [B, A].
+    Logprobs and entropies (nats) are float32 [B, A]; the reference's are needed unless kl_weight is
+    0.
     """
     chex.assert_equal_shape([logprobs, entropy, batch.weight])
     old, weight = jax.lax.stop_gradient(logprobs), batch.weight

@@ -169,10 +169,7 @@ def sum_by_answer(values: Array, answer: Array) -> jax.Array:
 def split_groups(
     groups: Sequence[TrainGroup], largest: Bucket
 ) -> tuple[list[TrainGroup], list[TrainGroup]]:
-    """Splits groups by answers until each fits the largest bucket, prompts repeated.
-
-    Returns (groups that fit, groups of single answers that cannot fit).
-    """
+    """Splits groups by answers until each fits; returns (these, single answers that cannot fit)."""
     fitting, refused = [], []
     for group in groups:
         part: list[int] = []
@@ -259,7 +256,6 @@ AGGREGATIONS = ("token_mean", "group_mean", "role_mean", "sequence_mean", "seque
 
 
 def check_aggregation(aggregation: str, sequence_tokens: int) -> None:
-    """Raises ValueError for an unknown aggregation, or a sequence_tokens that it cannot use."""
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"loss.aggregation = {aggregation!r}: must be one of {AGGREGATIONS}")
     least = int(aggregation == "sequence_sum")

@@ -58,12 +58,10 @@ class UpdateSpec:
 
     @property
     def moments_memory(self) -> str:
-        """Memory kind of AdamW's moments between steps."""
         return "pinned_host" if self.optimizer.offload else "device"
 
     @property
     def masters_memory(self) -> str:
-        """Memory kind of the master weights between steps."""
         return "pinned_host" if self.optimizer.offload_weights else "device"
 
 
@@ -172,7 +170,6 @@ def micro_batch_loss(
     batch: packing.MicroBatch,
     reference: Params | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The scalar loss of a micro-batch, and its named sums."""
     found, entropy, router_load = score(spec, lora.join(params, frozen), batch)
     reference_logprobs = None
     if reference is not None:

@@ -31,8 +31,6 @@ _FIELDS: dict[str, Any] = {
 
 @dataclass
 class Episodes:
-    """Chosen episodes of a run and statistics over all its episodes."""
-
     # Episodes for the page, ordered by step, with "step", "outcome" and "roles" added.
     chosen: list[dict[str, Any]] = field(default_factory=list)
     # Cluster -> texts, for chosen episodes whose documents are on disk.

@@ -168,7 +168,6 @@ class _Lines:
 
 
 def make_overview(runs: Sequence[RunData], read: Sequence[Episodes]) -> dict[str, Any]:
-    """Makes the data of the page except the episodes."""
     configs = [_config(run.workdir) for run in runs]
     groups = group_by_seed(configs)
     labels = _labels(groups, configs, [str(run.workdir) for run in runs])
@@ -294,7 +293,6 @@ def _mapping(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _points(read: Sequence[Episodes]) -> list[list[float]]:
-    """List of [mean score, questioner's reward, number of episodes]."""
     points = sum((episodes.points for episodes in read), collections.Counter())
     return [[x, y, count] for (x, y), count in sorted(points.items())]
 

@@ -75,7 +75,6 @@ def draw_run(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Path
 
 
 def file_names(titles: Sequence[str]) -> list[str]:
-    """File names without suffix for the titles, all different."""
     names: list[str] = []
     for title in titles:
         plain = title.partition(":")[0].lower().replace("'", "")
@@ -96,7 +95,6 @@ def _intervals(table: Mapping[str, Any], groups: Sequence[Mapping], before: str 
 
 
 def _save(path: epath.Path, plots: Sequence[Plot], dpi: int = 110) -> epath.Path:
-    """Writes one picture of plots, in at most three columns."""
     columns = min(3, len(plots))
     rows = math.ceil(len(plots) / columns)
     height = max(plot.height for plot in plots)

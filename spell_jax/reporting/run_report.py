@@ -1,9 +1,4 @@
-"""The report of one or several runs: pictures, printed tables and a page.
-
-WORKDIR/plots gets a picture per metric prefix ("rollout", "train", "eval") and one of the
-evaluation, which is also printed. WORKDIR/report.html shows all of this with episodes to browse
-(page.py), and each of its plots is a picture in WORKDIR/plots too.
-"""
+"""The report of one or several runs: pictures per metric prefix, printed tables and a page."""
 
 from __future__ import annotations
 
@@ -22,10 +17,12 @@ PLOTS_FOLDER = "plots"
 
 
 def report_runs(workdirs: Sequence[epath.Path]) -> None:
-    """Plots and prints the measurements of runs. Raises as read_run, before it writes anything.
+    """Writes and prints the report of runs. Raises as read_run, before it writes anything.
 
-    The page of one run is WORKDIR/report.html. That of several is comparison.html in the first
-    workdir, with its pictures in plots/comparison.
+    WORKDIR/plots gets a picture per metric prefix ("rollout", "train", "eval") and one of the
+    evaluation, which is also printed. WORKDIR/report.html shows all of this with episodes to browse
+    (page.py), and each of its plots is a picture too. The page of several runs is comparison.html
+    in the first workdir, with its pictures in plots/comparison.
     """
     runs = [read_run(workdir) for workdir in workdirs]
     entry.setup_done()

@@ -99,15 +99,11 @@ def compare(
 
 
 def six_digits(value: float) -> float:
-    """Rounds to six significant digits."""
     return float(f"{value:.6g}")
 
 
 def before_after_table(before: Table, after: Table) -> str:
-    """Formats two tables as aligned text, with a line `before -> after  difference` per cell.
-
-    A cell that one side lacks is shown as "-", without a difference.
-    """
+    """Formats two tables as aligned text, a cell per line; "-" for a cell that one side lacks."""
     sections = []
     for table in compare([[0]], [(before, after)]):
         lines = [("", "", "before", "", "after", "")]

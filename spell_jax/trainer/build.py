@@ -39,8 +39,6 @@ from spell_jax.selfplay.judge import JUDGE_KEY, Endpoint, Judge, JudgeConfig
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model with its own weights."""
-
     policy: PolicyConfig  # architecture, as the config changes it
     tokenizer: Tokenizer
     folder: pathlib.Path  # Hugging Face folder of its first weights
@@ -72,7 +70,6 @@ class Run:
 
     @property
     def trained(self) -> dict[str, Model]:
-        """Models that are trained, the policy first."""
         return {name: self.own[name] for name in ("policy", *self.algorithm.trained)}
 
     @property
@@ -84,10 +81,7 @@ class Run:
 
 
 def make_run(config: RunConfig | Config) -> Run:
-    """Checks the config and makes the run's parts.
-
-    ValueError or FileNotFoundError name the field, its value and the remedy.
-    """
+    """Checks the config and makes the run's parts; errors are those of config.read."""
     config = configs.read(config)
     folder = find_folder(config.policy)
     mesh = meshes.make_mesh(dataclasses.asdict(config.mesh))

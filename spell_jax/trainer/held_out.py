@@ -26,10 +26,7 @@ class HeldOut:
         self._is_writer = jax.process_index() == 0
 
     def validate(self, step: int, metrics: Metrics) -> float | None:
-        """Every validate_every steps adds accuracies to the metrics; returns the policy's score.
-
-        A larger score is better; it is None in other steps.
-        """
+        """Every validate_every steps adds accuracies to the metrics; returns a score or None."""
         run, every = self._run, self._run.config.validate_every
         if run.evaluation is None or not every or step % every:
             return None

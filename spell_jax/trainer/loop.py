@@ -60,10 +60,7 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
 
 
 def make_logger(run: Run, workdir: epath.Path, step: int, tail: list[str]) -> RunLogger:
-    """The run's logger after `step` steps; it also writes config.json.
-
-    `tail` are the last lines of metrics.jsonl from the checkpoint.
-    """
+    """The run's logger after `step` steps, given the checkpoint's tail of metrics.jsonl."""
     config = run.config
     fields = to_dict(config)
     if jax.process_index() == 0:

@@ -25,13 +25,11 @@ class Rollout:
     state_before: dict[str, Any]  # of the algorithm, to repeat the step from
 
     def progress(self) -> dict[str, float]:
-        """Numbers for the progress line."""
         means = self.metrics.means()
         names = {"solved": "rollout/solve_rate", "tokens/s": "time/tokens_per_second/sampled"}
         return {shown: means.get(name, 0.0) for shown, name in names.items()}
 
     def records(self, algorithm: Algorithm) -> Iterator[dict[str, Any]]:
-        """The episodes as JSON-able dicts for the run's files."""
         return records(algorithm, self.episodes, self.annotations)
 
 
@@ -42,8 +40,7 @@ class _Interrupted(Exception):
 class Rollouts:
     """Source of rollouts; at most one is kept ahead of the loop.
 
-    `models` are states and weights by name, read when a rollout starts. `should_stop` tells whether
-    to abandon it.
+    `models` are states and weights by name, read when a rollout starts.
     """
 
     def __init__(self, run: Run, models: dict[str, Any], should_stop: Callable[[], bool]):

@@ -66,7 +66,6 @@ class Saver:
             self._store.save(step, self._models, host_state, force, score)
 
     def stop_if_preempted(self, step: int, algorithm_state: dict[str, Any]) -> None:
-        """Saves and raises Preempted if the machine is taken away."""
         if self._preemption.should_stop():
             self.save(step, algorithm_state, force=True)
             raise Preempted(self._preemption.why)

@@ -54,11 +54,7 @@ def metrics(
     numbers: Mapping[str, Sequence[Mapping[str, float]]],
     is_ahead: bool,
 ) -> Metrics:
-    """The step's metrics; docs/metrics.md explains every name.
-
-    `numbers` are those of `finish`. No speed is given if the next rollout ran during the update
-    (`is_ahead`).
-    """
+    """The step's metrics (docs/metrics.md); without speeds if the next rollout ran meanwhile."""
     metrics = Metrics()
     metrics.merge(rollout.metrics)
     for role, count in packing.count_answers(rollout.groups).items():

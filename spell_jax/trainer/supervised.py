@@ -91,10 +91,7 @@ def row_stream(config: SupervisedConfig, start: int) -> Iterator[demonstrations.
 
 
 def make_policy(config: SupervisedConfig) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
-    """Architecture and tokenizer of the policy to start from.
-
-    ValueError or FileNotFoundError name the field, its value and the remedy.
-    """
+    """Architecture and tokenizer of the policy to start from; errors name the field and remedy."""
     folder = config.policy.folder
     if folder:
         if not pathlib.Path(folder).is_dir():
@@ -128,7 +125,7 @@ def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:
 
 
 def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
-    """Fine-tunes a policy, resuming from the last checkpoint in the workdir; returns its folder.
+    """Fine-tunes a policy, resuming from the last checkpoint; returns the policy's folder.
 
     Errors are those of trainer.loop.train.
     """
@@ -154,7 +151,6 @@ def _steps(
     checkpoints: Checkpoints,
     preemption: Preemption,
 ) -> update.TrainState:
-    """Runs all steps; returns the last state."""
     saved = plain(section(config))
     if jax.process_index() == 0:
         setup.write_config(saved, workdir)
