@@ -71,8 +71,7 @@ class RunConfig:
       evaluate: whether a full held-out evaluation runs before and after the run.
       max_minutes: minutes of rollouts and updates after which the run ends; 0: no limit. The only
         field that depends on the clock: a resumed run gets as many minutes again.
-      preemption_limit_s: seconds after the first SIGTERM in which a run finishes its phase and
-        saves.
+      preemption_limit_s: seconds after the first SIGTERM for a run to finish its phase and save.
       staleness: 1: the rollout of a step runs during the update of the step before, with the
         weights before that update (not after a checkpoint). Needs loss.old_logprobs = "rollout" or
         loss.tis_cap above 0.

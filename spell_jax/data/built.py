@@ -50,8 +50,7 @@ def open_source(
 
     Clusters of a built folder are read on demand; their documents are cut in place if they exceed
     the limit, although the build has already cut most of them. Other sources are read at once by
-    clusters.read_clusters, with its arguments (`options`) and errors. For the errors of a built
-    folder, see `Built`.
+    clusters.read_clusters, with its arguments (`options`) and errors; see `Built` for others.
     """
     if not is_built(source):
         clusters, _ = read_clusters(
@@ -174,8 +173,7 @@ def _open_records(folder: Path) -> Any:
 def share_reading(source: Source) -> Source:
     """Wrap a source so that each cluster is read by one host and sent to the others.
 
-    Every host must request the same ids at the same time. An error on one host raises a
-    RuntimeError on all.
+    All hosts must request the same ids at the same time. An error on one is a RuntimeError on all.
     """
     return replace(source, read=functools.partial(_read_shared, source.read))
 

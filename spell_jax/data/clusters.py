@@ -121,8 +121,7 @@ def read_clusters(
     text is usable.
 
     Args:
-      count_tokens: tokens of a text; called on short texts, in total a few times the source's
-        length.
+      count_tokens: tokens of a text; reads in total a few times the source's length.
       max_document_tokens: maximum tokens per document, at least 16.
       documents_per_cluster: cluster size for folders; the last cluster may have fewer.
       grouping: grouping for folders, one of GROUPINGS.

@@ -33,8 +33,7 @@ def batch_counts(
     """Divide a batch among tasks; ValueError if it is below 0 or above the sum of sizes.
 
     Each task gets the floor of its share, at most its size. The remainder is assigned one by one,
-    heaviest task first; ties go to the task listed first. Weights are positive and need not sum to
-    1.
+    heaviest task first; ties go to the task listed first. Weights are positive, of any sum.
     """
     if not 0 <= batch <= sum(sizes.values()):
         raise ValueError(f"batch = {batch}: must be between 0 and {sum(sizes.values())}")
@@ -53,8 +52,7 @@ def batch_counts(
 class TaskStream:
     """Endless stream of batches of (task, cluster).
 
-    `repeats` counts clusters dealt again within a batch, because the batch was larger than the
-    data.
+    `repeats` counts clusters dealt again within a batch, if it is larger than the data.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Advantages of groups and of questioner rows (paper Eq. 3, 8 and 9; spec section 8).
 
 Lists and NumPy arrays are computed in float64 on the host and checked for NaN. JAX arrays and
-tracers are computed in float32 with jax.numpy and are not checked, so the functions also run under
-jit.
+tracers are computed in float32 with jax.numpy and unchecked, so the functions also run under jit.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,8 @@
 """Layout of a packed row's tokens over the devices of the `context` axis.
 
 1. The prompt tokens of a row are cut into 2n chunks for n devices. Device i gets chunks i and
-   2n-1-i (zig-zag): late tokens attend to more keys than early ones, so each device has some of
-   both.
-2. Answer tokens all attend to a whole prompt. They are split into equal shares, cut anywhere;
-   padding fills the rest.
+   2n-1-i (zig-zag): late tokens attend to more keys, so each device has some of both.
+2. Answer tokens all attend to a whole prompt. They are split into equal shares with padding.
 
 Every token carries its original row index (attention/masks.py), so the mask does not change.
 """
@@ -17,8 +15,7 @@ import numpy as np
 def order(is_answer: np.ndarray, used: int, devices: int) -> np.ndarray:
     """Token at each place of a row, int32 [T], with the devices' equal shares in device order.
 
-    `is_answer` is bool [T], and T a multiple of `devices` (n). The first `used` tokens are not
-    padding.
+    `is_answer` is bool [T], and T a multiple of `devices` (n). Tokens after `used` are padding.
     """
     share = len(is_answer) // devices
     prompt = np.flatnonzero(~is_answer[:used])

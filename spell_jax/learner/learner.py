@@ -2,8 +2,7 @@
 
 Groups are split into mini-batches, weighted and packed on the host (packing.py). `start` casts the
 weights, `advance` dispatches one micro-batch at a time, so that a rollout can run between them, and
-`finish` runs the rest and applies the gradients (update.py). Supervised fine-tuning is the same
-update with advantage 1.
+`finish` runs the rest and applies the gradients (update.py). Supervised tuning has advantage 1.
 """
 
 from __future__ import annotations

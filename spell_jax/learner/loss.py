@@ -112,8 +112,7 @@ def batch_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The scalar loss of a micro-batch, and the sums named in LossConfig.sums and ROLE_SUMS.
 
-    Logprobs and entropies (nats) are float32 [B, A]; the reference's are needed unless kl_weight is
-    0.
+    Logprobs and entropies (nats) are float32 [B, A]; the reference's are needed for a KL term.
     """
     chex.assert_equal_shape([logprobs, entropy, batch.weight])
     old, weight = jax.lax.stop_gradient(logprobs), batch.weight
@@ -158,8 +157,7 @@ def policy_loss(
     Arrays are float32 of one shape. Weights sum to 1 over a batch for a token mean; 0 masks a
     token. Sequence ratios need shapes [B, A] and the `answer` index of each token, int32 [B, A].
     Returns the scalar loss and weighted sums: share of clipped tokens (for "cispo": tokens whose
-    ratio is out of bounds), share of dual-clipped tokens, and approximate KL (of tokens for every
-    `ratio`).
+    ratio is out of bounds), share of dual-clipped tokens, and approximate KL (always of tokens).
     """
     chex.assert_equal_shape([logprobs, old_logprobs, advantages, weights])
     tokens = log_ratio(logprobs, old_logprobs)

@@ -1,7 +1,7 @@
 """Packing of groups into micro-batches: one prompt followed by its G answers.
 
-1. A prompt and its answers become [prompt | answer_1 | ... | answer_G]; rotary positions restart at
-   P for every answer.
+1. A prompt and its answers become [prompt | answer_1 | ... | answer_G]; rotary
+   positions restart at P for every answer.
 2. Groups go first-fit-decreasing into rows [T] of the smallest bucket that holds them; a group too
    long for the largest bucket is split by answers, repeating its prompt.
 3. Rows of a bucket are stacked into micro-batches [rows, T] with rows * T a token budget.
@@ -36,7 +36,7 @@ class TrainGroup:
     prompt: Tokens  # token ids [P], P >= 1
     answers: Sequence[Tokens]  # token ids [S_i] with the stop token, S_i >= 1
     advantages: Sequence[float]
-    role: str = "responder"  # counted by it; aggregation "role_mean" weighs by it
+    role: str = "responder"  # for counts, and for weights with aggregation "role_mean"
     old_logprobs: Sequence[np.ndarray] | None = None  # of the policy that sampled, float32 [S_i]
     weights: Sequence[float] | None = None  # loss weight of each of the answer's tokens (weigh)
     ids: Sequence[int] | None = None  # by which answers are found again in micro-batches (with_ids)
@@ -315,9 +315,8 @@ def pack(
     """Packs groups that fit the largest bucket into micro-batches of numpy arrays.
 
     Groups are weighed and split (weigh, split_groups), buckets ascending in length. A micro-batch
-    has row_count rows, a multiple of `row_multiple` (devices along the row axis). Tokens of a row
-    are laid out over `devices` devices (of the context axis). The result is deterministic for a
-    given order of groups.
+    has row_count rows (`row_multiple`: devices along the row axis). Tokens of a row are laid out
+    over `devices` devices (of the context axis). The same order of groups gives the same result.
     """
     batches = []
     for bucket, packed in rows_of(groups, buckets).items():

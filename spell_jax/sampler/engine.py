@@ -40,8 +40,7 @@ class Sampler:
         """Builds the jitted programs; nothing is compiled yet.
 
         Token ids `stop_ids` end an answer. Stop strings need `stream`, the constructor of a
-        tokenizer's incremental decoder. ValueError if the config's sizes do not fit together or the
-        policy.
+        tokenizer's incremental decoder. ValueError if sizes do not fit.
         """
         self.policy = policy
         self.config = config

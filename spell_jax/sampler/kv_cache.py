@@ -134,6 +134,6 @@ def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
 
 
 def _weighted(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """A device's weighted share of attention; summed over `context`, attention to all keys."""
+    """A device's weighted share of attention; the sum over `context` is that to all keys."""
     weight = jnp.exp(lse - jax.lax.pmax(lse, meshes.CONTEXT))
     return out * (weight / jax.lax.psum(weight, meshes.CONTEXT))[..., None]

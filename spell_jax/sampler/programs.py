@@ -141,9 +141,8 @@ def decode(
     All samples of a prompt attend to its pages in one matrix product, and each slot attends to the
     pages of its own suffix; the two parts are merged by log-sum-exp. The loop ends early when
     enough slots are free to be refilled. With speculation, a pass also feeds proposed tokens, and
-    those that equal the sampled tokens are accepted; the sampled tokens are the same. `params` are
-    in the compute dtype, `state` is donated by the caller, a page has `page_size` tokens (C),
-    `stop_ids` end an answer.
+    those that equal the sampled tokens are accepted, which does not change what is sampled.
+    `params` are in the compute dtype, `state` is donated by the caller, `page_size` is C.
     """
     fresh = (slots.prefilled >= 0)[:, None]
     hidden = jnp.where(fresh, state.prompt_hidden[slots.prefilled], state.hidden[lane])
