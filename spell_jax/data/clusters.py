@@ -64,7 +64,7 @@ class Source:
     """Clusters whose texts may stay in storage until they are needed."""
 
     tasks: Mapping[str, tuple[str, ...] | None]  # id -> tasks as in Cluster, one entry per cluster
-    # ids, which may repeat, -> their clusters in order
+    # Function from ids, which may repeat, to their clusters in the same order.
     read: Callable[[Sequence[str]], list[Cluster]]
 
     def only(self, ids: Sequence[str]) -> "Source":
@@ -121,7 +121,7 @@ def read_clusters(
     text is usable.
 
     Args:
-      count_tokens: tokens of a text; reads in total a few times the source's length.
+      count_tokens: tokens of a text; called on a few times the source's length in total.
       max_document_tokens: maximum tokens per document, at least 16.
       documents_per_cluster: cluster size for folders; the last cluster may have fewer.
       grouping: grouping for folders, one of GROUPINGS.

@@ -199,7 +199,7 @@ def canonical(text: str) -> str:
 
 
 def oracle(question: str, documents: Sequence[str]) -> str | None:
-    """Return the true canonical answer of a question without its choices, or None.
+    """Return the true canonical answer of a question (choices are ignored), or None.
 
     None if the question is not in the grammar or the documents do not answer it.
     """
