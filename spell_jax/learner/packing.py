@@ -339,7 +339,8 @@ def rows_of(
 
 
 def row_count(bucket: Bucket, token_budget: int, row_multiple: int = 1) -> int:
-    """Rows of every micro-batch of a bucket: as many as the budget holds, at least one."""
+    """Rows of every micro-batch of a bucket: the largest multiple of `row_multiple` that the token
+    budget holds, and at least one multiple."""
     return max(1, token_budget // bucket.length // row_multiple) * row_multiple
 
 

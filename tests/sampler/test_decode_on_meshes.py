@@ -37,11 +37,11 @@ on_meshes = pytest.mark.parametrize(
 def test_no_weights_move_in_a_decode_step(policy, mesh) -> None:
     sizes = {"sampler.slots": 8, "sampler.samples_per_prompt_batch": 4, "sampler.max_tokens": 8}
     programs = aot.Programs(small_config(**sizes), policy, meshes.make_mesh(mesh), 16)
-    (program,) = programs.of("decode")
+    (program,) = programs.select("decode")
     found = aot.collectives(program.lower().compile().as_text() or "")
     smallest = min(  # kernels of a layer that are split over devices; k and v are small
         leaf.size // leaf.shape[0] * 4
-        for path, leaf in jax.tree_util.tree_leaves_with_path(programs.played["layers"])
+        for path, leaf in jax.tree_util.tree_leaves_with_path(programs.rollout_params["layers"])
         if any(name in jax.tree_util.keystr(path) for name in ("gate", "up", "down"))
     )
     for kind in ("all-gather", "all-to-all", "collective-permute"):

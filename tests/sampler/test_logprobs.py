@@ -117,7 +117,7 @@ def _scored(
     bucket = Bucket(max(len(group.prompt) for group in groups) + answers, answers)
     layout = PackingConfig((bucket,), bucket.length)
     learner = Learner(policy, OptimizerConfig(), LossConfig(), layout, _mesh(), temperature)
-    batches, refused = learner.pack(groups)
+    batches, _, refused = learner.pack(learner.weigh(groups))
     assert not refused and len(batches) == len(groups)
     score = jax.jit(functools.partial(update.score, learner.spec))
     found, wanted = [], []
